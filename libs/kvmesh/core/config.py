@@ -1,0 +1,201 @@
+"""Configuration of services: defaults < TOML file < environment < command line.
+
+A config is a frozen dataclass whose fields are str, int, float, bool, `X | None` or another such
+dataclass. Field `section.name` has the flag `--section.name` and the environment twin
+`KVMESH_SECTION__NAME`. The help text is the field's `metadata["help"]`. An unknown key is an error.
+This is the only module that reads the environment. Tests: tests/unit/core/test_config.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import tomllib
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kvmesh.core.errors import ConfigError
+
+ConfigT = TypeVar("ConfigT")
+
+ENV_PREFIX = "KVMESH_"
+_TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
+
+
+def option(default: Any, help_text: str) -> Any:
+    """A config field with a default and a help text."""
+    if dataclasses.is_dataclass(default) and isinstance(default, type):
+        return dataclasses.field(default_factory=default, metadata={"help": help_text})
+    return dataclasses.field(default=default, metadata={"help": help_text})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Option:
+    """One settable leaf of a config."""
+
+    path: tuple[str, ...]
+    kind: Any
+    default: Any
+    help: str
+
+    @property
+    def flag(self) -> str:
+        """Name on the command line."""
+        return "--" + ".".join(self.path).replace("_", "-")
+
+    @property
+    def env(self) -> str:
+        """Name in the environment."""
+        return ENV_PREFIX + "__".join(self.path).upper()
+
+
+def options_of(config: type[Any]) -> list[Option]:
+    """All leaves of a config class, in order."""
+    return list(_leaves(config, ()))
+
+
+def _leaves(config: type[Any], path: tuple[str, ...]) -> Iterator[Option]:
+    hints = typing.get_type_hints(config)
+    for field in dataclasses.fields(config):
+        kind = hints[field.name]
+        here = (*path, field.name)
+        if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+            yield from _leaves(kind, here)
+            continue
+        if field.default is dataclasses.MISSING:
+            raise TypeError(f"{config.__name__}.{field.name} needs a default")
+        yield Option(here, kind, field.default, field.metadata.get("help", ""))
+
+
+def _parse(option: Option, raw: Any, origin: str) -> Any:
+    kind, optional = option.kind, False
+    if isinstance(kind, types.UnionType):
+        members = [member for member in typing.get_args(kind) if member is not type(None)]
+        kind, optional = members[0], True
+    if optional and raw in (None, ""):
+        return None
+    try:
+        if kind is bool:
+            return _parse_bool(raw)
+        if kind in (int, float, str) and not isinstance(raw, (dict, list)):
+            return kind(raw)
+    except ValueError:
+        pass
+    name = getattr(kind, "__name__", str(kind))
+    raise ConfigError(f"{origin}: {'.'.join(option.path)} must be {name}, got {raw!r}")
+
+
+def _parse_bool(raw: Any) -> bool:
+    if isinstance(raw, bool):
+        return raw
+    word = str(raw).lower()
+    if word not in _TRUE | _FALSE:
+        raise ValueError(raw)
+    return word in _TRUE
+
+
+def _flatten(table: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        here = (*path, key)
+        if isinstance(value, dict):
+            yield from _flatten(value, here)
+        else:
+            yield ".".join(here), value
+
+
+def _build(config: type[Any], values: Mapping[tuple[str, ...], Any], path: tuple[str, ...]) -> Any:
+    hints = typing.get_type_hints(config)
+    arguments: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        here = (*path, field.name)
+        kind = hints[field.name]
+        if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+            arguments[field.name] = _build(kind, values, here)
+        elif here in values:
+            arguments[field.name] = values[here]
+    return config(**arguments)
+
+
+def load_config(
+    config: type[ConfigT],
+    argv: Sequence[str] = (),
+    *,
+    environ: Mapping[str, str] | None = None,
+    prog: str = "kvmesh",
+) -> ConfigT:
+    """Builds a config from all its sources.
+
+    Raises:
+        ConfigError: an unknown key or a value of the wrong type; the message names the source.
+    """
+    environ = os.environ if environ is None else environ
+    options = options_of(config)
+    parser = argparse.ArgumentParser(
+        prog=prog, description=(config.__doc__ or "").strip(), allow_abbrev=False
+    )
+    parser.add_argument("--config", metavar="FILE", help="TOML file (env KVMESH_CONFIG)")
+    parser.add_argument("--print-config", action="store_true", help="print the result and exit")
+    for leaf in options:
+        text = f"{leaf.help} (default {leaf.default!r}, env {leaf.env})".replace("%", "%%")
+        parser.add_argument(leaf.flag, dest=".".join(leaf.path), metavar="VALUE", help=text)
+    arguments = vars(parser.parse_args(list(argv)))
+
+    by_name = {".".join(leaf.path): leaf for leaf in options}
+    values: dict[tuple[str, ...], Any] = {}
+    file = arguments["config"] or environ.get("KVMESH_CONFIG")
+    if file:
+        for name, raw in _flatten(_read_toml(Path(file))):
+            if name not in by_name:
+                raise ConfigError(
+                    f"{file}: unknown key {name}; known: {', '.join(sorted(by_name))}"
+                )
+            values[by_name[name].path] = _parse(by_name[name], raw, file)
+    for name, leaf in by_name.items():
+        if leaf.env in environ:
+            values[leaf.path] = _parse(leaf, environ[leaf.env], leaf.env)
+        if arguments[name] is not None:
+            values[leaf.path] = _parse(leaf, arguments[name], leaf.flag)
+    result: ConfigT = _build(config, values, ())
+    if arguments["print_config"]:
+        parser.exit(0, format_config(result))
+    return result
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+
+
+def format_config(config: Any) -> str:
+    """The config as TOML-like lines, secrets masked."""
+    lines: list[str] = []
+
+    def walk(value: Any, path: tuple[str, ...]) -> None:
+        for field in dataclasses.fields(value):
+            inner = getattr(value, field.name)
+            if dataclasses.is_dataclass(inner):
+                walk(inner, (*path, field.name))
+                continue
+            secret = inner and any(w in field.name for w in ("secret", "password", "api_key"))
+            lines.append(f"{'.'.join((*path, field.name))} = {'***' if secret else repr(inner)}")
+
+    walk(config, ())
+    return "\n".join(lines) + "\n"
+
+
+def environment(name: str, default: str = "") -> str:
+    """A single environment variable, for values that are not part of a service's config."""
+    return os.environ.get(name, default)
+
+
+def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment with additions, for a child process."""
+    return {**os.environ, **extra}

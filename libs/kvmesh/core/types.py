@@ -1,0 +1,305 @@
+"""Frozen values that all services share. Messages become these at the edge (`rpc/convert.py`).
+
+Owns no behaviour beyond arithmetic on its own fields. Tests: tests/unit/core/test_types.py.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import NewType
+
+WorkerId = NewType("WorkerId", str)
+RequestId = NewType("RequestId", str)
+BlockHash = NewType("BlockHash", bytes)
+"""16 bytes: hash of the parent hash and the block's tokens."""
+
+BLOCK_HASH_BYTES = 16
+
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+class FinishReason(enum.Enum):
+    """How a request ended; values are OpenAI's words."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+class RefusalReason(enum.Enum):
+    """Why a service said no; the value is the machine-readable word that clients see."""
+
+    BUSY = "busy"
+    NO_BLOCKS = "no_blocks"
+    NO_SLOTS = "no_slots"
+    DRAINING = "draining"
+    DEADLINE = "deadline"
+    TOO_LONG = "too_long"
+    STALE = "stale"
+    NO_WORKERS = "no_workers"
+    QUOTA = "quota"
+    INVALID = "invalid"
+    LOST = "lost"
+
+
+class Role(enum.Enum):
+    """What a worker is used for."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    HYBRID = "hybrid"
+
+
+class Placement(enum.Enum):
+    """How prefill and decode of a request are placed."""
+
+    AUTO = "auto"
+    DISAGGREGATED = "disaggregated"
+    AGGREGATED = "aggregated"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A no with its reason.
+
+    Attributes:
+        work_done: computation had begun and was lost.
+        retry_after_ms: when trying again may help; 0 is unknown.
+    """
+
+    reason: RefusalReason
+    message: str
+    work_done: bool = False
+    retry_after_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A TCP address."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen and when generation ends.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_k: 0 keeps all tokens.
+        seed: key of the random numbers, used together with the token's position in the sequence,
+            so that a stream that moved to another worker goes on with the same tokens.
+        max_tokens: counted from the end of the client's prompt.
+        num_logprobs: top log-probabilities per token; -1 returns none, 0 the chosen token's only.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    max_tokens: int = 16
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    num_logprobs: int = -1
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether choosing a token needs the tokens before it."""
+        return (
+            self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or self.repetition_penalty != 1.0
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities of one generated token, the top ones best first."""
+
+    logprob: float
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSpec:
+    """The sequence that a worker is asked to work on.
+
+    Attributes:
+        token_ids: the client's prompt, then tokens generated before (a stream that moved).
+        num_prompt_tokens: how many of them are the client's prompt.
+        root_hash: parent of the first block hash; model, tenant salt and adapter are in it.
+    """
+
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    root_hash: BlockHash
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """Shape of KV memory: `(num_blocks, layers, 2, block_size, kv_heads, head_dim)` (FlowKV eq. 5).
+
+    Two workers transfer only if all of this agrees.
+    """
+
+    model_fingerprint: str
+    dtype: str
+    block_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block: all layers, keys and values, one contiguous range."""
+        return (
+            self.num_layers
+            * 2
+            * self.block_size
+            * self.num_kv_heads
+            * self.head_dim
+            * DTYPE_BYTES[self.dtype]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Blocks on a decode worker that one prefill may write.
+
+    Attributes:
+        generation: attempt number; writers with an older one are refused.
+        capability: secret that admits writes.
+        num_cached_blocks: leading blocks that the worker already holds; they are not sent.
+        num_blocks: blocks to write, in order, after the cached ones.
+        lease_ms: without renewal the reservation ends after this time.
+    """
+
+    reservation_id: int
+    worker_id: WorkerId
+    incarnation: int
+    generation: int
+    capability: bytes = field(repr=False)
+    data_endpoint: Endpoint
+    num_cached_blocks: int
+    num_blocks: int
+    lease_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """What a worker is; fixed for one incarnation."""
+
+    worker_id: WorkerId
+    incarnation: int
+    role: Role
+    cluster: str
+    control_endpoint: Endpoint
+    data_endpoint: Endpoint
+    model: str
+    layout: KvLayout
+    max_model_len: int
+    prefill_slots: int
+    decode_slots: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """What a worker is doing now."""
+
+    prefill_active: int = 0
+    decode_running: int = 0
+    decode_reserved: int = 0
+    decode_preempted: int = 0
+    blocks_free: int = 0
+    draining: bool = False
+    prefill_tokens_total: int = 0
+    decode_tokens_total: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FleetWorker:
+    """A worker with its load."""
+
+    info: WorkerInfo
+    load: WorkerLoad
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A worker to try for a request."""
+
+    worker_id: WorkerId
+    incarnation: int
+    control_endpoint: Endpoint
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RouteQuery:
+    """What the scheduler is asked.
+
+    Attributes:
+        num_tokens: tokens to prefill, generated ones of a moved stream included.
+        avoid: workers that just failed or refused this request.
+    """
+
+    request_id: RequestId
+    model: str
+    num_tokens: int
+    max_new_tokens: int
+    block_hashes: tuple[BlockHash, ...] = ()
+    scenario: str = ""
+    avoid: frozenset[WorkerId] = frozenset()
+    ttft_budget_ms: int = 0
+    placement: Placement = Placement.AUTO
+
+
+@dataclass(frozen=True, slots=True)
+class RoutePlan:
+    """Where to run a request, and why.
+
+    Attributes:
+        prefill: to be tried in this order.
+        decode: to be tried in this order; empty when aggregated (the prefill worker decodes).
+        cache_known: False when the plan was made without cache knowledge.
+    """
+
+    placement: Placement
+    prefill: tuple[Candidate, ...]
+    decode: tuple[Candidate, ...]
+    cache_known: bool
+    reason: str
+    policy: str
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """Leading blocks of a request that one worker holds."""
+
+    worker_id: WorkerId
+    incarnation: int
+    cluster: str
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of a finished generation."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
