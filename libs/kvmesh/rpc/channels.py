@@ -1,0 +1,86 @@
+"""gRPC channels and servers with the options that all of KVMesh uses.
+
+Tests: tests/integration/test_rpc.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from kvmesh.core.config import option
+from kvmesh.core.errors import ConfigError
+
+MAX_MESSAGE_BYTES = 32 * 1024 * 1024
+"""A prompt of a million tokens fits; KV never travels here."""
+
+_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # Long-lived streams must notice a peer that vanished without closing its socket.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.so_reuseport", 0),
+    # Reconnect fast: a restarted peer should be found within about a second.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    # Channels to one peer must not share a broken connection's state across tests or restarts.
+    ("grpc.use_local_subchannel_pool", 1),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class TlsConfig:
+    """TLS files; all empty means plain text."""
+
+    cert: str = option("", "certificate chain (PEM) that this service shows")
+    key: str = option("", "private key (PEM) of the certificate")
+    ca: str = option("", "CA (PEM) that peers must be signed by; set on both sides for mTLS")
+
+
+def _read(path: str) -> bytes | None:
+    if not path:
+        return None
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def open_channel(target: str, tls: TlsConfig | None = None) -> grpc.aio.Channel:
+    """A channel to `host:port`."""
+    if tls is None or not tls.ca:
+        return grpc.aio.insecure_channel(target, options=_OPTIONS)
+    credentials = grpc.ssl_channel_credentials(_read(tls.ca), _read(tls.key), _read(tls.cert))
+    return grpc.aio.secure_channel(target, credentials, options=_OPTIONS)
+
+
+def make_server() -> grpc.aio.Server:
+    """A server without ports or servicers."""
+    return grpc.aio.server(options=_OPTIONS)
+
+
+def bind_server(server: grpc.aio.Server, host: str, port: int, tls: TlsConfig | None = None) -> int:
+    """Adds a port (0 picks a free one) and returns it.
+
+    Raises:
+        ConfigError: the port is taken; the message says what to change.
+    """
+    address = f"{host}:{port}"
+    try:
+        if tls is None or not tls.cert:
+            return server.add_insecure_port(address)
+        key, cert, ca = _read(tls.key) or b"", _read(tls.cert) or b"", _read(tls.ca)
+        credentials = grpc.ssl_server_credentials([(key, cert)], ca, ca is not None)
+        return server.add_secure_port(address, credentials)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"cannot listen on {address}: the port is taken or the address is not this host's; "
+            "choose another with --server.port"
+        ) from error

@@ -1,0 +1,209 @@
+"""Long-lived bidirectional streams: the client end that reconnects, and both ends' outboxes.
+
+One stream to a peer carries the messages of many requests; unary calls cost three times as much.
+Tests: tests/integration/test_rpc.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Generic, TypeVar
+
+import grpc
+
+from kvmesh.core.errors import LostError
+from kvmesh.telemetry.logs import event_logger
+
+RequestT = TypeVar("RequestT")
+ResponseT = TypeVar("ResponseT")
+ItemT = TypeVar("ItemT")
+
+log = event_logger(__name__)
+
+OpenCall = Callable[[AsyncIterator[Any]], Any]
+"""A stub's stream-stream method."""
+
+
+class Outbox(Generic[ItemT]):
+    """Messages waiting to go out on one stream; iterate it to send them.
+
+    It is bounded by its users' own limits (slots, requests in flight), not by blocking `put`,
+    because a put happens where nothing may wait.
+    """
+
+    def __init__(self) -> None:
+        self._items: deque[ItemT] = deque()
+        self._wake = asyncio.Event()
+        self._closed = False
+
+    def put(self, item: ItemT) -> None:
+        """Queues a message; dropped when the stream is closed."""
+        if not self._closed:
+            self._items.append(item)
+            self._wake.set()
+
+    def close(self) -> None:
+        """Ends the iteration after what is queued."""
+        self._closed = True
+        self._wake.set()
+
+    async def __aiter__(self) -> AsyncIterator[ItemT]:
+        while True:
+            while self._items:
+                yield self._items.popleft()
+            if self._closed:
+                return
+            self._wake.clear()
+            if not self._items:
+                await self._wake.wait()
+
+
+class PeerStream(Generic[RequestT, ResponseT]):
+    """Keeps one bidirectional stream to a peer open, reconnecting with backoff and jitter.
+
+    Args:
+        name: for logs, for example `scheduler@host:port`.
+        open_call: stub method, called with the iterator of requests.
+        on_message: called for each message from the peer, on the event loop; must not block.
+        on_up: called when a stream is open; may `send` the opening messages.
+        on_down: called with a reason when an open stream broke.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        open_call: OpenCall,
+        on_message: Callable[[ResponseT], None],
+        *,
+        on_up: Callable[[], None] | None = None,
+        on_down: Callable[[str], None] | None = None,
+        max_backoff_s: float = 1.0,
+    ) -> None:
+        self.name = name
+        self._open_call = open_call
+        self._on_message = on_message
+        self._on_up = on_up
+        self._on_down = on_down
+        self._max_backoff_s = max_backoff_s
+        self._outbox: Outbox[RequestT] | None = None
+        self._up = asyncio.Event()
+
+    @property
+    def connected(self) -> bool:
+        """Whether the peer answered on the current stream's connection."""
+        return self._up.is_set()
+
+    async def wait_connected(self, timeout_s: float) -> bool:
+        """Waits until connected; False after `timeout_s`."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._up.wait(), timeout_s)
+        return self.connected
+
+    def send(self, message: RequestT) -> None:
+        """Queues a message on the open stream.
+
+        Raises:
+            LostError: no stream is open.
+        """
+        if self._outbox is None or not self.connected:
+            raise LostError(f"no connection to {self.name}")
+        self._outbox.put(message)
+
+    async def run(self) -> None:
+        """Connects and reads until cancelled."""
+        backoff = 0.05
+        while True:
+            was_up = await self._run_once()
+            backoff = 0.05 if was_up else min(backoff * 2, self._max_backoff_s)
+            # Jitter, so that a fleet does not reconnect in step.
+            await asyncio.sleep(backoff * (0.5 + random.random()))
+
+    async def _run_once(self) -> bool:
+        outbox: Outbox[RequestT] = Outbox()
+        self._outbox = outbox
+        call = self._open_call(outbox.__aiter__())
+        reason = "closed by peer"
+        try:
+            # Metadata arrives when the peer's handler has started: only then is it really up.
+            await call.initial_metadata()
+            self._up.set()
+            if self._on_up is not None:
+                self._on_up()
+            async for message in call:
+                self._on_message(message)
+        except grpc.aio.AioRpcError as error:
+            reason = f"{error.code().name}: {error.details()}"
+        finally:
+            was_up = self._up.is_set()
+            self._up.clear()
+            outbox.close()
+            self._outbox = None
+            call.cancel()
+            if was_up:
+                log.info("stream_down", peer=self.name, reason=reason)
+                if self._on_down is not None:
+                    self._on_down(reason)
+        return was_up
+
+
+class Correlator(Generic[RequestT, ResponseT]):
+    """Questions and answers over a `PeerStream`, paired by a correlation id.
+
+    Pass `receive` as the stream's `on_message` and `fail_all` as its `on_down`.
+
+    Args:
+        get_id: reads the correlation id of an answer.
+    """
+
+    def __init__(self, get_id: Callable[[ResponseT], int]) -> None:
+        self._get_id = get_id
+        self._next_id = 1
+        self._waiting: dict[int, asyncio.Future[ResponseT]] = {}
+
+    @property
+    def num_waiting(self) -> int:
+        """Questions without an answer."""
+        return len(self._waiting)
+
+    def next_id(self) -> int:
+        """A fresh correlation id."""
+        self._next_id += 1
+        return self._next_id
+
+    async def ask(
+        self,
+        stream: PeerStream[RequestT, ResponseT],
+        correlation_id: int,
+        message: RequestT,
+        timeout_s: float,
+    ) -> ResponseT:
+        """Sends a question and waits for its answer.
+
+        Raises:
+            LostError: no connection, the connection broke, or no answer within `timeout_s`.
+        """
+        future: asyncio.Future[ResponseT] = asyncio.get_running_loop().create_future()
+        self._waiting[correlation_id] = future
+        try:
+            stream.send(message)
+            return await asyncio.wait_for(future, timeout_s)
+        except TimeoutError as error:
+            raise LostError(f"{stream.name} did not answer within {timeout_s} s") from error
+        finally:
+            self._waiting.pop(correlation_id, None)
+
+    def receive(self, message: ResponseT) -> None:
+        """Hands an answer to whoever asked; answers nobody waits for are dropped."""
+        future = self._waiting.get(self._get_id(message))
+        if future is not None and not future.done():
+            future.set_result(message)
+
+    def fail_all(self, reason: str) -> None:
+        """Ends all open questions with LostError."""
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(LostError(reason))

@@ -1,0 +1,214 @@
+"""How every service runs: config, logs, gRPC server, health, signals, drain, exit code.
+
+A service is `run_service(name, ConfigClass, build)`; `build(config, context)` is the only place
+that constructs its objects. Life: start -> serve -> drain -> close. SIGTERM and SIGINT drain.
+Tests: tests/integration/test_app.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import grpc
+import prometheus_client
+import uvloop
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from kvmesh.core.config import load_config, option
+from kvmesh.core.errors import ConfigError, KvMeshError
+from kvmesh.rpc.channels import TlsConfig, bind_server, make_server
+from kvmesh.telemetry.config import TelemetryConfig
+from kvmesh.telemetry.logs import configure_logging, event_logger
+from kvmesh.telemetry.tracing import configure_tracing
+
+log = event_logger(__name__)
+
+FORCED_EXIT = 130
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """Where a service listens."""
+
+    host: str = option("127.0.0.1", "address to listen on")
+    port: int = option(0, "gRPC port; 0 picks a free one")
+    advertise_host: str = option("", "host that peers use to reach this service; default: host")
+    drain_s: float = option(30.0, "longest time that a drain waits for running work")
+    tls: TlsConfig = option(TlsConfig, "")
+
+
+class ServiceConfig(Protocol):
+    """What every service's config has."""
+
+    @property
+    def server(self) -> ServerConfig:
+        """Where it listens."""
+        ...
+
+    @property
+    def telemetry(self) -> TelemetryConfig:
+        """Logs, traces, metrics."""
+        ...
+
+
+ConfigT = TypeVar("ConfigT", bound=ServiceConfig)
+
+DrainHook = Callable[[], Awaitable[None]]
+
+
+class ServiceContext:
+    """What `build` gets: the server to add servicers to, and owners for all that it makes.
+
+    Attributes:
+        server: add servicers before `build` returns.
+        port: bound gRPC port.
+        stack: enter every resource here; closed in reverse order.
+    """
+
+    def __init__(self, name: str, config: ServerConfig, stack: AsyncExitStack) -> None:
+        self.name = name
+        self.stack = stack
+        self.server: grpc.aio.Server = make_server()
+        self.port = bind_server(self.server, config.host, config.port, config.tls)
+        self.host = config.advertise_host or config.host
+        self.failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+        self._health = health.aio.HealthServicer()
+        self._drain_hooks: list[DrainHook] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+
+    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Runs a background task that lives as long as the service; its crash ends the service."""
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+        return task
+
+    def on_drain(self, hook: DrainHook) -> None:
+        """Adds work for the drain, run in the order of adding; all share the drain deadline."""
+        self._drain_hooks.append(hook)
+
+    async def set_serving(self, serving: bool) -> None:
+        """Sets the gRPC health status that orchestrators ask for."""
+        state = health_pb2.HealthCheckResponse
+        await self._health.set("", state.SERVING if serving else state.NOT_SERVING)
+
+    async def drain(self, deadline_s: float) -> None:
+        """Stops readiness and lets running work finish."""
+        await self.set_serving(False)
+        try:
+            async with asyncio.timeout(deadline_s):
+                for hook in self._drain_hooks:
+                    await hook()
+        except TimeoutError:
+            log.warning("drain_deadline_passed", deadline_s=deadline_s)
+
+    async def close(self) -> None:
+        """Ends background tasks and the server."""
+        # Handlers of long-lived streams end with the server, not by themselves.
+        await self.server.stop(grace=0.2)
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is not None and not self.failure.done():
+            self.failure.set_result(error)
+
+
+Build = Callable[[ConfigT, ServiceContext], Awaitable[None]]
+
+
+@asynccontextmanager
+async def serving(
+    name: str, config: ConfigT, build: Build[ConfigT]
+) -> AsyncIterator[ServiceContext]:
+    """Builds and serves inside the current loop; also what in-process tests use."""
+    async with AsyncExitStack() as stack:
+        context = ServiceContext(name, config.server, stack)
+        stack.push_async_callback(context.close)
+        await context.set_serving(False)
+        await build(config, context)
+        await context.server.start()
+        await context.set_serving(True)
+        log.info("serving", address=f"{config.server.host}:{context.port}")
+        yield context
+
+
+async def _main(name: str, config: ConfigT, build: Build[ConfigT]) -> int:
+    stop = asyncio.Event()
+    _install_signals(stop)
+    async with serving(name, config, build) as context:
+        stopping: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())
+        crashed: asyncio.Future[Any] = context.failure
+        await asyncio.wait({stopping, crashed}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if context.failure.done():
+            log.failure("background_task_failed", context.failure.result())
+            return 1
+        log.info("draining")
+        await context.drain(config.server.drain_s)
+    log.info("stopped")
+    return 0
+
+
+def _install_signals(stop: asyncio.Event) -> None:
+    loop = asyncio.get_running_loop()
+
+    def ask() -> None:
+        if stop.is_set():  # the second signal does not wait for running work
+            raise SystemExit(FORCED_EXIT)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ask)
+
+
+def run_service(name: str, config_class: type[ConfigT], build: Build[ConfigT]) -> None:
+    """Runs a service until a signal; exits the process with 0, 1 (crash) or 2 (config)."""
+    try:
+        config = load_config(config_class, sys.argv[1:], prog=f"python -m services.{name}")
+        telemetry = config.telemetry
+        configure_logging(name, telemetry.log.level, telemetry.log.format)
+        trace = telemetry.trace
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(configure_tracing(name, trace.exporter, trace.target, trace.ratio))
+            if telemetry.metrics_port >= 0:
+                stack.enter_context(_metrics_server(config.server.host, telemetry.metrics_port))
+            code = uvloop.run(_main(name, config, build))
+    except KvMeshError as error:
+        log.error("cannot_start", error=str(error))
+        code = 2
+    sys.exit(code)
+
+
+@contextlib.contextmanager
+def _metrics_server(host: str, port: int) -> Any:
+    try:
+        server, thread = prometheus_client.start_http_server(port, addr=host)
+    except OSError as error:
+        raise ConfigError(
+            f"metrics port {port} is taken; choose another with --telemetry.metrics-port"
+        ) from error
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+        _join(thread)
+
+
+def _join(thread: threading.Thread) -> None:
+    thread.join(timeout=2)

@@ -1,0 +1,33 @@
+"""Config sections for logs, traces and metrics that every service has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvmesh.core.config import option
+
+
+@dataclass(frozen=True, slots=True)
+class LogConfig:
+    """Logs."""
+
+    level: str = option("info", "debug, info, warning or error")
+    format: str = option("json", "json or text")
+
+
+@dataclass(frozen=True, slots=True)
+class TraceConfig:
+    """Traces."""
+
+    exporter: str = option("none", "none, otlp or jsonl")
+    target: str = option("", "collector host:port (otlp) or file (jsonl)")
+    ratio: float = option(1.0, "share of requests that are traced")
+
+
+@dataclass(frozen=True, slots=True)
+class TelemetryConfig:
+    """Logs, traces and metrics."""
+
+    log: LogConfig = option(LogConfig, "")
+    trace: TraceConfig = option(TraceConfig, "")
+    metrics_port: int = option(-1, "Prometheus port; 0 picks a free one, -1 turns it off")

@@ -1,0 +1,112 @@
+"""Structured logs: one event name plus fields per line, request and trace ids among them.
+
+`log = event_logger(__name__)`; `log.info("prefill_rejected", request_id=..., reason=...)`.
+Tests: tests/unit/telemetry/test_logs.py.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from typing import Any
+
+_LEVELS = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+}
+
+
+class EventLogger:
+    """A logger whose messages are event names with fields."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+
+    def debug(self, event: str, /, **fields: Any) -> None:
+        """Detail for developers."""
+        self._emit(logging.DEBUG, event, fields)
+
+    def info(self, event: str, /, **fields: Any) -> None:
+        """Something normal that an operator may look for."""
+        self._emit(logging.INFO, event, fields)
+
+    def warning(self, event: str, /, **fields: Any) -> None:
+        """Something that the mesh survives but should not be usual."""
+        self._emit(logging.WARNING, event, fields)
+
+    def error(self, event: str, /, **fields: Any) -> None:
+        """Something an operator has to act on."""
+        self._emit(logging.ERROR, event, fields)
+
+    def failure(self, event: str, error: BaseException, /, **fields: Any) -> None:
+        """An unexpected error with its traceback."""
+        if self._logger.isEnabledFor(logging.ERROR):
+            self._logger.error(event, extra={"fields": fields}, exc_info=error)
+
+    def _emit(self, level: int, event: str, fields: dict[str, Any]) -> None:
+        if self._logger.isEnabledFor(level):
+            self._logger.log(level, event, extra={"fields": fields})
+
+
+def event_logger(name: str) -> EventLogger:
+    """The event logger of a module."""
+    return EventLogger(logging.getLogger(name))
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line."""
+
+    def __init__(self, service: str) -> None:
+        super().__init__()
+        self._service = service
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Renders the record."""
+        line: dict[str, Any] = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+            + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "service": self._service,
+            "logger": record.name,
+            "event": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+class TextFormatter(logging.Formatter):
+    """`time level service event field=value`, for people at a terminal."""
+
+    def __init__(self, service: str) -> None:
+        super().__init__()
+        self._service = service
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Renders the record."""
+        fields = " ".join(f"{k}={v}" for k, v in getattr(record, "fields", {}).items())
+        stamp = time.strftime("%H:%M:%S", time.localtime(record.created))
+        text = f"{stamp} {record.levelname:<7} {self._service:<10} {record.getMessage()} {fields}"
+        if record.exc_info:
+            text += "\n" + self.formatException(record.exc_info)
+        return text.rstrip()
+
+
+def configure_logging(service: str, level: str = "info", fmt: str = "json") -> None:
+    """Sends all logs of this process to standard error in one format.
+
+    Args:
+        service: name that goes into every line.
+        level: debug, info, warning or error.
+        fmt: json or text.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter(service) if fmt == "json" else TextFormatter(service))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(_LEVELS.get(level, logging.INFO))

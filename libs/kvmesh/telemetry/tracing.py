@@ -1,0 +1,157 @@
+"""Spans per request and stage. Trace context travels as `traceparent` in our messages.
+
+No interceptors: an interceptor costs about 0.6 ms per call, inject and extract 5 us.
+Exporters: `otlp` (gRPC), `jsonl` (a file, one span per line) or none.
+Tests: tests/unit/telemetry/test_tracing.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from opentelemetry import trace
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import (
+    BatchSpanProcessor,
+    SimpleSpanProcessor,
+    SpanExporter,
+    SpanExportResult,
+)
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+_PROPAGATOR = TraceContextTextMapPropagator()
+
+AttributeValue = str | int | float | bool
+
+
+class JsonLinesExporter(SpanExporter):
+    """Appends finished spans to a file, one JSON object per line."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: IO[str] = path.open("a", buffering=1)
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Writes the spans."""
+        for span in spans:
+            context = span.get_span_context()
+            line = {
+                "name": span.name,
+                "service": span.resource.attributes.get("service.name"),
+                "trace_id": f"{context.trace_id:032x}" if context else "",
+                "span_id": f"{context.span_id:016x}" if context else "",
+                "parent_id": f"{span.parent.span_id:016x}" if span.parent else None,
+                "start_ns": span.start_time,
+                "end_ns": span.end_time,
+                "attributes": dict(span.attributes or {}),
+                "events": [
+                    {"name": event.name, "attributes": dict(event.attributes or {})}
+                    for event in span.events
+                ],
+            }
+            self._file.write(json.dumps(line, default=str) + "\n")
+        return SpanExportResult.SUCCESS
+
+    def shutdown(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+class Span:
+    """A stage of a request that is being timed."""
+
+    def __init__(self, span: trace.Span) -> None:
+        self._span = span
+
+    @property
+    def traceparent(self) -> str:
+        """W3C header value that makes another service's spans children of this one."""
+        carrier: dict[str, str] = {}
+        _PROPAGATOR.inject(carrier, trace.set_span_in_context(self._span))
+        return carrier.get("traceparent", "")
+
+    @property
+    def trace_id(self) -> str:
+        """32 hex digits; zeros when tracing is off."""
+        return f"{self._span.get_span_context().trace_id:032x}"
+
+    def set(self, **attributes: AttributeValue) -> None:
+        """Adds attributes."""
+        self._span.set_attributes(attributes)
+
+    def event(self, name: str, **attributes: AttributeValue) -> None:
+        """Adds a point in time, such as a refusal."""
+        self._span.add_event(name, attributes)
+
+    def end(self) -> None:
+        """Stops the time. Only for spans that outlive a `with` block."""
+        self._span.end()
+
+    def __enter__(self) -> Span:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self._span.set_attribute("error.type", type(error).__name__)
+        self._span.end()
+
+
+def start_span(name: str, parent: str = "", **attributes: AttributeValue) -> Span:
+    """Starts a span; use it as a context manager or call `end`.
+
+    Args:
+        name: for example `gateway.request`.
+        parent: traceparent of the caller; empty starts a new trace.
+    """
+    context = _PROPAGATOR.extract({"traceparent": parent}) if parent else None
+    tracer = trace.get_tracer("kvmesh")
+    return Span(tracer.start_span(name, context=context, attributes=attributes))
+
+
+@contextmanager
+def configure_tracing(
+    service: str, exporter: str = "none", target: str = "", ratio: float = 1.0
+) -> Iterator[None]:
+    """Installs the tracer provider of this process and flushes it at the end.
+
+    Args:
+        service: `service.name` of all spans.
+        exporter: none, otlp or jsonl.
+        target: collector endpoint (otlp) or file (jsonl).
+        ratio: share of traces that start here and are recorded.
+    """
+    if exporter == "none":
+        yield
+        return
+    from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased  # noqa: PLC0415
+
+    provider = TracerProvider(
+        resource=Resource.create({"service.name": service}),
+        sampler=ParentBased(TraceIdRatioBased(ratio)),
+        shutdown_on_exit=False,
+    )
+    if exporter == "jsonl":
+        provider.add_span_processor(SimpleSpanProcessor(JsonLinesExporter(Path(target))))
+    else:
+        # Imported late: it costs 0.2 s that a service without a collector need not pay.
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import (  # noqa: PLC0415
+            OTLPSpanExporter,
+        )
+
+        processor = BatchSpanProcessor(OTLPSpanExporter(endpoint=target, insecure=True))
+        provider.add_span_processor(processor)
+    trace.set_tracer_provider(provider)
+    try:
+        yield
+    finally:
+        provider.shutdown()
