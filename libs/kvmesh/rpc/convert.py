@@ -1,0 +1,475 @@
+"""Messages to core types and back; the only place where both meet.
+
+A message that cannot be a valid value raises `ProtocolError`. Tests: tests/unit/rpc/test_convert.py.
+"""
+
+from __future__ import annotations
+
+from kvmesh.core.errors import ProtocolError
+from kvmesh.core.types import (
+    BLOCK_HASH_BYTES,
+    BlockHash,
+    Candidate,
+    Endpoint,
+    FinishReason,
+    FleetWorker,
+    KvLayout,
+    Placement,
+    PrefixMatch,
+    Refusal,
+    RefusalReason,
+    RequestId,
+    Reservation,
+    Role,
+    RoutePlan,
+    RouteQuery,
+    SamplingParams,
+    SequenceSpec,
+    TokenLogprobs,
+    Usage,
+    WorkerId,
+    WorkerInfo,
+    WorkerLoad,
+)
+from kvmesh.v1 import (
+    inference_service_pb2,
+    kv_manager_service_pb2,
+    scheduler_service_pb2,
+    types_pb2,
+)
+
+_REFUSALS: dict[RefusalReason, types_pb2.RefusalReason] = {
+    RefusalReason.BUSY: types_pb2.REFUSAL_REASON_BUSY,
+    RefusalReason.NO_BLOCKS: types_pb2.REFUSAL_REASON_NO_BLOCKS,
+    RefusalReason.NO_SLOTS: types_pb2.REFUSAL_REASON_NO_SLOTS,
+    RefusalReason.DRAINING: types_pb2.REFUSAL_REASON_DRAINING,
+    RefusalReason.DEADLINE: types_pb2.REFUSAL_REASON_DEADLINE,
+    RefusalReason.TOO_LONG: types_pb2.REFUSAL_REASON_TOO_LONG,
+    RefusalReason.STALE: types_pb2.REFUSAL_REASON_STALE,
+    RefusalReason.NO_WORKERS: types_pb2.REFUSAL_REASON_NO_WORKERS,
+    RefusalReason.QUOTA: types_pb2.REFUSAL_REASON_QUOTA,
+    RefusalReason.INVALID: types_pb2.REFUSAL_REASON_INVALID,
+    RefusalReason.LOST: types_pb2.REFUSAL_REASON_LOST,
+}
+_REFUSALS_BACK = {number: reason for reason, number in _REFUSALS.items()}
+
+_ROLES: dict[Role, types_pb2.Role] = {
+    Role.PREFILL: types_pb2.ROLE_PREFILL,
+    Role.DECODE: types_pb2.ROLE_DECODE,
+    Role.HYBRID: types_pb2.ROLE_HYBRID,
+}
+_ROLES_BACK = {number: role for role, number in _ROLES.items()}
+
+_PLACEMENTS: dict[Placement, types_pb2.PlacementMode] = {
+    Placement.AUTO: types_pb2.PLACEMENT_MODE_UNSPECIFIED,
+    Placement.DISAGGREGATED: types_pb2.PLACEMENT_MODE_DISAGGREGATED,
+    Placement.AGGREGATED: types_pb2.PLACEMENT_MODE_AGGREGATED,
+}
+_PLACEMENTS_BACK = {number: placement for placement, number in _PLACEMENTS.items()}
+
+_FINISH: dict[FinishReason | None, types_pb2.FinishReason] = {
+    None: types_pb2.FINISH_REASON_UNSPECIFIED,
+    FinishReason.STOP: types_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: types_pb2.FINISH_REASON_LENGTH,
+    FinishReason.CANCELLED: types_pb2.FINISH_REASON_CANCELLED,
+    FinishReason.ERROR: types_pb2.FINISH_REASON_ERROR,
+}
+_FINISH_BACK = {number: reason for reason, number in _FINISH.items()}
+
+
+def finish_reason_to_proto(reason: FinishReason | None) -> types_pb2.FinishReason:
+    """None is "not finished"."""
+    return _FINISH[reason]
+
+
+def finish_reason_from_proto(number: types_pb2.FinishReason) -> FinishReason | None:
+    """None is "not finished"."""
+    if number not in _FINISH_BACK:
+        raise ProtocolError("unknown_enum", f"finish reason {number}")
+    return _FINISH_BACK[number]
+
+
+def placement_to_proto(placement: Placement) -> types_pb2.PlacementMode:
+    """AUTO is the unspecified mode."""
+    return _PLACEMENTS[placement]
+
+
+def placement_from_proto(number: types_pb2.PlacementMode) -> Placement:
+    """The unspecified mode is AUTO."""
+    if number not in _PLACEMENTS_BACK:
+        raise ProtocolError("unknown_enum", f"placement mode {number}")
+    return _PLACEMENTS_BACK[number]
+
+
+def refusal_to_proto(refusal: Refusal) -> types_pb2.Refusal:
+    """Refusal as a message."""
+    return types_pb2.Refusal(
+        reason=_REFUSALS[refusal.reason],
+        message=refusal.message,
+        work_done=refusal.work_done,
+        retry_after_ms=refusal.retry_after_ms,
+    )
+
+
+def refusal_from_proto(message: types_pb2.Refusal) -> Refusal:
+    """Refusal from a message; a reason of a newer peer counts as LOST."""
+    return Refusal(
+        reason=_REFUSALS_BACK.get(message.reason, RefusalReason.LOST),
+        message=message.message,
+        work_done=message.work_done,
+        retry_after_ms=message.retry_after_ms,
+    )
+
+
+def endpoint_to_proto(endpoint: Endpoint) -> types_pb2.Endpoint:
+    """Endpoint as a message."""
+    return types_pb2.Endpoint(host=endpoint.host, port=endpoint.port)
+
+
+def endpoint_from_proto(message: types_pb2.Endpoint) -> Endpoint:
+    """Endpoint from a message."""
+    return Endpoint(message.host, message.port)
+
+
+def sampling_params_to_proto(sampling: SamplingParams) -> types_pb2.SamplingParams:
+    """SamplingParams as a message."""
+    return types_pb2.SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        seed=sampling.seed,
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        ignore_eos=sampling.ignore_eos,
+        stop_token_ids=sampling.stop_token_ids,
+        num_logprobs=sampling.num_logprobs,
+    )
+
+
+def sampling_params_from_proto(message: types_pb2.SamplingParams) -> SamplingParams:
+    """SamplingParams from a message."""
+    return SamplingParams(
+        temperature=message.temperature,
+        top_p=message.top_p,
+        top_k=message.top_k,
+        min_p=message.min_p,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        repetition_penalty=message.repetition_penalty,
+        seed=message.seed,
+        max_tokens=message.max_tokens,
+        min_tokens=message.min_tokens,
+        ignore_eos=message.ignore_eos,
+        stop_token_ids=tuple(message.stop_token_ids),
+        num_logprobs=message.num_logprobs,
+    )
+
+
+def token_logprobs_to_proto(logprobs: TokenLogprobs) -> types_pb2.TokenLogprobs:
+    """TokenLogprobs as a message."""
+    return types_pb2.TokenLogprobs(
+        logprob=logprobs.logprob, top_ids=logprobs.top_ids, top_logprobs=logprobs.top_logprobs
+    )
+
+
+def token_logprobs_from_proto(message: types_pb2.TokenLogprobs) -> TokenLogprobs:
+    """TokenLogprobs from a message."""
+    return TokenLogprobs(message.logprob, tuple(message.top_ids), tuple(message.top_logprobs))
+
+
+def sequence_spec_to_proto(spec: SequenceSpec) -> types_pb2.SequenceSpec:
+    """SequenceSpec as a message."""
+    return types_pb2.SequenceSpec(
+        token_ids=spec.token_ids,
+        num_prompt_tokens=spec.num_prompt_tokens,
+        sampling=sampling_params_to_proto(spec.sampling),
+        root_hash=spec.root_hash,
+    )
+
+
+def sequence_spec_from_proto(message: types_pb2.SequenceSpec) -> SequenceSpec:
+    """SequenceSpec from a message.
+
+    Raises:
+        ProtocolError: no tokens, a prompt length outside 1..tokens, or a hash of another size.
+    """
+    if not 0 < message.num_prompt_tokens <= len(message.token_ids):
+        raise ProtocolError(
+            "bad_sequence",
+            f"{message.num_prompt_tokens} prompt tokens of {len(message.token_ids)} tokens",
+        )
+    if len(message.root_hash) != BLOCK_HASH_BYTES:
+        raise ProtocolError("bad_sequence", f"root hash of {len(message.root_hash)} bytes")
+    return SequenceSpec(
+        token_ids=tuple(message.token_ids),
+        num_prompt_tokens=message.num_prompt_tokens,
+        sampling=sampling_params_from_proto(message.sampling),
+        root_hash=BlockHash(message.root_hash),
+    )
+
+
+def kv_layout_to_proto(layout: KvLayout) -> types_pb2.KvLayout:
+    """KvLayout as a message."""
+    return types_pb2.KvLayout(
+        model_fingerprint=layout.model_fingerprint,
+        dtype=layout.dtype,
+        block_size=layout.block_size,
+        num_layers=layout.num_layers,
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+    )
+
+
+def kv_layout_from_proto(message: types_pb2.KvLayout) -> KvLayout:
+    """KvLayout from a message."""
+    return KvLayout(
+        model_fingerprint=message.model_fingerprint,
+        dtype=message.dtype,
+        block_size=message.block_size,
+        num_layers=message.num_layers,
+        num_kv_heads=message.num_kv_heads,
+        head_dim=message.head_dim,
+    )
+
+
+def reservation_to_proto(reservation: Reservation) -> types_pb2.Reservation:
+    """Reservation as a message."""
+    return types_pb2.Reservation(
+        reservation_id=reservation.reservation_id,
+        worker_id=reservation.worker_id,
+        incarnation=reservation.incarnation,
+        generation=reservation.generation,
+        capability=reservation.capability,
+        data_endpoint=endpoint_to_proto(reservation.data_endpoint),
+        num_cached_blocks=reservation.num_cached_blocks,
+        num_blocks=reservation.num_blocks,
+        lease_ms=reservation.lease_ms,
+    )
+
+
+def reservation_from_proto(message: types_pb2.Reservation) -> Reservation:
+    """Reservation from a message."""
+    return Reservation(
+        reservation_id=message.reservation_id,
+        worker_id=WorkerId(message.worker_id),
+        incarnation=message.incarnation,
+        generation=message.generation,
+        capability=message.capability,
+        data_endpoint=endpoint_from_proto(message.data_endpoint),
+        num_cached_blocks=message.num_cached_blocks,
+        num_blocks=message.num_blocks,
+        lease_ms=message.lease_ms,
+    )
+
+
+def worker_info_to_proto(info: WorkerInfo) -> types_pb2.WorkerInfo:
+    """WorkerInfo as a message."""
+    return types_pb2.WorkerInfo(
+        worker_id=info.worker_id,
+        incarnation=info.incarnation,
+        role=_ROLES[info.role],
+        cluster=info.cluster,
+        control_endpoint=endpoint_to_proto(info.control_endpoint),
+        data_endpoint=endpoint_to_proto(info.data_endpoint),
+        model=info.model,
+        layout=kv_layout_to_proto(info.layout),
+        max_model_len=info.max_model_len,
+        prefill_slots=info.prefill_slots,
+        decode_slots=info.decode_slots,
+        num_blocks=info.num_blocks,
+    )
+
+
+def worker_info_from_proto(message: types_pb2.WorkerInfo) -> WorkerInfo:
+    """WorkerInfo from a message.
+
+    Raises:
+        ProtocolError: an unknown role or an empty worker id.
+    """
+    if message.role not in _ROLES_BACK or not message.worker_id:
+        raise ProtocolError("bad_worker", f"role {message.role}, id {message.worker_id!r}")
+    return WorkerInfo(
+        worker_id=WorkerId(message.worker_id),
+        incarnation=message.incarnation,
+        role=_ROLES_BACK[message.role],
+        cluster=message.cluster,
+        control_endpoint=endpoint_from_proto(message.control_endpoint),
+        data_endpoint=endpoint_from_proto(message.data_endpoint),
+        model=message.model,
+        layout=kv_layout_from_proto(message.layout),
+        max_model_len=message.max_model_len,
+        prefill_slots=message.prefill_slots,
+        decode_slots=message.decode_slots,
+        num_blocks=message.num_blocks,
+    )
+
+
+def worker_load_to_proto(load: WorkerLoad) -> types_pb2.WorkerLoad:
+    """WorkerLoad as a message."""
+    return types_pb2.WorkerLoad(
+        prefill_active=load.prefill_active,
+        decode_running=load.decode_running,
+        decode_reserved=load.decode_reserved,
+        decode_preempted=load.decode_preempted,
+        blocks_free=load.blocks_free,
+        draining=load.draining,
+        prefill_tokens_total=load.prefill_tokens_total,
+        decode_tokens_total=load.decode_tokens_total,
+    )
+
+
+def worker_load_from_proto(message: types_pb2.WorkerLoad) -> WorkerLoad:
+    """WorkerLoad from a message."""
+    return WorkerLoad(
+        prefill_active=message.prefill_active,
+        decode_running=message.decode_running,
+        decode_reserved=message.decode_reserved,
+        decode_preempted=message.decode_preempted,
+        blocks_free=message.blocks_free,
+        draining=message.draining,
+        prefill_tokens_total=message.prefill_tokens_total,
+        decode_tokens_total=message.decode_tokens_total,
+    )
+
+
+def fleet_worker_to_proto(worker: FleetWorker) -> scheduler_service_pb2.FleetWorker:
+    """FleetWorker as a message."""
+    return scheduler_service_pb2.FleetWorker(
+        info=worker_info_to_proto(worker.info), load=worker_load_to_proto(worker.load)
+    )
+
+
+def fleet_worker_from_proto(message: scheduler_service_pb2.FleetWorker) -> FleetWorker:
+    """FleetWorker from a message."""
+    return FleetWorker(worker_info_from_proto(message.info), worker_load_from_proto(message.load))
+
+
+def candidate_to_proto(candidate: Candidate) -> scheduler_service_pb2.Candidate:
+    """Candidate as a message."""
+    return scheduler_service_pb2.Candidate(
+        worker_id=candidate.worker_id,
+        incarnation=candidate.incarnation,
+        control_endpoint=endpoint_to_proto(candidate.control_endpoint),
+        cached_tokens=candidate.cached_tokens,
+    )
+
+
+def candidate_from_proto(message: scheduler_service_pb2.Candidate) -> Candidate:
+    """Candidate from a message."""
+    return Candidate(
+        WorkerId(message.worker_id),
+        message.incarnation,
+        endpoint_from_proto(message.control_endpoint),
+        message.cached_tokens,
+    )
+
+
+def block_hashes_to_bytes(hashes: tuple[BlockHash, ...]) -> bytes:
+    """Hashes joined, 16 bytes each."""
+    return b"".join(hashes)
+
+
+def block_hashes_from_bytes(blob: bytes) -> tuple[BlockHash, ...]:
+    """Hashes from a joined blob.
+
+    Raises:
+        ProtocolError: the length is not a multiple of 16.
+    """
+    if len(blob) % BLOCK_HASH_BYTES:
+        raise ProtocolError("bad_hashes", f"{len(blob)} bytes is not a multiple of 16")
+    return tuple(
+        BlockHash(blob[i : i + BLOCK_HASH_BYTES]) for i in range(0, len(blob), BLOCK_HASH_BYTES)
+    )
+
+
+def route_query_to_proto(
+    query: RouteQuery, correlation_id: int, traceparent: str = ""
+) -> scheduler_service_pb2.RouteRequest:
+    """RouteQuery as a message."""
+    return scheduler_service_pb2.RouteRequest(
+        correlation_id=correlation_id,
+        request_id=query.request_id,
+        model=query.model,
+        num_tokens=query.num_tokens,
+        max_new_tokens=query.max_new_tokens,
+        block_hashes=block_hashes_to_bytes(query.block_hashes),
+        scenario=query.scenario,
+        avoid_worker_ids=sorted(query.avoid),
+        ttft_budget_ms=query.ttft_budget_ms,
+        placement=placement_to_proto(query.placement),
+        traceparent=traceparent,
+    )
+
+
+def route_query_from_proto(message: scheduler_service_pb2.RouteRequest) -> RouteQuery:
+    """RouteQuery from a message."""
+    return RouteQuery(
+        request_id=RequestId(message.request_id),
+        model=message.model,
+        num_tokens=message.num_tokens,
+        max_new_tokens=message.max_new_tokens,
+        block_hashes=block_hashes_from_bytes(message.block_hashes),
+        scenario=message.scenario,
+        avoid=frozenset(WorkerId(name) for name in message.avoid_worker_ids),
+        ttft_budget_ms=message.ttft_budget_ms,
+        placement=placement_from_proto(message.placement),
+    )
+
+
+def route_plan_to_proto(plan: RoutePlan) -> scheduler_service_pb2.RoutePlan:
+    """RoutePlan as a message."""
+    return scheduler_service_pb2.RoutePlan(
+        placement=placement_to_proto(plan.placement),
+        prefill=[candidate_to_proto(candidate) for candidate in plan.prefill],
+        decode=[candidate_to_proto(candidate) for candidate in plan.decode],
+        cache_known=plan.cache_known,
+        reason=plan.reason,
+        policy=plan.policy,
+    )
+
+
+def route_plan_from_proto(message: scheduler_service_pb2.RoutePlan) -> RoutePlan:
+    """RoutePlan from a message."""
+    return RoutePlan(
+        placement=placement_from_proto(message.placement),
+        prefill=tuple(candidate_from_proto(candidate) for candidate in message.prefill),
+        decode=tuple(candidate_from_proto(candidate) for candidate in message.decode),
+        cache_known=message.cache_known,
+        reason=message.reason,
+        policy=message.policy,
+    )
+
+
+def prefix_match_to_proto(match: PrefixMatch) -> kv_manager_service_pb2.PrefixMatch:
+    """PrefixMatch as a message."""
+    return kv_manager_service_pb2.PrefixMatch(
+        worker_id=match.worker_id,
+        cluster=match.cluster,
+        num_blocks=match.num_blocks,
+        incarnation=match.incarnation,
+    )
+
+
+def prefix_match_from_proto(message: kv_manager_service_pb2.PrefixMatch) -> PrefixMatch:
+    """PrefixMatch from a message."""
+    return PrefixMatch(
+        WorkerId(message.worker_id), message.incarnation, message.cluster, message.num_blocks
+    )
+
+
+def usage_to_proto(usage: Usage) -> inference_service_pb2.Usage:
+    """Usage as a message."""
+    return inference_service_pb2.Usage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        cached_tokens=usage.cached_tokens,
+    )
+
+
+def usage_from_proto(message: inference_service_pb2.Usage) -> Usage:
+    """Usage from a message."""
+    return Usage(message.prompt_tokens, message.completion_tokens, message.cached_tokens)
