@@ -1,6 +1,7 @@
 """Messages to core types and back; the only place where both meet.
 
-A message that cannot be a valid value raises `ProtocolError`. Tests: tests/unit/rpc/test_convert.py.
+A message that cannot be a valid value raises `ProtocolError`.
+Tests: tests/unit/rpc/test_convert.py.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from kvmesh.v1 import (
     types_pb2,
 )
 
-_REFUSALS: dict[RefusalReason, types_pb2.RefusalReason] = {
+_REFUSALS: dict[RefusalReason, types_pb2.RefusalReason.ValueType] = {
     RefusalReason.BUSY: types_pb2.REFUSAL_REASON_BUSY,
     RefusalReason.NO_BLOCKS: types_pb2.REFUSAL_REASON_NO_BLOCKS,
     RefusalReason.NO_SLOTS: types_pb2.REFUSAL_REASON_NO_SLOTS,
@@ -53,21 +54,21 @@ _REFUSALS: dict[RefusalReason, types_pb2.RefusalReason] = {
 }
 _REFUSALS_BACK = {number: reason for reason, number in _REFUSALS.items()}
 
-_ROLES: dict[Role, types_pb2.Role] = {
+_ROLES: dict[Role, types_pb2.Role.ValueType] = {
     Role.PREFILL: types_pb2.ROLE_PREFILL,
     Role.DECODE: types_pb2.ROLE_DECODE,
     Role.HYBRID: types_pb2.ROLE_HYBRID,
 }
 _ROLES_BACK = {number: role for role, number in _ROLES.items()}
 
-_PLACEMENTS: dict[Placement, types_pb2.PlacementMode] = {
+_PLACEMENTS: dict[Placement, types_pb2.PlacementMode.ValueType] = {
     Placement.AUTO: types_pb2.PLACEMENT_MODE_UNSPECIFIED,
     Placement.DISAGGREGATED: types_pb2.PLACEMENT_MODE_DISAGGREGATED,
     Placement.AGGREGATED: types_pb2.PLACEMENT_MODE_AGGREGATED,
 }
 _PLACEMENTS_BACK = {number: placement for placement, number in _PLACEMENTS.items()}
 
-_FINISH: dict[FinishReason | None, types_pb2.FinishReason] = {
+_FINISH: dict[FinishReason | None, types_pb2.FinishReason.ValueType] = {
     None: types_pb2.FINISH_REASON_UNSPECIFIED,
     FinishReason.STOP: types_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: types_pb2.FINISH_REASON_LENGTH,
@@ -77,24 +78,24 @@ _FINISH: dict[FinishReason | None, types_pb2.FinishReason] = {
 _FINISH_BACK = {number: reason for reason, number in _FINISH.items()}
 
 
-def finish_reason_to_proto(reason: FinishReason | None) -> types_pb2.FinishReason:
+def finish_reason_to_proto(reason: FinishReason | None) -> types_pb2.FinishReason.ValueType:
     """None is "not finished"."""
     return _FINISH[reason]
 
 
-def finish_reason_from_proto(number: types_pb2.FinishReason) -> FinishReason | None:
+def finish_reason_from_proto(number: types_pb2.FinishReason.ValueType) -> FinishReason | None:
     """None is "not finished"."""
     if number not in _FINISH_BACK:
         raise ProtocolError("unknown_enum", f"finish reason {number}")
     return _FINISH_BACK[number]
 
 
-def placement_to_proto(placement: Placement) -> types_pb2.PlacementMode:
+def placement_to_proto(placement: Placement) -> types_pb2.PlacementMode.ValueType:
     """AUTO is the unspecified mode."""
     return _PLACEMENTS[placement]
 
 
-def placement_from_proto(number: types_pb2.PlacementMode) -> Placement:
+def placement_from_proto(number: types_pb2.PlacementMode.ValueType) -> Placement:
     """The unspecified mode is AUTO."""
     if number not in _PLACEMENTS_BACK:
         raise ProtocolError("unknown_enum", f"placement mode {number}")
