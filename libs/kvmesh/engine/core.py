@@ -1,0 +1,384 @@
+"""Bookkeeping of a worker's engine: sequences, blocks, what each step computes. No torch, no I/O.
+
+Everything here runs on the event loop; only `ModelRunner.execute` runs in another thread. So
+nothing needs a lock, but memory that a step in flight uses must not be released before the step
+is back: `release` defers for sequences in flight. Tests: tests/unit/engine/test_core.py and
+tests/property/test_engine_core.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+from kvmesh.core.errors import OutOfBlocksError
+from kvmesh.core.types import FinishReason, Refusal, RefusalReason, SequenceSpec
+from kvmesh.engine.protocol import ModelSpec, SampledToken, SequenceChunk, StepResult
+from kvmesh.engine.sequence import Emission, Sequence, SequenceState
+from kvmesh.kv.block_pool import BlockPool
+from kvmesh.kv.hashing import HashChain
+from kvmesh.policy.batching import BatchLimits, plan_batch
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatistics:
+    """Counters since start and what is there now."""
+
+    num_running: int
+    num_held: int
+    num_preempted: int
+    blocks_free: int
+    prompt_tokens_total: int
+    cached_tokens_total: int
+    computed_tokens_total: int
+    generated_tokens_total: int
+    preemptions_total: int
+    steps_total: int
+
+
+class EngineCore:
+    """All sequences of a worker and the blocks they use.
+
+    Args:
+        spec: the model.
+        num_blocks: KV blocks of the runner.
+        limits: of one step.
+        growth_tokens: room for generated tokens that admission to decode asks for at once.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        num_blocks: int,
+        limits: BatchLimits | None = None,
+        growth_tokens: int = 64,
+    ) -> None:
+        self.spec = spec
+        self.block_size = spec.layout.block_size
+        # Alone on the worker, a sequence of this length fits; so preemption always ends.
+        self.max_model_len = min(spec.max_model_len, num_blocks * self.block_size)
+        self.pool = BlockPool(num_blocks, self.block_size)
+        self._limits = limits or BatchLimits()
+        self._growth_tokens = growth_tokens
+        self._next_id = 1
+        self._held: set[Sequence] = set()
+        self._running: list[Sequence] = []  # oldest first
+        self._preempted: list[Sequence] = []  # oldest first
+        self._in_flight: frozenset[Sequence] = frozenset()
+        self._released_in_flight: list[Sequence] = []
+        self._prompt_tokens = self._cached_tokens = 0
+        self._computed_tokens = self._generated_tokens = 0
+        self._preemptions = self._steps = 0
+
+    # --- admission ---------------------------------------------------------------------------
+
+    def admit_prefill(self, spec: SequenceSpec) -> Sequence | Refusal:
+        """Admits a prompt whose KV goes to another worker; it runs at once and stops after the
+        first token.
+        """
+        sequence = self._admit(spec, growth_tokens=0)
+        if isinstance(sequence, Sequence):
+            sequence.hold_after_first = True
+            self.run(sequence)
+        return sequence
+
+    def admit_decode(self, spec: SequenceSpec) -> Sequence | Refusal:
+        """Takes blocks for a prompt that is computed elsewhere (or here later) and for growth.
+
+        The sequence is HELD until `start_decode` or `run`.
+        """
+        if self._preempted:
+            return self._no_blocks("sequences that were preempted come first")
+        remaining = spec.num_prompt_tokens + spec.sampling.max_tokens - len(spec.token_ids)
+        growth = min(self._growth_tokens, max(remaining, 0))
+        return self._admit(spec, growth_tokens=growth)
+
+    def _admit(self, spec: SequenceSpec, growth_tokens: int, keep_last: bool) -> Sequence | Refusal:
+        refusal = self._check_fit(spec)
+        if refusal is not None:
+            return refusal
+        num_tokens = len(spec.token_ids)
+        chain = HashChain(spec.root_hash, self.block_size, spec.token_ids)
+        cached = self.pool.match(chain.hashes[: self._num_reusable(num_tokens)])
+        self.pool.acquire(cached)
+        needed = self._blocks_for(min(num_tokens + growth_tokens, self.max_model_len))
+        try:
+            after = cached[-1] if cached else None
+            fresh = self.pool.allocate(needed - len(cached), after=after)
+        except OutOfBlocksError:
+            self.pool.release(cached)
+            return self._no_blocks(f"{needed - len(cached)} blocks are needed")
+        self._next_id += 1
+        num_cached = len(cached) * self.block_size
+        sequence = Sequence(
+            sequence_id=self._next_id,
+            spec=spec,
+            tokens=list(spec.token_ids),
+            blocks=cached + fresh,
+            num_computed=num_cached,
+            num_cached=num_cached,
+            chain=chain,
+            num_sealed=len(cached),
+        )
+        self._held.add(sequence)
+        self._prompt_tokens += num_tokens
+        self._cached_tokens += num_cached
+        return sequence
+
+    def _check_fit(self, spec: SequenceSpec) -> Refusal | None:
+        num_tokens = len(spec.token_ids)
+        if num_tokens + 1 > self.max_model_len:
+            limit = self.max_model_len
+            text = f"{num_tokens} tokens leave no room to generate in a context of {limit}"
+            return Refusal(RefusalReason.TOO_LONG, text)
+        if max(spec.token_ids) >= self.spec.vocab_size:
+            text = f"token id {max(spec.token_ids)} is outside the vocabulary"
+            return Refusal(RefusalReason.INVALID, text)
+        return None
+
+    def _no_blocks(self, detail: str) -> Refusal:
+        text = f"{detail}; {self.pool.num_free} are free"
+        return Refusal(RefusalReason.NO_BLOCKS, text, retry_after_ms=50)
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def _num_reusable(self, num_tokens: int) -> int:
+        # The last token is always computed, or there would be no logits to sample from.
+        return (num_tokens - 1) // self.block_size
+
+    # --- movement ----------------------------------------------------------------------------
+
+    def run(self, sequence: Sequence) -> None:
+        """Computes what the sequence has no KV for, from the next step on."""
+        assert sequence.state is SequenceState.HELD, sequence.state
+        self._held.discard(sequence)
+        sequence.state = SequenceState.RUNNING
+        self._running.append(sequence)
+
+    def start_decode(self, sequence: Sequence, first_token: int) -> None:
+        """The prompt's KV is complete (it was written by a prefill worker): generation goes on."""
+        assert sequence.state is SequenceState.HELD, sequence.state
+        sequence.num_computed = len(sequence.tokens)
+        self._seal(sequence)
+        self._append(sequence, first_token)
+        self.run(sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        """Ends a sequence and gives its blocks back (after the step in flight, if it is in it).
+
+        May be called again.
+        """
+        if sequence.state is SequenceState.GONE:
+            return
+        self._leave(sequence)
+        sequence.state = SequenceState.GONE
+        if sequence in self._in_flight:
+            self._released_in_flight.append(sequence)
+        else:
+            self._free_blocks(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        if sequence.state is SequenceState.HELD:
+            self._held.discard(sequence)
+        elif sequence.state is SequenceState.RUNNING:
+            self._running.remove(sequence)
+        elif sequence.state is SequenceState.PREEMPTED:
+            self._preempted.remove(sequence)
+
+    def _free_blocks(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.blocks)
+        sequence.blocks.clear()
+
+    # --- steps -------------------------------------------------------------------------------
+
+    def plan_step(self) -> list[SequenceChunk]:
+        """What the runner computes next; empty when there is nothing to do.
+
+        Every call that returns chunks must be followed by `finish_step`.
+        """
+        assert not self._in_flight, "the step before is not finished"
+        self._readmit()
+        plans = plan_batch([s.num_remaining for s in self._running], self._limits)
+        chosen = [(self._running[plan.index], plan.num_tokens) for plan in plans]
+        chunks: list[SequenceChunk] = []
+        members: list[Sequence] = []
+        for sequence, num_tokens in chosen:
+            end = sequence.num_computed + num_tokens
+            if sequence.state is SequenceState.RUNNING and self._grow(sequence, end, members):
+                members.append(sequence)
+                chunks.append(self._chunk(sequence, end))
+        self._in_flight = frozenset(members)
+        return chunks
+
+    def _chunk(self, sequence: Sequence, end: int) -> SequenceChunk:
+        return SequenceChunk(
+            sequence_id=sequence.sequence_id,
+            token_ids=sequence.tokens,
+            start=sequence.num_computed,
+            end=end,
+            block_table=sequence.blocks,
+            num_prompt_tokens=sequence.spec.num_prompt_tokens,
+            sampling=sequence.spec.sampling,
+            sample=end == len(sequence.tokens),
+            eos_token_ids=self.spec.eos_token_ids,
+        )
+
+    def _grow(self, sequence: Sequence, end: int, protected: SequenceOf[Sequence]) -> bool:
+        """Makes the block table reach `end`, preempting younger sequences when blocks run out."""
+        while (missing := self._blocks_for(end) - len(sequence.blocks)) > 0:
+            try:
+                sequence.blocks += self.pool.allocate(missing, after=sequence.blocks[-1])
+            except OutOfBlocksError:
+                victim = self._youngest(protected)
+                self._preempt(victim)
+                if victim is sequence:
+                    return False
+        return True
+
+    def _youngest(self, protected: SequenceOf[Sequence]) -> Sequence:
+        # The one that asks is itself not protected, so there always is a victim.
+        return next(s for s in reversed(self._running) if s not in protected)
+
+    def _preempt(self, victim: Sequence) -> None:
+        self._running.remove(victim)
+        self._free_blocks(victim)
+        victim.num_computed = victim.num_sealed = 0
+        victim.state = SequenceState.PREEMPTED
+        # Back in order of age: ids grow with time.
+        self._preempted.append(victim)
+        self._preempted.sort(key=lambda s: s.sequence_id)
+        self._preemptions += 1
+
+    def _readmit(self) -> None:
+        while self._preempted:
+            sequence = self._preempted[0]
+            reusable = self._num_reusable(len(sequence.tokens))
+            cached = self.pool.match(sequence.chain.hashes[:reusable])
+            self.pool.acquire(cached)
+            try:
+                fresh = self.pool.allocate(
+                    self._blocks_for(len(sequence.tokens)) - len(cached),
+                    after=cached[-1] if cached else None,
+                )
+            except OutOfBlocksError:
+                self.pool.release(cached)
+                return
+            self._preempted.pop(0)
+            sequence.blocks[:] = cached + fresh
+            sequence.num_computed = len(cached) * self.block_size
+            sequence.num_sealed = len(cached)
+            sequence.state = SequenceState.RUNNING
+            self._running.append(sequence)
+            self._running.sort(key=lambda s: s.sequence_id)
+
+    def finish_step(self, chunks: SequenceOf[SequenceChunk], result: StepResult) -> None:
+        """Takes the runner's result over and tells the sequences' listeners."""
+        assert len(chunks) == len(result.tokens)
+        members = {sequence.sequence_id: sequence for sequence in self._in_flight}
+        self._in_flight = frozenset()
+        self._steps += 1
+        notify: list[Callable[[], None]] = []
+        for chunk, token in zip(chunks, result.tokens, strict=True):
+            sequence = members[chunk.sequence_id]
+            self._computed_tokens += chunk.end - chunk.start
+            if sequence.state is SequenceState.RUNNING:
+                notify += self._advance(sequence, chunk.end, token)
+        for sequence in self._released_in_flight:
+            self._free_blocks(sequence)
+        self._released_in_flight.clear()
+        # Listeners come last: they may admit and release, and then all must be in order.
+        for call in notify:
+            call()
+
+    def _advance(
+        self, sequence: Sequence, end: int, token: SampledToken | None
+    ) -> list[Callable[[], None]]:
+        sequence.num_computed = end
+        self._seal(sequence)
+        if token is None:
+            return [sequence.on_progress]
+        position = len(sequence.tokens)
+        self._append(sequence, token.token_id)
+        self._generated_tokens += 1
+        finish = self._finish_reason(sequence, token.token_id)
+        emission = Emission(token.token_id, position, token.logprobs, finish)
+        if finish is not None:
+            self.release(sequence)
+        elif sequence.hold_after_first:
+            self._running.remove(sequence)
+            sequence.state = SequenceState.HELD
+            self._held.add(sequence)
+        # Bound now: a listener may be exchanged while the calls before it run.
+        listener = sequence.on_emission
+        return [lambda: listener(emission)]
+
+    def _append(self, sequence: Sequence, token_id: int) -> None:
+        sequence.tokens.append(token_id)
+        sequence.chain.append((token_id,))
+
+    def _seal(self, sequence: Sequence) -> None:
+        """Registers blocks that became full and computed, so that others can share them."""
+        full = sequence.num_computed // self.block_size
+        for index in range(sequence.num_sealed, full):
+            self.pool.seal(sequence.blocks[index], sequence.chain.hashes[index])
+        sequence.num_sealed = max(sequence.num_sealed, full)
+
+    def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
+        sampling = sequence.spec.sampling
+        if sequence.num_generated > sampling.min_tokens:
+            is_eos = token_id in self.spec.eos_token_ids and not sampling.ignore_eos
+            if is_eos or token_id in sampling.stop_token_ids:
+                return FinishReason.STOP
+        if sequence.num_generated >= sampling.max_tokens:
+            return FinishReason.LENGTH
+        if len(sequence.tokens) >= self.max_model_len:
+            return FinishReason.LENGTH
+        return None
+
+    # --- state -------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `plan_step` may return something."""
+        return bool(self._running or self._preempted)
+
+    @property
+    def is_idle(self) -> bool:
+        """No sequence is here and no block is referenced."""
+        return not (
+            self._held
+            or self._running
+            or self._preempted
+            or self._in_flight
+            or not self.pool.is_idle
+        )
+
+    def statistics(self) -> EngineStatistics:
+        """Counters and gauges."""
+        return EngineStatistics(
+            num_running=len(self._running),
+            num_held=len(self._held),
+            num_preempted=len(self._preempted),
+            blocks_free=self.pool.num_free,
+            prompt_tokens_total=self._prompt_tokens,
+            cached_tokens_total=self._cached_tokens,
+            computed_tokens_total=self._computed_tokens,
+            generated_tokens_total=self._generated_tokens,
+            preemptions_total=self._preemptions,
+            steps_total=self._steps,
+        )
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when bookkeeping is broken."""
+        self.pool.check_integrity()
+        everyone = [*self._held, *self._running, *self._preempted]
+        assert len({s.sequence_id for s in everyone}) == len(everyone), "a sequence is twice here"
+        for sequence in everyone:
+            if sequence.state is SequenceState.PREEMPTED:
+                assert not sequence.blocks, "a preempted sequence holds blocks"
+                continue
+            capacity = len(sequence.blocks) * self.block_size
+            assert sequence.num_computed <= min(len(sequence.tokens), capacity)
+            assert sequence.num_sealed * self.block_size <= len(sequence.tokens)

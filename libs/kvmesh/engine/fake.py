@@ -1,0 +1,171 @@
+"""A deterministic runner without torch: same limits, same KV layout, same contract.
+
+Each position's "KV" is a 64-bit mix of its token and its position, written into the block like
+real KV; the next token is a mix of the KV of *all* positions, read back through the block table.
+So a block that was lost, stale, or put in the wrong place changes the tokens.
+Tests: tests/contract/test_runner_contract.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvmesh.core.errors import CheckpointError
+from kvmesh.core.types import KvLayout, TokenLogprobs
+from kvmesh.engine.protocol import (
+    ModelSpec,
+    SampledToken,
+    SequenceChunk,
+    StepResult,
+)
+
+_MASK = (1 << 64) - 1
+_WORD = 8
+
+
+def _mix(value: int) -> int:
+    """The splitmix64 finaliser: a bijection on 64-bit integers."""
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+class HostMemory:
+    """KV blocks in one bytearray."""
+
+    def __init__(self, num_blocks: int, block_bytes: int) -> None:
+        self._num_blocks = num_blocks
+        self._block_bytes = block_bytes
+        self.view = memoryview(bytearray(num_blocks * block_bytes))
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool."""
+        return self._num_blocks
+
+    def read_view(self, first_block: int, num_blocks: int) -> memoryview:
+        """Bytes of a run of blocks."""
+        start = first_block * self._block_bytes
+        return self.view[start : start + num_blocks * self._block_bytes]
+
+    def write_view(self, first_block: int, num_blocks: int) -> memoryview:
+        """Writable bytes of a run of blocks."""
+        return self.read_view(first_block, num_blocks)
+
+    def written(self, first_block: int, num_blocks: int) -> None:
+        """Nothing to do: the view is the memory."""
+
+
+class FakeRunner:
+    """Computes deterministic tokens.
+
+    Args:
+        token_s: time per computed prompt token, to give steps a length.
+        step_s: time per step besides.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str = "fake",
+        vocab_size: int = 1000,
+        max_model_len: int = 8192,
+        num_blocks: int = 512,
+        block_size: int = 16,
+        eos_token_ids: frozenset[int] = frozenset({0}),
+        token_s: float = 0.0,
+        step_s: float = 0.0,
+    ) -> None:
+        layout = KvLayout(
+            model_fingerprint=f"fake-{vocab_size}-{block_size}",
+            dtype="float32",
+            block_size=block_size,
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=1,  # keys and values of one position: 8 bytes, one word
+        )
+        self._spec = ModelSpec(name, vocab_size, max_model_len, eos_token_ids, layout)
+        self._memory = HostMemory(num_blocks, layout.block_bytes)
+        self._token_s = token_s
+        self._step_s = step_s
+
+    @classmethod
+    def for_checkpoint(
+        cls, folder: Path, *, name: str, num_blocks: int, block_size: int, step_s: float
+    ) -> FakeRunner:
+        """A fake with the vocabulary of a checkpoint, so that a real tokenizer fits it."""
+        try:
+            config = json.loads((folder / "config.json").read_text())
+        except OSError as error:
+            raise CheckpointError(f"{folder}/config.json: {error.strerror}") from error
+        return cls(
+            name=name,
+            vocab_size=int(config["vocab_size"]),
+            max_model_len=int(config["max_position_embeddings"]),
+            num_blocks=num_blocks,
+            block_size=block_size,
+            eos_token_ids=frozenset(),
+            step_s=step_s,
+        )
+
+    @property
+    def spec(self) -> ModelSpec:
+        """What it pretends to be."""
+        return self._spec
+
+    @property
+    def kv(self) -> HostMemory:
+        """The KV pool."""
+        return self._memory
+
+    def execute(self, chunks: Sequence[SequenceChunk]) -> StepResult:
+        """Writes the KV of all chunks, then samples."""
+        tokens: list[SampledToken | None] = []
+        computed = sum(chunk.end - chunk.start for chunk in chunks)
+        pause = self._step_s + computed * self._token_s
+        if pause:
+            time.sleep(pause)
+        for chunk in chunks:
+            for position in range(chunk.start, chunk.end):
+                self._write(chunk, position)
+        for chunk in chunks:
+            tokens.append(self._sample(chunk) if chunk.sample else None)
+        return StepResult(tokens)
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+    def _offset(self, chunk: SequenceChunk, position: int) -> int:
+        size = self._spec.layout.block_size
+        slot = chunk.block_table[position // size] * size + position % size
+        return slot * _WORD
+
+    def _write(self, chunk: SequenceChunk, position: int) -> None:
+        value = _mix(chunk.token_ids[position] << 32 | position)
+        struct.pack_into("<Q", self._memory.view, self._offset(chunk, position), value)
+
+    def _sample(self, chunk: SequenceChunk) -> SampledToken:
+        size = self._spec.layout.block_size
+        block_bytes = self._spec.layout.block_bytes
+        digest = hashlib.blake2b(digest_size=8)
+        for index in range(-(-chunk.end // size)):
+            start = chunk.block_table[index] * block_bytes
+            filled = min(size, chunk.end - index * size) * _WORD
+            digest.update(self._memory.view[start : start + filled])
+        value = int.from_bytes(digest.digest(), "little")
+        if chunk.sampling.temperature > 0:
+            value = _mix(value ^ _mix(chunk.sampling.seed ^ chunk.end))
+        # Token 0 is the usual end of sequence: it is never drawn.
+        token = 1 + value % (self._spec.vocab_size - 1)
+        count = chunk.sampling.num_logprobs
+        if count < 0:
+            return SampledToken(token)
+        others = tuple(1 + (token + i) % (self._spec.vocab_size - 1) for i in range(count))
+        top = (token, *others)[:count]
+        return SampledToken(token, TokenLogprobs(-0.5, top, tuple(-0.5 - i for i in range(count))))

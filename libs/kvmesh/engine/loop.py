@@ -1,0 +1,57 @@
+"""The step loop: plans on the event loop, computes in one other thread.
+
+Tests: tests/unit/engine/test_loop.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from kvmesh.engine.core import EngineCore
+from kvmesh.engine.protocol import ModelRunner
+
+
+class EngineLoop:
+    """Runs steps while there is work.
+
+    Args:
+        on_step: called after every step with its duration in seconds.
+    """
+
+    def __init__(
+        self,
+        core: EngineCore,
+        runner: ModelRunner,
+        on_step: Callable[[float], None] | None = None,
+    ) -> None:
+        self._core = core
+        self._runner = runner
+        self._on_step = on_step
+        self._wake = asyncio.Event()
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
+
+    def wake(self) -> None:
+        """Says that there is work; call it after every change that adds some."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Steps until cancelled. An error of the runner ends the loop and with it the worker."""
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                self._wake.clear()
+                chunks = self._core.plan_step()
+                if not chunks:
+                    await self._wake.wait()
+                    continue
+                started = loop.time()
+                # A cancelled await leaves the thread at work, so the step is always waited for.
+                step = loop.run_in_executor(self._executor, self._runner.execute, chunks)
+                result = await asyncio.shield(step)
+                self._core.finish_step(chunks, result)
+                if self._on_step is not None:
+                    self._on_step(loop.time() - started)
+        finally:
+            self._executor.shutdown(wait=True)

@@ -1,0 +1,88 @@
+"""A sequence as the engine sees it: tokens, blocks, how far its KV is computed.
+
+Holds state only; `engine/core.py` moves it. Tests: tests/unit/engine/test_core.py.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvmesh.core.types import FinishReason, SequenceSpec, TokenLogprobs
+from kvmesh.kv.hashing import HashChain
+
+
+class SequenceState(enum.Enum):
+    """Where a sequence is in its life.
+
+    HELD -> RUNNING -> (HELD | PREEMPTED -> RUNNING ...) -> GONE; any state may go to GONE.
+    """
+
+    HELD = "held"
+    """Has blocks, computes nothing: reserved for a handoff, or waiting for its KV to be taken."""
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    """Lost its blocks to another sequence; computed again when blocks are free."""
+    GONE = "gone"
+
+
+@dataclass(frozen=True, slots=True)
+class Emission:
+    """A token that a step chose.
+
+    Attributes:
+        position: of the token among all of the sequence's tokens, prompt included.
+    """
+
+    token_id: int
+    position: int
+    logprobs: TokenLogprobs | None
+    finish_reason: FinishReason | None
+
+
+def _no_emission(_: Emission) -> None:
+    return
+
+
+def _no_progress() -> None:
+    return
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One sequence on this worker.
+
+    Attributes:
+        tokens: prompt and generated tokens; the last one has no KV while decoding.
+        blocks: block table; owned references.
+        num_computed: leading positions whose KV is in the blocks.
+        num_cached: leading positions found in the prefix cache at admission.
+        chain: block hashes of `tokens`.
+        num_sealed: leading blocks that are registered in the prefix cache.
+        hold_after_first: stop computing after the first token (prefill for another worker).
+        on_emission, on_progress: called on the event loop after a step.
+    """
+
+    sequence_id: int
+    spec: SequenceSpec
+    tokens: list[int]
+    blocks: list[int]
+    num_computed: int
+    num_cached: int
+    chain: HashChain
+    num_sealed: int = 0
+    hold_after_first: bool = False
+    state: SequenceState = SequenceState.HELD
+    on_emission: Callable[[Emission], None] = field(default=_no_emission)
+    on_progress: Callable[[], None] = field(default=_no_progress)
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens without KV."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens after the client's prompt, those generated on other workers included."""
+        return len(self.tokens) - self.spec.num_prompt_tokens

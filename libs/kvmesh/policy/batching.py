@@ -1,0 +1,55 @@
+"""Which tokens the next step computes: pure continuous batching with chunked prefill.
+
+Decode tokens come first, each sequence one; what is left of the budget goes to prompts, oldest
+first, in chunks. Tests: tests/unit/policy/test_batching.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLimits:
+    """Limits of one step.
+
+    Attributes:
+        max_tokens: tokens computed in one step, decode tokens included.
+        max_sequences: sequences in one step.
+    """
+
+    max_tokens: int = 512
+    max_sequences: int = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPlan:
+    """Tokens of one sequence in the next step; `index` is its place in the caller's list."""
+
+    index: int
+    num_tokens: int
+
+
+def plan_batch(remaining: Sequence[int], limits: BatchLimits) -> list[ChunkPlan]:
+    """Divides the step's budget.
+
+    Args:
+        remaining: per sequence, oldest first, the tokens without KV; 1 is a decode step.
+
+    Returns:
+        One entry per sequence that takes part, in the order of the list. A prompt gets its turn
+        as soon as decode leaves budget, so decode cannot starve while a long prompt runs, and a
+        prompt cannot starve unless decode alone fills the budget.
+    """
+    budget = limits.max_tokens
+    shares: dict[int, int] = {}
+    for index, tokens in enumerate(remaining):
+        if tokens == 1 and budget > 0 and len(shares) < limits.max_sequences:
+            shares[index] = 1
+            budget -= 1
+    for index, tokens in enumerate(remaining):
+        if tokens > 1 and budget > 0 and len(shares) < limits.max_sequences:
+            shares[index] = min(tokens, budget)
+            budget -= shares[index]
+    return [ChunkPlan(index, shares[index]) for index in sorted(shares)]
