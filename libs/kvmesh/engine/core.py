@@ -94,7 +94,7 @@ class EngineCore:
         growth = min(self._growth_tokens, max(remaining, 0))
         return self._admit(spec, growth_tokens=growth)
 
-    def _admit(self, spec: SequenceSpec, growth_tokens: int, keep_last: bool) -> Sequence | Refusal:
+    def _admit(self, spec: SequenceSpec, growth_tokens: int) -> Sequence | Refusal:
         refusal = self._check_fit(spec)
         if refusal is not None:
             return refusal

@@ -126,7 +126,6 @@ class FakeRunner:
 
     def execute(self, chunks: Sequence[SequenceChunk]) -> StepResult:
         """Writes the KV of all chunks, then samples."""
-        tokens: list[SampledToken | None] = []
         computed = sum(chunk.end - chunk.start for chunk in chunks)
         pause = self._step_s + computed * self._token_s
         if pause:
@@ -134,9 +133,7 @@ class FakeRunner:
         for chunk in chunks:
             for position in range(chunk.start, chunk.end):
                 self._write(chunk, position)
-        for chunk in chunks:
-            tokens.append(self._sample(chunk) if chunk.sample else None)
-        return StepResult(tokens)
+        return StepResult([self._sample(chunk) if chunk.sample else None for chunk in chunks])
 
     def close(self) -> None:
         """Nothing to free."""
