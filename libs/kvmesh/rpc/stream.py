@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Generic, TypeVar
 
@@ -29,14 +28,14 @@ OpenCall = Callable[[AsyncIterator[Any]], Any]
 
 
 class Outbox(Generic[ItemT]):
-    """Messages waiting to go out on one stream; iterate it to send them.
+    """Messages waiting to go out on one stream; iterate it, or its `batches`, to send them.
 
     It is bounded by its users' own limits (slots, requests in flight), not by blocking `put`,
     because a put happens where nothing may wait.
     """
 
     def __init__(self) -> None:
-        self._items: deque[ItemT] = deque()
+        self._items: list[ItemT] = []
         self._wake = asyncio.Event()
         self._closed = False
 
@@ -52,14 +51,21 @@ class Outbox(Generic[ItemT]):
         self._wake.set()
 
     async def __aiter__(self) -> AsyncIterator[ItemT]:
+        async for batch in self.batches():
+            for item in batch:
+                yield item
+
+    async def batches(self) -> AsyncIterator[list[ItemT]]:
+        """All that is queued, whenever something is: one step's events become one message."""
         while True:
-            while self._items:
-                yield self._items.popleft()
+            if self._items:
+                batch, self._items = self._items, []
+                yield batch
+                continue
             if self._closed:
                 return
             self._wake.clear()
-            if not self._items:
-                await self._wake.wait()
+            await self._wake.wait()
 
 
 class PeerStream(Generic[RequestT, ResponseT]):

@@ -1,0 +1,1 @@
+"""The KV data plane: frames, state machines, and channels between workers."""

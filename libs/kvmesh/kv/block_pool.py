@@ -1,0 +1,234 @@
+"""Bookkeeping of the KV blocks of one worker: references, prefix cache, contiguous allocation.
+
+A block is in exactly one of three states:
+
+    empty       in a free segment; has no hash
+    referenced  held by one sequence or several; has a hash once it was sealed
+    evictable   held by nobody, has a hash, and can be matched until its room is needed
+
+Owns ids only, never bytes. One thread; nothing here waits. Callers keep `match` and `acquire`
+together without an await, since a block that was only matched may be evicted.
+Tests: tests/unit/kv/test_block_pool.py, tests/property/test_block_pool_machine.py.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from kvmesh.core.errors import OutOfBlocksError
+from kvmesh.core.types import BlockHash
+from kvmesh.kv.free_segments import FreeSegments
+
+
+@dataclass(frozen=True, slots=True)
+class BlockEvents:
+    """Hashes that came and went between two calls of `take_events`; no hash is in both."""
+
+    stored: list[BlockHash]
+    removed: list[BlockHash]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPoolStatistics:
+    """Counts of blocks now, and totals since the start.
+
+    Attributes:
+        num_empty, num_evictable, num_referenced: add up to num_blocks.
+        num_hashed: blocks that `match` can find.
+        num_free_segments, largest_free_segment: how fragmented the empty blocks are.
+    """
+
+    num_blocks: int
+    num_empty: int
+    num_evictable: int
+    num_referenced: int
+    num_hashed: int
+    num_free_segments: int
+    largest_free_segment: int
+    allocated_total: int
+    evicted_total: int
+
+
+class BlockPool:
+    """Block ids 0..num_blocks-1 with reference counts and a prefix cache by block hash."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        assert num_blocks > 0, f"{num_blocks} blocks"
+        assert block_size > 0, f"block size {block_size}"
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._empty = FreeSegments()
+        self._empty.add(range(num_blocks))
+        self._references = [0] * num_blocks
+        self._hash_of: list[BlockHash | None] = [None] * num_blocks
+        self._block_of: dict[BlockHash, int] = {}
+        # Next to evict first. A sequence's blocks enter tail first, so a parent outlives its
+        # children and what stays cached can still be matched from the root.
+        # An OrderedDict: deleting from a plain dict's front makes the next look at it slow.
+        self._evictable: OrderedDict[int, None] = OrderedDict()
+        # Net changes since the last `take_events`: True is stored, False is removed.
+        self._changes: dict[BlockHash, bool] = {}
+        self._allocated_total = 0
+        self._evicted_total = 0
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `allocate` can give: empty ones and evictable ones."""
+        return self._empty.num_blocks + len(self._evictable)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody holds a block."""
+        return self.num_free == self.num_blocks
+
+    def allocate(self, n: int, after: int | None = None) -> list[int]:
+        """Takes `n` blocks in few contiguous runs, each with one reference.
+
+        Args:
+            after: last block of the sequence so far; the new ones follow it where they can.
+
+        Raises:
+            OutOfBlocksError: fewer than `n` blocks are free; nothing has changed.
+        """
+        assert n >= 0, f"{n} blocks"
+        if n > self.num_free:
+            raise OutOfBlocksError(
+                f"{n} blocks wanted, {self.num_free} of {self.num_blocks} are free"
+            )
+        self._evict(n - self._empty.num_blocks)
+        blocks = self._empty.take(n, after)
+        for block in blocks:
+            self._references[block] = 1
+        self._allocated_total += n
+        return blocks
+
+    def match(self, hashes: Sequence[BlockHash]) -> list[int]:
+        """The blocks of the longest cached prefix of `hashes`; takes no references."""
+        blocks: list[int] = []
+        for block_hash in hashes:
+            block = self._block_of.get(block_hash)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def acquire(self, blocks: Sequence[int]) -> None:
+        """Takes one reference on each block; every one is referenced or evictable."""
+        for block in blocks:
+            if self._references[block] == 0:
+                assert block in self._evictable, f"block {block} is empty"
+                del self._evictable[block]
+            self._references[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Gives back one reference on each block.
+
+        Args:
+            blocks: in the order of the sequence; of those that become evictable, the later ones
+                are evicted earlier.
+        """
+        emptied: list[int] = []
+        for block in reversed(blocks):
+            assert self._references[block] > 0, f"block {block} is not referenced"
+            self._references[block] -= 1
+            if self._references[block]:
+                continue
+            if self._hash_of[block] is None:
+                emptied.append(block)
+            else:
+                self._evictable[block] = None
+        self._empty.add(emptied)
+
+    def seal(self, block: int, block_hash: BlockHash) -> bool:
+        """Makes a full block findable by its hash. The caller holds it and writes it no more.
+
+        Returns:
+            False if another block has this hash already; then this one stays without.
+        """
+        assert self._references[block] > 0, f"block {block} is not referenced"
+        holder = self._block_of.setdefault(block_hash, block)
+        if holder != block:
+            return False
+        assert self._hash_of[block] in (None, block_hash), f"block {block} has another hash"
+        if self._hash_of[block] is None:
+            self._hash_of[block] = block_hash
+            self._note(block_hash, stored=True)
+        return True
+
+    def clear_cached(self) -> int:
+        """Empties all evictable blocks and returns how many there were."""
+        return self._evict(len(self._evictable))
+
+    def take_events(self) -> BlockEvents:
+        """Hashes stored and removed since the last call, in order, net of what cancelled out."""
+        changes, self._changes = self._changes, {}
+        return BlockEvents(
+            stored=[block_hash for block_hash, stored in changes.items() if stored],
+            removed=[block_hash for block_hash, stored in changes.items() if not stored],
+        )
+
+    def held_hashes(self) -> list[BlockHash]:
+        """All hashes that can be matched now, oldest first; the start of a snapshot."""
+        return list(self._block_of)
+
+    def statistics(self) -> BlockPoolStatistics:
+        """The counts of this moment."""
+        return BlockPoolStatistics(
+            num_blocks=self.num_blocks,
+            num_empty=self._empty.num_blocks,
+            num_evictable=len(self._evictable),
+            num_referenced=self.num_blocks - self.num_free,
+            num_hashed=len(self._block_of),
+            num_free_segments=self._empty.num_segments,
+            largest_free_segment=self._empty.largest,
+            allocated_total=self._allocated_total,
+            evicted_total=self._evicted_total,
+        )
+
+    def _evict(self, n: int) -> int:
+        victims = list(islice(self._evictable, max(n, 0)))
+        for block in victims:
+            del self._evictable[block]
+            block_hash = self._hash_of[block]
+            assert block_hash is not None, f"evictable block {block} has no hash"
+            self._hash_of[block] = None
+            del self._block_of[block_hash]
+            self._note(block_hash, stored=False)
+        self._empty.add(victims)
+        self._evicted_total += len(victims)
+        return len(victims)
+
+    def _note(self, block_hash: BlockHash, *, stored: bool) -> None:
+        # A hash is stored and removed in turn, so an opposite change that was not taken yet
+        # leaves the reader's view as it was.
+        if self._changes.pop(block_hash, None) is None:
+            self._changes[block_hash] = stored
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if the records contradict each other. Costs O(num_blocks)."""
+        self._empty.check_integrity()
+        empty = {
+            block
+            for start, length in self._empty.segments()
+            for block in range(start, start + length)
+        }
+        assert empty <= set(range(self.num_blocks)), "a free segment is outside of the pool"
+        for block, (references, block_hash) in enumerate(
+            zip(self._references, self._hash_of, strict=True)
+        ):
+            assert references >= 0, f"block {block} has {references} references"
+            states = (block in empty, block in self._evictable, references > 0)
+            assert sum(states) == 1, f"block {block}: empty, evictable, referenced = {states}"
+            if block in empty:
+                assert block_hash is None, f"empty block {block} has a hash"
+            if block in self._evictable:
+                assert block_hash is not None, f"evictable block {block} has no hash"
+            if block_hash is not None:
+                assert self._block_of.get(block_hash) == block, f"block {block} cannot be found"
+        num_hashed = sum(block_hash is not None for block_hash in self._hash_of)
+        assert len(self._block_of) == num_hashed, "a hash names a block that does not have it"
+        for block_hash, stored in self._changes.items():
+            assert (block_hash in self._block_of) == stored, "an event contradicts the index"

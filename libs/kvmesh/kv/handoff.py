@@ -1,0 +1,363 @@
+"""The decode side of a handoff as a state table: who may write into reserved blocks, and when.
+
+A block has two lifetimes: the request's, and that of whoever is writing into its memory. They end
+independently, and blocks go back to the pool only when both have ended.
+
+    state      event                                   next        effect
+    ---------  --------------------------------------  ----------  ------------------------------
+    (none)     reserve                                 RESERVED    generation 1, lease starts
+    RESERVED   begin_write, current and free range     RESERVED    write granted, lease renewed
+    RESERVED   begin_write, range is being written     RESERVED    refused BUSY
+    RESERVED   end_write ok, of this generation        RESERVED    blocks count as written
+    RESERVED   end_write not ok, or older generation   RESERVED    blocks stay unwritten
+    RESERVED   rearm                                   RESERVED    generation + 1, all unwritten
+    RESERVED   commit, all written, nobody writing     COMMITTED   lease renewed
+    RESERVED   commit, a write in flight               RESERVED    refused BUSY
+    RESERVED   commit, blocks missing                  RESERVED    refused INVALID
+    COMMITTED  commit of the same generation           COMMITTED   the same answer
+    COMMITTED  begin_write, rearm                      COMMITTED   refused STALE
+    COMMITTED  take                                    (none)      TAKEN, caller owns the blocks
+    (none)     commit, taken less than a lease ago     (none)      the same answer
+    RES., COM. renew                                   same        lease renewed
+    RES., COM. cancel / expire, nobody writing         (none)      CANCELLED / EXPIRED, released
+    RESERVED   cancel / expire, a write in flight      FENCED      CANCELLED / EXPIRED, blocks held
+    FENCED     end_write, not the last one             FENCED
+    FENCED     end_write, the last one                 (none)      released
+    FENCED     anything else                           FENCED      refused STALE
+
+RESERVED with a write in flight is what the design calls WRITING; it is derived, not stored. Any
+message with another incarnation or generation, or after the lease, is refused STALE; one with a
+wrong capability INVALID. A grant is exclusive: while one writer is in a block's memory, fenced or
+not, no other is let in, so a late writer can never tear what a newer one wrote.
+
+No I/O and no clock: `now` is an argument, in seconds that never go back. One thread.
+Why: docs/adr/0004-handoff.md. Tests: tests/unit/kv/test_handoff.py,
+tests/property/test_handoff_machine.py.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Sequence
+
+from kvmesh.core.types import Refusal, RefusalReason, RequestId
+from kvmesh.kv.handoff_types import (
+    Committed,
+    Entry,
+    HandoffStatistics,
+    Outcome,
+    Released,
+    State,
+    Taken,
+    Ticket,
+    Write,
+    WriteGrant,
+)
+
+
+def _stale(message: str) -> Refusal:
+    return Refusal(RefusalReason.STALE, message)
+
+
+class HandoffTable:
+    """All reservations of one decode worker in one life of it.
+
+    Args:
+        incarnation: of this worker; messages that name another are refused.
+        lease_s: a reservation without progress or renewal ends after this many seconds.
+    """
+
+    def __init__(self, incarnation: int, lease_s: float) -> None:
+        assert lease_s > 0, f"lease of {lease_s} s"
+        self.incarnation = incarnation
+        self.lease_s = lease_s
+        self._entries: dict[int, Entry] = {}
+        self._writes: dict[int, Write] = {}
+        self._released: list[Released] = []
+        # Commits whose blocks were taken, for a sender that lost the acknowledgement.
+        self._taken: dict[int, Entry] = {}
+        self._outcomes = dict.fromkeys(Outcome, 0)
+        self._next_reservation_id = 1
+        self._next_write_id = 1
+        self._refused_total = 0
+
+    # -- The decode worker's side: one owner per reservation -----------------------------------
+
+    def reserve(
+        self,
+        request_id: RequestId,
+        blocks: Sequence[int],
+        num_cached: int,
+        capability: bytes,
+        now: float,
+    ) -> Ticket:
+        """Opens blocks of a sequence to one prefill.
+
+        Args:
+            blocks: all blocks of the prompt, in order; referenced in the pool by the caller, whose
+                reference the table gives back through `take` or `drain_released`.
+            num_cached: leading blocks that are filled and shared; they are never written.
+            capability: secret that admits writers.
+        """
+        assert 0 <= num_cached <= len(blocks), f"{num_cached} cached of {len(blocks)} blocks"
+        assert len(set(blocks)) == len(blocks), "a block occurs twice"
+        assert capability, "empty capability"
+        reservation_id = self._next_reservation_id
+        self._next_reservation_id += 1
+        self._entries[reservation_id] = Entry(
+            reservation_id=reservation_id,
+            request_id=request_id,
+            blocks=tuple(blocks),
+            num_cached=num_cached,
+            capability=capability,
+            deadline=now + self.lease_s,
+        )
+        return Ticket(reservation_id, generation=1)
+
+    def renew(self, reservation_id: int, now: float) -> bool:
+        """Starts the lease anew; False if the reservation has ended."""
+        entry = self._live(reservation_id, now)
+        if entry is None:
+            return False
+        entry.deadline = now + self.lease_s
+        return True
+
+    def rearm(self, reservation_id: int, now: float) -> int | Refusal:
+        """Opens the reservation to another prefill and fences all writers before it.
+
+        Returns:
+            The new generation; or STALE if the reservation has ended or is complete.
+        """
+        entry = self._live(reservation_id, now)
+        if entry is None or entry.state is not State.RESERVED:
+            return self._refuse(_stale(f"reservation {reservation_id} is not open for writing"))
+        entry.generation += 1
+        entry.written.clear()
+        entry.deadline = now + self.lease_s
+        return entry.generation
+
+    def take(self, reservation_id: int) -> Taken | Refusal:
+        """Ends a complete handoff: decode starts and owns the blocks from here on.
+
+        Succeeds exactly once per commit. STALE if it was not committed or has ended.
+        """
+        entry = self._entries.get(reservation_id)
+        if entry is None or entry.state is not State.COMMITTED:
+            return self._refuse(_stale(f"reservation {reservation_id} is not complete"))
+        assert not entry.writes, f"reservation {reservation_id} was committed under a writer"
+        del self._entries[reservation_id]
+        entry.outcome = Outcome.TAKEN
+        self._taken[reservation_id] = entry
+        self._outcomes[Outcome.TAKEN] += 1
+        return Taken(entry.request_id, entry.blocks, entry.num_cached)
+
+    def cancel(self, reservation_id: int) -> bool:
+        """Ends a reservation in any state; False if it has ended before."""
+        entry = self._entries.get(reservation_id)
+        if entry is None or entry.state is State.FENCED:
+            return False
+        self._end(entry, Outcome.CANCELLED)
+        return True
+
+    def expire(self, now: float) -> list[RequestId]:
+        """Ends reservations whose lease ran out and forgets old commits.
+
+        Returns:
+            The requests that ended by this call.
+        """
+        for old in [entry for entry in self._taken.values() if entry.deadline <= now]:
+            del self._taken[old.reservation_id]
+        ended = [
+            entry
+            for entry in self._entries.values()
+            if entry.state is not State.FENCED and not entry.is_live(now)
+        ]
+        for entry in ended:
+            self._end(entry, Outcome.EXPIRED)
+        return [entry.request_id for entry in ended]
+
+    def is_open(self, reservation_id: int) -> bool:
+        """Whether the reservation has neither ended nor been taken."""
+        entry = self._entries.get(reservation_id)
+        return entry is not None and entry.state is not State.FENCED
+
+    def next_expiry(self) -> float | None:
+        """When `expire` next has something to do; None when there is nothing to wait for."""
+        open_entries = [e for e in self._entries.values() if e.state is not State.FENCED]
+        return min((e.deadline for e in [*open_entries, *self._taken.values()]), default=None)
+
+    def drain_released(self) -> list[Released]:
+        """Reservations that ended unused and whose writers are gone, each exactly once.
+
+        The caller gives their blocks back to the pool.
+        """
+        released, self._released = self._released, []
+        return released
+
+    # -- The data channel's side: untrusted until checked ---------------------------------------
+
+    def begin_write(
+        self,
+        reservation_id: int,
+        incarnation: int,
+        generation: int,
+        capability: bytes,
+        first: int,
+        count: int,
+        now: float,
+    ) -> WriteGrant | Refusal:
+        """Asks for a run of blocks to be written; `end_write` must follow every grant.
+
+        Args:
+            first: index among the blocks to write; 0 is the first one after the cached ones.
+            count: blocks, at least 1.
+
+        Returns:
+            The grant, or STALE, INVALID (capability or range), or BUSY while an earlier writer is
+            still in one of these blocks.
+        """
+        entry = self._admit(reservation_id, incarnation, generation, capability, now)
+        if isinstance(entry, Refusal):
+            return self._refuse(entry)
+        if entry.state is not State.RESERVED:
+            return self._refuse(_stale(f"reservation {reservation_id} is complete"))
+        if first < 0 or count < 1 or first + count > entry.num_to_write:
+            message = f"blocks {first}+{count} of {entry.num_to_write}"
+            return self._refuse(Refusal(RefusalReason.INVALID, message))
+        span = range(first, first + count)
+        if any(self._writes[write_id].overlaps(span) for write_id in entry.writes):
+            message = f"another writer is in blocks {first}+{count}"
+            return self._refuse(Refusal(RefusalReason.BUSY, message))
+        write_id = self._next_write_id
+        self._next_write_id += 1
+        self._writes[write_id] = Write(entry, entry.generation, span)
+        entry.writes.add(write_id)
+        entry.written.difference_update(span)
+        entry.deadline = now + self.lease_s
+        start = entry.num_cached + first
+        return WriteGrant(write_id, entry.blocks[start : start + count])
+
+    def end_write(self, write_id: int, ok: bool) -> None:
+        """The writer has left the memory for good; `ok` if it wrote all of it."""
+        write = self._writes.pop(write_id)
+        entry = write.entry
+        entry.writes.remove(write_id)
+        if entry.state is State.FENCED:
+            self._release_if_quiet(entry)
+        elif ok and write.generation == entry.generation:
+            entry.written.update(write.span)
+
+    def is_write_current(self, write_id: int) -> bool:
+        """Whether bytes of this write still matter; if not, stop writing and end it."""
+        write = self._writes[write_id]
+        return write.entry.state is State.RESERVED and write.generation == write.entry.generation
+
+    def stale_writes(self) -> list[int]:
+        """Writes in flight that no longer matter, for the channel to cut off and end."""
+        return [write_id for write_id in self._writes if not self.is_write_current(write_id)]
+
+    def commit(
+        self,
+        reservation_id: int,
+        incarnation: int,
+        generation: int,
+        capability: bytes,
+        now: float,
+    ) -> Committed | Refusal:
+        """Declares all blocks written. May be repeated; the answer is the same.
+
+        The caller starts decode through `take`, which succeeds once however often this is called.
+
+        Returns:
+            The commit, or STALE, INVALID (capability, or blocks are missing), or BUSY while a
+            writer is in the blocks.
+        """
+        entry = self._admit(reservation_id, incarnation, generation, capability, now)
+        if isinstance(entry, Refusal):
+            return self._refuse(entry)
+        if entry.state is State.RESERVED:
+            if entry.writes:
+                message = f"{len(entry.writes)} writes are in flight"
+                return self._refuse(Refusal(RefusalReason.BUSY, message))
+            missing = entry.num_to_write - len(entry.written)
+            if missing:
+                message = f"{missing} of {entry.num_to_write} blocks are missing"
+                return self._refuse(Refusal(RefusalReason.INVALID, message))
+            entry.state = State.COMMITTED
+            entry.deadline = now + self.lease_s
+        return Committed(reservation_id, entry.request_id, generation, len(entry.blocks))
+
+    # -- Inside ---------------------------------------------------------------------------------
+
+    def _admit(
+        self, reservation_id: int, incarnation: int, generation: int, capability: bytes, now: float
+    ) -> Entry | Refusal:
+        """The reservation a message from the data channel may act on, taken ones included."""
+        if incarnation != self.incarnation:
+            return _stale(f"incarnation {incarnation}, this is {self.incarnation}")
+        entry = self._live(reservation_id, now) or self._taken.get(reservation_id)
+        if entry is None or entry.deadline <= now:
+            return _stale(f"reservation {reservation_id} has ended")
+        if not hmac.compare_digest(capability, entry.capability):
+            return Refusal(RefusalReason.INVALID, "wrong capability")
+        if generation != entry.generation:
+            return _stale(f"generation {generation}, now {entry.generation}")
+        return entry
+
+    def _live(self, reservation_id: int, now: float) -> Entry | None:
+        entry = self._entries.get(reservation_id)
+        return entry if entry is not None and entry.is_live(now) else None
+
+    def _refuse(self, refusal: Refusal) -> Refusal:
+        self._refused_total += 1
+        return refusal
+
+    def _end(self, entry: Entry, outcome: Outcome) -> None:
+        assert entry.outcome is None, f"reservation {entry.reservation_id} ended twice"
+        entry.outcome = outcome
+        entry.state = State.FENCED
+        self._outcomes[outcome] += 1
+        self._release_if_quiet(entry)
+
+    def _release_if_quiet(self, entry: Entry) -> None:
+        if entry.writes:
+            return
+        assert entry.outcome is not None, f"reservation {entry.reservation_id} is in use"
+        del self._entries[entry.reservation_id]
+        released = Released(entry.reservation_id, entry.request_id, entry.blocks, entry.outcome)
+        self._released.append(released)
+
+    # -- Audit ----------------------------------------------------------------------------------
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the table holds no block: nothing reserved, written or left to drain."""
+        return not (self._entries or self._writes or self._released)
+
+    def statistics(self) -> HandoffStatistics:
+        """The counts of this moment."""
+        states = [entry.state for entry in self._entries.values()]
+        return HandoffStatistics(
+            num_reserved=states.count(State.RESERVED),
+            num_committed=states.count(State.COMMITTED),
+            num_fenced=states.count(State.FENCED),
+            num_writes=len(self._writes),
+            reserved_total=self._next_reservation_id - 1,
+            taken_total=self._outcomes[Outcome.TAKEN],
+            cancelled_total=self._outcomes[Outcome.CANCELLED],
+            expired_total=self._outcomes[Outcome.EXPIRED],
+            refused_total=self._refused_total,
+        )
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if the records contradict each other."""
+        ended = sum(self._outcomes.values())
+        fenced = sum(entry.state is State.FENCED for entry in self._entries.values())
+        assert self._next_reservation_id - 1 == ended + len(self._entries) - fenced
+        writers = {write_id for entry in self._entries.values() for write_id in entry.writes}
+        assert writers == set(self._writes), "a write has no reservation"
+        to_write: list[int] = []
+        for entry in self._entries.values():
+            entry.check_integrity(self._writes)
+            to_write += entry.blocks[entry.num_cached :]
+        assert len(set(to_write)) == len(to_write), "two reservations may write one block"

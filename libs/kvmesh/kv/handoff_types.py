@@ -1,0 +1,150 @@
+"""Values and records of the handoff table (`handoff.py`, where the transitions are).
+
+Tests: tests/unit/kv/test_handoff.py.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvmesh.core.types import RequestId
+
+
+class Outcome(enum.Enum):
+    """How a reservation ended; each one ends exactly once."""
+
+    TAKEN = "taken"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+
+
+class State(enum.Enum):
+    """Stored state of a reservation that is in the table."""
+
+    RESERVED = "reserved"
+    COMMITTED = "committed"
+    FENCED = "fenced"
+
+
+class Ticket(NamedTuple):
+    """A new reservation."""
+
+    reservation_id: int
+    generation: int
+
+
+class WriteGrant(NamedTuple):
+    """Leave to write these blocks, in this order, until `end_write`."""
+
+    write_id: int
+    blocks: tuple[int, ...]
+
+
+class Committed(NamedTuple):
+    """A complete handoff; `num_blocks` counts cached and written ones."""
+
+    reservation_id: int
+    request_id: RequestId
+    generation: int
+    num_blocks: int
+
+
+class Taken(NamedTuple):
+    """Blocks of a complete prompt, cached ones first; they are the caller's now."""
+
+    request_id: RequestId
+    blocks: tuple[int, ...]
+    num_cached: int
+
+
+class Released(NamedTuple):
+    """Blocks of a reservation that ended unused, cached ones first; nobody writes into them."""
+
+    reservation_id: int
+    request_id: RequestId
+    blocks: tuple[int, ...]
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffStatistics:
+    """Counts now, and totals since the start.
+
+    Attributes:
+        num_fenced: ended, but a writer is still in their memory.
+        num_writes: grants that have not been ended.
+        refused_total: messages that were answered with a refusal.
+    """
+
+    num_reserved: int
+    num_committed: int
+    num_fenced: int
+    num_writes: int
+    reserved_total: int
+    taken_total: int
+    cancelled_total: int
+    expired_total: int
+    refused_total: int
+
+
+@dataclass(slots=True)
+class Entry:
+    """Record of one reservation.
+
+    Attributes:
+        deadline: end of the lease, in seconds on the caller's clock.
+        written: indices among the blocks to write that are complete in this generation.
+        writes: ids of grants in flight, those of earlier generations included.
+        outcome: set when the reservation ended; it may still wait for its writers.
+    """
+
+    reservation_id: int
+    request_id: RequestId
+    blocks: tuple[int, ...]
+    num_cached: int
+    capability: bytes = field(repr=False)
+    deadline: float
+    generation: int = 1
+    state: State = State.RESERVED
+    written: set[int] = field(default_factory=set)
+    writes: set[int] = field(default_factory=set)
+    outcome: Outcome | None = None
+
+    @property
+    def num_to_write(self) -> int:
+        """Blocks that a prefill has to send."""
+        return len(self.blocks) - self.num_cached
+
+    def is_live(self, now: float) -> bool:
+        """Whether it has not ended and its lease stands."""
+        return self.state is not State.FENCED and now < self.deadline
+
+    def check_integrity(self, writes: Mapping[int, Write]) -> None:
+        """Raises AssertionError if this record contradicts itself or its writes."""
+        complete = len(self.written) == self.num_to_write
+        covered = [i for write_id in self.writes for i in writes[write_id].span]
+        assert len(set(covered)) == len(covered), "two writers are in one block"
+        assert self.written.isdisjoint(covered), "a block is written and being written"
+        assert all(0 <= index < self.num_to_write for index in [*self.written, *covered])
+        assert all(writes[write_id].generation <= self.generation for write_id in self.writes)
+        if self.state is State.COMMITTED:
+            assert complete, "committed with blocks missing"
+            assert not self.writes, "committed under a writer"
+        assert (self.state is State.FENCED) == (self.outcome is not None)
+        assert self.state is not State.FENCED or self.writes, "fenced without a writer"
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Record of one grant; `span` indexes the entry's blocks to write."""
+
+    entry: Entry = field(repr=False)
+    generation: int
+    span: range
+
+    def overlaps(self, span: range) -> bool:
+        """Whether both cover some block."""
+        return self.span.start < span.stop and span.start < self.span.stop

@@ -1,0 +1,121 @@
+"""Block hashes: the name of a full block's KV, chained so that it names the whole prefix.
+
+    root       = H("kvmesh.root.1", namespace, cache_salt, adapter)   each field length-prefixed
+    hash of b  = H(hash of the block before, or root; b's tokens as little-endian uint32)
+
+H is BLAKE2b with 16 bytes of output. All workers and gateways must agree on every byte (why:
+docs/adr/0003-block-hash.md). Tests: tests/unit/kv/test_hashing.py; golden values in
+tests/contract/test_block_hash_golden.py.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+
+from kvmesh.core.errors import ProtocolError
+from kvmesh.core.types import BLOCK_HASH_BYTES, BlockHash
+
+_ROOT_DOMAIN = b"kvmesh.root.1"
+
+
+def root_hash(namespace: str, *, cache_salt: str = "", adapter: str = "") -> BlockHash:
+    """The parent of a sequence's first block hash.
+
+    Args:
+        namespace: the layout's model fingerprint; KV of other models never matches.
+        cache_salt: keeps tenants apart; a caller who does not know it cannot probe for a prefix.
+        adapter: name of the adapter whose weights the KV was computed with; empty is none.
+    """
+    digest = blake2b(_ROOT_DOMAIN, digest_size=BLOCK_HASH_BYTES)
+    for text in (namespace, cache_salt, adapter):
+        field = text.encode()
+        digest.update(struct.pack("<I", len(field)))
+        digest.update(field)
+    return BlockHash(digest.digest())
+
+
+def chain_hashes(root: BlockHash, token_ids: Sequence[int], block_size: int) -> list[BlockHash]:
+    """Hashes of the full blocks of a sequence, first to last; a partial last block has none.
+
+    Args:
+        root: from `root_hash`, or the hash of the block before `token_ids`.
+        block_size: token positions per block.
+
+    Raises:
+        ValueError: a token id is not a uint32.
+    """
+    assert block_size > 0, f"block size {block_size}"
+    num_tokens = len(token_ids) - len(token_ids) % block_size
+    try:
+        packed = struct.pack(f"<{num_tokens}I", *token_ids[:num_tokens])
+    except struct.error as error:
+        raise ValueError(f"token ids must be uint32: {error}") from error
+    stride = 4 * block_size
+    hashes: list[BlockHash] = []
+    parent = root
+    for start in range(0, len(packed), stride):
+        digest = blake2b(parent + packed[start : start + stride], digest_size=BLOCK_HASH_BYTES)
+        parent = BlockHash(digest.digest())
+        hashes.append(parent)
+    return hashes
+
+
+class HashChain:
+    """The block hashes of one growing sequence.
+
+    Holds the tokens of the partial last block only, so a decode step costs O(1).
+    """
+
+    def __init__(self, root: BlockHash, block_size: int, token_ids: Iterable[int] = ()) -> None:
+        assert block_size > 0, f"block size {block_size}"
+        self._block_size = block_size
+        self._root = root
+        self._hashes: list[BlockHash] = []
+        self._tail: list[int] = []
+        self.append(token_ids)
+
+    @property
+    def hashes(self) -> Sequence[BlockHash]:
+        """Hashes of all blocks that are full, first to last; read only."""
+        return self._hashes
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens appended so far."""
+        return len(self._hashes) * self._block_size + len(self._tail)
+
+    def append(self, token_ids: Iterable[int]) -> list[BlockHash]:
+        """Adds tokens and returns the hash of each block that became full, in order.
+
+        Raises:
+            ValueError: a token id is not a uint32 (noticed when its block is full).
+        """
+        tail = [*self._tail, *token_ids]
+        parent = self._hashes[-1] if self._hashes else self._root
+        full = chain_hashes(parent, tail, self._block_size)
+        self._tail = tail[len(full) * self._block_size :]
+        self._hashes += full
+        return full
+
+
+def join_hashes(hashes: Iterable[BlockHash]) -> bytes:
+    """Hashes as one string of bytes, the form that messages carry."""
+    return b"".join(hashes)
+
+
+def split_hashes(joined: bytes) -> list[BlockHash]:
+    """The inverse of `join_hashes`.
+
+    Raises:
+        ProtocolError: the length is not a multiple of a hash's.
+    """
+    if len(joined) % BLOCK_HASH_BYTES:
+        raise ProtocolError(
+            "hash_length", f"{len(joined)} bytes are not a multiple of {BLOCK_HASH_BYTES}"
+        )
+    return [
+        BlockHash(joined[start : start + BLOCK_HASH_BYTES])
+        for start in range(0, len(joined), BLOCK_HASH_BYTES)
+    ]

@@ -1,0 +1,193 @@
+"""A gateway's two connections to the schedulers: the fleet as a live view, and route plans.
+
+Both go on when schedulers are gone: the view stays as it was last, and `route` says so at once.
+Tests: tests/integration/test_scheduler.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import Callable, Sequence
+
+import grpc
+
+from kvmesh.core.errors import LostError, ProtocolError
+from kvmesh.core.types import FleetWorker, Refusal, RoutePlan, RouteQuery
+from kvmesh.rpc.channels import TlsConfig, open_channel
+from kvmesh.rpc.convert import (
+    fleet_worker_from_proto,
+    refusal_from_proto,
+    route_plan_from_proto,
+    route_query_to_proto,
+)
+from kvmesh.rpc.stream import Correlator, PeerStream
+from kvmesh.telemetry.logs import event_logger
+from kvmesh.v1.scheduler_service_pb2 import (
+    RouteRequest,
+    RouteResponse,
+    WatchFleetRequest,
+)
+from kvmesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
+
+FIRST_BACKOFF_S = 0.05
+MAX_BACKOFF_S = 1.0
+
+log = event_logger(__name__)
+
+FleetCallback = Callable[[tuple[FleetWorker, ...]], None]
+
+
+class FleetWatch:
+    """The fleet as the schedulers see it, from one of them at a time.
+
+    Args:
+        targets: `host:port` of every scheduler replica, the preferred one first.
+        watcher: this process's name in the schedulers' logs.
+
+    Attributes:
+        workers: the last view; kept while no scheduler can be reached.
+        fresh: whether a scheduler is connected and `workers` is its view.
+    """
+
+    def __init__(
+        self, targets: Sequence[str], tls: TlsConfig | None = None, watcher: str = "gateway"
+    ) -> None:
+        self._targets = tuple(targets)
+        self._tls = tls
+        self._watcher = watcher
+        self._callbacks: list[FleetCallback] = []
+        self.workers: tuple[FleetWorker, ...] = ()
+        self.fresh = False
+
+    def on_change(self, callback: FleetCallback) -> None:
+        """Adds a callback that gets each new view, on the event loop; it must not block."""
+        self._callbacks.append(callback)
+
+    async def run(self) -> None:
+        """Watches until cancelled, going on to the next scheduler when one is lost."""
+        backoff_s = FIRST_BACKOFF_S
+        for target in itertools.cycle(self._targets):
+            was_fresh = await self._watch(target)
+            backoff_s = FIRST_BACKOFF_S if was_fresh else min(backoff_s * 2, MAX_BACKOFF_S)
+            # Jitter, so that gateways do not come back in step.
+            await asyncio.sleep(backoff_s * (0.5 + random.random()))
+
+    async def _watch(self, target: str) -> bool:
+        reason = "closed by peer"
+        async with open_channel(target, self._tls) as channel:
+            call = SchedulerServiceStub(channel).WatchFleet(
+                WatchFleetRequest(watcher=self._watcher)
+            )
+            try:
+                async for message in call:
+                    self._take(tuple(fleet_worker_from_proto(each) for each in message.workers))
+            except grpc.aio.AioRpcError as error:
+                reason = f"{error.code().name}: {error.details()}"
+            except ProtocolError as error:
+                reason = str(error)
+            finally:
+                was_fresh, self.fresh = self.fresh, False
+        if was_fresh:
+            log.warning("fleet_view_stale", scheduler=target, reason=reason)
+        return was_fresh
+
+    def _take(self, workers: tuple[FleetWorker, ...]) -> None:
+        self.workers = workers
+        self.fresh = True
+        for callback in self._callbacks:
+            callback(workers)
+
+
+class RouteClient:
+    """Asks the schedulers for route plans over one long-lived stream each.
+
+    Args:
+        targets: `host:port` of every scheduler replica, the preferred one first.
+    """
+
+    def __init__(self, targets: Sequence[str], tls: TlsConfig | None = None) -> None:
+        self._lines = [_RouteLine(target, tls) for target in targets]
+
+    @property
+    def connected(self) -> bool:
+        """Whether any scheduler can be asked."""
+        return any(line.up.is_set() for line in self._lines)
+
+    async def wait_connected(self, timeout_s: float) -> bool:
+        """Waits until a scheduler can be asked; False after `timeout_s`."""
+        waiting = [asyncio.create_task(line.up.wait()) for line in self._lines]
+        if waiting:
+            await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        for task in waiting:
+            task.cancel()
+        return self.connected
+
+    async def run(self) -> None:
+        """Keeps the streams open until cancelled."""
+        async with asyncio.TaskGroup() as lines:
+            for line in self._lines:
+                lines.create_task(line.run())
+
+    async def route(
+        self, query: RouteQuery, traceparent: str = "", timeout_s: float = 1.0
+    ) -> RoutePlan | Refusal:
+        """Asks the first scheduler that is connected, and the next ones if it fails to answer.
+
+        Args:
+            timeout_s: for all schedulers together.
+
+        Raises:
+            LostError: no scheduler answered.
+        """
+        connected = [line for line in self._lines if line.up.is_set()]
+        reason = "no scheduler is connected"
+        for line in connected:
+            try:
+                return await line.ask(query, traceparent, timeout_s / len(connected))
+            except LostError as error:
+                reason = str(error)
+        raise LostError(reason)
+
+
+class _RouteLine:
+    """The route stream to one scheduler."""
+
+    def __init__(self, target: str, tls: TlsConfig | None) -> None:
+        self._target = target
+        self._tls = tls
+        self._answers: Correlator[RouteRequest, RouteResponse] = Correlator(
+            lambda response: response.correlation_id
+        )
+        self._stream: PeerStream[RouteRequest, RouteResponse] | None = None
+        self.up = asyncio.Event()
+
+    async def run(self) -> None:
+        async with open_channel(self._target, self._tls) as channel:
+            self._stream = PeerStream(
+                f"scheduler@{self._target}",
+                SchedulerServiceStub(channel).Route,
+                self._answers.receive,
+                on_up=self.up.set,
+                on_down=self._on_down,
+            )
+            await self._stream.run()
+
+    async def ask(
+        self, query: RouteQuery, traceparent: str, timeout_s: float
+    ) -> RoutePlan | Refusal:
+        assert self._stream is not None, "up, so there is a stream"
+        correlation_id = self._answers.next_id()
+        question = route_query_to_proto(query, correlation_id, traceparent)
+        answer = await self._answers.ask(self._stream, correlation_id, question, timeout_s)
+        try:
+            if answer.WhichOneof("outcome") == "plan":
+                return route_plan_from_proto(answer.plan)
+        except ProtocolError as error:
+            raise LostError(f"{self._stream.name} sent a plan that cannot be read") from error
+        return refusal_from_proto(answer.refusal)
+
+    def _on_down(self, reason: str) -> None:
+        self.up.clear()
+        self._answers.fail_all(reason)

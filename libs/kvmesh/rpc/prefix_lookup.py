@@ -1,0 +1,98 @@
+"""The scheduler's end of `KvManagerService.MatchPrefix`: who holds the longest prefix.
+
+Never an error: without an answer in time the caller goes on without cache knowledge.
+Tests: tests/integration/test_kvmanager.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvmesh.core.errors import LostError
+from kvmesh.core.types import BlockHash, PrefixMatch
+from kvmesh.rpc.channels import TlsConfig, open_channel
+from kvmesh.rpc.convert import prefix_match_from_proto
+from kvmesh.rpc.stream import Correlator, PeerStream
+from kvmesh.v1 import kv_manager_service_pb2 as pb
+from kvmesh.v1 import kv_manager_service_pb2_grpc as pb_grpc
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatches:
+    """An answer.
+
+    Attributes:
+        matches: workers with at least one leading block, longest first.
+        known: False when nobody could be asked; `matches` is then empty.
+    """
+
+    matches: tuple[PrefixMatch, ...]
+    known: bool
+
+
+_UNKNOWN = PrefixMatches((), known=False)
+
+
+class PrefixLookup:
+    """Asks a kvmanager over one stream; needs `run` in a background task.
+
+    Args:
+        target: the kvmanager's `host:port`.
+    """
+
+    def __init__(self, target: str, tls: TlsConfig | None = None) -> None:
+        self._target = target
+        self._tls = tls
+        self._answers: Correlator[pb.MatchPrefixRequest, pb.MatchPrefixResponse] = Correlator(
+            lambda answer: answer.correlation_id
+        )
+        self._stream: PeerStream[pb.MatchPrefixRequest, pb.MatchPrefixResponse] | None = None
+
+    @property
+    def connected(self) -> bool:
+        """Whether the kvmanager can be asked."""
+        return self._stream is not None and self._stream.connected
+
+    @property
+    def num_waiting(self) -> int:
+        """Questions without an answer."""
+        return self._answers.num_waiting
+
+    async def run(self) -> None:
+        """Connects and reconnects until cancelled."""
+        async with open_channel(self._target, self._tls) as channel:
+            stub = pb_grpc.KvManagerServiceStub(channel)
+            self._stream = PeerStream(
+                f"kvmanager@{self._target}",
+                stub.MatchPrefix,
+                self._answers.receive,
+                on_down=self._answers.fail_all,
+            )
+            await self._stream.run()
+
+    async def match(
+        self, namespace: str, hashes: Sequence[BlockHash], timeout_s: float
+    ) -> PrefixMatches:
+        """The longest cached prefix of every worker.
+
+        Args:
+            namespace: the layout's model fingerprint.
+            hashes: chained hashes of the request's full blocks, first to last.
+            timeout_s: longest wait; after it the answer is "not known".
+        """
+        if not hashes:
+            return PrefixMatches((), known=True)
+        if self._stream is None:
+            return _UNKNOWN
+        correlation_id = self._answers.next_id()
+        question = pb.MatchPrefixRequest(
+            correlation_id=correlation_id, namespace=namespace, block_hashes=b"".join(hashes)
+        )
+        try:
+            answer = await self._answers.ask(self._stream, correlation_id, question, timeout_s)
+        except LostError:
+            return _UNKNOWN
+        if answer.degraded:
+            return _UNKNOWN
+        return PrefixMatches(tuple(map(prefix_match_from_proto, answer.matches)), known=True)

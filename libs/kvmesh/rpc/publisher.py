@@ -1,0 +1,228 @@
+"""The worker's end of `KvManagerService.Publish`: tells which blocks this worker holds.
+
+Batches are numbered; whatever may have been lost on the way is made good by a snapshot. Memory
+stays bounded while the kvmanager is away, and the engine never waits for it.
+Tests: tests/integration/test_publisher.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvmesh.core.types import BlockHash, WorkerId
+from kvmesh.rpc.channels import TlsConfig, open_channel
+from kvmesh.rpc.stream import PeerStream
+from kvmesh.telemetry.logs import event_logger
+from kvmesh.v1 import kv_manager_service_pb2 as pb
+from kvmesh.v1 import kv_manager_service_pb2_grpc as pb_grpc
+
+log = event_logger(__name__)
+
+MAX_HASHES_PER_MESSAGE = 64 * 1024
+"""1 MiB of hashes: far below the message limit, and small beside a request's own messages."""
+
+MAX_UNACKED_BATCHES = 32
+"""With more on the way the service is too slow: changes are dropped, and when all acks are here a
+snapshot replaces them."""
+
+FLUSH_DELAY_S = 0.005
+"""How long the first change waits for others to share its message."""
+
+
+class BlockEvents(Protocol):
+    """Net changes of the held blocks since the call before; no hash is in both lists."""
+
+    @property
+    def stored(self) -> Sequence[BlockHash]:
+        """Hashes now held."""
+        ...
+
+    @property
+    def removed(self) -> Sequence[BlockHash]:
+        """Hashes no longer held."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PublisherFacts:
+    """Who publishes.
+
+    Attributes:
+        namespace: the layout's model fingerprint.
+    """
+
+    worker_id: WorkerId
+    incarnation: int
+    cluster: str
+    namespace: str
+    block_size: int
+
+
+class BlockPublisher:
+    """Publishes one worker's blocks until its `run` is cancelled.
+
+    Args:
+        target: the kvmanager's `host:port`.
+        take_events: called on the event loop; returns and forgets the changes so far.
+        held_hashes: called on the event loop; all hashes held now.
+        interval_s: longest time between two messages; well below the service's lease.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        facts: PublisherFacts,
+        *,
+        take_events: Callable[[], BlockEvents],
+        held_hashes: Callable[[], Sequence[BlockHash]],
+        interval_s: float = 2.0,
+        tls: TlsConfig | None = None,
+    ) -> None:
+        self._target = target
+        self._facts = facts
+        self._tls = tls
+        self._take_events = take_events
+        self._held_hashes = held_hashes
+        self._interval_s = interval_s
+        self._wake = asyncio.Event()
+        self._sequence = 0
+        self._acked = 0
+        self._snapshot_due = False
+        self._stream: PeerStream[pb.PublishRequest, pb.PublishResponse] | None = None
+        self.num_snapshots = 0
+
+    @property
+    def sequence(self) -> int:
+        """Number of the last batch or snapshot that was sent."""
+        return self._sequence
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the service confirmed everything that was sent."""
+        return self._acked == self._sequence and not self._snapshot_due
+
+    def notify(self) -> None:
+        """Says that blocks changed; they are published within some milliseconds."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Connects, publishes and reconnects until cancelled."""
+        async with open_channel(self._target, self._tls) as channel:
+            stub = pb_grpc.KvManagerServiceStub(channel)
+            self._stream = PeerStream(
+                f"kvmanager@{self._target}", stub.Publish, self._receive, on_up=self._greet
+            )
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._stream.run(), name="publisher-stream")
+                group.create_task(self._flush_often(), name="publisher-flush")
+
+    async def _flush_often(self) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), self._interval_s)
+                await asyncio.sleep(FLUSH_DELAY_S)
+            self._wake.clear()
+            self._flush()
+
+    def _flush(self) -> None:
+        """Sends what changed; takes it from the pool and sends it without an await between."""
+        events = self._take_events()
+        changed = bool(events.stored or events.removed)
+        if changed and not self._can_send(events):
+            self._snapshot_due = True
+        if not self._connected:
+            return
+        if self._snapshot_due and self._acked == self._sequence:
+            self._send_snapshot()
+        elif changed and not self._snapshot_due:
+            self._send_events(events)
+        else:
+            self._send(heartbeat=pb.PublisherHeartbeat(sequence=self._sequence))
+
+    @property
+    def _connected(self) -> bool:
+        return self._stream is not None and self._stream.connected
+
+    def _can_send(self, events: BlockEvents) -> bool:
+        return (
+            self._connected
+            and self._sequence - self._acked < MAX_UNACKED_BATCHES
+            and len(events.stored) + len(events.removed) <= MAX_HASHES_PER_MESSAGE
+        )
+
+    def _send_events(self, events: BlockEvents) -> None:
+        self._sequence += 1
+        self._send(
+            events=pb.BlockEvents(
+                sequence=self._sequence,
+                stored=b"".join(events.stored),
+                removed=b"".join(events.removed),
+            )
+        )
+
+    def _send_snapshot(self) -> None:
+        held = self._held_hashes()
+        self._sequence += 1
+        starts = range(0, max(len(held), 1), MAX_HASHES_PER_MESSAGE)
+        for start in starts:
+            self._send(
+                snapshot=pb.BlockSnapshot(
+                    sequence=self._sequence,
+                    held=b"".join(held[start : start + MAX_HASHES_PER_MESSAGE]),
+                    first=start == starts[0],
+                    last=start == starts[-1],
+                )
+            )
+        self._snapshot_due = False
+        self.num_snapshots += 1
+        log.info("snapshot_sent", sequence=self._sequence, num_blocks=len(held))
+
+    def _send(
+        self,
+        *,
+        hello: pb.PublisherHello | None = None,
+        events: pb.BlockEvents | None = None,
+        snapshot: pb.BlockSnapshot | None = None,
+        heartbeat: pb.PublisherHeartbeat | None = None,
+    ) -> None:
+        assert self._stream is not None, "run has not begun"
+        self._stream.send(
+            pb.PublishRequest(hello=hello, events=events, snapshot=snapshot, heartbeat=heartbeat)
+        )
+
+    def _greet(self) -> None:
+        facts = self._facts
+        self._send(
+            hello=pb.PublisherHello(
+                worker_id=facts.worker_id,
+                incarnation=facts.incarnation,
+                cluster=facts.cluster,
+                namespace=facts.namespace,
+                block_size=facts.block_size,
+            )
+        )
+        # With all acks the heartbeat finds out whether the service remembers; without them nobody
+        # knows what arrived.
+        if self._acked != self._sequence:
+            self._order_snapshot()
+        self._wake.set()
+
+    def _order_snapshot(self) -> None:
+        """Makes a snapshot due now: acks of what was sent before will not come any more."""
+        self._acked = self._sequence
+        self._snapshot_due = True
+        self._wake.set()
+
+    def _receive(self, message: pb.PublishResponse) -> None:
+        match message.WhichOneof("message"):
+            case "ack":
+                self._acked = max(self._acked, message.ack.sequence)
+                if self._snapshot_due:
+                    self._wake.set()
+            case "resync":
+                log.info("resync_ordered", reason=message.resync.reason)
+                self._order_snapshot()

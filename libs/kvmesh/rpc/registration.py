@@ -1,0 +1,191 @@
+"""A worker's registration with every scheduler: what it is, then its load, all its life.
+
+Tests: tests/integration/test_scheduler.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+
+import grpc
+
+from kvmesh.core.types import WorkerInfo, WorkerLoad
+from kvmesh.rpc.channels import TlsConfig, open_channel
+from kvmesh.rpc.convert import worker_info_to_proto, worker_load_to_proto
+from kvmesh.rpc.stream import PeerStream
+from kvmesh.telemetry.logs import event_logger
+from kvmesh.v1.scheduler_service_pb2 import (
+    RegisterWorkerRequest,
+    RegisterWorkerResponse,
+    WorkerGoodbye,
+)
+from kvmesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
+
+FIRST_INTERVAL_S = 0.5
+"""Interval of reports until a scheduler names its own."""
+
+MIN_GAP_S = 0.02
+"""Changes that come closer together than this share one report."""
+
+REFUSED_PAUSE_S = 1.0
+"""Wait after a scheduler refused the registration: it knows a newer life of this worker, or says
+that the worker's info is wrong. Neither is over within milliseconds."""
+
+_REFUSED = (grpc.StatusCode.FAILED_PRECONDITION.name, grpc.StatusCode.INVALID_ARGUMENT.name)
+
+RegistrationStream = PeerStream[RegisterWorkerRequest, RegisterWorkerResponse]
+
+log = event_logger(__name__)
+
+
+class SchedulerRegistration:
+    """Keeps a worker registered with all schedulers, over their restarts and its connections.
+
+    Args:
+        targets: `host:port` of every scheduler replica.
+        load: reads the worker's load now; called for each report.
+        on_drain: called with a reason when a scheduler orders the worker to drain.
+    """
+
+    def __init__(
+        self,
+        targets: Sequence[str],
+        info: WorkerInfo,
+        load: Callable[[], WorkerLoad],
+        on_drain: Callable[[str], None],
+        tls: TlsConfig | None = None,
+    ) -> None:
+        self._links = [_Link(target, info, load, on_drain, tls) for target in targets]
+
+    @property
+    def num_registered(self) -> int:
+        """Schedulers that have accepted the worker and are connected."""
+        return sum(link.registered.is_set() for link in self._links)
+
+    async def wait_registered(self, timeout_s: float) -> bool:
+        """Waits until one scheduler has accepted the worker; False after `timeout_s`."""
+        waiting = [asyncio.create_task(link.registered.wait()) for link in self._links]
+        if waiting:
+            await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        for task in waiting:
+            task.cancel()
+        return self.num_registered > 0
+
+    async def run(self) -> None:
+        """Registers and reports until cancelled or until `goodbye`."""
+        async with asyncio.TaskGroup() as links:
+            for link in self._links:
+                links.create_task(link.run())
+
+    def notify(self) -> None:
+        """Makes the next report come soon; call it when the load changed."""
+        for link in self._links:
+            link.wake()
+
+    async def goodbye(self, reason: str, timeout_s: float = 2.0) -> None:
+        """Leaves all schedulers in good order and does not come back.
+
+        Returns when the schedulers have taken the worker out, or after `timeout_s`.
+        """
+        await asyncio.gather(*(link.leave(reason, timeout_s) for link in self._links))
+
+
+class _Link:
+    """The registration with one scheduler."""
+
+    def __init__(
+        self,
+        target: str,
+        info: WorkerInfo,
+        load: Callable[[], WorkerLoad],
+        on_drain: Callable[[str], None],
+        tls: TlsConfig | None,
+    ) -> None:
+        self.registered = asyncio.Event()
+        self._target = target
+        self._info = worker_info_to_proto(info)
+        self._load = load
+        self._on_drain = on_drain
+        self._tls = tls
+        self._interval_s = FIRST_INTERVAL_S
+        self._wake = asyncio.Event()
+        self._down = asyncio.Event()
+        self._down.set()
+        self._refused = False
+        self._leaving = False
+        self._over = False
+        self._stream: RegistrationStream | None = None
+
+    def wake(self) -> None:
+        self._wake.set()
+
+    async def run(self) -> None:
+        async with open_channel(self._target, self._tls) as channel:
+            stub = SchedulerServiceStub(channel)
+            while not self._over:
+                self._refused = False
+                self._stream = PeerStream(
+                    f"scheduler@{self._target}",
+                    stub.RegisterWorker,
+                    self._on_message,
+                    on_up=self._on_up,
+                    on_down=self._on_down,
+                )
+                async with asyncio.TaskGroup() as tasks:
+                    connection = tasks.create_task(self._stream.run())
+                    await self._report(self._stream)
+                    connection.cancel()
+                if self._refused:
+                    await asyncio.sleep(REFUSED_PAUSE_S)
+
+    async def leave(self, reason: str, timeout_s: float) -> None:
+        self._leaving = True
+        if self._stream is not None and self._stream.connected:
+            self._stream.send(RegisterWorkerRequest(goodbye=WorkerGoodbye(reason=reason)))
+            # The scheduler ends the stream when it has taken the worker out.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._down.wait(), timeout_s)
+        self._over = True
+        self._wake.set()
+
+    async def _report(self, stream: RegistrationStream) -> None:
+        while not self._over and not self._refused:
+            if stream.connected and not self._leaving:
+                stream.send(self._load_report())
+            await asyncio.sleep(MIN_GAP_S)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), self._interval_s)
+            self._wake.clear()
+
+    def _load_report(self) -> RegisterWorkerRequest:
+        return RegisterWorkerRequest(load=worker_load_to_proto(self._load()))
+
+    def _on_up(self) -> None:
+        assert self._stream is not None
+        self._down.clear()
+        if self._leaving:
+            return
+        self._stream.send(RegisterWorkerRequest(info=self._info))
+        self._stream.send(self._load_report())
+
+    def _on_down(self, reason: str) -> None:
+        self.registered.clear()
+        self._down.set()
+        if reason.startswith(_REFUSED):
+            log.warning("registration_refused", scheduler=self._target, reason=reason)
+            self._refused = True
+            self._wake.set()
+
+    def _on_message(self, message: RegisterWorkerResponse) -> None:
+        match message.WhichOneof("order"):
+            case "accepted":
+                self._interval_s = message.accepted.report_interval_ms / 1000
+                self.registered.set()
+                log.info("registered", scheduler=self._target)
+            case "drain":
+                log.warning("drain_ordered", scheduler=self._target, reason=message.drain.reason)
+                self._on_drain(message.drain.reason)
+            case None:
+                pass  # an order of a newer scheduler

@@ -1,0 +1,436 @@
+"""The decode side of a worker: reservations, arriving KV, the stream of tokens.
+
+Owns every sequence between `DecodeReserve` and its last token. The handoff's rules are in
+`kv/handoff.py`; this is the shell that gives it a clock, memory and peers.
+Tests: tests/integration/test_worker.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+import grpc
+
+from kvmesh.core.errors import ProtocolError
+from kvmesh.core.types import (
+    Endpoint,
+    Refusal,
+    RefusalReason,
+    RequestId,
+    Reservation,
+    WorkerId,
+)
+from kvmesh.engine.sequence import Emission, Sequence
+from kvmesh.kv.handoff import HandoffTable
+from kvmesh.kv.runs import consecutive_runs
+from kvmesh.rpc.convert import (
+    finish_reason_to_proto,
+    refusal_to_proto,
+    reservation_to_proto,
+    sequence_spec_from_proto,
+    token_logprobs_to_proto,
+)
+from kvmesh.rpc.stream import Outbox
+from kvmesh.runtime.worker_parts import WorkerParts
+from kvmesh.telemetry.logs import event_logger
+from kvmesh.telemetry.tracing import Span, start_span
+from kvmesh.transfer.frames import CommitFrame, PutFrame
+from kvmesh.transfer.target import WriteGrant
+from kvmesh.v1 import decode_service_pb2 as pb
+from kvmesh.v1 import decode_service_pb2_grpc
+
+log = event_logger(__name__)
+
+DecodeOutbox = Outbox[pb.DecodeEvent]
+
+_EXPIRY_INTERVAL_S = 0.25
+
+
+@dataclass(eq=False, slots=True)
+class DecodeTask:
+    """One request on this worker, from its reservation to its last token.
+
+    Attributes:
+        reservation_id: None once decode has taken the blocks over.
+    """
+
+    outbox: DecodeOutbox
+    request_id: RequestId
+    attempt: int
+    sequence: Sequence
+    span: Span
+    reservation_id: int | None = None
+    local_write: int | None = None
+
+
+class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
+    """Serves `DecodeService` and receives KV (`transfer.target.WriteTarget`)."""
+
+    def __init__(self, parts: WorkerParts, *, slots: int, lease_s: float) -> None:
+        self._identity = parts.identity
+        self._core = parts.core
+        self._memory = parts.memory
+        self._clock = parts.clock
+        self._wake_engine = parts.wake_engine
+        self._on_change = parts.on_change
+        self._metrics = parts.metrics
+        self._slots = slots
+        self._lease_s = lease_s
+        self._handoff = HandoffTable(parts.identity.incarnation, lease_s)
+        self._tasks: dict[tuple[DecodeOutbox, RequestId, int], DecodeTask] = {}
+        self._by_reservation: dict[int, DecodeTask] = {}
+        # Ended by us, but a writer may still be in the blocks.
+        self._fenced: dict[int, Sequence] = {}
+        self._grants: dict[WriteGrant, list[int]] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.draining = False
+        self.data_endpoint: Endpoint | None = None
+        """Where reservations are written to; set when the data server listens."""
+
+    # --- the stream --------------------------------------------------------------------------
+
+    async def Decode(
+        self,
+        request_iterator: AsyncIterator[pb.DecodeRequest],
+        context: grpc.aio.ServicerContext[pb.DecodeRequest, pb.DecodeResponse],
+    ) -> AsyncIterator[pb.DecodeResponse]:
+        """One gateway's stream; everything on it is cancelled when it ends."""
+        await context.send_initial_metadata(())
+        outbox: DecodeOutbox = Outbox()
+        reader = asyncio.create_task(self._read(request_iterator, outbox))
+        try:
+            async for events in outbox.batches():
+                yield pb.DecodeResponse(events=events)
+        finally:
+            reader.cancel()
+            for task in [task for task in self._tasks.values() if task.outbox is outbox]:
+                self._end(task, "stream_closed")
+
+    async def _read(self, requests: AsyncIterator[pb.DecodeRequest], outbox: DecodeOutbox) -> None:
+        try:
+            async for request in requests:
+                self._receive(request, outbox)
+        finally:
+            outbox.close()
+
+    def _receive(self, request: pb.DecodeRequest, outbox: DecodeOutbox) -> None:
+        kind = request.WhichOneof("message")
+        if kind == "reserve":
+            self._reserve(request.reserve, outbox)
+        elif kind == "renew":
+            names = set(request.renew.request_ids)
+            for task in self._tasks.values():
+                if task.outbox is outbox and task.request_id in names and task.reservation_id:
+                    self._handoff.renew(task.reservation_id, self._clock.now())
+        elif kind == "cancel":
+            key = (outbox, RequestId(request.cancel.request_id), request.cancel.attempt)
+            if key in self._tasks:
+                self._end(self._tasks[key], "cancelled")
+
+    # --- reserve -----------------------------------------------------------------------------
+
+    def _reserve(self, message: pb.DecodeReserve, outbox: DecodeOutbox) -> None:
+        request_id = RequestId(message.request_id)
+        span = start_span(
+            "decode.request",
+            message.traceparent,
+            request_id=request_id,
+            worker_id=self._identity.worker_id,
+        )
+        outcome = self._try_reserve(message, outbox, span)
+        event = pb.DecodeEvent(request_id=request_id, attempt=message.attempt)
+        if isinstance(outcome, Refusal):
+            span.event("refused", reason=outcome.reason.value)
+            span.end()
+            self._metrics.reservations.labels("refused", outcome.reason.value).inc()
+            event.refused.CopyFrom(refusal_to_proto(outcome))
+        else:
+            span.event("reserved", blocks=outcome.num_blocks, cached=outcome.num_cached_blocks)
+            self._metrics.reservations.labels("reserved", "").inc()
+            event.reserved.CopyFrom(reservation_to_proto(outcome))
+        outbox.put(event)
+
+    def _try_reserve(
+        self, message: pb.DecodeReserve, outbox: DecodeOutbox, span: Span
+    ) -> Reservation | Refusal:
+        key = (outbox, RequestId(message.request_id), message.attempt)
+        if self.draining:
+            return Refusal(RefusalReason.DRAINING, "this worker is leaving")
+        if key in self._tasks:
+            return Refusal(RefusalReason.INVALID, "this attempt is already reserved")
+        if len(self._tasks) >= self._slots:
+            text = f"all {self._slots} decode slots are taken"
+            return Refusal(RefusalReason.NO_SLOTS, text, retry_after_ms=50)
+        try:
+            spec = sequence_spec_from_proto(message.sequence)
+        except ProtocolError as error:
+            return Refusal(RefusalReason.INVALID, str(error))
+        sequence = self._core.admit_decode(spec)
+        if isinstance(sequence, Refusal):
+            return sequence
+        task = DecodeTask(outbox, key[1], message.attempt, sequence, span)
+        reservation = self._open_handoff(task)
+        self._tasks[key] = task
+        self._idle.clear()
+        self._on_change()
+        return reservation
+
+    def _open_handoff(self, task: DecodeTask) -> Reservation:
+        size = self._core.block_size
+        sequence = task.sequence
+        num_prompt_blocks = -(-len(sequence.tokens) // size)
+        num_cached_blocks = sequence.num_cached // size
+        capability = secrets.token_bytes(16)
+        assert self.data_endpoint is not None, "the data server is not up"
+        ticket = self._handoff.reserve(
+            task.request_id,
+            sequence.blocks[:num_prompt_blocks],
+            num_cached_blocks,
+            capability,
+            self._clock.now(),
+        )
+        task.reservation_id = ticket.reservation_id
+        self._by_reservation[ticket.reservation_id] = task
+        return Reservation(
+            reservation_id=ticket.reservation_id,
+            worker_id=self._identity.worker_id,
+            incarnation=self._identity.incarnation,
+            generation=ticket.generation,
+            capability=capability,
+            data_endpoint=self.data_endpoint,
+            num_cached_blocks=num_cached_blocks,
+            num_blocks=num_prompt_blocks - num_cached_blocks,
+            lease_ms=int(self._lease_s * 1000),
+        )
+
+    # --- arriving KV (WriteTarget) -----------------------------------------------------------
+
+    def begin_write(self, put: PutFrame) -> WriteGrant | Refusal:
+        """Memory for the runs of a PUT, if the handoff table lets it in."""
+        write_ids: list[int] = []
+        views: list[memoryview] = []
+        for run in put.runs:
+            granted = self._handoff.begin_write(
+                put.claim.reservation_id,
+                put.claim.incarnation,
+                put.claim.generation,
+                put.claim.capability,
+                run.first,
+                run.count,
+                self._clock.now(),
+            )
+            if isinstance(granted, Refusal):
+                for write_id in write_ids:
+                    self._handoff.end_write(write_id, ok=False)
+                self._release_quiet()
+                return granted
+            write_ids.append(granted.write_id)
+            views += [
+                self._memory.write_view(first, count)
+                for first, count in consecutive_runs(granted.blocks)
+            ]
+        grant = WriteGrant(put, tuple(views))
+        self._grants[grant] = write_ids
+        return grant
+
+    def end_write(self, grant: WriteGrant, ok: bool) -> None:
+        """The channel left the memory."""
+        task = self._by_reservation.get(grant.put.claim.reservation_id)
+        if ok and task is not None:
+            blocks = task.sequence.blocks
+            cached = task.sequence.num_cached // self._core.block_size
+            for run in grant.put.runs:
+                start = cached + run.first
+                for first, count in consecutive_runs(blocks[start : start + run.count]):
+                    self._memory.written(first, count)
+        for write_id in self._grants.pop(grant):
+            self._handoff.end_write(write_id, ok)
+        self._release_quiet()
+
+    def commit(self, frame: CommitFrame) -> Refusal | None:
+        """Starts decode on a complete handoff; a repeated commit gets the same answer."""
+        task = self._by_reservation.get(frame.claim.reservation_id)
+        if task is not None and not 0 <= frame.first_token_id < self._core.spec.vocab_size:
+            text = f"first token {frame.first_token_id} is outside the vocabulary"
+            return Refusal(RefusalReason.INVALID, text)
+        outcome = self._handoff.commit(
+            frame.claim.reservation_id,
+            frame.claim.incarnation,
+            frame.claim.generation,
+            frame.claim.capability,
+            self._clock.now(),
+        )
+        if isinstance(outcome, Refusal):
+            return outcome
+        if task is not None:
+            self._take(task)
+            self._core.start_decode(task.sequence, frame.first_token_id)
+            self._wake_engine()
+        return None
+
+    def peer_lost(self, worker_id: WorkerId) -> None:
+        """Nothing to undo: unfinished writes were ended, and leases end what is left."""
+        log.info("data_peer_lost", peer=worker_id)
+
+    def _take(self, task: DecodeTask) -> None:
+        assert task.reservation_id is not None
+        taken = self._handoff.take(task.reservation_id)
+        assert not isinstance(taken, Refusal), taken
+        del self._by_reservation[task.reservation_id]
+        task.reservation_id = None
+        task.span.event("committed")
+        task.sequence.on_emission = lambda emission: self._emit(task, emission)
+
+    # --- prefill on this worker --------------------------------------------------------------
+
+    def start_local(
+        self, reservation: Reservation, on_first: Callable[[Emission], None]
+    ) -> Sequence | Refusal:
+        """Computes a reserved prompt right in its blocks (aggregated placement).
+
+        Args:
+            on_first: called with the first token; the handoff is committed by then.
+        """
+        task = self._by_reservation.get(reservation.reservation_id)
+        now = self._clock.now()
+        granted = self._handoff.begin_write(
+            reservation.reservation_id,
+            reservation.incarnation,
+            reservation.generation,
+            reservation.capability,
+            0,
+            reservation.num_blocks,
+            now,
+        )
+        if isinstance(granted, Refusal):
+            return granted
+        assert task is not None
+        task.local_write = granted.write_id
+        task.sequence.on_emission = lambda emission: self._first_local(
+            task, reservation, emission, on_first
+        )
+        self._core.run(task.sequence)
+        self._wake_engine()
+        return task.sequence
+
+    def _first_local(
+        self,
+        task: DecodeTask,
+        reservation: Reservation,
+        emission: Emission,
+        on_first: Callable[[Emission], None],
+    ) -> None:
+        assert task.local_write is not None
+        self._handoff.end_write(task.local_write, ok=True)
+        task.local_write = None
+        if emission.finish_reason is None:
+            outcome = self._handoff.commit(
+                reservation.reservation_id,
+                reservation.incarnation,
+                reservation.generation,
+                reservation.capability,
+                self._clock.now(),
+            )
+            if isinstance(outcome, Refusal):  # the lease ended while the prompt was computed
+                self._fail(task, outcome)
+                on_first(emission)
+                return
+            self._take(task)
+        on_first(emission)
+
+    # --- tokens and ends ---------------------------------------------------------------------
+
+    def _emit(self, task: DecodeTask, emission: Emission) -> None:
+        tokens = pb.DecodeTokens(
+            first_position=emission.position,
+            token_ids=[emission.token_id],
+            finish_reason=finish_reason_to_proto(emission.finish_reason),
+        )
+        if emission.logprobs is not None:
+            tokens.logprobs.append(token_logprobs_to_proto(emission.logprobs))
+        task.outbox.put(
+            pb.DecodeEvent(request_id=task.request_id, attempt=task.attempt, tokens=tokens)
+        )
+        if emission.position == len(task.sequence.spec.token_ids) + 1:
+            task.span.event("first_decode")
+        if emission.finish_reason is not None:
+            self._end(task, emission.finish_reason.value)
+
+    def _fail(self, task: DecodeTask, refusal: Refusal) -> None:
+        task.outbox.put(
+            pb.DecodeEvent(
+                request_id=task.request_id,
+                attempt=task.attempt,
+                failed=refusal_to_proto(refusal),
+            )
+        )
+        self._end(task, refusal.reason.value)
+
+    def _end(self, task: DecodeTask, why: str) -> None:
+        del self._tasks[task.outbox, task.request_id, task.attempt]
+        generated = len(task.sequence.tokens) - len(task.sequence.spec.token_ids)
+        task.span.set(outcome=why, generated_tokens=generated)
+        task.span.end()
+        if task.reservation_id is None:
+            self._core.release(task.sequence)
+        else:
+            del self._by_reservation[task.reservation_id]
+            self._fenced[task.reservation_id] = task.sequence
+            self._handoff.cancel(task.reservation_id)
+            if task.local_write is not None:
+                # The engine is this writer: it is out of the blocks when `release` frees them.
+                self._core.release(task.sequence)
+                self._handoff.end_write(task.local_write, ok=False)
+                task.sequence.on_progress()  # the prefill side waits for a first token
+            self._release_quiet()
+        if not self._tasks:
+            self._idle.set()
+        self._on_change()
+
+    def _release_quiet(self) -> None:
+        """Frees the blocks of ended reservations whose writers are gone."""
+        for released in self._handoff.drain_released():
+            self._core.release(self._fenced.pop(released.reservation_id))
+
+    async def watch_leases(self) -> None:
+        """Ends reservations that nobody renews."""
+        while True:
+            await asyncio.sleep(_EXPIRY_INTERVAL_S)
+            self.expire_leases()
+
+    def expire_leases(self) -> None:
+        """Ends reservations whose lease ran out, with a word to the gateway."""
+        before = list(self._by_reservation.items())
+        if not self._handoff.expire(self._clock.now()):
+            return
+        for reservation_id, task in before:
+            if not self._handoff.is_open(reservation_id):
+                log.warning("reservation_expired", request_id=task.request_id)
+                self._fail(task, Refusal(RefusalReason.STALE, "the reservation's lease ended"))
+
+    # --- state -------------------------------------------------------------------------------
+
+    @property
+    def num_reserved(self) -> int:
+        """Requests that wait for their KV."""
+        return len(self._by_reservation)
+
+    @property
+    def num_tasks(self) -> int:
+        """Requests on this worker."""
+        return len(self._tasks)
+
+    @property
+    def is_idle(self) -> bool:
+        """No request, no reservation, no write is left."""
+        return not (self._tasks or self._fenced or self._grants) and self._handoff.is_idle
+
+    async def drain(self) -> None:
+        """Takes nothing new and waits for what runs."""
+        self.draining = True
+        self._on_change()
+        await self._idle.wait()

@@ -1,0 +1,322 @@
+"""The prefill side of a worker: takes a prompt when idle, else says no; hands its KV over.
+
+There is no queue: a request is on this worker from its acceptance until its KV is taken, and it
+holds one slot all that time (P/D-Serve 3.5). Tests: tests/integration/test_worker.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import grpc
+
+from kvmesh.core.errors import LostError, ProtocolError, RefusedError
+from kvmesh.core.types import Refusal, RefusalReason, RequestId, Reservation, SequenceSpec
+from kvmesh.engine.sequence import Emission, Sequence, SequenceState
+from kvmesh.kv.runs import consecutive_runs
+from kvmesh.rpc.convert import (
+    finish_reason_to_proto,
+    refusal_to_proto,
+    reservation_from_proto,
+    sequence_spec_from_proto,
+    token_logprobs_to_proto,
+)
+from kvmesh.rpc.stream import Outbox
+from kvmesh.runtime.decode_role import DecodeRole
+from kvmesh.runtime.worker_parts import WorkerParts
+from kvmesh.telemetry.logs import event_logger
+from kvmesh.telemetry.tracing import Span, start_span
+from kvmesh.transfer.tcp import ChannelPool
+from kvmesh.v1 import prefill_service_pb2 as pb
+from kvmesh.v1 import prefill_service_pb2_grpc
+
+log = event_logger(__name__)
+
+PrefillOutbox = Outbox[pb.PrefillEvent]
+
+_BUSY_RETRY_MS = 20
+
+
+@dataclass(eq=False, slots=True)
+class PrefillAttempt:
+    """One request on this worker, from acceptance until its KV is taken."""
+
+    outbox: PrefillOutbox
+    request_id: RequestId
+    attempt: int
+    reservation: Reservation
+    span: Span
+    sequence: Sequence | None = None
+    first: Emission | None = None
+    progress: asyncio.Event = field(default_factory=asyncio.Event)
+    work: asyncio.Task[None] | None = None
+    sent_bytes: int = 0
+    sent_calls: int = 0
+    sending_s: float = 0.0
+
+
+class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
+    """Serves `PrefillService`."""
+
+    def __init__(
+        self, parts: WorkerParts, channels: ChannelPool, decode: DecodeRole, *, slots: int
+    ) -> None:
+        self._identity = parts.identity
+        self._core = parts.core
+        self._memory = parts.memory
+        self._clock = parts.clock
+        self._wake_engine = parts.wake_engine
+        self._on_change = parts.on_change
+        self._metrics = parts.metrics
+        self._channels = channels
+        self._decode = decode
+        self._slots = slots
+        self._attempts: dict[tuple[PrefillOutbox, RequestId, int], PrefillAttempt] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.draining = False
+
+    # --- the stream --------------------------------------------------------------------------
+
+    async def Prefill(
+        self,
+        request_iterator: AsyncIterator[pb.PrefillRequest],
+        context: grpc.aio.ServicerContext[pb.PrefillRequest, pb.PrefillResponse],
+    ) -> AsyncIterator[pb.PrefillResponse]:
+        """One gateway's stream; everything on it is cancelled when it ends."""
+        await context.send_initial_metadata(())
+        outbox: PrefillOutbox = Outbox()
+        reader = asyncio.create_task(self._read(request_iterator, outbox))
+        try:
+            async for events in outbox.batches():
+                yield pb.PrefillResponse(events=events)
+        finally:
+            reader.cancel()
+            for attempt in [a for a in self._attempts.values() if a.outbox is outbox]:
+                self._cancel(attempt)
+
+    async def _read(
+        self, requests: AsyncIterator[pb.PrefillRequest], outbox: PrefillOutbox
+    ) -> None:
+        try:
+            async for request in requests:
+                if request.WhichOneof("message") == "offer":
+                    self._offer(request.offer, outbox)
+                elif request.WhichOneof("message") == "cancel":
+                    message = request.cancel
+                    key = (outbox, RequestId(message.request_id), message.attempt)
+                    if key in self._attempts:
+                        self._cancel(self._attempts[key])
+        finally:
+            outbox.close()
+
+    def _cancel(self, attempt: PrefillAttempt) -> None:
+        assert attempt.work is not None
+        attempt.work.cancel()
+
+    # --- accept or reject --------------------------------------------------------------------
+
+    def _offer(self, message: pb.PrefillOffer, outbox: PrefillOutbox) -> None:
+        span = start_span(
+            "prefill.request",
+            message.traceparent,
+            request_id=message.request_id,
+            worker_id=self._identity.worker_id,
+        )
+        outcome = self._try_accept(message, outbox, span)
+        event = pb.PrefillEvent(request_id=message.request_id, attempt=message.attempt)
+        if isinstance(outcome, Refusal):
+            span.event("rejected", reason=outcome.reason.value)
+            span.end()
+            self._metrics.offers.labels("rejected", outcome.reason.value).inc()
+            event.rejected.CopyFrom(refusal_to_proto(outcome))
+            outbox.put(event)
+            return
+        assert outcome.sequence is not None
+        self._metrics.offers.labels("accepted", "").inc()
+        event.accepted.cached_tokens = outcome.sequence.num_cached
+        span.event("accepted", cached_tokens=outcome.sequence.num_cached)
+        outbox.put(event)
+        self._attempts[outbox, outcome.request_id, outcome.attempt] = outcome
+        self._idle.clear()
+        outcome.work = asyncio.create_task(self._carry_out(outcome))
+        self._on_change()
+
+    def _try_accept(
+        self, message: pb.PrefillOffer, outbox: PrefillOutbox, span: Span
+    ) -> PrefillAttempt | Refusal:
+        request_id = RequestId(message.request_id)
+        if self.draining:
+            return Refusal(RefusalReason.DRAINING, "this worker is leaving")
+        if len(self._attempts) >= self._slots:
+            text = f"all {self._slots} prefill slots are taken"
+            return Refusal(RefusalReason.BUSY, text, retry_after_ms=_BUSY_RETRY_MS)
+        if message.ttft_budget_ms == 0:
+            return Refusal(RefusalReason.DEADLINE, "no time is left to the first token")
+        if (outbox, request_id, message.attempt) in self._attempts:
+            return Refusal(RefusalReason.INVALID, "this attempt is already here")
+        try:
+            spec = sequence_spec_from_proto(message.sequence)
+        except ProtocolError as error:
+            return Refusal(RefusalReason.INVALID, str(error))
+        reservation = reservation_from_proto(message.reservation)
+        attempt = PrefillAttempt(outbox, request_id, message.attempt, reservation, span)
+        sequence = self._start(attempt, spec)
+        if isinstance(sequence, Refusal):
+            return sequence
+        attempt.sequence = sequence
+        sequence.on_progress = attempt.progress.set
+        self._wake_engine()
+        return attempt
+
+    def _is_local(self, reservation: Reservation) -> bool:
+        return (
+            reservation.worker_id == self._identity.worker_id
+            and reservation.incarnation == self._identity.incarnation
+        )
+
+    def _start(self, attempt: PrefillAttempt, spec: SequenceSpec) -> Sequence | Refusal:
+        def on_first(emission: Emission) -> None:
+            self._first_token(attempt, emission)
+
+        if self._is_local(attempt.reservation):
+            return self._decode.start_local(attempt.reservation, on_first)
+        sequence = self._core.admit_prefill(spec)
+        if isinstance(sequence, Sequence):
+            sequence.on_emission = on_first
+        return sequence
+
+    # --- work --------------------------------------------------------------------------------
+
+    def _first_token(self, attempt: PrefillAttempt, emission: Emission) -> None:
+        assert attempt.sequence is not None
+        event = pb.PrefillEvent(request_id=attempt.request_id, attempt=attempt.attempt)
+        event.first_token.token_id = emission.token_id
+        event.first_token.finish_reason = finish_reason_to_proto(emission.finish_reason)
+        event.first_token.cached_tokens = attempt.sequence.num_cached
+        if emission.logprobs is not None:
+            event.first_token.logprobs.CopyFrom(token_logprobs_to_proto(emission.logprobs))
+        attempt.outbox.put(event)
+        attempt.span.event("first_token")
+        attempt.first = emission
+        attempt.progress.set()
+
+    async def _carry_out(self, attempt: PrefillAttempt) -> None:
+        outcome = "cancelled"
+        try:
+            if self._is_local(attempt.reservation):
+                await self._wait_first(attempt)
+            else:
+                await self._hand_over(attempt)
+            outcome = "handed_off"
+            self._put_handed_off(attempt)
+        except RefusedError as error:
+            outcome = error.refusal.reason.value
+            self._put_failed(attempt, error.refusal)
+        except LostError as error:
+            outcome = "lost"
+            self._put_failed(attempt, Refusal(RefusalReason.LOST, str(error)))
+        finally:
+            self._finish(attempt, outcome)
+
+    async def _wait_first(self, attempt: PrefillAttempt) -> None:
+        """Waits for a prompt that is computed in its reservation on this worker."""
+        assert attempt.sequence is not None
+        while attempt.first is None:
+            await attempt.progress.wait()
+            attempt.progress.clear()
+            if attempt.first is None and attempt.sequence.state is SequenceState.GONE:
+                raise RefusedError(Refusal(RefusalReason.STALE, "the reservation was cancelled"))
+
+    async def _hand_over(self, attempt: PrefillAttempt) -> None:
+        """Sends blocks as they are computed, the rest after the first token, then commits."""
+        sequence, size = attempt.sequence, self._core.block_size
+        assert sequence is not None
+        num_tokens = len(sequence.spec.token_ids)
+        sent = attempt.reservation.num_cached_blocks
+        while attempt.first is None:
+            await attempt.progress.wait()
+            attempt.progress.clear()
+            if attempt.first is None:
+                attempt.span.event("chunk", computed_tokens=sequence.num_computed)
+                sent = await self._send(attempt, sent, sequence.num_computed // size)
+        if attempt.first.finish_reason is not None:
+            return
+        await self._send(attempt, sent, -(-num_tokens // size))
+        started = self._clock.now()
+        await self._channels.commit(attempt.reservation, attempt.first.token_id, num_tokens)
+        attempt.sending_s += self._clock.now() - started
+
+    async def _send(self, attempt: PrefillAttempt, begin: int, end: int) -> int:
+        """Sends blocks `begin` to `end` of the prompt in one call; returns where to go on."""
+        if end <= begin:
+            return begin
+        assert attempt.sequence is not None
+        blocks = attempt.sequence.blocks[begin:end]
+        views = [self._memory.read_view(first, count) for first, count in consecutive_runs(blocks)]
+        first_index = begin - attempt.reservation.num_cached_blocks
+        started = self._clock.now()
+        await self._channels.put(attempt.reservation, [(first_index, end - begin)], views)
+        attempt.sending_s += self._clock.now() - started
+        attempt.sent_bytes += sum(view.nbytes for view in views)
+        attempt.sent_calls += 1
+        return end
+
+    def _put_handed_off(self, attempt: PrefillAttempt) -> None:
+        event = pb.PrefillEvent(request_id=attempt.request_id, attempt=attempt.attempt)
+        event.handed_off.bytes = attempt.sent_bytes
+        event.handed_off.calls = attempt.sent_calls
+        event.handed_off.duration_us = int(attempt.sending_s * 1e6)
+        attempt.outbox.put(event)
+        peer = attempt.reservation.worker_id
+        if attempt.sent_calls:
+            self._metrics.transfer_bytes.labels(peer).observe(attempt.sent_bytes)
+            self._metrics.transfer_calls.labels(peer).observe(attempt.sent_calls)
+
+    def _put_failed(self, attempt: PrefillAttempt, refusal: Refusal) -> None:
+        failed = Refusal(refusal.reason, refusal.message, True, refusal.retry_after_ms)
+        log.warning(
+            "handoff_failed",
+            request_id=attempt.request_id,
+            peer=attempt.reservation.worker_id,
+            reason=refusal.reason.value,
+            message=refusal.message,
+        )
+        event = pb.PrefillEvent(
+            request_id=attempt.request_id, attempt=attempt.attempt, failed=refusal_to_proto(failed)
+        )
+        attempt.outbox.put(event)
+
+    def _finish(self, attempt: PrefillAttempt, outcome: str) -> None:
+        assert attempt.sequence is not None
+        del self._attempts[attempt.outbox, attempt.request_id, attempt.attempt]
+        if not self._is_local(attempt.reservation):
+            self._core.release(attempt.sequence)
+            labels = ("ok", "") if outcome == "handed_off" else ("failed", outcome)
+            histogram = self._metrics.transfer_seconds
+            histogram.labels(attempt.reservation.worker_id, *labels).observe(attempt.sending_s)
+        attempt.span.set(
+            outcome=outcome,
+            transfer_bytes=attempt.sent_bytes,
+            transfer_calls=attempt.sent_calls,
+            transfer_s=attempt.sending_s,
+        )
+        attempt.span.end()
+        if not self._attempts:
+            self._idle.set()
+        self._on_change()
+
+    # --- state -------------------------------------------------------------------------------
+
+    @property
+    def num_attempts(self) -> int:
+        """Prefill slots in use."""
+        return len(self._attempts)
+
+    async def drain(self) -> None:
+        """Takes nothing new and waits until the KV of all accepted prompts is taken."""
+        self.draining = True
+        self._on_change()
+        await self._idle.wait()

@@ -1,0 +1,254 @@
+"""A worker: one engine, its blocks, a prefill and a decode side, and its ties to the mesh.
+
+Prefill and decode workers are the same program with another default role (FlowKV 3.4).
+Tests: tests/integration/test_worker.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+from kvmesh.core.clock import SystemClock
+from kvmesh.core.errors import ConfigError
+from kvmesh.core.types import Endpoint, Role, WorkerId, WorkerInfo, WorkerLoad
+from kvmesh.engine.core import EngineCore
+from kvmesh.engine.fake import FakeRunner
+from kvmesh.engine.loop import EngineLoop
+from kvmesh.engine.protocol import ModelRunner
+from kvmesh.policy.batching import BatchLimits
+from kvmesh.rpc.publisher import BlockPublisher, PublisherFacts
+from kvmesh.rpc.registration import SchedulerRegistration
+from kvmesh.runtime.app import ServiceContext
+from kvmesh.runtime.decode_role import DecodeRole
+from kvmesh.runtime.prefill_role import PrefillRole
+from kvmesh.runtime.worker_config import EngineSection, WorkerConfig
+from kvmesh.runtime.worker_metrics import EngineCollector, WorkerMetrics
+from kvmesh.runtime.worker_parts import WorkerIdentity, WorkerParts
+from kvmesh.telemetry.logs import event_logger
+from kvmesh.transfer.tcp import ChannelPool
+from kvmesh.transfer.tcp_server import DataServer
+from kvmesh.v1 import decode_service_pb2_grpc, prefill_service_pb2_grpc
+
+log = event_logger(__name__)
+
+
+def load_runner(config: EngineSection) -> ModelRunner:
+    """Loads the checkpoint, or makes the fake. Takes seconds: call it in a thread.
+
+    Raises:
+        ConfigError: an unknown kind or no model folder.
+        CheckpointError: the folder cannot be loaded.
+    """
+    name = config.model_name or Path(config.model).name or "fake"
+    if config.kind == "fake":
+        if not config.model:
+            return FakeRunner(
+                name=name,
+                num_blocks=config.num_blocks,
+                block_size=config.block_size,
+                step_s=config.fake_step_s,
+            )
+        return FakeRunner.for_checkpoint(
+            Path(config.model),
+            name=name,
+            num_blocks=config.num_blocks,
+            block_size=config.block_size,
+            step_s=config.fake_step_s,
+        )
+    if config.kind != "torch":
+        raise ConfigError(f"engine.kind must be torch or fake, got {config.kind!r}")
+    if not config.model:
+        raise ConfigError("engine.model is empty: name a checkpoint folder with --engine.model")
+    # Only a worker with the real engine pays for importing torch.
+    from kvmesh.engine.runner import TorchRunner  # noqa: PLC0415
+
+    return TorchRunner.load(
+        Path(config.model),
+        served_name=name,
+        device=config.device,
+        dtype=config.dtype,
+        num_blocks=config.num_blocks,
+        block_size=config.block_size,
+        max_model_len=config.max_model_len or None,
+        num_threads=config.num_threads,
+    )
+
+
+class Worker:
+    """All parts of a worker, put together."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        context: ServiceContext,
+        runner: ModelRunner,
+        metrics: WorkerMetrics,
+    ) -> None:
+        self._config = config
+        self._context = context
+        self._runner = runner
+        self._metrics = metrics
+        section = config.worker
+        self.role = _parse_role(section.role)
+        name = section.id or f"{self.role.value}-{context.host}-{context.port}"
+        self.worker_id = WorkerId(name)
+        # Milliseconds since 1970: a restarted worker's incarnation is always the larger one.
+        self.incarnation = time.time_ns() // 1_000_000
+        self.core = EngineCore(
+            runner.spec,
+            runner.kv.num_blocks,
+            BatchLimits(max_tokens=config.engine.max_batch_tokens),
+            config.engine.growth_tokens,
+        )
+        self._loop = EngineLoop(self.core, runner, self._after_step)
+
+    async def start(self) -> None:
+        """Opens the data channel, adds the services, joins the mesh."""
+        section, layout, context = self._config.worker, self._runner.spec.layout, self._context
+        parts = WorkerParts(
+            identity=WorkerIdentity(self.worker_id, self.incarnation),
+            core=self.core,
+            memory=self._runner.kv,
+            clock=SystemClock(),
+            wake_engine=self._loop.wake,
+            on_change=self._notify,
+            metrics=self._metrics,
+        )
+        self.channels = ChannelPool(
+            layout, self.worker_id, self.incarnation, stall_timeout_s=section.stall_s
+        )
+        context.stack.push_async_callback(self.channels.close)
+        self.decode = DecodeRole(parts, slots=section.decode_slots, lease_s=section.lease_s)
+        self.prefill = PrefillRole(parts, self.channels, self.decode, slots=section.prefill_slots)
+        data_endpoint = await self._listen_for_kv()
+        prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server(self.prefill, context.server)
+        decode_service_pb2_grpc.add_DecodeServiceServicer_to_server(self.decode, context.server)
+        self._join_mesh(data_endpoint)
+        context.spawn(self._loop.run(), "engine")
+        context.spawn(self.decode.watch_leases(), "leases")
+        context.on_drain(self._drain)
+
+    async def _listen_for_kv(self) -> Endpoint:
+        section = self._config.worker
+        server = DataServer(
+            self._runner.spec.layout,
+            self.worker_id,
+            self.incarnation,
+            self.decode,
+            host=self._config.server.host,
+            port=section.data_port,
+            stall_timeout_s=section.stall_s,
+        )
+        try:
+            bound = await server.start()
+        except OSError as error:
+            raise ConfigError(
+                f"data port {section.data_port}: {error.strerror}; choose another with "
+                "--worker.data-port"
+            ) from error
+        self._context.stack.push_async_callback(server.close)
+        self.decode.data_endpoint = Endpoint(self._context.host, bound.port)
+        return self.decode.data_endpoint
+
+    def _join_mesh(self, data_endpoint: Endpoint) -> None:
+        section, spec = self._config.worker, self._runner.spec
+        info = WorkerInfo(
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
+            role=self.role,
+            cluster=section.cluster,
+            control_endpoint=Endpoint(self._context.host, self._context.port),
+            data_endpoint=data_endpoint,
+            model=spec.name,
+            layout=spec.layout,
+            max_model_len=self.core.max_model_len,
+            prefill_slots=section.prefill_slots,
+            decode_slots=section.decode_slots,
+            num_blocks=self._runner.kv.num_blocks,
+        )
+        targets = [target.strip() for target in section.scheduler_targets.split(",")]
+        self._registration = SchedulerRegistration(
+            [target for target in targets if target], info, self.load, self._ordered_to_drain
+        )
+        self._context.spawn(self._registration.run(), "registration")
+        self._publisher: BlockPublisher | None = None
+        if section.kvmanager_target:
+            self._publisher = BlockPublisher(
+                section.kvmanager_target,
+                PublisherFacts(
+                    worker_id=self.worker_id,
+                    incarnation=self.incarnation,
+                    cluster=section.cluster,
+                    namespace=spec.layout.model_fingerprint,
+                    block_size=spec.layout.block_size,
+                ),
+                take_events=self.core.pool.take_events,
+                held_hashes=self.core.pool.held_hashes,
+            )
+            self._context.spawn(self._publisher.run(), "publisher")
+
+    def _notify(self) -> None:
+        self._registration.notify()
+
+    def _after_step(self, seconds: float) -> None:
+        self._metrics.step_seconds.observe(seconds)
+        if self._publisher is not None:
+            self._publisher.notify()
+
+    def _ordered_to_drain(self, reason: str) -> None:
+        log.info("drain_ordered", reason=reason)
+        self.decode.draining = self.prefill.draining = True
+
+    async def _drain(self) -> None:
+        """Prefill first: its KV must be taken before the process may go."""
+        await self.prefill.drain()
+        await self.decode.drain()
+        await self._registration.goodbye("drained")
+
+    def load(self) -> WorkerLoad:
+        """What this worker is doing now."""
+        now = self.core.statistics()
+        return WorkerLoad(
+            prefill_active=self.prefill.num_attempts,
+            decode_running=self.decode.num_tasks - self.decode.num_reserved,
+            decode_reserved=self.decode.num_reserved,
+            decode_preempted=now.num_preempted,
+            blocks_free=now.blocks_free,
+            draining=self.decode.draining,
+            prefill_tokens_total=now.computed_tokens_total,
+            decode_tokens_total=now.generated_tokens_total,
+        )
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is held: no block, slot, reservation, write or attempt."""
+        return self.core.is_idle and self.decode.is_idle and self.prefill.num_attempts == 0
+
+
+def _parse_role(word: str) -> Role:
+    try:
+        return Role(word)
+    except ValueError as error:
+        raise ConfigError(f"worker.role must be prefill, decode or hybrid, got {word!r}") from error
+
+
+async def build_worker(
+    config: WorkerConfig, context: ServiceContext, metrics: WorkerMetrics | None = None
+) -> Worker:
+    """Loads the model and puts a worker together; the services' `build`."""
+    runner = await asyncio.to_thread(load_runner, config.engine)
+    context.stack.callback(runner.close)
+    metrics = metrics or WorkerMetrics()
+    worker = Worker(config, context, runner, metrics)
+    metrics.registry.register(EngineCollector(worker.core, runner.spec.name))
+    await worker.start()
+    log.info(
+        "worker_ready",
+        worker_id=worker.worker_id,
+        model=runner.spec.name,
+        num_blocks=runner.kv.num_blocks,
+        incarnation=worker.incarnation,
+    )
+    return worker

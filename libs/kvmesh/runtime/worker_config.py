@@ -1,0 +1,53 @@
+"""Configuration that prefill and decode workers share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvmesh.core.config import option
+from kvmesh.runtime.app import ServerConfig
+from kvmesh.telemetry.config import TelemetryConfig
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSection:
+    """Identity, neighbours and limits of a worker."""
+
+    id: str = option("", "stable name; default: role, host and port")
+    role: str = option("hybrid", "prefill, decode or hybrid: what the scheduler uses it for")
+    cluster: str = option("local", "cluster (datacentre) name")
+    scheduler_targets: str = option("127.0.0.1:7001", "schedulers, host:port, comma-separated")
+    kvmanager_target: str = option("127.0.0.1:7002", "kvmanager, host:port; empty: do not publish")
+    data_port: int = option(0, "data channel port; 0 picks a free one")
+    prefill_slots: int = option(1, "prompts held at once; all others are rejected")
+    decode_slots: int = option(32, "sequences held at once, reservations included")
+    lease_s: float = option(10.0, "a reservation without renewal or progress ends after this")
+    stall_s: float = option(5.0, "a transfer without progress fails after this")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSection:
+    """The engine."""
+
+    kind: str = option("torch", "torch, or fake (deterministic, computes nothing)")
+    model: str = option("", "checkpoint folder (Hugging Face layout)")
+    model_name: str = option("", "name under which the model is served; default: folder name")
+    dtype: str = option("auto", "auto, float32, float16 or bfloat16")
+    device: str = option("cpu", "cpu or cuda")
+    num_blocks: int = option(1024, "KV blocks")
+    block_size: int = option(16, "token positions per KV block")
+    num_threads: int = option(1, "CPU threads of the engine")
+    max_model_len: int = option(0, "longest sequence in tokens; 0: the model's own limit")
+    max_batch_tokens: int = option(512, "tokens computed in one step (chunk budget)")
+    growth_tokens: int = option(64, "room for new tokens that a reservation asks for")
+    fake_step_s: float = option(0.0, "length of a step of the fake engine")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """A worker; prefill and decode workers differ in `worker.role` only."""
+
+    server: ServerConfig = option(ServerConfig, "")
+    telemetry: TelemetryConfig = option(TelemetryConfig, "")
+    worker: WorkerSection = option(WorkerSection, "")
+    engine: EngineSection = option(EngineSection, "")

@@ -1,0 +1,93 @@
+"""Prometheus series of a worker, under vLLM's names where vLLM has them.
+
+Tests: tests/integration/test_worker.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvmesh.engine.core import EngineCore
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+_BYTES = tuple(float(4**power) for power in range(5, 16))
+
+
+class EngineCollector(Collector):
+    """Reads the engine's own counters at scrape time, so that steps pay nothing for metrics."""
+
+    def __init__(self, core: EngineCore, model_name: str) -> None:
+        self._core = core
+        self._model_name = model_name
+
+    def collect(self) -> Iterator[Metric]:
+        """The series of the engine."""
+        now = self._core.statistics()
+        used = 1 - now.blocks_free / self._core.pool.num_blocks
+        gauges = {
+            "vllm:num_requests_running": ("Sequences in the batch", now.num_running),
+            "vllm:num_requests_waiting": ("Sequences put back by preemption", now.num_preempted),
+            "vllm:kv_cache_usage_perc": ("Share of KV blocks in use, 0 to 1", used),
+            "kvmesh_sequences_held": ("Sequences waiting for a transfer", now.num_held),
+        }
+        counters = {
+            "vllm:prefix_cache_queries": ("Prompt tokens looked up", now.prompt_tokens_total),
+            "vllm:prefix_cache_hits": ("Prompt tokens found cached", now.cached_tokens_total),
+            "vllm:prompt_tokens": ("Prompt tokens admitted", now.prompt_tokens_total),
+            "vllm:generation_tokens": ("Tokens generated", now.generated_tokens_total),
+            "vllm:num_preemptions": ("Preemptions", now.preemptions_total),
+            "kvmesh_engine_steps": ("Engine steps", now.steps_total),
+        }
+        for name, (text, value) in gauges.items():
+            gauge = GaugeMetricFamily(name, text, labels=["model_name"])
+            gauge.add_metric([self._model_name], value)
+            yield gauge
+        for name, (text, value) in counters.items():
+            counter = CounterMetricFamily(name, text, labels=["model_name"])
+            counter.add_metric([self._model_name], value)
+            yield counter
+
+
+class WorkerMetrics:
+    """Series that the roles write."""
+
+    def __init__(self, registry: CollectorRegistry = prometheus_client.REGISTRY) -> None:
+        self.registry = registry
+        self.step_seconds = Histogram(
+            "kvmesh_engine_step_seconds", "Duration of a step", buckets=_SECONDS, registry=registry
+        )
+        self.offers = Counter(
+            "kvmesh_prefill_offers", "Offers by outcome", ["outcome", "reason"], registry=registry
+        )
+        self.reservations = Counter(
+            "kvmesh_decode_reservations",
+            "Reservations by outcome",
+            ["outcome", "reason"],
+            registry=registry,
+        )
+        self.transfer_seconds = Histogram(
+            "kvmesh_kv_transfer_seconds",
+            "Time to send the KV of one request, commit included",
+            ["dst", "outcome", "reason"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.transfer_bytes = Histogram(
+            "kvmesh_kv_transfer_bytes",
+            "KV bytes of one request",
+            ["dst"],
+            buckets=_BYTES,
+            registry=registry,
+        )
+        self.transfer_calls = Histogram(
+            "kvmesh_kv_transfer_calls",
+            "Transfer calls of one request",
+            ["dst"],
+            buckets=(1, 2, 4, 8, 16, 32, 64, 128),
+            registry=registry,
+        )

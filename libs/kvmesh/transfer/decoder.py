@@ -1,0 +1,153 @@
+"""Cuts a byte stream into frames, fed in any pieces. Pure; payload bytes are never buffered.
+
+A payload is announced by `PayloadStart`. Its reader may receive the bytes straight into their
+destination and feed that same memory: the decoder only counts and checksums it.
+Tests: tests/contract/test_frames_golden.py, tests/property/test_frames_property.py.
+"""
+
+from __future__ import annotations
+
+import enum
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvmesh.core.errors import ProtocolError
+from kvmesh.transfer.codec import HEADER, TRAILER, Header, decode_body, decode_header
+from kvmesh.transfer.frames import Frame, PutFrame
+
+
+@dataclass(frozen=True, slots=True)
+class PayloadStart:
+    """A PUT was read; `num_bytes` of KV follow."""
+
+    put: PutFrame
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PayloadBytes:
+    """A piece of the payload: a slice of what was fed, not a copy."""
+
+    data: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class PayloadEnd:
+    """All of the payload was fed; `intact` is False when its checksum does not match."""
+
+    put: PutFrame
+    intact: bool
+
+
+FrameEvent = Frame | PayloadStart | PayloadBytes | PayloadEnd
+"""Frames without payload are events themselves; a PUT comes as PayloadStart."""
+
+
+class _Stage(enum.Enum):
+    HEADER = enum.auto()
+    BODY = enum.auto()
+    PAYLOAD = enum.auto()
+    TRAILER = enum.auto()
+
+
+class FrameDecoder:
+    """Bytes in, events out. After an error it stays unusable: the stream has lost its place.
+
+    Attributes:
+        wanted: bytes until the present part (header, body, payload or trailer) is complete. A
+            reader that never feeds more keeps the bytes of the next part in the socket.
+    """
+
+    def __init__(self, block_bytes: int) -> None:
+        """`block_bytes` is the size of one KV block; a PUT must carry whole blocks of it."""
+        self._block_bytes = block_bytes
+        self._stage = _Stage.HEADER
+        self._part = bytearray()
+        self._header: Header | None = None
+        self._put: PutFrame | None = None
+        self._crc = 0
+        self._broken: ProtocolError | None = None
+        self.wanted = HEADER.size
+
+    @property
+    def at_boundary(self) -> bool:
+        """Whether the stream may end here: the last frame is complete, the next not begun."""
+        return self._stage is _Stage.HEADER and not self._part
+
+    @property
+    def in_payload(self) -> bool:
+        """Whether the next bytes are KV."""
+        return self._stage is _Stage.PAYLOAD
+
+    def feed(self, data: memoryview | bytes | bytearray) -> Iterator[FrameEvent]:
+        """Events of these bytes, in order. The bytes count as fed only as far as one iterates.
+
+        Raises:
+            ProtocolError: the bytes are no valid frame; the reason is one of `decode_header`'s,
+                `decode_body`'s or bad_payload_size.
+        """
+        if self._broken is not None:
+            raise self._broken
+        view = memoryview(data)
+        try:
+            while view:
+                piece, view = view[: self.wanted], view[self.wanted :]
+                self.wanted -= len(piece)
+                if self._stage is _Stage.PAYLOAD:
+                    yield from self._payload(piece)
+                    continue
+                self._part += piece
+                if self.wanted == 0:
+                    yield from self._part_complete()
+        except ProtocolError as error:
+            self._broken = error
+            raise
+
+    def _payload(self, piece: memoryview) -> Iterator[FrameEvent]:
+        assert self._put is not None
+        put = self._put
+        if put.checksum:
+            self._crc = zlib.crc32(piece, self._crc)
+        ended = self.wanted == 0
+        if ended:
+            self._expect(_Stage.TRAILER if put.checksum else _Stage.HEADER)
+        yield PayloadBytes(piece)
+        if ended and not put.checksum:
+            yield PayloadEnd(put, intact=True)
+
+    def _part_complete(self) -> Iterator[FrameEvent]:
+        part, self._part = self._part, bytearray()
+        if self._stage is _Stage.HEADER:
+            self._header = decode_header(part)
+            self._expect(_Stage.BODY, self._header.body_bytes)
+            if self.wanted == 0:  # every frame has a body; let decode_body say what is missing
+                decode_body(self._header, b"")
+        elif self._stage is _Stage.BODY:
+            yield self._body_complete(part)
+        else:
+            assert self._put is not None
+            self._expect(_Stage.HEADER)
+            (crc,) = TRAILER.unpack(part)
+            yield PayloadEnd(self._put, intact=crc == self._crc)
+
+    def _body_complete(self, body: bytearray) -> FrameEvent:
+        assert self._header is not None
+        frame = decode_body(self._header, body)
+        if not isinstance(frame, PutFrame):
+            self._expect(_Stage.HEADER)
+            return frame
+        num_bytes = self._header.payload_bytes
+        if num_bytes != frame.num_blocks * self._block_bytes:
+            raise ProtocolError(
+                "bad_payload_size",
+                f"{num_bytes} bytes for {frame.num_blocks} blocks of {self._block_bytes}",
+            )
+        self._put, self._crc = frame, 0
+        self._expect(_Stage.PAYLOAD, num_bytes)
+        return PayloadStart(frame, num_bytes)
+
+    def _expect(self, stage: _Stage, num_bytes: int = 0) -> None:
+        fixed = {_Stage.HEADER: HEADER.size, _Stage.TRAILER: TRAILER.size}
+        self._stage = stage
+        self.wanted = fixed.get(stage, num_bytes)

@@ -1,0 +1,362 @@
+"""State of both ends of a data channel. Pure: frames in, actions out, no socket and no clock.
+
+    receiver:  NEW --HELLO--> OPEN <--PUT / payload--> OPEN      anything else: ProtocolError
+    sender:    NEW --HELLO_OK--> OPEN
+
+A transfer is one or more PUTs with one id, the last one marked, or one COMMIT. It is answered by
+PUT_OK after each PUT, by COMMIT_OK, or by one ERROR, after which the receiver drops what is still
+on its way. Ids rise, so an answer to a transfer that the sender gave up is told from an invented
+one. Tests: tests/unit/transfer/test_protocol.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from kvmesh.core.errors import ProtocolError
+from kvmesh.core.types import KvLayout, Refusal, RefusalReason, WorkerId
+from kvmesh.transfer.frames import (
+    CancelFrame,
+    CommitFrame,
+    CommitOkFrame,
+    ErrorFrame,
+    Frame,
+    HelloFrame,
+    HelloOkFrame,
+    PutFrame,
+    PutOkFrame,
+    ReservedFrame,
+)
+
+CHANNEL = 0
+"""Transfer id of an ERROR that ends the channel."""
+
+MAX_OPEN_TRANSFERS = 1024
+
+CHANNEL_REASONS = {
+    "layout": RefusalReason.INVALID,
+    "identity": RefusalReason.STALE,
+    "unsupported": RefusalReason.INVALID,
+    "checksum": RefusalReason.LOST,
+}
+"""Words of the channel itself in ERROR frames, and what they mean to a request."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelIdentity:
+    """One end of a channel: a life of a worker and the shape of its KV memory."""
+
+    worker_id: WorkerId
+    incarnation: int
+    layout: KvLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Send a frame; then close if it was the last word."""
+
+    frame: Frame
+    close: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Ask the target where the payload goes."""
+
+    put: PutFrame
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Answer if there is something to say, then read and drop the payload."""
+
+    put: PutFrame
+    reply: ErrorFrame | None
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Ask the target to take the reservation over."""
+
+    frame: CommitFrame
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Nothing to do."""
+
+
+ReceiverAction = Reply | Write | Drain | Commit | Forget
+
+
+@dataclass(slots=True)
+class _Incoming:
+    received_bytes: int = 0
+    refused: bool = False
+
+
+class ReceiverMachine:
+    """The end that is written to.
+
+    Attributes:
+        peer: who opened the channel; None before its HELLO was accepted.
+    """
+
+    def __init__(self, identity: ChannelIdentity) -> None:
+        self._identity = identity
+        self._transfers: dict[int, _Incoming] = {}
+        self._newest_transfer_id = CHANNEL
+        self.peer: WorkerId | None = None
+
+    def receive(self, frame: Frame) -> ReceiverAction:
+        """What a frame asks for; a PUT is given when its payload starts.
+
+        Raises:
+            ProtocolError: unexpected_frame, reordered_transfer or too_many_transfers; answer
+                `last_word` and close.
+        """
+        if self.peer is None:
+            return self._hello(frame)
+        match frame:
+            case PutFrame():
+                return self._put(frame)
+            case CommitFrame():
+                self._open(frame.transfer_id)
+                if frame.claim.incarnation != self._identity.incarnation:
+                    return Reply(self._close(frame.transfer_id, self._stale()))
+                return Commit(frame)
+            case CancelFrame():
+                self._transfers.pop(frame.transfer_id, None)
+                return Forget()
+            case ReservedFrame():
+                message = f"{frame.type.name} is not spoken here"
+                return Reply(ErrorFrame(frame.transfer_id, "unsupported", message))
+        raise ProtocolError("unexpected_frame", f"{type(frame).__name__} on an open channel")
+
+    def write_refused(self, put: PutFrame, refusal: Refusal) -> Drain:
+        """The target said no: answer at once, so that the sender stops, and drop the payload."""
+        self._transfers[put.transfer_id].refused = True
+        return Drain(put, _error(put.transfer_id, refusal))
+
+    def payload_received(self, put: PutFrame, num_bytes: int, *, intact: bool) -> Frame | None:
+        """The payload was read to its end, into its blocks or away; gives the answer."""
+        transfer = self._transfers[put.transfer_id]
+        answer: Frame | None = None
+        if not transfer.refused:
+            if intact:
+                transfer.received_bytes += num_bytes
+                answer = PutOkFrame(put.transfer_id, transfer.received_bytes)
+            else:
+                transfer.refused = True
+                answer = ErrorFrame(put.transfer_id, "checksum", "the payload's crc32 is wrong")
+        if put.last:
+            del self._transfers[put.transfer_id]
+        return answer
+
+    def commit_answered(self, frame: CommitFrame, refusal: Refusal | None) -> Frame:
+        """The target answered a commit."""
+        if refusal is not None:
+            return self._close(frame.transfer_id, refusal)
+        del self._transfers[frame.transfer_id]
+        return CommitOkFrame(frame.transfer_id)
+
+    def _hello(self, frame: Frame) -> Reply:
+        me = self._identity
+        if not isinstance(frame, HelloFrame):
+            raise ProtocolError("unexpected_frame", f"{type(frame).__name__} before HELLO")
+        if (frame.peer_worker_id, frame.peer_incarnation) != (me.worker_id, me.incarnation):
+            asked = f"{frame.peer_worker_id}/{frame.peer_incarnation}"
+            message = f"this is {me.worker_id}/{me.incarnation}, not {asked}"
+            return Reply(ErrorFrame(CHANNEL, "identity", message), close=True)
+        if frame.layout != me.layout:
+            message = layout_difference(frame.layout, me.layout)
+            return Reply(ErrorFrame(CHANNEL, "layout", message), close=True)
+        self.peer = frame.worker_id
+        return Reply(HelloOkFrame(me.worker_id, me.incarnation))
+
+    def _put(self, put: PutFrame) -> Write | Drain:
+        transfer = self._transfers.get(put.transfer_id)
+        if transfer is None:
+            transfer = self._open(put.transfer_id)
+        if transfer.refused:
+            return Drain(put, None)
+        if put.claim.incarnation != self._identity.incarnation:
+            return self.write_refused(put, self._stale())
+        return Write(put)
+
+    def _open(self, transfer_id: int) -> _Incoming:
+        if transfer_id <= self._newest_transfer_id:
+            raise ProtocolError(
+                "reordered_transfer", f"{transfer_id} after {self._newest_transfer_id}"
+            )
+        if len(self._transfers) >= MAX_OPEN_TRANSFERS:
+            raise ProtocolError("too_many_transfers", f"{MAX_OPEN_TRANSFERS} are open")
+        self._newest_transfer_id = transfer_id
+        transfer = self._transfers[transfer_id] = _Incoming()
+        return transfer
+
+    def _close(self, transfer_id: int, refusal: Refusal) -> ErrorFrame:
+        del self._transfers[transfer_id]
+        return _error(transfer_id, refusal)
+
+    def _stale(self) -> Refusal:
+        message = f"this worker's incarnation is {self._identity.incarnation}"
+        return Refusal(RefusalReason.STALE, message)
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The receiver accepted the HELLO."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """The receiver has so much of a transfer, or all of it, or has committed."""
+
+    transfer_id: int
+    complete: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The receiver said no to a transfer."""
+
+    transfer_id: int
+    refusal: Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The receiver's last word: the channel is over."""
+
+    refusal: Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """An answer to a transfer that was given up."""
+
+    transfer_id: int
+
+
+SenderOutcome = Opened | Moved | Refused | Ended | Late
+
+
+class SenderMachine:
+    """The end that writes."""
+
+    def __init__(
+        self, identity: ChannelIdentity, peer_worker_id: WorkerId, peer_incarnation: int
+    ) -> None:
+        self._identity = identity
+        self._peer = (peer_worker_id, peer_incarnation)
+        self._opened = False
+        self._next_transfer_id = CHANNEL + 1
+        self._open: dict[int, int | None] = {}
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one KV block, on both sides."""
+        return self._identity.layout.block_bytes
+
+    def hello(self) -> HelloFrame:
+        """The first frame to send."""
+        me = self._identity
+        return HelloFrame(me.worker_id, me.incarnation, *self._peer, me.layout)
+
+    def open_put(self, num_bytes: int) -> int:
+        """Id of a transfer of so many payload bytes."""
+        return self._new_transfer(num_bytes)
+
+    def open_commit(self) -> int:
+        """Id of a commit."""
+        return self._new_transfer(None)
+
+    def give_up(self, transfer_id: int) -> None:
+        """No answer to this transfer is waited for any more; it may be over already."""
+        self._open.pop(transfer_id, None)
+
+    def receive(self, frame: Frame) -> SenderOutcome:
+        """What an answer means.
+
+        Raises:
+            ProtocolError: unexpected_frame, wrong_peer, unknown_transfer or wrong_progress; close.
+        """
+        if isinstance(frame, ErrorFrame) and frame.transfer_id == CHANNEL:
+            return Ended(refusal_of(frame))
+        if not self._opened:
+            return self._hello_ok(frame)
+        if not isinstance(frame, PutOkFrame | CommitOkFrame | ErrorFrame):
+            raise ProtocolError("unexpected_frame", f"{type(frame).__name__} from a receiver")
+        if not CHANNEL < frame.transfer_id < self._next_transfer_id:
+            raise ProtocolError("unknown_transfer", f"no transfer {frame.transfer_id} was sent")
+        if frame.transfer_id not in self._open:
+            return Late(frame.transfer_id)
+        if isinstance(frame, ErrorFrame):
+            self.give_up(frame.transfer_id)
+            return Refused(frame.transfer_id, refusal_of(frame))
+        return self._moved(frame)
+
+    def _hello_ok(self, frame: Frame) -> Opened:
+        if not isinstance(frame, HelloOkFrame):
+            raise ProtocolError("unexpected_frame", f"{type(frame).__name__} before HELLO_OK")
+        if (frame.worker_id, frame.incarnation) != self._peer:
+            raise ProtocolError("wrong_peer", f"{frame.worker_id}/{frame.incarnation} answered")
+        self._opened = True
+        return Opened()
+
+    def _moved(self, frame: PutOkFrame | CommitOkFrame) -> Moved:
+        total = self._open[frame.transfer_id]
+        is_put = isinstance(frame, PutOkFrame)
+        if is_put != (total is not None):
+            raise ProtocolError("unexpected_frame", f"{type(frame).__name__} answers another verb")
+        complete = True
+        if isinstance(frame, PutOkFrame) and total is not None:
+            if frame.received_bytes > total:
+                raise ProtocolError("wrong_progress", f"{frame.received_bytes} of {total} bytes")
+            complete = frame.received_bytes == total
+        if complete:
+            self.give_up(frame.transfer_id)
+        return Moved(frame.transfer_id, complete)
+
+    def _new_transfer(self, num_bytes: int | None) -> int:
+        transfer_id = self._next_transfer_id
+        self._next_transfer_id += 1
+        self._open[transfer_id] = num_bytes
+        return transfer_id
+
+
+def last_word(error: ProtocolError) -> ErrorFrame:
+    """The frame that tells a peer why its channel ends."""
+    return ErrorFrame(CHANNEL, error.reason, str(error))
+
+
+def refusal_of(frame: ErrorFrame) -> Refusal:
+    """An ERROR frame as the refusal that travels on; an unknown reason counts as invalid."""
+    try:
+        return Refusal(
+            RefusalReason(frame.reason), frame.message, frame.work_done, frame.retry_after_ms
+        )
+    except ValueError:
+        reason = CHANNEL_REASONS.get(frame.reason, RefusalReason.INVALID)
+        return Refusal(reason, f"{frame.reason}: {frame.message}", frame.work_done)
+
+
+def layout_difference(theirs: KvLayout, ours: KvLayout) -> str:
+    """Names the fields that differ."""
+    differences = [
+        f"{field.name} {getattr(theirs, field.name)} there, {getattr(ours, field.name)} here"
+        for field in fields(KvLayout)
+        if getattr(theirs, field.name) != getattr(ours, field.name)
+    ]
+    return "; ".join(differences)
+
+
+def _error(transfer_id: int, refusal: Refusal) -> ErrorFrame:
+    return ErrorFrame(
+        transfer_id,
+        refusal.reason.value,
+        refusal.message,
+        refusal.work_done,
+        refusal.retry_after_ms,
+    )

@@ -1,0 +1,65 @@
+"""What a worker implements to have KV written into its blocks.
+
+Tests: tests/integration/test_transfer.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvmesh.core.types import Refusal, WorkerId
+from kvmesh.transfer.frames import CommitFrame, PutFrame
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WriteGrant:
+    """Leave to fill memory; each grant is its own, whatever it holds.
+
+    Attributes:
+        put: the frame that it answers.
+        views: writable, contiguous; filled in order. Their sizes add up to the frame's blocks.
+    """
+
+    put: PutFrame
+    views: tuple[memoryview, ...]
+
+
+class WriteTarget(Protocol):
+    """Receives KV. All methods are called on the event loop and must not block it.
+
+    The target alone knows reservations, so it checks each claim: the reservation lives, incarnation
+    and generation are the present ones, the capability matches (`hmac.compare_digest`), and the
+    runs lie in the reservation. The channel has checked none of that but the incarnation.
+    """
+
+    def begin_write(self, put: PutFrame) -> WriteGrant | Refusal:
+        """Says where the payload goes.
+
+        From a grant until its `end_write` the blocks stay the reservation's, even if it is
+        cancelled or its lease ends. A refused payload is read and dropped, the channel lives on.
+        """
+        ...
+
+    def end_write(self, grant: WriteGrant, ok: bool) -> None:
+        """Called once for each grant: with True when its memory holds the sender's bytes.
+
+        With False (channel lost, checksum wrong) the memory holds anything; the sender may write
+        it again.
+        """
+        ...
+
+    def commit(self, frame: CommitFrame) -> Refusal | None:
+        """Takes a complete reservation over; None is yes.
+
+        A sender whose answer was lost asks again, maybe on another channel: the second time gets
+        the first one's answer.
+        """
+        ...
+
+    def peer_lost(self, worker_id: WorkerId) -> None:
+        """A channel of this peer ended, in whatever way; called once for each, after `end_write`.
+
+        The peer may already have another channel.
+        """
+        ...

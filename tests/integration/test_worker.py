@@ -1,0 +1,260 @@
+"""Workers over real gRPC and real data channels, with the deterministic engine."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+
+import pytest
+
+from kvmesh.runtime.worker import Worker
+from kvmesh.runtime.worker_config import EngineSection, WorkerSection
+from tests.worker_driver import (
+    Driver,
+    Key,
+    make_spec,
+    reference_tokens,
+    running_worker,
+    until_idle,
+)
+
+
+@pytest.fixture
+async def prefill() -> AsyncIterator[Worker]:
+    async with running_worker(WorkerSection(id="p0", role="prefill")) as worker:
+        yield worker
+
+
+@pytest.fixture
+async def decode() -> AsyncIterator[Worker]:
+    async with running_worker(WorkerSection(id="d0", role="decode")) as worker:
+        yield worker
+
+
+@pytest.fixture
+async def driver(prefill: Worker, decode: Worker) -> AsyncIterator[Driver]:
+    driver = Driver()
+    await driver.connect(prefill)
+    await driver.connect(decode)
+    yield driver
+    await driver.close()
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(1, 1000) for _ in range(length)]
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 100, 1300])
+async def test_disaggregated_tokens_equal_one_engine_alone(
+    prefill: Worker, decode: Worker, driver: Driver, length: int
+) -> None:
+    spec = make_spec(prompt(length), max_tokens=20)
+    assert await driver.generate(prefill, decode, Key("r"), spec) == reference_tokens(spec)
+    await until_idle(prefill, decode)
+
+
+@pytest.mark.parametrize("length", [1, 16, 100])
+async def test_aggregated_tokens_equal_one_engine_alone(
+    prefill: Worker, decode: Worker, driver: Driver, length: int
+) -> None:
+    spec = make_spec(prompt(length), max_tokens=20, temperature=1.0, seed=7)
+    assert await driver.generate(decode, decode, Key("r"), spec) == reference_tokens(spec)
+    await until_idle(prefill, decode)
+
+
+async def test_one_token_answer_needs_no_transfer(
+    prefill: Worker, decode: Worker, driver: Driver
+) -> None:
+    for worker in (prefill, decode):
+        spec = make_spec(prompt(40), max_tokens=1)
+        tokens = await driver.generate(worker, decode, Key(worker.worker_id), spec)
+        assert tokens == reference_tokens(spec)
+    await until_idle(prefill, decode)
+
+
+async def test_a_repeated_prompt_is_neither_computed_nor_sent_again(
+    prefill: Worker, decode: Worker, driver: Driver
+) -> None:
+    spec = make_spec(prompt(100), max_tokens=4)
+    await driver.generate(prefill, decode, Key("first"), spec)
+    await until_idle(prefill, decode)
+    reserved = await driver.reserve(decode, Key("second"), spec)
+    assert reserved.reserved.num_cached_blocks == 6
+    assert reserved.reserved.num_blocks == 1
+    accepted = await driver.offer(prefill, Key("second"), spec, reserved.reserved)
+    assert accepted.accepted.cached_tokens == 96
+    first = await driver.prefill_event(Key("second"))
+    handed = await driver.prefill_event(Key("second"))
+    assert first.first_token.cached_tokens == 96
+    assert handed.handed_off.bytes == prefill._runner.spec.layout.block_bytes
+    assert handed.handed_off.calls == 1
+    driver.cancel_decode(decode, Key("second"))
+    await until_idle(prefill, decode)
+
+
+async def test_a_busy_prefill_rejects_and_never_queues(decode: Worker) -> None:
+    slow = EngineSection(kind="fake", fake_step_s=0.2)
+    async with running_worker(WorkerSection(id="slow", role="prefill"), slow) as prefill:
+        driver = Driver()
+        await driver.connect(prefill)
+        await driver.connect(decode)
+        spec = make_spec(prompt(40), max_tokens=2)
+        reservations = [await driver.reserve(decode, Key(name), spec) for name in ("a", "b")]
+        answers = [
+            await driver.offer(prefill, Key(name), spec, reservation.reserved)
+            for name, reservation in zip(("a", "b"), reservations, strict=True)
+        ]
+        assert [answer.WhichOneof("event") for answer in answers] == ["accepted", "rejected"]
+        assert answers[1].rejected.retry_after_ms > 0
+        assert not answers[1].rejected.work_done
+        while (await driver.prefill_event(Key("a"))).WhichOneof("event") != "handed_off":
+            pass
+        again = await driver.offer(prefill, Key("b"), spec, reservations[1].reserved)
+        assert again.WhichOneof("event") == "accepted"
+        driver.cancel_prefill(prefill, Key("b"))
+        driver.cancel_decode(decode, Key("b"))
+        await until_idle(prefill, decode)
+        await driver.close()
+
+
+@pytest.mark.parametrize("placement", ["disaggregated", "aggregated"])
+@pytest.mark.parametrize("stage", ["reserved", "accepted", "first_token", "decoding"])
+@pytest.mark.parametrize("how", ["cancel", "disconnect"])
+async def test_cancel_at_any_stage_frees_everything(stage: str, how: str, placement: str) -> None:
+    engine = EngineSection(kind="fake", fake_step_s=0.01, max_batch_tokens=64)
+    async with (
+        running_worker(WorkerSection(id="p", role="prefill"), engine) as other,
+        running_worker(WorkerSection(id="d", role="decode"), engine) as decode,
+    ):
+        prefill = other if placement == "disaggregated" else decode
+        driver = Driver()
+        for worker in {other, decode}:
+            await driver.connect(worker)
+        key, spec = Key("r"), make_spec(prompt(500), max_tokens=200)
+        reserved = await driver.reserve(decode, key, spec)
+        if stage != "reserved":
+            await driver.offer(prefill, key, spec, reserved.reserved)
+        if stage in ("first_token", "decoding"):
+            await driver.prefill_event(key)
+        if stage == "decoding":
+            await driver.decode_event(key)
+        if how == "cancel":
+            driver.cancel_prefill(prefill, key)
+            driver.cancel_decode(decode, key)
+        else:
+            await driver.disconnect(prefill, "prefill")
+            await driver.disconnect(decode, "decode")
+        await until_idle(other, decode)
+        await driver.close()
+
+
+async def test_cancelled_reservation_frees_the_local_prefill_slot() -> None:
+    engine = EngineSection(kind="fake", fake_step_s=0.05, max_batch_tokens=16)
+    async with running_worker(WorkerSection(id="w"), engine) as worker:
+        driver = Driver()
+        await driver.connect(worker)
+        spec = make_spec(prompt(200), max_tokens=5)
+        reserved = await driver.reserve(worker, Key("r"), spec)
+        await driver.offer(worker, Key("r"), spec, reserved.reserved)
+        driver.cancel_decode(worker, Key("r"))
+        event = await driver.prefill_event(Key("r"))
+        assert event.WhichOneof("event") == "failed"
+        await until_idle(worker)
+        await driver.close()
+
+
+async def test_a_lease_that_nobody_renews_ends(prefill: Worker) -> None:
+    async with running_worker(WorkerSection(id="short", lease_s=0.3)) as decode:
+        driver = Driver()
+        await driver.connect(decode)
+        spec = make_spec(prompt(40))
+        await driver.reserve(decode, Key("forgotten"), spec)
+        await driver.reserve(decode, Key("kept"), spec)
+        async with asyncio.timeout(10):
+            while not driver.has_events("decode", Key("forgotten")):
+                driver.renew(decode, "kept")
+                await asyncio.sleep(0.01)
+        event = await driver.decode_event(Key("forgotten"))
+        assert event.WhichOneof("event") == "failed"
+        assert not driver.has_events("decode", Key("kept"))
+        driver.cancel_decode(decode, Key("kept"))
+        await until_idle(decode)
+        await driver.close()
+
+
+async def test_writes_without_the_right_claim_fail_and_change_nothing(
+    prefill: Worker, decode: Worker, driver: Driver
+) -> None:
+    spec = make_spec(prompt(64), max_tokens=4)
+    reserved = await driver.reserve(decode, Key("r"), spec)
+    for field, value in (("capability", b"x" * 16), ("generation", 7), ("reservation_id", 99)):
+        key = Key("r", attempt=2 + len(field))
+        claim = type(reserved.reserved)()
+        claim.CopyFrom(reserved.reserved)
+        setattr(claim, field, value)
+        assert (await driver.offer(prefill, key, spec, claim)).HasField("accepted")
+        assert (await driver.prefill_event(key)).HasField("first_token")
+        failed = await driver.prefill_event(key)
+        assert failed.WhichOneof("event") == "failed"
+        assert failed.failed.work_done
+    assert decode.core.statistics().num_held == 1
+    driver.cancel_decode(decode, Key("r"))
+    await until_idle(prefill, decode)
+
+
+async def test_decode_refuses_what_cannot_fit_and_what_has_no_slot() -> None:
+    section = WorkerSection(id="small", decode_slots=1)
+    async with running_worker(section, EngineSection(kind="fake", num_blocks=8)) as decode:
+        driver = Driver()
+        await driver.connect(decode)
+        too_long = await driver.reserve(decode, Key("long"), make_spec(prompt(128)))
+        assert "context of 128" in too_long.refused.message
+        await driver.reserve(decode, Key("a"), make_spec(prompt(10)))
+        no_slot = await driver.reserve(decode, Key("b"), make_spec(prompt(10)))
+        assert "decode slots" in no_slot.refused.message
+        driver.cancel_decode(decode, Key("a"))
+        await until_idle(decode)
+        await driver.close()
+
+
+async def test_preempted_sequences_give_the_same_tokens(prefill: Worker) -> None:
+    section = WorkerSection(id="tight", role="decode")
+    engine = EngineSection(kind="fake", num_blocks=24, growth_tokens=0)
+    async with running_worker(section, engine) as decode:
+        driver = Driver()
+        await driver.connect(prefill)
+        await driver.connect(decode)
+        specs = {Key(f"r{n}"): make_spec(prompt(60, n), max_tokens=120) for n in range(4)}
+        reserved = {key: await driver.reserve(decode, key, spec) for key, spec in specs.items()}
+        tokens: dict[Key, list[int]] = {}
+        for key, spec in specs.items():
+            await driver.offer(prefill, key, spec, reserved[key].reserved)
+            tokens[key] = [(await driver.prefill_event(key)).first_token.token_id]
+            assert (await driver.prefill_event(key)).HasField("handed_off")
+        for key, spec in specs.items():
+            while len(tokens[key]) < 120:
+                event = await driver.decode_event(key)
+                assert event.tokens.first_position == 60 + len(tokens[key])
+                tokens[key] += event.tokens.token_ids
+            assert tokens[key] == reference_tokens(spec)
+        assert decode.core.statistics().preemptions_total > 0
+        await until_idle(prefill, decode)
+        await driver.close()
+
+
+async def test_drain_waits_for_the_stream_and_refuses_new_work(
+    prefill: Worker, decode: Worker, driver: Driver
+) -> None:
+    spec = make_spec(prompt(40), max_tokens=60)
+    running = asyncio.create_task(driver.generate(prefill, decode, Key("r"), spec))
+    while decode.decode.num_tasks == 0:
+        await asyncio.sleep(0)
+    draining = asyncio.create_task(decode.decode.drain())
+    await asyncio.sleep(0)
+    refused = await driver.reserve(decode, Key("late"), spec)
+    assert refused.WhichOneof("event") == "refused"
+    assert await running == reference_tokens(spec)
+    await draining
+    await until_idle(prefill, decode)

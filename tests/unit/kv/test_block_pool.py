@@ -1,0 +1,155 @@
+from collections.abc import Callable
+
+import pytest
+
+from kvmesh.core.errors import OutOfBlocksError
+from kvmesh.core.types import BlockHash
+from kvmesh.kv.block_pool import BlockPool
+
+
+def name(number: int) -> BlockHash:
+    return BlockHash(number.to_bytes(16, "big"))
+
+
+def cached(pool: BlockPool, *numbers: int) -> list[int]:
+    """A sequence's blocks with these hashes, released."""
+    blocks = pool.allocate(len(numbers))
+    for block, number in zip(blocks, numbers, strict=True):
+        assert pool.seal(block, name(number))
+    pool.release(blocks)
+    return blocks
+
+
+def test_allocation_is_contiguous_and_extends() -> None:
+    pool = BlockPool(16, 4)
+    first = pool.allocate(3)
+    assert first == [0, 1, 2]
+    assert pool.allocate(2, after=first[-1]) == [3, 4]
+    pool.release(first)
+    assert pool.allocate(2, after=4) == [5, 6], "not the tighter hole at 0"
+    assert pool.allocate(4) == [7, 8, 9, 10]
+    pool.check_integrity()
+
+
+def test_failed_allocation_changes_nothing() -> None:
+    pool = BlockPool(4, 4)
+    cached(pool, 1, 2)
+    pool.allocate(1)
+    pool.take_events()
+    before = pool.statistics()
+    with pytest.raises(OutOfBlocksError):
+        pool.allocate(4)
+    assert pool.statistics() == before
+    assert pool.take_events().removed == []
+
+
+def test_match_is_the_longest_prefix_and_takes_nothing() -> None:
+    pool = BlockPool(8, 4)
+    blocks = cached(pool, 1, 2, 3)
+    assert pool.match([name(1), name(2), name(9), name(3)]) == blocks[:2]
+    assert pool.match([name(9), name(1)]) == []
+    assert pool.is_idle
+
+
+def test_acquired_blocks_are_not_evicted() -> None:
+    pool = BlockPool(4, 4)
+    blocks = cached(pool, 1, 2)
+    pool.acquire(blocks)
+    with pytest.raises(OutOfBlocksError):
+        pool.allocate(3)
+    pool.release(blocks)
+    pool.allocate(3)
+    assert pool.match([name(1), name(2)]) == blocks[:1]
+
+
+def test_eviction_takes_the_oldest_sequence_leaf_first() -> None:
+    pool = BlockPool(4, 4)
+    cached(pool, 1, 2)
+    cached(pool, 3, 4)
+    pool.take_events()
+    evicted = []
+    for _ in range(4):
+        pool.allocate(1)
+        evicted += pool.take_events().removed
+    assert evicted == [name(2), name(1), name(4), name(3)]
+
+
+def test_reuse_makes_blocks_young_again() -> None:
+    pool = BlockPool(4, 4)
+    old = cached(pool, 1, 2)
+    cached(pool, 3, 4)
+    pool.acquire(old)
+    pool.release(old)
+    pool.allocate(2)
+    assert pool.held_hashes() == [name(1), name(2)]
+
+
+def test_first_block_with_a_hash_wins() -> None:
+    pool = BlockPool(4, 4)
+    first, second = pool.allocate(2)
+    assert pool.seal(first, name(1))
+    assert pool.seal(first, name(1)), "sealing again is harmless"
+    assert not pool.seal(second, name(1))
+    pool.release([second])
+    assert pool.statistics().num_empty == 3, "the duplicate is not kept"
+    assert pool.match([name(1)]) == [first]
+    assert pool.take_events().stored == [name(1)]
+
+
+def test_shared_block_is_released_by_its_last_holder() -> None:
+    pool = BlockPool(2, 4)
+    (block,) = pool.allocate(1)
+    pool.acquire([block])
+    pool.release([block])
+    assert not pool.is_idle
+    pool.release([block])
+    assert pool.is_idle
+
+
+def test_events_are_net_and_in_order() -> None:
+    pool = BlockPool(4, 4)
+    cached(pool, 1, 2)
+    assert pool.take_events().stored == [name(1), name(2)]
+    assert pool.clear_cached() == 2
+    cached(pool, 3)
+    cached(pool, 2)  # removed and stored again
+    pool.clear_cached()
+    cached(pool, 4, 5)  # 3 was stored and removed
+    events = pool.take_events()
+    assert events.stored == [name(4), name(5)]
+    assert sorted(events.removed) == [name(1), name(2)]
+    assert pool.take_events() == type(events)([], [])
+    pool.check_integrity()
+
+
+def test_statistics() -> None:
+    pool = BlockPool(8, 4)
+    cached(pool, 1, 2)
+    pool.allocate(3)
+    statistics = pool.statistics()
+    assert (statistics.num_empty, statistics.num_evictable, statistics.num_referenced) == (3, 2, 3)
+    assert (statistics.num_hashed, statistics.num_free_segments) == (2, 1)
+    assert (statistics.largest_free_segment, statistics.allocated_total) == (3, 5)
+    assert pool.num_free == 5
+
+
+@pytest.mark.parametrize(
+    "misuse",
+    [
+        lambda pool: pool.release([0]),
+        lambda pool: pool.acquire([0]),
+        lambda pool: pool.seal(0, name(1)),
+    ],
+    ids=["release", "acquire", "seal"],
+)
+def test_using_an_empty_block_is_a_bug(misuse: Callable[[BlockPool], object]) -> None:
+    with pytest.raises(AssertionError, match="block 0"):
+        misuse(BlockPool(4, 4))
+
+
+def test_integrity_check_notices_a_leak() -> None:
+    pool = BlockPool(4, 4)
+    (block,) = pool.allocate(1)
+    pool._references[block] = 0
+    with pytest.raises(AssertionError, match=f"block {block}"):
+        pool.check_integrity()

@@ -1,0 +1,262 @@
+from typing import NamedTuple
+
+import pytest
+
+from kvmesh.core.types import Refusal, RefusalReason, RequestId
+from kvmesh.kv.handoff import HandoffTable
+from kvmesh.kv.handoff_types import Committed, Outcome, Released, Taken, WriteGrant
+
+LIFE, LEASE_S, SECRET = 7, 10.0, b"secret"
+REQUEST = RequestId("r1")
+BLOCKS = (4, 5, 6, 9)
+NUM_CACHED = 1
+
+
+class Writer(NamedTuple):
+    """A prefill worker's view of one reservation."""
+
+    table: HandoffTable
+    reservation_id: int
+    generation: int
+    incarnation: int = LIFE
+    capability: bytes = SECRET
+
+    def begin(self, first: int, count: int, now: float = 1.0) -> WriteGrant | Refusal:
+        return self.table.begin_write(
+            self.reservation_id,
+            self.incarnation,
+            self.generation,
+            self.capability,
+            first,
+            count,
+            now,
+        )
+
+    def grant(self, first: int, count: int, now: float = 1.0) -> WriteGrant:
+        answer = self.begin(first, count, now)
+        assert isinstance(answer, WriteGrant)
+        return answer
+
+    def write(self, first: int, count: int) -> None:
+        self.table.end_write(self.grant(first, count).write_id, ok=True)
+
+    def commit(self, now: float = 1.0) -> Committed | Refusal:
+        return self.table.commit(
+            self.reservation_id, self.incarnation, self.generation, self.capability, now
+        )
+
+
+@pytest.fixture
+def table() -> HandoffTable:
+    return HandoffTable(LIFE, LEASE_S)
+
+
+@pytest.fixture
+def writer(table: HandoffTable) -> Writer:
+    ticket = table.reserve(REQUEST, BLOCKS, NUM_CACHED, SECRET, now=0.0)
+    return Writer(table, *ticket)
+
+
+def reason(answer: object) -> RefusalReason:
+    assert isinstance(answer, Refusal), f"not refused: {answer}"
+    return answer.reason
+
+
+def rearm(writer: Writer, now: float = 2.0) -> Writer:
+    generation = writer.table.rearm(writer.reservation_id, now)
+    assert isinstance(generation, int)
+    return writer._replace(generation=generation)
+
+
+def test_a_handoff_from_reserve_to_take(table: HandoffTable, writer: Writer) -> None:
+    first, second = writer.grant(0, 2), writer.grant(2, 1)
+    assert (first.blocks, second.blocks) == ((5, 6), (9,))
+    table.end_write(second.write_id, ok=True)
+    table.end_write(first.write_id, ok=True)
+    assert writer.commit() == Committed(writer.reservation_id, REQUEST, 1, len(BLOCKS))
+    assert table.take(writer.reservation_id) == Taken(REQUEST, BLOCKS, NUM_CACHED)
+    assert table.is_idle
+    assert table.drain_released() == []
+    table.check_integrity()
+
+
+def test_commit_needs_every_block(table: HandoffTable, writer: Writer) -> None:
+    writer.write(0, 2)
+    assert reason(writer.commit()) is RefusalReason.INVALID
+    assert reason(table.take(writer.reservation_id)) is RefusalReason.STALE
+    writer.write(2, 1)
+    assert isinstance(writer.commit(), Committed)
+
+
+def test_commit_waits_for_writers(table: HandoffTable, writer: Writer) -> None:
+    writer.write(0, 3)
+    again = writer.grant(1, 1)
+    assert reason(writer.commit()) is RefusalReason.BUSY
+    table.end_write(again.write_id, ok=False)
+    assert reason(writer.commit()) is RefusalReason.INVALID, "a torn rewrite undoes the block"
+    writer.write(1, 1)
+    assert isinstance(writer.commit(), Committed)
+
+
+def test_fully_cached_prompt_commits_at_once(table: HandoffTable) -> None:
+    writer = Writer(table, *table.reserve(REQUEST, BLOCKS, len(BLOCKS), SECRET, now=0.0))
+    assert reason(writer.begin(0, 1)) is RefusalReason.INVALID
+    assert isinstance(writer.commit(), Committed)
+
+
+def test_repeated_commit_gives_the_same_answer_and_take_succeeds_once(
+    table: HandoffTable, writer: Writer
+) -> None:
+    writer.write(0, 3)
+    answer = writer.commit(now=1.0)
+    assert isinstance(answer, Committed)
+    assert writer.commit(now=2.0) == answer
+    table.take(writer.reservation_id)
+    assert writer.commit(now=3.0) == answer
+    assert reason(table.take(writer.reservation_id)) is RefusalReason.STALE
+    assert table.next_expiry() == 1.0 + LEASE_S
+    assert reason(writer.commit(now=1.0 + LEASE_S)) is RefusalReason.STALE
+    assert table.expire(1.0 + LEASE_S) == []
+    assert table.next_expiry() is None
+
+
+def test_complete_reservation_takes_no_more_writes(table: HandoffTable, writer: Writer) -> None:
+    writer.write(0, 3)
+    writer.commit()
+    assert reason(writer.begin(0, 1)) is RefusalReason.STALE
+    assert reason(table.rearm(writer.reservation_id, 2.0)) is RefusalReason.STALE
+    table.take(writer.reservation_id)
+    assert reason(writer.begin(0, 1)) is RefusalReason.STALE
+
+
+@pytest.mark.parametrize(("first", "count"), [(-1, 1), (0, 0), (0, 4), (3, 1), (2, -1)])
+def test_range_outside_of_the_reservation(writer: Writer, first: int, count: int) -> None:
+    assert reason(writer.begin(first, count)) is RefusalReason.INVALID
+
+
+def test_credentials_are_checked(writer: Writer) -> None:
+    strangers = {
+        writer._replace(incarnation=LIFE - 1): RefusalReason.STALE,
+        writer._replace(generation=2): RefusalReason.STALE,
+        writer._replace(reservation_id=99): RefusalReason.STALE,
+        writer._replace(capability=b"guess"): RefusalReason.INVALID,
+    }
+    for stranger, expected in strangers.items():
+        assert reason(stranger.begin(0, 1)) is expected
+        assert reason(stranger.commit()) is expected
+    assert writer.table.statistics().refused_total == 2 * len(strangers)
+
+
+def test_rearm_fences_the_older_writer(table: HandoffTable, writer: Writer) -> None:
+    writer.write(0, 2)
+    late = writer.grant(2, 1)
+    newer = rearm(writer)
+    assert reason(writer.begin(0, 1)) is RefusalReason.STALE
+    assert reason(writer.commit()) is RefusalReason.STALE
+    assert table.stale_writes() == [late.write_id]
+    assert not table.is_write_current(late.write_id)
+    assert reason(newer.begin(1, 2)) is RefusalReason.BUSY, "the late writer is still in block 2"
+    newer.write(0, 2)
+    table.end_write(late.write_id, ok=True)
+    assert reason(newer.commit()) is RefusalReason.INVALID, "what the late writer wrote is void"
+    newer.write(2, 1)
+    assert isinstance(newer.commit(), Committed)
+    table.check_integrity()
+
+
+def test_rearm_forgets_what_was_written(writer: Writer) -> None:
+    writer.write(0, 3)
+    newer = rearm(writer)
+    assert reason(newer.commit()) is RefusalReason.INVALID
+    newer.write(0, 3)
+    assert isinstance(newer.commit(), Committed)
+
+
+def test_commit_waits_for_a_fenced_writer(table: HandoffTable, writer: Writer) -> None:
+    late = writer.grant(2, 1)
+    newer = rearm(writer)
+    newer.write(0, 2)
+    assert reason(newer.commit()) is RefusalReason.BUSY
+    table.end_write(late.write_id, ok=False)
+    assert reason(newer.commit()) is RefusalReason.INVALID
+
+
+def test_cancel_holds_blocks_until_the_last_writer_is_gone(
+    table: HandoffTable, writer: Writer
+) -> None:
+    first, second = writer.grant(0, 1), writer.grant(1, 1)
+    assert table.cancel(writer.reservation_id)
+    assert not table.cancel(writer.reservation_id)
+    assert sorted(table.stale_writes()) == [first.write_id, second.write_id]
+    table.end_write(first.write_id, ok=True)
+    assert table.drain_released() == []
+    assert table.statistics().num_fenced == 1
+    table.check_integrity()
+    table.end_write(second.write_id, ok=False)
+    assert table.drain_released() == [
+        Released(writer.reservation_id, REQUEST, BLOCKS, Outcome.CANCELLED)
+    ]
+    assert table.drain_released() == []
+    assert table.is_idle
+
+
+def test_fenced_reservation_refuses_everything(table: HandoffTable, writer: Writer) -> None:
+    writer.grant(0, 1)
+    table.cancel(writer.reservation_id)
+    assert reason(writer.begin(1, 1)) is RefusalReason.STALE
+    assert reason(writer.commit()) is RefusalReason.STALE
+    assert reason(table.take(writer.reservation_id)) is RefusalReason.STALE
+    assert reason(table.rearm(writer.reservation_id, 1.0)) is RefusalReason.STALE
+    assert not table.renew(writer.reservation_id, 1.0)
+    assert table.expire(99.0) == []
+    assert table.next_expiry() is None
+
+
+def test_committed_reservation_can_be_cancelled(table: HandoffTable, writer: Writer) -> None:
+    writer.write(0, 3)
+    writer.commit()
+    assert table.cancel(writer.reservation_id)
+    assert [released.outcome for released in table.drain_released()] == [Outcome.CANCELLED]
+    assert reason(writer.commit()) is RefusalReason.STALE
+
+
+def test_lease_ends_without_renewal(table: HandoffTable, writer: Writer) -> None:
+    assert table.next_expiry() == LEASE_S
+    assert table.expire(LEASE_S - 0.1) == []
+    assert table.expire(LEASE_S) == [REQUEST]
+    assert table.expire(LEASE_S) == []
+    assert table.drain_released() == [
+        Released(writer.reservation_id, REQUEST, BLOCKS, Outcome.EXPIRED)
+    ]
+    assert table.statistics().expired_total == 1
+
+
+def test_renewal_and_progress_extend_the_lease(table: HandoffTable, writer: Writer) -> None:
+    assert table.renew(writer.reservation_id, now=4.0)
+    assert table.next_expiry() == 4.0 + LEASE_S
+    table.end_write(writer.grant(0, 3, now=6.0).write_id, ok=True)
+    assert table.next_expiry() == 6.0 + LEASE_S
+    writer.commit(now=8.0)
+    assert table.next_expiry() == 8.0 + LEASE_S
+    assert table.expire(8.0 + LEASE_S) == [REQUEST], "a commit that nobody takes has an end too"
+
+
+def test_overdue_reservation_is_refused_before_expire_runs(writer: Writer) -> None:
+    assert reason(writer.begin(0, 1, now=LEASE_S)) is RefusalReason.STALE
+    assert reason(writer.commit(now=LEASE_S)) is RefusalReason.STALE
+    assert reason(writer.table.rearm(writer.reservation_id, LEASE_S)) is RefusalReason.STALE
+    assert not writer.table.renew(writer.reservation_id, LEASE_S)
+    assert writer.table.expire(LEASE_S) == [REQUEST]
+
+
+def test_capability_is_not_shown(table: HandoffTable, writer: Writer) -> None:
+    assert SECRET.decode() not in repr(table._entries[writer.reservation_id])
+
+
+def test_integrity_check_notices_a_shared_writable_block(table: HandoffTable) -> None:
+    table.reserve(REQUEST, (1, 2), 1, SECRET, now=0.0)
+    table.reserve(RequestId("r2"), (1, 3), 1, SECRET, now=0.0)
+    table.check_integrity()
+    table.reserve(RequestId("r3"), (1, 3), 1, SECRET, now=0.0)
+    with pytest.raises(AssertionError, match="one block"):
+        table.check_integrity()

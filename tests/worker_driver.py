@@ -1,0 +1,215 @@
+"""Drives workers over their real gRPC services, one small step at a time, as a gateway would."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from kvmesh.core.types import BlockHash, SamplingParams, SequenceSpec
+from kvmesh.engine.core import EngineCore
+from kvmesh.engine.fake import FakeRunner
+from kvmesh.engine.sequence import Sequence
+from kvmesh.kv.hashing import root_hash
+from kvmesh.rpc.channels import open_channel
+from kvmesh.rpc.convert import sequence_spec_to_proto
+from kvmesh.rpc.stream import PeerStream
+from kvmesh.runtime.app import ServiceContext, serving
+from kvmesh.runtime.worker import Worker, build_worker
+from kvmesh.runtime.worker_config import EngineSection, WorkerConfig, WorkerSection
+from kvmesh.runtime.worker_metrics import WorkerMetrics
+from kvmesh.v1 import decode_service_pb2 as decode_pb
+from kvmesh.v1 import prefill_service_pb2 as prefill_pb
+from kvmesh.v1.decode_service_pb2_grpc import DecodeServiceStub
+from kvmesh.v1.prefill_service_pb2_grpc import PrefillServiceStub
+from kvmesh.v1.types_pb2 import Reservation as ReservationMessage
+
+ROOT: BlockHash = root_hash("test")
+
+
+def make_spec(tokens: list[int], max_tokens: int = 8, **sampling: Any) -> SequenceSpec:
+    """A greedy sequence of `tokens`."""
+    params = replace(
+        SamplingParams(temperature=0.0, max_tokens=max_tokens),
+        **sampling,
+    )
+    return SequenceSpec(tuple(tokens), len(tokens), params, ROOT)
+
+
+def reference_tokens(spec: SequenceSpec, num_blocks: int = 512) -> list[int]:
+    """What one engine alone generates for `spec`."""
+    runner = FakeRunner(num_blocks=num_blocks)
+    core = EngineCore(runner.spec, num_blocks)
+    sequence = core.admit_decode(spec)
+    assert isinstance(sequence, Sequence), sequence
+    core.run(sequence)
+    while core.has_work:
+        chunks = core.plan_step()
+        core.finish_step(chunks, runner.execute(chunks))
+    return list(sequence.tokens[len(spec.token_ids) :])
+
+
+@asynccontextmanager
+async def running_worker(
+    worker: WorkerSection | None = None, engine: EngineSection | None = None
+) -> AsyncIterator[Worker]:
+    """A worker in this process, on free ports, without a scheduler."""
+    section = replace(worker or WorkerSection(), scheduler_targets="", kvmanager_target="")
+    config = WorkerConfig(worker=section, engine=engine or EngineSection(kind="fake"))
+    made: list[Worker] = []
+
+    async def build(config: WorkerConfig, context: ServiceContext) -> None:
+        made.append(await build_worker(config, context, WorkerMetrics(CollectorRegistry())))
+
+    async with serving("worker", config, build):
+        yield made[0]
+
+
+@dataclass(frozen=True)
+class Key:
+    """Which attempt of which request."""
+
+    request_id: str
+    attempt: int = 1
+
+
+class Driver:
+    """One gateway's streams to some workers; events land in a queue per attempt."""
+
+    def __init__(self) -> None:
+        self._prefill: dict[str, PeerStream[prefill_pb.PrefillRequest, object]] = {}
+        self._decode: dict[str, PeerStream[decode_pb.DecodeRequest, object]] = {}
+        self._queues: dict[tuple[str, Key], asyncio.Queue[object]] = {}
+        self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._channels: list[object] = []
+
+    async def connect(self, worker: Worker) -> None:
+        """Opens both streams to a worker."""
+        target = f"127.0.0.1:{worker._context.port}"
+        channel = open_channel(target)
+        self._channels.append(channel)
+        prefill: PeerStream[prefill_pb.PrefillRequest, prefill_pb.PrefillResponse] = PeerStream(
+            "prefill",
+            PrefillServiceStub(channel).Prefill,
+            lambda m: self._take("prefill", m.events),
+        )
+        decode: PeerStream[decode_pb.DecodeRequest, decode_pb.DecodeResponse] = PeerStream(
+            "decode", DecodeServiceStub(channel).Decode, lambda m: self._take("decode", m.events)
+        )
+        self._prefill[worker.worker_id] = prefill  # type: ignore[assignment]
+        self._decode[worker.worker_id] = decode  # type: ignore[assignment]
+        self._tasks[worker.worker_id, "prefill"] = asyncio.create_task(prefill.run())
+        self._tasks[worker.worker_id, "decode"] = asyncio.create_task(decode.run())
+        assert await prefill.wait_connected(5)
+        assert await decode.wait_connected(5)
+
+    async def disconnect(self, worker: Worker, side: str) -> None:
+        """Cuts one stream, as a dying gateway does."""
+        task = self._tasks.pop((worker.worker_id, side))
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    async def close(self) -> None:
+        """Cuts all streams."""
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        for channel in self._channels:
+            await channel.close()  # type: ignore[attr-defined]
+
+    def _take(self, side: str, events: object) -> None:
+        for event in events:  # type: ignore[attr-defined]
+            self._queue(side, Key(event.request_id, event.attempt)).put_nowait(event)
+
+    def _queue(self, side: str, key: Key) -> asyncio.Queue[object]:
+        return self._queues.setdefault((side, key), asyncio.Queue())
+
+    async def prefill_event(self, key: Key) -> prefill_pb.PrefillEvent:
+        """The next event of the prefill side."""
+        event = await asyncio.wait_for(self._queue("prefill", key).get(), 10)
+        assert isinstance(event, prefill_pb.PrefillEvent)
+        return event
+
+    async def decode_event(self, key: Key) -> decode_pb.DecodeEvent:
+        """The next event of the decode side."""
+        event = await asyncio.wait_for(self._queue("decode", key).get(), 10)
+        assert isinstance(event, decode_pb.DecodeEvent)
+        return event
+
+    def has_events(self, side: str, key: Key) -> bool:
+        """Whether an event waits to be read."""
+        return not self._queue(side, key).empty()
+
+    async def reserve(self, worker: Worker, key: Key, spec: SequenceSpec) -> decode_pb.DecodeEvent:
+        """Sends a reserve and returns the answer."""
+        message = decode_pb.DecodeReserve(
+            request_id=key.request_id, attempt=key.attempt, sequence=sequence_spec_to_proto(spec)
+        )
+        self._decode[worker.worker_id].send(decode_pb.DecodeRequest(reserve=message))
+        return await self.decode_event(key)
+
+    async def offer(
+        self, worker: Worker, key: Key, spec: SequenceSpec, reservation: ReservationMessage
+    ) -> prefill_pb.PrefillEvent:
+        """Sends an offer and returns the answer."""
+        message = prefill_pb.PrefillOffer(
+            request_id=key.request_id,
+            attempt=key.attempt,
+            sequence=sequence_spec_to_proto(spec),
+            reservation=reservation,
+            ttft_budget_ms=10_000,
+        )
+        self._prefill[worker.worker_id].send(prefill_pb.PrefillRequest(offer=message))
+        return await self.prefill_event(key)
+
+    def cancel_prefill(self, worker: Worker, key: Key) -> None:
+        """Cancels at the prefill worker."""
+        message = prefill_pb.PrefillCancel(request_id=key.request_id, attempt=key.attempt)
+        self._prefill[worker.worker_id].send(prefill_pb.PrefillRequest(cancel=message))
+
+    def cancel_decode(self, worker: Worker, key: Key) -> None:
+        """Cancels at the decode worker."""
+        message = decode_pb.DecodeCancel(request_id=key.request_id, attempt=key.attempt)
+        self._decode[worker.worker_id].send(decode_pb.DecodeRequest(cancel=message))
+
+    def renew(self, worker: Worker, *request_ids: str) -> None:
+        """Renews reservations."""
+        message = decode_pb.DecodeRenew(request_ids=request_ids)
+        self._decode[worker.worker_id].send(decode_pb.DecodeRequest(renew=message))
+
+    async def generate(
+        self, prefill: Worker, decode: Worker, key: Key, spec: SequenceSpec
+    ) -> list[int]:
+        """The whole path; the generated tokens."""
+        reserved = await self.reserve(decode, key, spec)
+        assert reserved.WhichOneof("event") == "reserved", reserved
+        accepted = await self.offer(prefill, key, spec, reserved.reserved)
+        assert accepted.WhichOneof("event") == "accepted", accepted
+        first = await self.prefill_event(key)
+        assert first.WhichOneof("event") == "first_token", first
+        tokens = [first.first_token.token_id]
+        finish = first.first_token.finish_reason
+        if finish:
+            self.cancel_decode(decode, key)
+        while not finish:
+            event = await self.decode_event(key)
+            assert event.WhichOneof("event") == "tokens", event
+            assert event.tokens.first_position == len(spec.token_ids) + len(tokens)
+            tokens += event.tokens.token_ids
+            finish = event.tokens.finish_reason
+        handed = await self.prefill_event(key)
+        assert handed.WhichOneof("event") == "handed_off", handed
+        return tokens
+
+
+async def until_idle(*workers: Worker) -> None:
+    """Waits until nothing is held anywhere, then checks all invariants."""
+    async with asyncio.timeout(10):
+        while not all(worker.is_idle for worker in workers):
+            await asyncio.sleep(0.005)
+    for worker in workers:
+        worker.core.check_integrity()
