@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from kvmesh.core.config import format_config, load_config, option, options_of
+from kvmesh.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Inner:
+    """Inner."""
+
+    port: int = option(80, "a port")
+    wait_s: float = option(1.5, "seconds")
+    is_on: bool = option(False, "a switch")
+    api_key: str = option("", "a secret")
+
+
+@dataclass(frozen=True, slots=True)
+class Outer:
+    """Outer."""
+
+    name: str = option("x", "a name")
+    limit: int | None = option(None, "a limit")
+    inner: Inner = option(Inner, "")
+
+
+def test_later_sources_win(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text('name = "file"\n[inner]\nport = 1\nwait_s = 2\n')
+    environ = {"KVMESH_INNER__PORT": "2", "KVMESH_NAME": "env", "KVMESH_INNER__IS_ON": "yes"}
+    config = load_config(
+        Outer, ["--config", str(file), "--inner.port", "3", "--limit", "9"], environ=environ
+    )
+    assert config == Outer("env", 9, Inner(3, 2.0, True))
+
+
+def test_defaults() -> None:
+    assert load_config(Outer, environ={}) == Outer()
+
+
+def test_every_option_has_a_flag_and_an_env_twin() -> None:
+    leaves = {leaf.flag: leaf.env for leaf in options_of(Outer)}
+    assert leaves["--inner.wait-s"] == "KVMESH_INNER__WAIT_S"
+    assert len(leaves) == 6
+
+
+def test_unknown_key_in_a_file_names_the_known_ones(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text("[inner]\nprot = 1\n")
+    with pytest.raises(ConfigError, match=r"inner\.prot.*inner\.port"):
+        load_config(Outer, environ={"KVMESH_CONFIG": str(file)})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kind"),
+    [
+        ("KVMESH_INNER__PORT", "eighty", "int"),
+        ("KVMESH_INNER__IS_ON", "maybe", "bool"),
+        ("KVMESH_LIMIT", "1.5", "int"),
+    ],
+)
+def test_a_value_of_the_wrong_type_names_its_source(name: str, value: str, kind: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}.*must be {kind}"):
+        load_config(Outer, environ={name: value})
+
+
+def test_missing_file_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(Outer, ["--config", str(tmp_path / "none.toml")], environ={})
+
+
+def test_printed_config_hides_secrets() -> None:
+    text = format_config(Outer(inner=Inner(api_key="hunter2")))
+    assert "inner.api_key = ***" in text
+    assert "hunter2" not in text
+    assert "inner.port = 80" in text

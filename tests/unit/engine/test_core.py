@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from kvmesh.core.types import FinishReason, Refusal, RefusalReason
+from kvmesh.engine.core import EngineCore
+from kvmesh.engine.fake import FakeRunner
+from kvmesh.engine.sequence import Emission, Sequence, SequenceState
+from kvmesh.policy.batching import BatchLimits
+from tests.worker_driver import make_spec, reference_tokens
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(1, 1000) for _ in range(length)]
+
+
+class Bench:
+    """A core and its runner, stepped by hand."""
+
+    def __init__(self, num_blocks: int = 64, **limits: int) -> None:
+        self.runner = FakeRunner(num_blocks=num_blocks)
+        self.core = EngineCore(self.runner.spec, num_blocks, BatchLimits(**limits), growth_tokens=0)
+
+    def admit(self, tokens: list[int], max_tokens: int = 8, **sampling: Any) -> Sequence:
+        sequence = self.core.admit_decode(make_spec(tokens, max_tokens, **sampling))
+        assert isinstance(sequence, Sequence), sequence
+        return sequence
+
+    def step(self) -> int:
+        chunks = self.core.plan_step()
+        self.core.finish_step(chunks, self.runner.execute(chunks))
+        self.core.check_integrity()
+        return len(chunks)
+
+    def finish(self) -> None:
+        while self.core.has_work:
+            self.step()
+
+
+def test_a_sequence_alone_ends_with_length_and_leaves_nothing() -> None:
+    bench = Bench()
+    emissions: list[Emission] = []
+    sequence = bench.admit(prompt(50), max_tokens=5)
+    sequence.on_emission = emissions.append
+    bench.core.run(sequence)
+    bench.finish()
+    assert [emission.position for emission in emissions] == [50, 51, 52, 53, 54]
+    assert [emission.finish_reason for emission in emissions] == [None] * 4 + [FinishReason.LENGTH]
+    assert bench.core.is_idle
+
+
+@pytest.mark.parametrize("max_tokens", [1, 7, 64, 512])
+def test_chunk_size_does_not_change_the_tokens(max_tokens: int) -> None:
+    spec = make_spec(prompt(100), max_tokens=10)
+    bench = Bench(max_tokens=max_tokens)
+    sequence = bench.admit(list(spec.token_ids), max_tokens=10)
+    bench.core.run(sequence)
+    bench.finish()
+    assert sequence.tokens[100:] == reference_tokens(spec)
+
+
+def test_cached_prefix_is_used_but_never_the_last_token() -> None:
+    bench = Bench()
+    for _ in range(2):
+        sequence = bench.admit(prompt(64), max_tokens=3)
+        bench.core.run(sequence)
+        bench.finish()
+    assert sequence.num_cached == 48
+    assert sequence.tokens[64:] == reference_tokens(make_spec(prompt(64), max_tokens=3))
+    assert bench.core.is_idle
+
+
+def test_generated_blocks_are_reused_by_the_next_turn() -> None:
+    bench = Bench()
+    first = bench.admit(prompt(40), max_tokens=30)
+    bench.core.run(first)
+    bench.finish()
+    turn = bench.admit([*first.tokens, 5, 6, 7])
+    # 69 positions have KV: the last generated token was never computed.
+    assert turn.num_cached == 64
+    bench.core.release(turn)
+    assert bench.core.is_idle
+
+
+def test_a_prefill_stops_after_the_first_token_and_keeps_its_blocks() -> None:
+    bench = Bench()
+    sequence = bench.core.admit_prefill(make_spec(prompt(40)))
+    assert isinstance(sequence, Sequence)
+    bench.finish()
+    assert sequence.state is SequenceState.HELD
+    assert len(sequence.tokens) == 41
+    assert len(sequence.blocks) == 3
+    bench.core.release(sequence)
+    bench.core.release(sequence)
+    assert bench.core.is_idle
+
+
+def test_stop_tokens_wait_for_min_tokens_and_yield_to_ignore_eos() -> None:
+    first, second, third = reference_tokens(make_spec(prompt(20), max_tokens=3))
+    assert len({first, second, third}) == 3
+    for sampling, generated in (
+        ({"stop_token_ids": (second,)}, 2),
+        ({"stop_token_ids": (first, third), "min_tokens": 1}, 3),
+        ({"stop_token_ids": (first,)}, 1),
+    ):
+        bench = Bench()
+        sequence = bench.admit(prompt(20), max_tokens=9, **sampling)
+        emissions: list[Emission] = []
+        sequence.on_emission = emissions.append
+        bench.core.run(sequence)
+        bench.finish()
+        assert len(emissions) == generated
+        assert emissions[-1].finish_reason is FinishReason.STOP
+
+
+def test_release_in_flight_keeps_the_blocks_until_the_step_is_back() -> None:
+    bench = Bench()
+    sequence = bench.admit(prompt(40))
+    bench.core.run(sequence)
+    chunks = bench.core.plan_step()
+    free = bench.core.pool.num_free
+    bench.core.release(sequence)
+    assert bench.core.pool.num_free == free
+    assert not bench.core.is_idle
+    bench.core.finish_step(chunks, bench.runner.execute(chunks))
+    assert bench.core.is_idle
+
+
+def test_preemption_takes_the_youngest_and_changes_no_token() -> None:
+    bench = Bench(num_blocks=10)
+    specs = [make_spec(prompt(40, seed), max_tokens=60) for seed in range(3)]
+    sequences = [bench.admit(list(spec.token_ids), max_tokens=60) for spec in specs]
+    for sequence in sequences:
+        bench.core.run(sequence)
+    oldest_was_preempted = False
+    while bench.core.has_work:
+        bench.step()
+        oldest_was_preempted |= sequences[0].state is SequenceState.PREEMPTED
+    assert bench.core.statistics().preemptions_total > 0
+    assert not oldest_was_preempted
+    for sequence, spec in zip(sequences, specs, strict=True):
+        assert sequence.tokens[40:] == reference_tokens(spec)
+    assert bench.core.is_idle
+
+
+def test_admission_waits_for_preempted_sequences() -> None:
+    bench = Bench(num_blocks=8)
+    for seed in range(2):
+        bench.core.run(bench.admit(prompt(62, seed), max_tokens=40))
+    while not bench.core.statistics().num_preempted:
+        bench.step()
+    refusal = bench.core.admit_decode(make_spec(prompt(5)))
+    assert isinstance(refusal, Refusal)
+    assert refusal.reason is RefusalReason.NO_BLOCKS
+    bench.finish()
+    assert bench.core.is_idle
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reason"),
+    [
+        (prompt(64 * 16), RefusalReason.TOO_LONG),
+        ([1, 2, 1000], RefusalReason.INVALID),
+    ],
+)
+def test_what_can_never_run_is_refused(tokens: list[int], reason: RefusalReason) -> None:
+    refusal = Bench().core.admit_decode(make_spec(tokens))
+    assert isinstance(refusal, Refusal)
+    assert refusal.reason is reason
+
+
+def test_no_blocks_is_refused_and_takes_nothing() -> None:
+    bench = Bench(num_blocks=4)
+    held = bench.admit(prompt(40))
+    refusal = bench.core.admit_decode(make_spec(prompt(40, 1)))
+    assert isinstance(refusal, Refusal)
+    assert refusal.reason is RefusalReason.NO_BLOCKS
+    bench.core.release(held)
+    assert bench.core.is_idle

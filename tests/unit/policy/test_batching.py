@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvmesh.policy.batching import BatchLimits, ChunkPlan, plan_batch
+
+
+def test_decode_comes_first_and_prompts_share_the_rest_in_order() -> None:
+    plans = plan_batch([300, 1, 400, 1], BatchLimits(max_tokens=512, max_sequences=8))
+    assert plans == [
+        ChunkPlan(0, 300),
+        ChunkPlan(1, 1),
+        ChunkPlan(2, 210),
+        ChunkPlan(3, 1),
+    ]
+
+
+def test_nothing_to_do_is_an_empty_plan() -> None:
+    assert plan_batch([], BatchLimits()) == []
+    assert plan_batch([0, 0], BatchLimits()) == []
+
+
+def test_the_number_of_sequences_is_limited() -> None:
+    plans = plan_batch([5, 5, 1], BatchLimits(max_tokens=100, max_sequences=2))
+    assert plans == [ChunkPlan(0, 5), ChunkPlan(2, 1)]
+
+
+@given(
+    st.lists(st.integers(0, 2000), max_size=40),
+    st.integers(1, 1024),
+    st.integers(1, 32),
+)
+def test_limits_hold_and_budget_is_not_wasted(
+    remaining: list[int], max_tokens: int, max_sequences: int
+) -> None:
+    plans = plan_batch(remaining, BatchLimits(max_tokens, max_sequences))
+    spent = sum(plan.num_tokens for plan in plans)
+    assert spent <= max_tokens
+    assert len(plans) <= max_sequences
+    assert all(0 < plan.num_tokens <= remaining[plan.index] for plan in plans)
+    if len(plans) < max_sequences:
+        assert spent == min(max_tokens, sum(remaining))

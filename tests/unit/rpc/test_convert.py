@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvmesh.core.errors import ProtocolError
+from kvmesh.core.types import (
+    BlockHash,
+    Candidate,
+    Endpoint,
+    FinishReason,
+    FleetWorker,
+    KvLayout,
+    Placement,
+    PrefixMatch,
+    Refusal,
+    RefusalReason,
+    RequestId,
+    Reservation,
+    Role,
+    RoutePlan,
+    RouteQuery,
+    SamplingParams,
+    SequenceSpec,
+    TokenLogprobs,
+    Usage,
+    WorkerId,
+    WorkerInfo,
+    WorkerLoad,
+)
+from kvmesh.rpc import convert
+from kvmesh.v1 import types_pb2
+
+LAYOUT = KvLayout("abc", "bfloat16", 16, 4, 2, 64)
+SAMPLING = SamplingParams(0.5, 0.25, 5, 0.125, 0.5, 0.25, 1.5, 2**63, 7, 2, True, (3, 4), 5)
+SPEC = SequenceSpec((1, 2, 3), 2, SAMPLING, BlockHash(b"r" * 16))
+INFO = WorkerInfo(
+    WorkerId("w"),
+    9,
+    Role.DECODE,
+    "c",
+    Endpoint("h", 1),
+    Endpoint("h", 2),
+    "m",
+    LAYOUT,
+    99,
+    1,
+    8,
+    64,
+)
+LOAD = WorkerLoad(1, 2, 3, 4, 5, True, 6, 7)
+CANDIDATE = Candidate(WorkerId("w"), 9, Endpoint("h", 1), 32)
+
+VALUES: list[tuple[Any, Callable[..., Any], Callable[..., Any]]] = [
+    (
+        Refusal(RefusalReason.STALE, "text", True, 5),
+        convert.refusal_to_proto,
+        convert.refusal_from_proto,
+    ),
+    (SAMPLING, convert.sampling_params_to_proto, convert.sampling_params_from_proto),
+    (
+        TokenLogprobs(-0.5, (1, 2), (-0.5, -1.5)),
+        convert.token_logprobs_to_proto,
+        convert.token_logprobs_from_proto,
+    ),
+    (SPEC, convert.sequence_spec_to_proto, convert.sequence_spec_from_proto),
+    (LAYOUT, convert.kv_layout_to_proto, convert.kv_layout_from_proto),
+    (
+        Reservation(1, WorkerId("w"), 2, 3, b"c" * 16, Endpoint("h", 4), 5, 6, 7),
+        convert.reservation_to_proto,
+        convert.reservation_from_proto,
+    ),
+    (INFO, convert.worker_info_to_proto, convert.worker_info_from_proto),
+    (LOAD, convert.worker_load_to_proto, convert.worker_load_from_proto),
+    (FleetWorker(INFO, LOAD), convert.fleet_worker_to_proto, convert.fleet_worker_from_proto),
+    (CANDIDATE, convert.candidate_to_proto, convert.candidate_from_proto),
+    (
+        RoutePlan(Placement.DISAGGREGATED, (CANDIDATE,), (CANDIDATE,), True, "why", "p"),
+        convert.route_plan_to_proto,
+        convert.route_plan_from_proto,
+    ),
+    (
+        PrefixMatch(WorkerId("w"), 9, "c", 4),
+        convert.prefix_match_to_proto,
+        convert.prefix_match_from_proto,
+    ),
+    (Usage(1, 2, 3), convert.usage_to_proto, convert.usage_from_proto),
+]
+
+
+@pytest.mark.parametrize(("value", "to_proto", "from_proto"), VALUES)
+def test_round_trip_over_the_wire(
+    value: Any, to_proto: Callable[..., Any], from_proto: Callable[..., Any]
+) -> None:
+    message = to_proto(value)
+    assert from_proto(type(message).FromString(message.SerializeToString())) == value
+
+
+def test_route_query_round_trip() -> None:
+    query = RouteQuery(
+        RequestId("r"),
+        "m",
+        40,
+        8,
+        (BlockHash(b"a" * 16), BlockHash(b"b" * 16)),
+        "s",
+        frozenset({WorkerId("x")}),
+        100,
+        Placement.AGGREGATED,
+    )
+    message = convert.route_query_to_proto(query, 7, "00-trace")
+    assert message.correlation_id == 7
+    assert message.traceparent == "00-trace"
+    assert convert.route_query_from_proto(message) == query
+
+
+@pytest.mark.parametrize("reason", [None, *FinishReason])
+def test_finish_reason_round_trip(reason: FinishReason | None) -> None:
+    assert convert.finish_reason_from_proto(convert.finish_reason_to_proto(reason)) is reason
+
+
+def test_every_refusal_reason_has_a_number() -> None:
+    for reason in RefusalReason:
+        message = convert.refusal_to_proto(Refusal(reason, ""))
+        assert message.reason != types_pb2.REFUSAL_REASON_UNSPECIFIED
+        assert convert.refusal_from_proto(message).reason is reason
+
+
+@pytest.mark.parametrize(("num_prompt", "root"), [(0, 16), (4, 16), (2, 15)])
+def test_a_sequence_that_cannot_be_is_refused(num_prompt: int, root: int) -> None:
+    message = convert.sequence_spec_to_proto(SPEC)
+    message.num_prompt_tokens = num_prompt
+    message.root_hash = b"r" * root
+    with pytest.raises(ProtocolError):
+        convert.sequence_spec_from_proto(message)
+
+
+def test_hashes_of_a_broken_length_are_refused() -> None:
+    with pytest.raises(ProtocolError):
+        convert.block_hashes_from_bytes(b"x" * 17)

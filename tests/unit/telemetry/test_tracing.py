@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+
+from kvmesh.telemetry.tracing import JsonLinesExporter, start_span
+
+
+def test_a_trace_travels_in_a_traceparent_and_lands_in_a_file(tmp_path: Path) -> None:
+    # The global provider may be set once per process: this test needs none.
+    file = tmp_path / "spans.jsonl"
+    exporter = JsonLinesExporter(file)
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    with provider.get_tracer("test").start_as_current_span("root") as root:
+        root.set_attribute("request_id", "r1")
+        root.add_event("refused", {"reason": "busy"})
+    provider.shutdown()
+    line = json.loads(file.read_text())
+    assert line["name"] == "root"
+    assert line["attributes"] == {"request_id": "r1"}
+    assert line["events"] == [{"name": "refused", "attributes": {"reason": "busy"}}]
+    assert line["end_ns"] > line["start_ns"]
+
+
+def test_without_a_provider_spans_cost_nothing_and_keep_the_callers_trace() -> None:
+    parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    with start_span("child", parent, size=3) as span:
+        assert span.trace_id == "0af7651916cd43dd8448eb211c80319c"
+        assert span.traceparent.split("-")[1] == span.trace_id
