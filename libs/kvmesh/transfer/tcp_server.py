@@ -30,7 +30,7 @@ from kvmesh.transfer.protocol import (
     last_word,
 )
 from kvmesh.transfer.sockets import FrameSocket, listen, local_endpoint
-from kvmesh.transfer.target import WriteTarget
+from kvmesh.transfer.target import WriteGrant, WriteTarget
 
 _log = logging.getLogger(__name__)
 
@@ -69,6 +69,7 @@ class DataServer:
         self._accepting: asyncio.Task[None] | None = None
         self._serving: set[asyncio.Task[None]] = set()
         self._meters: dict[WorkerId, PeerMeter] = {}
+        self._filling: dict[WriteGrant, FrameSocket] = {}
 
     async def start(self) -> Endpoint:
         """Listens; returns where.
@@ -92,6 +93,17 @@ class DataServer:
         for task in serving:
             task.cancel()
         await asyncio.gather(*serving, return_exceptions=True)
+
+    def cut(self, grant: WriteGrant) -> None:
+        """Ends the channel that fills this grant, for a writer that nobody waits for any more.
+
+        Its `end_write(ok=False)` follows in a later turn of the loop. Other transfers of the same
+        peer are lost with the channel; a writer that makes progress ends soon by itself. A grant
+        that has ended is left alone.
+        """
+        frames = self._filling.get(grant)
+        if frames is not None:
+            frames.cut("the write is stale")
 
     def statistics(self) -> TransferStatistics:
         """What was received."""
@@ -120,7 +132,7 @@ class DataServer:
     async def _serve(self, sock: socket.socket) -> None:
         frames = FrameSocket(sock, self._identity.layout.block_bytes, self._stall_timeout_s)
         machine = ReceiverMachine(self._identity)
-        channel = _ServerChannel(frames, machine, self._target, self._meters)
+        channel = _ServerChannel(frames, machine, self._target, self._meters, self._filling)
         cause = "closed"
         try:
             async with asyncio.timeout(self._stall_timeout_s):
@@ -151,11 +163,13 @@ class _ServerChannel:
         machine: ReceiverMachine,
         target: WriteTarget,
         meters: dict[WorkerId, PeerMeter],
+        filling: dict[WriteGrant, FrameSocket],
     ) -> None:
         self._frames = frames
         self._machine = machine
         self._target = target
         self._meters = meters
+        self._filling = filling
         self._meter = PeerMeter()
 
     async def greet(self) -> bool:
@@ -206,9 +220,11 @@ class _ServerChannel:
             return
         num_bytes = sum(view.nbytes for view in grant.views)
         intact = False
+        self._filling[grant] = self._frames
         try:
             intact = await self._frames.receive_payload([view.cast("B") for view in grant.views])
         finally:
+            del self._filling[grant]
             self._target.end_write(grant, intact)
         if intact:
             self._meter.bytes += num_bytes

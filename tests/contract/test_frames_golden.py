@@ -1,0 +1,271 @@
+"""Bytes on the wire, pinned: a change here breaks workers that are not upgraded together."""
+
+import struct
+import zlib
+
+import pytest
+
+from kvmesh.core.errors import ProtocolError
+from kvmesh.core.types import KvLayout, WorkerId
+from kvmesh.transfer.codec import HEADER, TRAILER, encode_frame
+from kvmesh.transfer.decoder import (
+    FrameDecoder,
+    FrameEvent,
+    PayloadBytes,
+    PayloadEnd,
+    PayloadStart,
+)
+from kvmesh.transfer.frames import (
+    MAX_BODY_BYTES,
+    BlockRun,
+    CancelFrame,
+    CommitFrame,
+    CommitOkFrame,
+    ErrorFrame,
+    Frame,
+    FrameType,
+    HelloFrame,
+    HelloOkFrame,
+    PutFrame,
+    PutOkFrame,
+    ReservedFrame,
+    WriteClaim,
+)
+
+BLOCK_BYTES = 8
+LAYOUT = KvLayout("model-1", "bfloat16", 16, 2, 3, 8)
+CLAIM = WriteClaim(0x1122334455667788, 7, 2, b"secret")
+PUT = PutFrame(5, CLAIM, (BlockRun(0, 1), BlockRun(4, 2)), last=False, checksum=True)
+PAYLOAD = bytes(range(100, 124))
+
+GOLDEN: list[tuple[Frame, str]] = [
+    (
+        HelloFrame(WorkerId("p0"), 3, WorkerId("d0"), 7, LAYOUT),
+        (
+            "4b564d54010100003b000000000000000000000020c77f54cbeb319a0200703003000000000000000200643007"
+            "0000000000000007006d6f64656c2d31080062666c6f6174313610000000020000000300000008000000"
+        ),
+    ),
+    (
+        HelloOkFrame(WorkerId("d0"), 7),
+        "4b564d54010200000c00000000000000000000003135166b63ba3a69020064300700000000000000",
+    ),
+    (
+        PUT,
+        (
+            "4b564d540103010035000000180000000000000058552a6c10c3939405000000000000008877665544332211"
+            "07000000000000000200000006736563726574020000000000010000000400000002000000"
+        ),
+    ),
+    (
+        PutOkFrame(5, 24),
+        "4b564d5401040000100000000000000000000000ddbcbc3912e6231605000000000000001800000000000000",
+    ),
+    (
+        CommitFrame(6, CLAIM, 42, 20, 3),
+        (
+            "4b564d54010500002f0000000000000000000000332e1e4cde455aca06000000000000008877665544332211"
+            "07000000000000000200000006736563726574"
+            "2a0000001400000003000000"
+        ),
+    ),
+    (
+        CommitOkFrame(6),
+        "4b564d5401060000080000000000000000000000eed64da32df2004d0600000000000000",
+    ),
+    (
+        CancelFrame(5),
+        "4b564d54010700000800000000000000000000000dd1c22d85a07ced0500000000000000",
+    ),
+    (
+        ErrorFrame(5, "stale", "gone", work_done=True, retry_after_ms=250),
+        (
+            "4b564d54010800001a000000000000000000000045d1f149159d702f"
+            "050000000000000001fa00000005007374616c650400676f6e65"
+        ),
+    ),
+    (
+        ReservedFrame(FrameType.GET, 8),
+        "4b564d5401090000080000000000000000000000dcc4c7b6fdb7aee70800000000000000",
+    ),
+    (
+        ReservedFrame(FrameType.QUERY, 9),
+        "4b564d54010a000008000000000000000000000042c46d7a3b7d5ddf0900000000000000",
+    ),
+]
+IDS = [type(frame).__name__ + str(i) for i, (frame, _) in enumerate(GOLDEN)]
+
+
+def _wire(frame: Frame, head: str) -> bytes:
+    trailer = TRAILER.pack(zlib.crc32(PAYLOAD))
+    return bytes.fromhex(head) + (PAYLOAD + trailer if isinstance(frame, PutFrame) else b"")
+
+
+def _feed(decoder: FrameDecoder, *pieces: bytes) -> list[FrameEvent]:
+    return [event for piece in pieces for event in decoder.feed(piece)]
+
+
+def _joined(events: list[FrameEvent]) -> tuple[list[FrameEvent], bytes]:
+    payload = b"".join(e.data for e in events if isinstance(e, PayloadBytes))
+    return [e for e in events if not isinstance(e, PayloadBytes)], payload
+
+
+def _expected(frame: Frame) -> tuple[list[FrameEvent], bytes]:
+    if isinstance(frame, PutFrame):
+        return [PayloadStart(frame, len(PAYLOAD)), PayloadEnd(frame, intact=True)], PAYLOAD
+    return [frame], b""
+
+
+def _reason(data: bytes) -> str:
+    decoder = FrameDecoder(BLOCK_BYTES)
+    with pytest.raises(ProtocolError) as caught:
+        _feed(decoder, data)
+    with pytest.raises(ProtocolError) as again:
+        _feed(decoder, b"x")
+    assert again.value is caught.value
+    return caught.value.reason
+
+
+def _head(  # every field can be made wrong, the checksums then fit again
+    *,
+    magic: bytes = b"KVMT",
+    version: int = 1,
+    kind: int = FrameType.COMMIT_OK,
+    flags: int = 0,
+    body: bytes = struct.pack("<Q", 6),
+    body_bytes: int | None = None,
+    payload_bytes: int = 0,
+) -> bytes:
+    length = len(body) if body_bytes is None else body_bytes
+    checked = struct.pack(
+        "<4sBBHIQI", magic, version, kind, flags, length, payload_bytes, zlib.crc32(body)
+    )
+    return checked + struct.pack("<I", zlib.crc32(checked)) + body
+
+
+@pytest.mark.parametrize(("frame", "head"), GOLDEN, ids=IDS)
+def test_frames_encode_to_the_pinned_bytes(frame: Frame, head: str) -> None:
+    payload_bytes = len(PAYLOAD) if isinstance(frame, PutFrame) else 0
+
+    assert encode_frame(frame, payload_bytes).hex() == head
+
+
+@pytest.mark.parametrize(("frame", "head"), GOLDEN, ids=IDS)
+def test_pinned_bytes_decode_however_they_are_split(frame: Frame, head: str) -> None:
+    wire = _wire(frame, head)
+    for cut in range(len(wire) + 1):
+        decoder = FrameDecoder(BLOCK_BYTES)
+        assert _joined(_feed(decoder, wire[:cut], wire[cut:])) == _expected(frame)
+        assert decoder.at_boundary
+
+
+@pytest.mark.parametrize(("frame", "head"), GOLDEN, ids=IDS)
+def test_a_cut_frame_gives_no_frame(frame: Frame, head: str) -> None:
+    wire = _wire(frame, head)
+    for end in range(1, len(wire)):
+        decoder = FrameDecoder(BLOCK_BYTES)
+        events = _feed(decoder, wire[:end])
+        assert not decoder.at_boundary
+        assert not any(isinstance(event, PayloadEnd) or event == frame for event in events)
+
+
+@pytest.mark.parametrize(("frame", "head"), GOLDEN, ids=IDS)
+def test_any_flipped_bit_of_a_head_is_noticed(frame: Frame, head: str) -> None:
+    good = bytes.fromhex(head)
+    for bit in range(8 * len(good)):
+        bad = bytearray(good)
+        bad[bit // 8] ^= 1 << bit % 8
+        assert _reason(bytes(bad)) in {"bad_magic", "bad_header_checksum", "bad_body_checksum"}
+
+
+def test_a_put_head_written_by_hand() -> None:
+    body = struct.pack("<Q", 5) + struct.pack("<QQIB6s", 0x1122334455667788, 7, 2, 6, b"secret")
+    body += struct.pack("<H4I", 2, 0, 1, 4, 2)
+
+    head = _head(kind=FrameType.PUT, flags=1, body=body, payload_bytes=24)
+
+    assert encode_frame(PUT, 24) == head
+
+
+def test_a_flipped_payload_bit_is_told_at_its_end() -> None:
+    wire = bytearray(_wire(*GOLDEN[2]))
+    wire[-10] ^= 4
+
+    assert _feed(FrameDecoder(BLOCK_BYTES), bytes(wire))[-1] == PayloadEnd(PUT, intact=False)
+
+
+def test_a_payload_without_checksum_has_no_trailer() -> None:
+    put = PutFrame(5, CLAIM, (BlockRun(0, 3),), checksum=False)
+    decoder = FrameDecoder(BLOCK_BYTES)
+
+    events = _feed(decoder, encode_frame(put, 24) + PAYLOAD)
+
+    assert _joined(events) == ([PayloadStart(put, 24), PayloadEnd(put, intact=True)], PAYLOAD)
+    assert decoder.wanted == HEADER.size
+
+
+def test_payload_bytes_are_slices_of_what_was_fed() -> None:
+    wire = bytearray(_wire(*GOLDEN[2]))
+    (piece,) = [e for e in FrameDecoder(8).feed(wire) if isinstance(e, PayloadBytes)]
+
+    wire[-28] = 0
+
+    assert piece.data[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (_head(magic=b"HTTP"), "bad_magic"),
+        (b"GET / HTTP/1.1\r\nHost: example.org\r\n\r\n", "bad_magic"),
+        (_head(version=2), "bad_version"),
+        (_head(kind=0), "unknown_type"),
+        (_head(kind=200), "unknown_type"),
+        (_head(flags=1), "bad_flags"),
+        (_head(kind=FrameType.PUT, flags=4, payload_bytes=8), "bad_flags"),
+        (_head(body_bytes=MAX_BODY_BYTES + 1), "body_too_large"),
+        (_head(body_bytes=2**32 - 1), "body_too_large"),
+        (_head(payload_bytes=8), "bad_payload_size"),
+        (_head(kind=FrameType.PUT), "bad_payload_size"),
+        (_head(body=b""), "bad_body"),
+        (_head(body=b"1234567"), "bad_body"),
+        (_head(body=b"123456789"), "bad_body"),
+        (_head(kind=FrameType.HELLO, body=struct.pack("<H", 65535)), "bad_body"),
+        (_head(kind=FrameType.HELLO_OK, body=b"\x01\x00\xff" + bytes(8)), "bad_body"),
+    ],
+)
+def test_malformed_heads_are_named(data: bytes, reason: str) -> None:
+    assert _reason(data) == reason
+
+
+@pytest.mark.parametrize(
+    ("runs", "payload_bytes", "reason"),
+    [
+        ([(0, 1)], 7, "bad_payload_size"),
+        ([(0, 1)], 16, "bad_payload_size"),
+        ([(0, 2**32 - 1)] * 2, 2**64 - 1, "bad_payload_size"),
+        ([(0, 0)], 8, "bad_body"),
+        ([], 8, "bad_body"),
+        ([(0, 1)] * 4097, 8 * 4097, "bad_body"),
+    ],
+)
+def test_runs_and_payload_must_agree(
+    runs: list[tuple[int, int]], payload_bytes: int, reason: str
+) -> None:
+    body = struct.pack("<QQQIB", 1, 1, 1, 0, 0) + struct.pack("<H", len(runs))
+    body += b"".join(struct.pack("<II", *run) for run in runs)
+
+    assert _reason(_head(kind=FrameType.PUT, body=body, payload_bytes=payload_bytes)) == reason
+
+
+def test_the_body_of_a_reserved_verb_is_open() -> None:
+    data = _head(kind=FrameType.GET, body=struct.pack("<Q", 8) + b"of a later version")
+
+    assert _feed(FrameDecoder(BLOCK_BYTES), data) == [ReservedFrame(FrameType.GET, 8)]
+
+
+def test_a_long_message_is_cut_between_characters() -> None:
+    frame = ErrorFrame(1, "invalid", "ß" * 2000)
+    (decoded,) = _feed(FrameDecoder(BLOCK_BYTES), encode_frame(frame))
+
+    assert decoded == ErrorFrame(1, "invalid", "ß" * 512)
