@@ -60,7 +60,7 @@ class _RefusalReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Refusal
     REFUSAL_REASON_UNSPECIFIED: _RefusalReason.ValueType  # 0
     """Not set; never sent."""
     REFUSAL_REASON_BUSY: _RefusalReason.ValueType  # 1
-    """All prefill slots hold a request."""
+    """All prefill slots hold a request, or a writer is still in these blocks."""
     REFUSAL_REASON_NO_BLOCKS: _RefusalReason.ValueType  # 2
     """Too few free KV blocks."""
     REFUSAL_REASON_NO_SLOTS: _RefusalReason.ValueType  # 3
@@ -88,7 +88,7 @@ class RefusalReason(_RefusalReason, metaclass=_RefusalReasonEnumTypeWrapper):
 REFUSAL_REASON_UNSPECIFIED: RefusalReason.ValueType  # 0
 """Not set; never sent."""
 REFUSAL_REASON_BUSY: RefusalReason.ValueType  # 1
-"""All prefill slots hold a request."""
+"""All prefill slots hold a request, or a writer is still in these blocks."""
 REFUSAL_REASON_NO_BLOCKS: RefusalReason.ValueType  # 2
 """Too few free KV blocks."""
 REFUSAL_REASON_NO_SLOTS: RefusalReason.ValueType  # 3
@@ -342,7 +342,7 @@ class SequenceSpec(_message.Message):
     num_prompt_tokens: _builtins.int
     """How many of token_ids are the client's prompt."""
     root_hash: _builtins.bytes
-    """Parent of the first block hash: model, tenant salt, adapter and seed are in it."""
+    """Parent of the first block hash: model, tenant salt and adapter are in it."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The client's prompt and, for a stream that moved, the tokens generated before."""
