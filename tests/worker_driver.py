@@ -40,9 +40,9 @@ def make_spec(tokens: list[int], max_tokens: int = 8, **sampling: Any) -> Sequen
     return SequenceSpec(tuple(tokens), len(tokens), params, ROOT)
 
 
-def reference_tokens(spec: SequenceSpec, num_blocks: int = 512) -> list[int]:
+def reference_tokens(spec: SequenceSpec, num_blocks: int = 512, block_size: int = 16) -> list[int]:
     """What one engine alone generates for `spec`."""
-    runner = FakeRunner(num_blocks=num_blocks)
+    runner = FakeRunner(num_blocks=num_blocks, block_size=block_size)
     core = EngineCore(runner.spec, num_blocks)
     sequence = core.admit_decode(spec)
     assert isinstance(sequence, Sequence), sequence

@@ -1,0 +1,100 @@
+"""Any interleaving of admission, steps, cancels and preemption: right tokens, nothing lost."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvmesh.core.types import Refusal
+from kvmesh.engine.core import EngineCore
+from kvmesh.engine.fake import FakeRunner
+from kvmesh.engine.protocol import SequenceChunk
+from kvmesh.engine.sequence import Sequence, SequenceState
+from kvmesh.policy.batching import BatchLimits
+from tests.worker_driver import make_spec, reference_tokens
+
+NUM_BLOCKS = 12
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """A small pool, so that sharing, eviction and preemption all happen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runner = FakeRunner(num_blocks=NUM_BLOCKS, block_size=4)
+        limits = BatchLimits(max_tokens=10, max_sequences=3)
+        self.core = EngineCore(self.runner.spec, NUM_BLOCKS, limits, growth_tokens=2)
+        self.sequences: list[Sequence] = []
+        self.in_flight: list[SequenceChunk] | None = None
+
+    @rule(
+        length=st.integers(1, 24),
+        stem=st.integers(1, 2),
+        max_tokens=st.integers(1, 12),
+        only_prefill=st.booleans(),
+    )
+    def admit(self, length: int, stem: int, max_tokens: int, only_prefill: bool) -> None:
+        # Few stems, so that prompts share prefixes.
+        spec = make_spec([stem * 100 + position for position in range(length)], max_tokens)
+        admit = self.core.admit_prefill if only_prefill else self.core.admit_decode
+        sequence = admit(spec)
+        if isinstance(sequence, Refusal):
+            return
+        self.sequences.append(sequence)
+
+    @precondition(lambda self: self.held())
+    @rule(data=st.data())
+    def run_held(self, data: st.DataObject) -> None:
+        self.core.run(data.draw(st.sampled_from(self.held())))
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        sequence = data.draw(st.sampled_from(self.sequences))
+        self.core.release(sequence)
+        self.sequences.remove(sequence)
+
+    @precondition(lambda self: self.in_flight is None)
+    @rule()
+    def begin_step(self) -> None:
+        chunks = self.core.plan_step()
+        self.in_flight = chunks or None
+
+    @precondition(lambda self: self.in_flight is not None)
+    @rule()
+    def end_step(self) -> None:
+        assert self.in_flight is not None
+        # The memory is computed on only now: whoever was released in between must not have lost it.
+        self.core.finish_step(self.in_flight, self.runner.execute(self.in_flight))
+        self.in_flight = None
+
+    def held(self) -> list[Sequence]:
+        return [
+            sequence
+            for sequence in self.sequences
+            if sequence.state is SequenceState.HELD and not sequence.hold_after_first
+        ]
+
+    @invariant()
+    def bookkeeping_is_whole(self) -> None:
+        self.core.check_integrity()
+
+    @invariant()
+    def tokens_are_those_of_an_engine_alone(self) -> None:
+        for sequence in self.sequences:
+            generated = sequence.tokens[len(sequence.spec.token_ids) :]
+            if sequence.state is SequenceState.GONE:
+                assert generated == reference_tokens(sequence.spec, block_size=4)
+
+    def teardown(self) -> None:
+        if self.in_flight is not None:
+            self.end_step()
+        for sequence in self.sequences:
+            self.core.release(sequence)
+        self.core.check_integrity()
+        assert self.core.is_idle
+
+
+TestEngine = EngineMachine.TestCase
+TestEngine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
