@@ -96,6 +96,11 @@ class BlockPublisher:
         self.num_snapshots = 0
 
     @property
+    def connected(self) -> bool:
+        """Whether the kvmanager is listening."""
+        return self._stream is not None and self._stream.connected
+
+    @property
     def sequence(self) -> int:
         """Number of the last batch or snapshot that was sent."""
         return self._sequence
@@ -134,7 +139,7 @@ class BlockPublisher:
         changed = bool(events.stored or events.removed)
         if changed and not self._can_send(events):
             self._snapshot_due = True
-        if not self._connected:
+        if not self.connected:
             return
         if self._snapshot_due and self._acked == self._sequence:
             self._send_snapshot()
@@ -143,13 +148,9 @@ class BlockPublisher:
         else:
             self._send(heartbeat=pb.PublisherHeartbeat(sequence=self._sequence))
 
-    @property
-    def _connected(self) -> bool:
-        return self._stream is not None and self._stream.connected
-
     def _can_send(self, events: BlockEvents) -> bool:
         return (
-            self._connected
+            self.connected
             and self._sequence - self._acked < MAX_UNACKED_BATCHES
             and len(events.stored) + len(events.removed) <= MAX_HASHES_PER_MESSAGE
         )

@@ -146,7 +146,8 @@ class _Link:
             self._stream.send(RegisterWorkerRequest(goodbye=WorkerGoodbye(reason=reason)))
             # The scheduler ends the stream when it has taken the worker out.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._down.wait(), timeout_s)
+                async with asyncio.timeout(timeout_s):
+                    await self._down.wait()
         self._over = True
         self._wake.set()
 
@@ -156,7 +157,8 @@ class _Link:
                 stream.send(self._load_report())
             await asyncio.sleep(MIN_GAP_S)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), self._interval_s)
+                async with asyncio.timeout(self._interval_s):
+                    await self._wake.wait()
             self._wake.clear()
 
     def _load_report(self) -> RegisterWorkerRequest:

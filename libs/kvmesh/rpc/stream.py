@@ -105,8 +105,10 @@ class PeerStream(Generic[RequestT, ResponseT]):
 
     async def wait_connected(self, timeout_s: float) -> bool:
         """Waits until connected; False after `timeout_s`."""
+        # Not wait_for: on Python 3.11 it can swallow a cancel that comes in the same tick.
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._up.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._up.wait()
         return self.connected
 
     def send(self, message: RequestT) -> None:
@@ -196,7 +198,8 @@ class Correlator(Generic[RequestT, ResponseT]):
         self._waiting[correlation_id] = future
         try:
             stream.send(message)
-            return await asyncio.wait_for(future, timeout_s)
+            async with asyncio.timeout(timeout_s):
+                return await future
         except TimeoutError as error:
             raise LostError(f"{stream.name} did not answer within {timeout_s} s") from error
         finally:

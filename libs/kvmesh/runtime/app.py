@@ -112,7 +112,7 @@ class ServiceContext:
             log.warning("drain_deadline_passed", deadline_s=deadline_s)
 
     async def close(self) -> None:
-        """Ends background tasks and the server."""
+        """Ends background tasks and the server. May be called again."""
         # Handlers of long-lived streams end with the server, not by themselves.
         await self.server.stop(grace=0.2)
         for task in tuple(self._tasks):
@@ -138,9 +138,11 @@ async def serving(
     """Builds and serves inside the current loop; also what in-process tests use."""
     async with AsyncExitStack() as stack:
         context = ServiceContext(name, config.server, stack)
-        stack.push_async_callback(context.close)
+        stack.push_async_callback(context.close)  # if build fails
         await context.set_serving(False)
         await build(config, context)
+        # Again, so that streams and tasks end before what they use is closed.
+        stack.push_async_callback(context.close)
         await context.server.start()
         await context.set_serving(True)
         log.info("serving", address=f"{config.server.host}:{context.port}")

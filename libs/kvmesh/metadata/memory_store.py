@@ -1,0 +1,253 @@
+"""Control-plane state in this process's memory: for one replica without Redis, and for tests.
+
+Nothing survives the process; workers rebuild it. Tests: tests/contract/test_metadata_store.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from kvmesh.core.clock import Clock
+from kvmesh.core.types import BLOCK_HASH_BYTES, BlockHash, PrefixMatch, WorkerId
+from kvmesh.metadata.store import (
+    SLOT_WIDTH,
+    ApplyResult,
+    Publisher,
+    Registration,
+    Slot,
+    StoreStatistics,
+)
+
+
+@dataclass(slots=True)
+class _SlotRecord:
+    publisher: Publisher
+    lease_end: float
+    live: bool
+    sequence: int = 0
+    held: set[BlockHash] = field(default_factory=set)
+
+
+def _split(joined: bytes) -> Iterator[BlockHash]:
+    assert len(joined) % BLOCK_HASH_BYTES == 0, f"{len(joined)} bytes of hashes"
+    for start in range(0, len(joined), BLOCK_HASH_BYTES):
+        yield BlockHash(joined[start : start + BLOCK_HASH_BYTES])
+
+
+class MemoryMetadataStore:
+    """A `MetadataStore` in memory.
+
+    Args:
+        lease_s: a slot lives this long after its last renewal.
+    """
+
+    def __init__(self, clock: Clock, lease_s: float) -> None:
+        self._clock = clock
+        self._lease_s = lease_s
+        self._next_slot = 1
+        self._slots: dict[Slot, _SlotRecord] = {}
+        self._slot_of: dict[WorkerId, Slot] = {}
+        self._index: dict[tuple[str, BlockHash], set[Slot]] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing at all is remembered."""
+        return not (self._slots or self._slot_of or self._index)
+
+    async def register(self, publisher: Publisher) -> Registration:
+        """See `MetadataStore.register`."""
+        slot = self._slot_of.get(publisher.worker_id)
+        record = self._alive(slot) if slot is not None else None
+        if slot is not None and record is not None and record.publisher == publisher:
+            record.lease_end = self._lease_end()
+            return Registration(slot, record.sequence)
+        slot = self._open(publisher, live=True)
+        self._promote(slot)
+        return Registration(slot, 0)
+
+    async def begin_snapshot(self, publisher: Publisher) -> Slot:
+        """See `MetadataStore.begin_snapshot`."""
+        return self._open(publisher, live=False)
+
+    async def apply_snapshot_part(
+        self, slot: Slot, sequence: int, held: bytes, *, last: bool
+    ) -> ApplyResult:
+        """See `MetadataStore.apply_snapshot_part`."""
+        record = self._alive(slot)
+        if record is None or record.live:
+            return ApplyResult.UNKNOWN
+        self._add(slot, record, held)
+        record.lease_end = self._lease_end()
+        if last:
+            record.live = True
+            record.sequence = sequence
+            self._promote(slot)
+        return ApplyResult.APPLIED
+
+    async def apply_events(
+        self, slot: Slot, sequence: int, stored: bytes, removed: bytes
+    ) -> ApplyResult:
+        """See `MetadataStore.apply_events`."""
+        record = self._alive(slot)
+        if record is None or not record.live:
+            return ApplyResult.UNKNOWN
+        if sequence != record.sequence + 1:
+            return ApplyResult.GAP
+        self._add(slot, record, stored)
+        for block_hash in _split(removed):
+            if block_hash in record.held:
+                self._remove(slot, record, block_hash)
+        record.sequence = sequence
+        record.lease_end = self._lease_end()
+        return ApplyResult.APPLIED
+
+    async def renew(self, slot: Slot, sequence: int) -> bool:
+        """See `MetadataStore.renew`."""
+        record = self._alive(slot)
+        if record is None or not record.live or record.sequence != sequence:
+            return False
+        record.lease_end = self._lease_end()
+        return True
+
+    async def forget(self, slot: Slot) -> None:
+        """See `MetadataStore.forget`."""
+        self._end(slot)
+
+    async def match(self, namespace: str, hashes: bytes) -> list[PrefixMatch]:
+        """See `MetadataStore.match`."""
+        lengths: dict[Slot, int] = {}
+        active: set[Slot] | None = None
+        for position, block_hash in enumerate(_split(hashes)):
+            holders = self._index.get((namespace, block_hash), set())
+            active = holders.copy() if active is None else active & holders
+            if not active:
+                break
+            lengths.update(dict.fromkeys(active, position + 1))
+        matches = [
+            PrefixMatch(
+                record.publisher.worker_id,
+                record.publisher.incarnation,
+                record.publisher.cluster,
+                length,
+            )
+            for slot, length in lengths.items()
+            if (record := self._alive(slot)) is not None and record.live
+        ]
+        return sorted(matches, key=lambda match: (-match.num_blocks, match.worker_id))
+
+    async def sweep(self, max_blocks: int) -> int:
+        """See `MetadataStore.sweep`."""
+        removed = 0
+        for slot, record in list(self._slots.items()):
+            if self._alive(slot) is not None:
+                continue
+            while record.held and removed < max_blocks:
+                self._remove(slot, record, next(iter(record.held)))
+                removed += 1
+            if record.held:
+                break
+            del self._slots[slot]
+            if self._slot_of.get(record.publisher.worker_id) == slot:
+                del self._slot_of[record.publisher.worker_id]
+        return removed
+
+    async def statistics(self) -> StoreStatistics:
+        """See `MetadataStore.statistics`."""
+        live = [
+            record
+            for slot, record in self._slots.items()
+            if record.live and self._alive(slot) is not None
+        ]
+        return StoreStatistics(len(live), sum(len(record.held) for record in live))
+
+    async def probe(self) -> None:
+        """See `MetadataStore.probe`."""
+
+    async def close(self) -> None:
+        """See `MetadataStore.close`."""
+
+    def _lease_end(self) -> float:
+        return self._clock.now() + self._lease_s
+
+    def _alive(self, slot: Slot) -> _SlotRecord | None:
+        record = self._slots.get(slot)
+        return record if record is not None and self._clock.now() < record.lease_end else None
+
+    def _open(self, publisher: Publisher, *, live: bool) -> Slot:
+        slot = Slot(f"{self._next_slot:0{SLOT_WIDTH}x}")
+        self._next_slot += 1
+        self._slots[slot] = _SlotRecord(publisher, self._lease_end(), live)
+        return slot
+
+    def _promote(self, slot: Slot) -> None:
+        worker_id = self._slots[slot].publisher.worker_id
+        before = self._slot_of.get(worker_id)
+        if before is not None:
+            self._end(before)
+        self._slot_of[worker_id] = slot
+
+    def _end(self, slot: Slot) -> None:
+        if slot in self._slots:
+            self._slots[slot].lease_end = float("-inf")
+
+    def _add(self, slot: Slot, record: _SlotRecord, hashes: bytes) -> None:
+        for block_hash in _split(hashes):
+            record.held.add(block_hash)
+            self._index.setdefault((record.publisher.namespace, block_hash), set()).add(slot)
+
+    def _remove(self, slot: Slot, record: _SlotRecord, block_hash: BlockHash) -> None:
+        record.held.discard(block_hash)
+        key = (record.publisher.namespace, block_hash)
+        self._index[key].discard(slot)
+        if not self._index[key]:
+            del self._index[key]
+
+
+class MemoryFleetStore:
+    """A `FleetStore` in memory."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._workers: dict[WorkerId, tuple[bytes, float]] = {}
+        self._leases: dict[str, tuple[str, float]] = {}
+
+    async def put_worker(self, worker_id: WorkerId, info: bytes, ttl_s: float) -> None:
+        """See `FleetStore.put_worker`."""
+        self._workers[worker_id] = (info, self._clock.now() + ttl_s)
+
+    async def list_workers(self) -> dict[WorkerId, bytes]:
+        """See `FleetStore.list_workers`."""
+        now = self._clock.now()
+        self._workers = {key: kept for key, kept in self._workers.items() if now < kept[1]}
+        return {worker_id: info for worker_id, (info, _) in self._workers.items()}
+
+    async def remove_worker(self, worker_id: WorkerId) -> None:
+        """See `FleetStore.remove_worker`."""
+        self._workers.pop(worker_id, None)
+
+    async def acquire_lease(self, name: str, owner: str, ttl_s: float) -> bool:
+        """See `FleetStore.acquire_lease`."""
+        if self._holder(name) not in (None, owner):
+            return False
+        self._leases[name] = (owner, self._clock.now() + ttl_s)
+        return True
+
+    async def renew_lease(self, name: str, owner: str, ttl_s: float) -> bool:
+        """See `FleetStore.renew_lease`."""
+        if self._holder(name) != owner:
+            return False
+        self._leases[name] = (owner, self._clock.now() + ttl_s)
+        return True
+
+    async def release_lease(self, name: str, owner: str) -> None:
+        """See `FleetStore.release_lease`."""
+        if self._holder(name) == owner:
+            del self._leases[name]
+
+    async def close(self) -> None:
+        """See `FleetStore.close`."""
+
+    def _holder(self, name: str) -> str | None:
+        owner, end = self._leases.get(name, (None, float("-inf")))
+        return owner if self._clock.now() < end else None

@@ -1,0 +1,78 @@
+"""A Redis connection pool that runs our scripts and speaks our errors.
+
+Tests: tests/contract/test_metadata_store.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import redis.asyncio as redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import NoScriptError, RedisError
+
+from kvmesh.core.config import option
+from kvmesh.core.errors import ConfigError
+from kvmesh.metadata.store import StoreUnavailableError
+
+Argument = bytes | str | int
+
+MAX_CONNECTIONS = 64
+"""Callers keep fewer calls than this in flight; one more waits for `timeout_s`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RedisConfig:
+    """Where Redis is."""
+
+    url: str = option("redis://127.0.0.1:6379/0", "redis://, rediss:// (TLS) or unix:// URL")
+    password: str = option("", "password, if it is not part of the URL")
+    key_prefix: str = option("kvmesh:", "start of all keys; two meshes in one Redis need two")
+    timeout_s: float = option(0.5, "a call that takes longer has failed")
+
+
+class RedisClient:
+    """Runs scripts; one per process.
+
+    Raises:
+        ConfigError: the URL cannot be parsed. Whether Redis is there shows at the first call.
+    """
+
+    def __init__(self, config: RedisConfig) -> None:
+        self.prefix = config.key_prefix
+        try:
+            # No retries here: the caller's breaker decides when to ask again.
+            pool = redis.BlockingConnectionPool.from_url(
+                config.url,
+                max_connections=MAX_CONNECTIONS,
+                timeout=config.timeout_s,
+                socket_timeout=config.timeout_s,
+                socket_connect_timeout=config.timeout_s,
+                retry=Retry(NoBackoff(), 0),
+                protocol=2,
+                **({"password": config.password} if config.password else {}),
+            )
+        except ValueError as error:
+            raise ConfigError(f"redis.url: {error}") from error
+        self._redis = redis.Redis(connection_pool=pool)
+        self._pool = pool
+
+    async def run(self, script: str, *arguments: Argument) -> Any:
+        """Runs a script with the key prefix and `arguments` as ARGV.
+
+        Raises:
+            StoreUnavailableError: Redis cannot be reached, is too slow, or refused.
+        """
+        try:
+            return await self._redis.register_script(script)(args=[self.prefix, *arguments])
+        except NoScriptError as error:
+            raise StoreUnavailableError("Redis lost the script while it ran") from error
+        except (RedisError, OSError) as error:
+            raise StoreUnavailableError(f"{type(error).__name__}: {error}") from error
+
+    async def close(self) -> None:
+        """Closes all connections. May be called again."""
+        await self._redis.aclose()
+        await self._pool.aclose()

@@ -1,0 +1,64 @@
+"""The scheduler's durable state in Redis: workers with a time to live, and leases.
+
+Tests: tests/contract/test_metadata_store.py.
+"""
+
+from __future__ import annotations
+
+from kvmesh.core.types import WorkerId
+from kvmesh.metadata import scripts
+from kvmesh.metadata.redis_client import RedisClient
+
+
+def _milliseconds(seconds: float) -> int:
+    return max(1, round(seconds * 1000))
+
+
+class RedisFleetStore:
+    """A `FleetStore` in Redis.
+
+    Args:
+        client: closed with the store.
+    """
+
+    def __init__(self, client: RedisClient) -> None:
+        self._client = client
+
+    async def put_worker(self, worker_id: WorkerId, info: bytes, ttl_s: float) -> None:
+        """See `FleetStore.put_worker`."""
+        await self._client.run(scripts.PUT_WORKER, worker_id, info, _milliseconds(ttl_s))
+
+    async def list_workers(self) -> dict[WorkerId, bytes]:
+        """See `FleetStore.list_workers`."""
+        found: list[bytes] = await self._client.run(scripts.LIST_WORKERS)
+        return {
+            WorkerId(worker.decode()): info
+            for worker, info in zip(found[::2], found[1::2], strict=True)
+        }
+
+    async def remove_worker(self, worker_id: WorkerId) -> None:
+        """See `FleetStore.remove_worker`."""
+        await self._client.run(scripts.REMOVE_WORKER, worker_id)
+
+    async def acquire_lease(self, name: str, owner: str, ttl_s: float) -> bool:
+        """See `FleetStore.acquire_lease`."""
+        return await self._hold(name, owner, ttl_s, may_take=True)
+
+    async def renew_lease(self, name: str, owner: str, ttl_s: float) -> bool:
+        """See `FleetStore.renew_lease`."""
+        return await self._hold(name, owner, ttl_s, may_take=False)
+
+    async def release_lease(self, name: str, owner: str) -> None:
+        """See `FleetStore.release_lease`."""
+        await self._client.run(scripts.RELEASE_LEASE, name, owner)
+
+    async def close(self) -> None:
+        """See `FleetStore.close`."""
+        await self._client.close()
+
+    async def _hold(self, name: str, owner: str, ttl_s: float, *, may_take: bool) -> bool:
+        ttl_ms = _milliseconds(ttl_s)
+        held = await self._client.run(
+            scripts.HOLD_LEASE, name, owner, ttl_ms, "1" if may_take else "0"
+        )
+        return bool(held)

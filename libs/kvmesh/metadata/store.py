@@ -1,0 +1,170 @@
+"""The contracts of durable control-plane state: where blocks are, and which workers there are.
+
+`MetadataStore` belongs to the kvmanager, `FleetStore` to the scheduler. Both have a Redis home
+(`redis_store.py`, `redis_fleet.py`) and an in-memory twin (`memory_store.py`).
+Tests: tests/contract/test_metadata_store.py runs against all of them.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import NewType, Protocol
+
+from kvmesh.core.errors import KvMeshError
+from kvmesh.core.types import PrefixMatch, WorkerId
+
+Slot = NewType("Slot", str)
+"""Number of one publisher in the store, never used again: what a dead one left never matches."""
+
+SLOT_WIDTH = 14
+"""Characters of a slot, fixed, so that several slots can be joined."""
+
+
+class StoreUnavailableError(KvMeshError):
+    """The store did not answer in time or refused; the change may or may not have happened."""
+
+    grpc_status = "UNAVAILABLE"
+    retry_safe = True
+
+
+class ApplyResult(enum.Enum):
+    """What became of a batch of block events or a part of a snapshot."""
+
+    APPLIED = "applied"
+    GAP = "gap"
+    """A batch before it is missing; nothing was changed."""
+    UNKNOWN = "unknown"
+    """The slot's lease is over or the store lost its memory; nothing was changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Publisher:
+    """A worker that tells which blocks it holds.
+
+    Attributes:
+        incarnation: which life of the worker.
+        namespace: blocks of different namespaces never match.
+    """
+
+    worker_id: WorkerId
+    incarnation: int
+    cluster: str
+    namespace: str
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """A publisher's slot and the sequence number of the last batch applied to it."""
+
+    slot: Slot
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStatistics:
+    """Live publishers and the blocks that they hold; a block held by two counts twice."""
+
+    num_publishers: int
+    num_blocks: int
+
+
+class MetadataStore(Protocol):
+    """Which worker holds which blocks.
+
+    A slot is `live` (lookups see it, events change it) or `loading` (a snapshot is coming in). A
+    slot whose lease ended is neither: lookups stop seeing it at once, `sweep` removes the rest.
+    Hashes travel joined, 16 bytes each; the caller has checked the length. Every method raises
+    StoreUnavailableError.
+    """
+
+    async def register(self, publisher: Publisher) -> Registration:
+        """Opens or reopens the live slot of a publisher.
+
+        The same incarnation with a lease gets the slot it had. Otherwise the slot is new, empty
+        and at sequence 0, and a slot of an earlier life ends.
+        """
+        ...
+
+    async def begin_snapshot(self, publisher: Publisher) -> Slot:
+        """Opens a loading slot beside the live one, which lookups go on using."""
+        ...
+
+    async def apply_snapshot_part(
+        self, slot: Slot, sequence: int, held: bytes, *, last: bool
+    ) -> ApplyResult:
+        """Adds blocks to a loading slot and renews its lease.
+
+        The last part makes it live at `sequence` and ends the worker's slot before it, in one
+        step.
+        """
+        ...
+
+    async def apply_events(
+        self, slot: Slot, sequence: int, stored: bytes, removed: bytes
+    ) -> ApplyResult:
+        """Applies a batch, `stored` first, to a live slot and renews its lease.
+
+        A GAP unless `sequence` is one more than that of the batch before.
+        """
+        ...
+
+    async def renew(self, slot: Slot, sequence: int) -> bool:
+        """Renews the lease of a live slot; False if it has none or is at another sequence."""
+        ...
+
+    async def forget(self, slot: Slot) -> None:
+        """Ends a slot's lease now."""
+        ...
+
+    async def match(self, namespace: str, hashes: bytes) -> list[PrefixMatch]:
+        """Longest run of leading blocks of every live worker with at least one, longest first."""
+        ...
+
+    async def sweep(self, max_blocks: int) -> int:
+        """Removes at most about `max_blocks` entries of slots without a lease; how many it did."""
+        ...
+
+    async def statistics(self) -> StoreStatistics:
+        """Counts, for metrics."""
+        ...
+
+    async def probe(self) -> None:
+        """Returns when the store can be read and written."""
+        ...
+
+    async def close(self) -> None:
+        """Closes connections. May be called again."""
+        ...
+
+
+class FleetStore(Protocol):
+    """Workers and leases of the scheduler. Every method raises StoreUnavailableError."""
+
+    async def put_worker(self, worker_id: WorkerId, info: bytes, ttl_s: float) -> None:
+        """Remembers a worker for `ttl_s` seconds; `info` is the caller's encoding."""
+        ...
+
+    async def list_workers(self) -> dict[WorkerId, bytes]:
+        """All workers whose time is not over."""
+        ...
+
+    async def remove_worker(self, worker_id: WorkerId) -> None:
+        """Forgets a worker; nothing happens if it is unknown."""
+        ...
+
+    async def acquire_lease(self, name: str, owner: str, ttl_s: float) -> bool:
+        """Takes a lease that is free or already the owner's, for `ttl_s` seconds from now."""
+        ...
+
+    async def renew_lease(self, name: str, owner: str, ttl_s: float) -> bool:
+        """Prolongs a lease; False if the owner does not hold it any more."""
+        ...
+
+    async def release_lease(self, name: str, owner: str) -> None:
+        """Gives a lease back; nothing happens if the owner does not hold it."""
+        ...
+
+    async def close(self) -> None:
+        """Closes connections. May be called again."""
+        ...

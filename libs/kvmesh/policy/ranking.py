@@ -1,0 +1,149 @@
+"""Route policies: how good a worker is for one request's prefill, decode or both.
+
+A policy is three functions from a `Standing` to a tuple; smaller is better. What is common to all
+policies (who may be asked, placement, avoided workers, clusters) is in `routing.py`.
+Tests: tests/unit/policy/test_routing.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvmesh.core.types import RouteQuery
+from kvmesh.policy.view import WorkerView
+
+DECODE_CACHE_WEIGHT = 0.25
+"""A decode worker that holds the whole prompt is worth a quarter of a worker's capacity: nothing
+has to be sent to it, but its batch sets the time per token for as long as the request lives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A worker with respect to one request.
+
+    Attributes:
+        cached_tokens: leading prompt tokens whose KV the worker holds.
+        turn: place in a rotation over the workers of the same list; 0 is next.
+    """
+
+    worker: WorkerView
+    query: RouteQuery
+    cached_tokens: int
+    turn: int
+
+    @property
+    def uncached_tokens(self) -> int:
+        """Tokens to compute; at least one, since the last one is needed for its logits."""
+        return max(self.query.num_tokens - self.cached_tokens, 1)
+
+    @property
+    def prefill_busy(self) -> bool:
+        """The worker would reject an offer: a prefill worker has slots and no queue."""
+        return self.worker.prefill_used >= self.worker.info.prefill_slots
+
+    @property
+    def prefill_share(self) -> float:
+        """Prefill slots in use, as a share."""
+        return self.worker.prefill_used / max(self.worker.info.prefill_slots, 1)
+
+    @property
+    def decode_full(self) -> bool:
+        """The worker would refuse a reservation for want of a slot or blocks."""
+        worker = self.worker
+        # Those on their way are taken to be as long as this one.
+        needed = self._blocks_needed() * (1 + worker.decode_in_flight)
+        return worker.decode_used >= worker.info.decode_slots or worker.load.blocks_free < needed
+
+    @property
+    def decode_share(self) -> float:
+        """Decode slots or blocks in use, as a share, whichever is scarcer."""
+        worker = self.worker
+        slots = worker.decode_used / max(worker.info.decode_slots, 1)
+        blocks = 1.0 - worker.load.blocks_free / max(worker.info.num_blocks, 1)
+        return max(slots, blocks)
+
+    def _blocks_needed(self) -> int:
+        block_size = self.worker.info.layout.block_size
+        return (self.query.num_tokens - self.cached_tokens) // block_size + 1
+
+
+Rank = tuple[float, ...]
+RankFunction = Callable[[Standing], Rank]
+
+
+@dataclass(frozen=True, slots=True)
+class RoutePolicy:
+    """A named way to order workers; smaller ranks are tried first, equal ones in random order."""
+
+    name: str
+    prefill: RankFunction
+    decode: RankFunction
+    aggregated: RankFunction
+
+
+def _expected_prefill(standing: Standing) -> float:
+    """Tokens computed on the worker until this request's first token.
+
+    A worker shares its compute evenly among the prompts it holds, so each prompt before this one
+    costs it once more its own length. A long prefix hit thus outweighs a few prompts in progress.
+    """
+    return standing.uncached_tokens * (1.0 + standing.worker.prefill_used)
+
+
+def _cache_load_prefill(standing: Standing) -> Rank:
+    return (standing.prefill_busy, _expected_prefill(standing), standing.prefill_share)
+
+
+def _cache_load_decode(standing: Standing) -> Rank:
+    uncached_share = standing.uncached_tokens / max(standing.query.num_tokens, 1)
+    return (standing.decode_full, standing.decode_share + DECODE_CACHE_WEIGHT * uncached_share)
+
+
+def _cache_load_aggregated(standing: Standing) -> Rank:
+    # Decode steps of the batch take their part of the compute that the prompt waits for.
+    cost = _expected_prefill(standing) * (1.0 + standing.decode_share)
+    return (standing.prefill_busy or standing.decode_full, cost)
+
+
+def _least_loaded_prefill(standing: Standing) -> Rank:
+    return (standing.prefill_busy, standing.prefill_share)
+
+
+def _least_loaded_decode(standing: Standing) -> Rank:
+    return (standing.decode_full, standing.decode_share)
+
+
+def _least_loaded_aggregated(standing: Standing) -> Rank:
+    share = standing.prefill_share + standing.decode_share
+    return (standing.prefill_busy or standing.decode_full, share)
+
+
+def _turn(standing: Standing) -> Rank:
+    return (standing.turn,)
+
+
+def _connections_prefill(standing: Standing) -> Rank:
+    return (standing.worker.prefill_in_flight / max(standing.worker.info.prefill_slots, 1),)
+
+
+def _connections_decode(standing: Standing) -> Rank:
+    return (standing.worker.decode_in_flight / max(standing.worker.info.decode_slots, 1),)
+
+
+LEAST_CONNECTIONS = RoutePolicy(
+    "least_connections", _connections_prefill, _connections_decode, _connections_decode
+)
+"""Reads only what the caller itself has in flight; loads of an old view mislead."""
+
+POLICIES: dict[str, RoutePolicy] = {
+    policy.name: policy
+    for policy in (
+        RoutePolicy("cache_load", _cache_load_prefill, _cache_load_decode, _cache_load_aggregated),
+        RoutePolicy(
+            "least_loaded", _least_loaded_prefill, _least_loaded_decode, _least_loaded_aggregated
+        ),
+        RoutePolicy("round_robin", _turn, _turn, _turn),
+    )
+}
+"""Policies that a config can name."""

@@ -1,0 +1,291 @@
+"""Route plans: which workers to ask for a request, in which order, and why.
+
+Pure: a function of (view, query, matches, now, rng). How workers are compared is in `ranking.py`.
+Tests: tests/unit/policy/test_routing.py, test_routing_properties.py.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from kvmesh.core.types import (
+    Candidate,
+    FleetWorker,
+    KvLayout,
+    Placement,
+    Refusal,
+    RefusalReason,
+    Role,
+    RoutePlan,
+    RouteQuery,
+    WorkerId,
+    WorkerLoad,
+)
+from kvmesh.policy.ranking import (
+    LEAST_CONNECTIONS,
+    POLICIES,
+    RankFunction,
+    RoutePolicy,
+    Standing,
+)
+from kvmesh.policy.reasons import (
+    decode_reason,
+    no_pair,
+    no_workers,
+    prefill_reason,
+    why_aggregated,
+)
+from kvmesh.policy.view import FleetView, WorkerView
+
+SILENT_AFTER_S = 1.5
+"""A worker without a report for this long (three intervals) is tried after the others."""
+
+Group = tuple[KvLayout, str]
+"""Workers of equal layout in one cluster: KV moves freely among them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """The arguments of one decision."""
+
+    view: FleetView
+    query: RouteQuery
+    matches: Mapping[WorkerId, int] | None
+    now: float
+    rng: random.Random
+    policy: RoutePolicy
+
+
+@dataclass(frozen=True, slots=True)
+class _Sides:
+    """Who may prefill and who may decode; no worker is in both."""
+
+    prefill: list[WorkerView]
+    decode: list[WorkerView]
+
+
+def plan_route(
+    view: FleetView,
+    query: RouteQuery,
+    matches: Mapping[WorkerId, int] | None,
+    now: float,
+    rng: random.Random,
+    policy: RoutePolicy = POLICIES["cache_load"],
+) -> RoutePlan | Refusal:
+    """Decides where to run a request.
+
+    A disaggregated plan never has one worker on both sides, and all its workers have one layout.
+
+    Args:
+        matches: leading blocks of the query that each worker holds; None when nobody knows.
+        now: seconds on the clock of the view's `reported_at`.
+        rng: breaks ties.
+
+    Returns:
+        A plan whose first candidates are the choice and the rest the fallbacks, or a refusal that
+        says what is there. Both carry the reason.
+    """
+    call = _Call(view, query, matches, now, rng, policy)
+    # Sorted, so that the order of the view decides nothing.
+    by_id = sorted(view.workers, key=lambda worker: worker.worker_id)
+    served = [worker for worker in by_id if worker.info.model == query.model]
+    awake = [worker for worker in served if not worker.load.draining]
+    if not awake:
+        return no_workers(query, served, by_id)
+    able = [worker for worker in awake if _longest_sequence(worker) >= query.num_tokens]
+    if not able:
+        return Refusal(
+            RefusalReason.TOO_LONG,
+            f"{query.num_tokens} tokens; the workers of {query.model} hold at most "
+            f"{max(_longest_sequence(worker) for worker in awake)}",
+        )
+    if query.placement is Placement.AGGREGATED:
+        return _plan_aggregated(call, able, "asked for")
+    sides = _split_sides(call, able)
+    if query.placement is Placement.DISAGGREGATED:
+        return _plan_disaggregated(call, sides) or no_pair(query, able)
+    if not _has_default_pair(sides):
+        return _plan_aggregated(call, able, why_aggregated(able))
+    plan = _plan_disaggregated(call, sides)
+    assert plan is not None, "a default pair exists, so a pair does"
+    return plan
+
+
+def plan_without_scheduler(
+    workers: tuple[FleetWorker, ...], query: RouteQuery, in_flight: Mapping[WorkerId, int]
+) -> RoutePlan | Refusal:
+    """Least connections over the last known view, for a gateway that reaches no scheduler.
+
+    Args:
+        workers: the last view; its loads are old, so only `draining` is read from them.
+        in_flight: requests that the caller has at each worker now.
+    """
+    views = tuple(
+        WorkerView(
+            each.info,
+            WorkerLoad(draining=each.load.draining, blocks_free=each.info.num_blocks),
+            reported_at=0.0,
+            prefill_in_flight=in_flight.get(each.info.worker_id, 0),
+            decode_in_flight=in_flight.get(each.info.worker_id, 0),
+        )
+        for each in workers
+    )
+    # Keyed by the request: gateways that start out equal do not all take the same worker.
+    rng = random.Random(query.request_id)
+    return plan_route(FleetView(views), query, None, 0.0, rng, LEAST_CONNECTIONS)
+
+
+def _longest_sequence(worker: WorkerView) -> int:
+    info = worker.info
+    return min(info.max_model_len, info.num_blocks * info.layout.block_size)
+
+
+def _cached_tokens(call: _Call, worker: WorkerView) -> int:
+    blocks = (call.matches or {}).get(worker.worker_id, 0)
+    return min(blocks * worker.info.layout.block_size, call.query.num_tokens)
+
+
+def _standings(call: _Call, workers: list[WorkerView]) -> list[Standing]:
+    count = len(workers)
+    return [
+        Standing(
+            worker,
+            call.query,
+            _cached_tokens(call, worker),
+            turn=(index - call.view.num_routes) % count,
+        )
+        for index, worker in enumerate(workers)
+    ]
+
+
+def _ordered(
+    call: _Call,
+    workers: list[WorkerView],
+    rank: RankFunction,
+    last_resort: Callable[[WorkerView], bool],
+) -> list[Standing]:
+    """Workers as they are to be tried; all of them, whatever speaks against one."""
+    keyed = [
+        (
+            (
+                standing.worker.worker_id in call.query.avoid,
+                call.now - standing.worker.reported_at > SILENT_AFTER_S,
+                last_resort(standing.worker),
+                rank(standing),
+                call.rng.random(),
+            ),
+            standing,
+        )
+        for standing in _standings(call, workers)
+    ]
+    keyed.sort(key=lambda pair: pair[0])
+    return [standing for _, standing in keyed]
+
+
+def _group(worker: WorkerView) -> Group:
+    return (worker.info.layout, worker.info.cluster)
+
+
+def _split_sides(call: _Call, workers: list[WorkerView]) -> _Sides:
+    """Gives each hybrid worker the side that its group needs more for this request."""
+    groups: dict[Group, list[WorkerView]] = {}
+    for worker in workers:
+        groups.setdefault(_group(worker), []).append(worker)
+    whole = _Sides([], [])
+    for members in groups.values():
+        sides = _Sides(
+            [worker for worker in members if worker.info.role is Role.PREFILL],
+            [worker for worker in members if worker.info.role is Role.DECODE],
+        )
+        hybrids = [worker for worker in members if worker.info.role is Role.HYBRID]
+        for standing in _ordered(call, hybrids, call.policy.prefill, lambda _: False):
+            _needier_side(call, sides).append(standing.worker)
+        whole.prefill.extend(sides.prefill)
+        whole.decode.extend(sides.decode)
+    # By name again, so that turns of a rotation do not depend on loads.
+    whole.prefill.sort(key=lambda worker: worker.worker_id)
+    whole.decode.sort(key=lambda worker: worker.worker_id)
+    return whole
+
+
+def _needier_side(call: _Call, sides: _Sides) -> list[WorkerView]:
+    if not sides.prefill or not sides.decode:
+        return sides.decode if sides.prefill else sides.prefill
+    ready_prefill = sum(not each.prefill_busy for each in _standings(call, sides.prefill))
+    ready_decode = sum(not each.decode_full for each in _standings(call, sides.decode))
+    return sides.prefill if ready_prefill < ready_decode else sides.decode
+
+
+def _has_default_pair(sides: _Sides) -> bool:
+    """Whether a group has both sides and someone whose role asks for them to be apart."""
+    groups = {_group(worker) for worker in sides.prefill}
+    groups &= {_group(worker) for worker in sides.decode}
+    return any(
+        _group(worker) in groups and worker.info.role is not Role.HYBRID
+        for worker in (*sides.prefill, *sides.decode)
+    )
+
+
+def _plan_disaggregated(call: _Call, sides: _Sides) -> RoutePlan | None:
+    ready = {
+        _group(standing.worker)
+        for standing in _standings(call, sides.decode)
+        if not standing.decode_full and standing.worker.worker_id not in call.query.avoid
+    }
+    decode_layouts = {worker.info.layout for worker in sides.decode}
+    paired = [worker for worker in sides.prefill if worker.info.layout in decode_layouts]
+    if not paired:
+        return None
+    # The best prefill worker that has decode room beside it says where the request goes.
+    home = _ordered(call, paired, call.policy.prefill, lambda worker: _group(worker) not in ready)
+    layout, cluster = _group(home[0].worker)
+
+    def is_far(worker: WorkerView) -> bool:
+        return worker.info.cluster != cluster
+
+    rest = [worker for worker in paired if worker.info.layout == layout]
+    rest.remove(home[0].worker)
+    prefill = [home[0], *_ordered(call, rest, call.policy.prefill, is_far)]
+    decode = _ordered(
+        call,
+        [worker for worker in sides.decode if worker.info.layout == layout],
+        call.policy.decode,
+        is_far,
+    )
+    reason = f"{prefill_reason(prefill[0])}; {decode_reason(decode[0])}"
+    return _plan(call, Placement.DISAGGREGATED, prefill, decode, reason)
+
+
+def _plan_aggregated(call: _Call, workers: list[WorkerView], why: str) -> RoutePlan:
+    def is_dedicated(worker: WorkerView) -> bool:
+        return worker.info.role is not Role.HYBRID
+
+    ordered = _ordered(call, workers, call.policy.aggregated, is_dedicated)
+    reason = f"aggregated, {why}: {prefill_reason(ordered[0])}"
+    return _plan(call, Placement.AGGREGATED, ordered, [], reason)
+
+
+def _plan(
+    call: _Call,
+    placement: Placement,
+    prefill: Iterable[Standing],
+    decode: Iterable[Standing],
+    reason: str,
+) -> RoutePlan:
+    return RoutePlan(
+        placement=placement,
+        prefill=tuple(_candidate(standing) for standing in prefill),
+        decode=tuple(_candidate(standing) for standing in decode),
+        cache_known=call.matches is not None,
+        reason=reason,
+        policy=call.policy.name,
+    )
+
+
+def _candidate(standing: Standing) -> Candidate:
+    info = standing.worker.info
+    return Candidate(
+        info.worker_id, info.incarnation, info.control_endpoint, standing.cached_tokens
+    )

@@ -1,0 +1,58 @@
+"""What decisions read: an immutable picture of the fleet at one moment.
+
+Owns no bookkeeping; the scheduler and the simulator build views. Tests: tests/unit/policy/.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvmesh.core.types import WorkerId, WorkerInfo, WorkerLoad
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """One worker as a decision sees it.
+
+    Attributes:
+        reported_at: when `load` was told, in seconds on the decision's clock.
+        prefill_in_flight: prompts sent to the worker that `load` does not show yet.
+        decode_in_flight: sequences sent to the worker that `load` does not show yet.
+    """
+
+    info: WorkerInfo
+    load: WorkerLoad
+    reported_at: float
+    prefill_in_flight: int = 0
+    decode_in_flight: int = 0
+
+    @property
+    def worker_id(self) -> WorkerId:
+        """Its stable name."""
+        return self.info.worker_id
+
+    @property
+    def prefill_used(self) -> int:
+        """Prefill slots in use, prompts on their way included."""
+        return self.load.prefill_active + self.prefill_in_flight
+
+    @property
+    def decode_used(self) -> int:
+        """Decode slots in use: running, preempted, reserved and on their way."""
+        load = self.load
+        listed = load.decode_running + load.decode_reserved + load.decode_preempted
+        return listed + self.decode_in_flight
+
+
+@dataclass(frozen=True, slots=True)
+class FleetView:
+    """All live workers.
+
+    Attributes:
+        version: grows with every change of the fleet.
+        num_routes: plans made before this one; the turn of a rotation.
+    """
+
+    workers: tuple[WorkerView, ...]
+    version: int = 0
+    num_routes: int = 0

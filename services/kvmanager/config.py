@@ -1,0 +1,36 @@
+"""Configuration of the kvmanager."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvmesh.core.config import option
+from kvmesh.metadata.redis_client import RedisConfig
+from kvmesh.runtime.app import ServerConfig
+from kvmesh.telemetry.config import TelemetryConfig
+
+
+@dataclass(frozen=True, slots=True)
+class IndexConfig:
+    store: str = option("redis", "redis, or memory: one replica, rebuilt by the workers if lost")
+    lease_s: float = option(10.0, "a worker that is silent for longer is not matched any more")
+    sweep_interval_s: float = option(5.0, "pause between removals of what dead workers left")
+    sweep_max_blocks: int = option(20_000, "most entries that one sweep removes")
+
+
+@dataclass(frozen=True, slots=True)
+class LimitConfig:
+    lookup_timeout_s: float = option(0.1, "a lookup that takes longer is answered as degraded")
+    max_lookups: int = option(32, "lookups at one time; one more is answered as degraded")
+    probe_interval_s: float = option(0.25, "pause between attempts to reach a store that is down")
+
+
+@dataclass(frozen=True, slots=True)
+class KvManagerConfig:
+    """Where KV is: which worker holds which cached block."""
+
+    server: ServerConfig = option(ServerConfig, "")
+    telemetry: TelemetryConfig = option(TelemetryConfig, "")
+    redis: RedisConfig = option(RedisConfig, "")
+    index: IndexConfig = option(IndexConfig, "")
+    limits: LimitConfig = option(LimitConfig, "")

@@ -1,0 +1,25 @@
+"""Metrics of the kvmanager. One set per process."""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Gauge, Histogram
+
+MATCH_SECONDS = Histogram(
+    "kvmesh_kvmanager_match_seconds",
+    "Time to answer one prefix lookup",
+    buckets=(0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1.0),
+)
+MATCHES = Counter(
+    "kvmesh_kvmanager_matches", "Prefix lookups by outcome: hit, miss, degraded", ["outcome"]
+)
+EVENTS_APPLIED = Counter(
+    "kvmesh_kvmanager_events_applied",
+    "Batches of block events: applied, gap, unknown, failed, ignored (a snapshot is awaited)",
+    ["status"],
+)
+RESYNCS = Counter("kvmesh_kvmanager_resyncs", "Snapshots ordered from workers", ["reason"])
+REDIS_UP = Gauge("kvmesh_kvmanager_redis_up", "1 while the store answers")
+STREAMS = Gauge("kvmesh_kvmanager_streams", "Workers connected to this replica")
+PUBLISHERS = Gauge("kvmesh_kvmanager_publishers", "Workers with a lease, over all replicas")
+BLOCKS = Gauge("kvmesh_kvmanager_blocks", "Blocks known; one held by two workers counts twice")
+SWEPT = Counter("kvmesh_kvmanager_swept_blocks", "Entries of dead workers that were removed")

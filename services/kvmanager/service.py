@@ -1,0 +1,161 @@
+"""The kvmanager: construction, the gRPC servicer and the background sweep.
+
+Tests: tests/integration/test_kvmanager.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+
+from kvmesh.core.clock import SystemClock
+from kvmesh.core.errors import ConfigError, ProtocolError
+from kvmesh.metadata.memory_store import MemoryMetadataStore
+from kvmesh.metadata.redis_client import RedisClient
+from kvmesh.metadata.redis_store import RedisMetadataStore
+from kvmesh.metadata.store import MetadataStore, StoreUnavailableError
+from kvmesh.rpc.stream import Outbox
+from kvmesh.runtime.app import ServiceContext
+from kvmesh.telemetry.logs import event_logger
+from kvmesh.v1 import kv_manager_service_pb2 as pb
+from kvmesh.v1 import kv_manager_service_pb2_grpc as pb_grpc
+from services.kvmanager import metrics
+from services.kvmanager.config import IndexConfig, KvManagerConfig
+from services.kvmanager.guard import StoreGuard
+from services.kvmanager.lookup import PrefixLookups
+from services.kvmanager.session import PublisherSession, check_hashes, publisher_from_hello
+
+log = event_logger(__name__)
+
+MAX_WRITES = 8
+"""Sessions that change the store at one time; more would only make lookups wait."""
+
+
+class KvManagerServicer(pb_grpc.KvManagerServiceServicer):
+    """Serves workers (Publish) and schedulers (MatchPrefix)."""
+
+    def __init__(self, config: KvManagerConfig, store: MetadataStore) -> None:
+        self.guard = StoreGuard(store, config.limits.probe_interval_s, self._store_recovered)
+        self._lookups = PrefixLookups(self.guard, config.limits)
+        self._writes = asyncio.Semaphore(MAX_WRITES)
+        self._sessions: set[PublisherSession] = set()
+
+    async def Publish(
+        self, request_iterator: Any, context: Any
+    ) -> AsyncIterator[pb.PublishResponse]:
+        await context.send_initial_metadata(())
+        outbox: Outbox[pb.PublishResponse] = Outbox()
+        async with _reading(self._follow(request_iterator, outbox), outbox, context):
+            async for message in outbox:
+                yield message
+
+    async def MatchPrefix(
+        self, request_iterator: Any, context: Any
+    ) -> AsyncIterator[pb.MatchPrefixResponse]:
+        await context.send_initial_metadata(())
+        outbox: Outbox[pb.MatchPrefixResponse] = Outbox()
+        async with _reading(self._answer_all(request_iterator, outbox), outbox, context):
+            async for message in outbox:
+                yield message
+
+    async def _follow(self, requests: Any, outbox: Outbox[pb.PublishResponse]) -> None:
+        session: PublisherSession | None = None
+        try:
+            async for message in requests:
+                if session is not None:
+                    await session.handle(message)
+                    continue
+                publisher = publisher_from_hello(message)
+                session = PublisherSession(publisher, self.guard, outbox, self._writes)
+                self._sessions.add(session)
+                metrics.STREAMS.set(len(self._sessions))
+                log.info(
+                    "publisher_connected",
+                    worker_id=publisher.worker_id,
+                    incarnation=publisher.incarnation,
+                    namespace=publisher.namespace,
+                )
+                await session.open()
+        finally:
+            # The worker's lease goes on: it may be back before it ends.
+            if session is not None:
+                self._sessions.discard(session)
+                metrics.STREAMS.set(len(self._sessions))
+
+    async def _answer_all(self, requests: Any, outbox: Outbox[pb.MatchPrefixResponse]) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                async for request in requests:
+                    check_hashes(request.block_hashes)
+                    group.create_task(self._answer(request, outbox))
+        except* ProtocolError as errors:
+            raise errors.exceptions[0] from None
+
+    async def _answer(
+        self, request: pb.MatchPrefixRequest, outbox: Outbox[pb.MatchPrefixResponse]
+    ) -> None:
+        outbox.put(await self._lookups.answer(request))
+
+    async def _store_recovered(self) -> None:
+        await asyncio.gather(*(session.store_recovered() for session in tuple(self._sessions)))
+
+
+@asynccontextmanager
+async def _reading(reader: Any, outbox: Outbox[Any], context: Any) -> AsyncIterator[None]:
+    """Runs a stream's reader beside its writer; the reader's end closes the outbox.
+
+    A peer that breaks the contract gets INVALID_ARGUMENT.
+    """
+    task = asyncio.ensure_future(reader)
+    task.add_done_callback(lambda _: outbox.close())
+    try:
+        yield
+        await task
+    except ProtocolError as error:
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def sweep_forever(guard: StoreGuard, config: IndexConfig) -> None:
+    """Removes what dead workers left and counts what there is, until cancelled."""
+    while True:
+        try:
+            swept = await guard.call(lambda store: store.sweep(config.sweep_max_blocks))
+            statistics = await guard.call(lambda store: store.statistics())
+        except StoreUnavailableError:
+            pass  # the guard reports it; nothing is lost by sweeping later
+        else:
+            metrics.SWEPT.inc(swept)
+            metrics.PUBLISHERS.set(statistics.num_publishers)
+            metrics.BLOCKS.set(statistics.num_blocks)
+        await asyncio.sleep(config.sweep_interval_s)
+
+
+def open_store(config: KvManagerConfig) -> MetadataStore:
+    """The configured store; nothing is connected yet.
+
+    Raises:
+        ConfigError: an unknown kind of store, or a bad URL.
+    """
+    if config.index.store == "memory":
+        return MemoryMetadataStore(SystemClock(), config.index.lease_s)
+    if config.index.store == "redis":
+        return RedisMetadataStore(RedisClient(config.redis), config.index.lease_s)
+    raise ConfigError(f"index.store must be redis or memory, not {config.index.store!r}")
+
+
+async def build(config: KvManagerConfig, context: ServiceContext) -> None:
+    """Constructs the service."""
+    store = open_store(config)
+    context.stack.push_async_callback(store.close)
+    servicer = KvManagerServicer(config, store)
+    await servicer.guard.start()
+    pb_grpc.add_KvManagerServiceServicer_to_server(servicer, context.server)
+    context.spawn(servicer.guard.run(), "store-guard")
+    context.spawn(sweep_forever(servicer.guard, config.index), "store-sweep")

@@ -1,0 +1,55 @@
+"""Configuration of the scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvmesh.core.config import option
+from kvmesh.runtime.app import ServerConfig
+from kvmesh.telemetry.config import TelemetryConfig
+
+
+@dataclass(frozen=True, slots=True)
+class FleetConfig:
+    """How workers are kept track of."""
+
+    lease_s: float = option(3.0, "a worker counts as lost after this long without a report")
+    report_interval_s: float = option(0.5, "interval at which workers report their load")
+    warmup_s: float = option(1.0, "after the start, hold back an empty fleet view for this long")
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingConfig:
+    """How plans are made."""
+
+    policy: str = option("cache_load", "cache_load, least_loaded or round_robin")
+    placement: str = option("auto", "auto, disaggregated or aggregated, where a query leaves it")
+
+
+@dataclass(frozen=True, slots=True)
+class KvManagerConfig:
+    """Whom to ask for prefix matches."""
+
+    target: str = option("", "kvmanager host:port; empty routes without cache knowledge")
+    timeout_s: float = option(0.05, "longest time that a route waits for prefix matches")
+
+
+@dataclass(frozen=True, slots=True)
+class FleetStoreConfig:
+    """Where the fleet is remembered over a restart."""
+
+    url: str = option("", "redis:// URL; empty rebuilds the fleet from the workers alone")
+    password: str = option("", "password, if it is not part of the URL")
+    key_prefix: str = option("kvmesh:", "start of all keys; two meshes in one Redis need two")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """The global scheduler: fleet registry and route plans."""
+
+    server: ServerConfig = option(ServerConfig, "")
+    telemetry: TelemetryConfig = option(TelemetryConfig, "")
+    fleet: FleetConfig = option(FleetConfig, "")
+    routing: RoutingConfig = option(RoutingConfig, "")
+    kvmanager: KvManagerConfig = option(KvManagerConfig, "")
+    redis: FleetStoreConfig = option(FleetStoreConfig, "")

@@ -1,0 +1,200 @@
+"""The fleet as the scheduler knows it: members, their loads, leases and what was just sent to them.
+
+Plain bookkeeping without I/O or clock. Tests: tests/unit/scheduler/test_fleet.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from kvmesh.core.types import (
+    FleetWorker,
+    Placement,
+    Refusal,
+    RefusalReason,
+    Role,
+    RoutePlan,
+    WorkerId,
+    WorkerInfo,
+    WorkerLoad,
+)
+from kvmesh.policy.view import FleetView, WorkerView
+
+IN_FLIGHT_S = 0.5
+"""A plan counts as load of its workers for this long, unless a report overtakes it."""
+
+SETTLE_S = 0.05
+"""A report shows what was routed at least this long before it: the way over the gateway."""
+
+_RESTORED = 0
+"""Session of a member that was remembered but has not registered yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """One registration of one worker; a later one of the same worker ends it."""
+
+    worker_id: WorkerId
+    session: int
+
+
+@dataclass(slots=True)
+class _Member:
+    info: WorkerInfo
+    load: WorkerLoad
+    session: int
+    reported_at: float
+    expires_at: float
+    prefill_routes: deque[float] = field(default_factory=deque)
+    decode_routes: deque[float] = field(default_factory=deque)
+
+    def forget_routes_before(self, moment: float) -> None:
+        for routes in (self.prefill_routes, self.decode_routes):
+            while routes and routes[0] <= moment:
+                routes.popleft()
+
+
+class Fleet:
+    """Members by worker id.
+
+    Attributes:
+        version: grows with every change.
+        urgent_version: the version of the last change that is more than a new load: a worker came,
+            left or began to drain.
+    """
+
+    def __init__(self, lease_s: float) -> None:
+        self._lease_s = lease_s
+        self._members: dict[WorkerId, _Member] = {}
+        self._last_session = _RESTORED
+        self._num_routes = 0
+        self.version = 0
+        self.urgent_version = 0
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def register(self, info: WorkerInfo, now: float) -> Membership | Refusal:
+        """Takes a worker in; it replaces an older life or connection of the same worker."""
+        if info.layout.block_size < 1 or info.num_blocks < 1:
+            return Refusal(RefusalReason.INVALID, f"{info.worker_id} has no KV blocks")
+        known = self._members.get(info.worker_id)
+        if known is not None and known.info.incarnation > info.incarnation:
+            return Refusal(
+                RefusalReason.STALE,
+                f"{info.worker_id} is known with incarnation {known.info.incarnation}, "
+                f"newer than {info.incarnation}",
+            )
+        self._last_session += 1
+        self._insert(info, self._last_session, reported_at=now, now=now)
+        return Membership(info.worker_id, self._last_session)
+
+    def restore(self, info: WorkerInfo, now: float) -> bool:
+        """Takes in a remembered worker until its lease ends; False if it is known already."""
+        if info.worker_id in self._members:
+            return False
+        self._insert(info, _RESTORED, reported_at=-math.inf, now=now)
+        return True
+
+    def report(self, membership: Membership, load: WorkerLoad, now: float) -> bool:
+        """Notes a load and renews the lease; False if the membership is over."""
+        member = self._current(membership)
+        if member is None:
+            return False
+        urgent = load.draining != member.load.draining
+        changed = load != member.load
+        member.load = load
+        member.reported_at = now
+        member.expires_at = now + self._lease_s
+        member.forget_routes_before(now - SETTLE_S)
+        if changed:
+            self._note_change(urgent=urgent)
+        return True
+
+    def leave(self, membership: Membership) -> bool:
+        """Removes a worker; False if the membership was over already."""
+        if self._current(membership) is None:
+            return False
+        del self._members[membership.worker_id]
+        self._note_change(urgent=True)
+        return True
+
+    def expire(self, now: float) -> list[WorkerId]:
+        """Removes the workers whose lease ended, and names them."""
+        lost = [name for name, member in self._members.items() if member.expires_at <= now]
+        for name in lost:
+            del self._members[name]
+        if lost:
+            self._note_change(urgent=True)
+        return lost
+
+    def note_route(self, plan: RoutePlan, now: float) -> None:
+        """Counts a plan as load of its first candidates until they report it themselves."""
+        self._num_routes += 1
+        for_prefill = self._members[plan.prefill[0].worker_id]
+        for_prefill.prefill_routes.append(now)
+        if plan.placement is Placement.AGGREGATED:
+            for_prefill.decode_routes.append(now)
+        else:
+            self._members[plan.decode[0].worker_id].decode_routes.append(now)
+
+    def view(self, now: float) -> FleetView:
+        """What a decision at `now` reads."""
+        return FleetView(
+            tuple(self._worker_view(member, now) for member in self._members.values()),
+            self.version,
+            self._num_routes,
+        )
+
+    def workers(self) -> tuple[FleetWorker, ...]:
+        """All members, for gateways."""
+        return tuple(FleetWorker(each.info, each.load) for each in self._members.values())
+
+    def confirmed(self) -> Iterator[WorkerInfo]:
+        """Members that registered here."""
+        return (each.info for each in self._members.values() if each.session != _RESTORED)
+
+    def fingerprints(self, model: str) -> set[str]:
+        """Fingerprints of the checkpoints that serve `model`: the namespaces of its blocks."""
+        infos = (member.info for member in self._members.values())
+        return {info.layout.model_fingerprint for info in infos if info.model == model}
+
+    def count_by_role(self) -> dict[Role, int]:
+        """Number of members of every role."""
+        counts = dict.fromkeys(Role, 0)
+        for member in self._members.values():
+            counts[member.info.role] += 1
+        return counts
+
+    def _worker_view(self, member: _Member, now: float) -> WorkerView:
+        member.forget_routes_before(now - IN_FLIGHT_S)
+        return WorkerView(
+            member.info,
+            member.load,
+            member.reported_at,
+            prefill_in_flight=len(member.prefill_routes),
+            decode_in_flight=len(member.decode_routes),
+        )
+
+    def _insert(self, info: WorkerInfo, session: int, *, reported_at: float, now: float) -> None:
+        self._members[info.worker_id] = _Member(
+            info=info,
+            # Until the first report a worker counts as idle and empty: it has just started.
+            load=WorkerLoad(blocks_free=info.num_blocks),
+            session=session,
+            reported_at=reported_at,
+            expires_at=now + self._lease_s,
+        )
+        self._note_change(urgent=True)
+
+    def _current(self, membership: Membership) -> _Member | None:
+        member = self._members.get(membership.worker_id)
+        return member if member is not None and member.session == membership.session else None
+
+    def _note_change(self, *, urgent: bool) -> None:
+        self.version += 1
+        if urgent:
+            self.urgent_version = self.version

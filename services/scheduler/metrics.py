@@ -1,0 +1,23 @@
+"""Metrics of the scheduler; the table with meanings is in README.md."""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Gauge, Histogram
+
+ROUTE_SECONDS = Histogram(
+    "kvmesh_scheduler_route_seconds",
+    "Time to make a route plan, the prefix lookup included",
+    buckets=(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1),
+)
+ROUTES = Counter(
+    "kvmesh_scheduler_routes",
+    "Route decisions; outcome is `plan` or the reason of the refusal",
+    ("outcome", "placement"),
+)
+WORKERS = Gauge("kvmesh_scheduler_workers", "Live workers", ("role",))
+WORKERS_LOST = Counter(
+    "kvmesh_scheduler_workers_lost", "Workers removed without a goodbye", ("cause",)
+)
+STORE_FAILURES = Counter(
+    "kvmesh_scheduler_store_failures", "Calls to the durable registry that failed"
+)

@@ -1,0 +1,164 @@
+"""Makes one route plan: prefix matches, the pure decision, and its metrics and span.
+
+Tests: tests/unit/scheduler/test_router.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvmesh.core.clock import Clock
+from kvmesh.core.types import (
+    BlockHash,
+    Placement,
+    PrefixMatch,
+    Refusal,
+    RoutePlan,
+    RouteQuery,
+    WorkerId,
+)
+from kvmesh.policy.ranking import RoutePolicy
+from kvmesh.policy.routing import plan_route
+from kvmesh.policy.view import FleetView
+from kvmesh.telemetry.logs import event_logger
+from kvmesh.telemetry.tracing import Span, start_span
+from services.scheduler import metrics
+from services.scheduler.fleet import Fleet
+
+log = event_logger(__name__)
+
+
+class Matches(Protocol):
+    """Answer of a `PrefixSource`."""
+
+    @property
+    def matches(self) -> Sequence[PrefixMatch]:
+        """Who holds leading blocks."""
+        ...
+
+    @property
+    def known(self) -> bool:
+        """False when nobody could be asked."""
+        ...
+
+
+class PrefixSource(Protocol):
+    """Knows who holds which blocks: `kvmesh.rpc.prefix_lookup.PrefixLookup`."""
+
+    async def match(self, namespace: str, hashes: Sequence[BlockHash], timeout_s: float) -> Matches:
+        """Leading blocks held by each worker; `known` is False after `timeout_s`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSettings:
+    """What a config chooses.
+
+    Attributes:
+        placement: for queries that leave it open.
+        match_timeout_s: longest time that a plan waits for prefix matches.
+    """
+
+    policy: RoutePolicy
+    placement: Placement
+    match_timeout_s: float
+
+
+class Router:
+    """Answers route queries from the fleet.
+
+    Args:
+        prefixes: None routes without cache knowledge.
+        rng: breaks ties between equal workers.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        settings: RouterSettings,
+        prefixes: PrefixSource | None,
+        clock: Clock,
+        rng: random.Random,
+    ) -> None:
+        self._fleet = fleet
+        self._settings = settings
+        self._prefixes = prefixes
+        self._clock = clock
+        self._rng = rng
+
+    async def route(self, query: RouteQuery, traceparent: str) -> RoutePlan | Refusal:
+        """Decides, and counts the plan as load of the chosen workers."""
+        started = time.perf_counter()
+        if query.placement is Placement.AUTO:
+            query = dataclasses.replace(query, placement=self._settings.placement)
+        with start_span("scheduler.route", traceparent, request_id=query.request_id) as span:
+            known = await self._known_blocks(query)
+            now = self._clock.now()
+            view = self._fleet.view(now)
+            matches = None if known is None else _current_matches(view, known)
+            outcome = plan_route(view, query, matches, now, self._rng, self._settings.policy)
+            if isinstance(outcome, RoutePlan):
+                self._fleet.note_route(outcome, now)
+            _describe(span, query, outcome)
+        metrics.ROUTE_SECONDS.observe(time.perf_counter() - started)
+        return outcome
+
+    async def _known_blocks(self, query: RouteQuery) -> list[PrefixMatch] | None:
+        if not query.block_hashes:
+            return []  # nothing of it can be cached, and that much is known
+        if self._prefixes is None:
+            return None
+        found: list[PrefixMatch] = []
+        # One namespace, except while a model's checkpoint is being replaced.
+        for fingerprint in sorted(self._fleet.fingerprints(query.model)):
+            answer = await self._prefixes.match(
+                fingerprint, query.block_hashes, self._settings.match_timeout_s
+            )
+            if not answer.known:
+                return None
+            found.extend(answer.matches)
+        return found
+
+
+def _current_matches(view: FleetView, found: list[PrefixMatch]) -> Mapping[WorkerId, int]:
+    """Blocks by worker; what an earlier life of a worker held is gone."""
+    lives = {worker.worker_id: worker.info.incarnation for worker in view.workers}
+    matches: dict[WorkerId, int] = {}
+    for match in found:
+        if lives.get(match.worker_id) == match.incarnation:
+            matches[match.worker_id] = max(match.num_blocks, matches.get(match.worker_id, 0))
+    return matches
+
+
+def _describe(span: Span, query: RouteQuery, outcome: RoutePlan | Refusal) -> None:
+    if isinstance(outcome, Refusal):
+        metrics.ROUTES.labels(outcome.reason.value, query.placement.value).inc()
+        span.set(outcome=outcome.reason.value, reason=outcome.message)
+        log.info(
+            "route_refused",
+            request_id=query.request_id,
+            trace_id=span.trace_id,
+            reason=outcome.reason.value,
+            message=outcome.message,
+        )
+        return
+    metrics.ROUTES.labels("plan", outcome.placement.value).inc()
+    span.set(
+        outcome="plan",
+        placement=outcome.placement.value,
+        policy=outcome.policy,
+        cache_known=outcome.cache_known,
+        reason=outcome.reason,
+    )
+    log.debug(
+        "routed",
+        request_id=query.request_id,
+        trace_id=span.trace_id,
+        placement=outcome.placement.value,
+        reason=outcome.reason,
+    )

@@ -1,0 +1,286 @@
+"""The scheduler's gRPC service: streams in, calls to `Fleet` and `Router`, streams out.
+
+Tests: tests/integration/test_scheduler.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+
+import grpc
+
+from kvmesh.core.clock import Clock, SystemClock
+from kvmesh.core.errors import ConfigError, ProtocolError
+from kvmesh.core.types import Placement, Refusal, RefusalReason, RoutePlan, WorkerId, WorkerInfo
+from kvmesh.metadata.redis_client import RedisClient, RedisConfig
+from kvmesh.metadata.redis_fleet import RedisFleetStore
+from kvmesh.policy.ranking import POLICIES
+from kvmesh.rpc.convert import (
+    refusal_to_proto,
+    route_plan_to_proto,
+    route_query_from_proto,
+    worker_info_from_proto,
+    worker_load_from_proto,
+)
+from kvmesh.rpc.prefix_lookup import PrefixLookup
+from kvmesh.rpc.stream import Outbox
+from kvmesh.runtime.app import ServiceContext
+from kvmesh.telemetry.logs import event_logger
+from kvmesh.v1.scheduler_service_pb2 import (
+    RegisterWorkerRequest,
+    RegisterWorkerResponse,
+    RouteRequest,
+    RouteResponse,
+    WatchFleetRequest,
+    WatchFleetResponse,
+    WorkerAccepted,
+    WorkerDrain,
+)
+from kvmesh.v1.scheduler_service_pb2_grpc import (
+    SchedulerServiceServicer,
+    add_SchedulerServiceServicer_to_server,
+)
+from services.scheduler import metrics
+from services.scheduler.config import FleetConfig, SchedulerConfig
+from services.scheduler.feed import FleetFeed
+from services.scheduler.fleet import Fleet, Membership
+from services.scheduler.registry import DurableRegistry
+from services.scheduler.router import Router, RouterSettings
+
+log = event_logger(__name__)
+
+_ABORT_CODES = {
+    RefusalReason.STALE: grpc.StatusCode.FAILED_PRECONDITION,
+    RefusalReason.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
+}
+
+Orders = Outbox[RegisterWorkerResponse]
+
+
+class SchedulerServicer(SchedulerServiceServicer):
+    """Serves workers (registration), gateways (routes) and watchers (fleet views)."""
+
+    def __init__(
+        self, fleet: Fleet, feed: FleetFeed, router: Router, config: FleetConfig, clock: Clock
+    ) -> None:
+        self._fleet = fleet
+        self._feed = feed
+        self._router = router
+        self._config = config
+        self._clock = clock
+        self._warm_at = clock.now() + config.warmup_s
+        self._orders: dict[WorkerId, tuple[WorkerInfo, Orders]] = {}
+        self._closing = False
+
+    async def RegisterWorker(
+        self,
+        request_iterator: AsyncIterator[RegisterWorkerRequest],
+        context: grpc.aio.ServicerContext[RegisterWorkerRequest, RegisterWorkerResponse],
+    ) -> AsyncIterator[RegisterWorkerResponse]:
+        await context.send_initial_metadata(())
+        orders: Orders = Outbox()
+        reader = asyncio.create_task(self._follow_worker(request_iterator, orders))
+        try:
+            async for order in orders:
+                yield order
+            refusal = reader.result() if reader.done() else None
+            if refusal is not None:
+                log.warning("registration_refused", message=refusal.message)
+                await context.abort(_ABORT_CODES[refusal.reason], refusal.message)
+        finally:
+            await _stop(reader)
+
+    async def WatchFleet(
+        self,
+        request: WatchFleetRequest,
+        context: grpc.aio.ServicerContext[WatchFleetRequest, WatchFleetResponse],
+    ) -> AsyncIterator[WatchFleetResponse]:
+        await context.send_initial_metadata(())
+        log.info("watcher_connected", watcher=request.watcher)
+        hold_empty_s = max(0.0, self._warm_at - self._clock.now())
+        async for view in self._feed.views(hold_empty_s):
+            yield view
+
+    async def Route(
+        self,
+        request_iterator: AsyncIterator[RouteRequest],
+        context: grpc.aio.ServicerContext[RouteRequest, RouteResponse],
+    ) -> AsyncIterator[RouteResponse]:
+        await context.send_initial_metadata(())
+        answers: Outbox[RouteResponse] = Outbox()
+        reader = asyncio.create_task(self._follow_gateway(request_iterator, answers))
+        try:
+            async for answer in answers:
+                yield answer
+        finally:
+            await _stop(reader)
+
+    async def expire_leases(self) -> None:
+        """Removes silent workers, until cancelled."""
+        while True:
+            await asyncio.sleep(self._config.lease_s / 6)
+            for worker_id in self._fleet.expire(self._clock.now()):
+                log.warning("worker_lost", worker_id=worker_id, cause="lease")
+                metrics.WORKERS_LOST.labels("lease").inc()
+            self._note_change()
+
+    def close(self) -> None:
+        """From here on, streams end because this service does, not because workers left."""
+        self._closing = True
+
+    async def _follow_gateway(
+        self, requests: AsyncIterator[RouteRequest], answers: Outbox[RouteResponse]
+    ) -> None:
+        try:
+            async with asyncio.TaskGroup() as routes:
+                async for request in requests:
+                    routes.create_task(self._answer(request, answers))
+        finally:
+            answers.close()
+
+    async def _answer(self, request: RouteRequest, answers: Outbox[RouteResponse]) -> None:
+        outcome: RoutePlan | Refusal
+        try:
+            query = route_query_from_proto(request)
+        except ProtocolError as error:
+            outcome = Refusal(RefusalReason.INVALID, str(error))
+        else:
+            outcome = await self._router.route(query, request.traceparent)
+        response = RouteResponse(correlation_id=request.correlation_id)
+        if isinstance(outcome, RoutePlan):
+            response.plan.CopyFrom(route_plan_to_proto(outcome))
+        else:
+            response.refusal.CopyFrom(refusal_to_proto(outcome))
+        answers.put(response)
+
+    async def _follow_worker(
+        self, requests: AsyncIterator[RegisterWorkerRequest], orders: Orders
+    ) -> Refusal | None:
+        """Reads one worker's stream to its end; a refusal says why the end came from here."""
+        membership: Membership | None = None
+        try:
+            async for request in requests:
+                kind = request.WhichOneof("report")
+                if kind == "info":
+                    registered = self._register(worker_info_from_proto(request.info), orders)
+                    if isinstance(registered, Refusal):
+                        return registered
+                    membership = registered
+                elif membership is None:
+                    return Refusal(RefusalReason.INVALID, f"{kind} came before the worker's info")
+                elif kind == "load":
+                    load = worker_load_from_proto(request.load)
+                    if not self._fleet.report(membership, load, self._clock.now()):
+                        return None  # its lease ended; it connects and registers again
+                    self._note_change()
+                elif kind == "goodbye":
+                    self._remove(membership, cause="goodbye", reason=request.goodbye.reason)
+                    return None
+        except ProtocolError as error:
+            return Refusal(RefusalReason.INVALID, str(error))
+        finally:
+            if membership is not None:
+                self._remove(membership, cause="stream", reason="its stream ended")
+                self._forget_orders(membership.worker_id, orders)
+            orders.close()
+        return None
+
+    def _register(self, info: WorkerInfo, orders: Orders) -> Membership | Refusal:
+        registered = self._fleet.register(info, self._clock.now())
+        if isinstance(registered, Refusal):
+            return registered
+        self._replace_orders(info, orders)
+        accepted = WorkerAccepted(
+            report_interval_ms=round(self._config.report_interval_s * 1000),
+            lease_ms=round(self._config.lease_s * 1000),
+        )
+        orders.put(RegisterWorkerResponse(accepted=accepted))
+        log.info(
+            "worker_registered",
+            worker_id=info.worker_id,
+            incarnation=info.incarnation,
+            role=info.role.value,
+            cluster=info.cluster,
+            model=info.model,
+        )
+        self._note_change()
+        return registered
+
+    def _replace_orders(self, info: WorkerInfo, orders: Orders) -> None:
+        before = self._orders.get(info.worker_id)
+        self._orders[info.worker_id] = (info, orders)
+        if before is None or before[1] is orders:
+            return
+        older, its_orders = before
+        if older.incarnation < info.incarnation:
+            reason = f"replaced by incarnation {info.incarnation}"
+            its_orders.put(RegisterWorkerResponse(drain=WorkerDrain(reason=reason)))
+        its_orders.close()
+
+    def _forget_orders(self, worker_id: WorkerId, orders: Orders) -> None:
+        if worker_id in self._orders and self._orders[worker_id][1] is orders:
+            del self._orders[worker_id]
+
+    def _remove(self, membership: Membership, cause: str, reason: str) -> None:
+        if self._closing or not self._fleet.leave(membership):
+            return
+        if cause == "goodbye":
+            log.info("worker_left", worker_id=membership.worker_id, reason=reason)
+        else:
+            log.warning("worker_lost", worker_id=membership.worker_id, cause=cause, reason=reason)
+            metrics.WORKERS_LOST.labels(cause).inc()
+        self._note_change()
+
+    def _note_change(self) -> None:
+        for role, count in self._fleet.count_by_role().items():
+            metrics.WORKERS.labels(role.value).set(count)
+        self._feed.changed()
+
+
+async def _stop(task: asyncio.Task[Refusal | None] | asyncio.Task[None]) -> None:
+    """Ends a task and waits for its clean-up, without taking on its outcome."""
+    task.cancel()
+    await asyncio.wait({task})
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.failure("stream_reader_failed", error)
+
+
+async def build(config: SchedulerConfig, context: ServiceContext) -> None:
+    """Puts the scheduler together and adds it to the server."""
+    settings = _router_settings(config)
+    clock = SystemClock()
+    fleet = Fleet(config.fleet.lease_s)
+    feed = FleetFeed(fleet)
+    prefixes = None
+    if config.kvmanager.target:
+        prefixes = PrefixLookup(config.kvmanager.target, config.server.tls)
+        context.spawn(prefixes.run(), "prefix_lookup")
+    router = Router(fleet, settings, prefixes, clock, random.Random())
+    if config.redis.url:
+        redis = config.redis
+        client = RedisClient(RedisConfig(redis.url, redis.password, redis.key_prefix))
+        context.stack.push_async_callback(client.close)
+        store = RedisFleetStore(client)
+        registry = DurableRegistry(store, fleet, feed, clock, config.fleet.lease_s)
+        log.info("fleet_restored", num_workers=await registry.restore())
+        context.spawn(registry.run(), "durable_registry")
+    servicer = SchedulerServicer(fleet, feed, router, config.fleet, clock)
+    context.stack.callback(servicer.close)
+    context.spawn(servicer.expire_leases(), "expire_leases")
+    add_SchedulerServiceServicer_to_server(servicer, context.server)
+
+
+def _router_settings(config: SchedulerConfig) -> RouterSettings:
+    routing = config.routing
+    if routing.policy not in POLICIES:
+        raise ConfigError(f"routing.policy {routing.policy!r}: choose one of {', '.join(POLICIES)}")
+    placements = {placement.value: placement for placement in Placement}
+    if routing.placement not in placements:
+        raise ConfigError(
+            f"routing.placement {routing.placement!r}: choose one of {', '.join(placements)}"
+        )
+    return RouterSettings(
+        POLICIES[routing.policy], placements[routing.placement], config.kvmanager.timeout_s
+    )

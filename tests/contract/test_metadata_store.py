@@ -1,0 +1,445 @@
+"""One suite for every home of MetadataStore and FleetStore: memory and a real Redis."""
+
+from __future__ import annotations
+
+import random
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from hashlib import blake2b
+
+import pytest
+import redis.asyncio as redis
+
+from kvmesh.core.clock import ManualClock
+from kvmesh.core.errors import ConfigError
+from kvmesh.core.types import BlockHash, PrefixMatch, WorkerId
+from kvmesh.metadata.memory_store import MemoryFleetStore, MemoryMetadataStore
+from kvmesh.metadata.redis_client import RedisClient, RedisConfig
+from kvmesh.metadata.redis_fleet import RedisFleetStore
+from kvmesh.metadata.redis_store import APPLY_SLICE_BLOCKS, RedisMetadataStore, apply_slices
+from kvmesh.metadata.store import (
+    ApplyResult,
+    FleetStore,
+    MetadataStore,
+    Publisher,
+    Slot,
+    StoreStatistics,
+    StoreUnavailableError,
+)
+from tests.redis_server import redis_process, redis_url
+
+LEASE_S = 30.0
+NAMESPACE = "model-a"
+EVERYTHING = 1_000_000
+
+
+def block(number: int) -> BlockHash:
+    return BlockHash(blake2b(str(number).encode(), digest_size=16).digest())
+
+
+def blocks(*numbers: int) -> bytes:
+    return b"".join(block(number) for number in numbers)
+
+
+def publisher(worker: str, incarnation: int = 1, namespace: str = NAMESPACE) -> Publisher:
+    return Publisher(WorkerId(worker), incarnation, "east", namespace)
+
+
+class Memory:
+    """The in-memory stores, with the time in hand."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.store = MemoryMetadataStore(self.clock, LEASE_S)
+        self.fleet = MemoryFleetStore(self.clock)
+
+    async def expire(self, slot: Slot) -> None:
+        self.clock.advance(LEASE_S)
+
+    async def pass_time(self, seconds: float, *keys: str) -> None:
+        self.clock.advance(seconds)
+
+    async def is_empty(self) -> bool:
+        return self.store.is_empty
+
+    async def close(self) -> None:
+        await self.store.close()
+
+
+class Redis:
+    """The Redis stores under a prefix of their own; ends a TTL by moving it to the past."""
+
+    def __init__(self, url: str) -> None:
+        self.prefix = f"test-{uuid.uuid4().hex}:"
+        client = RedisClient(RedisConfig(url=url, key_prefix=self.prefix, timeout_s=10.0))
+        self.store = RedisMetadataStore(client, LEASE_S)
+        self.fleet = RedisFleetStore(client)
+        self.raw = redis.Redis.from_url(url, protocol=2)
+
+    async def expire(self, slot: Slot) -> None:
+        assert await self.raw.pexpireat(self.store.lease_key(slot), 1)
+
+    async def pass_time(self, seconds: float, *keys: str) -> None:
+        for key in keys:
+            assert 0 < await self.raw.pttl(self.prefix + key) <= seconds * 1000
+            assert await self.raw.pexpireat(self.prefix + key, 1)
+
+    async def is_empty(self) -> bool:
+        return not await self.raw.keys(self.prefix + "*")
+
+    async def close(self) -> None:
+        await self.raw.aclose()
+        await self.store.close()
+
+
+Home = Memory | Redis
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with redis_url(tmp_path_factory.mktemp("redis")) as found:
+        yield found
+
+
+@pytest.fixture(params=["memory", "redis"])
+async def home(request: pytest.FixtureRequest) -> AsyncIterator[Home]:
+    made: Home = Memory() if request.param == "memory" else Redis(request.getfixturevalue("url"))
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+def store(home: Home) -> MetadataStore:
+    return home.store
+
+
+@pytest.fixture
+def fleet(home: Home) -> FleetStore:
+    return home.fleet
+
+
+async def lengths(store: MetadataStore, hashes: bytes, namespace: str = NAMESPACE) -> list[object]:
+    return [(m.worker_id, m.num_blocks) for m in await store.match(namespace, hashes)]
+
+
+async def test_match_is_the_longest_run_from_the_start_per_worker(store: MetadataStore) -> None:
+    a = (await store.register(publisher("a"))).slot
+    b = (await store.register(publisher("b", incarnation=7))).slot
+    c = (await store.register(publisher("c"))).slot
+    assert await store.apply_events(a, 1, blocks(0, 1, 3), b"") is ApplyResult.APPLIED
+    assert await store.apply_events(b, 1, blocks(2, 1, 0), b"") is ApplyResult.APPLIED
+    assert await store.apply_events(c, 1, blocks(1, 2, 3), b"") is ApplyResult.APPLIED
+    assert await store.match(NAMESPACE, blocks(0, 1, 2, 3)) == [
+        PrefixMatch(WorkerId("b"), 7, "east", 3),
+        PrefixMatch(WorkerId("a"), 1, "east", 2),
+    ]
+    assert await store.match(NAMESPACE, blocks(9)) == []
+    assert await store.match(NAMESPACE, b"") == []
+
+
+async def test_a_long_prefix_is_followed_across_slices(store: MetadataStore) -> None:
+    total = APPLY_SLICE_BLOCKS + 300
+    slot = (await store.register(publisher("a"))).slot
+    assert await store.apply_events(slot, 1, blocks(*range(total)), b"") is ApplyResult.APPLIED
+    for asked in (127, 128, 129, total):
+        assert await lengths(store, blocks(*range(asked))) == [("a", asked)]
+    assert await store.apply_events(slot, 2, b"", blocks(200)) is ApplyResult.APPLIED
+    assert await lengths(store, blocks(*range(total))) == [("a", 200)]
+
+
+async def test_removed_after_stored_and_unknown_hashes_are_harmless(store: MetadataStore) -> None:
+    slot = (await store.register(publisher("a"))).slot
+    await store.apply_events(slot, 1, blocks(0, 1, 2, 2), b"")
+    await store.apply_events(slot, 2, blocks(3), blocks(3, 1, 77))
+    assert await lengths(store, blocks(0, 1, 2)) == [("a", 1)]
+    assert await lengths(store, blocks(2)) == [("a", 1)]
+    assert await lengths(store, blocks(3)) == []
+    assert await store.statistics() == StoreStatistics(1, 2)
+
+
+async def test_a_block_of_two_workers_stays_with_the_other(store: MetadataStore) -> None:
+    a = (await store.register(publisher("a"))).slot
+    b = (await store.register(publisher("b"))).slot
+    await store.apply_events(a, 1, blocks(0, 1), b"")
+    await store.apply_events(b, 1, blocks(0, 1), b"")
+    await store.apply_events(a, 2, b"", blocks(0, 1))
+    assert await lengths(store, blocks(0, 1)) == [("b", 2)]
+
+
+async def test_gap_and_repeat_change_nothing(store: MetadataStore) -> None:
+    slot = (await store.register(publisher("a"))).slot
+    await store.apply_events(slot, 1, blocks(0), b"")
+    assert await store.apply_events(slot, 3, blocks(1), blocks(0)) is ApplyResult.GAP
+    assert await store.apply_events(slot, 1, blocks(1), b"") is ApplyResult.GAP
+    assert await lengths(store, blocks(0, 1)) == [("a", 1)]
+    assert await store.apply_events(slot, 2, blocks(1), b"") is ApplyResult.APPLIED
+    assert await lengths(store, blocks(0, 1)) == [("a", 2)]
+
+
+async def test_snapshot_replaces_everything_in_one_step(home: Home) -> None:
+    store = home.store
+    old = (await store.register(publisher("a"))).slot
+    await store.apply_events(old, 1, blocks(0, 1, 2), b"")
+    slot = await store.begin_snapshot(publisher("a"))
+    part = await store.apply_snapshot_part(slot, 8, blocks(0, 10), last=False)
+    assert part is ApplyResult.APPLIED
+    # Until the last part lookups use what was known, and the new slot takes no events.
+    assert await lengths(store, blocks(0, 1, 2)) == [("a", 3)]
+    assert await lengths(store, blocks(10)) == []
+    assert await store.apply_events(slot, 1, blocks(5), b"") is ApplyResult.UNKNOWN
+    assert not await store.renew(slot, 0)
+    part = await store.apply_snapshot_part(slot, 8, blocks(1), last=True)
+    assert part is ApplyResult.APPLIED
+    assert await lengths(store, blocks(0, 1, 2)) == [("a", 2)]
+    assert await lengths(store, blocks(10)) == [("a", 1)]
+    assert await store.apply_events(old, 2, blocks(2), b"") is ApplyResult.UNKNOWN
+    assert await store.apply_events(slot, 9, blocks(2), b"") is ApplyResult.APPLIED
+    assert (
+        await store.apply_snapshot_part(slot, 9, blocks(3), last=True)
+    ) is ApplyResult.UNKNOWN, "a live slot takes no snapshot"
+    assert await store.sweep(EVERYTHING) == 3
+    assert await lengths(store, blocks(0, 1, 2)) == [("a", 3)]
+    assert await store.statistics() == StoreStatistics(1, 4)
+
+
+async def test_empty_snapshot_means_no_blocks(store: MetadataStore) -> None:
+    slot = (await store.register(publisher("a"))).slot
+    await store.apply_events(slot, 1, blocks(0), b"")
+    slot = await store.begin_snapshot(publisher("a"))
+    assert await store.apply_snapshot_part(slot, 2, b"", last=True) is ApplyResult.APPLIED
+    assert await lengths(store, blocks(0)) == []
+    assert await store.renew(slot, 2)
+
+
+async def test_same_life_goes_on_where_it_was(store: MetadataStore) -> None:
+    first = await store.register(publisher("a"))
+    await store.apply_events(first.slot, 1, blocks(0), b"")
+    again = await store.register(publisher("a"))
+    assert (again.slot, again.sequence) == (first.slot, 1)
+    assert await lengths(store, blocks(0)) == [("a", 1)]
+
+
+async def test_a_new_life_never_matches_what_the_old_one_held(store: MetadataStore) -> None:
+    old = (await store.register(publisher("a", incarnation=1))).slot
+    await store.apply_events(old, 1, blocks(0), b"")
+    new = await store.register(publisher("a", incarnation=2))
+    assert new.slot != old
+    assert new.sequence == 0
+    assert await lengths(store, blocks(0)) == []
+    assert await store.apply_events(old, 2, blocks(1), b"") is ApplyResult.UNKNOWN
+    await store.apply_events(new.slot, 1, blocks(0), b"")
+    assert await store.match(NAMESPACE, blocks(0)) == [PrefixMatch(WorkerId("a"), 2, "east", 1)]
+
+
+async def test_ended_lease_is_ignored_at_once_and_swept(home: Home) -> None:
+    store = home.store
+    slot = (await store.register(publisher("a"))).slot
+    await store.apply_events(slot, 1, blocks(0, 1), b"")
+    await home.expire(slot)
+    assert await lengths(store, blocks(0)) == []
+    assert await store.statistics() == StoreStatistics(0, 0)
+    assert not await store.renew(slot, 1)
+    assert await store.apply_events(slot, 2, blocks(2), b"") is ApplyResult.UNKNOWN
+    again = await store.register(publisher("a"))
+    assert again.slot != slot
+    assert again.sequence == 0
+    assert await store.sweep(EVERYTHING) == 2
+    # The sweep of the old slot leaves the new one of the same worker alone.
+    assert await store.apply_events(again.slot, 1, blocks(0), b"") is ApplyResult.APPLIED
+    assert await lengths(store, blocks(0, 1)) == [("a", 1)]
+
+
+async def test_each_renewal_starts_the_lease_anew() -> None:
+    memory = Memory()
+    store = memory.store
+    slot = (await store.register(publisher("a"))).slot
+    memory.clock.advance(LEASE_S - 1)
+    assert await store.renew(slot, 0)
+    memory.clock.advance(LEASE_S - 1)
+    assert await store.apply_events(slot, 1, b"", b"") is ApplyResult.APPLIED
+    memory.clock.advance(LEASE_S - 1)
+    assert (await store.register(publisher("a"))).slot == slot
+    memory.clock.advance(LEASE_S - 1)
+    assert await store.renew(slot, 1)
+    memory.clock.advance(LEASE_S)
+    assert not await store.renew(slot, 1)
+
+
+async def test_each_renewal_sets_the_time_to_live_in_redis(url: str) -> None:
+    home = Redis(url)
+    store, key = home.store, home.store.lease_key
+
+    async def renewed(slot: Slot) -> bool:
+        left = await home.raw.pttl(key(slot))
+        await home.raw.pexpire(key(slot), 5_000)
+        return bool(5_000 < left <= LEASE_S * 1000)
+
+    slot = (await store.register(publisher("a"))).slot
+    assert await renewed(slot)
+    assert not await renewed(slot), "the check itself must be able to fail"
+    assert await store.renew(slot, 0)
+    assert await renewed(slot)
+    await store.apply_events(slot, 1, b"", b"")
+    assert await renewed(slot)
+    await store.register(publisher("a"))
+    assert await renewed(slot)
+    loading = await store.begin_snapshot(publisher("a"))
+    assert await renewed(loading)
+    await store.apply_snapshot_part(loading, 2, b"", last=False)
+    assert await renewed(loading)
+    await home.close()
+
+
+async def test_renew_notices_a_batch_that_never_came(store: MetadataStore) -> None:
+    slot = (await store.register(publisher("a"))).slot
+    assert await store.renew(slot, 0)
+    assert not await store.renew(slot, 1)
+    assert not await store.renew(Slot("f" * 14), 0)
+
+
+async def test_forget_ends_a_slot(store: MetadataStore) -> None:
+    slot = (await store.register(publisher("a"))).slot
+    await store.apply_events(slot, 1, blocks(0), b"")
+    await store.forget(slot)
+    await store.forget(slot)
+    assert await lengths(store, blocks(0)) == []
+    assert not await store.renew(slot, 1)
+
+
+async def test_namespaces_are_apart(store: MetadataStore) -> None:
+    a = (await store.register(publisher("a"))).slot
+    b = (await store.register(publisher("b", namespace="model-b"))).slot
+    await store.apply_events(a, 1, blocks(0), b"")
+    await store.apply_events(b, 1, blocks(0, 1), b"")
+    assert await lengths(store, blocks(0, 1)) == [("a", 1)]
+    assert await lengths(store, blocks(0, 1), "model-b") == [("b", 2)]
+    assert await lengths(store, blocks(0, 1), "model") == []
+
+
+async def test_sweep_is_bounded_and_leaves_nothing(home: Home) -> None:
+    store = home.store
+    slots = []
+    for worker in ("a", "b"):
+        slot = (await store.register(publisher(worker))).slot
+        await store.apply_events(slot, 1, blocks(*range(10)), b"")
+        slots.append(slot)
+    loading = await store.begin_snapshot(publisher("a"))
+    await store.apply_snapshot_part(loading, 2, blocks(1, 2), last=False)
+    assert await store.sweep(EVERYTHING) == 0
+    for slot in (*slots, loading):
+        await store.forget(slot)
+    removed = [await store.sweep(4) for _ in range(7)]
+    assert sum(removed) == 22
+    assert max(removed) == 4
+    assert await store.sweep(4) == 0
+    assert await home.is_empty()
+
+
+async def test_store_agrees_with_a_plain_model_over_random_batches(store: MetadataStore) -> None:
+    rng = random.Random(7)
+    names = ["a", "b", "c", "d"]
+    slots = {name: (await store.register(publisher(name))).slot for name in names}
+    sequence = dict.fromkeys(names, 0)
+    held: dict[str, set[int]] = {name: set() for name in names}
+    for _ in range(60):
+        name = rng.choice(names)
+        sequence[name] += 1
+        stored = rng.sample(range(12), rng.randrange(8))
+        removed = rng.sample(range(12), rng.randrange(4))
+        if rng.random() < 0.2:
+            slots[name] = await store.begin_snapshot(publisher(name))
+            await store.apply_snapshot_part(slots[name], sequence[name], blocks(*stored), last=True)
+            held[name] = set(stored)
+        else:
+            result = await store.apply_events(
+                slots[name], sequence[name], blocks(*stored), blocks(*removed)
+            )
+            assert result is ApplyResult.APPLIED
+            held[name] = (held[name] | set(stored)) - set(removed)
+        if rng.random() < 0.3:
+            await store.sweep(rng.randrange(1, 10))
+        expected = {
+            name: next((n for n in range(12) if n not in kept), 12) for name, kept in held.items()
+        }
+        found = await store.match(NAMESPACE, blocks(*range(12)))
+        assert {m.worker_id: m.num_blocks for m in found} == {
+            name: length for name, length in expected.items() if length
+        }
+    assert await store.statistics() == StoreStatistics(4, sum(map(len, held.values())))
+
+
+async def test_probe_answers(home: Home) -> None:
+    await home.store.probe()
+    assert await home.is_empty()
+
+
+async def test_emptied_redis_hands_out_new_slots(url: str) -> None:
+    home = Redis(url)
+    before = (await home.store.register(publisher("a"))).slot
+    await home.raw.delete(*await home.raw.keys(home.prefix + "*"))
+    assert not await home.store.renew(before, 0)
+    after = (await home.store.register(publisher("b"))).slot
+    assert after > before
+    await home.close()
+
+
+async def test_unreachable_redis_is_one_kind_of_error() -> None:
+    with redis_process() as process:
+        store = RedisMetadataStore(RedisClient(RedisConfig(url=process.url)), LEASE_S)
+        await store.probe()
+    with pytest.raises(StoreUnavailableError, match="ConnectionError"):
+        await store.match(NAMESPACE, blocks(0))
+    await store.close()
+
+
+def test_bad_url_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match=r"redis\.url"):
+        RedisClient(RedisConfig(url="nonsense"))
+
+
+def test_batches_are_cut_into_slices_stored_first() -> None:
+    step = APPLY_SLICE_BLOCKS * 16
+    stored, removed = bytes(step + 16), bytes(16)
+    assert list(apply_slices(stored, removed)) == [
+        (bytes(step), b"", False),
+        (bytes(16), b"", False),
+        (b"", bytes(16), True),
+    ]
+    assert list(apply_slices(b"", b"")) == [(b"", b"", True)]
+
+
+async def test_fleet_lists_workers_until_their_time_is_over(home: Home) -> None:
+    fleet = home.fleet
+    await fleet.put_worker(WorkerId("a"), b"\x00one", 10.0)
+    await fleet.put_worker(WorkerId("b"), b"two", 1000.0)
+    await fleet.put_worker(WorkerId("a"), b"\x00uno", 10.0)
+    assert await fleet.list_workers() == {"a": b"\x00uno", "b": b"two"}
+    await home.pass_time(10.0, "worker:a")
+    assert await fleet.list_workers() == {"b": b"two"}
+    await fleet.remove_worker(WorkerId("b"))
+    await fleet.remove_worker(WorkerId("b"))
+    assert await fleet.list_workers() == {}
+    assert await home.is_empty()
+
+
+async def test_lease_has_one_holder_at_a_time(home: Home) -> None:
+    fleet: FleetStore = home.fleet
+    assert await fleet.acquire_lease("planner", "x", 10.0)
+    assert await fleet.acquire_lease("planner", "x", 10.0)
+    assert not await fleet.acquire_lease("planner", "y", 10.0)
+    assert await fleet.acquire_lease("other", "y", 10.0)
+    assert await fleet.renew_lease("planner", "x", 10.0)
+    assert not await fleet.renew_lease("planner", "y", 10.0)
+    await fleet.release_lease("planner", "y")
+    assert not await fleet.acquire_lease("planner", "y", 10.0)
+    await fleet.release_lease("planner", "x")
+    assert not await fleet.renew_lease("planner", "x", 10.0)
+    assert await fleet.acquire_lease("planner", "y", 10.0)
+
+
+async def test_lease_ends_by_itself(home: Home) -> None:
+    fleet = home.fleet
+    assert await fleet.acquire_lease("planner", "x", 10.0)
+    await home.pass_time(10.0, "planner_lease:planner")
+    assert not await fleet.renew_lease("planner", "x", 10.0)
+    assert await fleet.acquire_lease("planner", "y", 10.0)

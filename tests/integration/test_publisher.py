@@ -1,0 +1,256 @@
+"""BlockPublisher against a scripted kvmanager: numbering, snapshots, back pressure, reconnects."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from kvmesh.core.types import BlockHash, WorkerId
+from kvmesh.rpc import publisher as module
+from kvmesh.rpc.channels import bind_server, make_server
+from kvmesh.rpc.publisher import BlockPublisher, PublisherFacts
+from kvmesh.v1 import kv_manager_service_pb2 as pb
+from kvmesh.v1 import kv_manager_service_pb2_grpc as pb_grpc
+
+
+def block(number: int) -> BlockHash:
+    return BlockHash(number.to_bytes(16, "big"))
+
+
+@dataclass
+class Events:
+    stored: list[BlockHash] = field(default_factory=list)
+    removed: list[BlockHash] = field(default_factory=list)
+
+
+class ScriptedKvManager(pb_grpc.KvManagerServiceServicer):
+    """Acks what it is told to and records everything else."""
+
+    def __init__(self) -> None:
+        self.acking = True
+        self.streams: list[list[pb.PublishRequest]] = []
+        self._calls: list[Any] = []
+
+    async def Publish(
+        self, request_iterator: Any, context: Any
+    ) -> AsyncIterator[pb.PublishResponse]:
+        await context.send_initial_metadata(())
+        received: list[pb.PublishRequest] = []
+        self.streams.append(received)
+        self._calls.append(context)
+        async for message in request_iterator:
+            received.append(message)
+            kind = message.WhichOneof("message")
+            if self.acking and kind == "events":
+                yield pb.PublishResponse(ack=pb.PublishAck(sequence=message.events.sequence))
+            if self.acking and kind == "snapshot" and message.snapshot.last:
+                yield pb.PublishResponse(ack=pb.PublishAck(sequence=message.snapshot.sequence))
+
+    async def MatchPrefix(
+        self, request_iterator: Any, context: Any
+    ) -> AsyncIterator[pb.MatchPrefixResponse]:
+        raise AssertionError("not asked here")
+        yield pb.MatchPrefixResponse()
+
+    async def tell(self, response: pb.PublishResponse) -> None:
+        await self._calls[-1].write(response)
+
+    def of_kind(self, kind: str) -> list[Any]:
+        """Messages of a kind on the current stream."""
+        messages = self.streams[-1] if self.streams else []
+        return [getattr(m, kind) for m in messages if m.WhichOneof("message") == kind]
+
+
+class Pool:
+    def __init__(self) -> None:
+        self.held: list[BlockHash] = []
+        self.events = Events()
+
+    def take(self) -> Events:
+        events, self.events = self.events, Events()
+        return events
+
+    def store(self, *numbers: int) -> None:
+        self.held += map(block, numbers)
+        self.events.stored += map(block, numbers)
+
+
+async def eventually(fact: Callable[[], bool]) -> None:
+    async with asyncio.timeout(15):
+        while not fact():
+            await asyncio.sleep(0.005)
+
+
+@contextlib.asynccontextmanager
+async def listening(kvmanager: ScriptedKvManager, port: int = 0) -> AsyncIterator[int]:
+    server = make_server()
+    pb_grpc.add_KvManagerServiceServicer_to_server(kvmanager, server)
+    bound = bind_server(server, "127.0.0.1", port)
+    await server.start()
+    try:
+        yield bound
+    finally:
+        await server.stop(grace=None)
+
+
+@contextlib.asynccontextmanager
+async def publishing(pool: Pool, port: int) -> AsyncIterator[BlockPublisher]:
+    publisher = BlockPublisher(
+        f"127.0.0.1:{port}",
+        PublisherFacts(WorkerId("w"), 3, "east", "model-a", 16),
+        take_events=pool.take,
+        held_hashes=lambda: pool.held,
+        interval_s=0.02,
+    )
+    task = asyncio.ensure_future(publisher.run())
+    try:
+        await eventually(lambda: publisher.connected)
+        yield publisher
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_hello_then_numbered_batches_and_heartbeats() -> None:
+    kvmanager, pool = ScriptedKvManager(), Pool()
+    async with listening(kvmanager) as port, publishing(pool, port) as publisher:
+        for number in range(3):
+            pool.store(number)
+            publisher.notify()
+            await eventually(lambda: not pool.events.stored and publisher.is_exact)
+        await eventually(lambda: len(kvmanager.of_kind("heartbeat")) >= 2)
+        assert [(e.sequence, e.stored, e.removed) for e in kvmanager.of_kind("events")] == [
+            (i + 1, block(i), b"") for i in range(3)
+        ]
+        assert kvmanager.of_kind("heartbeat")[-1].sequence == 3
+        assert kvmanager.streams[-1][0].hello == pb.PublisherHello(
+            worker_id="w", incarnation=3, cluster="east", namespace="model-a", block_size=16
+        )
+        assert len(kvmanager.of_kind("hello")) == 1
+
+
+async def test_resync_is_answered_with_a_snapshot_in_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "MAX_HASHES_PER_MESSAGE", 2)
+    kvmanager, pool = ScriptedKvManager(), Pool()
+    async with listening(kvmanager) as port, publishing(pool, port) as publisher:
+        for number in range(5):
+            pool.store(number)
+            publisher.notify()
+            await eventually(lambda: publisher.is_exact and not pool.events.stored)
+        sequence = publisher.sequence
+        await kvmanager.tell(pb.PublishResponse(resync=pb.ResyncOrder(reason="test")))
+        await eventually(lambda: len(kvmanager.of_kind("snapshot")) == 3)
+        parts = kvmanager.of_kind("snapshot")
+        assert [(p.first, p.last) for p in parts] == [
+            (True, False),
+            (False, False),
+            (False, True),
+        ]
+        assert b"".join(p.held for p in parts) == b"".join(map(block, range(5)))
+        assert {p.sequence for p in parts} == {sequence + 1}
+        await eventually(lambda: publisher.is_exact)
+        pool.store(9)
+        publisher.notify()
+        await eventually(lambda: kvmanager.of_kind("events")[-1].sequence == sequence + 2)
+
+
+async def test_empty_pool_sends_an_empty_snapshot() -> None:
+    kvmanager, pool = ScriptedKvManager(), Pool()
+    async with listening(kvmanager) as port, publishing(pool, port):
+        await eventually(lambda: bool(kvmanager.of_kind("heartbeat")))
+        await kvmanager.tell(pb.PublishResponse(resync=pb.ResyncOrder(reason="test")))
+        await eventually(lambda: bool(kvmanager.of_kind("snapshot")))
+        part = kvmanager.of_kind("snapshot")[0]
+        assert (part.first, part.last, part.held) == (True, True, b"")
+
+
+async def test_service_that_does_not_ack_gets_no_more_than_the_limit() -> None:
+    kvmanager, pool = ScriptedKvManager(), Pool()
+    kvmanager.acking = False
+    limit = module.MAX_UNACKED_BATCHES
+    async with listening(kvmanager) as port, publishing(pool, port) as publisher:
+        for number in range(limit + 5):
+            pool.store(number)
+            publisher.notify()
+            await eventually(lambda: not pool.events.stored)
+        # Heartbeats go on, and no snapshot is pressed into a service that is behind.
+        beats = len(kvmanager.of_kind("heartbeat"))
+        await eventually(lambda: len(kvmanager.of_kind("heartbeat")) > beats)
+        assert len(kvmanager.of_kind("events")) == publisher.sequence == limit
+        assert not publisher.is_exact
+        assert not kvmanager.of_kind("snapshot")
+        kvmanager.acking = True
+        await kvmanager.tell(pb.PublishResponse(ack=pb.PublishAck(sequence=limit)))
+        await eventually(lambda: publisher.is_exact)
+        (part,) = kvmanager.of_kind("snapshot")
+        assert part.held == b"".join(map(block, range(limit + 5)))
+
+
+async def test_batch_too_large_for_a_message_becomes_a_snapshot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "MAX_HASHES_PER_MESSAGE", 2)
+    kvmanager, pool = ScriptedKvManager(), Pool()
+    async with listening(kvmanager) as port, publishing(pool, port) as publisher:
+        pool.store(0, 1, 2)
+        publisher.notify()
+        await eventually(lambda: len(kvmanager.of_kind("snapshot")) == 2)
+        assert not kvmanager.of_kind("events")
+
+
+async def test_lost_ack_forces_a_snapshot_after_reconnect() -> None:
+    kvmanager, pool = ScriptedKvManager(), Pool()
+    async with contextlib.AsyncExitStack() as stack:
+        async with listening(kvmanager) as port:
+            publisher = await stack.enter_async_context(publishing(pool, port))
+            kvmanager.acking = False
+            pool.store(0)
+            publisher.notify()
+            await eventually(lambda: bool(kvmanager.of_kind("events")))
+        await eventually(lambda: not publisher.connected)
+        kvmanager.acking = True
+        async with listening(kvmanager, port):
+            await eventually(lambda: publisher.connected and publisher.is_exact)
+            assert len(kvmanager.streams) == 2
+            assert [p.held for p in kvmanager.of_kind("snapshot")] == [block(0)]
+            await stack.aclose()
+
+
+async def test_changes_while_away_are_dropped_and_come_as_a_snapshot() -> None:
+    kvmanager, pool = ScriptedKvManager(), Pool()
+    async with contextlib.AsyncExitStack() as stack:
+        async with listening(kvmanager) as port:
+            publisher = await stack.enter_async_context(publishing(pool, port))
+        await eventually(lambda: not publisher.connected)
+        pool.store(0, 1)
+        # Taken although nobody listens, so that they do not pile up.
+        await eventually(lambda: not pool.events.stored)
+        async with listening(kvmanager, port):
+            await eventually(lambda: publisher.connected and publisher.is_exact)
+            assert [p.held for p in kvmanager.of_kind("snapshot")] == [block(0) + block(1)]
+            assert not kvmanager.of_kind("events")
+            await stack.aclose()
+
+
+async def test_quiet_reconnect_asks_with_a_heartbeat_only() -> None:
+    kvmanager, pool = ScriptedKvManager(), Pool()
+    async with contextlib.AsyncExitStack() as stack:
+        async with listening(kvmanager) as port:
+            publisher = await stack.enter_async_context(publishing(pool, port))
+            pool.store(0)
+            publisher.notify()
+            await eventually(lambda: publisher.sequence == 1 and publisher.is_exact)
+        await eventually(lambda: not publisher.connected)
+        async with listening(kvmanager, port):
+            await eventually(lambda: len(kvmanager.streams) == 2)
+            await eventually(lambda: bool(kvmanager.of_kind("heartbeat")))
+            assert kvmanager.of_kind("heartbeat")[0].sequence == 1
+            assert not kvmanager.of_kind("snapshot")
+            await stack.aclose()

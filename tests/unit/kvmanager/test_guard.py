@@ -1,0 +1,150 @@
+"""StoreGuard and PrefixLookups: nobody waits for a store that is down or slow."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+
+from kvmesh.core.clock import ManualClock
+from kvmesh.core.types import PrefixMatch, WorkerId
+from kvmesh.metadata.memory_store import MemoryMetadataStore
+from kvmesh.metadata.store import Publisher, StoreUnavailableError
+from kvmesh.v1 import kv_manager_service_pb2 as pb
+from services.kvmanager.config import LimitConfig
+from services.kvmanager.guard import StoreGuard
+from services.kvmanager.lookup import PrefixLookups
+
+HASH = bytes(16)
+
+
+class FaultyStore(MemoryMetadataStore):
+    """Fails or hangs when told to; counts what reaches it."""
+
+    def __init__(self) -> None:
+        super().__init__(ManualClock(), 10.0)
+        self.fails = False
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.num_matches = 0
+
+    async def match(self, namespace: str, hashes: bytes) -> list[PrefixMatch]:
+        self.num_matches += 1
+        await self.gate.wait()
+        if self.fails:
+            raise StoreUnavailableError("told to")
+        return await super().match(namespace, hashes)
+
+    async def probe(self) -> None:
+        if self.fails:
+            raise StoreUnavailableError("told to")
+
+
+class Recoveries:
+    def __init__(self) -> None:
+        self.count = 0
+
+    async def __call__(self) -> None:
+        self.count += 1
+
+
+@contextlib.asynccontextmanager
+async def probing(guard: StoreGuard) -> AsyncIterator[None]:
+    task = asyncio.ensure_future(guard.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def until_up(guard: StoreGuard) -> None:
+    async with asyncio.timeout(10):
+        while not guard.up:
+            await asyncio.sleep(0.001)
+
+
+async def test_one_failure_keeps_callers_away_until_a_probe_succeeds() -> None:
+    store, recoveries = FaultyStore(), Recoveries()
+    guard = StoreGuard(store, 0.001, recoveries)
+    await guard.start()
+    assert guard.up
+    store.fails = True
+    for _ in range(5):
+        with pytest.raises(StoreUnavailableError):
+            await guard.call(lambda s: s.match("n", HASH))
+    assert store.num_matches == 1
+    async with probing(guard):
+        assert not guard.up
+        store.fails = False
+        await until_up(guard)
+        assert await guard.call(lambda s: s.match("n", HASH)) == []
+        assert recoveries.count == 1
+
+
+async def test_start_without_a_store() -> None:
+    store = FaultyStore()
+    store.fails = True
+    guard = StoreGuard(store, 0.001, Recoveries())
+    await guard.start()
+    assert not guard.up
+
+
+async def test_failure_during_recovery_is_followed_by_another_recovery() -> None:
+    store = FaultyStore()
+    outcomes: list[bool] = []
+
+    async def recover() -> None:
+        try:
+            await guard.call(lambda s: s.match("n", HASH))
+        except StoreUnavailableError:
+            outcomes.append(False)
+        else:
+            outcomes.append(True)
+
+    class Flapping(FaultyStore):
+        async def match(self, namespace: str, hashes: bytes) -> list[PrefixMatch]:
+            if not outcomes:
+                raise StoreUnavailableError("still loading")
+            return []
+
+    store = Flapping()
+    store.fails = True
+    guard = StoreGuard(store, 0.001, recover)
+    await guard.start()
+    store.fails = False
+    async with probing(guard), asyncio.timeout(10):
+        while len(outcomes) < 2:
+            await asyncio.sleep(0.001)
+    assert outcomes == [False, True]
+
+
+async def test_lookup_that_takes_too_long_is_degraded_and_trips_the_guard() -> None:
+    store = FaultyStore()
+    guard = StoreGuard(store, 0.001, Recoveries())
+    lookups = PrefixLookups(guard, LimitConfig(lookup_timeout_s=0.01))
+    store.gate.clear()
+    answer = await lookups.answer(pb.MatchPrefixRequest(correlation_id=4, namespace="n"))
+    assert (answer.correlation_id, answer.degraded) == (4, True)
+    assert not guard.up
+
+
+async def test_lookups_beyond_the_limit_are_degraded_and_do_not_wait() -> None:
+    store = FaultyStore()
+    slot = (await store.register(Publisher(WorkerId("w"), 1, "east", "n"))).slot
+    await store.apply_events(slot, 1, HASH, b"")
+    guard = StoreGuard(store, 0.001, Recoveries())
+    lookups = PrefixLookups(guard, LimitConfig(lookup_timeout_s=10.0, max_lookups=2))
+    question = pb.MatchPrefixRequest(correlation_id=1, namespace="n", block_hashes=HASH)
+    store.gate.clear()
+    waiting = [asyncio.ensure_future(lookups.answer(question)) for _ in range(2)]
+    await asyncio.sleep(0)
+    assert (await lookups.answer(question)).degraded
+    assert guard.up, "a full house is no failure of the store"
+    store.gate.set()
+    for answer in await asyncio.gather(*waiting):
+        assert not answer.degraded
+        assert [m.worker_id for m in answer.matches] == ["w"]
+    assert not (await lookups.answer(question)).degraded

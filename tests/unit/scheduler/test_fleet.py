@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvmesh.core.types import (
+    Placement,
+    Refusal,
+    RefusalReason,
+    Role,
+    RoutePlan,
+    WorkerId,
+    WorkerInfo,
+    WorkerLoad,
+)
+from kvmesh.policy.routing import plan_route
+from services.scheduler.fleet import IN_FLIGHT_S, SETTLE_S, Fleet, Membership
+from tests.unit.policy.fleet_examples import LAYOUT, query, worker_info
+
+LEASE_S = 3.0
+
+
+@pytest.fixture
+def fleet() -> Fleet:
+    return Fleet(LEASE_S)
+
+
+def join(fleet: Fleet, info: WorkerInfo, now: float = 0.0) -> Membership:
+    registered = fleet.register(info, now)
+    assert isinstance(registered, Membership)
+    return registered
+
+
+def in_flight(fleet: Fleet, now: float) -> dict[str, tuple[int, int]]:
+    return {
+        each.worker_id: (each.prefill_in_flight, each.decode_in_flight)
+        for each in fleet.view(now).workers
+    }
+
+
+def route(fleet: Fleet, now: float, placement: Placement = Placement.AUTO) -> None:
+    asked = query(placement=placement)
+    plan = plan_route(fleet.view(now), asked, None, now, random.Random(0))
+    assert isinstance(plan, RoutePlan)
+    fleet.note_route(plan, now)
+
+
+class TestMembership:
+    def test_new_worker_counts_as_idle_and_empty(self, fleet: Fleet) -> None:
+        join(fleet, worker_info("p"))
+        (seen,) = fleet.view(0.0).workers
+        assert seen.load == WorkerLoad(blocks_free=512)
+
+    def test_newer_life_replaces_the_older(self, fleet: Fleet) -> None:
+        older = join(fleet, worker_info("p"))
+        newer = join(fleet, worker_info("p", incarnation=2))
+        assert not fleet.report(older, WorkerLoad(prefill_active=1), 1.0)
+        assert not fleet.leave(older)
+        assert [each.info.incarnation for each in fleet.workers()] == [2]
+        assert fleet.leave(newer)
+        assert len(fleet) == 0
+
+    def test_older_life_is_refused(self, fleet: Fleet) -> None:
+        join(fleet, worker_info("p", incarnation=2))
+        refusal = fleet.register(worker_info("p"), 1.0)
+        assert isinstance(refusal, Refusal)
+        assert refusal.reason is RefusalReason.STALE
+
+    def test_reconnected_worker_is_not_removed_by_its_old_connection(self, fleet: Fleet) -> None:
+        old = join(fleet, worker_info("p"))
+        join(fleet, worker_info("p"))
+        assert not fleet.leave(old)
+        assert len(fleet) == 1
+
+    def test_worker_without_blocks_is_refused(self, fleet: Fleet) -> None:
+        refusal = fleet.register(worker_info("p", num_blocks=0), 0.0)
+        assert isinstance(refusal, Refusal)
+        assert refusal.reason is RefusalReason.INVALID
+
+    def test_counts_and_fingerprints(self, fleet: Fleet) -> None:
+        join(fleet, worker_info("p"))
+        join(fleet, worker_info("d", Role.DECODE))
+        join(fleet, worker_info("x", Role.DECODE, model="n"))
+        assert fleet.count_by_role() == {Role.PREFILL: 1, Role.DECODE: 2, Role.HYBRID: 0}
+        assert fleet.fingerprints("m") == {LAYOUT.model_fingerprint}
+        assert fleet.fingerprints("unknown") == set()
+
+
+class TestLease:
+    def test_silent_worker_is_removed_when_its_lease_ends(self, fleet: Fleet) -> None:
+        join(fleet, worker_info("p"))
+        talking = join(fleet, worker_info("q"))
+        assert fleet.report(talking, WorkerLoad(), 2.0)
+        assert fleet.expire(LEASE_S - 0.1) == []
+        assert fleet.expire(LEASE_S) == ["p"]
+        assert [each.info.worker_id for each in fleet.workers()] == ["q"]
+
+    def test_restored_worker_goes_unless_it_registers(self, fleet: Fleet) -> None:
+        assert fleet.restore(worker_info("p"), 0.0)
+        assert fleet.restore(worker_info("q"), 0.0)
+        assert list(fleet.confirmed()) == []
+        join(fleet, worker_info("p"), 1.0)
+        assert [each.worker_id for each in fleet.confirmed()] == ["p"]
+        assert not fleet.restore(worker_info("p"), 1.0), "what registered is newer"
+        assert fleet.expire(LEASE_S) == ["q"]
+
+
+class TestVersions:
+    def test_load_alone_is_not_urgent(self, fleet: Fleet) -> None:
+        member = join(fleet, worker_info("p"))
+        version, urgent = fleet.version, fleet.urgent_version
+        assert fleet.report(member, WorkerLoad(prefill_active=1), 1.0)
+        assert (fleet.version > version, fleet.urgent_version) == (True, urgent)
+
+    def test_draining_is_urgent(self, fleet: Fleet) -> None:
+        member = join(fleet, worker_info("p"))
+        urgent = fleet.urgent_version
+        assert fleet.report(member, WorkerLoad(draining=True), 1.0)
+        assert fleet.urgent_version > urgent
+
+    def test_same_load_again_is_no_change(self, fleet: Fleet) -> None:
+        member = join(fleet, worker_info("p"))
+        fleet.report(member, WorkerLoad(), 1.0)
+        version = fleet.version
+        assert fleet.report(member, WorkerLoad(), 2.0)
+        assert fleet.version == version
+
+
+class TestInFlight:
+    def test_plan_counts_on_both_sides_until_it_is_old(self, fleet: Fleet) -> None:
+        join(fleet, worker_info("p"))
+        join(fleet, worker_info("d", Role.DECODE))
+        route(fleet, 10.0)
+        assert in_flight(fleet, 10.0) == {"p": (1, 0), "d": (0, 1)}
+        assert in_flight(fleet, 10.0 + IN_FLIGHT_S) == {"p": (0, 0), "d": (0, 0)}
+        assert fleet.view(11.0).num_routes == 1
+
+    def test_aggregated_plan_counts_twice_on_one_worker(self, fleet: Fleet) -> None:
+        join(fleet, worker_info("h", Role.HYBRID))
+        route(fleet, 10.0, Placement.AGGREGATED)
+        assert in_flight(fleet, 10.0) == {WorkerId("h"): (1, 1)}
+
+    def test_report_takes_over_what_it_can_have_seen(self, fleet: Fleet) -> None:
+        member = join(fleet, worker_info("h", Role.HYBRID))
+        route(fleet, 10.0)
+        route(fleet, 10.0 + SETTLE_S)
+        fleet.report(member, WorkerLoad(prefill_active=1), 10.0 + 1.5 * SETTLE_S)
+        assert in_flight(fleet, 10.0 + 1.5 * SETTLE_S) == {"h": (1, 1)}
+
+    def test_equal_workers_share_a_burst(self, fleet: Fleet) -> None:
+        for name in ("p1", "p2", "p3"):
+            join(fleet, worker_info(name))
+        join(fleet, worker_info("d", Role.DECODE))
+        for _ in range(6):
+            route(fleet, 10.0)
+        assert {name: counts[0] for name, counts in in_flight(fleet, 10.0).items()} == {
+            "p1": 2,
+            "p2": 2,
+            "p3": 2,
+            "d": 0,
+        }
