@@ -1,0 +1,1 @@
+"""Kernels over paged KV, each with a plain torch twin in `reference`."""

@@ -1,0 +1,124 @@
+"""How much memory a model needs and a device has, known before anything is loaded.
+
+Tests: tests/unit/engine/test_memory.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kvmesh.core.errors import ConfigError
+from kvmesh.core.types import DTYPE_BYTES, KvLayout
+from kvmesh.engine.config import ModelConfig, load_model_config
+
+_GIB = 1 << 30
+# Activations of the largest usual step, the libraries' work space, and some air.
+_WORK_BYTES = 256 << 20
+_MEMINFO = Path("/proc/meminfo")
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryNeed:
+    """Bytes that serving a model takes."""
+
+    weights_bytes: int
+    kv_bytes: int
+    work_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return self.weights_bytes + self.kv_bytes + self.work_bytes
+
+
+def resolve_dtype(config: ModelConfig, dtype: str) -> str:
+    """The computation dtype: the checkpoint's own for "auto".
+
+    Raises:
+        ConfigError: the name is unknown.
+    """
+    if dtype == "auto":
+        return config.dtype
+    if dtype not in DTYPE_BYTES:
+        known = ", ".join(["auto", *DTYPE_BYTES])
+        raise ConfigError(f"dtype {dtype!r} is unknown; known: {known}")
+    return dtype
+
+
+def kv_layout(config: ModelConfig, *, dtype: str, block_size: int, fingerprint: str) -> KvLayout:
+    """The layout of a model's KV blocks."""
+    return KvLayout(
+        model_fingerprint=fingerprint,
+        dtype=dtype,
+        block_size=block_size,
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+    )
+
+
+def memory_needed(folder: Path, *, dtype: str, num_blocks: int, block_size: int) -> MemoryNeed:
+    """What `TorchRunner.load` with these arguments will take.
+
+    Raises:
+        CheckpointError: the checkpoint's config cannot be read or is not supported.
+        ConfigError: the dtype is unknown.
+    """
+    return _needed(load_model_config(folder), dtype, num_blocks, block_size)
+
+
+def estimate_num_blocks(
+    folder: Path, *, dtype: str, block_size: int, memory_bytes: int, fraction: float = 0.9
+) -> int:
+    """How many KV blocks fit beside the weights; 0 when not even the weights fit.
+
+    Args:
+        memory_bytes: free memory of the device, see `available_bytes`.
+        fraction: part of it that may be used.
+
+    Raises:
+        CheckpointError: the checkpoint's config cannot be read or is not supported.
+    """
+    one = memory_needed(folder, dtype=dtype, num_blocks=1, block_size=block_size)
+    left = int(memory_bytes * fraction) - one.weights_bytes - one.work_bytes
+    return max(0, left // one.kv_bytes)
+
+
+def available_bytes(device: str) -> int:
+    """Free memory of the host ("cpu") or of the CUDA device."""
+    if device != "cpu":
+        return torch.cuda.mem_get_info(device)[0]
+    for line in _MEMINFO.read_text(encoding="ascii").splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) << 10
+    raise ConfigError(f"{_MEMINFO} does not say how much memory is available")
+
+
+def require_memory(need: MemoryNeed, available: int) -> None:
+    """Refuses in one line when the need is above what is there.
+
+    Raises:
+        ConfigError: with the numbers and what to change.
+    """
+    if need.total_bytes <= available:
+        return
+    raise ConfigError(
+        f"the model needs {need.total_bytes / _GIB:.2f} GiB "
+        f"({need.weights_bytes / _GIB:.2f} weights, {need.kv_bytes / _GIB:.2f} KV blocks, "
+        f"{need.work_bytes / _GIB:.2f} work space) and {available / _GIB:.2f} GiB are free: "
+        "use fewer blocks, a smaller dtype or a smaller model"
+    )
+
+
+def _needed(config: ModelConfig, dtype: str, num_blocks: int, block_size: int) -> MemoryNeed:
+    resolved = resolve_dtype(config, dtype)
+    layout = kv_layout(config, dtype=resolved, block_size=block_size, fingerprint="")
+    return MemoryNeed(
+        weights_bytes=config.num_parameters * DTYPE_BYTES[resolved],
+        kv_bytes=num_blocks * layout.block_bytes,
+        work_bytes=_WORK_BYTES,
+    )

@@ -1,0 +1,85 @@
+"""Random numbers as a function of (seed, position, token id), and of nothing else.
+
+Every device, batch and process computes the same integers, so a stream that moved to another
+worker goes on with the same tokens (docs/adr/0005-sampling-keyed-by-position.md).
+Tests: tests/unit/engine/test_noise.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_MASK_64 = (1 << 64) - 1
+# Odd, 2^32 / golden ratio: neighbouring token ids land far apart.
+_TOKEN_STEP = 0x9E3779B1
+_LARGEST_UNIFORM = 1.0 - 2.0**-24
+
+
+def mix_64(value: int) -> int:
+    """A bijection of 64-bit integers that leaves no visible pattern.
+
+    Source: finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014).
+    """
+    value &= _MASK_64
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK_64
+    return value ^ (value >> 31)
+
+
+def stream_key(seed: int, position: int) -> int:
+    """64-bit key of all noise for one token of one stream."""
+    return mix_64(mix_64(seed + 0x9E3779B97F4A7C15) + position)
+
+
+def _signed_32(value: int) -> int:
+    value &= 0xFFFFFFFF
+    return value - (1 << 32) if value >> 31 else value
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    # torch shifts integers arithmetically; the mask makes it a logical shift.
+    return (x >> bits).bitwise_and_((1 << (32 - bits)) - 1)
+
+
+def _scramble(x: Tensor) -> Tensor:
+    """In-place 32-bit mixing; int32 products wrap on every device.
+
+    Source: "lowbias32", found by C. Wellons' hash-prospector search (public domain).
+    """
+    x.bitwise_xor_(_shift_right(x, 16)).mul_(_signed_32(0x7FEB352D))
+    x.bitwise_xor_(_shift_right(x, 15)).mul_(_signed_32(0x846CA68B))
+    return x.bitwise_xor_(_shift_right(x, 16))
+
+
+def uniform_noise(keys: Sequence[int], vocab_size: int, device: torch.device) -> Tensor:
+    """Uniform numbers in (0, 1) for each key and token.
+
+    Args:
+        keys: from `stream_key`.
+
+    Returns:
+        [keys, vocab] fp32.
+    """
+    low = [[_signed_32(key)] for key in keys]
+    high = [[_signed_32(key >> 32)] for key in keys]
+    x = torch.arange(vocab_size, dtype=torch.int32, device=device) * _signed_32(_TOKEN_STEP)
+    x = x + torch.tensor(low, dtype=torch.int32, device=device)
+    # Two rounds with a half of the key each: streams whose low halves agree still differ.
+    x = _scramble(x).bitwise_xor_(torch.tensor(high, dtype=torch.int32, device=device))
+    x = _shift_right(_scramble(x), 1)
+    return x.float().add_(0.5).mul_(2.0**-31).clamp_(max=_LARGEST_UNIFORM)
+
+
+def gumbel_noise(keys: Sequence[int], vocab_size: int, device: torch.device) -> Tensor:
+    """Standard Gumbel numbers: argmax of logits plus these is a draw from their softmax.
+
+    Returns:
+        [keys, vocab] fp32, finite.
+    """
+    uniform = uniform_noise(keys, vocab_size, device)
+    # -log(1 - u), not -log(u): the winners have small exponentials, and small u are exact.
+    exponential = uniform.neg_().log1p_().neg_()
+    return exponential.log_().neg_()

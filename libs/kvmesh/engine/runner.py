@@ -1,0 +1,144 @@
+"""`TorchRunner`: loads a checkpoint and computes steps of mixed prefill chunks and decode steps.
+
+Tests: tests/unit/engine/test_runner.py, tests/integration/test_transformers_equality.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from kvmesh.core.errors import ConfigError
+from kvmesh.engine.batch import build_batch
+from kvmesh.engine.config import ModelConfig, load_model_config
+from kvmesh.engine.kv_cache import TORCH_DTYPES, KvPool, allocate_pool
+from kvmesh.engine.memory import (
+    available_bytes,
+    kv_layout,
+    memory_needed,
+    require_memory,
+    resolve_dtype,
+)
+from kvmesh.engine.model import DenseModel, load_model
+from kvmesh.engine.protocol import ModelSpec, SampledToken, SequenceChunk, StepResult
+from kvmesh.engine.sampler import sample
+from kvmesh.engine.weights import WeightFiles, fingerprint
+from kvmesh.kernels.dispatch import plan_attention
+
+
+class TorchRunner:
+    """The `ModelRunner` that computes with torch, on the CPU or one CUDA device."""
+
+    def __init__(self, spec: ModelSpec, model: DenseModel, pool: KvPool, device: str) -> None:
+        self._spec = spec
+        self._model: DenseModel | None = model
+        self._pool = pool
+        self._device = device
+        self._scale = model.config.head_dim**-0.5
+
+    @classmethod
+    def load(
+        cls,
+        folder: Path,
+        *,
+        served_name: str,
+        device: str = "cpu",
+        dtype: str = "auto",
+        num_blocks: int,
+        block_size: int = 16,
+        max_model_len: int | None = None,
+        num_threads: int = 1,
+    ) -> TorchRunner:
+        """Loads a Hugging Face folder.
+
+        Args:
+            device: "cpu", "cuda" or "cuda:N".
+            dtype: "float32", "float16", "bfloat16", or "auto" for the checkpoint's own.
+            max_model_len: at most what the checkpoint was made for; None for that.
+            num_threads: of this process's matrix products on the CPU.
+
+        Raises:
+            CheckpointError: the folder is incomplete or not supported.
+            ConfigError: the arguments cannot be met, memory among them.
+        """
+        if device != "cpu" and not torch.cuda.is_available():
+            raise ConfigError(f"device {device!r} was asked for and there is no CUDA device")
+        config = load_model_config(folder)
+        resolved = resolve_dtype(config, dtype)
+        length = _model_len(config, max_model_len)
+        files = WeightFiles(folder)
+        need = memory_needed(folder, dtype=dtype, num_blocks=num_blocks, block_size=block_size)
+        require_memory(need, available_bytes(device))
+        torch.set_num_threads(num_threads)
+        layout = kv_layout(
+            config,
+            dtype=resolved,
+            block_size=block_size,
+            fingerprint=fingerprint(config, files.paths, resolved),
+        )
+        with files:
+            model = load_model(
+                files,
+                config,
+                num_positions=length,
+                dtype=TORCH_DTYPES[resolved],
+                device=device,
+            )
+        spec = ModelSpec(
+            name=served_name,
+            vocab_size=config.vocab_size,
+            max_model_len=length,
+            eos_token_ids=config.eos_token_ids,
+            layout=layout,
+        )
+        return cls(spec, model, allocate_pool(layout, num_blocks, device), device)
+
+    @property
+    def spec(self) -> ModelSpec:
+        """See `ModelRunner.spec`."""
+        return self._spec
+
+    @property
+    def kv(self) -> KvPool:
+        """See `ModelRunner.kv`."""
+        return self._pool
+
+    @torch.inference_mode()
+    def execute(self, chunks: Sequence[SequenceChunk]) -> StepResult:
+        """See `ModelRunner.execute`.
+
+        All rows go through the linear layers together; only rows to sample through the head.
+        """
+        assert self._model is not None, "the runner is closed"
+        result: list[SampledToken | None] = [None] * len(chunks)
+        if not chunks:
+            return StepResult(result)
+        batch = build_batch(chunks, self._spec.layout.block_size)
+        hidden = self._model.forward(
+            batch.token_ids.to(self._device),
+            batch.positions.to(self._device),
+            plan_attention(batch.attention, self._pool.tensor, self._scale),
+        )
+        if batch.sample_rows:
+            rows = torch.tensor(batch.sample_rows, device=self._device)
+            logits = self._model.logits(hidden[rows])
+            tokens = sample(logits, [chunks[index] for index in batch.sample_chunks])
+            for index, token in zip(batch.sample_chunks, tokens, strict=True):
+                result[index] = token
+        return StepResult(result)
+
+    def close(self) -> None:
+        """See `ModelRunner.close`."""
+        self._model = None
+        self._pool.close()
+
+
+def _model_len(config: ModelConfig, asked: int | None) -> int:
+    longest = config.max_position_embeddings
+    if asked is None:
+        return longest
+    if not 0 < asked <= longest:
+        raise ConfigError(f"max_model_len {asked} is not within the checkpoint's 1..{longest}")
+    return asked

@@ -1,0 +1,192 @@
+"""Chooses tokens from logits, batched, each row as if it were alone.
+
+Order: penalties, minimum length, then argmax for temperature 0, else temperature, min_p, top_k,
+top_p (over what top_k left) and Gumbel-max. Filters keep ties, so that no choice depends on how a
+device sorts equal logits. Logprobs are of the model's own logits.
+Tests: tests/unit/engine/test_sampler.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvmesh.core.types import SamplingParams, TokenLogprobs
+from kvmesh.engine.noise import gumbel_noise, stream_key
+from kvmesh.engine.protocol import SampledToken, SequenceChunk
+
+# Best candidates that top_p looks at before it sorts a whole vocabulary.
+_TOP_P_CANDIDATES = 1024
+
+
+def sample(logits: Tensor, chunks: Sequence[SequenceChunk]) -> list[SampledToken]:
+    """Chooses the token at position `end` of each chunk.
+
+    Args:
+        logits: [chunks, vocab] fp32; changed in place.
+
+    Returns:
+        One token per chunk.
+    """
+    assert len(logits) == len(chunks)
+    reported = [row for row, chunk in enumerate(chunks) if chunk.sampling.num_logprobs >= 0]
+    raw = torch.log_softmax(logits[reported], dim=-1) if reported else None
+    for row, chunk in zip(logits, chunks, strict=True):
+        if chunk.sampling.has_penalties:
+            apply_penalties(row, chunk)
+        if chunk.end - chunk.num_prompt_tokens < chunk.sampling.min_tokens:
+            forbid_stop(row, chunk)
+    random = [row for row, chunk in enumerate(chunks) if chunk.sampling.temperature > 0]
+    if random:
+        picked = [chunks[row] for row in random]
+        if len(random) == len(chunks):
+            perturb(logits, picked)
+        else:
+            logits[random] = perturb(logits[random], picked)
+    chosen = logits.argmax(dim=-1)
+    tokens = [SampledToken(token) for token in chosen.tolist()]
+    if raw is not None:
+        params = [chunks[row].sampling for row in reported]
+        found = zip(reported, read_logprobs(raw, chosen[reported], params), strict=True)
+        for row, logprobs in found:
+            tokens[row] = SampledToken(tokens[row].token_id, logprobs)
+    return tokens
+
+
+def apply_penalties(row: Tensor, chunk: SequenceChunk) -> None:
+    """Lowers the logits of tokens that were seen; `row` is changed in place.
+
+    Repetition counts prompt and output, presence and frequency the output alone.
+
+    Args:
+        row: [vocab] fp32.
+
+    Source: repetition as in CTRL, arXiv 1909.05858 §4.1; the others as in OpenAI's API.
+    """
+    params = chunk.sampling
+    tokens = torch.tensor(list(chunk.token_ids[: chunk.end]), dtype=torch.int64, device=row.device)
+    if params.repetition_penalty != 1.0:
+        seen = torch.unique(tokens)
+        scores = row[seen]
+        factor = params.repetition_penalty
+        row[seen] = torch.where(scores > 0, scores / factor, scores * factor)
+    if params.presence_penalty or params.frequency_penalty:
+        output, counts = torch.unique(tokens[chunk.num_prompt_tokens :], return_counts=True)
+        row[output] -= params.presence_penalty + params.frequency_penalty * counts
+
+
+def forbid_stop(row: Tensor, chunk: SequenceChunk) -> None:
+    """Makes the tokens that would end the sequence impossible; `row` is changed in place.
+
+    Args:
+        row: [vocab] fp32.
+    """
+    stops = set(chunk.sampling.stop_token_ids)
+    if not chunk.sampling.ignore_eos:
+        stops |= chunk.eos_token_ids
+    known = sorted(token for token in stops if 0 <= token < len(row))
+    row[known] = -math.inf
+
+
+def perturb(logits: Tensor, chunks: Sequence[SequenceChunk]) -> Tensor:
+    """Temperature, filters and noise: the argmax of the result is a draw.
+
+    Args:
+        logits: [chunks, vocab] fp32; changed in place and returned.
+    """
+    params = [chunk.sampling for chunk in chunks]
+    logits /= _column(logits, [p.temperature for p in params])
+    if any(p.min_p > 0 for p in params):
+        # log(0) is no bound at all, which is what min_p 0 means.
+        bounds = [math.log(p.min_p) if p.min_p > 0 else -math.inf for p in params]
+        lowest = logits.amax(dim=-1, keepdim=True) + _column(logits, bounds)
+        logits.masked_fill_(logits < lowest, -math.inf)
+    filtered = [row for row, p in enumerate(params) if p.top_k > 0 or p.top_p < 1]
+    if filtered:
+        lowest = torch.full_like(logits[:, :1], -math.inf)
+        lowest[filtered] = top_threshold(logits[filtered], [params[row] for row in filtered])
+        logits.masked_fill_(logits < lowest, -math.inf)
+    keys = [stream_key(chunk.sampling.seed, chunk.end) for chunk in chunks]
+    logits += gumbel_noise(keys, logits.shape[1], logits.device)
+    return logits
+
+
+def top_threshold(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """The lowest logit that top_k and top_p keep.
+
+    top_p keeps the fewest best tokens whose probabilities, renormalised after top_k, reach it.
+
+    Args:
+        logits: [rows, vocab] fp32.
+
+    Returns:
+        [rows, 1] fp32.
+    """
+    vocab_size = logits.shape[1]
+    wanted = max(p.top_k or _TOP_P_CANDIDATES for p in params)
+    lowest, enough = _threshold_among(logits, params, min(wanted, vocab_size))
+    rest = [row for row, known in enumerate(enough) if not known]
+    if rest:
+        lowest[rest], _ = _threshold_among(logits[rest], [params[row] for row in rest], vocab_size)
+    return lowest
+
+
+def _threshold_among(
+    logits: Tensor, params: Sequence[SamplingParams], num_candidates: int
+) -> tuple[Tensor, list[bool]]:
+    """`top_threshold` from the best candidates, and for which rows they were enough."""
+    vocab_size = logits.shape[1]
+    values = _best_values(logits, num_candidates)
+    top_k = torch.tensor([[p.top_k or vocab_size] for p in params], device=logits.device)
+    places = torch.arange(num_candidates, device=logits.device)
+    values = values.masked_fill(places >= top_k, -math.inf)
+    norm = values.logsumexp(dim=-1, keepdim=True)
+    limited = [p.top_k > 0 for p in params]
+    if num_candidates < vocab_size and not all(limited):
+        everything = logits.logsumexp(dim=-1, keepdim=True)
+        norm = torch.where(top_k < vocab_size, norm, everything)
+    reached = (values - norm).exp_().cumsum(dim=-1)
+    # Rounding may take a sum past 1 before the end; top_p 1 keeps all the same.
+    top_p = _column(logits, [p.top_p if p.top_p < 1 else math.inf for p in params])
+    # A token stays when those before it do not reach top_p; top_k's last one ends the row.
+    kept = (reached < top_p).sum(dim=-1, keepdim=True)
+    last = torch.minimum(kept.clamp_(max=num_candidates - 1), top_k - 1)
+    complete = num_candidates == vocab_size
+    mass = (reached[:, -1:] >= top_p)[:, 0].tolist()
+    enough = [complete or top or full for top, full in zip(limited, mass, strict=True)]
+    return values.gather(1, last), enough
+
+
+def _best_values(logits: Tensor, count: int) -> Tensor:
+    """The `count` highest of each row, descending."""
+    if count < logits.shape[1] or logits.is_cuda:
+        return logits.topk(count, dim=-1).values
+    # numpy sorts values alone, several times as fast as topk, which carries their places.
+    return torch.from_numpy(-np.sort(-logits.numpy(), axis=-1))
+
+
+def read_logprobs(
+    raw: Tensor, chosen: Tensor, params: Sequence[SamplingParams]
+) -> list[TokenLogprobs]:
+    """The chosen tokens' log-probabilities and the best ones beside them.
+
+    Args:
+        raw: [rows, vocab] fp32 log-probabilities.
+        chosen: [rows] int64.
+    """
+    count = min(max(p.num_logprobs for p in params), raw.shape[1])
+    own = raw.gather(1, chosen[:, None])[:, 0].tolist()
+    best = raw.topk(count, dim=-1)
+    values, ids = best.values.tolist(), best.indices.tolist()
+    return [
+        TokenLogprobs(own[row], tuple(ids[row][:n]), tuple(values[row][:n]))
+        for row, n in enumerate(p.num_logprobs for p in params)
+    ]
+
+
+def _column(like: Tensor, values: Sequence[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=like.device)[:, None]

@@ -1,0 +1,139 @@
+"""Tensors of a checkpoint folder: which files hold them, their identity, and reading them.
+
+Tests: tests/unit/engine/test_weights.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import safetensors
+import torch
+from torch import Tensor
+
+from kvmesh.core.errors import CheckpointError
+from kvmesh.engine.config import SUPPORTED, ModelConfig
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_SAMPLE_BYTES = 4096
+_SAMPLES_PER_FILE = 16
+
+
+class WeightFiles:
+    """The safetensors files of a folder, open for reading while the context is entered."""
+
+    def __init__(self, folder: Path) -> None:
+        """Finds the files; reads none yet.
+
+        Raises:
+            CheckpointError: no weights, a malformed index, or a shard that is not there.
+        """
+        self.paths = find_weight_files(folder)
+        self._handles: list[Any] = []
+        self._owner: dict[str, Any] = {}
+
+    def __enter__(self) -> WeightFiles:
+        for path in self.paths:
+            try:
+                handle: Any = safetensors.safe_open(path, framework="pt")
+            except (OSError, safetensors.SafetensorError) as error:
+                raise CheckpointError(
+                    f"{path}: not a readable safetensors file: {error}"
+                ) from error
+            self._handles.append(handle)
+            self._owner |= dict.fromkeys(handle.keys(), handle)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._owner.clear()
+        self._handles.clear()
+
+    def has(self, name: str) -> bool:
+        """Whether a tensor of this name is in the files."""
+        return name in self._owner
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """One tensor in host memory, in the file's dtype.
+
+        Raises:
+            CheckpointError: it is missing, truncated or of another shape.
+        """
+        if name not in self._owner:
+            raise CheckpointError(f"{self.paths[0].parent}: tensor {name} is missing; {SUPPORTED}")
+        try:
+            tensor: Tensor = self._owner[name].get_tensor(name)
+        except safetensors.SafetensorError as error:
+            raise CheckpointError(f"tensor {name} cannot be read: {error}") from error
+        if tuple(tensor.shape) != shape:
+            raise CheckpointError(
+                f"tensor {name} has shape {tuple(tensor.shape)}, config.json says {shape}"
+            )
+        return tensor
+
+    def read_rows(
+        self, parts: list[tuple[str, int]], columns: int | None, dtype: torch.dtype, device: str
+    ) -> Tensor:
+        """Several matrices (or vectors) stacked by rows into one, so that one product serves all.
+
+        Args:
+            parts: names and numbers of rows.
+            columns: of each matrix; None for vectors.
+        """
+        rows = sum(count for _, count in parts)
+        tail = () if columns is None else (columns,)
+        out = torch.empty((rows, *tail), dtype=dtype, device=device)
+        first = 0
+        for name, count in parts:
+            out[first : first + count].copy_(self.read(name, (count, *tail)))
+            first += count
+        return out
+
+
+def find_weight_files(folder: Path) -> tuple[Path, ...]:
+    """The safetensors files that make up the model, sorted by name.
+
+    Raises:
+        CheckpointError: naming the file that is missing or malformed.
+    """
+    index = folder / _INDEX
+    if index.is_file():
+        try:
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, AttributeError) as error:
+            raise CheckpointError(f"{index}: not a valid weight index") from error
+    elif (folder / _SINGLE).is_file():
+        names = {_SINGLE}
+    else:
+        raise CheckpointError(f"{folder}: neither {_SINGLE} nor {_INDEX} is there; {SUPPORTED}")
+    paths = tuple(folder / name for name in sorted(names))
+    missing = [path.name for path in paths if not path.is_file()]
+    if missing:
+        raise CheckpointError(f"{folder}: missing weight files: {', '.join(missing)}")
+    return paths
+
+
+def fingerprint(config: ModelConfig, paths: tuple[Path, ...], dtype: str) -> str:
+    """Short identity of a model whose KV may be exchanged: same weights, same computation dtype.
+
+    Cheap and independent of where the folder lies: file names, sizes, and samples of their bytes
+    spread from the header to the end, so that two fine-tunes of one architecture differ.
+    """
+    digest = hashlib.sha256(f"{config!r} {dtype}".encode())
+    for path in paths:
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            for sample in range(_SAMPLES_PER_FILE):
+                file.seek(max(0, size - _SAMPLE_BYTES) * sample // (_SAMPLES_PER_FILE - 1))
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()[:16]

@@ -1,0 +1,326 @@
+"""Triton attention over paged KV: split decode and varlen prefill.
+
+Operands stay in the pool's dtype on a device; under the interpreter, whose bf16 arithmetic is
+wrong, they are upcast to fp32. Accumulators are fp32, products of fp32 operands are three tf32 ones
+(plain fp32 takes ptxas ten times as long). Positions find their block one by one, so any block size
+works. Twins: reference.py. Tests: tests/unit/kernels/test_attention_kernels.py, tests/gpu.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvmesh.kernels.reference import merge_partials
+
+LOG2_E = 1.4426950408889634
+DECODE_TILE = 64
+PREFILL_TILE = 64
+# Programs that fill a large device twice over; contexts are split until there are as many.
+_TARGET_PROGRAMS = 264
+
+
+@triton.jit(do_not_specialize=["stride_table"])
+def _decode_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device signature
+    q_ptr,
+    kv_ptr,
+    tables_ptr,
+    lens_ptr,
+    out_ptr,
+    lse_ptr,
+    scale_log2,
+    stride_q_row,
+    stride_q_head,
+    stride_block,
+    stride_value,
+    stride_slot,
+    stride_kv_head,
+    stride_table,
+    split_len,
+    BLOCK_SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_TILE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_TILE: tl.constexpr,
+    TILE: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    # One program: one sequence, one KV head with its GROUP query heads, one part of the context.
+    sequence = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    num_kv_heads = tl.num_programs(1)
+    num_splits = tl.num_programs(2)
+
+    group = tl.arange(0, GROUP_TILE)
+    dim = tl.arange(0, DIM_TILE)
+    tile = tl.arange(0, TILE)
+    head = kv_head * GROUP + group
+    q_mask = (group[:, None] < GROUP) & (dim[None, :] < HEAD_DIM)
+    q_offsets = sequence * stride_q_row + head[:, None] * stride_q_head + dim[None, :]
+    q = tl.load(q_ptr + q_offsets, mask=q_mask, other=0.0)
+    if UPCAST:
+        q = q.to(tl.float32)
+
+    context_len = tl.load(lens_ptr + sequence)
+    first = split * split_len
+    last = tl.minimum(first + split_len, context_len)
+    highest = tl.full((GROUP_TILE,), float("-inf"), tl.float32)
+    total = tl.zeros((GROUP_TILE,), tl.float32)
+    acc = tl.zeros((GROUP_TILE, DIM_TILE), tl.float32)
+    for start in range(first, last, TILE):
+        position = start + tile
+        valid = position < last
+        block = tl.load(
+            tables_ptr + sequence * stride_table + position // BLOCK_SIZE, mask=valid, other=0
+        )
+        # int64: block strides times block ids pass 2^31 in a large pool.
+        slot = block.to(tl.int64) * stride_block + (position % BLOCK_SIZE) * stride_slot
+        offsets = slot[:, None] + kv_head * stride_kv_head + dim[None, :]
+        kv_mask = valid[:, None] & (dim[None, :] < HEAD_DIM)
+        k = tl.load(kv_ptr + offsets, mask=kv_mask, other=0.0)
+        v = tl.load(kv_ptr + stride_value + offsets, mask=kv_mask, other=0.0)
+        if UPCAST:
+            k = k.to(tl.float32)
+            v = v.to(tl.float32)
+        scores = tl.dot(q, tl.trans(k), input_precision="tf32x3") * scale_log2
+        scores = tl.where(valid[None, :], scores, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_highest[:, None])
+        rescale = tl.exp2(highest - new_highest)
+        total = total * rescale + tl.sum(weights, 1)
+        acc = acc * rescale[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="tf32x3")
+        highest = new_highest
+
+    # A part past the end of its context has lse -inf, so its weight in the merge is 0.
+    total = tl.where(total > 0, total, 1.0)
+    acc = acc / total[:, None]
+    lse = (highest + tl.log2(total)) * 0.6931471805599453
+    num_heads = num_kv_heads * GROUP
+    row = (sequence * num_heads + head) * num_splits + split
+    tl.store(out_ptr + row[:, None] * HEAD_DIM + dim[None, :], acc, mask=q_mask)
+    tl.store(lse_ptr + row, lse, mask=group < GROUP)
+
+
+@triton.jit(do_not_specialize=["stride_table"])
+def _prefill_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device signature
+    q_ptr,
+    kv_ptr,
+    tables_ptr,
+    starts_ptr,
+    lens_ptr,
+    out_ptr,
+    scale_log2,
+    stride_q_row,
+    stride_q_head,
+    stride_out_row,
+    stride_out_head,
+    stride_block,
+    stride_value,
+    stride_slot,
+    stride_kv_head,
+    stride_table,
+    BLOCK_SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_TILE: tl.constexpr,
+    TILE: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    # One program: TILE queries of one head of one sequence.
+    first_query = tl.program_id(0) * TILE
+    head = tl.program_id(1)
+    sequence = tl.program_id(2)
+    start_row = tl.load(starts_ptr + sequence)
+    num_queries = tl.load(starts_ptr + sequence + 1) - start_row
+    if first_query < num_queries:
+        context_len = tl.load(lens_ptr + sequence)
+        num_cached = context_len - num_queries
+        tile = tl.arange(0, TILE)
+        dim = tl.arange(0, DIM_TILE)
+        query = first_query + tile
+        q_mask = (query[:, None] < num_queries) & (dim[None, :] < HEAD_DIM)
+        row = (start_row + query).to(tl.int64)
+        q = tl.load(
+            q_ptr + row[:, None] * stride_q_row + head * stride_q_head + dim[None, :],
+            mask=q_mask,
+            other=0.0,
+        )
+        if UPCAST:
+            q = q.to(tl.float32)
+
+        highest = tl.full((TILE,), float("-inf"), tl.float32)
+        total = tl.zeros((TILE,), tl.float32)
+        acc = tl.zeros((TILE, DIM_TILE), tl.float32)
+        # Keys after the tile's last query are masked for all its rows.
+        last = tl.minimum(num_cached + first_query + TILE, context_len)
+        for start in range(0, last, TILE):
+            position = start + tile
+            valid = position < last
+            block = tl.load(
+                tables_ptr + sequence * stride_table + position // BLOCK_SIZE, mask=valid, other=0
+            )
+            slot = block.to(tl.int64) * stride_block + (position % BLOCK_SIZE) * stride_slot
+            offsets = slot[:, None] + (head // GROUP) * stride_kv_head + dim[None, :]
+            kv_mask = valid[:, None] & (dim[None, :] < HEAD_DIM)
+            k = tl.load(kv_ptr + offsets, mask=kv_mask, other=0.0)
+            v = tl.load(kv_ptr + stride_value + offsets, mask=kv_mask, other=0.0)
+            if UPCAST:
+                k = k.to(tl.float32)
+                v = v.to(tl.float32)
+            scores = tl.dot(q, tl.trans(k), input_precision="tf32x3") * scale_log2
+            # Position 0 is visible to every row, so no row is empty after the first tile.
+            visible = valid[None, :] & (position[None, :] <= (num_cached + query)[:, None])
+            scores = tl.where(visible, scores, float("-inf"))
+            new_highest = tl.maximum(highest, tl.max(scores, 1))
+            weights = tl.exp2(scores - new_highest[:, None])
+            rescale = tl.exp2(highest - new_highest)
+            total = total * rescale + tl.sum(weights, 1)
+            acc = acc * rescale[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="tf32x3")
+            highest = new_highest
+
+        acc = acc / total[:, None]
+        tl.store(
+            out_ptr + row[:, None] * stride_out_row + head * stride_out_head + dim[None, :],
+            acc.to(out_ptr.dtype.element_ty),
+            mask=q_mask,
+        )
+
+
+def num_decode_splits(num_sequences: int, num_kv_heads: int, max_context_len: int) -> int:
+    """Into how many parts contexts are cut so that the device is filled."""
+    wanted = -(-_TARGET_PROGRAMS // (num_sequences * num_kv_heads))
+    # Parts under four tiles cost more in the merge than they win.
+    useful = max(1, max_context_len // (4 * DECODE_TILE))
+    return max(1, min(wanted, useful))
+
+
+def _constants(kv: Tensor, num_heads: int) -> dict[str, Any]:
+    _, _, _, block_size, kv_heads, head_dim = kv.shape
+    return {
+        "BLOCK_SIZE": block_size,
+        "GROUP": num_heads // kv_heads,
+        "HEAD_DIM": head_dim,
+        "DIM_TILE": max(16, triton.next_power_of_2(head_dim)),
+        # Only the interpreter runs on host tensors.
+        "UPCAST": not kv.is_cuda,
+    }
+
+
+def paged_decode_attention(
+    q: Tensor,
+    kv: Tensor,
+    layer: int,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    *,
+    max_context_len: int,
+    num_splits: int,
+    scale: float,
+) -> Tensor:
+    """Attention of one query per sequence over its blocks.
+
+    Args:
+        q: [sequences, heads, head_dim], last axis contiguous.
+        kv: [num_blocks, layers, 2, block_size, kv_heads, head_dim], contiguous, dtype of `q`.
+        block_tables: [sequences, blocks] int32.
+        context_lens: [sequences] int32, at least 1.
+        max_context_len: at least the largest of them.
+        num_splits: parts that a context is cut into, see `num_decode_splits`.
+        scale: factor of the scores.
+
+    Returns:
+        [sequences, heads, head_dim], dtype of `q`.
+    """
+    num_sequences, num_heads, head_dim = q.shape
+    pool = kv[:, layer]
+    kv_heads = kv.shape[4]
+    # Whole tiles, so that no part ends within one and the launch is specialised once.
+    split_len = triton.cdiv(triton.cdiv(max_context_len, num_splits), DECODE_TILE) * DECODE_TILE
+    parts = torch.empty(
+        (num_sequences, num_heads, num_splits, head_dim), dtype=torch.float32, device=q.device
+    )
+    lse = torch.empty((num_sequences, num_heads, num_splits), dtype=torch.float32, device=q.device)
+    _decode_kernel[(num_sequences, kv_heads, num_splits)](
+        q,
+        pool,
+        block_tables,
+        context_lens,
+        parts,
+        lse,
+        scale * LOG2_E,
+        q.stride(0),
+        q.stride(1),
+        pool.stride(0),
+        pool.stride(1),
+        pool.stride(2),
+        pool.stride(3),
+        block_tables.stride(0),
+        split_len,
+        **_constants(kv, num_heads),
+        GROUP_TILE=max(16, triton.next_power_of_2(num_heads // kv_heads)),
+        TILE=DECODE_TILE,
+        num_warps=4,
+    )
+    if num_splits == 1:
+        return parts[:, :, 0].to(q.dtype)
+    return merge_partials(parts, lse).to(q.dtype)
+
+
+def paged_prefill_attention(
+    q: Tensor,
+    kv: Tensor,
+    layer: int,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    *,
+    max_query_len: int,
+    scale: float,
+) -> Tensor:
+    """Causal attention of chunks over their cached prefixes and themselves, varlen.
+
+    Args:
+        q: [rows, heads, head_dim], last axis contiguous; KV of the rows is in `kv` already.
+        kv: [num_blocks, layers, 2, block_size, kv_heads, head_dim], contiguous, dtype of `q`.
+        block_tables: [sequences, blocks] int32.
+        query_starts: [sequences + 1] int32, first row of each, then the number of rows.
+        context_lens: [sequences] int32, cached positions and the chunk's own.
+        max_query_len: at least the longest chunk.
+        scale: factor of the scores.
+
+    Returns:
+        [rows, heads, head_dim], dtype of `q`.
+
+    Source: FlashAttention-2, arXiv 2307.08691, over the blocks of arXiv 2309.06180.
+    """
+    num_heads = q.shape[1]
+    pool = kv[:, layer]
+    out = torch.empty_like(q)
+    grid = (triton.cdiv(max_query_len, PREFILL_TILE), num_heads, len(context_lens))
+    _prefill_kernel[grid](
+        q,
+        pool,
+        block_tables,
+        query_starts,
+        context_lens,
+        out,
+        scale * LOG2_E,
+        q.stride(0),
+        q.stride(1),
+        out.stride(0),
+        out.stride(1),
+        pool.stride(0),
+        pool.stride(1),
+        pool.stride(2),
+        pool.stride(3),
+        block_tables.stride(0),
+        **_constants(kv, num_heads),
+        TILE=PREFILL_TILE,
+        num_warps=4,
+    )
+    return out

@@ -1,0 +1,222 @@
+"""Plain torch maths of a transformer step over paged KV: the CPU path and the kernels' oracle.
+
+`kv` is the whole pool, `[num_blocks, layers, 2, block_size, kv_heads, head_dim]`, contiguous.
+Index work is done once per step (`plan_*`), the maths once per layer.
+Tests: tests/unit/kernels/test_reference.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kvmesh.kernels.plan import padded_tables
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last axis, computed in fp32.
+
+    Args:
+        x: [..., dim] any float dtype.
+        weight: broadcastable to `x`; when it has several axes each row has its own weights.
+
+    Source: Zhang and Sennrich, arXiv 1910.07467.
+    """
+    if weight.dim() == 1:
+        return functional.rms_norm(x, weight.shape, weight, eps)
+    return functional.rms_norm(x, x.shape[-1:], None, eps) * weight
+
+
+def apply_rope(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+    """Rotates pairs (i, i + head_dim / 2) of each head by the angle of the row's position.
+
+    Args:
+        x: [rows, heads, head_dim].
+        cos: [rows, 1, head_dim], the same values in both halves.
+        signed_sin: as `cos`, the first half negated, which spares negating half of `x`.
+
+    Source: Su et al., arXiv 2104.09864, in the half-split order of Llama checkpoints.
+    """
+    swapped = torch.roll(x, x.shape[-1] // 2, -1)
+    return torch.addcmul(x * cos, swapped, signed_sin)
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """SwiGLU's product: silu of the first half of the last axis times the second half."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.silu(gate).mul_(up)
+
+
+def key_slots(slots: Tensor, kv: Tensor) -> Tensor:
+    """Rows of layer 0's keys in the pool seen as `[slots of all layers, kv_heads * head_dim]`.
+
+    Args:
+        slots: [rows] int64, block id x block size + offset.
+
+    Returns:
+        [rows] int64, for `write_kv`.
+    """
+    _, layers, _, block_size, _, _ = kv.shape
+    return slots // block_size * (layers * 2 * block_size) + slots % block_size
+
+
+def write_kv(k: Tensor, v: Tensor, kv: Tensor, layer: int, rows: Tensor) -> None:
+    """Scatters new keys and values into their slots; `kv` is written in place.
+
+    Args:
+        k, v: [num_rows, kv_heads, head_dim], the pool's dtype.
+        rows: from `key_slots`.
+    """
+    block_size = kv.shape[3]
+    flat = kv.view(-1, kv.shape[4] * kv.shape[5])
+    first = layer * 2 * block_size
+    flat[first:].index_copy_(0, rows, k.reshape(len(rows), -1))
+    flat[first + block_size :].index_copy_(0, rows, v.reshape(len(rows), -1))
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """Index work for one batch of decode sequences.
+
+    Attributes:
+        gather: [2 * sequences * blocks] int64, rows of layer 0 in the pool seen as
+            `[num_blocks * layers * 2, ...]`; all keys, then all values.
+        mask: [sequences, 1, 1, blocks * block_size], 0 or -inf in the pool's dtype.
+        spare: positions gathered beside the contexts that nothing may have written, in the
+            gathered tensor seen as `[positions, ...]`, or None.
+        num_sequences: sequences in the batch.
+    """
+
+    gather: Tensor
+    mask: Tensor
+    spare: Tensor | None
+    num_sequences: int
+
+
+def plan_decode(
+    block_tables: Sequence[Sequence[int]], context_lens: Sequence[int], kv: Tensor
+) -> DecodePlan:
+    """Prepares `decode_attention` for sequences with one query each."""
+    _, layers, _, size, _, _ = kv.shape
+    tables = padded_tables(block_tables)
+    span = tables.shape[1] * size
+    keys = tables.reshape(-1) * (layers * 2)
+    lens = np.asarray(context_lens)
+    positions = np.arange(span)
+    mask = np.where(positions < lens[:, None], np.float32(0), np.float32(-np.inf))
+    # The last block's tail may hold anything, and 0 * NaN is NaN: the mask alone is not enough.
+    spare = [
+        sequence * span + position
+        for sequence, length in enumerate(context_lens)
+        for position in range(length, -(-length // size) * size)
+    ]
+    spare_rows = np.array([*spare, *(len(lens) * span + row for row in spare)], dtype=np.int64)
+    return DecodePlan(
+        gather=torch.from_numpy(np.concatenate([keys, keys + 1])).to(kv.device),
+        mask=torch.from_numpy(mask).to(kv.device, kv.dtype)[:, None, None, :],
+        spare=torch.from_numpy(spare_rows).to(kv.device) if spare else None,
+        num_sequences=len(lens),
+    )
+
+
+def decode_attention(q: Tensor, kv: Tensor, layer: int, plan: DecodePlan, scale: float) -> Tensor:
+    """Attention of one query per sequence over its blocks.
+
+    The queries of one KV head become rows of one matrix, so grouped heads cost no copy of K or V.
+
+    Args:
+        q: [sequences, heads, head_dim].
+        scale: factor of the scores.
+
+    Returns:
+        [sequences, heads, head_dim].
+
+    Source: PagedAttention, arXiv 2309.06180 §4.1.
+    """
+    _, _, _, size, kv_heads, head_dim = kv.shape
+    pool = kv.view(-1, size * kv_heads * head_dim)[2 * layer :]
+    both = functional.embedding(plan.gather, pool)
+    if plan.spare is not None:
+        both.view(-1, kv_heads * head_dim).index_fill_(0, plan.spare, 0)
+    k, v = both.view(2, plan.num_sequences, -1, kv_heads, head_dim).transpose(2, 3)
+    grouped = q.view(plan.num_sequences, kv_heads, -1, head_dim)
+    out = functional.scaled_dot_product_attention(grouped, k, v, attn_mask=plan.mask, scale=scale)
+    return out.reshape(q.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPlan:
+    """Index work for one prefill chunk.
+
+    Attributes:
+        gather: as in `DecodePlan`, for a chunk with cached positions before it, else None.
+        mask: [queries, context], 0 or -inf, None when nothing is cached (plain causal).
+        context_len: cached positions and the chunk's own.
+    """
+
+    gather: Tensor | None
+    mask: Tensor | None
+    context_len: int
+
+
+def plan_prefill(
+    block_table: Sequence[int], context_len: int, num_queries: int, kv: Tensor
+) -> PrefillPlan:
+    """Prepares `prefill_attention` for the last `num_queries` positions of a context."""
+    if num_queries == context_len:
+        return PrefillPlan(None, None, context_len)
+    keys = torch.tensor(block_table, dtype=torch.int64, device=kv.device) * (kv.shape[1] * 2)
+    mask = torch.full((num_queries, context_len), -torch.inf, dtype=kv.dtype, device=kv.device)
+    mask.triu_(context_len - num_queries + 1)
+    return PrefillPlan(torch.cat([keys, keys + 1]), mask, context_len)
+
+
+def prefill_attention(
+    q: Tensor, k: Tensor, v: Tensor, kv: Tensor, layer: int, plan: PrefillPlan, scale: float
+) -> Tensor:
+    """Causal attention of a chunk over its cached prefix and itself.
+
+    Args:
+        q: [queries, heads, head_dim].
+        k, v: [queries, kv_heads, head_dim] of the chunk; its slots in `kv` are written already.
+
+    Returns:
+        [queries, heads, head_dim].
+    """
+    _, _, _, size, kv_heads, head_dim = kv.shape
+    if plan.gather is not None:
+        pool = kv.view(-1, size * kv_heads * head_dim)[2 * layer :]
+        both = functional.embedding(plan.gather, pool).view(2, -1, kv_heads, head_dim)
+        k, v = both[0, : plan.context_len], both[1, : plan.context_len]
+    # KV heads take the batch axis and their query heads the head axis: K and V are not repeated.
+    grouped = q.view(len(q), kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+    shape = (kv_heads, grouped.shape[1], len(k), head_dim)
+    out = functional.scaled_dot_product_attention(
+        grouped,
+        k.transpose(0, 1)[:, None].expand(shape),
+        v.transpose(0, 1)[:, None].expand(shape),
+        attn_mask=plan.mask,
+        is_causal=plan.mask is None,
+        scale=scale,
+    )
+    return out.permute(2, 0, 1, 3).reshape(q.shape)
+
+
+def merge_partials(out: Tensor, lse: Tensor) -> Tensor:
+    """Joins attention over parts of a context into attention over all of it.
+
+    Args:
+        out: [..., parts, head_dim] fp32, each normalised over its own part.
+        lse: [..., parts] fp32, log of the sum of exponentials; -inf for an empty part.
+
+    Returns:
+        [..., head_dim] fp32.
+
+    Source: FlashInfer, arXiv 2501.01005 §2.2.
+    """
+    return (torch.softmax(lse, dim=-1).unsqueeze(-1) * out).sum(dim=-2)

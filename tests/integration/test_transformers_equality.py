@@ -1,0 +1,225 @@
+"""Tokens equal those of transformers, however the work is cut into steps, batches and blocks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+from kvmesh.core.types import SamplingParams
+from kvmesh.engine.protocol import ModelRunner, SequenceChunk
+from kvmesh.engine.runner import TorchRunner
+
+VOCAB_SIZE = 320
+BLOCK_SIZE = 16
+NEW_TOKENS = 12
+PROMPT_LENGTHS = (1, 7, 16, 33, 250, 2500)
+GREEDY = SamplingParams(temperature=0.0)
+
+# Wide initial weights spread the logits, so that rounding never decides.
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 60,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.25,
+    "eos_token_id": None,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+CONFIGS: dict[str, Any] = {
+    "llama-untied-sharded": LlamaConfig(**SHAPE, tie_word_embeddings=False),
+    "llama3-rope-biased": LlamaConfig(
+        **SHAPE, tie_word_embeddings=True, attention_bias=True, rope_parameters=LLAMA3_ROPE
+    ),
+    "qwen2-tied": Qwen2Config(**SHAPE, tie_word_embeddings=True),
+    "qwen3-untied": Qwen3Config(**(SHAPE | {"head_dim": 24}), tie_word_embeddings=False),
+}
+
+
+class Checkpoint:
+    """A random model on disk, and what transformers makes of it."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        torch.set_num_threads(1)
+        torch.manual_seed(17)
+        config = CONFIGS[name]
+        self.folder = folder
+        factory: Any = AutoModelForCausalLM
+        self._model = factory.from_config(config).eval()
+        for parameter_name, parameter in self._model.named_parameters():
+            # Norm weights of one and biases of zero would hide a missing product or sum.
+            if parameter.dim() == 1:
+                offset = 0.0 if parameter_name.endswith("bias") else 1.0
+                torch.nn.init.normal_(parameter, offset, 0.2)
+        self._model.save_pretrained(folder, max_shard_size="100KB" if "sharded" in name else "1GB")
+        draw = random.Random(5)
+        self.prompts = [[draw.randrange(VOCAB_SIZE) for _ in range(n)] for n in PROMPT_LENGTHS]
+        self.expected = [self.continue_greedily(prompt) for prompt in self.prompts]
+
+    def continue_greedily(self, prompt: list[int]) -> list[int]:
+        ids = torch.tensor([prompt])
+        out = self._model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        return [int(token) for token in out[0, len(prompt) :]]
+
+    def runner(self, num_blocks: int = 256) -> TorchRunner:
+        return TorchRunner.load(
+            self.folder, served_name="tiny", num_blocks=num_blocks, block_size=BLOCK_SIZE
+        )
+
+
+class Stream:
+    """One sequence and its blocks."""
+
+    def __init__(
+        self, prompt: Sequence[int], blocks: Sequence[int], sampling: SamplingParams = GREEDY
+    ) -> None:
+        self.tokens = list(prompt)
+        self.num_prompt_tokens = len(prompt)
+        self.blocks = list(blocks)
+        self.sampling = sampling
+        self.computed = 0
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.num_prompt_tokens :]
+
+    def next_chunk(self, max_tokens: int) -> SequenceChunk:
+        end = min(self.computed + max_tokens, len(self.tokens))
+        return SequenceChunk(
+            sequence_id=id(self),
+            token_ids=self.tokens,
+            start=self.computed,
+            end=end,
+            block_table=self.blocks,
+            num_prompt_tokens=self.num_prompt_tokens,
+            sampling=self.sampling,
+            sample=end == len(self.tokens),
+        )
+
+
+def run(
+    runner: ModelRunner, streams: Sequence[Stream], chunk: int, num_tokens: int = NEW_TOKENS
+) -> None:
+    """Steps all streams together until each has its tokens; they get there at different times."""
+    while unfinished := [stream for stream in streams if len(stream.output) < num_tokens]:
+        chunks = [stream.next_chunk(chunk) for stream in unfinished]
+        result = runner.execute(chunks)
+        for stream, done, token in zip(unfinished, chunks, result.tokens, strict=True):
+            stream.computed = done.end
+            assert (token is not None) == done.sample
+            if token is not None:
+                stream.tokens.append(token.token_id)
+
+
+def scattered(lengths: Sequence[int], num_blocks: int = 256) -> list[list[int]]:
+    """Disjoint block tables for sequences of these lengths, in no order."""
+    free = list(range(num_blocks))
+    random.Random(11).shuffle(free)
+    return [
+        [free.pop() for _ in range(-(-(length + NEW_TOKENS) // BLOCK_SIZE))] for length in lengths
+    ]
+
+
+@pytest.fixture(scope="module", params=list(CONFIGS))
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return Checkpoint(request.param, tmp_path_factory.mktemp("checkpoint"))
+
+
+def test_alone(checkpoint: Checkpoint) -> None:
+    runner = checkpoint.runner()
+    for prompt, expected in zip(checkpoint.prompts, checkpoint.expected, strict=True):
+        contiguous = range(-(-(len(prompt) + NEW_TOKENS) // BLOCK_SIZE))
+        stream = Stream(prompt, contiguous)
+        run(runner, [stream], chunk=4096)
+        assert stream.output == expected
+
+
+@pytest.mark.parametrize("chunk", [19, 256, 1000])
+def test_batched_in_chunks_over_scattered_blocks(checkpoint: Checkpoint, chunk: int) -> None:
+    tables = scattered(PROMPT_LENGTHS)
+    streams = [Stream(*pair) for pair in zip(checkpoint.prompts, tables, strict=True)]
+    run(checkpoint.runner(), streams, chunk)
+    assert [stream.output for stream in streams] == checkpoint.expected
+
+
+def test_prefix_blocks_of_another_sequence(checkpoint: Checkpoint) -> None:
+    runner = checkpoint.runner()
+    base = checkpoint.prompts[4]
+    first_table, second_table = scattered([len(base), 500])
+    run(runner, [Stream(base, first_table)], chunk=4096)
+    shared_blocks = 9
+    prompt = base[: shared_blocks * BLOCK_SIZE] + checkpoint.prompts[3]
+    second = Stream(prompt, first_table[:shared_blocks] + second_table)
+    second.computed = shared_blocks * BLOCK_SIZE
+    run(runner, [second], chunk=20)
+    assert second.output == checkpoint.continue_greedily(prompt)
+
+
+SEEDED = [
+    SamplingParams(temperature=1.0, seed=3),
+    SamplingParams(temperature=0.7, top_k=20, seed=4),
+    SamplingParams(temperature=1.3, top_p=0.8, min_p=0.01, seed=5),
+    SamplingParams(temperature=0.9, repetition_penalty=1.2, frequency_penalty=0.3, seed=6),
+    GREEDY,
+    SamplingParams(temperature=1.1, top_k=50, top_p=0.9, seed=7),
+]
+
+
+def test_seeded_sampling_is_the_same_alone_batched_and_chunked(checkpoint: Checkpoint) -> None:
+    runner = checkpoint.runner()
+    tables = scattered(PROMPT_LENGTHS)
+    alone = [Stream(*parts) for parts in zip(checkpoint.prompts, tables, SEEDED, strict=True)]
+    for stream in alone:
+        run(runner, [stream], chunk=4096)
+    batched = [Stream(*parts) for parts in zip(checkpoint.prompts, tables, SEEDED, strict=True)]
+    run(runner, batched, chunk=300)
+    assert [stream.output for stream in batched] == [stream.output for stream in alone]
+    assert alone[0].output != checkpoint.expected[0], "the noise has an effect"
+
+
+def test_a_moved_stream_goes_on_with_the_same_tokens(checkpoint: Checkpoint) -> None:
+    prompt, sampling = checkpoint.prompts[4], SEEDED[5]
+    table, other_table = scattered([len(prompt), len(prompt)])
+    stay, leave = Stream(prompt, table, sampling), Stream(prompt, other_table, sampling)
+    source, target = checkpoint.runner(), checkpoint.runner()
+    run(source, [stay], chunk=100)
+    run(source, [leave], chunk=4096, num_tokens=5)
+    for here, there in zip(other_table, table, strict=True):
+        target.kv.write_view(there, 1)[:] = source.kv.read_view(here, 1)
+        target.kv.written(there, 1)
+    leave.blocks = table
+    run(target, [leave], chunk=4096)
+    assert leave.output == stay.output
+
+
+def test_recomputed_elsewhere_goes_on_with_the_same_tokens(checkpoint: Checkpoint) -> None:
+    prompt, sampling = checkpoint.prompts[4], SEEDED[2]
+    table = scattered([len(prompt)])[0]
+    stay, moved = Stream(prompt, table, sampling), Stream(prompt, table, sampling)
+    runner = checkpoint.runner()
+    run(runner, [stay], chunk=4096)
+    moved.tokens += stay.output[:7]
+    run(runner, [moved], chunk=64)
+    assert moved.output == stay.output

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import torch
+
+from kvmesh.engine.config import RopeConfig
+from kvmesh.engine.layers import inverse_frequencies, rope_table
+
+
+def test_llama3_keeps_short_waves_and_stretches_long_ones() -> None:
+    plain = inverse_frequencies(RopeConfig(10000.0), 64)
+    scaled = inverse_frequencies(RopeConfig(10000.0, "llama3", 8.0, 1.0, 4.0, 256), 64)
+    wavelengths = 2 * torch.pi / plain
+    short, long = wavelengths < 256 / 4, wavelengths > 256
+    torch.testing.assert_close(scaled[short], plain[short])
+    torch.testing.assert_close(scaled[long], plain[long] / 8)
+    between = ~short & ~long
+    assert between.any()
+    assert (scaled[between] < plain[between]).all()
+    assert (scaled[between] > plain[between] / 8).all()
+
+
+def test_linear_divides_all() -> None:
+    plain = inverse_frequencies(RopeConfig(10000.0), 16)
+    torch.testing.assert_close(
+        inverse_frequencies(RopeConfig(10000.0, "linear", 4.0), 16), plain / 4
+    )
+
+
+def test_table_holds_angles_of_positions() -> None:
+    table = rope_table(RopeConfig(100.0), 4, 50, torch.float32, "cpu")
+    assert table.cos.shape == (50, 1, 4)
+    angle = torch.tensor(49 * 100.0**-0.5)
+    torch.testing.assert_close(table.cos[49, 0, 1], angle.cos())
+    torch.testing.assert_close(table.signed_sin[49, 0, 1], -angle.sin())
+    torch.testing.assert_close(table.signed_sin[49, 0, 3], angle.sin())

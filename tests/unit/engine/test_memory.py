@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvmesh.core.errors import ConfigError
+from kvmesh.engine.memory import (
+    MemoryNeed,
+    available_bytes,
+    estimate_num_blocks,
+    memory_needed,
+    require_memory,
+)
+from tests.unit.engine.tiny_checkpoint import tensors, write_checkpoint
+
+
+def test_need_is_what_the_tensors_take(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    need = memory_needed(tmp_path, dtype="auto", num_blocks=10, block_size=16)
+    matrices = sum(tensor.numel() for tensor in tensors().values() if tensor.dim() == 2)
+    assert need.weights_bytes == matrices * 4
+    assert need.kv_bytes == 10 * (2 * 2 * 16 * 2 * 8) * 4
+    half = memory_needed(tmp_path, dtype="bfloat16", num_blocks=10, block_size=16)
+    assert (half.weights_bytes, half.kv_bytes) == (need.weights_bytes // 2, need.kv_bytes // 2)
+
+
+def test_untied_embeddings_count_twice(tmp_path: Path) -> None:
+    tied, untied = (
+        memory_needed(
+            write_checkpoint(tmp_path / str(tie), tie_word_embeddings=tie),
+            dtype="float32",
+            num_blocks=1,
+            block_size=16,
+        ).weights_bytes
+        for tie in (True, False)
+    )
+    assert untied - tied == 64 * 32 * 4
+
+
+def test_estimated_blocks_fit_and_one_more_does_not(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    memory_bytes = 400 << 20
+    count = estimate_num_blocks(
+        tmp_path, dtype="float32", block_size=16, memory_bytes=memory_bytes, fraction=1.0
+    )
+
+    def total(num_blocks: int) -> int:
+        need = memory_needed(tmp_path, dtype="float32", num_blocks=num_blocks, block_size=16)
+        return need.total_bytes
+
+    assert total(count) <= memory_bytes < total(count + 1)
+    assert estimate_num_blocks(tmp_path, dtype="float32", block_size=16, memory_bytes=1000) == 0
+
+
+def test_refusal_is_one_line_with_the_numbers() -> None:
+    need = MemoryNeed(weights_bytes=1 << 30, kv_bytes=2 << 30, work_bytes=1 << 30)
+    require_memory(need, need.total_bytes)
+    with pytest.raises(ConfigError) as refusal:
+        require_memory(need, need.total_bytes - 1)
+    assert "needs 4.00 GiB (1.00 weights, 2.00 KV blocks" in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_unknown_dtype(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    with pytest.raises(ConfigError, match="dtype 'int8' is unknown"):
+        memory_needed(tmp_path, dtype="int8", num_blocks=1, block_size=16)
+
+
+def test_the_host_has_memory() -> None:
+    assert available_bytes("cpu") > 1 << 20

@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from kvmesh.core.types import SamplingParams
+from kvmesh.engine.protocol import SequenceChunk
+from kvmesh.engine.sampler import apply_penalties, sample, top_threshold
+
+VOCAB_SIZE = 40
+
+
+def chunk(tokens: Sequence[int] = (1,), num_prompt_tokens: int = 1, **params: Any) -> SequenceChunk:
+    return SequenceChunk(
+        sequence_id=0,
+        token_ids=list(tokens),
+        start=len(tokens) - 1,
+        end=len(tokens),
+        block_table=[0],
+        num_prompt_tokens=num_prompt_tokens,
+        sampling=SamplingParams(**params),
+        sample=True,
+        eos_token_ids=frozenset({0}),
+    )
+
+
+def choose(logits: list[float], request: SequenceChunk) -> int:
+    return sample(torch.tensor([logits]), [request])[0].token_id
+
+
+def draws(logits: list[float], count: int = 4000, **params: Any) -> Counter[int]:
+    chunks = [chunk(seed=seed, **params) for seed in range(count)]
+    tokens = sample(torch.tensor(logits).repeat(count, 1), chunks)
+    return Counter(token.token_id for token in tokens)
+
+
+def test_temperature_zero_is_argmax() -> None:
+    assert choose([0.0, 3.0, 2.0], chunk(temperature=0.0, seed=5, top_k=2)) == 1
+
+
+def test_draws_follow_the_softmax() -> None:
+    logits = [0.0, 1.0, 2.0, -1.0]
+    expected = torch.softmax(torch.tensor(logits) / 0.8, dim=0)
+    found = draws(logits, temperature=0.8)
+    for token, probability in enumerate(expected.tolist()):
+        assert abs(found[token] / 4000 - probability) < 0.03
+
+
+@pytest.mark.parametrize(
+    ("params", "kept"),
+    [
+        ({"top_k": 2}, {2, 1}),
+        ({"top_k": 1}, {2}),
+        ({"top_p": 0.6}, {2}),  # 0.644 alone
+        ({"top_p": 0.7}, {2, 1}),
+        ({"top_p": 1e-9}, {2}),
+        ({"min_p": 0.3}, {2, 1}),  # 0.237 / 0.644 = 0.37, 0.087 / 0.644 = 0.14
+        ({"min_p": 0.1, "top_p": 0.99999}, {2, 1, 0}),
+        # 0.731 of what top_k left, 0.644 of everything: top_p counts after top_k.
+        ({"top_k": 2, "top_p": 0.7}, {2}),
+        ({"top_k": 100}, {0, 1, 2, 3}),
+    ],
+    ids=str,
+)
+def test_filters(params: dict[str, Any], kept: set[int]) -> None:
+    assert set(draws([0.0, 1.0, 2.0, -1.0], **params)) == kept
+
+
+def test_ties_at_the_threshold_are_kept() -> None:
+    # Otherwise the choice would follow a device's order among equals.
+    assert set(draws([1.0, 2.0, 1.0, 1.0, -9.0], top_k=2)) == {0, 1, 2, 3}
+
+
+def test_top_p_over_more_tokens_than_candidates() -> None:
+    # Flat over 5000 tokens: the best 1024 reach only a fifth, so all have to be sorted.
+    logits = torch.linspace(0, 1e-3, 5000).repeat(3, 1)
+    params = [SamplingParams(top_p=0.5), SamplingParams(top_p=0.1), SamplingParams(top_k=3)]
+    lowest = top_threshold(logits, params)
+    kept = (logits >= lowest).sum(dim=-1).tolist()
+    assert kept[2] == 3
+    assert abs(kept[0] - 2500) < 10
+    assert abs(kept[1] - 500) < 10
+
+
+def test_a_row_is_chosen_as_if_alone() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(8, VOCAB_SIZE) * 2
+    chunks = [
+        chunk(temperature=0.0),
+        chunk(seed=1),
+        chunk(seed=2, top_k=5),
+        chunk(seed=3, top_p=0.7),
+        chunk(seed=4, top_k=9, top_p=0.5, temperature=2.0),
+        chunk(seed=5, min_p=0.1),
+        chunk([1, 2, 2, 3], 2, seed=6, repetition_penalty=1.5, frequency_penalty=0.5),
+        chunk(seed=7, min_tokens=3, num_logprobs=4),
+    ]
+    together = [token.token_id for token in sample(logits.clone(), chunks)]
+    alone = [sample(logits[[row]], [chunks[row]])[0].token_id for row in range(8)]
+    assert together == alone
+
+
+def test_noise_is_keyed_by_seed_and_position() -> None:
+    logits = [0.0] * VOCAB_SIZE
+    base = choose(logits, chunk([1] * 5, seed=1))
+    assert choose(logits, chunk([2] * 5, num_prompt_tokens=3, seed=1)) == base
+    by_position = {choose(logits, chunk([1] * length, seed=1)) for length in range(1, 30)}
+    by_seed = {choose(logits, chunk([1] * 5, seed=seed)) for seed in range(30)}
+    assert len(by_position) > 10
+    assert len(by_seed) > 10
+
+
+def test_penalties() -> None:
+    # Prompt 1, 2; output 2, 3, 3.
+    seen = chunk(
+        [1, 2, 2, 3, 3],
+        num_prompt_tokens=2,
+        repetition_penalty=2.0,
+        presence_penalty=0.5,
+        frequency_penalty=0.25,
+    )
+    row = torch.tensor([4.0, 4.0, -4.0, 4.0])
+    apply_penalties(row, seen)
+    assert row.tolist() == [4.0, 2.0, -8.0 - 0.75, 2.0 - 1.0]
+
+
+def test_penalties_reach_greedy_choice() -> None:
+    assert choose([0.0, 1.0, 0.9], chunk([1, 1], temperature=0.0, frequency_penalty=0.2)) == 2
+
+
+@pytest.mark.parametrize(
+    ("tokens", "params", "token"),
+    [
+        ([9], {"min_tokens": 2}, 2),  # eos 0 and stop 1 are best, none generated yet
+        ([9, 9], {"min_tokens": 2}, 2),
+        ([9, 9, 9], {"min_tokens": 2}, 0),  # two generated: the third may end it
+        ([9], {"min_tokens": 2, "ignore_eos": True}, 0),  # eos ends nothing, so it is allowed
+        ([9], {}, 0),
+    ],
+    ids=str,
+)
+def test_minimum_length(tokens: list[int], params: dict[str, Any], token: int) -> None:
+    request = chunk(tokens, temperature=0.0, stop_token_ids=(1, 10**6), **params)
+    assert choose([3.0, 2.0, 1.0], request) == token
+
+
+def test_logprobs_are_of_the_models_own_logits() -> None:
+    logits = [0.0, 1.0, 2.0, -1.0]
+    chunks = [
+        chunk(temperature=0.1, top_k=1, num_logprobs=2),
+        chunk(temperature=0.0, num_logprobs=-1),
+        chunk([2, 2], temperature=0.0, frequency_penalty=5.0, num_logprobs=0),
+        chunk(temperature=0.0, num_logprobs=100),
+    ]
+    first, second, third, fourth = sample(torch.tensor(logits).repeat(4, 1), chunks)
+    exact = torch.log_softmax(torch.tensor(logits), dim=0).tolist()
+    assert first.logprobs is not None
+    assert first.logprobs.top_ids == (2, 1)
+    assert first.logprobs.top_logprobs == pytest.approx((exact[2], exact[1]))
+    assert first.logprobs.logprob == pytest.approx(exact[2])
+    assert second.logprobs is None
+    assert third.token_id == 1
+    assert third.logprobs is not None
+    assert third.logprobs.logprob == pytest.approx(exact[1])
+    assert third.logprobs.top_ids == ()
+    assert fourth.logprobs is not None
+    assert fourth.logprobs.top_ids == (2, 1, 0, 3)
+    assert math.isclose(sum(map(math.exp, fourth.logprobs.top_logprobs)), 1, rel_tol=1e-5)

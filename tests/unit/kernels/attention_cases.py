@@ -1,0 +1,162 @@
+"""Cases and checks that the interpreter and the GPU share: kernels against a plain fp32 softmax."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvmesh.kernels.attention import paged_decode_attention, paged_prefill_attention
+from kvmesh.kernels.dispatch import ReferenceAttention, TritonAttention
+from kvmesh.kernels.plan import RaggedBatch, padded_tables
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+LAYER, LAYERS = 1, 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """Shapes of one launch; `chunks` are (cached positions, new positions)."""
+
+    name: str
+    chunks: tuple[tuple[int, int], ...]
+    kv_heads: int = 2
+    group: int = 2
+    head_dim: int = 16
+    block_size: int = 16
+    num_splits: int = 1
+
+    def __str__(self) -> str:
+        return self.name
+
+
+DECODE_CASES = (
+    Case("one position", ((0, 1),)),
+    Case("ragged, partial last blocks", ((4, 1), (79, 1), (15, 1))),
+    Case("no groups, odd block size", ((12, 1), (70, 1)), group=1, block_size=5),
+    Case("group of three, odd head size", ((64, 1), (65, 1)), kv_heads=1, group=3, head_dim=24),
+    Case("splits, some of them empty", ((150, 1), (3, 1)), kv_heads=1, num_splits=3),
+)
+PREFILL_CASES = (
+    Case("one chunk, nothing cached", ((0, 37),), kv_heads=1),
+    Case("ragged with cached prefixes", ((16, 5), (0, 3), (70, 11)), kv_heads=1),
+    Case("longer than a tile", ((10, 67),), kv_heads=1, group=1),
+    Case("group of three, odd sizes", ((7, 9),), kv_heads=1, group=3, head_dim=24, block_size=6),
+)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Tensors of a case; slots outside the contexts are NaN."""
+
+    q: Tensor
+    kv: Tensor
+    tables: list[list[int]]
+    lens: list[int]
+    starts: list[int]
+
+
+def make_inputs(case: Case, dtype: torch.dtype, device: str) -> Inputs:
+    generator = torch.Generator().manual_seed(1)
+    lens = [cached + new for cached, new in case.chunks]
+    counts = [-(-length // case.block_size) for length in lens]
+    ids = list(range(sum(counts) + 2))
+    random.Random(2).shuffle(ids)
+    tables = [[ids.pop() for _ in range(count)] for count in counts]
+    shape = (sum(counts) + 2, LAYERS, 2, case.block_size, case.kv_heads, case.head_dim)
+    kv = torch.full(shape, torch.nan)
+    for table, length in zip(tables, lens, strict=True):
+        for position in range(length):
+            block, offset = table[position // case.block_size], position % case.block_size
+            kv[block, LAYER, :, offset] = torch.randn(shape[2:3] + shape[4:], generator=generator)
+    starts = [0]
+    for _, new in case.chunks:
+        starts.append(starts[-1] + new)
+    q = torch.randn(starts[-1], case.kv_heads * case.group, case.head_dim, generator=generator)
+    return Inputs(q.to(device, dtype), kv.to(device, dtype), tables, lens, starts)
+
+
+def expected(inputs: Inputs, scale: float) -> Tensor:
+    """One query, one head at a time, in fp32."""
+    kv = inputs.kv.float().cpu()[:, LAYER]
+    size, kv_heads = kv.shape[2], kv.shape[3]
+    q = inputs.q.float().cpu()
+    out = torch.empty_like(q)
+    for sequence, length in enumerate(inputs.lens):
+        first, last = inputs.starts[sequence], inputs.starts[sequence + 1]
+        table = inputs.tables[sequence]
+        slots = [(table[p // size], p % size) for p in range(length)]
+        keys = torch.stack([kv[block, 0, offset] for block, offset in slots])
+        values = torch.stack([kv[block, 1, offset] for block, offset in slots])
+        for row in range(first, last):
+            seen = length - (last - row) + 1
+            for head in range(q.shape[1]):
+                kv_head = head // (q.shape[1] // kv_heads)
+                weights = torch.softmax(keys[:seen, kv_head] @ q[row, head] * scale, dim=0)
+                out[row, head] = weights @ values[:seen, kv_head]
+    return out
+
+
+def check_decode(case: Case, dtype: torch.dtype, device: str) -> None:
+    inputs, scale = make_inputs(case, dtype, device), case.head_dim**-0.5
+    out = paged_decode_attention(
+        inputs.q,
+        inputs.kv,
+        LAYER,
+        torch.tensor(padded_tables(inputs.tables), dtype=torch.int32, device=device),
+        torch.tensor(inputs.lens, dtype=torch.int32, device=device),
+        max_context_len=max(inputs.lens),
+        num_splits=case.num_splits,
+        scale=scale,
+    )
+    assert_close(out, inputs, scale, dtype)
+
+
+def check_prefill(case: Case, dtype: torch.dtype, device: str) -> None:
+    inputs, scale = make_inputs(case, dtype, device), case.head_dim**-0.5
+    out = paged_prefill_attention(
+        inputs.q,
+        inputs.kv,
+        LAYER,
+        torch.tensor(padded_tables(inputs.tables), dtype=torch.int32, device=device),
+        torch.tensor(inputs.starts, dtype=torch.int32, device=device),
+        torch.tensor(inputs.lens, dtype=torch.int32, device=device),
+        max_query_len=max(new for _, new in case.chunks),
+        scale=scale,
+    )
+    assert_close(out, inputs, scale, dtype)
+
+
+def assert_close(out: Tensor, inputs: Inputs, scale: float, dtype: torch.dtype) -> None:
+    assert out.dtype == dtype
+    assert out.shape == inputs.q.shape
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(
+        out.float().cpu(), expected(inputs, scale), atol=tolerance, rtol=tolerance
+    )
+
+
+def check_step(
+    kind: type[ReferenceAttention] | type[TritonAttention],
+    case: Case,
+    num_decode: int,
+    dtype: torch.dtype,
+    device: str,
+) -> None:
+    """A step of decode rows, then chunks, whose own keys and values are not in the pool yet."""
+    full, scale = make_inputs(case, dtype, device), case.head_dim**-0.5
+    kv, size = full.kv.clone(), case.block_size
+    places = [
+        (table[position // size], position % size)
+        for table, length, (_, new) in zip(full.tables, full.lens, case.chunks, strict=True)
+        for position in range(length - new, length)
+    ]
+    new_kv = torch.stack([full.kv[block, LAYER, :, offset] for block, offset in places])
+    for block, offset in places:
+        kv[block, LAYER, :, offset] = torch.nan
+    batch = RaggedBatch(full.starts, full.lens, full.tables, num_decode, size)
+    out = kind(batch, kv, scale).run(full.q, new_kv[:, 0], new_kv[:, 1], LAYER)
+    assert torch.equal(kv.nan_to_num(), full.kv.nan_to_num())
+    assert_close(out, full, scale, dtype)

@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvmesh.kernels.dispatch import ReferenceAttention, plan_attention
+from kvmesh.kernels.plan import RaggedBatch
+from tests.unit.kernels.attention_cases import Case, check_step
+
+# Lengths far apart, so that decode rows fall into several buckets.
+MIXED = ((700, 1), (690, 1), (3, 1), (16, 5), (0, 9))
+
+
+@pytest.mark.parametrize(
+    ("chunks", "num_decode"), [(MIXED, 3), (MIXED[:3], 3), (MIXED[3:], 0)], ids=str
+)
+def test_step_writes_then_attends(chunks: tuple[tuple[int, int], ...], num_decode: int) -> None:
+    case = Case("mixed", chunks, block_size=8)
+    check_step(ReferenceAttention, case, num_decode, torch.float32, "cpu")
+
+
+def test_the_host_takes_the_twins() -> None:
+    batch = RaggedBatch([0, 1], [1], [[0]], num_decode=1, block_size=4)
+    attention = plan_attention(batch, torch.zeros(1, 1, 2, 4, 1, 8), scale=1.0)
+    assert isinstance(attention, ReferenceAttention)
