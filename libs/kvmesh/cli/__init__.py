@@ -1,0 +1,1 @@
+"""The `kvmesh` command: local stack, benchmark, diagnosis, health checks."""

@@ -1,0 +1,66 @@
+# One verb per task; each does what CI does. `make` lists them.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+SOURCES := libs services tests scripts models
+MODEL ?=
+PREFILL ?= 1
+DECODE ?= 1
+PORT ?= 8000
+# One computing thread per test process: spinning OpenMP teams slow each other down tenfold.
+test test-fast: export OMP_NUM_THREADS := 1
+.PHONY: help setup proto fmt check test test-fast test-gpu up bench-serve e2e-compose train-model clean
+
+help: ## list the verbs
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: $(STAMP) ## make .venv with everything; again only when pyproject.toml or constraints.txt change
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -m venv $(VENV) || { echo "install python3-venv (Debian: apt-get install python3-venv) and try again" >&2; exit 1; }
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+proto: setup ## generate the stubs from protos/
+	$(PY) scripts/gen_protos.py
+
+fmt: setup ## format and fix what can be fixed
+	$(VENV)/bin/ruff format . && $(VENV)/bin/ruff check --fix .
+
+check: setup lint-protos ## lint, types, layers, protos
+	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+.PHONY: lint-protos
+lint-protos: setup
+	$(VENV)/bin/buf lint && $(PY) scripts/gen_protos.py --check
+	if git cat-file -e main:buf.yaml 2>/dev/null; then $(VENV)/bin/buf breaking --against '.git#branch=main'; fi
+
+test: setup ## all tests but those that need a GPU or containers
+	$(PY) -m pytest -q -m 'not gpu and not compose'
+
+test-fast: setup ## unit, property and contract tests without the slow ones
+	$(PY) -m pytest -q -m 'not gpu and not compose and not slow' tests/unit tests/property tests/contract
+
+test-gpu: setup ## tests that need a CUDA device
+	$(PY) -m pytest -q -m gpu tests/gpu
+
+up: setup ## start a local stack: make up MODEL=dir PREFILL=n DECODE=n PORT=n
+	$(PY) -m kvmesh.cli up $(if $(MODEL),--model $(MODEL)) --prefill $(PREFILL) --decode $(DECODE) --port $(PORT)
+
+bench-serve: setup ## measure a local stack; writes bench/results/serve.json and serve.md
+	$(PY) -m kvmesh.cli up $(if $(MODEL),--model $(MODEL)) --prefill $(PREFILL) --decode $(DECODE) --port 0 --run '$(PY) -m kvmesh.cli bench serve --goodput ttft:2000 tpot:100 --save bench/results/serve.json'
+
+e2e-compose: setup ## end-to-end tests in containers (needs podman)
+	$(PY) -m pytest -q -m compose tests/e2e
+
+train-model: setup ## train the embedded model again from the standard library's documentation
+	$(PY) models/train_pydoc.py
+
+clean: ## remove what was built, and nothing else
+	rm -rf $(VENV) .kvmesh .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist

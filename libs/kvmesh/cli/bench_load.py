@@ -1,0 +1,210 @@
+"""Sends the requests of a benchmark and notes what came back when.
+
+Tests: tests/unit/cli/test_bench_load.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from kvmesh.cli.bench_metrics import Outcome, RequestRecord
+from kvmesh.core.errors import KvMeshError
+
+_REFUSED = (429, 503)
+_DONE = "[DONE]"
+
+_WORDS = """
+class def return import module value string object list tuple function method file name path error
+raise yield with open read write index number float integer sequence mapping
+""".split()  # noqa: SIM905 - a list of words reads best as text
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What to send.
+
+    Attributes:
+        rate: requests per second, Poisson arrivals; 0 sends all at once.
+        prompts: tokens (random ids below `vocab_size`) or text.
+        concurrency: requests in flight at most; 0 is no limit. Waiting for one's turn does not
+            count as latency, as in other benchmarks.
+    """
+
+    url: str
+    model: str
+    num_requests: int
+    rate: float
+    input_tokens: int
+    output_tokens: int
+    seed: int
+    prompts: str = "tokens"
+    vocab_size: int = 4000
+    concurrency: int = 0
+    temperature: float = 0.0
+    timeout_s: float = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRequest:
+    """One request and when it is due, in seconds from the start."""
+
+    due_s: float
+    prompt: str | list[int]
+    seed: int
+
+
+def plan_load(load: Load) -> list[PlannedRequest]:
+    """The requests of a run; the same seed gives the same run."""
+    rng = random.Random(load.seed)
+    planned, due_s = [], 0.0
+    for index in range(load.num_requests):
+        if index and load.rate > 0:
+            due_s += rng.expovariate(load.rate)
+        planned.append(PlannedRequest(due_s, _prompt(load, rng), rng.getrandbits(31)))
+    return planned
+
+
+def _prompt(load: Load, rng: random.Random) -> str | list[int]:
+    if load.prompts == "text":
+        return " ".join(rng.choice(_WORDS) for _ in range(load.input_tokens))
+    lowest = min(16, load.vocab_size - 1)  # below are special tokens in most vocabularies
+    return [rng.randrange(lowest, load.vocab_size) for _ in range(load.input_tokens)]
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What was seen of one stream so far."""
+
+    times_s: list[float] = field(default_factory=list)
+    end_s: float = 0.0
+    usage: dict[str, Any] = field(default_factory=dict)
+    finished: bool = False
+    done: bool = False
+    error: str = ""
+
+    def add(self, data: str, now_s: float) -> None:
+        if data == _DONE:
+            self.done = True
+            return
+        event = json.loads(data)
+        if "error" in event:
+            self.error = str(event["error"].get("message", event["error"]))
+            return
+        self.usage = event.get("usage") or self.usage
+        for choice in event.get("choices") or ():
+            self.end_s = now_s
+            ended = choice.get("finish_reason") is not None
+            self.finished |= ended
+            # A closing piece without text is no token.
+            if choice.get("text") or not ended or not self.times_s:
+                self.times_s.append(now_s)
+
+
+class LoadGenerator:
+    """Runs a load against the OpenAI completions API."""
+
+    def __init__(self, load: Load, on_done: Callable[[RequestRecord], None]) -> None:
+        """`on_done` is called with the record of each request when it ends."""
+        self._load = load
+        self._on_done = on_done
+        self._turn = asyncio.Semaphore(load.concurrency) if load.concurrency else None
+
+    async def run(self) -> tuple[list[RequestRecord], float]:
+        """Sends everything; returns one record per request and the seconds it took."""
+        connector = aiohttp.TCPConnector(limit=0)
+        timeout = aiohttp.ClientTimeout(total=self._load.timeout_s)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+            started_s = time.monotonic()
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(self._send(session, request, started_s))
+                    for request in plan_load(self._load)
+                ]
+            return [task.result() for task in tasks], time.monotonic() - started_s
+
+    async def _send(
+        self, session: aiohttp.ClientSession, request: PlannedRequest, started_s: float
+    ) -> RequestRecord:
+        await asyncio.sleep(started_s + request.due_s - time.monotonic())
+        async with AsyncExitStack() as stack:
+            if self._turn is not None:
+                await stack.enter_async_context(self._turn)
+            record = await self._request(session, request)
+        self._on_done(record)
+        return record
+
+    async def _request(
+        self, session: aiohttp.ClientSession, request: PlannedRequest
+    ) -> RequestRecord:
+        body = {
+            "model": self._load.model,
+            "prompt": request.prompt,
+            "max_tokens": self._load.output_tokens,
+            "temperature": self._load.temperature,
+            "seed": request.seed,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        sent_s = time.monotonic()
+        seen = _Seen()
+        try:
+            async with session.post(f"{self._load.url}/v1/completions", json=body) as response:
+                if response.status != 200:
+                    reason = f"{response.status}: {(await response.text())[:500]}"
+                    outcome: Outcome = "refused" if response.status in _REFUSED else "error"
+                    return RequestRecord(outcome, sent_s, error=reason)
+                async for data in _events(response.content):
+                    seen.add(data, time.monotonic())
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            seen.error = seen.error or repr(error)
+        return self._record(request, sent_s, seen)
+
+    def _record(self, request: PlannedRequest, sent_s: float, seen: _Seen) -> RequestRecord:
+        if not (seen.finished and seen.done) or seen.error:
+            reason = seen.error or "the stream ended before the generation did"
+            return RequestRecord("error", sent_s, error=reason)
+        return RequestRecord(
+            outcome="completed",
+            sent_s=sent_s,
+            token_times_s=tuple(seen.times_s),
+            end_s=seen.end_s,
+            input_tokens=int(seen.usage.get("prompt_tokens", len(request.prompt))),
+            output_tokens=int(seen.usage.get("completion_tokens", len(seen.times_s))),
+        )
+
+
+async def _events(content: aiohttp.StreamReader) -> AsyncIterator[str]:
+    """Data of server-sent events, one line each."""
+    async for line in content:
+        if line.startswith(b"data:"):
+            yield line[5:].strip().decode()
+
+
+async def find_model(url: str) -> str:
+    """Name of the first model that is served.
+
+    Raises:
+        KvMeshError: nobody answers there, or no model is served.
+    """
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)) as session,
+            session.get(f"{url}/v1/models") as response,
+        ):
+            response.raise_for_status()
+            models: Sequence[dict[str, Any]] = (await response.json())["data"]
+            return str(models[0]["id"])
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise KvMeshError(f"no gateway answers at {url} ({error}); start one: kvmesh up") from error
+    except (ValueError, LookupError, TypeError) as error:
+        raise KvMeshError(f"{url}/v1/models names no model") from error

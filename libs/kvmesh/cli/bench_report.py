@@ -1,0 +1,132 @@
+"""A benchmark's result for people and for files. Tests: tests/unit/cli/test_bench_report.py."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+_PACKAGES = ("kvmesh", "torch", "grpcio", "aiohttp", "uvloop")
+_ROWS = (("TTFT", "ttft"), ("TPOT", "tpot"), ("ITL", "itl"), ("E2E", "e2el"))
+_COLUMNS = ("mean", "p50", "p90", "p99")
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers were measured on."""
+    return {
+        "system": f"{platform.system()} {platform.release()}",
+        "processor": _processor(),
+        "cores": os.cpu_count() or 1,
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def versions() -> dict[str, str]:
+    """Versions that matter; packages that are not installed are left out."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def git_commit(root: Path) -> str:
+    """Commit of the checkout, with `-dirty` if files differ; empty outside of one."""
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
+            cwd=root,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip()
+
+
+def latency_table(result: Mapping[str, Any]) -> Table:
+    """Latencies for the terminal."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("ms")
+    for column in _COLUMNS:
+        table.add_column(column, justify="right")
+    for title, name in _ROWS:
+        table.add_row(title, *(f"{result[f'{c}_{name}_ms']:.1f}" for c in _COLUMNS))
+    return table
+
+
+def summary_lines(result: Mapping[str, Any]) -> list[str]:
+    """Counts and rates for people."""
+    lines = [
+        (
+            f"{result['completed']} completed, {result['refused']} refused, "
+            f"{result['errors']} errors in {result['duration']:.1f} s"
+        ),
+        (
+            f"{result['request_throughput']:.2f} requests/s, "
+            f"{result['output_throughput']:.1f} output tokens/s, "
+            f"{result['total_token_throughput']:.1f} tokens/s in all"
+        ),
+    ]
+    if "request_goodput" in result:
+        limits = ", ".join(f"{k} <= {v:g} ms" for k, v in result["goodput_limits"].items())
+        lines.append(f"goodput {result['request_goodput']:.2f} requests/s ({limits})")
+    return lines
+
+
+def markdown(result: Mapping[str, Any]) -> str:
+    """The result as a Markdown page."""
+    where = result["machine"]
+    lines = [
+        "# Serving benchmark",
+        "",
+        (
+            f"{result['date']}, commit {result['commit'] or 'unknown'}, {where['processor']}, "
+            f"{where['cores']} cores, model {result['model']}."
+        ),
+        "",
+        (
+            f"{result['num_requests']} requests, {result['request_rate']:g} per second "
+            f"(Poisson, seed {result['seed']}), {result['input_tokens']} tokens in, "
+            f"{result['output_tokens']} out."
+        ),
+        "",
+        *(f"- {line}" for line in summary_lines(result)),
+        "",
+        "| ms | " + " | ".join(_COLUMNS) + " |",
+        "|---" * (1 + len(_COLUMNS)) + "|",
+    ]
+    for title, name in _ROWS:
+        cells = " | ".join(f"{result[f'{c}_{name}_ms']:.1f}" for c in _COLUMNS)
+        lines.append(f"| {title} | {cells} |")
+    lines += ["", "| target | value | goal | met |", "|---|---|---|---|"]
+    for target in result["targets"]:
+        met = "yes" if target["met"] else "no"
+        lines.append(f"| {target['name']} | {target['value']:g} | {target['goal']} | {met} |")
+    return "\n".join(lines) + "\n"
+
+
+def save(result: Mapping[str, Any], path: Path) -> None:
+    """Writes the result as JSON, and as Markdown beside it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=2) + "\n")
+    path.with_suffix(".md").write_text(markdown(result))

@@ -1,0 +1,88 @@
+"""`kvmesh doctor`: what is wrong with this machine or a running stack, and what to do.
+
+Tests: tests/unit/cli/test_doctor.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvmesh.cli import machine_checks, stack_checks
+from kvmesh.cli.findings import Finding, Level
+from kvmesh.cli.flags import add_flag, new_parser
+from kvmesh.cli.model_folder import embedded_models
+from kvmesh.cli.stack_state import read_description
+from kvmesh.cli.up import ROOT, usable_cores
+from kvmesh.core.config import environment
+from kvmesh.metadata.server_binary import find_redis_binary
+
+_STYLES = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints one line per check; exit code 1 if any failed."""
+    parser = new_parser(
+        "kvmesh doctor",
+        "Checks this machine (Python, packages, Redis, cores, memory, kernel settings, model)\n"
+        "and, if a stack runs, its gateway, scheduler and workers. Exit code 1 on any failure.",
+    )
+    add_flag(parser, "--url", "http://127.0.0.1:8000", "base URL of the gateway")
+    add_flag(parser, "--redis-url", "", "a running Redis; default: what `up` would start")
+    add_flag(parser, "--model", "", "model folder; default: the embedded model", metavar="DIR")
+    add_flag(parser, "--state-dir", "", "what `up` was given; default: .kvmesh", metavar="DIR")
+    arguments = parser.parse_args(argv)
+    state = Path(arguments.state_dir) if arguments.state_dir else ROOT / ".kvmesh"
+    embedded = embedded_models(ROOT)
+    model = Path(arguments.model) if arguments.model else (embedded[0] if embedded else None)
+    findings = _machine(model)
+    findings += asyncio.run(_network(arguments.url, arguments.redis_url, state))
+    Console().print(table_of(findings))
+    return 1 if any(finding.level is Level.FAIL for finding in findings) else 0
+
+
+def _machine(model: Path | None) -> list[Finding]:
+    shared = Path("/dev/shm")
+    free = shutil.disk_usage(shared).free if shared.is_dir() else None
+    return [
+        machine_checks.check_python(tuple(sys.version_info[:3])),
+        *machine_checks.check_packages(),
+        machine_checks.check_cores(usable_cores(), environment("OMP_NUM_THREADS")),
+        machine_checks.check_memory(psutil.virtual_memory().available),
+        machine_checks.check_shared_memory(free),
+        machine_checks.check_congestion_control(),
+        machine_checks.check_model(model),
+    ]
+
+
+async def _network(url: str, redis_url: str, state: Path) -> list[Finding]:
+    findings = [
+        await stack_checks.check_redis(redis_url, find_redis_binary()),
+        await stack_checks.check_gateway(url),
+    ]
+    stack = read_description(state)
+    if stack is not None:
+        findings += await stack_checks.check_members(stack)
+    return findings
+
+
+def table_of(findings: Sequence[Finding]) -> Table:
+    """The findings for the terminal."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for finding in findings:
+        text = finding.detail + (f"\n-> {finding.remedy}" if finding.remedy else "")
+        # `Text`, because details may hold brackets that would read as markup.
+        level = Text(finding.level.value, style=_STYLES[finding.level])
+        table.add_row(level, Text(finding.subject), Text(text))
+    return table

@@ -1,0 +1,124 @@
+"""Command-line flags with environment twins: `--num-blocks` is `KVMESH_NUM_BLOCKS`.
+
+Tests: tests/unit/cli/test_flags.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvmesh.core.config import ENV_PREFIX, environment
+
+_TRUE = {"1", "true", "yes", "on"}
+_FALSE = {"", "0", "false", "no", "off"}
+
+
+def env_name(flag: str) -> str:
+    """Name of a flag's environment twin."""
+    return ENV_PREFIX + flag.removeprefix("--").replace("-", "_").upper()
+
+
+def new_parser(prog: str, description: str, epilog: str = "") -> argparse.ArgumentParser:
+    """A parser that keeps the line breaks of its texts and takes no abbreviations."""
+    return argparse.ArgumentParser(
+        prog=prog,
+        description=description,
+        epilog=epilog,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def add_flag(
+    parser: argparse.ArgumentParser,
+    flag: str,
+    default: Any,
+    help_text: str,
+    *,
+    kind: Callable[[str], Any] = str,
+    choices: Sequence[str] | None = None,
+    metavar: str = "VALUE",
+) -> None:
+    """Adds `flag VALUE`; a value from the environment is parsed and checked the same way."""
+    raw = environment(env_name(flag))
+    shown = "" if default in (None, "") else f"default {default}, "
+    parser.add_argument(
+        flag,
+        type=kind,
+        default=default,
+        choices=choices,
+        metavar=None if choices else metavar,
+        help=f"{help_text} ({shown}env {env_name(flag)})".replace("%", "%%"),
+    )
+    if raw:
+        parser.set_defaults(**{_dest(flag): _parse(parser, flag, raw, kind, choices)})
+
+
+def _parse(
+    parser: argparse.ArgumentParser,
+    flag: str,
+    raw: str,
+    kind: Callable[[str], Any],
+    choices: Sequence[str] | None,
+) -> Any:
+    try:
+        value = kind(raw)
+    except (ValueError, argparse.ArgumentTypeError) as error:
+        parser.error(f"{env_name(flag)}: invalid value {raw!r}: {error}")
+    if choices is not None and value not in choices:
+        parser.error(f"{env_name(flag)}: {raw!r} is not one of {', '.join(choices)}")
+    return value
+
+
+def add_switch(parser: argparse.ArgumentParser, flag: str, help_text: str) -> None:
+    """Adds a flag without a value; its twin takes true or false."""
+    raw = environment(env_name(flag)).lower()
+    if raw not in _TRUE | _FALSE:
+        parser.error(f"{env_name(flag)}: {raw!r} is neither true nor false")
+    parser.add_argument(
+        flag,
+        action="store_true",
+        default=raw in _TRUE,
+        help=f"{help_text} (env {env_name(flag)})",
+    )
+
+
+def add_list(parser: argparse.ArgumentParser, flag: str, help_text: str, metavar: str) -> None:
+    """Adds `flag VALUE...`; its twin is split at blanks."""
+    parser.add_argument(
+        flag,
+        nargs="*",
+        default=environment(env_name(flag)).split(),
+        metavar=metavar,
+        help=f"{help_text} (env {env_name(flag)})",
+    )
+
+
+def _dest(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def positive_int(raw: str) -> int:
+    """A whole number of at least 1."""
+    value = int(raw)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is less than 1")
+    return value
+
+
+def count(raw: str) -> int:
+    """A whole number of at least 0."""
+    value = int(raw)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} is less than 0")
+    return value
+
+
+def port_number(raw: str) -> int:
+    """A TCP port; 0 picks a free one."""
+    value = int(raw)
+    if not 0 <= value <= 65_535:
+        raise argparse.ArgumentTypeError(f"{value} is not a port")
+    return value

@@ -1,0 +1,122 @@
+"""Checks of this machine: Python, packages, cores, memory, kernel settings, model folder.
+
+Facts come in as arguments where a test could not arrange them.
+Tests: tests/unit/cli/test_machine_checks.py.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from kvmesh.cli.findings import Finding
+from kvmesh.cli.model_folder import read_model_folder
+from kvmesh.core.errors import CheckpointError
+
+_GIB = 1024**3
+_NEEDED_PYTHON = (3, 11)
+_TCP_SETTINGS = Path("/proc/sys/net/ipv4")
+
+# Most of a stack's parts: what is missing is named with the extra that brings it.
+EXTRAS: dict[str, tuple[str, ...]] = {
+    "client": ("grpcio", "protobuf"),
+    "service": ("grpcio-health-checking", "uvloop", "prometheus-client", "opentelemetry-sdk"),
+    "gateway": ("aiohttp", "pydantic", "tokenizers", "jinja2"),
+    "control plane": ("redis", "hiredis"),
+    "worker": ("torch", "numpy", "safetensors"),
+}
+_EXTRA_NAMES = {"client": "", "control plane": "[scheduler,kvmanager]"}
+
+Version = Callable[[str], str]
+
+
+def check_python(version: tuple[int, ...]) -> Finding:
+    """The interpreter's version."""
+    shown = ".".join(map(str, version[:3]))
+    if version[:2] < _NEEDED_PYTHON:
+        return Finding.fail("python", shown, "use Python 3.11 or newer")
+    return Finding.ok("python", f"{shown} at {sys.executable}")
+
+
+def check_packages(version: Version = importlib.metadata.version) -> list[Finding]:
+    """What is installed, by extra."""
+    found = []
+    for extra, packages in EXTRAS.items():
+        present, missing = [], []
+        for package in packages:
+            try:
+                present.append(f"{package} {version(package)}")
+            except importlib.metadata.PackageNotFoundError:
+                missing.append(package)
+        if missing:
+            name = _EXTRA_NAMES.get(extra, f"[{extra}]")
+            remedy = f"pip install 'kvmesh{name}' (needed by what runs the {extra})"
+            found.append(Finding.warn(extra, f"lacks {', '.join(missing)}", remedy))
+        else:
+            found.append(Finding.ok(extra, ", ".join(present)))
+    return found
+
+
+def check_cores(cores: int, omp_num_threads: str) -> Finding:
+    """Cores, against the threads that each engine would start."""
+    detail = f"{cores} usable, OMP_NUM_THREADS={omp_num_threads or 'unset'}"
+    if cores < 2:
+        return Finding.warn("cores", detail, "two or more keep engine and control plane apart")
+    if omp_num_threads.isdecimal() and int(omp_num_threads) >= cores:
+        remedy = "engines side by side would spin against each other; unset it, `up` divides cores"
+        return Finding.warn("cores", detail, remedy)
+    return Finding.ok("cores", detail)
+
+
+def check_memory(available_bytes: int) -> Finding:
+    """Memory for a small stack."""
+    detail = f"{available_bytes / _GIB:.1f} GiB available"
+    if available_bytes < 2 * _GIB:
+        remedy = "a stack with two engines of the embedded model takes about 2 GiB; free some"
+        return Finding.warn("memory", detail, remedy)
+    return Finding.ok("memory", detail)
+
+
+def check_shared_memory(free_bytes: int | None) -> Finding:
+    """/dev/shm, which carries KV between workers of one host; None is not there."""
+    if free_bytes is None:
+        remedy = "workers of one host use TCP instead; mount a tmpfs there"
+        return Finding.warn("/dev/shm", "not there", remedy)
+    detail = f"{free_bytes / _GIB:.1f} GiB free"
+    if free_bytes < _GIB // 4:
+        remedy = "too small for transfers between workers; containers: raise --shm-size"
+        return Finding.warn("/dev/shm", detail, remedy)
+    return Finding.ok("/dev/shm", detail)
+
+
+def check_congestion_control(settings: Path = _TCP_SETTINGS) -> Finding:
+    """TCP congestion control of the KV data channels."""
+    try:
+        name = (settings / "tcp_congestion_control").read_text().strip()
+        allowed = (settings / "tcp_allowed_congestion_control").read_text().split()
+    except OSError:
+        return Finding.ok("congestion", "not known on this system")
+    if not re.fullmatch(r"bbr\d*", name):
+        return Finding.ok("congestion", name)
+    if "cubic" in allowed:
+        return Finding.ok("congestion", f"{name}, data channels choose cubic themselves")
+    remedy = (
+        "bbr paces connections on loopback and in a rack below their speed; let data channels "
+        "choose cubic: sysctl -w net.ipv4.tcp_allowed_congestion_control='reno cubic bbr'"
+    )
+    return Finding.warn("congestion", f"{name}, cubic is not allowed", remedy)
+
+
+def check_model(path: Path | None) -> Finding:
+    """The model folder; None is no model at all."""
+    if path is None:
+        return Finding.fail("model", "none found", "name a model folder with --model")
+    try:
+        folder = read_model_folder(path)
+    except CheckpointError as error:
+        return Finding.fail("model", str(error), "copy the whole folder, or name another")
+    size = folder.weight_bytes / 1024**2
+    return Finding.ok("model", f"{path.name}: {folder.dtype}, {size:.0f} MiB of weights")

@@ -1,0 +1,91 @@
+"""What a model folder says about itself without loading it: is it complete, how large is it.
+
+Tests: tests/unit/cli/test_model_folder.py.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvmesh.core.errors import CheckpointError
+from kvmesh.core.types import DTYPE_BYTES, KvLayout
+
+_NEEDED = ("config.json", "tokenizer.json")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """Sizes of a checkpoint.
+
+    Attributes:
+        dtype: of the weights on disk.
+        weight_bytes: of all weight files.
+        max_model_len: positions that the model was made for.
+    """
+
+    path: Path
+    dtype: str
+    weight_bytes: int
+    max_model_len: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+    def block_bytes(self, dtype: str, block_size: int) -> int:
+        """Bytes of one KV block in memory."""
+        shape = (block_size, self.num_layers, self.num_kv_heads, self.head_dim)
+        return KvLayout("", dtype, *shape).block_bytes
+
+    def engine_bytes(self, dtype: str, num_blocks: int, block_size: int) -> int:
+        """Bytes of weights and KV of one engine; `dtype` may be auto."""
+        running = self.dtype if dtype == "auto" else dtype
+        weights = self.weight_bytes * DTYPE_BYTES[running] // DTYPE_BYTES[self.dtype]
+        return weights + num_blocks * self.block_bytes(running, block_size)
+
+
+def read_model_folder(path: Path) -> ModelFolder:
+    """Reads a model folder.
+
+    Raises:
+        CheckpointError: the folder or a file is missing or cannot be read; says what to do.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is no folder; name a model folder with --model")
+    missing = [name for name in _NEEDED if not (path / name).is_file()]
+    weights = list(path.glob("*.safetensors"))
+    if not weights:
+        missing.append("*.safetensors")
+    if missing:
+        raise CheckpointError(
+            f"{path} lacks {', '.join(missing)}; a model folder holds a checkpoint as "
+            "transformers saves it, with safetensors weights"
+        )
+    try:
+        config = json.loads((path / "config.json").read_text())
+        return _folder_of(path, config, sum(file.stat().st_size for file in weights))
+    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+        raise CheckpointError(f"{path}/config.json cannot be used: {error!r}") from error
+
+
+def _folder_of(path: Path, config: dict[str, Any], weight_bytes: int) -> ModelFolder:
+    heads = int(config["num_attention_heads"])
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    if dtype not in DTYPE_BYTES:
+        raise ValueError(f"dtype {dtype} is not one of {', '.join(DTYPE_BYTES)}")
+    return ModelFolder(
+        path=path,
+        dtype=dtype,
+        weight_bytes=weight_bytes,
+        max_model_len=int(config["max_position_embeddings"]),
+        num_layers=int(config["num_hidden_layers"]),
+        num_kv_heads=int(config.get("num_key_value_heads") or heads),
+        head_dim=int(config.get("head_dim") or config["hidden_size"] // heads),
+    )
+
+
+def embedded_models(root: Path) -> list[Path]:
+    """Model folders under `models/` of a checkout."""
+    return sorted(path.parent for path in (root / "models").glob("*/config.json"))

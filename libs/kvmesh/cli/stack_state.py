@@ -1,0 +1,71 @@
+"""The state folder of a local stack: who holds it, and what its launcher says about the stack.
+
+A lock, not a process id, tells whether a stack runs: the kernel drops it with its holder, and ids
+are used again. Tests: tests/unit/cli/test_stack_state.py.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from kvmesh.core.errors import ConfigError
+
+_LOCK = "lock"
+_DESCRIPTION = "stack.json"
+
+
+@contextmanager
+def hold_state(state: Path) -> Iterator[None]:
+    """Holds the folder, made if need be, for one stack.
+
+    Raises:
+        ConfigError: another stack holds it.
+    """
+    state.mkdir(parents=True, exist_ok=True)
+    with (state / _LOCK).open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"a stack runs already with {state}; stop it, or give this one its own "
+                "--state-dir and --port"
+            ) from error
+        yield
+
+
+def is_held(state: Path) -> bool:
+    """Whether a stack runs with this folder."""
+    try:
+        with (state / _LOCK).open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # no stack ever ran with it
+        return False
+    return False
+
+
+def write_description(state: Path, stack: dict[str, Any]) -> None:
+    """Tells other commands what runs where."""
+    (state / _DESCRIPTION).write_text(json.dumps(stack, indent=2) + "\n")
+
+
+def remove_description(state: Path) -> None:
+    """To be called when the stack ends."""
+    (state / _DESCRIPTION).unlink(missing_ok=True)
+
+
+def read_description(state: Path) -> dict[str, Any] | None:
+    """What runs where; None if no stack runs or it has not started its processes yet."""
+    if not is_held(state):
+        return None
+    try:
+        stack: dict[str, Any] = json.loads((state / _DESCRIPTION).read_text())
+    except (OSError, ValueError):
+        return None
+    return stack

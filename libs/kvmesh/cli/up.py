@@ -1,0 +1,189 @@
+"""`kvmesh up`: a whole stack on this machine. Tests: tests/unit/cli/test_up.py."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import psutil
+from rich.console import Console
+
+from kvmesh.cli.flags import (
+    add_flag,
+    add_switch,
+    count,
+    new_parser,
+    port_number,
+    positive_int,
+)
+from kvmesh.cli.launcher import PORT_TAKEN, Launcher, LaunchSettings
+from kvmesh.cli.model_folder import embedded_models, read_model_folder
+from kvmesh.cli.preflight import problems
+from kvmesh.cli.probes import free_ports
+from kvmesh.cli.processes import Supervisor
+from kvmesh.cli.stack import (
+    StackOptions,
+    StackPaths,
+    engine_environment,
+    engine_threads,
+    plan_stack,
+)
+from kvmesh.cli.stack_state import hold_state
+from kvmesh.core.clock import SystemClock
+from kvmesh.core.config import child_environment
+from kvmesh.core.errors import ConfigError
+from kvmesh.metadata.server_binary import find_redis_binary
+
+ROOT = Path(__file__).resolve().parents[3]
+_PORTS_PER_MEMBER = 2
+_DRAIN_S = 5.0
+_GRACE_S = 10.0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = new_parser(
+        "kvmesh up",
+        "Starts Redis, kvmanager, scheduler, prefill and decode workers and a gateway on this\n"
+        "machine, waits until they are ready, and stops them all on Ctrl-C.",
+        "examples:\n"
+        "  kvmesh up --prefill 2 --decode 2\n"
+        "  kvmesh up --engine fake --port 0 --run 'kvmesh bench serve --requests 20'",
+    )
+    add_flag(parser, "--model", "", "model folder; default: the embedded model", metavar="DIR")
+    add_flag(parser, "--model-name", "", "name that clients use; default: name of the folder")
+    add_flag(parser, "--prefill", 1, "prefill workers", kind=positive_int)
+    add_flag(parser, "--decode", 1, "decode workers", kind=positive_int)
+    add_flag(parser, "--host", "127.0.0.1", "address of the HTTP API")
+    add_flag(parser, "--port", 8000, "port of the HTTP API; 0: a free one", kind=port_number)
+    add_flag(parser, "--engine", "torch", "what computes", choices=("torch", "fake"))
+    dtypes = ("auto", "float32", "float16", "bfloat16")
+    add_flag(parser, "--dtype", "", "default: float32 for the embedded model", choices=dtypes)
+    add_flag(parser, "--device", "cpu", "cpu, cuda or cuda:N")
+    add_flag(parser, "--num-blocks", 1024, "KV blocks per engine", kind=positive_int)
+    add_flag(parser, "--block-size", 16, "token positions per block", kind=positive_int)
+    add_flag(
+        parser,
+        "--max-model-len",
+        0,
+        "longest sequence in tokens; 0: what model and blocks allow",
+        kind=count,
+    )
+    add_flag(parser, "--redis-url", "", "a running Redis; default: start one", metavar="URL")
+    add_flag(parser, "--state-dir", "", "logs and traces; default: .kvmesh", metavar="DIR")
+    add_flag(parser, "--start-timeout", 120.0, "seconds until all must be ready", kind=float)
+    add_flag(parser, "--run", "", "run this when ready, then stop", metavar="COMMAND")
+    add_switch(parser, "--restart", "start processes again that end by themselves")
+    return parser
+
+
+def _default_model() -> Path:
+    found = embedded_models(ROOT)
+    if not found:
+        raise ConfigError(f"{ROOT}/models holds no model; name a model folder with --model")
+    return found[0]
+
+
+def stack_options(arguments: argparse.Namespace, cores: int) -> StackOptions:
+    """What to start, with all defaults filled in.
+
+    Raises:
+        ConfigError: no model was named and none is embedded.
+    """
+    embedded = not arguments.model
+    model = _default_model() if embedded else Path(arguments.model).resolve()
+    return StackOptions(
+        model=model,
+        model_name=arguments.model_name or model.name,
+        num_prefill=arguments.prefill,
+        num_decode=arguments.decode,
+        host=arguments.host,
+        http_port=arguments.port,
+        engine=arguments.engine,
+        # Small enough that exactness costs nothing: the same tokens on every machine.
+        dtype=arguments.dtype or ("float32" if embedded else "auto"),
+        device=arguments.device,
+        num_blocks=arguments.num_blocks,
+        block_size=arguments.block_size,
+        max_model_len=arguments.max_model_len,
+        num_threads=engine_threads(cores, arguments.prefill + arguments.decode),
+        redis_url=arguments.redis_url,
+        drain_s=_DRAIN_S,
+    )
+
+
+def usable_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def _next_port(options: StackOptions) -> Callable[[], int]:
+    num_members = options.num_prefill + options.num_decode + 4
+    # All at once, so that they differ.
+    ports = iter(free_ports("127.0.0.1", _PORTS_PER_MEMBER * num_members))
+    return lambda: next(ports)
+
+
+async def _run(
+    options: StackOptions, paths: StackPaths, settings: LaunchSettings, console: Console
+) -> int:
+    stop = asyncio.Event()
+    env = child_environment(engine_environment(options.num_threads))
+    code = PORT_TAKEN
+    for _ in range(2):  # another program may take a port between planning and starting
+        plan = plan_stack(options, paths, _next_port(options), env)
+        supervisor = Supervisor(_GRACE_S)
+        _install_signals(stop, supervisor)
+        launcher = Launcher(plan, paths, supervisor, console, settings, SystemClock())
+        code = await launcher.run(stop)
+        if code != PORT_TAKEN:
+            return code
+    return code
+
+
+def _install_signals(stop: asyncio.Event, supervisor: Supervisor) -> None:
+    def ask() -> None:
+        if stop.is_set():  # asked twice: no more patience
+            supervisor.kill()
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, ask)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs a stack; exit code 0 after Ctrl-C, 1 if it could not start or a process failed."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if arguments.run and arguments.restart:
+        parser.error("--run and --restart exclude each other")
+    options = stack_options(arguments, usable_cores())
+    state = Path(arguments.state_dir).resolve() if arguments.state_dir else ROOT / ".kvmesh"
+    paths = StackPaths(ROOT, state, Path(sys.executable), find_redis_binary())
+    found = problems(options, paths, psutil.virtual_memory().available)
+    for problem in found:
+        print(f"kvmesh up: {problem}", file=sys.stderr)
+    if found:
+        return 1
+    if not options.max_model_len:
+        fits = options.num_blocks * options.block_size
+        longest = min(read_model_folder(options.model).max_model_len, fits)
+        options = dataclasses.replace(options, max_model_len=longest)
+    settings = LaunchSettings(arguments.restart, arguments.start_timeout, arguments.run)
+    with hold_state(state):
+        _prepare(state)
+        return asyncio.run(_run(options, paths, settings, Console()))
+
+
+def _prepare(state: Path) -> None:
+    """Makes the folders and drops the traces of the stack before; logs start over by themselves."""
+    for folder in (state / "logs", state / "traces"):
+        folder.mkdir(parents=True, exist_ok=True)
+    for trace in (state / "traces").glob("*.jsonl"):
+        trace.unlink()

@@ -1,0 +1,224 @@
+"""What callers hand in and get back, and how it becomes messages; pure.
+
+Tests: tests/unit/client/test_messages.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypedDict
+
+from kvmesh.core.errors import InvalidRequestError, ProtocolError
+from kvmesh.core.types import FinishReason, Placement, SamplingParams, TokenLogprobs, Usage
+from kvmesh.rpc.convert import (
+    finish_reason_from_proto,
+    placement_to_proto,
+    sampling_params_to_proto,
+    token_logprobs_from_proto,
+    usage_from_proto,
+)
+from kvmesh.v1 import inference_service_pb2 as pb
+
+Message: TypeAlias = Mapping[str, str]
+"""One message of a chat: `role` (system, user, assistant or tool) and `content`."""
+
+Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
+"""Text, token ids, or a chat to be rendered with the model's template."""
+
+
+class SamplingOptions(TypedDict, total=False):
+    """How tokens are chosen; absent fields take the defaults of `SamplingParams`.
+
+    If no field is given at all, the gateway's defaults for the model apply.
+    """
+
+    max_tokens: int
+    min_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    seed: int
+    ignore_eos: bool
+    stop_token_ids: Sequence[int]
+    num_logprobs: int
+
+
+class GenerateOptions(SamplingOptions, total=False):
+    """Everything about a generation but its prompt.
+
+    Keys:
+        model: absent takes the client's default model.
+        stop: a string or strings that end generation; not part of the output.
+        timeout_s: for the whole call, retries included.
+        ttft_deadline_s: time to the first token after which the gateway refuses.
+        request_id: identity in logs and traces; made by the gateway when absent.
+        scenario: routing class of the request.
+        cache_salt: keeps cached prefixes of callers with other salts apart.
+        placement: override for tests and debugging.
+    """
+
+    model: str
+    stop: str | Sequence[str]
+    timeout_s: float
+    ttft_deadline_s: float
+    request_id: str
+    scenario: str
+    cache_salt: str
+    placement: Placement
+
+
+_SAMPLING_KEYS = frozenset(SamplingOptions.__annotations__)
+_KEYS = frozenset(GenerateOptions.__annotations__) | _SAMPLING_KEYS
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """A piece of a generation.
+
+    Attributes:
+        text: may be empty while a character is incomplete.
+        logprobs: one entry per token when asked for.
+        finish_reason: set on the last piece.
+        usage: set on the last piece.
+    """
+
+    request_id: str
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    finish_reason: FinishReason | None
+    usage: Usage | None
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A finished generation."""
+
+    request_id: str
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    finish_reason: FinishReason
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model that is served."""
+
+    name: str
+    max_model_len: int
+
+
+def request_message(
+    prompt: Prompt, options: GenerateOptions, default_model: str
+) -> pb.GenerateRequest:
+    """The request as a message.
+
+    Raises:
+        InvalidRequestError: a prompt of another type, or a value that the message cannot hold.
+        TypeError: an unknown option.
+    """
+    unknown = set(options) - _KEYS
+    if unknown:
+        raise TypeError(f"unknown options: {', '.join(sorted(unknown))}")
+    stop = options.get("stop", ())
+    message = pb.GenerateRequest(
+        model=options.get("model", default_model),
+        stop=(stop,) if isinstance(stop, str) else stop,
+        request_id=options.get("request_id", ""),
+        ttft_deadline_ms=_milliseconds(options.get("ttft_deadline_s", 0.0)),
+        scenario=options.get("scenario", ""),
+        cache_salt=options.get("cache_salt", ""),
+        placement=placement_to_proto(options.get("placement", Placement.AUTO)),
+    )
+    _set_prompt(message, prompt)
+    _set_sampling(message, options)
+    return message
+
+
+def _milliseconds(seconds: float) -> int:
+    if not 0 <= seconds < 4_000_000:
+        raise InvalidRequestError(f"{seconds} s is not a deadline", "ttft_deadline_s")
+    # 0 would mean "the default", so a tiny deadline stays one millisecond.
+    return max(1, round(seconds * 1000)) if seconds > 0 else 0
+
+
+def _set_prompt(message: pb.GenerateRequest, prompt: Prompt) -> None:
+    if isinstance(prompt, str):
+        message.text = prompt
+        return
+    try:
+        if prompt and isinstance(prompt[0], Mapping):
+            chat: Sequence[Any] = prompt
+            message.chat.messages.extend(
+                pb.ChatMessage(role=entry["role"], content=entry["content"]) for entry in chat
+            )
+        else:
+            tokens: Sequence[Any] = prompt
+            message.tokens.token_ids.extend(tokens)
+            message.tokens.SetInParent()  # an empty prompt is the server's to judge
+    except (TypeError, ValueError, KeyError) as error:
+        raise InvalidRequestError(
+            f"a prompt is text, token ids or chat messages with role and content: {error}", "prompt"
+        ) from error
+
+
+def _set_sampling(message: pb.GenerateRequest, options: GenerateOptions) -> None:
+    given: dict[str, Any] = {key: options[key] for key in _SAMPLING_KEYS if key in options}  # type: ignore[literal-required]
+    if not given:
+        return
+    if "stop_token_ids" in given:
+        given["stop_token_ids"] = tuple(given["stop_token_ids"])
+    try:
+        message.sampling.CopyFrom(sampling_params_to_proto(SamplingParams(**given)))
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(str(error), "sampling") from error
+
+
+def delta_of(message: pb.GenerateResponse) -> Delta:
+    """A piece from its message."""
+    return Delta(
+        request_id=message.request_id,
+        text=message.text,
+        token_ids=tuple(message.token_ids),
+        logprobs=tuple(token_logprobs_from_proto(entry) for entry in message.logprobs),
+        finish_reason=finish_reason_from_proto(message.finish_reason),
+        usage=usage_from_proto(message.usage) if message.HasField("usage") else None,
+    )
+
+
+def generation_of(deltas: Iterable[Delta]) -> Generation:
+    """The whole from its pieces, in order.
+
+    Raises:
+        ProtocolError: the last piece has no finish reason.
+    """
+    pieces = list(deltas)
+    last = pieces[-1] if pieces else None
+    if last is None or last.finish_reason is None:
+        raise no_finish()
+    tokens = tuple(token for piece in pieces for token in piece.token_ids)
+    return Generation(
+        request_id=last.request_id,
+        text="".join(piece.text for piece in pieces),
+        token_ids=tokens,
+        logprobs=tuple(entry for piece in pieces for entry in piece.logprobs),
+        finish_reason=last.finish_reason,
+        usage=last.usage or Usage(0, len(tokens), 0),
+    )
+
+
+def no_finish() -> ProtocolError:
+    """The error for a stream that ended well but without a finish reason."""
+    return ProtocolError("no_finish_reason", "the stream ended before the generation did")
+
+
+def models_of(message: pb.ListModelsResponse) -> list[Model]:
+    """The models from their message."""
+    return [Model(entry.name, entry.max_model_len) for entry in message.models]

@@ -1,0 +1,98 @@
+"""When and how long to wait before a request is sent again; time and chance are arguments.
+
+Only a request of which nothing was delivered is sent again, so no token is ever repeated.
+Tests: tests/unit/client/test_retry.py.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from kvmesh.core.clock import Clock
+from kvmesh.core.errors import DeadlineError, KvMeshError, RefusedError
+from kvmesh.core.types import RefusalReason
+
+_FINAL = {
+    # The same request will be refused again, or its time is over.
+    RefusalReason.TOO_LONG,
+    RefusalReason.INVALID,
+    RefusalReason.DEADLINE,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """Exponential backoff with full jitter.
+
+    Attributes:
+        attempts: how often a request is sent at most; 1 never retries.
+        initial_s: upper end of the first wait.
+        max_s: upper end of any wait.
+    """
+
+    attempts: int = 3
+    initial_s: float = 0.2
+    max_s: float = 5.0
+
+    def wait_s(
+        self, error: KvMeshError, attempt: int, remaining_s: float | None, rng: random.Random
+    ) -> float | None:
+        """Seconds to wait before the next attempt; None gives up.
+
+        Args:
+            error: how the attempt ended, before anything was delivered.
+            attempt: number of the attempt that failed, from 1.
+            remaining_s: time left for the request; None is unlimited.
+            rng: source of the jitter.
+        """
+        if attempt >= self.attempts or not error.retry_safe:
+            return None
+        backoff = min(self.max_s, self.initial_s * 2 ** (attempt - 1))
+        wait = rng.uniform(0.0, backoff)
+        if isinstance(error, RefusedError):
+            if error.refusal.reason in _FINAL:
+                return None
+            # The server knows better when it has room; jitter on top keeps clients apart.
+            wait += error.refusal.retry_after_ms / 1000
+        if remaining_s is not None and wait >= remaining_s:
+            return None
+        return wait
+
+
+NO_RETRY = RetryPolicy(attempts=1)
+
+
+class Attempts:
+    """The attempts of one call: what time is left, and what a failure means."""
+
+    def __init__(
+        self, policy: RetryPolicy, timeout_s: float | None, clock: Clock, rng: random.Random
+    ) -> None:
+        self._policy = policy
+        self._clock = clock
+        self._rng = rng
+        self._deadline = None if timeout_s is None else clock.now() + timeout_s
+        self._made = 0
+
+    def begin(self) -> float | None:
+        """Counts an attempt and returns the seconds it may take; None is unlimited.
+
+        Raises:
+            DeadlineError: no time is left.
+        """
+        remaining = self._remaining_s()
+        if remaining is not None and remaining <= 0:
+            raise DeadlineError("the deadline passed before the request could be sent")
+        self._made += 1
+        return remaining
+
+    def wait_after(self, error: KvMeshError) -> float:
+        """Seconds to wait before the next attempt; raises `error` if there is none."""
+        wait = self._policy.wait_s(error, self._made, self._remaining_s(), self._rng)
+        if wait is None:
+            raise error
+        return wait
+
+    def _remaining_s(self) -> float | None:
+        return None if self._deadline is None else self._deadline - self._clock.now()

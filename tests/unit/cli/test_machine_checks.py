@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+
+import pytest
+
+from kvmesh.cli import machine_checks as checks
+from kvmesh.cli.findings import Finding, Level
+
+GIB = 1024**3
+
+
+def _level(finding: Finding) -> Level:
+    assert (finding.level is Level.OK) == (finding.remedy == ""), "a problem says what to do"
+    return finding.level
+
+
+@pytest.mark.parametrize(
+    ("version", "level"),
+    [((3, 10, 9), Level.FAIL), ((3, 11, 0), Level.OK), ((3, 14, 1), Level.OK)],
+)
+def test_python(version: tuple[int, ...], level: Level) -> None:
+    assert _level(checks.check_python(version)) is level
+
+
+def test_packages() -> None:
+    def version(package: str) -> str:
+        if package in ("torch", "redis"):
+            raise importlib.metadata.PackageNotFoundError(package)
+        return "1.2.3"
+
+    found = {finding.subject: finding for finding in checks.check_packages(version)}
+    assert _level(found["client"]) is Level.OK
+    assert "grpcio 1.2.3" in found["client"].detail
+    assert _level(found["worker"]) is Level.WARN
+    assert "lacks torch" in found["worker"].detail
+    assert "kvmesh[worker]" in found["worker"].remedy
+    assert "kvmesh[scheduler,kvmanager]" in found["control plane"].remedy
+
+
+@pytest.mark.parametrize(
+    ("cores", "threads", "level"),
+    [(1, "", Level.WARN), (2, "", Level.OK), (2, "1", Level.OK), (2, "2", Level.WARN)],
+)
+def test_cores(cores: int, threads: str, level: Level) -> None:
+    assert _level(checks.check_cores(cores, threads)) is level
+
+
+def test_memory() -> None:
+    assert _level(checks.check_memory(GIB)) is Level.WARN
+    assert _level(checks.check_memory(4 * GIB)) is Level.OK
+
+
+@pytest.mark.parametrize(
+    ("free", "level"), [(None, Level.WARN), (64 * 1024**2, Level.WARN), (GIB, Level.OK)]
+)
+def test_shared_memory(free: int | None, level: Level) -> None:
+    assert _level(checks.check_shared_memory(free)) is level
+
+
+@pytest.mark.parametrize(
+    ("name", "allowed", "level"),
+    [
+        ("cubic", "reno cubic", Level.OK),
+        ("bbr", "reno cubic bbr", Level.OK),
+        ("bbr", "reno bbr", Level.WARN),
+        ("bbr3", "bbr3", Level.WARN),
+    ],
+)
+def test_congestion_control(name: str, allowed: str, level: Level, tmp_path: Path) -> None:
+    (tmp_path / "tcp_congestion_control").write_text(f"{name}\n")
+    (tmp_path / "tcp_allowed_congestion_control").write_text(f"{allowed}\n")
+    assert _level(checks.check_congestion_control(tmp_path)) is level
+
+
+def test_congestion_control_elsewhere(tmp_path: Path) -> None:
+    assert _level(checks.check_congestion_control(tmp_path)) is Level.OK
+
+
+def test_model(tmp_path: Path) -> None:
+    assert _level(checks.check_model(None)) is Level.FAIL
+    assert _level(checks.check_model(tmp_path)) is Level.FAIL

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from kvmesh.cli.__main__ import COMMANDS, main
+
+
+def test_without_a_command_the_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([name, "--help"])
+    assert caught.value.code == 0
+    assert f"kvmesh {name}" in capsys.readouterr().out
+
+
+def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fly"]) == 2
+    assert "'fly'" in capsys.readouterr().err
+
+
+def test_a_missing_package_is_named() -> None:
+    program = (
+        "import sys; sys.modules['rich'] = None; sys.modules['rich.console'] = None\n"
+        "from kvmesh.cli.__main__ import main; sys.exit(main(['doctor']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "needs the package rich" in done.stderr
+    assert "kvmesh[local]" in done.stderr
+
+
+def test_health_needs_grpcio_only() -> None:
+    program = (
+        "import sys\nfrom kvmesh.cli.__main__ import main\n"
+        "try:\n    main(['health', '--help'])\nexcept SystemExit:\n    pass\n"
+        "heavy = 'rich aiohttp psutil redis torch opentelemetry'.split()\n"
+        "print('loaded:', *[name for name in heavy if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1].strip() == "loaded:"

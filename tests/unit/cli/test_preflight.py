@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvmesh.cli.preflight import problems
+from kvmesh.cli.stack import StackOptions, StackPaths
+
+GIB = 1024**3
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> StackPaths:
+    (tmp_path / "services").mkdir()
+    (tmp_path / "services" / "__init__.py").touch()
+    (tmp_path / "state").mkdir()
+    return StackPaths(tmp_path, tmp_path / "state", Path(sys.executable), Path("/bin/redis"))
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> StackOptions:
+    model = tmp_path / "model"
+    model.mkdir()
+    config = {
+        "dtype": "bfloat16",
+        "hidden_size": 64,
+        "max_position_embeddings": 128,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+    }
+    (model / "config.json").write_text(json.dumps(config))
+    (model / "tokenizer.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(bytes(100))
+    return StackOptions(
+        model=model,
+        model_name="m",
+        num_prefill=1,
+        num_decode=1,
+        host="127.0.0.1",
+        http_port=0,
+        engine="torch",
+        dtype="auto",
+        device="cpu",
+        num_blocks=64,
+        block_size=16,
+        max_model_len=0,
+        num_threads=1,
+        redis_url="",
+        drain_s=5.0,
+    )
+
+
+def _only(found: list[str]) -> str:
+    [problem] = found
+    return problem
+
+
+def test_nothing_to_complain_about(options: StackOptions, paths: StackPaths) -> None:
+    assert problems(options, paths, 8 * GIB) == []
+
+
+def test_a_taken_port(options: StackOptions, paths: StackPaths) -> None:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        taken = replace(options, http_port=listening.getsockname()[1])
+        assert "--port" in _only(problems(taken, paths, 8 * GIB))
+
+
+def test_no_checkout(options: StackOptions, paths: StackPaths, tmp_path: Path) -> None:
+    elsewhere = replace(paths, root=tmp_path / "elsewhere")
+    assert "checkout" in _only(problems(options, elsewhere, 8 * GIB))
+
+
+def test_no_redis(options: StackOptions, paths: StackPaths) -> None:
+    without = replace(paths, redis_binary=None)
+    assert "--redis-url" in _only(problems(options, without, 8 * GIB))
+    running = replace(options, redis_url="redis://db")
+    assert problems(running, without, 8 * GIB) == []
+    wrong = replace(options, redis_url="db:6379")
+    assert "redis://" in _only(problems(wrong, without, 8 * GIB))
+
+
+def test_a_model_that_lacks_files(options: StackOptions, paths: StackPaths) -> None:
+    (options.model / "tokenizer.json").unlink()
+    assert "tokenizer.json" in _only(problems(options, paths, 8 * GIB))
+
+
+def test_too_little_memory(options: StackOptions, paths: StackPaths) -> None:
+    assert "--num-blocks" in _only(problems(options, paths, GIB))
+    many = replace(options, num_prefill=20)
+    assert "21 engines" in _only(problems(many, paths, 8 * GIB))
+    assert problems(replace(options, engine="fake"), paths, GIB) == []
+
+
+def test_memory_counts_kv(options: StackOptions, paths: StackPaths) -> None:
+    block_bytes = 2 * 2 * 16 * 4 * 16 * 2
+    large = replace(options, num_blocks=8 * GIB // block_bytes)
+    assert "GiB" in _only(problems(large, paths, 8 * GIB))
+    assert problems(replace(large, device="cuda"), paths, 8 * GIB) == []

@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import importlib
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvmesh.cli.stack import (
+    Member,
+    StackOptions,
+    StackPaths,
+    StackPlan,
+    engine_environment,
+    engine_threads,
+    plan_stack,
+)
+from kvmesh.core.config import load_config
+from kvmesh.core.types import Endpoint
+
+OPTIONS = StackOptions(
+    model=Path("/models/m"),
+    model_name="m",
+    num_prefill=2,
+    num_decode=1,
+    host="127.0.0.1",
+    http_port=8000,
+    engine="fake",
+    dtype="float32",
+    device="cpu",
+    num_blocks=64,
+    block_size=16,
+    max_model_len=512,
+    num_threads=1,
+    redis_url="",
+    drain_s=5.0,
+)
+PATHS = StackPaths(Path("/root"), Path("/state"), Path("/bin/python"), Path("/bin/redis"))
+
+
+def _plan(options: StackOptions = OPTIONS) -> StackPlan:
+    return plan_stack(options, PATHS, itertools.count(1000).__next__, {"A": "1"})
+
+
+def _member(plan: StackPlan, name: str) -> Member:
+    [found] = [member for member in plan.members if member.spec.name == name]
+    return found
+
+
+def _flags(member: Member) -> dict[str, str]:
+    words = member.spec.argv[3:]
+    return dict(zip(words[::2], words[1::2], strict=True))
+
+
+def test_members_start_from_below() -> None:
+    names = [member.spec.name for member in _plan().members]
+    below, workers = ["redis", "kvmanager", "scheduler"], ["prefill-0", "prefill-1", "decode-0"]
+    assert names == [*below, *workers, "gateway"]
+
+
+def test_members_stop_from_above() -> None:
+    ranks = {member.spec.name: member.spec.stop_rank for member in _plan().members}
+    assert ranks["gateway"] < ranks["prefill-0"] == ranks["decode-0"] < ranks["scheduler"]
+    assert ranks["scheduler"] < ranks["kvmanager"] < ranks["redis"]
+
+
+def test_no_port_is_used_twice() -> None:
+    plan = _plan()
+    ports = [member.probe.endpoint.port for member in plan.members]
+    ports += [member.metrics_port for member in plan.members if member.metrics_port]
+    assert len(set(ports)) == len(ports)
+
+
+def test_everybody_knows_everybody() -> None:
+    plan = _plan()
+    redis, kvmanager, scheduler, prefill, gateway = (
+        _member(plan, name) for name in ("redis", "kvmanager", "scheduler", "prefill-1", "gateway")
+    )
+    url = f"redis://{redis.probe.endpoint}/0"
+    assert _flags(kvmanager)["--redis.url"] == _flags(scheduler)["--redis.url"] == url
+    assert _flags(scheduler)["--kvmanager.target"] == str(kvmanager.probe.endpoint)
+    assert _flags(prefill)["--worker.scheduler-targets"] == str(scheduler.probe.endpoint)
+    assert _flags(prefill)["--worker.kvmanager-target"] == str(kvmanager.probe.endpoint)
+    assert _flags(prefill)["--worker.id"] == "prefill-1"
+    assert _flags(gateway)["--scheduler.targets"] == str(scheduler.probe.endpoint)
+    assert plan.http == gateway.probe.endpoint == Endpoint("127.0.0.1", 8000)
+    assert str(plan.grpc.port) == _flags(gateway)["--server.port"]
+
+
+def test_a_running_redis_is_used_and_not_started() -> None:
+    plan = _plan(replace(OPTIONS, redis_url="redis://db:6379/1"))
+    assert "redis" not in [member.spec.name for member in plan.members]
+    assert _flags(_member(plan, "kvmanager"))["--redis.url"] == "redis://db:6379/1"
+
+
+def test_port_zero_and_all_addresses() -> None:
+    plan = _plan(replace(OPTIONS, host="0.0.0.0", http_port=0))
+    assert plan.http.port >= 1000
+    assert plan.http.host == "127.0.0.1"  # what can be asked
+    assert _flags(_member(plan, "gateway"))["--http.host"] == "0.0.0.0"
+
+
+CONFIGS = {
+    "kvmanager": ("kvmanager", "KvManagerConfig"),
+    "scheduler": ("scheduler", "SchedulerConfig"),
+    "prefill-0": ("prefill", "PrefillConfig"),
+    "decode-0": ("decode", "DecodeConfig"),
+    "gateway": ("gateway", "GatewayConfig"),
+}
+
+
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_services_understand_their_flags(name: str) -> None:
+    service, class_name = CONFIGS[name]
+    config_class = getattr(importlib.import_module(f"services.{service}.config"), class_name)
+    member = _member(_plan(), name)
+    assert member.spec.argv[:3] == ("/bin/python", "-m", f"services.{service}")
+    config: Any = load_config(config_class, member.spec.argv[3:], environ={})
+    assert config.telemetry.metrics_port == member.metrics_port
+    if name != "gateway":
+        assert config.server.port == member.probe.endpoint.port
+
+
+@pytest.mark.parametrize(
+    ("cores", "engines", "threads"), [(2, 2, 1), (2, 4, 1), (16, 4, 4), (16, 3, 5), (1, 0, 1)]
+)
+def test_cores_are_divided_among_engines(cores: int, engines: int, threads: int) -> None:
+    assert engine_threads(cores, engines) == threads
+
+
+def test_waiting_threads_do_not_spin() -> None:
+    assert engine_environment(3) == {
+        "OMP_NUM_THREADS": "3",
+        "GOMP_SPINCOUNT": "0",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "PYTHONUNBUFFERED": "1",
+    }
+    assert _member(_plan(), "decode-0").spec.env == {"A": "1"}

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvmesh.cli.stack_state import (
+    hold_state,
+    is_held,
+    read_description,
+    remove_description,
+    write_description,
+)
+from kvmesh.core.errors import ConfigError
+
+
+def test_one_stack_per_folder(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    assert not is_held(state)
+    with hold_state(state):
+        assert is_held(state)
+        with pytest.raises(ConfigError, match="--state-dir"), hold_state(state):
+            pass
+    assert not is_held(state)
+
+
+def test_the_description_goes_with_the_stack(tmp_path: Path) -> None:
+    with hold_state(tmp_path):
+        assert read_description(tmp_path) is None  # nothing is started yet
+        write_description(tmp_path, {"members": []})
+        assert read_description(tmp_path) == {"members": []}
+    assert read_description(tmp_path) is None  # left by a launcher that was killed
+    with hold_state(tmp_path):
+        remove_description(tmp_path)
+        remove_description(tmp_path)
+        assert read_description(tmp_path) is None
+
+
+def test_half_a_description_counts_for_nothing(tmp_path: Path) -> None:
+    with hold_state(tmp_path):
+        (tmp_path / "stack.json").write_text("{")
+        assert read_description(tmp_path) is None
+
+
+def test_the_lock_goes_with_its_holder(tmp_path: Path) -> None:
+    program = (
+        "import signal, sys; from pathlib import Path\n"
+        "from kvmesh.cli.stack_state import hold_state\n"
+        "with hold_state(Path(sys.argv[1])):\n    print('held', flush=True); signal.pause()"
+    )
+    argv = [sys.executable, "-c", program, str(tmp_path)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        assert is_held(tmp_path)
+        holder.kill()
+    assert not is_held(tmp_path)

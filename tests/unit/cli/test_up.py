@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvmesh.cli.up import ROOT, main, stack_options
+
+DEFAULTS: dict[str, Any] = {
+    "model": "",
+    "model_name": "",
+    "prefill": 1,
+    "decode": 1,
+    "host": "127.0.0.1",
+    "port": 8000,
+    "engine": "torch",
+    "dtype": "",
+    "device": "cpu",
+    "num_blocks": 64,
+    "block_size": 16,
+    "max_model_len": 0,
+    "redis_url": "",
+}
+
+
+def test_the_embedded_model_runs_in_float32() -> None:
+    options = stack_options(argparse.Namespace(**DEFAULTS), cores=8)
+    assert options.model.parent == ROOT / "models"
+    assert options.model_name == options.model.name
+    assert options.dtype == "float32"
+    assert options.num_threads == 4
+
+
+def test_a_named_model_runs_in_its_own_dtype(tmp_path: Path) -> None:
+    named = {**DEFAULTS, "model": str(tmp_path), "prefill": 3}
+    options = stack_options(argparse.Namespace(**named), cores=2)
+    assert (options.model, options.model_name) == (tmp_path, tmp_path.name)
+    assert options.dtype == "auto"
+    assert options.num_threads == 1
+
+
+def test_problems_are_said_and_nothing_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = tmp_path / "state"
+    code = main(["--port", "0", "--model", str(tmp_path / "none"), "--state-dir", str(state)])
+    assert code == 1
+    assert "--model" in capsys.readouterr().err
+    assert not state.exists()
+
+
+def test_run_and_restart_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--run", "true", "--restart"])
+    assert "exclude" in capsys.readouterr().err
