@@ -8,8 +8,8 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 SOURCES := libs services tests scripts models
 MODEL ?=
-PREFILL ?= 1
-DECODE ?= 1
+PREFILL ?= 2
+DECODE ?= 2
 PORT ?= 8000
 # One computing thread per test process: spinning OpenMP teams slow each other down tenfold.
 test test-fast: export OMP_NUM_THREADS := 1
@@ -21,7 +21,7 @@ help: ## list the verbs
 setup: $(STAMP) ## make .venv with everything; again only when pyproject.toml or constraints.txt change
 
 $(STAMP): pyproject.toml constraints.txt
-	@$(PYTHON) -m venv $(VENV) || { echo "install python3-venv (Debian: apt-get install python3-venv) and try again" >&2; exit 1; }
+	@scripts/make_venv.sh $(PYTHON) $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
