@@ -18,4 +18,4 @@ if ! "$python" -c 'import venv, ensurepip' 2>/dev/null; then
   apt-get update -qq
   DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$package" >/dev/null
 fi
-"$python" -m venv --clear "$folder"
+"$python" -m venv "$folder"

@@ -134,7 +134,9 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def sampling(self) -> _types_pb2.SamplingParams:
-        """Sampling and limits. Unset scalar fields take the service's defaults when has_sampling is false."""
+        """Sampling and limits; unset takes the service's defaults. Within it, 0 stands for the default in top_p,
+        repetition_penalty, max_tokens and seed (a random one).
+        """
 
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:

@@ -1,0 +1,140 @@
+"""One call answered over HTTP: as one body, or as server-sent events.
+
+Tests: tests/integration/test_gateway_http.py.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from aiohttp import web
+
+from kvmesh.core.errors import KvMeshError
+from services.gateway.errors import answer_for
+from services.gateway.frontend import Choice, Frontend, usage_of
+from services.gateway.merge import merge
+from services.gateway.mesh import Placed
+from services.gateway.openai import ApiCall
+from services.gateway.request_record import TextDelta
+from services.gateway.responses import Body, ChoiceText, Responses, usage_body
+
+_SSE_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",  # proxies must not collect the stream
+}
+
+
+def dumps(body: Any) -> str:
+    """Compact JSON."""
+    return json.dumps(body, ensure_ascii=False, separators=(",", ":"))
+
+
+def placement_headers(placed: Placed) -> dict[str, str]:
+    """Where a request ran, for people who debug."""
+    return {
+        "x-kvmesh-prefill-worker": placed.prefill_worker,
+        "x-kvmesh-decode-worker": placed.decode_worker,
+        "x-kvmesh-placement": placed.placement.value,
+    }
+
+
+class Answer:
+    """Runs the choices of one call.
+
+    Args:
+        request_id: goes into `id`.
+    """
+
+    def __init__(
+        self, frontend: Frontend, call: ApiCall, choices: Sequence[Choice], request_id: str
+    ) -> None:
+        self._frontend = frontend
+        self._call = call
+        self._choices = choices
+        self._texts = [ChoiceText(choice.request.prompt_ids) for choice in choices]
+        self._responses = Responses(
+            call,
+            request_id,
+            frontend.served_name,
+            int(time.time()),
+            frontend.tokenizer.token_bytes,
+        )
+
+    async def whole(self) -> web.Response:
+        """The answer as one body."""
+        headers: dict[str, str] = {}
+        async with aclosing(self._deltas()) as deltas:
+            async for delta in deltas:
+                choice = self._texts[delta.index]
+                choice.text += delta.text
+                choice.logprobs.extend(delta.logprobs)
+                if delta.index == 0:
+                    headers = placement_headers(delta.placed)
+        body = self._responses.whole(self._texts, self._usage())
+        return web.json_response(body, dumps=dumps, headers=headers)
+
+    async def stream(self, request: web.Request) -> web.StreamResponse:
+        """The answer as server-sent events.
+
+        The status line waits for the first tokens: until then a refusal is still possible.
+        """
+        async with aclosing(self._deltas()) as deltas:
+            first = await anext(deltas)
+            response = web.StreamResponse(headers=_SSE_HEADERS | placement_headers(first.placed))
+            await response.prepare(request)
+            try:
+                await self._send_delta(response, first)
+                async for delta in deltas:
+                    await self._send_delta(response, delta)
+                if self._call.include_usage:
+                    await _send(response, self._responses.closing_usage(self._usage()))
+            except KvMeshError as error:
+                await _send(response, answer_for(error).body)
+        await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+    async def _deltas(self) -> AsyncGenerator[TextDelta, None]:
+        runs = [self._frontend.run(choice) for choice in self._choices]
+        async with aclosing(merge(runs)) as deltas:
+            async for delta in deltas:
+                choice = self._texts[delta.index]
+                choice.token_ids.extend(delta.token_ids)
+                choice.cached_tokens = delta.cached_tokens
+                choice.finish_reason = delta.finish_reason
+                yield delta
+
+    async def _send_delta(self, response: web.StreamResponse, delta: TextDelta) -> None:
+        bodies: list[Body | None] = []
+        choice = self._texts[delta.index]
+        if len(choice.token_ids) == len(delta.token_ids):  # the choice's first piece
+            bodies.append(self._responses.opening(delta.index, choice.prompt_ids))
+        bodies.append(
+            self._responses.piece(
+                delta.index, delta.text, delta.token_ids, delta.logprobs, delta.finish_reason
+            )
+        )
+        for body in bodies:
+            if body is not None:
+                await _send(response, body)
+
+    def _usage(self) -> Body:
+        seen: set[int] = set()
+        usages = []
+        for choice, text in zip(self._choices, self._texts, strict=True):
+            # Choices of one prompt share it: it counts once.
+            shared = choice.prompt_index in seen
+            seen.add(choice.prompt_index)
+            num_prompt = 0 if shared else len(text.prompt_ids)
+            # `usage_of` limits cached tokens to the prompt's, so they count once as well.
+            usages.append(usage_of(num_prompt, len(text.token_ids), text.cached_tokens))
+        return usage_body(usages)
+
+
+async def _send(response: web.StreamResponse, body: Body) -> None:
+    await response.write(b"data: " + dumps(body).encode() + b"\n\n")

@@ -1,0 +1,141 @@
+"""Generated tokens to text that is safe to send: whole characters, no part of a stop string.
+
+Pure: no I/O, no clock. Tests: tests/unit/gateway/test_detokenizer.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import tokenizers
+from tokenizers.decoders import DecodeStream
+
+PROMPT_TAIL_TOKENS = 8
+"""Prompt tokens that the decoder sees first, so that the first one keeps its leading space."""
+
+
+class StopStrings:
+    """Finds stop strings in text that arrives in pieces.
+
+    Text that could be the start of a stop string is held back until it is decided.
+
+    Args:
+        stops: the stop strings, none of them empty.
+        include: keep the stop string in the text.
+    """
+
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        assert all(stops), "an empty stop string"
+        self._stops = tuple(stops)
+        self._include = include
+        self._longest = max(map(len, stops), default=0)
+        self._held = ""
+
+    def push(self, piece: str) -> tuple[str, str | None]:
+        """Adds text.
+
+        Returns:
+            Text that may be sent now, and the stop string if one is complete (the earliest one;
+            text after it is dropped and nothing more may be pushed).
+        """
+        if not self._stops:
+            return piece, None
+        text = self._held + piece
+        found = min(
+            ((at, stop) for stop in self._stops if (at := text.find(stop)) >= 0), default=None
+        )
+        if found is not None:
+            at, stop = found
+            self._held = ""
+            return text[: at + len(stop) if self._include else at], stop
+        keep = self._undecided(text)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], None
+
+    def flush(self) -> str:
+        """Text held back when generation ended: it is not a stop string after all."""
+        held, self._held = self._held, ""
+        return held
+
+    def _undecided(self, text: str) -> int:
+        """Length of the longest end of `text` with which a stop string begins."""
+        for length in range(min(self._longest - 1, len(text)), 0, -1):
+            end = text[-length:]
+            if any(stop.startswith(end) for stop in self._stops):
+                return length
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class TextPiece:
+    """What pushing tokens gave.
+
+    Attributes:
+        text: safe to send.
+        num_used: tokens that belong to the output; the ones after a stop string do not.
+        stop: the stop string that ended generation.
+    """
+
+    text: str
+    num_used: int
+    stop: str | None = None
+
+
+class Detokenizer:
+    """Incremental text of one generation.
+
+    A character that is still incomplete when generation ends is dropped.
+
+    Args:
+        fast: the model's tokenizer.
+        prompt_ids: the prompt; only its end is looked at.
+        stops: stop strings.
+        include_stop: keep the stop string, or the text of the stop token, in the output.
+        skip_special_tokens: leave out tokens such as end-of-turn marks.
+        min_tokens: stop strings are not looked for before this many tokens.
+    """
+
+    def __init__(
+        self,
+        fast: tokenizers.Tokenizer,
+        prompt_ids: Sequence[int] = (),
+        *,
+        stops: Sequence[str] = (),
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+        min_tokens: int = 0,
+    ) -> None:
+        self._fast = fast
+        self._stream = DecodeStream(list(prompt_ids[-PROMPT_TAIL_TOKENS:]), skip_special_tokens)
+        self._stops = StopStrings(stops, include=include_stop)
+        self._include_stop = include_stop
+        self._min_tokens = min_tokens
+        self._num_tokens = 0
+
+    def push(self, token_ids: Sequence[int], *, ends_with_stop_token: bool = False) -> TextPiece:
+        """Adds tokens.
+
+        Args:
+            ends_with_stop_token: the last token ended generation; its text is not output unless
+                stop strings are included.
+        """
+        parts: list[str] = []
+        for index, token_id in enumerate(token_ids):
+            self._num_tokens += 1
+            is_stop_token = ends_with_stop_token and index == len(token_ids) - 1
+            if is_stop_token and not self._include_stop:
+                break
+            text: str = self._stream.step(self._fast, token_id) or ""
+            if self._num_tokens < self._min_tokens:
+                parts.append(text)
+                continue
+            safe, stop = self._stops.push(text)
+            parts.append(safe)
+            if stop is not None:
+                return TextPiece("".join(parts), index + 1, stop)
+        return TextPiece("".join(parts), len(token_ids))
+
+    def finish(self) -> str:
+        """The rest of the text, when generation ended without a stop string."""
+        return self._stops.flush()

@@ -1,0 +1,102 @@
+"""Errors in the form that clients see: HTTP status, OpenAI body, headers.
+
+Pure. Tests: tests/unit/gateway/test_errors.py.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any
+
+from kvmesh.core.errors import (
+    AuthenticationError,
+    InvalidRequestError,
+    KvMeshError,
+    RefusedError,
+)
+from kvmesh.core.types import Refusal
+
+REFUSAL_HEADER = "x-kvmesh-refusal"
+
+
+class Stage(enum.Enum):
+    """Who said no."""
+
+    GATEWAY = "gateway"
+    SCHEDULER = "scheduler"
+    DECODE = "decode"
+    PREFILL = "prefill"
+
+
+class StageRefusedError(RefusedError):
+    """A refusal together with who said it."""
+
+    def __init__(self, refusal: Refusal, stage: Stage) -> None:
+        super().__init__(refusal)
+        self.stage = stage
+
+    @property
+    def label(self) -> str:
+        """`<who>-<reason>`, as in the header."""
+        return f"{self.stage.value}-{self.refusal.reason.value}"
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorAnswer:
+    """An error as an HTTP answer."""
+
+    status: int
+    body: dict[str, Any]
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+def error_body(
+    message: str, kind: str, *, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """OpenAI's error body."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def answer_for(error: KvMeshError) -> ErrorAnswer:
+    """The answer to a request that failed with `error`."""
+    if isinstance(error, InvalidRequestError):
+        kind = "not_found_error" if error.http_status == HTTPStatus.NOT_FOUND else _INVALID
+        body = error_body(str(error), kind, param=error.param, code=error.code)
+        return ErrorAnswer(error.http_status, body)
+    if isinstance(error, AuthenticationError):
+        body = error_body(str(error), "authentication_error", code="invalid_api_key")
+        return ErrorAnswer(error.http_status, body, {"WWW-Authenticate": "Bearer"})
+    if isinstance(error, RefusedError):
+        return _refused(error)
+    body = error_body(str(error), "server_error", code=type(error).__name__)
+    return ErrorAnswer(error.http_status, body)
+
+
+_INVALID = "invalid_request_error"
+
+
+def _refused(error: RefusedError) -> ErrorAnswer:
+    refusal = error.refusal
+    status = error.status
+    kind = "rate_limit_error" if status == HTTPStatus.TOO_MANY_REQUESTS else "overloaded_error"
+    label = error.label if isinstance(error, StageRefusedError) else refusal.reason.value
+    return ErrorAnswer(
+        status,
+        error_body(refusal.message, kind, code=refusal.reason.value),
+        {"Retry-After": str(retry_after_s(refusal)), REFUSAL_HEADER: label},
+    )
+
+
+def retry_after_s(refusal: Refusal) -> int:
+    """Whole seconds for the Retry-After header, at least one."""
+    return max(1, math.ceil(refusal.retry_after_ms / 1000))
+
+
+def plain_http_error(status: int, message: str) -> ErrorAnswer:
+    """An error that the HTTP layer itself found (404, 405, 413, …)."""
+    kind = _INVALID if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
+    code = HTTPStatus(status).phrase.lower().replace(" ", "_")
+    return ErrorAnswer(status, error_body(message, kind, code=code))

@@ -1,0 +1,265 @@
+"""What HTTP and gRPC share: a checked call to generations, and a generation to text.
+
+Tests: tests/integration/test_gateway_http.py.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import ExitStack, aclosing, contextmanager
+from dataclasses import dataclass, replace
+
+from kvmesh.core.errors import KvMeshError
+from kvmesh.core.types import FinishReason, Placement, RequestId, Usage
+from kvmesh.telemetry.logs import event_logger
+from kvmesh.telemetry.tracing import start_span
+from services.gateway.access import Admission, KeyRing
+from services.gateway.config import LimitsConfig
+from services.gateway.detokenizer import Detokenizer, TextPiece
+from services.gateway.errors import StageRefusedError
+from services.gateway.mesh import GenerationRequest, Mesh
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.openai import (
+    ApiCall,
+    ChatPrompt,
+    Prompt,
+    TextPrompt,
+    check_model,
+    check_token_ids,
+    choice_sampling,
+)
+from services.gateway.request_flow import TokenDelta, generate
+from services.gateway.request_record import RequestRecord, TextDelta
+from services.gateway.tokenizer import TextTokenizer
+
+log = event_logger(__name__)
+
+MAX_REQUEST_ID_CHARS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """What the transport says about a call, apart from its body.
+
+    Attributes:
+        request_id: the caller's; empty makes one.
+        ttft_ms: longest wait until a worker takes the request; 0 takes the default.
+        traceparent: the caller's trace context.
+    """
+
+    request_id: str = ""
+    scenario: str = ""
+    placement: Placement = Placement.AUTO
+    ttft_ms: int = 0
+    traceparent: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One generation of a call.
+
+    Attributes:
+        index: its place in the answer.
+        prompt_index: which of the call's prompts it continues.
+    """
+
+    index: int
+    prompt_index: int
+    request: GenerationRequest
+    call: ApiCall
+
+
+def clean_request_id(given: str) -> str:
+    """The caller's request id if it can go into headers and logs, else a new one."""
+    name = given.strip()[:MAX_REQUEST_ID_CHARS]
+    return name if name and name.isascii() and name.isprintable() else secrets.token_hex(12)
+
+
+class Frontend:
+    """Turns calls into text.
+
+    Args:
+        served_name: the model's name for clients.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        tokenizer: TextTokenizer,
+        served_name: str,
+        keys: KeyRing,
+        admission: Admission,
+    ) -> None:
+        self._mesh = mesh
+        self._keys = keys
+        self._admission = admission
+        self.tokenizer = tokenizer
+        self.served_name = served_name
+
+    @property
+    def limits(self) -> LimitsConfig:
+        """Limits of a request."""
+        return self._mesh.limits
+
+    @property
+    def metrics(self) -> GatewayMetrics:
+        """The gateway's metrics."""
+        return self._mesh.metrics
+
+    @property
+    def not_ready(self) -> str:
+        """Why requests cannot be served now; empty if they can."""
+        return "draining" if self._admission.draining else self._mesh.router.not_ready
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence: the fleet's limit, before a worker is known the model's own."""
+        facts = self._mesh.router.facts
+        return self.tokenizer.max_model_len if facts is None else facts.max_model_len
+
+    def check_key(self, authorization: str) -> None:
+        """Checks who calls.
+
+        Raises:
+            AuthenticationError: the key is missing or not accepted.
+        """
+        self._keys.check(authorization)
+
+    @contextmanager
+    def admit(self, authorization: str) -> Iterator[None]:
+        """Checks who calls and holds a place for the request.
+
+        Raises:
+            AuthenticationError: the key is missing or not accepted.
+            StageRefusedError: draining, or the caller's quota is used up.
+        """
+        caller = self._keys.check(authorization)
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(self._admission.admit(caller))
+            except StageRefusedError as error:
+                self.metrics.refused(error.refusal.reason.value, error.stage.value)
+                raise
+            yield
+
+    async def prepare(self, call: ApiCall, caller: Caller) -> list[Choice]:
+        """Renders, tokenises and checks a call against the model.
+
+        Raises:
+            InvalidRequestError: names the field and what is allowed.
+            ModelNotFoundError: another model is asked for.
+        """
+        check_model(call.model, self.served_name)
+        seed = secrets.randbits(64) if call.seed is None else call.seed
+        # Names may repeat (a caller that tries again); in the mesh every request is apart.
+        base = f"{caller.request_id}-{secrets.token_hex(4)}"
+        ttft_ms = caller.ttft_ms or self.limits.ttft_deadline_ms
+        choices: list[Choice] = []
+        for prompt_index, prompt in enumerate(call.prompts):
+            token_ids = await self._encode(prompt)
+            check_token_ids(token_ids, self.tokenizer.vocab_size, call.prompt_field)
+            for number in range(call.n):
+                index = len(choices)
+                request = GenerationRequest(
+                    request_id=RequestId(f"{base}-{index}"),
+                    model=self.served_name,
+                    prompt_ids=token_ids,
+                    sampling=choice_sampling(
+                        call, len(token_ids), self.max_model_len, seed=seed, choice=number
+                    ),
+                    ttft_s=ttft_ms / 1000,
+                    cache_salt=call.cache_salt,
+                    scenario=caller.scenario,
+                    placement=caller.placement,
+                    traceparent=caller.traceparent,
+                )
+                choices.append(Choice(index, prompt_index, request, call))
+        return choices
+
+    async def _encode(self, prompt: Prompt) -> tuple[int, ...]:
+        if isinstance(prompt, ChatPrompt):
+            text = self.tokenizer.chat.render(
+                prompt.messages,
+                add_generation_prompt=prompt.add_generation_prompt,
+                arguments=prompt.template_arguments,
+            )
+            # The template writes special tokens itself.
+            return await self.tokenizer.encode(text, add_special_tokens=False)
+        if isinstance(prompt, TextPrompt):
+            return await self.tokenizer.encode(
+                prompt.text, add_special_tokens=prompt.add_special_tokens
+            )
+        return prompt.token_ids
+
+    async def run(self, choice: Choice) -> AsyncGenerator[TextDelta, None]:
+        """Generates one choice as text; close the generator to cancel.
+
+        Raises:
+            KvMeshError: as `generate` does.
+        """
+        request = choice.request
+        record = RequestRecord(self.metrics, request)
+        try:
+            with start_span(
+                "gateway.request",
+                request.traceparent,
+                request_id=request.request_id,
+                prompt_tokens=len(request.prompt_ids),
+            ) as span:
+                inner = replace(request, traceparent=span.traceparent)
+                tokens = generate(self._mesh, inner)
+                async with aclosing(tokens), aclosing(self._text(choice, tokens)) as texts:
+                    async for delta in texts:
+                        record.add(delta)
+                        yield delta
+                record.annotate(span)
+        except KvMeshError as error:
+            record.failed(error)
+            raise
+        finally:
+            record.close(span.trace_id)
+
+    async def _text(
+        self, choice: Choice, tokens: AsyncGenerator[TokenDelta, None]
+    ) -> AsyncGenerator[TextDelta, None]:
+        call, request = choice.call, choice.request
+        detokenizer = Detokenizer(
+            self.tokenizer.fast,
+            request.prompt_ids,
+            stops=call.stop,
+            include_stop=call.include_stop,
+            skip_special_tokens=call.skip_special_tokens,
+            min_tokens=request.sampling.min_tokens,
+        )
+        async for delta in tokens:
+            finish = delta.finish_reason
+            piece = detokenizer.push(
+                delta.token_ids, ends_with_stop_token=finish is FinishReason.STOP
+            )
+            if piece.stop is not None:
+                finish = FinishReason.STOP
+            elif finish is not None:
+                piece = replace(piece, text=piece.text + detokenizer.finish())
+            yield _text_delta(choice.index, delta, piece, finish)
+            if finish is not None:
+                return
+
+
+def _text_delta(
+    index: int, delta: TokenDelta, piece: TextPiece, finish: FinishReason | None
+) -> TextDelta:
+    return TextDelta(
+        index,
+        piece.text,
+        delta.token_ids[: piece.num_used],
+        delta.logprobs[: piece.num_used],
+        finish,
+        delta.cached_tokens,
+        delta.placed,
+    )
+
+
+def usage_of(num_prompt_tokens: int, num_completion_tokens: int, cached_tokens: int) -> Usage:
+    """Token counts of a generation; a prompt cannot be cached beyond its length."""
+    return Usage(num_prompt_tokens, num_completion_tokens, min(cached_tokens, num_prompt_tokens))

@@ -1,0 +1,230 @@
+"""The public gRPC API: the same flow as HTTP, other clothes.
+
+Tests: tests/integration/test_gateway_grpc.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any, NoReturn, TypeAlias
+
+import grpc
+
+from kvmesh.core.errors import InvalidRequestError, KvMeshError, ProtocolError, RefusedError
+from kvmesh.core.types import Placement, RefusalReason, SamplingParams
+from kvmesh.rpc.convert import (
+    finish_reason_to_proto,
+    placement_from_proto,
+    sampling_params_from_proto,
+    token_logprobs_to_proto,
+    usage_to_proto,
+)
+from kvmesh.v1.inference_service_pb2 import (
+    GenerateRequest,
+    GenerateResponse,
+    ListModelsRequest,
+    ListModelsResponse,
+    Model,
+)
+from kvmesh.v1.inference_service_pb2_grpc import InferenceServiceServicer
+from services.gateway.errors import REFUSAL_HEADER, StageRefusedError
+from services.gateway.frontend import Caller, Choice, Frontend, clean_request_id, usage_of
+from services.gateway.openai import (
+    ApiCall,
+    ChatPrompt,
+    Endpoint,
+    Prompt,
+    TextPrompt,
+    TokenPrompt,
+    check_stop,
+)
+
+ServerContext: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+
+class InferenceServicer(InferenceServiceServicer):
+    """InferenceService."""
+
+    def __init__(self, frontend: Frontend) -> None:
+        self._frontend = frontend
+
+    async def Generate(
+        self, request: GenerateRequest, context: ServerContext
+    ) -> AsyncIterator[GenerateResponse]:
+        """Generates from one prompt."""
+        metadata = _metadata(context)
+        request_id = clean_request_id(request.request_id)
+        try:
+            with self._frontend.admit(metadata.get("authorization", "")):
+                await context.send_initial_metadata((("x-request-id", request_id),))
+                choice = await self._prepare(request, request_id, metadata)
+                async for response in self._responses(choice, request_id):
+                    yield response
+        except KvMeshError as error:
+            await _abort(context, error)
+
+    async def ListModels(
+        self, request: ListModelsRequest, context: ServerContext
+    ) -> ListModelsResponse:
+        """Lists the models that are served."""
+        try:
+            self._frontend.check_key(_metadata(context).get("authorization", ""))
+        except KvMeshError as error:
+            await _abort(context, error)
+        frontend = self._frontend
+        model = Model(name=frontend.served_name, max_model_len=frontend.max_model_len)
+        return ListModelsResponse(models=[model])
+
+    async def _prepare(
+        self, request: GenerateRequest, request_id: str, metadata: dict[str, str]
+    ) -> Choice:
+        call = call_from_proto(request, self._frontend.limits.max_stop)
+        caller = Caller(
+            request_id=request_id,
+            scenario=request.scenario,
+            placement=_placement(request),
+            ttft_ms=request.ttft_deadline_ms,
+            traceparent=metadata.get("traceparent", ""),
+        )
+        (choice,) = await self._frontend.prepare(call, caller)
+        return choice
+
+    async def _responses(self, choice: Choice, request_id: str) -> AsyncIterator[GenerateResponse]:
+        num_tokens = 0
+        async with aclosing(self._frontend.run(choice)) as deltas:
+            async for delta in deltas:
+                num_tokens += len(delta.token_ids)
+                response = GenerateResponse(
+                    request_id=request_id,
+                    text=delta.text,
+                    token_ids=delta.token_ids,
+                    logprobs=[token_logprobs_to_proto(entry) for entry in delta.logprobs],
+                    finish_reason=finish_reason_to_proto(delta.finish_reason),
+                )
+                if delta.finish_reason is not None:
+                    num_prompt = len(choice.request.prompt_ids)
+                    usage = usage_of(num_prompt, num_tokens, delta.cached_tokens)
+                    response.usage.CopyFrom(usage_to_proto(usage))
+                yield response
+
+
+def _metadata(context: ServerContext) -> dict[str, str]:
+    """The call's text metadata."""
+    entries = context.invocation_metadata() or ()
+    return {str(key): value for key, value in entries if isinstance(value, str)}
+
+
+async def _abort(context: ServerContext, error: KvMeshError) -> NoReturn:
+    await context.abort(_STATUS[status_name(error)], str(error), trailing_metadata(error))
+
+
+_STATUS = {code.name: code for code in grpc.StatusCode}
+
+
+def status_name(error: KvMeshError) -> str:
+    """The gRPC status of an error; the caller's own quota is RESOURCE_EXHAUSTED."""
+    if isinstance(error, RefusedError) and error.refusal.reason is RefusalReason.QUOTA:
+        return "RESOURCE_EXHAUSTED"
+    return error.grpc_status
+
+
+def trailing_metadata(error: KvMeshError) -> tuple[tuple[str, str], ...]:
+    """What a client needs beyond status and message."""
+    if isinstance(error, RefusedError):
+        label = error.label if isinstance(error, StageRefusedError) else error.refusal.reason.value
+        return (
+            (REFUSAL_HEADER.removeprefix("x-"), label),
+            ("retry-after-ms", str(error.refusal.retry_after_ms)),
+        )
+    if isinstance(error, InvalidRequestError) and error.param:
+        return (("kvmesh-param", error.param),)
+    return ()
+
+
+def call_from_proto(request: GenerateRequest, max_stop: int) -> ApiCall:
+    """A checked call from a message.
+
+    In `sampling`, fields for which 0 makes no sense take their default when they are 0:
+    top_p, repetition_penalty, max_tokens (what the context leaves) and seed (a random one).
+
+    Raises:
+        InvalidRequestError: names the field and what is allowed.
+    """
+    sampling = SamplingParams()
+    seed: int | None = None
+    max_tokens: int | None = None
+    if request.HasField("sampling"):
+        given = sampling_params_from_proto(request.sampling)
+        seed, max_tokens = given.seed or None, given.max_tokens or None
+        sampling = replace(
+            given,
+            top_p=given.top_p or 1.0,
+            repetition_penalty=given.repetition_penalty or 1.0,
+        )
+        check_sampling(sampling)
+    return ApiCall(
+        endpoint=Endpoint.COMPLETION,
+        model=request.model,
+        prompts=(_prompt(request),),
+        sampling=sampling,
+        seed=seed,
+        max_tokens=max_tokens,
+        max_tokens_field="sampling.max_tokens",
+        prompt_field=request.WhichOneof("prompt") or "prompt",
+        stop=check_stop(list(request.stop), max_stop),
+        stream=True,
+        request_id=request.request_id,
+        cache_salt=request.cache_salt,
+    )
+
+
+def _placement(request: GenerateRequest) -> Placement:
+    try:
+        return placement_from_proto(request.placement)
+    except ProtocolError as error:
+        raise InvalidRequestError(str(error), "placement") from error
+
+
+def _prompt(request: GenerateRequest) -> Prompt:
+    match request.WhichOneof("prompt"):
+        case "text":
+            return TextPrompt(request.text)
+        case "tokens":
+            return TokenPrompt(tuple(request.tokens.token_ids))
+        case "chat":
+            return ChatPrompt(
+                tuple(
+                    {"role": message.role, "content": message.content}
+                    for message in request.chat.messages
+                )
+            )
+        case _:
+            raise InvalidRequestError("prompt: set one of text, tokens, chat", "prompt")
+
+
+# Field -> lowest and highest value; the same ranges as over HTTP.
+_RANGES = {
+    "temperature": (0.0, 2.0),
+    "top_p": (0.0, 1.0),
+    "top_k": (0, 2**31 - 1),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.0, 10.0),
+    "num_logprobs": (-1, 20),
+}
+
+
+def check_sampling(sampling: SamplingParams) -> None:
+    """Checks the ranges of sampling parameters.
+
+    Raises:
+        InvalidRequestError: names the field and what is allowed.
+    """
+    for name, (low, high) in _RANGES.items():
+        value = getattr(sampling, name)
+        if not low <= value <= high:
+            field = f"sampling.{name}"
+            raise InvalidRequestError(f"{field}: {value}; allowed: {low} to {high}", field)

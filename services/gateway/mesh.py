@@ -1,0 +1,61 @@
+"""Values of the request flow: what is asked, where it runs, and what all requests share."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from kvmesh.core.types import Placement, RequestId, SamplingParams, WorkerId
+from services.gateway.config import LimitsConfig
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.routing import Router
+from services.gateway.worker_sessions import WorkerSessions
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One generation, as the mesh sees it.
+
+    Attributes:
+        request_id: unique among all requests in the mesh.
+        ttft_s: longest wait until a worker takes it.
+        traceparent: parent of its spans.
+    """
+
+    request_id: RequestId
+    model: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    ttft_s: float
+    cache_salt: str = ""
+    scenario: str = ""
+    placement: Placement = Placement.AUTO
+    traceparent: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where a request runs."""
+
+    placement: Placement
+    prefill_worker: WorkerId
+    decode_worker: WorkerId
+
+
+@dataclass(slots=True)
+class Waiting:
+    """How many requests of this gateway look for workers now."""
+
+    count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """What every request needs from the gateway."""
+
+    router: Router
+    sessions: WorkerSessions
+    metrics: GatewayMetrics
+    limits: LimitsConfig
+    rng: random.Random
+    waiting: Waiting = field(default_factory=Waiting)

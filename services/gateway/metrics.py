@@ -1,0 +1,122 @@
+"""Metrics of the gateway, named as vLLM names them where vLLM has the same thing.
+
+Tests: tests/unit/gateway/test_metrics.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+)
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from kvmesh.core.types import FinishReason
+
+# vLLM's buckets, in seconds, so that existing dashboards and quantiles keep their meaning.
+TTFT_BUCKETS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0),
+    *(2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+ITL_BUCKETS = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+E2E_BUCKETS = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+OFFER_BUCKETS = (1.0, 2.0, 3.0, 5.0, 8.0, 13.0, 21.0, 55.0, 144.0)
+
+# vLLM's words for `finished_reason`.
+_FINISHED = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.CANCELLED: "abort",
+    FinishReason.ERROR: "error",
+}
+
+
+class GatewayMetrics(Collector):
+    """The gateway's metrics: a registry of their own that another registry can collect.
+
+    Args:
+        model: value of the label `model_name`.
+    """
+
+    def __init__(self, model: str) -> None:
+        registry = CollectorRegistry()
+        self._registry = registry
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            metric = Histogram(name, text, ["model_name"], registry=registry, buckets=buckets)
+            return metric.labels(model)
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(name, text, ["model_name"], registry=registry).labels(model)
+
+        self.ttft_s = histogram(
+            "vllm:time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS
+        )
+        self.itl_s = histogram(
+            "vllm:inter_token_latency_seconds", "Gap between tokens.", ITL_BUCKETS
+        )
+        self.e2e_s = histogram(
+            "vllm:e2e_request_latency_seconds", "Arrival to last token.", E2E_BUCKETS
+        )
+        self.prefill_offers = histogram(
+            "kvmesh_gateway_prefill_offers", "Offers until a worker accepted.", OFFER_BUCKETS
+        )
+        self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of finished requests.")
+        self.generation_tokens = counter("vllm:generation_tokens", "Tokens sent to clients.")
+        self._success = Counter(
+            "vllm:request_success",
+            "Finished requests.",
+            ["model_name", "finished_reason"],
+            registry=registry,
+        )
+        self.requests_open = Gauge(
+            "kvmesh_gateway_requests_open", "Generations that run now.", registry=registry
+        )
+        self._refusals = Counter(
+            "kvmesh_gateway_refusals",
+            "Refusals met, by who said no; those of workers are tried elsewhere.",
+            ["reason", "stage"],
+            registry=registry,
+        )
+        self._moves = Counter(
+            "kvmesh_gateway_moves",
+            "Work that was lost and started again elsewhere.",
+            ["reason"],
+            registry=registry,
+        )
+        self._model = model
+
+    def finished(self, reason: FinishReason) -> None:
+        """Counts a finished request."""
+        self._success.labels(self._model, _FINISHED[reason]).inc()
+
+    def refused(self, reason: str, stage: str) -> None:
+        """Counts a refusal."""
+        self._refusals.labels(reason, stage).inc()
+
+    def moved(self, reason: str) -> None:
+        """Counts lost work that is started again."""
+        self._moves.labels(reason).inc()
+
+    def value(self, sample: str, **labels: str) -> float:
+        """A sample's value now; 0 if it was never counted."""
+        return self._registry.get_sample_value(sample, labels) or 0.0
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: a registry that names are not told to does not mind two gateways."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        """The metrics, for the registry that this one is part of."""
+        return self._registry.collect()

@@ -1,0 +1,297 @@
+"""OpenAI request bodies to our own values.
+
+Pure: pydantic models in, frozen values out. Tests: tests/unit/gateway/test_openai.py.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kvmesh.core.errors import InvalidRequestError, ModelNotFoundError
+from kvmesh.core.types import SamplingParams
+from services.gateway.config import LimitsConfig
+from services.gateway.schema import ChatBody, CompletionBody
+
+DEFAULT_COMPLETION_TOKENS = 16
+"""max_tokens of /v1/completions when it is not given, as in OpenAI's API."""
+
+_SEED_MASK = 2**64 - 1
+
+
+class Endpoint(enum.Enum):
+    """Which API a call came in by; it decides the shape of the answer."""
+
+    CHAT = "chat.completion"
+    COMPLETION = "text_completion"
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A chat to be rendered with the model's template."""
+
+    messages: tuple[Mapping[str, Any], ...]
+    add_generation_prompt: bool = True
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """Plain text."""
+
+    text: str
+    add_special_tokens: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """Token ids."""
+
+    token_ids: tuple[int, ...]
+
+
+Prompt = ChatPrompt | TextPrompt | TokenPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class ApiCall:
+    """One call of the public API, checked but not yet tokenised.
+
+    Attributes:
+        sampling: seed and max_tokens are not final; see `choice_sampling`.
+        seed: None asks for a random one.
+        max_tokens: None takes what the context leaves.
+        max_tokens_field: the caller's name for it, for errors.
+        prompt_field: the caller's name of the prompt, for errors.
+    """
+
+    endpoint: Endpoint
+    model: str
+    prompts: tuple[Prompt, ...]
+    sampling: SamplingParams
+    seed: int | None = None
+    max_tokens: int | None = None
+    max_tokens_field: str = "max_tokens"
+    prompt_field: str = "prompt"
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    stream: bool = False
+    include_usage: bool = False
+    return_token_ids: bool = False
+    request_id: str = ""
+    cache_salt: str = ""
+
+
+def chat_call(
+    body: ChatBody, limits: LimitsConfig, defaults: Mapping[str, float] | None = None
+) -> ApiCall:
+    """A chat completion call.
+
+    Args:
+        defaults: sampling defaults of the model, where it has them.
+
+    Raises:
+        InvalidRequestError: names the field and what is allowed.
+    """
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidRequestError("top_logprobs needs logprobs to be true", "top_logprobs")
+    prompt = ChatPrompt(
+        tuple(message.for_template() for message in body.messages),
+        body.add_generation_prompt is not False,
+        body.chat_template_kwargs or {},
+    )
+    newer = body.max_completion_tokens is not None
+    call = ApiCall(
+        endpoint=Endpoint.CHAT,
+        model=body.model or "",
+        prompts=(prompt,),
+        sampling=_sampling(body, defaults or {}, body.top_logprobs or 0 if body.logprobs else -1),
+        max_tokens=body.max_completion_tokens if newer else body.max_tokens,
+        max_tokens_field="max_completion_tokens" if newer else "max_tokens",
+        prompt_field="messages",
+    )
+    return _with_common(call, body, limits)
+
+
+def completion_call(
+    body: CompletionBody, limits: LimitsConfig, defaults: Mapping[str, float] | None = None
+) -> ApiCall:
+    """A text completion call, with one or several prompts.
+
+    Args:
+        defaults: sampling defaults of the model, where it has them.
+
+    Raises:
+        InvalidRequestError: names the field and what is allowed.
+    """
+    prompts = _completion_prompts(body)
+    if not 1 <= len(prompts) <= limits.max_prompts:
+        raise InvalidRequestError(
+            f"prompt must hold 1 to {limits.max_prompts} prompts, got {len(prompts)}", "prompt"
+        )
+    call = ApiCall(
+        endpoint=Endpoint.COMPLETION,
+        model=body.model or "",
+        prompts=prompts,
+        sampling=_sampling(body, defaults or {}, -1 if body.logprobs is None else body.logprobs),
+        max_tokens=DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens,
+    )
+    return _with_common(call, body, limits)
+
+
+def _completion_prompts(body: CompletionBody) -> tuple[Prompt, ...]:
+    prompt = body.prompt
+    special = body.add_special_tokens is not False
+    if isinstance(prompt, str):
+        return (TextPrompt(prompt, special),)
+    if prompt and isinstance(prompt[0], int):
+        prompt = [prompt]  # one prompt as ids
+    found: list[Prompt] = []
+    for entry in prompt:
+        if isinstance(entry, str):
+            found.append(TextPrompt(entry, special))
+        else:
+            assert isinstance(entry, list)
+            found.append(TokenPrompt(tuple(entry)))
+    return tuple(found)
+
+
+def _with_common(call: ApiCall, body: ChatBody | CompletionBody, limits: LimitsConfig) -> ApiCall:
+    n = body.n or 1
+    if n > limits.max_choices:
+        raise InvalidRequestError(f"n must be at most {limits.max_choices}, got {n}", "n")
+    stream = bool(body.stream)
+    options = body.stream_options
+    if options is not None and not stream:
+        raise InvalidRequestError("stream_options needs stream to be true", "stream_options")
+    if (
+        call.max_tokens is not None
+        and body.min_tokens is not None
+        and body.min_tokens > call.max_tokens
+    ):
+        raise InvalidRequestError(
+            f"min_tokens must be at most {call.max_tokens_field} ({call.max_tokens})", "min_tokens"
+        )
+    return replace(
+        call,
+        seed=None if body.seed is None else body.seed & _SEED_MASK,
+        n=n,
+        stop=check_stop(body.stop, limits.max_stop),
+        include_stop=bool(body.include_stop_str_in_output),
+        skip_special_tokens=body.skip_special_tokens is not False,
+        stream=stream,
+        include_usage=bool(options is not None and options.include_usage),
+        return_token_ids=bool(body.return_token_ids),
+        request_id=body.request_id or "",
+        cache_salt=body.cache_salt or "",
+    )
+
+
+def check_stop(stop: str | list[str] | None, limit: int) -> tuple[str, ...]:
+    """The stop strings as a tuple.
+
+    Raises:
+        InvalidRequestError: there are too many, or one is empty.
+    """
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if len(stops) > limit:
+        raise InvalidRequestError(f"stop must hold at most {limit} strings", "stop")
+    if not all(stops):
+        raise InvalidRequestError("stop must not hold an empty string", "stop")
+    return stops
+
+
+def _sampling(
+    body: ChatBody | CompletionBody, defaults: Mapping[str, float], num_logprobs: int
+) -> SamplingParams:
+    base = SamplingParams(num_logprobs=num_logprobs)
+
+    def given(name: str) -> float:
+        value = getattr(body, name)
+        return float(defaults.get(name, getattr(base, name)) if value is None else value)
+
+    return replace(
+        base,
+        temperature=given("temperature"),
+        top_p=given("top_p"),
+        top_k=max(int(given("top_k")), 0),  # -1 is vLLM's way to keep all
+        min_p=given("min_p"),
+        presence_penalty=given("presence_penalty"),
+        frequency_penalty=given("frequency_penalty"),
+        repetition_penalty=given("repetition_penalty"),
+        min_tokens=body.min_tokens or 0,
+        ignore_eos=bool(body.ignore_eos),
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+    )
+
+
+def check_model(name: str, served_name: str) -> None:
+    """Checks that the model is the one that is served; an empty name takes it.
+
+    Raises:
+        ModelNotFoundError: it is another one.
+    """
+    if name not in ("", served_name):
+        raise ModelNotFoundError(
+            f"the model {name!r} does not exist here; served: {served_name}",
+            "model",
+            "model_not_found",
+        )
+
+
+def choice_sampling(
+    call: ApiCall, num_prompt_tokens: int, max_model_len: int, *, seed: int, choice: int
+) -> SamplingParams:
+    """Final sampling parameters of one choice.
+
+    Args:
+        num_prompt_tokens: length of its prompt.
+        max_model_len: longest sequence in tokens.
+        seed: the call's seed, or the random one that stands for it.
+        choice: number of the choice; choices of one prompt get seeds seed, seed + 1, …
+
+    Raises:
+        InvalidRequestError: prompt and max_tokens do not fit the context.
+    """
+    room = max_model_len - num_prompt_tokens
+    if room < 1:
+        raise InvalidRequestError(
+            f"{call.prompt_field}: the prompt has {num_prompt_tokens} tokens; allowed are at most "
+            f"{max_model_len - 1} (context of {max_model_len} with one token to generate)",
+            call.prompt_field,
+            "context_length_exceeded",
+        )
+    max_tokens = room if call.max_tokens is None else call.max_tokens
+    if max_tokens > room:
+        raise InvalidRequestError(
+            f"{call.max_tokens_field}: {max_tokens} tokens after a prompt of {num_prompt_tokens} "
+            f"do not fit the context of {max_model_len}; allowed are at most {room}",
+            call.max_tokens_field,
+            "context_length_exceeded",
+        )
+    return replace(
+        call.sampling,
+        max_tokens=max_tokens,
+        min_tokens=min(call.sampling.min_tokens, max_tokens),
+        seed=(seed + choice) & _SEED_MASK,
+    )
+
+
+def check_token_ids(token_ids: tuple[int, ...], vocab_size: int, field_name: str) -> None:
+    """Checks a prompt's token ids.
+
+    Raises:
+        InvalidRequestError: it is empty, or an id is outside the vocabulary.
+    """
+    if not token_ids:
+        raise InvalidRequestError(f"{field_name} must hold at least one token", field_name)
+    highest = max(token_ids)
+    if highest >= vocab_size:
+        raise InvalidRequestError(
+            f"{field_name}: token id {highest} is outside the vocabulary (0 to {vocab_size - 1})",
+            field_name,
+        )

@@ -1,0 +1,326 @@
+"""Finding a decode worker that reserves and a prefill worker that accepts.
+
+Asks again and again until the deadline, then refuses once, with the last reason it was told.
+Waiting for capacity happens here and nowhere else. Tests: tests/integration/test_gateway_http.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+
+from kvmesh.core.errors import InvalidRequestError
+from kvmesh.core.types import (
+    BlockHash,
+    Candidate,
+    Placement,
+    Refusal,
+    RefusalReason,
+    RoutePlan,
+    RouteQuery,
+    SequenceSpec,
+    WorkerId,
+)
+from kvmesh.kv.hashing import chain_hashes, root_hash
+from kvmesh.rpc.convert import sequence_spec_to_proto
+from kvmesh.telemetry.tracing import Span, start_span
+from kvmesh.v1 import types_pb2
+from services.gateway.errors import Stage, StageRefusedError
+from services.gateway.mesh import GenerationRequest, Mesh, Placed
+from services.gateway.open_work import OpenWork, ReservationLostError
+from services.gateway.routing import ModelFacts
+
+ROUNDS_PER_ROUTE = 8
+REROUTE_AFTER_S = 0.25
+"""A plan is asked for again after this many rounds or this long: the fleet has changed."""
+
+MIN_BACKOFF_S = 0.002
+MAX_BACKOFF_S = 0.025
+BACKOFF_GROWTH = 1.5
+FULL_PACE_WAITERS = 32
+"""Up to this many waiting requests pause no longer than MAX_BACKOFF_S."""
+
+_NEVER = frozenset({RefusalReason.TOO_LONG, RefusalReason.INVALID})
+"""Refusals that the same worker would repeat for ever."""
+
+
+def backoff_s(num_rounds: int, num_waiting: int) -> float:
+    """Longest pause after a full round that found nobody.
+
+    With many requests waiting each asks less often, so that all together ask at a bounded rate:
+    else the asking itself would keep the gateway and the workers busy when they are full.
+
+    Args:
+        num_rounds: rounds of this request before.
+        num_waiting: requests of this gateway that look for workers now.
+    """
+    longest = MAX_BACKOFF_S * max(1.0, num_waiting / FULL_PACE_WAITERS)
+    # The exponent is limited so that a long wait does not overflow.
+    return min(MIN_BACKOFF_S * BACKOFF_GROWTH ** min(num_rounds, 32), longest)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sequence:
+    """What workers are asked to work on; made once, since it may be long and is sent often."""
+
+    facts: ModelFacts
+    block_hashes: tuple[BlockHash, ...]
+    message: types_pb2.SequenceSpec
+
+
+def _sequence(
+    request: GenerationRequest, token_ids: tuple[int, ...], facts: ModelFacts
+) -> _Sequence:
+    root = root_hash(facts.fingerprint, cache_salt=request.cache_salt)
+    spec = SequenceSpec(token_ids, len(request.prompt_ids), request.sampling, root)
+    hashes = tuple(chain_hashes(root, token_ids, facts.block_size))
+    return _Sequence(facts, hashes, sequence_spec_to_proto(spec))
+
+
+class Placing:
+    """One search for workers.
+
+    Args:
+        token_ids: prompt and the tokens generated before.
+        deadline: on the loop's clock.
+        avoid: workers that lost this request before.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        work: OpenWork,
+        request: GenerationRequest,
+        *,
+        token_ids: tuple[int, ...],
+        deadline: float,
+        avoid: frozenset[WorkerId],
+    ) -> None:
+        self._mesh = mesh
+        self._work = work
+        self._request = request
+        self._token_ids = token_ids
+        self._deadline = deadline
+        self._failed = avoid
+        self._refused: set[WorkerId] = set()
+        self._unfit: dict[WorkerId, Refusal] = {}
+        self._num_rounds = 0
+        self._num_offers = 0
+        self._spans: dict[str, Span] = {}
+        self._sequence: _Sequence | None = None
+        self._last = StageRefusedError(
+            Refusal(RefusalReason.DEADLINE, "the deadline passed before any worker was asked"),
+            Stage.GATEWAY,
+        )
+
+    async def run(self) -> Placed:
+        """Searches until the deadline.
+
+        Raises:
+            StageRefusedError: nobody took the request in time.
+            InvalidRequestError: no worker can ever take it.
+        """
+        self._mesh.waiting.count += 1
+        try:
+            while True:
+                plan = await self._route()
+                placed = None if plan is None else await self._try_plan(plan)
+                if placed is not None:
+                    self._mesh.metrics.prefill_offers.observe(self._num_offers)
+                    return placed
+                if plan is None:
+                    await self._pause()
+        finally:
+            self._mesh.waiting.count -= 1
+            for span in self._spans.values():
+                span.end()
+
+    # --- asking the scheduler ---
+
+    async def _route(self) -> RoutePlan | None:
+        facts = self._mesh.router.facts
+        if facts is None:
+            message = f"no worker for {self._request.model} is known"
+            self._note(Stage.GATEWAY, Refusal(RefusalReason.NO_WORKERS, message))
+            return None
+        request = self._request
+        if self._sequence is None or self._sequence.facts != facts:
+            self._sequence = _sequence(request, self._token_ids, facts)
+        num_generated = len(self._token_ids) - len(request.prompt_ids)
+        query = RouteQuery(
+            request_id=request.request_id,
+            model=request.model,
+            num_tokens=len(self._token_ids),
+            max_new_tokens=request.sampling.max_tokens - num_generated,
+            block_hashes=self._sequence.block_hashes,
+            scenario=request.scenario,
+            avoid=self._failed | self._refused,
+            ttft_budget_ms=self._budget_ms(),
+            placement=request.placement,
+        )
+        with start_span("gateway.route", request.traceparent) as span:
+            plan = await self._mesh.router.route(query, span.traceparent, self._remaining_s())
+            if isinstance(plan, Refusal):
+                span.event("refused", reason=plan.reason.value, message=plan.message)
+            else:
+                span.set(placement=plan.placement.value, reason=plan.reason, policy=plan.policy)
+        self._refused.clear()
+        if isinstance(plan, RoutePlan):
+            return plan
+        self._note(Stage.SCHEDULER, plan)
+        if plan.reason in _NEVER:
+            raise InvalidRequestError(plan.message, code="context_length_exceeded")
+        return None
+
+    # --- asking workers ---
+
+    async def _try_plan(self, plan: RoutePlan) -> Placed | None:
+        """Rounds over the plan's candidates until it is old."""
+        aggregated = plan.placement is Placement.AGGREGATED
+        try_once = self._round_aggregated if aggregated else self._round_apart
+        old_at = self._now() + REROUTE_AFTER_S
+        for _ in range(ROUNDS_PER_ROUTE):
+            self._check_fit(plan)
+            try:
+                placed = await try_once(plan)
+            except ReservationLostError as error:
+                self._note(Stage.DECODE, error.refusal)
+                placed = None
+            if placed is not None:
+                return placed
+            await self._pause()
+            if self._now() >= old_at:
+                break
+        return None
+
+    async def _round_apart(self, plan: RoutePlan) -> Placed | None:
+        """Reserve on the first that can, then offer to all."""
+        if self._work.reserved_at not in {candidate.worker_id for candidate in plan.decode}:
+            for candidate in plan.decode:
+                if await self._reserve(candidate):
+                    break
+            else:
+                return None
+        for candidate in plan.prefill:
+            if await self._offer(candidate):
+                holder = self._work.reserved_at
+                assert holder is not None, "an accepted offer has a reservation"
+                return Placed(Placement.DISAGGREGATED, candidate.worker_id, holder)
+        return None
+
+    async def _round_aggregated(self, plan: RoutePlan) -> Placed | None:
+        """Reserve and offer at the same worker, one worker after the other."""
+        for candidate in plan.prefill:
+            if await self._reserve(candidate):
+                if await self._offer(candidate):
+                    worker_id = candidate.worker_id
+                    return Placed(Placement.AGGREGATED, worker_id, worker_id)
+                self._work.cancel_decode()
+        return None
+
+    async def _reserve(self, candidate: Candidate) -> bool:
+        if candidate.worker_id in self._unfit:
+            return False
+        span = self._span("gateway.reserve")
+        refusal = await self._work.reserve(
+            candidate, self._message, span.traceparent, self._remaining_s()
+        )
+        if refusal is not None:
+            self._note(Stage.DECODE, refusal, candidate, span)
+            return False
+        self._end_span("gateway.reserve", candidate)
+        return True
+
+    async def _offer(self, candidate: Candidate) -> bool:
+        if candidate.worker_id in self._unfit:
+            return False
+        span = self._span("gateway.offer")
+        self._num_offers += 1
+        refusal = await self._work.offer(
+            candidate,
+            self._message,
+            span.traceparent,
+            ttft_budget_ms=self._budget_ms(),
+            timeout_s=self._remaining_s(),
+        )
+        if refusal is not None:
+            self._note(Stage.PREFILL, refusal, candidate, span)
+            return False
+        self._end_span("gateway.offer", candidate)
+        return True
+
+    def _note(
+        self,
+        stage: Stage,
+        refusal: Refusal,
+        candidate: Candidate | None = None,
+        span: Span | None = None,
+    ) -> None:
+        """Remembers a refusal: it is counted, traced, and the last one is the client's answer."""
+        self._last = StageRefusedError(refusal, stage)
+        self._mesh.metrics.refused(refusal.reason.value, stage.value)
+        if candidate is None:
+            return
+        if span is not None:
+            reason = refusal.reason.value
+            span.event("refused", worker=candidate.worker_id, reason=reason)
+        self._refused.add(candidate.worker_id)
+        if refusal.reason in _NEVER:
+            self._unfit[candidate.worker_id] = refusal
+
+    def _check_fit(self, plan: RoutePlan) -> None:
+        for side in (plan.prefill, plan.decode):
+            if side and all(candidate.worker_id in self._unfit for candidate in side):
+                refusal = self._unfit[side[-1].worker_id]
+                raise InvalidRequestError(
+                    f"no worker can take this request: {refusal.message}",
+                    code="context_length_exceeded"
+                    if refusal.reason is RefusalReason.TOO_LONG
+                    else "invalid_value",
+                )
+
+    # --- time ---
+
+    @property
+    def _message(self) -> types_pb2.SequenceSpec:
+        assert self._sequence is not None, "a plan comes before its sequence is sent"
+        return self._sequence.message
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def _remaining_s(self) -> float:
+        """Time left, more than zero.
+
+        Raises:
+            StageRefusedError: there is none left.
+        """
+        left = self._deadline - self._now()
+        if left > 0:
+            return left
+        last = self._last.refusal
+        waited_ms = round(self._request.ttft_s * 1000)
+        message = f"no worker took the request within {waited_ms} ms; last answer: {last.message}"
+        raise StageRefusedError(replace(last, message=message), self._last.stage)
+
+    def _budget_ms(self) -> int:
+        return max(1, round(self._remaining_s() * 1000))
+
+    async def _pause(self) -> None:
+        """A short jittered wait after a full round, longer each time."""
+        longest_s = backoff_s(self._num_rounds, self._mesh.waiting.count)
+        self._num_rounds += 1
+        wait_s = longest_s * self._mesh.rng.uniform(0.5, 1.0)
+        await asyncio.sleep(min(wait_s, self._remaining_s()))
+
+    # --- spans that last over several rounds ---
+
+    def _span(self, name: str) -> Span:
+        if name not in self._spans:
+            self._spans[name] = start_span(name, self._request.traceparent)
+        return self._spans[name]
+
+    def _end_span(self, name: str, candidate: Candidate) -> None:
+        span = self._spans.pop(name)
+        span.set(worker=candidate.worker_id)
+        span.end()

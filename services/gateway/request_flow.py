@@ -1,0 +1,252 @@
+"""The life of one request: placed, followed token by token, moved when a worker is lost.
+
+Every exit, whatever it is, cancels what is still open at workers.
+Tests: tests/integration/test_gateway_http.py, test_gateway_moves.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+
+from kvmesh.core.errors import DeadlineError, LostError
+from kvmesh.core.types import FinishReason, TokenLogprobs, WorkerId
+from kvmesh.telemetry.logs import event_logger
+from kvmesh.telemetry.tracing import Span, start_span
+from services.gateway.mesh import GenerationRequest, Mesh, Placed
+from services.gateway.open_work import OpenWork, Side
+from services.gateway.placing import Placing
+from services.gateway.worker_events import Failed, FirstToken, HandedOff, Tokens, WorkerEvent
+
+log = event_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDelta:
+    """Tokens in order, each exactly once.
+
+    Attributes:
+        logprobs: one per token when asked for.
+        finish_reason: set with the last token.
+        cached_tokens: prompt tokens whose KV was there when the request came.
+        placed: where the request runs now.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    finish_reason: FinishReason | None
+    cached_tokens: int
+    placed: Placed
+
+
+class WorkLostError(LostError):
+    """A worker lost the request.
+
+    Attributes:
+        worker_id: to be avoided.
+        reason: short word for metrics.
+    """
+
+    def __init__(self, worker_id: WorkerId, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.worker_id = worker_id
+        self.reason = reason
+
+
+async def generate(mesh: Mesh, request: GenerationRequest) -> AsyncGenerator[TokenDelta, None]:
+    """Generates tokens; close the generator to cancel.
+
+    Raises:
+        StageRefusedError: nobody took the request in time.
+        InvalidRequestError: no worker can ever take it.
+        LostError: it was lost more often than `max_moves`.
+        DeadlineError: it ran for longer than `request_timeout_s`.
+    """
+    life = _Life(mesh, request)
+    mesh.metrics.requests_open.inc()
+    try:
+        while True:
+            try:
+                await life.place()
+                delta = await life.first_token()
+                yield delta
+                while delta.finish_reason is None:
+                    delta = await life.next_tokens()
+                    yield delta
+                return
+            except WorkLostError as error:
+                life.lost(error)
+    finally:
+        life.close()
+        mesh.metrics.requests_open.dec()
+
+
+class _Life:
+    """State of a running request."""
+
+    def __init__(self, mesh: Mesh, request: GenerationRequest) -> None:
+        self._mesh = mesh
+        self._request = request
+        self._work = OpenWork(request.request_id, mesh.sessions)
+        self._tokens: list[int] = []
+        self._early: list[Tokens] = []
+        self._avoid: set[WorkerId] = set()
+        self._moves = 0
+        self._cached_tokens: int | None = None
+        self._placed: Placed | None = None
+        self._handed_off = False
+        self._decode_span: Span | None = None
+        now = self._now()
+        self._deadline = now + mesh.limits.request_timeout_s
+        self._place_until = min(self._deadline, now + request.ttft_s)
+
+    @property
+    def _where(self) -> Placed:
+        assert self._placed is not None, "tokens come after placing"
+        return self._placed
+
+    async def place(self) -> None:
+        """Finds workers for the sequence as it is now."""
+        self._handed_off = False
+        search = Placing(
+            self._mesh,
+            self._work,
+            self._request,
+            token_ids=self._request.prompt_ids + tuple(self._tokens),
+            deadline=self._place_until,
+            avoid=frozenset(self._avoid),
+        )
+        self._placed = await search.run()
+
+    async def first_token(self) -> TokenDelta:
+        """Waits for the prefill worker's token."""
+        where = self._where
+        until = self._now() + self._mesh.limits.prefill_timeout_s
+        with start_span("gateway.first_token", self._request.traceparent) as span:
+            while True:
+                side, event = await self._event(until, where.prefill_worker, "prefill_stalled")
+                if isinstance(event, FirstToken):
+                    break
+                if isinstance(event, Tokens):
+                    self._work.keep_early(event)
+                self._raise_if_failed(side, event)
+            span.set(cached_tokens=event.cached_tokens)
+        self._early = self._work.take_early()
+        if self._cached_tokens is None:
+            self._cached_tokens = event.cached_tokens
+        if event.finish_reason is not None:
+            self._work.prefill_is_over()  # the reservation, never used, is cancelled at the end
+        else:
+            self._decode_span = start_span("gateway.decode", self._request.traceparent)
+        logprobs = () if event.logprobs is None else (event.logprobs,)
+        return self._delta((event.token_id,), logprobs, event.finish_reason)
+
+    async def next_tokens(self) -> TokenDelta:
+        """Waits for the decode worker's next tokens."""
+        while True:
+            event = self._early.pop(0) if self._early else await self._decode_event()
+            self._now_decoding()
+            position = len(self._request.prompt_ids) + len(self._tokens)
+            repeated = position - event.first_position
+            if repeated < 0:
+                raise WorkLostError(
+                    self._where.decode_worker,
+                    "token_gap",
+                    f"tokens at {event.first_position}, expected {position}",
+                )
+            token_ids = event.token_ids[repeated:]
+            if event.finish_reason is not None:
+                self._work.decode_is_over()
+            if token_ids or event.finish_reason is not None:
+                return self._delta(token_ids, event.logprobs[repeated:], event.finish_reason)
+
+    def lost(self, error: WorkLostError) -> None:
+        """Gets ready to start again elsewhere.
+
+        Raises:
+            LostError: it happened too often.
+        """
+        self.close()
+        self._moves += 1
+        self._avoid.add(error.worker_id)
+        self._mesh.metrics.moved(error.reason)
+        log.warning(
+            "request_lost_by_worker",
+            request_id=self._request.request_id,
+            worker=error.worker_id,
+            reason=error.reason,
+            error=str(error),
+            num_tokens=len(self._tokens),
+        )
+        if self._moves > self._mesh.limits.max_moves:
+            raise LostError(f"the request was lost {self._moves} times; last: {error}") from error
+        if self._tokens:
+            # The client is already reading: what counts is that the stream goes on at all.
+            default_s = self._mesh.limits.ttft_deadline_ms / 1000
+            patience_s = max(self._request.ttft_s, default_s)
+            self._place_until = min(self._deadline, self._now() + patience_s)
+
+    def close(self) -> None:
+        """Cancels what is open. May be called again."""
+        self._work.close()
+        self._early.clear()
+        if self._decode_span is not None:
+            self._decode_span.set(num_tokens=len(self._tokens))
+            self._decode_span.end()
+            self._decode_span = None
+
+    async def _decode_event(self) -> Tokens:
+        """The next tokens; a worker is lost after a time without progress."""
+        limits = self._mesh.limits
+        while True:
+            where = self._where
+            patience_s = limits.stall_s if self._handed_off else limits.prefill_timeout_s
+            slow = where.decode_worker if self._handed_off else where.prefill_worker
+            reason = "decode_stalled" if self._handed_off else "handoff_stalled"
+            side, event = await self._event(self._now() + patience_s, slow, reason)
+            if isinstance(event, Tokens):
+                return event
+            if isinstance(event, HandedOff):
+                self._now_decoding()
+            self._raise_if_failed(side, event)
+
+    def _now_decoding(self) -> None:
+        """The KV is at the decode worker: nothing is left to do for prefill."""
+        self._handed_off = True
+        self._work.prefill_is_over()
+        self._work.reservation_is_used()
+
+    def _raise_if_failed(self, side: Side, event: WorkerEvent) -> None:
+        if isinstance(event, Failed):
+            where = self._where
+            worker = where.prefill_worker if side is Side.PREFILL else where.decode_worker
+            raise WorkLostError(worker, f"{side.value}_failed", event.refusal.message)
+
+    async def _event(self, until: float, slow: WorkerId, reason: str) -> tuple[Side, WorkerEvent]:
+        """The next event.
+
+        Args:
+            until: then the worker `slow` is lost, for `reason`.
+        """
+        limit = min(until, self._deadline)
+        try:
+            return await self._work.next_event(limit - self._now())
+        except TimeoutError as error:
+            if self._now() >= self._deadline:
+                timeout_s = self._mesh.limits.request_timeout_s
+                raise DeadlineError(f"the request ran for longer than {timeout_s} s") from error
+            raise WorkLostError(slow, reason, f"no progress at {slow}") from error
+
+    def _delta(
+        self,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs, ...],
+        finish_reason: FinishReason | None,
+    ) -> TokenDelta:
+        self._tokens.extend(token_ids)
+        cached = self._cached_tokens or 0
+        return TokenDelta(token_ids, logprobs, finish_reason, cached, self._where)
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()

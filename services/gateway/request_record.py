@@ -1,0 +1,104 @@
+"""What is measured and logged about one generation.
+
+Tests: tests/integration/test_gateway_http.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from kvmesh.core.errors import KvMeshError
+from kvmesh.core.types import FinishReason, TokenLogprobs
+from kvmesh.telemetry.logs import event_logger
+from kvmesh.telemetry.tracing import Span
+from services.gateway.errors import StageRefusedError
+from services.gateway.mesh import GenerationRequest, Placed
+from services.gateway.metrics import GatewayMetrics
+
+log = event_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """A piece of one choice.
+
+    Attributes:
+        text: safe to send; may be empty.
+        token_ids: the tokens of this piece.
+        logprobs: one per token when asked for.
+        finish_reason: set on the last piece.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    finish_reason: FinishReason | None
+    cached_tokens: int
+    placed: Placed
+
+
+class RequestRecord:
+    """Measures one generation and writes its log line."""
+
+    def __init__(self, metrics: GatewayMetrics, request: GenerationRequest) -> None:
+        self._metrics = metrics
+        self._request = request
+        self._loop = asyncio.get_running_loop()
+        self._started_at = self._loop.time()
+        self._last_at: float | None = None
+        self._ttft_s = 0.0
+        self._num_tokens = 0
+        self._finish = FinishReason.CANCELLED
+        self._error = ""
+        self._last: TextDelta | None = None
+
+    def add(self, delta: TextDelta) -> None:
+        """Counts a piece."""
+        now = self._loop.time()
+        if self._last_at is None:
+            self._ttft_s = now - self._started_at
+            self._metrics.ttft_s.observe(self._ttft_s)
+        else:
+            self._metrics.itl_s.observe(now - self._last_at)
+        self._last_at = now
+        self._last = delta
+        self._num_tokens += len(delta.token_ids)
+        self._metrics.generation_tokens.inc(len(delta.token_ids))
+        if delta.finish_reason is not None:
+            self._finish = delta.finish_reason
+
+    def failed(self, error: KvMeshError) -> None:
+        """Notes the error that ended it."""
+        self._finish = FinishReason.ERROR
+        label = f"{error.label}: " if isinstance(error, StageRefusedError) else ""
+        self._error = f"{label}{error}"
+
+    def annotate(self, span: Span) -> None:
+        """Adds the result to the request's span."""
+        span.set(finish_reason=self._finish.value, completion_tokens=self._num_tokens)
+
+    def close(self, trace_id: str) -> None:
+        """Writes the log line of the request."""
+        elapsed_s = self._loop.time() - self._started_at
+        if self._finish in (FinishReason.STOP, FinishReason.LENGTH):
+            self._metrics.e2e_s.observe(elapsed_s)
+            self._metrics.prompt_tokens.inc(len(self._request.prompt_ids))
+        self._metrics.finished(self._finish)
+        last = self._last
+        log.info(
+            "request_finished",
+            request_id=self._request.request_id,
+            trace_id=trace_id,
+            finish_reason=self._finish.value,
+            prompt_tokens=len(self._request.prompt_ids),
+            completion_tokens=self._num_tokens,
+            cached_tokens=last.cached_tokens if last else 0,
+            ttft_ms=round(self._ttft_s * 1000, 1),
+            elapsed_ms=round(elapsed_s * 1000, 1),
+            placement=last.placed.placement.value if last else "",
+            prefill_worker=last.placed.prefill_worker if last else "",
+            decode_worker=last.placed.decode_worker if last else "",
+            error=self._error,
+        )

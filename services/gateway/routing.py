@@ -1,0 +1,157 @@
+"""Where the gateway gets route plans from, and what it knows about the fleet.
+
+Asks the scheduler; without one it ranks the last known fleet itself.
+Tests: tests/unit/gateway/test_routing.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvmesh.core.errors import LostError
+from kvmesh.core.types import (
+    Candidate,
+    FleetWorker,
+    Refusal,
+    Role,
+    RoutePlan,
+    RouteQuery,
+    WorkerId,
+)
+from kvmesh.policy.routing import plan_without_scheduler
+from kvmesh.telemetry.logs import event_logger
+
+log = event_logger(__name__)
+
+
+class Fleet(Protocol):
+    """The last known fleet."""
+
+    @property
+    def workers(self) -> tuple[FleetWorker, ...]:
+        """All live workers."""
+        ...
+
+
+class RouteSource(Protocol):
+    """Whoever makes route plans."""
+
+    async def route(
+        self, query: RouteQuery, traceparent: str, timeout_s: float
+    ) -> RoutePlan | Refusal:
+        """A plan or a refusal; raises LostError without an answer."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What the fleet says about the model that it serves."""
+
+    fingerprint: str
+    block_size: int
+    max_model_len: int
+
+
+def served_workers(workers: tuple[FleetWorker, ...], model: str) -> tuple[FleetWorker, ...]:
+    """The workers of one model."""
+    return tuple(worker for worker in workers if worker.info.model == model)
+
+
+def model_facts(workers: tuple[FleetWorker, ...], model: str) -> ModelFacts | None:
+    """What a model's workers agree on; None without workers.
+
+    The longest sequence is the shortest limit, so that every worker can take every request. With
+    several checkpoints (an upgrade) hashes are made for the one that most workers hold.
+    """
+    served = served_workers(workers, model)
+    if not served:
+        return None
+    layouts = Counter(
+        (each.info.layout.model_fingerprint, each.info.layout.block_size) for each in served
+    )
+    # Sorted first, so that all gateways take the same one of two that are equally common.
+    fingerprint, block_size = max(sorted(layouts), key=lambda layout: layouts[layout])
+    longest = min(
+        min(each.info.max_model_len, each.info.num_blocks * each.info.layout.block_size)
+        for each in served
+    )
+    return ModelFacts(fingerprint, block_size, longest)
+
+
+def missing_role(workers: tuple[FleetWorker, ...], model: str) -> str:
+    """Why the fleet cannot serve a model; empty if it can."""
+    awake = [each for each in served_workers(workers, model) if not each.load.draining]
+    roles = {each.info.role for each in awake}
+    missing = [
+        role.value for role in (Role.PREFILL, Role.DECODE) if not roles & {role, Role.HYBRID}
+    ]
+    if not missing:
+        return ""
+    return f"no {' and no '.join(missing)} worker for {model}; {len(awake)} of {len(workers)} serve"
+
+
+def candidate_of(worker: FleetWorker) -> Candidate:
+    """A worker of the fleet as a candidate."""
+    info = worker.info
+    return Candidate(info.worker_id, info.incarnation, info.control_endpoint)
+
+
+class Router:
+    """Route plans for one model.
+
+    Args:
+        model: its served name.
+        fleet: the last known fleet.
+        source: the scheduler.
+        in_flight: this gateway's open attempts per worker.
+        timeout_s: longest wait for the scheduler.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        fleet: Fleet,
+        source: RouteSource,
+        in_flight: Callable[[], Mapping[WorkerId, int]],
+        timeout_s: float,
+    ) -> None:
+        self._model = model
+        self._fleet = fleet
+        self._source = source
+        self._in_flight = in_flight
+        self._timeout_s = timeout_s
+        self._alone = False
+
+    @property
+    def facts(self) -> ModelFacts | None:
+        """What the fleet says about the model; None while no worker is known."""
+        return model_facts(self._fleet.workers, self._model)
+
+    @property
+    def not_ready(self) -> str:
+        """Why the fleet cannot serve; empty if it can."""
+        return missing_role(self._fleet.workers, self._model)
+
+    async def route(
+        self, query: RouteQuery, traceparent: str, longest_s: float
+    ) -> RoutePlan | Refusal:
+        """A plan from the scheduler, or from the last known fleet if it does not answer.
+
+        Args:
+            longest_s: time left; the scheduler gets no more than its own timeout.
+        """
+        timeout_s = min(self._timeout_s, longest_s)
+        try:
+            plan = await self._source.route(query, traceparent, timeout_s)
+        except LostError as error:
+            if not self._alone:  # said once, not once per request
+                log.warning("routing_without_scheduler", error=str(error))
+            self._alone = True
+            return plan_without_scheduler(self._fleet.workers, query, self._in_flight())
+        if self._alone:
+            log.info("routing_by_scheduler_again")
+        self._alone = False
+        return plan

@@ -1,0 +1,187 @@
+"""Bodies of the OpenAI API as pydantic models: types, ranges and what is not supported.
+
+Unknown fields are ignored; a known field that would change the output and is not supported is an
+error unless it has its default. Pure. Tests: tests/unit/gateway/test_openai.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from kvmesh.core.errors import InvalidRequestError
+
+BodyT = TypeVar("BodyT", bound=BaseModel)
+
+MAX_TOP_LOGPROBS = 20
+MAX_STOP_TOKEN_IDS = 128
+
+TokenId = Annotated[int, Field(ge=0, lt=2**32)]
+
+
+class StreamOptions(BaseModel):
+    """How a stream ends."""
+
+    include_usage: bool | None = None
+
+
+class _SamplingBody(BaseModel):
+    """Fields that both endpoints share."""
+
+    model_config = ConfigDict(extra="ignore", hide_input_in_errors=True)
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
+    min_p: float | None = Field(None, ge=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = Field(None, max_length=MAX_STOP_TOKEN_IDS)
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    max_tokens: int | None = Field(None, ge=1, lt=2**32)
+    min_tokens: int | None = Field(None, ge=0, lt=2**32)
+    ignore_eos: bool | None = None
+    return_token_ids: bool | None = None
+    user: str | None = None
+    request_id: str | None = None
+    cache_salt: str | None = Field(None, max_length=256)
+
+
+class TextPart(BaseModel):
+    """A text part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """One message of a chat; further fields are for the chat template."""
+
+    model_config = ConfigDict(extra="allow", hide_input_in_errors=True)
+
+    role: str = Field(min_length=1)
+    content: str | list[TextPart] | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as chat templates expect it: content is one string."""
+        content = self.content
+        if isinstance(content, list):
+            content = "".join(part.text for part in content)
+        return {**(self.model_extra or {}), "role": self.role, "content": content or ""}
+
+
+class ChatBody(_SamplingBody):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1, lt=2**32)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CompletionBody(_SamplingBody):
+    """POST /v1/completions."""
+
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    add_special_tokens: bool | None = None
+
+
+# Field -> values that mean "not used"; None (absent) is always allowed.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "allowed_token_ids": ([],),
+    "audio": (),
+    "bad_words": ([],),
+    "chat_template": (),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "echo": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "guided_choice": ([],),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "logit_bias": ({},),
+    "modalities": (["text"],),
+    "prediction": (),
+    "prompt_logprobs": (False,),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "web_search_options": (),
+}
+
+
+def parse_body(kind: type[BodyT], content: Any) -> BodyT:
+    """A request body from decoded JSON.
+
+    Raises:
+        InvalidRequestError: names the field and what is allowed.
+    """
+    if not isinstance(content, Mapping):
+        raise InvalidRequestError("the body must be a JSON object")
+    _refuse_unsupported(content)
+    try:
+        return kind.model_validate(content)
+    except ValidationError as error:
+        raise _as_invalid_request(error) from error
+
+
+def _refuse_unsupported(content: Mapping[str, Any]) -> None:
+    for name, defaults in _UNSUPPORTED.items():
+        value = content.get(name)
+        if value is None or any(value == default for default in defaults):
+            continue
+        allowed = ", ".join(["null", *(repr(default) for default in defaults)])
+        raise InvalidRequestError(
+            f"{name} is not supported; allowed: {allowed}", name, "unsupported_parameter"
+        )
+    best_of = content.get("best_of")
+    if best_of is not None and best_of != (content.get("n") or 1):
+        raise InvalidRequestError(
+            "best_of is not supported; allowed: null or the value of n",
+            "best_of",
+            "unsupported_parameter",
+        )
+
+
+def _as_invalid_request(error: ValidationError) -> InvalidRequestError:
+    """The first problem, in OpenAI's form."""
+    problems = error.errors(include_url=False, include_context=False)
+    first = problems[0]
+    param = _field_path(first["loc"])
+    # A field with several forms fails once per form; all of them are what is allowed.
+    same = [problem for problem in problems if problem["loc"][:1] == first["loc"][:1]]
+    messages = list(dict.fromkeys(problem["msg"] for problem in same))
+    shown = "; or ".join(messages[:4])
+    return InvalidRequestError(f"{param}: {shown}", param, "invalid_value")
+
+
+def _field_path(location: tuple[int | str, ...]) -> str:
+    """`messages[0].content` from pydantic's location, without the names of union members."""
+    path = ""
+    for step in location:
+        if isinstance(step, int):
+            path += f"[{step}]"
+        elif step in ("str", "list") or "[" in step or step == "TextPart":
+            break
+        else:
+            path += f".{step}" if path else step
+    return path

@@ -1,0 +1,116 @@
+"""Builds the gateway. Tests: tests/integration/test_gateway_http.py."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import prometheus_client
+from aiohttp import web
+
+from kvmesh.core.errors import ConfigError
+from kvmesh.core.types import FleetWorker
+from kvmesh.rpc.fleet import FleetWatch, RouteClient
+from kvmesh.runtime.app import ServiceContext
+from kvmesh.telemetry.logs import event_logger
+from kvmesh.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
+from services.gateway.access import Admission, load_keys
+from services.gateway.config import GatewayConfig, HttpConfig
+from services.gateway.frontend import Frontend
+from services.gateway.grpc_front import InferenceServicer
+from services.gateway.http import HttpFront
+from services.gateway.mesh import Mesh
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.routing import Router, candidate_of
+from services.gateway.tokenizer import load_tokenizer
+from services.gateway.worker_sessions import WorkerSessions
+
+log = event_logger(__name__)
+
+HTTP_CLOSE_S = 0.5
+"""Connections still open after the drain get this long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gateway:
+    """A running gateway.
+
+    Attributes:
+        http_port: the bound HTTP port.
+    """
+
+    http_port: int
+    sessions: WorkerSessions
+    admission: Admission
+    metrics: GatewayMetrics
+
+
+async def build(config: GatewayConfig, context: ServiceContext) -> None:
+    """Builds the gateway into `context`."""
+    await start_gateway(config, context)
+
+
+async def start_gateway(config: GatewayConfig, context: ServiceContext) -> Gateway:
+    """Builds the gateway and says where it listens.
+
+    Raises:
+        ConfigError: the HTTP port is taken, or keys or targets cannot be used.
+        CheckpointError: the model folder has no tokenizer.
+    """
+    folder = Path(config.model.path)
+    served_name = config.model.served_name or folder.name
+    tokenizer = load_tokenizer(folder, use_generation_config=config.model.use_generation_config)
+    keys = load_keys(config.access)
+    targets = [target.strip() for target in config.scheduler.targets.split(",") if target.strip()]
+    if not targets:
+        raise ConfigError("scheduler.targets is empty; give host:port of at least one scheduler")
+
+    tls = config.server.tls
+    sessions = WorkerSessions(tls)
+    context.stack.push_async_callback(sessions.close)
+    fleet = FleetWatch(targets, tls)
+    fleet.on_change(lambda workers: _connect(sessions, workers, served_name))
+    routes = RouteClient(targets, tls)
+    context.spawn(fleet.run(), "fleet watch")
+    context.spawn(routes.run(), "route streams")
+
+    metrics = GatewayMetrics(served_name)
+    prometheus_client.REGISTRY.register(metrics)
+    context.stack.callback(prometheus_client.REGISTRY.unregister, metrics)
+    router = Router(
+        served_name, fleet, routes, sessions.in_flight, config.scheduler.route_timeout_s
+    )
+    mesh = Mesh(router, sessions, metrics, config.limits, random.Random())
+    admission = Admission(config.quota.max_concurrent_per_key)
+    frontend = Frontend(mesh, tokenizer, served_name, keys, admission)
+    context.on_drain(admission.drain)
+
+    add_InferenceServiceServicer_to_server(InferenceServicer(frontend), context.server)
+    front = HttpFront(frontend, config.http, int(time.time()))
+    http_port = await _serve_http(front, config.http, context)
+    log.info("http_serving", address=f"{config.http.host}:{http_port}", model=served_name)
+    return Gateway(http_port, sessions, admission, metrics)
+
+
+def _connect(sessions: WorkerSessions, workers: tuple[FleetWorker, ...], served_name: str) -> None:
+    sessions.keep([candidate_of(each) for each in workers if each.info.model == served_name])
+
+
+async def _serve_http(front: HttpFront, config: HttpConfig, context: ServiceContext) -> int:
+    # A client that goes away cancels its handler, and with it the work in the mesh.
+    runner = web.AppRunner(
+        front.app(), handler_cancellation=True, access_log=None, shutdown_timeout=HTTP_CLOSE_S
+    )
+    await runner.setup()
+    context.stack.push_async_callback(runner.cleanup)
+    try:
+        await web.TCPSite(runner, config.host, config.port).start()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {config.host}:{config.port}: {error.strerror}; "
+            "choose another with --http.port"
+        ) from error
+    port: int = runner.addresses[0][1]
+    return port

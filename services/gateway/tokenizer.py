@@ -1,0 +1,209 @@
+"""Text to token ids and back, and chat templates; without torch or transformers.
+
+Owns the files of the model folder that describe text. Tests: tests/unit/gateway/test_tokenizer.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+import tokenizers
+
+from kvmesh.core.errors import CheckpointError, InvalidRequestError
+
+THREAD_THRESHOLD_CHARS = 16_384
+"""Longer texts are encoded in a thread: they would hold up the loop for over 5 ms."""
+
+
+class ChatTemplate:
+    """A model's chat template, rendered as transformers does but in a sandbox.
+
+    Args:
+        source: Jinja text; empty means that the model has none.
+        special_tokens: names such as `bos_token` that templates may use.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        self._special_tokens = dict(special_tokens)
+        try:
+            self._template = environment.from_string(source) if source else None
+        except jinja2.TemplateError as error:
+            raise CheckpointError(f"the chat template cannot be compiled: {error}") from error
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt text of a chat.
+
+        Args:
+            messages: `role` and `content` each, in order.
+            arguments: further variables of the template.
+
+        Raises:
+            InvalidRequestError: there is no template, or it refuses the messages.
+        """
+        if self._template is None:
+            raise InvalidRequestError(
+                "this model has no chat template; use /v1/completions", "messages"
+            )
+        variables = {
+            **self._special_tokens,
+            **(arguments or {}),
+            "messages": list(messages),
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            return self._template.render(variables)
+        except (jinja2.TemplateError, TypeError) as error:
+            message = f"the chat template does not accept these messages: {error}"
+            raise InvalidRequestError(message, "messages") from error
+
+
+class TextTokenizer:
+    """A model's tokenizer and chat template.
+
+    Attributes:
+        fast: the tokenizer itself, for incremental decoding.
+        chat: the chat template.
+        max_model_len: longest sequence by the model's own config; 0 is unknown.
+        sampling_defaults: temperature, top_p, … where the model has its own.
+    """
+
+    def __init__(
+        self,
+        fast: tokenizers.Tokenizer,
+        chat: ChatTemplate,
+        *,
+        max_model_len: int = 0,
+        sampling_defaults: Mapping[str, float] | None = None,
+    ) -> None:
+        self.fast = fast
+        self.chat = chat
+        self.max_model_len = max_model_len
+        self.sampling_defaults = dict(sampling_defaults or {})
+        self.vocab_size: int = fast.get_vocab_size(with_added_tokens=True)
+        self._special_ids = {
+            token_id for token_id, token in fast.get_added_tokens_decoder().items() if token.special
+        }
+        self._byte_level = "ByteLevel" in type(fast.decoder).__name__
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        """Token ids of a text; long texts do not hold up the event loop."""
+        if len(text) > THREAD_THRESHOLD_CHARS:
+            return await asyncio.to_thread(self._encode, text, add_special_tokens)
+        return self._encode(text, add_special_tokens)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
+        return tuple(self.fast.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token stands for; exact also when it is part of a character."""
+        token = self.fast.id_to_token(token_id) or ""
+        if token_id not in self._special_ids and self._byte_level:
+            table = _byte_level_table()
+            if all(char in table for char in token):
+                return bytes(table[char] for char in token)
+        text: str = self.fast.decode([token_id], skip_special_tokens=False)
+        return text.encode()
+
+
+def load_tokenizer(folder: Path, *, use_generation_config: bool = False) -> TextTokenizer:
+    """Reads the tokenizer, chat template and defaults of a model folder.
+
+    Args:
+        use_generation_config: take sampling defaults from generation_config.json.
+
+    Raises:
+        CheckpointError: tokenizer.json is missing or a file is malformed.
+    """
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing; model.path must be a folder with a tokenizer")
+    settings = _read_json(folder / "tokenizer_config.json")
+    model = _read_json(folder / "config.json")
+    generation = _read_json(folder / "generation_config.json") if use_generation_config else {}
+    template_file = folder / "chat_template.jinja"
+    source = (
+        template_file.read_text()
+        if template_file.is_file()
+        else _template_text(settings.get("chat_template"))
+    )
+    return TextTokenizer(
+        tokenizers.Tokenizer.from_file(str(path)),
+        ChatTemplate(source, _special_tokens(settings)),
+        max_model_len=int(model.get("max_position_embeddings", 0)),
+        sampling_defaults={
+            name: generation[name]
+            for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+            if generation.get(name) is not None
+        },
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content: dict[str, Any] = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+    return content
+
+
+def _template_text(value: Any) -> str:
+    # Some checkpoints hold a list of named templates; the one for plain chats is "default".
+    if isinstance(value, list):
+        named = {entry["name"]: entry["template"] for entry in value}
+        return str(named.get("default", ""))
+    return str(value or "")
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+        value = settings.get(name)
+        if isinstance(value, Mapping):
+            value = value.get("content")
+        if isinstance(value, str):
+            found[name] = value
+    return found
+
+
+@lru_cache(maxsize=1)
+def _byte_level_table() -> dict[str, int]:
+    """Characters that stand for bytes in byte-level BPE vocabularies (GPT-2's table)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(byte): byte for byte in printable}
+    others = (byte for byte in range(256) if byte not in set(printable))
+    return table | {chr(256 + offset): byte for offset, byte in enumerate(others)}
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)

@@ -1,0 +1,155 @@
+"""What workers tell the gateway about one request, as values, and the mailbox they arrive in.
+
+Tests: tests/unit/gateway/test_worker_events.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass
+
+from kvmesh.core.errors import ProtocolError
+from kvmesh.core.types import FinishReason, Refusal, Reservation, TokenLogprobs
+from kvmesh.rpc.convert import (
+    finish_reason_from_proto,
+    refusal_from_proto,
+    reservation_from_proto,
+    token_logprobs_from_proto,
+)
+from kvmesh.v1.decode_service_pb2 import DecodeEvent
+from kvmesh.v1.prefill_service_pb2 import PrefillEvent
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The prefill worker took the request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The worker did not take the request."""
+
+    refusal: Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The attempt is over: the worker lost it, or the connection to the worker broke."""
+
+    refusal: Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """The prompt was computed; the token's position is the length of the sequence sent."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None
+    finish_reason: FinishReason | None
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOff:
+    """The KV is complete at the decode worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """Blocks and a slot are held."""
+
+    reservation: Reservation
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Generated tokens; `first_position` counts from the start of the sequence."""
+
+    first_position: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    finish_reason: FinishReason | None
+
+
+WorkerEvent = Accepted | Refused | Failed | FirstToken | HandedOff | Reserved | Tokens
+
+
+def prefill_event(message: PrefillEvent) -> WorkerEvent:
+    """A prefill worker's event.
+
+    Raises:
+        ProtocolError: the message holds no event that is known.
+    """
+    match message.WhichOneof("event"):
+        case "accepted":
+            return Accepted()
+        case "rejected":
+            return Refused(refusal_from_proto(message.rejected))
+        case "first_token":
+            first = message.first_token
+            return FirstToken(
+                first.token_id,
+                token_logprobs_from_proto(first.logprobs) if first.HasField("logprobs") else None,
+                finish_reason_from_proto(first.finish_reason),
+                first.cached_tokens,
+            )
+        case "handed_off":
+            return HandedOff()
+        case "failed":
+            return Failed(refusal_from_proto(message.failed))
+        case _:
+            raise ProtocolError("empty_event", f"prefill event of {message.request_id}")
+
+
+def decode_event(message: DecodeEvent) -> WorkerEvent:
+    """A decode worker's event.
+
+    Raises:
+        ProtocolError: the message holds no event that is known.
+    """
+    match message.WhichOneof("event"):
+        case "reserved":
+            return Reserved(reservation_from_proto(message.reserved))
+        case "refused":
+            return Refused(refusal_from_proto(message.refused))
+        case "tokens":
+            tokens = message.tokens
+            return Tokens(
+                tokens.first_position,
+                tuple(tokens.token_ids),
+                tuple(token_logprobs_from_proto(entry) for entry in tokens.logprobs),
+                finish_reason_from_proto(tokens.finish_reason),
+            )
+        case "failed":
+            return Failed(refusal_from_proto(message.failed))
+        case _:
+            raise ProtocolError("empty_event", f"decode event of {message.request_id}")
+
+
+class Mailbox:
+    """Events of one request from all the workers that it talks to, in order of arrival.
+
+    Bounded by what the attempts open at one time can say.
+    """
+
+    def __init__(self) -> None:
+        self._events: deque[tuple[int, WorkerEvent]] = deque()
+        self._arrived = asyncio.Event()
+
+    def put(self, attempt: int, event: WorkerEvent) -> None:
+        """Adds an event of an attempt."""
+        self._events.append((attempt, event))
+        self._arrived.set()
+
+    async def take(self, timeout_s: float) -> tuple[int, WorkerEvent]:
+        """The next event and its attempt.
+
+        Raises:
+            TimeoutError: nothing came within `timeout_s`.
+        """
+        if not self._events:
+            self._arrived.clear()
+            async with asyncio.timeout(max(timeout_s, 0.0)):
+                await self._arrived.wait()
+        return self._events.popleft()

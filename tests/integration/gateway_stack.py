@@ -1,0 +1,94 @@
+"""A real gateway in this process in front of a fake mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from openai import AsyncOpenAI
+from tokenizers import Tokenizer
+
+from kvmesh.core.types import Role
+from kvmesh.runtime.app import ServiceContext, serving
+from services.gateway.config import (
+    GatewayConfig,
+    HttpConfig,
+    LimitsConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
+from services.gateway.service import Gateway, start_gateway
+from tests.integration.gateway_fakes import MODEL, FakeMesh, fake_mesh
+from tests.unit.gateway.tiny_model import EOS, write_model
+
+PAIR = {"p1": Role.PREFILL, "d1": Role.DECODE}
+TWO_PAIRS = {"p1": Role.PREFILL, "p2": Role.PREFILL, "d1": Role.DECODE, "d2": Role.DECODE}
+
+
+@dataclasses.dataclass
+class Stack:
+    mesh: FakeMesh
+    gateway: Gateway
+    context: ServiceContext
+    client: AsyncOpenAI
+    tokenizer: Tokenizer
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.gateway.http_port}"
+
+    def says(self, text: str) -> list[int]:
+        """Sets what the model says from now on."""
+        self.mesh.output = self.tokenizer.encode(text).ids
+        return self.mesh.output
+
+    async def idle(self) -> None:
+        """Waits until nothing of any request is left anywhere."""
+        gateway = self.gateway
+        await self.mesh.until(
+            lambda: (
+                self.mesh.num_open == 0
+                and gateway.sessions.num_open == 0
+                and gateway.sessions.num_held == 0
+                and gateway.admission.num_open == 0
+                and gateway.metrics.value("kvmesh_gateway_requests_open") == 0
+            )
+        )
+
+
+@asynccontextmanager
+async def gateway_stack(
+    folder: Path,
+    roles: dict[str, Role] | None = None,
+    says: str = "one request, one handoff",
+    **changes: Any,
+) -> AsyncIterator[Stack]:
+    """Starts everything and waits until the gateway sees the fleet.
+
+    Args:
+        changes: sections of the gateway's config; `limits` as a dict of fields.
+    """
+    tokenizer = write_model(folder)
+    limits = changes.pop("limits", {})
+    async with fake_mesh(tokenizer.encode(says).ids, EOS, roles or PAIR) as mesh:
+        config = GatewayConfig(
+            http=HttpConfig(port=0, max_body_bytes=1 << 16),
+            model=ModelConfig(path=str(folder), served_name=MODEL),
+            scheduler=SchedulerConfig(targets=f"127.0.0.1:{mesh.port}", route_timeout_s=5.0),
+            limits=LimitsConfig(**limits),
+            **changes,
+        )
+        gateways: list[Gateway] = []
+
+        async def build(config: GatewayConfig, context: ServiceContext) -> None:
+            gateways.append(await start_gateway(config, context))
+
+        async with serving("gateway", config, build) as context:
+            (gateway,) = gateways
+            url = f"http://127.0.0.1:{gateway.http_port}/v1"
+            async with AsyncOpenAI(base_url=url, api_key="key", max_retries=0) as client:
+                await mesh.until(lambda: mesh.fleet_seen > 0)
+                yield Stack(mesh, gateway, context, client, tokenizer)

@@ -1,0 +1,155 @@
+"""The gateway's gRPC API in front of a fake mesh."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+
+from kvmesh.core.types import RefusalReason
+from kvmesh.rpc.channels import open_channel
+from kvmesh.v1.inference_service_pb2 import (
+    ChatMessage,
+    ChatPrompt,
+    GenerateRequest,
+    GenerateResponse,
+    ListModelsRequest,
+    TokenPrompt,
+)
+from kvmesh.v1.inference_service_pb2_grpc import InferenceServiceStub
+from kvmesh.v1.types_pb2 import (
+    FINISH_REASON_LENGTH,
+    FINISH_REASON_STOP,
+    PLACEMENT_MODE_AGGREGATED,
+    SamplingParams,
+)
+from services.gateway.config import AccessConfig
+from tests.integration.gateway_fakes import MODEL
+from tests.integration.gateway_stack import Stack, gateway_stack
+
+if TYPE_CHECKING:  # the stub files know it, the generated modules do not
+    from kvmesh.v1.inference_service_pb2_grpc import InferenceServiceAsyncStub
+
+
+@pytest.fixture
+async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
+    async with gateway_stack(tmp_path) as stack:
+        yield stack
+
+
+@pytest.fixture
+async def stub(stack: Stack) -> AsyncIterator[InferenceServiceAsyncStub]:
+    async with open_channel(f"127.0.0.1:{stack.context.port}") as channel:
+        yield InferenceServiceStub(channel)
+
+
+async def collect(
+    stub: InferenceServiceAsyncStub, request: GenerateRequest
+) -> list[GenerateResponse]:
+    return [response async for response in stub.Generate(request)]
+
+
+def trailers(error: grpc.aio.AioRpcError) -> dict[str, Any]:
+    return dict(error.trailing_metadata())
+
+
+async def test_generate_chat(stack: Stack, stub: InferenceServiceAsyncStub) -> None:
+    chat = ChatPrompt(messages=[ChatMessage(role="user", content="hello")])
+    responses = await collect(stub, GenerateRequest(chat=chat, request_id="mine"))
+    assert "".join(response.text for response in responses) == "one request, one handoff"
+    assert {response.request_id for response in responses} == {"mine"}
+    last = responses[-1]
+    assert last.finish_reason == FINISH_REASON_STOP
+    assert last.usage.completion_tokens == len(stack.mesh.output) + 1
+    assert last.usage.cached_tokens == 3
+    await stack.idle()
+
+
+async def test_generate_tokens_with_sampling(stack: Stack, stub: InferenceServiceAsyncStub) -> None:
+    request = GenerateRequest(
+        model=MODEL,
+        tokens=TokenPrompt(token_ids=[5, 6]),
+        sampling=SamplingParams(max_tokens=4, seed=9, num_logprobs=1),
+        stop=["never said"],
+        placement=PLACEMENT_MODE_AGGREGATED,
+    )
+    responses = await collect(stub, request)
+    token_ids = [token for response in responses for token in response.token_ids]
+    assert token_ids == stack.mesh.output[:4]
+    logprobs = [entry.logprob for response in responses for entry in response.logprobs]
+    assert logprobs == [-token / 8 for token in token_ids]
+    assert responses[-1].finish_reason == FINISH_REASON_LENGTH
+    (spec,) = stack.mesh.workers["p1"].specs
+    assert (spec.sampling.temperature, spec.sampling.seed) == (0.0, 9)
+    assert (spec.sampling.top_p, spec.sampling.repetition_penalty) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("request_", "param"),
+    [
+        (GenerateRequest(), "prompt"),
+        (GenerateRequest(text="a", sampling=SamplingParams(temperature=3)), "sampling.temperature"),
+        (GenerateRequest(text="a", stop=[""]), "stop"),
+        (GenerateRequest(text="a", sampling=SamplingParams(max_tokens=999)), "sampling.max_tokens"),
+    ],
+)
+async def test_invalid(
+    stub: InferenceServiceAsyncStub, request_: GenerateRequest, param: str
+) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await collect(stub, request_)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert trailers(caught.value)["kvmesh-param"] == param
+
+
+async def test_unknown_model(stub: InferenceServiceAsyncStub) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await collect(stub, GenerateRequest(model="other", text="a"))
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_refusal_has_who_and_when(stack: Stack, stub: InferenceServiceAsyncStub) -> None:
+    worker = stack.mesh.workers["d1"]
+    worker.does.refuse_reserves, worker.does.reserve_reason = -1, RefusalReason.NO_BLOCKS
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await collect(stub, GenerateRequest(text="a", ttft_deadline_ms=40))
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    found = trailers(caught.value)
+    assert (found["kvmesh-refusal"], found["retry-after-ms"]) == ("decode-no_blocks", "1500")
+    await stack.idle()
+
+
+async def test_cancel_reaches_workers(stack: Stack, stub: InferenceServiceAsyncStub) -> None:
+    stack.mesh.go.clear()
+    call = stub.Generate(GenerateRequest(text="a"))
+    worker = stack.mesh.workers["d1"]
+    await stack.mesh.until(lambda: len(worker.running) == 1)
+    call.cancel()
+    await stack.idle()
+    assert worker.cancels == worker.reserves
+    with pytest.raises(asyncio.CancelledError):
+        await call.read()
+
+
+async def test_models_and_keys(tmp_path: Path) -> None:
+    async with (
+        gateway_stack(tmp_path, access=AccessConfig(api_keys="key")) as stack,
+        open_channel(f"127.0.0.1:{stack.context.port}") as channel,
+    ):
+        stub = InferenceServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await collect(stub, GenerateRequest(text="a"))
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.ListModels(ListModelsRequest())
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        metadata = (("authorization", "Bearer key"),)
+        models = await stub.ListModels(ListModelsRequest(), metadata=metadata)
+        assert [(model.name, model.max_model_len) for model in models.models] == [(MODEL, 512)]
+        call = stub.Generate(GenerateRequest(text="a"), metadata=metadata)
+        responses = [response async for response in call]
+        assert responses[-1].finish_reason == FINISH_REASON_STOP

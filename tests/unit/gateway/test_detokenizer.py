@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.gateway.detokenizer import Detokenizer, StopStrings
+from services.gateway.tokenizer import TextTokenizer
+from tests.unit.gateway.tiny_model import EOS, make_tokenizer
+
+FAST = make_tokenizer()
+
+
+@given(text=st.text(max_size=40))
+def test_text_survives_one_token_at_a_time(text: str) -> None:
+    detokenizer = Detokenizer(FAST)
+    # A replacement character at the end cannot be told from one that is incomplete.
+    token_ids = FAST.encode(text + ".").ids
+    pieces = [detokenizer.push([token_id]).text for token_id in token_ids]
+    assert "".join(pieces) + detokenizer.finish() == text + "."
+
+
+def test_incomplete_character_is_never_sent(tokenizer: TextTokenizer) -> None:
+    token_ids = FAST.encode("a🙂").ids
+    detokenizer = Detokenizer(FAST)
+    assert detokenizer.push(token_ids[:-1]).text + detokenizer.finish() == "a"
+
+
+def test_special_tokens_are_skipped_or_kept() -> None:
+    token_ids = [*FAST.encode("a").ids, 0]
+    assert Detokenizer(FAST).push(token_ids).text == "a"
+    assert Detokenizer(FAST, skip_special_tokens=False).push(token_ids).text == "a<|start|>"
+
+
+def test_text_of_the_stop_token_is_left_out() -> None:
+    token_ids = FAST.encode("a!").ids
+    assert Detokenizer(FAST).push(token_ids, ends_with_stop_token=True).text == "a"
+    kept = Detokenizer(FAST, include_stop=True).push(token_ids, ends_with_stop_token=True)
+    assert kept.text == "a!"
+    assert kept.num_used == len(token_ids)
+
+
+def test_tokens_after_the_stop_string_are_not_used() -> None:
+    token_ids = [FAST.encode(char).ids[0] for char in "abcXYdef"]
+    piece = Detokenizer(FAST, stops=["XY"]).push(token_ids)
+    assert (piece.text, piece.num_used, piece.stop) == ("abc", 5, "XY")
+
+
+def test_stop_strings_wait_for_min_tokens() -> None:
+    token_ids = [FAST.encode(char).ids[0] for char in "aXbX"]
+    piece = Detokenizer(FAST, stops=["X"], min_tokens=3).push(token_ids)
+    assert (piece.text, piece.num_used) == ("aXb", 4)
+
+
+def test_prompt_gives_context_but_no_text() -> None:
+    prompt = FAST.encode("the mesh").ids
+    assert Detokenizer(FAST, prompt).push([*FAST.encode(" moves").ids, EOS]).text == " moves"
+
+
+@pytest.mark.parametrize(
+    ("stops", "pieces", "sent", "stop"),
+    [
+        (["STOP"], ["a S", "TO", "P b"], ["a ", "", ""], "STOP"),
+        (["STOP"], ["a STO", "X"], ["a ", "STOX"], None),
+        (["b", "ab"], ["xab"], ["x"], "ab"),  # the earliest, not the first in the list
+        (["aab"], ["aaab"], ["a"], "aab"),
+        (["\n\n"], ["a\n", "\n"], ["a", ""], "\n\n"),
+        ([], ["anything"], ["anything"], None),
+    ],
+)
+def test_stop_strings(
+    stops: list[str], pieces: list[str], sent: list[str], stop: str | None
+) -> None:
+    finder = StopStrings(stops)
+    results = [finder.push(piece) for piece in pieces]
+    assert [text for text, _ in results] == sent
+    assert results[-1][1] == stop
+
+
+def test_held_text_comes_at_the_end() -> None:
+    finder = StopStrings(["STOP"])
+    assert finder.push("a ST")[0] == "a "
+    assert finder.flush() == "ST"
+    assert finder.flush() == ""
+
+
+@given(
+    text=st.text(alphabet="ab", max_size=30),
+    stops=st.lists(st.text(alphabet="ab", min_size=1, max_size=4), max_size=3),
+    cuts=st.lists(st.integers(0, 30), max_size=8),
+    include=st.booleans(),
+)
+def test_pieces_make_no_difference(
+    text: str, stops: list[str], cuts: list[int], include: bool
+) -> None:
+    """Whatever the pieces, the output is the text up to the stop string that is complete first."""
+    edges = sorted({0, len(text), *(cut for cut in cuts if cut <= len(text))})
+    finder = StopStrings(stops, include=include)
+    sent, found = "", None
+    for start, end in pairwise(edges):
+        piece, found = finder.push(text[start:end])
+        sent += piece
+        if found is not None:
+            break
+    if found is None:
+        assert sent + finder.flush() == text
+        assert not any(stop in text for stop in stops)
+        return
+    at = len(sent) - len(found) if include else len(sent)
+    assert text[at:].startswith(found)
+    assert sent == text[: len(sent)]
+    # Nothing that was sent holds a whole stop string, except the one that is included.
+    assert not any(stop in text[:at] for stop in stops)

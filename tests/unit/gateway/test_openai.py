@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvmesh.core.errors import InvalidRequestError, ModelNotFoundError
+from kvmesh.core.types import SamplingParams
+from services.gateway.config import LimitsConfig
+from services.gateway.openai import (
+    ApiCall,
+    ChatPrompt,
+    Endpoint,
+    TextPrompt,
+    TokenPrompt,
+    chat_call,
+    check_model,
+    check_token_ids,
+    choice_sampling,
+    completion_call,
+)
+from services.gateway.schema import ChatBody, CompletionBody, parse_body
+
+LIMITS = LimitsConfig()
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def chat(**fields: Any) -> ApiCall:
+    return chat_call(parse_body(ChatBody, {"messages": MESSAGES, **fields}), LIMITS)
+
+
+def completion(**fields: Any) -> ApiCall:
+    return completion_call(parse_body(CompletionBody, {"prompt": "hi", **fields}), LIMITS)
+
+
+def test_defaults() -> None:
+    call = chat()
+    assert call.endpoint is Endpoint.CHAT
+    assert call.sampling == SamplingParams(num_logprobs=-1)
+    assert (call.seed, call.max_tokens, call.n, call.stop) == (None, None, 1, ())
+    assert (call.stream, call.include_usage, call.include_stop) == (False, False, False)
+    assert completion().max_tokens == 16
+
+
+def test_model_defaults_give_way_to_the_caller() -> None:
+    body = parse_body(ChatBody, {"messages": MESSAGES, "temperature": 1.5})
+    call = chat_call(body, LIMITS, {"temperature": 0.25, "top_k": 7})
+    assert (call.sampling.temperature, call.sampling.top_k) == (1.5, 7)
+
+
+def test_content_parts_become_text() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [{"role": "user", "content": parts}, {"role": "assistant", "name": "x"}]
+    (prompt,) = chat(messages=messages).prompts
+    assert isinstance(prompt, ChatPrompt)
+    assert prompt.messages == (
+        {"role": "user", "content": "ab"},
+        {"role": "assistant", "content": "", "name": "x"},
+    )
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("a", (TextPrompt("a"),)),
+        (["a", "b"], (TextPrompt("a"), TextPrompt("b"))),
+        ([1, 2], (TokenPrompt((1, 2)),)),
+        ([[1], [2, 3]], (TokenPrompt((1,)), TokenPrompt((2, 3)))),
+    ],
+)
+def test_prompt_forms(prompt: Any, expected: tuple[Any, ...]) -> None:
+    assert completion(prompt=prompt).prompts == expected
+
+
+def test_sampling_fields() -> None:
+    call = completion(
+        temperature=0,
+        top_k=-1,
+        min_p=0.1,
+        seed=-2,
+        stop="x",
+        stop_token_ids=[3],
+        ignore_eos=True,
+        min_tokens=2,
+        logprobs=4,
+    )
+    assert call.sampling == SamplingParams(
+        temperature=0,
+        min_p=0.1,
+        min_tokens=2,
+        ignore_eos=True,
+        stop_token_ids=(3,),
+        num_logprobs=4,
+    )
+    assert (call.seed, call.stop) == (2**64 - 2, ("x",))
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_logprobs"),
+    [({}, -1), ({"logprobs": True}, 0), ({"logprobs": True, "top_logprobs": 5}, 5)],
+)
+def test_chat_logprobs(fields: dict[str, Any], num_logprobs: int) -> None:
+    assert chat(**fields).sampling.num_logprobs == num_logprobs
+
+
+def test_newer_name_of_max_tokens_wins() -> None:
+    call = chat(max_tokens=5, max_completion_tokens=7)
+    assert (call.max_tokens, call.max_tokens_field) == (7, "max_completion_tokens")
+
+
+def test_harmless_fields_are_ignored() -> None:
+    chat(
+        user="me",
+        metadata={"a": "b"},
+        response_format={"type": "text"},
+        tools=[],
+        logit_bias={},
+        best_of=1,
+        something_new=1,
+        tool_choice="auto",
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "warm"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"n": 0}, "n"),
+        ({"n": 17}, "n"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"stop": 5}, "stop"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"stream_options": {}}, "stream_options"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"content": "no role"}]}, "messages[0].role"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content",
+        ),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"logit_bias": {"1": 2}}, "logit_bias"),
+        ({"echo": True}, "echo"),
+        ({"best_of": 3}, "best_of"),
+        ({"guided_json": {}}, "guided_json"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+    ],
+)
+def test_bad_fields_are_named(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        chat(**fields)
+    assert caught.value.param == param
+    assert param.partition("[")[0] in str(caught.value)
+
+
+def test_unsupported_says_what_is_allowed() -> None:
+    with pytest.raises(InvalidRequestError, match=r"allowed: null, \{'type': 'text'\}"):
+        chat(response_format={"type": "json_schema"})
+
+
+@pytest.mark.parametrize("prompt", [None, [], 5, [["a"]], [[]] * 65])
+def test_bad_prompts(prompt: Any) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        completion(prompt=prompt)
+    assert (caught.value.param or "").startswith("prompt")
+
+
+def test_body_must_be_an_object() -> None:
+    with pytest.raises(InvalidRequestError, match="JSON object"):
+        parse_body(ChatBody, [1])
+
+
+def test_choices_get_consecutive_seeds() -> None:
+    call = chat(n=2, max_tokens=4)
+    seeds = [
+        choice_sampling(call, 10, 100, seed=2**64 - 1, choice=choice).seed for choice in (0, 1)
+    ]
+    assert seeds == [2**64 - 1, 0]
+
+
+def test_max_tokens_is_what_the_context_leaves() -> None:
+    assert choice_sampling(chat(), 10, 100, seed=0, choice=0).max_tokens == 90
+    assert choice_sampling(chat(max_tokens=90), 10, 100, seed=0, choice=0).max_tokens == 90
+
+
+@pytest.mark.parametrize(
+    ("call", "num_prompt_tokens", "param"),
+    [
+        (chat(max_tokens=91), 10, "max_tokens"),
+        (chat(max_completion_tokens=91), 10, "max_completion_tokens"),
+        (chat(), 100, "messages"),
+        (completion(), 100, "prompt"),
+    ],
+)
+def test_context_overflow(call: ApiCall, num_prompt_tokens: int, param: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        choice_sampling(call, num_prompt_tokens, 100, seed=0, choice=0)
+    assert (caught.value.param, caught.value.code) == (param, "context_length_exceeded")
+
+
+def test_model_name() -> None:
+    check_model("", "tiny")
+    check_model("tiny", "tiny")
+    with pytest.raises(ModelNotFoundError, match="served: tiny"):
+        check_model("other", "tiny")
+
+
+@pytest.mark.parametrize("token_ids", [(), (0, 320)])
+def test_bad_token_ids(token_ids: tuple[int, ...]) -> None:
+    with pytest.raises(InvalidRequestError, match="prompt"):
+        check_token_ids(token_ids, 320, "prompt")

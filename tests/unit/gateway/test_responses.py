@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from kvmesh.core.types import FinishReason, SamplingParams, TokenLogprobs, Usage
+from services.gateway.openai import ApiCall, Endpoint, TextPrompt
+from services.gateway.responses import ChoiceText, Responses, usage_body
+
+WORDS = {1: b"one", 2: b" two", 3: "ö".encode()[:1]}
+
+
+def responses(endpoint: Endpoint, num_logprobs: int = -1, **fields: Any) -> Responses:
+    call = ApiCall(
+        endpoint,
+        "tiny",
+        (TextPrompt("a"),),
+        SamplingParams(num_logprobs=num_logprobs),
+        **fields,
+    )
+    return Responses(call, "r", "tiny", 100, WORDS.__getitem__)
+
+
+def choice() -> ChoiceText:
+    return ChoiceText(
+        [8, 9],
+        "one two",
+        [1, 2],
+        [TokenLogprobs(-0.5, (1, 3), (-0.5, -2.0)), TokenLogprobs(-1.0, (2,), (-1.0,))],
+        FinishReason.LENGTH,
+    )
+
+
+def test_chat_body() -> None:
+    body = responses(Endpoint.CHAT, 2, return_token_ids=True).whole([choice()], {"x": 1})
+    assert body["id"] == "chatcmpl-r"
+    assert (body["object"], body["usage"]) == ("chat.completion", {"x": 1})
+    assert body["prompt_token_ids"] == [8, 9]
+    (only,) = body["choices"]
+    assert only["message"]["content"] == "one two"
+    assert (only["finish_reason"], only["token_ids"]) == ("length", [1, 2])
+    first = only["logprobs"]["content"][0]
+    assert (first["token"], first["bytes"]) == ("one", list(b"one"))
+    assert first["top_logprobs"][1] == {"token": "\ufffd", "logprob": -2.0, "bytes": [0xC3]}
+
+
+def test_completion_body() -> None:
+    body = responses(Endpoint.COMPLETION, 1, return_token_ids=True).whole([choice()], {})
+    assert (body["id"], body["object"]) == ("cmpl-r", "text_completion")
+    (only,) = body["choices"]
+    assert (only["text"], only["prompt_token_ids"]) == ("one two", [8, 9])
+    assert only["logprobs"]["tokens"] == ["one", " two"]
+    assert only["logprobs"]["text_offset"] == [0, 3]
+    assert only["logprobs"]["top_logprobs"][1] == {" two": -1.0}
+
+
+def test_logprobs_only_when_asked_for() -> None:
+    for endpoint in Endpoint:
+        assert responses(endpoint).whole([choice()], {})["choices"][0]["logprobs"] is None
+
+
+def test_chunks_of_a_chat() -> None:
+    made = responses(Endpoint.CHAT, include_usage=True)
+    opening = made.opening(0, [8])
+    assert opening is not None
+    assert opening["object"] == "chat.completion.chunk"
+    assert opening["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert opening["usage"] is None
+    piece = made.piece(1, "one", [1], [], None)
+    assert piece is not None
+    assert piece["choices"][0]["delta"] == {"content": "one"}
+    last = made.piece(1, "", [], [], FinishReason.STOP)
+    assert last is not None
+    assert last["choices"][0]["delta"] == {}
+    assert last["choices"][0]["finish_reason"] == "stop"
+    closing = made.closing_usage({"total_tokens": 3})
+    assert (closing["choices"], closing["usage"]) == ([], {"total_tokens": 3})
+
+
+def test_nothing_to_say_is_no_chunk() -> None:
+    made = responses(Endpoint.COMPLETION)
+    assert made.opening(0, [8]) is None
+    assert made.piece(0, "", [1], [], None) is None
+    with_ids = responses(Endpoint.COMPLETION, return_token_ids=True)
+    piece = with_ids.piece(0, "", [1], [], None)
+    assert piece is not None
+    assert piece["choices"][0]["token_ids"] == [1]
+    opening = with_ids.opening(0, [8])
+    assert opening is not None
+    assert opening["choices"][0]["prompt_token_ids"] == [8]
+
+
+def test_text_offsets_go_on_over_chunks() -> None:
+    made = responses(Endpoint.COMPLETION, 0)
+    entry = TokenLogprobs(-1.0)
+    pieces = [made.piece(0, "x", [token], [entry], None) for token in (1, 2, 1)]
+    assert [piece["choices"][0]["logprobs"]["text_offset"] for piece in pieces if piece] == [
+        [0],
+        [3],
+        [7],
+    ]
+
+
+@pytest.mark.parametrize("endpoint", list(Endpoint))
+def test_infinite_logprobs_are_valid_json(endpoint: Endpoint) -> None:
+    entry = TokenLogprobs(float("-inf"), (2,), (float("-inf"),))
+    piece = responses(endpoint, 1).piece(0, "one", [1], [entry], None)
+    assert "-9999.0" in json.dumps(piece, allow_nan=False)
+
+
+def test_usage_is_summed() -> None:
+    assert usage_body([Usage(5, 2, 3), Usage(0, 4, 0)]) == {
+        "prompt_tokens": 5,
+        "completion_tokens": 6,
+        "total_tokens": 11,
+        "prompt_tokens_details": {"cached_tokens": 3},
+    }

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from kvmesh.core.errors import LostError
+from kvmesh.core.types import (
+    Endpoint,
+    FleetWorker,
+    KvLayout,
+    Placement,
+    Refusal,
+    RefusalReason,
+    RequestId,
+    Role,
+    RoutePlan,
+    RouteQuery,
+    WorkerId,
+    WorkerInfo,
+    WorkerLoad,
+)
+from services.gateway.routing import Router, candidate_of, missing_role, model_facts
+
+LAYOUT = KvLayout("fp", "float32", 16, 2, 2, 8)
+QUERY = RouteQuery(RequestId("r"), "tiny", 10, 5)
+
+
+def worker(name: str, role: Role, **changes: object) -> FleetWorker:
+    endpoint = Endpoint("host", 1)
+    info = WorkerInfo(
+        WorkerId(name), 1, role, "a", endpoint, endpoint, "tiny", LAYOUT, 512, 1, 8, 100
+    )
+    return FleetWorker(replace(info, **changes), WorkerLoad())  # type: ignore[arg-type]
+
+
+P, D, H = (worker(role.value, role) for role in (Role.PREFILL, Role.DECODE, Role.HYBRID))
+
+
+@dataclass
+class Fleet:
+    workers: tuple[FleetWorker, ...]
+
+
+@dataclass
+class Source:
+    answer: RoutePlan | Refusal | None
+    timeouts: list[float] = field(default_factory=list)
+
+    async def route(
+        self, query: RouteQuery, traceparent: str, timeout_s: float
+    ) -> RoutePlan | Refusal:
+        self.timeouts.append(timeout_s)
+        if self.answer is None:
+            raise LostError("no scheduler")
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    ("workers", "missing"),
+    [
+        ((P, D), ""),
+        ((H,), ""),
+        ((P,), "no decode"),
+        ((D,), "no prefill"),
+        ((), "no prefill and no decode"),
+        ((P, FleetWorker(D.info, WorkerLoad(draining=True))), "no decode"),
+        ((P, worker("x", Role.DECODE, model="other")), "no decode"),
+    ],
+)
+def test_missing_role(workers: tuple[FleetWorker, ...], missing: str) -> None:
+    reason = missing_role(workers, "tiny")
+    assert reason.startswith(missing)
+    assert bool(reason) == bool(missing)
+
+
+def test_facts_are_the_common_ground() -> None:
+    other = replace(LAYOUT, model_fingerprint="older")
+    workers = (P, D, worker("x", Role.DECODE, layout=other, max_model_len=300))
+    facts = model_facts(workers, "tiny")
+    assert facts is not None
+    assert (facts.fingerprint, facts.block_size, facts.max_model_len) == ("fp", 16, 300)
+    small = worker("y", Role.DECODE, num_blocks=4)
+    shorter = model_facts((P, small), "tiny")
+    assert shorter is not None
+    assert shorter.max_model_len == 64  # what its blocks can hold
+    assert model_facts(workers, "other") is None
+
+
+async def test_scheduler_decides_when_it_answers() -> None:
+    plan = RoutePlan(Placement.AGGREGATED, (candidate_of(P),), (), True, "r", "p")
+    source = Source(plan)
+    router = Router("tiny", Fleet((P, D)), source, dict, 0.5)
+    assert await router.route(QUERY, "", 10.0) is plan
+    assert await router.route(QUERY, "", 0.1) is plan
+    assert source.timeouts == [0.5, 0.1]
+    assert router.not_ready == ""
+
+
+async def test_refusals_of_the_scheduler_are_kept() -> None:
+    refusal = Refusal(RefusalReason.NO_WORKERS, "none")
+    router = Router("tiny", Fleet((P, D)), Source(refusal), dict, 0.5)
+    assert await router.route(QUERY, "", 1.0) is refusal
+
+
+async def test_without_a_scheduler_the_least_used_comes_first() -> None:
+    busy, idle = worker("p1", Role.PREFILL), worker("p2", Role.PREFILL)
+    in_flight = {WorkerId("p1"): 5}
+    router = Router("tiny", Fleet((busy, idle, D)), Source(None), lambda: in_flight, 0.5)
+    plan = await router.route(QUERY, "", 1.0)
+    assert isinstance(plan, RoutePlan)
+    assert [candidate.worker_id for candidate in plan.prefill] == ["p2", "p1"]
+    assert not plan.cache_known

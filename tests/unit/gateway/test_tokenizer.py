@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvmesh.core.errors import CheckpointError, InvalidRequestError
+from services.gateway.tokenizer import (
+    THREAD_THRESHOLD_CHARS,
+    ChatTemplate,
+    TextTokenizer,
+    load_tokenizer,
+)
+from tests.unit.gateway.tiny_model import EOS, write_model
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def test_chat_template_of_a_folder(tokenizer: TextTokenizer) -> None:
+    text = tokenizer.chat.render(MESSAGES)
+    assert text == "<|start|>user\nhi<|end|>\n<|start|>assistant\n"
+    assert tokenizer.chat.render(MESSAGES, add_generation_prompt=False).endswith("<|end|>\n")
+
+
+async def test_special_tokens_in_rendered_text_are_single_ids(tokenizer: TextTokenizer) -> None:
+    token_ids = await tokenizer.encode("<|start|>a<|end|>", add_special_tokens=False)
+    assert token_ids[0] == 0
+    assert token_ids[-1] == EOS
+
+
+async def test_long_text_is_the_same_as_short_text(tokenizer: TextTokenizer) -> None:
+    word = "block "
+    repeats = THREAD_THRESHOLD_CHARS // len(word) + 1
+    long = await tokenizer.encode(word * repeats, add_special_tokens=False)
+    assert long == tuple(tokenizer.fast.encode(word * repeats).ids)
+
+
+def test_token_bytes_are_exact_for_parts_of_characters(tokenizer: TextTokenizer) -> None:
+    for text in ("ab ö 🙂", "the mesh"):
+        token_ids = tokenizer.fast.encode(text).ids
+        assert b"".join(tokenizer.token_bytes(token) for token in token_ids) == text.encode()
+    assert tokenizer.token_bytes(EOS) == b"<|end|>"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{{ bos_token }}{{ messages[0]['content'] }}", "<s>hi"),
+        (
+            "{% for m in messages %}{% if m.role == 'user' %}x{% break %}{% endif %}{% endfor %}",
+            "x",
+        ),
+        ("{{ messages[0] | tojson }}", '{"role": "user", "content": "hi"}'),
+        ("{{ flag }}", "True"),
+    ],
+)
+def test_template_features(source: str, expected: str) -> None:
+    template = ChatTemplate(source, {"bos_token": "<s>"})
+    assert template.render(MESSAGES, arguments={"flag": True}) == expected
+
+
+def test_template_has_the_time() -> None:
+    assert ChatTemplate("{{ strftime_now('%Y') }}", {}).render(MESSAGES).isdigit()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages.append(1) }}",  # the sandbox does not let templates change values
+        "{{ messages.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages + 1 }}",
+    ],
+)
+def test_template_refuses(source: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        ChatTemplate(source, {}).render(MESSAGES)
+    assert caught.value.param == "messages"
+
+
+def test_model_without_template() -> None:
+    with pytest.raises(InvalidRequestError, match="no chat template"):
+        ChatTemplate("", {}).render(MESSAGES)
+
+
+def test_broken_template_is_found_at_start() -> None:
+    with pytest.raises(CheckpointError, match="compiled"):
+        ChatTemplate("{% if %}", {})
+
+
+def test_template_in_tokenizer_config(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    settings: dict[str, Any] = {
+        "bos_token": {"content": "<b>"},
+        "chat_template": [{"name": "default", "template": "{{ bos_token }}!"}],
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert load_tokenizer(tmp_path).chat.render(MESSAGES) == "<b>!"
+
+
+def test_sampling_defaults_only_when_asked_for(model_folder: Path) -> None:
+    assert load_tokenizer(model_folder).sampling_defaults == {}
+    loaded = load_tokenizer(model_folder, use_generation_config=True)
+    assert loaded.sampling_defaults == {"temperature": 0.25, "top_k": 7}
+    assert loaded.max_model_len == 512
+
+
+def test_folder_without_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is missing"):
+        load_tokenizer(tmp_path)
+
+
+def test_malformed_file(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        load_tokenizer(tmp_path)

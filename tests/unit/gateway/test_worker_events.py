@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvmesh.core.errors import ProtocolError
+from kvmesh.core.types import FinishReason, Refusal, RefusalReason, TokenLogprobs
+from kvmesh.v1 import types_pb2
+from kvmesh.v1.decode_service_pb2 import DecodeEvent, DecodeTokens
+from kvmesh.v1.prefill_service_pb2 import (
+    PrefillAccepted,
+    PrefillEvent,
+    PrefillFirstToken,
+    PrefillHandedOff,
+)
+from services.gateway.worker_events import (
+    Accepted,
+    Failed,
+    FirstToken,
+    HandedOff,
+    Mailbox,
+    Refused,
+    Reserved,
+    Tokens,
+    WorkerEvent,
+    decode_event,
+    prefill_event,
+)
+
+BUSY = types_pb2.Refusal(reason=types_pb2.REFUSAL_REASON_BUSY, message="busy")
+REFUSAL = Refusal(RefusalReason.BUSY, "busy")
+
+
+@pytest.mark.parametrize(
+    ("message", "event"),
+    [
+        (PrefillEvent(accepted=PrefillAccepted()), Accepted()),
+        (PrefillEvent(rejected=BUSY), Refused(REFUSAL)),
+        (PrefillEvent(failed=BUSY), Failed(REFUSAL)),
+        (PrefillEvent(handed_off=PrefillHandedOff()), HandedOff()),
+        (
+            PrefillEvent(
+                first_token=PrefillFirstToken(
+                    token_id=7,
+                    cached_tokens=3,
+                    logprobs=types_pb2.TokenLogprobs(logprob=-0.5),
+                    finish_reason=types_pb2.FINISH_REASON_STOP,
+                )
+            ),
+            FirstToken(7, TokenLogprobs(-0.5), FinishReason.STOP, 3),
+        ),
+        (PrefillEvent(first_token=PrefillFirstToken(token_id=7)), FirstToken(7, None, None, 0)),
+    ],
+)
+def test_prefill_events(message: PrefillEvent, event: WorkerEvent) -> None:
+    assert prefill_event(message) == event
+
+
+def test_decode_events() -> None:
+    assert decode_event(DecodeEvent(refused=BUSY)) == Refused(REFUSAL)
+    assert decode_event(DecodeEvent(failed=BUSY)) == Failed(REFUSAL)
+    tokens = DecodeTokens(first_position=9, token_ids=[1, 2])
+    assert decode_event(DecodeEvent(tokens=tokens)) == Tokens(9, (1, 2), (), None)
+    reserved = decode_event(DecodeEvent(reserved=types_pb2.Reservation(worker_id="d1")))
+    assert isinstance(reserved, Reserved)
+    assert reserved.reservation.worker_id == "d1"
+
+
+def test_empty_events_break_the_contract() -> None:
+    with pytest.raises(ProtocolError):
+        prefill_event(PrefillEvent(request_id="r"))
+    with pytest.raises(ProtocolError):
+        decode_event(DecodeEvent(request_id="r"))
+
+
+async def test_mailbox_keeps_order_and_wakes_who_waits() -> None:
+    mailbox = Mailbox()
+    waiting = asyncio.create_task(mailbox.take(10.0))
+    await asyncio.sleep(0)
+    mailbox.put(1, Accepted())
+    mailbox.put(2, HandedOff())
+    assert await waiting == (1, Accepted())
+    assert await mailbox.take(10.0) == (2, HandedOff())
+
+
+async def test_mailbox_gives_what_it_has_even_without_time_left() -> None:
+    mailbox = Mailbox()
+    mailbox.put(1, Accepted())
+    assert await mailbox.take(-1.0) == (1, Accepted())
+    with pytest.raises(TimeoutError):
+        await mailbox.take(0.0)
