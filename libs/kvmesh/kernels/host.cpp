@@ -319,6 +319,69 @@ int decode_any(const Decode& call, const T* q, int64_t q_stride, const T* kv, T*
   }
 }
 
+// Rows that `few_rows` takes at most; more are computed faster than memory delivers weights.
+constexpr int kMostRows = 4;
+constexpr int kPanel = 64;
+
+inline void multiply_add(const float* weights, const float* x, int64_t x_stride, int rows,
+                         Floats (*sums)[kMostRows]) {
+  for (int v = 0; v < kPanel / kWidth; ++v) {
+    const Floats w = load(weights + v * kWidth);
+    for (int row = 0; row < rows; ++row) sums[v][row] += w * x[row * x_stride];
+  }
+}
+
+inline float widened(Bf16 value) { return bits_as<float>(static_cast<uint32_t>(value) << 16); }
+
+inline void multiply_add(const Bf16* weights, const Bf16* x, int64_t x_stride, int rows,
+                         Floats (*sums)[kMostRows]) {
+  for (int v = 0; v < kPanel / kWidth; ++v) {
+    // Weights of two inputs lie side by side in each lane.
+    Words pairs;
+    std::memcpy(&pairs, weights + v * 2 * kWidth, sizeof pairs);
+    const Floats even = bits_as<Floats>(pairs << 16), odd = bits_as<Floats>(pairs & 0xffff0000u);
+    for (int row = 0; row < rows; ++row)
+      sums[v][row] += even * widened(x[row * x_stride]) + odd * widened(x[row * x_stride + 1]);
+  }
+}
+
+// Product of a few rows with a weight in panels of 64 outputs, [outputs / 64][inputs / N][64][N]
+// with N values to a lane: as fast as memory delivers, which oneDNN's own product is not.
+template <typename T, int R>
+void few_rows(const T* x, const T* weights, const T* bias, T* out, int64_t outputs, int64_t inputs,
+              int threads) {
+  constexpr int kLane = sizeof(float) / sizeof(T);
+  constexpr int64_t kAhead = 4096 / sizeof(T);
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+  for (int64_t panel = 0; panel < outputs / kPanel; ++panel) {
+    const T* const own = weights + panel * kPanel * inputs;
+    Floats sums[kPanel / kWidth][kMostRows] = {};
+    for (int64_t i = 0; i < inputs; i += kLane) {
+      for (int line = 0; line < kPanel / kWidth; ++line)
+        __builtin_prefetch(own + i * kPanel + line * kWidth * kLane + kAhead);
+      multiply_add(own + i * kPanel, x + i, inputs, R, sums);
+    }
+    for (int v = 0; v < kPanel / kWidth; ++v)
+      for (int row = 0; row < R; ++row) {
+        const int64_t at = panel * kPanel + v * kWidth;
+        const Floats added = bias == nullptr ? Floats{} : load(bias + at);
+        store(out + row * outputs + at, sums[v][row] + added);
+      }
+  }
+}
+
+template <typename T>
+int few_rows_any(const T* x, const T* weights, const T* bias, T* out, int64_t rows,
+                 int64_t outputs, int64_t inputs, int threads) {
+  switch (rows) {
+    case 1: few_rows<T, 1>(x, weights, bias, out, outputs, inputs, threads); return 0;
+    case 2: few_rows<T, 2>(x, weights, bias, out, outputs, inputs, threads); return 0;
+    case 3: few_rows<T, 3>(x, weights, bias, out, outputs, inputs, threads); return 0;
+    case 4: few_rows<T, 4>(x, weights, bias, out, outputs, inputs, threads); return 0;
+    default: return 1;
+  }
+}
+
 }  // namespace
 
 #define KVMESH_HOST_OPS(T, NAME)                                                                   \
@@ -346,6 +409,10 @@ int decode_any(const Decode& call, const T* q, int64_t q_stride, const T* kv, T*
     const Pool pool{block_stride, value_offset, block_size, kv_heads};                             \
     const Decode call{tables, lens, table_stride, sequences, heads, window, scale, sinks, pool};   \
     return decode_any(call, q, q_stride, kv, out, dim, threads);                                   \
+  }                                                                                                \
+  extern "C" int few_rows_##NAME(const T* x, const T* weights, const T* bias, T* out,              \
+                                 int64_t rows, int64_t outputs, int64_t inputs, int threads) {     \
+    return few_rows_any(x, weights, bias, out, rows, outputs, inputs, threads);                    \
   }
 
 KVMESH_HOST_OPS(float, f32)

@@ -25,12 +25,17 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "add_rms_norm": (_P, _P, _P, _P, _I, _I, _F, _THREADS),
     "silu_and_mul": (_P, _P, _I, _I, _THREADS),
     "rope_and_write": (_P, _P, _F, _P, _P, _P, _P, _I, _I, _I, *_POOL, _THREADS),
+    "few_rows": (_P, _P, _P, _P, _I, _I, _I, _THREADS),
     "decode_attention": (
         *(_P, _I, _P, _P, _P, _P, _P, _I, _I, _I, _I, _I, _F),
         *_POOL,
         _THREADS,
     ),
 }
+_WITH_STATUS = frozenset({"decode_attention", "few_rows"})
+# Rows that `few_rows` takes at most.
+MOST_ROWS = 4
+_PANEL = 64
 
 
 @functools.cache
@@ -39,8 +44,7 @@ def _function(name: str, dtype: torch.dtype) -> Callable[..., int]:
     assert library is not None
     function = getattr(library, f"{name}_{_NAMES[dtype]}")
     function.argtypes = _ARGUMENTS[name]
-    # All but `decode_attention` return nothing; what they would return is never read.
-    function.restype = ctypes.c_int if name == "decode_attention" else None
+    function.restype = ctypes.c_int if name in _WITH_STATUS else None
     found: Callable[..., int] = function
     return found
 
@@ -171,4 +175,49 @@ def decode_attention(
         torch.get_num_threads(),
     )
     assert status == 0, "has_decode was not asked"
+    return out
+
+
+def in_panels(weight: Tensor) -> Tensor | None:
+    """A weight as `few_rows` reads it, or None when it or its shape has no such form.
+
+    Args:
+        weight: [outputs, inputs], contiguous.
+
+    Returns:
+        [outputs / 64, inputs / lane, 64, lane], lane being the values in four bytes.
+    """
+    outputs, inputs = weight.shape
+    if outputs % _PANEL or inputs % _VECTOR or not has_vectors(weight):
+        return None
+    lane = 4 // weight.element_size()
+    panels = weight.view(outputs // _PANEL, _PANEL, inputs // lane, lane)
+    return panels.permute(0, 2, 1, 3).contiguous()
+
+
+def few_rows(x: Tensor, panels: int, bias: Tensor | None, outputs: int) -> Tensor:
+    """Product of at most `MOST_ROWS` rows with a weight.
+
+    Args:
+        x: [rows, inputs], contiguous.
+        panels: address of the weight in the form of `in_panels`, dtype of `x`.
+        bias: [outputs] or None.
+
+    Returns:
+        [rows, outputs].
+    """
+    assert x.is_contiguous()
+    rows, inputs = x.shape
+    out = x.new_empty(rows, outputs)
+    status = _function("few_rows", x.dtype)(
+        x.data_ptr(),
+        panels,
+        None if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        rows,
+        outputs,
+        inputs,
+        torch.get_num_threads(),
+    )
+    assert status == 0, "too many rows"
     return out
