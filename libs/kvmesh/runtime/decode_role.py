@@ -375,6 +375,13 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
         generated = len(task.sequence.tokens) - len(task.sequence.spec.token_ids)
         task.span.set(outcome=why, generated_tokens=generated)
         task.span.end()
+        log.debug(
+            "decode_finished",
+            request_id=task.request_id,
+            trace_id=task.span.trace_id,
+            outcome=why,
+            generated_tokens=generated,
+        )
         if task.reservation_id is None:
             self._core.release(task.sequence)
         else:
@@ -409,7 +416,11 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
             return
         for reservation_id, task in before:
             if not self._handoff.is_open(reservation_id):
-                log.warning("reservation_expired", request_id=task.request_id)
+                log.warning(
+                    "reservation_expired",
+                    request_id=task.request_id,
+                    trace_id=task.span.trace_id,
+                )
                 self._fail(task, Refusal(RefusalReason.STALE, "the reservation's lease ended"))
 
     # --- state -------------------------------------------------------------------------------

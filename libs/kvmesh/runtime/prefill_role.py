@@ -280,6 +280,7 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         log.warning(
             "handoff_failed",
             request_id=attempt.request_id,
+            trace_id=attempt.span.trace_id,
             peer=attempt.reservation.worker_id,
             reason=refusal.reason.value,
             message=refusal.message,
@@ -304,6 +305,13 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
             transfer_s=attempt.sending_s,
         )
         attempt.span.end()
+        log.debug(
+            "prefill_finished",
+            request_id=attempt.request_id,
+            trace_id=attempt.span.trace_id,
+            outcome=outcome,
+            transfer_bytes=attempt.sent_bytes,
+        )
         if not self._attempts:
             self._idle.set()
         self._on_change()
