@@ -137,10 +137,12 @@ class PeerStream(Generic[RequestT, ResponseT]):
         reason = "closed by peer"
         try:
             # Metadata arrives when the peer's handler has started: only then is it really up.
+            # A call that failed answers too, with nothing; reading from it then raises the cause.
             await call.initial_metadata()
-            self._up.set()
-            if self._on_up is not None:
-                self._on_up()
+            if not call.done():
+                self._up.set()
+                if self._on_up is not None:
+                    self._on_up()
             async for message in call:
                 self._on_message(message)
         except grpc.aio.AioRpcError as error:
