@@ -56,11 +56,11 @@ up: setup ## start a local stack: make up MODEL=dir PREFILL=n DECODE=n PORT=n
 bench-serve: setup ## measure a local stack; writes bench/results/serve.json and serve.md
 	$(PY) -m kvmesh.cli up $(if $(MODEL),--model $(MODEL)) --prefill $(PREFILL) --decode $(DECODE) --port 0 --run '$(PY) -m kvmesh.cli bench serve --goodput ttft:2000 tpot:100 --save bench/results/serve.json'
 
-e2e-compose: setup ## end-to-end tests in containers (needs podman)
-	$(PY) -m pytest -q -m compose tests/e2e
+e2e-compose: setup ## bring docker-compose.yml up with podman, kill a container, stream on
+	$(PY) -m scripts.compose_e2e
 
 train-model: setup ## train the embedded model again from the standard library's documentation
-	$(PY) models/train_pydoc.py
+	$(PY) -m models.train_pydoc
 
 clean: ## remove what was built, and nothing else
 	rm -rf $(VENV) .kvmesh .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist

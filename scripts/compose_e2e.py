@@ -2,8 +2,9 @@
 
 Builds the images, brings the stack up, streams an answer, kills a decode container in the middle of
 a stream and demands that the stream goes on with the same text, then takes the stack down and
-checks that nothing is left. Needs root, podman, runc and debootstrap; images are kept in
-~/.cache/kvmesh/containers for the next run.
+checks that nothing is left but net.ipv4.ip_forward and netavark's empty iptables chains, which
+podman keeps. Needs root, podman, runc and debootstrap; images stay in ~/.cache/kvmesh/containers
+for the next run.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from scripts.local_containers import (
 ROOT = Path(__file__).resolve().parent.parent
 COMPOSE_FILE = ROOT / "docker-compose.yml"
 PROJECT = "kvmesh-e2e"
+PROJECT_LABEL = f"com.docker.compose.project={PROJECT}"
 CONTROL_PLANE = ("gateway", "scheduler", "kvmanager")
 DECODE_WORKERS = ("decode-0", "decode-1")
 USER_ID = "10001"
@@ -67,10 +69,15 @@ def wait_until(holds: Callable[[], bool], what: str, timeout_s: float) -> None:
 
 
 class Stack:
-    """The services of docker-compose.yml under a project name of their own."""
+    """The services of docker-compose.yml under a project name of their own.
 
-    def __init__(self, host: ContainerHost) -> None:
+    Args:
+        program: path of podman-compose.
+    """
+
+    def __init__(self, host: ContainerHost, program: str) -> None:
         self._host = host
+        self._program = program
         services: dict[str, Any] = yaml.safe_load(COMPOSE_FILE.read_text())["services"]
         self.services = tuple(services)
         self.images = {
@@ -86,7 +93,7 @@ class Stack:
                 "KVMESH_PORT": "127.0.0.1:",  # any free port
             }
         )
-        program = (str(compose_program()), "--in-pod", "false", "-p", PROJECT)
+        program = (self._program, "--in-pod", "false", "-p", PROJECT)
         return run([*program, "-f", COMPOSE_FILE, *arguments], timeout_s, env=env, cwd=ROOT)
 
     def build(self) -> None:
@@ -115,7 +122,7 @@ class Stack:
         """Name of a service's container."""
         found = self._host.podman(
             *("ps", "--all", "--format", "{{.Names}}"),
-            *("--filter", f"label=com.docker.compose.project={PROJECT}"),
+            *("--filter", f"label={PROJECT_LABEL}"),
             *("--filter", f"label=com.docker.compose.service={service}"),
         )
         check(bool(found), f"{service} has no container")
@@ -214,7 +221,7 @@ def network_links() -> set[str]:
 
 def check_clean(host: ContainerHost, links: set[str]) -> None:
     """No container, network or interface is left."""
-    label = f"label=io.podman.compose.project={PROJECT}"
+    label = f"label={PROJECT_LABEL}"
     check(not host.podman("ps", "--all", "--quiet", "--filter", label), "a container is left")
     check(not host.podman("network", "ls", "--quiet", "--filter", label), "a network is left")
     left = sorted(network_links() - links)
@@ -226,12 +233,12 @@ def check_clean(host: ContainerHost, links: set[str]) -> None:
 
 def prepare(host: ContainerHost, stack: Stack) -> None:
     """Images, and nothing left of a run that was cut off."""
-    host.prepare()
     if not host.has_image(BASE_IMAGE):
         with step("make a Debian base image"):
             host.make_base_image()
     stack.down()
     stack.build()
+    host.podman("image", "prune", "--force", timeout_s=120)  # what older builds left
     for image in sorted({*stack.images.values(), BASE_IMAGE}):
         print(f"    {image}: {host.image_bytes(image) / 1e6:.0f} MB", flush=True)
     with step("control-plane images hold no torch"):
@@ -287,16 +294,17 @@ def exercise_and_clean(host: ContainerHost, stack: Stack) -> None:
 
 def main() -> int:
     """Exit code 0 if all checks hold, 1 if one does not, 2 if this machine cannot run them."""
-    missing = missing_requirements()
+    program, missing = compose_program(), missing_requirements()
     for line in missing:
         print(f"compose_e2e: {line}", file=sys.stderr)
-    if missing:
+    if missing or program is None:
         return 2
     host = ContainerHost(Path.home() / ".cache" / "kvmesh" / "containers")
-    stack = Stack(host)
+    stack = Stack(host, program)
     try:
-        prepare(host, stack)
-        exercise_and_clean(host, stack)
+        with host.locked():
+            prepare(host, stack)
+            exercise_and_clean(host, stack)
     except (CheckError, CommandError) as error:
         print(f"compose_e2e: {error}", file=sys.stderr)
         return 1

@@ -8,12 +8,14 @@ Tests: tests/unit/packaging/test_local_containers.py.
 from __future__ import annotations
 
 import ast
+import fcntl
 import os
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlparse
@@ -64,14 +66,15 @@ def missing_requirements() -> list[str]:
         for tool, packages in TOOLS.items()
         if shutil.which(tool) is None
     ]
-    if not compose_program().is_file():
+    if compose_program() is None:
         lacking.append(f"podman-compose: install it ({sys.executable} -m pip install '.[dev]')")
     return lacking
 
 
-def compose_program() -> Path:
-    """Where pip puts podman-compose for this interpreter."""
-    return Path(sys.executable).parent / "podman-compose"
+def compose_program() -> str | None:
+    """Path of podman-compose, from this interpreter's environment if it is there."""
+    beside = Path(sys.executable).parent / "podman-compose"
+    return str(beside) if beside.is_file() else shutil.which("podman-compose")
 
 
 def run(
@@ -174,11 +177,22 @@ class ContainerHost:
         self._home = home
         self._pip_conf = home / "pip.conf"
 
-    def prepare(self) -> None:
-        """Writes podman's configuration; needed before anything else."""
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Writes podman's configuration and keeps other runs away; needed around all else.
+
+        Raises:
+            CommandError: another run goes on.
+        """
         self._home.mkdir(parents=True, exist_ok=True)
-        self._file("containers.conf").write_text(_CONTAINERS_CONF.format(home=self._home))
-        self._file("storage.conf").write_text(_STORAGE_CONF.format(home=self._home))
+        with self._file("lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise CommandError(f"another run uses {self._home}") from error
+            self._file("containers.conf").write_text(_CONTAINERS_CONF.format(home=self._home))
+            self._file("storage.conf").write_text(_STORAGE_CONF.format(home=self._home))
+            yield
 
     def _file(self, name: str) -> Path:
         return self._home / name

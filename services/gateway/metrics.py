@@ -69,6 +69,18 @@ class GatewayMetrics(Collector):
         self.e2e_s = histogram(
             "vllm:e2e_request_latency_seconds", "Arrival to last token.", E2E_BUCKETS
         )
+        self.queue_s = histogram(
+            "vllm:request_queue_time_seconds", "Arrival to acceptance by prefill.", E2E_BUCKETS
+        )
+        self.prefill_s = histogram(
+            "vllm:request_prefill_time_seconds", "Acceptance to first token.", E2E_BUCKETS
+        )
+        self.decode_s = histogram(
+            "vllm:request_decode_time_seconds", "First token to last.", E2E_BUCKETS
+        )
+        self.inference_s = histogram(
+            "vllm:request_inference_time_seconds", "Acceptance to last token.", E2E_BUCKETS
+        )
         self.prefill_offers = histogram(
             "kvmesh_gateway_prefill_offers", "Offers until a worker accepted.", OFFER_BUCKETS
         )

@@ -16,6 +16,7 @@ from kvmesh.telemetry.logs import event_logger
 from kvmesh.telemetry.tracing import Span, start_span
 from services.gateway.mesh import GenerationRequest, Mesh, Placed
 from services.gateway.open_work import OpenWork, Side
+from services.gateway.phases import Phases
 from services.gateway.placing import Placing
 from services.gateway.worker_events import Failed, FirstToken, HandedOff, Tokens, WorkerEvent
 
@@ -99,6 +100,7 @@ class _Life:
         self._decode_span: Span | None = None
         now = self._now()
         self._deadline = now + mesh.limits.request_timeout_s
+        self._phases = Phases(mesh.metrics, now)
         self._place_until = min(self._deadline, now + request.ttft_s)
 
     @property
@@ -118,6 +120,7 @@ class _Life:
             avoid=frozenset(self._avoid),
         )
         self._placed = await search.run()
+        self._phases.accepted(self._now())
 
     async def first_token(self) -> TokenDelta:
         """Waits for the prefill worker's token."""
@@ -245,6 +248,9 @@ class _Life:
         finish_reason: FinishReason | None,
     ) -> TokenDelta:
         self._tokens.extend(token_ids)
+        self._phases.token(self._now())
+        if finish_reason is not None:
+            self._phases.finished(self._now())
         cached = self._cached_tokens or 0
         return TokenDelta(token_ids, logprobs, finish_reason, cached, self._where)
 

@@ -323,6 +323,8 @@ async def test_models_health_ready_version_metrics(stack: Stack) -> None:
     assert 'vllm:request_success_total{finished_reason="length",model_name="tiny"} 1.0' in text
     assert 'vllm:generation_tokens_total{model_name="tiny"} 5.0' in text
     assert 'vllm:time_to_first_token_seconds_count{model_name="tiny"} 1.0' in text
+    for phase in ("queue", "prefill", "decode", "inference"):
+        assert f'vllm:request_{phase}_time_seconds_count{{model_name="tiny"}} 1.0' in text
     assert "kvmesh_gateway_requests_open 0.0" in text
 
 

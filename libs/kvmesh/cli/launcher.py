@@ -250,13 +250,16 @@ class Launcher:
 
     def _greet(self) -> None:
         url = f"http://{self._plan.http}"
-        body = {
-            "model": self._plan.model_name,
-            "prompt": "def main():",
-            "max_tokens": 48,
-            "stream": True,
-        }
-        curl = f"curl -N {url}/v1/completions -H 'content-type: application/json'"
+        body: dict[str, object] = {"model": self._plan.model_name}
+        if self._plan.has_chat:
+            path = "chat/completions"
+            question = "What does os.path.join do?"
+            body |= {"messages": [{"role": "user", "content": question}], "temperature": 0}
+        else:
+            path = "completions"
+            body["prompt"] = "The module"
+        body |= {"max_tokens": 80, "stream": True}
+        curl = f"curl -N {url}/v1/{path} -H 'content-type: application/json'"
         lines = (
             "",
             f"ready: {url}  (OpenAI API; gRPC {self._plan.grpc})",

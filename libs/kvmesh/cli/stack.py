@@ -82,12 +82,17 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class StackPlan:
-    """All processes, in the order of starting."""
+    """All processes, in the order of starting.
+
+    Attributes:
+        has_chat: the model has a chat template.
+    """
 
     members: tuple[Member, ...]
     http: Endpoint
     grpc: Endpoint
     model_name: str
+    has_chat: bool = False
 
 
 @dataclass(slots=True)
@@ -202,7 +207,8 @@ def plan_stack(
     }
     member, grpc = planner.service("gateway", flags, probe=Probe("http", asked))
     members.append(member)
-    return StackPlan(tuple(members), asked, grpc, options.model_name)
+    has_chat = (options.model / "chat_template.jinja").is_file()
+    return StackPlan(tuple(members), asked, grpc, options.model_name, has_chat)
 
 
 def engine_threads(cores: int, num_engines: int) -> int:

@@ -1,0 +1,67 @@
+# One image per service: docker build --target gateway -t kvmesh-gateway .
+#
+# Control-plane images hold no torch. Workers get the build of torch that pip's index offers; for
+# the CPU build pass --build-arg PIP_EXTRA_INDEX_URL=<index with torch's CPU builds>.
+# Code is copied after the dependencies are installed, so changing it does not install them again.
+ARG PYTHON_IMAGE=python:3.11-slim-bookworm
+
+FROM ${PYTHON_IMAGE} AS base
+ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+RUN groupadd --gid 10001 kvmesh \
+ && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /app kvmesh \
+ && python3 -m venv /opt/venv
+ENV PATH=/opt/venv/bin:$PATH
+WORKDIR /app
+COPY pyproject.toml constraints.txt README.md ./
+# An empty package for the editable installs below; `COPY libs` fills it.
+RUN mkdir -p libs/kvmesh && touch libs/kvmesh/__init__.py
+
+FROM base AS gateway
+ARG PIP_INDEX_URL PIP_EXTRA_INDEX_URL
+RUN pip install -c constraints.txt -e ".[gateway]"
+COPY models models
+COPY libs libs
+COPY services/__init__.py services/__init__.py
+COPY services/gateway services/gateway
+USER 10001:10001
+EXPOSE 8000 7000
+ENTRYPOINT ["python", "-m", "services.gateway"]
+
+FROM base AS scheduler
+ARG PIP_INDEX_URL PIP_EXTRA_INDEX_URL
+RUN pip install -c constraints.txt -e ".[scheduler]"
+COPY libs libs
+COPY services/__init__.py services/__init__.py
+COPY services/scheduler services/scheduler
+USER 10001:10001
+EXPOSE 7000
+ENTRYPOINT ["python", "-m", "services.scheduler"]
+
+FROM base AS kvmanager
+ARG PIP_INDEX_URL PIP_EXTRA_INDEX_URL
+RUN pip install -c constraints.txt -e ".[kvmanager]"
+COPY libs libs
+COPY services/__init__.py services/__init__.py
+COPY services/kvmanager services/kvmanager
+USER 10001:10001
+EXPOSE 7000
+ENTRYPOINT ["python", "-m", "services.kvmanager"]
+
+FROM base AS worker
+ARG PIP_INDEX_URL PIP_EXTRA_INDEX_URL
+RUN pip install -c constraints.txt -e ".[worker]"
+COPY models models
+COPY libs libs
+COPY services/__init__.py services/__init__.py
+
+FROM worker AS prefill
+COPY services/prefill services/prefill
+USER 10001:10001
+EXPOSE 7000 7001
+ENTRYPOINT ["python", "-m", "services.prefill"]
+
+FROM worker AS decode
+COPY services/decode services/decode
+USER 10001:10001
+EXPOSE 7000 7001
+ENTRYPOINT ["python", "-m", "services.decode"]

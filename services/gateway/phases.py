@@ -1,0 +1,40 @@
+"""Where the time of a request goes: waiting, prefill, decode.
+
+Tests: tests/integration/test_gateway_http.py.
+"""
+
+from __future__ import annotations
+
+from services.gateway.metrics import GatewayMetrics
+
+
+class Phases:
+    """Times one request; the first placement counts, moves belong to decode.
+
+    Args:
+        now: arrival, seconds on the loop's clock, as all other times.
+    """
+
+    def __init__(self, metrics: GatewayMetrics, now: float) -> None:
+        self._metrics = metrics
+        self._arrived_at = now
+        self._accepted_at: float | None = None
+        self._first_at: float | None = None
+
+    def accepted(self, now: float) -> None:
+        """A prefill worker took it."""
+        if self._accepted_at is None:
+            self._accepted_at = now
+            self._metrics.queue_s.observe(now - self._arrived_at)
+
+    def token(self, now: float) -> None:
+        """A token came."""
+        if self._first_at is None and self._accepted_at is not None:
+            self._first_at = now
+            self._metrics.prefill_s.observe(now - self._accepted_at)
+
+    def finished(self, now: float) -> None:
+        """The last token came."""
+        if self._accepted_at is not None and self._first_at is not None:
+            self._metrics.decode_s.observe(now - self._first_at)
+            self._metrics.inference_s.observe(now - self._accepted_at)

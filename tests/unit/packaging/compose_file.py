@@ -1,0 +1,81 @@
+"""docker-compose.yml and Dockerfile as values, for the tests in this folder."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from services.decode.config import DecodeConfig
+from services.gateway.config import GatewayConfig
+from services.kvmanager.config import KvManagerConfig
+from services.prefill.config import PrefillConfig
+from services.scheduler.config import SchedulerConfig
+
+ROOT = Path(__file__).resolve().parents[3]
+COMPOSE_FILE = ROOT / "docker-compose.yml"
+CONFIGS: dict[str, type[Any]] = {
+    "gateway": GatewayConfig,
+    "scheduler": SchedulerConfig,
+    "kvmanager": KvManagerConfig,
+    "prefill": PrefillConfig,
+    "decode": DecodeConfig,
+}
+CONTROL_PLANE = ("gateway", "scheduler", "kvmanager")
+
+_VARIABLE = re.compile(r"\$\{(\w+):-([^}]*)\}")
+
+
+def interpolated(value: str) -> str:
+    """A value of the compose file with the defaults of its variables."""
+    text = _VARIABLE.sub(lambda match: match[2], value)
+    assert "$" not in text, f"a variable without a default: {value}"
+    return text
+
+
+def compose_services() -> dict[str, dict[str, Any]]:
+    services: dict[str, dict[str, Any]] = yaml.safe_load(COMPOSE_FILE.read_text())["services"]
+    return services
+
+
+def kvmesh_services() -> dict[str, dict[str, Any]]:
+    """Services that run an image of ours."""
+    return {name: each for name, each in compose_services().items() if "build" in each}
+
+
+def environment_of(service: dict[str, Any]) -> dict[str, str]:
+    return {name: interpolated(value) for name, value in service["environment"].items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A stage of the Dockerfile: its instructions after those of the stages it builds on."""
+
+    name: str
+    base: str
+    lines: tuple[tuple[str, str], ...]
+
+    def values(self, instruction: str) -> list[str]:
+        return [value for name, value in self.lines if name == instruction]
+
+
+def dockerfile_stages() -> dict[str, Stage]:
+    text = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
+    stages: dict[str, Stage] = {}
+    current: Stage | None = None
+    for line in text.splitlines():
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        instruction, _, value = line.strip().partition(" ")
+        if instruction == "FROM":
+            base, _, name = shlex.split(value)
+            inherited = stages[base].lines if base in stages else ()
+            current = stages[name] = Stage(name, base, inherited)
+        elif current is not None:
+            lines = (*current.lines, (instruction, value.strip()))
+            current = stages[current.name] = Stage(current.name, current.base, lines)
+    return stages

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from tests.unit.packaging.compose_file import (
+    CONFIGS,
+    CONTROL_PLANE,
+    ROOT,
+    Stage,
+    dockerfile_stages,
+    environment_of,
+    kvmesh_services,
+)
+
+
+def stage(name: str) -> Stage:
+    return dockerfile_stages()[name]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_service_has_a_target_that_starts_it(name: str) -> None:
+    entry_points = stage(name).values("ENTRYPOINT")
+    assert json.loads(entry_points[-1]) == ["python", "-m", f"services.{name}"]
+    assert f"services/{name} services/{name}" in stage(name).values("COPY")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_target_ends_as_a_user_without_rights(name: str) -> None:
+    last = stage(name).lines
+    user = stage(name).values("USER")[-1]
+    assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", user), "by number, so that it can be checked"
+    after = last[last.index(("USER", user)) :]
+    assert not {"RUN", "COPY", "ADD"} & {instruction for instruction, _ in after}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_target_installs_its_own_extra_with_pinned_versions(name: str) -> None:
+    installs = [run for run in stage(name).values("RUN") if "pip install" in run]
+    extra = name if name in CONTROL_PLANE else "worker"
+    assert installs == [f'pip install -c constraints.txt -e ".[{extra}]"']
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_code_comes_after_the_dependencies(name: str) -> None:
+    lines = stage(name).lines
+    [install] = [i for i, (kind, run) in enumerate(lines) if kind == "RUN" and "install" in run]
+    assert install < lines.index(("COPY", "libs libs"))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_ports_of_the_stack_are_exposed(name: str) -> None:
+    exposed = set(" ".join(stage(name).values("EXPOSE")).split())
+    for service in kvmesh_services().values():
+        if service["build"]["target"] == name:
+            used = {
+                value
+                for variable, value in environment_of(service).items()
+                if variable.endswith(("__PORT", "__DATA_PORT"))
+            }
+            assert used == exposed
+
+
+def test_the_build_context_holds_what_is_copied_and_exists() -> None:
+    rules = (ROOT / ".dockerignore").read_text().split()
+    allowed = {rule.removeprefix("!") for rule in rules if rule.startswith("!")}
+    copied: set[str] = set()
+    for each in dockerfile_stages().values():
+        for value in each.values("COPY"):
+            copied |= {source.partition("/")[0] for source in value.split()[:-1]}
+    assert "*" in rules
+    assert copied == allowed
+    assert all((ROOT / name).exists() for name in copied)

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.unit.packaging.compose_file import CONTROL_PLANE, ROOT
+from tests.unit.packaging.distributions import installed_by, modules_outside
+
+# Ends with an error if a module outside the extra is asked for and not given up on.
+PROGRAM = """
+import importlib, sys
+
+blocked = set(sys.argv[1].split(","))
+before = set(sys.modules)
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in blocked:
+            raise ModuleNotFoundError(f"{name} is not part of the extra", name=name)
+
+sys.meta_path.insert(0, Absent())
+for module in sys.argv[2:]:
+    importlib.import_module(module)
+loaded = {name for name in set(sys.modules) - before if name.partition(".")[0] in blocked}
+assert not loaded, sorted(loaded)
+"""
+
+
+def import_without(blocked: set[str], *modules: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM, ",".join(sorted(blocked)), *modules],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=50,
+    )
+
+
+@pytest.mark.parametrize("extra", ["", "service", *CONTROL_PLANE])
+def test_torch_is_not_among_the_control_planes_dependencies(extra: str) -> None:
+    names = installed_by(extra)
+    assert "grpcio" in names
+    assert not {name for name in names if name in {"torch", "triton"} or "nvidia" in name}
+
+
+def test_torch_is_among_the_workers_dependencies() -> None:
+    assert {"torch", "triton", "sympy"} <= installed_by("worker")
+
+
+def test_the_client_needs_grpc_and_protobuf_only() -> None:
+    assert installed_by("") == {"grpcio", "protobuf", "typing-extensions"}
+
+
+@pytest.mark.parametrize("name", CONTROL_PLANE)
+def test_a_service_and_its_health_check_import_with_its_extra_alone(name: str) -> None:
+    blocked = modules_outside(installed_by(name))
+    assert {"torch", "triton", "numpy"} <= blocked
+    done = import_without(blocked, f"services.{name}.service", "kvmesh.cli.health")
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_client_imports_without_any_extra() -> None:
+    blocked = modules_outside(installed_by(""))
+    assert {"torch", "aiohttp", "redis", "uvloop"} <= blocked
+    done = import_without(blocked, "kvmesh.client")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_module_outside_the_extra_cannot_be_imported() -> None:
+    done = import_without(modules_outside(installed_by("gateway")), "kvmesh.engine.layers")
+    assert done.returncode == 1
+    assert "is not part of the extra" in done.stderr
