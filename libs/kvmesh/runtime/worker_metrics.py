@@ -5,51 +5,50 @@ Tests: tests/integration/test_worker.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvmesh.core.types import WorkerLoad
 from kvmesh.engine.core import EngineCore
-from kvmesh.transfer.meters import LinkMeter, TransferSample, TransferStatistics
+from kvmesh.runtime.link_metrics import LinkCollector
+from kvmesh.transfer.meters import TransferSample, TransferStatistics
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _RATES = tuple(float(10**6 * 2**power) for power in range(1, 15))
-_LINK_COUNTERS: dict[str, tuple[str, Callable[[LinkMeter], float]]] = {
-    "kvmesh_link_bytes": ("KV bytes that arrived in their blocks", lambda m: m.bytes),
-    "kvmesh_link_calls": ("Contiguous runs they were moved in", lambda m: m.calls),
-    "kvmesh_link_frames": ("Frames that were answered with yes", lambda m: m.frames),
-    "kvmesh_link_busy_seconds": ("Time with a transfer under way", lambda m: m.busy_s),
-    "kvmesh_link_refused": ("Transfers and commits refused", lambda m: m.refused),
-    "kvmesh_link_lost": ("Transfers and commits lost", lambda m: m.lost),
-    "kvmesh_link_resumed": ("Pieces sent again after a cut connection", lambda m: m.resumed),
-}
-_LINK_GAUGES: dict[str, tuple[str, Callable[[LinkMeter], float]]] = {
-    "kvmesh_link_queued_bytes": ("Asked for and not ended", lambda m: m.queued_bytes),
-    "kvmesh_link_rtt_seconds": ("Smoothed TCP round trip", lambda m: m.rtt_s),
-    "kvmesh_link_retransmits": ("TCP segments sent again on open ones", lambda m: m.retransmits),
-}
 _BYTES = tuple(float(4**power) for power in range(5, 16))
 
 
 class EngineCollector(Collector):
-    """Reads the engine's own counters at scrape time, so that steps pay nothing for metrics."""
+    """Reads the worker's own counters at scrape time, so that steps pay nothing for metrics.
 
-    def __init__(self, core: EngineCore, model_name: str) -> None:
+    Args:
+        load: what the worker reports to schedulers.
+    """
+
+    def __init__(self, core: EngineCore, model_name: str, load: Callable[[], WorkerLoad]) -> None:
         self._core = core
         self._model_name = model_name
+        self._load = load
 
     def collect(self) -> Iterator[Metric]:
-        """The series of the engine."""
-        now = self._core.statistics()
+        """The series of the engine and of both roles' slots."""
+        now, load = self._core.statistics(), self._load()
         used = 1 - now.blocks_free / self._core.pool.num_blocks
         gauges = {
             "vllm:num_requests_running": ("Sequences in the batch", now.num_running),
             "vllm:num_requests_waiting": ("Sequences put back by preemption", now.num_preempted),
             "vllm:kv_cache_usage_perc": ("Share of KV blocks in use, 0 to 1", used),
             "kvmesh_sequences_held": ("Sequences waiting for a transfer", now.num_held),
+            "kvmesh_prefill_slots_used": ("Prompts held for prefill", load.prefill_active),
+            "kvmesh_decode_sequences": ("Sequences past their handoff", load.decode_running),
+            "kvmesh_decode_reservations_open": (
+                "Reservations waiting for their KV",
+                load.decode_reserved,
+            ),
         }
         counters = {
             "vllm:prefix_cache_queries": ("Prompt tokens looked up", now.prompt_tokens_total),
@@ -67,28 +66,6 @@ class EngineCollector(Collector):
             counter = CounterMetricFamily(name, text, labels=["model_name"])
             counter.add_metric([self._model_name], value)
             yield counter
-
-
-class LinkCollector(Collector):
-    """Reads the meters of the data plane, and asks the kernel, at scrape time."""
-
-    def __init__(self, statistics: Sequence[Callable[[], TransferStatistics]]) -> None:
-        self._statistics = statistics
-
-    def collect(self) -> Iterator[Metric]:
-        """The series of all links."""
-        labels = ["peer", "channel", "direction"]
-        links = [item for read in self._statistics for item in read().links.items()]
-        for name, (text, of) in _LINK_COUNTERS.items():
-            counter = CounterMetricFamily(name, text, labels=labels)
-            for key, meter in links:
-                counter.add_metric(list(key), of(meter))
-            yield counter
-        for name, (text, of) in _LINK_GAUGES.items():
-            gauge = GaugeMetricFamily(name, text, labels=labels)
-            for key, meter in links:
-                gauge.add_metric(list(key), of(meter))
-            yield gauge
 
 
 class WorkerMetrics:
