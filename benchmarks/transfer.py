@@ -5,7 +5,7 @@ and the smallest, middle and largest are kept.
 
     python -m benchmarks.transfer                       # everything
     python -m benchmarks.transfer --sizes 1 16 --runs 3 # a quick look
-    python -m benchmarks.transfer --peer-python /path/to/venv/bin/python   # with NIXL and Mooncake
+    python -m benchmarks.transfer --nixl-python NIXL/bin/python --mooncake-python MC/bin/python
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -265,7 +265,7 @@ async def baselines(plan: Plan, channels: Sequence[Ours]) -> list[Row]:
     return rows
 
 
-async def run(plan: Plan, peer_python: Path | None) -> list[Row]:
+async def run(plan: Plan, pythons: Mapping[str, Path]) -> list[Row]:
     """Everything, one after the other."""
     rows: list[Row] = []
 
@@ -279,8 +279,7 @@ async def run(plan: Plan, peer_python: Path | None) -> list[Row]:
         add(await ours(channel, plan))
     add(iperf_rows(plan.sizes, plan.runs))
     add(await baselines(plan, [CHANNELS[0], CHANNELS[2]]))
-    if peer_python is not None:
-        add(peer_rows(peer_python, plan.sizes, plan.runs, plan.seed))
+    add(peer_rows(pythons, plan.sizes, plan.runs, plan.seed))
     return rows
 
 
@@ -290,11 +289,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 4, 16, 64, 256], help="MiB")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--peer-python", type=Path, help="interpreter that has NIXL or Mooncake")
+    for engine in ("nixl", "mooncake"):
+        parser.add_argument(f"--{engine}-python", type=Path, help=f"interpreter that has {engine}")
     parser.add_argument("--out", type=Path, default=RESULTS / "transfer.json")
     arguments = parser.parse_args(argv)
     plan = Plan(tuple(arguments.sizes), arguments.runs, arguments.seed)
-    rows = uvloop.run(run(plan, arguments.peer_python))
+    found = {"nixl": arguments.nixl_python, "mooncake": arguments.mooncake_python}
+    rows = uvloop.run(run(plan, {name: python for name, python in found.items() if python}))
     notes = [
         "gb_s, ms: min / median / max; GB is 1e9 bytes; cpu_s_per_gib: both ends together",
         "tcp channels set cubic, as iperf3 here; plain rows carry no checksum, as iperf3 does not",

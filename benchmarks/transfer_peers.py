@@ -7,7 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from benchmarks.result import Row, spread
 _STREAMS = (1, 2, 4)
 _MIN_IPERF_MIB = 16
 _PEER_TIMEOUT_S = 600
+_KINDS = {"nixl": ("shm", "tcp"), "mooncake": ("tcp",)}
 
 
 def iperf_rows(sizes: Sequence[int], runs: int) -> list[Row]:
@@ -37,7 +38,8 @@ def iperf_rows(sizes: Sequence[int], runs: int) -> list[Row]:
 
 
 def _iperf(streams: int, mib: int, runs: int) -> Row:
-    rates, cpu = [], []
+    rates: list[float] = []
+    cpu: list[float] = []
     while len(rates) < runs:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -72,20 +74,27 @@ def _iperf(streams: int, mib: int, runs: int) -> Row:
     }
 
 
-def peer_rows(python: Path, sizes: Sequence[int], runs: int, seed: int) -> list[Row]:
-    """Rows of each engine that imports under `python`; one that fails is left out, with a word."""
+def peer_rows(
+    pythons: Mapping[str, Path], sizes: Sequence[int], runs: int, seed: int
+) -> list[Row]:
+    """Rows of each engine; one that fails is left out, with a word.
+
+    Args:
+        pythons: engine (nixl, mooncake) to an interpreter that imports it.
+    """
     rows: list[Row] = []
     here = Path(__file__).parent
-    for script, kinds in (("peer_nixl.py", ("shm", "tcp")), ("peer_mooncake.py", ("tcp",))):
-        for kind in kinds:
-            command = [str(python), str(here / script), kind, json.dumps([list(sizes), runs, seed])]
+    for engine, python in pythons.items():
+        for kind in _KINDS[engine]:
+            script = str(here / f"peer_{engine}.py")
+            command = [str(python), script, kind, json.dumps([list(sizes), runs, seed])]
             try:
                 done = subprocess.run(
                     command, capture_output=True, text=True, timeout=_PEER_TIMEOUT_S, check=True
                 )
             except (subprocess.SubprocessError, OSError) as error:
                 detail = getattr(error, "stderr", None) or str(error)
-                sys.stderr.write(f"{script} {kind}: {detail[-2000:]}\n")
+                sys.stderr.write(f"{engine} {kind}: {detail[-2000:]}\n")
                 continue
-            rows += json.loads(done.stdout.splitlines()[-1])
+            rows += json.loads(done.stdout.splitlines()[-1])["rows"]
     return rows

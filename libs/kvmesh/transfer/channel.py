@@ -104,8 +104,6 @@ async def carry_all(
     A second cancellation does not wait: it cancels them.
     """
     left = deque(pieces)
-    if len(left) == 1:
-        width = 1
 
     async def work() -> None:
         while left:

@@ -115,6 +115,8 @@ class FrameSocket:
         self._events: deque[FrameEvent] = deque()
         self._cause: str | None = None
         self._is_cut = threading.Event()
+        self._is_watched = False
+        self._reader: asyncio.Future[None] | None = None
         self.watch = StallWatch(
             stall_timeout_s, lambda: self.cut(f"no progress for {stall_timeout_s:g} s")
         )
@@ -165,7 +167,7 @@ class FrameSocket:
                     count = self.wire.sendmsg(cursor.batch(PIECE_BYTES), ancillary, _NOW)
                 except BlockingIOError:
                     self._raise_if_cut()
-                    await self._ready(self._loop.add_writer, self._loop.remove_writer)
+                    await self._writable()
                     continue
                 except OSError as error:
                     raise self._lost(error) from error
@@ -298,7 +300,7 @@ class FrameSocket:
                 count, ancillary, *_ = self.wire.recvmsg_into(buffers, room, _NOW)
             except BlockingIOError:
                 self._raise_if_cut()
-                await self._ready(self._loop.add_reader, self._loop.remove_reader)
+                await self._readable()
                 continue
             except OSError as error:
                 raise self._lost(error) from error
@@ -333,6 +335,9 @@ class FrameSocket:
     def close(self) -> None:
         """Frees the socket; nobody may wait on it. May be called again."""
         self.watch.close()
+        if self._is_watched:
+            self._is_watched = False
+            self._loop.remove_reader(self.wire.fileno())
         if self._cause is not None:
             # What is still queued is of no use: reset instead of lingering.
             with contextlib.suppress(OSError):
@@ -343,14 +348,32 @@ class FrameSocket:
             os.close(self.received_fd)
             self.received_fd = None
 
-    async def _ready(self, add: Callable[..., object], remove: Callable[[int], object]) -> None:
+    async def _writable(self) -> None:
         fd = self.wire.fileno()
         ready: asyncio.Future[None] = self._loop.create_future()
-        add(fd, _wake, ready)
+        self._loop.add_writer(fd, _wake, ready)
         try:
             await ready
         finally:
-            remove(fd)
+            self._loop.remove_writer(fd)
+
+    async def _readable(self) -> None:
+        # The watch stays on from call to call: to take it off and on is a tenth of a small frame.
+        if not self._is_watched:
+            self._is_watched = True
+            self._loop.add_reader(self.wire.fileno(), self._on_readable)
+        self._reader = self._loop.create_future()
+        try:
+            await self._reader
+        finally:
+            self._reader = None
+
+    def _on_readable(self) -> None:
+        if self._reader is not None:
+            _wake(self._reader)
+        elif self._is_watched:
+            self._is_watched = False
+            self._loop.remove_reader(self.wire.fileno())
 
     async def _in_thread(self, work: Callable[[], None]) -> None:
         def on_cancel() -> None:

@@ -7,8 +7,7 @@ that it is acknowledged, refused or lost by itself. Tests: tests/integration/tes
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
@@ -158,11 +157,7 @@ class Lane:
         has_sum = self._sum is not None
         block_runs = tuple(BlockRun(run.target_start, run.count) for run in runs)
         head = encode_frame(PutFrame(transfer_id, claim, block_runs, checksum=has_sum), num_bytes)
-        async with self._credit(num_bytes), self._answer_to(transfer_id) as answer:
-            async with self._turn:
-                if not answer.done():
-                    await self._send_payload(head, views)
-            await answer
+        await self._transact(transfer_id, num_bytes, lambda: self._send_payload(head, views))
         self._meter.frames += 1
 
     async def pull(self, claim: WriteClaim, runs: Sequence[Run]) -> None:
@@ -177,9 +172,7 @@ class Lane:
         transfer_id = self._machine.open_put(num_bytes)
         pull_runs = tuple(PullRun(run.source_start, run.target_start, run.count) for run in runs)
         head = encode_frame(PullFrame(transfer_id, claim, pull_runs))
-        async with self._credit(num_bytes), self._answer_to(transfer_id) as answer:
-            await self._send_head(head)
-            await answer
+        await self._transact(transfer_id, num_bytes, lambda: self._send_head(head))
         self._meter.frames += 1
 
     async def commit(
@@ -192,9 +185,7 @@ class Lane:
         """
         transfer_id = self._machine.open_commit()
         frame = CommitFrame(transfer_id, claim, first_token_id, num_tokens, num_blocks)
-        async with self._answer_to(transfer_id) as answer:
-            await self._send_head(encode_frame(frame))
-            await answer
+        await self._transact(transfer_id, 0, lambda: self._send_head(encode_frame(frame)))
         self._meter.commits += 1
 
     async def close(self) -> None:
@@ -202,44 +193,56 @@ class Lane:
         self._fail("closed by this side")
         await asyncio.wait({self._reading})
 
-    @contextlib.asynccontextmanager
-    async def _credit(self, num_bytes: int) -> AsyncIterator[None]:
+    async def _transact(
+        self, transfer_id: int, num_bytes: int, send: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Sends one frame in its turn, within the window, and waits for its answer."""
         while not self._window.has_room(num_bytes) and self._cause is None:
             self._room.clear()
             await self._room.wait()
-        self._window.spend(num_bytes)
-        try:
-            yield
-        finally:
-            self._window.give_back(num_bytes)
-            self._room.set()
-
-    @contextlib.asynccontextmanager
-    async def _answer_to(self, transfer_id: int) -> AsyncIterator[asyncio.Future[None]]:
-        """Registers a transfer; inside, progress is owed."""
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._answers[transfer_id] = answer
+        self._window.spend(num_bytes)
+        self._frames.watch.begin()
         try:
             if self._cause is not None:
                 raise LostError(self._cause)
-            with self._frames.watch.under_way():
-                yield answer
+            async with self._turn:
+                if not answer.done():
+                    await send()
+            await self._settled(answer)
         finally:
+            self._frames.watch.end()
+            self._window.give_back(num_bytes)
+            self._room.set()
             del self._answers[transfer_id]
             self._machine.give_up(transfer_id)
             if not answer.cancel() and not answer.cancelled():
                 answer.exception()  # it may have failed while a send failed; that one was raised
 
-    async def _send_head(self, head: bytes) -> None:
-        async with self._turn:
+    async def _settled(self, answer: asyncio.Future[None]) -> None:
+        """Waits for an answer; cancelled, still waits: the receiver may be in the memory.
+
+        A second cancellation cuts the lane instead.
+        """
+        try:
+            await asyncio.shield(answer)
+        except asyncio.CancelledError:
             try:
-                await self._frames.send(head)
-            except LostError as error:
-                self._fail(str(error))
-                raise
+                await asyncio.wait({answer})
             except asyncio.CancelledError:
-                self._fail("a frame was cut by its sender")
-                raise
+                self._fail("given up by its sender")
+            raise
+
+    async def _send_head(self, head: bytes) -> None:
+        try:
+            await self._frames.send(head)
+        except LostError as error:
+            self._fail(str(error))
+            raise
+        except asyncio.CancelledError:
+            self._fail("a frame was cut by its sender")
+            raise
 
     async def _send_payload(self, head: bytes, views: Sequence[memoryview]) -> None:
         try:

@@ -136,6 +136,11 @@ class ReceiverMachine:
         """Bytes of one KV block, on both sides."""
         return self._identity.layout.block_bytes
 
+    @property
+    def has_pool(self) -> bool:
+        """Whether the peer handed its pool over; such a channel carries no payloads."""
+        return self.offer is not None and self.offer.pool_blocks > 0
+
     def turn_away(self, reason: str, message: str) -> ErrorFrame:
         """Takes a greeting back before it was answered: the last word to the peer instead."""
         self.peer = None
@@ -151,6 +156,8 @@ class ReceiverMachine:
         if self.peer is None:
             return self._hello(frame)
         match frame:
+            case PutFrame() | QueryFrame() if self.has_pool:
+                raise ProtocolError("unexpected_frame", "a payload on a shared memory channel")
             case PutFrame():
                 return self._put(frame)
             case PullFrame():

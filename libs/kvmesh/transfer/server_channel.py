@@ -134,7 +134,7 @@ class ServerChannel:
         self._state.lanes[self._lane] = self._frames
 
     async def _step(self) -> bool:
-        event = await self._frames.receive()
+        event = await self._frames.receive(greedy=self._machine.has_pool)
         if event is None:
             return False
         frame = event.frame if isinstance(event, PayloadStart) else event

@@ -80,7 +80,10 @@ class ShmChannel:
         async def carry(piece: list[Run]) -> None:
             await self._lane.pull(claim, piece)
 
-        await carry_all(pieces, carry, _DEPTH)
+        if len(pieces) == 1:
+            await carry(pieces[0])
+        else:
+            await carry_all(pieces, carry, _DEPTH)
 
     async def commit(self, reservation: Reservation, first_token_id: int, num_tokens: int) -> None:
         """See `SendChannel.commit`."""

@@ -27,15 +27,23 @@ class StallWatch:
     @contextlib.contextmanager
     def under_way(self) -> Iterator[None]:
         """While inside, progress is expected."""
+        self.begin()
+        try:
+            yield
+        finally:
+            self.end()
+
+    def begin(self) -> None:
+        """From here on progress is expected, until as many calls of `end`."""
         if self._under_way == 0:
             self.progress()
         self._under_way += 1
         if self._timer is None:
             self._timer = self._loop.call_later(self._tick_s, self._tick)
-        try:
-            yield
-        finally:
-            self._under_way -= 1
+
+    def end(self) -> None:
+        """One thing less is under way."""
+        self._under_way -= 1
 
     def progress(self) -> None:
         """Something moved. May be called from any thread."""

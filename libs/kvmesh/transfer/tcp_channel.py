@@ -18,7 +18,7 @@ from kvmesh.core.errors import LostError, RefusedError
 from kvmesh.core.types import Endpoint, RefusalReason, Reservation
 from kvmesh.transfer.alignment import Run, split_runs
 from kvmesh.transfer.channel import carry_all
-from kvmesh.transfer.frame_socket import Wire
+from kvmesh.transfer.frame_socket import INLINE_BYTES, Wire
 from kvmesh.transfer.frames import MAX_RUNS, Checksum, LinkOffer
 from kvmesh.transfer.lane import Lane, LaneOptions, PeerKey, claim_of, sender_machine
 from kvmesh.transfer.memory import PoolMemory
@@ -133,7 +133,10 @@ class TcpChannel:
         async def carry(piece_runs: list[Run]) -> None:
             await self._carry(reservation, piece_runs, progress, width=len(pieces))
 
-        await carry_all(pieces, carry, self._options.lanes * _DEPTH)
+        if total <= INLINE_BYTES:
+            await carry(pieces[0])
+        else:
+            await carry_all(pieces, carry, self._options.lanes * _DEPTH)
 
     async def commit(self, reservation: Reservation, first_token_id: int, num_tokens: int) -> None:
         """See `SendChannel.commit`. Asked once more when its connection is cut."""
