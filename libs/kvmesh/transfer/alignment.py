@@ -6,16 +6,15 @@ Tests: tests/unit/transfer/test_alignment.py, tests/property/test_frames_propert
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """`count` blocks that are consecutive on both sides."""
 
     source_start: int
     target_start: int
-    count: int
+    count: int  # type: ignore[assignment]
 
 
 def align_runs(source: Sequence[int], target: Sequence[int]) -> list[Run]:
@@ -83,6 +82,10 @@ def split_runs(runs: Sequence[Run], max_blocks: int, max_runs: int) -> list[list
     groups: list[list[Run]] = []
     room = 0
     for run in runs:
+        if room > run.count and len(groups[-1]) < max_runs:
+            groups[-1].append(run)
+            room -= run.count
+            continue
         done = 0
         while done < run.count:
             if room == 0 or len(groups[-1]) == max_runs:

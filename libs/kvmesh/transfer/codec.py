@@ -167,7 +167,7 @@ def _encode_body(frame: Frame) -> bytes:
             body = head + _pack_runs(frame.runs)
         case PullFrame():
             head = _U64.pack(frame.transfer_id) + _pack_claim(frame.claim)
-            runs = [_PULL_RUN.pack(run.source, run.first, run.count) for run in frame.runs]
+            runs = [_PULL_RUN.pack(*run) for run in frame.runs]
             assert 1 <= len(runs) <= MAX_RUNS, f"a PULL has 1 to {MAX_RUNS} runs, not {len(runs)}"
             body = head + _U16.pack(len(runs)) + b"".join(runs)
         case QueryFrame():
@@ -238,7 +238,7 @@ def _pack_claim(claim: WriteClaim) -> bytes:
 
 def _pack_runs(runs: Sequence[BlockRun]) -> bytes:
     assert 1 <= len(runs) <= MAX_RUNS, f"a PUT has 1 to {MAX_RUNS} runs, not {len(runs)}"
-    return _U16.pack(len(runs)) + b"".join(_RUN.pack(run.first, run.count) for run in runs)
+    return _U16.pack(len(runs)) + b"".join(_RUN.pack(*run) for run in runs)
 
 
 def _pack_offer(link: LinkOffer | None) -> bytes:
@@ -304,14 +304,14 @@ class _BodyReader:
 
     def runs(self) -> tuple[BlockRun, ...]:
         packed = self._take(self._num_runs() * _RUN.size)
-        runs = tuple(BlockRun(*values) for values in _RUN.iter_unpack(packed))
+        runs = tuple(map(BlockRun._make, _RUN.iter_unpack(packed)))
         if any(run.count == 0 for run in runs):
             raise ProtocolError("bad_body", "a run of no blocks")
         return runs
 
     def pull_runs(self) -> tuple[PullRun, ...]:
         packed = self._take(self._num_runs() * _PULL_RUN.size)
-        runs = tuple(PullRun(*values) for values in _PULL_RUN.iter_unpack(packed))
+        runs = tuple(map(PullRun._make, _PULL_RUN.iter_unpack(packed)))
         if any(run.count == 0 for run in runs):
             raise ProtocolError("bad_body", "a run of no blocks")
         return runs

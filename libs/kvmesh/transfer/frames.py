@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvmesh.core.types import KvLayout, WorkerId
 
@@ -49,21 +50,23 @@ class FrameType(enum.IntEnum):
     PULL = 11
 
 
-@dataclass(frozen=True, slots=True)
-class BlockRun:
+# Runs are tuples and not dataclasses: a transfer has thousands when blocks are scattered. Their
+# `count` hides the method of tuples.
+
+
+class BlockRun(NamedTuple):
     """`count` blocks from index `first` of a reservation (not block ids of the pool)."""
 
     first: int
-    count: int
+    count: int  # type: ignore[assignment]
 
 
-@dataclass(frozen=True, slots=True)
-class PullRun:
+class PullRun(NamedTuple):
     """`count` blocks from block `source` of the sender's pool, for indexes from `first`."""
 
     source: int
     first: int
-    count: int
+    count: int  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +176,16 @@ class PullFrame:
         return sum(run.count for run in self.runs)
 
     def as_put(self) -> PutFrame:
-        """What it writes, in the words of a PUT."""
-        runs = tuple(BlockRun(run.first, run.count) for run in self.runs)
-        return PutFrame(self.transfer_id, self.claim, runs, checksum=False)
+        """What it writes, in the words of a PUT; runs that follow each other are one."""
+        runs: list[BlockRun] = []
+        start = end = self.runs[0].first
+        for _, first, count in self.runs:
+            if first != end:
+                runs.append(BlockRun(start, end - start))
+                start = first
+            end = first + count
+        runs.append(BlockRun(start, end - start))
+        return PutFrame(self.transfer_id, self.claim, tuple(runs), checksum=False)
 
 
 @dataclass(frozen=True, slots=True)

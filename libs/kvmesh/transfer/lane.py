@@ -155,7 +155,7 @@ class Lane:
         num_bytes = sum(view.nbytes for view in views)
         transfer_id = self._machine.open_put(num_bytes)
         has_sum = self._sum is not None
-        block_runs = tuple(BlockRun(run.target_start, run.count) for run in runs)
+        block_runs = tuple([BlockRun(first, count) for _, first, count in runs])
         head = encode_frame(PutFrame(transfer_id, claim, block_runs, checksum=has_sum), num_bytes)
         await self._transact(transfer_id, num_bytes, lambda: self._send_payload(head, views))
         self._meter.frames += 1
@@ -170,7 +170,7 @@ class Lane:
         """
         num_bytes = sum(run.count for run in runs) * self._machine.block_bytes
         transfer_id = self._machine.open_put(num_bytes)
-        pull_runs = tuple(PullRun(run.source_start, run.target_start, run.count) for run in runs)
+        pull_runs = tuple(map(PullRun._make, runs))
         head = encode_frame(PullFrame(transfer_id, claim, pull_runs))
         await self._transact(transfer_id, num_bytes, lambda: self._send_head(head))
         self._meter.frames += 1

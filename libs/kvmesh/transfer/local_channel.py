@@ -17,14 +17,13 @@ from kvmesh.transfer.alignment import Run, split_runs
 from kvmesh.transfer.channel import carry_all
 from kvmesh.transfer.frames import BlockRun, CommitFrame, PutFrame
 from kvmesh.transfer.lane import PeerKey, claim_of
-from kvmesh.transfer.memory import PoolMemory, copy_views
+from kvmesh.transfer.memory import COPY_INLINE_BYTES, PoolMemory, copy_views
 from kvmesh.transfer.meters import LinkMeter
 from kvmesh.transfer.protocol import ChannelIdentity, layout_difference
 from kvmesh.transfer.target import WriteTarget
 from kvmesh.transfer.threads import run_to_end
 
 PIECE_BYTES = 32 << 20
-_INLINE_BYTES = 256 << 10
 _MAX_RUNS = 4096
 
 
@@ -146,7 +145,7 @@ class LocalChannel:
         done = False
         try:
             sources = [self._memory.read_view(run.source_start, run.count) for run in runs]
-            if put.num_blocks * self._block_bytes <= _INLINE_BYTES:
+            if put.num_blocks * self._block_bytes <= COPY_INLINE_BYTES:
                 copy_views(grant.views, sources)
             else:
                 await run_to_end(self._threads, partial(copy_views, grant.views, sources))

@@ -17,6 +17,8 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+COPY_INLINE_BYTES = 1 << 20
+"""Copies up to this size are made on the event loop: a tenth of a millisecond or two."""
 _LARGE_BYTES = 1 << 20
 _memmove_locked = ctypes.PyDLL(None).memmove
 _memmove_locked.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -82,11 +84,12 @@ class MappedPool:
         self._address = address_of(self._view)
         self._num_blocks = num_blocks
 
-    def byte_range(self, first_block: int, num_blocks: int) -> tuple[int, int]:
-        """(address, number of bytes) of a run of blocks; valid until `close`."""
+    def byte_ranges(self, runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """(address, number of bytes) of (first block, count) runs; valid until `close`."""
         assert self._view is not None, "the mapping is closed"
-        assert 0 <= first_block <= first_block + num_blocks <= self._num_blocks, "outside"
-        return self._address + first_block * self._block_bytes, num_blocks * self._block_bytes
+        base, size, end = self._address, self._block_bytes, self._num_blocks
+        assert all(first + count <= end for first, count in runs), "outside of the pool"
+        return [(base + first * size, count * size) for first, count in runs]
 
     def close(self) -> None:
         """Unmaps; nobody may be copying. May be called again."""
@@ -123,7 +126,7 @@ def copy_ranges(targets: Sequence[memoryview], sources: Sequence[tuple[int, int]
         while left:
             if size == 0:
                 source, size = next(pieces)
-            count = min(left, size)
+            count = left if left < size else size
             if count >= _LARGE_BYTES:
                 ctypes.memmove(destination, source, count)
             else:

@@ -14,9 +14,9 @@ from kvmesh.core.types import Refusal, WorkerId
 from kvmesh.transfer.checksums import checksum_function
 from kvmesh.transfer.codec import encode_frame
 from kvmesh.transfer.decoder import PayloadStart
-from kvmesh.transfer.frame_socket import INLINE_BYTES, FrameSocket
+from kvmesh.transfer.frame_socket import FrameSocket
 from kvmesh.transfer.frames import PullFrame, PutFrame
-from kvmesh.transfer.memory import MappedPool, MappingError, copy_ranges
+from kvmesh.transfer.memory import COPY_INLINE_BYTES, MappedPool, MappingError, copy_ranges
 from kvmesh.transfer.meters import LinkKey, LinkMeter, TransferObserver, TransferSample
 from kvmesh.transfer.protocol import (
     Commit,
@@ -184,11 +184,11 @@ class ServerChannel:
             return
         started = asyncio.get_running_loop().time()
         assert self._pool is not None, "runs of a pool that is not mapped are refused"
-        sources = [self._pool.byte_range(run.source, run.count) for run in pull.runs]
+        sources = self._pool.byte_ranges([(source, count) for source, _, count in pull.runs])
         num_bytes = sum(size for _, size in sources)
         done = False
         try:
-            if num_bytes <= INLINE_BYTES:
+            if num_bytes <= COPY_INLINE_BYTES:
                 copy_ranges(grant.views, sources)
             else:
                 await run_to_end(self._threads, partial(copy_ranges, grant.views, sources))

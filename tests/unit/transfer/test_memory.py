@@ -32,11 +32,11 @@ def test_a_mapped_pool_shows_the_owners_bytes(shared: tuple[int, memoryview]) ->
     pool = MappedPool(fd, 8, BLOCK)
     target = memoryview(bytearray(3 * BLOCK))
 
-    copy_ranges([target], [pool.byte_range(5, 2), pool.byte_range(0, 1)])
+    copy_ranges([target], pool.byte_ranges([(5, 2), (0, 1)]))
 
     assert target == owner[5 * BLOCK : 7 * BLOCK].tobytes() + owner[:BLOCK].tobytes()
     with pytest.raises(AssertionError, match="outside"):
-        pool.byte_range(7, 2)
+        pool.byte_ranges([(0, 1), (7, 2)])
     pool.close()
     pool.close()
 

@@ -216,6 +216,8 @@ def test_a_pull_is_copied_and_acknowledged_with_its_bytes() -> None:
     assert machine.receive(pull) == Copy(pull)
     assert machine.pull_answered(pull, None) == PutOkFrame(1, 3 * LAYOUT.block_bytes)
     assert pull.as_put().runs == (BlockRun(0, 2), BlockRun(5, 1))
+    joined = PullFrame(2, CLAIM, (PullRun(6, 1, 2), PullRun(0, 3, 1), PullRun(1, 9, 1)))
+    assert joined.as_put().runs == (BlockRun(1, 3), BlockRun(9, 1))
 
 
 @pytest.mark.parametrize(
