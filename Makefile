@@ -60,7 +60,7 @@ e2e-compose: setup ## bring docker-compose.yml up with podman, kill a container,
 	$(PY) -m scripts.compose_e2e
 
 train-model: setup ## train the embedded model again from the standard library's documentation
-	$(PY) models/train_pydoc.py
+	$(PY) -m models.train_pydoc
 
 clean: ## remove what was built, and nothing else
 	rm -rf $(VENV) .kvmesh .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist

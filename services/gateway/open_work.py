@@ -236,6 +236,9 @@ class OpenWork:
             try:
                 source, event = await self.next_event(until - loop.time())
             except TimeoutError:
+                if timeout_s < ANSWER_TIMEOUT_S:  # the request ran out of time, not the worker
+                    message = "the deadline passed before the worker answered"
+                    return Refusal(RefusalReason.DEADLINE, message)
                 return _lost("the worker did not answer in time")
             if isinstance(event, Tokens):
                 self.keep_early(event)

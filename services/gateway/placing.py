@@ -257,7 +257,10 @@ class Placing:
         span: Span | None = None,
     ) -> None:
         """Remembers a refusal: it is counted, traced, and the last one is the client's answer."""
-        self._last = StageRefusedError(refusal, stage)
+        deadline = RefusalReason.DEADLINE
+        if refusal.reason is not deadline or self._last.refusal.reason is deadline:
+            # That time ran out says less than what it was spent on.
+            self._last = StageRefusedError(refusal, stage)
         self._mesh.metrics.refused(refusal.reason.value, stage.value)
         if candidate is None:
             return

@@ -6,7 +6,6 @@ Tests: tests/unit/cli/test_doctor.py.
 from __future__ import annotations
 
 import asyncio
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,14 +49,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _machine(model: Path | None) -> list[Finding]:
-    shared = Path("/dev/shm")
-    free = shutil.disk_usage(shared).free if shared.is_dir() else None
     return [
         machine_checks.check_python(tuple(sys.version_info[:3])),
         *machine_checks.check_packages(),
         machine_checks.check_cores(usable_cores(), environment("OMP_NUM_THREADS")),
         machine_checks.check_memory(psutil.virtual_memory().available),
-        machine_checks.check_shared_memory(free),
         machine_checks.check_congestion_control(),
         machine_checks.check_model(model),
     ]

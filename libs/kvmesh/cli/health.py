@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import grpc
 
@@ -20,13 +22,32 @@ _CHECK = "/grpc.health.v1.Health/Check"
 _ANSWERS = {b"": "UNKNOWN", b"\x08\x01": SERVING, b"\x08\x02": "NOT_SERVING"}
 
 
-def check_health(target: str, timeout_s: float) -> str:
+@dataclass(frozen=True, slots=True)
+class HealthTls:
+    """PEM files to ask a TLS port with; `cert` and `key` where the service asks for them."""
+
+    ca: str = ""
+    cert: str = ""
+    key: str = ""
+
+
+def _open(target: str, tls: HealthTls) -> grpc.Channel:
+    options = (("grpc.enable_http_proxy", 0),)
+    if not tls.ca:
+        return grpc.insecure_channel(target, options=options)
+    ca, key, cert = (
+        Path(name).read_bytes() if name else None for name in (tls.ca, tls.key, tls.cert)
+    )
+    return grpc.secure_channel(target, grpc.ssl_channel_credentials(ca, key, cert), options=options)
+
+
+def check_health(target: str, timeout_s: float, tls: HealthTls | None = None) -> str:
     """Asks `host:port` for the state of its server.
 
     Returns:
         `SERVING`, `NOT_SERVING`, `UNKNOWN`, or the gRPC status of a call that failed.
     """
-    with grpc.insecure_channel(target, options=(("grpc.enable_http_proxy", 0),)) as channel:
+    with _open(target, tls or HealthTls()) as channel:
         # No serializers: an empty HealthCheckRequest (the whole server) is no bytes at all.
         check: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(_CHECK)
         try:
@@ -49,7 +70,14 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("target", metavar="HOST:PORT")
     add_flag(parser, "--timeout", 3.0, "seconds to wait for the answer", kind=float)
+    add_flag(parser, "--tls-ca", "", "CA (PEM) of a service that uses TLS")
+    add_flag(parser, "--tls-cert", "", "client certificate (PEM), where the service asks for one")
+    add_flag(parser, "--tls-key", "", "private key (PEM) of the certificate")
     arguments = parser.parse_args(argv)
-    state = check_health(arguments.target, arguments.timeout)
+    tls = HealthTls(arguments.tls_ca, arguments.tls_cert, arguments.tls_key)
+    try:
+        state = check_health(arguments.target, arguments.timeout, tls)
+    except OSError as error:
+        parser.error(f"{error.filename}: {error.strerror}")
     print(f"{arguments.target} {state}", file=sys.stdout if state == SERVING else sys.stderr)
     return 0 if state == SERVING else 1

@@ -80,18 +80,6 @@ def check_memory(available_bytes: int) -> Finding:
     return Finding.ok("memory", detail)
 
 
-def check_shared_memory(free_bytes: int | None) -> Finding:
-    """/dev/shm, which carries KV between workers of one host; None is not there."""
-    if free_bytes is None:
-        remedy = "workers of one host use TCP instead; mount a tmpfs there"
-        return Finding.warn("/dev/shm", "not there", remedy)
-    detail = f"{free_bytes / _GIB:.1f} GiB free"
-    if free_bytes < _GIB // 4:
-        remedy = "too small for transfers between workers; containers: raise --shm-size"
-        return Finding.warn("/dev/shm", detail, remedy)
-    return Finding.ok("/dev/shm", detail)
-
-
 def check_congestion_control(settings: Path = _TCP_SETTINGS) -> Finding:
     """TCP congestion control of the KV data channels."""
     try:

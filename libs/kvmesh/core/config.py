@@ -2,7 +2,8 @@
 
 A config is a frozen dataclass whose fields are str, int, float, bool, `X | None` or another such
 dataclass. Field `section.name` has the flag `--section.name` and the environment twin
-`KVMESH_SECTION__NAME`. The help text is the field's `metadata["help"]`. An unknown key is an error.
+`KVMESH_SECTION__NAME`. The help text is the field's `metadata["help"]`. An unknown key is an error;
+in the environment, which services share, only within a section that this service has.
 This is the only module that reads the environment. Tests: tests/unit/core/test_config.py.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import sys
 import tomllib
 import types
 import typing
@@ -154,6 +156,7 @@ def load_config(
                     f"{file}: unknown key {name}; known: {', '.join(sorted(by_name))}"
                 )
             values[by_name[name].path] = _parse(by_name[name], raw, file)
+    _check_environment(options, environ)
     for name, leaf in by_name.items():
         if leaf.env in environ:
             values[leaf.path] = _parse(leaf, environ[leaf.env], leaf.env)
@@ -161,8 +164,19 @@ def load_config(
             values[leaf.path] = _parse(leaf, arguments[name], leaf.flag)
     result: ConfigT = _build(config, values, ())
     if arguments["print_config"]:
-        parser.exit(0, format_config(result))
+        sys.stdout.write(format_config(result))
+        parser.exit(0)
     return result
+
+
+def _check_environment(options: Sequence[Option], environ: Mapping[str, str]) -> None:
+    sections = {leaf.env.partition("__")[0] + "__" for leaf in options if "__" in leaf.env}
+    known = {leaf.env for leaf in options}
+    for name in environ:
+        section, separator, _ = name.partition("__")
+        if section + separator in sections and name not in known:
+            near = ", ".join(sorted(env for env in known if env.startswith(section + separator)))
+            raise ConfigError(f"{name}: no such option; known: {near}")
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

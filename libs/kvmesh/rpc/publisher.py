@@ -128,7 +128,9 @@ class BlockPublisher:
     async def _flush_often(self) -> None:
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), self._interval_s)
+                # Not `wait_for`: in Python 3.11 it can swallow a cancel.
+                async with asyncio.timeout(self._interval_s):
+                    await self._wake.wait()
                 await asyncio.sleep(FLUSH_DELAY_S)
             self._wake.clear()
             self._flush()

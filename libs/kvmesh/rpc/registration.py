@@ -29,6 +29,10 @@ FIRST_INTERVAL_S = 0.5
 MIN_GAP_S = 0.02
 """Changes that come closer together than this share one report."""
 
+FOLLOW_UP_S = 0.1
+"""A change is reported once more after this time. A scheduler counts a route as load until a report
+that came some time after it, so a prompt that was done sooner would count for a whole interval."""
+
 REFUSED_PAUSE_S = 1.0
 """Wait after a scheduler refused the registration: it knows a newer life of this worker, or says
 that the worker's info is wrong. Neither is over within milliseconds."""
@@ -152,13 +156,17 @@ class _Link:
         self._wake.set()
 
     async def _report(self, stream: RegistrationStream) -> None:
+        changed = False
         while not self._over and not self._refused:
             if stream.connected and not self._leaving:
                 stream.send(self._load_report())
             await asyncio.sleep(MIN_GAP_S)
+            pause_s = min(FOLLOW_UP_S, self._interval_s) if changed else self._interval_s
+            changed = False
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._interval_s):
+                async with asyncio.timeout(pause_s):
                     await self._wake.wait()
+                changed = True
             self._wake.clear()
 
     def _load_report(self) -> RegisterWorkerRequest:

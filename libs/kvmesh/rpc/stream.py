@@ -68,6 +68,39 @@ class Outbox(Generic[ItemT]):
             await self._wake.wait()
 
 
+async def serve_stream(
+    requests: AsyncIterator[RequestT],
+    context: grpc.aio.ServicerContext[Any, Any],
+    receive: Callable[[RequestT, Outbox[ItemT]], None],
+    on_end: Callable[[Outbox[ItemT]], None],
+) -> AsyncIterator[list[ItemT]]:
+    """The server end of a long-lived stream: yields what `receive` puts into the outbox.
+
+    Args:
+        receive: called for each message, on the event loop; must not block.
+        on_end: called once, however the stream ends; releases all that belongs to it.
+    """
+    # Now, not with the first answer: the client counts as connected when this arrives.
+    await context.send_initial_metadata(())
+    outbox: Outbox[ItemT] = Outbox()
+
+    async def read() -> None:
+        try:
+            async for request in requests:
+                receive(request, outbox)
+        finally:
+            outbox.close()
+
+    reader = asyncio.create_task(read())
+    try:
+        async for events in outbox.batches():
+            yield events
+        await reader  # an error in `receive` breaks the stream, it is not swallowed
+    finally:
+        reader.cancel()
+        on_end(outbox)
+
+
 class PeerStream(Generic[RequestT, ResponseT]):
     """Keeps one bidirectional stream to a peer open, reconnecting with backoff and jitter.
 
@@ -137,10 +170,12 @@ class PeerStream(Generic[RequestT, ResponseT]):
         reason = "closed by peer"
         try:
             # Metadata arrives when the peer's handler has started: only then is it really up.
+            # A call that failed answers too, with nothing; reading from it then raises the cause.
             await call.initial_metadata()
-            self._up.set()
-            if self._on_up is not None:
-                self._on_up()
+            if not call.done():
+                self._up.set()
+                if self._on_up is not None:
+                    self._on_up()
             async for message in call:
                 self._on_message(message)
         except grpc.aio.AioRpcError as error:

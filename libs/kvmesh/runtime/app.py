@@ -33,6 +33,8 @@ log = event_logger(__name__)
 
 FORCED_EXIT = 130
 
+_CANCEL_AGAIN_S = 0.25
+
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
@@ -115,9 +117,12 @@ class ServiceContext:
         """Ends background tasks and the server. May be called again."""
         # Handlers of long-lived streams end with the server, not by themselves.
         await self.server.stop(grace=0.2)
-        for task in tuple(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        # Again and again: `asyncio.wait_for` of Python 3.11, which redis-py uses, swallows a cancel
+        # that comes together with its result.
+        while self._tasks:
+            for task in tuple(self._tasks):
+                task.cancel()
+            await asyncio.wait(self._tasks, timeout=_CANCEL_AGAIN_S)
 
     def _task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -180,6 +185,7 @@ def _install_signals(stop: asyncio.Event) -> None:
 
 def run_service(name: str, config_class: type[ConfigT], build: Build[ConfigT]) -> None:
     """Runs a service until a signal; exits the process with 0, 1 (crash) or 2 (config)."""
+    configure_logging(name)  # for what goes wrong before the config is known
     try:
         config = load_config(config_class, sys.argv[1:], prog=f"python -m services.{name}")
         telemetry = config.telemetry
@@ -204,6 +210,7 @@ def _metrics_server(host: str, port: int) -> Any:
         raise ConfigError(
             f"metrics port {port} is taken; choose another with --telemetry.metrics-port"
         ) from error
+    log.info("metrics_serving", address=f"{host}:{server.server_port}")
     try:
         yield
     finally:

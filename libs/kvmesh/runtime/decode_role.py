@@ -33,7 +33,7 @@ from kvmesh.rpc.convert import (
     sequence_spec_from_proto,
     token_logprobs_to_proto,
 )
-from kvmesh.rpc.stream import Outbox
+from kvmesh.rpc.stream import Outbox, serve_stream
 from kvmesh.runtime.worker_parts import WorkerParts
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.telemetry.tracing import Span, start_span
@@ -99,23 +99,14 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
         context: grpc.aio.ServicerContext[pb.DecodeRequest, pb.DecodeResponse],
     ) -> AsyncIterator[pb.DecodeResponse]:
         """One gateway's stream; everything on it is cancelled when it ends."""
-        await context.send_initial_metadata(())
-        outbox: DecodeOutbox = Outbox()
-        reader = asyncio.create_task(self._read(request_iterator, outbox))
-        try:
-            async for events in outbox.batches():
-                yield pb.DecodeResponse(events=events)
-        finally:
-            reader.cancel()
-            for task in [task for task in self._tasks.values() if task.outbox is outbox]:
-                self._end(task, "stream_closed")
+        async for events in serve_stream(
+            request_iterator, context, self._receive, self._stream_ended
+        ):
+            yield pb.DecodeResponse(events=events)
 
-    async def _read(self, requests: AsyncIterator[pb.DecodeRequest], outbox: DecodeOutbox) -> None:
-        try:
-            async for request in requests:
-                self._receive(request, outbox)
-        finally:
-            outbox.close()
+    def _stream_ended(self, outbox: DecodeOutbox) -> None:
+        for task in [task for task in self._tasks.values() if task.outbox is outbox]:
+            self._end(task, "stream_closed")
 
     def _receive(self, request: pb.DecodeRequest, outbox: DecodeOutbox) -> None:
         kind = request.WhichOneof("message")

@@ -23,7 +23,7 @@ from kvmesh.rpc.convert import (
     sequence_spec_from_proto,
     token_logprobs_to_proto,
 )
-from kvmesh.rpc.stream import Outbox
+from kvmesh.rpc.stream import Outbox, serve_stream
 from kvmesh.runtime.decode_role import DecodeRole
 from kvmesh.runtime.worker_parts import WorkerParts
 from kvmesh.telemetry.logs import event_logger
@@ -86,31 +86,24 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         context: grpc.aio.ServicerContext[pb.PrefillRequest, pb.PrefillResponse],
     ) -> AsyncIterator[pb.PrefillResponse]:
         """One gateway's stream; everything on it is cancelled when it ends."""
-        await context.send_initial_metadata(())
-        outbox: PrefillOutbox = Outbox()
-        reader = asyncio.create_task(self._read(request_iterator, outbox))
-        try:
-            async for events in outbox.batches():
-                yield pb.PrefillResponse(events=events)
-        finally:
-            reader.cancel()
-            for attempt in [a for a in self._attempts.values() if a.outbox is outbox]:
-                self._cancel(attempt)
+        async for events in serve_stream(
+            request_iterator, context, self._receive, self._stream_ended
+        ):
+            yield pb.PrefillResponse(events=events)
 
-    async def _read(
-        self, requests: AsyncIterator[pb.PrefillRequest], outbox: PrefillOutbox
-    ) -> None:
-        try:
-            async for request in requests:
-                if request.WhichOneof("message") == "offer":
-                    self._offer(request.offer, outbox)
-                elif request.WhichOneof("message") == "cancel":
-                    message = request.cancel
-                    key = (outbox, RequestId(message.request_id), message.attempt)
-                    if key in self._attempts:
-                        self._cancel(self._attempts[key])
-        finally:
-            outbox.close()
+    def _stream_ended(self, outbox: PrefillOutbox) -> None:
+        for attempt in [a for a in self._attempts.values() if a.outbox is outbox]:
+            self._cancel(attempt)
+
+    def _receive(self, request: pb.PrefillRequest, outbox: PrefillOutbox) -> None:
+        kind = request.WhichOneof("message")
+        if kind == "offer":
+            self._offer(request.offer, outbox)
+        elif kind == "cancel":
+            message = request.cancel
+            key = (outbox, RequestId(message.request_id), message.attempt)
+            if key in self._attempts:
+                self._cancel(self._attempts[key])
 
     def _cancel(self, attempt: PrefillAttempt) -> None:
         assert attempt.work is not None

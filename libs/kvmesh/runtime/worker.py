@@ -170,7 +170,11 @@ class Worker:
         )
         targets = [target.strip() for target in section.scheduler_targets.split(",")]
         self._registration = SchedulerRegistration(
-            [target for target in targets if target], info, self.load, self._ordered_to_drain
+            [target for target in targets if target],
+            info,
+            self.load,
+            self._ordered_to_drain,
+            self._config.server.tls,
         )
         self._context.spawn(self._registration.run(), "registration")
         self._publisher: BlockPublisher | None = None
@@ -186,6 +190,7 @@ class Worker:
                 ),
                 take_events=self.core.pool.take_events,
                 held_hashes=self.core.pool.held_hashes,
+                tls=self._config.server.tls,
             )
             self._context.spawn(self._publisher.run(), "publisher")
 
@@ -203,6 +208,8 @@ class Worker:
 
     async def _drain(self) -> None:
         """Prefill first: its KV must be taken before the process may go."""
+        # Both at once, so that the next load report keeps routes away from either side.
+        self.decode.draining = self.prefill.draining = True
         await self.prefill.drain()
         await self.decode.drain()
         await self._registration.goodbye("drained")
@@ -242,8 +249,8 @@ async def build_worker(
     context.stack.callback(runner.close)
     metrics = metrics or WorkerMetrics()
     worker = Worker(config, context, runner, metrics)
-    metrics.registry.register(EngineCollector(worker.core, runner.spec.name))
     await worker.start()
+    metrics.registry.register(EngineCollector(worker.core, runner.spec.name, worker.load))
     log.info(
         "worker_ready",
         worker_id=worker.worker_id,

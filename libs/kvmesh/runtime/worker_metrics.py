@@ -5,13 +5,14 @@ Tests: tests/integration/test_worker.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvmesh.core.types import WorkerLoad
 from kvmesh.engine.core import EngineCore
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
@@ -19,21 +20,32 @@ _BYTES = tuple(float(4**power) for power in range(5, 16))
 
 
 class EngineCollector(Collector):
-    """Reads the engine's own counters at scrape time, so that steps pay nothing for metrics."""
+    """Reads the worker's own counters at scrape time, so that steps pay nothing for metrics.
 
-    def __init__(self, core: EngineCore, model_name: str) -> None:
+    Args:
+        load: what the worker reports to schedulers.
+    """
+
+    def __init__(self, core: EngineCore, model_name: str, load: Callable[[], WorkerLoad]) -> None:
         self._core = core
         self._model_name = model_name
+        self._load = load
 
     def collect(self) -> Iterator[Metric]:
-        """The series of the engine."""
-        now = self._core.statistics()
+        """The series of the engine and of both roles' slots."""
+        now, load = self._core.statistics(), self._load()
         used = 1 - now.blocks_free / self._core.pool.num_blocks
         gauges = {
             "vllm:num_requests_running": ("Sequences in the batch", now.num_running),
             "vllm:num_requests_waiting": ("Sequences put back by preemption", now.num_preempted),
             "vllm:kv_cache_usage_perc": ("Share of KV blocks in use, 0 to 1", used),
             "kvmesh_sequences_held": ("Sequences waiting for a transfer", now.num_held),
+            "kvmesh_prefill_slots_used": ("Prompts held for prefill", load.prefill_active),
+            "kvmesh_decode_sequences": ("Sequences past their handoff", load.decode_running),
+            "kvmesh_decode_reservations_open": (
+                "Reservations waiting for their KV",
+                load.decode_reserved,
+            ),
         }
         counters = {
             "vllm:prefix_cache_queries": ("Prompt tokens looked up", now.prompt_tokens_total),

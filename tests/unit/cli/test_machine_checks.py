@@ -53,13 +53,6 @@ def test_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    ("free", "level"), [(None, Level.WARN), (64 * 1024**2, Level.WARN), (GIB, Level.OK)]
-)
-def test_shared_memory(free: int | None, level: Level) -> None:
-    assert _level(checks.check_shared_memory(free)) is level
-
-
-@pytest.mark.parametrize(
     ("name", "allowed", "level"),
     [
         ("cubic", "reno cubic", Level.OK),

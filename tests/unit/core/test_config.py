@@ -78,3 +78,17 @@ def test_printed_config_hides_secrets() -> None:
     assert "inner.api_key = ***" in text
     assert "hunter2" not in text
     assert "inner.port = 80" in text
+
+
+def test_a_misspelt_variable_of_a_known_section_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"KVMESH_INNER__PROT.*KVMESH_INNER__PORT"):
+        load_config(Outer, environ={"KVMESH_INNER__PROT": "1"})
+    # Other services' sections are none of our business.
+    load_config(Outer, environ={"KVMESH_REDIS__URL": "x", "KVMESH_URL": "y"})
+
+
+def test_printed_config_goes_to_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        load_config(Outer, ["--print-config", "--name", "n"], environ={})
+    assert stop.value.code == 0
+    assert "name = 'n'" in capsys.readouterr().out

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence as SequenceOf
+
+import pytest
+
+from kvmesh.engine.core import EngineCore
+from kvmesh.engine.fake import FakeRunner
+from kvmesh.engine.loop import EngineLoop
+from kvmesh.engine.protocol import SequenceChunk, StepResult
+from kvmesh.engine.sequence import Sequence
+from tests.worker_driver import make_spec, reference_tokens
+
+
+class Gate(FakeRunner):
+    """A runner that computes only while its gate is open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open = threading.Event()
+        self.entered = threading.Event()
+        self.threads: set[str] = set()
+
+    def execute(self, chunks: SequenceOf[SequenceChunk]) -> StepResult:
+        self.threads.add(threading.current_thread().name)
+        self.entered.set()
+        assert self.open.wait(10)
+        return super().execute(chunks)
+
+
+async def _until(fact: threading.Event) -> None:
+    assert await asyncio.to_thread(fact.wait, 10)
+
+
+async def test_steps_run_in_one_other_thread_and_the_loop_stays_free() -> None:
+    runner = Gate()
+    core = EngineCore(runner.spec, 64)
+    loop = EngineLoop(core, runner)
+    task = asyncio.create_task(loop.run())
+    spec = make_spec([1, 2, 3], max_tokens=5)
+    sequence = core.admit_decode(spec)
+    assert isinstance(sequence, Sequence)
+    core.run(sequence)
+    loop.wake()
+    await _until(runner.entered)
+    # The step is blocked, and this coroutine still runs and may admit.
+    second = core.admit_decode(make_spec([7, 8], max_tokens=2))
+    assert isinstance(second, Sequence)
+    core.run(second)
+    runner.open.set()
+    async with asyncio.timeout(10):
+        while core.has_work:
+            await asyncio.sleep(0)
+    assert sequence.tokens[3:] == reference_tokens(spec)
+    assert len(runner.threads) == 1
+    assert threading.current_thread().name not in runner.threads
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_an_error_of_the_runner_ends_the_loop() -> None:
+    class Broken(FakeRunner):
+        def execute(self, chunks: SequenceOf[SequenceChunk]) -> StepResult:
+            raise RuntimeError("out of memory")
+
+    runner = Broken()
+    core = EngineCore(runner.spec, 64)
+    loop = EngineLoop(core, runner)
+    sequence = core.admit_decode(make_spec([1, 2, 3]))
+    assert isinstance(sequence, Sequence)
+    core.run(sequence)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        await loop.run()
