@@ -18,9 +18,10 @@ COMMANDS = {
     "doctor": "say what is wrong with this machine or a running stack",
     "health": "ask one service for its gRPC health; the exit code is the answer",
     "plan": "search the routing threshold and the split of prefill and decode instances",
+    "simulate": "replay a trace against the policies, with modelled engines and links",
 }
 
-EXTRAS = {"plan": "sim"}
+EXTRAS = {"plan": "sim", "simulate": "sim"}
 """Extra of the distribution that a command needs; `local` for all others."""
 
 USAGE_ERROR = 2

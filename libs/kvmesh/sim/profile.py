@@ -43,7 +43,7 @@ class Device:
 
     Attributes:
         prefill_s: of so many uncached tokens.
-        num_blocks: KV blocks that it holds.
+        num_blocks: KV blocks that it holds, of 512 tokens as in traces.
     """
 
     name: str
@@ -93,7 +93,6 @@ class Profile:
 
     name: str
     description: str
-    block_size: int
     kv_bytes: Curve
     devices: dict[str, Device]
     links: Links
@@ -147,7 +146,7 @@ def load_profile(name_or_path: str) -> Profile:
 
 def parse_profile(fields: Fields) -> Profile:
     """Checks a parsed profile; raises ConfigError with the path of a wrong entry."""
-    fields.only("name", "description", "block_size", "kv_bytes", "devices", "links", "plan")
+    fields.only("name", "description", "kv_bytes", "devices", "links", "plan")
     devices = {name: _device(name, each) for name, each in fields.children("devices").items()}
     plan = _plan(fields.child("plan"))
     for name in (plan.remote, plan.local):
@@ -158,7 +157,6 @@ def parse_profile(fields: Fields) -> Profile:
     return Profile(
         name=fields.text("name"),
         description=fields.text("description"),
-        block_size=fields.count("block_size", 1),
         kv_bytes=_curve(fields.child("kv_bytes")),
         devices=devices,
         links=Links(

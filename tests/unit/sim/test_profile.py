@@ -47,8 +47,8 @@ def test_units() -> None:
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (("block_size",), 0, "block_size"),
-        (("block_size",), "x", "wrong type"),
+        (("devices", "h20", "num_blocks"), 0, "num_blocks"),
+        (("devices", "h20", "num_blocks"), "x", "wrong type"),
         (("extra",), 1, "unknown extra"),
         (("devices", "h20", "num_blocks"), 1.5, "devices.h20.num_blocks"),
         (("devices", "h20", "decode_s", "constant"), True, "constant"),
