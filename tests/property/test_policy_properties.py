@@ -115,20 +115,22 @@ def test_the_optimum_is_the_best_of_every_threshold_and_split(
 
 @given(
     st.floats(1, 1e5),
-    st.lists(st.tuples(st.floats(0, 1), st.floats(0, 10)), min_size=1, max_size=60),
+    st.lists(st.tuples(st.floats(0, 1), st.floats(0, 9), st.floats(0, 9)), min_size=1, max_size=60),
 )
 def test_the_threshold_stays_within_its_bounds(
-    base: float, links: list[tuple[float, float]]
+    base: float, links: list[tuple[float, float, float]]
 ) -> None:
     threshold = Threshold(base, base)
-    for utilisation, queue in links:
+    for link in links:
         before = threshold.tokens
-        threshold = adjust_threshold(threshold, LinkState(utilisation, queue))
-        assert base <= threshold.tokens <= 8 * base
-        if threshold.reason in {AdjustReason.LINK_FULL, AdjustReason.QUEUE_SURGE}:
+        threshold = adjust_threshold(threshold, LinkState(*link))
+        assert base / 8 <= threshold.tokens <= 8 * base
+        if threshold.reason in {AdjustReason.LINK_FULL, AdjustReason.REMOTE_SURGE}:
             assert threshold.tokens >= before
-        else:
+        elif threshold.reason is AdjustReason.LOCAL_SURGE:
             assert threshold.tokens <= before
+        else:
+            assert abs(threshold.tokens - base) <= abs(before - base)
 
 
 # --- TokenLake -----------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """On which worker each batch of a step runs, so that the least KV and queries travel.
 
 Source: TokenLake 5 (bipartite matching). Tests: tests/unit/policy/test_dispatch.py,
-tests/property/test_policy_dispatch.py.
+tests/property/test_policy_properties.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which prompts share a batch and how many workers each batch gets, for the least total latency.
 
 Source: TokenLake 6.2 (dynamic program and its fallback).
-Tests: tests/unit/policy/test_elastic.py, tests/property/test_policy_elastic.py.
+Tests: tests/unit/policy/test_elastic.py, tests/property/test_policy_properties.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The most read segments of the pool, found without a walk over all of it.
 
-Source: TokenLake 4.3. Tests: tests/unit/policy/test_heavy_hitters.py.
+Source: TokenLake 4.3. Tests: tests/unit/policy/test_segment_tree.py.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """PrfaaS's fast time scale: which cluster prefills a prompt, and a threshold that follows the link.
 
 Source: PrfaaS 3.3 (threshold routing), 3.4.3 points 2-3.
-Tests: tests/unit/policy/test_offload.py, tests/property/test_policy_prfaas.py.
+Tests: tests/unit/policy/test_offload.py, tests/property/test_policy_properties.py.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 from dataclasses import dataclass
 
@@ -84,10 +83,11 @@ def choose_cluster(
 class AdjustReason(enum.Enum):
     """Why the threshold moved, or not."""
 
-    CALM = "link and queue are within their bounds"
+    CALM = "link and queues are within their bounds"
     LINK_FULL = "the link is nearly full"
-    QUEUE_SURGE = "requests wait for the remote cluster"
-    RECOVERING = "the link has room again"
+    REMOTE_SURGE = "requests wait for the remote cluster more than for the local one"
+    LOCAL_SURGE = "requests wait for the local cluster more than for the remote one"
+    RECOVERING = "link and queues have room again"
     HOLD = "between the bounds nothing changes"
 
 
@@ -97,11 +97,18 @@ class LinkState:
 
     Attributes:
         utilisation: share of the egress bandwidth in use.
-        queue_per_instance: requests that wait for a remote prefill instance.
+        remote_queue, local_queue: requests that wait for prefill there, per instance. Only their
+            difference counts: when both wait, another threshold helps nobody.
     """
 
     utilisation: float
-    queue_per_instance: float
+    remote_queue: float = 0.0
+    local_queue: float = 0.0
+
+    @property
+    def excess(self) -> float:
+        """How many more requests wait for a remote instance."""
+        return self.remote_queue - self.local_queue
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,17 +116,17 @@ class AdjustLimits:
     """Bounds; the gap between high and low is the hysteresis.
 
     Attributes:
-        grow: factor per adjustment upwards.
-        shrink: factor per adjustment back to the base.
-        max_factor: the threshold goes to at most this many times the base.
+        step: factor per adjustment away from the base.
+        back: share of the way to the base (of its logarithm) per adjustment back.
+        max_factor: the threshold stays within this factor of the base.
     """
 
     high_utilisation: float = 0.9
     low_utilisation: float = 0.7
     high_queue: float = 2.0
     low_queue: float = 0.5
-    grow: float = 1.15
-    shrink: float = 0.95
+    step: float = 1.15
+    back: float = 0.2
     max_factor: float = 8.0
 
 
@@ -129,7 +136,7 @@ class Threshold:
 
     Attributes:
         base_tokens: from the last search; the threshold returns to it.
-        tokens: in force now, never below the base.
+        tokens: in force now.
     """
 
     base_tokens: float
@@ -140,25 +147,30 @@ class Threshold:
 def adjust_threshold(
     threshold: Threshold, link: LinkState, limits: AdjustLimits | None = None
 ) -> Threshold:
-    """Raises the threshold fast while the remote path is congested; lowers it slowly afterwards.
+    """Moves the threshold fast while a path is congested, and slowly back afterwards.
 
     A higher threshold sends fewer and longer prompts, and longer ones make less KV per second of
-    compute, so the link is relieved twice.
+    compute, so a full link is relieved twice.
     """
     limits = limits or AdjustLimits()
-    full = link.utilisation > limits.high_utilisation
-    surge = link.queue_per_instance > limits.high_queue
-    if full or surge:
-        tokens = min(threshold.tokens * limits.grow, threshold.base_tokens * limits.max_factor)
-        reason = AdjustReason.LINK_FULL if full else AdjustReason.QUEUE_SURGE
-        return dataclasses.replace(threshold, tokens=tokens, reason=reason)
-    if threshold.tokens <= threshold.base_tokens:
-        return dataclasses.replace(threshold, reason=AdjustReason.CALM)
-    calm = link.utilisation < limits.low_utilisation and link.queue_per_instance < limits.low_queue
-    if not calm:
-        return dataclasses.replace(threshold, reason=AdjustReason.HOLD)
-    tokens = max(threshold.tokens * limits.shrink, threshold.base_tokens)
-    return dataclasses.replace(threshold, tokens=tokens, reason=AdjustReason.RECOVERING)
+    base = threshold.base_tokens
+    if link.utilisation > limits.high_utilisation or link.excess > limits.high_queue:
+        full = link.utilisation > limits.high_utilisation
+        reason = AdjustReason.LINK_FULL if full else AdjustReason.REMOTE_SURGE
+        tokens = min(threshold.tokens * limits.step, base * limits.max_factor)
+        return Threshold(base, tokens, reason)
+    has_room = link.utilisation < limits.low_utilisation
+    if has_room and link.excess < -limits.high_queue:
+        tokens = max(threshold.tokens / limits.step, base / limits.max_factor)
+        return Threshold(base, tokens, AdjustReason.LOCAL_SURGE)
+    if threshold.tokens == base:
+        return Threshold(base, base)
+    if not has_room or abs(link.excess) >= limits.low_queue:
+        return Threshold(base, threshold.tokens, AdjustReason.HOLD)
+    tokens = threshold.tokens * (base / threshold.tokens) ** limits.back
+    # Within a percent it has arrived.
+    tokens = base if abs(tokens - base) < 0.01 * base else tokens
+    return Threshold(base, tokens, AdjustReason.RECOVERING)
 
 
 def is_bandwidth_abundant(was_abundant: bool, utilisation: float) -> bool:

@@ -2,7 +2,7 @@
 a request may wait, which group serves it.
 
 Source: P/D-Serve 2.1 (model, eqs. 1-2), 3.2 (groups), 3.3 (triggers), 3.5 (timeouts).
-Tests: tests/unit/policy/test_pdserve.py, tests/property/test_policy_ratio.py.
+Tests: tests/unit/policy/test_pdserve.py, tests/property/test_policy_properties.py.
 """
 
 from __future__ import annotations

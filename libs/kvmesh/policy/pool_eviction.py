@@ -1,7 +1,7 @@
 """Which copies leave the pool when a worker needs room: the least recently read ones, leaves first.
 
 Source: TokenLake 4.4 (global LRU over copies). Leaf first is ours: a segment whose prefix is gone
-cannot be read. Tests: tests/unit/policy/test_pool_eviction.py.
+cannot be read. Tests: tests/unit/policy/test_segment_tree.py.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 cluster, prefill at home and decode can do, and which threshold and split make the most of them.
 
 Source: PrfaaS 3.4.1 (eqs. 3-6), 3.4.2 (eqs. 7-8). Routing by the threshold is in `offload.py`.
-Tests: tests/unit/policy/test_prfaas.py, tests/property/test_policy_prfaas.py.
+Tests: tests/unit/policy/test_prfaas.py, tests/property/test_policy_properties.py.
 """
 
 from __future__ import annotations

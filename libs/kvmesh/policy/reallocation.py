@@ -1,6 +1,6 @@
 """PrfaaS's slow time scale: when to turn a local instance from prefill to decode or back.
 
-Source: PrfaaS 3.4.3, points 4-5. Tests: tests/unit/policy/test_reallocation.py.
+Source: PrfaaS 3.4.3, points 4-5. Tests: tests/unit/policy/test_prfaas.py.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ class ReallocationReason(enum.Enum):
     OPTIMAL = "the split is the best one already"
     SMALL_GAIN = "another split gains less than a change costs"
     PREFILL_BOTTLENECK = "prefill makes less than decode can take"
+    NO_QUEUE = "nothing waits for the stage that would get an instance"
     DECODE_BOTTLENECK = "decode takes less than prefill makes"
 
 
@@ -35,10 +36,21 @@ class Reallocation:
     reason: ReallocationReason
 
 
+@dataclass(frozen=True, slots=True)
+class StageQueues:
+    """Requests that waited for an instance of each stage, mean since the last evaluation."""
+
+    prefill: float
+    decode: float
+
+
 def plan_reallocation(
-    now: OperatingPoint, best: OperatingPoint, min_gain: float = 0.05
+    now: OperatingPoint, best: OperatingPoint, queues: StageQueues, min_gain: float = 0.05
 ) -> Reallocation:
     """Compares the running split with the best one and moves one instance towards it.
+
+    The model knows means only, so the queues have to agree: a stage gets an instance only if
+    requests wait for it more than for the other.
 
     Args:
         now: the model at the running threshold and split, with the lengths of late.
@@ -50,6 +62,10 @@ def plan_reallocation(
         return Reallocation(None, gain, ReallocationReason.OPTIMAL)
     if gain < min_gain:
         return Reallocation(None, gain, ReallocationReason.SMALL_GAIN)
-    if best.num_prefill > now.num_prefill:
+    to_prefill = best.num_prefill > now.num_prefill
+    more, less = (queues.prefill, queues.decode) if to_prefill else (queues.decode, queues.prefill)
+    if more <= less:
+        return Reallocation(None, gain, ReallocationReason.NO_QUEUE)
+    if to_prefill:
         return Reallocation(Role.PREFILL, gain, ReallocationReason.PREFILL_BOTTLENECK)
     return Reallocation(Role.DECODE, gain, ReallocationReason.DECODE_BOTTLENECK)

@@ -32,7 +32,7 @@ from kvmesh.policy.prfaas import (
     search,
     threshold_grid,
 )
-from kvmesh.policy.reallocation import plan_reallocation
+from kvmesh.policy.reallocation import StageQueues, plan_reallocation
 from kvmesh.policy.role_switch import Help, plan_switches
 from kvmesh.sim.events import EventQueue
 from kvmesh.sim.fleet import REMOTE, SimFleet
@@ -46,12 +46,15 @@ from kvmesh.sim.worker import SimWorker
 CYCLE_S = 1.0
 """Fast scale: threshold and role switches."""
 
-REALLOCATE_S = 60.0
+REALLOCATE_S = 120.0
 """Slow scale: lengths, base threshold and allocation."""
 
 SCORE_WINDOW_S = 5.0
-LENGTHS_WINDOW = 1000
-MIN_LENGTHS = 50
+LENGTHS_WINDOW = 2000
+MIN_LENGTHS = 400
+"""Lengths scatter about as much as their mean is long: the mean of fewer is off by more than the
+gain that is worth a change."""
+
 GRID_POINTS = 200
 
 
@@ -79,6 +82,7 @@ class Control:
         self._outputs: deque[int] = deque(maxlen=LENGTHS_WINDOW)
         self._windows: dict[WorkerId, ScoreWindow] = {}
         self._helping: dict[WorkerId, Help] = {}
+        self._queues: list[tuple[int, int]] = []
         self._carried = 0.0
         self._threshold = self._start_threshold()
 
@@ -95,6 +99,7 @@ class Control:
         if system.switch_roles:
             self._every(CYCLE_S, self._switch_roles)
         if system.reallocate:
+            self._every(CYCLE_S, self._observe_queues)
             self._every(REALLOCATE_S, self._reallocate)
 
     def note_prompt(self, request: SimRequest) -> None:
@@ -130,10 +135,15 @@ class Control:
         carried, _ = self._fleet.between.use_until_now()
         rate = (carried - self._carried) / CYCLE_S
         self._carried = carried
-        waiting = sum(request.remote for request in self._desk.searching)
+        # Who holds a reservation waits for prefill; the others wait for decode, wherever they go.
+        waiting = Counter(
+            request.remote for request, each in self._desk.searching.items() if each.has_reservation
+        )
+        num_local = sum(worker.info.role is not Role.DECODE for worker in self._local())
         link = LinkState(
             min(rate / self._fleet.between.bytes_per_s, 1.0),
-            waiting / max(len(self._remote()), 1),
+            waiting[True] / max(len(self._remote()), 1),
+            waiting[False] / max(num_local, 1),
         )
         self._threshold = adjust_threshold(self._threshold, link)
         self._reasons[f"threshold: {self._threshold.reason.value}"] += 1
@@ -174,7 +184,25 @@ class Control:
 
     # --- reallocation ------------------------------------------------------------------------
 
+    def _observe_queues(self) -> None:
+        for_prefill = sum(each.has_reservation for each in self._desk.searching.values())
+        self._queues.append((for_prefill, len(self._desk.searching) - for_prefill))
+
+    def _mean_queues(self) -> StageQueues:
+        """Of the time since the last evaluation, per instance of each stage."""
+        local = self._local()
+        num_prefill = sum(worker.info.role is Role.PREFILL for worker in local)
+        num_decode = len(local) - num_prefill
+        count = max(len(self._queues), 1)
+        queues = StageQueues(
+            sum(prefill for prefill, _ in self._queues) / count / max(num_prefill, 1),
+            sum(decode for _, decode in self._queues) / count / max(num_decode, 1),
+        )
+        self._queues.clear()
+        return queues
+
     def _reallocate(self) -> None:
+        queues = self._mean_queues()
         if len(self._lengths) < MIN_LENGTHS or self._helping:
             return
         lengths = LengthDistribution(self._lengths)
@@ -187,7 +215,7 @@ class Control:
         grid = threshold_grid(lengths, GRID_POINTS)
         points = search(serving, lengths, hardware, grid)
         now = operating_point(serving, lengths, hardware, self._threshold.base_tokens, num_prefill)
-        move = plan_reallocation(now, optimum(points))
+        move = plan_reallocation(now, optimum(points), queues)
         self._reasons[f"reallocation: {move.reason.value}"] += 1
         if move.to_role is not None:
             candidates = [worker for worker in movable if worker.info.role is not move.to_role]

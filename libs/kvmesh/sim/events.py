@@ -8,14 +8,17 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 
+Action = Callable[[], object]
+"""Its result is not used."""
+
 
 class Timer:
     """An event that was scheduled; `cancel` makes it not happen."""
 
     __slots__ = ("action",)
 
-    def __init__(self, action: Callable[[], None]) -> None:
-        self.action: Callable[[], None] | None = action
+    def __init__(self, action: Action) -> None:
+        self.action: Action | None = action
 
     def cancel(self) -> None:
         """Drops the event; may be called again, and after it happened."""
@@ -35,14 +38,14 @@ class EventQueue:
         """Virtual seconds since the start (`core.clock.Clock`)."""
         return self._now
 
-    def at(self, time: float, action: Callable[[], None]) -> Timer:
+    def at(self, time: float, action: Action) -> Timer:
         """Schedules an action; a moment in the past is now."""
         timer = Timer(action)
         self._num_scheduled += 1
         heapq.heappush(self._heap, (max(time, self._now), self._num_scheduled, timer))
         return timer
 
-    def after(self, delay: float, action: Callable[[], None]) -> Timer:
+    def after(self, delay: float, action: Action) -> Timer:
         """Schedules an action `delay` seconds from now."""
         return self.at(self._now + delay, action)
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 import pytest
 
 from kvmesh.policy.offload import (
-    AdjustLimits,
     AdjustReason,
     LinkState,
     OffloadReason,
@@ -62,35 +61,52 @@ class TestThreshold:
     @pytest.mark.parametrize(
         ("link", "reason"),
         [
-            (LinkState(0.95, 0.0), AdjustReason.LINK_FULL),
-            (LinkState(0.1, 3.0), AdjustReason.QUEUE_SURGE),
+            (LinkState(0.95), AdjustReason.LINK_FULL),
+            (LinkState(0.95, local_queue=9.0), AdjustReason.LINK_FULL),
+            (LinkState(0.1, remote_queue=3.0), AdjustReason.REMOTE_SURGE),
         ],
     )
-    def test_congestion_raises_it(self, link: LinkState, reason: AdjustReason) -> None:
+    def test_remote_congestion_raises_it(self, link: LinkState, reason: AdjustReason) -> None:
         raised = adjust_threshold(self.BASE, link)
         assert raised.tokens > 1000
         assert raised.reason is reason
 
-    def test_it_returns_to_the_base_and_not_below(self) -> None:
-        threshold = Threshold(1000.0, 5000.0)
-        seen = []
-        while threshold.reason is not AdjustReason.CALM or threshold.tokens > 1000:
-            threshold = adjust_threshold(threshold, LinkState(0.1, 0.0))
-            seen.append(threshold.tokens)
-        assert seen == sorted(seen, reverse=True)
-        assert threshold.tokens == 1000
+    def test_local_congestion_lowers_it_while_the_link_has_room(self) -> None:
+        lowered = adjust_threshold(self.BASE, LinkState(0.1, local_queue=3.0))
+        assert lowered.tokens < 1000
+        assert lowered.reason is AdjustReason.LOCAL_SURGE
+        assert adjust_threshold(self.BASE, LinkState(0.8, local_queue=3.0)).tokens == 1000
 
-    @pytest.mark.parametrize("link", [LinkState(0.8, 0.0), LinkState(0.1, 1.0)])
+    def test_when_both_wait_nothing_moves(self) -> None:
+        assert adjust_threshold(self.BASE, LinkState(0.1, 5.0, 5.0)) == self.BASE
+
+    @pytest.mark.parametrize("start", [200.0, 5000.0])
+    def test_it_returns_to_the_base(self, start: float) -> None:
+        threshold = Threshold(1000.0, start)
+        distances = []
+        while threshold.tokens != 1000:
+            threshold = adjust_threshold(threshold, LinkState(0.1))
+            assert threshold.reason is AdjustReason.RECOVERING
+            distances.append(abs(threshold.tokens - 1000))
+        assert distances == sorted(distances, reverse=True)
+        assert len(distances) > 5, "slower than it left"
+        assert adjust_threshold(threshold, LinkState(0.1)).reason is AdjustReason.CALM
+
+    @pytest.mark.parametrize(
+        "link", [LinkState(0.8), LinkState(0.1, 1.0), LinkState(0.1, 0.0, 1.0)]
+    )
     def test_between_the_bounds_it_stays(self, link: LinkState) -> None:
-        raised = Threshold(1000.0, 2000.0)
-        held = adjust_threshold(raised, link)
+        held = adjust_threshold(Threshold(1000.0, 2000.0), link)
         assert (held.tokens, held.reason) == (2000.0, AdjustReason.HOLD)
 
-    def test_it_is_bounded(self) -> None:
+    @pytest.mark.parametrize(
+        ("link", "bound"), [(LinkState(1.0), 8000.0), (LinkState(0.0, 0.0, 9.0), 125.0)]
+    )
+    def test_it_is_bounded(self, link: LinkState, bound: float) -> None:
         threshold = self.BASE
         for _ in range(100):
-            threshold = adjust_threshold(threshold, LinkState(1.0, 9.0))
-        assert threshold.tokens == 1000 * AdjustLimits().max_factor
+            threshold = adjust_threshold(threshold, link)
+        assert threshold.tokens == bound
 
 
 def test_abundance_has_hysteresis() -> None:

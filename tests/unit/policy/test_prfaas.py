@@ -18,7 +18,7 @@ from kvmesh.policy.prfaas import (
     search,
     threshold_grid,
 )
-from kvmesh.policy.reallocation import ReallocationReason, plan_reallocation
+from kvmesh.policy.reallocation import ReallocationReason, StageQueues, plan_reallocation
 
 PROFILE = ServingProfile(
     remote_prefill_s=Quadratic(0.1, 1e-4),
@@ -112,7 +112,8 @@ class TestReallocation:
         best = optimum(points)
         for num_prefill in range(7):
             now = optimum(p for p in points if p.num_prefill == num_prefill)
-            move = plan_reallocation(now, best)
+            queues = StageQueues(3.0, 1.0) if num_prefill < best.num_prefill else StageQueues(0, 1)
+            move = plan_reallocation(now, best, queues)
             if num_prefill == best.num_prefill:
                 assert (move.to_role, move.reason) == (None, ReallocationReason.OPTIMAL)
             elif best.rate < 1.05 * now.rate:
@@ -126,4 +127,10 @@ class TestReallocation:
         stalled = operating_point(PROFILE, LENGTHS, HARDWARE, math.inf, 0)
         best = optimum(search(PROFILE, LENGTHS, HARDWARE))
         assert stalled.rate == 0
-        assert plan_reallocation(stalled, best).to_role is Role.PREFILL
+        assert plan_reallocation(stalled, best, StageQueues(1, 0)).to_role is Role.PREFILL
+
+    @pytest.mark.parametrize("queues", [StageQueues(0, 0), StageQueues(1, 5)])
+    def test_the_queues_must_agree(self, queues: StageQueues) -> None:
+        stalled = operating_point(PROFILE, LENGTHS, HARDWARE, math.inf, 0)
+        move = plan_reallocation(stalled, optimum(search(PROFILE, LENGTHS, HARDWARE)), queues)
+        assert (move.to_role, move.reason) == (None, ReallocationReason.NO_QUEUE)
