@@ -64,6 +64,9 @@ class FreeListPool(BlockPool):
         free.add(range(num_blocks))
         self._empty = free
 
+    def _make_contiguous(self, n: int) -> None:
+        """A free list has no runs to look for."""
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -83,6 +86,8 @@ class Counts:
     calls: list[int] = field(default_factory=list)
     fresh_calls: list[int] = field(default_factory=list)
     refused: int = 0
+    cached: int = 0
+    wanted: int = 0
     allocator_s: float = 0.0
     allocations: int = 0
 
@@ -174,6 +179,8 @@ def replay(
                 decode.pool.release(target[0])
             continue
         computed_s = (request.num_prompt - source[1] * BLOCK_SIZE) * PREFILL_S_PER_TOKEN
+        counts.cached += target[1]
+        counts.wanted += len(target[0])
         calls = len(align_runs(source[0][target[1] :], target[0][target[1] :]))
         if calls:
             counts.calls.append(calls)
@@ -203,6 +210,7 @@ def row_of(trace: str, name: str, counts: Counts, num_requests: int) -> Row:
         "segments mean/p50/p99": part(counts.segments),
         "calls mean/p50/p99": part(counts.calls),
         "fresh calls mean/p50/p99": part(counts.fresh_calls),
+        "hit_ratio": round(counts.cached / max(1, counts.wanted), 4),
         "mean_calls": round(statistics.mean(counts.calls), 3) if counts.calls else None,
         "us_per_allocation": round(counts.allocator_s / max(1, counts.allocations) * 1e6, 2),
     }
@@ -225,10 +233,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             counts = replay(requests, kind, arguments.prefill_blocks, arguments.decode_blocks)
             rows.append(row_of(name, label, counts, len(requests)))
         targets.append(Target(f"calls per request, {name}", rows[-2]["mean_calls"], 1.5, True))
+    sizes = f"{arguments.prefill_blocks} and {arguments.decode_blocks}"
     notes = [
-        f"prefill worker: {arguments.prefill_blocks} blocks of {BLOCK_SIZE} tokens, held "
-        f"{PREFILL_S_PER_TOKEN * 1e3:g} ms per computed token",
-        f"decode worker: {arguments.decode_blocks} blocks, {DECODE_S_PER_TOKEN * 1e3:g} ms per token",
+        f"prefill and decode worker with {sizes} blocks of {BLOCK_SIZE} tokens",
+        f"{PREFILL_S_PER_TOKEN * 1e3:g} ms per prompt token, {DECODE_S_PER_TOKEN:g} s per new one",
     ]
     result = document(rows, targets, 0, notes)
     save(result, arguments.out)

@@ -74,7 +74,11 @@ def frame_of(rng: random.Random) -> Frame:
         lambda: HelloFrame(PEER, 3, ME, 7, LAYOUT, offer),
         lambda: HelloOkFrame(ME, 7, rng.choice((None, LinkTerms(Checksum.CRC32, 9)))),
         lambda: PutFrame(
-            number, claim, (BlockRun(0, rng.randrange(1, 9)),), rng.random() < 0.5, rng.random() < 0.5
+            number,
+            claim,
+            (BlockRun(0, rng.randrange(1, 9)),),
+            rng.random() < 0.5,
+            rng.random() < 0.5,
         ),
         lambda: PullFrame(number, claim, (PullRun(rng.randrange(6), 0, rng.randrange(1, 4)),)),
         lambda: QueryFrame(number, 1, 8, rng.randbytes(3), rng.randrange(1, 30), True),
@@ -182,7 +186,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = [{"outcome": name, "count": count} for name, count in sorted(outcomes.items())]
     targets = [
         Target("inputs without a crash", float(arguments.inputs), 1_000_000.0),
-        Target("writes that no valid frame asked for", float(outcomes["granted, altered"]), 0.0, True),
+        Target(
+            "writes that no valid frame asked for", float(outcomes["granted, altered"]), 0.0, True
+        ),
     ]
     notes = [f"{arguments.inputs} inputs in {seconds:.0f} s"]
     result = document(rows, targets, arguments.seed, notes)

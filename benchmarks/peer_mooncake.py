@@ -6,84 +6,61 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-import time
+from collections.abc import Callable
+from typing import Any
 
-from peer_nixl import MIB, PIECE, cpu_seconds, memory, ranges, say, spread
+from mooncake.engine import TransferEngine
+from peer_load import MIB, OtherEnd, Range, memory, quiet_stdout, rows, say
 
 
-def engine():
-    from mooncake.engine import TransferEngine
-
+def engine() -> Any:
+    """An engine without a metadata server."""
     made = TransferEngine()
     assert made.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0, "no engine"
     return made
 
 
-def receive(num_bytes):
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # the library prints
+def receive(num_bytes: int) -> None:
+    """The other end: registers its memory and waits."""
+    out = quiet_stdout()
     me = engine()
     array, address = memory(num_bytes)
-    assert me.register_memory(address, num_bytes) == 0
-    say(out, port=me.get_rpc_port(), address=address)
+    assert me.register_memory(address, num_bytes) == 0, "not registered"
+    say(out, {"port": me.get_rpc_port(), "address": address})
     sys.stdin.read()
     del array
 
 
-def measure(me, peer, local, remote, num_bytes, runs, pids):
-    addresses = ([a for a, _, _ in local], [a for a, _, _ in remote], [n for _, n, _ in local])
-    seconds = []
-    for index in range(runs + 1):
-        if index == 1:
-            cpu = sum(cpu_seconds(pid) for pid in pids)
-        started = time.perf_counter()
-        assert me.batch_transfer_sync_write(peer, *addresses) == 0, "transfer failed"
-        seconds.append(time.perf_counter() - started)
-    cpu = sum(cpu_seconds(pid) for pid in pids) - cpu
-    return {
-        "gb_s": spread([num_bytes / second / 1e9 for second in seconds[1:]]),
-        "ms": spread([second * 1e3 for second in seconds[1:]]),
-        "cpu_s_per_gib": round(cpu / (runs * num_bytes / (1 << 30)), 3),
-    }
-
-
-def main():
+def main() -> None:
+    """Sends and prints rows."""
     kind = sys.argv[1]
     if kind == "receive":
         receive(int(sys.argv[2]))
         return
     sizes, runs, seed = json.loads(sys.argv[2])
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+    out = quiet_stdout()
     total = max(sizes) * MIB
-    other = subprocess.Popen(
-        [sys.executable, __file__, "receive", str(total)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    said = json.loads(other.stdout.readline())
+    other = OtherEnd(__file__, total)
     me = engine()
-    _array, address = memory(total)
-    assert me.register_memory(address, total) == 0
-    peer = f"127.0.0.1:{said['port']}"
-    rows = []
-    for mib in [0.0625, *sizes]:
-        for shape in ("contiguous", "16 KiB pieces"):
-            count = int(mib * MIB) // PIECE
-            local = ranges(shape, address, count, seed)
-            remote = ranges(shape, said["address"], count, seed + 1)
-            repeats = runs if mib >= 1 else 500
-            pids = (os.getpid(), other.pid)
-            row = measure(me, peer, local, remote, int(mib * MIB), repeats, pids)
-            head = {"what": f"mooncake {kind}", "shape": shape, "mib": mib, "concurrent": 1}
-            rows.append({**head, **row})
-    other.stdin.close()
-    other.wait(timeout=30)
-    say(out, rows=rows)
+    array, address = memory(total)
+    assert me.register_memory(address, total) == 0, "not registered"
+    peer = f"127.0.0.1:{other.said['port']}"
+
+    def send(local: list[Range], remote: list[Range]) -> Callable[[], None]:
+        here, there = ([at for at, _ in ranges] for ranges in (local, remote))
+        lengths = [length for _, length in local]
+
+        def work() -> None:
+            failed = me.batch_transfer_sync_write(peer, here, there, lengths)
+            assert not failed, "transfer failed"
+
+        return work
+
+    ends = (address, int(other.said["address"]))
+    say(out, {"rows": rows(f"mooncake {kind}", sizes, runs, seed, ends, other.pid, send)})
+    other.close()
+    del array
 
 
 if __name__ == "__main__":

@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.result import Row, spread
+from kvmesh.core.config import child_environment
 
 _STREAMS = (1, 2, 4)
 _MIN_IPERF_MIB = 16
 _PEER_TIMEOUT_S = 600
+# UCX wants a transport with failure handling beside shared memory; the data does not take it.
+_UCX_TLS = {"shm": "sm,tcp,self", "tcp": "tcp,self"}
 _KINDS = {"nixl": ("shm", "tcp"), "mooncake": ("tcp",)}
 
 
@@ -74,9 +77,7 @@ def _iperf(streams: int, mib: int, runs: int) -> Row:
     }
 
 
-def peer_rows(
-    pythons: Mapping[str, Path], sizes: Sequence[int], runs: int, seed: int
-) -> list[Row]:
+def peer_rows(pythons: Mapping[str, Path], sizes: Sequence[int], runs: int, seed: int) -> list[Row]:
     """Rows of each engine; one that fails is left out, with a word.
 
     Args:
@@ -90,7 +91,12 @@ def peer_rows(
             command = [str(python), script, kind, json.dumps([list(sizes), runs, seed])]
             try:
                 done = subprocess.run(
-                    command, capture_output=True, text=True, timeout=_PEER_TIMEOUT_S, check=True
+                    command,
+                    capture_output=True,
+                    text=True,
+                    timeout=_PEER_TIMEOUT_S,
+                    check=True,
+                    env=child_environment({"UCX_TLS": _UCX_TLS[kind]}),
                 )
             except (subprocess.SubprocessError, OSError) as error:
                 detail = getattr(error, "stderr", None) or str(error)
