@@ -1,6 +1,6 @@
 """`kvmesh simulate`: replays a trace or a made workload against one or more systems.
 
-Tests: tests/unit/sim/test_simulate_command.py.
+Tests: tests/unit/sim/test_report.py.
 """
 
 from __future__ import annotations

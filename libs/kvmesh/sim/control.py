@@ -145,7 +145,9 @@ class Control:
             waiting[True] / max(len(self._remote()), 1),
             waiting[False] / max(num_local, 1),
         )
+        before = self._threshold.tokens
         self._threshold = adjust_threshold(self._threshold, link)
+        self._fleet.openings += self._threshold.tokens != before
         self._reasons[f"threshold: {self._threshold.reason.value}"] += 1
 
     # --- role switches -----------------------------------------------------------------------

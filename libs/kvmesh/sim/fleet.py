@@ -63,6 +63,9 @@ class SimFleet:
 
     Args:
         report_interval_s: age of the loads in the view; 0 shows them as they are.
+
+    Attributes:
+        openings: grows whenever a worker may accept what it refused before.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class SimFleet:
         self._report_interval_s = report_interval_s
         self._chunk_tokens = chunk_tokens
         self.workers: dict[WorkerId, SimWorker] = {}
+        self.openings = 0
         self.index = PrefixIndex()
         self._views: dict[WorkerId, WorkerView] = {}
         self._changed: set[WorkerId] = set()
@@ -122,6 +126,7 @@ class SimFleet:
         self._own_links[info.worker_id] = link
         self._views[info.worker_id] = WorkerView(info, worker.load(), math.inf)
         self._view = None
+        self.openings += 1
 
     def restart(self, worker_id: WorkerId) -> None:
         """Brings a dead worker back, empty."""

@@ -18,6 +18,7 @@ from kvmesh.policy.forwarding import (
     intervene,
 )
 from kvmesh.sim.events import EventQueue
+from kvmesh.sim.fleet import SimFleet
 from kvmesh.sim.requests import SimRequest, SimSequence
 from kvmesh.sim.worker import SimWorker
 
@@ -50,7 +51,7 @@ class Desk:
 
     events: EventQueue
     rng: random.Random
-    workers: dict[WorkerId, SimWorker]
+    fleet: SimFleet
     route: Callable[[SimRequest, frozenset[WorkerId]], RoutePlan | Refusal]
     placed: Callable[[Placed], None]
     refused: Callable[[SimRequest, RefusalReason], None]
@@ -72,6 +73,7 @@ class Placing:
         self._plan_old_at = 0.0
         self._num_rounds = 0
         self._last = RefusalReason.DEADLINE
+        self._tried_at_opening = -1
 
     @property
     def has_reservation(self) -> bool:
@@ -89,6 +91,10 @@ class Placing:
         if intervene(now - self._started_at, limit) is ForwardReason.TIMED_OUT:
             self._end(self._last)
             return
+        # Everybody was asked; while nobody has more room than then, the answers are the same.
+        if self._desk.fleet.openings == self._tried_at_opening:
+            self._pause()
+            return
         if self._plan is None or self._plan_rounds >= ROUNDS_PER_ROUTE or now >= self._plan_old_at:
             outcome = self._desk.route(self._request, self._failed | self._refused)
             self._refused.clear()
@@ -103,6 +109,7 @@ class Placing:
         if self._plan is not None and self._try(self._plan):
             return
         self._plan_rounds += 1
+        self._tried_at_opening = self._desk.fleet.openings
         self._pause()
 
     def _pause(self) -> None:
@@ -138,7 +145,7 @@ class Placing:
         return False
 
     def _reserve(self, name: WorkerId) -> bool:
-        worker = self._desk.workers[name]
+        worker = self._desk.fleet.workers[name]
         outcome = worker.reserve(self._request)
         if isinstance(outcome, Refusal):
             self._note(name, outcome)
@@ -150,7 +157,7 @@ class Placing:
         assert self._reserved is not None, "a prompt is offered with a reservation"
         self._request.num_offers += 1
         decode_worker, decode = self._reserved
-        worker = self._desk.workers[name]
+        worker = self._desk.fleet.workers[name]
         outcome = worker.offer(self._request, decode)
         if isinstance(outcome, Refusal):
             self._note(name, outcome)

@@ -110,7 +110,7 @@ class Simulation:
         self._desk = Desk(
             self.events,
             self.rng,
-            self.fleet.workers,
+            self.fleet,
             self._route,
             self._placed,
             self._refused,
@@ -195,6 +195,10 @@ class Simulation:
     def on_change(self, worker: SimWorker) -> None:
         """See `WorkerListener`."""
         self.fleet.note_change(worker)
+
+    def on_opening(self) -> None:
+        """See `WorkerListener`."""
+        self.fleet.openings += 1
 
     def on_chunk(self, worker: SimWorker, sequence: SimSequence) -> None:
         """See `WorkerListener`; one transfer at a time carries what is computed by then."""

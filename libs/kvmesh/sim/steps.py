@@ -35,6 +35,10 @@ class StepListener(Protocol):
         """The last token is out."""
         ...
 
+    def readmitted(self) -> None:
+        """Preempted sequences have blocks again."""
+        ...
+
 
 @dataclass(slots=True)
 class _Run:
@@ -267,3 +271,4 @@ class StepLoop:
             sequence.fill(*taken)
             self._running.append(sequence)
             self._running.sort(key=lambda each: each.order)
+            self._listener.readmitted()

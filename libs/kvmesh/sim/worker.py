@@ -43,6 +43,10 @@ class WorkerListener(Protocol):
         """The worker's load or what it caches is another."""
         ...
 
+    def on_opening(self) -> None:
+        """A worker may accept what it refused before."""
+        ...
+
 
 class SimWorker:
     """One instance.
@@ -254,12 +258,14 @@ class SimWorker:
             self.pool.release(sequence.blocks[blocks_for(sequence.num_tokens) :])
         sequence.blocks = []
         self._changed()
+        self._listener.on_opening()
         self._admit_waiting()
 
     def _release_quiet(self) -> None:
         for released in self.handoff.drain_released():
             self.pool.release(released.blocks)
             self._changed()
+            self._listener.on_opening()
 
     # --- what steps bring about --------------------------------------------------------------
 
@@ -273,6 +279,7 @@ class SimWorker:
         """See `StepListener`."""
         if not sequence.hold_after_first:
             self._prefills.discard(sequence)
+            self._listener.on_opening()
             self._admit_waiting()
         self._changed()
         self._listener.on_first_token(self, sequence)
@@ -283,6 +290,11 @@ class SimWorker:
         """See `StepListener`."""
         self.release(sequence)
         self._listener.on_finished(self, sequence)
+
+    def readmitted(self) -> None:
+        """See `StepListener`."""
+        self._changed()
+        self._listener.on_opening()
 
     # --- state -------------------------------------------------------------------------------
 
@@ -329,3 +341,4 @@ class SimWorker:
         """Takes requests of another kind from now on; what runs goes on."""
         self.info = dataclasses.replace(self.info, role=role)
         self._changed()
+        self._listener.on_opening()

@@ -33,6 +33,9 @@ class Log:
     def on_change(self, worker: SimWorker) -> None:
         return
 
+    def on_opening(self) -> None:
+        return
+
     def _note(self, text: str) -> None:
         self.seen.append((text, round(self.events.now(), 4)))
 
