@@ -171,7 +171,7 @@ class HandLoop:
         if q.shape[2] == 1:
             grouped = q.view(len(q), self._shape.kv_heads, -1, self._shape.head_dim)
             return functional.scaled_dot_product_attention(grouped, k, v).view(q.shape)
-        grouped = q[0].unflatten(0, (self._shape.kv_heads, -1))
+        grouped = q[0].view(self._shape.kv_heads, -1, q.shape[2], q.shape[3])
         k, v = (x[0][:, None].expand(-1, grouped.shape[1], -1, -1) for x in (k, v))
         out = functional.scaled_dot_product_attention(grouped, k, v, is_causal=True)
         return out.flatten(0, 1)[None]

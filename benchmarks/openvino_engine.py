@@ -1,4 +1,4 @@
-"""Measures openvino-genai's continuous batching, in the Python that has it. Prints JSON."""
+"""Times steps of openvino-genai's continuous batching, in the Python that has it; prints JSON."""
 
 from __future__ import annotations
 

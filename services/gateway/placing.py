@@ -22,6 +22,7 @@ from kvmesh.core.types import (
     WorkerId,
 )
 from kvmesh.kv.hashing import chain_hashes, root_hash
+from kvmesh.policy.forwarding import REROUTE_AFTER_S, ROUNDS_PER_ROUTE, backoff_s
 from kvmesh.rpc.convert import sequence_spec_to_proto
 from kvmesh.telemetry.tracing import Span, start_span
 from kvmesh.v1 import types_pb2
@@ -30,33 +31,8 @@ from services.gateway.mesh import GenerationRequest, Mesh, Placed
 from services.gateway.open_work import OpenWork, ReservationLostError
 from services.gateway.routing import ModelFacts
 
-ROUNDS_PER_ROUTE = 8
-REROUTE_AFTER_S = 0.25
-"""A plan is asked for again after this many rounds or this long: the fleet has changed."""
-
-MIN_BACKOFF_S = 0.002
-MAX_BACKOFF_S = 0.025
-BACKOFF_GROWTH = 1.5
-FULL_PACE_WAITERS = 32
-"""Up to this many waiting requests pause no longer than MAX_BACKOFF_S."""
-
 _NEVER = frozenset({RefusalReason.TOO_LONG, RefusalReason.INVALID})
 """Refusals that the same worker would repeat for ever."""
-
-
-def backoff_s(num_rounds: int, num_waiting: int) -> float:
-    """Longest pause after a full round that found nobody.
-
-    With many requests waiting each asks less often, so that all together ask at a bounded rate:
-    else the asking itself would keep the gateway and the workers busy when they are full.
-
-    Args:
-        num_rounds: rounds of this request before.
-        num_waiting: requests of this gateway that look for workers now.
-    """
-    longest = MAX_BACKOFF_S * max(1.0, num_waiting / FULL_PACE_WAITERS)
-    # The exponent is limited so that a long wait does not overflow.
-    return min(MIN_BACKOFF_S * BACKOFF_GROWTH ** min(num_rounds, 32), longest)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,12 @@ COMMANDS = {
     "bench": "measure latency, throughput and goodput of a running stack",
     "doctor": "say what is wrong with this machine or a running stack",
     "health": "ask one service for its gRPC health; the exit code is the answer",
+    "plan": "search the routing threshold and the split of prefill and decode instances",
+    "simulate": "replay a trace against the policies, with modelled engines and links",
 }
+
+EXTRAS = {"plan": "sim", "simulate": "sim"}
+"""Extra of the distribution that a command needs; `local` for all others."""
 
 USAGE_ERROR = 2
 
@@ -47,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (error.name or "kvmesh").split(".")[0] == "kvmesh":
             raise
         print(
-            f"kvmesh {name} needs the package {error.name}: pip install 'kvmesh[local]'",
+            f"kvmesh {name} needs the package {error.name}: "
+            f"pip install 'kvmesh[{EXTRAS.get(name, 'local')}]'",
             file=sys.stderr,
         )
         return USAGE_ERROR

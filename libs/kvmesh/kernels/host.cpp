@@ -228,7 +228,7 @@ struct Decode {
   Pool pool;
 };
 
-// One part of one sequence's context, all heads. `state` is [heads][2 + dim]: highest, total, acc.
+// One part of one sequence's context, all heads, added to the running softmax of each.
 template <typename T, int V>
 void attend_part(const Decode& call, const float* q, const T* kv, int64_t sequence, int64_t first,
                  int64_t last, float* highest, float* total, float* acc) {
@@ -268,7 +268,7 @@ void attend_part(const Decode& call, const float* q, const T* kv, int64_t sequen
 template <typename T, int V>
 void decode(const Decode& call, const T* q, int64_t q_stride, const T* kv, T* out, int threads) {
   constexpr int kDim = V * kWidth;
-  // One sequence alone is cut into parts, one for each thread.
+  // Fewer sequences than threads are cut into parts, so that every thread has one.
   const int64_t splits = call.sequences >= threads ? 1 : (threads - 1) / call.sequences + 1;
   const int64_t items = call.sequences * splits, heads = call.heads;
   std::vector<float> highest(items * heads, -std::numeric_limits<float>::infinity());

@@ -18,6 +18,7 @@ class WorkerView:
         reported_at: when `load` was told, in seconds on the decision's clock.
         prefill_in_flight: prompts sent to the worker that `load` does not show yet.
         decode_in_flight: sequences sent to the worker that `load` does not show yet.
+        pending_tokens: prompt tokens that the worker accepted and has not computed.
     """
 
     info: WorkerInfo
@@ -25,6 +26,7 @@ class WorkerView:
     reported_at: float
     prefill_in_flight: int = 0
     decode_in_flight: int = 0
+    pending_tokens: int = 0
 
     @property
     def worker_id(self) -> WorkerId:

@@ -28,16 +28,15 @@ needs_compiler = pytest.mark.skipif(
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-@pytest.fixture(params=[1, 2])
-def _threads(request: pytest.FixtureRequest) -> object:
+@pytest.fixture(autouse=True)
+def _one_thread() -> object:
     before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
+    torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
 
 
 @needs_compiler
-@pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [0, 1, 9])
 def test_rows_equal_the_twins(rows: int, dtype: torch.dtype) -> None:
@@ -60,7 +59,6 @@ HEAD_DIM_CASES = tuple(
 
 
 @needs_compiler
-@pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", DECODE_CASES + HEAD_DIM_CASES, ids=str)
 def test_decode_attention(case: Case, dtype: torch.dtype) -> None:
@@ -79,6 +77,27 @@ def test_decode_attention(case: Case, dtype: torch.dtype) -> None:
         sinks=inputs.sinks,
     )
     assert_close(out, inputs, scale, dtype, case.window)
+
+
+@needs_compiler
+def test_two_threads_give_what_one_gives() -> None:
+    inputs = make_inputs(Case("one long sequence", ((200, 1),), head_dim=32), torch.float32, "cpu")
+    tables, lens = torch.from_numpy(padded_tables(inputs.tables)), torch.tensor(inputs.lens)
+    x, gate_up = torch.randn(9, 64), torch.randn(9, 128)
+    panels = host.in_panels(torch.randn(256, 64))
+    assert panels is not None
+    found = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        attended = host.decode_attention(
+            inputs.q, inputs.kv, LAYER, tables, lens, scale=0.2, window=0, sinks=None
+        )
+        normed = host.add_rms_norm(x.clone(), x, x[0], 1e-6)
+        product = host.few_rows(x[:2], panels.data_ptr(), None, 256)
+        found.append((attended, normed, host.silu_and_mul(gate_up), product))
+    # Alone, a sequence is cut into as many parts as there are threads.
+    for one, two in zip(*found, strict=True):
+        torch.testing.assert_close(one, two)
 
 
 MIXED = ((700, 1), (3, 1), (16, 5), (0, 9))

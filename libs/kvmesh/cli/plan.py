@@ -1,0 +1,65 @@
+"""`kvmesh plan`: how many instances of each kind, and which prompts to prefill in another cluster.
+
+Tests: tests/unit/sim/test_plan.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvmesh.cli.flags import add_flag, count, new_parser, positive_int
+from kvmesh.policy.lengths import LengthDistribution
+from kvmesh.policy.prfaas import Hardware
+from kvmesh.sim.plan import make_plan, plan_record, plan_text, plot_plan
+from kvmesh.sim.profile import Profile, gbps, load_profile, shipped_profiles
+from kvmesh.sim.trace import read_trace, uncached_lengths
+
+DESCRIPTION = """\
+Searches the routing threshold and the split of prefill and decode instances that serve the most
+requests per second, with the throughput model of PrfaaS 3.4."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints a plan."""
+    arguments = _parser().parse_args(argv)
+    profile = load_profile(arguments.profile)
+    plan = make_plan(profile.serving, _lengths(arguments, profile), _hardware(arguments, profile))
+    print(f"profile {profile.name}: {profile.description}\n\n{plan_text(plan)}", end="")
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(plan_record(plan), indent=2) + "\n")
+    if arguments.plot:
+        plot_plan(plan, Path(arguments.plot))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = new_parser(
+        "kvmesh plan", DESCRIPTION, "example: kvmesh plan --profile prfaas --plot plan.png"
+    )
+    known = ", ".join(shipped_profiles())
+    add_flag(parser, "--profile", "prfaas", f"costs: a JSON file, or one of {known}")
+    add_flag(parser, "--remote", None, "prefill instances of the other cluster", kind=count)
+    add_flag(parser, "--local", None, "instances at home", kind=positive_int)
+    add_flag(parser, "--egress-gbps", None, "bandwidth between the clusters", kind=float)
+    add_flag(parser, "--lengths", "", "trace file to take the prompt lengths from")
+    add_flag(parser, "--json", "", "file for the plan as JSON")
+    add_flag(parser, "--plot", "", "file for a plot of the search (PNG, SVG or PDF)")
+    return parser
+
+
+def _lengths(arguments: argparse.Namespace, profile: Profile) -> LengthDistribution:
+    if not arguments.lengths:
+        return profile.plan.lengths
+    return uncached_lengths(read_trace(Path(arguments.lengths)))
+
+
+def _hardware(arguments: argparse.Namespace, profile: Profile) -> Hardware:
+    egress = arguments.egress_gbps
+    return Hardware(
+        num_remote=profile.plan.num_remote if arguments.remote is None else arguments.remote,
+        num_local=profile.plan.num_local if arguments.local is None else arguments.local,
+        egress_bytes_per_s=profile.links.between_bytes_per_s if egress is None else gbps(egress),
+    )

@@ -1,0 +1,120 @@
+"""`kvmesh simulate`: replays a trace or a made workload against one or more systems.
+
+Tests: tests/unit/sim/test_report.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvmesh.cli.flags import add_flag, add_switch, count, new_parser, positive_int
+from kvmesh.core.errors import ConfigError
+from kvmesh.sim.fleet import parse_fleet
+from kvmesh.sim.plots import png, write_html
+from kvmesh.sim.profile import Profile, load_profile, shipped_profiles
+from kvmesh.sim.report import summarize, summary_record, table
+from kvmesh.sim.scenario import Scenario, parse_failures
+from kvmesh.sim.simulation import Result, simulate
+from kvmesh.sim.systems import SYSTEMS
+from kvmesh.sim.trace import TraceRequest, read_trace
+from kvmesh.sim.workload import Workload, make_requests, scale_rate, spread_ticks
+
+DESCRIPTION = """\
+Runs the policies, admission, block pool and handoff of the services against modelled step times
+and links, in virtual time. Equal flags give equal results."""
+
+EXAMPLE = """\
+example: kvmesh simulate --profile prfaas --system kvmesh,all_local \\
+    --fleet remote:h200:prefill:4,home:h20:prefill:3,home:h20:decode:5 --rate 3 --html run.html"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs every system that was asked for and prints a table."""
+    arguments = _parser().parse_args(argv)
+    profile = load_profile(arguments.profile)
+    requests = _requests(arguments, profile)
+    runs: list[tuple[str, Result]] = []
+    num_events, started = 0, time.perf_counter()
+    for name in arguments.system.split(","):
+        result = simulate(_scenario(arguments, profile, name, requests))
+        num_events += result.num_events
+        runs.append((name, result))
+    elapsed = time.perf_counter() - started
+    print(table([(name, summarize(result)) for name, result in runs]), end="")
+    print(f"\n{num_events:,} events in {elapsed:.1f} s, {num_events / elapsed:,.0f} per second")
+    _save(arguments, runs)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = new_parser("kvmesh simulate", DESCRIPTION, EXAMPLE)
+    known = ", ".join(shipped_profiles())
+    add_flag(parser, "--profile", "flowkv", f"costs: a JSON file, or one of {known}")
+    add_flag(parser, "--system", "kvmesh", f"systems to compare: {', '.join(SYSTEMS)}")
+    fleet = "home:a100:prefill:4,home:a100:decode:4"
+    add_flag(parser, "--fleet", fleet, "CLUSTER:DEVICE:ROLE:COUNT,...; `remote` prefills only")
+    add_flag(parser, "--trace", "", "trace file; without one a workload is made")
+    add_flag(parser, "--requests", 1000, "requests to make, or to read", kind=positive_int)
+    add_flag(parser, "--load", 1.0, "factor on the arrival rate of a trace", kind=float)
+    add_flag(parser, "--rate", 1.0, "requests per second to make", kind=float)
+    add_flag(parser, "--burst", 1.0, "rate of bursts over rate of calm times", kind=float)
+    add_flag(parser, "--turns", 1, "requests per session to make", kind=positive_int)
+    add_flag(parser, "--shared", 0, "prefixes that sessions share, to make", kind=count)
+    add_switch(parser, "--closed-loop", "a session's next turn follows its answer")
+    add_flag(parser, "--failures", "", "SECONDS:kill|restart|link:VALUE,...")
+    add_flag(parser, "--seed", 0, "of arrivals, ties and jitter", kind=count)
+    add_flag(parser, "--json", "", "file for all numbers")
+    add_flag(parser, "--png", "", "file for the plots")
+    add_flag(parser, "--html", "", "file for table and plots in one page")
+    return parser
+
+
+def _requests(arguments: argparse.Namespace, profile: Profile) -> tuple[TraceRequest, ...]:
+    if arguments.trace:
+        read = read_trace(Path(arguments.trace), arguments.requests)
+        return scale_rate(spread_ticks(read, arguments.seed), arguments.load)
+    if arguments.rate <= 0 or arguments.burst < 1:
+        raise ConfigError("--rate must be above 0 and --burst at least 1")
+    workload = Workload(
+        arguments.requests,
+        arguments.rate,
+        profile.plan.lengths,
+        burst=arguments.burst,
+        output_tokens=profile.plan.output_tokens,
+        turns=arguments.turns,
+        num_shared=arguments.shared,
+    )
+    return make_requests(workload, arguments.seed)
+
+
+def _scenario(
+    arguments: argparse.Namespace,
+    profile: Profile,
+    system: str,
+    requests: tuple[TraceRequest, ...],
+) -> Scenario:
+    if system not in SYSTEMS:
+        raise ConfigError(f"there is no system {system!r}; known are {', '.join(SYSTEMS)}")
+    return Scenario(
+        profile=profile,
+        fleet=parse_fleet(arguments.fleet),
+        system=SYSTEMS[system],
+        requests=requests,
+        closed_loop=arguments.closed_loop,
+        failures=parse_failures(arguments.failures),
+        seed=arguments.seed,
+    )
+
+
+def _save(arguments: argparse.Namespace, runs: list[tuple[str, Result]]) -> None:
+    if arguments.json:
+        record = {name: summary_record(result) for name, result in runs}
+        Path(arguments.json).write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
+    if arguments.png:
+        Path(arguments.png).write_bytes(png(runs))
+    if arguments.html:
+        write_html(runs, f"kvmesh simulate: {arguments.profile}", Path(arguments.html))

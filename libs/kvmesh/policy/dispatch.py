@@ -1,0 +1,66 @@
+"""On which worker each batch of a step runs, so that the least KV and queries travel.
+
+Source: TokenLake 5 (bipartite matching). Tests: tests/unit/policy/test_dispatch.py,
+tests/property/test_policy_properties.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from scipy.optimize import linear_sum_assignment  # type: ignore[import-untyped]
+
+from kvmesh.core.types import WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class BatchTraffic:
+    """What a batch reads and writes; a batch run by k workers is k of these.
+
+    Attributes:
+        query_workers: Q(u), workers that hold segments the batch reads.
+        put_tokens: N_p(u, v), tokens of new KV by the worker that will store them.
+    """
+
+    query_workers: frozenset[WorkerId]
+    put_tokens: Mapping[WorkerId, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """One worker per batch, in the order of the batches.
+
+    Attributes:
+        volume_bytes: per layer, that travels in total.
+    """
+
+    workers: tuple[WorkerId, ...]
+    volume_bytes: int
+
+
+def volume(batch: BatchTraffic, worker: WorkerId, hidden_size: int) -> int:
+    """Bytes per layer that travel when the batch runs on `worker`: -e(u, v) of section 5."""
+    queries = len(batch.query_workers - {worker})
+    puts = sum(tokens for target, tokens in batch.put_tokens.items() if target != worker)
+    return 4 * hidden_size * (queries + puts)
+
+
+def dispatch(
+    batches: Sequence[BatchTraffic], workers: Sequence[WorkerId], hidden_size: int
+) -> Dispatch:
+    """The assignment of least total volume, O(n^3).
+
+    Args:
+        workers: live ones, each takes at most one batch; at least as many as batches.
+    """
+    assert len(batches) <= len(workers), f"{len(batches)} batches for {len(workers)} workers"
+    if not batches:
+        return Dispatch((), 0)
+    costs = [[volume(batch, worker, hidden_size) for worker in workers] for batch in batches]
+    rows, columns = linear_sum_assignment(costs)
+    chosen = dict(zip(rows.tolist(), columns.tolist(), strict=True))
+    return Dispatch(
+        tuple(workers[chosen[index]] for index in range(len(batches))),
+        sum(costs[index][column] for index, column in chosen.items()),
+    )

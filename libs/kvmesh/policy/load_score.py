@@ -1,0 +1,215 @@
+"""FlowKV's load score: twelve indicators of a worker become one number per role, and the fleet's
+numbers become one of three regimes.
+
+Source: FlowKV appendix B.2 and Algorithm 1. Weights and thresholds are ours, the paper leaves them
+open. Tests: tests/unit/policy/test_load_score.py.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvmesh.core.types import WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class Queues:
+    """Queue lengths of one side of a worker.
+
+    Attributes:
+        sending: prefill done, KV not yet taken over.
+    """
+
+    running: float = 0.0
+    waiting: float = 0.0
+    swapped: float = 0.0
+    sending: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadState:
+    """The vector S_i; the last four are shares 0..1 of the whole worker.
+
+    Attributes:
+        budget_used: tokens of the step's budget in use. The paper's T_b is the budget itself, where
+            more is freer; its use grows with load as all other entries do.
+    """
+
+    prefill: Queues
+    decode: Queues
+    budget_used: float = 0.0
+    blocks_used: float = 0.0
+    compute_used: float = 0.0
+    memory_bandwidth_used: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What a queue length is divided by, so that 1 is a full side of any worker."""
+
+    prefill_slots: int
+    decode_slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """How much each indicator says about one side; scores are relative to `full`."""
+
+    running: float
+    waiting: float
+    swapped: float
+    sending: float
+    budget: float
+    blocks: float
+    compute: float
+    memory_bandwidth: float
+
+    @property
+    def full(self) -> float:
+        """The weighted sum of a worker that is full and healthy: it neither queues nor swaps."""
+        return self.running + self.budget + self.blocks + self.compute + self.memory_bandwidth
+
+
+PREFILL_WEIGHTS = Weights(
+    running=1.0,
+    waiting=2.0,
+    swapped=1.0,
+    sending=0.5,
+    budget=1.0,
+    blocks=0.5,
+    compute=1.0,
+    memory_bandwidth=0.0,
+)
+"""Prefill is bound by compute; what waits counts more than what runs."""
+
+DECODE_WEIGHTS = Weights(
+    running=1.0,
+    waiting=2.0,
+    swapped=2.0,
+    sending=0.5,
+    budget=0.5,
+    blocks=1.0,
+    compute=0.0,
+    memory_bandwidth=1.0,
+)
+"""Decode is bound by memory, its bandwidth and its blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """C_i^p and C_i^d: 0 when idle, about 1 when everything is in use, more when requests wait."""
+
+    prefill: float
+    decode: float
+
+
+def score(state: LoadState, capacity: Capacity) -> Score:
+    """Weighs the normalised indicators of one worker."""
+    return Score(
+        prefill=_weigh(state, state.prefill, capacity.prefill_slots, PREFILL_WEIGHTS),
+        decode=_weigh(state, state.decode, capacity.decode_slots, DECODE_WEIGHTS),
+    )
+
+
+def _weigh(state: LoadState, queues: Queues, slots: int, weights: Weights) -> float:
+    lengths = (
+        weights.running * queues.running
+        + weights.waiting * queues.waiting
+        + weights.swapped * queues.swapped
+        + weights.sending * queues.sending
+    )
+    shares = (
+        weights.budget * state.budget_used
+        + weights.blocks * state.blocks_used
+        + weights.compute * state.compute_used
+        + weights.memory_bandwidth * state.memory_bandwidth_used
+    )
+    return (lengths / max(slots, 1) + shares) / weights.full
+
+
+class ScoreWindow:
+    """Means of a worker's scores over the last seconds, so that a burst does not count as a trend.
+
+    Args:
+        window_s: samples older than this are dropped.
+    """
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._samples: deque[tuple[float, Score]] = deque()
+
+    def add(self, sample: Score, now: float) -> None:
+        """Takes a sample; `now` never goes back."""
+        self._samples.append((now, sample))
+        while self._samples[0][0] <= now - self._window_s:
+            self._samples.popleft()
+
+    @property
+    def mean(self) -> Score:
+        """Mean of the samples in the window; zero without any."""
+        count = max(len(self._samples), 1)
+        return Score(
+            sum(sample.prefill for _, sample in self._samples) / count,
+            sum(sample.decode for _, sample in self._samples) / count,
+        )
+
+
+class Regime(enum.Enum):
+    """The three branches of Algorithm 1."""
+
+    NORMAL = "both sides are within their capacity"
+    IMBALANCED = "one side is above its capacity, the fleet is not"
+    EXTREME = "the fleet's size does not fit its load"
+
+
+@dataclass(frozen=True, slots=True)
+class RegimeLimits:
+    """Thresholds of Algorithm 1, per side."""
+
+    prefill_low: float = 0.7
+    prefill_high: float = 1.5
+    decode_low: float = 0.7
+    decode_high: float = 1.5
+
+
+def classify(fleet: Score, limits: RegimeLimits | None = None) -> Regime:
+    """The branch that Algorithm 1 takes for the fleet's mean scores."""
+    limits = limits or RegimeLimits()
+    prefill, decode = abs(fleet.prefill), abs(fleet.decode)
+    if prefill <= limits.prefill_low and decode <= limits.decode_low:
+        return Regime.NORMAL
+    if prefill <= limits.prefill_high and decode <= limits.decode_high:
+        return Regime.IMBALANCED
+    return Regime.EXTREME
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredWorker:
+    """A worker with its smoothed score.
+
+    Attributes:
+        prefills: which side it is on now.
+    """
+
+    worker_id: WorkerId
+    prefills: bool
+    score: Score
+
+    @property
+    def own_score(self) -> float:
+        """The score of the side that it is on: C_i."""
+        return self.score.prefill if self.prefills else self.score.decode
+
+
+def fleet_score(workers: Sequence[ScoredWorker]) -> Score:
+    """C^p over the prefill side, C^d over the decode side; 0 for a side without workers."""
+    prefill = [worker.own_score for worker in workers if worker.prefills]
+    decode = [worker.own_score for worker in workers if not worker.prefills]
+    return Score(_mean(prefill), _mean(decode))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

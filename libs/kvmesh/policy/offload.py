@@ -1,0 +1,178 @@
+"""PrfaaS's fast time scale: which cluster prefills a prompt, and a threshold that follows the link.
+
+Source: PrfaaS 3.3 (threshold routing), 3.4.3 points 2-3.
+Tests: tests/unit/policy/test_offload.py, tests/property/test_policy_properties.py.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class OffloadReason(enum.Enum):
+    """Why a prompt is prefilled where it is."""
+
+    SHORT = "the uncached part is within the threshold"
+    LONG = "the uncached part is above the threshold"
+    REMOTE_DOWN = "no remote instance takes prompts"
+    LOCAL_DOWN = "no local instance takes prompts"
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadChoice:
+    """Where to prefill.
+
+    Attributes:
+        uncached_tokens: what is left to compute there.
+        moved_tokens: prefix to bring from the other cluster first.
+    """
+
+    remote: bool
+    uncached_tokens: int
+    moved_tokens: int
+    reason: OffloadReason
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """What a route may use.
+
+    Attributes:
+        remote, local: whether the cluster has an instance that takes prompts.
+        bandwidth_abundant: prefixes may be moved between the clusters.
+    """
+
+    remote: bool = True
+    local: bool = True
+    bandwidth_abundant: bool = False
+
+
+def choose_cluster(
+    total_tokens: int,
+    remote_cached: int,
+    local_cached: int,
+    threshold_tokens: float,
+    reach: Reach,
+) -> OffloadChoice:
+    """Compares the uncached length with the threshold (3.4.3 point 3).
+
+    With scarce bandwidth each cluster counts its own prefix, and the local one decides. With
+    abundant bandwidth the longer prefix counts, wherever it is, and is moved if need be.
+
+    Args:
+        remote_cached, local_cached: leading tokens cached in each cluster.
+    """
+    assert reach.remote or reach.local, "no cluster is left"
+    best = max(remote_cached, local_cached)
+    compared = total_tokens - (best if reach.bandwidth_abundant else local_cached)
+    remote = compared > threshold_tokens
+    reason = OffloadReason.LONG if remote else OffloadReason.SHORT
+    if remote and not reach.remote:
+        remote, reason = False, OffloadReason.REMOTE_DOWN
+    elif not remote and not reach.local:
+        remote, reason = True, OffloadReason.LOCAL_DOWN
+    own = remote_cached if remote else local_cached
+    moved = best - own if reach.bandwidth_abundant else 0
+    return OffloadChoice(remote, total_tokens - own - moved, moved, reason)
+
+
+# --- the threshold in the short term (3.4.3 point 2) ----------------------------------------------
+
+
+class AdjustReason(enum.Enum):
+    """Why the threshold moved, or not."""
+
+    CALM = "link and queues are within their bounds"
+    LINK_FULL = "the link is nearly full"
+    REMOTE_SURGE = "requests wait for the remote cluster more than for the local one"
+    LOCAL_SURGE = "requests wait for the local cluster more than for the remote one"
+    RECOVERING = "link and queues have room again"
+    HOLD = "between the bounds nothing changes"
+
+
+@dataclass(frozen=True, slots=True)
+class LinkState:
+    """What was measured since the last adjustment.
+
+    Attributes:
+        utilisation: share of the egress bandwidth in use.
+        remote_queue, local_queue: requests that wait for prefill there, per instance. Only their
+            difference counts: when both wait, another threshold helps nobody.
+    """
+
+    utilisation: float
+    remote_queue: float = 0.0
+    local_queue: float = 0.0
+
+    @property
+    def excess(self) -> float:
+        """How many more requests wait for a remote instance."""
+        return self.remote_queue - self.local_queue
+
+
+@dataclass(frozen=True, slots=True)
+class AdjustLimits:
+    """Bounds; the gap between high and low is the hysteresis.
+
+    Attributes:
+        step: factor per adjustment away from the base.
+        back: share of the way to the base (of its logarithm) per adjustment back.
+        max_factor: the threshold stays within this factor of the base.
+    """
+
+    high_utilisation: float = 0.9
+    low_utilisation: float = 0.7
+    high_queue: float = 2.0
+    low_queue: float = 0.5
+    step: float = 1.15
+    back: float = 0.2
+    max_factor: float = 8.0
+
+
+@dataclass(frozen=True, slots=True)
+class Threshold:
+    """The routing threshold.
+
+    Attributes:
+        base_tokens: from the last search; the threshold returns to it.
+        tokens: in force now.
+    """
+
+    base_tokens: float
+    tokens: float
+    reason: AdjustReason = AdjustReason.CALM
+
+
+def adjust_threshold(
+    threshold: Threshold, link: LinkState, limits: AdjustLimits | None = None
+) -> Threshold:
+    """Moves the threshold fast while a path is congested, and slowly back afterwards.
+
+    A higher threshold sends fewer and longer prompts, and longer ones make less KV per second of
+    compute, so a full link is relieved twice.
+    """
+    limits = limits or AdjustLimits()
+    base = threshold.base_tokens
+    if link.utilisation > limits.high_utilisation or link.excess > limits.high_queue:
+        full = link.utilisation > limits.high_utilisation
+        reason = AdjustReason.LINK_FULL if full else AdjustReason.REMOTE_SURGE
+        tokens = min(threshold.tokens * limits.step, base * limits.max_factor)
+        return Threshold(base, tokens, reason)
+    has_room = link.utilisation < limits.low_utilisation
+    if has_room and link.excess < -limits.high_queue:
+        tokens = max(threshold.tokens / limits.step, base / limits.max_factor)
+        return Threshold(base, tokens, AdjustReason.LOCAL_SURGE)
+    if threshold.tokens == base:
+        return Threshold(base, base)
+    if not has_room or abs(link.excess) >= limits.low_queue:
+        return Threshold(base, threshold.tokens, AdjustReason.HOLD)
+    tokens = threshold.tokens * (base / threshold.tokens) ** limits.back
+    # Within a percent it has arrived.
+    tokens = base if abs(tokens - base) < 0.01 * base else tokens
+    return Threshold(base, tokens, AdjustReason.RECOVERING)
+
+
+def is_bandwidth_abundant(was_abundant: bool, utilisation: float) -> bool:
+    """Whether prefixes may be moved between clusters; becomes so below 50 % use, ends at 80 %."""
+    return utilisation < (0.8 if was_abundant else 0.5)

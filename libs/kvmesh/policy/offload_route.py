@@ -1,0 +1,83 @@
+"""Route plans over two clusters: the threshold chooses where to prefill, the route policy chooses
+the workers there and at home.
+
+Source: PrfaaS 3.3, 3.4.3. Tests: tests/unit/policy/test_offload_route.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvmesh.core.types import Placement, Refusal, Role, RoutePlan, RouteQuery, WorkerId
+from kvmesh.policy.offload import OffloadChoice, Reach, choose_cluster
+from kvmesh.policy.ranking import RoutePolicy
+from kvmesh.policy.routing import plan_route
+from kvmesh.policy.view import FleetView, WorkerView
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadPlan:
+    """A route and the choice of cluster behind it; None when there was none to choose."""
+
+    route: RoutePlan | Refusal
+    choice: OffloadChoice | None
+
+
+def plan_offload(
+    view: FleetView,
+    query: RouteQuery,
+    matches: Mapping[WorkerId, int] | None,
+    now: float,
+    rng: random.Random,
+    policy: RoutePolicy,
+    *,
+    remote: str,
+    threshold_tokens: float,
+) -> OffloadPlan:
+    """Decides the cluster, then the workers.
+
+    Args:
+        matches: as for `plan_route`.
+        remote: name of the offload cluster; its workers prefill only.
+        threshold_tokens: longer uncached prompts go there.
+    """
+    far = [w for w in view.workers if w.info.cluster == remote and _may_prefill(w)]
+    near = [w for w in view.workers if w.info.cluster != remote]
+    near_prefill = [w for w in near if _may_prefill(w)]
+    if not far or not near:
+        return OffloadPlan(plan_route(view, query, matches, now, rng, policy), None)
+    choice = choose_cluster(
+        query.num_tokens,
+        _longest_match(far, query, matches),
+        _longest_match(near_prefill, query, matches),
+        threshold_tokens,
+        Reach(remote=any(map(_is_awake, far)), local=any(map(_is_awake, near_prefill))),
+    )
+    if not choice.remote:
+        home = dataclasses.replace(view, workers=tuple(near))
+        return OffloadPlan(plan_route(home, query, matches, now, rng, policy), choice)
+    decode = [w for w in near if w.info.role is not Role.PREFILL]
+    apart = dataclasses.replace(query, placement=Placement.DISAGGREGATED)
+    restricted = dataclasses.replace(view, workers=(*far, *decode))
+    return OffloadPlan(plan_route(restricted, apart, matches, now, rng, policy), choice)
+
+
+def _may_prefill(worker: WorkerView) -> bool:
+    return worker.info.role is not Role.DECODE
+
+
+def _is_awake(worker: WorkerView) -> bool:
+    return not worker.load.draining
+
+
+def _longest_match(
+    workers: list[WorkerView], query: RouteQuery, matches: Mapping[WorkerId, int] | None
+) -> int:
+    """Leading tokens cached by the best holder of a cluster."""
+    if not matches:
+        return 0
+    held = (matches.get(worker.worker_id, 0) * worker.info.layout.block_size for worker in workers)
+    return min(max(held, default=0), query.num_tokens)

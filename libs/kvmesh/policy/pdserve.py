@@ -1,0 +1,264 @@
+"""P/D-Serve's decisions: the ratio of prefill to decode instances, which way to move it, how long
+a request may wait, which group serves it.
+
+Source: P/D-Serve 2.1 (model, eqs. 1-2), 3.2 (groups), 3.3 (triggers), 3.5 (timeouts).
+Tests: tests/unit/policy/test_pdserve.py, tests/property/test_policy_properties.py.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvmesh.core.types import Role
+
+MIN_PER_ROLE = 2
+"""Fewer instances of a role would make one of them a single point of failure (3.3)."""
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceProfile:
+    """What one instance of each role does with the traffic of one scenario.
+
+    Attributes:
+        prefill_batch, decode_batch: requests worked on at once (b_p, b_d).
+        prefill_s, decode_s: time of one such batch, T_p and T_d.
+    """
+
+    prefill_batch: float
+    prefill_s: float
+    decode_batch: float
+    decode_s: float
+
+    @property
+    def prefill_rate(self) -> float:
+        """Requests per second of a prefill instance."""
+        return self.prefill_batch / self.prefill_s
+
+    @property
+    def decode_rate(self) -> float:
+        """Requests per second of a decode instance."""
+        return self.decode_batch / self.decode_s
+
+
+def prefill_time_s(ttft_s: float, uncached_share: float) -> float:
+    """T_p: time to the first token of a whole prompt, times what prefix reuse leaves (2.1)."""
+    return ttft_s * uncached_share
+
+
+def decode_time_s(transfer_s: float, tpot_s: float, num_generated: float) -> float:
+    """T_d: KV transfer, then one step per generated token (2.1)."""
+    return transfer_s + tpot_s * num_generated
+
+
+def throughput_per_instance(
+    profile: InstanceProfile, num_prefill: int, num_decode: int, traffic: float = math.inf
+) -> float:
+    """Requests per second of the bottleneck, divided among all instances (Phi of 2.1).
+
+    Args:
+        traffic: requests per second that arrive.
+    """
+    served = min(traffic, num_prefill * profile.prefill_rate, num_decode * profile.decode_rate)
+    return served / (num_prefill + num_decode)
+
+
+class Stage(enum.Enum):
+    """What limits throughput."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class RatioChoice:
+    """A split of instances.
+
+    Attributes:
+        rate: requests per second that the whole group can do.
+        limiting: the stage that would have to grow first.
+    """
+
+    num_prefill: int
+    num_decode: int
+    rate: float
+    limiting: Stage
+
+
+def choose_ratio(
+    profile: InstanceProfile, num_instances: int, min_per_role: int = MIN_PER_ROLE
+) -> RatioChoice:
+    """The split of highest throughput, from eq. 1: n_p * b_p / T_p = n_d * b_d / T_d.
+
+    The rate rises with n_p up to the balance and falls beyond, so the best whole number is next to
+    it on one side.
+
+    Raises:
+        ValueError: too few instances for `min_per_role` of both.
+    """
+    if num_instances < 2 * min_per_role:
+        raise ValueError(f"{num_instances} instances are not {min_per_role} of both roles")
+    share = profile.decode_rate / (profile.prefill_rate + profile.decode_rate)
+    balance = math.floor(num_instances * share)
+    last = num_instances - min_per_role
+    near = {min(max(count, min_per_role), last) for count in (balance, balance + 1)}
+    options = [_split(profile, count, num_instances - count) for count in sorted(near)]
+    return max(options, key=lambda option: option.rate)
+
+
+def _split(profile: InstanceProfile, num_prefill: int, num_decode: int) -> RatioChoice:
+    prefill = num_prefill * profile.prefill_rate
+    decode = num_decode * profile.decode_rate
+    limiting = Stage.PREFILL if prefill <= decode else Stage.DECODE
+    return RatioChoice(num_prefill, num_decode, min(prefill, decode), limiting)
+
+
+# --- the monitor (3.3) ---------------------------------------------------------------------------
+
+
+class RatioReason(enum.Enum):
+    """Why the monitor wants another ratio, or not."""
+
+    STEADY = "latency has not risen"
+    PREFILL_GREW = "latency rose and the prefill share with it"
+    DECODE_GREW = "latency rose and the prefill share fell"
+    UNCLEAR = "latency rose and the prefill share stayed"
+    AT_MINIMUM = "the other role has no instance to spare"
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyWindow:
+    """Means over one window of one scenario.
+
+    Attributes:
+        prefill_s: time to the first token, T_p.
+        total_s: time to the last token, E2E.
+    """
+
+    prefill_s: float
+    total_s: float
+
+    @property
+    def prefill_share(self) -> float:
+        """T_p / E2E."""
+        return self.prefill_s / self.total_s if self.total_s else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RatioStep:
+    """One instance to move.
+
+    Attributes:
+        grow: the role that gets it; None leaves the ratio alone.
+        is_alarm: both measures changed a lot; somebody should look.
+    """
+
+    grow: Role | None
+    is_alarm: bool
+    reason: RatioReason
+
+
+@dataclass(frozen=True, slots=True)
+class MonitorLimits:
+    """When the monitor acts; shares relative to the window before.
+
+    Attributes:
+        tolerance: smaller changes are noise.
+        alarm: larger changes of both measures are an alarm.
+    """
+
+    tolerance: float = 0.1
+    alarm: float = 0.5
+
+
+def ratio_direction(
+    before: LatencyWindow,
+    now: LatencyWindow,
+    num_prefill: int,
+    num_decode: int,
+    limits: MonitorLimits | None = None,
+) -> RatioStep:
+    """The monitor's rule: latency up and prefill share up asks for prefill, share down for decode.
+
+    Gradual: one instance per call. The role that gives keeps `MIN_PER_ROLE`.
+    """
+    limits = limits or MonitorLimits()
+    slower = _relative(before.total_s, now.total_s)
+    shift = _relative(before.prefill_share, now.prefill_share)
+    if slower <= limits.tolerance:
+        return RatioStep(None, False, RatioReason.STEADY)
+    is_alarm = slower > limits.alarm and abs(shift) > limits.alarm
+    if abs(shift) <= limits.tolerance:
+        return RatioStep(None, is_alarm, RatioReason.UNCLEAR)
+    grow = Role.PREFILL if shift > 0 else Role.DECODE
+    if (num_decode if grow is Role.PREFILL else num_prefill) <= MIN_PER_ROLE:
+        return RatioStep(None, is_alarm, RatioReason.AT_MINIMUM)
+    reason = RatioReason.PREFILL_GREW if shift > 0 else RatioReason.DECODE_GREW
+    return RatioStep(grow, is_alarm, reason)
+
+
+def _relative(before: float, now: float) -> float:
+    return (now - before) / before if before else 0.0
+
+
+# --- waiting (3.5) and groups (3.2) --------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TimeoutTier:
+    """Prompts of up to `max_tokens` may wait for their first token for `timeout_s`."""
+
+    max_tokens: int
+    timeout_s: float
+
+
+def timeout_s(num_tokens: int, tiers: Sequence[TimeoutTier]) -> float:
+    """How long a prompt may wait before it is ended early; the last tier is for all the rest.
+
+    Args:
+        tiers: at least one, by rising length.
+    """
+    return next(
+        (tier.timeout_s for tier in tiers if num_tokens <= tier.max_tokens), tiers[-1].timeout_s
+    )
+
+
+class GroupReason(enum.Enum):
+    """Why a group was chosen."""
+
+    SCENARIO = "serves the scenario"
+    GENERAL = "no group serves the scenario, this one serves any"
+    NONE = "no group serves the scenario and none is general"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A P/D group.
+
+    Attributes:
+        scenario: whom it serves; empty for any.
+        busy_share: prefill slots in use, 0..1.
+    """
+
+    name: str
+    scenario: str
+    busy_share: float
+
+
+@dataclass(frozen=True, slots=True)
+class GroupChoice:
+    """The group of a request; None when nobody serves it."""
+
+    group: Group | None
+    reason: GroupReason
+
+
+def choose_group(scenario: str, groups: Sequence[Group]) -> GroupChoice:
+    """The least busy group of the scenario, else the least busy general one."""
+    for label, reason in ((scenario, GroupReason.SCENARIO), ("", GroupReason.GENERAL)):
+        found = [group for group in groups if group.scenario == label]
+        if found:
+            return GroupChoice(min(found, key=lambda group: (group.busy_share, group.name)), reason)
+    return GroupChoice(None, GroupReason.NONE)

@@ -1,0 +1,203 @@
+"""PrfaaS's throughput model and its optimum: how many requests per second prefill in another
+cluster, prefill at home and decode can do, and which threshold and split make the most of them.
+
+Source: PrfaaS 3.4.1 (eqs. 3-6), 3.4.2 (eqs. 7-8). Routing by the threshold is in `offload.py`.
+Tests: tests/unit/policy/test_prfaas.py, tests/property/test_policy_properties.py.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvmesh.policy.curves import Curve
+from kvmesh.policy.lengths import LengthDistribution
+
+GRID_POINTS = 1500
+
+
+@dataclass(frozen=True, slots=True)
+class ServingProfile:
+    """Measured costs of one model on the hardware of both clusters.
+
+    Attributes:
+        remote_prefill_s: T_prefill on an instance of the offload cluster, of uncached tokens.
+        local_prefill_s: T_prefill on an instance at home.
+        kv_bytes: S_kv, KV of a request of so many tokens.
+        decode_batch: BS_max, the largest batch that keeps the SLO.
+        decode_step_s: T_decode of that batch.
+        output_tokens: L_out, mean tokens generated.
+    """
+
+    remote_prefill_s: Curve
+    local_prefill_s: Curve
+    kv_bytes: Curve
+    decode_batch: float
+    decode_step_s: float
+    output_tokens: float
+
+    @property
+    def decode_rate(self) -> float:
+        """Requests per second of one decode instance (eq. 5)."""
+        return self.decode_batch / (self.decode_step_s * self.output_tokens)
+
+    def kv_rate(self, length: float) -> float:
+        """Phi_kv: bytes per second that one remote instance makes at this length (eq. 1)."""
+        return self.kv_bytes(length) / self.remote_prefill_s(length)
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """Instances to plan for.
+
+    Attributes:
+        num_remote: N_prfaas, prefill instances of the offload cluster.
+        num_local: N_p + N_d, instances at home.
+        egress_bytes_per_s: B_out, the offload cluster's way out.
+    """
+
+    num_remote: int
+    num_local: int
+    egress_bytes_per_s: float
+
+
+class Limit(enum.Enum):
+    """Which term of eq. 6 is the smallest."""
+
+    REMOTE_COMPUTE = "remote prefill compute"
+    EGRESS = "egress bandwidth"
+    LOCAL_PREFILL = "local prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class OperatingPoint:
+    """The model's answer for one threshold and split; rates in requests per second.
+
+    Attributes:
+        threshold_tokens: longer uncached prompts are prefilled remotely; inf is never.
+        share_remote: p, share of requests above the threshold.
+        long_tokens, short_tokens: mean length above and up to the threshold.
+        remote_rate, local_rate, decode_rate: Theta of the three stages.
+        rate: Lambda_max.
+        egress_bytes_per_s: KV that leaves the offload cluster at that rate.
+    """
+
+    threshold_tokens: float
+    num_prefill: int
+    num_decode: int
+    share_remote: float
+    long_tokens: float
+    short_tokens: float
+    remote_rate: float
+    local_rate: float
+    decode_rate: float
+    rate: float
+    limit: Limit
+    egress_bytes_per_s: float
+
+    @property
+    def prefill_ceiling(self) -> float:
+        """Requests per second that both prefill stages together could do at this threshold."""
+        remote = _divide(self.remote_rate, self.share_remote)
+        return min(remote, _divide(self.local_rate, 1.0 - self.share_remote))
+
+
+def _divide(rate: float, share: float) -> float:
+    """What a stage that gets `share` of the requests allows for all; no share, no limit."""
+    return rate / share if share > 0 else math.inf
+
+
+def operating_point(
+    profile: ServingProfile,
+    lengths: LengthDistribution,
+    hardware: Hardware,
+    threshold_tokens: float,
+    num_prefill: int,
+) -> OperatingPoint:
+    """Eqs. 3-6 for one threshold and one split of the local instances.
+
+    Args:
+        lengths: of uncached prompt tokens.
+        num_prefill: N_p; the other local instances decode.
+    """
+    share = lengths.share_above(threshold_tokens)
+    long_tokens = lengths.mean_above(threshold_tokens)
+    short_tokens = lengths.mean_to(threshold_tokens)
+    compute = egress = local = 0.0
+    if hardware.num_remote and share:
+        compute = hardware.num_remote / profile.remote_prefill_s(long_tokens)
+        egress = hardware.egress_bytes_per_s / profile.kv_bytes(long_tokens)
+    if num_prefill and share < 1:
+        local = num_prefill / profile.local_prefill_s(short_tokens)
+    decode = (hardware.num_local - num_prefill) * profile.decode_rate
+    terms = {
+        Limit.REMOTE_COMPUTE: _divide(compute, share),
+        Limit.EGRESS: _divide(egress, share),
+        Limit.LOCAL_PREFILL: _divide(local, 1.0 - share),
+        Limit.DECODE: decode,
+    }
+    limit = min(terms, key=lambda term: terms[term])
+    rate = terms[limit]
+    return OperatingPoint(
+        threshold_tokens=threshold_tokens,
+        num_prefill=num_prefill,
+        num_decode=hardware.num_local - num_prefill,
+        share_remote=share,
+        long_tokens=long_tokens,
+        short_tokens=short_tokens,
+        remote_rate=min(compute, egress),
+        local_rate=local,
+        decode_rate=decode,
+        rate=rate,
+        limit=limit,
+        egress_bytes_per_s=rate * share * profile.kv_bytes(long_tokens) if share else 0.0,
+    )
+
+
+def threshold_grid(lengths: LengthDistribution, num_points: int = GRID_POINTS) -> list[float]:
+    """Thresholds worth trying: all remote, all local, and every quantile between."""
+    inner = {round(lengths.quantile(index / num_points)) for index in range(num_points)}
+    return [0.0, *sorted(inner - {0}), math.inf]
+
+
+def search(
+    profile: ServingProfile,
+    lengths: LengthDistribution,
+    hardware: Hardware,
+    thresholds: Sequence[float] | None = None,
+    splits: Iterable[int] | None = None,
+) -> list[OperatingPoint]:
+    """Every point of the grid of thresholds and splits (3.4.2).
+
+    Args:
+        thresholds: None for `threshold_grid`.
+        splits: numbers of local prefill instances to try; None for all.
+    """
+    if thresholds is None:
+        thresholds = threshold_grid(lengths)
+    if splits is None:
+        splits = range(hardware.num_local + 1)
+    return [
+        operating_point(profile, lengths, hardware, threshold, num_prefill)
+        for num_prefill in splits
+        for threshold in thresholds
+    ]
+
+
+def optimum(points: Iterable[OperatingPoint]) -> OperatingPoint:
+    """The point of the highest rate.
+
+    Where decode limits, a range of thresholds has the same rate; of these the one in the middle of
+    eq. 7 (both prefill stages equally far from their limit) leaves the most room.
+    """
+    return max(points, key=lambda point: (point.rate, point.prefill_ceiling))
+
+
+def egress_demand(
+    profile: ServingProfile, num_devices: int, devices_per_instance: int, long_tokens: float
+) -> float:
+    """Bytes per second that an uncongested offload cluster sends out (eq. 2)."""
+    return num_devices / devices_per_instance * profile.kv_rate(long_tokens)

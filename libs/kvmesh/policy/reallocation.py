@@ -1,0 +1,71 @@
+"""PrfaaS's slow time scale: when to turn a local instance from prefill to decode or back.
+
+Source: PrfaaS 3.4.3, points 4-5. Tests: tests/unit/policy/test_prfaas.py.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from kvmesh.core.types import Role
+from kvmesh.policy.prfaas import OperatingPoint
+
+
+class ReallocationReason(enum.Enum):
+    """Why instances change their role, or not."""
+
+    OPTIMAL = "the split is the best one already"
+    SMALL_GAIN = "another split gains less than a change costs"
+    PREFILL_BOTTLENECK = "prefill makes less than decode can take"
+    NO_QUEUE = "nothing waits for the stage that would get an instance"
+    DECODE_BOTTLENECK = "decode takes less than prefill makes"
+
+
+@dataclass(frozen=True, slots=True)
+class Reallocation:
+    """One instance to turn; the threshold is searched anew after every change.
+
+    Attributes:
+        to_role: None leaves all as they are.
+        gain: rate of the best split over the rate now, minus one.
+    """
+
+    to_role: Role | None
+    gain: float
+    reason: ReallocationReason
+
+
+@dataclass(frozen=True, slots=True)
+class StageQueues:
+    """Requests that waited for an instance of each stage, mean since the last evaluation."""
+
+    prefill: float
+    decode: float
+
+
+def plan_reallocation(
+    now: OperatingPoint, best: OperatingPoint, queues: StageQueues, min_gain: float = 0.05
+) -> Reallocation:
+    """Compares the running split with the best one and moves one instance towards it.
+
+    The model knows means only, so the queues have to agree: a stage gets an instance only if
+    requests wait for it more than for the other.
+
+    Args:
+        now: the model at the running threshold and split, with the lengths of late.
+        best: the optimum for the same lengths.
+        min_gain: smaller gains are left alone, so that noise does not turn instances to and fro.
+    """
+    gain = best.rate / now.rate - 1.0 if now.rate > 0 else float("inf")
+    if best.num_prefill == now.num_prefill:
+        return Reallocation(None, gain, ReallocationReason.OPTIMAL)
+    if gain < min_gain:
+        return Reallocation(None, gain, ReallocationReason.SMALL_GAIN)
+    to_prefill = best.num_prefill > now.num_prefill
+    more, less = (queues.prefill, queues.decode) if to_prefill else (queues.decode, queues.prefill)
+    if more <= less:
+        return Reallocation(None, gain, ReallocationReason.NO_QUEUE)
+    if to_prefill:
+        return Reallocation(Role.PREFILL, gain, ReallocationReason.PREFILL_BOTTLENECK)
+    return Reallocation(Role.DECODE, gain, ReallocationReason.DECODE_BOTTLENECK)

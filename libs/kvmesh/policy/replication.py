@@ -1,0 +1,97 @@
+"""Copies of hot segments: when to make one, where, and which copy to read.
+
+Source: TokenLake 4.3. Tests: tests/unit/policy/test_replication.py.
+"""
+
+from __future__ import annotations
+
+import enum
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvmesh.core.types import BlockHash, WorkerId
+from kvmesh.policy.segment_tree import Segment
+
+
+class CopyReason(enum.Enum):
+    """Why a segment is copied."""
+
+    OVERLOADED_HOLDER = "a heavy hitter lies on an overloaded worker"
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A segment to copy from one worker to another."""
+
+    segment: BlockHash
+    source: WorkerId
+    target: WorkerId
+    reason: CopyReason
+
+
+def plan_copies(
+    hitters: Sequence[Segment],
+    loads: Mapping[WorkerId, float],
+    overload: float = 1.15,
+    max_copies: int = 64,
+) -> list[Copy]:
+    """Copies heavy hitters of overloaded workers to the least loaded ones that have none.
+
+    Each planned copy is counted as if reads were spread over all copies already, so that one call
+    does not send everything to one worker.
+
+    Args:
+        hitters: most read first.
+        loads: reads of every live worker of late, in the unit of the segments' counts.
+        overload: a worker above this many times the mean is overloaded.
+        max_copies: bounds the traffic that one call causes.
+    """
+    if not loads:
+        return []
+    expected = dict(loads)
+    limit = overload * sum(loads.values()) / len(loads)
+    copies: list[Copy] = []
+    for segment in hitters:
+        holders = [holder for holder in segment.copies if holder in expected]
+        if not holders or len(copies) >= max_copies:
+            continue
+        source = max(holders, key=lambda holder: (expected[holder], holder))
+        free = [worker for worker in expected if worker not in segment.copies]
+        if expected[source] <= limit or not free:
+            continue
+        target = min(free, key=lambda worker: (expected[worker], worker))
+        moved = _spread(segment, holders, expected)
+        if expected[target] + moved >= expected[source]:
+            continue
+        expected[target] += moved
+        for holder in holders:
+            expected[holder] -= moved / len(holders)
+        copies.append(Copy(segment.name, source, target, CopyReason.OVERLOADED_HOLDER))
+    return copies
+
+
+def _spread(
+    segment: Segment, holders: Sequence[WorkerId], expected: Mapping[WorkerId, float]
+) -> float:
+    """Reads that a new copy takes over from the old ones."""
+    share = segment.accesses / (len(holders) + 1)
+    # Counts and loads fade on their own; a holder cannot give more than it has.
+    return min(share, sum(expected[holder] for holder in holders) / len(holders))
+
+
+def choose_copy(
+    segment: Segment, loads: Mapping[WorkerId, float], rng: random.Random
+) -> WorkerId | None:
+    """The copy to read: of two at random, the one on the less loaded worker.
+
+    Args:
+        loads: of every live worker; copies elsewhere are not read.
+
+    Returns:
+        None when no live worker holds a copy.
+    """
+    holders = [holder for holder in segment.copies if holder in loads]
+    if len(holders) > 2:
+        holders = rng.sample(holders, 2)
+    return min(holders, key=lambda holder: loads[holder], default=None)

@@ -1,0 +1,111 @@
+"""The prefix tree of segments in the pool: who holds a copy, how often and when it was last read.
+
+Bookkeeping of the pool's decisions (`heavy_hitters`, `replication`, `pool_eviction`). A segment is
+read only if its prefix is, so a parent's count is never below a child's.
+Source: TokenLake 3 (`get_prefix_tree`), 4.3. Tests: tests/unit/policy/test_segment_tree.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from kvmesh.core.types import BlockHash, WorkerId
+
+
+@dataclass(eq=False, slots=True)
+class Segment:
+    """A node of the tree.
+
+    Attributes:
+        parent: None for the first segment of a prefix.
+        accesses: reads, faded by `SegmentTree.fade`.
+        copies: holders with the time that each copy was last read.
+    """
+
+    name: BlockHash
+    parent: Segment | None
+    accesses: float = 0.0
+    children: dict[BlockHash, Segment] = field(default_factory=dict)
+    copies: dict[WorkerId, float] = field(default_factory=dict)
+
+
+class SegmentTree:
+    """Segments with at least one copy, by name."""
+
+    def __init__(self) -> None:
+        self._segments: dict[BlockHash, Segment] = {}
+        self.roots: dict[BlockHash, Segment] = {}
+
+    def __len__(self) -> int:
+        return len(self._segments)
+
+    def __iter__(self) -> Iterator[Segment]:
+        return iter(self._segments.values())
+
+    def get(self, name: BlockHash) -> Segment | None:
+        """The segment, if it has a copy."""
+        return self._segments.get(name)
+
+    def match(self, names: Sequence[BlockHash]) -> list[Segment]:
+        """The longest prefix of `names` that the pool holds."""
+        found: list[Segment] = []
+        for name in names:
+            segment = self._segments.get(name)
+            if segment is None:
+                break
+            found.append(segment)
+        return found
+
+    def add(self, name: BlockHash, parent: Segment | None, holder: WorkerId, now: float) -> Segment:
+        """Notes a copy; the parent is in the tree already."""
+        segment = self._segments.get(name)
+        if segment is None:
+            assert parent is None or self._segments.get(parent.name) is parent, "an orphan"
+            segment = self._segments[name] = Segment(name, parent)
+            siblings = self.roots if parent is None else parent.children
+            siblings[name] = segment
+        segment.copies[holder] = now
+        return segment
+
+    def read(self, segment: Segment, holder: WorkerId, now: float, weight: float = 1.0) -> None:
+        """Counts a read of one copy."""
+        segment.accesses += weight
+        segment.copies[holder] = now
+
+    def drop(self, segment: Segment, holder: WorkerId) -> None:
+        """Forgets a copy, and the segment with its last one; then it must be a leaf."""
+        del segment.copies[holder]
+        if not segment.copies:
+            assert not segment.children, "children of a segment that is gone cannot be read"
+            siblings = self.roots if segment.parent is None else segment.parent.children
+            del siblings[segment.name]
+            del self._segments[segment.name]
+
+    def lose(self, holder: WorkerId) -> int:
+        """Forgets all copies of a dead worker, and what cannot be read without them.
+
+        Returns:
+            Segments that are gone from the pool.
+        """
+        before = len(self._segments)
+        for segment in list(self._segments.values()):
+            segment.copies.pop(holder, None)
+        for segment in [s for s in self._segments.values() if not s.copies]:
+            self._remove_subtree(segment)
+        return before - len(self._segments)
+
+    def _remove_subtree(self, top: Segment) -> None:
+        siblings = self.roots if top.parent is None else top.parent.children
+        siblings.pop(top.name, None)
+        pending = [top]
+        while pending:
+            segment = pending.pop()
+            pending.extend(segment.children.values())
+            segment.children.clear()
+            self._segments.pop(segment.name, None)
+
+    def fade(self, factor: float) -> None:
+        """Multiplies all counts, so that old reads weigh less than new ones."""
+        for segment in self._segments.values():
+            segment.accesses *= factor

@@ -1,0 +1,184 @@
+"""A gateway's search for workers, in virtual time: the loop of `services/gateway/placing.py`.
+
+Tests: tests/unit/sim/test_simulation.py.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvmesh.core.types import Placement, Refusal, RefusalReason, RoutePlan, WorkerId
+from kvmesh.policy.forwarding import (
+    REROUTE_AFTER_S,
+    ROUNDS_PER_ROUTE,
+    ForwardReason,
+    backoff_s,
+    intervene,
+)
+from kvmesh.sim.events import EventQueue
+from kvmesh.sim.fleet import SimFleet
+from kvmesh.sim.requests import SimRequest, SimSequence
+from kvmesh.sim.worker import SimWorker
+
+
+@dataclass(eq=False, slots=True)
+class Placed:
+    """A request on its workers.
+
+    Attributes:
+        decode: the reservation.
+        prefill: the same sequence if the decode worker computes the prompt itself.
+    """
+
+    request: SimRequest
+    decode_worker: SimWorker
+    decode: SimSequence
+    prefill_worker: SimWorker
+    prefill: SimSequence
+
+
+@dataclass(frozen=True, slots=True)
+class Desk:
+    """What every search uses.
+
+    Attributes:
+        route: asks the scheduler; the workers are to be avoided.
+        placed, refused: take the search's end.
+        searching: requests that look for workers now.
+    """
+
+    events: EventQueue
+    rng: random.Random
+    fleet: SimFleet
+    route: Callable[[SimRequest, frozenset[WorkerId]], RoutePlan | Refusal]
+    placed: Callable[[Placed], None]
+    refused: Callable[[SimRequest, RefusalReason], None]
+    searching: dict[SimRequest, Placing]
+
+
+class Placing:
+    """One search, from `start` to a placement or a refusal."""
+
+    def __init__(self, desk: Desk, request: SimRequest, avoid: frozenset[WorkerId]) -> None:
+        self._desk = desk
+        self._request = request
+        self._started_at = desk.events.now()
+        self._failed = avoid
+        self._refused: set[WorkerId] = set()
+        self._reserved: tuple[SimWorker, SimSequence] | None = None
+        self._plan: RoutePlan | None = None
+        self._plan_rounds = 0
+        self._plan_old_at = 0.0
+        self._num_rounds = 0
+        self._last = RefusalReason.DEADLINE
+        self._tried_at_opening = -1
+
+    @property
+    def has_reservation(self) -> bool:
+        """It waits for a prefill worker; else for a decode worker."""
+        return self._reserved is not None
+
+    def start(self) -> None:
+        """Begins to ask."""
+        self._desk.searching[self._request] = self
+        self._round()
+
+    def _round(self) -> None:
+        now = self._desk.events.now()
+        limit = self._request.deadline_s - self._started_at
+        if intervene(now - self._started_at, limit) is ForwardReason.TIMED_OUT:
+            self._end(self._last)
+            return
+        # Everybody was asked; while nobody has more room than then, the answers are the same.
+        if self._desk.fleet.openings == self._tried_at_opening:
+            self._pause()
+            return
+        if self._plan is None or self._plan_rounds >= ROUNDS_PER_ROUTE or now >= self._plan_old_at:
+            outcome = self._desk.route(self._request, self._failed | self._refused)
+            self._refused.clear()
+            self._plan_rounds = 0
+            self._plan_old_at = now + REROUTE_AFTER_S
+            self._plan = outcome if isinstance(outcome, RoutePlan) else None
+            if isinstance(outcome, Refusal):
+                self._last = outcome.reason
+                if outcome.reason is RefusalReason.TOO_LONG:
+                    self._end(outcome.reason)
+                    return
+        if self._plan is not None and self._try(self._plan):
+            return
+        self._plan_rounds += 1
+        self._tried_at_opening = self._desk.fleet.openings
+        self._pause()
+
+    def _pause(self) -> None:
+        longest = backoff_s(self._num_rounds, len(self._desk.searching))
+        self._num_rounds += 1
+        wait = longest * self._desk.rng.uniform(0.5, 1.0)
+        now = self._desk.events.now()
+        self._desk.events.at(min(now + wait, self._request.deadline_s), self._round)
+
+    def _try(self, plan: RoutePlan) -> bool:
+        if plan.placement is Placement.AGGREGATED:
+            return any(self._try_aggregated(each.worker_id) for each in plan.prefill)
+        if not self._reserve_one_of([each.worker_id for each in plan.decode]):
+            return False
+        return any(self._offer(each.worker_id) for each in plan.prefill)
+
+    def _reserve_one_of(self, names: list[WorkerId]) -> bool:
+        if self._reserved is not None:
+            worker, _ = self._reserved
+            if worker.alive and worker.info.worker_id in names:
+                return True
+            self._drop()
+        return any(self._reserve(name) for name in names)
+
+    def _try_aggregated(self, name: WorkerId) -> bool:
+        if self._reserved is not None:
+            self._drop()
+        if not self._reserve(name):
+            return False
+        if self._offer(name):
+            return True
+        self._drop()
+        return False
+
+    def _reserve(self, name: WorkerId) -> bool:
+        worker = self._desk.fleet.workers[name]
+        outcome = worker.reserve(self._request)
+        if isinstance(outcome, Refusal):
+            self._note(name, outcome)
+            return False
+        self._reserved = (worker, outcome)
+        return True
+
+    def _offer(self, name: WorkerId) -> bool:
+        assert self._reserved is not None, "a prompt is offered with a reservation"
+        self._request.num_offers += 1
+        decode_worker, decode = self._reserved
+        worker = self._desk.fleet.workers[name]
+        outcome = worker.offer(self._request, decode)
+        if isinstance(outcome, Refusal):
+            self._note(name, outcome)
+            return False
+        self._desk.searching.pop(self._request, None)
+        self._desk.placed(Placed(self._request, decode_worker, decode, worker, outcome))
+        return True
+
+    def _note(self, name: WorkerId, refusal: Refusal) -> None:
+        self._last = refusal.reason
+        self._refused.add(name)
+
+    def _drop(self) -> None:
+        assert self._reserved is not None, "nothing to drop"
+        worker, sequence = self._reserved
+        if worker.alive:
+            worker.release(sequence)
+        self._reserved = None
+
+    def _end(self, reason: RefusalReason) -> None:
+        if self._reserved is not None:
+            self._drop()
+        self._desk.searching.pop(self._request, None)
+        self._desk.refused(self._request, reason)

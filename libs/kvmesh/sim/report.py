@@ -1,0 +1,163 @@
+"""Numbers of a finished simulation, as JSON values and as a table.
+
+Tests: tests/unit/sim/test_report.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from kvmesh.sim.requests import Outcome, SimRequest
+from kvmesh.sim.simulation import Result, Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What one run achieved.
+
+    Attributes:
+        success: share of requests whose first token came in time and that finished.
+        goodput: per second, of requests that kept both objectives.
+        hit_rate: share of prompt tokens found in a prefix cache.
+        cv: mean over time of the coefficient of variation of computed tokens per prefill worker.
+        link_use: mean share of the bandwidth between the clusters.
+        refusals: by reason.
+    """
+
+    system: str
+    num_requests: int
+    success: float
+    goodput: float
+    ttft_p50_s: float
+    ttft_p90_s: float
+    ttft_p99_s: float
+    tpot_p50_s: float
+    tpot_p99_s: float
+    hit_rate: float
+    cv: float
+    link_use: float
+    remote_share: float
+    duration_s: float
+    refusals: dict[str, int] = field(default_factory=dict)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that `share` of all do not exceed; NaN without values."""
+    ordered = sorted(values)
+    if not ordered:
+        return math.nan
+    return ordered[min(max(math.ceil(share * len(ordered)) - 1, 0), len(ordered) - 1)]
+
+
+def summarize(result: Result) -> Summary:
+    """The numbers of one run."""
+    requests = result.requests
+    ttfts = [each.ttft_s for each in requests if each.ttft_s is not None]
+    tpots = [each.tpot_s for each in requests if each.tpot_s is not None]
+    limit = result.scenario.objectives.tpot_s
+    done = [each for each in requests if each.outcome is Outcome.DONE]
+    good = [each for each in done if each.tpot_s is None or each.tpot_s <= limit]
+    # Goodput counts over the time of arrivals, or a long last answer would lower it.
+    arrivals = max(each.arrival_s for each in requests) - min(each.arrival_s for each in requests)
+    prompt_tokens = sum(each.trace.input_tokens for each in requests)
+    count = len(requests)
+    return Summary(
+        system=result.scenario.system.name,
+        num_requests=count,
+        success=len(done) / count,
+        goodput=len(good) / arrivals if arrivals else math.nan,
+        ttft_p50_s=percentile(ttfts, 0.5),
+        ttft_p90_s=percentile(ttfts, 0.9),
+        ttft_p99_s=percentile(ttfts, 0.99),
+        tpot_p50_s=percentile(tpots, 0.5),
+        tpot_p99_s=percentile(tpots, 0.99),
+        hit_rate=sum(each.cached_tokens for each in requests) / prompt_tokens,
+        cv=mean_cv(result.samples),
+        link_use=_mean(sample.link_use for sample in result.samples),
+        remote_share=sum(each.remote for each in requests) / count,
+        duration_s=result.finished_s,
+        refusals=dict(Counter(_refusal(each) for each in requests if each.refusal)),
+    )
+
+
+def _refusal(request: SimRequest) -> str:
+    return request.refusal.value if request.refusal else ""
+
+
+def _mean(values: Iterable[float]) -> float:
+    listed = list(values)
+    return sum(listed) / len(listed) if listed else 0.0
+
+
+def coefficient_of_variation(values: Sequence[float]) -> float:
+    """Standard deviation over mean; 0 when all are 0."""
+    mean = _mean(values)
+    if mean == 0:
+        return 0.0
+    return math.sqrt(_mean((value - mean) ** 2 for value in values)) / mean
+
+
+def mean_cv(samples: Sequence[Sample]) -> float:
+    """How unevenly prefill work is spread, mean over the samples in which there was any."""
+    found = [
+        coefficient_of_variation(list(sample.computed_tokens.values()))
+        for sample in samples
+        if any(sample.computed_tokens.values())
+    ]
+    return _mean(found)
+
+
+def summary_record(result: Result) -> dict[str, Any]:
+    """One run as JSON values: summary, reasons, timelines."""
+    return {
+        "summary": {key: _finite(value) for key, value in asdict(summarize(result)).items()},
+        "seed": result.scenario.seed,
+        "profile": result.scenario.profile.name,
+        "events": result.num_events,
+        "reasons": dict(sorted(result.reasons.items())),
+        "timeline": [
+            {key: _finite(value) for key, value in asdict(sample).items()}
+            for sample in result.samples
+        ],
+    }
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+_COLUMNS: tuple[tuple[str, str, str], ...] = (
+    ("goodput/s", "goodput", "{:.3f}"),
+    ("success", "success", "{:.1%}"),
+    ("TTFT p50", "ttft_p50_s", "{:.2f}"),
+    ("p90", "ttft_p90_s", "{:.2f}"),
+    ("p99", "ttft_p99_s", "{:.2f}"),
+    ("TPOT p50", "tpot_p50_s", "{:.4f}"),
+    ("p99", "tpot_p99_s", "{:.4f}"),
+    ("hits", "hit_rate", "{:.1%}"),
+    ("CV", "cv", "{:.2f}"),
+    ("link", "link_use", "{:.1%}"),
+    ("remote", "remote_share", "{:.1%}"),
+)
+
+
+def table(rows: Sequence[tuple[str, Summary]]) -> str:
+    """One line per run, times in seconds; a Markdown table that reads well as text."""
+    head = ["run", *(title for title, _, _ in _COLUMNS), "refused"]
+    lines = [head]
+    for label, summary in rows:
+        cells = [form.format(getattr(summary, name)) for _, name, form in _COLUMNS]
+        refused = " ".join(f"{reason}:{n}" for reason, n in sorted(summary.refusals.items()))
+        lines.append([label, *cells, refused or "0"])
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    rule = ["-" * width for width in widths]
+    return "".join(
+        "| "
+        + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        + " |\n"
+        for line in (lines[0], rule, *lines[1:])
+    )

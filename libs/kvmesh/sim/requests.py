@@ -1,0 +1,147 @@
+"""A request in the simulator: what it asks for, where it is, and what became of it.
+
+Tests: tests/unit/sim/test_simulation.py.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from kvmesh.core.types import BlockHash, RefusalReason, RequestId, WorkerId
+from kvmesh.sim.trace import TRACE_BLOCK, TraceRequest
+
+
+class Outcome(enum.Enum):
+    """How a request ended."""
+
+    DONE = "done"
+    REFUSED = "refused"
+    LATE = "late"
+    """The first token came after the time that the request could wait."""
+
+
+def block_hash(hash_id: int) -> BlockHash:
+    """The name of a trace's block."""
+    return BlockHash(hash_id.to_bytes(16, "little"))
+
+
+@dataclass(eq=False, slots=True)
+class SimRequest:
+    """One request from arrival to its last token.
+
+    Attributes:
+        hashes: of the prompt's full blocks.
+        deadline_s: the first token must have come by then.
+        generated: tokens that the client has.
+        cached_tokens: prompt tokens that the first prefill did not compute.
+        remote: prefilled in the other cluster.
+        attempt: grows when the request moves after a failure.
+        has_first: the first token of this attempt is out.
+    """
+
+    request_id: RequestId
+    trace: TraceRequest
+    hashes: tuple[BlockHash, ...]
+    arrival_s: float
+    deadline_s: float
+    generated: int = 0
+    cached_tokens: int = 0
+    prefill_on: WorkerId | None = None
+    decode_on: WorkerId | None = None
+    remote: bool = False
+    placed_s: float | None = None
+    first_token_s: float | None = None
+    finished_s: float | None = None
+    outcome: Outcome | None = None
+    refusal: RefusalReason | None = None
+    attempt: int = 0
+    has_first: bool = False
+    num_offers: int = 0
+
+    @classmethod
+    def from_trace(
+        cls, index: int, trace: TraceRequest, arrival_s: float, ttft_limit_s: float
+    ) -> SimRequest:
+        """A request that arrives now."""
+        return cls(
+            request_id=RequestId(f"r{index}"),
+            trace=trace,
+            hashes=tuple(block_hash(each) for each in trace.full_ids),
+            arrival_s=arrival_s,
+            deadline_s=arrival_s + ttft_limit_s,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens to prefill: the prompt and what was generated before a failure."""
+        return self.trace.input_tokens + self.generated
+
+    @property
+    def remaining_tokens(self) -> int:
+        """Tokens still to generate."""
+        return self.trace.output_tokens - self.generated
+
+    @property
+    def reusable_hashes(self) -> tuple[BlockHash, ...]:
+        """Blocks that a cache may serve; the last token is always computed."""
+        return self.hashes[: (self.num_tokens - 1) // TRACE_BLOCK]
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Time to the first token."""
+        return None if self.first_token_s is None else self.first_token_s - self.arrival_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time per token after the first; None without such tokens."""
+        if self.finished_s is None or self.first_token_s is None or self.trace.output_tokens < 2:
+            return None
+        return (self.finished_s - self.first_token_s) / (self.trace.output_tokens - 1)
+
+
+@dataclass(eq=False, slots=True)
+class SimSequence:
+    """A request's tokens and blocks on one worker.
+
+    Attributes:
+        order: age on this worker.
+        left: tokens that are still to be generated.
+        num_tokens: tokens of the sequence, generated ones included.
+        num_computed: leading tokens whose KV is here.
+        num_cached: of these, found in the prefix cache.
+        num_sealed: leading blocks that are in the prefix cache.
+        hold_after_first: the worker only prefills; KV is taken by another one.
+        has_first: the prompt is computed and its first token is out.
+        reservation: of the handoff table, while KV is awaited.
+        gone: released, or lost with its worker.
+    """
+
+    request: SimRequest
+    order: int
+    left: int
+    num_tokens: int
+    blocks: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    num_cached: int = 0
+    num_sealed: int = 0
+    hold_after_first: bool = False
+    has_first: bool = False
+    reservation: int | None = None
+    gone: bool = False
+
+    @property
+    def remaining(self) -> int:
+        """Tokens without KV; 1 is a decode step."""
+        return self.num_tokens - self.num_computed
+
+    def fill(self, blocks: list[int], num_cached: int) -> None:
+        """Takes blocks over, the first `num_cached` of them with KV."""
+        self.blocks = blocks
+        self.num_cached = self.num_computed = num_cached * TRACE_BLOCK
+        self.num_sealed = num_cached
+
+
+def blocks_for(num_tokens: int) -> int:
+    """Blocks that hold so many tokens."""
+    return -(-num_tokens // TRACE_BLOCK)

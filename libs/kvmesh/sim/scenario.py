@@ -1,0 +1,101 @@
+"""What a simulation runs: fleet, system, requests, failures, objectives.
+
+Tests: tests/unit/sim/test_scenario.py.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from kvmesh.core.errors import ConfigError
+from kvmesh.policy.pdserve import TimeoutTier
+from kvmesh.sim.fleet import WorkerGroup
+from kvmesh.sim.profile import Profile
+from kvmesh.sim.systems import System
+from kvmesh.sim.trace import TraceRequest
+
+
+class FailureKind(enum.Enum):
+    """What happens at a moment of the schedule."""
+
+    KILL = "kill"
+    RESTART = "restart"
+    LINK = "link"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An entry of the schedule.
+
+    Attributes:
+        index: of the worker, in order of the fleet; for KILL and RESTART.
+        factor: of the bandwidth between the clusters from now on; for LINK.
+    """
+
+    at_s: float
+    kind: FailureKind
+    index: int = 0
+    factor: float = 1.0
+
+
+def parse_failures(text: str) -> tuple[Failure, ...]:
+    """Reads `10:kill:0,20:restart:0,30:link:0.33`.
+
+    Raises:
+        ConfigError: a part is wrong.
+    """
+    failures: list[Failure] = []
+    for part in filter(None, text.split(",")):
+        try:
+            moment, name, value = part.split(":")
+            kind = FailureKind(name)
+            if kind is FailureKind.LINK:
+                failures.append(Failure(float(moment), kind, factor=float(value)))
+            else:
+                failures.append(Failure(float(moment), kind, index=int(value)))
+        except ValueError as error:
+            raise ConfigError(
+                f"{part!r} is not SECONDS:kill|restart|link:VALUE: {error}"
+            ) from error
+        if failures[-1].at_s < 0 or failures[-1].factor <= 0 or failures[-1].index < 0:
+            raise ConfigError(f"{part!r}: times and indices are not negative, factors above 0")
+    return tuple(failures)
+
+
+@dataclass(frozen=True, slots=True)
+class Objectives:
+    """What a request must keep to count as goodput.
+
+    Attributes:
+        timeouts: longest time to the first token by prompt length; later ones are failures.
+        tpot_s: longest mean time per token.
+    """
+
+    timeouts: tuple[TimeoutTier, ...] = (TimeoutTier(8192, 5.0), TimeoutTier(1 << 62, 30.0))
+    tpot_s: float = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One run.
+
+    Attributes:
+        requests: by arrival; of a session in a closed loop only the first arrival counts.
+        closed_loop: the next turn of a session comes `think_s` after the answer.
+        chunk_tokens: tokens per step.
+        jitter: of transfers; 0.1 makes them up to 10 % longer.
+        sample_s: interval of the timelines.
+    """
+
+    profile: Profile
+    fleet: tuple[WorkerGroup, ...]
+    system: System
+    requests: tuple[TraceRequest, ...]
+    closed_loop: bool = False
+    failures: tuple[Failure, ...] = ()
+    objectives: Objectives = Objectives()
+    seed: int = 0
+    chunk_tokens: int = 4096
+    jitter: float = 0.1
+    sample_s: float = 10.0

@@ -1,0 +1,358 @@
+"""Runs a scenario: requests arrive, are placed, computed, handed over and decoded, in virtual time.
+
+Decisions and bookkeeping are the services'; only step times and links are modelled.
+Tests: tests/unit/sim/test_simulation.py.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvmesh.core.types import Refusal, RefusalReason, RoutePlan, RouteQuery, WorkerId
+from kvmesh.policy.offload_route import plan_offload
+from kvmesh.policy.pdserve import timeout_s
+from kvmesh.sim.control import Control
+from kvmesh.sim.events import EventQueue
+from kvmesh.sim.fleet import MODEL, REMOTE, SimFleet
+from kvmesh.sim.placing import Desk, Placed, Placing
+from kvmesh.sim.requests import Outcome, SimRequest, SimSequence, blocks_for
+from kvmesh.sim.scenario import Failure, FailureKind, Scenario
+from kvmesh.sim.trace import TRACE_BLOCK, TraceRequest
+from kvmesh.sim.worker import SimWorker
+
+
+@dataclass(eq=False, slots=True)
+class _Handoff:
+    """KV on its way from prefill to decode.
+
+    Attributes:
+        sent_blocks: of the prompt, those cached at the decode worker included.
+        write_id: of the transfer in progress.
+    """
+
+    placed: Placed
+    sent_blocks: int
+    write_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One moment of the timelines.
+
+    Attributes:
+        computed_tokens: prompt tokens since the last sample, by living worker.
+        link_use: of the link between the clusters since the last sample, 0..1.
+        roles: living workers by role.
+        searching: requests that look for workers.
+    """
+
+    at_s: float
+    computed_tokens: dict[WorkerId, int]
+    link_use: float
+    roles: dict[str, int]
+    searching: int
+    threshold_tokens: float
+
+
+@dataclass(slots=True)
+class Result:
+    """What became of a scenario.
+
+    Attributes:
+        reasons: how often each decision was made for each reason.
+        finished_s: virtual time of the end.
+    """
+
+    scenario: Scenario
+    requests: list[SimRequest]
+    samples: list[Sample] = field(default_factory=list)
+    reasons: Counter[str] = field(default_factory=Counter)
+    finished_s: float = 0.0
+    num_events: int = 0
+    link_bytes: float = 0.0
+
+
+def simulate(scenario: Scenario) -> Result:
+    """Runs a scenario to the end of its last request; equal scenarios give equal results.
+
+    Raises:
+        ConfigError: the fleet does not fit the profile.
+    """
+    return Simulation(scenario).run()
+
+
+class Simulation:
+    """The parts of one run, and the way of a request through them (`WorkerListener`)."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.events = EventQueue()
+        self.rng = random.Random(scenario.seed)
+        system = scenario.system
+        self.fleet = SimFleet(
+            self.events,
+            scenario.profile,
+            self,
+            queue_offers=system.queue_offers,
+            report_interval_s=system.report_interval_s,
+            chunk_tokens=scenario.chunk_tokens,
+        )
+        self.fleet.build(scenario.fleet)
+        self.result = Result(scenario, [])
+        self._num_open = 0
+        self._sessions: dict[str, deque[TraceRequest]] = {}
+        self._handoffs: dict[SimSequence, _Handoff] = {}
+        self._placements: dict[SimRequest, Placed] = {}
+        self._desk = Desk(
+            self.events,
+            self.rng,
+            self.fleet,
+            self._route,
+            self._placed,
+            self._refused,
+            {},
+        )
+        self.control = Control(scenario, self.events, self.fleet, self._desk, self.result.reasons)
+        self._computed: dict[WorkerId, int] = {}
+        self._link_seen = 0.0
+
+    def run(self) -> Result:
+        """Lets time pass until every request has an outcome."""
+        for trace in self._first_arrivals():
+            self._num_open += 1
+            self.events.at(trace.arrival_s, partial(self._arrive, trace))
+        for failure in self.scenario.failures:
+            self.events.at(failure.at_s, partial(self._fail, failure))
+        self.control.start()
+        self.events.after(self.scenario.sample_s, self._sample)
+        self.events.run(lambda: self._num_open == 0)
+        self.result.finished_s = self.events.now()
+        self.result.num_events = self.events.num_events
+        self.result.link_bytes = self.fleet.between.use_until_now()[0]
+        return self.result
+
+    # --- arrivals ----------------------------------------------------------------------------
+
+    def _first_arrivals(self) -> Iterator[TraceRequest]:
+        for trace in self.scenario.requests:
+            if not self.scenario.closed_loop or not trace.session:
+                yield trace
+            elif trace.session in self._sessions:
+                self._sessions[trace.session].append(trace)
+            else:
+                self._sessions[trace.session] = deque()
+                yield trace
+
+    def _arrive(self, trace: TraceRequest) -> None:
+        limit = timeout_s(trace.input_tokens, self.scenario.objectives.timeouts)
+        request = SimRequest.from_trace(len(self.result.requests), trace, self.events.now(), limit)
+        self.result.requests.append(request)
+        # To the scheduler and on to the workers.
+        delay = 2 * self.scenario.profile.links.latency_s
+        self.events.after(delay, Placing(self._desk, request, frozenset()).start)
+
+    def _route(self, request: SimRequest, avoid: frozenset[WorkerId]) -> RoutePlan | Refusal:
+        query = RouteQuery(
+            request.request_id,
+            MODEL,
+            request.num_tokens,
+            request.remaining_tokens,
+            request.hashes,
+            avoid=avoid,
+        )
+        plan = plan_offload(
+            self.fleet.view(),
+            query,
+            self.fleet.index.match(request.reusable_hashes),
+            self.events.now(),
+            self.rng,
+            self.scenario.system.route,
+            remote=REMOTE,
+            threshold_tokens=self.control.threshold_tokens,
+        )
+        if plan.choice is not None:
+            request.remote = plan.choice.remote
+            self.result.reasons[f"offload: {plan.choice.reason.value}"] += 1
+        if isinstance(plan.route, RoutePlan):
+            self.fleet.note_route(plan.route)
+        return plan.route
+
+    # --- the way of a request ----------------------------------------------------------------
+
+    def _placed(self, placed: Placed) -> None:
+        request = placed.request
+        request.placed_s = self.events.now()
+        request.prefill_on = placed.prefill_worker.info.worker_id
+        request.decode_on = placed.decode_worker.info.worker_id
+        self._placements[request] = placed
+        if placed.prefill is not placed.decode:
+            self._handoffs[placed.prefill] = _Handoff(placed, 0)
+
+    def on_change(self, worker: SimWorker) -> None:
+        """See `WorkerListener`."""
+        self.fleet.note_change(worker)
+
+    def on_opening(self) -> None:
+        """See `WorkerListener`."""
+        self.fleet.openings += 1
+
+    def on_chunk(self, worker: SimWorker, sequence: SimSequence) -> None:
+        """See `WorkerListener`; one transfer at a time carries what is computed by then."""
+        handoff = self._handoffs[sequence]
+        if handoff.write_id is not None:
+            return
+        placed = handoff.placed
+        num_cached = placed.decode.num_cached // TRACE_BLOCK
+        begin = max(handoff.sent_blocks, num_cached)
+        # The first token's own KV is not part of the prompt.
+        end = (
+            blocks_for(placed.request.num_tokens)
+            if sequence.has_first
+            else sequence.num_computed // TRACE_BLOCK
+        )
+        if end <= begin:
+            return
+        handoff.write_id = placed.decode_worker.begin_write(
+            placed.decode, begin - num_cached, end - begin
+        )
+        handoff.sent_blocks = end
+        size = self._kv_bytes(begin, end) * (1 + self.scenario.jitter * self.rng.random())
+        link = self.fleet.link(worker, placed.decode_worker)
+        link.send(size, partial(self._left, handoff))
+
+    def _left(self, handoff: _Handoff) -> None:
+        latency = self.scenario.profile.links.latency_s
+        self.events.after(latency, partial(self._arrived, handoff))
+
+    def _kv_bytes(self, begin: int, end: int) -> float:
+        kv_bytes = self.scenario.profile.kv_bytes
+        before = kv_bytes(begin * TRACE_BLOCK) if begin else 0.0
+        return max(kv_bytes(end * TRACE_BLOCK) - before, 0.0)
+
+    def _arrived(self, handoff: _Handoff) -> None:
+        placed = handoff.placed
+        assert handoff.write_id is not None, "nothing was on its way"
+        write_id, handoff.write_id = handoff.write_id, None
+        if placed.decode_worker.alive:
+            placed.decode_worker.end_write(write_id, ok=not placed.decode.gone)
+        if placed.decode.gone or placed.prefill.gone:
+            return
+        if handoff.sent_blocks < blocks_for(placed.request.num_tokens):
+            self.on_chunk(placed.prefill_worker, placed.prefill)
+            return
+        del self._handoffs[placed.prefill]
+        placed.prefill_worker.release(placed.prefill)
+        placed.decode_worker.start_decode(placed.decode)
+        if placed.decode.left <= 0:
+            placed.decode_worker.finished(placed.decode)
+
+    def on_first_token(self, worker: SimWorker, sequence: SimSequence) -> None:
+        """See `WorkerListener`."""
+        request = sequence.request
+        request.has_first = True
+        if request.attempt == 0:
+            request.cached_tokens = sequence.num_cached
+            self.control.note_prompt(request)
+        if request.first_token_s is None:
+            request.first_token_s = self.events.now() + self.scenario.profile.links.latency_s
+        placed = self._placements[request]
+        if request.remaining_tokens <= 1 and placed.prefill is not placed.decode:
+            # The first token is the last: no KV needs to move.
+            self._handoffs.pop(sequence, None)
+            placed.decode_worker.release(placed.decode)
+            worker.release(sequence)
+            self._finish(request)
+
+    def on_finished(self, worker: SimWorker, sequence: SimSequence) -> None:
+        """See `WorkerListener`."""
+        self._finish(sequence.request)
+
+    def _finish(self, request: SimRequest) -> None:
+        self._placements.pop(request, None)
+        request.finished_s = self.events.now() + self.scenario.profile.links.latency_s
+        assert request.first_token_s is not None, "finished without a token"
+        late = request.first_token_s > request.deadline_s and request.attempt == 0
+        self._end(request, Outcome.LATE if late else Outcome.DONE)
+
+    def _refused(self, request: SimRequest, reason: RefusalReason) -> None:
+        request.refusal = reason
+        request.finished_s = self.events.now()
+        self._end(request, Outcome.REFUSED)
+
+    def _end(self, request: SimRequest, outcome: Outcome) -> None:
+        request.outcome = outcome
+        self._num_open -= 1
+        turns = self._sessions.get(request.trace.session)
+        if turns:
+            trace = turns.popleft()
+            self._num_open += 1
+            self.events.after(trace.think_s, partial(self._arrive, trace))
+
+    # --- failures ----------------------------------------------------------------------------
+
+    def _fail(self, failure: Failure) -> None:
+        if failure.kind is FailureKind.LINK:
+            links = self.scenario.profile.links
+            self.fleet.between.set_bandwidth(links.between_bytes_per_s * failure.factor)
+            return
+        names = list(self.fleet.workers)
+        if failure.index >= len(names):
+            return
+        worker = self.fleet.workers[names[failure.index]]
+        if failure.kind is FailureKind.RESTART:
+            self.fleet.restart(names[failure.index])
+        elif worker.alive:
+            lost = worker.fail()
+            self.fleet.forget(worker)
+            for request in dict.fromkeys(sequence.request for sequence in lost):
+                if request in self._placements:
+                    self._move(request, worker)
+
+    def _move(self, request: SimRequest, dead: SimWorker) -> None:
+        """Places a request anew: prompt and tokens so far are prefilled elsewhere."""
+        placed = self._placements.pop(request)
+        self._handoffs.pop(placed.prefill, None)
+        for worker, sequence in (
+            (placed.prefill_worker, placed.prefill),
+            (placed.decode_worker, placed.decode),
+        ):
+            if worker.alive:
+                worker.release(sequence)
+        received = request.trace.output_tokens - placed.decode.left
+        request.generated = max(received, request.generated + request.has_first)
+        request.has_first = False
+        request.attempt += 1
+        if request.remaining_tokens <= 0:
+            self._finish(request)
+            return
+        limit = timeout_s(request.num_tokens, self.scenario.objectives.timeouts)
+        request.deadline_s = self.events.now() + limit
+        Placing(self._desk, request, frozenset({dead.info.worker_id})).start()
+
+    # --- timelines ---------------------------------------------------------------------------
+
+    def _sample(self) -> None:
+        computed: dict[WorkerId, int] = {}
+        for worker in self.fleet.living():
+            name, total = worker.info.worker_id, worker.steps.computed_tokens
+            computed[name] = max(total - self._computed.get(name, 0), 0)
+            self._computed[name] = total
+        carried, _ = self.fleet.between.use_until_now()
+        capacity = self.fleet.between.bytes_per_s * self.scenario.sample_s
+        roles = Counter(worker.info.role.value for worker in self.fleet.living())
+        self.result.samples.append(
+            Sample(
+                at_s=self.events.now(),
+                computed_tokens=computed,
+                link_use=min((carried - self._link_seen) / capacity, 1.0),
+                roles=dict(roles),
+                searching=len(self._desk.searching),
+                threshold_tokens=self.control.threshold_tokens,
+            )
+        )
+        self._link_seen = carried
+        self.events.after(self.scenario.sample_s, self._sample)

@@ -1,0 +1,344 @@
+"""A worker with modelled step times. Admission, blocks, prefix cache, handoffs and batches are the
+real ones. Tests: tests/unit/sim/test_worker.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+from kvmesh.core.types import Refusal, RefusalReason, Role, WorkerInfo, WorkerLoad
+from kvmesh.kv.block_pool import BlockPool
+from kvmesh.kv.handoff import HandoffTable
+from kvmesh.policy.batching import BatchLimits
+from kvmesh.sim.events import EventQueue
+from kvmesh.sim.profile import Device
+from kvmesh.sim.requests import SimRequest, SimSequence, blocks_for
+from kvmesh.sim.steps import StepLoop, take_blocks
+from kvmesh.sim.trace import TRACE_BLOCK
+
+CAPABILITY = b"simulated"
+LEASE_S = 1e9
+"""Longer than any run: gateways renew for as long as they care, and cancel what they drop."""
+
+GROWTH_TOKENS = 64
+
+
+class WorkerListener(Protocol):
+    """Who is told what a worker does."""
+
+    def on_chunk(self, worker: SimWorker, sequence: SimSequence) -> None:
+        """More of a prompt that another worker waits for is computed, perhaps all of it."""
+        ...
+
+    def on_first_token(self, worker: SimWorker, sequence: SimSequence) -> None:
+        """A prompt's first token is out."""
+        ...
+
+    def on_finished(self, worker: SimWorker, sequence: SimSequence) -> None:
+        """The last token is out; the sequence is released."""
+        ...
+
+    def on_change(self, worker: SimWorker) -> None:
+        """The worker's load or what it caches is another."""
+        ...
+
+    def on_opening(self) -> None:
+        """A worker may accept what it refused before."""
+        ...
+
+
+class SimWorker:
+    """One instance.
+
+    Args:
+        queue_offers: accept prompts beyond the slots into a local queue.
+        chunk_tokens: tokens per step.
+
+    Attributes:
+        cached_tokens: prompt tokens found in the prefix cache of a prefill, since the start.
+    """
+
+    def __init__(
+        self,
+        info: WorkerInfo,
+        device: Device,
+        events: EventQueue,
+        listener: WorkerListener,
+        *,
+        queue_offers: bool,
+        chunk_tokens: int,
+    ) -> None:
+        self.info = info
+        self.device = device
+        self.pool = BlockPool(info.num_blocks, TRACE_BLOCK)
+        self.handoff = HandoffTable(info.incarnation, LEASE_S)
+        self.alive = True
+        self.cached_tokens = 0
+        self._events = events
+        self._listener = listener
+        self._queue_offers = queue_offers
+        limits = BatchLimits(chunk_tokens, info.prefill_slots + info.decode_slots)
+        self.steps = StepLoop(device, self.pool, limits, events, self)
+        self._num_sequences = 0
+        self._waiting: list[SimSequence] = []
+        self._prefills: set[SimSequence] = set()
+        self._decodes: set[SimSequence] = set()
+        self._num_reserved = 0
+        self._load: WorkerLoad | None = None
+
+    @property
+    def max_tokens(self) -> int:
+        """Longest sequence that fits."""
+        return min(self.info.max_model_len, self.info.num_blocks * TRACE_BLOCK)
+
+    # --- admission ---------------------------------------------------------------------------
+
+    def reserve(self, request: SimRequest) -> SimSequence | Refusal:
+        """Takes a slot and blocks for a request's decode."""
+        if not self.alive:
+            return Refusal(RefusalReason.LOST, "the worker is down")
+        if len(self._decodes) >= self.info.decode_slots:
+            return Refusal(RefusalReason.NO_SLOTS, "all decode slots are taken")
+        if self.steps.num_preempted:
+            return Refusal(RefusalReason.NO_BLOCKS, "sequences that were preempted come first")
+        sequence = self._admit(request, min(GROWTH_TOKENS, request.remaining_tokens))
+        if isinstance(sequence, Refusal):
+            return sequence
+        ticket = self.handoff.reserve(
+            request.request_id,
+            sequence.blocks[: blocks_for(sequence.num_tokens)],
+            sequence.num_cached // TRACE_BLOCK,
+            CAPABILITY,
+            self._events.now(),
+        )
+        sequence.reservation = ticket.reservation_id
+        self._decodes.add(sequence)
+        self._num_reserved += 1
+        self._changed()
+        return sequence
+
+    def offer(self, request: SimRequest, reserved: SimSequence) -> SimSequence | Refusal:
+        """Offers a prompt; accepted if a slot and blocks are free (P/D-Serve 3.5).
+
+        Args:
+            reserved: the request's reservation; if it is on this worker, the prompt is computed in
+                its blocks.
+        """
+        if not self.alive:
+            return Refusal(RefusalReason.LOST, "the worker is down")
+        is_busy = bool(self._waiting) or len(self._prefills) >= self.info.prefill_slots
+        if is_busy and not self._queue_offers:
+            return Refusal(RefusalReason.BUSY, "all prefill slots are taken")
+        if reserved in self._decodes:
+            self._end_reservation(reserved, written=False)
+            return self._start_prefill(reserved)
+        sequence = None if is_busy else self._admit(request, 0)
+        if isinstance(sequence, SimSequence):
+            sequence.hold_after_first = True
+            return self._start_prefill(sequence)
+        if sequence is not None and not self._may_queue(sequence):
+            return sequence
+        waiting = self._new_sequence(request)
+        waiting.hold_after_first = True
+        self._waiting.append(waiting)
+        self._changed()
+        return waiting
+
+    def _may_queue(self, refusal: Refusal) -> bool:
+        return self._queue_offers and refusal.reason is RefusalReason.NO_BLOCKS
+
+    def _admit(self, request: SimRequest, growth: int) -> SimSequence | Refusal:
+        if request.num_tokens + 1 > self.max_tokens:
+            return Refusal(RefusalReason.TOO_LONG, f"at most {self.max_tokens} tokens fit")
+        room = self.max_tokens - request.num_tokens
+        blocks = take_blocks(self.pool, request, min(growth, room))
+        if blocks is None:
+            return Refusal(RefusalReason.NO_BLOCKS, f"{self.pool.num_free} blocks are free")
+        sequence = self._new_sequence(request)
+        sequence.fill(*blocks)
+        return sequence
+
+    def _new_sequence(self, request: SimRequest) -> SimSequence:
+        self._num_sequences += 1
+        return SimSequence(
+            request, self._num_sequences, request.remaining_tokens, request.num_tokens
+        )
+
+    def _start_prefill(self, sequence: SimSequence) -> SimSequence:
+        self.cached_tokens += sequence.num_cached
+        self._prefills.add(sequence)
+        self._changed()
+        self.steps.join(sequence)
+        return sequence
+
+    def _admit_waiting(self) -> None:
+        while self._waiting and len(self._prefills) < self.info.prefill_slots:
+            sequence = self._waiting[0]
+            blocks = take_blocks(self.pool, sequence.request, 0)
+            if blocks is None:
+                return
+            self._waiting.pop(0)
+            sequence.fill(*blocks)
+            self._start_prefill(sequence)
+
+    # --- handoff -----------------------------------------------------------------------------
+
+    def begin_write(self, sequence: SimSequence, first: int, count: int) -> int:
+        """Lets KV into a reservation; `end_write` follows.
+
+        Args:
+            first: among the reservation's blocks to write.
+        """
+        assert sequence.reservation is not None, "no reservation to write to"
+        grant = self.handoff.begin_write(
+            sequence.reservation,
+            self.info.incarnation,
+            1,
+            CAPABILITY,
+            first,
+            count,
+            self._events.now(),
+        )
+        assert not isinstance(grant, Refusal), grant
+        return grant.write_id
+
+    def end_write(self, write_id: int, *, ok: bool) -> None:
+        """A transfer's bytes are in, or it broke off."""
+        self.handoff.end_write(write_id, ok=ok)
+        self._release_quiet()
+
+    def start_decode(self, sequence: SimSequence) -> None:
+        """All KV of the prompt is here and the first token is out: generation goes on."""
+        self._end_reservation(sequence, written=True)
+        sequence.num_computed = sequence.num_tokens
+        self.steps.seal(sequence)
+        sequence.num_tokens += 1
+        sequence.left -= 1
+        sequence.has_first = True
+        self._changed()
+        self.steps.join(sequence)
+
+    def _end_reservation(self, sequence: SimSequence, *, written: bool) -> None:
+        """The reservation's blocks become the sequence's own.
+
+        Args:
+            written: by a prefill; else the prompt is computed in them.
+        """
+        assert sequence.reservation is not None, "the reservation has ended"
+        if not written:
+            num_cached = sequence.num_cached // TRACE_BLOCK
+            count = blocks_for(sequence.num_tokens) - num_cached
+            self.end_write(self.begin_write(sequence, 0, count), ok=True)
+        now = self._events.now()
+        done = self.handoff.commit(sequence.reservation, self.info.incarnation, 1, CAPABILITY, now)
+        assert not isinstance(done, Refusal), done
+        taken = self.handoff.take(sequence.reservation)
+        assert not isinstance(taken, Refusal), taken
+        sequence.reservation = None
+        self._num_reserved -= 1
+
+    def release(self, sequence: SimSequence) -> None:
+        """Ends a sequence in any state and gives its blocks back; may be called again."""
+        if sequence.gone:
+            return
+        sequence.gone = True
+        self.steps.leave(sequence)
+        if sequence in self._waiting:
+            self._waiting.remove(sequence)
+        self._prefills.discard(sequence)
+        self._decodes.discard(sequence)
+        if sequence.reservation is None:
+            self.pool.release(sequence.blocks)
+        else:
+            self.handoff.cancel(sequence.reservation)
+            self._num_reserved -= 1
+            self._release_quiet()
+            # Blocks beyond the prompt were never the handoff table's.
+            self.pool.release(sequence.blocks[blocks_for(sequence.num_tokens) :])
+        sequence.blocks = []
+        self._changed()
+        self._listener.on_opening()
+        self._admit_waiting()
+
+    def _release_quiet(self) -> None:
+        for released in self.handoff.drain_released():
+            self.pool.release(released.blocks)
+            self._changed()
+            self._listener.on_opening()
+
+    # --- what steps bring about --------------------------------------------------------------
+
+    def chunk_computed(self, sequence: SimSequence) -> None:
+        """See `StepListener`."""
+        self._changed()
+        if sequence.hold_after_first:
+            self._listener.on_chunk(self, sequence)
+
+    def first_token(self, sequence: SimSequence) -> None:
+        """See `StepListener`."""
+        if not sequence.hold_after_first:
+            self._prefills.discard(sequence)
+            self._listener.on_opening()
+            self._admit_waiting()
+        self._changed()
+        self._listener.on_first_token(self, sequence)
+        if sequence.hold_after_first and not sequence.gone:
+            self._listener.on_chunk(self, sequence)
+
+    def finished(self, sequence: SimSequence) -> None:
+        """See `StepListener`."""
+        self.release(sequence)
+        self._listener.on_finished(self, sequence)
+
+    def readmitted(self) -> None:
+        """See `StepListener`."""
+        self._changed()
+        self._listener.on_opening()
+
+    # --- state -------------------------------------------------------------------------------
+
+    def _changed(self) -> None:
+        self._load = None
+        self._listener.on_change(self)
+
+    def load(self) -> WorkerLoad:
+        """What the worker reports."""
+        if self._load is None:
+            num_preempted = self.steps.num_preempted
+            self._load = WorkerLoad(
+                prefill_active=len(self._prefills) + len(self._waiting),
+                decode_running=len(self._decodes) - self._num_reserved - num_preempted,
+                decode_reserved=self._num_reserved,
+                decode_preempted=num_preempted,
+                blocks_free=self.pool.num_free,
+                prefill_tokens_total=self.steps.computed_tokens,
+            )
+        return self._load
+
+    @property
+    def num_waiting(self) -> int:
+        """Prompts in the local queue."""
+        return len(self._waiting)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Prompt tokens that are accepted and not computed."""
+        accepted = (*self._prefills, *self._waiting)
+        return sum(each.remaining for each in accepted if not each.has_first)
+
+    def fail(self) -> list[SimSequence]:
+        """Dies; returns the sequences that were here, oldest first."""
+        self.alive = False
+        self.steps.stop()
+        lost = {*self._prefills, *self._decodes, *self._waiting}
+        for sequence in lost:
+            sequence.gone = True
+        self._changed()
+        return sorted(lost, key=lambda each: each.order)
+
+    def set_role(self, role: Role) -> None:
+        """Takes requests of another kind from now on; what runs goes on."""
+        self.info = dataclasses.replace(self.info, role=role)
+        self._changed()
+        self._listener.on_opening()

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+from kvmesh.core.types import WorkerId
+from kvmesh.policy.forwarding import (
+    FULL_PACE_WAITERS,
+    MAX_BACKOFF_S,
+    MIN_BACKOFF_S,
+    ForwardReason,
+    PrefillPeer,
+    backoff_s,
+    intervene,
+    offer_order,
+)
+
+
+def test_fewest_connections_first() -> None:
+    peers = [PrefillPeer(WorkerId(n), c) for n, c in (("a", 3), ("b", 0), ("c", 1), ("d", 0))]
+    assert offer_order(peers) == ["b", "d", "c", "a"]
+
+
+def test_a_batch_that_is_being_filled_goes_on() -> None:
+    peers = [PrefillPeer(WorkerId("a"), 3, is_filling=True), PrefillPeer(WorkerId("b"), 0)]
+    assert offer_order(peers) == ["a", "b"]
+
+
+def test_waiting_ends_at_the_limit() -> None:
+    assert intervene(1.99, 2.0) is ForwardReason.OFFER
+    assert intervene(2.0, 2.0) is ForwardReason.TIMED_OUT
+
+
+def test_backoff_grows_to_its_limit() -> None:
+    waits = [backoff_s(rounds, 1) for rounds in range(40)]
+    assert waits[0] == MIN_BACKOFF_S
+    assert waits == sorted(waits)
+    assert waits[-1] == backoff_s(10**6, FULL_PACE_WAITERS) == MAX_BACKOFF_S
+
+
+def test_many_waiting_requests_ask_at_a_bounded_rate() -> None:
+    rates = [count / backoff_s(100, count) for count in (8, 80, 800)]
+    assert max(rates) <= FULL_PACE_WAITERS / MAX_BACKOFF_S * 1.001

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import pytest
+
+from kvmesh.policy.offload import (
+    AdjustReason,
+    LinkState,
+    OffloadReason,
+    Reach,
+    Threshold,
+    adjust_threshold,
+    choose_cluster,
+    is_bandwidth_abundant,
+)
+
+ABUNDANT = Reach(bandwidth_abundant=True)
+
+
+class TestCluster:
+    @pytest.mark.parametrize(
+        ("total", "remote_cached", "local_cached", "remote"),
+        [(100, 0, 0, False), (101, 0, 0, True), (150, 100, 0, True), (150, 0, 50, False)],
+    )
+    def test_scarce_bandwidth_looks_at_the_local_prefix(
+        self, total: int, remote_cached: int, local_cached: int, remote: bool
+    ) -> None:
+        choice = choose_cluster(total, remote_cached, local_cached, 100, Reach())
+        assert choice.remote is remote
+        assert choice.moved_tokens == 0
+        assert choice.uncached_tokens == total - (remote_cached if remote else local_cached)
+
+    def test_abundant_bandwidth_moves_the_longer_prefix(self) -> None:
+        choice = choose_cluster(150, 100, 20, 100, ABUNDANT)
+        assert not choice.remote
+        assert (choice.moved_tokens, choice.uncached_tokens) == (80, 50)
+
+    def test_the_longer_prefix_may_be_where_the_prompt_is_computed(self) -> None:
+        choice = choose_cluster(500, 100, 20, 100, ABUNDANT)
+        assert choice.remote
+        assert (choice.moved_tokens, choice.uncached_tokens) == (0, 400)
+
+    @pytest.mark.parametrize(
+        ("total", "reach", "remote", "reason"),
+        [
+            (50, Reach(local=False), True, OffloadReason.LOCAL_DOWN),
+            (500, Reach(remote=False), False, OffloadReason.REMOTE_DOWN),
+            (50, Reach(remote=False), False, OffloadReason.SHORT),
+            (500, Reach(local=False), True, OffloadReason.LONG),
+        ],
+    )
+    def test_a_cluster_that_is_down_is_not_named(
+        self, total: int, reach: Reach, remote: bool, reason: OffloadReason
+    ) -> None:
+        choice = choose_cluster(total, 0, 0, 100, reach)
+        assert (choice.remote, choice.reason) == (remote, reason)
+
+
+class TestThreshold:
+    BASE = Threshold(1000.0, 1000.0)
+
+    @pytest.mark.parametrize(
+        ("link", "reason"),
+        [
+            (LinkState(0.95), AdjustReason.LINK_FULL),
+            (LinkState(0.95, local_queue=9.0), AdjustReason.LINK_FULL),
+            (LinkState(0.1, remote_queue=3.0), AdjustReason.REMOTE_SURGE),
+        ],
+    )
+    def test_remote_congestion_raises_it(self, link: LinkState, reason: AdjustReason) -> None:
+        raised = adjust_threshold(self.BASE, link)
+        assert raised.tokens > 1000
+        assert raised.reason is reason
+
+    def test_local_congestion_lowers_it_while_the_link_has_room(self) -> None:
+        lowered = adjust_threshold(self.BASE, LinkState(0.1, local_queue=3.0))
+        assert lowered.tokens < 1000
+        assert lowered.reason is AdjustReason.LOCAL_SURGE
+        assert adjust_threshold(self.BASE, LinkState(0.8, local_queue=3.0)).tokens == 1000
+
+    def test_when_both_wait_nothing_moves(self) -> None:
+        assert adjust_threshold(self.BASE, LinkState(0.1, 5.0, 5.0)) == self.BASE
+
+    @pytest.mark.parametrize("start", [200.0, 5000.0])
+    def test_it_returns_to_the_base(self, start: float) -> None:
+        threshold = Threshold(1000.0, start)
+        distances = []
+        while threshold.tokens != 1000:
+            threshold = adjust_threshold(threshold, LinkState(0.1))
+            assert threshold.reason is AdjustReason.RECOVERING
+            distances.append(abs(threshold.tokens - 1000))
+        assert distances == sorted(distances, reverse=True)
+        assert len(distances) > 5, "slower than it left"
+        assert adjust_threshold(threshold, LinkState(0.1)).reason is AdjustReason.CALM
+
+    @pytest.mark.parametrize(
+        "link", [LinkState(0.8), LinkState(0.1, 1.0), LinkState(0.1, 0.0, 1.0)]
+    )
+    def test_between_the_bounds_it_stays(self, link: LinkState) -> None:
+        held = adjust_threshold(Threshold(1000.0, 2000.0), link)
+        assert (held.tokens, held.reason) == (2000.0, AdjustReason.HOLD)
+
+    @pytest.mark.parametrize(
+        ("link", "bound"), [(LinkState(1.0), 8000.0), (LinkState(0.0, 0.0, 9.0), 125.0)]
+    )
+    def test_it_is_bounded(self, link: LinkState, bound: float) -> None:
+        threshold = self.BASE
+        for _ in range(100):
+            threshold = adjust_threshold(threshold, link)
+        assert threshold.tokens == bound
+
+
+def test_abundance_has_hysteresis() -> None:
+    assert not is_bandwidth_abundant(False, 0.6)
+    assert is_bandwidth_abundant(True, 0.6)
+    assert is_bandwidth_abundant(False, 0.4)
+    assert not is_bandwidth_abundant(True, 0.9)

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import random
+
+from kvmesh.core.types import Placement, Refusal, Role, RoutePlan, RouteQuery, WorkerId
+from kvmesh.policy.offload import OffloadReason
+from kvmesh.policy.offload_route import OffloadPlan, plan_offload
+from kvmesh.policy.ranking import POLICIES
+from kvmesh.policy.view import WorkerView
+from tests.unit.policy.fleet_examples import NOW, fleet, query, worker
+
+FAR = worker("far", cluster="far")
+NEAR = (worker("p"), worker("d", Role.DECODE))
+
+
+def decide(
+    *workers: WorkerView, asked: RouteQuery | None = None, matches: dict[str, int] | None = None
+) -> OffloadPlan:
+    held = None if matches is None else {WorkerId(name): n for name, n in matches.items()}
+    return plan_offload(
+        fleet(*workers),
+        asked or query(),
+        held,
+        NOW,
+        random.Random(0),
+        POLICIES["cache_load"],
+        remote="far",
+        threshold_tokens=400,
+    )
+
+
+def route(plan: OffloadPlan) -> RoutePlan:
+    assert isinstance(plan.route, RoutePlan), plan.route
+    return plan.route
+
+
+def test_long_prompts_are_prefilled_far_and_decoded_at_home() -> None:
+    plan = decide(FAR, *NEAR, asked=query(500))
+    assert plan.choice is not None
+    assert plan.choice.reason is OffloadReason.LONG
+    assert [c.worker_id for c in route(plan).prefill] == ["far"]
+    assert [c.worker_id for c in route(plan).decode] == ["d"]
+    assert route(plan).placement is Placement.DISAGGREGATED
+
+
+def test_short_prompts_stay() -> None:
+    plan = decide(FAR, *NEAR, asked=query(300))
+    assert [c.worker_id for c in route(plan).prefill] == ["p"]
+
+
+def test_only_the_uncached_part_counts() -> None:
+    plan = decide(FAR, *NEAR, asked=query(500), matches={"p": 10})
+    assert plan.choice is not None
+    assert (plan.choice.remote, plan.choice.uncached_tokens) == (False, 340)
+    assert route(plan).prefill[0].cached_tokens == 160
+
+
+def test_a_far_cache_does_not_keep_a_prompt_at_home() -> None:
+    plan = decide(FAR, *NEAR, asked=query(500), matches={"far": 10})
+    assert plan.choice is not None
+    assert plan.choice.remote
+
+
+def test_a_draining_far_cluster_gets_nothing() -> None:
+    plan = decide(worker("far", cluster="far", draining=True), *NEAR, asked=query(500))
+    assert plan.choice is not None
+    assert plan.choice.reason is OffloadReason.REMOTE_DOWN
+    assert [c.worker_id for c in route(plan).prefill] == ["p"]
+
+
+def test_without_local_prefill_short_ones_go_too() -> None:
+    plan = decide(FAR, NEAR[1], asked=query(10))
+    assert plan.choice is not None
+    assert plan.choice.reason is OffloadReason.LOCAL_DOWN
+    assert [c.worker_id for c in route(plan).prefill] == ["far"]
+
+
+def test_one_cluster_is_an_ordinary_route() -> None:
+    plan = decide(*NEAR, asked=query(500))
+    assert plan.choice is None
+    assert [c.worker_id for c in route(plan).prefill] == ["p"]
+
+
+def test_nobody_at_all() -> None:
+    assert isinstance(decide().route, Refusal)

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import pytest
+
+from kvmesh.core.types import Role
+from kvmesh.policy.pdserve import (
+    Group,
+    GroupReason,
+    InstanceProfile,
+    LatencyWindow,
+    RatioReason,
+    Stage,
+    TimeoutTier,
+    choose_group,
+    choose_ratio,
+    decode_time_s,
+    prefill_time_s,
+    ratio_direction,
+    throughput_per_instance,
+    timeout_s,
+)
+
+# 2 requests per second of prefill and 1 of decode per instance.
+PROFILE = InstanceProfile(prefill_batch=4, prefill_s=2, decode_batch=20, decode_s=20)
+
+
+class TestRatio:
+    def test_eq_1_balances_the_stages(self) -> None:
+        choice = choose_ratio(PROFILE, 12)
+        assert (choice.num_prefill, choice.num_decode) == (4, 8)
+        assert choice.rate == 8
+
+    def test_a_minimum_of_each_role_is_kept(self) -> None:
+        slow_decode = InstanceProfile(1, 0.01, 1, 10)
+        choice = choose_ratio(slow_decode, 6)
+        assert (choice.num_prefill, choice.num_decode) == (2, 4)
+        assert choice.limiting is Stage.DECODE
+
+    def test_too_few_instances(self) -> None:
+        with pytest.raises(ValueError, match="3 instances"):
+            choose_ratio(PROFILE, 3)
+
+    def test_more_prefill_alone_leaves_decode_as_the_limit(self) -> None:
+        """P/D-Serve 10: one prefill does 0.6 and one decode 0.7."""
+        profile = InstanceProfile(0.6, 1, 0.7, 1)
+        served = [throughput_per_instance(profile, n, 1) * (n + 1) for n in (1, 2, 5)]
+        assert served == pytest.approx([0.6, 0.7, 0.7])
+
+    def test_traffic_bounds_throughput(self) -> None:
+        assert throughput_per_instance(PROFILE, 4, 8, traffic=6) == pytest.approx(0.5)
+
+    def test_stage_times(self) -> None:
+        assert prefill_time_s(2.0, 0.3) == pytest.approx(0.6)
+        assert decode_time_s(0.1, 0.02, 100) == pytest.approx(2.1)
+
+
+class TestMonitor:
+    BEFORE = LatencyWindow(prefill_s=1.0, total_s=10.0)
+
+    @pytest.mark.parametrize(
+        ("now", "grow", "reason"),
+        [
+            (LatencyWindow(4.0, 13.0), Role.PREFILL, RatioReason.PREFILL_GREW),
+            (LatencyWindow(1.0, 13.0), Role.DECODE, RatioReason.DECODE_GREW),
+            (LatencyWindow(1.3, 13.0), None, RatioReason.UNCLEAR),
+            (LatencyWindow(4.0, 10.5), None, RatioReason.STEADY),
+            (LatencyWindow(0.5, 5.0), None, RatioReason.STEADY),
+        ],
+    )
+    def test_directions(self, now: LatencyWindow, grow: Role | None, reason: RatioReason) -> None:
+        step = ratio_direction(self.BEFORE, now, num_prefill=4, num_decode=4)
+        assert (step.grow, step.reason) == (grow, reason)
+
+    def test_a_large_change_of_both_is_an_alarm(self) -> None:
+        step = ratio_direction(self.BEFORE, LatencyWindow(8.0, 20.0), 4, 4)
+        assert step.is_alarm
+        assert step.grow is Role.PREFILL
+
+    def test_the_giving_role_keeps_two(self) -> None:
+        step = ratio_direction(self.BEFORE, LatencyWindow(4.0, 13.0), 4, 2)
+        assert (step.grow, step.reason) == (None, RatioReason.AT_MINIMUM)
+
+
+@pytest.mark.parametrize(("tokens", "limit"), [(1, 1.0), (1000, 1.0), (1001, 5.0), (99_999, 5.0)])
+def test_longer_prompts_may_wait_longer(tokens: int, limit: float) -> None:
+    assert timeout_s(tokens, [TimeoutTier(1000, 1.0), TimeoutTier(8000, 5.0)]) == limit
+
+
+class TestGroups:
+    GROUPS = (Group("a", "chat", 0.9), Group("b", "chat", 0.2), Group("c", "", 0.0))
+
+    def test_the_least_busy_one_of_the_scenario(self) -> None:
+        choice = choose_group("chat", self.GROUPS)
+        assert choice.group == self.GROUPS[1]
+        assert choice.reason is GroupReason.SCENARIO
+
+    def test_a_general_group_serves_the_rest(self) -> None:
+        choice = choose_group("code", self.GROUPS)
+        assert choice.group == self.GROUPS[2]
+        assert choice.reason is GroupReason.GENERAL
+
+    def test_nobody_serves_it(self) -> None:
+        choice = choose_group("code", self.GROUPS[:2])
+        assert (choice.group, choice.reason) == (None, GroupReason.NONE)

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+from collections import Counter
+from hashlib import blake2b
+
+import pytest
+
+from kvmesh.core.types import BlockHash
+from kvmesh.policy.segments import (
+    AttentionHardware,
+    home,
+    segment_blocks,
+    segment_hashes,
+    threshold_tokens,
+)
+
+# What reproduces the paper's 568 tokens and 4.66 us.
+A100 = AttentionHardware(2e-6, 25e9, 2.0e12, 312e12, 4096)
+
+
+def names(count: int) -> list[BlockHash]:
+    return [BlockHash(blake2b(str(i).encode(), digest_size=16).digest()) for i in range(count)]
+
+
+def test_the_papers_segment_length() -> None:
+    assert threshold_tokens(A100) == pytest.approx(568.28, abs=0.01)
+    assert A100.query_s == pytest.approx(4.655e-6, rel=1e-3)
+
+
+def test_a_segment_is_whole_blocks_of_at_least_the_threshold() -> None:
+    assert segment_blocks(A100, 16) == 36
+    assert segment_blocks(A100, 512) == 2
+    assert segment_blocks(A100, 4096) == 1
+
+
+def test_a_segment_is_named_by_its_last_block() -> None:
+    hashes = names(7)
+    assert segment_hashes(hashes, 3) == (hashes[2], hashes[5])
+    assert segment_hashes(hashes[:2], 3) == ()
+    assert segment_hashes(hashes, 1) == tuple(hashes)
+
+
+def test_homes_are_spread_evenly() -> None:
+    counts = Counter(home(name, 8) for name in names(8000))
+    assert set(counts) == set(range(8))
+    assert max(counts.values()) < 1.15 * 1000
+
+
+def test_one_more_worker_moves_one_share() -> None:
+    moved = [(home(name, 8), home(name, 9)) for name in names(9000)]
+    changed = [after for before, after in moved if before != after]
+    assert set(changed) == {8}, "segments move to the new worker only"
+    assert 800 < len(changed) < 1200

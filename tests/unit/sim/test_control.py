@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from kvmesh.policy.pdserve import TimeoutTier
+from kvmesh.sim.scenario import Objectives, Scenario, parse_failures
+from kvmesh.sim.simulation import Simulation, simulate
+from kvmesh.sim.systems import SYSTEMS, Offload
+from tests.unit.sim.examples import scenario, trace
+
+PATIENT = Objectives((TimeoutTier(1 << 62, 1e6),))
+
+
+def two_clusters(system: str, **changes: object) -> Scenario:
+    requests = [trace(0.45 * n, 1 + n % 8, 2, first_id=100 * n) for n in range(200)]
+    return scenario(
+        *requests,
+        fleet="remote:d:prefill:3,home:d:prefill:3,home:d:decode:2",
+        system=system,
+        objectives=PATIENT,
+        sample_s=1.0,
+        **changes,  # type: ignore[arg-type]
+    )
+
+
+class TestThreshold:
+    def test_the_start_balances_the_clusters(self) -> None:
+        simulation = Simulation(two_clusters("prfaas"))
+        assert 1000 < simulation.control.threshold_tokens < 4000
+
+    def test_fixed_ends(self) -> None:
+        assert Simulation(two_clusters("all_remote")).control.threshold_tokens == 0
+        assert math.isinf(Simulation(two_clusters("all_local")).control.threshold_tokens)
+
+    def test_a_link_that_drops_raises_it_and_it_returns(self) -> None:
+        failures = parse_failures("20:link:0.1,40:link:1")
+        result = simulate(two_clusters("prfaas", failures=failures))
+        by_second = {round(each.at_s): each.threshold_tokens for each in result.samples}
+        assert by_second[38] > 1.5 * by_second[19]
+        assert result.reasons["threshold: the link is nearly full"] > 3
+        assert result.reasons["threshold: link and queues have room again"] > 3
+
+    def test_a_static_one_stays(self) -> None:
+        failures = parse_failures("20:link:0.1")
+        result = simulate(two_clusters("cache_load", failures=failures))
+        assert len({each.threshold_tokens for each in result.samples}) == 1
+
+
+class TestRoles:
+    FLEET = "home:d:prefill:4,home:d:decode:4"
+
+    def shifting(self, system: str) -> Scenario:
+        """Long prompts with short answers, then the opposite."""
+        first = [trace(0.3 * n, 6, 2, first_id=100 * n) for n in range(200)]
+        then = [trace(200 + 0.5 * n, 1, 1500, first_id=10**5 + 100 * n) for n in range(120)]
+        return scenario(
+            *first, *then, fleet=self.FLEET, system=system, objectives=PATIENT, sample_s=1.0
+        )
+
+    def test_idle_workers_help_and_return(self) -> None:
+        fixed, helped = simulate(self.shifting("cache_load")), simulate(self.shifting("flowkv"))
+        counts = {each.roles["prefill"] for each in helped.samples}
+        assert max(counts) > 4, "decode workers helped prefill"
+        assert min(counts) < 4, "prefill workers helped decode"
+        assert {each.roles["prefill"] for each in fixed.samples} == {4}
+        assert any(reason.startswith("switch: the side it helped") for reason in helped.reasons)
+
+        def mean_ttft(requests: list[float | None]) -> float:
+            return sum(each or 0.0 for each in requests) / len(requests)
+
+        waits = [
+            mean_ttft([each.ttft_s for each in result.requests[:200]]) for result in (fixed, helped)
+        ]
+        assert waits[1] < 0.9 * waits[0]
+
+    def test_reallocation_follows_the_lengths(self) -> None:
+        system = dataclasses.replace(SYSTEMS["prfaas"], offload=Offload.NONE)
+        # Prefill needs half a second per request and decode 0.02: two cannot prefill five a second.
+        requests = [trace(0.2 * n, 1, 2, first_id=100 * n) for n in range(750)]
+        made = scenario(*requests, fleet="home:d:prefill:2,home:d:decode:6", objectives=PATIENT)
+        result = simulate(dataclasses.replace(made, system=system))
+        assert result.samples[-1].roles["prefill"] > 2
+        assert result.reasons["reallocation: prefill makes less than decode can take"] >= 1

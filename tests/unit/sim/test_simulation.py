@@ -1,0 +1,230 @@
+from __future__ import annotations
+
+import pytest
+
+from kvmesh.core.types import RefusalReason
+from kvmesh.policy.pdserve import TimeoutTier
+from kvmesh.sim.requests import Outcome
+from kvmesh.sim.scenario import Objectives, Scenario, parse_failures
+from kvmesh.sim.simulation import Result, Simulation
+from kvmesh.sim.systems import SYSTEMS
+from kvmesh.sim.trace import TRACE_BLOCK, TraceRequest
+from tests.unit.sim.examples import scenario, trace
+
+QUICK = Objectives((TimeoutTier(1 << 62, 2.0),))
+TWO_CLUSTERS = "remote:d:prefill:1,home:d:prefill:1,home:d:decode:1"
+
+
+def run(what: Scenario) -> Result:
+    """Runs and checks that nothing is left behind."""
+    simulation = Simulation(what)
+    result = simulation.run()
+    assert all(each.outcome is not None for each in result.requests)
+    simulation.events.run(lambda: simulation.events.now() > result.finished_s + 60)
+    for worker in simulation.fleet.living():
+        worker.pool.check_integrity()
+        worker.handoff.check_integrity()
+        assert worker.pool.is_idle, worker.info.worker_id
+        assert worker.handoff.is_idle
+        assert worker.load().prefill_active == worker.load().decode_running == 0
+    return result
+
+
+class TestOneRequest:
+    def test_prefill_transfer_and_decode_take_their_times(self) -> None:
+        (request,) = run(scenario(trace(blocks=2, output=5))).requests
+        assert request.outcome is Outcome.DONE
+        assert request.ttft_s == pytest.approx(1.025)
+        assert request.finished_s is not None
+        # Three blocks of 5.12 ms, then four steps.
+        assert request.finished_s == pytest.approx(1.025 + 3 * 0.00512 + 4 * 0.01)
+        assert request.tpot_s == pytest.approx((3 * 0.00512 + 4 * 0.01) / 4)
+
+    def test_transfer_overlaps_prefill_in_chunks(self) -> None:
+        (request,) = run(scenario(trace(blocks=4, output=2), chunk_tokens=TRACE_BLOCK)).requests
+        assert request.finished_s is not None
+        # The last token is a step of its own, and only its block is left to be sent after it.
+        assert request.finished_s == pytest.approx(2.048 + 0.01 + 0.00512 + 0.01)
+
+    def test_one_token_needs_no_transfer(self) -> None:
+        (request,) = run(scenario(trace(blocks=2, output=1))).requests
+        assert request.finished_s == request.first_token_s == pytest.approx(1.025)
+
+    def test_a_hybrid_worker_does_it_alone(self) -> None:
+        (request,) = run(scenario(trace(blocks=2, output=5), fleet="home:d:hybrid:1")).requests
+        assert request.prefill_on == request.decode_on
+        assert request.finished_s == pytest.approx(1.025 + 0.04)
+
+    def test_a_prompt_that_fits_nowhere(self) -> None:
+        (request,) = run(scenario(trace(blocks=64))).requests
+        assert (request.outcome, request.refusal) == (Outcome.REFUSED, RefusalReason.TOO_LONG)
+
+    def test_no_decode_worker_and_no_time(self) -> None:
+        made = scenario(trace(), fleet="home:d:prefill:0", objectives=QUICK)
+        (request,) = run(made).requests
+        assert (request.outcome, request.refusal) == (Outcome.REFUSED, RefusalReason.NO_WORKERS)
+        assert request.finished_s == pytest.approx(2.0)
+
+
+class TestWaiting:
+    def test_rejected_prompts_wait_at_the_gateway(self) -> None:
+        requests = [trace(first_id=10 * n, blocks=1, output=2) for n in range(6)]
+        result = run(scenario(*requests))
+        assert {each.outcome for each in result.requests} == {Outcome.DONE}
+        assert max(each.num_offers for each in result.requests) > 1
+        placed = sorted(each.placed_s or 0.0 for each in result.requests)
+        assert placed[:2] == [0.0, 0.0], "as many as there are slots"
+        assert placed[2] > 0.5
+
+    def test_who_waits_too_long_is_refused_once(self) -> None:
+        requests = [trace(first_id=10 * n, blocks=2, output=2) for n in range(9)]
+        result = run(scenario(*requests, objectives=QUICK))
+        refused = [each for each in result.requests if each.outcome is Outcome.REFUSED]
+        assert refused
+        for each in refused:
+            assert each.refusal in {RefusalReason.BUSY, RefusalReason.NO_SLOTS}
+            assert each.finished_s == pytest.approx(2.0, abs=0.03)
+
+    def test_local_queues_answer_late_instead(self) -> None:
+        requests = [trace(first_id=10 * n, blocks=2, output=2) for n in range(4)]
+        result = run(scenario(*requests, system="local_queues", objectives=QUICK))
+        outcomes = [each.outcome for each in result.requests]
+        assert outcomes.count(Outcome.LATE) == 3
+
+
+class TestCache:
+    def test_a_prefix_is_found_where_it_is(self) -> None:
+        pair = [trace(0.0, 4), trace(9.0, 4)]
+        result = run(scenario(*pair, fleet="home:d:prefill:3,home:d:decode:1"))
+        first, second = result.requests
+        assert second.prefill_on == first.prefill_on
+        assert second.cached_tokens == 4 * TRACE_BLOCK
+
+    def test_the_decode_worker_keeps_it_too(self) -> None:
+        result = run(scenario(trace(0.0, 4), trace(9.0, 4)))
+        first, second = result.requests
+        assert first.finished_s is not None
+        assert second.finished_s is not None
+        assert second.tpot_s is not None
+        assert first.tpot_s is not None
+        assert second.tpot_s < first.tpot_s, "one block travels instead of five"
+
+    def test_sessions_in_a_closed_loop(self) -> None:
+        turns = [
+            TraceRequest(0.0, 600, 11, (1, 2), "s", 0),
+            TraceRequest(0.1, 1200, 2, (1, 3, 4), "s", 1, think_s=5.0),
+        ]
+        first, second = run(scenario(*turns, closed_loop=True)).requests
+        assert first.finished_s is not None
+        assert second.arrival_s == pytest.approx(first.finished_s + 5.0)
+        assert second.cached_tokens == TRACE_BLOCK
+
+
+class TestClusters:
+    def test_the_threshold_divides_prompts(self) -> None:
+        requests = [
+            trace(10.0 * n, blocks, first_id=100 * n) for n, blocks in enumerate((1, 8, 1, 8))
+        ]
+        made = scenario(*requests, fleet=TWO_CLUSTERS)
+        result = run(made)
+        assert [each.remote for each in result.requests] == [False, True, False, True]
+        assert {each.prefill_on for each in result.requests if each.remote} == {"remote-prefill-0"}
+        sizes = sum(9 * TRACE_BLOCK * 1000 for each in result.requests if each.remote)
+        assert result.link_bytes == pytest.approx(sizes)
+
+    @pytest.mark.parametrize(("system", "remote"), [("all_remote", True), ("all_local", False)])
+    def test_ends_of_the_scale(self, system: str, remote: bool) -> None:
+        requests = [trace(10.0 * n, 1 + n, first_id=100 * n) for n in range(4)]
+        result = run(scenario(*requests, fleet=TWO_CLUSTERS, system=system))
+        assert {each.remote for each in result.requests} == {remote}
+
+    def test_a_slow_link_delays_decode_only(self) -> None:
+        failures = parse_failures("0:link:0.1")
+        made = scenario(trace(blocks=2), fleet=TWO_CLUSTERS, system="all_remote", failures=failures)
+        (request,) = run(made).requests
+        assert request.ttft_s == pytest.approx(1.025)
+        assert request.finished_s == pytest.approx(1.025 + 3 * 0.512 + 2 * 0.01)
+
+
+class TestFailures:
+    FLEET = "home:d:prefill:2,home:d:decode:2"
+
+    def test_a_dead_decode_worker_s_streams_go_on_elsewhere(self) -> None:
+        made = scenario(trace(blocks=1, output=200), fleet=self.FLEET)
+        undisturbed = run(made).requests[0]
+        index = int(str(undisturbed.decode_on).rsplit("-", 1)[1])
+        failures = parse_failures(f"1.5:kill:{index}")
+        made = scenario(trace(blocks=1, output=200), fleet=self.FLEET, failures=failures)
+        (moved,) = run(made).requests
+        assert moved.outcome is Outcome.DONE
+        assert moved.decode_on != undisturbed.decode_on
+        assert moved.attempt == 1
+        assert 90 < moved.generated < 110, "tokens that the client had by then"
+        assert moved.first_token_s == undisturbed.first_token_s
+
+    def test_a_dead_prefill_worker_s_prompts_start_again(self) -> None:
+        made = scenario(
+            trace(blocks=2),
+            fleet=self.FLEET,
+            failures=parse_failures("0.5:kill:0,0.5:kill:1,0.6:restart:1"),
+        )
+        (request,) = run(made).requests
+        assert request.outcome is Outcome.DONE
+        assert request.prefill_on == "home-prefill-1"
+        assert request.ttft_s is not None
+        assert request.ttft_s > 1.6
+
+    def test_a_transfer_to_the_dead_is_dropped(self) -> None:
+        made = scenario(
+            trace(blocks=8, output=4),
+            fleet=self.FLEET + ",remote:d:prefill:1",
+            system="all_remote",
+            failures=parse_failures("4.2:kill:2,4.3:kill:3,4.4:restart:2"),
+        )
+        (request,) = run(made).requests
+        assert request.outcome is Outcome.DONE
+        assert request.attempt >= 1
+
+    def test_all_dead_is_an_honest_refusal(self) -> None:
+        failures = parse_failures("0.5:kill:0,0.5:kill:1")
+        (request,) = run(scenario(trace(), failures=failures, objectives=QUICK)).requests
+        assert request.outcome is Outcome.REFUSED
+
+    def test_killing_nobody_changes_nothing(self) -> None:
+        (request,) = run(scenario(trace(), failures=parse_failures("0.1:kill:99"))).requests
+        assert request.outcome is Outcome.DONE
+
+
+def busy(system: str, seed: int = 0) -> Scenario:
+    requests = [
+        trace(0.07 * n, blocks=1 + n % 5, output=5 + n % 40, first_id=1000 * (n % 30))
+        for n in range(150)
+    ]
+    return scenario(
+        *requests,
+        fleet="remote:d:prefill:2,home:d:prefill:4,home:d:decode:4",
+        system=system,
+        seed=seed,
+        jitter=0.2,
+        device={"num_blocks": 30},
+        failures=parse_failures("2:kill:3,4:restart:3,5:kill:7,6:link:0.3,8:link:1,9:restart:7"),
+        sample_s=1.0,
+    )
+
+
+@pytest.mark.parametrize("system", list(SYSTEMS))
+def test_every_system_ends_clean_after_overload_and_failures(system: str) -> None:
+    result = run(busy(system))
+    assert len(result.requests) == 150
+    assert any(each.outcome is Outcome.DONE for each in result.requests)
+
+
+def test_equal_seeds_give_equal_runs() -> None:
+    def signature(result: Result) -> list[object]:
+        return [
+            (each.prefill_on, each.decode_on, each.finished_s, each.outcome, each.num_offers)
+            for each in result.requests
+        ]
+
+    assert signature(run(busy("kvmesh"))) == signature(run(busy("kvmesh")))
+    assert signature(run(busy("kvmesh"))) != signature(run(busy("kvmesh", seed=1)))
