@@ -6,15 +6,15 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
-SOURCES := libs services tests scripts models
 MODEL ?=
 TRACES ?=
 PREFILL ?= 2
 DECODE ?= 2
 PORT ?= 8000
+ARGS ?=
 # One computing thread per test process: spinning OpenMP teams slow each other down tenfold.
 test test-fast: export OMP_NUM_THREADS := 1
-.PHONY: help setup proto fmt check test test-fast test-gpu up bench-serve bench-policies e2e-compose train-model clean
+.PHONY: help setup proto fmt check test test-fast test-gpu up bench-serve bench-transfer bench-engine bench-allocator bench-fuzz bench-policies e2e-compose train-model clean
 
 help: ## list the verbs
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -59,6 +59,18 @@ bench-serve: setup ## measure a local stack; writes bench/results/serve.json and
 
 bench-policies: setup ## compare policies in the simulator: make bench-policies TRACES="FILE..."
 	$(PY) -m kvmesh.sim.bench --out bench/results $(if $(TRACES),--trace $(TRACES))
+
+bench-transfer: setup ## data channels against memcpy, iperf3 and other engines; writes bench/results/transfer.*
+	$(PY) -m benchmarks.transfer $(ARGS)
+
+bench-engine: setup ## the CPU engine against transformers, a bare loop and the floor; writes bench/results/engine.*
+	$(PY) -m benchmarks.engine $(ARGS)
+
+bench-allocator: setup ## fragmentation over replayed traces: make bench-allocator ARGS="TRACE ..."
+	$(PY) -m benchmarks.allocator $(ARGS)
+
+bench-fuzz: setup ## a million damaged inputs for the data channel's decoder; writes bench/results/fuzz_frames.*
+	$(PY) -m benchmarks.fuzz_frames $(ARGS)
 
 e2e-compose: setup ## bring docker-compose.yml up with podman, kill a container, stream on
 	$(PY) -m scripts.compose_e2e

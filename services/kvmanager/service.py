@@ -18,7 +18,7 @@ from kvmesh.metadata.memory_store import MemoryMetadataStore
 from kvmesh.metadata.redis_client import RedisClient
 from kvmesh.metadata.redis_store import RedisMetadataStore
 from kvmesh.metadata.store import MetadataStore, StoreUnavailableError
-from kvmesh.rpc.stream import Outbox
+from kvmesh.rpc.stream import Outbox, incoming
 from kvmesh.runtime.app import ServiceContext
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.v1 import kv_manager_service_pb2 as pb
@@ -65,7 +65,7 @@ class KvManagerServicer(pb_grpc.KvManagerServiceServicer):
     async def _follow(self, requests: Any, outbox: Outbox[pb.PublishResponse]) -> None:
         session: PublisherSession | None = None
         try:
-            async for message in requests:
+            async for message in incoming(requests):
                 if session is not None:
                     await session.handle(message)
                     continue
@@ -89,7 +89,7 @@ class KvManagerServicer(pb_grpc.KvManagerServiceServicer):
     async def _answer_all(self, requests: Any, outbox: Outbox[pb.MatchPrefixResponse]) -> None:
         try:
             async with asyncio.TaskGroup() as group:
-                async for request in requests:
+                async for request in incoming(requests):
                     check_hashes(request.block_hashes)
                     group.create_task(self._answer(request, outbox))
         except* ProtocolError as errors:

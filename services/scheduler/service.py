@@ -25,7 +25,7 @@ from kvmesh.rpc.convert import (
     worker_load_from_proto,
 )
 from kvmesh.rpc.prefix_lookup import PrefixLookup
-from kvmesh.rpc.stream import Outbox
+from kvmesh.rpc.stream import Outbox, incoming
 from kvmesh.runtime.app import ServiceContext
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.v1.scheduler_service_pb2 import (
@@ -135,7 +135,7 @@ class SchedulerServicer(SchedulerServiceServicer):
     ) -> None:
         try:
             async with asyncio.TaskGroup() as routes:
-                async for request in requests:
+                async for request in incoming(requests):
                     routes.create_task(self._answer(request, answers))
         finally:
             answers.close()
@@ -161,7 +161,7 @@ class SchedulerServicer(SchedulerServiceServicer):
         """Reads one worker's stream to its end; a refusal says why the end came from here."""
         membership: Membership | None = None
         try:
-            async for request in requests:
+            async for request in incoming(requests):
                 kind = request.WhichOneof("report")
                 if kind == "info":
                     registered = self._register(worker_info_from_proto(request.info), orders)
@@ -267,7 +267,7 @@ async def build(config: SchedulerConfig, context: ServiceContext) -> None:
         log.info("fleet_restored", num_workers=await registry.restore())
         context.spawn(registry.run(), "durable_registry")
     servicer = SchedulerServicer(fleet, feed, router, config.fleet, clock)
-    context.stack.callback(servicer.close)
+    context.on_close(servicer.close)
     context.spawn(servicer.expire_leases(), "expire_leases")
     add_SchedulerServiceServicer_to_server(servicer, context.server)
 

@@ -19,6 +19,7 @@ from kvmesh.transfer.frames import (
     MAX_BODY_BYTES,
     BlockRun,
     CancelFrame,
+    Checksum,
     CommitFrame,
     CommitOkFrame,
     ErrorFrame,
@@ -26,8 +27,13 @@ from kvmesh.transfer.frames import (
     FrameType,
     HelloFrame,
     HelloOkFrame,
+    LinkOffer,
+    LinkTerms,
+    PullFrame,
+    PullRun,
     PutFrame,
     PutOkFrame,
+    QueryFrame,
     ReservedFrame,
     WriteClaim,
 )
@@ -37,6 +43,8 @@ LAYOUT = KvLayout("model-1", "bfloat16", 16, 2, 3, 8)
 CLAIM = WriteClaim(0x1122334455667788, 7, 2, b"secret")
 PUT = PutFrame(5, CLAIM, (BlockRun(0, 1), BlockRun(4, 2)), last=False, checksum=True)
 PAYLOAD = bytes(range(100, 124))
+OFFER = LinkOffer(0x0102030405060708, 1, Checksum.CRC32C, pool_blocks=512)
+WITH_PAYLOAD = (PutFrame, QueryFrame)
 
 GOLDEN: list[tuple[Frame, str]] = [
     (
@@ -89,8 +97,34 @@ GOLDEN: list[tuple[Frame, str]] = [
         "4b564d5401090000080000000000000000000000dcc4c7b6fdb7aee70800000000000000",
     ),
     (
-        ReservedFrame(FrameType.QUERY, 9),
-        "4b564d54010a000008000000000000000000000042c46d7a3b7d5ddf0900000000000000",
+        HelloFrame(WorkerId("p0"), 3, WorkerId("d0"), 7, LAYOUT, OFFER),
+        (
+            "4b564d54010100004a0000000000000000000000c1e56baec7b1f3cd020070300300000000000000"
+            "02006430070000000000000007006d6f64656c2d31080062666c6f61743136100000000200000003"
+            "00000008000000080706050403020101000200020000"
+        ),
+    ),
+    (
+        HelloOkFrame(WorkerId("d0"), 7, LinkTerms(Checksum.CRC32C, 1 << 26)),
+        (
+            "4b564d54010200001500000000000000000000000d4525aff3c608d4020064300700000000000000"
+            "020000000400000000"
+        ),
+    ),
+    (
+        PullFrame(5, CLAIM, (PullRun(9, 0, 1), PullRun(20, 4, 2))),
+        (
+            "4b564d54010b00003d0000000000000000000000b27c89e98f28c19d050000000000000088776655"
+            "44332211070000000000000002000000067365637265740200090000000000000001000000140000"
+            "000400000002000000"
+        ),
+    ),
+    (
+        QueryFrame(9, 3, 4096, b"arguments", 24),
+        (
+            "4b564d54010a0100190000001800000000000000db77f53396e89cc3090000000000000003000010"
+            "00000900617267756d656e7473"
+        ),
     ),
 ]
 IDS = [type(frame).__name__ + str(i) for i, (frame, _) in enumerate(GOLDEN)]
@@ -98,7 +132,7 @@ IDS = [type(frame).__name__ + str(i) for i, (frame, _) in enumerate(GOLDEN)]
 
 def _wire(frame: Frame, head: str) -> bytes:
     trailer = TRAILER.pack(zlib.crc32(PAYLOAD))
-    return bytes.fromhex(head) + (PAYLOAD + trailer if isinstance(frame, PutFrame) else b"")
+    return bytes.fromhex(head) + (PAYLOAD + trailer if isinstance(frame, WITH_PAYLOAD) else b"")
 
 
 def _feed(decoder: FrameDecoder, *pieces: bytes) -> list[FrameEvent]:
@@ -111,7 +145,7 @@ def _joined(events: list[FrameEvent]) -> tuple[list[FrameEvent], bytes]:
 
 
 def _expected(frame: Frame) -> tuple[list[FrameEvent], bytes]:
-    if isinstance(frame, PutFrame):
+    if isinstance(frame, PutFrame | QueryFrame):
         return [PayloadStart(frame, len(PAYLOAD)), PayloadEnd(frame, intact=True)], PAYLOAD
     return [frame], b""
 
@@ -145,7 +179,7 @@ def _head(  # every field can be made wrong, the checksums then fit again
 
 @pytest.mark.parametrize(("frame", "head"), GOLDEN, ids=IDS)
 def test_frames_encode_to_the_pinned_bytes(frame: Frame, head: str) -> None:
-    payload_bytes = len(PAYLOAD) if isinstance(frame, PutFrame) else 0
+    payload_bytes = len(PAYLOAD) if isinstance(frame, WITH_PAYLOAD) else 0
 
     assert encode_frame(frame, payload_bytes).hex() == head
 
@@ -185,6 +219,22 @@ def test_a_put_head_written_by_hand() -> None:
     head = _head(kind=FrameType.PUT, flags=1, body=body, payload_bytes=24)
 
     assert encode_frame(PUT, 24) == head
+
+
+def test_the_newer_heads_written_by_hand() -> None:
+    claim = struct.pack("<QQIB6s", 0x1122334455667788, 7, 2, 6, b"secret")
+    pull = struct.pack("<Q", 5) + claim + struct.pack("<H6I", 2, 9, 0, 1, 20, 4, 2)
+    query = struct.pack("<QHIH9s", 9, 3, 4096, 9, b"arguments")
+    terms = struct.pack("<H2sQ", 2, b"d0", 7) + struct.pack("<BQ", 2, 1 << 26)
+    heads = {type(frame): head for frame, head in GOLDEN}
+
+    assert heads[PullFrame] == _head(kind=FrameType.PULL, body=pull).hex()
+    assert (
+        heads[QueryFrame]
+        == _head(kind=FrameType.QUERY, flags=1, body=query, payload_bytes=24).hex()
+    )
+    assert heads[HelloOkFrame] == _head(kind=FrameType.HELLO_OK, body=terms).hex()
+    assert heads[HelloFrame].endswith(struct.pack("<QHBI", 0x0102030405060708, 1, 2, 512).hex())
 
 
 def test_a_flipped_payload_bit_is_told_at_its_end() -> None:
@@ -232,6 +282,17 @@ def test_payload_bytes_are_slices_of_what_was_fed() -> None:
         (_head(body=b"123456789"), "bad_body"),
         (_head(kind=FrameType.HELLO, body=struct.pack("<H", 65535)), "bad_body"),
         (_head(kind=FrameType.HELLO_OK, body=b"\x01\x00\xff" + bytes(8)), "bad_body"),
+        (_head(kind=FrameType.HELLO_OK, body=bytes(10) + b"\x03" + bytes(8)), "bad_body"),
+        (_head(kind=FrameType.HELLO_OK, body=bytes(10) + b"\x02"), "bad_body"),
+        (_head(kind=FrameType.PULL, body=bytes(29) + b"\0\0"), "bad_body"),
+        (_head(kind=FrameType.PULL, body=bytes(29) + b"\1\0" + bytes(12)), "bad_body"),
+        (_head(kind=FrameType.QUERY, body=bytes(16)), "bad_payload_size"),
+        (
+            _head(kind=FrameType.QUERY, body=bytes(14) + b"\1\x40" + bytes(16385), payload_bytes=1),
+            "bad_body",
+        ),
+        (_head(kind=FrameType.QUERY, body=bytes(16), payload_bytes=2**40), "bad_payload_size"),
+        (_head(kind=FrameType.QUERY, flags=2, body=bytes(16), payload_bytes=1), "bad_flags"),
     ],
 )
 def test_malformed_heads_are_named(data: bytes, reason: str) -> None:

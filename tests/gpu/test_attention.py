@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -13,7 +15,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
 ]
 DTYPES = list(cases.TOLERANCE)
-LARGE = {"kv_heads": 8, "group": 4, "head_dim": 128}
+LARGE: dict[str, Any] = {"kv_heads": 8, "group": 4, "head_dim": 128}
 DECODE_CASES = (
     *cases.DECODE_CASES,
     cases.Case("usual heads", ((700, 1), (31, 1), (1029, 1)), **LARGE, num_splits=4),

@@ -135,6 +135,10 @@ async def test_lost_too_often_ends_the_stream_with_an_error(tmp_path: Path) -> N
         assert "lost 2 times" in error["message"]
         assert events[-2] == "data: [DONE]"
         await stack.idle()
+
+
+async def test_lost_too_often_raises_in_the_openai_client(tmp_path: Path) -> None:
+    async with gateway_stack(tmp_path, TWO_PAIRS, SAYS, limits={"max_moves": 1}) as stack:
         for name in ("d1", "d2"):
             stack.mesh.workers[name].does.break_decode_after = 2
         with pytest.raises(openai.APIError, match="lost 2 times"):

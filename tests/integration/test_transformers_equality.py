@@ -9,7 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from kvmesh.core.types import SamplingParams
 from kvmesh.engine.protocol import ModelRunner, SequenceChunk
@@ -42,6 +52,14 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 256,
 }
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 256,
+    "truncate": False,
+}
+HYBRID = ["sliding_attention", "full_attention", "sliding_attention"]
 CONFIGS: dict[str, Any] = {
     "llama-untied-sharded": LlamaConfig(**SHAPE, tie_word_embeddings=False),
     "llama3-rope-biased": LlamaConfig(
@@ -49,6 +67,27 @@ CONFIGS: dict[str, Any] = {
     ),
     "qwen2-tied": Qwen2Config(**SHAPE, tie_word_embeddings=True),
     "qwen3-untied": Qwen3Config(**(SHAPE | {"head_dim": 24}), tie_word_embeddings=False),
+    "mistral-window": MistralConfig(**SHAPE, sliding_window=40),
+    "mixtral": MixtralConfig(**SHAPE, num_local_experts=5, num_experts_per_tok=2),
+    "qwen3-moe-one-dense-layer": Qwen3MoeConfig(
+        **(SHAPE | {"head_dim": 32, "hidden_size": 64}),
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=48,
+        norm_topk_prob=True,
+        mlp_only_layers=[1],
+    ),
+    "gemma3": Gemma3TextConfig(
+        **SHAPE, layer_types=HYBRID, sliding_window=40, query_pre_attn_scalar=20
+    ),
+    "gpt-oss": GptOssConfig(
+        **(SHAPE | {"head_dim": 32}),
+        layer_types=HYBRID,
+        sliding_window=40,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        rope_parameters=YARN_ROPE,
+    ),
 }
 
 
@@ -67,6 +106,9 @@ class Checkpoint:
             if parameter.dim() == 1:
                 offset = 0.0 if parameter_name.endswith("bias") else 1.0
                 torch.nn.init.normal_(parameter, offset, 0.2)
+            elif "experts" in parameter_name:
+                # These are not filled by every class of models, and then hold what memory held.
+                torch.nn.init.normal_(parameter, 0.0, 0.25)
         self._model.save_pretrained(folder, max_shard_size="100KB" if "sharded" in name else "1GB")
         draw = random.Random(5)
         self.prompts = [[draw.randrange(VOCAB_SIZE) for _ in range(n)] for n in PROMPT_LENGTHS]

@@ -55,6 +55,27 @@ async def test_disaggregated_tokens_equal_one_engine_alone(
     await until_idle(prefill, decode)
 
 
+@pytest.mark.parametrize("channels", ["local", "shm", "tcp"])
+@pytest.mark.parametrize("mode", ["whole", "chunked", "auto"])
+async def test_any_channel_and_mode_gives_the_same_tokens(
+    decode: Worker, channels: str, mode: str
+) -> None:
+    section = WorkerSection(id="p1", role="prefill", channels=channels, transfer_mode=mode)
+    engine = EngineSection(kind="fake", max_batch_tokens=64)
+    async with running_worker(section, engine) as prefill:
+        driver = Driver()
+        await driver.connect(prefill)
+        await driver.connect(decode)
+        spec = make_spec(prompt(300), max_tokens=8)
+        assert await driver.generate(prefill, decode, Key("r"), spec) == reference_tokens(spec)
+        await until_idle(prefill, decode)
+        (key,) = prefill.channels.statistics().links
+        calls = prefill.channels.statistics().links[key].calls
+        assert key == ("d0", channels, "sent")
+        assert calls == 1 if mode == "whole" else calls > 1
+        await driver.close()
+
+
 @pytest.mark.parametrize("length", [1, 16, 100])
 async def test_aggregated_tokens_equal_one_engine_alone(
     prefill: Worker, decode: Worker, driver: Driver, length: int

@@ -21,12 +21,17 @@ from kvmesh.transfer.decoder import (
 from kvmesh.transfer.frames import (
     BlockRun,
     CancelFrame,
+    Checksum,
     CommitFrame,
     CommitOkFrame,
     ErrorFrame,
     Frame,
     HelloFrame,
     HelloOkFrame,
+    LinkOffer,
+    LinkTerms,
+    PullFrame,
+    PullRun,
     PutFrame,
     PutOkFrame,
     WriteClaim,
@@ -41,9 +46,14 @@ worker_ids = text.map(WorkerId)
 claims = st.builds(WriteClaim, u64, u64, u32, st.binary(max_size=255))
 layouts = st.builds(KvLayout, text, text, u32, u32, u32, u32)
 runs = st.lists(st.builds(BlockRun, u32, st.integers(1, 5)), min_size=1, max_size=6).map(tuple)
+checksums = st.sampled_from(Checksum)
+offers = st.builds(LinkOffer, u64, st.integers(0, 2**16 - 1), checksums, u32)
+terms = st.builds(LinkTerms, checksums, u64)
+pull_runs = st.builds(PullRun, u32, u32, st.integers(1, 2**32 - 1))
 plain_frames: st.SearchStrategy[Frame] = st.one_of(
-    st.builds(HelloFrame, worker_ids, u64, worker_ids, u64, layouts),
-    st.builds(HelloOkFrame, worker_ids, u64),
+    st.builds(HelloFrame, worker_ids, u64, worker_ids, u64, layouts, st.none() | offers),
+    st.builds(HelloOkFrame, worker_ids, u64, st.none() | terms),
+    st.builds(PullFrame, u64, claims, st.lists(pull_runs, min_size=1, max_size=6).map(tuple)),
     st.builds(PutOkFrame, u64, u64),
     st.builds(CommitFrame, u64, claims, u32, u32, u32),
     st.builds(CommitOkFrame, u64),

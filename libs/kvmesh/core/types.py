@@ -87,6 +87,19 @@ class Endpoint:
 
 
 @dataclass(frozen=True, slots=True)
+class HostRoute:
+    """How processes of the same host reach a worker's data channel.
+
+    Attributes:
+        host_id: identity of the running host; routes of another one are of no use.
+        socket_path: Unix socket, over which memory is handed over.
+    """
+
+    host_id: str
+    socket_path: str
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are chosen and when generation ends.
 
@@ -185,6 +198,9 @@ class Reservation:
         num_cached_blocks: leading blocks that the worker already holds; they are not sent.
         num_blocks: blocks to write, in order, after the cached ones.
         lease_ms: without renewal the reservation ends after this time.
+        host_route: the way for senders on the same host; None: by network only.
+        run_lengths: lengths of the runs of consecutive blocks that the blocks to write form, so
+            that the sender can align its own to them; empty: not told.
     """
 
     reservation_id: int
@@ -196,6 +212,8 @@ class Reservation:
     num_cached_blocks: int
     num_blocks: int
     lease_ms: int
+    host_route: HostRoute | None = None
+    run_lengths: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -340,6 +340,11 @@ class EngineCore:
     # --- state -------------------------------------------------------------------------------
 
     @property
+    def max_step_tokens(self) -> int:
+        """Tokens that one step may compute (the chunk budget)."""
+        return self._limits.max_tokens
+
+    @property
     def has_work(self) -> bool:
         """Whether `plan_step` may return something."""
         return bool(self._running or self._preempted)

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import struct
 import time
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from kvmesh.engine.protocol import (
     SequenceChunk,
     StepResult,
 )
+from kvmesh.transfer.memory import create_shared
 
 _MASK = (1 << 64) - 1
 _WORD = 8
@@ -37,12 +40,18 @@ def _mix(value: int) -> int:
 
 
 class HostMemory:
-    """KV blocks in one bytearray."""
+    """KV blocks in a memfd.
+
+    Attributes:
+        fd: the memfd, for a process on the same host to map.
+    """
 
     def __init__(self, num_blocks: int, block_bytes: int) -> None:
         self._num_blocks = num_blocks
         self._block_bytes = block_bytes
-        self.view = memoryview(bytearray(num_blocks * block_bytes))
+        self.fd, mapping = create_shared("kvmesh-fake-kv", num_blocks * block_bytes)
+        self.view = memoryview(mapping)
+        self._close_fd = weakref.finalize(self, os.close, self.fd)
 
     @property
     def num_blocks(self) -> int:
@@ -60,6 +69,10 @@ class HostMemory:
 
     def written(self, first_block: int, num_blocks: int) -> None:
         """Nothing to do: the view is the memory."""
+
+    def close(self) -> None:
+        """No more mappings by others; the memory goes with its last view."""
+        self._close_fd()
 
 
 class FakeRunner:
@@ -136,7 +149,8 @@ class FakeRunner:
         return StepResult([self._sample(chunk) if chunk.sample else None for chunk in chunks])
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Closes the pool's descriptor."""
+        self._memory.close()
 
     def _offset(self, chunk: SequenceChunk, position: int) -> int:
         size = self._spec.layout.block_size

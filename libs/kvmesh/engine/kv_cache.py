@@ -6,7 +6,6 @@ handed to another process. Tests: tests/unit/engine/test_kv_cache.py.
 
 from __future__ import annotations
 
-import mmap
 import os
 from typing import Protocol
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvmesh.core.types import KvLayout
+from kvmesh.transfer.memory import create_shared
 
 TORCH_DTYPES = {
     "float32": torch.float32,
@@ -80,9 +80,7 @@ class HostKvPool:
         self._num_blocks = num_blocks
         self._block_bytes = layout.block_bytes
         size = num_blocks * layout.block_bytes
-        self.fd = os.memfd_create("kvmesh-kv", os.MFD_CLOEXEC)
-        os.ftruncate(self.fd, size)
-        memory = mmap.mmap(self.fd, size)
+        self.fd, memory = create_shared("kvmesh-kv", size)
         self._bytes: memoryview | None = memoryview(memory)
         self._tensor: Tensor | None = torch.frombuffer(
             memory, dtype=TORCH_DTYPES[layout.dtype]

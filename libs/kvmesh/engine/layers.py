@@ -1,167 +1,262 @@
-"""One decoder layer of the Llama family, and the rotary table its layers share.
+"""What layers of all families are made of: attention, MLPs, and the usual order of the two.
 
-Tests: tests/unit/engine/test_layers.py, tests/integration/test_transformers_equality.py.
+A family's file in models/ puts them together.
+Tests: tests/integration/test_transformers_equality.py.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from kvmesh.engine.config import ModelConfig, RopeConfig
-from kvmesh.engine.weights import WeightFiles
-from kvmesh.kernels import reference
-from kvmesh.kernels.dispatch import StepAttention
-
-
-@dataclass(frozen=True, slots=True)
-class RopeTable:
-    """Cosines and signed sines of every position.
-
-    Attributes:
-        cos: [positions, 1, head_dim] in the computation dtype.
-        signed_sin: the same shape, first half negated, as `reference.apply_rope` wants it.
-    """
-
-    cos: Tensor
-    signed_sin: Tensor
-
-
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Angle per position of each pair of a head's elements.
-
-    Returns:
-        [head_dim / 2] fp32, descending.
-
-    Source: arXiv 2104.09864 §3.2; "llama3" as published with the Llama 3.1 weights.
-    """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-    frequencies = 1.0 / (rope.theta**exponents)
-    if rope.kind == "linear":
-        return frequencies / rope.factor
-    if rope.kind != "llama3":
-        return frequencies
-    # Waves shorter than the original context stay, longer ones stretch, those between are mixed.
-    wavelengths = 2 * math.pi / frequencies
-    turns = rope.original_max_positions / wavelengths
-    spread = rope.high_freq_factor - rope.low_freq_factor
-    keep = ((turns - rope.low_freq_factor) / spread).clamp(0, 1)
-    return (1 - keep) * frequencies / rope.factor + keep * frequencies
-
-
-def rope_table(
-    rope: RopeConfig, head_dim: int, num_positions: int, dtype: torch.dtype, device: str
-) -> RopeTable:
-    """The table for positions below `num_positions`; angles are computed in fp32."""
-    positions = torch.arange(num_positions, dtype=torch.float32)
-    angles = torch.outer(positions, inverse_frequencies(rope, head_dim))
-    cos, sin = angles.cos(), angles.sin()
-    return RopeTable(
-        torch.cat([cos, cos], dim=-1).to(device, dtype)[:, None],
-        torch.cat([-sin, sin], dim=-1).to(device, dtype)[:, None],
-    )
+from kvmesh.engine.config import ModelConfig
+from kvmesh.engine.weights import LayerWeights
+from kvmesh.kernels import layer_ops
+from kvmesh.kernels.dispatch import HeadSpec, RopeRows, StepAttention
+from kvmesh.kernels.linear import Linear, make_linear
 
 
 @dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """Weights of one layer; projections with the same input are one matrix.
+class Step:
+    """What all layers of one step share.
 
     Attributes:
-        qkv: [(heads + 2 * kv_heads) * head_dim, hidden], rows of q, then k, then v.
-        qk_norm: [heads + kv_heads, head_dim] or None.
-        gate_up: [2 * intermediate, hidden].
+        attention: writes the rows' keys and values.
+        rope, local_rope: rotation of the rows, in layers without and with a window.
     """
 
-    input_norm: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    qk_norm: Tensor | None
-    output: Tensor
-    output_bias: Tensor | None
-    post_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    attention: StepAttention
+    rope: RopeRows
+    local_rope: RopeRows
 
 
-def load_layer(
-    files: WeightFiles, config: ModelConfig, layer: int, dtype: torch.dtype, device: str
-) -> LayerWeights:
-    """Reads one layer by its Hugging Face names.
+class Layer(Protocol):
+    """One decoder layer."""
+
+    def run(
+        self, x: Tensor, delta: Tensor | None, step: Step, keep: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Runs the rows of a step.
+
+        What a layer adds to the residual stream is handed on instead of added, so that the
+        addition and the next norm are one pass.
+
+        Args:
+            x: [rows, hidden] residual stream without `delta`; changed in place.
+            delta: [rows, hidden] to add first, or None.
+            keep: [kept] int64, the only rows that anything after attention is wanted for.
+
+        Returns:
+            The stream without this layer's own part, and that part: [rows or kept, hidden].
+        """
+        ...
+
+
+class Mlp(Protocol):
+    """What follows attention in a layer."""
+
+    def run(self, h: Tensor) -> Tensor:
+        """[rows, hidden], normalised, to [rows, hidden] of its own memory."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SelfAttention:
+    """Attention with its projections.
+
+    Attributes:
+        qkv: to [(heads + 2 * kv_heads) * head_dim], q, then k, then v.
+        layer: place in the KV pool.
+        uses_local_rope: of `Step`.
+    """
+
+    qkv: Linear
+    output: Linear
+    spec: HeadSpec
+    layer: int
+    head_dim: int
+    uses_local_rope: bool
+
+    def run(self, h: Tensor, step: Step, keep: Tensor | None) -> Tensor:
+        """[rows, hidden], normalised, to [rows or kept, hidden]."""
+        qkv = self.qkv(h).view(len(h), -1, self.head_dim)
+        rope = step.local_rope if self.uses_local_rope else step.rope
+        out = step.attention.run(qkv, self.layer, self.spec, rope)
+        if keep is not None:
+            out = out[keep]
+        return self.output(out.flatten(1))
+
+
+def load_attention(
+    weights: LayerWeights,
+    config: ModelConfig,
+    *,
+    sinks: Tensor | None = None,
+    norm_offset: float = 0.0,
+) -> SelfAttention:
+    """Reads attention by its usual names.
+
+    Args:
+        sinks: [heads], see `reference.decode_attention`.
+        norm_offset: added to the weights of the norms of queries and keys.
 
     Raises:
         CheckpointError: a tensor is missing or of the wrong shape.
     """
-    prefix = f"model.layers.{layer}"
-    hidden, head_dim = config.hidden_size, config.head_dim
+    head_dim, layer = config.head_dim, weights.layer
     q_rows, kv_rows = config.num_heads * head_dim, config.num_kv_heads * head_dim
     sizes = (("q", q_rows), ("k", kv_rows), ("v", kv_rows))
-
-    def stacked(parts: list[tuple[str, int]], columns: int | None) -> Tensor:
-        names = [(f"{prefix}.{name}", count) for name, count in parts]
-        return files.read_rows(names, columns, dtype, device)
-
-    def qkv(kind: str, columns: int | None) -> Tensor:
-        parts = [(f"self_attn.{name}_proj.{kind}", rows) for name, rows in sizes]
-        return stacked(parts, columns)
-
+    qkv = weights.stacked(
+        [(f"self_attn.{name}_proj.weight", rows) for name, rows in sizes], config.hidden_size
+    )
+    bias = None
+    if config.qkv_bias:
+        bias = weights.stacked([(f"self_attn.{name}_proj.bias", rows) for name, rows in sizes])
     qk_norm = None
     if config.qk_norm:
-        q_norm = stacked([("self_attn.q_norm.weight", head_dim)], None)
-        k_norm = stacked([("self_attn.k_norm.weight", head_dim)], None)
+        q_norm = weights.vector("self_attn.q_norm.weight", head_dim, norm_offset)
+        k_norm = weights.vector("self_attn.k_norm.weight", head_dim, norm_offset)
         qk_norm = torch.cat(
             [q_norm.expand(config.num_heads, -1), k_norm.expand(config.num_kv_heads, -1)]
         )
-    return LayerWeights(
-        input_norm=stacked([("input_layernorm.weight", hidden)], None),
-        qkv=qkv("weight", hidden),
-        qkv_bias=qkv("bias", None) if config.qkv_bias else None,
-        qk_norm=qk_norm,
-        output=stacked([("self_attn.o_proj.weight", hidden)], q_rows),
-        output_bias=(
-            stacked([("self_attn.o_proj.bias", hidden)], None) if config.output_bias else None
+    output_bias = None
+    if config.output_bias:
+        output_bias = weights.vector("self_attn.o_proj.bias", config.hidden_size)
+    return SelfAttention(
+        qkv=make_linear(qkv, bias),
+        output=weights.linear("self_attn.o_proj.weight", config.hidden_size, q_rows, output_bias),
+        spec=HeadSpec(
+            scale=config.attention_scale,
+            window=config.windows[layer],
+            sinks=sinks,
+            qk_norm=qk_norm,
+            norm_eps=config.rms_norm_eps,
         ),
-        post_norm=stacked([("post_attention_layernorm.weight", hidden)], None),
-        gate_up=stacked(
-            [
-                ("mlp.gate_proj.weight", config.intermediate_size),
-                ("mlp.up_proj.weight", config.intermediate_size),
-            ],
-            hidden,
-        ),
-        down=stacked([("mlp.down_proj.weight", hidden)], config.intermediate_size),
+        layer=layer,
+        head_dim=head_dim,
+        uses_local_rope=config.sliding(layer),
     )
 
 
-def run_layer(
+@dataclass(frozen=True, slots=True)
+class GatedMlp:
+    """Two projections, the product of an activated one and the other, and one back.
+
+    Attributes:
+        gate_up: to [2 * intermediate], gates first.
+        activation: [rows, 2 * intermediate] to [rows, intermediate].
+    """
+
+    gate_up: Linear
+    down: Linear
+    activation: Callable[[Tensor], Tensor]
+
+    def run(self, h: Tensor) -> Tensor:
+        """See `Mlp.run`."""
+        return self.down(self.activation(self.gate_up(h)))
+
+
+def load_gated_mlp(
     weights: LayerWeights,
-    config: ModelConfig,
-    layer: int,
-    x: Tensor,
-    rope: RopeTable,
-    attention: StepAttention,
-) -> None:
-    """Runs one layer over the rows of a step.
+    names: tuple[str, str, str],
+    hidden_size: int,
+    intermediate_size: int,
+    activation: Callable[[Tensor], Tensor] = layer_ops.silu_and_mul,
+) -> GatedMlp:
+    """Reads an MLP.
 
     Args:
-        x: [rows, hidden] residual stream, changed in place.
-        rope: gathered for the rows' positions.
-        attention: of this step; writes the rows' keys and values.
+        names: of the gate, up and down weights.
+
+    Raises:
+        CheckpointError: a tensor is missing or of the wrong shape.
     """
-    rows, eps = len(x), config.rms_norm_eps
-    num_qk = config.num_heads + config.num_kv_heads
-    h = reference.rms_norm(x, weights.input_norm, eps)
-    qkv = functional.linear(h, weights.qkv, weights.qkv_bias).view(rows, -1, config.head_dim)
-    # Queries and keys take the same norm and rotation: as one tensor they cost one call each.
-    qk, v = qkv[:, :num_qk], qkv[:, num_qk:]
-    if weights.qk_norm is not None:
-        qk = reference.rms_norm(qk, weights.qk_norm, eps)
-    qk = reference.apply_rope(qk, rope.cos, rope.signed_sin)
-    out = attention.run(qk[:, : config.num_heads], qk[:, config.num_heads :], v, layer)
-    x += functional.linear(out.view(rows, -1), weights.output, weights.output_bias)
-    h = reference.rms_norm(x, weights.post_norm, eps)
-    gate_up = functional.linear(h, weights.gate_up)
-    x += functional.linear(reference.silu_and_mul(gate_up), weights.down)
+    gate, up, down = names
+    gate_up = weights.stacked([(gate, intermediate_size), (up, intermediate_size)], hidden_size)
+    return GatedMlp(
+        make_linear(gate_up), weights.linear(down, hidden_size, intermediate_size), activation
+    )
+
+
+DENSE_MLP = ("mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class SparseMlp:
+    """Experts, of which each row takes a few.
+
+    Attributes:
+        router: to [experts].
+        route: scores [rows, experts] to weights and expert ids, both [rows, top_k].
+    """
+
+    router: Linear
+    route: Callable[[Tensor], tuple[Tensor, Tensor]]
+    experts: tuple[GatedMlp, ...]
+
+    def run(self, h: Tensor) -> Tensor:
+        """See `Mlp.run`. Rows of one expert are one product; experts without rows cost nothing."""
+        weights, chosen = self.route(self.router(h))
+        out = torch.zeros_like(h)
+        top_k = chosen.shape[1]
+        # Rows in the order of their experts, so that each expert's are one run.
+        order = torch.argsort(chosen.flatten(), stable=True)
+        counts = torch.bincount(chosen.flatten(), minlength=len(self.experts)).tolist()
+        rows, shares = order // top_k, weights.flatten()[order][:, None]
+        first = 0
+        for expert, count in zip(self.experts, counts, strict=True):
+            if count:
+                run = slice(first, first + count)
+                out.index_add_(0, rows[run], expert.run(h[rows[run]]) * shares[run])
+                first += count
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class PreNormLayer:
+    """The Llama order: norm, attention, norm, MLP."""
+
+    input_norm: Tensor
+    attention: SelfAttention
+    post_norm: Tensor
+    mlp: Mlp
+    eps: float
+
+    def run(
+        self, x: Tensor, delta: Tensor | None, step: Step, keep: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """See `Layer.run`."""
+        h = layer_ops.add_rms_norm(x, delta, self.input_norm, self.eps)
+        delta = self.attention.run(h, step, keep)
+        if keep is not None:
+            x = x[keep]
+        h = layer_ops.add_rms_norm(x, delta, self.post_norm, self.eps)
+        return x, self.mlp.run(h)
+
+
+def load_pre_norm_layer(
+    weights: LayerWeights,
+    config: ModelConfig,
+    mlp: Mlp | None = None,
+    sinks: Tensor | None = None,
+) -> PreNormLayer:
+    """Reads a layer by its usual names.
+
+    Args:
+        mlp: None for the dense one.
+
+    Raises:
+        CheckpointError: a tensor is missing or of the wrong shape.
+    """
+    hidden = config.hidden_size
+    return PreNormLayer(
+        input_norm=weights.vector("input_layernorm.weight", hidden),
+        attention=load_attention(weights, config, sinks=sinks),
+        post_norm=weights.vector("post_attention_layernorm.weight", hidden),
+        mlp=mlp or load_gated_mlp(weights, DENSE_MLP, hidden, config.intermediate_size),
+        eps=config.rms_norm_eps,
+    )

@@ -12,7 +12,8 @@ import torch
 
 from kvmesh.core.errors import ConfigError
 from kvmesh.core.types import DTYPE_BYTES, KvLayout
-from kvmesh.engine.config import ModelConfig, load_model_config
+from kvmesh.engine.checkpoint import load_model_config
+from kvmesh.engine.config import ModelConfig
 
 _GIB = 1 << 30
 # Activations of the largest usual step, the libraries' work space, and some air.
@@ -117,8 +118,10 @@ def require_memory(need: MemoryNeed, available: int) -> None:
 def _needed(config: ModelConfig, dtype: str, num_blocks: int, block_size: int) -> MemoryNeed:
     resolved = resolve_dtype(config, dtype)
     layout = kv_layout(config, dtype=resolved, block_size=block_size, fingerprint="")
+    # A head that shares the embedding's weight has its own copy, in the layout of products.
+    head = config.vocab_size * config.hidden_size if config.tie_word_embeddings else 0
     return MemoryNeed(
-        weights_bytes=config.num_parameters * DTYPE_BYTES[resolved],
+        weights_bytes=(config.num_parameters + head) * DTYPE_BYTES[resolved],
         kv_bytes=num_blocks * layout.block_bytes,
         work_bytes=_WORK_BYTES,
     )

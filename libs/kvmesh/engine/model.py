@@ -1,4 +1,4 @@
-"""A dense decoder of the Llama family (Llama, Qwen2, Qwen3) over paged KV.
+"""A decoder over paged KV: embedding, the family's layers, norm and head.
 
 Tests: tests/integration/test_transformers_equality.py.
 """
@@ -11,43 +11,64 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvmesh.engine.config import ModelConfig
-from kvmesh.engine.layers import LayerWeights, RopeTable, load_layer, rope_table, run_layer
-from kvmesh.engine.weights import WeightFiles
-from kvmesh.kernels import reference
+from kvmesh.engine.config import ModelConfig, RopeConfig
+from kvmesh.engine.layers import Layer, Step
+from kvmesh.engine.models import FAMILIES
+from kvmesh.engine.rope import RopeTable, rope_table
+from kvmesh.engine.weights import LayerWeights, WeightFiles
+from kvmesh.kernels import layer_ops
 from kvmesh.kernels.dispatch import StepAttention
+from kvmesh.kernels.linear import Linear, make_linear
 
 
 @dataclass(frozen=True, slots=True)
-class DenseModel:
+class DecoderModel:
     """Weights and the forward pass; holds no state of sequences.
 
     Attributes:
         embedding: [vocab, hidden].
-        head: [vocab, hidden], the same tensor when the checkpoint ties them.
+        embedding_scale: factor of looked-up embeddings, a scalar of their dtype, or None.
+        head: to [vocab].
+        local_rope: of layers with a window; `rope` where they have none of their own.
     """
 
     config: ModelConfig
     embedding: Tensor
-    layers: tuple[LayerWeights, ...]
+    embedding_scale: Tensor | None
+    layers: tuple[Layer, ...]
     norm: Tensor
-    head: Tensor
+    head: Linear
     rope: RopeTable
+    local_rope: RopeTable
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attention: StepAttention) -> Tensor:
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        attention: StepAttention,
+        keep: Tensor | None = None,
+    ) -> Tensor:
         """Runs the rows of a step and writes their KV.
 
         Args:
             token_ids, positions: [rows] int64.
+            keep: [kept] int64, rows that are wanted; None for all. The last layer computes no
+                others once their keys and values are written.
 
         Returns:
-            [rows, hidden], before the last norm.
+            [rows or kept, hidden], normalised, for `logits`.
         """
         x = functional.embedding(token_ids, self.embedding)
-        rope = RopeTable(self.rope.cos[positions], self.rope.signed_sin[positions])
-        for layer, weights in enumerate(self.layers):
-            run_layer(weights, self.config, layer, x, rope, attention)
-        return x
+        if self.embedding_scale is not None:
+            x *= self.embedding_scale
+        rope = self.rope.rows(positions)
+        own_local = self.local_rope is not self.rope
+        step = Step(attention, rope, self.local_rope.rows(positions) if own_local else rope)
+        delta: Tensor | None = None
+        for layer in self.layers[:-1]:
+            x, delta = layer.run(x, delta, step, None)
+        x, delta = self.layers[-1].run(x, delta, step, keep)
+        return layer_ops.add_rms_norm(x, delta, self.norm, self.config.rms_norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token.
@@ -58,13 +79,12 @@ class DenseModel:
         Returns:
             [rows, vocab] fp32, a tensor of its own.
         """
-        normed = reference.rms_norm(hidden, self.norm, self.config.rms_norm_eps)
-        return functional.linear(normed, self.head).float()
+        return self.head(hidden).float()
 
 
 def load_model(
     files: WeightFiles, config: ModelConfig, *, num_positions: int, dtype: torch.dtype, device: str
-) -> DenseModel:
+) -> DecoderModel:
     """Reads a model into device memory.
 
     Args:
@@ -74,18 +94,29 @@ def load_model(
     Raises:
         CheckpointError: a tensor is missing or of the wrong shape.
     """
+    family = FAMILIES[config.family]
+    hidden = config.hidden_size
 
     def matrix(name: str) -> Tensor:
-        return files.read_rows([(name, config.vocab_size)], config.hidden_size, dtype, device)
+        return files.read_rows([(name, config.vocab_size)], hidden, dtype, device)
+
+    def table(rope_config: RopeConfig) -> RopeTable:
+        return rope_table(rope_config, config.head_dim, num_positions, dtype, device)
 
     embedding = matrix("model.embed_tokens.weight")
-    return DenseModel(
+    norm = files.read_rows([("model.norm.weight", hidden)], None, dtype, device)
+    rope = table(config.rope)
+    scale = torch.tensor(hidden**0.5, dtype=dtype, device=device)
+    return DecoderModel(
         config=config,
         embedding=embedding,
+        embedding_scale=scale if family.scales_embeddings else None,
         layers=tuple(
-            load_layer(files, config, layer, dtype, device) for layer in range(config.num_layers)
+            family.load_layer(LayerWeights(files, layer, dtype, device), config)
+            for layer in range(config.num_layers)
         ),
-        norm=files.read_rows([("model.norm.weight", config.hidden_size)], None, dtype, device),
-        head=embedding if config.tie_word_embeddings else matrix("lm_head.weight"),
-        rope=rope_table(config.rope, config.head_dim, num_positions, dtype, device),
+        norm=norm + family.norm_offset,
+        head=make_linear(embedding if config.tie_word_embeddings else matrix("lm_head.weight")),
+        rope=rope,
+        local_rope=rope if config.local_rope is None else table(config.local_rope),
     )

@@ -12,7 +12,8 @@ import torch
 
 from kvmesh.core.errors import ConfigError
 from kvmesh.engine.batch import build_batch
-from kvmesh.engine.config import ModelConfig, load_model_config
+from kvmesh.engine.checkpoint import load_model_config
+from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.kv_cache import TORCH_DTYPES, KvPool, allocate_pool
 from kvmesh.engine.memory import (
     available_bytes,
@@ -21,7 +22,7 @@ from kvmesh.engine.memory import (
     require_memory,
     resolve_dtype,
 )
-from kvmesh.engine.model import DenseModel, load_model
+from kvmesh.engine.model import DecoderModel, load_model
 from kvmesh.engine.protocol import ModelSpec, SampledToken, SequenceChunk, StepResult
 from kvmesh.engine.sampler import sample
 from kvmesh.engine.weights import WeightFiles, fingerprint
@@ -31,12 +32,11 @@ from kvmesh.kernels.dispatch import plan_attention
 class TorchRunner:
     """The `ModelRunner` that computes with torch, on the CPU or one CUDA device."""
 
-    def __init__(self, spec: ModelSpec, model: DenseModel, pool: KvPool, device: str) -> None:
+    def __init__(self, spec: ModelSpec, model: DecoderModel, pool: KvPool, device: str) -> None:
         self._spec = spec
-        self._model: DenseModel | None = model
+        self._model: DecoderModel | None = model
         self._pool = pool
         self._device = device
-        self._scale = model.config.head_dim**-0.5
 
     @classmethod
     def load(
@@ -116,14 +116,16 @@ class TorchRunner:
         if not chunks:
             return StepResult(result)
         batch = build_batch(chunks, self._spec.layout.block_size)
+        all_rows = len(batch.sample_rows) == len(batch.token_ids)
+        keep = torch.tensor(batch.sample_rows, dtype=torch.int64, device=self._device)
         hidden = self._model.forward(
             batch.token_ids.to(self._device),
             batch.positions.to(self._device),
-            plan_attention(batch.attention, self._pool.tensor, self._scale),
+            plan_attention(batch.attention, self._pool.tensor),
+            None if all_rows else keep,
         )
         if batch.sample_rows:
-            rows = torch.tensor(batch.sample_rows, device=self._device)
-            logits = self._model.logits(hidden[rows])
+            logits = self._model.logits(hidden)
             tokens = sample(logits, [chunks[index] for index in batch.sample_chunks])
             for index, token in zip(batch.sample_chunks, tokens, strict=True):
                 result[index] = token

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,7 +17,8 @@ import torch
 from torch import Tensor
 
 from kvmesh.core.errors import CheckpointError
-from kvmesh.engine.config import SUPPORTED, ModelConfig
+from kvmesh.engine.config import ModelConfig
+from kvmesh.kernels.linear import Linear, make_linear
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -69,7 +71,7 @@ class WeightFiles:
             CheckpointError: it is missing, truncated or of another shape.
         """
         if name not in self._owner:
-            raise CheckpointError(f"{self.paths[0].parent}: tensor {name} is missing; {SUPPORTED}")
+            raise CheckpointError(f"{self.paths[0].parent}: tensor {name} is missing")
         try:
             tensor: Tensor = self._owner[name].get_tensor(name)
         except safetensors.SafetensorError as error:
@@ -99,6 +101,40 @@ class WeightFiles:
         return out
 
 
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """Reads the tensors of one layer, named from `model.layers.N` on.
+
+    All methods raise CheckpointError when a tensor is missing or of another shape.
+    """
+
+    files: WeightFiles
+    layer: int
+    dtype: torch.dtype
+    device: str
+
+    def stacked(self, parts: list[tuple[str, int]], columns: int | None = None) -> Tensor:
+        """See `WeightFiles.read_rows`."""
+        named = [(self._full(name), count) for name, count in parts]
+        return self.files.read_rows(named, columns, self.dtype, self.device)
+
+    def vector(self, name: str, size: int, offset: float = 0.0) -> Tensor:
+        """[size], with an offset added before it is rounded."""
+        values = self.files.read(self._full(name), (size,)).float() + offset
+        return values.to(self.device, self.dtype)
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """One tensor of any shape."""
+        return self.files.read(self._full(name), shape).to(self.device, self.dtype)
+
+    def linear(self, name: str, rows: int, columns: int, bias: Tensor | None = None) -> Linear:
+        """A product with the [rows, columns] matrix of this name."""
+        return make_linear(self.stacked([(name, rows)], columns), bias)
+
+    def _full(self, name: str) -> str:
+        return f"model.layers.{self.layer}.{name}"
+
+
 def find_weight_files(folder: Path) -> tuple[Path, ...]:
     """The safetensors files that make up the model, sorted by name.
 
@@ -114,7 +150,9 @@ def find_weight_files(folder: Path) -> tuple[Path, ...]:
     elif (folder / _SINGLE).is_file():
         names = {_SINGLE}
     else:
-        raise CheckpointError(f"{folder}: neither {_SINGLE} nor {_INDEX} is there; {SUPPORTED}")
+        raise CheckpointError(
+            f"{folder}: neither {_SINGLE} nor {_INDEX} is there; weights must be safetensors"
+        )
     paths = tuple(folder / name for name in sorted(names))
     missing = [path.name for path in paths if not path.is_file()]
     if missing:

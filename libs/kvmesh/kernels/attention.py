@@ -22,6 +22,8 @@ DECODE_TILE = 64
 PREFILL_TILE = 64
 # Programs that fill a large device twice over; contexts are split until there are as many.
 _TARGET_PROGRAMS = 264
+# Longer than any context.
+_NO_WINDOW = 1 << 30
 
 
 @triton.jit(do_not_specialize=["stride_table"])
@@ -41,6 +43,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device 
     stride_kv_head,
     stride_table,
     split_len,
+    window,
     BLOCK_SIZE: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_TILE: tl.constexpr,
@@ -67,14 +70,16 @@ def _decode_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device 
         q = q.to(tl.float32)
 
     context_len = tl.load(lens_ptr + sequence)
-    first = split * split_len
-    last = tl.minimum(first + split_len, context_len)
+    # Positions before the window are neither read nor seen.
+    seen = tl.maximum(context_len - window, 0)
+    first = tl.maximum(split * split_len, seen // TILE * TILE)
+    last = tl.minimum(split * split_len + split_len, context_len)
     highest = tl.full((GROUP_TILE,), float("-inf"), tl.float32)
     total = tl.zeros((GROUP_TILE,), tl.float32)
     acc = tl.zeros((GROUP_TILE, DIM_TILE), tl.float32)
     for start in range(first, last, TILE):
         position = start + tile
-        valid = position < last
+        valid = (position < last) & (position >= seen)
         block = tl.load(
             tables_ptr + sequence * stride_table + position // BLOCK_SIZE, mask=valid, other=0
         )
@@ -114,6 +119,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device
     starts_ptr,
     lens_ptr,
     out_ptr,
+    sinks_ptr,
     scale_log2,
     stride_q_row,
     stride_q_head,
@@ -124,12 +130,14 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device
     stride_slot,
     stride_kv_head,
     stride_table,
+    window,
     BLOCK_SIZE: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_TILE: tl.constexpr,
     TILE: tl.constexpr,
     UPCAST: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     # One program: TILE queries of one head of one sequence.
     first_query = tl.program_id(0) * TILE
@@ -158,7 +166,9 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device
         acc = tl.zeros((TILE, DIM_TILE), tl.float32)
         # Keys after the tile's last query are masked for all its rows.
         last = tl.minimum(num_cached + first_query + TILE, context_len)
-        for start in range(0, last, TILE):
+        # Those before the window of the tile's first query, too.
+        seen = tl.maximum(num_cached + first_query + 1 - window, 0) // TILE * TILE
+        for start in range(seen, last, TILE):
             position = start + tile
             valid = position < last
             block = tl.load(
@@ -173,17 +183,24 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device
                 k = k.to(tl.float32)
                 v = v.to(tl.float32)
             scores = tl.dot(q, tl.trans(k), input_precision="tf32x3") * scale_log2
-            # Position 0 is visible to every row, so no row is empty after the first tile.
-            visible = valid[None, :] & (position[None, :] <= (num_cached + query)[:, None])
+            ahead = (num_cached + query)[:, None] - position[None, :]
+            visible = valid[None, :] & (ahead >= 0) & (ahead < window)
             scores = tl.where(visible, scores, float("-inf"))
-            new_highest = tl.maximum(highest, tl.max(scores, 1))
+            # The bound keeps rows whose window starts in a later tile at zero, not at NaN.
+            new_highest = tl.maximum(tl.maximum(highest, tl.max(scores, 1)), -1e30)
             weights = tl.exp2(scores - new_highest[:, None])
             rescale = tl.exp2(highest - new_highest)
             total = total * rescale + tl.sum(weights, 1)
             acc = acc * rescale[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="tf32x3")
             highest = new_highest
 
-        acc = acc / total[:, None]
+        if HAS_SINKS:
+            sink = tl.load(sinks_ptr + head) * 1.4426950408889634
+            new_highest = tl.maximum(highest, sink)
+            rescale = tl.exp2(highest - new_highest)
+            total = total * rescale + tl.exp2(sink - new_highest)
+            acc = acc * rescale[:, None]
+        acc = acc / tl.where(total > 0, total, 1.0)[:, None]
         tl.store(
             out_ptr + row[:, None] * stride_out_row + head * stride_out_head + dim[None, :],
             acc.to(out_ptr.dtype.element_ty),
@@ -221,6 +238,8 @@ def paged_decode_attention(
     max_context_len: int,
     num_splits: int,
     scale: float,
+    window: int = 0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of one query per sequence over its blocks.
 
@@ -232,6 +251,8 @@ def paged_decode_attention(
         max_context_len: at least the largest of them.
         num_splits: parts that a context is cut into, see `num_decode_splits`.
         scale: factor of the scores.
+        window: latest positions that a query sees, its own among them; 0 for all.
+        sinks: [heads] fp32, see `reference.decode_attention`.
 
     Returns:
         [sequences, heads, head_dim], dtype of `q`.
@@ -261,14 +282,17 @@ def paged_decode_attention(
         pool.stride(3),
         block_tables.stride(0),
         split_len,
+        window or _NO_WINDOW,
         **_constants(kv, num_heads),
         GROUP_TILE=max(16, triton.next_power_of_2(num_heads // kv_heads)),
         TILE=DECODE_TILE,
         num_warps=4,
     )
-    if num_splits == 1:
-        return parts[:, :, 0].to(q.dtype)
-    return merge_partials(parts, lse).to(q.dtype)
+    out = parts[:, :, 0] if num_splits == 1 else merge_partials(parts, lse)
+    if sinks is not None:
+        # The part of the softmax that the sink does not take.
+        out = out * torch.sigmoid(lse.logsumexp(dim=-1) - sinks)[..., None]
+    return out.to(q.dtype)
 
 
 def paged_prefill_attention(
@@ -281,6 +305,8 @@ def paged_prefill_attention(
     *,
     max_query_len: int,
     scale: float,
+    window: int = 0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of chunks over their cached prefixes and themselves, varlen.
 
@@ -292,6 +318,8 @@ def paged_prefill_attention(
         context_lens: [sequences] int32, cached positions and the chunk's own.
         max_query_len: at least the longest chunk.
         scale: factor of the scores.
+        window: latest positions that a query sees, its own among them; 0 for all.
+        sinks: [heads] fp32, see `reference.decode_attention`.
 
     Returns:
         [rows, heads, head_dim], dtype of `q`.
@@ -300,7 +328,7 @@ def paged_prefill_attention(
     """
     num_heads = q.shape[1]
     pool = kv[:, layer]
-    out = torch.empty_like(q)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     grid = (triton.cdiv(max_query_len, PREFILL_TILE), num_heads, len(context_lens))
     _prefill_kernel[grid](
         q,
@@ -309,6 +337,7 @@ def paged_prefill_attention(
         query_starts,
         context_lens,
         out,
+        out if sinks is None else sinks,
         scale * LOG2_E,
         q.stride(0),
         q.stride(1),
@@ -319,7 +348,9 @@ def paged_prefill_attention(
         pool.stride(2),
         pool.stride(3),
         block_tables.stride(0),
+        window or _NO_WINDOW,
         **_constants(kv, num_heads),
+        HAS_SINKS=sinks is not None,
         TILE=PREFILL_TILE,
         num_warps=4,
     )

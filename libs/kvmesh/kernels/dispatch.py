@@ -1,29 +1,62 @@
-"""Attention of a step, planned once and run per layer: Triton on CUDA, the torch twins elsewhere.
+"""Attention of a step, planned once and run per layer: Triton on CUDA, blocks read in place by
+`host.cpp` on the CPU, the torch twins elsewhere.
 
 Tests: tests/unit/kernels/test_dispatch.py.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvmesh.kernels import reference
+from kvmesh.kernels import host, layer_ops, reference
 from kvmesh.kernels.plan import RaggedBatch, decode_buckets, padded_tables, slots_of
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSpec:
+    """How one layer attends.
+
+    Attributes:
+        scale: factor of the scores.
+        window: latest positions that a query sees, its own among them; 0 for all.
+        sinks: [heads] fp32, see `reference.decode_attention`, or None.
+        qk_norm: [heads + kv_heads, head_dim] or None.
+        norm_eps: of `qk_norm`.
+    """
+
+    scale: float
+    window: int = 0
+    sinks: Tensor | None = None
+    qk_norm: Tensor | None = None
+    norm_eps: float = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class RopeRows:
+    """Rotation of the rows of a step.
+
+    Attributes:
+        cos: [rows, 1, head_dim], contiguous, in the computation dtype.
+        signed_sin: the same shape, first half negated, as `reference.apply_rope` wants it.
+    """
+
+    cos: Tensor
+    signed_sin: Tensor
 
 
 class StepAttention(Protocol):
     """Attention for one step."""
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        """Writes `k` and `v` to their slots, then attends.
+    def run(self, qkv: Tensor, layer: int, spec: HeadSpec, rope: RopeRows) -> Tensor:
+        """Rotates queries and keys, writes keys and values to their slots, then attends.
 
         Args:
-            q: [rows, heads, head_dim].
-            k, v: [rows, kv_heads, head_dim].
+            qkv: [rows, heads + 2 * kv_heads, head_dim], contiguous; changed in place.
 
         Returns:
             [rows, heads, head_dim].
@@ -34,63 +67,131 @@ class StepAttention(Protocol):
 class ReferenceAttention:
     """Attention by the torch twins: decode in buckets of similar length, prefill chunk by chunk."""
 
-    def __init__(self, batch: RaggedBatch, kv: Tensor, scale: float) -> None:
+    def __init__(self, batch: RaggedBatch, kv: Tensor) -> None:
+        self._batch = batch
         self._kv = kv
-        self._scale = scale
-        self._slots = reference.key_slots(torch.from_numpy(slots_of(batch)).to(kv.device), kv)
+        self._slots = torch.from_numpy(slots_of(batch)).to(kv.device)
+        # Layers of one model have at most a few windows; the index work is done once for each.
+        self._decode_plans: dict[int, list[tuple[slice, reference.DecodePlan]]] = {}
+        self._prefill_plans: dict[int, list[tuple[slice, reference.PrefillPlan]]] = {}
+
+    def run(self, qkv: Tensor, layer: int, spec: HeadSpec, rope: RopeRows) -> Tensor:
+        """See `StepAttention.run`."""
+        self._write(qkv, layer, spec, rope)
+        kv_heads = self._kv.shape[4]
+        heads = qkv.shape[1] - 2 * kv_heads
+        q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
+        cut = self._batch.num_decode
+        parts = [self._decode(q[:cut], layer, spec)] if cut else []
+        if spec.window not in self._prefill_plans:
+            self._prefill_plans[spec.window] = self._plan_prefill(spec.window)
+        parts += [
+            reference.prefill_attention(
+                q[rows], k[rows], v[rows], self._kv, layer, plan, spec.scale, spec.sinks
+            )
+            for rows, plan in self._prefill_plans[spec.window]
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _write(self, qkv: Tensor, layer: int, spec: HeadSpec, rope: RopeRows) -> None:
+        reference.rope_and_write(
+            qkv,
+            spec.qk_norm,
+            spec.norm_eps,
+            rope.cos,
+            rope.signed_sin,
+            self._kv,
+            layer,
+            self._slots,
+        )
+
+    def _decode(self, q: Tensor, layer: int, spec: HeadSpec) -> Tensor:
+        if spec.window not in self._decode_plans:
+            self._decode_plans[spec.window] = self._plan_decode(spec.window)
+        parts = [
+            reference.decode_attention(q[rows], self._kv, layer, plan, spec.scale, spec.sinks)
+            for rows, plan in self._decode_plans[spec.window]
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _plan_decode(self, window: int) -> list[tuple[slice, reference.DecodePlan]]:
+        batch = self._batch
         num_blocks = [len(table) for table in batch.block_tables[: batch.num_decode]]
-        self._decode = [
+        runs = [slice(run.start, run.stop) for run in decode_buckets(num_blocks)]
+        return [
             (
-                slice(run.start, run.stop),
+                run,
                 reference.plan_decode(
-                    batch.block_tables[run.start : run.stop],
-                    batch.context_lens[run.start : run.stop],
-                    kv,
+                    batch.block_tables[run], batch.context_lens[run], self._kv, window
                 ),
             )
-            for run in decode_buckets(num_blocks)
+            for run in runs
         ]
-        self._prefill = [
+
+    def _plan_prefill(self, window: int) -> list[tuple[slice, reference.PrefillPlan]]:
+        batch = self._batch
+        return [
             (
                 slice(batch.query_starts[sequence], batch.query_starts[sequence + 1]),
                 reference.plan_prefill(
                     batch.block_tables[sequence],
                     batch.context_lens[sequence],
                     batch.query_len(sequence),
-                    kv,
+                    self._kv,
+                    window,
                 ),
             )
             for sequence in range(batch.num_decode, batch.num_sequences)
         ]
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        """See `StepAttention.run`."""
-        kv, scale = self._kv, self._scale
-        reference.write_kv(k, v, kv, layer, self._slots)
-        parts = [
-            reference.decode_attention(q[rows], kv, layer, decode, scale)
-            for rows, decode in self._decode
-        ]
-        parts += [
-            reference.prefill_attention(q[rows], k[rows], v[rows], kv, layer, prefill, scale)
-            for rows, prefill in self._prefill
-        ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+class HostAttention(ReferenceAttention):
+    """As the twins, but decode reads blocks where they lie, and rotation is fused."""
+
+    def __init__(self, batch: RaggedBatch, kv: Tensor) -> None:
+        super().__init__(batch, kv)
+        cut = batch.num_decode
+        self._tables = torch.from_numpy(padded_tables(batch.block_tables[:cut]))
+        self._lens = torch.tensor(batch.context_lens[:cut], dtype=torch.int64)
+
+    def _write(self, qkv: Tensor, layer: int, spec: HeadSpec, rope: RopeRows) -> None:
+        layer_ops.rope_and_write(
+            qkv,
+            spec.qk_norm,
+            spec.norm_eps,
+            rope.cos,
+            rope.signed_sin,
+            self._kv,
+            layer,
+            self._slots,
+        )
+
+    def _decode(self, q: Tensor, layer: int, spec: HeadSpec) -> Tensor:
+        return host.decode_attention(
+            q,
+            self._kv,
+            layer,
+            self._tables,
+            self._lens,
+            scale=spec.scale,
+            window=spec.window,
+            sinks=spec.sinks,
+        )
 
 
 class TritonAttention:
     """Attention by the Triton kernels: one launch for all decode rows, one for all chunks."""
 
-    def __init__(self, batch: RaggedBatch, kv: Tensor, scale: float) -> None:
+    def __init__(self, batch: RaggedBatch, kv: Tensor) -> None:
         # Triton costs half a second to import and is only needed where there is a device.
-        from kvmesh.kernels import attention  # noqa: PLC0415
+        from kvmesh.kernels import attention, fused  # noqa: PLC0415
 
         self._kernels = attention
+        self._fused = fused
         self._kv = kv
-        self._scale = scale
         self._num_decode = batch.num_decode
         self._num_prefill = batch.num_sequences - batch.num_decode
-        self._slots = reference.key_slots(torch.from_numpy(slots_of(batch)).to(kv.device), kv)
+        self._slots = torch.from_numpy(slots_of(batch)).to(kv.device)
 
         def on_device(values: object) -> Tensor:
             return torch.from_numpy(np.asarray(values, dtype=np.int32)).to(kv.device)
@@ -102,10 +203,20 @@ class TritonAttention:
         self._max_query_len = int(np.diff(starts).max(initial=0))
         self._max_context_len = max(batch.context_lens[: batch.num_decode], default=0)
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+    def run(self, qkv: Tensor, layer: int, spec: HeadSpec, rope: RopeRows) -> Tensor:
         """See `StepAttention.run`."""
-        reference.write_kv(k, v, self._kv, layer, self._slots)
-        cut = self._num_decode
+        self._fused.rope_and_write(
+            qkv,
+            spec.qk_norm,
+            spec.norm_eps,
+            rope.cos,
+            rope.signed_sin,
+            self._kv,
+            layer,
+            self._slots,
+        )
+        kv_heads = self._kv.shape[4]
+        q, cut = qkv[:, : qkv.shape[1] - 2 * kv_heads], self._num_decode
         parts = []
         if cut:
             parts.append(
@@ -117,9 +228,11 @@ class TritonAttention:
                     self._lens[:cut],
                     max_context_len=self._max_context_len,
                     num_splits=self._kernels.num_decode_splits(
-                        cut, k.shape[1], self._max_context_len
+                        cut, kv_heads, self._max_context_len
                     ),
-                    scale=self._scale,
+                    scale=spec.scale,
+                    window=spec.window,
+                    sinks=spec.sinks,
                 )
             )
         if self._num_prefill:
@@ -132,14 +245,18 @@ class TritonAttention:
                     self._starts,
                     self._lens[cut:],
                     max_query_len=self._max_query_len,
-                    scale=self._scale,
+                    scale=spec.scale,
+                    window=spec.window,
+                    sinks=spec.sinks,
                 )
             )
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def plan_attention(batch: RaggedBatch, kv: Tensor, scale: float) -> StepAttention:
+def plan_attention(batch: RaggedBatch, kv: Tensor) -> StepAttention:
     """The attention of one step, on the device of the pool."""
     if kv.is_cuda:
-        return TritonAttention(batch, kv, scale)
-    return ReferenceAttention(batch, kv, scale)
+        return TritonAttention(batch, kv)
+    if host.has_decode(kv):
+        return HostAttention(batch, kv)
+    return ReferenceAttention(batch, kv)

@@ -17,6 +17,9 @@ from torch.nn import functional
 
 from kvmesh.kernels.plan import padded_tables
 
+# Query rows whose scores over the whole context are in memory at once.
+_SCORE_ROWS = 256
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm over the last axis, computed in fp32.
@@ -30,6 +33,22 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if weight.dim() == 1:
         return functional.rms_norm(x, weight.shape, weight, eps)
     return functional.rms_norm(x, x.shape[-1:], None, eps) * weight
+
+
+def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """Adds to the residual stream and normalises it; `x` is changed in place.
+
+    Args:
+        x: [rows, dim].
+        delta: [rows, dim], what the layer before computed, or None for nothing to add.
+        weight: [dim].
+
+    Returns:
+        [rows, dim].
+    """
+    if delta is not None:
+        x += delta
+    return rms_norm(x, weight, eps)
 
 
 def apply_rope(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
@@ -50,6 +69,25 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     """SwiGLU's product: silu of the first half of the last axis times the second half."""
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.silu(gate).mul_(up)
+
+
+def gelu_and_mul(gate_up: Tensor) -> Tensor:
+    """GeGLU's product, with the tanh approximation of gelu."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.gelu(gate, approximate="tanh").mul_(up)
+
+
+def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+    """gpt-oss's product: sigmoid-weighted gate times one plus the other half, both bounded.
+
+    Args:
+        gate_up: [rows, 2 * intermediate], gates first.
+
+    Source: the reference code published with the gpt-oss weights.
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate = gate.clamp(max=limit)
+    return gate.mul(torch.sigmoid(gate * alpha)).mul_(up.clamp(-limit, limit).add_(1))
 
 
 def key_slots(slots: Tensor, kv: Tensor) -> Tensor:
@@ -79,6 +117,33 @@ def write_kv(k: Tensor, v: Tensor, kv: Tensor, layer: int, rows: Tensor) -> None
     flat[first + block_size :].index_copy_(0, rows, v.reshape(len(rows), -1))
 
 
+def rope_and_write(
+    qkv: Tensor,
+    qk_norm: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    signed_sin: Tensor,
+    kv: Tensor,
+    layer: int,
+    slots: Tensor,
+) -> None:
+    """Normalises (where wanted) and rotates queries and keys, and writes keys and values.
+
+    Args:
+        qkv: [rows, heads + 2 * kv_heads, head_dim]; its queries and keys change in place.
+        qk_norm: [heads + kv_heads, head_dim] or None.
+        cos, signed_sin: [rows, 1, head_dim], see `apply_rope`.
+        slots: [rows] int64, block id x block size + offset.
+    """
+    num_qk = qkv.shape[1] - kv.shape[4]
+    qk = qkv[:, :num_qk]
+    if qk_norm is not None:
+        qk.copy_(rms_norm(qk, qk_norm, eps))
+    qk.copy_(apply_rope(qk, cos, signed_sin))
+    keys = qkv[:, num_qk - kv.shape[4] : num_qk]
+    write_kv(keys, qkv[:, num_qk:], kv, layer, key_slots(slots, kv))
+
+
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
     """Index work for one batch of decode sequences.
@@ -99,16 +164,23 @@ class DecodePlan:
 
 
 def plan_decode(
-    block_tables: Sequence[Sequence[int]], context_lens: Sequence[int], kv: Tensor
+    block_tables: Sequence[Sequence[int]], context_lens: Sequence[int], kv: Tensor, window: int = 0
 ) -> DecodePlan:
-    """Prepares `decode_attention` for sequences with one query each."""
+    """Prepares `decode_attention` for sequences with one query each.
+
+    Args:
+        window: latest positions that a query sees, its own among them; 0 for all.
+    """
     _, layers, _, size, _, _ = kv.shape
     tables = padded_tables(block_tables)
     span = tables.shape[1] * size
     keys = tables.reshape(-1) * (layers * 2)
     lens = np.asarray(context_lens)
     positions = np.arange(span)
-    mask = np.where(positions < lens[:, None], np.float32(0), np.float32(-np.inf))
+    visible = positions < lens[:, None]
+    if window:
+        visible &= positions >= lens[:, None] - window
+    mask = np.where(visible, np.float32(0), np.float32(-np.inf))
     # The last block's tail may hold anything, and 0 * NaN is NaN: the mask alone is not enough.
     spare = [
         sequence * span + position
@@ -124,7 +196,9 @@ def plan_decode(
     )
 
 
-def decode_attention(q: Tensor, kv: Tensor, layer: int, plan: DecodePlan, scale: float) -> Tensor:
+def decode_attention(
+    q: Tensor, kv: Tensor, layer: int, plan: DecodePlan, scale: float, sinks: Tensor | None = None
+) -> Tensor:
     """Attention of one query per sequence over its blocks.
 
     The queries of one KV head become rows of one matrix, so grouped heads cost no copy of K or V.
@@ -132,6 +206,7 @@ def decode_attention(q: Tensor, kv: Tensor, layer: int, plan: DecodePlan, scale:
     Args:
         q: [sequences, heads, head_dim].
         scale: factor of the scores.
+        sinks: [heads], a logit per head that takes a share of the softmax and gives no value.
 
     Returns:
         [sequences, heads, head_dim].
@@ -145,8 +220,29 @@ def decode_attention(q: Tensor, kv: Tensor, layer: int, plan: DecodePlan, scale:
         both.view(-1, kv_heads * head_dim).index_fill_(0, plan.spare, 0)
     k, v = both.view(2, plan.num_sequences, -1, kv_heads, head_dim).transpose(2, 3)
     grouped = q.view(plan.num_sequences, kv_heads, -1, head_dim)
+    if sinks is not None:
+        columns = sinks.view(kv_heads, -1, 1)
+        return attention_with_sinks(grouped, k, v, plan.mask, scale, columns).reshape(q.shape)
     out = functional.scaled_dot_product_attention(grouped, k, v, attn_mask=plan.mask, scale=scale)
     return out.reshape(q.shape)
+
+
+def attention_with_sinks(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, sinks: Tensor
+) -> Tensor:
+    """Attention whose softmax has one more logit per query, with no value behind it.
+
+    Args:
+        q: [..., queries, head_dim].
+        k, v: [..., positions, head_dim].
+        mask: broadcastable to [..., queries, positions], 0 or -inf.
+        sinks: broadcastable to [..., queries, 1].
+
+    Source: the "attention sinks" of gpt-oss; StreamingLLM, arXiv 2309.17453 §3.2.
+    """
+    scores = (q @ k.transpose(-1, -2)).float() * scale + mask
+    logits = torch.cat([scores, sinks.float().expand(*scores.shape[:-1], 1)], dim=-1)
+    return torch.softmax(logits, dim=-1)[..., :-1].to(v.dtype) @ v
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +251,7 @@ class PrefillPlan:
 
     Attributes:
         gather: as in `DecodePlan`, for a chunk with cached positions before it, else None.
-        mask: [queries, context], 0 or -inf, None when nothing is cached (plain causal).
+        mask: [queries, context], 0 or -inf, None for plain causal attention from position 0.
         context_len: cached positions and the chunk's own.
     """
 
@@ -165,25 +261,44 @@ class PrefillPlan:
 
 
 def plan_prefill(
-    block_table: Sequence[int], context_len: int, num_queries: int, kv: Tensor
+    block_table: Sequence[int], context_len: int, num_queries: int, kv: Tensor, window: int = 0
 ) -> PrefillPlan:
-    """Prepares `prefill_attention` for the last `num_queries` positions of a context."""
-    if num_queries == context_len:
+    """Prepares `prefill_attention` for the last `num_queries` positions of a context.
+
+    Args:
+        window: latest positions that a query sees, its own among them; 0 for all.
+    """
+    cached = context_len - num_queries
+    gather = None
+    if cached:
+        keys = torch.tensor(block_table, dtype=torch.int64, device=kv.device) * (kv.shape[1] * 2)
+        gather = torch.cat([keys, keys + 1])
+    windowed = 0 < window < context_len
+    if not (cached or windowed):
         return PrefillPlan(None, None, context_len)
-    keys = torch.tensor(block_table, dtype=torch.int64, device=kv.device) * (kv.shape[1] * 2)
     mask = torch.full((num_queries, context_len), -torch.inf, dtype=kv.dtype, device=kv.device)
-    mask.triu_(context_len - num_queries + 1)
-    return PrefillPlan(torch.cat([keys, keys + 1]), mask, context_len)
+    mask.triu_(cached + 1)
+    if windowed:
+        mask += torch.full_like(mask, -torch.inf).tril_(cached - window)
+    return PrefillPlan(gather, mask, context_len)
 
 
 def prefill_attention(
-    q: Tensor, k: Tensor, v: Tensor, kv: Tensor, layer: int, plan: PrefillPlan, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv: Tensor,
+    layer: int,
+    plan: PrefillPlan,
+    scale: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of a chunk over its cached prefix and itself.
 
     Args:
         q: [queries, heads, head_dim].
         k, v: [queries, kv_heads, head_dim] of the chunk; its slots in `kv` are written already.
+        sinks: [heads], as in `decode_attention`.
 
     Returns:
         [queries, heads, head_dim].
@@ -195,6 +310,8 @@ def prefill_attention(
         k, v = both[0, : plan.context_len], both[1, : plan.context_len]
     # KV heads take the batch axis and their query heads the head axis: K and V are not repeated.
     grouped = q.view(len(q), kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+    if sinks is not None:
+        return _prefill_with_sinks(grouped, k, v, plan.mask, scale, sinks).reshape(q.shape)
     shape = (kv_heads, grouped.shape[1], len(k), head_dim)
     out = functional.scaled_dot_product_attention(
         grouped,
@@ -205,6 +322,31 @@ def prefill_attention(
         scale=scale,
     )
     return out.permute(2, 0, 1, 3).reshape(q.shape)
+
+
+def _prefill_with_sinks(
+    grouped: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, sinks: Tensor
+) -> Tensor:
+    """As `prefill_attention`, query rows in parts because the scores are written out.
+
+    Args:
+        grouped: [kv_heads, group, queries, head_dim].
+
+    Returns:
+        [queries, kv_heads, group, head_dim].
+    """
+    keys, values = k.transpose(0, 1)[:, None], v.transpose(0, 1)[:, None]
+    columns = sinks.view(len(grouped), -1, 1, 1)
+    parts = []
+    for first in range(0, grouped.shape[2], _SCORE_ROWS):
+        q = grouped[:, :, first : first + _SCORE_ROWS]
+        if mask is None:
+            hidden = torch.full((q.shape[2], len(k)), -torch.inf, device=q.device)
+            hidden.triu_(first + 1)
+        else:
+            hidden = mask[first : first + _SCORE_ROWS]
+        parts.append(attention_with_sinks(q, keys, values, hidden, scale, columns))
+    return torch.cat(parts, dim=2).permute(2, 0, 1, 3)
 
 
 def merge_partials(out: Tensor, lse: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from kvmesh.core.types import (
     Endpoint,
     FinishReason,
     FleetWorker,
+    HostRoute,
     KvLayout,
     Placement,
     PrefixMatch,
@@ -237,6 +238,18 @@ def kv_layout_from_proto(message: types_pb2.KvLayout) -> KvLayout:
     )
 
 
+def _host_route_to_proto(route: HostRoute | None) -> types_pb2.HostRoute | None:
+    if route is None:
+        return None
+    return types_pb2.HostRoute(host_id=route.host_id, socket_path=route.socket_path)
+
+
+def _host_route_from_proto(message: types_pb2.Reservation) -> HostRoute | None:
+    if not message.HasField("host_route"):
+        return None
+    return HostRoute(message.host_route.host_id, message.host_route.socket_path)
+
+
 def reservation_to_proto(reservation: Reservation) -> types_pb2.Reservation:
     """Reservation as a message."""
     return types_pb2.Reservation(
@@ -249,6 +262,8 @@ def reservation_to_proto(reservation: Reservation) -> types_pb2.Reservation:
         num_cached_blocks=reservation.num_cached_blocks,
         num_blocks=reservation.num_blocks,
         lease_ms=reservation.lease_ms,
+        host_route=_host_route_to_proto(reservation.host_route),
+        run_lengths=reservation.run_lengths,
     )
 
 
@@ -264,6 +279,8 @@ def reservation_from_proto(message: types_pb2.Reservation) -> Reservation:
         num_cached_blocks=message.num_cached_blocks,
         num_blocks=message.num_blocks,
         lease_ms=message.lease_ms,
+        host_route=_host_route_from_proto(message),
+        run_lengths=tuple(message.run_lengths),
     )
 
 

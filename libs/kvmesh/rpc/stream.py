@@ -68,6 +68,14 @@ class Outbox(Generic[ItemT]):
             await self._wake.wait()
 
 
+async def incoming(requests: AsyncIterator[RequestT]) -> AsyncIterator[RequestT]:
+    """The messages of a stream at its server, until the stream or the server ends."""
+    # A server that stops may say so by an exception of grpc's own at the next read.
+    with contextlib.suppress(grpc.aio.BaseError):
+        async for request in requests:
+            yield request
+
+
 async def serve_stream(
     requests: AsyncIterator[RequestT],
     context: grpc.aio.ServicerContext[Any, Any],
@@ -86,7 +94,7 @@ async def serve_stream(
 
     async def read() -> None:
         try:
-            async for request in requests:
+            async for request in incoming(requests):
                 receive(request, outbox)
         finally:
             outbox.close()

@@ -84,6 +84,7 @@ class ServiceContext:
         self.failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self._health = health.aio.HealthServicer()
         self._drain_hooks: list[DrainHook] = []
+        self._close_hooks: list[Callable[[], None]] = []
         self._tasks: set[asyncio.Task[None]] = set()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
 
@@ -97,6 +98,10 @@ class ServiceContext:
     def on_drain(self, hook: DrainHook) -> None:
         """Adds work for the drain, run in the order of adding; all share the drain deadline."""
         self._drain_hooks.append(hook)
+
+    def on_close(self, hook: Callable[[], None]) -> None:
+        """Adds work for the moment before the streams are cut; it may be called again."""
+        self._close_hooks.append(hook)
 
     async def set_serving(self, serving: bool) -> None:
         """Sets the gRPC health status that orchestrators ask for."""
@@ -115,6 +120,8 @@ class ServiceContext:
 
     async def close(self) -> None:
         """Ends background tasks and the server. May be called again."""
+        for hook in self._close_hooks:
+            hook()
         # Handlers of long-lived streams end with the server, not by themselves.
         await self.server.stop(grace=0.2)
         # Again and again: `asyncio.wait_for` of Python 3.11, which redis-py uses, swallows a cancel

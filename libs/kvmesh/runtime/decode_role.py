@@ -17,6 +17,7 @@ import grpc
 from kvmesh.core.errors import ProtocolError
 from kvmesh.core.types import (
     Endpoint,
+    HostRoute,
     Refusal,
     RefusalReason,
     RequestId,
@@ -90,6 +91,8 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
         self.draining = False
         self.data_endpoint: Endpoint | None = None
         """Where reservations are written to; set when the data server listens."""
+        self.host_route: HostRoute | None = None
+        """The way there for senders on this host."""
 
     # --- the stream --------------------------------------------------------------------------
 
@@ -196,6 +199,13 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
             num_cached_blocks=num_cached_blocks,
             num_blocks=num_prompt_blocks - num_cached_blocks,
             lease_ms=int(self._lease_s * 1000),
+            host_route=self.host_route,
+            run_lengths=tuple(
+                count
+                for _, count in consecutive_runs(
+                    sequence.blocks[num_cached_blocks:num_prompt_blocks]
+                )
+            ),
         )
 
     # --- arriving KV (WriteTarget) -----------------------------------------------------------

@@ -15,7 +15,7 @@ import grpc
 from kvmesh.core.errors import LostError, ProtocolError, RefusedError
 from kvmesh.core.types import Refusal, RefusalReason, RequestId, Reservation, SequenceSpec
 from kvmesh.engine.sequence import Emission, Sequence, SequenceState
-from kvmesh.kv.runs import consecutive_runs
+from kvmesh.policy.transfer_mode import TransferMode, TransferTask, choose_transfer_mode
 from kvmesh.rpc.convert import (
     finish_reason_to_proto,
     refusal_to_proto,
@@ -28,7 +28,8 @@ from kvmesh.runtime.decode_role import DecodeRole
 from kvmesh.runtime.worker_parts import WorkerParts
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.telemetry.tracing import Span, start_span
-from kvmesh.transfer.tcp import ChannelPool
+from kvmesh.transfer.alignment import align_to_reservation
+from kvmesh.transfer.channel_pool import ChannelPool
 from kvmesh.v1 import prefill_service_pb2 as pb
 from kvmesh.v1 import prefill_service_pb2_grpc
 
@@ -61,11 +62,18 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
     """Serves `PrefillService`."""
 
     def __init__(
-        self, parts: WorkerParts, channels: ChannelPool, decode: DecodeRole, *, slots: int
+        self,
+        parts: WorkerParts,
+        channels: ChannelPool,
+        decode: DecodeRole,
+        *,
+        slots: int,
+        mode: TransferMode | None = None,
     ) -> None:
+        """`mode` is for all requests; None lets the policy choose for each."""
         self._identity = parts.identity
         self._core = parts.core
-        self._memory = parts.memory
+        self._block_bytes = parts.core.spec.layout.block_bytes
         self._clock = parts.clock
         self._wake_engine = parts.wake_engine
         self._on_change = parts.on_change
@@ -73,6 +81,7 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         self._channels = channels
         self._decode = decode
         self._slots = slots
+        self._mode = mode
         self._attempts: dict[tuple[PrefillOutbox, RequestId, int], PrefillAttempt] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -229,12 +238,14 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         assert sequence is not None
         num_tokens = len(sequence.spec.token_ids)
         sent = attempt.reservation.num_cached_blocks
+        mode = self._choose_mode(attempt)
         while attempt.first is None:
             await attempt.progress.wait()
             attempt.progress.clear()
             if attempt.first is None:
                 attempt.span.event("chunk", computed_tokens=sequence.num_computed)
-                sent = await self._send(attempt, sent, sequence.num_computed // size)
+                if mode is TransferMode.CHUNKED:
+                    sent = await self._send(attempt, sent, sequence.num_computed // size)
         if attempt.first.finish_reason is not None:
             return
         await self._send(attempt, sent, -(-num_tokens // size))
@@ -247,15 +258,32 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         if end <= begin:
             return begin
         assert attempt.sequence is not None
-        blocks = attempt.sequence.blocks[begin:end]
-        views = [self._memory.read_view(first, count) for first, count in consecutive_runs(blocks)]
-        first_index = begin - attempt.reservation.num_cached_blocks
+        reservation = attempt.reservation
+        runs = align_to_reservation(
+            attempt.sequence.blocks[begin:end],
+            begin - reservation.num_cached_blocks,
+            reservation.run_lengths,
+        )
         started = self._clock.now()
-        await self._channels.put(attempt.reservation, [(first_index, end - begin)], views)
+        await self._channels.put(reservation, runs)
         attempt.sending_s += self._clock.now() - started
-        attempt.sent_bytes += sum(view.nbytes for view in views)
-        attempt.sent_calls += 1
+        attempt.sent_bytes += (end - begin) * self._block_bytes
+        attempt.sent_calls += len(runs)
         return end
+
+    def _choose_mode(self, attempt: PrefillAttempt) -> TransferMode:
+        if self._mode is not None:
+            return self._mode
+        sequence, reservation = attempt.sequence, attempt.reservation
+        assert sequence is not None
+        todo = len(sequence.spec.token_ids) - sequence.num_cached
+        task = TransferTask(
+            num_bytes=reservation.num_blocks * self._block_bytes,
+            num_chunks=-(-todo // self._core.max_step_tokens),
+        )
+        decision = choose_transfer_mode(task, self._channels.link_view(reservation))
+        attempt.span.event("transfer_mode", mode=decision.mode.value, reason=decision.reason)
+        return decision.mode
 
     def _put_handed_off(self, attempt: PrefillAttempt) -> None:
         event = pb.PrefillEvent(request_id=attempt.request_id, attempt=attempt.attempt)

@@ -23,12 +23,14 @@ from kvmesh.rpc.registration import SchedulerRegistration
 from kvmesh.runtime.app import ServiceContext
 from kvmesh.runtime.decode_role import DecodeRole
 from kvmesh.runtime.prefill_role import PrefillRole
+from kvmesh.runtime.worker_channels import receive_options, send_options, transfer_mode
 from kvmesh.runtime.worker_config import EngineSection, WorkerConfig
 from kvmesh.runtime.worker_metrics import EngineCollector, WorkerMetrics
 from kvmesh.runtime.worker_parts import WorkerIdentity, WorkerParts
 from kvmesh.telemetry.logs import event_logger
-from kvmesh.transfer.tcp import ChannelPool
-from kvmesh.transfer.tcp_server import DataServer
+from kvmesh.transfer.channel_pool import ChannelPool
+from kvmesh.transfer.data_server import DataServer
+from kvmesh.transfer.protocol import ChannelIdentity
 from kvmesh.v1 import decode_service_pb2_grpc, prefill_service_pb2_grpc
 
 log = event_logger(__name__)
@@ -106,7 +108,7 @@ class Worker:
 
     async def start(self) -> None:
         """Opens the data channel, adds the services, joins the mesh."""
-        section, layout, context = self._config.worker, self._runner.spec.layout, self._context
+        section, context = self._config.worker, self._context
         parts = WorkerParts(
             identity=WorkerIdentity(self.worker_id, self.incarnation),
             core=self.core,
@@ -117,11 +119,20 @@ class Worker:
             metrics=self._metrics,
         )
         self.channels = ChannelPool(
-            layout, self.worker_id, self.incarnation, stall_timeout_s=section.stall_s
+            self._channel_identity(),
+            self._runner.kv,
+            send_options(self._config),
+            observer=self._metrics.observe_transfer,
         )
         context.stack.push_async_callback(self.channels.close)
         self.decode = DecodeRole(parts, slots=section.decode_slots, lease_s=section.lease_s)
-        self.prefill = PrefillRole(parts, self.channels, self.decode, slots=section.prefill_slots)
+        self.prefill = PrefillRole(
+            parts,
+            self.channels,
+            self.decode,
+            slots=section.prefill_slots,
+            mode=transfer_mode(section.transfer_mode),
+        )
         data_endpoint = await self._listen_for_kv()
         prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server(self.prefill, context.server)
         decode_service_pb2_grpc.add_DecodeServiceServicer_to_server(self.decode, context.server)
@@ -131,26 +142,27 @@ class Worker:
         context.on_drain(self._drain)
 
     async def _listen_for_kv(self) -> Endpoint:
-        section = self._config.worker
         server = DataServer(
-            self._runner.spec.layout,
-            self.worker_id,
-            self.incarnation,
+            self._channel_identity(),
             self.decode,
-            host=self._config.server.host,
-            port=section.data_port,
-            stall_timeout_s=section.stall_s,
+            receive_options(self._config),
+            observer=self._metrics.observe_transfer,
         )
         try:
             bound = await server.start()
         except OSError as error:
+            port = self._config.worker.data_port
             raise ConfigError(
-                f"data port {section.data_port}: {error.strerror}; choose another with "
-                "--worker.data-port"
+                f"data port {port}: {error.strerror}; choose another with --worker.data-port"
             ) from error
         self._context.stack.push_async_callback(server.close)
-        self.decode.data_endpoint = Endpoint(self._context.host, bound.port)
+        self._metrics.watch_links(self.channels.statistics, server.statistics)
+        self.decode.data_endpoint = Endpoint(self._context.host, bound.endpoint.port)
+        self.decode.host_route = bound.route
         return self.decode.data_endpoint
+
+    def _channel_identity(self) -> ChannelIdentity:
+        return ChannelIdentity(self.worker_id, self.incarnation, self._runner.spec.layout)
 
     def _join_mesh(self, data_endpoint: Endpoint) -> None:
         section, spec = self._config.worker, self._runner.spec

@@ -5,8 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvmesh.core.config import option
+from kvmesh.rpc.channels import TlsConfig
 from kvmesh.runtime.app import ServerConfig
 from kvmesh.telemetry.config import TelemetryConfig
+
+
+@dataclass(frozen=True, slots=True)
+class DataSection:
+    """The data channel over the network."""
+
+    lanes: int = option(2, "TCP connections per peer")
+    checksum: str = option("crc32c", "of TCP payloads: crc32c, crc32 or none")
+    budget_mb_s: float = option(0.0, "TCP megabytes per second to one peer; 0: no bound")
+    window_mb: int = option(64, "megabytes that one connection may be ahead of its answers")
+    tls: TlsConfig = option(TlsConfig, "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +35,8 @@ class WorkerSection:
     decode_slots: int = option(32, "sequences held at once, reservations included")
     lease_s: float = option(10.0, "a reservation without renewal or progress ends after this")
     stall_s: float = option(5.0, "a transfer without progress fails after this")
+    channels: str = option("local,shm,tcp", "kinds of data channel that may be used, best first")
+    transfer_mode: str = option("auto", "when a prompt's KV leaves: auto, whole or chunked")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,4 +64,5 @@ class WorkerConfig:
     server: ServerConfig = option(ServerConfig, "")
     telemetry: TelemetryConfig = option(TelemetryConfig, "")
     worker: WorkerSection = option(WorkerSection, "")
+    data: DataSection = option(DataSection, "")
     engine: EngineSection = option(EngineSection, "")

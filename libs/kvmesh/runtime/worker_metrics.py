@@ -14,8 +14,11 @@ from prometheus_client.registry import Collector
 
 from kvmesh.core.types import WorkerLoad
 from kvmesh.engine.core import EngineCore
+from kvmesh.runtime.link_metrics import LinkCollector
+from kvmesh.transfer.meters import TransferSample, TransferStatistics
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+_RATES = tuple(float(10**6 * 2**power) for power in range(1, 15))
 _BYTES = tuple(float(4**power) for power in range(5, 16))
 
 
@@ -103,3 +106,28 @@ class WorkerMetrics:
             buckets=(1, 2, 4, 8, 16, 32, 64, 128),
             registry=registry,
         )
+        link = ["peer", "channel", "direction"]
+        self.link_seconds = Histogram(
+            "kvmesh_link_transfer_seconds",
+            "Duration of one transfer call (sent) or frame (received)",
+            link,
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.link_goodput = Histogram(
+            "kvmesh_link_goodput_bytes_per_second",
+            "KV bytes of one transfer by its duration",
+            link,
+            buckets=_RATES,
+            registry=registry,
+        )
+
+    def observe_transfer(self, sample: TransferSample) -> None:
+        """One transfer on a link ended well."""
+        self.link_seconds.labels(*sample.link).observe(sample.seconds)
+        if sample.seconds > 0:
+            self.link_goodput.labels(*sample.link).observe(sample.bytes / sample.seconds)
+
+    def watch_links(self, *statistics: Callable[[], TransferStatistics]) -> None:
+        """Exports the totals of both sides of the data plane."""
+        self.registry.register(LinkCollector(statistics))

@@ -5,17 +5,16 @@ Tests: tests/unit/transfer/test_alignment.py, tests/property/test_frames_propert
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """`count` blocks that are consecutive on both sides."""
 
     source_start: int
     target_start: int
-    count: int
+    count: int  # type: ignore[assignment]
 
 
 def align_runs(source: Sequence[int], target: Sequence[int]) -> list[Run]:
@@ -43,3 +42,56 @@ def align_runs(source: Sequence[int], target: Sequence[int]) -> list[Run]:
             runs.append(Run(source[start], target[start], end - start))
             start = end
     return runs
+
+
+def align_to_reservation(
+    source: Sequence[int], first_index: int, target_lengths: Sequence[int]
+) -> list[Run]:
+    """The fewest runs from sender blocks to the blocks of a reservation, named by index.
+
+    Args:
+        source: sender block ids, for indexes from `first_index` on.
+        first_index: among the blocks to write.
+        target_lengths: lengths of the receiver's consecutive runs over all blocks to write; its
+            block ids are not known here. Empty: nothing is known, only `source` splits.
+
+    Returns:
+        Runs whose `target_start` is an index of the reservation.
+    """
+    borders = set(_borders(target_lengths))
+    runs: list[Run] = []
+    start = 0
+    for end in range(1, len(source) + 1):
+        if end == len(source) or source[end] != source[end - 1] + 1 or first_index + end in borders:
+            runs.append(Run(source[start], first_index + start, end - start))
+            start = end
+    return runs
+
+
+def _borders(lengths: Iterable[int]) -> Iterable[int]:
+    end = 0
+    for length in lengths:
+        end += length
+        yield end
+
+
+def split_runs(runs: Sequence[Run], max_blocks: int, max_runs: int) -> list[list[Run]]:
+    """Cuts runs, in order, into groups of at most so many blocks and runs."""
+    assert max_blocks > 0, f"groups of {max_blocks} blocks"
+    assert max_runs > 0, f"groups of {max_runs} runs"
+    groups: list[list[Run]] = []
+    room = 0
+    for run in runs:
+        if room > run.count and len(groups[-1]) < max_runs:
+            groups[-1].append(run)
+            room -= run.count
+            continue
+        done = 0
+        while done < run.count:
+            if room == 0 or len(groups[-1]) == max_runs:
+                groups.append([])
+                room = max_blocks
+            count = min(run.count - done, room)
+            groups[-1].append(Run(run.source_start + done, run.target_start + done, count))
+            done, room = done + count, room - count
+    return groups

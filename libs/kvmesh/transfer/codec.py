@@ -5,9 +5,10 @@ Header, 28 bytes, little endian; its shape never changes, so that any two versio
     magic "KVMT" | version u8 | type u8 | flags u16 | body bytes u32 | payload bytes u64
     | crc32 of the body u32 | crc32 of the 24 bytes before u32
 
-The body follows, then for PUT the payload and, with FLAG_CHECKSUM, its crc32 as u32. A trailer lets
-a sender checksum each piece while it is hot in the cache. `decoder.py` cuts a byte stream into
-frames. Tests: tests/contract/test_frames_golden.py, tests/property/test_frames_property.py.
+The body follows, then for PUT and QUERY the payload and, with FLAG_CHECKSUM, its checksum as u32. A
+trailer lets a sender sum each piece while it is hot in the cache. HELLO and HELLO_OK may end with
+an offer and its terms. `decoder.py` cuts a byte stream into frames.
+Tests: tests/contract/test_frames_golden.py, tests/property/test_frames_property.py.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ from kvmesh.transfer.frames import (
     FLAG_CHECKSUM,
     FLAG_LAST,
     MAGIC,
+    MAX_ARGUMENT_BYTES,
     MAX_BODY_BYTES,
     MAX_MESSAGE_BYTES,
+    MAX_OPERAND_BYTES,
     MAX_RUNS,
     VERSION,
     BlockRun,
     CancelFrame,
+    Checksum,
     CommitFrame,
     CommitOkFrame,
     ErrorFrame,
@@ -36,15 +40,20 @@ from kvmesh.transfer.frames import (
     FrameType,
     HelloFrame,
     HelloOkFrame,
+    LinkOffer,
+    LinkTerms,
+    PullFrame,
+    PullRun,
     PutFrame,
     PutOkFrame,
+    QueryFrame,
     ReservedFrame,
     WriteClaim,
 )
 
 HEADER = struct.Struct("<4sBBHIQII")
 TRAILER = struct.Struct("<I")
-"""crc32 of a payload."""
+"""Checksum of a payload."""
 
 _CHECKED = struct.Struct("<4sBBHIQI")
 _U8, _U16, _U32, _U64 = (struct.Struct(f"<{code}") for code in "BHIQ")
@@ -53,12 +62,21 @@ _COUNTS = struct.Struct("<III")
 _ERROR = struct.Struct("<QBI")
 _CLAIM = struct.Struct("<QQI")
 _RUN = struct.Struct("<II")
+_PULL_RUN = struct.Struct("<III")
 _LAYOUT = struct.Struct("<IIII")
+_QUERY = struct.Struct("<QHIH")
+_OFFER = struct.Struct("<QHBI")
+_TERMS = struct.Struct("<BQ")
+
+WITH_PAYLOAD = frozenset({FrameType.PUT, FrameType.QUERY})
+_FLAGS = {FrameType.PUT: FLAG_CHECKSUM | FLAG_LAST, FrameType.QUERY: FLAG_CHECKSUM}
 
 _TYPES: dict[type[Frame], FrameType] = {
     HelloFrame: FrameType.HELLO,
     HelloOkFrame: FrameType.HELLO_OK,
     PutFrame: FrameType.PUT,
+    PullFrame: FrameType.PULL,
+    QueryFrame: FrameType.QUERY,
     PutOkFrame: FrameType.PUT_OK,
     CommitFrame: FrameType.COMMIT,
     CommitOkFrame: FrameType.COMMIT_OK,
@@ -78,11 +96,11 @@ class Header(NamedTuple):
 
 
 def encode_frame(frame: Frame, payload_bytes: int = 0) -> bytes:
-    """Header and body of a frame; `payload_bytes` is for PUT alone."""
+    """Header and body of a frame; `payload_bytes` is for PUT and QUERY."""
     kind = frame.type if isinstance(frame, ReservedFrame) else _TYPES[type(frame)]
     flags, body = _encode_flags(frame), _encode_body(frame)
     assert len(body) <= MAX_BODY_BYTES, "a frame's parts are bounded so that its body fits"
-    assert (payload_bytes > 0) == (kind is FrameType.PUT), "PUT and only PUT has a payload"
+    assert (payload_bytes > 0) == (kind in WITH_PAYLOAD), f"{kind.name}: {payload_bytes} bytes"
     checked = _CHECKED.pack(MAGIC, VERSION, kind, flags, len(body), payload_bytes, zlib.crc32(body))
     return checked + _U32.pack(zlib.crc32(checked)) + body
 
@@ -104,12 +122,11 @@ def decode_header(data: bytes | bytearray) -> Header:
     if kind not in FrameType.__members__.values():
         raise ProtocolError("unknown_type", f"no frame has type {kind}")
     frame_type = FrameType(kind)
-    is_put = frame_type is FrameType.PUT
-    if flags & ~(FLAG_CHECKSUM | FLAG_LAST if is_put else 0):
+    if flags & ~_FLAGS.get(frame_type, 0):
         raise ProtocolError("bad_flags", f"{frame_type.name} has no flags {flags:#x}")
     if body_bytes > MAX_BODY_BYTES:
         raise ProtocolError("body_too_large", f"{body_bytes} bytes, at most {MAX_BODY_BYTES}")
-    if (payload_bytes > 0) != is_put:
+    if (payload_bytes > 0) != (frame_type in WITH_PAYLOAD):
         raise ProtocolError("bad_payload_size", f"{frame_type.name} with {payload_bytes} bytes")
     return Header(frame_type, flags, body_bytes, payload_bytes, body_crc)
 
@@ -129,9 +146,10 @@ def decode_body(header: Header, body: bytes | bytearray) -> Frame:
 
 
 def _encode_flags(frame: Frame) -> int:
-    if not isinstance(frame, PutFrame):
+    if not isinstance(frame, PutFrame | QueryFrame):
         return 0
-    return (FLAG_CHECKSUM if frame.checksum else 0) | (FLAG_LAST if frame.last else 0)
+    last = FLAG_LAST if isinstance(frame, PutFrame) and frame.last else 0
+    return (FLAG_CHECKSUM if frame.checksum else 0) | last
 
 
 def _encode_body(frame: Frame) -> bytes:
@@ -139,12 +157,24 @@ def _encode_body(frame: Frame) -> bytes:
         case HelloFrame():
             me = _pack_text(frame.worker_id) + _U64.pack(frame.incarnation)
             peer = _pack_text(frame.peer_worker_id) + _U64.pack(frame.peer_incarnation)
-            body = me + peer + _pack_layout(frame.layout)
+            body = me + peer + _pack_layout(frame.layout) + _pack_offer(frame.link)
         case HelloOkFrame():
             body = _pack_text(frame.worker_id) + _U64.pack(frame.incarnation)
+            if frame.terms is not None:
+                body += _TERMS.pack(frame.terms.checksum, frame.terms.window_bytes)
         case PutFrame():
             head = _U64.pack(frame.transfer_id) + _pack_claim(frame.claim)
             body = head + _pack_runs(frame.runs)
+        case PullFrame():
+            head = _U64.pack(frame.transfer_id) + _pack_claim(frame.claim)
+            runs = [_PULL_RUN.pack(*run) for run in frame.runs]
+            assert 1 <= len(runs) <= MAX_RUNS, f"a PULL has 1 to {MAX_RUNS} runs, not {len(runs)}"
+            body = head + _U16.pack(len(runs)) + b"".join(runs)
+        case QueryFrame():
+            size = len(frame.arguments)
+            assert size <= MAX_ARGUMENT_BYTES, f"{size} bytes of arguments"
+            head = _QUERY.pack(frame.transfer_id, frame.op, frame.answer_bytes, size)
+            body = head + frame.arguments
         case CommitFrame():
             head = _U64.pack(frame.transfer_id) + _pack_claim(frame.claim)
             body = head + _COUNTS.pack(frame.first_token_id, frame.num_tokens, frame.num_blocks)
@@ -165,9 +195,9 @@ def _decode_body(header: Header, body: _BodyReader) -> Frame:
     match header.type:
         case FrameType.HELLO:
             me, peer = (WorkerId(body.text()), body.u64()), (WorkerId(body.text()), body.u64())
-            frame = HelloFrame(*me, *peer, body.layout())
+            frame = HelloFrame(*me, *peer, body.layout(), body.offer())
         case FrameType.HELLO_OK:
-            frame = HelloOkFrame(WorkerId(body.text()), body.u64())
+            frame = HelloOkFrame(WorkerId(body.text()), body.u64(), body.terms())
         case FrameType.PUT:
             frame = PutFrame(
                 transfer_id=body.u64(),
@@ -176,6 +206,10 @@ def _decode_body(header: Header, body: _BodyReader) -> Frame:
                 last=bool(header.flags & FLAG_LAST),
                 checksum=bool(header.flags & FLAG_CHECKSUM),
             )
+        case FrameType.PULL:
+            frame = PullFrame(body.u64(), body.claim(), body.pull_runs())
+        case FrameType.QUERY:
+            frame = body.query(header)
         case FrameType.PUT_OK:
             frame = PutOkFrame(body.u64(), body.u64())
         case FrameType.COMMIT:
@@ -187,7 +221,7 @@ def _decode_body(header: Header, body: _BodyReader) -> Frame:
         case FrameType.ERROR:
             transfer_id, work_done, retry_after_ms = body.u64(), body.u8() != 0, body.u32()
             frame = ErrorFrame(transfer_id, body.text(), body.text(), work_done, retry_after_ms)
-        case FrameType.GET | FrameType.QUERY:
+        case FrameType.GET:
             frame = ReservedFrame(header.type, body.u64())
     return frame
 
@@ -204,12 +238,24 @@ def _pack_claim(claim: WriteClaim) -> bytes:
 
 def _pack_runs(runs: Sequence[BlockRun]) -> bytes:
     assert 1 <= len(runs) <= MAX_RUNS, f"a PUT has 1 to {MAX_RUNS} runs, not {len(runs)}"
-    return _U16.pack(len(runs)) + b"".join(_RUN.pack(run.first, run.count) for run in runs)
+    return _U16.pack(len(runs)) + b"".join(_RUN.pack(*run) for run in runs)
+
+
+def _pack_offer(link: LinkOffer | None) -> bytes:
+    if link is None:
+        return b""
+    return _OFFER.pack(link.link_id, link.lane, link.checksum, link.pool_blocks)
 
 
 def _pack_layout(layout: KvLayout) -> bytes:
     sizes = (layout.block_size, layout.num_layers, layout.num_kv_heads, layout.head_dim)
     return _pack_text(layout.model_fingerprint) + _pack_text(layout.dtype) + _LAYOUT.pack(*sizes)
+
+
+def _checksum(number: int) -> Checksum:
+    if number not in Checksum.__members__.values():
+        raise ProtocolError("bad_body", f"no checksum has number {number}")
+    return Checksum(number)
 
 
 class _BodyReader:
@@ -250,15 +296,47 @@ class _BodyReader:
         reservation_id, incarnation, generation = _CLAIM.unpack(self._take(_CLAIM.size))
         return WriteClaim(reservation_id, incarnation, generation, self._take(self.u8()))
 
-    def runs(self) -> tuple[BlockRun, ...]:
+    def _num_runs(self) -> int:
         num_runs = self._number(_U16)
         if not 1 <= num_runs <= MAX_RUNS:
             raise ProtocolError("bad_body", f"{num_runs} runs, must be 1 to {MAX_RUNS}")
-        packed = self._take(num_runs * _RUN.size)
-        runs = tuple(BlockRun(*values) for values in _RUN.iter_unpack(packed))
+        return num_runs
+
+    def runs(self) -> tuple[BlockRun, ...]:
+        packed = self._take(self._num_runs() * _RUN.size)
+        runs = tuple(map(BlockRun._make, _RUN.iter_unpack(packed)))
         if any(run.count == 0 for run in runs):
             raise ProtocolError("bad_body", "a run of no blocks")
         return runs
+
+    def pull_runs(self) -> tuple[PullRun, ...]:
+        packed = self._take(self._num_runs() * _PULL_RUN.size)
+        runs = tuple(map(PullRun._make, _PULL_RUN.iter_unpack(packed)))
+        if any(run.count == 0 for run in runs):
+            raise ProtocolError("bad_body", "a run of no blocks")
+        return runs
+
+    def query(self, header: Header) -> QueryFrame:
+        transfer_id, op, answer_bytes, size = _QUERY.unpack(self._take(_QUERY.size))
+        if size > MAX_ARGUMENT_BYTES:
+            raise ProtocolError("bad_body", f"{size} bytes of arguments")
+        if header.payload_bytes > MAX_OPERAND_BYTES:
+            raise ProtocolError("bad_payload_size", f"{header.payload_bytes} bytes of operands")
+        checksum = bool(header.flags & FLAG_CHECKSUM)
+        arguments = self._take(size)
+        return QueryFrame(transfer_id, op, answer_bytes, arguments, header.payload_bytes, checksum)
+
+    def offer(self) -> LinkOffer | None:
+        if self._at == len(self._body):
+            return None
+        link_id, lane, checksum, pool_blocks = _OFFER.unpack(self._take(_OFFER.size))
+        return LinkOffer(link_id, lane, _checksum(checksum), pool_blocks)
+
+    def terms(self) -> LinkTerms | None:
+        if self._at == len(self._body):
+            return None
+        checksum, window_bytes = _TERMS.unpack(self._take(_TERMS.size))
+        return LinkTerms(_checksum(checksum), window_bytes)
 
     def layout(self) -> KvLayout:
         return KvLayout(self.text(), self.text(), self.u32(), self.u32(), self.u32(), self.u32())

@@ -9,19 +9,23 @@ from __future__ import annotations
 
 import enum
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvmesh.core.errors import ProtocolError
 from kvmesh.transfer.codec import HEADER, TRAILER, Header, decode_body, decode_header
-from kvmesh.transfer.frames import Frame, PutFrame
+from kvmesh.transfer.frames import Frame, PutFrame, QueryFrame
+
+FrameWithPayload = PutFrame | QueryFrame
+Sum = Callable[[memoryview, int], int]
+"""Running checksum: (bytes, sum so far) to sum."""
 
 
 @dataclass(frozen=True, slots=True)
 class PayloadStart:
-    """A PUT was read; `num_bytes` of KV follow."""
+    """A PUT or QUERY was read; `num_bytes` of payload follow."""
 
-    put: PutFrame
+    frame: FrameWithPayload
     num_bytes: int
 
 
@@ -36,12 +40,12 @@ class PayloadBytes:
 class PayloadEnd:
     """All of the payload was fed; `intact` is False when its checksum does not match."""
 
-    put: PutFrame
+    frame: FrameWithPayload
     intact: bool
 
 
 FrameEvent = Frame | PayloadStart | PayloadBytes | PayloadEnd
-"""Frames without payload are events themselves; a PUT comes as PayloadStart."""
+"""Frames without payload are events themselves; a PUT or QUERY comes as PayloadStart."""
 
 
 class _Stage(enum.Enum):
@@ -57,15 +61,17 @@ class FrameDecoder:
     Attributes:
         wanted: bytes until the present part (header, body, payload or trailer) is complete. A
             reader that never feeds more keeps the bytes of the next part in the socket.
+        sum: checksum of payloads; may be set between two frames.
     """
 
     def __init__(self, block_bytes: int) -> None:
         """`block_bytes` is the size of one KV block; a PUT must carry whole blocks of it."""
+        self.sum: Sum = zlib.crc32
         self._block_bytes = block_bytes
         self._stage = _Stage.HEADER
         self._part = bytearray()
         self._header: Header | None = None
-        self._put: PutFrame | None = None
+        self._frame: FrameWithPayload | None = None
         self._crc = 0
         self._broken: ProtocolError | None = None
         self.wanted = HEADER.size
@@ -104,17 +110,33 @@ class FrameDecoder:
             self._broken = error
             raise
 
+    def take_payload(self, views: Sequence[memoryview], num_bytes: int) -> PayloadEnd | None:
+        """Counts the first `num_bytes` of `views` as payload, without events of their own.
+
+        For a reader that received them in place; the end of a payload without checksum is told.
+        """
+        assert self._stage is _Stage.PAYLOAD, "not in a payload"
+        assert num_bytes <= self.wanted, "more than the payload has left"
+        frame = self._frame
+        assert frame is not None
+        self.wanted -= num_bytes
+        if frame.checksum:
+            for view in views:
+                self._crc = self.sum(view[:num_bytes], self._crc)
+                num_bytes -= min(view.nbytes, num_bytes)
+                if num_bytes == 0:
+                    break
+        if self.wanted == 0:
+            self._expect(_Stage.TRAILER if frame.checksum else _Stage.HEADER)
+            return None if frame.checksum else PayloadEnd(frame, intact=True)
+        return None
+
     def _payload(self, piece: memoryview) -> Iterator[FrameEvent]:
-        assert self._put is not None
-        put = self._put
-        if put.checksum:
-            self._crc = zlib.crc32(piece, self._crc)
-        ended = self.wanted == 0
-        if ended:
-            self._expect(_Stage.TRAILER if put.checksum else _Stage.HEADER)
+        self.wanted += len(piece)
+        end = self.take_payload([piece], len(piece))
         yield PayloadBytes(piece)
-        if ended and not put.checksum:
-            yield PayloadEnd(put, intact=True)
+        if end is not None:
+            yield end
 
     def _part_complete(self) -> Iterator[FrameEvent]:
         part, self._part = self._part, bytearray()
@@ -126,24 +148,24 @@ class FrameDecoder:
         elif self._stage is _Stage.BODY:
             yield self._body_complete(part)
         else:
-            assert self._put is not None
+            assert self._frame is not None
             self._expect(_Stage.HEADER)
             (crc,) = TRAILER.unpack(part)
-            yield PayloadEnd(self._put, intact=crc == self._crc)
+            yield PayloadEnd(self._frame, intact=crc == self._crc)
 
     def _body_complete(self, body: bytearray) -> FrameEvent:
         assert self._header is not None
         frame = decode_body(self._header, body)
-        if not isinstance(frame, PutFrame):
+        if not isinstance(frame, PutFrame | QueryFrame):
             self._expect(_Stage.HEADER)
             return frame
         num_bytes = self._header.payload_bytes
-        if num_bytes != frame.num_blocks * self._block_bytes:
+        if isinstance(frame, PutFrame) and num_bytes != frame.num_blocks * self._block_bytes:
             raise ProtocolError(
                 "bad_payload_size",
                 f"{num_bytes} bytes for {frame.num_blocks} blocks of {self._block_bytes}",
             )
-        self._put, self._crc = frame, 0
+        self._frame, self._crc = frame, 0
         self._expect(_Stage.PAYLOAD, num_bytes)
         return PayloadStart(frame, num_bytes)
 

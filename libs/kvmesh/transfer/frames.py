@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvmesh.core.types import KvLayout, WorkerId
 
@@ -16,15 +17,25 @@ MAX_BODY_BYTES = 64 * 1024
 MAX_RUNS = 4096
 """Runs in one PUT; 32 KiB of its body."""
 MAX_MESSAGE_BYTES = 1024
+MAX_ARGUMENT_BYTES = 16 * 1024
+MAX_OPERAND_BYTES = 64 << 20
 
 FLAG_CHECKSUM = 1
-"""PUT: the payload is followed by its crc32."""
+"""PUT: the payload is followed by its checksum."""
 FLAG_LAST = 2
 """PUT: no more frames of this transfer follow."""
 
 
+class Checksum(enum.IntEnum):
+    """How payloads are summed; numbers on the wire."""
+
+    NONE = 0
+    CRC32 = 1
+    CRC32C = 2
+
+
 class FrameType(enum.IntEnum):
-    """Numbers on the wire. GET and QUERY are reserved; a receiver answers ERROR "unsupported"."""
+    """Numbers on the wire. GET is reserved; a receiver answers ERROR "unsupported"."""
 
     HELLO = 1
     HELLO_OK = 2
@@ -36,14 +47,26 @@ class FrameType(enum.IntEnum):
     ERROR = 8
     GET = 9
     QUERY = 10
+    PULL = 11
 
 
-@dataclass(frozen=True, slots=True)
-class BlockRun:
+# Runs are tuples and not dataclasses: a transfer has thousands when blocks are scattered. Their
+# `count` hides the method of tuples.
+
+
+class BlockRun(NamedTuple):
     """`count` blocks from index `first` of a reservation (not block ids of the pool)."""
 
     first: int
-    count: int
+    count: int  # type: ignore[assignment]
+
+
+class PullRun(NamedTuple):
+    """`count` blocks from block `source` of the sender's pool, for indexes from `first`."""
+
+    source: int
+    first: int
+    count: int  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +77,37 @@ class WriteClaim:
     incarnation: int
     generation: int
     capability: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkOffer:
+    """What the sender of a connection brings along; without it, crc32 and no window.
+
+    Attributes:
+        link_id: random, the same for all connections (lanes) of one channel. A new connection of
+            the same lane replaces the one before.
+        lane: number of this connection within the channel.
+        checksum: the sender's wish.
+        pool_blocks: blocks of the sender's pool whose memfd came with this frame; 0 is none.
+    """
+
+    link_id: int
+    lane: int
+    checksum: Checksum
+    pool_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LinkTerms:
+    """What the receiver settles.
+
+    Attributes:
+        checksum: of payloads on this connection.
+        window_bytes: payload that may be on its way without an answer.
+    """
+
+    checksum: Checksum
+    window_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +125,16 @@ class HelloFrame:
     peer_worker_id: WorkerId
     peer_incarnation: int
     layout: KvLayout
+    link: LinkOffer | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class HelloOkFrame:
-    """The channel is open."""
+    """The channel is open; terms answer an offer."""
 
     worker_id: WorkerId
     incarnation: int
+    terms: LinkTerms | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +144,7 @@ class PutFrame:
     Attributes:
         transfer_id: rises with each transfer of the channel; a transfer may have several PUTs.
         last: no more PUTs of this transfer follow.
-        checksum: the payload is followed by its crc32.
+        checksum: the payload is followed by its checksum.
     """
 
     transfer_id: int
@@ -101,6 +157,35 @@ class PutFrame:
     def num_blocks(self) -> int:
         """Blocks in the payload."""
         return sum(run.count for run in self.runs)
+
+
+@dataclass(frozen=True, slots=True)
+class PullFrame:
+    """Asks the receiver to copy blocks out of the sender's pool, which it has mapped.
+
+    The sender leaves the blocks alone until the answer, a PUT_OK or an ERROR.
+    """
+
+    transfer_id: int
+    claim: WriteClaim
+    runs: tuple[PullRun, ...]
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks to copy."""
+        return sum(run.count for run in self.runs)
+
+    def as_put(self) -> PutFrame:
+        """What it writes, in the words of a PUT; runs that follow each other are one."""
+        runs: list[BlockRun] = []
+        start = end = self.runs[0].first
+        for _, first, count in self.runs:
+            if first != end:
+                runs.append(BlockRun(start, end - start))
+                start = first
+            end = first + count
+        runs.append(BlockRun(start, end - start))
+        return PutFrame(self.transfer_id, self.claim, tuple(runs), checksum=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +244,28 @@ class ErrorFrame:
 
 
 @dataclass(frozen=True, slots=True)
+class QueryFrame:
+    """Asks for a computation next to the receiver's KV; its operands follow as payload.
+
+    Attributes:
+        op: which computation; a receiver without it answers ERROR "unsupported".
+        answer_bytes: room that the sender has for the answer, which is its credit: a receiver
+            never sends more.
+        arguments: of the op, at most `MAX_ARGUMENT_BYTES`.
+        operand_bytes: size of the payload; the present window applies as to PUT.
+    """
+
+    transfer_id: int
+    op: int
+    answer_bytes: int
+    arguments: bytes
+    operand_bytes: int
+    checksum: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class ReservedFrame:
-    """GET or QUERY: after the transfer id the body is not defined in this version."""
+    """GET: after the transfer id the body is not defined in this version."""
 
     type: FrameType
     transfer_id: int
@@ -170,6 +275,8 @@ Frame = (
     HelloFrame
     | HelloOkFrame
     | PutFrame
+    | PullFrame
+    | QueryFrame
     | PutOkFrame
     | CommitFrame
     | CommitOkFrame

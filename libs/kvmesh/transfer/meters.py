@@ -1,36 +1,113 @@
-"""Counts of what channels carried. Tests: tests/integration/test_transfer.py."""
+"""What links carried: live totals by peer, channel kind and direction, and views of them.
+
+Tests: tests/unit/transfer/test_meters.py.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 from kvmesh.core.types import WorkerId
+from kvmesh.policy.link import LinkView
+
+Direction = Literal["sent", "received"]
+
+
+class LinkKey(NamedTuple):
+    """One direction of one kind of channel to one peer."""
+
+    peer: WorkerId
+    channel: str
+    direction: Direction
+
+
+@dataclass(frozen=True, slots=True)
+class TransferSample:
+    """One transfer that ended well, for histograms.
+
+    Attributes:
+        calls: runs that were contiguous on both sides, as far as this side knows.
+        seconds: from the call to the last answer (sender), or of the write (receiver).
+    """
+
+    link: LinkKey
+    bytes: int
+    calls: int
+    seconds: float
+
+
+TransferObserver = Callable[[TransferSample], None]
+"""Told of every transfer that ended well; must not block."""
+
+
+def unobserved(sample: TransferSample) -> None:
+    """An observer that does nothing."""
 
 
 @dataclass(slots=True)
-class PeerMeter:
-    """Totals of all channels with one peer, since start.
+class LinkMeter:
+    """Totals of all channels of one kind with one peer in one direction, since start.
 
     Attributes:
         bytes: KV bytes that arrived in their blocks.
-        calls: PUT frames that were answered with yes.
-        seconds: wall time of successful transfers, first byte to answer; those of concurrent
-            transfers add up.
+        calls: contiguous runs they were moved in.
+        frames: PUT and PULL frames that were answered with yes.
+        seconds: wall time of successful transfers; those of concurrent transfers add up.
+        busy_s: wall time with at least one transfer under way.
         refused: transfers and commits that the receiver refused.
         lost: transfers and commits that ended with their channel.
         late: answers that came after the sender had given up.
-        channels: channels that were opened.
+        resumed: pieces that were sent again after their connection was cut.
+        channels: connections that were opened.
+        retransmits: TCP segments that were sent again, on the connections that are up.
+        queued_bytes: asked for and not ended.
+        rtt_s: smallest smoothed round trip of the connections that are up.
     """
 
     bytes: int = 0
     calls: int = 0
+    frames: int = 0
     seconds: float = 0.0
+    busy_s: float = 0.0
     commits: int = 0
     refused: int = 0
     lost: int = 0
     late: int = 0
+    resumed: int = 0
     channels: int = 0
+    retransmits: int = 0
+    queued_bytes: int = 0
+    rtt_s: float = 0.0
+    _under_way: int = field(default=0, repr=False)
+    _busy_since: float = field(default=0.0, repr=False)
+
+    def begin(self, num_bytes: int, now: float) -> None:
+        """A transfer was asked for."""
+        if self._under_way == 0:
+            self._busy_since = now
+        self._under_way += 1
+        self.queued_bytes += num_bytes
+
+    def end(self, num_bytes: int, now: float) -> None:
+        """It ended, in whatever way."""
+        self._under_way -= 1
+        self.queued_bytes -= num_bytes
+        if self._under_way == 0:
+            self.busy_s += now - self._busy_since
+
+    def view(self, key: LinkKey) -> LinkView:
+        """The link as policies see it."""
+        return LinkView(
+            peer=key.peer,
+            channel=key.channel,
+            goodput_bytes_s=self.bytes / self.busy_s if self.busy_s > 0 else 0.0,
+            rtt_s=self.rtt_s,
+            retransmits=self.retransmits,
+            queued_bytes=self.queued_bytes,
+            transferred_bytes=self.bytes,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +116,12 @@ class TransferStatistics:
 
     Attributes:
         open_channels: connections that are up.
-        peers: totals by worker; the live meters, not to be written.
+        links: totals; the live meters, not to be written.
     """
 
     open_channels: int
-    peers: Mapping[WorkerId, PeerMeter]
+    links: Mapping[LinkKey, LinkMeter]
+
+    def views(self) -> list[LinkView]:
+        """All links as policies see them."""
+        return [meter.view(key) for key, meter in self.links.items()]

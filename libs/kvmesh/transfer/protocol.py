@@ -3,10 +3,10 @@
     receiver:  NEW --HELLO--> OPEN <--PUT / payload--> OPEN      anything else: ProtocolError
     sender:    NEW --HELLO_OK--> OPEN
 
-A transfer is one or more PUTs with one id, the last one marked, or one COMMIT. It is answered by
-PUT_OK after each PUT, by COMMIT_OK, or by one ERROR, after which the receiver drops what is still
-on its way. Ids rise, so an answer to a transfer that the sender gave up is told from an invented
-one. Tests: tests/unit/transfer/test_protocol.py.
+A transfer is one or more PUTs with one id, the last one marked, or one PULL, or one COMMIT. It is
+answered by PUT_OK after each PUT or PULL, by COMMIT_OK, or by one ERROR, after which the receiver
+drops what is still on its way. Ids rise, so an answer to a transfer that the sender gave up is told
+from an invented one. Tests: tests/unit/transfer/test_protocol.py.
 """
 
 from __future__ import annotations
@@ -15,16 +15,22 @@ from dataclasses import dataclass, fields
 
 from kvmesh.core.errors import ProtocolError
 from kvmesh.core.types import KvLayout, Refusal, RefusalReason, WorkerId
+from kvmesh.transfer.checksums import agree_checksum
 from kvmesh.transfer.frames import (
     CancelFrame,
+    Checksum,
     CommitFrame,
     CommitOkFrame,
     ErrorFrame,
     Frame,
     HelloFrame,
     HelloOkFrame,
+    LinkOffer,
+    LinkTerms,
+    PullFrame,
     PutFrame,
     PutOkFrame,
+    QueryFrame,
     ReservedFrame,
 )
 
@@ -33,11 +39,15 @@ CHANNEL = 0
 
 MAX_OPEN_TRANSFERS = 1024
 
+PLAIN_TERMS = LinkTerms(Checksum.CRC32, window_bytes=0)
+"""Of a connection whose greeting carried no offer."""
+
 CHANNEL_REASONS = {
     "layout": RefusalReason.INVALID,
     "identity": RefusalReason.STALE,
     "unsupported": RefusalReason.INVALID,
     "checksum": RefusalReason.LOST,
+    "mapping": RefusalReason.INVALID,
 }
 """Words of the channel itself in ERROR frames, and what they mean to a request."""
 
@@ -67,10 +77,17 @@ class Write:
 
 
 @dataclass(frozen=True, slots=True)
+class Copy:
+    """Ask the target where the blocks go and copy them out of the sender's pool."""
+
+    pull: PullFrame
+
+
+@dataclass(frozen=True, slots=True)
 class Drain:
     """Answer if there is something to say, then read and drop the payload."""
 
-    put: PutFrame
+    frame: PutFrame | QueryFrame
     reply: ErrorFrame | None
 
 
@@ -86,7 +103,7 @@ class Forget:
     """Nothing to do."""
 
 
-ReceiverAction = Reply | Write | Drain | Commit | Forget
+ReceiverAction = Reply | Write | Copy | Drain | Commit | Forget
 
 
 @dataclass(slots=True)
@@ -100,13 +117,34 @@ class ReceiverMachine:
 
     Attributes:
         peer: who opened the channel; None before its HELLO was accepted.
+        offer: what came with its HELLO.
+        terms: what the channel goes by, once it is open.
     """
 
-    def __init__(self, identity: ChannelIdentity) -> None:
+    def __init__(self, identity: ChannelIdentity, terms: LinkTerms = PLAIN_TERMS) -> None:
+        """`terms` are this end's wishes."""
         self._identity = identity
+        self._wishes = terms
+        self.offer: LinkOffer | None = None
+        self.terms = PLAIN_TERMS
         self._transfers: dict[int, _Incoming] = {}
         self._newest_transfer_id = CHANNEL
         self.peer: WorkerId | None = None
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one KV block, on both sides."""
+        return self._identity.layout.block_bytes
+
+    @property
+    def has_pool(self) -> bool:
+        """Whether the peer handed its pool over; such a channel carries no payloads."""
+        return self.offer is not None and self.offer.pool_blocks > 0
+
+    def turn_away(self, reason: str, message: str) -> ErrorFrame:
+        """Takes a greeting back before it was answered: the last word to the peer instead."""
+        self.peer = None
+        return ErrorFrame(CHANNEL, reason, message)
 
     def receive(self, frame: Frame) -> ReceiverAction:
         """What a frame asks for; a PUT is given when its payload starts.
@@ -118,8 +156,15 @@ class ReceiverMachine:
         if self.peer is None:
             return self._hello(frame)
         match frame:
+            case PutFrame() | QueryFrame() if self.has_pool:
+                raise ProtocolError("unexpected_frame", "a payload on a shared memory channel")
             case PutFrame():
                 return self._put(frame)
+            case PullFrame():
+                return self._pull(frame)
+            case QueryFrame():
+                message = f"op {frame.op} is not computed here"
+                return Drain(frame, ErrorFrame(frame.transfer_id, "unsupported", message))
             case CommitFrame():
                 self._open(frame.transfer_id)
                 if frame.claim.incarnation != self._identity.incarnation:
@@ -148,10 +193,17 @@ class ReceiverMachine:
                 answer = PutOkFrame(put.transfer_id, transfer.received_bytes)
             else:
                 transfer.refused = True
-                answer = ErrorFrame(put.transfer_id, "checksum", "the payload's crc32 is wrong")
+                answer = ErrorFrame(put.transfer_id, "checksum", "the payload's sum is wrong")
         if put.last:
             del self._transfers[put.transfer_id]
         return answer
+
+    def pull_answered(self, pull: PullFrame, refusal: Refusal | None) -> Frame:
+        """The blocks were copied, or the target said no."""
+        if refusal is not None:
+            return self._close(pull.transfer_id, refusal)
+        del self._transfers[pull.transfer_id]
+        return PutOkFrame(pull.transfer_id, pull.num_blocks * self._identity.layout.block_bytes)
 
     def commit_answered(self, frame: CommitFrame, refusal: Refusal | None) -> Frame:
         """The target answered a commit."""
@@ -171,8 +223,23 @@ class ReceiverMachine:
         if frame.layout != me.layout:
             message = layout_difference(frame.layout, me.layout)
             return Reply(ErrorFrame(CHANNEL, "layout", message), close=True)
-        self.peer = frame.worker_id
-        return Reply(HelloOkFrame(me.worker_id, me.incarnation))
+        self.peer, self.offer = frame.worker_id, frame.link
+        if frame.link is None:
+            return Reply(HelloOkFrame(me.worker_id, me.incarnation))
+        checksum = agree_checksum(frame.link.checksum, self._wishes.checksum)
+        self.terms = LinkTerms(checksum, self._wishes.window_bytes)
+        return Reply(HelloOkFrame(me.worker_id, me.incarnation, self.terms))
+
+    def _pull(self, pull: PullFrame) -> Copy | Reply:
+        self._open(pull.transfer_id)
+        pool_blocks = self.offer.pool_blocks if self.offer is not None else 0
+        if pull.claim.incarnation != self._identity.incarnation:
+            return Reply(self._close(pull.transfer_id, self._stale()))
+        if any(run.source + run.count > pool_blocks for run in pull.runs):
+            message = f"a run ends outside of the sender's {pool_blocks} mapped blocks"
+            refusal = Refusal(RefusalReason.INVALID, message)
+            return Reply(self._close(pull.transfer_id, refusal))
+        return Copy(pull)
 
     def _put(self, put: PutFrame) -> Write | Drain:
         transfer = self._transfers.get(put.transfer_id)
@@ -243,16 +310,26 @@ SenderOutcome = Opened | Moved | Refused | Ended | Late
 
 
 class SenderMachine:
-    """The end that writes."""
+    """The end that writes.
+
+    Attributes:
+        terms: what the channel goes by, once it is open.
+    """
 
     def __init__(
-        self, identity: ChannelIdentity, peer_worker_id: WorkerId, peer_incarnation: int
+        self,
+        identity: ChannelIdentity,
+        peer_worker_id: WorkerId,
+        peer_incarnation: int,
+        offer: LinkOffer | None = None,
     ) -> None:
         self._identity = identity
         self._peer = (peer_worker_id, peer_incarnation)
+        self._offer = offer
         self._opened = False
         self._next_transfer_id = CHANNEL + 1
         self._open: dict[int, int | None] = {}
+        self.terms = PLAIN_TERMS
 
     @property
     def block_bytes(self) -> int:
@@ -262,7 +339,7 @@ class SenderMachine:
     def hello(self) -> HelloFrame:
         """The first frame to send."""
         me = self._identity
-        return HelloFrame(me.worker_id, me.incarnation, *self._peer, me.layout)
+        return HelloFrame(me.worker_id, me.incarnation, *self._peer, me.layout, self._offer)
 
     def open_put(self, num_bytes: int) -> int:
         """Id of a transfer of so many payload bytes."""
@@ -302,6 +379,8 @@ class SenderMachine:
             raise ProtocolError("unexpected_frame", f"{type(frame).__name__} before HELLO_OK")
         if (frame.worker_id, frame.incarnation) != self._peer:
             raise ProtocolError("wrong_peer", f"{frame.worker_id}/{frame.incarnation} answered")
+        if frame.terms is not None:
+            self.terms = frame.terms
         self._opened = True
         return Opened()
 

@@ -224,6 +224,32 @@ class Endpoint(_message.Message):
 Global___Endpoint: _TypeAlias = Endpoint  # noqa: Y015
 
 @_typing.final
+class HostRoute(_message.Message):
+    """How processes of the same host reach a worker's data channel."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOST_ID_FIELD_NUMBER: _builtins.int
+    SOCKET_PATH_FIELD_NUMBER: _builtins.int
+    host_id: _builtins.str
+    """Identity of the running host; routes of another one are of no use."""
+    socket_path: _builtins.str
+    """Unix socket, over which memory is handed over."""
+    def __init__(
+        self,
+        *,
+        host_id: _builtins.str = ...,
+        socket_path: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host_id", b"host_id", "socket_path", b"socket_path"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HostRoute: _TypeAlias = HostRoute  # noqa: Y015
+
+@_typing.final
 class SamplingParams(_message.Message):
     """How tokens are chosen and when generation ends."""
 
@@ -424,6 +450,8 @@ class Reservation(_message.Message):
     NUM_CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
+    HOST_ROUTE_FIELD_NUMBER: _builtins.int
+    RUN_LENGTHS_FIELD_NUMBER: _builtins.int
     reservation_id: _builtins.int
     """Unique within the worker's incarnation."""
     worker_id: _builtins.str
@@ -444,6 +472,14 @@ class Reservation(_message.Message):
     def data_endpoint(self) -> Global___Endpoint:
         """Where the worker's data channel listens."""
 
+    @_builtins.property
+    def host_route(self) -> Global___HostRoute:
+        """The way for senders on the same host; unset: by network only."""
+
+    @_builtins.property
+    def run_lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Lengths of the runs of consecutive blocks among the blocks to write; empty: not told."""
+
     def __init__(
         self,
         *,
@@ -456,10 +492,12 @@ class Reservation(_message.Message):
         num_cached_blocks: _builtins.int = ...,
         num_blocks: _builtins.int = ...,
         lease_ms: _builtins.int = ...,
+        host_route: Global___HostRoute | None = ...,
+        run_lengths: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["data_endpoint", b"data_endpoint"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["data_endpoint", b"data_endpoint", "host_route", b"host_route"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "data_endpoint", b"data_endpoint", "generation", b"generation", "incarnation", b"incarnation", "lease_ms", b"lease_ms", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "reservation_id", b"reservation_id", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "data_endpoint", b"data_endpoint", "generation", b"generation", "host_route", b"host_route", "incarnation", b"incarnation", "lease_ms", b"lease_ms", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "reservation_id", b"reservation_id", "run_lengths", b"run_lengths", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -46,7 +46,7 @@ def of_worker() -> dict[str, str]:
     runner = FakeRunner(num_blocks=4)
     registry = CollectorRegistry()
     registry.register(EngineCollector(EngineCore(runner.spec, 4), "m", WorkerLoad))
-    WorkerMetrics(registry)
+    WorkerMetrics(registry).watch_links()
     return exported(registry.collect())
 
 

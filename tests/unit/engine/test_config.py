@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from kvmesh.core.errors import CheckpointError
-from kvmesh.engine.config import ModelConfig, RopeConfig, load_model_config, parse_model_config
+from kvmesh.engine.checkpoint import load_model_config, parse_model_config
+from kvmesh.engine.config import ModelConfig, RopeConfig
 from tests.unit.engine.tiny_checkpoint import CONFIG
 
 
@@ -88,18 +89,96 @@ def test_eos_ids_of_both_files(own: int | None, generation: dict[str, Any], ids:
         ({"hidden_act": "gelu"}, "gelu"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"mlp_bias": True}, "mlp_bias"),
-        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2}}, "yarn"),
-        ({"partial_rotary_factor": 0.5}, "partial"),
-        ({"torch_dtype": "float8_e4m3fn"}, "float8"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
     ],
 )
 def test_the_unsupported_is_named_with_what_is_supported(
     changes: dict[str, Any], named: str
 ) -> None:
-    with pytest.raises(CheckpointError, match=rf"{named}.*supported are Llama, Qwen2 and Qwen3"):
+    with pytest.raises(
+        CheckpointError, match=rf"{named}.*supported are gemma3_text, gpt_oss, llama"
+    ):
         parse(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, "longrope.*supported are"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2, "mscale": 1}}, "yarn.*without mscale"),
+        ({"partial_rotary_factor": 0.5}, "partial"),
+        ({"torch_dtype": "float8_e4m3fn"}, "float8.*supported are float32"),
+        ({"layer_types": ["full_attention"]}, "1 layer_types for 2 layers"),
+        ({"model_type": "gpt_oss", "num_local_experts": 2}, "sliding_window"),
+        (
+            {"model_type": "qwen3_moe", "use_sliding_window": True, "moe_intermediate_size": 8},
+            "use_sliding_window",
+        ),
+    ],
+)
+def test_unsupported_parts_are_named(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(CheckpointError, match=named):
+        parse(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({"model_type": "mistral", "sliding_window": 16}, (16, 16)),
+        ({"model_type": "mistral", "sliding_window": None}, (0, 0)),
+        ({"model_type": "qwen2", "sliding_window": 16}, (0, 0)),
+        (
+            {
+                "model_type": "qwen2",
+                "sliding_window": 16,
+                "use_sliding_window": True,
+                "max_window_layers": 1,
+            },
+            (0, 16),
+        ),
+        (
+            {
+                "model_type": "gemma3_text",
+                "hidden_act": None,
+                "sliding_window": 16,
+                "sliding_window_pattern": 2,
+            },
+            (16, 0),
+        ),
+        ({"model_type": "gpt_oss", "sliding_window": 16, "num_local_experts": 2}, (16, 0)),
+    ],
+)
+def test_windows_per_layer(changes: dict[str, Any], windows: tuple[int, ...]) -> None:
+    given = {key: value for key, value in (CONFIG | changes).items() if value is not None}
+    assert parse_model_config(given, {}, origin="").windows == windows
+
+
+def test_both_ropes_of_older_gemma_files() -> None:
+    config = parse(
+        model_type="gemma3_text",
+        sliding_window=8,
+        rope_theta=1e6,
+        rope_local_base_freq=5000.0,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+    )
+    assert config.rope == RopeConfig(1e6, "linear", 8.0)
+    assert config.local_rope == RopeConfig(5000.0)
+
+
+def test_published_and_saved_names_of_the_number_of_experts() -> None:
+    sizes: dict[str, Any] = {
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": 8,
+        "num_experts_per_tok": 2,
+    }
+    published, saved = parse(**sizes, num_experts=6), parse(**sizes, num_local_experts=6)
+    assert published == saved
+    assert published.moe is not None
+    assert (published.moe.num_experts, published.moe.normalize) == (6, False)
+    dense_first = parse(**sizes, num_experts=6, mlp_only_layers=[0])
+    assert dense_first.num_parameters < published.num_parameters
 
 
 @pytest.mark.parametrize(

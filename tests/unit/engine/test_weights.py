@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from kvmesh.core.errors import CheckpointError
-from kvmesh.engine.config import load_model_config
+from kvmesh.engine.checkpoint import load_model_config
 from kvmesh.engine.weights import WeightFiles, find_weight_files, fingerprint
 from tests.unit.engine.tiny_checkpoint import tensors, write_checkpoint
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvmesh.kernels.attention import paged_decode_attention, paged_prefill_attention
-from kvmesh.kernels.dispatch import ReferenceAttention, TritonAttention
+from kvmesh.kernels.dispatch import HeadSpec, RopeRows, StepAttention
 from kvmesh.kernels.plan import RaggedBatch, padded_tables
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -27,6 +28,8 @@ class Case:
     head_dim: int = 16
     block_size: int = 16
     num_splits: int = 1
+    window: int = 0
+    has_sinks: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -38,12 +41,16 @@ DECODE_CASES = (
     Case("no groups, odd block size", ((12, 1), (70, 1)), group=1, block_size=5),
     Case("group of three, odd head size", ((64, 1), (65, 1)), kv_heads=1, group=3, head_dim=24),
     Case("splits, some of them empty", ((150, 1), (3, 1)), kv_heads=1, num_splits=3),
+    Case("a window within a tile", ((150, 1), (3, 1)), num_splits=2, window=40),
+    Case("sinks", ((70, 1), (3, 1)), num_splits=2, has_sinks=True),
 )
 PREFILL_CASES = (
     Case("one chunk, nothing cached", ((0, 37),), kv_heads=1),
     Case("ragged with cached prefixes", ((16, 5), (0, 3), (70, 11)), kv_heads=1),
     Case("longer than a tile", ((10, 67),), kv_heads=1, group=1),
     Case("group of three, odd sizes", ((7, 9),), kv_heads=1, group=3, head_dim=24, block_size=6),
+    Case("a window, some tiles before it", ((140, 70),), kv_heads=1, group=1, window=50),
+    Case("sinks and a window", ((5, 9), (0, 3)), kv_heads=1, window=4, has_sinks=True),
 )
 
 
@@ -56,6 +63,7 @@ class Inputs:
     tables: list[list[int]]
     lens: list[int]
     starts: list[int]
+    sinks: Tensor | None
 
 
 def make_inputs(case: Case, dtype: torch.dtype, device: str) -> Inputs:
@@ -75,10 +83,11 @@ def make_inputs(case: Case, dtype: torch.dtype, device: str) -> Inputs:
     for _, new in case.chunks:
         starts.append(starts[-1] + new)
     q = torch.randn(starts[-1], case.kv_heads * case.group, case.head_dim, generator=generator)
-    return Inputs(q.to(device, dtype), kv.to(device, dtype), tables, lens, starts)
+    sinks = torch.randn(q.shape[1], generator=generator).to(device) if case.has_sinks else None
+    return Inputs(q.to(device, dtype), kv.to(device, dtype), tables, lens, starts, sinks)
 
 
-def expected(inputs: Inputs, scale: float) -> Tensor:
+def expected(inputs: Inputs, scale: float, window: int) -> Tensor:
     """One query, one head at a time, in fp32."""
     kv = inputs.kv.float().cpu()[:, LAYER]
     size, kv_heads = kv.shape[2], kv.shape[3]
@@ -94,8 +103,12 @@ def expected(inputs: Inputs, scale: float) -> Tensor:
             seen = length - (last - row) + 1
             for head in range(q.shape[1]):
                 kv_head = head // (q.shape[1] // kv_heads)
-                weights = torch.softmax(keys[:seen, kv_head] @ q[row, head] * scale, dim=0)
-                out[row, head] = weights @ values[:seen, kv_head]
+                first_seen = max(0, seen - window) if window else 0
+                scores = keys[first_seen:seen, kv_head] @ q[row, head] * scale
+                if inputs.sinks is not None:
+                    scores = torch.cat([scores, inputs.sinks[head : head + 1].cpu()])
+                weights = torch.softmax(scores, dim=0)[: seen - first_seen]
+                out[row, head] = weights @ values[first_seen:seen, kv_head]
     return out
 
 
@@ -110,8 +123,10 @@ def check_decode(case: Case, dtype: torch.dtype, device: str) -> None:
         max_context_len=max(inputs.lens),
         num_splits=case.num_splits,
         scale=scale,
+        window=case.window,
+        sinks=inputs.sinks,
     )
-    assert_close(out, inputs, scale, dtype)
+    assert_close(out, inputs, scale, dtype, case.window)
 
 
 def check_prefill(case: Case, dtype: torch.dtype, device: str) -> None:
@@ -125,21 +140,25 @@ def check_prefill(case: Case, dtype: torch.dtype, device: str) -> None:
         torch.tensor(inputs.lens, dtype=torch.int32, device=device),
         max_query_len=max(new for _, new in case.chunks),
         scale=scale,
+        window=case.window,
+        sinks=inputs.sinks,
     )
-    assert_close(out, inputs, scale, dtype)
+    assert_close(out, inputs, scale, dtype, case.window)
 
 
-def assert_close(out: Tensor, inputs: Inputs, scale: float, dtype: torch.dtype) -> None:
+def assert_close(
+    out: Tensor, inputs: Inputs, scale: float, dtype: torch.dtype, window: int
+) -> None:
     assert out.dtype == dtype
     assert out.shape == inputs.q.shape
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(
-        out.float().cpu(), expected(inputs, scale), atol=tolerance, rtol=tolerance
+        out.float().cpu(), expected(inputs, scale, window), atol=tolerance, rtol=tolerance
     )
 
 
 def check_step(
-    kind: type[ReferenceAttention] | type[TritonAttention],
+    kind: Callable[[RaggedBatch, Tensor], StepAttention],
     case: Case,
     num_decode: int,
     dtype: torch.dtype,
@@ -157,6 +176,11 @@ def check_step(
     for block, offset in places:
         kv[block, LAYER, :, offset] = torch.nan
     batch = RaggedBatch(full.starts, full.lens, full.tables, num_decode, size)
-    out = kind(batch, kv, scale).run(full.q, new_kv[:, 0], new_kv[:, 1], LAYER)
+    qkv = torch.cat([full.q, new_kv[:, 0], new_kv[:, 1]], dim=1)
+    # No rotation: the expected values come from queries and keys as they are.
+    still = torch.ones(len(qkv), 1, case.head_dim, dtype=dtype, device=device)
+    rope = RopeRows(still, torch.zeros_like(still))
+    spec = HeadSpec(scale, case.window, full.sinks)
+    out = kind(batch, kv).run(qkv, LAYER, spec, rope)
     assert torch.equal(kv.nan_to_num(), full.kv.nan_to_num())
-    assert_close(out, full, scale, dtype)
+    assert_close(out, full, scale, dtype, case.window)

@@ -23,9 +23,15 @@ CONSTANTS: dict[str, Any] = {
 }
 KERNELS = {
     "decode": (attention._decode_kernel, {"GROUP_TILE": 16, "TILE": attention.DECODE_TILE}),
-    "prefill": (attention._prefill_kernel, {"TILE": attention.PREFILL_TILE}),
+    "prefill": (attention._prefill_kernel, {"TILE": attention.PREFILL_TILE, "HAS_SINKS": True}),
 }
-POINTERS = {"tables_ptr": "*i32", "lens_ptr": "*i32", "starts_ptr": "*i32", "lse_ptr": "*fp32"}
+POINTERS = {
+    "tables_ptr": "*i32",
+    "lens_ptr": "*i32",
+    "starts_ptr": "*i32",
+    "lse_ptr": "*fp32",
+    "sinks_ptr": "*fp32",
+}
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])

@@ -70,9 +70,9 @@ def test_write_kv_touches_its_slots_and_no_others() -> None:
 @pytest.mark.parametrize("case", DECODE_CASES, ids=str)
 def test_decode_attention(case: Case, dtype: torch.dtype) -> None:
     inputs, scale = make_inputs(case, dtype, "cpu"), case.head_dim**-0.5
-    plan = reference.plan_decode(inputs.tables, inputs.lens, inputs.kv)
-    out = reference.decode_attention(inputs.q, inputs.kv, LAYER, plan, scale)
-    assert_close(out, inputs, scale, dtype)
+    plan = reference.plan_decode(inputs.tables, inputs.lens, inputs.kv, case.window)
+    out = reference.decode_attention(inputs.q, inputs.kv, LAYER, plan, scale, inputs.sinks)
+    assert_close(out, inputs, scale, dtype, case.window)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -90,11 +90,13 @@ def test_prefill_attention(case: Case, dtype: torch.dtype) -> None:
             for which in (0, 1)
         )
         rows = slice(inputs.starts[sequence], inputs.starts[sequence + 1])
-        plan = reference.plan_prefill(table, context_len, new, inputs.kv)
+        plan = reference.plan_prefill(table, context_len, new, inputs.kv, case.window)
         parts.append(
-            reference.prefill_attention(inputs.q[rows], k, v, inputs.kv, LAYER, plan, scale)
+            reference.prefill_attention(
+                inputs.q[rows], k, v, inputs.kv, LAYER, plan, scale, inputs.sinks
+            )
         )
-    assert_close(torch.cat(parts), inputs, scale, dtype)
+    assert_close(torch.cat(parts), inputs, scale, dtype, case.window)
 
 
 def test_merge_of_parts_is_attention_over_all() -> None:

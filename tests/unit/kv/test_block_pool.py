@@ -153,3 +153,37 @@ def test_integrity_check_notices_a_leak() -> None:
     pool._references[block] = 0
     with pytest.raises(AssertionError, match=f"block {block}"):
         pool.check_integrity()
+
+
+def test_cached_blocks_give_way_to_keep_a_request_in_one_run() -> None:
+    pool = BlockPool(32, 16)
+    held = [pool.allocate(4) for _ in range(8)]
+    for number, blocks in enumerate(held):
+        for index, block in enumerate(blocks):
+            pool.seal(block, BlockHash(bytes([number, index]) * 8))
+    for number in (0, 2, 1, 3, 4, 5, 6, 7):
+        pool.release(held[number])
+
+    blocks = pool.allocate(8)
+
+    # The two oldest, 0-3 and 8-11, are enough but lie apart; the next one lies between them.
+    assert blocks == list(range(8))
+    assert pool.statistics().evicted_total > 8
+    pool.check_integrity()
+
+
+def test_no_more_than_an_eighth_of_the_pool_is_emptied_for_nothing() -> None:
+    pool = BlockPool(64, 16)
+    held = [pool.allocate(1) for _ in range(64)]
+    for number, (block,) in enumerate(held):
+        pool.seal(block, BlockHash(bytes([number]) * 16))
+    for start in range(4):  # neighbours are far apart in age
+        for blocks in held[start::4]:
+            pool.release(blocks)
+
+    taken = pool.allocate(8)
+
+    statistics = pool.statistics()
+    assert len(taken) == 8
+    assert statistics.num_empty <= 64 // 8
+    assert statistics.num_evictable == 64 - 8 - statistics.num_empty

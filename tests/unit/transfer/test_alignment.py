@@ -1,6 +1,9 @@
+import random
+
 import pytest
 
-from kvmesh.transfer.alignment import Run, align_runs
+from kvmesh.kv.runs import consecutive_runs
+from kvmesh.transfer.alignment import Run, align_runs, align_to_reservation, split_runs
 
 
 def test_the_example_of_the_paper_takes_two_calls() -> None:
@@ -27,3 +30,52 @@ def test_number_of_runs(source: list[int], target: list[int], num_runs: int) -> 
 def test_lists_of_unequal_length_are_an_error() -> None:
     with pytest.raises(ValueError, match="2 source blocks against 1"):
         align_runs([1, 2], [1])
+
+
+def test_a_fresh_request_on_both_sides_is_one_call() -> None:
+    assert align_to_reservation([7, 8, 9], 0, [3]) == [Run(7, 0, 3)]
+
+
+def test_borders_of_both_sides_end_runs() -> None:
+    runs = align_to_reservation([4, 5, 6, 7, 20, 21], 1, [3, 2, 4])
+
+    assert runs == [Run(4, 1, 2), Run(6, 3, 2), Run(20, 5, 2)]
+
+
+def test_without_word_from_the_receiver_only_the_source_splits() -> None:
+    assert align_to_reservation([4, 5, 9], 2, []) == [Run(4, 2, 2), Run(9, 4, 1)]
+
+
+def test_alignment_to_lengths_equals_alignment_to_block_ids() -> None:
+    rng = random.Random(2)
+    for _ in range(200):
+        source = _blocks(rng)
+        target = _blocks(rng)[: len(source)]
+        source = source[: len(target)]
+        lengths = [count for _, count in consecutive_runs(target)]
+
+        runs = align_to_reservation(source, 0, lengths)
+
+        expected = [(run.source_start, run.count) for run in align_runs(source, target)]
+        assert [(run.source_start, run.count) for run in runs] == expected
+        assert [run.target_start for run in runs] == [
+            sum(count for _, count in expected[:i]) for i in range(len(expected))
+        ]
+
+
+def _blocks(rng: random.Random) -> list[int]:
+    blocks: list[int] = []
+    for start in rng.sample(range(0, 1000, 10), 6):
+        blocks += range(start, start + rng.randrange(1, 10))
+    return blocks
+
+
+def test_groups_are_bounded_in_blocks_and_runs() -> None:
+    runs = [Run(0, 10, 5), Run(9, 15, 1), Run(20, 16, 1)]
+
+    assert split_runs(runs, max_blocks=3, max_runs=9) == [
+        [Run(0, 10, 3)],
+        [Run(3, 13, 2), Run(9, 15, 1)],
+        [Run(20, 16, 1)],
+    ]
+    assert [len(group) for group in split_runs(runs, 100, max_runs=2)] == [2, 1]

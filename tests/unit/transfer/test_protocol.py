@@ -10,6 +10,7 @@ from kvmesh.transfer import protocol
 from kvmesh.transfer.frames import (
     BlockRun,
     CancelFrame,
+    Checksum,
     CommitFrame,
     CommitOkFrame,
     ErrorFrame,
@@ -17,14 +18,20 @@ from kvmesh.transfer.frames import (
     FrameType,
     HelloFrame,
     HelloOkFrame,
+    LinkOffer,
+    LinkTerms,
+    PullFrame,
+    PullRun,
     PutFrame,
     PutOkFrame,
+    QueryFrame,
     ReservedFrame,
     WriteClaim,
 )
 from kvmesh.transfer.protocol import (
     ChannelIdentity,
     Commit,
+    Copy,
     Drain,
     Ended,
     Forget,
@@ -145,7 +152,7 @@ def test_another_incarnation_never_reaches_the_target() -> None:
     assert isinstance(drain, Drain)
     assert drain.reply is not None
     assert drain.reply.reason == "stale"
-    machine.payload_received(drain.put, 0, intact=True)
+    machine.payload_received(_put(incarnation=6), 0, intact=True)
 
     reply = machine.receive(_commit(2, incarnation=8))
     assert isinstance(reply, Reply)
@@ -195,11 +202,94 @@ def test_commit_is_asked_and_answered() -> None:
     assert machine.commit_answered(_commit(2), STALE) == ErrorFrame(2, "stale", "gone", False, 5)
 
 
-@pytest.mark.parametrize("kind", [FrameType.GET, FrameType.QUERY])
-def test_reserved_verbs_are_answered_unsupported(kind: FrameType) -> None:
-    reply = _receiver().receive(ReservedFrame(kind, 5))
+def _pulling(pool_blocks: int) -> ReceiverMachine:
+    machine = ReceiverMachine(ChannelIdentity(WorkerId("d0"), 7, LAYOUT))
+    offer = LinkOffer(1, 0, Checksum.NONE, pool_blocks)
+    machine.receive(dataclasses.replace(HELLO, link=offer))
+    return machine
 
-    assert reply == Reply(ErrorFrame(5, "unsupported", f"{kind.name} is not spoken here"))
+
+def test_a_pull_is_copied_and_acknowledged_with_its_bytes() -> None:
+    machine = _pulling(pool_blocks=8)
+    pull = PullFrame(1, CLAIM, (PullRun(6, 0, 2), PullRun(0, 5, 1)))
+
+    assert machine.receive(pull) == Copy(pull)
+    assert machine.pull_answered(pull, None) == PutOkFrame(1, 3 * LAYOUT.block_bytes)
+    assert pull.as_put().runs == (BlockRun(0, 2), BlockRun(5, 1))
+    joined = PullFrame(2, CLAIM, (PullRun(6, 1, 2), PullRun(0, 3, 1), PullRun(1, 9, 1)))
+    assert joined.as_put().runs == (BlockRun(1, 3), BlockRun(9, 1))
+
+
+@pytest.mark.parametrize(
+    ("pool_blocks", "incarnation", "reason"),
+    [(7, 7, "invalid"), (0, 7, "invalid"), (8, 6, "stale")],
+)
+def test_a_pull_outside_of_the_mapped_pool_is_refused(
+    pool_blocks: int, incarnation: int, reason: str
+) -> None:
+    machine = _pulling(pool_blocks)
+    claim = dataclasses.replace(CLAIM, incarnation=incarnation)
+
+    reply = machine.receive(PullFrame(1, claim, (PullRun(6, 0, 2),)))
+
+    assert isinstance(reply, Reply)
+    assert isinstance(reply.frame, ErrorFrame)
+    assert reply.frame.reason == reason
+    assert isinstance(machine.receive(PullFrame(2, CLAIM, (PullRun(0, 0, 1),))), Copy | Reply)
+
+
+def test_a_refused_pull_is_over() -> None:
+    machine = _pulling(pool_blocks=8)
+    pull = PullFrame(1, CLAIM, (PullRun(0, 0, 1),))
+    machine.receive(pull)
+
+    assert machine.pull_answered(pull, STALE) == ErrorFrame(1, "stale", "gone", False, 5)
+    with pytest.raises(ProtocolError, match="reordered_transfer"):
+        machine.receive(pull)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "agreed"),
+    [
+        (Checksum.NONE, Checksum.NONE, Checksum.NONE),
+        (Checksum.NONE, Checksum.CRC32C, Checksum.CRC32C),
+        (Checksum.CRC32, Checksum.NONE, Checksum.CRC32),
+        (Checksum.CRC32C, Checksum.CRC32, Checksum.CRC32),
+    ],
+)
+def test_both_ends_learn_the_terms(ours: Checksum, theirs: Checksum, agreed: Checksum) -> None:
+    offer = LinkOffer(1, 0, theirs)
+    sender = SenderMachine(ChannelIdentity(WorkerId("p0"), 3, LAYOUT), WorkerId("d0"), 7, offer)
+    receiver = ReceiverMachine(
+        ChannelIdentity(WorkerId("d0"), 7, LAYOUT), LinkTerms(ours, window_bytes=99)
+    )
+
+    reply = receiver.receive(sender.hello())
+
+    assert isinstance(reply, Reply)
+    assert sender.receive(reply.frame) == Opened()
+    assert sender.terms == receiver.terms == LinkTerms(agreed, 99)
+
+
+def test_a_greeting_can_be_taken_back() -> None:
+    machine = _pulling(pool_blocks=8)
+
+    assert machine.turn_away("mapping", "no memfd") == ErrorFrame(0, "mapping", "no memfd")
+    assert machine.peer is None
+
+
+def test_a_reserved_verb_is_answered_unsupported() -> None:
+    reply = _receiver().receive(ReservedFrame(FrameType.GET, 5))
+
+    assert reply == Reply(ErrorFrame(5, "unsupported", "GET is not spoken here"))
+
+
+def test_a_query_is_answered_and_its_operands_are_dropped() -> None:
+    query = QueryFrame(5, 9, 64, b"", 128)
+
+    drain = _receiver().receive(query)
+
+    assert drain == Drain(query, ErrorFrame(5, "unsupported", "op 9 is not computed here"))
 
 
 @pytest.mark.parametrize("frame", [HELLO, PutOkFrame(1, 1), ErrorFrame(1, "stale", "")])

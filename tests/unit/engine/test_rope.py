@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 
 from kvmesh.engine.config import RopeConfig
-from kvmesh.engine.layers import inverse_frequencies, rope_table
+from kvmesh.engine.rope import inverse_frequencies, rope_table
 
 
 def test_llama3_keeps_short_waves_and_stretches_long_ones() -> None:
@@ -33,3 +33,17 @@ def test_table_holds_angles_of_positions() -> None:
     torch.testing.assert_close(table.cos[49, 0, 1], angle.cos())
     torch.testing.assert_close(table.signed_sin[49, 0, 1], -angle.sin())
     torch.testing.assert_close(table.signed_sin[49, 0, 3], angle.sin())
+
+
+def test_yarn_keeps_short_waves_stretches_long_ones_and_scales_the_table() -> None:
+    rope = RopeConfig(1000.0, "yarn", 16.0, original_max_positions=256, truncate=False, scale=1.25)
+    plain = inverse_frequencies(RopeConfig(1000.0), 64)
+    scaled = inverse_frequencies(rope, 64)
+    turns = 256 * plain / (2 * torch.pi)
+    often, seldom = turns > rope.beta_fast, turns < rope.beta_slow
+    assert often.any()
+    assert seldom.any()
+    torch.testing.assert_close(scaled[often], plain[often])
+    torch.testing.assert_close(scaled[seldom], plain[seldom] / 16)
+    table = rope_table(rope, 64, 8, torch.float32, "cpu")
+    assert table.cos[0].flatten().tolist() == [1.25] * 64

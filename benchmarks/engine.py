@@ -1,0 +1,186 @@
+"""Speed of the engine on the CPU, beside transformers, a bare torch loop, OpenVINO and the floor.
+
+    python -m benchmarks.engine [--models 110M 0.5B] [--dtypes bfloat16 float32] [--threads N]
+        [--openvino-python PATH] [--save bench/results/engine.json]
+
+Engines of one process take turns in every cell, so that a busy machine is as unkind to each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.engine_floor import floor_tokens_per_s, measure_limits, streaming_tokens_per_s
+from benchmarks.engine_peers import BLOCK_SIZE, Engine, HandLoop, Ours, Run, Transformers
+from benchmarks.engine_report import save, targets
+from benchmarks.random_llama import SHAPES, Shape, write_checkpoint
+from kvmesh.cli.bench_report import git_commit, machine, versions
+from kvmesh.engine.batch import build_batch
+from kvmesh.engine.sampler import sample
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def main() -> None:
+    """Measures and writes the result."""
+    options = _parse()
+    torch.set_num_threads(options.threads)
+    rows: list[dict[str, Any]] = []
+    extra: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in options.models:
+            folder = write_checkpoint(SHAPES[name], Path(scratch) / name, options.seed)
+            for dtype in options.dtypes:
+                cells, more = _measure(SHAPES[name], folder, dtype, options)
+                rows += cells
+                extra |= more
+    result = {
+        "benchmark": "engine",
+        "command": shlex.join(
+            [Path(sys.executable).name, "-m", "benchmarks.engine", *sys.argv[1:]]
+        ),
+        "date": datetime.datetime.now(tz=datetime.UTC).isoformat(timespec="seconds"),
+        "commit": git_commit(ROOT),
+        "machine": machine() | {"threads": options.threads},
+        "versions": versions() | _peer_versions(options.openvino_python),
+        "seed": options.seed,
+        "context": options.context,
+        "rows": rows,
+        "limits": extra,
+        "targets": targets(rows, extra),
+    }
+    save(result, options.save)
+    sys.stdout.write(f"{options.save}\n")
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--models", nargs="+", choices=SHAPES, default=list(SHAPES))
+    dtypes = ["bfloat16", "float32"]
+    parser.add_argument("--dtypes", nargs="+", choices=dtypes, default=dtypes)
+    parser.add_argument("--prefill", type=int, nargs="*", default=[512, 2048])
+    parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 32])
+    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--openvino-python", help="a Python with openvino-genai and optimum-intel")
+    parser.add_argument("--save", type=Path, default=Path("bench/results/engine.json"))
+    return parser.parse_args()
+
+
+def _measure(
+    shape: Shape, folder: Path, dtype: str, options: argparse.Namespace
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """All cells of one model in one dtype, and the limits that they are held against."""
+    longest = max([options.context + 1, *options.prefill])
+    most = max([1, *options.batch])
+    num_blocks = most * -(-(options.context + 1) // BLOCK_SIZE) + -(-longest // BLOCK_SIZE)
+    ours = Ours(folder, shape, dtype, num_blocks, options.threads)
+    engines: dict[str, Engine] = {
+        "kvmesh": ours,
+        "transformers": Transformers(folder, shape, dtype),
+        "hand loop": HandLoop(folder, shape, dtype),
+    }
+    limits = measure_limits(dtype, options.repeats)
+    found: dict[str, dict[str, float]] = {}
+    for tokens in options.prefill:
+        runs = {name: engine.prefill(tokens) for name, engine in engines.items()}
+        cell = {name: tokens / s for name, s in _take_turns(runs, options.repeats).items()}
+        cell["floor"] = floor_tokens_per_s(shape, limits, tokens, 1, 0)
+        found[f"prefill {tokens}"] = cell
+    for batch in options.batch:
+        runs = {name: engine.decode(batch, options.context) for name, engine in engines.items()}
+        cell = {name: batch / s for name, s in _take_turns(runs, options.repeats).items()}
+        cell["floor"] = floor_tokens_per_s(shape, limits, 1, batch, options.context)
+        found[f"decode {batch}"] = cell
+    for name, value in _openvino(folder, dtype, options).items():
+        found[name]["openvino"] = value
+    label = f"{shape.name} {dtype}"
+    for name, cell in found.items():
+        numbers = ", ".join(f"{engine} {value:.0f}" for engine, value in cell.items())
+        sys.stdout.write(f"{label} {name}: {numbers} tokens/s\n")
+    rows = [
+        {"model": shape.name, "dtype": dtype, "cell": name, "tokens_per_s": cell}
+        for name, cell in found.items()
+    ]
+    more: dict[str, Any] = {
+        label: {
+            "matmul_flops": limits.flops,
+            "read_bytes_per_s": limits.read_bytes_per_s,
+            "weight_streaming_tokens_per_s": streaming_tokens_per_s(shape, limits),
+            "step_overhead_share": _overhead_share(ours, options.context, options.repeats),
+        }
+    }
+    return rows, more
+
+
+def _take_turns(runs: Mapping[str, Run], repeats: int) -> dict[str, float]:
+    """Median seconds of each."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for run in runs.values():
+        run()
+    for _ in range(repeats):
+        for name, run in runs.items():
+            started = time.perf_counter()
+            run()
+            times[name].append(time.perf_counter() - started)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def _overhead_share(ours: Ours, context: int, repeats: int) -> float:
+    """Part of a step at batch 8 that is making the batch and choosing tokens."""
+    chunks = ours.decode_chunks(8, context)
+    logits = torch.randn(8, ours.runner.spec.vocab_size)
+    times = _take_turns(
+        {
+            "step": lambda: ours.runner.execute(chunks),
+            "batch": lambda: build_batch(chunks, BLOCK_SIZE),
+            "sample": lambda: sample(logits, chunks),
+        },
+        repeats,
+    )
+    return (times["batch"] + times["sample"]) / times["step"]
+
+
+def _openvino(folder: Path, dtype: str, options: argparse.Namespace) -> dict[str, float]:
+    if options.openvino_python is None:
+        return {}
+    script = Path(__file__).with_name("openvino_engine.py")
+    command = [options.openvino_python, str(script), str(folder), dtype]
+    for name in ("threads", "context", "repeats"):
+        command += [f"--{name}", str(getattr(options, name))]
+    command += ["--prefill", *map(str, options.prefill), "--batch", *map(str, options.batch)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    cells: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return cells
+
+
+def _peer_versions(openvino_python: str | None) -> dict[str, str]:
+    from importlib.metadata import version  # noqa: PLC0415
+
+    found = {"transformers": version("transformers")}
+    if openvino_python is not None:
+        ask = "from importlib.metadata import version; print(version('openvino-genai'))"
+        done = subprocess.run(
+            [openvino_python, "-c", ask], check=True, stdout=subprocess.PIPE, text=True
+        )
+        found["openvino-genai"] = done.stdout.strip()
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Targets of the engine benchmark, and its result as JSON and as a Markdown page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+_ENGINES = ("kvmesh", "transformers", "hand loop", "openvino", "floor")
+
+
+def _target(name: str, value: float, goal: float, *, at_most: bool = False) -> dict[str, Any]:
+    met = value <= goal if at_most else value >= goal
+    return {"name": name, "value": round(value, 3), "goal": goal, "met": met}
+
+
+def targets(rows: Sequence[Mapping[str, Any]], limits: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What was to be reached; those whose cells were not measured are left out.
+
+    A ratio over several cells is the lowest of them.
+    """
+    out = []
+
+    def lowest(peer: str, goal: float, cell: str = "", model: str = "") -> None:
+        ratios = [
+            row["tokens_per_s"]["kvmesh"] / row["tokens_per_s"][peer]
+            for row in rows
+            if peer in row["tokens_per_s"]
+            and row["cell"].startswith(cell)
+            and row["model"].startswith(model)
+        ]
+        if ratios:
+            where = " ".join(part for part in (model, cell or "every cell") if part)
+            out.append(_target(f"{where}: times {peer}", min(ratios), goal))
+
+    lowest("transformers", 1.15)
+    lowest("hand loop", 0.95, cell="prefill")
+    lowest("openvino", 0.9, cell="prefill")
+    lowest("openvino", 0.6, cell="decode", model="110M")
+    for row in rows:
+        label = f"{row['model']} {row['dtype']}"
+        if (label, row["cell"]) == ("0.5B bfloat16", "decode 1"):
+            bound = limits[label]["weight_streaming_tokens_per_s"]
+            name = f"{label} decode 1: share of weight streaming"
+            out.append(_target(name, row["tokens_per_s"]["kvmesh"] / bound, 0.8))
+    for label, found in limits.items():
+        if label.startswith("110M"):
+            name = f"{label} batch 8: batching and sampling, share of a step"
+            out.append(_target(name, found["step_overhead_share"], 0.1, at_most=True))
+    return out
+
+
+def markdown(result: Mapping[str, Any]) -> str:
+    """The result as a Markdown page."""
+    where = result["machine"]
+    lines = [
+        "# Engine benchmark",
+        "",
+        (
+            f"{result['date']}, commit {result['commit'] or 'unknown'}, {where['processor']}, "
+            f"{where['threads']} of {where['cores']} cores. Tokens per second, medians; decode "
+            f"with context {result['context']}."
+        ),
+        "",
+        "| model | dtype | cell | " + " | ".join(_ENGINES) + " |",
+        "|---|---|---|" + "---|" * len(_ENGINES),
+    ]
+    for row in result["rows"]:
+        cells = row["tokens_per_s"]
+        numbers = (f"{cells[name]:.0f}" if name in cells else "" for name in _ENGINES)
+        lines.append(f"| {row['model']} | {row['dtype']} | {row['cell']} | {' | '.join(numbers)} |")
+    lines += ["", "| target | value | goal | met |", "|---|---|---|---|"]
+    for target in result["targets"]:
+        met = "yes" if target["met"] else "no"
+        lines.append(f"| {target['name']} | {target['value']:g} | {target['goal']} | {met} |")
+    return "\n".join(lines) + "\n"
+
+
+def save(result: Mapping[str, Any], path: Path) -> None:
+    """Writes the result as JSON, and as Markdown beside it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=2) + "\n")
+    path.with_suffix(".md").write_text(markdown(result))

@@ -1,0 +1,119 @@
+"""The file and the table of a benchmark, the same for all of them."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from kvmesh.cli.bench_report import git_commit, machine, versions
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a number was to reach.
+
+    Attributes:
+        at_most: the goal is an upper bound.
+    """
+
+    name: str
+    value: float | None
+    goal: float
+    at_most: bool = False
+
+    @property
+    def met(self) -> bool | None:
+        """None when it was not measured."""
+        if self.value is None:
+            return None
+        return self.value <= self.goal if self.at_most else self.value >= self.goal
+
+    def as_row(self) -> Row:
+        """For the file."""
+        sign = "<=" if self.at_most else ">="
+        value = None if self.value is None else round(self.value, 4)
+        return {"name": self.name, "value": value, "goal": f"{sign} {self.goal}", "met": self.met}
+
+
+def spread(values: Sequence[float], digits: int = 3) -> Row:
+    """Smallest, middle and largest of repeated measurements."""
+    return {
+        "min": round(min(values), digits),
+        "median": round(statistics.median(values), digits),
+        "max": round(max(values), digits),
+    }
+
+
+def document(
+    rows: Sequence[Row], targets: Sequence[Target], seed: int, notes: Sequence[str]
+) -> dict[str, Any]:
+    """A result with all that is needed to run it again."""
+    return {
+        "command": " ".join(["python", "-m", *_module(), *sys.argv[1:]]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": git_commit(ROOT),
+        "machine": machine(),
+        "versions": versions(),
+        "seed": seed,
+        "rows": list(rows),
+        "targets": [target.as_row() for target in targets],
+        "notes": list(notes),
+    }
+
+
+def _module() -> list[str]:
+    return [f"benchmarks.{Path(sys.argv[0]).stem}"]
+
+
+def save(result: Mapping[str, Any], path: Path) -> None:
+    """Writes the file, and a table beside it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    path.with_suffix(".md").write_text(markdown(result))
+
+
+def markdown(result: Mapping[str, Any]) -> str:
+    """The result as a page."""
+    where = result["machine"]
+    lines = [
+        f"`{result['command']}`",
+        "",
+        f"{result['date']}, commit {result['commit'] or 'unknown'}, {where['processor']},",
+        f"{where['cores']} cores, {where['system']}",
+        "",
+        *table(result["rows"]),
+        "",
+        *table(result["targets"]),
+        "",
+        *(f"- {note}" for note in result["notes"]),
+    ]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Rows with the same keys as a Markdown table; spreads become min/median/max."""
+    if not rows:
+        return []
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
+    lines += ["| " + " | ".join(_cell(row.get(name)) for name in names) + " |" for row in rows]
+    return lines
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, dict):
+        return " / ".join(f"{value[name]:g}" for name in ("min", "median", "max"))
+    if value is None:
+        return "–"
+    return str(value)

@@ -1,0 +1,311 @@
+"""Data channels against memcpy, iperf3, our own baselines and other transfer engines.
+
+All in one run on one machine. Sender and receiver are two processes; every measurement is repeated
+and the smallest, middle and largest are kept.
+
+    python -m benchmarks.transfer                       # everything
+    python -m benchmarks.transfer --sizes 1 16 --runs 3 # a quick look
+    python -m benchmarks.transfer --nixl-python NIXL/bin/python --mooncake-python MC/bin/python
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import functools
+import os
+import random
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import uvloop
+
+from benchmarks.result import RESULTS, Row, document, markdown, save, spread, table
+from benchmarks.transfer_ends import (
+    IN_ORDER,
+    RECEIVER,
+    SENDER,
+    SHUFFLED,
+    OpenTarget,
+    Pool,
+    ReceiverSpec,
+    cpu_seconds,
+    layout,
+    receiver_process,
+    reservation,
+    shuffled,
+)
+from benchmarks.transfer_peers import iperf_rows, peer_rows
+from benchmarks.transfer_targets import targets_of
+from kvmesh.core.types import Reservation
+from kvmesh.transfer.alignment import Run
+from kvmesh.transfer.channel_pool import ChannelPool, SendOptions
+from kvmesh.transfer.data_server import DataAddress, DataServer, ReceiveOptions
+from kvmesh.transfer.frames import Checksum
+from kvmesh.transfer.memory import copy_views
+from kvmesh.transfer.protocol import ChannelIdentity
+
+MIB = 1 << 20
+PIECE = 16 << 10
+"""Block size of the sweep: contiguous runs and scattered pieces are made of these."""
+LAYER_PIECE = 4 << 10
+LAYERS, TOKENS, BLOCK_TOKENS = 32, 8192, 16
+"""The model of the baselines: 2 KV heads of 64, 16 tokens: 4 KiB per layer and K or V."""
+_IN_FLIGHT = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Ours:
+    """One of our channels under test."""
+
+    name: str
+    options: SendOptions
+
+    @property
+    def is_shm(self) -> bool:
+        """Whether it needs the host route."""
+        return self.options.kinds == ("shm",)
+
+
+CHANNELS = (
+    Ours("shm", SendOptions(kinds=("shm",))),
+    Ours("tcp x1", SendOptions(kinds=("tcp",), lanes=1, checksum=Checksum.NONE)),
+    Ours("tcp x2", SendOptions(kinds=("tcp",), lanes=2, checksum=Checksum.NONE)),
+    Ours("tcp x4", SendOptions(kinds=("tcp",), lanes=4, checksum=Checksum.NONE)),
+    Ours("tcp x2 crc32c", SendOptions(kinds=("tcp",), lanes=2, checksum=Checksum.CRC32C)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is measured."""
+
+    sizes: tuple[int, ...]
+    runs: int
+    seed: int
+
+    @property
+    def pool_blocks(self) -> int:
+        """Room for four of the largest transfers."""
+        return 4 * max(self.sizes) * MIB // PIECE
+
+
+async def measure(
+    work: Callable[[], Awaitable[None]], runs: int, num_bytes: int, pids: Sequence[int]
+) -> Row:
+    """Repeats a transfer after one that does not count."""
+    await work()
+    seconds, cpu = [], sum(cpu_seconds(pid) for pid in pids)
+    for _ in range(runs):
+        started = time.perf_counter()
+        await work()
+        seconds.append(time.perf_counter() - started)
+    cpu = sum(cpu_seconds(pid) for pid in pids) - cpu
+    return {
+        "gb_s": spread([num_bytes / second / 1e9 for second in seconds]),
+        "ms": spread([second * 1e3 for second in seconds]),
+        "cpu_s_per_gib": round(cpu / (runs * num_bytes / (1 << 30)), 3),
+    }
+
+
+def runs_of(shape: str, num_blocks: int, first: int, plan: Plan) -> list[Run]:
+    """Runs of one transfer: one, or single blocks out of a random order."""
+    if shape == "contiguous":
+        return [Run(first, first, num_blocks)]
+    order = list(range(first, first + num_blocks))
+    random.Random(plan.seed + first).shuffle(order)
+    return [Run(block, first + index, 1) for index, block in enumerate(order)]
+
+
+async def put_all(
+    pool: ChannelPool, target: Reservation, transfers: Sequence[Sequence[Run]]
+) -> None:
+    """Several transfers at once."""
+    await asyncio.gather(*(pool.put(target, runs) for runs in transfers))
+
+
+async def put_each(pool: ChannelPool, target: Reservation, calls: Sequence[Run]) -> None:
+    """One call per run, some under way at once."""
+    left = iter(calls)
+
+    async def caller() -> None:
+        for run in left:
+            await pool.put(target, [run])
+
+    await asyncio.gather(*(caller() for _ in range(_IN_FLIGHT)))
+
+
+async def sweep(
+    name: str, pool: ChannelPool, address: DataAddress, pids: Sequence[int], plan: Plan
+) -> list[Row]:
+    """All sizes and shapes over one channel."""
+    rows = []
+    for mib in plan.sizes:
+        for shape, reservation_id in (("contiguous", IN_ORDER), ("16 KiB pieces", SHUFFLED)):
+            for concurrent in (1, 4):
+                target = reservation(address, reservation_id, plan.pool_blocks)
+                count = mib * MIB // PIECE
+                transfers = [runs_of(shape, count, i * count, plan) for i in range(concurrent)]
+
+                work = functools.partial(put_all, pool, target, transfers)
+                measured = await measure(work, plan.runs, concurrent * mib * MIB, pids)
+                rows.append(
+                    {"what": name, "shape": shape, "mib": mib, "concurrent": concurrent, **measured}
+                )
+    return rows
+
+
+async def latency(
+    name: str, pool: ChannelPool, address: DataAddress, pids: Sequence[int]
+) -> list[Row]:
+    """A small handoff: 64 KiB written, and the same with its commit."""
+    target = reservation(address, IN_ORDER, 64)
+    runs = [Run(0, 0, 4)]
+
+    async def put() -> None:
+        await pool.put(target, runs)
+
+    async def put_and_commit() -> None:
+        await pool.put(target, runs)
+        await pool.commit(target, 1, 1)
+
+    rows = []
+    for shape, work in (("64 KiB put", put), ("64 KiB put and commit", put_and_commit)):
+        await measure(work, 50, 4 * PIECE, pids)
+        measured = await measure(work, 500, 4 * PIECE, pids)
+        rows.append({"what": name, "shape": shape, "mib": 0.0625, "concurrent": 1, **measured})
+    return rows
+
+
+async def ours(channel: Ours, plan: Plan) -> list[Row]:
+    """One channel between two processes."""
+    spec = ReceiverSpec(PIECE, plan.pool_blocks, plan.seed)
+    source = Pool(plan.pool_blocks, PIECE, plan.seed)
+    with receiver_process(spec) as receiver:
+        pool = ChannelPool(ChannelIdentity(SENDER, 1, layout(PIECE)), source, channel.options)
+        pids = (os.getpid(), receiver.pid)
+        rows = await latency(channel.name, pool, receiver.address, pids)
+        rows += await sweep(channel.name, pool, receiver.address, pids, plan)
+        await pool.close()
+    os.close(source.fd)
+    return rows
+
+
+async def within_the_process(plan: Plan) -> list[Row]:
+    """The local channel: both ends here."""
+    source = Pool(plan.pool_blocks, PIECE, plan.seed)
+    target = OpenTarget(
+        Pool(plan.pool_blocks, PIECE, plan.seed + 1), shuffled(plan.pool_blocks, plan.seed)
+    )
+    server = DataServer(ChannelIdentity(RECEIVER, 1, layout(PIECE)), target, ReceiveOptions())
+    address = await server.start()
+    options = SendOptions(kinds=("local",))
+    pool = ChannelPool(ChannelIdentity(SENDER, 1, layout(PIECE)), source, options)
+    rows = await latency("local", pool, address, (os.getpid(),))
+    rows += await sweep("local", pool, address, (os.getpid(),), plan)
+    await pool.close()
+    await server.close()
+    return rows
+
+
+async def _called(work: Callable[[], None]) -> None:
+    work()
+
+
+async def memcpy(plan: Plan) -> list[Row]:
+    """One thread in one process, between two shared memories."""
+    source, target = (Pool(plan.pool_blocks, PIECE, plan.seed + i) for i in range(2))
+    order = shuffled(plan.pool_blocks, plan.seed)
+    rows = []
+    for mib in plan.sizes:
+        count = mib * MIB // PIECE
+        whole_from = np.frombuffer(source.read_view(0, count), dtype=np.uint8)
+        whole_to = np.frombuffer(target.read_view(0, count), dtype=np.uint8)
+        pieces_from = [source.read_view(r.source_start, 1) for r in runs_of("", count, 0, plan)]
+        pieces_to = [target.read_view(block, 1) for block in order[:count]]
+
+        copies: dict[str, Callable[[], None]] = {
+            "contiguous": functools.partial(np.copyto, whole_to, whole_from),
+            "16 KiB pieces": functools.partial(copy_views, pieces_to, pieces_from),
+        }
+        for shape, copy in copies.items():
+            work = functools.partial(_called, copy)
+            measured = await measure(work, plan.runs, mib * MIB, (os.getpid(),))
+            rows.append({"what": "memcpy", "shape": shape, "mib": mib, "concurrent": 1, **measured})
+    return rows
+
+
+async def baselines(plan: Plan, channels: Sequence[Ours]) -> list[Row]:
+    """A 32-layer prompt of 8k tokens: one call, one per block, one per layer, K or V, and block."""
+    per_block = 2 * LAYERS
+    count = TOKENS // BLOCK_TOKENS * per_block
+    rows = []
+    for channel in channels:
+        source = Pool(count, LAYER_PIECE, plan.seed)
+        with receiver_process(ReceiverSpec(LAYER_PIECE, count, plan.seed)) as receiver:
+            identity = ChannelIdentity(SENDER, 1, layout(LAYER_PIECE))
+            pool = ChannelPool(identity, source, channel.options)
+            target = reservation(receiver.address, IN_ORDER, count)
+            for shape, length in (("aligned", count), ("blockwise", per_block), ("layerwise", 1)):
+                calls = [Run(first, first, length) for first in range(0, count, length)]
+
+                work = functools.partial(put_each, pool, target, calls)
+                runs = plan.runs if shape != "layerwise" else min(plan.runs, 5)
+                pids = (os.getpid(), receiver.pid)
+                measured = await measure(work, runs, count * LAYER_PIECE, pids)
+                mib = count * LAYER_PIECE // MIB
+                head = {"what": channel.name, "shape": shape, "mib": mib, "concurrent": 1}
+                rows.append({**head, **measured, "calls": len(calls)})
+            await pool.close()
+        os.close(source.fd)
+    return rows
+
+
+async def run(plan: Plan, pythons: Mapping[str, Path]) -> list[Row]:
+    """Everything, one after the other."""
+    rows: list[Row] = []
+
+    def add(more: list[Row]) -> None:
+        rows.extend(more)
+        sys.stderr.write("\n".join(table(more)[2:]) + "\n")
+
+    add(await memcpy(plan))
+    add(await within_the_process(plan))
+    for channel in CHANNELS:
+        add(await ours(channel, plan))
+    add(iperf_rows(plan.sizes, plan.runs))
+    add(await baselines(plan, [CHANNELS[0], CHANNELS[2]]))
+    add(peer_rows(pythons, plan.sizes, plan.runs, plan.seed))
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs, prints and saves."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 4, 16, 64, 256], help="MiB")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=1)
+    for engine in ("nixl", "mooncake"):
+        parser.add_argument(f"--{engine}-python", type=Path, help=f"interpreter that has {engine}")
+    parser.add_argument("--out", type=Path, default=RESULTS / "transfer.json")
+    arguments = parser.parse_args(argv)
+    plan = Plan(tuple(arguments.sizes), arguments.runs, arguments.seed)
+    found = {"nixl": arguments.nixl_python, "mooncake": arguments.mooncake_python}
+    rows = uvloop.run(run(plan, {name: python for name, python in found.items() if python}))
+    notes = [
+        "gb_s, ms: min / median / max; GB is 1e9 bytes; cpu_s_per_gib: both ends together",
+        "tcp channels set cubic, as iperf3 here; plain rows carry no checksum, as iperf3 does not",
+        f"blockwise and layerwise: one call per piece, {_IN_FLIGHT} under way",
+    ]
+    result = document(rows, targets_of(rows), plan.seed, notes)
+    save(result, arguments.out)
+    sys.stdout.write(markdown(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,176 @@
+"""Both ends of a transfer benchmark: pools, a target that lets everything in, a receiver process.
+
+`python -m benchmarks.transfer_ends` is the receiver: it prints its address as one line of JSON and
+lives until its standard input ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from kvmesh.core.types import Endpoint, HostRoute, KvLayout, Refusal, Reservation, WorkerId
+from kvmesh.transfer.data_server import DataAddress, DataServer, ReceiveOptions
+from kvmesh.transfer.frames import Checksum, CommitFrame, PutFrame
+from kvmesh.transfer.memory import create_shared
+from kvmesh.transfer.protocol import ChannelIdentity
+from kvmesh.transfer.target import WriteGrant
+
+SENDER, RECEIVER = WorkerId("sender"), WorkerId("receiver")
+IN_ORDER, SHUFFLED = 1, 2
+"""Reservations: index i is block i, or the block of a random order."""
+
+
+def layout(block_bytes: int) -> KvLayout:
+    """A layout whose blocks have this size."""
+    return KvLayout("bench", "float16", 16, 1, 1, block_bytes // (2 * 16 * 2))
+
+
+class Pool:
+    """Blocks in a memfd, every page touched."""
+
+    def __init__(self, num_blocks: int, block_bytes: int, seed: int) -> None:
+        self.num_blocks = num_blocks
+        self._block_bytes = block_bytes
+        self.fd, mapping = create_shared("bench", num_blocks * block_bytes)
+        self.view = memoryview(mapping)
+        piece = random.Random(seed).randbytes(1 << 20)
+        for start in range(0, len(self.view), len(piece)):
+            end = min(start + len(piece), len(self.view))
+            self.view[start:end] = piece[: end - start]
+
+    def read_view(self, first_block: int, num_blocks: int) -> memoryview:
+        """Bytes of a run."""
+        size = self._block_bytes
+        return self.view[first_block * size : (first_block + num_blocks) * size]
+
+
+class OpenTarget:
+    """Grants every write."""
+
+    def __init__(self, pool: Pool, order: list[int]) -> None:
+        self._pool = pool
+        self._order = order
+
+    def begin_write(self, put: PutFrame) -> WriteGrant | Refusal:
+        """Memory of the runs."""
+        if put.claim.reservation_id == IN_ORDER:
+            views = [self._pool.read_view(run.first, run.count) for run in put.runs]
+        else:
+            indexes = (run.first + i for run in put.runs for i in range(run.count))
+            views = [self._pool.read_view(self._order[index], 1) for index in indexes]
+        return WriteGrant(put, tuple(views))
+
+    def end_write(self, grant: WriteGrant, ok: bool) -> None:
+        """Nothing is kept."""
+
+    def commit(self, frame: CommitFrame) -> Refusal | None:
+        """Always."""
+        return None
+
+    def peer_lost(self, worker_id: WorkerId) -> None:
+        """Nothing is kept."""
+
+
+def shuffled(num_blocks: int, seed: int) -> list[int]:
+    """A random order of all blocks."""
+    order = list(range(num_blocks))
+    random.Random(seed).shuffle(order)
+    return order
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiverSpec:
+    """What the receiver process is started with."""
+
+    block_bytes: int
+    num_blocks: int
+    seed: int
+    checksum: int = int(Checksum.NONE)
+
+
+def reservation(address: DataAddress, reservation_id: int, num_blocks: int) -> Reservation:
+    """All blocks of the receiver."""
+    return Reservation(
+        reservation_id=reservation_id,
+        worker_id=RECEIVER,
+        incarnation=1,
+        generation=1,
+        capability=b"bench",
+        data_endpoint=address.endpoint,
+        num_cached_blocks=0,
+        num_blocks=num_blocks,
+        lease_ms=10_000,
+        host_route=address.route,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiverProcess:
+    """A running receiver."""
+
+    address: DataAddress
+    pid: int
+
+
+@contextlib.contextmanager
+def receiver_process(spec: ReceiverSpec) -> Iterator[ReceiverProcess]:
+    """A receiver in a process of its own."""
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.transfer_ends",
+        json.dumps(dataclasses.asdict(spec)),
+    ]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        said: dict[str, Any] = json.loads(process.stdout.readline())
+        route = HostRoute(*said["route"]) if said["route"] else None
+        yield ReceiverProcess(DataAddress(Endpoint(*said["endpoint"]), route), process.pid)
+    finally:
+        process.stdin.close()
+        process.wait(timeout=30)
+        process.stdout.close()
+
+
+def cpu_seconds(pid: int) -> float:
+    """Processor time of a process so far, all threads, user and system."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def _serve(spec: ReceiverSpec) -> None:
+    pool = Pool(spec.num_blocks, spec.block_bytes, spec.seed + 1)
+    target = OpenTarget(pool, shuffled(spec.num_blocks, spec.seed))
+    identity = ChannelIdentity(RECEIVER, 1, layout(spec.block_bytes))
+    server = DataServer(identity, target, ReceiveOptions(checksum=Checksum(spec.checksum)))
+    address = await server.start()
+    route = address.route
+    said = {
+        "endpoint": [address.endpoint.host, address.endpoint.port],
+        "route": [route.host_id, route.socket_path] if route else None,
+    }
+    sys.stdout.write(json.dumps(said) + "\n")
+    sys.stdout.flush()
+    await asyncio.to_thread(sys.stdin.read)
+    await server.close()
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    uvloop.run(_serve(ReceiverSpec(**json.loads(sys.argv[1]))))

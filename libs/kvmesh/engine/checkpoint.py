@@ -1,0 +1,111 @@
+"""Reads the architecture of a checkpoint from the files that Hugging Face folders hold.
+
+What a family makes of its keys is in models/. Tests: tests/unit/engine/test_config.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvmesh.core.errors import CheckpointError
+from kvmesh.engine.config import ModelConfig
+from kvmesh.engine.json_fields import Fields, read_json
+from kvmesh.engine.models import FAMILIES
+
+SUPPORTED = (
+    f"supported are {', '.join(sorted(FAMILIES))} checkpoints in safetensors without quantization"
+)
+_UNSUPPORTED_KEYS = (
+    "quantization_config",
+    "mlp_bias",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "use_bidirectional_attention",
+)
+_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+
+
+def load_model_config(folder: Path) -> ModelConfig:
+    """Reads config.json and generation_config.json of a checkpoint.
+
+    Raises:
+        CheckpointError: a file is missing or malformed, or the architecture is not supported.
+    """
+    path = folder / "config.json"
+    raw = read_json(path)
+    generation_path = folder / "generation_config.json"
+    generation = read_json(generation_path) if generation_path.is_file() else {}
+    return parse_model_config(raw, generation, origin=str(path))
+
+
+def parse_model_config(
+    raw: Mapping[str, Any], generation: Mapping[str, Any], *, origin: str
+) -> ModelConfig:
+    """Turns the parsed JSON files into a config.
+
+    Args:
+        origin: named in errors.
+
+    Raises:
+        CheckpointError: a key is missing, has the wrong type, or asks for what is not supported.
+    """
+    name = raw.get("model_type")
+    family = FAMILIES.get(name) if isinstance(name, str) else None
+    if family is None:
+        raise CheckpointError(f"{origin}: model_type {name!r} is not supported; {SUPPORTED}")
+    _refuse_unsupported(raw, family.activation, origin)
+    fields = Fields(raw, origin)
+    hidden_size = fields.number("hidden_size", int)
+    num_layers = fields.number("num_hidden_layers", int)
+    num_heads = fields.number("num_attention_heads", int)
+    num_kv_heads = fields.number("num_key_value_heads", int, default=num_heads)
+    usual_head_dim = family.head_dim or hidden_size // num_heads
+    head_dim = fields.number("head_dim", int, default=usual_head_dim)
+    if num_heads % num_kv_heads or head_dim % 2:
+        raise CheckpointError(
+            f"{origin}: {num_heads} heads, {num_kv_heads} KV heads and head size {head_dim} "
+            "do not fit together"
+        )
+    bias = fields.flag("attention_bias")
+    has_experts_only = raw.get("intermediate_size") is None
+    config = ModelConfig(
+        family=str(name),
+        vocab_size=fields.number("vocab_size", int),
+        hidden_size=hidden_size,
+        intermediate_size=0 if has_experts_only else fields.number("intermediate_size", int),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=fields.number("rms_norm_eps", float, default=1e-6),
+        rope=fields.rope(family.rope_theta, "full_attention"),
+        max_position_embeddings=fields.number("max_position_embeddings", int),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", default=family.ties_embeddings),
+        qkv_bias=bias,
+        output_bias=bias,
+        qk_norm=False,
+        dtype=fields.dtype(),
+        eos_token_ids=fields.eos_ids() | Fields(generation, origin).eos_ids(),
+        attention_scale=head_dim**-0.5,
+        windows=(0,) * num_layers,
+    )
+    configured = family.configure(fields, config)
+    types = fields.layer_types(num_layers) or ()
+    if "sliding_attention" in types and not any(configured.windows):
+        raise CheckpointError(
+            f"{origin}: layer type sliding_attention is not supported in {name}; {SUPPORTED}"
+        )
+    return configured
+
+
+def _refuse_unsupported(raw: Mapping[str, Any], activation: str, origin: str) -> None:
+    names = ("hidden_act", "hidden_activation")
+    found = [f"{key} {raw[key]!r}" for key in names if raw.get(key, activation) != activation]
+    found += [key for key in _UNSUPPORTED_KEYS if raw.get(key)]
+    odd_layers = set(raw.get("layer_types") or ()) - _LAYER_TYPES
+    if odd_layers:
+        found.append(f"layer types {', '.join(sorted(odd_layers))}")
+    if found:
+        raise CheckpointError(f"{origin}: {'; '.join(found)} is not supported; {SUPPORTED}")

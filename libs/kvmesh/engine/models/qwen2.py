@@ -1,0 +1,18 @@
+"""Qwen2 and 2.5: Llama with biases of queries, keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvmesh.engine.config import ModelConfig
+from kvmesh.engine.json_fields import Fields
+from kvmesh.engine.layers import load_pre_norm_layer
+from kvmesh.engine.models.family import Family, qwen_windows
+
+
+def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
+    windows = qwen_windows(fields, config)
+    return replace(config, qkv_bias=True, output_bias=False, windows=windows)
+
+
+FAMILY = Family(_configure, load_pre_norm_layer)

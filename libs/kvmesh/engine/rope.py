@@ -1,0 +1,85 @@
+"""Rotary tables. Tests: tests/unit/engine/test_rope.py."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvmesh.engine.config import RopeConfig
+from kvmesh.kernels.dispatch import RopeRows
+
+
+@dataclass(frozen=True, slots=True)
+class RopeTable:
+    """Cosines and signed sines of every position.
+
+    Attributes:
+        cos: [positions, 1, head_dim] in the computation dtype.
+        signed_sin: the same shape, first half negated, as `reference.apply_rope` wants it.
+    """
+
+    cos: Tensor
+    signed_sin: Tensor
+
+    def rows(self, positions: Tensor) -> RopeRows:
+        """The rotation of these positions, [rows] int64."""
+        return RopeRows(self.cos[positions], self.signed_sin[positions])
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+    """Angle per position of each pair of a head's elements.
+
+    Returns:
+        [head_dim / 2] fp32, descending.
+
+    Source: arXiv 2104.09864 §3.2; "llama3" as published with the Llama 3.1 weights; YaRN, arXiv
+        2309.00071 §3.2.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    frequencies = 1.0 / (rope.theta**exponents)
+    if rope.kind == "default":
+        return frequencies
+    if rope.kind == "linear":
+        return frequencies / rope.factor
+    # Waves shorter than the original context stay, longer ones stretch, those between are mixed.
+    keep = _yarn_keep(rope, head_dim) if rope.kind == "yarn" else _llama3_keep(rope, frequencies)
+    return (1 - keep) * frequencies / rope.factor + keep * frequencies
+
+
+def _llama3_keep(rope: RopeConfig, frequencies: Tensor) -> Tensor:
+    wavelengths = 2 * math.pi / frequencies
+    turns = rope.original_max_positions / wavelengths
+    spread = rope.high_freq_factor - rope.low_freq_factor
+    return ((turns - rope.low_freq_factor) / spread).clamp(0, 1)
+
+
+def _yarn_keep(rope: RopeConfig, head_dim: int) -> Tensor:
+    def pair_with(turns: float) -> float:
+        """The pair that makes this many turns within the original context."""
+        waves = rope.original_max_positions / (turns * 2 * math.pi)
+        return head_dim * math.log(waves) / (2 * math.log(rope.theta))
+
+    low, high = pair_with(rope.beta_fast), pair_with(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    # Equal ends would divide by zero.
+    spread = high - low if high != low else 0.001
+    pairs = torch.arange(head_dim // 2, dtype=torch.float32)
+    return 1 - ((pairs - low) / spread).clamp(0, 1)
+
+
+def rope_table(
+    rope: RopeConfig, head_dim: int, num_positions: int, dtype: torch.dtype, device: str
+) -> RopeTable:
+    """The table for positions below `num_positions`; angles are computed in fp32."""
+    positions = torch.arange(num_positions, dtype=torch.float32)
+    angles = torch.outer(positions, inverse_frequencies(rope, head_dim))
+    cos, sin = angles.cos() * rope.scale, angles.sin() * rope.scale
+    return RopeTable(
+        torch.cat([cos, cos], dim=-1).to(device, dtype)[:, None],
+        torch.cat([-sin, sin], dim=-1).to(device, dtype)[:, None],
+    )

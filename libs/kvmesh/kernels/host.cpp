@@ -1,0 +1,419 @@
+// Steps of a decoder layer on the CPU that cost more in calls and passes over memory than in
+// arithmetic: norms, activations, rotary embedding with the KV write, and decode attention that
+// reads blocks where they lie. Twins: reference.py. Loaded by host_library.py through a C ABI.
+//
+// Vectors are GCC's own (16 floats), so the file has no intrinsics; what the CPU lacks, the
+// compiler splits. Sums are fp32 whatever the tensors hold, and bf16 results are rounded once.
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+namespace {
+
+constexpr int kWidth = 16;
+using Floats = float __attribute__((vector_size(64)));
+using Ints = int32_t __attribute__((vector_size(64)));
+using Words = uint32_t __attribute__((vector_size(64)));
+using Halves = uint16_t __attribute__((vector_size(32)));
+using Bf16 = uint16_t;
+
+// The same bits as another type.
+template <typename To, typename From>
+inline To bits_as(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+inline Floats splat(float value) { return Floats{} + value; }
+
+inline Floats load(const float* from) {
+  Floats out;
+  std::memcpy(&out, from, sizeof out);
+  return out;
+}
+
+inline Floats load(const Bf16* from) {
+  Halves halves;
+  std::memcpy(&halves, from, sizeof halves);
+  return bits_as<Floats>(__builtin_convertvector(halves, Words) << 16);
+}
+
+inline void store(float* to, Floats value) { std::memcpy(to, &value, sizeof value); }
+
+inline void store(Bf16* to, Floats value) {
+  // Round to nearest, ties to even.
+  const Words bits = bits_as<Words>(value);
+  const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  const Halves halves = __builtin_convertvector(rounded, Halves);
+  std::memcpy(to, &halves, sizeof halves);
+}
+
+inline float sum(Floats value) {
+  value += __builtin_shuffle(value, Ints{8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7});
+  value += __builtin_shuffle(value, Ints{4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11});
+  value += __builtin_shuffle(value, Ints{2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13});
+  value += __builtin_shuffle(value, Ints{1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14});
+  return value[0];
+}
+
+// Sums of sixteen vectors, one in each lane; `of` is overwritten. A third of the shuffles that
+// sixteen single sums take: each round adds neighbours of two vectors into one.
+inline Floats sums(Floats of[kWidth]) {
+  constexpr Ints kEven{0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
+  for (int left = kWidth / 2; left > 0; left /= 2)
+    for (int i = 0; i < left; ++i)
+      of[i] = __builtin_shuffle(of[2 * i], of[2 * i + 1], kEven) +
+              __builtin_shuffle(of[2 * i], of[2 * i + 1], kEven + 1);
+  return of[0];
+}
+
+// exp of each lane, relative error about 2e-7; below -87 the result is about 1e-38.
+inline Floats exponential(Floats x) {
+  x = x < -87.0f ? splat(-87.0f) : x;
+  x = x > 88.0f ? splat(88.0f) : x;
+  // Adding 1.5 * 2^23 rounds to an integer, which is then in the low mantissa bits.
+  const Floats shifted = x * 1.44269504f + 12582912.0f;
+  const Ints power = bits_as<Ints>(shifted) - 0x4b400000;
+  const Floats whole = shifted - 12582912.0f;
+  const Floats r = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
+  Floats p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  return p * bits_as<Floats>((power + 127) << 23);
+}
+
+template <typename T>
+void add_rms_norm(T* x, const T* delta, const T* weight, T* out, int64_t rows, int64_t dim,
+                  float eps, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1 && rows >= 8)
+  for (int64_t row = 0; row < rows; ++row) {
+    T* const own = x + row * dim;
+    Floats squares{};
+    for (int64_t i = 0; i < dim; i += kWidth) {
+      Floats value = load(own + i);
+      if (delta != nullptr) {
+        store(own + i, value + load(delta + row * dim + i));
+        value = load(own + i);
+      }
+      squares += value * value;
+    }
+    const Floats factor = splat(1.0f / std::sqrt(sum(squares) / static_cast<float>(dim) + eps));
+    for (int64_t i = 0; i < dim; i += kWidth)
+      store(out + row * dim + i, load(own + i) * factor * load(weight + i));
+  }
+}
+
+template <typename T>
+void silu_and_mul(const T* gate_up, T* out, int64_t rows, int64_t dim, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1 && rows >= 8)
+  for (int64_t row = 0; row < rows; ++row) {
+    const T* const gate = gate_up + row * 2 * dim;
+    for (int64_t i = 0; i < dim; i += kWidth) {
+      const Floats g = load(gate + i);
+      store(out + row * dim + i, g / (exponential(-g) + 1.0f) * load(gate + dim + i));
+    }
+  }
+}
+
+// One head: optional norm, then rotation of the pairs (i, i + dim / 2).
+template <typename T>
+void norm_rope_head(T* head, const T* weight, float eps, const T* cos, const T* signed_sin,
+                    int dim) {
+  Floats factor = splat(1.0f);
+  if (weight != nullptr) {
+    Floats squares{};
+    for (int i = 0; i < dim; i += kWidth) squares += load(head + i) * load(head + i);
+    factor = splat(1.0f / std::sqrt(sum(squares) / static_cast<float>(dim) + eps));
+  }
+  const int half = dim / 2;
+  for (int i = 0; i < half; i += kWidth) {
+    Floats low = load(head + i) * factor, high = load(head + half + i) * factor;
+    if (weight != nullptr) {
+      low *= load(weight + i);
+      high *= load(weight + half + i);
+    }
+    store(head + i, low * load(cos + i) + high * load(signed_sin + i));
+    store(head + half + i, high * load(cos + half + i) + low * load(signed_sin + half + i));
+  }
+}
+
+// Shape of the pool as one layer sees it; strides count elements.
+struct Pool {
+  int64_t block_stride, value_offset, block_size, kv_heads;
+};
+
+template <typename T>
+void rope_and_write(T* qkv, const T* qk_norm, float eps, const T* cos, const T* signed_sin,
+                    T* kv, const int64_t* slots, int64_t rows, int64_t heads, int dim, Pool pool,
+                    int threads) {
+  const int64_t turned = heads + pool.kv_heads, row_size = (turned + pool.kv_heads) * dim;
+  const size_t bytes = static_cast<size_t>(pool.kv_heads * dim) * sizeof(T);
+#pragma omp parallel for num_threads(threads) if (threads > 1 && rows >= 8)
+  for (int64_t row = 0; row < rows; ++row) {
+    T* const own = qkv + row * row_size;
+    for (int64_t head = 0; head < turned; ++head)
+      norm_rope_head(own + head * dim, qk_norm == nullptr ? nullptr : qk_norm + head * dim, eps,
+                     cos + row * dim, signed_sin + row * dim, dim);
+    const int64_t block = slots[row] / pool.block_size, offset = slots[row] % pool.block_size;
+    T* const key = kv + block * pool.block_stride + offset * pool.kv_heads * dim;
+    std::memcpy(key, own + heads * dim, bytes);
+    std::memcpy(key + pool.value_offset, own + turned * dim, bytes);
+  }
+}
+
+// Attention of H queries of one KV head over `count` positions of one block, added to a running
+// softmax: `highest` and `total` per query, `acc` not yet divided by `total`.
+template <typename T, int V, int H>
+void attend_block(const float* q, const T* keys, const T* values, int64_t stride, int64_t count,
+                  const T* next, float* highest, float* total, float* acc) {
+  constexpr int kDim = V * kWidth;
+  for (int64_t first = 0; first < count; first += kWidth) {
+    const int64_t here = count - first < kWidth ? count - first : kWidth;
+    Floats products[H][kWidth] = {};
+    for (int64_t p = 0; p < here; ++p) {
+      const T* const key = keys + (first + p) * stride;
+      for (int v = 0; v < V; ++v) __builtin_prefetch(next + (first + p) * stride + v * kWidth);
+      for (int v = 0; v < V; ++v) {
+        const Floats k = load(key + v * kWidth);
+        for (int h = 0; h < H; ++h) products[h][p] += load(q + h * kDim + v * kWidth) * k;
+      }
+    }
+    float scores[H][kWidth];
+    for (int h = 0; h < H; ++h) {
+      store(scores[h], sums(products[h]));
+      for (int64_t p = here; p < kWidth; ++p)
+        scores[h][p] = -std::numeric_limits<float>::infinity();
+    }
+    for (int h = 0; h < H; ++h) {
+      float peak = highest[h];
+      for (int64_t p = 0; p < here; ++p) peak = scores[h][p] > peak ? scores[h][p] : peak;
+      const float rescale = std::exp(highest[h] - peak);
+      const Floats weights = exponential(load(scores[h]) - peak);
+      store(scores[h], weights);
+      highest[h] = peak;
+      total[h] = total[h] * rescale + sum(weights);
+      for (int v = 0; v < V; ++v) {
+        float* const part = acc + h * kDim + v * kWidth;
+        store(part, load(part) * rescale);
+      }
+    }
+    Floats sums[H][V];
+    for (int h = 0; h < H; ++h)
+      for (int v = 0; v < V; ++v) sums[h][v] = load(acc + h * kDim + v * kWidth);
+    for (int64_t p = 0; p < here; ++p) {
+      const T* const value = values + (first + p) * stride;
+      for (int v = 0; v < V; ++v) {
+        const Floats x = load(value + v * kWidth);
+        for (int h = 0; h < H; ++h) sums[h][v] += scores[h][p] * x;
+      }
+    }
+    for (int h = 0; h < H; ++h)
+      for (int v = 0; v < V; ++v) store(acc + h * kDim + v * kWidth, sums[h][v]);
+  }
+}
+
+struct Decode {
+  const int64_t *tables, *lens;
+  int64_t table_stride, sequences, heads, window;
+  float scale;
+  const float* sinks;
+  Pool pool;
+};
+
+// One part of one sequence's context, all heads, added to the running softmax of each.
+template <typename T, int V>
+void attend_part(const Decode& call, const float* q, const T* kv, int64_t sequence, int64_t first,
+                 int64_t last, float* highest, float* total, float* acc) {
+  constexpr int kDim = V * kWidth;
+  // More queries at once than this would not fit the registers.
+  constexpr int kMost = V <= 4 ? 4 : 2;
+  const Pool& pool = call.pool;
+  const int64_t group = call.heads / pool.kv_heads, stride = pool.kv_heads * kDim;
+  const int64_t* const table = call.tables + sequence * call.table_stride;
+  for (int64_t at = first; at < last;) {
+    const int64_t offset = at % pool.block_size;
+    const int64_t left = pool.block_size - offset;
+    const int64_t count = last - at < left ? last - at : left;
+    const T* const block = kv + table[at / pool.block_size] * pool.block_stride;
+    const T* const next =
+        at + count < last ? kv + table[at / pool.block_size + 1] * pool.block_stride : block;
+    for (int64_t kv_head = 0; kv_head < pool.kv_heads; ++kv_head) {
+      const T* const keys = block + offset * stride + kv_head * kDim;
+      for (int64_t done = 0; done < group;) {
+        const int64_t head = kv_head * group + done;
+        const auto run = [&](auto attend) {
+          attend(q + head * kDim, keys, keys + pool.value_offset, stride, count,
+                 next + kv_head * kDim, highest + head, total + head, acc + head * kDim);
+        };
+        const int64_t queries = group - done < kMost ? group - done : kMost;
+        if (queries == 4) run(attend_block<T, V, kMost>);
+        else if (queries == 3) run(attend_block<T, V, kMost < 3 ? kMost : 3>);
+        else if (queries == 2) run(attend_block<T, V, 2>);
+        else run(attend_block<T, V, 1>);
+        done += queries;
+      }
+    }
+    at += count;
+  }
+}
+
+template <typename T, int V>
+void decode(const Decode& call, const T* q, int64_t q_stride, const T* kv, T* out, int threads) {
+  constexpr int kDim = V * kWidth;
+  // Fewer sequences than threads are cut into parts, so that every thread has one.
+  const int64_t splits = call.sequences >= threads ? 1 : (threads - 1) / call.sequences + 1;
+  const int64_t items = call.sequences * splits, heads = call.heads;
+  std::vector<float> highest(items * heads, -std::numeric_limits<float>::infinity());
+  std::vector<float> total(items * heads, 0.0f), acc(items * heads * kDim, 0.0f);
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
+  for (int64_t item = 0; item < items; ++item) {
+    const int64_t sequence = item / splits, part = item % splits;
+    const int64_t len = call.lens[sequence];
+    const int64_t begin = call.window > 0 && len > call.window ? len - call.window : 0;
+    const int64_t size = (len - begin + splits - 1) / splits, first = begin + part * size;
+    const int64_t last = first + size < len ? first + size : len;
+    std::vector<float> scaled(heads * kDim);
+    for (int64_t i = 0; i < heads * kDim; i += kWidth)
+      store(&scaled[i], load(q + sequence * q_stride + i) * call.scale);
+    attend_part<T, V>(call, scaled.data(), kv, sequence, first, last, &highest[item * heads],
+                      &total[item * heads], &acc[item * heads * kDim]);
+  }
+  for (int64_t row = 0; row < call.sequences * heads; ++row) {
+    const int64_t sequence = row / heads, head = row % heads;
+    float peak = call.sinks != nullptr ? call.sinks[head] : -std::numeric_limits<float>::infinity();
+    for (int64_t part = 0; part < splits; ++part) {
+      const float other = highest[(sequence * splits + part) * heads + head];
+      peak = other > peak ? other : peak;
+    }
+    // A sink takes its share of the softmax and gives no value.
+    float sum_of_weights = call.sinks != nullptr ? std::exp(call.sinks[head] - peak) : 0.0f;
+    Floats joined[V] = {};
+    for (int64_t part = 0; part < splits; ++part) {
+      const int64_t from = (sequence * splits + part) * heads + head;
+      const float weight = std::exp(highest[from] - peak);
+      sum_of_weights += total[from] * weight;
+      for (int v = 0; v < V; ++v) joined[v] += load(&acc[from * kDim + v * kWidth]) * weight;
+    }
+    for (int v = 0; v < V; ++v) store(out + row * kDim + v * kWidth, joined[v] / sum_of_weights);
+  }
+}
+
+template <typename T>
+int decode_any(const Decode& call, const T* q, int64_t q_stride, const T* kv, T* out, int64_t dim,
+               int threads) {
+  switch (dim) {
+    case 16: decode<T, 1>(call, q, q_stride, kv, out, threads); return 0;
+    case 32: decode<T, 2>(call, q, q_stride, kv, out, threads); return 0;
+    case 64: decode<T, 4>(call, q, q_stride, kv, out, threads); return 0;
+    case 128: decode<T, 8>(call, q, q_stride, kv, out, threads); return 0;
+    case 256: decode<T, 16>(call, q, q_stride, kv, out, threads); return 0;
+    default: return 1;
+  }
+}
+
+// Rows that `few_rows` takes at most; more are computed faster than memory delivers weights.
+constexpr int kMostRows = 4;
+constexpr int kPanel = 64;
+
+inline void multiply_add(const float* weights, const float* x, int64_t x_stride, int rows,
+                         Floats (*sums)[kMostRows]) {
+  for (int v = 0; v < kPanel / kWidth; ++v) {
+    const Floats w = load(weights + v * kWidth);
+    for (int row = 0; row < rows; ++row) sums[v][row] += w * x[row * x_stride];
+  }
+}
+
+inline float widened(Bf16 value) { return bits_as<float>(static_cast<uint32_t>(value) << 16); }
+
+inline void multiply_add(const Bf16* weights, const Bf16* x, int64_t x_stride, int rows,
+                         Floats (*sums)[kMostRows]) {
+  for (int v = 0; v < kPanel / kWidth; ++v) {
+    // Weights of two inputs lie side by side in each lane.
+    Words pairs;
+    std::memcpy(&pairs, weights + v * 2 * kWidth, sizeof pairs);
+    const Floats even = bits_as<Floats>(pairs << 16), odd = bits_as<Floats>(pairs & 0xffff0000u);
+    for (int row = 0; row < rows; ++row)
+      sums[v][row] += even * widened(x[row * x_stride]) + odd * widened(x[row * x_stride + 1]);
+  }
+}
+
+// Product of a few rows with a weight in panels of 64 outputs, [outputs / 64][inputs / N][64][N]
+// with N values to a lane: as fast as memory delivers, which oneDNN's own product is not.
+template <typename T, int R>
+void few_rows(const T* x, const T* weights, const T* bias, T* out, int64_t outputs, int64_t inputs,
+              int threads) {
+  constexpr int kLane = sizeof(float) / sizeof(T);
+  constexpr int64_t kAhead = 4096 / sizeof(T);
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+  for (int64_t panel = 0; panel < outputs / kPanel; ++panel) {
+    const T* const own = weights + panel * kPanel * inputs;
+    Floats sums[kPanel / kWidth][kMostRows] = {};
+    for (int64_t i = 0; i < inputs; i += kLane) {
+      for (int line = 0; line < kPanel / kWidth; ++line)
+        __builtin_prefetch(own + i * kPanel + line * kWidth * kLane + kAhead);
+      multiply_add(own + i * kPanel, x + i, inputs, R, sums);
+    }
+    for (int v = 0; v < kPanel / kWidth; ++v)
+      for (int row = 0; row < R; ++row) {
+        const int64_t at = panel * kPanel + v * kWidth;
+        const Floats added = bias == nullptr ? Floats{} : load(bias + at);
+        store(out + row * outputs + at, sums[v][row] + added);
+      }
+  }
+}
+
+template <typename T>
+int few_rows_any(const T* x, const T* weights, const T* bias, T* out, int64_t rows,
+                 int64_t outputs, int64_t inputs, int threads) {
+  switch (rows) {
+    case 1: few_rows<T, 1>(x, weights, bias, out, outputs, inputs, threads); return 0;
+    case 2: few_rows<T, 2>(x, weights, bias, out, outputs, inputs, threads); return 0;
+    case 3: few_rows<T, 3>(x, weights, bias, out, outputs, inputs, threads); return 0;
+    case 4: few_rows<T, 4>(x, weights, bias, out, outputs, inputs, threads); return 0;
+    default: return 1;
+  }
+}
+
+}  // namespace
+
+#define KVMESH_HOST_OPS(T, NAME)                                                                   \
+  extern "C" void add_rms_norm_##NAME(T* x, const T* delta, const T* weight, T* out, int64_t rows, \
+                                      int64_t dim, float eps, int threads) {                       \
+    add_rms_norm(x, delta, weight, out, rows, dim, eps, threads);                                  \
+  }                                                                                                \
+  extern "C" void silu_and_mul_##NAME(const T* gate_up, T* out, int64_t rows, int64_t dim,         \
+                                      int threads) {                                               \
+    silu_and_mul(gate_up, out, rows, dim, threads);                                                \
+  }                                                                                                \
+  extern "C" void rope_and_write_##NAME(                                                           \
+      T* qkv, const T* qk_norm, float eps, const T* cos, const T* signed_sin, T* kv,               \
+      const int64_t* slots, int64_t rows, int64_t heads, int64_t dim, int64_t block_stride,        \
+      int64_t value_offset, int64_t block_size, int64_t kv_heads, int threads) {                   \
+    const Pool pool{block_stride, value_offset, block_size, kv_heads};                             \
+    rope_and_write(qkv, qk_norm, eps, cos, signed_sin, kv, slots, rows, heads,                     \
+                   static_cast<int>(dim), pool, threads);                                          \
+  }                                                                                                \
+  extern "C" int decode_attention_##NAME(                                                          \
+      const T* q, int64_t q_stride, const T* kv, T* out, const int64_t* tables,                    \
+      const int64_t* lens, const float* sinks, int64_t table_stride, int64_t sequences,            \
+      int64_t heads, int64_t dim, int64_t window, float scale, int64_t block_stride,               \
+      int64_t value_offset, int64_t block_size, int64_t kv_heads, int threads) {                   \
+    const Pool pool{block_stride, value_offset, block_size, kv_heads};                             \
+    const Decode call{tables, lens, table_stride, sequences, heads, window, scale, sinks, pool};   \
+    return decode_any(call, q, q_stride, kv, out, dim, threads);                                   \
+  }                                                                                                \
+  extern "C" int few_rows_##NAME(const T* x, const T* weights, const T* bias, T* out,              \
+                                 int64_t rows, int64_t outputs, int64_t inputs, int threads) {     \
+    return few_rows_any(x, weights, bias, out, rows, outputs, inputs, threads);                    \
+  }
+
+KVMESH_HOST_OPS(float, f32)
+KVMESH_HOST_OPS(Bf16, bf16)

@@ -1,0 +1,223 @@
+"""`host.cpp` on torch tensors. The twins are in reference.py; layer_ops.py chooses.
+
+Tests: tests/unit/kernels/test_host.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvmesh.kernels.host_library import load_host_library
+
+_NAMES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+_VECTOR = 16
+_HEAD_DIMS = frozenset({16, 32, 64, 128, 256})
+
+_P, _I, _F, _THREADS = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
+_POOL = (_I, _I, _I, _I)
+_ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "add_rms_norm": (_P, _P, _P, _P, _I, _I, _F, _THREADS),
+    "silu_and_mul": (_P, _P, _I, _I, _THREADS),
+    "rope_and_write": (_P, _P, _F, _P, _P, _P, _P, _I, _I, _I, *_POOL, _THREADS),
+    "few_rows": (_P, _P, _P, _P, _I, _I, _I, _THREADS),
+    "decode_attention": (
+        *(_P, _I, _P, _P, _P, _P, _P, _I, _I, _I, _I, _I, _F),
+        *_POOL,
+        _THREADS,
+    ),
+}
+_WITH_STATUS = frozenset({"decode_attention", "few_rows"})
+# Rows that `few_rows` takes at most.
+MOST_ROWS = 4
+_PANEL = 64
+
+
+@functools.cache
+def _function(name: str, dtype: torch.dtype) -> Callable[..., int]:
+    library = load_host_library()
+    assert library is not None
+    function = getattr(library, f"{name}_{_NAMES[dtype]}")
+    function.argtypes = _ARGUMENTS[name]
+    function.restype = ctypes.c_int if name in _WITH_STATUS else None
+    found: Callable[..., int] = function
+    return found
+
+
+def has_vectors(x: Tensor) -> bool:
+    """Whether rows of this tensor can go through the library."""
+    return (
+        x.device.type == "cpu"
+        and x.dtype in _NAMES
+        and x.shape[-1] % _VECTOR == 0
+        and load_host_library() is not None
+    )
+
+
+def has_rope(x: Tensor) -> bool:
+    """Whether heads (the last axis of `x`) can be rotated."""
+    return x.shape[-1] % (2 * _VECTOR) == 0 and has_vectors(x)
+
+
+def has_decode(kv: Tensor) -> bool:
+    """Whether decode attention over this pool is compiled."""
+    return kv.shape[-1] in _HEAD_DIMS and has_vectors(kv)
+
+
+def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """See `reference.add_rms_norm`; tensors are contiguous."""
+    assert x.is_contiguous()
+    assert delta is None or delta.is_contiguous()
+    out = torch.empty_like(x)
+    _function("add_rms_norm", x.dtype)(
+        x.data_ptr(),
+        None if delta is None else delta.data_ptr(),
+        weight.data_ptr(),
+        out.data_ptr(),
+        len(x),
+        x.shape[1],
+        eps,
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """See `reference.silu_and_mul`; `gate_up` is contiguous."""
+    assert gate_up.is_contiguous()
+    rows, columns = gate_up.shape
+    out = gate_up.new_empty(rows, columns // 2)
+    _function("silu_and_mul", gate_up.dtype)(
+        gate_up.data_ptr(), out.data_ptr(), rows, columns // 2, torch.get_num_threads()
+    )
+    return out
+
+
+def _pool_shape(kv: Tensor) -> tuple[int, int, int, int]:
+    return kv.stride(0), kv.stride(2), kv.shape[3], kv.shape[4]
+
+
+def rope_and_write(
+    qkv: Tensor,
+    qk_norm: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    signed_sin: Tensor,
+    kv: Tensor,
+    layer: int,
+    slots: Tensor,
+) -> None:
+    """See `reference.rope_and_write`; tensors are contiguous."""
+    assert all(tensor.is_contiguous() for tensor in (qkv, cos, signed_sin))
+    rows, heads, head_dim = qkv.shape
+    _function("rope_and_write", qkv.dtype)(
+        qkv.data_ptr(),
+        None if qk_norm is None else qk_norm.data_ptr(),
+        eps,
+        cos.data_ptr(),
+        signed_sin.data_ptr(),
+        kv.data_ptr() + layer * kv.stride(1) * kv.element_size(),
+        slots.data_ptr(),
+        rows,
+        heads - 2 * kv.shape[4],
+        head_dim,
+        *_pool_shape(kv),
+        torch.get_num_threads(),
+    )
+
+
+def decode_attention(
+    q: Tensor,
+    kv: Tensor,
+    layer: int,
+    tables: Tensor,
+    lens: Tensor,
+    *,
+    scale: float,
+    window: int,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention of one query per sequence over its blocks, read where they lie.
+
+    Args:
+        q: [sequences, heads, head_dim]; heads and their elements contiguous.
+        tables: [sequences, blocks] int64.
+        lens: [sequences] int64, at least 1.
+        window: positions that a query sees, its own among them; 0 for all.
+        sinks: [heads] fp32 or None, see `reference.decode_attention`.
+
+    Returns:
+        [sequences, heads, head_dim].
+    """
+    sequences, heads, head_dim = q.shape
+    assert q.stride()[1:] == (head_dim, 1)
+    out = q.new_empty(q.shape)
+    status = _function("decode_attention", q.dtype)(
+        q.data_ptr(),
+        q.stride(0),
+        kv.data_ptr() + layer * kv.stride(1) * kv.element_size(),
+        out.data_ptr(),
+        tables.data_ptr(),
+        lens.data_ptr(),
+        None if sinks is None else sinks.data_ptr(),
+        tables.shape[1],
+        sequences,
+        heads,
+        head_dim,
+        window,
+        scale,
+        *_pool_shape(kv),
+        torch.get_num_threads(),
+    )
+    assert status == 0, "has_decode was not asked"
+    return out
+
+
+def in_panels(weight: Tensor) -> Tensor | None:
+    """A weight as `few_rows` reads it, or None when it or its shape has no such form.
+
+    Args:
+        weight: [outputs, inputs], contiguous.
+
+    Returns:
+        [outputs / 64, inputs / lane, 64, lane], lane being the values in four bytes.
+    """
+    outputs, inputs = weight.shape
+    if outputs % _PANEL or inputs % _VECTOR or not has_vectors(weight):
+        return None
+    lane = 4 // weight.element_size()
+    panels = weight.view(outputs // _PANEL, _PANEL, inputs // lane, lane)
+    return panels.permute(0, 2, 1, 3).contiguous()
+
+
+def few_rows(x: Tensor, panels: int, bias: Tensor | None, outputs: int) -> Tensor:
+    """Product of at most `MOST_ROWS` rows with a weight.
+
+    Args:
+        x: [rows, inputs], contiguous.
+        panels: address of the weight in the form of `in_panels`, dtype of `x`.
+        bias: [outputs] or None.
+
+    Returns:
+        [rows, outputs].
+    """
+    assert x.is_contiguous()
+    rows, inputs = x.shape
+    out = x.new_empty(rows, outputs)
+    status = _function("few_rows", x.dtype)(
+        x.data_ptr(),
+        panels,
+        None if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        rows,
+        outputs,
+        inputs,
+        torch.get_num_threads(),
+    )
+    assert status == 0, "too many rows"
+    return out

@@ -1,0 +1,77 @@
+"""Steps of a layer between its matrix products: Triton on CUDA, `host.cpp` on the CPU where it
+could be built, the torch twins everywhere else.
+
+Tests: tests/unit/kernels/test_host.py, tests/unit/kernels/test_fused_kernels.py.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from kvmesh.kernels import host, reference
+
+
+def _triton() -> ModuleType:
+    # Triton costs half a second to import and is only needed where there is a device.
+    from kvmesh.kernels import fused  # noqa: PLC0415
+
+    return fused
+
+
+def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """See `reference.add_rms_norm`; `x` is changed in place."""
+    if x.is_cuda:
+        normed: Tensor = _triton().add_rms_norm(x, delta, weight, eps)
+        return normed
+    if host.has_vectors(x):
+        return host.add_rms_norm(x, delta, weight, eps)
+    return reference.add_rms_norm(x, delta, weight, eps)
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """See `reference.silu_and_mul`."""
+    if gate_up.is_cuda:
+        product: Tensor = _triton().silu_and_mul(gate_up)
+        return product
+    if gate_up.shape[-1] % 32 == 0 and host.has_vectors(gate_up):
+        return host.silu_and_mul(gate_up)
+    return reference.silu_and_mul(gate_up)
+
+
+def rope_and_write(
+    qkv: Tensor,
+    qk_norm: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    signed_sin: Tensor,
+    kv: Tensor,
+    layer: int,
+    slots: Tensor,
+) -> None:
+    """See `reference.rope_and_write`; `qkv` and `kv` are changed in place."""
+    arguments = (qkv, qk_norm, eps, cos, signed_sin, kv, layer, slots)
+    if qkv.is_cuda:
+        _triton().rope_and_write(*arguments)
+    elif host.has_rope(qkv):
+        host.rope_and_write(*arguments)
+    else:
+        reference.rope_and_write(*arguments)
+
+
+def route(logits: Tensor, top_k: int, *, normalize: bool) -> tuple[Tensor, Tensor]:
+    """Chooses experts from a softmax over all of them.
+
+    Args:
+        logits: [rows, experts].
+        normalize: weights of the chosen ones sum to 1.
+
+    Returns:
+        Weights and expert ids, both [rows, top_k]; weights in the dtype of `logits`.
+    """
+    weights, experts = torch.softmax(logits.float(), dim=-1).topk(top_k, dim=-1)
+    if normalize:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return weights.to(logits.dtype), experts

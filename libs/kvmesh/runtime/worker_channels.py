@@ -1,0 +1,106 @@
+"""Makes both sides of a worker's data plane from its configuration.
+
+Tests: tests/unit/runtime/test_worker_channels.py, tests/integration/test_worker.py.
+"""
+
+from __future__ import annotations
+
+import ssl
+
+from kvmesh.core.errors import ConfigError
+from kvmesh.policy.transfer_mode import TransferMode
+from kvmesh.rpc.channels import TlsConfig
+from kvmesh.runtime.worker_config import WorkerConfig
+from kvmesh.transfer.channel import parse_kinds
+from kvmesh.transfer.channel_pool import SendOptions
+from kvmesh.transfer.data_server import ReceiveOptions
+from kvmesh.transfer.frames import Checksum
+
+_CHECKSUMS = {"none": Checksum.NONE, "crc32": Checksum.CRC32, "crc32c": Checksum.CRC32C}
+_MEGABYTE = 1_000_000
+
+
+def send_options(config: WorkerConfig) -> SendOptions:
+    """How a worker sends.
+
+    Raises:
+        ConfigError: an unknown channel or checksum, no lane, or a TLS file that cannot be used.
+    """
+    section, data = config.worker, config.data
+    if data.lanes < 1:
+        raise ConfigError(f"data.lanes must be at least 1, got {data.lanes}")
+    return SendOptions(
+        kinds=parse_kinds(section.channels),
+        lanes=data.lanes,
+        checksum=_checksum(data.checksum),
+        budget_bytes_s=data.budget_mb_s * _MEGABYTE,
+        stall_timeout_s=section.stall_s,
+        tls=_client_context(data.tls),
+    )
+
+
+def receive_options(config: WorkerConfig) -> ReceiveOptions:
+    """How a worker receives.
+
+    Raises:
+        ConfigError: as `send_options`.
+    """
+    section, data = config.worker, config.data
+    return ReceiveOptions(
+        kinds=parse_kinds(section.channels),
+        host=config.server.host,
+        port=section.data_port,
+        checksum=_checksum(data.checksum),
+        window_bytes=data.window_mb * _MEGABYTE,
+        stall_timeout_s=section.stall_s,
+        tls=_server_context(data.tls),
+    )
+
+
+def transfer_mode(word: str) -> TransferMode | None:
+    """The mode that the configuration demands; None leaves it to the policy.
+
+    Raises:
+        ConfigError: an unknown word.
+    """
+    if word == "auto":
+        return None
+    try:
+        return TransferMode(word)
+    except ValueError as error:
+        known = ", ".join(["auto", *(mode.value for mode in TransferMode)])
+        raise ConfigError(f"worker.transfer_mode must be one of {known}, got {word!r}") from error
+
+
+def _checksum(word: str) -> Checksum:
+    if word not in _CHECKSUMS:
+        raise ConfigError(f"data.checksum must be one of {', '.join(_CHECKSUMS)}, got {word!r}")
+    return _CHECKSUMS[word]
+
+
+def _server_context(tls: TlsConfig) -> ssl.SSLContext | None:
+    if not tls.cert:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    _load(context, tls)
+    if tls.ca:
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def _client_context(tls: TlsConfig) -> ssl.SSLContext | None:
+    if not tls.ca:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    _load(context, tls)
+    return context
+
+
+def _load(context: ssl.SSLContext, tls: TlsConfig) -> None:
+    try:
+        if tls.cert:
+            context.load_cert_chain(tls.cert, tls.key or None)
+        if tls.ca:
+            context.load_verify_locations(tls.ca)
+    except OSError as error:  # ssl.SSLError is one
+        raise ConfigError(f"data.tls: {error}") from error

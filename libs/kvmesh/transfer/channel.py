@@ -1,0 +1,132 @@
+"""What every kind of channel does for a sender, and how one is chosen.
+
+Adding a kind: a file with a `SendChannel`, an entry in `channel_pool.py`, and its fixture in
+tests/contract/test_channels.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Protocol, TypeVar
+
+from kvmesh.core.errors import ConfigError
+from kvmesh.core.types import HostRoute, Reservation
+from kvmesh.transfer.alignment import Run
+
+LOCAL, SHM, TCP = "local", "shm", "tcp"
+KINDS = (LOCAL, SHM, TCP)
+"""Fastest first."""
+
+PieceT = TypeVar("PieceT")
+
+
+class SendChannel(Protocol):
+    """Writes blocks of this worker's pool into reservations of one life of one peer."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether new transfers can be given to it."""
+        ...
+
+    @property
+    def num_connections(self) -> int:
+        """Connections that are up."""
+        ...
+
+    async def put(self, reservation: Reservation, runs: Sequence[Run]) -> None:
+        """Writes runs (`target_start` is an index of the reservation); returns when they are there.
+
+        Any number of calls may run at once. When this returns or raises, cancellation included,
+        nobody reads the blocks for this call any more, or what is read never counts.
+
+        Raises:
+            RefusedError: the receiver said no; the refusal is its own.
+            LostError: the channel died or stalled; the blocks hold anything.
+        """
+        ...
+
+    async def commit(self, reservation: Reservation, first_token_id: int, num_tokens: int) -> None:
+        """Says that all is written; may be repeated.
+
+        Raises:
+            RefusedError, LostError: as `put`.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Ends it; what is under way gets LostError. May be called again."""
+        ...
+
+
+def parse_kinds(words: str) -> tuple[str, ...]:
+    """The kinds of a comma-separated list, in its order.
+
+    Raises:
+        ConfigError: an unknown kind, or none.
+    """
+    kinds = tuple(word.strip() for word in words.split(",") if word.strip())
+    unknown = [kind for kind in kinds if kind not in KINDS]
+    if unknown or not kinds:
+        known = ", ".join(KINDS)
+        raise ConfigError(f"channels must be some of {known}, got {words!r}")
+    return kinds
+
+
+def usable_kinds(
+    allowed: Sequence[str],
+    *,
+    same_process: bool,
+    has_memfd: bool,
+    here: str,
+    there: HostRoute | None,
+) -> tuple[str, ...]:
+    """The kinds to try, in the order of `allowed`.
+
+    Args:
+        same_process: the peer is served by this process.
+        has_memfd: this worker's pool can be mapped by others.
+        here: identity of this host.
+        there: where the peer is reached on its host; None: by network only.
+    """
+    same_host = there is not None and there.host_id == here and here != ""
+    usable = {LOCAL: same_process, SHM: same_host and has_memfd, TCP: True}
+    return tuple(kind for kind in allowed if usable[kind])
+
+
+async def carry_all(
+    pieces: Iterable[PieceT], carry: Callable[[PieceT], Awaitable[None]], width: int
+) -> None:
+    """Carries pieces, at most `width` at once, in order of their beginning.
+
+    After a failure or a cancellation no further piece begins, and those under way are waited for.
+    A second cancellation does not wait: it cancels them.
+    """
+    left = deque(pieces)
+
+    async def work() -> None:
+        while left:
+            try:
+                await carry(left.popleft())
+            except BaseException:
+                left.clear()
+                raise
+
+    workers = [asyncio.ensure_future(work()) for _ in range(min(width, len(left)))]
+    try:
+        await asyncio.wait(workers)
+    except asyncio.CancelledError:
+        left.clear()
+        try:
+            await asyncio.wait(workers)
+        except asyncio.CancelledError:
+            for worker in workers:
+                worker.cancel()
+            await asyncio.wait(workers)
+        raise
+    finally:
+        failures = [w.exception() for w in workers if w.done() and not w.cancelled()]
+    for failure in failures:
+        if failure is not None:
+            raise failure

@@ -1,0 +1,287 @@
+"""The sending side of a worker's data plane: one channel per life of a peer, of the best kind.
+
+Tests: tests/contract/test_channels.py, tests/integration/test_transfer.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import ssl
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from kvmesh.core.clock import SystemClock
+from kvmesh.core.errors import LostError, RefusedError
+from kvmesh.core.types import Endpoint, HostRoute, Reservation
+from kvmesh.policy.link import LinkView
+from kvmesh.transfer.alignment import Run
+from kvmesh.transfer.channel import KINDS, LOCAL, SHM, TCP, SendChannel, usable_kinds
+from kvmesh.transfer.frames import Checksum
+from kvmesh.transfer.host import host_id
+from kvmesh.transfer.lane import LaneOptions, PeerKey
+from kvmesh.transfer.local_channel import PROCESS_HUB, LocalChannel, LocalHub
+from kvmesh.transfer.memory import MappablePool, PoolMemory
+from kvmesh.transfer.meters import (
+    LinkKey,
+    LinkMeter,
+    TransferObserver,
+    TransferSample,
+    TransferStatistics,
+    unobserved,
+)
+from kvmesh.transfer.pacing import Pacer
+from kvmesh.transfer.protocol import ChannelIdentity
+from kvmesh.transfer.shm_channel import ShmChannel
+from kvmesh.transfer.tcp_channel import TcpChannel, TcpOptions
+
+_MAX_THREADS = 32
+_LINK_ID_BITS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class SendOptions:
+    """How a worker sends.
+
+    Attributes:
+        kinds: channels that may be used, in the order of preference.
+        lanes: TCP connections per peer.
+        checksum: of TCP payloads; the receiver may want one too.
+        budget_bytes_s: TCP bytes per second to one peer; 0 is no bound.
+        connect_timeout_s: for a new connection, greeting included.
+        stall_timeout_s: a transfer fails when it makes no progress for this long.
+        tls: wraps TCP connections.
+    """
+
+    kinds: tuple[str, ...] = KINDS
+    lanes: int = 2
+    checksum: Checksum = Checksum.CRC32C
+    budget_bytes_s: float = 0.0
+    connect_timeout_s: float = 2.0
+    stall_timeout_s: float = 10.0
+    tls: ssl.SSLContext | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Address:
+    """Where and who a channel leads to."""
+
+    peer: PeerKey
+    endpoint: Endpoint
+    route: HostRoute | None
+
+
+@dataclass(slots=True)
+class _Slot:
+    """Place of one peer's channel; the lock lets one caller open it while others wait."""
+
+    opening: asyncio.Lock = field(default_factory=asyncio.Lock)
+    num_callers: int = 0
+    kind: str = ""
+    channel: SendChannel | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self.channel is not None and self.channel.is_open
+
+
+class ChannelPool:
+    """Sends KV into reservations; opens one channel per life of a peer and keeps it."""
+
+    def __init__(
+        self,
+        identity: ChannelIdentity,
+        memory: PoolMemory,
+        options: SendOptions | None = None,
+        *,
+        hub: LocalHub = PROCESS_HUB,
+        observer: TransferObserver = unobserved,
+    ) -> None:
+        """Nothing is opened before the first call.
+
+        Args:
+            identity: this worker.
+            memory: where its blocks are.
+            hub: receivers of this process.
+            observer: told of every transfer.
+        """
+        self._identity = identity
+        self._memory = memory
+        self._options = options or SendOptions()
+        self._hub = hub
+        self._observer = observer
+        self._host_id = host_id()
+        self._slots: dict[_Address, _Slot] = {}
+        self._meters: dict[LinkKey, LinkMeter] = {}
+        self._pacers: dict[Endpoint, Pacer] = {}
+        self._threads = ThreadPoolExecutor(_MAX_THREADS, "kv-send")
+        self._closed = False
+
+    async def put(self, reservation: Reservation, runs: Sequence[Run]) -> None:
+        """Writes blocks of this worker's pool into a reservation; returns when they are there.
+
+        Any number of calls may run at once; they share the channel fairly. When this returns or
+        raises, cancellation included, the blocks may be written again.
+
+        Args:
+            reservation: where to; its worker must be reached under `data_endpoint`.
+            runs: from `align_to_reservation`, at least one block.
+
+        Raises:
+            RefusedError: the receiver said no; the refusal is its own.
+            LostError: the channel died or stalled; the reservation's blocks hold anything.
+        """
+        num_bytes = sum(run.count for run in runs) * self._identity.layout.block_bytes
+        assert num_bytes > 0, "nothing to send"
+        channel, key = await self._channel(reservation)
+        meter = self._meter(key)
+        now = asyncio.get_running_loop().time
+        started = now()
+        meter.begin(num_bytes, started)
+        try:
+            await channel.put(reservation, runs)
+        except RefusedError:
+            meter.refused += 1
+            raise
+        except LostError:
+            meter.lost += 1
+            raise
+        finally:
+            meter.end(num_bytes, now())
+        seconds = now() - started
+        meter.bytes += num_bytes
+        meter.calls += len(runs)
+        meter.seconds += seconds
+        self._observer(TransferSample(key, num_bytes, len(runs), seconds))
+
+    async def commit(self, reservation: Reservation, first_token_id: int, num_tokens: int) -> None:
+        """Tells the receiver that a reservation's KV is complete; returns when it took it over.
+
+        Args:
+            reservation: after all its `put` calls returned.
+            first_token_id: the token that prefill sampled.
+            num_tokens: positions with KV, the receiver's own cached prefix included.
+
+        Raises:
+            RefusedError: the receiver said no.
+            LostError: the channel died or stalled; the receiver may or may not have taken it, and
+                asking again is safe.
+        """
+        channel, key = await self._channel(reservation)
+        try:
+            await channel.commit(reservation, first_token_id, num_tokens)
+        except RefusedError:
+            self._meter(key).refused += 1
+            raise
+        except LostError:
+            self._meter(key).lost += 1
+            raise
+
+    async def close(self) -> None:
+        """Ends all channels; what is under way gets LostError. May be called again."""
+        self._closed = True
+        slots = list(self._slots.values())
+        self._slots.clear()
+        for slot in slots:
+            async with slot.opening:
+                if slot.channel is not None:
+                    await slot.channel.close()
+        self._threads.shutdown(wait=False)
+
+    def statistics(self) -> TransferStatistics:
+        """What was sent; round trips and retransmits are asked of the kernel now."""
+        num_open = 0
+        for address, slot in self._slots.items():
+            if slot.channel is None:
+                continue
+            num_open += slot.channel.num_connections
+            if isinstance(slot.channel, TcpChannel):
+                key = LinkKey(address.peer.worker_id, TCP, "sent")
+                slot.channel.read_facts(self._meter(key))
+        return TransferStatistics(num_open, MappingProxyType(self._meters))
+
+    def link_view(self, reservation: Reservation) -> LinkView | None:
+        """The link that a transfer would take now; None before the first one."""
+        for address, slot in self._slots.items():
+            if slot.is_open and address.peer.worker_id == reservation.worker_id:
+                key = LinkKey(reservation.worker_id, slot.kind, "sent")
+                return self._meter(key).view(key)
+        return None
+
+    def _meter(self, key: LinkKey) -> LinkMeter:
+        return self._meters.setdefault(key, LinkMeter())
+
+    async def _channel(self, reservation: Reservation) -> tuple[SendChannel, LinkKey]:
+        peer = PeerKey(reservation.worker_id, reservation.incarnation)
+        address = _Address(peer, reservation.data_endpoint, reservation.host_route)
+        slot = self._slots.get(address)
+        if slot is None:
+            # Peers come back with new incarnations: forget the channels that ended.
+            for key in [k for k, s in self._slots.items() if not s.is_open and not s.num_callers]:
+                del self._slots[key]
+            slot = self._slots[address] = _Slot()
+        slot.num_callers += 1
+        try:
+            async with slot.opening:
+                if self._closed:
+                    raise LostError("data channels are closed")
+                if not slot.is_open:
+                    await self._open_best(slot, address)
+                assert slot.channel is not None
+                return slot.channel, LinkKey(peer.worker_id, slot.kind, "sent")
+        finally:
+            slot.num_callers -= 1
+
+    async def _open_best(self, slot: _Slot, address: _Address) -> None:
+        """Opens the first kind that works; a peer that says no is asked no further."""
+        if slot.channel is not None:
+            await slot.channel.close()
+        kinds = usable_kinds(
+            self._options.kinds,
+            same_process=self._hub.find(address.peer) is not None,
+            has_memfd=isinstance(self._memory, MappablePool),
+            here=self._host_id,
+            there=address.route,
+        )
+        failure = LostError(f"no channel of {', '.join(self._options.kinds)} leads to the peer")
+        for kind in kinds:
+            meter = self._meter(LinkKey(address.peer.worker_id, kind, "sent"))
+            try:
+                slot.channel = await self._open(kind, address, meter)
+            except LostError as error:
+                failure = error
+                continue
+            slot.kind = kind
+            return
+        raise failure
+
+    async def _open(self, kind: str, address: _Address, meter: LinkMeter) -> SendChannel:
+        me, peer = self._identity, address.peer
+        options, memory = self._options, self._memory
+        link_id = secrets.randbits(_LINK_ID_BITS)
+        lane = LaneOptions(
+            options.connect_timeout_s, options.stall_timeout_s, self._pacer(address.endpoint)
+        )
+        if kind == LOCAL:
+            end = self._hub.find(peer)
+            if end is None:
+                raise LostError(f"{peer.worker_id} has left this process")
+            return LocalChannel(me, end, self._hub, memory, meter, self._threads)
+        if kind == SHM:
+            assert address.route is not None, "usable on the same host only"
+            return await ShmChannel.open(
+                me, peer, address.route, link_id, lane, memory, meter, self._threads
+            )
+        tcp = TcpOptions(lane, options.lanes, options.checksum, options.tls)
+        channel = TcpChannel(me, peer, address.endpoint, link_id, tcp, memory, meter, self._threads)
+        await channel.open()
+        return channel
+
+    def _pacer(self, endpoint: Endpoint) -> Pacer | None:
+        if self._options.budget_bytes_s <= 0:
+            return None
+        if endpoint not in self._pacers:
+            self._pacers[endpoint] = Pacer(self._options.budget_bytes_s, SystemClock())
+        return self._pacers[endpoint]

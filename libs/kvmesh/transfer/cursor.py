@@ -1,0 +1,42 @@
+"""Walks the bytes of several memories in order. Tests: tests/unit/transfer/test_cursor.py."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+_MAX_BUFFERS = 512
+"""Buffers of one gather or scatter call; the kernel's limit is 1024."""
+
+
+class ViewCursor:
+    """A place in the concatenation of views; nothing is copied."""
+
+    def __init__(self, views: Iterable[memoryview]) -> None:
+        self._left = deque(view.cast("B") for view in views if view.nbytes)
+
+    @property
+    def at_end(self) -> bool:
+        """Whether no byte is left."""
+        return not self._left
+
+    def batch(self, max_bytes: int) -> list[memoryview]:
+        """The next bytes as views, at most `max_bytes`; does not move."""
+        taken: list[memoryview] = []
+        for view in self._left:
+            if len(view) >= max_bytes or len(taken) == _MAX_BUFFERS - 1:
+                taken.append(view[:max_bytes])
+                break
+            taken.append(view)
+            max_bytes -= len(view)
+        return taken
+
+    def advance(self, num_bytes: int) -> None:
+        """Moves forward over bytes that are there."""
+        while num_bytes:
+            head = self._left[0]
+            if num_bytes < len(head):
+                self._left[0] = head[num_bytes:]
+                return
+            num_bytes -= len(head)
+            self._left.popleft()

@@ -1,0 +1,238 @@
+"""The receiving side of a worker's data plane: accepts connections, asks the target, fills blocks.
+
+Listens for TCP and, where pools can be mapped, on a Unix socket; joins the process's hub. Frames of
+a connection are handled one after the other. Decisions are `ReceiverMachine`'s and the target's.
+Tests: tests/contract/test_channels.py, tests/integration/test_transfer.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import shutil
+import socket
+import ssl
+import tempfile
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from kvmesh.core.errors import LostError
+from kvmesh.core.types import Endpoint, HostRoute
+from kvmesh.transfer.channel import KINDS, LOCAL, SHM, TCP
+from kvmesh.transfer.frame_socket import FrameSocket, Wire
+from kvmesh.transfer.frames import Checksum, LinkTerms
+from kvmesh.transfer.host import host_id
+from kvmesh.transfer.local_channel import PROCESS_HUB, LocalEnd, LocalHub
+from kvmesh.transfer.meters import (
+    LinkKey,
+    LinkMeter,
+    TransferObserver,
+    TransferStatistics,
+    unobserved,
+)
+from kvmesh.transfer.protocol import ChannelIdentity, ReceiverMachine
+from kvmesh.transfer.server_channel import ServerChannel, ServerState
+from kvmesh.transfer.sockets import listen, listen_local, local_endpoint
+from kvmesh.transfer.target import WriteGrant, WriteTarget
+from kvmesh.transfer.tls import accept_tls
+
+_log = logging.getLogger(__name__)
+
+Serve = Callable[[socket.socket], Coroutine[None, None, None]]
+
+_MAX_THREADS = 32
+_SOCKET_NAME = "data"
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveOptions:
+    """How a worker receives.
+
+    Attributes:
+        kinds: channels that are offered.
+        host: address to bind.
+        port: 0 takes a free one.
+        checksum: that TCP payloads must carry at least; senders may want one too.
+        window_bytes: payload that one connection may send ahead of its answers.
+        stall_timeout_s: a connection without a whole HELLO after this long, or without progress for
+            this long within a frame, is cut.
+        tls: wraps TCP connections.
+    """
+
+    kinds: tuple[str, ...] = KINDS
+    host: str = "127.0.0.1"
+    port: int = 0
+    checksum: Checksum = Checksum.NONE
+    window_bytes: int = 64 << 20
+    stall_timeout_s: float = 10.0
+    tls: ssl.SSLContext | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DataAddress:
+    """Where a server is reached: its network address as bound, and its way within the host."""
+
+    endpoint: Endpoint
+    route: HostRoute | None
+
+
+class DataServer:
+    """Listens for workers that write KV into a target."""
+
+    def __init__(
+        self,
+        identity: ChannelIdentity,
+        target: WriteTarget,
+        options: ReceiveOptions | None = None,
+        *,
+        hub: LocalHub = PROCESS_HUB,
+        observer: TransferObserver = unobserved,
+    ) -> None:
+        """Nothing is opened before `start`.
+
+        Args:
+            identity: this worker; peers that look for another one, another life of it or another
+                layout are refused.
+            target: where KV goes.
+            hub: receivers of this process.
+            observer: told of every frame that filled its blocks.
+        """
+        self._identity = identity
+        self._target = target
+        self._options = options or ReceiveOptions()
+        self._hub = hub
+        self._observer = observer
+        self._threads = ThreadPoolExecutor(_MAX_THREADS, "kv-receive")
+        self._listeners: list[socket.socket] = []
+        self._folder: Path | None = None
+        self._local: LocalEnd | None = None
+        self._serving: set[asyncio.Task[None]] = set()
+        self._meters: dict[LinkKey, LinkMeter] = {}
+        self._state = ServerState()
+
+    async def start(self) -> DataAddress:
+        """Listens; returns where.
+
+        Raises:
+            OSError: the address cannot be bound.
+        """
+        assert not self._listeners, "started once"
+        options = self._options
+        # Always on: it is what peers without a nearer way use, and how they find out who is here.
+        tcp = await listen(options.host, options.port)
+        self._listen(tcp, self._serve_tcp)
+        route = None
+        if SHM in options.kinds and (here := host_id()):
+            # A folder that only this user may enter: its peers are let into each other's memory.
+            self._folder = Path(tempfile.mkdtemp(prefix="kvmesh-"))
+            route = HostRoute(here, str(self._folder / _SOCKET_NAME))
+            self._listen(listen_local(route.socket_path), self._serve_unix)
+        if LOCAL in options.kinds:
+            loop = asyncio.get_running_loop()
+            self._local = LocalEnd(self._identity, self._target, loop)
+            self._hub.join(self._local)
+        return DataAddress(local_endpoint(tcp, options.host), route)
+
+    async def close(self) -> None:
+        """Cuts all connections; open grants end with `ok=False`. May be called again."""
+        if self._local is not None:
+            self._hub.leave(self._local)
+        for listener in self._listeners:
+            asyncio.get_running_loop().remove_reader(listener.fileno())
+            listener.close()
+        self._listeners.clear()
+        serving = [*self._serving]
+        for task in serving:
+            task.cancel()
+        await asyncio.gather(*serving, return_exceptions=True)
+        self._threads.shutdown(wait=False)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def cut(self, grant: WriteGrant) -> None:
+        """Ends the connection that fills this grant, for a writer that nobody waits for any more.
+
+        Its `end_write(ok=False)` follows in a later turn of the loop. Other pieces on the same
+        connection are lost with it; a writer that makes progress ends soon by itself. A grant
+        that has ended is left alone.
+        """
+        frames = self._state.filling.get(grant)
+        if frames is not None:
+            frames.cut("the write is stale")
+
+    def statistics(self) -> TransferStatistics:
+        """What was received over sockets."""
+        return TransferStatistics(len(self._serving), MappingProxyType(self._meters))
+
+    def _listen(self, listener: socket.socket, serve: Serve) -> None:
+        self._listeners.append(listener)
+        asyncio.get_running_loop().add_reader(listener.fileno(), self._accept, listener, serve)
+
+    def _accept(self, listener: socket.socket, serve: Serve) -> None:
+        # In a callback: a task that is cancelled while it accepts may lose a connection.
+        try:
+            sock, _ = listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:  # out of descriptors, or reset before it was taken
+            _log.warning("data_accept_failed", extra={"error": str(error)})
+            return
+        sock.setblocking(False)
+        task = asyncio.get_running_loop().create_task(serve(sock))
+        self._serving.add(task)
+        task.add_done_callback(functools.partial(self._served, sock))
+
+    def _served(self, sock: socket.socket, task: asyncio.Task[None]) -> None:
+        sock.close()  # a task that was cancelled before its first step has not done it
+        self._serving.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("data_channel_crashed", exc_info=error)
+
+    async def _serve_tcp(self, sock: socket.socket) -> None:
+        wire: Wire = sock
+        if self._options.tls is not None:
+            try:
+                async with asyncio.timeout(self._options.stall_timeout_s):
+                    wire = await accept_tls(sock, self._options.tls)
+            except (LostError, TimeoutError) as error:
+                _log.warning("data_channel_refused", extra={"error": str(error)})
+                return
+        await self._serve(wire, TCP)
+
+    async def _serve_unix(self, sock: socket.socket) -> None:
+        await self._serve(sock, SHM)
+
+    async def _serve(self, wire: Wire, kind: str) -> None:
+        options = self._options
+        frames = FrameSocket(
+            wire,
+            self._identity.layout.block_bytes,
+            options.stall_timeout_s,
+            self._threads,
+            takes_fd=kind == SHM,
+        )
+        # Nothing leaves the machine on a Unix socket: a sum would only cost time.
+        wish = Checksum.NONE if kind == SHM else options.checksum
+        machine = ReceiverMachine(self._identity, LinkTerms(wish, options.window_bytes))
+        channel = ServerChannel(frames, machine, self._target, self._state, self._threads)
+        cause = "closed"
+        try:
+            cause = await channel.serve(
+                options.stall_timeout_s, functools.partial(self._meter, kind)
+            )
+        finally:
+            channel.close()
+            _log.info("data_channel_ended", extra={"peer": machine.peer, "cause": cause})
+            if machine.peer is not None:
+                self._target.peer_lost(machine.peer)
+
+    def _meter(
+        self, kind: str, machine: ReceiverMachine
+    ) -> tuple[LinkKey, LinkMeter, TransferObserver]:
+        assert machine.peer is not None, "greeted"
+        key = LinkKey(machine.peer, kind, "received")
+        return key, self._meters.setdefault(key, LinkMeter()), self._observer

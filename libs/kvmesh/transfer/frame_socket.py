@@ -1,0 +1,405 @@
+"""A connected socket that speaks frames: heads on the event loop, large payloads in threads.
+
+The descriptor is in blocking mode for the threads; the loop passes MSG_DONTWAIT. A blocking call
+ends by the socket's own timeouts, a quarter of the stall time, so that a thread always comes to see
+that its socket was cut. Tests: tests/integration/test_transfer.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor
+from typing import Protocol
+
+from kvmesh.core.errors import LostError
+from kvmesh.transfer.codec import TRAILER
+from kvmesh.transfer.cursor import ViewCursor
+from kvmesh.transfer.decoder import (
+    FrameDecoder,
+    FrameEvent,
+    PayloadBytes,
+    PayloadEnd,
+    PayloadStart,
+    Sum,
+)
+from kvmesh.transfer.frames import Frame
+from kvmesh.transfer.pacing import Pacer
+from kvmesh.transfer.stall import StallWatch
+from kvmesh.transfer.threads import run_to_end
+
+PIECE_BYTES = 1 << 20
+"""Most that one socket call moves."""
+INLINE_BYTES = 256 << 10
+"""Payloads up to this size stay on the loop: two changes of thread would cost more."""
+_SCRATCH_BYTES = 256 << 10
+_NOW = socket.MSG_DONTWAIT
+_DESCRIPTOR = struct.Struct("i")
+
+
+class Wire(Protocol):
+    """What is used of a socket; TLS has the same shape (`tls.py`)."""
+
+    def fileno(self) -> int:
+        """Descriptor, to wait on."""
+        ...
+
+    def sendmsg(
+        self,
+        buffers: Iterable[memoryview | bytes],
+        ancdata: list[tuple[int, int, bytes]],
+        flags: int,
+    ) -> int:
+        """Gathers; returns how many bytes went out."""
+        ...
+
+    def recvmsg_into(
+        self, buffers: Iterable[memoryview], ancbufsize: int, flags: int
+    ) -> tuple[int, list[tuple[int, int, bytes]], int, object]:
+        """Scatters; returns how many bytes came in first, then ancillary data."""
+        ...
+
+    def shutdown(self, how: int) -> None:
+        """Wakes everybody who waits."""
+        ...
+
+    def setsockopt(self, level: int, option: int, value: bytes) -> None:
+        """As of a socket."""
+        ...
+
+    def getsockopt(self, level: int, option: int, size: int) -> bytes:
+        """As of a socket."""
+        ...
+
+    def setblocking(self, flag: bool) -> None:
+        """As of a socket."""
+        ...
+
+    def close(self) -> None:
+        """Frees it."""
+        ...
+
+
+class FrameSocket:
+    """One reader at a time, one writer at a time.
+
+    Attributes:
+        wire: the socket, for `tcp_facts`.
+        watch: stalls cut the socket; hold `watch.under_way()` while an answer is owed.
+        received_fd: a descriptor that came over a Unix socket; belongs to the caller that takes it.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        block_bytes: int,
+        stall_timeout_s: float,
+        threads: Executor,
+        *,
+        takes_fd: bool = False,
+    ) -> None:
+        """`takes_fd` accepts one descriptor from the peer."""
+        self.wire = wire
+        self.decoder = FrameDecoder(block_bytes)
+        self.received_fd: int | None = None
+        self._takes_fd = takes_fd
+        self._loop = asyncio.get_running_loop()
+        self._threads = threads
+        self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
+        self._events: deque[FrameEvent] = deque()
+        self._cause: str | None = None
+        self._is_cut = threading.Event()
+        self._is_watched = False
+        self._reader: asyncio.Future[None] | None = None
+        self.watch = StallWatch(
+            stall_timeout_s, lambda: self.cut(f"no progress for {stall_timeout_s:g} s")
+        )
+        tick = struct.pack("ll", *divmod(max(1, int(stall_timeout_s * 250_000)), 1_000_000))
+        wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, tick)
+        wire.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, tick)
+        wire.setblocking(True)
+
+    # --- sending -----------------------------------------------------------------------------
+
+    async def send(self, head: bytes, fd: int | None = None) -> None:
+        """Sends a frame without payload, with a descriptor if one is given.
+
+        Raises:
+            LostError: the socket failed or was cut.
+        """
+        ancillary = []
+        if fd is not None:
+            ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _DESCRIPTOR.pack(fd))]
+        await self._send_now([memoryview(head)], ancillary)
+
+    async def send_payload(
+        self, head: bytes, views: Sequence[memoryview], sum_: Sum | None, pacer: Pacer | None
+    ) -> None:
+        """Sends a frame with its payload and, with `sum_`, its checksum.
+
+        Cancelled, it cuts the socket; in any case `views` are not read after it ended.
+
+        Raises:
+            LostError: the socket failed or was cut.
+        """
+        if pacer is None and sum(view.nbytes for view in views) <= INLINE_BYTES:
+            buffers = [memoryview(head), *views]
+            if sum_ is not None:
+                buffers.append(memoryview(TRAILER.pack(_sum_of(views, sum_, 0))))
+            await self._send_now(buffers, [])
+            return
+        with self.watch.under_way():
+            await self._in_thread(lambda: self._send_in_thread(head, views, sum_, pacer))
+
+    async def _send_now(
+        self, buffers: Iterable[memoryview], ancillary: list[tuple[int, int, bytes]]
+    ) -> None:
+        cursor = ViewCursor(buffers)
+        with self.watch.under_way():
+            while not cursor.at_end:
+                try:
+                    count = self.wire.sendmsg(cursor.batch(PIECE_BYTES), ancillary, _NOW)
+                except BlockingIOError:
+                    self._raise_if_cut()
+                    await self._writable()
+                    continue
+                except OSError as error:
+                    raise self._lost(error) from error
+                cursor.advance(count)
+                ancillary = []
+                self.watch.progress()
+
+    def _send_in_thread(
+        self, head: bytes, views: Sequence[memoryview], sum_: Sum | None, pacer: Pacer | None
+    ) -> None:
+        self._push([memoryview(head)])
+        cursor, value = ViewCursor(views), 0
+        piece_bytes = PIECE_BYTES if pacer is None else pacer.piece_bytes
+        while batch := cursor.batch(piece_bytes):
+            num_bytes = sum(len(view) for view in batch)
+            if sum_ is not None:
+                value = _sum_of(batch, sum_, value)
+            if pacer is not None and self._is_cut.wait(pacer.delay(num_bytes)):
+                raise self._lost("cut")
+            self._push(batch)
+            cursor.advance(num_bytes)
+        if sum_ is not None:
+            self._push([memoryview(TRAILER.pack(value))])
+
+    def _push(self, batch: list[memoryview]) -> None:
+        cursor = ViewCursor(batch)
+        while batch:
+            self._raise_if_cut()
+            try:
+                count = self.wire.sendmsg(batch, [], 0)
+            except BlockingIOError:  # the socket's timeout: look whether it was cut, go on
+                continue
+            except OSError as error:
+                raise self._lost(error) from error
+            self.watch.progress()
+            cursor.advance(count)
+            batch = cursor.batch(PIECE_BYTES)
+
+    # --- receiving ---------------------------------------------------------------------------
+
+    async def receive(self, *, greedy: bool = False) -> Frame | PayloadStart | None:
+        """The next frame; None when the peer closed between two frames.
+
+        Args:
+            greedy: read ahead; for a peer that sends no payloads.
+
+        Raises:
+            LostError: the socket failed, was cut, or ended within a frame.
+            ProtocolError: the peer broke the frame format.
+        """
+        while not self._events:
+            # Never more than wanted: the bytes of a payload stay in the socket.
+            piece = self._scratch if greedy else self._scratch[: self.decoder.wanted]
+            if self.decoder.at_boundary:
+                count = await self._receive_now([piece])
+            else:
+                with self.watch.under_way():
+                    count = await self._receive_now([piece])
+            if count == 0:
+                if self.decoder.at_boundary and self._cause is None:
+                    return None
+                raise self._lost("closed by the peer")
+            self._events.extend(self.decoder.feed(piece[:count]))
+        event = self._events.popleft()
+        assert not isinstance(event, PayloadBytes | PayloadEnd), "read the payload first"
+        return event
+
+    async def receive_payload(self, views: Sequence[memoryview]) -> bool:
+        """Reads the announced payload straight into `views`; returns whether it is intact.
+
+        Cancelled, it cuts the socket; in any case `views` are not written after it ended.
+
+        Raises:
+            LostError: as `receive`.
+        """
+        num_bytes = sum(view.nbytes for view in views)
+        cursor = ViewCursor(views)
+        with self.watch.under_way():
+            if num_bytes > INLINE_BYTES:
+                await self._in_thread(lambda: self._fill_in_thread(cursor))
+            else:
+                while not cursor.at_end:
+                    batch = cursor.batch(PIECE_BYTES)
+                    count = self._counted(await self._receive_now(batch))
+                    self._payload_came(batch, count)
+                    cursor.advance(count)
+            return await self._payload_end()
+
+    async def drop_payload(self) -> bool:
+        """Reads the announced payload away; returns whether it was intact."""
+        with self.watch.under_way():
+            while self.decoder.in_payload:
+                batch = [self._scratch[: self.decoder.wanted]]
+                self._payload_came(batch, self._counted(await self._receive_now(batch)))
+                await asyncio.sleep(0)  # a refused flood must not take the loop's time
+            return await self._payload_end()
+
+    def _fill_in_thread(self, cursor: ViewCursor) -> None:
+        while not cursor.at_end:
+            batch = cursor.batch(PIECE_BYTES)
+            self._raise_if_cut()
+            try:
+                count = self.wire.recvmsg_into(batch, 0, socket.MSG_WAITALL)[0]
+            except BlockingIOError:  # the socket's timeout
+                continue
+            except OSError as error:
+                raise self._lost(error) from error
+            self.watch.progress()
+            self._payload_came(batch, self._counted(count))
+            cursor.advance(count)
+
+    def _payload_came(self, batch: list[memoryview], count: int) -> None:
+        end = self.decoder.take_payload(batch, count)
+        if end is not None:
+            self._events.append(end)
+
+    async def _payload_end(self) -> bool:
+        while not self._events:
+            piece = self._scratch[: self.decoder.wanted]
+            count = self._counted(await self._receive_now([piece]))
+            self._events.extend(self.decoder.feed(piece[:count]))
+        end = self._events.popleft()
+        assert isinstance(end, PayloadEnd), "the reader asks for no more than the trailer"
+        return end.intact
+
+    async def _receive_now(self, buffers: list[memoryview]) -> int:
+        while True:
+            try:
+                room = socket.CMSG_SPACE(_DESCRIPTOR.size) if self._takes_fd else 0
+                count, ancillary, *_ = self.wire.recvmsg_into(buffers, room, _NOW)
+            except BlockingIOError:
+                self._raise_if_cut()
+                await self._readable()
+                continue
+            except OSError as error:
+                raise self._lost(error) from error
+            if ancillary:
+                self._take_fd(ancillary)
+            self.watch.progress()
+            return count
+
+    def _take_fd(self, ancillary: list[tuple[int, int, bytes]]) -> None:
+        for level, kind, data in ancillary:
+            if level != socket.SOL_SOCKET or kind != socket.SCM_RIGHTS:
+                continue
+            whole = len(data) - len(data) % _DESCRIPTOR.size
+            for (fd,) in _DESCRIPTOR.iter_unpack(data[:whole]):
+                if self.received_fd is None:
+                    self.received_fd = fd
+                else:
+                    os.close(fd)
+
+    # --- ends --------------------------------------------------------------------------------
+
+    def cut(self, cause: str) -> None:
+        """Ends the socket now: whoever waits on it gets LostError with this cause."""
+        if self._cause is not None:
+            return
+        self._cause = cause
+        self._is_cut.set()
+        # Wakes both directions, threads included.
+        with contextlib.suppress(OSError):
+            self.wire.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Frees the socket; nobody may wait on it. May be called again."""
+        self.watch.close()
+        if self._is_watched:
+            self._is_watched = False
+            self._loop.remove_reader(self.wire.fileno())
+        if self._cause is not None:
+            # What is still queued is of no use: reset instead of lingering.
+            with contextlib.suppress(OSError):
+                linger = struct.pack("ii", 1, 0)
+                self.wire.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        self.wire.close()
+        if self.received_fd is not None:
+            os.close(self.received_fd)
+            self.received_fd = None
+
+    async def _writable(self) -> None:
+        fd = self.wire.fileno()
+        ready: asyncio.Future[None] = self._loop.create_future()
+        self._loop.add_writer(fd, _wake, ready)
+        try:
+            await ready
+        finally:
+            self._loop.remove_writer(fd)
+
+    async def _readable(self) -> None:
+        # The watch stays on from call to call: to take it off and on is a tenth of a small frame.
+        if not self._is_watched:
+            self._is_watched = True
+            self._loop.add_reader(self.wire.fileno(), self._on_readable)
+        self._reader = self._loop.create_future()
+        try:
+            await self._reader
+        finally:
+            self._reader = None
+
+    def _on_readable(self) -> None:
+        if self._reader is not None:
+            _wake(self._reader)
+        elif self._is_watched:
+            self._is_watched = False
+            self._loop.remove_reader(self.wire.fileno())
+
+    async def _in_thread(self, work: Callable[[], None]) -> None:
+        def on_cancel() -> None:
+            self.cut("a frame was cut in the middle")
+
+        await run_to_end(self._threads, work, on_cancel)
+
+    def _counted(self, count: int) -> int:
+        if count == 0:
+            raise self._lost("closed by the peer")
+        return count
+
+    def _raise_if_cut(self) -> None:
+        if self._cause is not None:
+            raise self._lost("cut")
+
+    def _lost(self, what: object) -> LostError:
+        return LostError(f"data channel: {self._cause or what}")
+
+
+def _sum_of(views: Iterable[memoryview], sum_: Sum, value: int) -> int:
+    for view in views:
+        value = sum_(view, value)
+    return value
+
+
+def _wake(ready: asyncio.Future[None]) -> None:
+    if not ready.done():
+        ready.set_result(None)

@@ -1,0 +1,165 @@
+"""Between two workers of one process: the sender copies into the blocks that the target grants.
+
+Tests: tests/contract/test_channels.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from functools import partial
+
+from kvmesh.core.errors import LostError, RefusedError
+from kvmesh.core.types import Refusal, RefusalReason, Reservation, WorkerId
+from kvmesh.transfer.alignment import Run, split_runs
+from kvmesh.transfer.channel import carry_all
+from kvmesh.transfer.frames import BlockRun, CommitFrame, PutFrame
+from kvmesh.transfer.lane import PeerKey, claim_of
+from kvmesh.transfer.memory import COPY_INLINE_BYTES, PoolMemory, copy_views
+from kvmesh.transfer.meters import LinkMeter
+from kvmesh.transfer.protocol import ChannelIdentity, layout_difference
+from kvmesh.transfer.target import WriteTarget
+from kvmesh.transfer.threads import run_to_end
+
+PIECE_BYTES = 32 << 20
+_MAX_RUNS = 4096
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LocalEnd:
+    """A receiver in this process."""
+
+    identity: ChannelIdentity
+    target: WriteTarget
+    loop: asyncio.AbstractEventLoop
+
+
+class LocalHub:
+    """The receivers of this process, by worker."""
+
+    def __init__(self) -> None:
+        self._ends: dict[WorkerId, LocalEnd] = {}
+
+    def join(self, end: LocalEnd) -> None:
+        """A receiver listens."""
+        self._ends[end.identity.worker_id] = end
+
+    def leave(self, end: LocalEnd) -> None:
+        """It listens no more."""
+        if self._ends.get(end.identity.worker_id) is end:
+            del self._ends[end.identity.worker_id]
+
+    def find(self, peer: PeerKey) -> LocalEnd | None:
+        """The receiver, if this life of it runs on the caller's event loop."""
+        end = self._ends.get(peer.worker_id)
+        if end is None or end.identity.incarnation != peer.incarnation:
+            return None
+        return end if end.loop is asyncio.get_running_loop() else None
+
+
+PROCESS_HUB = LocalHub()
+"""One per process, because that is what it describes."""
+
+
+class LocalChannel:
+    """To one life of a peer in this process."""
+
+    def __init__(
+        self,
+        identity: ChannelIdentity,
+        end: LocalEnd,
+        hub: LocalHub,
+        memory: PoolMemory,
+        meter: LinkMeter,
+        threads: Executor,
+    ) -> None:
+        """Opens.
+
+        Raises:
+            RefusedError: the layouts differ.
+        """
+        if identity.layout != end.identity.layout:
+            message = "layout: " + layout_difference(identity.layout, end.identity.layout)
+            raise RefusedError(Refusal(RefusalReason.INVALID, message))
+        self._me = identity.worker_id
+        self._peer = PeerKey(end.identity.worker_id, end.identity.incarnation)
+        self._end = end
+        self._hub = hub
+        self._memory = memory
+        self._meter = meter
+        self._threads = threads
+        self._block_bytes = identity.layout.block_bytes
+        self._next_transfer_id = 1
+        self._closed = False
+        meter.channels += 1
+
+    @property
+    def is_open(self) -> bool:
+        """Whether both ends are."""
+        return not self._closed and self._hub.find(self._peer) is self._end
+
+    @property
+    def num_connections(self) -> int:
+        """See `SendChannel.num_connections`."""
+        return int(self.is_open)
+
+    async def put(self, reservation: Reservation, runs: Sequence[Run]) -> None:
+        """See `SendChannel.put`."""
+        pieces = split_runs(runs, max(1, PIECE_BYTES // self._block_bytes), _MAX_RUNS)
+
+        async def carry(piece: list[Run]) -> None:
+            await self._copy(reservation, piece)
+
+        await carry_all(pieces, carry, width=2)
+
+    async def commit(self, reservation: Reservation, first_token_id: int, num_tokens: int) -> None:
+        """See `SendChannel.commit`."""
+        self._require_open()
+        frame = CommitFrame(
+            self._transfer_id(),
+            claim_of(reservation),
+            first_token_id,
+            num_tokens,
+            reservation.num_blocks,
+        )
+        refusal = self._end.target.commit(frame)
+        if refusal is not None:
+            raise RefusedError(refusal)
+        self._meter.commits += 1
+
+    async def close(self) -> None:
+        """See `SendChannel.close`."""
+        if not self._closed:
+            self._closed = True
+            self._end.target.peer_lost(self._me)
+
+    async def _copy(self, reservation: Reservation, runs: list[Run]) -> None:
+        self._require_open()
+        block_runs = tuple(BlockRun(run.target_start, run.count) for run in runs)
+        put = PutFrame(self._transfer_id(), claim_of(reservation), block_runs, checksum=False)
+        grant = self._end.target.begin_write(put)
+        if isinstance(grant, Refusal):
+            raise RefusedError(grant)
+        done = False
+        try:
+            sources = [self._memory.read_view(run.source_start, run.count) for run in runs]
+            if put.num_blocks * self._block_bytes <= COPY_INLINE_BYTES:
+                copy_views(grant.views, sources)
+            else:
+                await run_to_end(self._threads, partial(copy_views, grant.views, sources))
+            done = True
+        finally:
+            self._end.target.end_write(grant, done)
+        self._meter.frames += 1
+        if self._closed:
+            raise LostError("data channels are closed")
+
+    def _transfer_id(self) -> int:
+        self._next_transfer_id += 1
+        return self._next_transfer_id - 1
+
+    def _require_open(self) -> None:
+        if not self.is_open:
+            raise LostError(f"{self._peer.worker_id} is not in this process any more")

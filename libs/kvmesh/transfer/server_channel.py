@@ -1,0 +1,222 @@
+"""One accepted connection of a `DataServer`. Tests: tests/integration/test_transfer.py."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvmesh.core.errors import LostError, ProtocolError
+from kvmesh.core.types import Refusal, WorkerId
+from kvmesh.transfer.checksums import checksum_function
+from kvmesh.transfer.codec import encode_frame
+from kvmesh.transfer.decoder import PayloadStart
+from kvmesh.transfer.frame_socket import FrameSocket
+from kvmesh.transfer.frames import PullFrame, PutFrame
+from kvmesh.transfer.memory import COPY_INLINE_BYTES, MappedPool, MappingError, copy_ranges
+from kvmesh.transfer.meters import LinkKey, LinkMeter, TransferObserver, TransferSample
+from kvmesh.transfer.protocol import (
+    Commit,
+    Copy,
+    Drain,
+    Forget,
+    ReceiverMachine,
+    Reply,
+    Write,
+    last_word,
+)
+from kvmesh.transfer.target import WriteGrant, WriteTarget
+from kvmesh.transfer.threads import run_to_end
+
+Metering = Callable[[ReceiverMachine], tuple[LinkKey, LinkMeter, TransferObserver]]
+
+
+@dataclass(slots=True)
+class ServerState:
+    """What the connections of one server share.
+
+    Attributes:
+        filling: the connection that each open grant is filled by.
+        lanes: the newest connection of each (peer, link id, lane).
+    """
+
+    filling: dict[WriteGrant, FrameSocket] = field(default_factory=dict)
+    lanes: dict[tuple[WorkerId, int, int], FrameSocket] = field(default_factory=dict)
+
+
+class ServerChannel:
+    """Serves one connection until it ends."""
+
+    def __init__(
+        self,
+        frames: FrameSocket,
+        machine: ReceiverMachine,
+        target: WriteTarget,
+        state: ServerState,
+        threads: Executor,
+    ) -> None:
+        self._frames = frames
+        self._machine = machine
+        self._target = target
+        self._state = state
+        self._threads = threads
+        self._pool: MappedPool | None = None
+        self._lane: tuple[WorkerId, int, int] | None = None
+
+    async def serve(self, hello_timeout_s: float, metering: Metering) -> str:
+        """Greets, then answers frames until the connection ends; returns why it did.
+
+        Args:
+            metering: asked once, when the peer is known.
+        """
+        try:
+            async with asyncio.timeout(hello_timeout_s):
+                greeted = await self._greet()
+            if greeted:
+                self._key, self._meter, self._observe = metering(self._machine)
+                self._meter.channels += 1
+                while await self._step():
+                    pass
+        except TimeoutError:
+            return f"no HELLO in {hello_timeout_s:g} s"
+        except ProtocolError as error:
+            with contextlib.suppress(LostError):
+                await self._frames.send(encode_frame(last_word(error)))
+            return str(error)
+        except LostError as error:
+            return str(error)
+        return "closed"
+
+    def close(self) -> None:
+        """Frees everything; nothing is under way."""
+        self._frames.close()
+        if self._pool is not None:
+            self._pool.close()
+        if self._lane is not None and self._state.lanes.get(self._lane) is self._frames:
+            del self._state.lanes[self._lane]
+
+    async def _greet(self) -> bool:
+        """Answers the peer's HELLO; False when that was the last word."""
+        event = await self._frames.receive()
+        if event is None:
+            return False
+        frame = event.frame if isinstance(event, PayloadStart) else event
+        action = self._machine.receive(frame)
+        assert isinstance(action, Reply), "a HELLO has one answer"
+        answer = action.frame
+        if self._machine.peer is not None:
+            try:
+                self._take_offer(self._machine.peer)
+            except MappingError as error:
+                answer = self._machine.turn_away("mapping", str(error))
+        await self._frames.send(encode_frame(answer))
+        return self._machine.peer is not None
+
+    def _take_offer(self, peer: WorkerId) -> None:
+        offer = self._machine.offer
+        self._frames.decoder.sum = checksum_function(self._machine.terms.checksum)
+        if offer is None:
+            return
+        if offer.pool_blocks:
+            if self._frames.received_fd is None:
+                raise MappingError("no descriptor came with the greeting")
+            self._pool = MappedPool(
+                self._frames.received_fd, offer.pool_blocks, self._machine.block_bytes
+            )
+        # The sender gave its old connection up, maybe before this side could notice.
+        self._lane = (peer, offer.link_id, offer.lane)
+        old = self._state.lanes.get(self._lane)
+        if old is not None:
+            old.cut("replaced by a new connection")
+        self._state.lanes[self._lane] = self._frames
+
+    async def _step(self) -> bool:
+        event = await self._frames.receive(greedy=self._machine.has_pool)
+        if event is None:
+            return False
+        frame = event.frame if isinstance(event, PayloadStart) else event
+        match self._machine.receive(frame):
+            case Reply(answer, close):
+                await self._frames.send(encode_frame(answer))
+                return not close
+            case Write(put):
+                await self._write(put)
+            case Copy(pull):
+                await self._copy(pull)
+            case Drain() as drain:
+                await self._drain(drain)
+            case Commit(commit):
+                refusal = self._target.commit(commit)
+                self._meter.commits += refusal is None
+                self._meter.refused += refusal is not None
+                answer = self._machine.commit_answered(commit, refusal)
+                await self._frames.send(encode_frame(answer))
+            case Forget():
+                pass
+        return True
+
+    async def _write(self, put: PutFrame) -> None:
+        grant = self._target.begin_write(put)
+        if isinstance(grant, Refusal):
+            await self._drain(self._machine.write_refused(put, grant))
+            return
+        started = asyncio.get_running_loop().time()
+        intact = False
+        self._state.filling[grant] = self._frames
+        try:
+            intact = await self._frames.receive_payload(grant.views)
+        finally:
+            del self._state.filling[grant]
+            self._target.end_write(grant, intact)
+        num_bytes = sum(view.nbytes for view in grant.views)
+        if intact:
+            self._moved(grant, num_bytes, len(put.runs), started)
+        await self._answer(put, num_bytes, intact=intact)
+
+    async def _copy(self, pull: PullFrame) -> None:
+        grant = self._target.begin_write(pull.as_put())
+        if isinstance(grant, Refusal):
+            self._meter.refused += 1
+            await self._frames.send(encode_frame(self._machine.pull_answered(pull, grant)))
+            return
+        started = asyncio.get_running_loop().time()
+        assert self._pool is not None, "runs of a pool that is not mapped are refused"
+        sources = self._pool.byte_ranges([(source, count) for source, _, count in pull.runs])
+        num_bytes = sum(size for _, size in sources)
+        done = False
+        try:
+            if num_bytes <= COPY_INLINE_BYTES:
+                copy_ranges(grant.views, sources)
+            else:
+                await run_to_end(self._threads, partial(copy_ranges, grant.views, sources))
+            done = True
+        finally:
+            self._target.end_write(grant, done)
+        self._moved(grant, num_bytes, len(pull.runs), started)
+        await self._frames.send(encode_frame(self._machine.pull_answered(pull, None)))
+
+    def _moved(self, grant: WriteGrant, num_bytes: int, num_runs: int, started: float) -> None:
+        seconds = asyncio.get_running_loop().time() - started
+        calls = max(num_runs, len(grant.views))
+        self._meter.bytes += num_bytes
+        self._meter.calls += calls
+        self._meter.frames += 1
+        self._meter.seconds += seconds
+        self._meter.busy_s += seconds
+        self._observe(TransferSample(self._key, num_bytes, calls, seconds))
+
+    async def _drain(self, drain: Drain) -> None:
+        if drain.reply is not None:
+            self._meter.refused += 1
+            await self._frames.send(encode_frame(drain.reply))
+        intact = await self._frames.drop_payload()
+        if isinstance(drain.frame, PutFrame):
+            await self._answer(drain.frame, 0, intact=intact)
+
+    async def _answer(self, put: PutFrame, num_bytes: int, *, intact: bool) -> None:
+        answer = self._machine.payload_received(put, num_bytes, intact=intact)
+        if answer is not None:
+            await self._frames.send(encode_frame(answer))

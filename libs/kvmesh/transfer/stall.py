@@ -1,0 +1,67 @@
+"""Notices that nothing moves. Tests: tests/integration/test_transfer_failures.py."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
+
+_STALL_TICKS = 4
+
+
+class StallWatch:
+    """Calls back when something is under way and nothing has moved for `timeout_s`.
+
+    Time is counted in ticks of a quarter of it: a loop that was blocked for long ticks once, so a
+    busy process does not take its own pause for the peer's.
+    """
+
+    def __init__(self, timeout_s: float, on_stall: Callable[[], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._tick_s = timeout_s / _STALL_TICKS
+        self._on_stall = on_stall
+        self._under_way = 0
+        self._idle_ticks = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    @contextlib.contextmanager
+    def under_way(self) -> Iterator[None]:
+        """While inside, progress is expected."""
+        self.begin()
+        try:
+            yield
+        finally:
+            self.end()
+
+    def begin(self) -> None:
+        """From here on progress is expected, until as many calls of `end`."""
+        if self._under_way == 0:
+            self.progress()
+        self._under_way += 1
+        if self._timer is None:
+            self._timer = self._loop.call_later(self._tick_s, self._tick)
+
+    def end(self) -> None:
+        """One thing less is under way."""
+        self._under_way -= 1
+
+    def progress(self) -> None:
+        """Something moved. May be called from any thread."""
+        self._idle_ticks = 0
+
+    def close(self) -> None:
+        """No more callbacks. May be called again."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _tick(self) -> None:
+        self._timer = None
+        if self._under_way == 0:
+            return
+        self._idle_ticks += 1
+        # The first tick after progress is not a whole one.
+        if self._idle_ticks > _STALL_TICKS:
+            self._on_stall()
+        else:
+            self._timer = self._loop.call_later(self._tick_s, self._tick)

@@ -1,0 +1,230 @@
+"""TCP to one peer: several connections, pieces of a transfer striped over them.
+
+A piece whose connection is cut goes on by another one, so a transfer resumes after its last
+acknowledged piece. Tests: tests/contract/test_channels.py,
+tests/integration/test_transfer_failures.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+from kvmesh.core.errors import LostError, RefusedError
+from kvmesh.core.types import Endpoint, RefusalReason, Reservation
+from kvmesh.transfer.alignment import Run, split_runs
+from kvmesh.transfer.channel import carry_all
+from kvmesh.transfer.frame_socket import INLINE_BYTES, Wire
+from kvmesh.transfer.frames import MAX_RUNS, Checksum, LinkOffer
+from kvmesh.transfer.lane import Lane, LaneOptions, PeerKey, claim_of, sender_machine
+from kvmesh.transfer.memory import PoolMemory
+from kvmesh.transfer.meters import LinkMeter
+from kvmesh.transfer.protocol import ChannelIdentity
+from kvmesh.transfer.sockets import connect, tcp_facts
+from kvmesh.transfer.tls import connect_tls
+
+MIN_PIECE_BYTES = 1 << 20
+MAX_PIECE_BYTES = 8 << 20
+"""Payload of one PUT, unless one block is larger."""
+_DEPTH = 2
+"""Pieces of one transfer on a lane at once: one is sent while the other's answer comes."""
+_MAX_TRIES = 4
+_BUSY_RETRY_S = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class TcpOptions:
+    """How a TCP channel behaves.
+
+    Attributes:
+        lanes: connections per peer.
+        checksum: this end's wish.
+        tls: wraps each connection; None is plain.
+    """
+
+    lane: LaneOptions
+    lanes: int = 2
+    checksum: Checksum = Checksum.CRC32C
+    tls: ssl.SSLContext | None = None
+
+
+class _Progress:
+    """When a transfer last came forward; shared by its pieces."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.advance()
+
+    def advance(self) -> None:
+        self._at = self._loop.time()
+
+    def silent_s(self) -> float:
+        return self._loop.time() - self._at
+
+
+class TcpChannel:
+    """All connections to one life of a peer at one address."""
+
+    def __init__(
+        self,
+        identity: ChannelIdentity,
+        peer: PeerKey,
+        endpoint: Endpoint,
+        link_id: int,
+        options: TcpOptions,
+        memory: PoolMemory,
+        meter: LinkMeter,
+        threads: Executor,
+    ) -> None:
+        """Use `open`."""
+        self._identity, self._peer, self._endpoint = identity, peer, endpoint
+        self._link_id = link_id
+        self._options = options
+        self._memory = memory
+        self._meter = meter
+        self._threads = threads
+        self._lanes: list[Lane | None] = [None] * options.lanes
+        self._opening = [asyncio.Lock() for _ in range(options.lanes)]
+        self._closed = False
+
+    async def open(self) -> None:
+        """Opens the first connection; the others follow when a transfer is large.
+
+        Raises:
+            RefusedError, LostError: as `Lane.open`.
+        """
+        await self._lane(0)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a connection is up."""
+        return not self._closed and self.num_connections > 0
+
+    @property
+    def num_connections(self) -> int:
+        """Connections that are up."""
+        return sum(lane is not None and lane.is_open for lane in self._lanes)
+
+    def lanes(self) -> list[Lane]:
+        """The connections that are up."""
+        return [lane for lane in self._lanes if lane is not None and lane.is_open]
+
+    def read_facts(self, meter: LinkMeter) -> None:
+        """Asks the kernel for round trip and retransmits of the connections that are up."""
+        facts = [tcp_facts(lane.wire) for lane in self.lanes()]
+        known = [fact for fact in facts if fact is not None]
+        if known:
+            meter.rtt_s = min(fact.rtt_s for fact in known)
+            meter.retransmits = sum(fact.retransmits for fact in known)
+
+    async def put(self, reservation: Reservation, runs: Sequence[Run]) -> None:
+        """See `SendChannel.put`."""
+        block_bytes = self._identity.layout.block_bytes
+        total = sum(run.count for run in runs) * block_bytes
+        piece = total // (self._options.lanes * _DEPTH)
+        piece = min(max(piece, MIN_PIECE_BYTES), MAX_PIECE_BYTES)
+        pieces = split_runs(runs, max(1, piece // block_bytes), MAX_RUNS)
+        progress = _Progress()
+
+        async def carry(piece_runs: list[Run]) -> None:
+            await self._carry(reservation, piece_runs, progress, width=len(pieces))
+
+        if total <= INLINE_BYTES:
+            await carry(pieces[0])
+        else:
+            await carry_all(pieces, carry, self._options.lanes * _DEPTH)
+
+    async def commit(self, reservation: Reservation, first_token_id: int, num_tokens: int) -> None:
+        """See `SendChannel.commit`. Asked once more when its connection is cut."""
+        claim = claim_of(reservation)
+        lane = await self._any_lane(1)
+        try:
+            await lane.commit(claim, first_token_id, num_tokens, reservation.num_blocks)
+        except LostError:
+            if self._closed or not self.is_open:
+                raise
+            lane = await self._any_lane(1)
+            await lane.commit(claim, first_token_id, num_tokens, reservation.num_blocks)
+
+    async def close(self) -> None:
+        """See `SendChannel.close`."""
+        self._closed = True
+        for lane in self._lanes:
+            if lane is not None:
+                await lane.close()
+
+    async def _carry(
+        self, reservation: Reservation, runs: list[Run], progress: _Progress, width: int
+    ) -> None:
+        """Sends one piece, on another connection if one is cut."""
+        claim = claim_of(reservation)
+        views = [self._memory.read_view(run.source_start, run.count) for run in runs]
+        tries = 0
+        while True:
+            lane = await self._any_lane(width)
+            try:
+                await lane.put(claim, runs, views)
+                progress.advance()
+                return
+            except LostError:
+                tries += 1
+                silent = progress.silent_s() >= self._options.lane.stall_timeout_s
+                if self._closed or silent or tries == _MAX_TRIES:
+                    raise
+                self._meter.resumed += 1
+            except RefusedError as error:
+                # The receiver has not yet seen the end of the connection that was cut.
+                is_old_writer = tries > 0 and error.refusal.reason is RefusalReason.BUSY
+                if not is_old_writer or progress.silent_s() >= self._options.lane.stall_timeout_s:
+                    raise
+                await asyncio.sleep(_BUSY_RETRY_S)
+
+    async def _any_lane(self, width: int) -> Lane:
+        """The least busy connection among the first `width`, opened if it is not up."""
+        if self._closed:
+            raise LostError("data channels are closed")
+        wanted = range(min(max(width, 1), len(self._lanes)))
+        index = min(wanted, key=self._load)
+        try:
+            return await self._lane(index)
+        except LostError:
+            others = self.lanes()
+            if not others:
+                raise
+            return min(others, key=lambda lane: lane.unanswered_bytes)
+
+    def _load(self, index: int) -> int:
+        lane = self._lanes[index]
+        return 0 if lane is None or not lane.is_open else lane.unanswered_bytes
+
+    async def _lane(self, index: int) -> Lane:
+        async with self._opening[index]:
+            lane = self._lanes[index]
+            if lane is not None and lane.is_open:
+                return lane
+            if self._closed:
+                raise LostError("data channels are closed")
+            offer = LinkOffer(self._link_id, index, self._options.checksum)
+            machine = sender_machine(self._identity, self._peer, offer)
+            lane = await Lane.open(
+                self._connect, machine, self._options.lane, self._meter, self._threads
+            )
+            if self._closed:
+                await lane.close()
+                raise LostError("data channels are closed")
+            self._lanes[index] = lane
+            return lane
+
+    async def _connect(self) -> Wire:
+        sock = await connect(self._endpoint)
+        if self._options.tls is None:
+            return sock
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(sock.close)
+            wire = await connect_tls(sock, self._options.tls, self._endpoint.host)
+            on_failure.pop_all()
+        return wire

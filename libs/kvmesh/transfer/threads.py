@@ -1,0 +1,38 @@
+"""Work in threads that must be over before its caller goes on. Tests: test_channels.py."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+async def run_to_end(
+    threads: Executor, work: Callable[[], T], on_cancel: Callable[[], None] | None = None
+) -> T:
+    """Runs blocking work in a thread; a cancelled caller waits for its end.
+
+    The thread is in memory that belongs to others once the caller has gone.
+
+    Args:
+        on_cancel: makes the work end soon.
+
+    Raises:
+        CancelledError: after the work's end, if the caller was cancelled meanwhile.
+    """
+    future = asyncio.get_running_loop().run_in_executor(threads, work)
+    cancelled = False
+    while not future.done():
+        try:
+            await asyncio.wait({future})
+        except asyncio.CancelledError:
+            cancelled = True
+            if on_cancel is not None:
+                on_cancel()
+    if cancelled:
+        future.exception()
+        raise asyncio.CancelledError
+    return future.result()

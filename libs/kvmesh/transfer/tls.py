@@ -1,0 +1,164 @@
+"""TLS around a data socket, in the shape that `FrameSocket` uses. Costs a copy on each side.
+
+The TLS state is one object that both directions share, so a lock is held while it encrypts or
+decrypts in memory; never while a socket call waits. Tests: tests/contract/test_channels.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+import threading
+from collections.abc import Iterable
+
+from kvmesh.core.errors import LostError
+
+_CIPHER_BYTES = 256 << 10
+_PLAIN_BYTES = 256 << 10
+
+Ancillary = list[tuple[int, int, bytes]]
+
+
+class TlsWire:
+    """An encrypted connection; reading and writing may run in two threads at once."""
+
+    def __init__(
+        self, sock: socket.socket, context: ssl.SSLContext, server_name: str | None
+    ) -> None:
+        """Without a server name this is the server's end. `handshake` follows."""
+        self._sock = sock
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(
+            self._incoming,
+            self._outgoing,
+            server_side=server_name is None,
+            server_hostname=server_name,
+        )
+        self._lock = threading.Lock()
+        self._cipher_in = memoryview(bytearray(_CIPHER_BYTES))
+        # Ciphertext that the socket did not take, and how much plaintext it stands for.
+        self._cipher_out = memoryview(b"")
+        self._plain_out = 0
+
+    async def handshake(self) -> None:
+        """Settles keys; the socket must not block.
+
+        Raises:
+            LostError: the peer does not speak TLS, or its certificate is not accepted.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                try:
+                    self._tls.do_handshake()
+                    done = True
+                except ssl.SSLWantReadError:
+                    done = False
+                if self._outgoing.pending:
+                    await loop.sock_sendall(self._sock, self._outgoing.read())
+                if done:
+                    return
+                count = await loop.sock_recv_into(self._sock, self._cipher_in)
+                if count == 0:
+                    raise LostError("data channel: closed in the TLS handshake")
+                self._incoming.write(self._cipher_in[:count])
+        except (OSError, ssl.SSLError) as error:
+            raise LostError(f"data channel: {error}") from error
+
+    def sendmsg(self, buffers: Iterable[memoryview | bytes], ancdata: Ancillary, flags: int) -> int:
+        """Sends some plaintext; after BlockingIOError call again with the same bytes."""
+        assert not ancdata, "descriptors go over Unix sockets"
+        if not self._cipher_out:
+            self._plain_out = self._encrypt(buffers)
+        while self._cipher_out:
+            count = self._sock.send(self._cipher_out, flags)
+            self._cipher_out = self._cipher_out[count:]
+        return self._plain_out
+
+    def recvmsg_into(
+        self, buffers: Iterable[memoryview], ancbufsize: int, flags: int
+    ) -> tuple[int, Ancillary, int, object]:
+        """Receives some plaintext into the first buffer."""
+        target = next(iter(buffers))
+        while True:
+            count = self._decrypt(target)
+            if count is not None:
+                return count, [], 0, None
+            arrived = self._sock.recv_into(self._cipher_in, 0, flags & ~socket.MSG_WAITALL)
+            with self._lock:
+                if arrived:
+                    self._incoming.write(self._cipher_in[:arrived])
+                else:
+                    self._incoming.write_eof()
+
+    def fileno(self) -> int:
+        """See `Wire`."""
+        return self._sock.fileno()
+
+    def shutdown(self, how: int) -> None:
+        """See `Wire`; no TLS goodbye: frames say themselves where they end."""
+        self._sock.shutdown(how)
+
+    def setsockopt(self, level: int, option: int, value: bytes) -> None:
+        """See `Wire`."""
+        self._sock.setsockopt(level, option, value)
+
+    def getsockopt(self, level: int, option: int, size: int) -> bytes:
+        """See `Wire`."""
+        return self._sock.getsockopt(level, option, size)
+
+    def setblocking(self, flag: bool) -> None:
+        """See `Wire`."""
+        self._sock.setblocking(flag)
+
+    def close(self) -> None:
+        """See `Wire`."""
+        self._sock.close()
+
+    def _encrypt(self, buffers: Iterable[memoryview | bytes]) -> int:
+        taken = 0
+        with self._lock:
+            for buffer in buffers:
+                view = memoryview(buffer)[: _PLAIN_BYTES - taken]
+                while view:
+                    count = self._tls.write(view)
+                    view, taken = view[count:], taken + count
+                if taken == _PLAIN_BYTES:
+                    break
+            self._cipher_out = memoryview(self._outgoing.read())
+        return taken
+
+    def _decrypt(self, target: memoryview) -> int | None:
+        """Plain bytes put into `target`; None when more ciphertext is needed, 0 at the end."""
+        with self._lock:
+            try:
+                count: object = self._tls.read(len(target), target)
+                assert isinstance(count, int), "reading into a buffer gives a count"
+                return count
+            except ssl.SSLWantReadError:
+                return None
+            except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
+                return 0
+
+
+async def connect_tls(sock: socket.socket, context: ssl.SSLContext, server_name: str) -> TlsWire:
+    """The client's end, after its handshake.
+
+    Raises:
+        LostError: as `TlsWire.handshake`.
+    """
+    wire = TlsWire(sock, context, server_name)
+    await wire.handshake()
+    return wire
+
+
+async def accept_tls(sock: socket.socket, context: ssl.SSLContext) -> TlsWire:
+    """The server's end, after its handshake.
+
+    Raises:
+        LostError: as `TlsWire.handshake`.
+    """
+    wire = TlsWire(sock, context, None)
+    await wire.handshake()
+    return wire

@@ -1,0 +1,220 @@
+"""What every `ModelRunner` promises to the step loop and the data channel."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvmesh.core.types import SamplingParams
+from kvmesh.engine.fake import FakeRunner
+from kvmesh.engine.protocol import ModelRunner, SampledToken, SequenceChunk
+from kvmesh.engine.runner import TorchRunner
+from tests.unit.engine.tiny_checkpoint import write_checkpoint
+
+VOCAB_SIZE = 64
+NUM_BLOCKS = 24
+BLOCK_SIZE = 4
+GREEDY = SamplingParams(temperature=0.0)
+SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, top_k=30, seed=7)
+PROMPT = random.Random(1).choices(range(3, VOCAB_SIZE), k=23)
+
+
+def make_runner(kind: str, folder: Path) -> ModelRunner:
+    if kind == "fake":
+        return FakeRunner(vocab_size=VOCAB_SIZE, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    torch.set_num_threads(1)
+    checkpoint = write_checkpoint(folder / "checkpoint")
+    return TorchRunner.load(
+        checkpoint,
+        served_name="tiny",
+        dtype="float32",
+        num_blocks=NUM_BLOCKS,
+        block_size=BLOCK_SIZE,
+    )
+
+
+@pytest.fixture(params=["fake", "torch"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def runner(kind: str, tmp_path: Path) -> Iterator[ModelRunner]:
+    made = make_runner(kind, tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def other_runner(kind: str, tmp_path: Path) -> Iterator[ModelRunner]:
+    """Another worker with the same model."""
+    made = make_runner(kind, tmp_path)
+    yield made
+    made.close()
+
+
+@dataclass
+class Line:
+    """A sequence that is driven by hand."""
+
+    sequence_id: int
+    tokens: list[int]
+    block_table: list[int]
+    sampling: SamplingParams = GREEDY
+    num_prompt_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.tokens)
+
+    def chunk(self, start: int, end: int) -> SequenceChunk:
+        return SequenceChunk(
+            sequence_id=self.sequence_id,
+            token_ids=self.tokens,
+            start=start,
+            end=end,
+            block_table=self.block_table,
+            num_prompt_tokens=self.num_prompt_tokens,
+            sampling=self.sampling,
+            sample=end == len(self.tokens),
+        )
+
+
+def generate(
+    runner: ModelRunner, line: Line, count: int, bounds: tuple[int, ...] = (), start: int = 0
+) -> list[SampledToken]:
+    """Computes the tokens in chunks that end at `bounds`, then decodes `count` tokens."""
+    found: list[SampledToken] = []
+    for bound in (*bounds, len(line.tokens)):
+        (token,) = runner.execute([line.chunk(start, bound)]).tokens
+        start = bound
+        assert (token is None) == (bound < len(line.tokens))
+        if token is not None:
+            found.append(token)
+    while len(found) < count:
+        line.tokens.append(found[-1].token_id)
+        end = len(line.tokens)
+        (token,) = runner.execute([line.chunk(end - 1, end)]).tokens
+        assert token is not None
+        found.append(token)
+    return found
+
+
+def ids(tokens: list[SampledToken]) -> list[int]:
+    return [token.token_id for token in tokens]
+
+
+CONTIGUOUS = list(range(8))
+SCATTERED = [17, 3, 20, 9, 0, 14, 5, 11]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
+@pytest.mark.parametrize("bounds", [(4, 8, 20), (1, 2, 3), (22,), (7, 16)])
+def test_chunking_and_block_placement_do_not_show(
+    runner: ModelRunner, sampling: SamplingParams, bounds: tuple[int, ...]
+) -> None:
+    whole = generate(runner, Line(1, list(PROMPT), CONTIGUOUS, sampling), 6)
+    pieces = generate(runner, Line(2, list(PROMPT), SCATTERED, sampling), 6, bounds)
+    assert ids(pieces) == ids(whole)
+    assert all(0 <= token < VOCAB_SIZE for token in ids(whole))
+    assert all(token.logprobs is None for token in whole)
+
+
+def test_what_else_is_in_the_batch_does_not_show(runner: ModelRunner) -> None:
+    lines = [
+        Line(1, list(PROMPT), [0, 1, 2, 3, 4, 5]),
+        Line(2, list(PROMPT[5:12]), [10, 11], SAMPLED),
+        Line(3, list(PROMPT[3:4]), [20]),
+    ]
+    alone = [generate(runner, line, 1)[0] for line in lines]
+    # The first one in the middle of its prompt beside two that sample.
+    first = runner.execute(
+        [lines[0].chunk(0, 9), lines[1].chunk(0, 7), lines[2].chunk(0, 1)]
+    ).tokens
+    assert first[0] is None
+    second = runner.execute([lines[0].chunk(9, 23), lines[1].chunk(6, 7)]).tokens
+    assert [second[0], first[1], first[2]] == alone
+    assert second[1] == alone[1], "computed again in its place"
+
+
+def test_no_chunks_are_no_tokens(runner: ModelRunner) -> None:
+    assert runner.execute([]).tokens == []
+
+
+def test_positions_count(runner: ModelRunner) -> None:
+    """The same tokens in another order are another sequence."""
+    turned = PROMPT[::-1]
+    same = generate(runner, Line(1, list(PROMPT), CONTIGUOUS), 8)
+    other = generate(runner, Line(2, turned, SCATTERED), 8)
+    assert ids(same) != ids(other)
+
+
+def test_a_draw_depends_on_seed_and_position_alone(runner: ModelRunner) -> None:
+    hot = SamplingParams(temperature=2.0, seed=1)
+    whole = ids(generate(runner, Line(1, list(PROMPT), CONTIGUOUS, hot), 8))
+    # A stream that moved: the tokens so far are part of what is prefilled.
+    moved = Line(9, PROMPT + whole[:4], SCATTERED, hot)
+    moved.num_prompt_tokens = len(PROMPT)
+    assert ids(generate(runner, moved, 4, (13,))) == whole[4:]
+    reseeded = SamplingParams(temperature=2.0, seed=2)
+    assert ids(generate(runner, Line(1, list(PROMPT), CONTIGUOUS, reseeded), 8)) != whole
+
+
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_logprobs_come_when_asked_for(runner: ModelRunner, count: int) -> None:
+    sampling = SamplingParams(temperature=0.0, num_logprobs=count)
+    for token in generate(runner, Line(1, list(PROMPT), CONTIGUOUS, sampling), 3):
+        assert token.logprobs is not None
+        assert token.logprobs.logprob <= 0.0
+        assert len(token.logprobs.top_ids) == len(token.logprobs.top_logprobs) == count
+        assert list(token.logprobs.top_logprobs) == sorted(
+            token.logprobs.top_logprobs, reverse=True
+        )
+        assert len(set(token.logprobs.top_ids)) == count
+        if count:  # greedy: the best one was chosen
+            assert token.logprobs.top_ids[0] == token.token_id
+
+
+def test_views_are_the_layout(runner: ModelRunner) -> None:
+    layout = runner.spec.layout
+    assert layout.block_size == BLOCK_SIZE
+    assert runner.kv.num_blocks == NUM_BLOCKS
+    for first, count in ((0, 1), (5, 3), (NUM_BLOCKS - 1, 1)):
+        view = runner.kv.write_view(first, count)
+        assert view.nbytes == count * layout.block_bytes
+        assert not view.readonly
+        assert view.contiguous
+        assert runner.kv.read_view(first, count).nbytes == view.nbytes
+
+
+def test_views_move_kv_to_another_runner(runner: ModelRunner, other_runner: ModelRunner) -> None:
+    expected = ids(generate(runner, Line(1, list(PROMPT), SCATTERED), 6))
+    here, there = SCATTERED[:6], [2, 3, 4, 12, 13, 7]
+    for source, target in zip(here, there, strict=True):
+        view = other_runner.kv.write_view(target, 1)
+        view.cast("B")[:] = runner.kv.read_view(source, 1).cast("B")
+        other_runner.kv.written(target, 1)
+        assert bytes(other_runner.kv.read_view(target, 1)) == bytes(runner.kv.read_view(source, 1))
+    # The first token was chosen over there; here generation goes on over KV that was moved.
+    line = Line(5, [*PROMPT, expected[0]], [*there, 8, 9])
+    line.num_prompt_tokens = len(PROMPT)
+    assert ids(generate(other_runner, line, 5, start=len(PROMPT))) == expected[1:]
+
+
+def test_kv_that_is_wrong_shows(runner: ModelRunner) -> None:
+    """So the tests above, and all that count on the fake, can fail."""
+    expected = ids(generate(runner, Line(1, list(PROMPT), CONTIGUOUS), 8))
+    line = Line(1, [*PROMPT, expected[0]], CONTIGUOUS)
+    view = runner.kv.write_view(2, 1).cast("B")
+    view[:] = bytes(view.nbytes)
+    runner.kv.written(2, 1)
+    assert ids(generate(runner, line, 7, start=len(PROMPT))) != expected[1:]
+
+
+def test_closing_twice_is_allowed(runner: ModelRunner) -> None:
+    runner.close()
+    runner.close()

@@ -1,0 +1,97 @@
+"""A relay between a sender and a receiver that cuts, delays or slows what passes, at any byte.
+
+In user space, since not every kernel has `tc netem`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from kvmesh.core.types import Endpoint
+
+_CHUNK = 64 << 10
+
+
+@dataclass
+class Faults:
+    """What the link does to the bytes that go towards the receiver.
+
+    Attributes:
+        cut_at: byte counts, over all connections, at which the connection that carries it is cut.
+        stall_at: from this byte count on nothing passes.
+        delay_s: added to each piece, in both directions.
+        bytes_per_s: 0 is no bound.
+    """
+
+    cut_at: list[int] = field(default_factory=list)
+    stall_at: int | None = None
+    delay_s: float = 0.0
+    bytes_per_s: float = 0.0
+    passed: int = 0
+    connections: int = 0
+
+
+@contextlib.asynccontextmanager
+async def faulty_link(to: Endpoint, faults: Faults) -> AsyncIterator[Endpoint]:
+    """A relay in front of a receiver; gives the address that senders use."""
+    released = asyncio.Event()
+
+    async def towards(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(_CHUNK):
+            if faults.stall_at is not None and faults.passed + len(data) > faults.stall_at:
+                await released.wait()
+                return
+            await _pause(faults, len(data))
+            if faults.cut_at and faults.passed + len(data) >= faults.cut_at[0]:
+                keep = faults.cut_at.pop(0) - faults.passed
+                faults.passed += keep
+                writer.write(data[:keep])
+                await writer.drain()
+                return
+            faults.passed += len(data)
+            writer.write(data)
+            await writer.drain()
+
+    async def back(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(_CHUNK):
+            await _pause(faults, 0)
+            writer.write(data)
+            await writer.drain()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        faults.connections += 1
+        try:
+            peer_reader, peer_writer = await asyncio.open_connection(to.host, to.port)
+        except OSError:
+            writer.close()
+            return
+        directions = [
+            asyncio.ensure_future(towards(reader, peer_writer)),
+            asyncio.ensure_future(back(peer_reader, writer)),
+        ]
+        try:
+            await asyncio.wait(directions, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for direction in directions:
+                direction.cancel()
+            await asyncio.gather(*directions, return_exceptions=True)
+            for each in (writer, peer_writer):
+                each.transport.abort()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        yield Endpoint("127.0.0.1", server.sockets[0].getsockname()[1])
+    finally:
+        released.set()
+        server.close()
+
+
+async def _pause(faults: Faults, num_bytes: int) -> None:
+    pause_s = faults.delay_s
+    if faults.bytes_per_s:
+        pause_s += num_bytes / faults.bytes_per_s
+    if pause_s:
+        await asyncio.sleep(pause_s)

@@ -1,0 +1,247 @@
+"""A mesh of real processes for end-to-end and chaos tests."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+
+from kvmesh.core.types import SamplingParams, SequenceSpec
+from kvmesh.engine.core import EngineCore
+from kvmesh.engine.fake import FakeRunner
+from kvmesh.engine.sequence import Sequence
+from kvmesh.kv.hashing import root_hash
+from kvmesh.metadata.server_binary import RedisProcess
+from tests.mesh_child import ROOT, Child, scrape, until
+from tests.redis_server import redis_process
+
+MODEL_FOLDER = ROOT / "models" / "pydoc-6m"
+MODEL = "pydoc"
+VOCAB_SIZE = 4096
+BLOCK_SIZE = 16
+
+Flags = Mapping[str, object]
+
+HELD_NOWHERE = (
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",  # blocks that are only cached do not count
+    "kvmesh_sequences_held",
+    "kvmesh_prefill_slots_used",
+    "kvmesh_decode_sequences",
+    "kvmesh_decode_reservations_open",
+)
+"""Gauges of a worker that are zero when no request is anywhere."""
+
+
+class Mesh:
+    """The processes of one mesh, by name: kvmanager, scheduler, prefill-0, decode-0, gateway, ...
+
+    Args:
+        folder: for logs and traces.
+        engine: fake or torch.
+        flags: extra flags by service, or by name for one process.
+    """
+
+    def __init__(
+        self, folder: Path, *, engine: str = "fake", flags: Mapping[str, Flags] | None = None
+    ) -> None:
+        self.folder = folder
+        self.redis: RedisProcess | None = None
+        self.children: dict[str, Child] = {}
+        self._engine = engine
+        self._flags = flags or {}
+
+    def __getitem__(self, name: str) -> Child:
+        return self.children[name]
+
+    @property
+    def url(self) -> str:
+        """Where the HTTP API is."""
+        return f"http://{self['gateway'].address_of('http_serving')}"
+
+    @property
+    def workers(self) -> list[Child]:
+        """All workers that run."""
+        kinds = ("prefill", "decode")
+        return [each for each in self.children.values() if each.service in kinds and each.running]
+
+    @property
+    def trace_files(self) -> list[Path]:
+        """Span files, one per process."""
+        return sorted(self.folder.glob("*.jsonl"))
+
+    def add(self, name: str, service: str, flags: Flags, *, sticky: bool = False) -> Child:
+        """Starts a process."""
+        everywhere = {
+            "telemetry.metrics-port": 0,
+            "telemetry.trace.exporter": "jsonl",
+            "telemetry.trace.target": self.folder / f"{name}.jsonl",
+        }
+        special = {**self._flags.get(service, {}), **self._flags.get(name, {})}
+        child = Child(name, service, {**everywhere, **flags, **special}, self.folder, sticky)
+        self.children[name] = child
+        child.start()
+        return child
+
+    def add_worker(self, name: str) -> Child:
+        """Starts a worker; its name says which kind."""
+        return self.add(
+            name,
+            name.partition("-")[0],
+            {
+                "worker.id": name,
+                "worker.scheduler-targets": self["scheduler"].address,
+                "worker.kvmanager-target": self["kvmanager"].address,
+                "engine.kind": self._engine,
+                "engine.model": MODEL_FOLDER,
+                "engine.model-name": MODEL,
+                "engine.dtype": "float32",
+                "engine.block-size": BLOCK_SIZE,
+            },
+        )
+
+    async def start(self, num_prefill: int, num_decode: int) -> None:
+        """Starts everything and waits until requests can be served."""
+        assert self.redis is not None
+        redis = {"redis.url": self.redis.url}
+        await self.add("kvmanager", "kvmanager", redis, sticky=True).ready()
+        target = {"kvmanager.target": self["kvmanager"].address}
+        await self.add("scheduler", "scheduler", {**redis, **target}, sticky=True).ready()
+        for service, count in (("prefill", num_prefill), ("decode", num_decode)):
+            for number in range(count):
+                self.add_worker(f"{service}-{number}")
+        flags = {
+            "http.port": 0,
+            "scheduler.targets": self["scheduler"].address,
+            "model.path": MODEL_FOLDER,
+            "model.served-name": MODEL,
+        }
+        self.add("gateway", "gateway", flags, sticky=True)
+        for child in self.children.values():
+            await child.ready()
+        await self.all_known()
+
+    async def restart(self, name: str) -> None:
+        """Starts a process that ended and waits until it serves."""
+        self[name].start()
+        await self[name].ready()
+
+    async def all_known(self) -> None:
+        """Waits until scheduler, kvmanager and gateway know all workers that run."""
+        count = len(self.workers)
+
+        async def complete() -> bool:
+            scheduler = await self["scheduler"].metrics()
+            kvmanager = await self["kvmanager"].metrics()
+            return (
+                scheduler.value("kvmesh_scheduler_workers") == count
+                and kvmanager.value("kvmesh_kvmanager_streams") == count
+                and await self.is_ready()
+            )
+
+        await until(complete, f"{count} workers are known")
+
+    async def is_ready(self) -> bool:
+        """Whether the gateway says that it can serve."""
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(f"{self.url}/ready") as response,
+        ):
+            return response.status == 200
+
+    async def idle(self) -> None:
+        """Waits until no request, reservation, slot, sequence or block is held anywhere."""
+        held: dict[str, float] = {}
+
+        async def nothing() -> bool:
+            held.clear()
+            gateway = await scrape(f"{self.url}/metrics")
+            held["gateway"] = gateway.value("kvmesh_gateway_requests_open")
+            for worker in self.workers:
+                metrics = await worker.metrics()
+                held.update({f"{worker.name} {n}": metrics.value(n) for n in HELD_NOWHERE})
+            return not any(held.values())
+
+        try:
+            await until(nothing, "nothing is held", 20)
+        except AssertionError as error:
+            left = {name: value for name, value in held.items() if value}
+            raise AssertionError(f"still held: {left}") from error
+
+    async def stop(self) -> dict[str, int]:
+        """Stops what runs; the exit codes by name."""
+        running = [child for child in self.children.values() if child.running]
+        for child in running:
+            child.signal(signal.SIGTERM)
+        return {child.name: await child.exit_code() for child in running}
+
+    def reap(self) -> None:
+        """Kills what is left."""
+        for child in self.children.values():
+            if child.process is not None:
+                child.process.kill()
+                child.process.wait()
+
+    def failures(self) -> list[str]:
+        """Log lines of level error and tracebacks, over all lives of all processes."""
+        return [
+            f"{path.name}: {line}"
+            for path in sorted(self.folder.glob("*.log"))
+            for line in path.read_text(errors="replace").splitlines()
+            if '"level": "error"' in line or line.startswith("Traceback")
+        ]
+
+    def print_logs(self) -> None:
+        """Prints all logs; pytest shows them for a test that failed."""
+        for path in sorted(self.folder.glob("*.log")):
+            print(f"--- {path.name}")
+            print(path.read_text(errors="replace")[-8000:])
+
+
+@asynccontextmanager
+async def running_mesh(
+    folder: Path,
+    num_prefill: int = 2,
+    num_decode: int = 2,
+    *,
+    engine: str = "fake",
+    flags: Mapping[str, Flags] | None = None,
+) -> AsyncIterator[Mesh]:
+    """A mesh that serves; at the end all that runs must stop with exit code 0 and without errors.
+
+    Args:
+        flags: extra flags by service, or by name for one process.
+    """
+    mesh = Mesh(folder, engine=engine, flags=flags)
+    async with AsyncExitStack() as stack:
+        stack.callback(mesh.print_logs)
+        mesh.redis = stack.enter_context(redis_process(folder))
+        stack.callback(mesh.reap)
+        await mesh.start(num_prefill, num_decode)
+        yield mesh
+        codes = await mesh.stop()
+        assert set(codes.values()) <= {0}, codes
+        assert mesh.failures() == []
+
+
+def fake_tokens(
+    prompt: list[int], max_tokens: int, *, temperature: float = 0.0, seed: int = 0
+) -> list[int]:
+    """What one fake engine alone generates after a prompt."""
+    runner = FakeRunner.for_checkpoint(
+        MODEL_FOLDER, name=MODEL, num_blocks=1024, block_size=BLOCK_SIZE, step_s=0.0
+    )
+    core = EngineCore(runner.spec, runner.kv.num_blocks)
+    sampling = SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens)
+    spec = SequenceSpec(tuple(prompt), len(prompt), sampling, root_hash("reference"))
+    sequence = core.admit_decode(spec)
+    assert isinstance(sequence, Sequence), sequence
+    core.run(sequence)
+    while core.has_work:
+        chunks = core.plan_step()
+        core.finish_step(chunks, runner.execute(chunks))
+    return list(sequence.tokens[len(prompt) :])

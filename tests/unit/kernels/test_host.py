@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvmesh.kernels import host, layer_ops
+from kvmesh.kernels.dispatch import HostAttention
+from kvmesh.kernels.host_library import build, load_host_library
+from kvmesh.kernels.plan import padded_tables
+from tests.unit.kernels import layer_cases
+from tests.unit.kernels.attention_cases import (
+    DECODE_CASES,
+    LAYER,
+    Case,
+    assert_close,
+    check_step,
+    make_inputs,
+)
+
+needs_compiler = pytest.mark.skipif(
+    shutil.which("c++") is None and shutil.which("g++") is None, reason="no C++ compiler"
+)
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> object:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [0, 1, 9])
+def test_rows_equal_the_twins(rows: int, dtype: torch.dtype) -> None:
+    for has_delta in (False, True):
+        layer_cases.check_add_rms_norm(host.add_rms_norm, rows, has_delta, dtype, "cpu")
+    layer_cases.check_silu_and_mul(host.silu_and_mul, rows, dtype, "cpu")
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_rope_and_write(has_norm: bool, dtype: torch.dtype) -> None:
+    layer_cases.check_rope_and_write(host.rope_and_write, has_norm, 64, dtype, "cpu")
+
+
+HEAD_DIM_CASES = tuple(
+    Case(f"head size {head_dim}, group of {group}", ((40, 1), (2, 1)), 2, group, head_dim)
+    for head_dim, group in ((16, 1), (32, 7), (64, 3), (128, 4), (256, 2))
+)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", DECODE_CASES + HEAD_DIM_CASES, ids=str)
+def test_decode_attention(case: Case, dtype: torch.dtype) -> None:
+    inputs, scale = make_inputs(case, dtype, "cpu"), case.head_dim**-0.5
+    if not host.has_decode(inputs.kv):
+        assert case.head_dim == 24, "a head size that models have"
+        return
+    out = host.decode_attention(
+        inputs.q,
+        inputs.kv,
+        LAYER,
+        torch.from_numpy(padded_tables(inputs.tables)),
+        torch.tensor(inputs.lens),
+        scale=scale,
+        window=case.window,
+        sinks=inputs.sinks,
+    )
+    assert_close(out, inputs, scale, dtype, case.window)
+
+
+@needs_compiler
+def test_two_threads_give_what_one_gives() -> None:
+    inputs = make_inputs(Case("one long sequence", ((200, 1),), head_dim=32), torch.float32, "cpu")
+    tables, lens = torch.from_numpy(padded_tables(inputs.tables)), torch.tensor(inputs.lens)
+    x, gate_up = torch.randn(9, 64), torch.randn(9, 128)
+    panels = host.in_panels(torch.randn(256, 64))
+    assert panels is not None
+    found = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        attended = host.decode_attention(
+            inputs.q, inputs.kv, LAYER, tables, lens, scale=0.2, window=0, sinks=None
+        )
+        normed = host.add_rms_norm(x.clone(), x, x[0], 1e-6)
+        product = host.few_rows(x[:2], panels.data_ptr(), None, 256)
+        found.append((attended, normed, host.silu_and_mul(gate_up), product))
+    # Alone, a sequence is cut into as many parts as there are threads.
+    for one, two in zip(*found, strict=True):
+        torch.testing.assert_close(one, two)
+
+
+MIXED = ((700, 1), (3, 1), (16, 5), (0, 9))
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("chunks", "num_decode"), [(MIXED, 2), (MIXED[:2], 2), (MIXED[2:], 0)], ids=str
+)
+def test_step(chunks: tuple[tuple[int, int], ...], num_decode: int) -> None:
+    case = Case("mixed", chunks, head_dim=32, window=60)
+    check_step(HostAttention, case, num_decode, torch.float32, "cpu")
+
+
+@pytest.fixture
+def _fresh_library() -> object:
+    load_host_library.cache_clear()
+    yield
+    load_host_library.cache_clear()
+
+
+@needs_compiler
+def test_one_build_serves_all(tmp_path: Path) -> None:
+    compiler = shutil.which("c++") or "g++"
+    first = build(compiler, tmp_path)
+    written = first.stat().st_mtime_ns
+    assert build(compiler, tmp_path) == first
+    assert first.stat().st_mtime_ns == written
+    assert list(tmp_path.iterdir()) == [first], "nothing is left beside it"
+
+
+def no_compiler(name: str) -> str | None:
+    return None
+
+
+def broken_compiler(name: str) -> str | None:
+    return "/bin/false"
+
+
+@pytest.mark.usefixtures("_fresh_library")
+@pytest.mark.parametrize("found", [no_compiler, broken_compiler])
+def test_without_a_library_the_twins_serve(
+    found: Callable[[str], str | None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(shutil, "which", found)
+    with caplog.at_level(logging.WARNING):
+        assert not host.has_vectors(torch.zeros(2, 64))
+        assert not host.has_decode(torch.zeros(1, 1, 2, 4, 1, 64))
+    assert len(caplog.records) == 1, "it is said once"
+    layer_cases.check_add_rms_norm(layer_ops.add_rms_norm, 2, True, torch.float32, "cpu")
+    layer_cases.check_silu_and_mul(layer_ops.silu_and_mul, 2, torch.float32, "cpu")
+    layer_cases.check_rope_and_write(layer_ops.rope_and_write, True, 64, torch.float32, "cpu")

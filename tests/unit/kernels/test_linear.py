@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from kvmesh.kernels import host
+from kvmesh.kernels.linear import can_pack, make_linear
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 5, 40])
+@pytest.mark.parametrize(("outputs", "inputs"), [(56, 24), (128, 96)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_product_is_that_of_the_plain_weight(
+    has_bias: bool, outputs: int, inputs: int, rows: int, dtype: torch.dtype
+) -> None:
+    x, weight = torch.randn(rows, inputs).to(dtype), torch.randn(outputs, inputs).to(dtype)
+    bias = torch.randn(outputs).to(dtype) if has_bias else None
+    product = make_linear(weight, bias)
+    assert product.packed == can_pack(dtype)
+    expected = functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    tolerance = 1e-4 if dtype is torch.float32 else 5e-2
+    torch.testing.assert_close(product(x).float(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_a_packed_weight_is_a_copy() -> None:
+    weight, x = torch.ones(32, 16), torch.ones(2, 16)
+    product = make_linear(weight)
+    if not product.packed:
+        pytest.skip("this build packs nothing")
+    weight.zero_()
+    assert product(x).sum() == 2 * 32 * 16
+
+
+def test_without_the_private_operators_weights_stay_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.ops, "mkldnn", object())
+    can_pack.cache_clear()
+    try:
+        weight = torch.ones(32, 16)
+        product = make_linear(weight)
+        assert product.weight is weight
+        assert product(torch.ones(2, 16)).sum() == 2 * 32 * 16
+    finally:
+        can_pack.cache_clear()
+
+
+def test_a_layout_that_is_not_known_is_left_to_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    def other_order(weight: torch.Tensor) -> torch.Tensor:
+        return weight.flip(0)
+
+    monkeypatch.setattr(host, "in_panels", other_order)
+    assert make_linear(torch.randn(128, 96)).panels == 0
+
+
+def test_half_precision_stays_plain() -> None:
+    assert not can_pack(torch.float16)

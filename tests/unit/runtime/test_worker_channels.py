@@ -1,0 +1,61 @@
+"""The data plane's options from a worker's configuration."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvmesh.core.errors import ConfigError
+from kvmesh.policy.transfer_mode import TransferMode
+from kvmesh.rpc.channels import TlsConfig
+from kvmesh.runtime.worker_channels import receive_options, send_options, transfer_mode
+from kvmesh.runtime.worker_config import DataSection, WorkerConfig, WorkerSection
+from kvmesh.transfer.frames import Checksum
+
+
+def test_defaults_allow_every_channel_with_a_checksum() -> None:
+    send, receive = send_options(WorkerConfig()), receive_options(WorkerConfig())
+
+    assert send.kinds == receive.kinds == ("local", "shm", "tcp")
+    assert send.checksum is receive.checksum is Checksum.CRC32C
+    assert send.budget_bytes_s == 0
+    assert send.tls is receive.tls is None
+
+
+def test_sizes_are_in_megabytes() -> None:
+    config = WorkerConfig(data=DataSection(budget_mb_s=1.5, window_mb=2, lanes=3))
+
+    assert send_options(config).budget_bytes_s == 1.5e6
+    assert send_options(config).lanes == 3
+    assert receive_options(config).window_bytes == 2_000_000
+
+
+@pytest.mark.parametrize(
+    ("section", "data", "match"),
+    [
+        (WorkerSection(channels="tcp,rdma"), DataSection(), "local, shm, tcp"),
+        (WorkerSection(channels=" , "), DataSection(), "channels must be"),
+        (WorkerSection(), DataSection(checksum="md5"), "md5"),
+        (WorkerSection(), DataSection(lanes=0), "at least 1"),
+        (WorkerSection(), DataSection(tls=TlsConfig(ca="/nowhere.pem")), "data.tls"),
+    ],
+)
+def test_mistakes_are_named(section: WorkerSection, data: DataSection, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        send_options(WorkerConfig(worker=section, data=data))
+
+
+def test_a_broken_certificate_is_named(tmp_path: Path) -> None:
+    broken = tmp_path / "cert.pem"
+    broken.write_text("no certificate")
+    tls = replace(TlsConfig(), cert=str(broken))
+
+    with pytest.raises(ConfigError, match=r"data\.tls"):
+        receive_options(WorkerConfig(data=DataSection(tls=tls)))
+
+
+def test_modes() -> None:
+    assert transfer_mode("auto") is None
+    assert transfer_mode("whole") is TransferMode.WHOLE
+    with pytest.raises(ConfigError, match="auto, whole, chunked"):
+        transfer_mode("layered")
