@@ -7,13 +7,14 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 MODEL ?=
+TRACES ?=
 PREFILL ?= 2
 DECODE ?= 2
 PORT ?= 8000
 ARGS ?=
 # One computing thread per test process: spinning OpenMP teams slow each other down tenfold.
 test test-fast: export OMP_NUM_THREADS := 1
-.PHONY: help setup proto fmt check test test-fast test-gpu up bench-serve bench-transfer bench-engine bench-allocator bench-fuzz e2e-compose train-model clean
+.PHONY: help setup proto fmt check test test-fast test-gpu up bench-serve bench-transfer bench-engine bench-allocator bench-fuzz bench-policies e2e-compose train-model clean
 
 help: ## list the verbs
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -55,6 +56,9 @@ up: setup ## start a local stack: make up MODEL=dir PREFILL=n DECODE=n PORT=n
 
 bench-serve: setup ## measure a local stack; writes bench/results/serve.json and serve.md
 	$(PY) -m kvmesh.cli up $(if $(MODEL),--model $(MODEL)) --prefill $(PREFILL) --decode $(DECODE) --port 0 --run '$(PY) -m kvmesh.cli bench serve --goodput ttft:2000 tpot:100 --save bench/results/serve.json'
+
+bench-policies: setup ## compare policies in the simulator: make bench-policies TRACES="FILE..."
+	$(PY) -m kvmesh.sim.bench --out bench/results $(if $(TRACES),--trace $(TRACES))
 
 bench-transfer: setup ## data channels against memcpy, iperf3 and other engines; writes bench/results/transfer.*
 	$(PY) -m benchmarks.transfer $(ARGS)

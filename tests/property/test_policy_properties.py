@@ -235,13 +235,17 @@ def test_eviction_never_leaves_an_orphan(
     tree: SegmentTree, holder: WorkerId, count: int, data: st.DataObject
 ) -> None:
     pinned = data.draw(st.sets(st.sampled_from([segment.name for segment in tree])))
-    victims = plan_eviction(tree, holder, count, pinned)
-    assert len(victims) <= count
-    assert not pinned & set(victims)
-    for name in victims:
-        segment = tree.get(name)
+    held = sum(holder in segment.copies for segment in tree)
+    drops = plan_eviction(tree, holder, count, pinned)
+    assert len(drops) == len(set(drops))
+    assert not pinned & {drop.segment for drop in drops}
+    for drop in drops:
+        segment = tree.get(drop.segment)
         assert segment is not None
-        tree.drop(segment, holder)  # asserts that what nobody holds has no children
+        tree.drop(segment, drop.holder)  # asserts that what nobody holds has no children
+    if not pinned:
+        after = sum(holder in segment.copies for segment in tree)
+        assert held - after >= min(count, held)
     left = {segment.name for segment in tree}
     assert all(s.parent is None or s.parent.name in left for s in tree)
 

@@ -20,12 +20,14 @@ class Segment:
     Attributes:
         parent: None for the first segment of a prefix.
         accesses: reads, faded by `SegmentTree.fade`.
+        depth: segments before it in its prefix.
         copies: holders with the time that each copy was last read.
     """
 
     name: BlockHash
     parent: Segment | None
     accesses: float = 0.0
+    depth: int = 0
     children: dict[BlockHash, Segment] = field(default_factory=dict)
     copies: dict[WorkerId, float] = field(default_factory=dict)
 
@@ -62,7 +64,8 @@ class SegmentTree:
         segment = self._segments.get(name)
         if segment is None:
             assert parent is None or self._segments.get(parent.name) is parent, "an orphan"
-            segment = self._segments[name] = Segment(name, parent)
+            depth = 0 if parent is None else parent.depth + 1
+            segment = self._segments[name] = Segment(name, parent, depth=depth)
             siblings = self.roots if parent is None else parent.children
             siblings[name] = segment
         segment.copies[holder] = now

@@ -7,10 +7,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvmesh.core.errors import ConfigError
-from kvmesh.core.types import Endpoint, KvLayout, Placement, Role, RoutePlan, WorkerId, WorkerInfo
+from kvmesh.core.types import (
+    Endpoint,
+    KvLayout,
+    Placement,
+    Role,
+    RoutePlan,
+    RouteQuery,
+    WorkerId,
+    WorkerInfo,
+)
+from kvmesh.policy.fleet_index import FleetIndex
+from kvmesh.policy.routing import SILENT_AFTER_S
 from kvmesh.policy.view import FleetView, WorkerView
 from kvmesh.sim.events import EventQueue
 from kvmesh.sim.link import SharedLink
@@ -22,6 +34,9 @@ from kvmesh.sim.worker import SimWorker, WorkerListener
 MODEL = "simulated"
 REMOTE = "remote"
 """Name of the offload cluster."""
+
+SMALL_FLEET = 32
+"""Up to so many workers a route looks at all of them."""
 
 LOST_AFTER_S = 3.0
 """A dead worker stays in the view for the length of its lease."""
@@ -63,6 +78,7 @@ class SimFleet:
 
     Args:
         report_interval_s: age of the loads in the view; 0 shows them as they are.
+        order: for fleets too large to look at whole.
 
     Attributes:
         openings: grows whenever a worker may accept what it refused before.
@@ -77,6 +93,7 @@ class SimFleet:
         queue_offers: bool,
         report_interval_s: float,
         chunk_tokens: int,
+        order: FleetIndex | None = None,
     ) -> None:
         self._events = events
         self._profile = profile
@@ -84,6 +101,7 @@ class SimFleet:
         self._queue_offers = queue_offers
         self._report_interval_s = report_interval_s
         self._chunk_tokens = chunk_tokens
+        self._order = order
         self.workers: dict[WorkerId, SimWorker] = {}
         self.openings = 0
         self.index = PrefixIndex()
@@ -124,7 +142,9 @@ class SimFleet:
         self.index.add(info.worker_id, worker.pool)
         link = SharedLink(self._events, self._profile.links.inside_bytes_per_s)
         self._own_links[info.worker_id] = link
-        self._views[info.worker_id] = WorkerView(info, worker.load(), math.inf)
+        view = self._views[info.worker_id] = WorkerView(info, worker.load(), math.inf)
+        if self._order is not None:
+            self._order.update(view)
         self._view = None
         self.openings += 1
 
@@ -144,6 +164,8 @@ class SimFleet:
     def _expire(self, dead: SimWorker) -> None:
         if self.workers[dead.info.worker_id] is dead:
             del self._views[dead.info.worker_id]
+            if self._order is not None:
+                self._order.remove(dead.info.worker_id)
             self._view = None
 
     def note_change(self, worker: SimWorker) -> None:
@@ -171,6 +193,17 @@ class SimFleet:
         if self._view is None:
             self._view = FleetView(tuple(self._views.values()))
         return dataclasses.replace(self._view, num_routes=self._num_routes)
+
+    def view_for(self, query: RouteQuery, matches: Mapping[WorkerId, int]) -> FleetView:
+        """What a route for this query sees now; of a large fleet only the part that matters."""
+        if self._order is None or len(self.workers) <= SMALL_FLEET:
+            return self.view()
+        for worker_id in self._changed:
+            worker = self.workers[worker_id]
+            if worker.alive:
+                self._order.update(WorkerView(worker.info, worker.load(), math.inf))
+        self._changed.clear()
+        return self._order.shortlist(query, matches, self._events.now(), SILENT_AFTER_S)
 
     def note_route(self, plan: RoutePlan) -> None:
         """Counts a plan as load until its workers report it."""

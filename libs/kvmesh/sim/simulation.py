@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvmesh.core.types import Refusal, RefusalReason, RoutePlan, RouteQuery, WorkerId
+from kvmesh.core.types import Refusal, RefusalReason, Role, RoutePlan, RouteQuery, WorkerId
+from kvmesh.policy.fleet_index import FleetIndex
 from kvmesh.policy.offload_route import plan_offload
 from kvmesh.policy.pdserve import timeout_s
 from kvmesh.sim.control import Control
@@ -44,7 +45,7 @@ class Sample:
     """One moment of the timelines.
 
     Attributes:
-        computed_tokens: prompt tokens since the last sample, by living worker.
+        computed_tokens: prompt tokens since the last sample, by living worker that prefills.
         link_use: of the link between the clusters since the last sample, 0..1.
         roles: living workers by role.
         searching: requests that look for workers.
@@ -100,6 +101,7 @@ class Simulation:
             queue_offers=system.queue_offers,
             report_interval_s=system.report_interval_s,
             chunk_tokens=scenario.chunk_tokens,
+            order=FleetIndex(self.rng) if system.is_indexed else None,
         )
         self.fleet.build(scenario.fleet)
         self.result = Result(scenario, [])
@@ -164,10 +166,11 @@ class Simulation:
             request.hashes,
             avoid=avoid,
         )
+        matches = self.fleet.index.match(request.reusable_hashes)
         plan = plan_offload(
-            self.fleet.view(),
+            self.fleet.view_for(query, matches),
             query,
-            self.fleet.index.match(request.reusable_hashes),
+            matches,
             self.events.now(),
             self.rng,
             self.scenario.system.route,
@@ -339,7 +342,8 @@ class Simulation:
         computed: dict[WorkerId, int] = {}
         for worker in self.fleet.living():
             name, total = worker.info.worker_id, worker.steps.computed_tokens
-            computed[name] = max(total - self._computed.get(name, 0), 0)
+            if worker.info.role is not Role.DECODE:
+                computed[name] = max(total - self._computed.get(name, 0), 0)
             self._computed[name] = total
         carried, _ = self.fleet.between.use_until_now()
         capacity = self.fleet.between.bytes_per_s * self.scenario.sample_s

@@ -40,6 +40,12 @@ class System:
     switch_roles: bool = False
     reallocate: bool = False
 
+    @property
+    def is_indexed(self) -> bool:
+        """Whether `FleetIndex` orders workers as the route policy does."""
+        is_fresh = self.report_interval_s == 0 and not self.queue_offers
+        return is_fresh and self.route.name in {"cache_load", "least_loaded"}
+
 
 SYSTEMS: dict[str, System] = {
     system.name: system

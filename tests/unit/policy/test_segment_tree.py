@@ -77,24 +77,40 @@ class TestHeavyHitters:
 
 
 class TestEviction:
-    def test_oldest_leaf_first_then_its_parent(self) -> None:
-        made = tree(ab=1, xy=1)
-        assert listed(plan_eviction(made, A, 3)) == ["ab", "a", "xy"]
+    def plan(
+        self, made: SegmentTree, count: int, pinned: frozenset[str] = frozenset()
+    ) -> list[tuple[str, WorkerId]]:
+        names = {name(each) for each in pinned}
+        drops = plan_eviction(made, A, count, names)
+        for drop in drops:
+            segment = made.get(drop.segment)
+            assert segment is not None
+            made.drop(segment, drop.holder)  # asserts that nothing is left without its prefix
+        return [(drop.segment.decode(), drop.holder) for drop in drops]
 
-    def test_a_prefix_outlives_what_needs_it(self) -> None:
-        made = tree(abc=1)
-        made.add(name("abc"), made.get(name("ab")), B, now=9.0)
-        segment = made.get(name("abc"))
-        assert segment is not None
-        made.drop(segment, A)
-        assert plan_eviction(made, A, 5) == [], "worker b holds a child"
+    def test_the_oldest_with_all_that_needs_it(self) -> None:
+        assert self.plan(tree(ab=1, xy=1), 1) == [("ab", A), ("a", A)]
 
-    def test_a_second_copy_may_go_before_its_children(self) -> None:
+    def test_of_one_read_the_deepest_goes_first(self) -> None:
+        made = tree(abc=1, x=1)
+        for segment in made:
+            made.read(segment, A, now=50.0)
+        assert self.plan(made, 2) == [("abc", A), ("ab", A)]
+
+    def test_what_needs_it_goes_from_other_workers_too(self) -> None:
+        made = tree(a=1)
+        made.add(name("ab"), made.get(name("a")), B, now=0.0)
+        assert self.plan(made, 1) == [("ab", B), ("a", A)]
+
+    def test_a_second_copy_goes_alone(self) -> None:
         made = tree(ab=1)
         made.add(name("a"), None, B, now=9.0)
-        assert listed(plan_eviction(made, A, 1)) == ["a"]
+        assert self.plan(made, 1) == [("a", A)]
+        assert len(made) == 2
 
-    def test_pinned_segments_stay(self) -> None:
-        made = tree(ab=1, x=1)
-        assert listed(plan_eviction(made, A, 5, pinned={name("ab")})) == ["x"]
-        assert listed(plan_eviction(made, A, 5, pinned={name("a")})) == ["ab", "x"]
+    def test_pinned_segments_and_their_prefixes_stay(self) -> None:
+        assert self.plan(tree(ab=1, x=1), 5, frozenset({"ab"})) == [("x", A)]
+        assert self.plan(tree(ab=1, x=1), 5, frozenset({"a"})) == [("ab", A), ("x", A)]
+
+    def test_nothing_to_drop(self) -> None:
+        assert self.plan(SegmentTree(), 3) == []

@@ -57,7 +57,7 @@ class TestSummary:
         assert summary.success == 0.5
 
     def test_one_prefill_worker_of_two_busy_is_a_cv_of_one(self) -> None:
-        made = scenario(trace(0.0, 20), fleet="home:d:prefill:1,home:d:decode:1", sample_s=1.0)
+        made = scenario(trace(0.0, 20), fleet="home:d:prefill:2,home:d:decode:1", sample_s=1.0)
         assert summarize(simulate(made)).cv == pytest.approx(1.0)
 
     def test_table_and_record(self) -> None:

@@ -1,0 +1,200 @@
+"""A fleet kept in order of load, so that a route decision looks at a few workers, not at all.
+
+`FleetIndex.shortlist` gives the part of the fleet among which the best workers of every side are;
+`plan_route` decides on it by its own rules. A candidate list of a few top-ranked workers is also
+what P/D-Serve 3.5 offers a request to. Tests: tests/unit/policy/test_fleet_index.py,
+tests/property/test_policy_fleet_index.py.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from kvmesh.core.types import KvLayout, Role, RouteQuery, WorkerId
+from kvmesh.policy.ranking import DECODE_CACHE_WEIGHT
+from kvmesh.policy.view import FleetView, WorkerView
+
+WIDTH = 6
+"""Workers per side, role and group, and as many of those that hold a prefix."""
+
+MAX_HOLDERS = 128
+"""Of more holders (a system prompt that all have) those of the longest prefixes are weighed; the
+others are found by their load."""
+
+_Key = tuple[float, float, float, WorkerId]
+"""Full, load, tie, name."""
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """Workers of one model, layout, cluster and role, least loaded first, once per side."""
+
+    prefill: list[_Key] = field(default_factory=list)
+    decode: list[_Key] = field(default_factory=list)
+
+
+_BucketName = tuple[str, KvLayout, str, Role]
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    view: WorkerView
+    bucket: _BucketName
+    prefill: _Key
+    decode: _Key
+
+
+class FleetIndex:
+    """Workers by load; an update costs one insertion into a sorted list.
+
+    Orders for the policies `cache_load` and `least_loaded`, whose ranks without a cached prefix
+    are the load alone; workers of one bucket have equally many slots. A fleet in which hybrid and
+    dedicated workers share a group is given whole, since hybrids choose their side by the numbers
+    of all.
+
+    Args:
+        rng: orders workers of equal load.
+    """
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._entries: dict[WorkerId, _Entry] = {}
+        self._buckets: dict[_BucketName, _Bucket] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def update(self, view: WorkerView) -> None:
+        """Takes a worker in, or its new load."""
+        self.remove(view.worker_id)
+        info = view.info
+        tie = self._rng.random()
+        slots = max(info.prefill_slots, 1)
+        used = view.prefill_used
+        decode_share = _decode_share(view)
+        entry = _Entry(
+            view,
+            (info.model, info.layout, info.cluster, info.role),
+            (used >= slots, used, tie, view.worker_id),
+            (decode_share >= 1.0, decode_share, tie, view.worker_id),
+        )
+        self._entries[view.worker_id] = entry
+        bucket = self._buckets.setdefault(entry.bucket, _Bucket())
+        insort(bucket.prefill, entry.prefill)
+        insort(bucket.decode, entry.decode)
+
+    def remove(self, worker_id: WorkerId) -> None:
+        """Forgets a worker; one that is unknown is no error."""
+        entry = self._entries.pop(worker_id, None)
+        if entry is None:
+            return
+        bucket = self._buckets[entry.bucket]
+        del bucket.prefill[bisect_left(bucket.prefill, entry.prefill)]
+        del bucket.decode[bisect_left(bucket.decode, entry.decode)]
+        if not bucket.prefill:
+            del self._buckets[entry.bucket]
+
+    def view(self, version: int = 0, num_routes: int = 0) -> FleetView:
+        """The whole fleet."""
+        return FleetView(tuple(e.view for e in self._entries.values()), version, num_routes)
+
+    def shortlist(
+        self,
+        query: RouteQuery,
+        matches: Mapping[WorkerId, int] | None,
+        now: float,
+        silent_after_s: float,
+    ) -> FleetView:
+        """The workers that a plan for the query should choose from.
+
+        Args:
+            matches: leading blocks that workers hold.
+            silent_after_s: workers without a report for this long do not count towards the width.
+
+        Returns:
+            The whole fleet if nobody of the model can take the query now, so that a refusal can
+            name what there is.
+        """
+        names = [name for name in self._buckets if name[0] == query.model]
+        roles: dict[tuple[KvLayout, str], set[Role]] = {}
+        for _, layout, cluster, role in names:
+            roles.setdefault((layout, cluster), set()).add(role)
+        if any(Role.HYBRID in each and len(each) > 1 for each in roles.values()):
+            return self.view()
+
+        def counts(view: WorkerView) -> bool:
+            return (
+                view.worker_id not in query.avoid
+                and now - view.reported_at <= silent_after_s
+                and _can_hold(view, query)
+            )
+
+        chosen: dict[WorkerId, WorkerView] = {}
+        for name in names:
+            bucket, role = self._buckets[name], name[3]
+            if role is not Role.DECODE:
+                chosen |= self._walk(bucket.prefill, counts)
+            if role is not Role.PREFILL:
+                chosen |= self._walk(bucket.decode, counts)
+        for view in self._best_holders(query, matches or {}):
+            chosen[view.worker_id] = view
+        if not any(_can_hold(view, query) for view in chosen.values()):
+            return self.view()
+        return FleetView(tuple(chosen.values()))
+
+    def _walk(
+        self, keys: list[_Key], counts: Callable[[WorkerView], bool]
+    ) -> dict[WorkerId, WorkerView]:
+        """From the least loaded on, until enough of those seen count."""
+        found: dict[WorkerId, WorkerView] = {}
+        left = WIDTH
+        for key in keys:
+            view = self._entries[key[3]].view
+            if counts(view):
+                found[view.worker_id] = view
+                left -= 1
+                if not left:
+                    break
+            elif len(found) < WIDTH:
+                # Tried last, but better than nobody.
+                found[view.worker_id] = view
+        return found
+
+    def _best_holders(self, query: RouteQuery, matches: Mapping[WorkerId, int]) -> list[WorkerView]:
+        """Holders of a prefix for whom it outweighs their load most, per side."""
+        prefill: list[tuple[float, float, WorkerId]] = []
+        decode: list[tuple[float, float, WorkerId]] = []
+        names: Iterable[WorkerId] = matches
+        if len(matches) > MAX_HOLDERS:
+            names = heapq.nlargest(MAX_HOLDERS, matches, key=matches.__getitem__)
+        for worker_id in names:
+            entry = self._entries.get(worker_id)
+            if entry is None or entry.bucket[0] != query.model:
+                continue
+            size = entry.bucket[1].block_size
+            uncached = max(query.num_tokens - matches[worker_id] * size, 1)
+            role = entry.bucket[3]
+            if role is not Role.DECODE:
+                busy, used, _, _ = entry.prefill
+                prefill.append((busy, uncached * (1.0 + used), worker_id))
+            if role is not Role.PREFILL:
+                share = uncached / max(query.num_tokens, 1)
+                full, load, _, _ = entry.decode
+                decode.append((full, load + DECODE_CACHE_WEIGHT * share, worker_id))
+        best = (*heapq.nsmallest(WIDTH, prefill), *heapq.nsmallest(WIDTH, decode))
+        return [self._entries[worker_id].view for _, _, worker_id in best]
+
+
+def _decode_share(view: WorkerView) -> float:
+    slots = view.decode_used / max(view.info.decode_slots, 1)
+    return max(slots, 1.0 - view.load.blocks_free / max(view.info.num_blocks, 1))
+
+
+def _can_hold(view: WorkerView, query: RouteQuery) -> bool:
+    info = view.info
+    longest = min(info.max_model_len, info.num_blocks * info.layout.block_size)
+    return not view.load.draining and longest >= query.num_tokens
