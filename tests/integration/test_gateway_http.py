@@ -380,7 +380,8 @@ async def test_stream_refused_before_it_starts(stack: Stack) -> None:
     refusals = stack.gateway.metrics.value(
         "kvmesh_gateway_refusals_total", reason="no_slots", stage="decode"
     )
-    assert refusals == len(stack.mesh.workers["d1"].reserves)
+    # The deadline may come while the last one is not answered yet.
+    assert 0 <= len(stack.mesh.workers["d1"].reserves) - refusals <= 1
     await stack.idle()
 
 

@@ -67,12 +67,16 @@ async def test_moved_sequence_is_prompt_plus_tokens(tmp_path: Path) -> None:
         specs = [spec for name in ("p1", "p2") for spec in stack.mesh.workers[name].specs]
         before, after = sorted(specs, key=lambda spec: len(spec.token_ids))
         assert after.num_prompt_tokens == before.num_prompt_tokens == len(before.token_ids)
-        assert after.token_ids == before.token_ids + tuple(stack.mesh.output[:4])
+        # All 4 tokens, unless the break of one stream overtook a token on the other: then those are
+        # computed again.
+        kept = len(after.token_ids) - len(before.token_ids)
+        assert kept <= 4
+        assert after.token_ids == before.token_ids + tuple(stack.mesh.output[:kept])
         assert after.sampling == before.sampling
         assert after.root_hash == before.root_hash
         # The limit counts from the client's prompt, so less is left to generate.
         left = [query.max_new_tokens for query in stack.mesh.queries]
-        assert left == [400, 396]
+        assert left == [400, 400 - kept]
 
 
 async def test_killed_worker_in_the_middle(tmp_path: Path) -> None:
