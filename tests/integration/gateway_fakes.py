@@ -71,6 +71,7 @@ class Behaviour:
     fail_prefills: int = 0
     lose_reservations: int = 0  # when the prefill is offered
     break_decode_after: int = 0  # tokens; then the stream breaks, once
+    break_always: bool = False  # not once, but each time
     fail_decode_after: int = 0
     stall_decode_after: int = 0
     repeat_tokens: bool = False  # each message repeats the token before
@@ -270,7 +271,7 @@ class FakeWorker:
         while finish is None:
             await asyncio.sleep(0)
             if does.break_decode_after and sent >= does.break_decode_after:
-                does.break_decode_after = 0
+                does.break_decode_after *= does.break_always
                 held.outbox.put(BREAK)
                 return
             if does.fail_decode_after and sent >= does.fail_decode_after:

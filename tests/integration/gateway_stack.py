@@ -90,5 +90,5 @@ async def gateway_stack(
             (gateway,) = gateways
             url = f"http://127.0.0.1:{gateway.http_port}/v1"
             async with AsyncOpenAI(base_url=url, api_key="key", max_retries=0) as client:
-                await mesh.until(lambda: mesh.fleet_seen > 0)
+                await mesh.until(lambda: len(gateway.fleet.workers) == len(roles or PAIR))
                 yield Stack(mesh, gateway, context, client, tokenizer)

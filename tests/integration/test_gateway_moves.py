@@ -124,7 +124,9 @@ async def test_odd_but_valid_token_messages(tmp_path: Path, behaviour: dict[str,
 async def test_lost_too_often_ends_the_stream_with_an_error(tmp_path: Path) -> None:
     async with gateway_stack(tmp_path, TWO_PAIRS, SAYS, limits={"max_moves": 1}) as stack:
         for name in ("d1", "d2"):
+            # Always: a stream may come back to a worker that broke, if the other is not connected.
             stack.mesh.workers[name].does.break_decode_after = 2
+            stack.mesh.workers[name].does.break_always = True
         body = {"model": MODEL, "prompt": "a", "stream": True, "max_tokens": 400}
         async with (
             aiohttp.ClientSession(stack.url) as session,
@@ -140,7 +142,9 @@ async def test_lost_too_often_ends_the_stream_with_an_error(tmp_path: Path) -> N
 async def test_lost_too_often_raises_in_the_openai_client(tmp_path: Path) -> None:
     async with gateway_stack(tmp_path, TWO_PAIRS, SAYS, limits={"max_moves": 1}) as stack:
         for name in ("d1", "d2"):
+            # Always: a stream may come back to a worker that broke, if the other is not connected.
             stack.mesh.workers[name].does.break_decode_after = 2
+            stack.mesh.workers[name].does.break_always = True
         with pytest.raises(openai.APIError, match="lost 2 times"):
             await stream_text(stack)
 
