@@ -170,7 +170,9 @@ class FleetIndex:
         decode: list[tuple[float, float, WorkerId]] = []
         names: Iterable[WorkerId] = matches
         if len(matches) > MAX_HOLDERS:
-            names = heapq.nlargest(MAX_HOLDERS, matches, key=matches.__getitem__)
+            # By name too, so that the order of the map decides nothing.
+            longest = heapq.nlargest(MAX_HOLDERS, ((n, name) for name, n in matches.items()))
+            names = [name for _, name in longest]
         for worker_id in names:
             entry = self._entries.get(worker_id)
             if entry is None or entry.bucket[0] != query.model:

@@ -1,8 +1,8 @@
 """FlowKV's answer to uneven load: idle workers of one side help the other for some cycles, and when
 the load of the fleet stays beyond its size, a signal to change the size.
 
-Source: FlowKV 3.4 and Algorithm 1. Which idle side helps, how long, and when help ends is ours, the
-paper leaves it open. Tests: tests/unit/policy/test_role_switch.py.
+Source: FlowKV 3.4 and Algorithm 1. Which idle side helps, how long, when help ends, and help in the
+extreme regime are ours, the paper leaves them open. Tests: tests/unit/policy/test_role_switch.py.
 """
 
 from __future__ import annotations
@@ -81,13 +81,16 @@ def plan_switches(
 ) -> list[Switch]:
     """The workers to tell in this cycle.
 
+    In the extreme regime the fleet's size is wrong; until it is another, which takes minutes if it
+    can be had at all, idle workers help just as in the imbalanced one.
+
     Args:
         workers: all live ones, with the side they work for now.
         helping: who helps, with the cycles that are left before this one.
     """
     limits = limits or SwitchLimits()
     ends = _ends(workers, fleet, helping, limits)
-    if ends or regime is not Regime.IMBALANCED:
+    if ends or regime is Regime.NORMAL:
         return ends
     return _starts(workers, fleet, helping, limits)
 

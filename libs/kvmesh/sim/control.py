@@ -82,7 +82,7 @@ class Control:
         self._outputs: deque[int] = deque(maxlen=LENGTHS_WINDOW)
         self._windows: dict[WorkerId, ScoreWindow] = {}
         self._helping: dict[WorkerId, Help] = {}
-        self._queues: list[tuple[int, int]] = []
+        self._queues: list[tuple[float, float]] = []
         self._carried = 0.0
         self._threshold = self._start_threshold()
 
@@ -172,8 +172,7 @@ class Control:
     def _score(self, workers: list[SimWorker]) -> list[ScoredWorker]:
         num_prefill = max(sum(w.info.role is Role.PREFILL for w in workers), 1)
         num_decode = max(len(workers) - num_prefill, 1)
-        for_prefill = sum(each.has_reservation for each in self._desk.searching.values())
-        for_decode = len(self._desk.searching) - for_prefill
+        for_prefill, for_decode = self._waiting()
         scored: list[ScoredWorker] = []
         for worker in workers:
             state = _state(worker, for_prefill / num_prefill, for_decode / num_decode)
@@ -187,8 +186,7 @@ class Control:
     # --- reallocation ------------------------------------------------------------------------
 
     def _observe_queues(self) -> None:
-        for_prefill = sum(each.has_reservation for each in self._desk.searching.values())
-        self._queues.append((for_prefill, len(self._desk.searching) - for_prefill))
+        self._queues.append(self._waiting())
 
     def _mean_queues(self) -> StageQueues:
         """Of the time since the last evaluation, per instance of each stage."""
@@ -231,7 +229,22 @@ class Control:
             lift = max(self._threshold.tokens / max(self._threshold.base_tokens, 1.0), 1.0)
             self._threshold = Threshold(base, base * lift)
 
-    # --- what the model reads ----------------------------------------------------------------
+    # --- what is read ------------------------------------------------------------------------
+
+    def _waiting(self) -> tuple[float, float]:
+        """Requests that wait for prefill, and for decode.
+
+        One with a reservation waits for prefill. One without finds the decode slots taken, by
+        sequences that run or by reservations of others; the latter wait for prefill, and so does
+        whoever waits for them.
+        """
+        held = sum(each.has_reservation for each in self._desk.searching.values())
+        rest = len(self._desk.searching) - held
+        loads = [worker.load() for worker in self._local()]
+        running = sum(load.decode_running for load in loads)
+        reserved = sum(load.decode_reserved for load in loads)
+        share = running / (running + reserved) if running + reserved else 1.0
+        return held + rest * (1.0 - share), rest * share
 
     def _remote(self) -> list[SimWorker]:
         return [w for w in self._fleet.living() if w.info.cluster == REMOTE]
@@ -257,7 +270,7 @@ def _state(worker: SimWorker, prefill_waiting: float, decode_waiting: float) -> 
             waiting=worker.num_waiting + (prefill_waiting if is_prefill else 0.0),
         ),
         decode=Queues(
-            running=load.decode_running + load.decode_reserved,
+            running=load.decode_running,
             waiting=0.0 if is_prefill else decode_waiting,
             swapped=load.decode_preempted,
         ),

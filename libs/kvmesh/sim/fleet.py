@@ -198,7 +198,8 @@ class SimFleet:
         """What a route for this query sees now; of a large fleet only the part that matters."""
         if self._order is None or len(self.workers) <= SMALL_FLEET:
             return self.view()
-        for worker_id in self._changed:
+        # Sorted, since the index draws a random number for each.
+        for worker_id in sorted(self._changed):
             worker = self.workers[worker_id]
             if worker.alive:
                 self._order.update(WorkerView(worker.info, worker.load(), math.inf))

@@ -30,9 +30,12 @@ class TestHelp:
             (Role.PREFILL, SwitchLimits().cycles, SwitchReason.HELPS_PREFILL)
         }
 
-    @pytest.mark.parametrize("regime", [Regime.NORMAL, Regime.EXTREME])
-    def test_only_imbalance_switches(self, regime: Regime) -> None:
-        assert plan_switches(self.WORKERS, Score(1.2, 0.1), regime, {}) == []
+    def test_a_balanced_fleet_stays(self) -> None:
+        assert plan_switches(self.WORKERS, Score(1.2, 0.1), Regime.NORMAL, {}) == []
+
+    def test_a_fleet_of_the_wrong_size_helps_itself_meanwhile(self) -> None:
+        switches = plan_switches(self.WORKERS, Score(9.0, 0.1), Regime.EXTREME, {})
+        assert [s.worker_id for s in switches] == ["c", "d"]
 
     def test_busy_workers_stay(self) -> None:
         workers = (*side("ab", True, 1.2), *side("cd", False, 0.6))

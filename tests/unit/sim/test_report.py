@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
 from kvmesh.cli.__main__ import main
+from kvmesh.core.config import child_environment
 from kvmesh.policy.pdserve import TimeoutTier
 from kvmesh.sim.plots import png, write_html
 from kvmesh.sim.report import (
@@ -118,6 +121,22 @@ class TestCommand:
             made = ["--turns", "3", "--shared", "2", "--burst", "4", "--closed-loop"]
             assert main(["simulate", *self.FAST, *made, "--seed", "5", "--json", str(path)]) == 0
         assert paths[0].read_text() == paths[1].read_text()
+
+    def test_results_do_not_depend_on_the_process(self, tmp_path: Path) -> None:
+        """Sets of names are ordered by a hash that differs from process to process."""
+        fleet = "home:a100:prefill:24,home:a100:decode:16"
+        flags = ["--requests", "150", "--rate", "60", "--shared", "3", "--fleet", fleet]
+        written = []
+        for hash_seed in ("1", "2"):
+            path = tmp_path / f"{hash_seed}.json"
+            subprocess.run(
+                [sys.executable, "-m", "kvmesh.cli", "simulate", *flags, "--json", str(path)],
+                env=child_environment({"PYTHONHASHSEED": hash_seed}),
+                check=True,
+                capture_output=True,
+            )
+            written.append(path.read_text())
+        assert written[0] == written[1]
 
     def test_a_trace(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         row = {"t_ms": 0, "input_len": 600, "output_len": 5, "hash_ids": [0, 1]}
