@@ -42,7 +42,6 @@ class Gateway:
     """
 
     http_port: int
-    fleet: FleetWatch
     sessions: WorkerSessions
     admission: Admission
     metrics: GatewayMetrics
@@ -92,7 +91,7 @@ async def start_gateway(config: GatewayConfig, context: ServiceContext) -> Gatew
     front = HttpFront(frontend, config.http, int(time.time()))
     http_port = await _serve_http(front, config.http, context)
     log.info("http_serving", address=f"{config.http.host}:{http_port}", model=served_name)
-    return Gateway(http_port, fleet, sessions, admission, metrics)
+    return Gateway(http_port, sessions, admission, metrics)
 
 
 def _connect(sessions: WorkerSessions, workers: tuple[FleetWorker, ...], served_name: str) -> None:

@@ -258,6 +258,14 @@ class WorkerSessions:
         return {worker_id: session.num_open for worker_id, session in self._sessions.items()}
 
     @property
+    def num_connected(self) -> int:
+        """Workers to which both streams are up."""
+        return sum(
+            session.prefill.stream.connected and session.decode.stream.connected
+            for session in self._sessions.values()
+        )
+
+    @property
     def num_open(self) -> int:
         """Attempts open anywhere; zero when no request runs."""
         return sum(session.num_open for session in self._sessions.values())

@@ -66,7 +66,7 @@ async def gateway_stack(
     says: str = "one request, one handoff",
     **changes: Any,
 ) -> AsyncIterator[Stack]:
-    """Starts everything and waits until the gateway sees the fleet.
+    """Starts everything and waits until the gateway is connected to the fleet.
 
     Args:
         changes: sections of the gateway's config; `limits` as a dict of fields.
@@ -90,5 +90,5 @@ async def gateway_stack(
             (gateway,) = gateways
             url = f"http://127.0.0.1:{gateway.http_port}/v1"
             async with AsyncOpenAI(base_url=url, api_key="key", max_retries=0) as client:
-                await mesh.until(lambda: len(gateway.fleet.workers) == len(roles or PAIR))
+                await mesh.until(lambda: gateway.sessions.num_connected == len(roles or PAIR))
                 yield Stack(mesh, gateway, context, client, tokenizer)
