@@ -5,6 +5,7 @@ Tests: tests/integration/test_gateway_http.py.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -86,18 +87,29 @@ class Answer:
         async with aclosing(self._deltas()) as deltas:
             first = await anext(deltas)
             response = web.StreamResponse(headers=_SSE_HEADERS | placement_headers(first.placed))
-            await response.prepare(request)
-            try:
-                await self._send_delta(response, first)
-                async for delta in deltas:
-                    await self._send_delta(response, delta)
-                if self._call.include_usage:
-                    await _send(response, self._responses.closing_usage(self._usage()))
-            except KvMeshError as error:
-                await _send(response, answer_for(error).body)
+            # A client may go away between two chunks, before its handler is cancelled: that is no
+            # error, and leaving the block cancels the work.
+            with contextlib.suppress(ConnectionResetError):
+                await response.prepare(request)
+                await self._send_all(response, first, deltas)
+        return response
+
+    async def _send_all(
+        self,
+        response: web.StreamResponse,
+        first: TextDelta,
+        deltas: AsyncGenerator[TextDelta, None],
+    ) -> None:
+        try:
+            await self._send_delta(response, first)
+            async for delta in deltas:
+                await self._send_delta(response, delta)
+            if self._call.include_usage:
+                await _send(response, self._responses.closing_usage(self._usage()))
+        except KvMeshError as error:
+            await _send(response, answer_for(error).body)
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
-        return response
 
     async def _deltas(self) -> AsyncGenerator[TextDelta, None]:
         runs = [self._frontend.run(choice) for choice in self._choices]
