@@ -33,6 +33,7 @@ from kvmesh.core.types import (
     WorkerInfo,
     WorkerLoad,
 )
+from kvmesh.kv.hashing import join_hashes, split_hashes
 from kvmesh.v1 import (
     inference_service_pb2,
     kv_manager_service_pb2,
@@ -386,24 +387,6 @@ def candidate_from_proto(message: scheduler_service_pb2.Candidate) -> Candidate:
     )
 
 
-def block_hashes_to_bytes(hashes: tuple[BlockHash, ...]) -> bytes:
-    """Hashes joined, 16 bytes each."""
-    return b"".join(hashes)
-
-
-def block_hashes_from_bytes(blob: bytes) -> tuple[BlockHash, ...]:
-    """Hashes from a joined blob.
-
-    Raises:
-        ProtocolError: the length is not a multiple of 16.
-    """
-    if len(blob) % BLOCK_HASH_BYTES:
-        raise ProtocolError("bad_hashes", f"{len(blob)} bytes is not a multiple of 16")
-    return tuple(
-        BlockHash(blob[i : i + BLOCK_HASH_BYTES]) for i in range(0, len(blob), BLOCK_HASH_BYTES)
-    )
-
-
 def route_query_to_proto(
     query: RouteQuery, correlation_id: int, traceparent: str = ""
 ) -> scheduler_service_pb2.RouteRequest:
@@ -414,7 +397,7 @@ def route_query_to_proto(
         model=query.model,
         num_tokens=query.num_tokens,
         max_new_tokens=query.max_new_tokens,
-        block_hashes=block_hashes_to_bytes(query.block_hashes),
+        block_hashes=join_hashes(query.block_hashes),
         scenario=query.scenario,
         avoid_worker_ids=sorted(query.avoid),
         ttft_budget_ms=query.ttft_budget_ms,
@@ -430,7 +413,7 @@ def route_query_from_proto(message: scheduler_service_pb2.RouteRequest) -> Route
         model=message.model,
         num_tokens=message.num_tokens,
         max_new_tokens=message.max_new_tokens,
-        block_hashes=block_hashes_from_bytes(message.block_hashes),
+        block_hashes=tuple(split_hashes(message.block_hashes)),
         scenario=message.scenario,
         avoid=frozenset(WorkerId(name) for name in message.avoid_worker_ids),
         ttft_budget_ms=message.ttft_budget_ms,

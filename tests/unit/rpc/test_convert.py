@@ -32,6 +32,7 @@ from kvmesh.core.types import (
 )
 from kvmesh.rpc import convert
 from kvmesh.v1 import types_pb2
+from kvmesh.v1.scheduler_service_pb2 import RouteRequest
 
 LAYOUT = KvLayout("abc", "bfloat16", 16, 4, 2, 64)
 SAMPLING = SamplingParams(0.5, 0.25, 5, 0.125, 0.5, 0.25, 1.5, 2**63, 7, 2, True, (3, 4), 5)
@@ -139,4 +140,4 @@ def test_a_sequence_that_cannot_be_is_refused(num_prompt: int, root: int) -> Non
 
 def test_hashes_of_a_broken_length_are_refused() -> None:
     with pytest.raises(ProtocolError):
-        convert.block_hashes_from_bytes(b"x" * 17)
+        convert.route_query_from_proto(RouteRequest(block_hashes=b"x" * 17))
