@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from kvmesh.core.types import FinishReason, SequenceSpec, TokenLogprobs
 from kvmesh.kv.hashing import HashChain
+from kvmesh.kv.sequence_blocks import SequenceBlocks
 
 
 class SequenceState(enum.Enum):
@@ -55,11 +56,10 @@ class Sequence:
 
     Attributes:
         tokens: prompt and generated tokens; the last one has no KV while decoding.
-        blocks: block table; owned references.
+        kv: blocks of all groups; owned references.
         num_computed: leading positions whose KV is in the blocks.
         num_cached: leading positions found in the prefix cache at admission.
         chain: block hashes of `tokens`.
-        num_sealed: leading blocks that are registered in the prefix cache.
         hold_after_first: stop computing after the first token (prefill for another worker).
         on_emission, on_progress: called on the event loop after a step.
     """
@@ -67,15 +67,19 @@ class Sequence:
     sequence_id: int
     spec: SequenceSpec
     tokens: list[int]
-    blocks: list[int]
+    kv: SequenceBlocks
     num_computed: int
     num_cached: int
     chain: HashChain
-    num_sealed: int = 0
     hold_after_first: bool = False
     state: SequenceState = SequenceState.HELD
     on_emission: Callable[[Emission], None] = field(default=_no_emission)
     on_progress: Callable[[], None] = field(default=_no_progress)
+
+    @property
+    def blocks(self) -> list[int]:
+        """Block table of the first group."""
+        return self.kv.tables[0]
 
     @property
     def num_remaining(self) -> int:

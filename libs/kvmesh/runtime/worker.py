@@ -103,6 +103,7 @@ class Worker:
             runner.kv.num_blocks,
             BatchLimits(max_tokens=config.engine.max_batch_tokens),
             config.engine.growth_tokens,
+            config.engine.state_interval_tokens,
         )
         self._loop = EngineLoop(self.core, runner, self._after_step)
 
