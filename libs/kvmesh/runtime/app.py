@@ -33,6 +33,7 @@ log = event_logger(__name__)
 
 FORCED_EXIT = 130
 
+_LAST_TASKS_S = 0.5  # at most this long for tasks that are about to end
 _CANCEL_AGAIN_S = 0.25
 
 
@@ -174,8 +175,20 @@ async def _main(name: str, config: ConfigT, build: Build[ConfigT]) -> int:
             return 1
         log.info("draining")
         await context.drain(config.server.drain_s)
+    await _let_tasks_end()
     log.info("stopped")
     return 0
+
+
+async def _let_tasks_end() -> None:
+    """Waits for tasks that are about to end.
+
+    A call's own task inside gRPC ends a moment after `server.stop` returns; if the closing loop
+    cancels it in that moment, gRPC prints a traceback for a stop that went well.
+    """
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    if others:
+        await asyncio.wait(others, timeout=_LAST_TASKS_S)
 
 
 def _install_signals(stop: asyncio.Event) -> None:
