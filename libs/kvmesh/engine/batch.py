@@ -28,6 +28,7 @@ class StepBatch:
         states: for each sequence in the same order its blocks, where there are linear layers.
         sample_rows: rows whose logits are wanted.
         sample_chunks: for each of them, the index of its chunk in the step.
+        scored: (index of the chunk, its first row) of chunks with prompt tokens to score.
     """
 
     token_ids: Tensor
@@ -36,6 +37,7 @@ class StepBatch:
     states: list[StateChunk]
     sample_rows: list[int]
     sample_chunks: list[int]
+    scored: list[tuple[int, int]]
 
 
 def build_batch(
@@ -78,6 +80,7 @@ def build_batch(
         states=[state for index in order if (state := chunks[index].state) is not None],
         sample_rows=[starts[place + 1] - 1 for place in sampled],
         sample_chunks=[order[place] for place in sampled],
+        scored=[(index, starts[at]) for at, index in enumerate(order) if chunks[index].num_scored],
     )
 
 

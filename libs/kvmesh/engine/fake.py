@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvmesh.core.errors import CheckpointError
+from kvmesh.core.errors import CheckpointError, StructureError
 from kvmesh.core.types import KvLayout, TokenLogprobs
 from kvmesh.engine.protocol import (
     ModelSpec,
@@ -82,8 +82,7 @@ class FakeRunner:
     """Computes deterministic tokens.
 
     Args:
-        token_s: time per computed prompt token, to give steps a length.
-        step_s: time per step besides.
+        step_s: time per step.
         groups: what it keeps.
     """
 
@@ -96,7 +95,6 @@ class FakeRunner:
         num_blocks: int = 512,
         block_size: int = 16,
         eos_token_ids: frozenset[int] = frozenset({0}),
-        token_s: float = 0.0,
         step_s: float = 0.0,
         groups: KvGroups | None = None,
     ) -> None:
@@ -112,7 +110,6 @@ class FakeRunner:
         )
         self._spec = ModelSpec(name, vocab_size, max_model_len, eos_token_ids, layout, groups)
         self._memory = HostMemory(num_blocks, layout.block_bytes)
-        self._token_s = token_s
         self._step_s = step_s
 
     @classmethod
@@ -146,17 +143,17 @@ class FakeRunner:
 
     def execute(self, chunks: Sequence[SequenceChunk]) -> StepResult:
         """Writes the KV of all chunks, then samples."""
-        computed = sum(chunk.end - chunk.start for chunk in chunks)
-        pause = self._step_s + computed * self._token_s
-        if pause:
-            time.sleep(pause)
+        if self._step_s:
+            time.sleep(self._step_s)
         for chunk in chunks:
             for table in chunk.tables:
                 for position in range(chunk.start, chunk.end):
                     self._write(table, chunk.token_ids[position], position)
             if chunk.state is not None:
                 self._carry_on(chunk, chunk.state)
-        return StepResult([self._sample(chunk) if chunk.sample else None for chunk in chunks])
+        tokens = [self._sample(chunk) if chunk.sample else None for chunk in chunks]
+        scores = {index: _score(chunk) for index, chunk in enumerate(chunks) if chunk.num_scored}
+        return StepResult(tokens, scores)
 
     def close(self) -> None:
         """Closes the pool's descriptor."""
@@ -199,6 +196,13 @@ class FakeRunner:
             value = _mix(value ^ _mix(chunk.sampling.seed ^ chunk.end))
         # Token 0 is the usual end of sequence: it is never drawn.
         token = 1 + value % (self._spec.vocab_size - 1)
+        if chunk.constraint is not None:
+            try:
+                mask = chunk.constraint.allowed(chunk.token_ids[chunk.num_prompt_tokens :])
+            except StructureError as error:
+                return SampledToken(token, error=str(error))
+            (ids,) = mask.nonzero()
+            token = int(ids[value % len(ids)])
         count = chunk.sampling.num_logprobs
         if count < 0:
             return SampledToken(token)
@@ -215,3 +219,14 @@ class FakeRunner:
             begin = max(0, first - index * size) * _WORD
             stop = min(size, end - index * size) * _WORD
             digest.update(self._memory.view[start + begin : start + stop])
+
+
+def _score(chunk: SequenceChunk) -> list[TokenLogprobs]:
+    """Made-up log-probabilities that tell prompt tokens and positions apart."""
+    entries: list[TokenLogprobs] = []
+    for position in range(chunk.start + 1, chunk.start + 1 + chunk.num_scored):
+        token_id = chunk.token_ids[position]
+        top = (token_id,)[: chunk.sampling.num_prompt_logprobs]
+        logprob = -token_id / 1024 - position / 4096
+        entries.append(TokenLogprobs(logprob, top, (logprob,)[: len(top)], 1))
+    return entries

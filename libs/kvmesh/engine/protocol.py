@@ -9,10 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from kvmesh.core.types import KvLayout, SamplingParams, TokenLogprobs
 from kvmesh.kv.groups import KvGroups
+
+if TYPE_CHECKING:  # the contract itself needs no numpy
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,24 @@ class StateChunk:
     saves: Sequence[tuple[int, Sequence[int]]] = ()
 
 
+class TokenConstraint(Protocol):
+    """Says which tokens may come next; one per sequence, called from the engine's thread."""
+
+    def allowed(self, generated: Sequence[int]) -> NDArray[np.bool_]:
+        """The tokens that may follow.
+
+        Args:
+            generated: all tokens after the client's prompt; calls for one sequence only add some.
+
+        Returns:
+            [vocab], at least one True.
+
+        Raises:
+            StructureError: the structure cannot be compiled, or cannot go on.
+        """
+        ...
+
+
 @dataclass(slots=True)
 class SequenceChunk:
     """The part of one sequence that a step computes.
@@ -62,6 +84,8 @@ class SequenceChunk:
         sample: choose a token after position end - 1 (then end == len(token_ids)).
         more_tables: of the other token groups.
         state: None for a model without linear layers.
+        constraint: limits what may be chosen; None is free text.
+        score_prompt: report log-probabilities of the prompt's tokens that follow these positions.
     """
 
     sequence_id: int
@@ -81,20 +105,41 @@ class SequenceChunk:
         """Block tables of all token groups."""
         return (self.block_table, *self.more_tables)
 
+    constraint: TokenConstraint | None = None
+    score_prompt: bool = False
+
+    @property
+    def num_scored(self) -> int:
+        """Positions of the chunk after which the prompt goes on, if they are to be scored."""
+        if not self.score_prompt:
+            return 0
+        return max(0, min(self.end, self.num_prompt_tokens - 1) - self.start)
+
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """A token chosen for a sequence; its position is the chunk's `end`."""
+    """A token chosen for a sequence; its position is the chunk's `end`.
+
+    Attributes:
+        error: why no token could be chosen; the sequence ends.
+    """
 
     token_id: int
     logprobs: TokenLogprobs | None = None
+    error: str = ""
 
 
 @dataclass(slots=True)
 class StepResult:
-    """One entry per chunk of the step: the sampled token, or None where `sample` was False."""
+    """What a step gave.
+
+    Attributes:
+        tokens: per chunk the sampled token, or None where `sample` was False.
+        prompt_logprobs: by index of the chunk, `num_scored` entries, of positions start + 1 on.
+    """
 
     tokens: list[SampledToken | None] = field(default_factory=list)
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
 
 
 class KvMemory(Protocol):
