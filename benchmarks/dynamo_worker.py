@@ -27,7 +27,7 @@ class Engine:
         self.prefill_s, self.step_s = 0.0, 0.0
         self._turn = asyncio.Semaphore(1)
 
-    async def generate(self, request: dict[str, Any], _context: Any) -> AsyncIterator[Any]:
+    async def generate(self, request: dict[str, Any]) -> AsyncIterator[Any]:
         """One request's tokens."""
         left = request["stop_conditions"]["max_tokens"] or 16
         if self.prefill_s:

@@ -247,7 +247,7 @@ def dynamo(python: Path) -> Start:
             "DYN_FILE_KV": str(folder / "store"),
             "DYN_REQUEST_PLANE": "tcp",
             "DYN_EVENT_PLANE": "zmq",
-            "DYN_LOG": "info",
+            "DYN_LOG": "error",
         }
         words = [f"{name}={value}" for name, value in store.items()]
         script = str(Path(__file__).with_name("dynamo_worker.py"))
