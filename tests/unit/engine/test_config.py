@@ -98,7 +98,8 @@ def test_the_unsupported_is_named_with_what_is_supported(
     changes: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(
-        CheckpointError, match=rf"{named}.*supported are gemma3_text, gpt_oss, llama"
+        CheckpointError,
+        match=rf"{named}.*supported are deepseek_v2, deepseek_v3, gemma3_text, gpt_oss, llama",
     ):
         parse(**changes)
 
