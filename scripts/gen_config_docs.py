@@ -74,7 +74,8 @@ def _row(same: Sequence[Option]) -> str:
     first = same[0]
     defaults = list(dict.fromkeys(_shown(leaf.default) for leaf in same))
     meaning = first.help.replace("|", "\\|")
-    return f"| `{first.flag}` | `{first.env}` | {' / '.join(defaults)} | {meaning} |"
+    flag = f"`{first.flag}`" if first.flag else "–"
+    return f"| {flag} | `{first.env}` | {' / '.join(defaults)} | {meaning} |"
 
 
 def _shown(default: Any) -> str:

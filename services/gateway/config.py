@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvmesh.core.config import option
+from kvmesh.core.config import option, secret
 from kvmesh.runtime.app import ServerConfig
 from kvmesh.telemetry.config import TelemetryConfig
 
@@ -57,7 +57,7 @@ class LimitsConfig:
 class AccessConfig:
     """Who may call."""
 
-    api_keys: str = option("", "accepted bearer keys, comma-separated; empty accepts everyone")
+    api_keys: str = secret("accepted bearer keys, comma-separated; empty accepts everyone")
     api_keys_file: str = option("", "file with one accepted bearer key per line")
 
 

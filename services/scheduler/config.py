@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvmesh.core.config import option
+from kvmesh.core.config import option, secret
 from kvmesh.policy.ranking import AGGREGATE_TOKENS
 from kvmesh.runtime.app import ServerConfig
 from kvmesh.telemetry.config import TelemetryConfig
@@ -45,7 +45,7 @@ class FleetStoreConfig:
     """Where the fleet is remembered over a restart."""
 
     url: str = option("", "redis:// URL; empty rebuilds the fleet from the workers alone")
-    password: str = option("", "password, if it is not part of the URL")
+    password: str = secret("password, if it is not part of the URL")
     key_prefix: str = option("kvmesh:", "start of all keys; two meshes in one Redis need two")
 
 

@@ -258,6 +258,7 @@ async def build(config: SchedulerConfig, context: ServiceContext) -> None:
         prefixes = PrefixLookup(config.kvmanager.target, config.server.tls)
         context.spawn(prefixes.run(), "prefix_lookup")
     decisions = DecisionLog(clock, config.routing.decisions)
+    context.admin.route("GET", "/debug/decisions", decisions.serve)
     router = Router(fleet, settings, prefixes, clock, decisions)
     if config.redis.url:
         redis = config.redis

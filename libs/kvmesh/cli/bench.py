@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import datetime
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -126,6 +127,7 @@ def _document(
 ) -> dict[str, Any]:
     """The result with all that is needed to judge and repeat it."""
     return {
+        "command": shlex.join(["python", "-m", "kvmesh.cli", *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": bench_report.git_commit(_ROOT),
         "machine": bench_report.machine(),
@@ -139,5 +141,6 @@ def _document(
         "seed": seed,
         "goodput_limits": limits,
         **result,
+        "rows": bench_report.latency_rows(result),
         "targets": targets(result, load.num_requests, limits),
     }

@@ -63,14 +63,22 @@ def git_commit(root: Path) -> str:
     return done.stdout.strip()
 
 
+def latency_rows(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """One row per latency: its name and, in ms, the columns of the table."""
+    return [
+        {"latency": title, **{column: result[f"{column}_{name}_ms"] for column in _COLUMNS}}
+        for title, name in _ROWS
+    ]
+
+
 def latency_table(result: Mapping[str, Any]) -> Table:
     """Latencies for the terminal."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("ms")
     for column in _COLUMNS:
         table.add_column(column, justify="right")
-    for title, name in _ROWS:
-        table.add_row(title, *(f"{result[f'{c}_{name}_ms']:.1f}" for c in _COLUMNS))
+    for row in latency_rows(result):
+        table.add_row(row["latency"], *(f"{row[column]:.1f}" for column in _COLUMNS))
     return table
 
 
@@ -99,6 +107,8 @@ def markdown(result: Mapping[str, Any]) -> str:
     lines = [
         "# Serving benchmark",
         "",
+        f"`{result['command']}`",
+        "",
         (
             f"{result['date']}, commit {result['commit'] or 'unknown'}, {where['processor']}, "
             f"{where['cores']} cores, model {result['model']}."
@@ -115,9 +125,9 @@ def markdown(result: Mapping[str, Any]) -> str:
         "| ms | " + " | ".join(_COLUMNS) + " |",
         "|---" * (1 + len(_COLUMNS)) + "|",
     ]
-    for title, name in _ROWS:
-        cells = " | ".join(f"{result[f'{c}_{name}_ms']:.1f}" for c in _COLUMNS)
-        lines.append(f"| {title} | {cells} |")
+    for row in result["rows"]:
+        cells = " | ".join(f"{row[column]:.1f}" for column in _COLUMNS)
+        lines.append(f"| {row['latency']} | {cells} |")
     lines += ["", "| target | value | goal | met |", "|---|---|---|---|"]
     for target in result["targets"]:
         met = "yes" if target["met"] else "no"

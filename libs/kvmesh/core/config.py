@@ -2,8 +2,9 @@
 
 A config is a frozen dataclass whose fields are str, int, float, bool, `X | None` or another such
 dataclass. Field `section.name` has the flag `--section.name` and the environment twin
-`KVMESH_SECTION__NAME`. The help text is the field's `metadata["help"]`. An unknown key is an error;
-in the environment, which services share, only within a section that this service has.
+`KVMESH_SECTION__NAME`; a `secret` has no flag, since command lines can be read by every user of a
+machine. The help text is the field's `metadata["help"]`. An unknown key is an error; in the
+environment, which services share, only within a section that this service has.
 This is the only module that reads the environment. Tests: tests/unit/core/test_config.py.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import re
 import sys
 import tomllib
 import types
@@ -35,6 +37,11 @@ def option(default: Any, help_text: str) -> Any:
     return dataclasses.field(default=default, metadata={"help": help_text})
 
 
+def secret(help_text: str) -> Any:
+    """A text field that is never printed and comes from a file or the environment alone."""
+    return dataclasses.field(default="", metadata={"help": help_text, "secret": True})
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Option:
     """One settable leaf of a config."""
@@ -43,11 +50,12 @@ class Option:
     kind: Any
     default: Any
     help: str
+    is_secret: bool = False
 
     @property
     def flag(self) -> str:
-        """Name on the command line."""
-        return "--" + ".".join(self.path).replace("_", "-")
+        """Name on the command line; empty for a secret."""
+        return "" if self.is_secret else "--" + ".".join(self.path).replace("_", "-")
 
     @property
     def env(self) -> str:
@@ -70,7 +78,9 @@ def _leaves(config: type[Any], path: tuple[str, ...]) -> Iterator[Option]:
             continue
         if field.default is dataclasses.MISSING:
             raise TypeError(f"{config.__name__}.{field.name} needs a default")
-        yield Option(here, kind, field.default, field.metadata.get("help", ""))
+        facts = field.metadata
+        is_secret = bool(facts.get("secret"))
+        yield Option(here, kind, field.default, facts.get("help", ""), is_secret)
 
 
 def _parse(option: Option, raw: Any, origin: str) -> Any:
@@ -142,6 +152,8 @@ def load_config(
     parser.add_argument("--config", metavar="FILE", help="TOML file (env KVMESH_CONFIG)")
     parser.add_argument("--print-config", action="store_true", help="print the result and exit")
     for leaf in options:
+        if leaf.is_secret:
+            continue
         text = f"{leaf.help} (default {leaf.default!r}, env {leaf.env})".replace("%", "%%")
         parser.add_argument(leaf.flag, dest=".".join(leaf.path), metavar="VALUE", help=text)
     arguments = vars(parser.parse_args(list(argv)))
@@ -160,7 +172,7 @@ def load_config(
     for name, leaf in by_name.items():
         if leaf.env in environ:
             values[leaf.path] = _parse(leaf, environ[leaf.env], leaf.env)
-        if arguments[name] is not None:
+        if arguments.get(name) is not None:
             values[leaf.path] = _parse(leaf, arguments[name], leaf.flag)
     result: ConfigT = _build(config, values, ())
     if arguments["print_config"]:
@@ -198,11 +210,16 @@ def format_config(config: Any) -> str:
             if dataclasses.is_dataclass(inner):
                 walk(inner, (*path, field.name))
                 continue
-            secret = inner and any(w in field.name for w in ("secret", "password", "api_key"))
-            lines.append(f"{'.'.join((*path, field.name))} = {'***' if secret else repr(inner)}")
+            shown = "***" if inner and field.metadata.get("secret") else _without_password(inner)
+            lines.append(f"{'.'.join((*path, field.name))} = {shown}")
 
     walk(config, ())
     return "\n".join(lines) + "\n"
+
+
+def _without_password(value: Any) -> str:
+    """A value as shown to people; the password in a URL is masked."""
+    return re.sub(r"(://[^/:@\s]*:)[^/\s]*@", r"\1***@", repr(value))
 
 
 def environment(name: str, default: str = "") -> str:

@@ -1,4 +1,4 @@
-"""How every service runs: config, logs, gRPC server, health, signals, drain, exit code.
+"""How every service runs: config, logs, gRPC server, health, admin port, signals, drain, exit code.
 
 A service is `run_service(name, ConfigClass, build)`; `build(config, context)` is the only place
 that constructs its objects. Life: start -> serve -> drain -> close. SIGTERM and SIGINT drain.
@@ -25,6 +25,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from kvmesh.core.config import load_config, option
 from kvmesh.core.errors import ConfigError, KvMeshError
 from kvmesh.rpc.channels import TlsConfig, bind_server, make_server
+from kvmesh.runtime.admin import AdminConfig, AdminPort
+from kvmesh.runtime.admin_routes import add_common_routes
 from kvmesh.telemetry.config import TelemetryConfig
 from kvmesh.telemetry.logs import configure_logging, event_logger
 from kvmesh.telemetry.tracing import configure_tracing
@@ -33,6 +35,7 @@ log = event_logger(__name__)
 
 FORCED_EXIT = 130
 
+_LAST_TASKS_S = 0.5  # at most this long for tasks that are about to end
 _CANCEL_AGAIN_S = 0.25
 
 
@@ -45,6 +48,7 @@ class ServerConfig:
     advertise_host: str = option("", "host that peers use to reach this service; default: host")
     drain_s: float = option(30.0, "longest time that a drain waits for running work")
     tls: TlsConfig = option(TlsConfig, "")
+    admin: AdminConfig = option(AdminConfig, "")
 
 
 class ServiceConfig(Protocol):
@@ -73,11 +77,17 @@ class ServiceContext:
         server: add servicers before `build` returns.
         port: bound gRPC port.
         stack: enter every resource here; closed in reverse order.
+        admin: add routes for operators before `build` returns.
+        stop: when it is set, the service drains and ends.
     """
 
-    def __init__(self, name: str, config: ServerConfig, stack: AsyncExitStack) -> None:
+    def __init__(
+        self, name: str, config: ServerConfig, stack: AsyncExitStack, stop: asyncio.Event
+    ) -> None:
         self.name = name
         self.stack = stack
+        self.stop = stop
+        self.admin = AdminPort(config.admin)
         self.server: grpc.aio.Server = make_server()
         self.port = bind_server(self.server, config.host, config.port, config.tls)
         self.host = config.advertise_host or config.host
@@ -145,14 +155,17 @@ Build = Callable[[ConfigT, ServiceContext], Awaitable[None]]
 
 @asynccontextmanager
 async def serving(
-    name: str, config: ConfigT, build: Build[ConfigT]
+    name: str, config: ConfigT, build: Build[ConfigT], stop: asyncio.Event | None = None
 ) -> AsyncIterator[ServiceContext]:
     """Builds and serves inside the current loop; also what in-process tests use."""
     async with AsyncExitStack() as stack:
-        context = ServiceContext(name, config.server, stack)
+        context = ServiceContext(name, config.server, stack, stop or asyncio.Event())
         stack.push_async_callback(context.close)  # if build fails
         await context.set_serving(False)
         await build(config, context)
+        add_common_routes(context.admin, name, config, context.stop.set)
+        stack.push_async_callback(context.admin.close)
+        await context.admin.start()
         # Again, so that streams and tasks end before what they use is closed.
         stack.push_async_callback(context.close)
         await context.server.start()
@@ -164,7 +177,7 @@ async def serving(
 async def _main(name: str, config: ConfigT, build: Build[ConfigT]) -> int:
     stop = asyncio.Event()
     _install_signals(stop)
-    async with serving(name, config, build) as context:
+    async with serving(name, config, build, stop) as context:
         stopping: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())
         crashed: asyncio.Future[Any] = context.failure
         await asyncio.wait({stopping, crashed}, return_when=asyncio.FIRST_COMPLETED)
@@ -174,8 +187,20 @@ async def _main(name: str, config: ConfigT, build: Build[ConfigT]) -> int:
             return 1
         log.info("draining")
         await context.drain(config.server.drain_s)
+    await _let_tasks_end()
     log.info("stopped")
     return 0
+
+
+async def _let_tasks_end() -> None:
+    """Waits for tasks that are about to end.
+
+    A call's own task inside gRPC ends a moment after `server.stop` returns; if the closing loop
+    cancels it in that moment, gRPC prints a traceback for a stop that went well.
+    """
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    if others:
+        await asyncio.wait(others, timeout=_LAST_TASKS_S)
 
 
 def _install_signals(stop: asyncio.Event) -> None:

@@ -5,11 +5,9 @@ Tests: tests/unit/runtime/test_worker_channels.py, tests/integration/test_worker
 
 from __future__ import annotations
 
-import ssl
-
 from kvmesh.core.errors import ConfigError
 from kvmesh.policy.transfer_mode import TransferMode
-from kvmesh.rpc.channels import TlsConfig
+from kvmesh.rpc.tls import client_context, server_context
 from kvmesh.runtime.worker_config import WorkerConfig
 from kvmesh.transfer.channel import parse_kinds
 from kvmesh.transfer.channel_pool import SendOptions
@@ -35,7 +33,7 @@ def send_options(config: WorkerConfig) -> SendOptions:
         checksum=_checksum(data.checksum),
         budget_bytes_s=data.budget_mb_s * _MEGABYTE,
         stall_timeout_s=section.stall_s,
-        tls=_client_context(data.tls),
+        tls=client_context(data.tls, "data.tls"),
     )
 
 
@@ -53,7 +51,7 @@ def receive_options(config: WorkerConfig) -> ReceiveOptions:
         checksum=_checksum(data.checksum),
         window_bytes=data.window_mb * _MEGABYTE,
         stall_timeout_s=section.stall_s,
-        tls=_server_context(data.tls),
+        tls=server_context(data.tls, "data.tls"),
     )
 
 
@@ -76,31 +74,3 @@ def _checksum(word: str) -> Checksum:
     if word not in _CHECKSUMS:
         raise ConfigError(f"data.checksum must be one of {', '.join(_CHECKSUMS)}, got {word!r}")
     return _CHECKSUMS[word]
-
-
-def _server_context(tls: TlsConfig) -> ssl.SSLContext | None:
-    if not tls.cert:
-        return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    _load(context, tls)
-    if tls.ca:
-        context.verify_mode = ssl.CERT_REQUIRED
-    return context
-
-
-def _client_context(tls: TlsConfig) -> ssl.SSLContext | None:
-    if not tls.ca:
-        return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    _load(context, tls)
-    return context
-
-
-def _load(context: ssl.SSLContext, tls: TlsConfig) -> None:
-    try:
-        if tls.cert:
-            context.load_cert_chain(tls.cert, tls.key or None)
-        if tls.ca:
-            context.load_verify_locations(tls.ca)
-    except OSError as error:  # ssl.SSLError is one
-        raise ConfigError(f"data.tls: {error}") from error

@@ -115,6 +115,8 @@ class SimSequence:
         has_first: the prompt is computed and its first token is out.
         reservation: of the handoff table, while KV is awaited.
         gone: released, or lost with its worker.
+        settled_at: while it decodes, the step of its worker up to which the numbers here count.
+        due_at: while it decodes, the step at which it ends or needs a block.
     """
 
     request: SimRequest
@@ -129,6 +131,8 @@ class SimSequence:
     has_first: bool = False
     reservation: int | None = None
     gone: bool = False
+    settled_at: int | None = None
+    due_at: int | None = None
 
     @property
     def remaining(self) -> int:

@@ -7,8 +7,10 @@ Tests: tests/unit/sim/test_worker.py.
 
 from __future__ import annotations
 
+import heapq
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from kvmesh.core.errors import OutOfBlocksError
@@ -44,7 +46,6 @@ class StepListener(Protocol):
 class _Run:
     """Decode steps in progress: `num_steps` of `step_s` each."""
 
-    members: list[SimSequence]
     started_at: float
     step_s: float
     num_steps: int
@@ -70,6 +71,10 @@ def take_blocks(pool: BlockPool, request: SimRequest, growth: int) -> tuple[list
 class StepLoop:
     """Sequences that compute on one worker, oldest first.
 
+    Every decoding sequence takes part in every step, so one count of steps stands for all of them:
+    a sequence's own numbers are brought up to it (`_settle`) when it ends, needs a block or leaves.
+    A join or an end thus costs O(log n), not a walk over the batch.
+
     Attributes:
         computed_tokens: since the start, without decode steps.
         busy_s: seconds spent in steps.
@@ -89,7 +94,14 @@ class StepLoop:
         self._events = events
         self._listener = listener
         self._running: list[SimSequence] = []
+        self._prompts: list[SimSequence] = []
         self._preempted: list[SimSequence] = []
+        # Decoding sequences: how many, their tokens at step 0, and the step at which each is due.
+        self._num_decoding = 0
+        self._base_context = 0
+        self._steps = 0
+        self._due: list[tuple[int, int, int, SimSequence]] = []
+        self._num_due = 0
         self._run: _Run | None = None
         self._timer: Timer | None = None
         self._in_step = False
@@ -106,6 +118,7 @@ class StepLoop:
         """Computes what the sequence has no KV for, from the next step on."""
         self._interrupt()
         self._running.append(sequence)
+        self._prompts.append(sequence)
         if not self._in_step:
             self._next_step()
 
@@ -113,7 +126,7 @@ class StepLoop:
         """Stops computing a sequence, if it does."""
         if sequence in self._running:
             self._interrupt()
-            self._running.remove(sequence)
+            self._drop(sequence)
         elif sequence in self._preempted:
             self._preempted.remove(sequence)
 
@@ -123,11 +136,15 @@ class StepLoop:
             self._timer.cancel()
         run, self._run = self._run, None
         if run is not None:
-            done = int((self._events.now() - run.started_at) / run.step_s)
-            for sequence in run.members:
-                sequence.left -= min(done, sequence.left)
+            self._steps += int((self._events.now() - run.started_at) / run.step_s)
+        for sequence in self._running:
+            if sequence.settled_at is not None:
+                self._settle(sequence)
+                sequence.left = max(sequence.left, 0)
         self._running.clear()
+        self._prompts.clear()
         self._preempted.clear()
+        self._due.clear()
 
     def _interrupt(self) -> None:
         """Ends a run of decode steps at the end of the step in progress."""
@@ -142,42 +159,110 @@ class StepLoop:
             self._timer.cancel()
             self._timer = self._events.at(run.started_at + done * run.step_s, self._end_run)
 
+    # --- the decoding sequences --------------------------------------------------------------
+
+    def _start_decoding(self, sequence: SimSequence) -> None:
+        """The sequence has one token without KV, in every step from now on."""
+        sequence.settled_at = self._steps
+        self._num_decoding += 1
+        self._base_context += sequence.num_tokens - self._steps
+        self._await_due(sequence)
+
+    def _await_due(self, sequence: SimSequence) -> None:
+        room = len(sequence.blocks) * TRACE_BLOCK - sequence.num_computed
+        self._put_due(sequence, self._steps + min(room, sequence.left))
+
+    def _put_due(self, sequence: SimSequence, step: int) -> None:
+        sequence.due_at = step
+        self._num_due += 1
+        heapq.heappush(self._due, (step, sequence.order, self._num_due, sequence))
+
+    def _settle(self, sequence: SimSequence) -> None:
+        """Brings a decoding sequence's numbers up to the steps that are done."""
+        assert sequence.settled_at is not None, "it does not decode"
+        done = self._steps - sequence.settled_at
+        sequence.settled_at = self._steps
+        sequence.num_computed += done
+        sequence.num_tokens += done
+        sequence.left -= done
+
+    def _stop_decoding(self, sequence: SimSequence) -> None:
+        self._settle(sequence)
+        self._num_decoding -= 1
+        self._base_context -= sequence.num_tokens - self._steps
+        sequence.settled_at = sequence.due_at = None
+
+    def _drop(self, sequence: SimSequence) -> None:
+        self._running.remove(sequence)
+        if sequence.settled_at is not None:
+            self._stop_decoding(sequence)
+        else:
+            self._prompts.remove(sequence)
+
+    def _take_due(self) -> list[SimSequence]:
+        """Sequences that end or need a block now, in order of step, then age."""
+        found: list[SimSequence] = []
+        while self._due and self._due[0][0] <= self._steps:
+            due, _, _, sequence = heapq.heappop(self._due)
+            # An entry of a sequence that has left, or is due at another step, counts no more.
+            if sequence.due_at == due:
+                sequence.due_at = None
+                found.append(sequence)
+        return found
+
     # --- starting ----------------------------------------------------------------------------
 
     def _next_step(self) -> None:
-        self._readmit()
-        plans = plan_batch([each.remaining for each in self._running], self._limits)
-        chosen = [(self._running[plan.index], plan.num_tokens) for plan in plans]
-        members: dict[SimSequence, int] = {}
-        for sequence, count in chosen:
+        if self._preempted:
+            self._readmit()
+        for sequence in [each for each in self._prompts if each.has_first and each.remaining == 1]:
+            self._prompts.remove(sequence)
+            self._start_decoding(sequence)
+        for sequence in self._take_due():
             # One that was preempted for an older one is no longer running.
-            if sequence in self._running and self._grow(sequence, count, members):
-                members[sequence] = count
-        self._in_step = bool(members)
-        if members and all(each.has_first and each.remaining == 1 for each in members):
-            self._start_run(list(members))
-        elif members:
-            self._start_mixed(members)
+            if sequence.settled_at is not None and self._grow(sequence):
+                self._await_due(sequence)
+        self._in_step = bool(self._running)
+        if self._prompts:
+            self._start_mixed()
+        elif self._num_decoding:
+            self._start_run()
 
-    def _start_run(self, members: list[SimSequence]) -> None:
-        room = min(len(each.blocks) * TRACE_BLOCK - each.num_computed for each in members)
-        num_steps = min(room, *(each.left for each in members))
+    def _start_run(self) -> None:
+        while self._due[0][3].due_at != self._due[0][0]:
+            heapq.heappop(self._due)
+        num_steps = self._due[0][0] - self._steps
         # The context of the middle step stands for all of them.
-        context = sum(each.num_tokens for each in members) + len(members) * (num_steps - 1) / 2
-        step_s = self._device.decode.step_s(len(members), context)
-        self._run = _Run(members, self._events.now(), step_s, num_steps)
+        context = self._context + self._num_decoding * (num_steps - 1) / 2
+        step_s = self._device.decode.step_s(self._num_decoding, context)
+        self._run = _Run(self._events.now(), step_s, num_steps)
         self._timer = self._events.after(num_steps * step_s, self._end_run)
 
-    def _start_mixed(self, members: dict[SimSequence, int]) -> None:
-        decoding = [each for each in members if each.remaining == 1]
-        duration = sum(
-            self._chunk_s(each, count) for each, count in members.items() if each.remaining > 1
-        )
-        if decoding:
-            context = sum(each.num_tokens for each in decoding)
-            duration += self._device.decode.step_s(len(decoding), context)
+    @property
+    def _context(self) -> int:
+        """Tokens of all decoding sequences."""
+        return self._base_context + self._num_decoding * self._steps
+
+    def _start_mixed(self) -> None:
+        count = self._num_decoding
+        remaining = [1] * count + [each.remaining for each in self._prompts]
+        chunks = [
+            (self._prompts[plan.index - count], plan.num_tokens)
+            for plan in plan_batch(remaining, self._limits)
+            if plan.index >= count
+        ]
+        duration, context = 0.0, self._context
+        for sequence, tokens in chunks:
+            if tokens > 1:
+                duration += self._chunk_s(sequence, tokens)
+            else:
+                # The last token of a prompt is a decode step like any other.
+                count += 1
+                context += sequence.num_tokens
+        if count:
+            duration += self._device.decode.step_s(count, context)
         self.busy_s += duration
-        self._timer = self._events.after(duration, lambda: self._end_mixed(members))
+        self._timer = self._events.after(duration, partial(self._end_mixed, chunks))
 
     def _chunk_s(self, sequence: SimSequence, count: int) -> float:
         """Time of a part of a prompt; what every prompt costs at least comes with its first part.
@@ -194,25 +279,28 @@ class StepLoop:
         run, self._run = self._run, None
         assert run is not None, "a run that ends was started"
         self.busy_s += run.num_steps * run.step_s
-        members = [each for each in run.members if not each.gone]
-        for sequence in members:
-            sequence.num_computed += run.num_steps
-            sequence.num_tokens += run.num_steps
-            sequence.left -= run.num_steps
-            self.seal(sequence)
-        for sequence in members:
-            if sequence.left <= 0:
-                self._listener.finished(sequence)
+        self._steps += run.num_steps
+        self._finish_due()
         self._next_step()
 
-    def _end_mixed(self, members: dict[SimSequence, int]) -> None:
-        for sequence, count in members.items():
+    def _end_mixed(self, chunks: list[tuple[SimSequence, int]]) -> None:
+        self._steps += 1
+        for sequence, count in chunks:
             if not sequence.gone:
                 self._advance(sequence, count)
+        self._finish_due()
         self._next_step()
 
+    def _finish_due(self) -> None:
+        for sequence in self._take_due():
+            self._settle(sequence)
+            if sequence.left <= 0:
+                self._listener.finished(sequence)
+            else:
+                self._put_due(sequence, self._steps)
+
     def _advance(self, sequence: SimSequence, count: int) -> None:
-        if sequence.remaining > 1:
+        if count > 1:
             self.computed_tokens += count
         sequence.num_computed += count
         self.seal(sequence)
@@ -224,7 +312,7 @@ class StepLoop:
         if not sequence.has_first:
             sequence.has_first = True
             if sequence.hold_after_first:
-                self._running.remove(sequence)
+                self._drop(sequence)
             self._listener.first_token(sequence)
         if sequence.left <= 0 and not sequence.hold_after_first and not sequence.gone:
             self._listener.finished(sequence)
@@ -239,14 +327,15 @@ class StepLoop:
 
     # --- blocks ------------------------------------------------------------------------------
 
-    def _grow(self, sequence: SimSequence, count: int, protected: dict[SimSequence, int]) -> bool:
-        end = sequence.num_computed + count
-        while (missing := blocks_for(end) - len(sequence.blocks)) > 0:
+    def _grow(self, sequence: SimSequence) -> bool:
+        """Room for the next token; False if the sequence itself had to make room."""
+        self._settle(sequence)
+        while (missing := blocks_for(sequence.num_tokens) - len(sequence.blocks)) > 0:
             try:
                 sequence.blocks += self._pool.allocate(missing, after=sequence.blocks[-1])
             except OutOfBlocksError:
-                # The one that asks is itself not protected, so there always is a victim.
-                victim = next(s for s in reversed(self._running) if s not in protected)
+                # The youngest one, which may be the one that asks.
+                victim = self._running[-1]
                 self._preempt(victim)
                 if victim is sequence:
                     return False
@@ -254,7 +343,7 @@ class StepLoop:
 
     def _preempt(self, victim: SimSequence) -> None:
         self.preemptions += 1
-        self._running.remove(victim)
+        self._drop(victim)
         self._pool.release(victim.blocks)
         victim.fill([], 0)
         self._preempted.append(victim)
@@ -269,6 +358,7 @@ class StepLoop:
                 return
             self._preempted.pop(0)
             sequence.fill(*taken)
-            self._running.append(sequence)
-            self._running.sort(key=lambda each: each.order)
+            for waiting in (self._running, self._prompts):
+                waiting.append(sequence)
+                waiting.sort(key=lambda each: each.order)
             self._listener.readmitted()

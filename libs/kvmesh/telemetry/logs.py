@@ -110,3 +110,11 @@ def configure_logging(service: str, level: str = "info", fmt: str = "json") -> N
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(_LEVELS.get(level, logging.INFO))
+
+
+def set_level(level: str) -> bool:
+    """Changes how much this process logs; False if there is no such level."""
+    if level not in _LEVELS:
+        return False
+    logging.getLogger().setLevel(_LEVELS[level])
+    return True

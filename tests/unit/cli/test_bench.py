@@ -72,6 +72,8 @@ def test_a_run_is_printed_and_saved(
     assert result["p99_ttft_ms"] > 0
     assert result["request_goodput"] == pytest.approx(result["request_throughput"])
     assert all(target["met"] for target in result["targets"])
+    assert result["command"].startswith("python -m kvmesh.cli")
+    assert [row["latency"] for row in result["rows"]] == ["TTFT", "TPOT", "ITL", "E2E"]
     assert result["machine"]["cores"] >= 1
     assert result["versions"]["python"]
     page = file.with_suffix(".md").read_text()

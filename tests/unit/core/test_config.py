@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvmesh.core.config import format_config, load_config, option, options_of
+from kvmesh.core.config import format_config, load_config, option, options_of, secret
 from kvmesh.core.errors import ConfigError
 
 
@@ -16,7 +16,7 @@ class Inner:
     port: int = option(80, "a port")
     wait_s: float = option(1.5, "seconds")
     is_on: bool = option(False, "a switch")
-    api_key: str = option("", "a secret")
+    api_key: str = secret("a secret")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,7 @@ def test_defaults() -> None:
 def test_every_option_has_a_flag_and_an_env_twin() -> None:
     leaves = {leaf.flag: leaf.env for leaf in options_of(Outer)}
     assert leaves["--inner.wait-s"] == "KVMESH_INNER__WAIT_S"
+    assert leaves[""] == "KVMESH_INNER__API_KEY"  # the secret
     assert len(leaves) == 6
 
 
@@ -92,3 +93,18 @@ def test_printed_config_goes_to_standard_output(capsys: pytest.CaptureFixture[st
         load_config(Outer, ["--print-config", "--name", "n"], environ={})
     assert stop.value.code == 0
     assert "name = 'n'" in capsys.readouterr().out
+
+
+def test_a_secret_has_no_flag_but_a_file_and_an_env_twin(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        load_config(Outer, ["--inner.api-key", "hunter2"], environ={})
+    file = tmp_path / "c.toml"
+    file.write_text('[inner]\napi_key = "hunter2"\n')
+    assert load_config(Outer, ["--config", str(file)], environ={}).inner.api_key == "hunter2"
+    environ = {"KVMESH_INNER__API_KEY": "hunter3"}
+    assert load_config(Outer, environ=environ).inner.api_key == "hunter3"
+
+
+def test_a_password_in_a_url_is_not_printed() -> None:
+    text = format_config(Outer(name="rediss://user:hun:ter2@host:6379/0"))
+    assert "rediss://user:***@host:6379/0" in text

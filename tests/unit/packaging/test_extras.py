@@ -9,23 +9,29 @@ from tests.unit.packaging.compose_file import CONTROL_PLANE, ROOT
 from tests.unit.packaging.distributions import installed_by, modules_outside
 
 # Ends with an error if a module outside the extra is asked for and not given up on.
-PROGRAM = """
+PROGRAM = '''
 import importlib, sys
 
 blocked = set(sys.argv[1].split(","))
 before = set(sys.modules)
 
-class Absent:
+class Without:
+    """Finds everything but what is blocked; to look for a module and not find it is no error."""
+
+    def __init__(self, finder):
+        self._finder = finder
+
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in blocked:
-            raise ModuleNotFoundError(f"{name} is not part of the extra", name=name)
+            return None
+        return self._finder.find_spec(name, path, target)
 
-sys.meta_path.insert(0, Absent())
+sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
 for module in sys.argv[2:]:
     importlib.import_module(module)
 loaded = {name for name in set(sys.modules) - before if name.partition(".")[0] in blocked}
 assert not loaded, sorted(loaded)
-"""
+'''
 
 
 def import_without(blocked: set[str], *modules: str) -> subprocess.CompletedProcess[str]:
@@ -72,4 +78,4 @@ def test_the_client_imports_without_any_extra() -> None:
 def test_a_module_outside_the_extra_cannot_be_imported() -> None:
     done = import_without(modules_outside(installed_by("gateway")), "kvmesh.engine.layers")
     assert done.returncode == 1
-    assert "is not part of the extra" in done.stderr
+    assert "No module named" in done.stderr

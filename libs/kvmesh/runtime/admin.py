@@ -1,0 +1,216 @@
+"""The admin port: an HTTP server for operators, apart from everything that clients can reach.
+
+Carries metrics, `/debug/*` and actions. Services add their own with `context.admin.route(...)`.
+Every call needs the token (`Authorization: Bearer`, or Basic with any name, so that a browser asks
+for it). Without a token the port is for this host alone and cannot change anything.
+Tests: tests/integration/test_admin.py.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from aiohttp import web
+
+from kvmesh.core.config import option, secret
+from kvmesh.core.errors import ConfigError
+from kvmesh.rpc.channels import TlsConfig
+from kvmesh.rpc.tls import server_context
+from kvmesh.telemetry.logs import event_logger
+
+log = event_logger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+MIN_TOKEN_CHARS = 16
+MAX_BODY_BYTES = 1 << 20
+CLOSE_S = 0.5
+"""Connections still open when the service ends get this long."""
+
+_THIS_HOST = frozenset({"127.0.0.1", "::1", "localhost"})
+_READING = frozenset({"GET", "HEAD"})
+
+
+@dataclass(frozen=True, slots=True)
+class AdminConfig:
+    """The admin port."""
+
+    host: str = option(
+        "127.0.0.1", "address of the admin port; not this host's alone: a token is needed"
+    )
+    port: int = option(-1, "admin HTTP port; 0 picks a free one, -1 turns it off")
+    token: str = secret("token that callers of the admin port must send")
+    token_file: str = option("", "file that holds the token of the admin port")
+    tls: TlsConfig = option(TlsConfig, "")
+
+
+class AdminPort:
+    """Routes and the server that serves them.
+
+    Raises:
+        ConfigError: the token file cannot be read, the token is too short, or one is missing.
+    """
+
+    def __init__(self, config: AdminConfig) -> None:
+        self._config = config
+        self._digest = _token_digest(config)
+        self._ssl = server_context(config.tls, "server.admin.tls")
+        self._routes: list[web.RouteDef] = []
+        self._open: set[tuple[str, str]] = set()
+        self._runner: web.AppRunner | None = None
+        self.port = -1
+        if config.port >= 0 and not self._digest and config.host not in _THIS_HOST:
+            raise ConfigError(
+                f"server.admin.host {config.host} can be reached from outside: set "
+                "server.admin.token_file or KVMESH_SERVER__ADMIN__TOKEN"
+            )
+
+    def route(self, method: str, path: str, handler: Handler, *, needs_token: bool = True) -> None:
+        """Adds a route; call it before the service starts to serve.
+
+        Args:
+            method: `GET` reads; every other method is an action and needs a configured token.
+            path: as aiohttp takes it, for example `/debug/requests/{id}`.
+            needs_token: False for a page that holds no data of its own.
+        """
+        assert self._runner is None, "routes are added before the port is opened"
+        self._routes.append(web.route(method, path, handler))
+        if not needs_token:
+            self._open.add((method, path))
+
+    async def start(self) -> None:
+        """Opens the port, if it is turned on.
+
+        Raises:
+            ConfigError: the port is taken.
+        """
+        config = self._config
+        if config.port < 0:
+            return
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._guard])
+        app.add_routes(self._routes)
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=CLOSE_S
+        )
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, config.host, config.port, ssl_context=self._ssl)
+        try:
+            await site.start()
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {config.host}:{config.port}: {error.strerror}; "
+                "choose another with --server.admin.port"
+            ) from error
+        self.port = self._runner.addresses[0][1]
+        log.info(
+            "admin_serving",
+            address=f"{config.host}:{self.port}",
+            tls=self._ssl is not None,
+            needs_token=bool(self._digest),
+        )
+
+    async def close(self) -> None:
+        """Closes the port. May be called again."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            self._check(request)
+            return await handler(request)
+        except web.HTTPException as error:
+            if error.status < 400:
+                raise
+            headers = {}
+            if error.status == 401:
+                headers["WWW-Authenticate"] = 'Basic realm="kvmesh admin"'
+            body = {"error": {"message": error.text or error.reason, "code": error.status}}
+            return web.json_response(body, status=error.status, headers=headers)
+
+    def _check(self, request: web.Request) -> None:
+        """Lets the request through, or raises the answer that it gets instead."""
+        resource = request.match_info.route.resource
+        if resource is not None and (request.method, resource.canonical) in self._open:
+            return
+        if not self._digest:
+            self._check_without_token(request)
+        elif not hmac.compare_digest(
+            _digest(sent_token(request.headers.get("Authorization", ""))), self._digest
+        ):
+            raise web.HTTPUnauthorized(text="the admin token is missing or wrong")
+        if request.method not in _READING and not _is_same_origin(request):
+            raise web.HTTPForbidden(text="an action must not come from another site's page")
+
+    def _check_without_token(self, request: web.Request) -> None:
+        # A web page can make a browser call this host under a name of its own (DNS rebinding).
+        name = urlsplit(f"//{request.host}").hostname
+        if name not in _THIS_HOST:
+            raise web.HTTPForbidden(text=f"ask for 127.0.0.1 or localhost, not {name}")
+        if request.method not in _READING:
+            raise web.HTTPForbidden(text="actions need a token: set server.admin.token_file")
+
+
+def sent_token(authorization: str) -> str:
+    """The token in an Authorization header (Bearer, or the password of Basic); empty without."""
+    scheme, _, value = authorization.partition(" ")
+    if scheme.lower() == "bearer":
+        return value.strip()
+    if scheme.lower() != "basic":
+        return ""
+    try:
+        pair = base64.b64decode(value.strip(), validate=True).decode()
+    except (binascii.Error, UnicodeDecodeError):
+        return ""
+    return pair.partition(":")[2]
+
+
+def _is_same_origin(request: web.Request) -> bool:
+    """Browsers say where a page that acts comes from; other programs do not."""
+    origin = request.headers.get("Origin", "")
+    return not origin or urlsplit(origin).netloc == request.host
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode()).digest()
+
+
+def _token_digest(config: AdminConfig) -> bytes:
+    """Digest of the configured token; empty without one."""
+    token = config.token
+    if config.token_file:
+        try:
+            token = Path(config.token_file).read_text().strip()
+        except OSError as error:
+            raise ConfigError(
+                f"server.admin.token_file {config.token_file}: {error.strerror}"
+            ) from error
+    elif not token:
+        return b""
+    if len(token) < MIN_TOKEN_CHARS:
+        raise ConfigError(f"the admin token must have at least {MIN_TOKEN_CHARS} characters")
+    return _digest(token)
+
+
+async def json_body(request: web.Request) -> dict[str, object]:
+    """The JSON object that an action was sent; empty without a body.
+
+    Raises:
+        web.HTTPBadRequest: it is something else.
+    """
+    raw = await request.read()
+    try:
+        content = json.loads(raw) if raw else {}
+    except (ValueError, RecursionError) as error:
+        raise web.HTTPBadRequest(text=f"the body is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise web.HTTPBadRequest(text="the body must be a JSON object")
+    return content

@@ -1,0 +1,73 @@
+"""What every service has on its admin port.
+
+Tests: tests/integration/test_admin.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import prometheus_client
+from aiohttp import web
+
+from kvmesh.core.config import format_config
+from kvmesh.runtime.admin import AdminPort, json_body
+from kvmesh.telemetry.logs import event_logger, set_level
+
+log = event_logger(__name__)
+
+
+def add_common_routes(admin: AdminPort, name: str, config: Any, stop: Callable[[], None]) -> None:
+    """Adds `/health`, `/metrics`, `/debug/config`, `/debug/tasks` and two actions.
+
+    Args:
+        name: of the service.
+        config: shown with its secrets masked.
+        stop: begins the drain that ends the process.
+    """
+
+    async def health(_request: web.Request) -> web.StreamResponse:
+        return web.json_response({"status": "ok", "service": name})
+
+    async def show_config(_request: web.Request) -> web.StreamResponse:
+        return web.Response(text=format_config(config))
+
+    async def drain(_request: web.Request) -> web.StreamResponse:
+        log.info("drain_asked")
+        stop()
+        return web.json_response({"status": "draining"}, status=202)
+
+    admin.route("GET", "/health", health, needs_token=False)
+    admin.route("GET", "/metrics", _metrics)
+    admin.route("GET", "/debug/config", show_config)
+    admin.route("GET", "/debug/tasks", _tasks)
+    admin.route("POST", "/admin/log-level", _set_log_level)
+    admin.route("POST", "/admin/drain", drain)
+
+
+async def _metrics(_request: web.Request) -> web.StreamResponse:
+    return web.Response(
+        body=prometheus_client.generate_latest(),
+        headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
+    )
+
+
+async def _tasks(_request: web.Request) -> web.StreamResponse:
+    """All tasks of the event loop and the line that each waits at."""
+    return web.json_response([_described(task) for task in asyncio.all_tasks()])
+
+
+def _described(task: asyncio.Task[Any]) -> dict[str, str]:
+    frames = task.get_stack(limit=1)
+    at = f"{frames[0].f_code.co_qualname}:{frames[0].f_lineno}" if frames else ""
+    return {"name": task.get_name(), "at": at}
+
+
+async def _set_log_level(request: web.Request) -> web.StreamResponse:
+    level = str((await json_body(request)).get("level", ""))
+    if not set_level(level):
+        raise web.HTTPBadRequest(text="level: one of debug, info, warning, error")
+    log.info("log_level_set", level=level)
+    return web.json_response({"level": level})

@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvmesh.core.errors import ConfigError
+from kvmesh.rpc.channels import TlsConfig
+from kvmesh.rpc.tls import client_context, server_context
+
+
+def test_without_files_it_is_plain_text() -> None:
+    assert server_context(TlsConfig(), "x.tls") is None
+    assert client_context(TlsConfig(), "x.tls") is None
+
+
+def test_half_a_configuration_is_not_plain_text_by_accident() -> None:
+    with pytest.raises(ConfigError, match=r"x\.tls\.cert is empty"):
+        server_context(TlsConfig(key="k.pem"), "x.tls")
+    with pytest.raises(ConfigError, match=r"x\.tls\.cert is empty"):
+        server_context(TlsConfig(ca="ca.pem"), "x.tls")
+
+
+def test_a_file_that_cannot_be_used_names_the_options(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^x\.tls: .*No such file"):
+        server_context(TlsConfig(cert=str(tmp_path / "none.pem")), "x.tls")
+    junk = tmp_path / "junk.pem"
+    junk.write_text("not a certificate")
+    with pytest.raises(ConfigError, match=r"^x\.tls: "):
+        client_context(TlsConfig(ca=str(junk)), "x.tls")
