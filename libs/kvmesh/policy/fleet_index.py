@@ -55,9 +55,9 @@ class FleetIndex:
     """Workers by load; an update costs one insertion into a sorted list.
 
     Orders for the policies `kvmesh`, `cache_load` and `least_loaded`, whose ranks without a cached
-    prefix are the load alone; workers of one bucket have equally many slots. A fleet in which hybrid and
-    dedicated workers share a group is given whole, since hybrids choose their side by the numbers
-    of all.
+    prefix are the load alone; workers of one bucket have equally many slots. A fleet in which
+    hybrid and dedicated workers share a group is given whole, since hybrids choose their side by
+    the numbers of all.
 
     Args:
         rng: orders workers of equal load.
