@@ -20,6 +20,7 @@ from kvmesh.core.types import (
     Role,
     RoutePlan,
     RouteQuery,
+    WorkerDetail,
     WorkerId,
     WorkerInfo,
     WorkerLoad,
@@ -53,6 +54,7 @@ class _Member:
     session: int
     reported_at: float
     expires_at: float
+    detail: WorkerDetail = WorkerDetail()
     prefill_routes: deque[float] = field(default_factory=deque)
     decode_routes: deque[float] = field(default_factory=deque)
 
@@ -100,6 +102,8 @@ class Fleet:
             )
         self._last_session += 1
         self._insert(info, self._last_session, reported_at=now, now=now)
+        if known is not None and known.info.incarnation == info.incarnation:
+            self._members[info.worker_id].detail = known.detail
         return Membership(info.worker_id, self._last_session)
 
     def restore(self, info: WorkerInfo, now: float) -> bool:
@@ -125,6 +129,13 @@ class Fleet:
             self._note_change(urgent=urgent)
         return True
 
+    def note_detail(self, membership: Membership, detail: WorkerDetail) -> None:
+        """Notes what people want to see; nothing happens if the membership is over."""
+        member = self._current(membership)
+        if member is not None and member.detail != detail:
+            member.detail = detail
+            self._note_change(urgent=False)
+
     def leave(self, membership: Membership) -> bool:
         """Removes a worker; False if the membership was over already."""
         if self._current(membership) is None:
@@ -146,7 +157,7 @@ class Fleet:
         decode = prefill if plan.placement is Placement.AGGREGATED else plan.decode[0].worker_id
         self._members[prefill].prefill_routes.append(now)
         self._members[decode].decode_routes.append(now)
-        for name in {prefill, decode}:
+        for name in dict.fromkeys((prefill, decode)):
             self._routed.append((now, name))
             self._index.update(_view_of(self._members[name]))
 
@@ -175,8 +186,9 @@ class Fleet:
         return matches
 
     def workers(self) -> tuple[FleetWorker, ...]:
-        """All members, for gateways."""
-        return tuple(FleetWorker(each.info, each.load) for each in self._members.values())
+        """All members, for watchers."""
+        members = self._members.values()
+        return tuple(FleetWorker(each.info, each.load, each.detail) for each in members)
 
     def confirmed(self) -> Iterator[WorkerInfo]:
         """Members that registered here."""

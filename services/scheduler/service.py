@@ -22,12 +22,15 @@ from kvmesh.rpc.convert import (
     worker_info_from_proto,
     worker_load_from_proto,
 )
+from kvmesh.rpc.convert_detail import worker_detail_from_proto, worker_order
 from kvmesh.rpc.convert_route import route_plan_to_proto, route_query_from_proto
 from kvmesh.rpc.prefix_lookup import PrefixLookup
 from kvmesh.rpc.stream import Outbox, incoming
 from kvmesh.runtime.app import ServiceContext
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.v1.scheduler_service_pb2 import (
+    OrderWorkerRequest,
+    OrderWorkerResponse,
     RegisterWorkerRequest,
     RegisterWorkerResponse,
     RouteRequest,
@@ -100,8 +103,24 @@ class SchedulerServicer(SchedulerServiceServicer):
         await context.send_initial_metadata(())
         log.info("watcher_connected", watcher=request.watcher)
         hold_empty_s = max(0.0, self._warm_at - self._clock.now())
-        async for view in self._feed.views(hold_empty_s):
+        async for view in self._feed.views(hold_empty_s, with_detail=request.with_detail):
             yield view
+
+    async def OrderWorker(
+        self,
+        request: OrderWorkerRequest,
+        context: grpc.aio.ServicerContext[OrderWorkerRequest, OrderWorkerResponse],
+    ) -> OrderWorkerResponse:
+        worker_id = WorkerId(request.worker_id)
+        order = worker_order(request)
+        if order is None:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no order, or one without a role")
+        if worker_id not in self._orders:
+            text = f"no worker {worker_id!r} is connected to this scheduler"
+            await context.abort(grpc.StatusCode.NOT_FOUND, text)
+        self._orders[worker_id][1].put(order)
+        log.warning("worker_ordered", worker_id=worker_id, order=order.WhichOneof("order"))
+        return OrderWorkerResponse()
 
     async def Route(
         self,
@@ -174,6 +193,9 @@ class SchedulerServicer(SchedulerServiceServicer):
                     load = worker_load_from_proto(request.load)
                     if not self._fleet.report(membership, load, self._clock.now()):
                         return None  # its lease ended; it connects and registers again
+                    self._note_change()
+                elif kind == "detail":
+                    self._fleet.note_detail(membership, worker_detail_from_proto(request.detail))
                     self._note_change()
                 elif kind == "goodbye":
                     self._remove(membership, cause="goodbye", reason=request.goodbye.reason)

@@ -177,6 +177,9 @@ class FakeScheduler(scheduler_grpc.SchedulerServiceServicer):
     def RegisterWorker(self, requests: Any, context: Any) -> Any:
         raise AssertionError("no worker registers here")
 
+    async def OrderWorker(self, request: Any, context: Any) -> Any:
+        raise AssertionError("nobody gives orders here")
+
 
 class FakeWorker:
     """One worker with both services."""

@@ -27,6 +27,7 @@ from kvmesh.core.types import (
     WorkerInfo,
     WorkerLoad,
 )
+from kvmesh.rpc.convert_detail import worker_detail_from_proto, worker_detail_to_proto
 from kvmesh.rpc.convert_sampling import sampling_params_from_proto, sampling_params_to_proto
 from kvmesh.v1 import (
     inference_service_pb2,
@@ -229,6 +230,16 @@ def reservation_from_proto(message: types_pb2.Reservation) -> Reservation:
     )
 
 
+def role_to_proto(role: Role) -> types_pb2.Role.ValueType:
+    """Role as an enum value."""
+    return _ROLES[role]
+
+
+def role_from_proto(value: types_pb2.Role.ValueType) -> Role | None:
+    """Role from an enum value; None if it is not one."""
+    return _ROLES_BACK.get(value)
+
+
 def worker_info_to_proto(info: WorkerInfo) -> types_pb2.WorkerInfo:
     """WorkerInfo as a message."""
     return types_pb2.WorkerInfo(
@@ -313,16 +324,24 @@ def worker_load_from_proto(message: types_pb2.WorkerLoad) -> WorkerLoad:
     )
 
 
-def fleet_worker_to_proto(worker: FleetWorker) -> scheduler_service_pb2.FleetWorker:
-    """FleetWorker as a message."""
+def fleet_worker_to_proto(
+    worker: FleetWorker, *, with_detail: bool = False
+) -> scheduler_service_pb2.FleetWorker:
+    """FleetWorker as a message, its detail included where asked for."""
     return scheduler_service_pb2.FleetWorker(
-        info=worker_info_to_proto(worker.info), load=worker_load_to_proto(worker.load)
+        info=worker_info_to_proto(worker.info),
+        load=worker_load_to_proto(worker.load),
+        detail=worker_detail_to_proto(worker.detail) if with_detail else None,
     )
 
 
 def fleet_worker_from_proto(message: scheduler_service_pb2.FleetWorker) -> FleetWorker:
     """FleetWorker from a message."""
-    return FleetWorker(worker_info_from_proto(message.info), worker_load_from_proto(message.load))
+    return FleetWorker(
+        worker_info_from_proto(message.info),
+        worker_load_from_proto(message.load),
+        worker_detail_from_proto(message.detail),
+    )
 
 
 def prefix_match_to_proto(match: PrefixMatch) -> kv_manager_service_pb2.PrefixMatch:
