@@ -110,6 +110,7 @@ class Worker:
             runner.kv.num_blocks,
             BatchLimits(max_tokens=config.engine.max_batch_tokens),
             config.engine.growth_tokens,
+            config.engine.state_interval_tokens,
             structures.constraint if structures is not None else None,
         )
         self._loop = EngineLoop(self.core, runner, self._after_step)
