@@ -184,12 +184,19 @@ def replay(
         calls = len(align_runs(source[0][target[1] :], target[0][target[1] :]))
         if calls:
             counts.calls.append(calls)
-            if source[1] == target[1] == 0:
+            if source[1] == target[1] == 0:  # no prefix on either side; pools are full all the same
                 counts.fresh_calls.append(calls)
         prefill.hold(source[0], request.at_s, 0, computed_s)
         growth = request.num_output // BLOCK_SIZE
         decode.hold(target[0], request.at_s + computed_s, growth, BLOCK_SIZE * DECODE_S_PER_TOKEN)
     return counts
+
+
+def fresh_pool_calls() -> int:
+    """The most calls that any of some requests takes whose pools were empty at first."""
+    pools = BlockPool(4096, BLOCK_SIZE), BlockPool(9000, BLOCK_SIZE)
+    sizes = [1, 2, 3, 500, 64, 1000, 17, 2000]
+    return max(len(align_runs(*(pool.allocate(n) for pool in pools))) for n in sizes)
 
 
 def row_of(trace: str, name: str, counts: Counts, num_requests: int) -> Row:
@@ -233,6 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             counts = replay(requests, kind, arguments.prefill_blocks, arguments.decode_blocks)
             rows.append(row_of(name, label, counts, len(requests)))
         targets.append(Target(f"calls per request, {name}", rows[-2]["mean_calls"], 1.5, True))
+    targets.append(Target("calls of a request between fresh pools", fresh_pool_calls(), 1.0, True))
     sizes = f"{arguments.prefill_blocks} and {arguments.decode_blocks}"
     notes = [
         f"prefill and decode worker with {sizes} blocks of {BLOCK_SIZE} tokens",

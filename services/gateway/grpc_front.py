@@ -17,10 +17,9 @@ from kvmesh.core.types import Placement, RefusalReason, SamplingParams
 from kvmesh.rpc.convert import (
     finish_reason_to_proto,
     placement_from_proto,
-    sampling_params_from_proto,
-    token_logprobs_to_proto,
     usage_to_proto,
 )
+from kvmesh.rpc.convert_sampling import sampling_params_from_proto, token_logprobs_to_proto
 from kvmesh.v1.inference_service_pb2 import (
     GenerateRequest,
     GenerateResponse,

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from kvmesh.core.errors import DeadlineError, LostError
+from kvmesh.core.errors import DeadlineError, LostError, StructureError
 from kvmesh.core.types import FinishReason, TokenLogprobs, WorkerId
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.telemetry.tracing import Span, start_span
@@ -32,6 +32,7 @@ class TokenDelta:
         finish_reason: set with the last token.
         cached_tokens: prompt tokens whose KV was there when the request came.
         placed: where the request runs now.
+        prompt_logprobs: with the first tokens when asked for, of all prompt tokens but the first.
     """
 
     token_ids: tuple[int, ...]
@@ -39,6 +40,7 @@ class TokenDelta:
     finish_reason: FinishReason | None
     cached_tokens: int
     placed: Placed
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class WorkLostError(LostError):
@@ -62,6 +64,7 @@ async def generate(mesh: Mesh, request: GenerationRequest) -> AsyncGenerator[Tok
         StageRefusedError: nobody took the request in time.
         InvalidRequestError: no worker can ever take it.
         LostError: it was lost more often than `max_moves`.
+        StructureError: the structure asked for cannot be followed.
         DeadlineError: it ran for longer than `request_timeout_s`.
     """
     life = _Life(mesh, request)
@@ -81,6 +84,12 @@ async def generate(mesh: Mesh, request: GenerationRequest) -> AsyncGenerator[Tok
     finally:
         life.close()
         mesh.metrics.requests_open.dec()
+
+
+def _raise_if_error(event: FirstToken | Tokens) -> None:
+    """The worker could not choose a token: what was asked for cannot be generated."""
+    if event.finish_reason is FinishReason.ERROR:
+        raise StructureError(event.error)
 
 
 class _Life:
@@ -140,10 +149,15 @@ class _Life:
             self._cached_tokens = event.cached_tokens
         if event.finish_reason is not None:
             self._work.prefill_is_over()  # the reservation, never used, is cancelled at the end
+            _raise_if_error(event)
         else:
             self._decode_span = start_span("gateway.decode", self._request.traceparent)
         logprobs = () if event.logprobs is None else (event.logprobs,)
-        return self._delta((event.token_id,), logprobs, event.finish_reason)
+        delta = self._delta((event.token_id,), logprobs, event.finish_reason)
+        # If the stream moves, the prompt is not scored again.
+        sampling = replace(self._request.sampling, num_prompt_logprobs=-1)
+        self._request = replace(self._request, sampling=sampling)
+        return replace(delta, prompt_logprobs=event.prompt_logprobs)
 
     async def next_tokens(self) -> TokenDelta:
         """Waits for the decode worker's next tokens."""
@@ -161,6 +175,7 @@ class _Life:
             token_ids = event.token_ids[repeated:]
             if event.finish_reason is not None:
                 self._work.decode_is_over()
+                _raise_if_error(event)
             if token_ids or event.finish_reason is not None:
                 return self._delta(token_ids, event.logprobs[repeated:], event.finish_reason)
 

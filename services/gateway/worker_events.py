@@ -15,8 +15,8 @@ from kvmesh.rpc.convert import (
     finish_reason_from_proto,
     refusal_from_proto,
     reservation_from_proto,
-    token_logprobs_from_proto,
 )
+from kvmesh.rpc.convert_sampling import token_logprobs_from_proto
 from kvmesh.v1.decode_service_pb2 import DecodeEvent
 from kvmesh.v1.prefill_service_pb2 import PrefillEvent
 
@@ -48,6 +48,8 @@ class FirstToken:
     logprobs: TokenLogprobs | None
     finish_reason: FinishReason | None
     cached_tokens: int
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,7 @@ class Tokens:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
     finish_reason: FinishReason | None
+    error: str = ""
 
 
 WorkerEvent = Accepted | Refused | Failed | FirstToken | HandedOff | Reserved | Tokens
@@ -93,6 +96,8 @@ def prefill_event(message: PrefillEvent) -> WorkerEvent:
                 token_logprobs_from_proto(first.logprobs) if first.HasField("logprobs") else None,
                 finish_reason_from_proto(first.finish_reason),
                 first.cached_tokens,
+                tuple(token_logprobs_from_proto(entry) for entry in first.prompt_logprobs),
+                first.error,
             )
         case "handed_off":
             return HandedOff()
@@ -120,6 +125,7 @@ def decode_event(message: DecodeEvent) -> WorkerEvent:
                 tuple(tokens.token_ids),
                 tuple(token_logprobs_from_proto(entry) for entry in tokens.logprobs),
                 finish_reason_from_proto(tokens.finish_reason),
+                tokens.error,
             )
         case "failed":
             return Failed(refusal_from_proto(message.failed))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvmesh.core.types import SamplingParams
+from kvmesh.core.types import SamplingParams, TokenLogprobs
 from kvmesh.engine.fake import FakeRunner
 from kvmesh.engine.protocol import ModelRunner, SampledToken, SequenceChunk
 from kvmesh.engine.runner import TorchRunner
@@ -218,3 +218,40 @@ def test_kv_that_is_wrong_shows(runner: ModelRunner) -> None:
 def test_closing_twice_is_allowed(runner: ModelRunner) -> None:
     runner.close()
     runner.close()
+
+
+def score(runner: ModelRunner, bounds: tuple[int, ...]) -> list[TokenLogprobs]:
+    """Log-probabilities of the prompt, computed in chunks that end at `bounds`."""
+    line = Line(1, list(PROMPT), CONTIGUOUS, SamplingParams(temperature=0.0, num_prompt_logprobs=2))
+    found: list[TokenLogprobs] = []
+    start = 0
+    for bound in (*bounds, len(PROMPT)):
+        chunk = line.chunk(start, bound)
+        chunk.score_prompt = True
+        found += runner.execute([chunk]).prompt_logprobs.get(0, [])
+        start = bound
+    return found
+
+
+@pytest.mark.parametrize("bounds", [(5, 14), (22,), (1,)])
+def test_prompt_tokens_are_scored_once_each_however_they_are_cut(
+    runner: ModelRunner, bounds: tuple[int, ...]
+) -> None:
+    whole = score(runner, ())
+    assert len(whole) == len(PROMPT) - 1
+    parts = score(runner, bounds)
+    assert [entry.top_ids for entry in parts] == [entry.top_ids for entry in whole]
+    assert [entry.rank for entry in parts] == [entry.rank for entry in whole]
+    for part, entry in zip(parts, whole, strict=True):
+        assert part.logprob == pytest.approx(entry.logprob, abs=1e-4)
+
+
+def test_scoring_a_prompt_does_not_change_what_is_said(runner: ModelRunner) -> None:
+    scored = SamplingParams(temperature=0.0, num_prompt_logprobs=0)
+    chunks = [Line(n, list(PROMPT), CONTIGUOUS, scored).chunk(0, len(PROMPT)) for n in (1, 2)]
+    chunks[1].block_table = [*range(8, 16)]
+    chunks[1].score_prompt = True
+    together = runner.execute(chunks)
+    alone = runner.execute([Line(3, list(PROMPT), CONTIGUOUS).chunk(0, len(PROMPT))])
+    assert together.tokens == [alone.tokens[0]] * 2
+    assert list(together.prompt_logprobs) == [1]

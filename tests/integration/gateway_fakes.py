@@ -39,8 +39,8 @@ from kvmesh.rpc.convert import (
     route_plan_to_proto,
     route_query_from_proto,
     sequence_spec_from_proto,
-    token_logprobs_to_proto,
 )
+from kvmesh.rpc.convert_sampling import token_logprobs_to_proto
 from kvmesh.rpc.stream import Outbox
 from kvmesh.v1 import decode_service_pb2_grpc as decode_grpc
 from kvmesh.v1 import prefill_service_pb2_grpc as prefill_grpc

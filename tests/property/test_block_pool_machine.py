@@ -42,9 +42,27 @@ class BlockPoolMachine(RuleBasedStateMachine):
         # One block more, an eighth of the pool, may go if that makes one run of the rest.
         if self.released and not self.fits_in_one_run(n) and len(self.empty_blocks()) == n:
             self.evict_oldest()
+        # Then what is cached at the end of the tightest run without a block in use, if that is
+        # the smaller part.
+        fitting = [run for run in self.runs_without_references() if len(run) >= n]
+        if not self.fits_in_one_run(n) and fitting:
+            end = min(fitting, key=len).stop
+            cached = [block for block in range(end - n, end) if block in self.released]
+            for block in cached if len(cached) <= n // 2 else []:
+                self.evict(block)
+
+    def runs_without_references(self) -> list[range]:
+        """The maximal ones, by first block."""
+        free = [not self.references(block) for block in range(NUM_BLOCKS)]
+        starts = [b for b in range(NUM_BLOCKS) if free[b] and (b == 0 or not free[b - 1])]
+        ends = [b + 1 for b in range(NUM_BLOCKS) if free[b] and not any(free[b + 1 : b + 2])]
+        return [range(*ends_of) for ends_of in zip(starts, ends, strict=True)]
 
     def evict_oldest(self) -> None:
-        block = self.released.pop(0)
+        self.evict(self.released[0])
+
+    def evict(self, block: int) -> None:
+        self.released.remove(block)
         self.block_of = {h: b for h, b in self.block_of.items() if b != block}
 
     def fits_in_one_run(self, n: int) -> bool:
@@ -74,10 +92,12 @@ class BlockPoolMachine(RuleBasedStateMachine):
                 self.pool.allocate(n, after=blocks[-1])
             return
         self.expected_evictions(n)
-        empty = self.empty_blocks()
+        empty, one_run = self.empty_blocks(), self.fits_in_one_run(n)
         added = self.pool.allocate(n, after=blocks[-1])
         assert set(added) <= empty
-        assert added[0] == blocks[-1] + 1 or blocks[-1] + 1 not in empty
+        assert not one_run or num_runs(added) == 1
+        follows = set(range(blocks[-1] + 1, blocks[-1] + 1 + n))
+        assert set(added) == follows or not follows <= empty
         blocks += added
 
     @precondition(lambda self: any(self.sequences))

@@ -14,10 +14,9 @@ from kvmesh.core.types import FinishReason, Placement, SamplingParams, TokenLogp
 from kvmesh.rpc.convert import (
     finish_reason_from_proto,
     placement_to_proto,
-    sampling_params_to_proto,
-    token_logprobs_from_proto,
     usage_from_proto,
 )
+from kvmesh.rpc.convert_sampling import sampling_params_to_proto, token_logprobs_from_proto
 from kvmesh.v1 import inference_service_pb2 as pb
 
 Message: TypeAlias = Mapping[str, str]

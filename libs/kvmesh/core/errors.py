@@ -4,6 +4,7 @@ KvMeshError
 ├── ConfigError            the service cannot start as configured
 ├── InvalidRequestError    400 / INVALID_ARGUMENT, names the field
 ├── ModelNotFoundError     404 / NOT_FOUND
+├── StructureError         400 / INVALID_ARGUMENT, output cannot follow the structure asked for
 ├── AuthenticationError    401 / UNAUTHENTICATED
 ├── RefusedError           429 or 503 / RESOURCE_EXHAUSTED or UNAVAILABLE, carries a Refusal
 ├── DeadlineError          504 / DEADLINE_EXCEEDED
@@ -53,6 +54,10 @@ class ModelNotFoundError(InvalidRequestError):
 
     http_status = 404
     grpc_status = "NOT_FOUND"
+
+
+class StructureError(InvalidRequestError):
+    """Output cannot follow the structure that was asked for; the message says why."""
 
 
 class AuthenticationError(KvMeshError):

@@ -99,6 +99,23 @@ class HostRoute:
     socket_path: str
 
 
+class StructureKind(enum.Enum):
+    """The language in which a structure is written."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    LARK = "lark"
+    """A context-free grammar in Lark's notation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """What generated text must look like, as text of `kind`."""
+
+    kind: StructureKind
+    text: str
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are chosen and when generation ends.
@@ -110,6 +127,11 @@ class SamplingParams:
             so that a stream that moved to another worker goes on with the same tokens.
         max_tokens: counted from the end of the client's prompt.
         num_logprobs: top log-probabilities per token; -1 returns none, 0 the chosen token's only.
+        logit_bias: (token, what is added to its logit).
+        allowed_token_ids: no other token is chosen; empty allows all.
+        bad_words: token sequences that are not generated.
+        num_prompt_logprobs: as `num_logprobs`, for the prompt; its KV is then always computed.
+        structure: what the text must look like; None is free text.
     """
 
     temperature: float = 1.0
@@ -125,6 +147,11 @@ class SamplingParams:
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     num_logprobs: int = -1
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    num_prompt_logprobs: int = -1
+    structure: Structure | None = None
 
     @property
     def has_penalties(self) -> bool:
@@ -138,11 +165,16 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities of one generated token, the top ones best first."""
+    """Log-probabilities of one token, the top ones best first.
+
+    Attributes:
+        rank: place of the token among all by log-probability, from 1; 0 is not told.
+    """
 
     logprob: float
     top_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ class StepBatch:
         attention: the rows' sequences, those with one row first and longest first.
         sample_rows: rows whose logits are wanted.
         sample_chunks: for each of them, the index of its chunk in the step.
+        scored: (index of the chunk, its first row) of chunks with prompt tokens to score.
     """
 
     token_ids: Tensor
@@ -32,6 +33,7 @@ class StepBatch:
     attention: RaggedBatch
     sample_rows: list[int]
     sample_chunks: list[int]
+    scored: list[tuple[int, int]]
 
 
 def build_batch(chunks: Sequence[SequenceChunk], block_size: int) -> StepBatch:
@@ -71,6 +73,7 @@ def build_batch(chunks: Sequence[SequenceChunk], block_size: int) -> StepBatch:
         ),
         sample_rows=[starts[place + 1] - 1 for place in sampled],
         sample_chunks=[order[place] for place in sampled],
+        scored=[(index, starts[at]) for at, index in enumerate(order) if chunks[index].num_scored],
     )
 
 

@@ -13,8 +13,14 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from kvmesh.core.errors import OutOfBlocksError
-from kvmesh.core.types import FinishReason, Refusal, RefusalReason, SequenceSpec
-from kvmesh.engine.protocol import ModelSpec, SampledToken, SequenceChunk, StepResult
+from kvmesh.core.types import FinishReason, Refusal, RefusalReason, SequenceSpec, Structure
+from kvmesh.engine.protocol import (
+    ModelSpec,
+    SampledToken,
+    SequenceChunk,
+    StepResult,
+    TokenConstraint,
+)
 from kvmesh.engine.sequence import Emission, Sequence, SequenceState
 from kvmesh.kv.block_pool import BlockPool
 from kvmesh.kv.hashing import HashChain
@@ -45,6 +51,7 @@ class EngineCore:
         num_blocks: KV blocks of the runner.
         limits: of one step.
         growth_tokens: room for generated tokens that admission to decode asks for at once.
+        constrain: makes the constraint of a structure; without it structures are refused.
     """
 
     def __init__(
@@ -53,6 +60,7 @@ class EngineCore:
         num_blocks: int,
         limits: BatchLimits | None = None,
         growth_tokens: int = 64,
+        constrain: Callable[[Structure], TokenConstraint] | None = None,
     ) -> None:
         self.spec = spec
         self.block_size = spec.layout.block_size
@@ -61,6 +69,7 @@ class EngineCore:
         self.pool = BlockPool(num_blocks, self.block_size)
         self._limits = limits or BatchLimits()
         self._growth_tokens = growth_tokens
+        self._constrain = constrain
         self._next_id = 1
         self._held: set[Sequence] = set()
         self._running: list[Sequence] = []  # oldest first
@@ -100,7 +109,9 @@ class EngineCore:
             return refusal
         num_tokens = len(spec.token_ids)
         chain = HashChain(spec.root_hash, self.block_size, spec.token_ids)
-        cached = self.pool.match(chain.hashes[: self._num_reusable(num_tokens)])
+        scores_prompt = spec.sampling.num_prompt_logprobs >= 0
+        reusable = 0 if scores_prompt else self._num_reusable(num_tokens)
+        cached = self.pool.match(chain.hashes[:reusable])
         self.pool.acquire(cached)
         needed = self._blocks_for(min(num_tokens + growth_tokens, self.max_model_len))
         try:
@@ -120,6 +131,8 @@ class EngineCore:
             num_cached=num_cached,
             chain=chain,
             num_sealed=len(cached),
+            constraint=self._constraint(spec),
+            scores_prompt=scores_prompt,
         )
         self._held.add(sequence)
         self._prompt_tokens += num_tokens
@@ -135,7 +148,16 @@ class EngineCore:
         if max(spec.token_ids) >= self.spec.vocab_size:
             text = f"token id {max(spec.token_ids)} is outside the vocabulary"
             return Refusal(RefusalReason.INVALID, text)
+        if spec.sampling.structure is not None and self._constrain is None:
+            return Refusal(RefusalReason.INVALID, "this engine cannot follow structures")
         return None
+
+    def _constraint(self, spec: SequenceSpec) -> TokenConstraint | None:
+        structure = spec.sampling.structure
+        if structure is None:
+            return None
+        assert self._constrain is not None, "checked by _check_fit"
+        return self._constrain(structure)
 
     def _no_blocks(self, detail: str) -> Refusal:
         text = f"{detail}; {self.pool.num_free} are free"
@@ -161,6 +183,7 @@ class EngineCore:
         """The prompt's KV is complete (it was written by a prefill worker): generation goes on."""
         assert sequence.state is SequenceState.HELD, sequence.state
         sequence.num_computed = len(sequence.tokens)
+        sequence.scores_prompt = False  # the prefill worker did
         self._seal(sequence)
         self._append(sequence, first_token)
         self.run(sequence)
@@ -223,6 +246,8 @@ class EngineCore:
             sampling=sequence.spec.sampling,
             sample=end == len(sequence.tokens),
             eos_token_ids=self.spec.eos_token_ids,
+            constraint=sequence.constraint,
+            score_prompt=sequence.scores_prompt,
         )
 
     def _grow(self, sequence: Sequence, end: int, protected: SequenceOf[Sequence]) -> bool:
@@ -255,6 +280,8 @@ class EngineCore:
         while self._preempted:
             sequence = self._preempted[0]
             reusable = self._num_reusable(len(sequence.tokens))
+            if sequence.scores_prompt:  # goes on where it has scored all before
+                reusable = min(reusable, len(sequence.prompt_logprobs) // self.block_size)
             cached = self.pool.match(sequence.chain.hashes[:reusable])
             self.pool.acquire(cached)
             try:
@@ -280,9 +307,11 @@ class EngineCore:
         self._in_flight = frozenset()
         self._steps += 1
         notify: list[Callable[[], None]] = []
-        for chunk, token in zip(chunks, result.tokens, strict=True):
+        for index, (chunk, token) in enumerate(zip(chunks, result.tokens, strict=True)):
             sequence = members[chunk.sequence_id]
             self._computed_tokens += chunk.end - chunk.start
+            known = len(sequence.prompt_logprobs) - chunk.start  # computed again after preemption
+            sequence.prompt_logprobs += result.prompt_logprobs.get(index, ())[known:]
             if sequence.state is SequenceState.RUNNING:
                 notify += self._advance(sequence, chunk.end, token)
         for sequence in self._released_in_flight:
@@ -302,8 +331,12 @@ class EngineCore:
         position = len(sequence.tokens)
         self._append(sequence, token.token_id)
         self._generated_tokens += 1
-        finish = self._finish_reason(sequence, token.token_id)
-        emission = Emission(token.token_id, position, token.logprobs, finish)
+        finish = self._finish_reason(sequence, token)
+        scores = tuple(sequence.prompt_logprobs) if sequence.scores_prompt else ()
+        emission = Emission(token.token_id, position, token.logprobs, finish, token.error, scores)
+        if sequence.scores_prompt:
+            sequence.scores_prompt = False
+            sequence.prompt_logprobs.clear()
         if finish is not None:
             self.release(sequence)
         elif sequence.hold_after_first:
@@ -325,7 +358,10 @@ class EngineCore:
             self.pool.seal(sequence.blocks[index], sequence.chain.hashes[index])
         sequence.num_sealed = max(sequence.num_sealed, full)
 
-    def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
+    def _finish_reason(self, sequence: Sequence, token: SampledToken) -> FinishReason | None:
+        if token.error:
+            return FinishReason.ERROR
+        token_id = token.token_id
         sampling = sequence.spec.sampling
         if sequence.num_generated > sampling.min_tokens:
             is_eos = token_id in self.spec.eos_token_ids and not sampling.ignore_eos

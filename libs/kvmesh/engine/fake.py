@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvmesh.core.errors import CheckpointError
+from kvmesh.core.errors import CheckpointError, StructureError
 from kvmesh.core.types import KvLayout, TokenLogprobs
 from kvmesh.engine.protocol import (
     ModelSpec,
@@ -146,7 +146,9 @@ class FakeRunner:
         for chunk in chunks:
             for position in range(chunk.start, chunk.end):
                 self._write(chunk, position)
-        return StepResult([self._sample(chunk) if chunk.sample else None for chunk in chunks])
+        tokens = [self._sample(chunk) if chunk.sample else None for chunk in chunks]
+        scores = {index: _score(chunk) for index, chunk in enumerate(chunks) if chunk.num_scored}
+        return StepResult(tokens, scores)
 
     def close(self) -> None:
         """Closes the pool's descriptor."""
@@ -174,9 +176,27 @@ class FakeRunner:
             value = _mix(value ^ _mix(chunk.sampling.seed ^ chunk.end))
         # Token 0 is the usual end of sequence: it is never drawn.
         token = 1 + value % (self._spec.vocab_size - 1)
+        if chunk.constraint is not None:
+            try:
+                mask = chunk.constraint.allowed(chunk.token_ids[chunk.num_prompt_tokens :])
+            except StructureError as error:
+                return SampledToken(token, error=str(error))
+            (ids,) = mask.nonzero()
+            token = int(ids[value % len(ids)])
         count = chunk.sampling.num_logprobs
         if count < 0:
             return SampledToken(token)
         others = tuple(1 + (token + i) % (self._spec.vocab_size - 1) for i in range(count))
         top = (token, *others)[:count]
         return SampledToken(token, TokenLogprobs(-0.5, top, tuple(-0.5 - i for i in range(count))))
+
+
+def _score(chunk: SequenceChunk) -> list[TokenLogprobs]:
+    """Made-up log-probabilities that tell prompt tokens and positions apart."""
+    entries: list[TokenLogprobs] = []
+    for position in range(chunk.start + 1, chunk.start + 1 + chunk.num_scored):
+        token_id = chunk.token_ids[position]
+        top = (token_id,)[: chunk.sampling.num_prompt_logprobs]
+        logprob = -token_id / 1024 - position / 4096
+        entries.append(TokenLogprobs(logprob, top, (logprob,)[: len(top)], 1))
+    return entries

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from kvmesh.core.types import KvLayout, SamplingParams, TokenLogprobs
+
+if TYPE_CHECKING:  # the contract itself needs no numpy
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,24 @@ class ModelSpec:
     layout: KvLayout
 
 
+class TokenConstraint(Protocol):
+    """Says which tokens may come next; one per sequence, called from the engine's thread."""
+
+    def allowed(self, generated: Sequence[int]) -> NDArray[np.bool_]:
+        """The tokens that may follow.
+
+        Args:
+            generated: all tokens after the client's prompt; calls for one sequence only add some.
+
+        Returns:
+            [vocab], at least one True.
+
+        Raises:
+            StructureError: the structure cannot be compiled, or cannot go on.
+        """
+        ...
+
+
 @dataclass(slots=True)
 class SequenceChunk:
     """The part of one sequence that a step computes.
@@ -41,6 +63,8 @@ class SequenceChunk:
         block_table: block ids, enough to hold `end` positions.
         num_prompt_tokens: where the client's prompt ends, for penalties.
         sample: choose a token after position end - 1 (then end == len(token_ids)).
+        constraint: limits what may be chosen; None is free text.
+        score_prompt: report log-probabilities of the prompt's tokens that follow these positions.
     """
 
     sequence_id: int
@@ -52,21 +76,41 @@ class SequenceChunk:
     sampling: SamplingParams
     sample: bool
     eos_token_ids: frozenset[int] = frozenset()
+    constraint: TokenConstraint | None = None
+    score_prompt: bool = False
+
+    @property
+    def num_scored(self) -> int:
+        """Positions of the chunk after which the prompt goes on, if they are to be scored."""
+        if not self.score_prompt:
+            return 0
+        return max(0, min(self.end, self.num_prompt_tokens - 1) - self.start)
 
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """A token chosen for a sequence; its position is the chunk's `end`."""
+    """A token chosen for a sequence; its position is the chunk's `end`.
+
+    Attributes:
+        error: why no token could be chosen; the sequence ends.
+    """
 
     token_id: int
     logprobs: TokenLogprobs | None = None
+    error: str = ""
 
 
 @dataclass(slots=True)
 class StepResult:
-    """One entry per chunk of the step: the sampled token, or None where `sample` was False."""
+    """What a step gave.
+
+    Attributes:
+        tokens: per chunk the sampled token, or None where `sample` was False.
+        prompt_logprobs: by index of the chunk, `num_scored` entries, of positions start + 1 on.
+    """
 
     tokens: list[SampledToken | None] = field(default_factory=list)
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
 
 
 class KvMemory(Protocol):

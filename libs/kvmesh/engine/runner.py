@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 from kvmesh.core.errors import ConfigError
-from kvmesh.engine.batch import build_batch
+from kvmesh.core.types import TokenLogprobs
+from kvmesh.engine.batch import StepBatch, build_batch
 from kvmesh.engine.checkpoint import load_model_config
 from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.kv_cache import TORCH_DTYPES, KvPool, allocate_pool
@@ -24,9 +25,12 @@ from kvmesh.engine.memory import (
 )
 from kvmesh.engine.model import DecoderModel, load_model
 from kvmesh.engine.protocol import ModelSpec, SampledToken, SequenceChunk, StepResult
-from kvmesh.engine.sampler import sample
+from kvmesh.engine.sampler import sample, score_tokens
 from kvmesh.engine.weights import WeightFiles, fingerprint
 from kvmesh.kernels.dispatch import plan_attention
+
+_SCORED_ROWS = 128
+"""Prompt positions whose logits are in memory at once."""
 
 
 class TorchRunner:
@@ -116,8 +120,10 @@ class TorchRunner:
         if not chunks:
             return StepResult(result)
         batch = build_batch(chunks, self._spec.layout.block_size)
-        all_rows = len(batch.sample_rows) == len(batch.token_ids)
-        keep = torch.tensor(batch.sample_rows, dtype=torch.int64, device=self._device)
+        rows = batch.sample_rows + _scored_rows(batch, chunks)
+        num_sampled = len(batch.sample_rows)
+        all_rows = rows == list(range(len(batch.token_ids)))
+        keep = torch.tensor(rows, dtype=torch.int64, device=self._device)
         hidden = self._model.forward(
             batch.token_ids.to(self._device),
             batch.positions.to(self._device),
@@ -125,16 +131,49 @@ class TorchRunner:
             None if all_rows else keep,
         )
         if batch.sample_rows:
-            logits = self._model.logits(hidden)
+            logits = self._model.logits(hidden[:num_sampled])
             tokens = sample(logits, [chunks[index] for index in batch.sample_chunks])
             for index, token in zip(batch.sample_chunks, tokens, strict=True):
                 result[index] = token
-        return StepResult(result)
+        return StepResult(result, self._score(chunks, batch, hidden[num_sampled:]))
+
+    def _score(
+        self, chunks: Sequence[SequenceChunk], batch: StepBatch, hidden: torch.Tensor
+    ) -> dict[int, list[TokenLogprobs]]:
+        """Log-probabilities of prompt tokens.
+
+        Args:
+            hidden: [rows to score, hidden], chunk after chunk.
+        """
+        assert self._model is not None
+        found: dict[int, list[TokenLogprobs]] = {}
+        first = 0
+        for index, _ in batch.scored:
+            chunk = chunks[index]
+            after = chunk.token_ids[chunk.start + 1 : chunk.start + 1 + chunk.num_scored]
+            num_top = chunk.sampling.num_prompt_logprobs
+            entries: list[TokenLogprobs] = []
+            # Rows of logits are long: all of a prompt at once would not fit.
+            for begin in range(0, len(after), _SCORED_ROWS):
+                ids = after[begin : begin + _SCORED_ROWS]
+                logits = self._model.logits(hidden[first + begin : first + begin + len(ids)])
+                entries += score_tokens(logits, ids, num_top)
+            found[index] = entries
+            first += len(after)
+        return found
 
     def close(self) -> None:
         """See `ModelRunner.close`."""
         self._model = None
         self._pool.close()
+
+
+def _scored_rows(batch: StepBatch, chunks: Sequence[SequenceChunk]) -> list[int]:
+    return [
+        first + offset
+        for index, first in batch.scored
+        for offset in range(chunks[index].num_scored)
+    ]
 
 
 def _model_len(config: ModelConfig, asked: int | None) -> int:

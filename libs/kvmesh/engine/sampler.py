@@ -1,8 +1,8 @@
 """Chooses tokens from logits, batched, each row as if it were alone.
 
-Order: penalties, minimum length, then argmax for temperature 0, else temperature, min_p, top_k,
-top_p (over what top_k left) and Gumbel-max. Filters keep ties, so that no choice depends on how a
-device sorts equal logits. Logprobs are of the model's own logits.
+Order: what the request wants and forbids (`engine/logits.py`), then argmax for temperature 0,
+else temperature, min_p, top_k, top_p (over what top_k left) and Gumbel-max. Filters keep ties, so
+that no choice depends on how a device sorts equal logits. Logprobs are of the model's own logits.
 Tests: tests/unit/engine/test_sampler.py.
 """
 
@@ -15,7 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvmesh.core.errors import StructureError
 from kvmesh.core.types import SamplingParams, TokenLogprobs
+from kvmesh.engine.logits import shape_row
 from kvmesh.engine.noise import gumbel_noise, stream_key
 from kvmesh.engine.protocol import SampledToken, SequenceChunk
 
@@ -30,16 +32,17 @@ def sample(logits: Tensor, chunks: Sequence[SequenceChunk]) -> list[SampledToken
         logits: [chunks, vocab] fp32; changed in place.
 
     Returns:
-        One token per chunk.
+        One token per chunk; where the structure cannot go on, a token with `error`.
     """
     assert len(logits) == len(chunks)
     reported = [row for row, chunk in enumerate(chunks) if chunk.sampling.num_logprobs >= 0]
     raw = torch.log_softmax(logits[reported], dim=-1) if reported else None
-    for row, chunk in zip(logits, chunks, strict=True):
-        if chunk.sampling.has_penalties:
-            apply_penalties(row, chunk)
-        if chunk.end - chunk.num_prompt_tokens < chunk.sampling.min_tokens:
-            forbid_stop(row, chunk)
+    errors: dict[int, str] = {}
+    for index, (row, chunk) in enumerate(zip(logits, chunks, strict=True)):
+        try:
+            shape_row(row, chunk)
+        except StructureError as error:
+            errors[index] = str(error)
     random = [row for row, chunk in enumerate(chunks) if chunk.sampling.temperature > 0]
     if random:
         picked = [chunks[row] for row in random]
@@ -54,42 +57,9 @@ def sample(logits: Tensor, chunks: Sequence[SequenceChunk]) -> list[SampledToken
         found = zip(reported, read_logprobs(raw, chosen[reported], params), strict=True)
         for row, logprobs in found:
             tokens[row] = SampledToken(tokens[row].token_id, logprobs)
+    for index, message in errors.items():
+        tokens[index] = SampledToken(tokens[index].token_id, error=message)
     return tokens
-
-
-def apply_penalties(row: Tensor, chunk: SequenceChunk) -> None:
-    """Lowers the logits of tokens that were seen; `row` is changed in place.
-
-    Repetition counts prompt and output, presence and frequency the output alone.
-
-    Args:
-        row: [vocab] fp32.
-
-    Source: repetition as in CTRL, arXiv 1909.05858 §4.1; the others as in OpenAI's API.
-    """
-    params = chunk.sampling
-    tokens = torch.tensor(list(chunk.token_ids[: chunk.end]), dtype=torch.int64, device=row.device)
-    if params.repetition_penalty != 1.0:
-        seen = torch.unique(tokens)
-        scores = row[seen]
-        factor = params.repetition_penalty
-        row[seen] = torch.where(scores > 0, scores / factor, scores * factor)
-    if params.presence_penalty or params.frequency_penalty:
-        output, counts = torch.unique(tokens[chunk.num_prompt_tokens :], return_counts=True)
-        row[output] -= params.presence_penalty + params.frequency_penalty * counts
-
-
-def forbid_stop(row: Tensor, chunk: SequenceChunk) -> None:
-    """Makes the tokens that would end the sequence impossible; `row` is changed in place.
-
-    Args:
-        row: [vocab] fp32.
-    """
-    stops = set(chunk.sampling.stop_token_ids)
-    if not chunk.sampling.ignore_eos:
-        stops |= chunk.eos_token_ids
-    known = sorted(token for token in stops if 0 <= token < len(row))
-    row[known] = -math.inf
 
 
 def perturb(logits: Tensor, chunks: Sequence[SequenceChunk]) -> Tensor:
@@ -185,6 +155,26 @@ def read_logprobs(
     return [
         TokenLogprobs(own[row], tuple(ids[row][:n]), tuple(values[row][:n]))
         for row, n in enumerate(p.num_logprobs for p in params)
+    ]
+
+
+def score_tokens(logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
+    """Log-probabilities and ranks of tokens that are given, as those of a prompt.
+
+    Args:
+        logits: [rows, vocab] fp32.
+        token_ids: one per row.
+        num_top: best tokens to report per row.
+    """
+    raw = torch.log_softmax(logits, dim=-1)
+    given = torch.tensor(token_ids, dtype=torch.int64, device=logits.device)[:, None]
+    own = raw.gather(1, given)
+    ranks = (raw > own).sum(dim=-1).tolist()
+    best = raw.topk(min(num_top, raw.shape[1]), dim=-1)
+    rows = zip(own[:, 0].tolist(), ranks, best.indices.tolist(), best.values.tolist(), strict=True)
+    return [
+        TokenLogprobs(logprob, tuple(ids), tuple(values), rank + 1)
+        for logprob, rank, ids, values in rows
     ]
 
 

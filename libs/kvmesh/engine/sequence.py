@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvmesh.core.types import FinishReason, SequenceSpec, TokenLogprobs
+from kvmesh.engine.protocol import TokenConstraint
 from kvmesh.kv.hashing import HashChain
 
 
@@ -33,12 +34,16 @@ class Emission:
 
     Attributes:
         position: of the token among all of the sequence's tokens, prompt included.
+        error: why generation ended without a token (finish_reason ERROR).
+        prompt_logprobs: with the first token when asked for, of all prompt tokens but the first.
     """
 
     token_id: int
     position: int
     logprobs: TokenLogprobs | None
     finish_reason: FinishReason | None
+    error: str = ""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 def _no_emission(_: Emission) -> None:
@@ -61,6 +66,9 @@ class Sequence:
         chain: block hashes of `tokens`.
         num_sealed: leading blocks that are registered in the prefix cache.
         hold_after_first: stop computing after the first token (prefill for another worker).
+        constraint: limits what may be generated.
+        scores_prompt: log-probabilities of the prompt's tokens are still to be found or told.
+        prompt_logprobs: those found so far, from the prompt's second token on.
         on_emission, on_progress: called on the event loop after a step.
     """
 
@@ -74,6 +82,9 @@ class Sequence:
     num_sealed: int = 0
     hold_after_first: bool = False
     state: SequenceState = SequenceState.HELD
+    constraint: TokenConstraint | None = None
+    scores_prompt: bool = False
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     on_emission: Callable[[Emission], None] = field(default=_no_emission)
     on_progress: Callable[[], None] = field(default=_no_progress)
 

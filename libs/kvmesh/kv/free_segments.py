@@ -1,27 +1,47 @@
-"""The empty blocks of a pool as maximal contiguous segments.
+"""The free blocks of a pool as maximal contiguous segments.
 
-Owns where the holes are, not why a block is empty (that is `block_pool.py`). A transfer sends one
+Owns where the holes are, not why a block is free (that is `block_pool.py`). A transfer sends one
 run per call, so few segments per request means few calls (FlowKV, contiguous allocation).
 Tests: tests/unit/kv/test_free_segments.py, tests/property/test_block_pool_machine.py.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+import heapq
 from collections.abc import Iterable
+
+from kvmesh.kv.bit_tree import LIMIT, BitTree
+
+_STALE_SLACK = 16
+"""A heap may hold this many stale entries before half of them being stale empties it of them."""
+
+
+class _Heap:
+    """First blocks of the segments of one length, the lowest first.
+
+    Segments go from the middle, too, so entries may be stale. They are dropped when they come to
+    the top, or all at once when they are the larger part: a constant share per entry.
+    """
+
+    __slots__ = ("num_live", "starts")
+
+    def __init__(self) -> None:
+        self.starts: list[int] = []
+        self.num_live = 0
 
 
 class FreeSegments:
     """Disjoint segments of block ids, never two of them adjacent.
 
-    Each operation costs O(log s) comparisons per segment touched, s being the number of segments,
-    and one move inside a list of s small entries.
+    Each operation costs O(log s) per segment touched, s being the number of segments.
     """
 
     def __init__(self) -> None:
         self._length_at: dict[int, int] = {}  # first block -> length
         self._start_before: dict[int, int] = {}  # one past the last block -> first block
-        self._by_length: list[tuple[int, int]] = []  # (length, first block), sorted
+        self._heaps: dict[int, _Heap] = {}  # length -> where
+        self._lengths = BitTree()  # keys of _heaps
+        self._starts = BitTree()  # keys of _length_at
         self._num_blocks = 0
 
     @property
@@ -32,12 +52,12 @@ class FreeSegments:
     @property
     def num_segments(self) -> int:
         """How many segments there are."""
-        return len(self._by_length)
+        return len(self._length_at)
 
     @property
     def largest(self) -> int:
         """Length of the longest segment; 0 when there is none."""
-        return self._by_length[-1][0] if self._by_length else 0
+        return self._lengths.at_or_before(LIMIT - 1) or 0
 
     def segments(self) -> list[tuple[int, int]]:
         """(first block, length) of every segment, by first block."""
@@ -56,25 +76,45 @@ class FreeSegments:
     def take(self, n: int, after: int | None = None) -> list[int]:
         """Takes `n` blocks out in as few segments as possible.
 
-        First what lies right after block `after`; the rest from the tightest segment that fits, or
-        if none fits from the largest ones, the last of them again chosen by fit.
+        Right after block `after` if all of them fit there; else from the tightest segment that
+        fits. If none fits, first what lies right after `after`, then the largest ones, the last of
+        them again chosen by fit.
         """
         assert 0 <= n <= self._num_blocks, f"{n} of {self._num_blocks} blocks"
         taken: list[int] = []
-        if after is not None and after + 1 in self._length_at:
+        next_to = self._length_at.get(after + 1, 0) if after is not None else 0
+        if after is not None and next_to and (next_to >= n or self.find(n) is None):
             taken += self._cut(after + 1, n)
         while len(taken) < n:
             missing = n - len(taken)
-            tightest = bisect_left(self._by_length, (missing, -1))
-            _, start = self._by_length[min(tightest, len(self._by_length) - 1)]
+            found = self.find(missing)
+            start = self._lowest(self.largest) if found is None else found.start
             taken += self._cut(start, missing)
         return taken
 
+    def find(self, n: int) -> range | None:
+        """The tightest segment of at least `n` blocks; None if none is so long."""
+        length = self._lengths.at_or_after(max(n, 1))
+        if length is None:
+            return None
+        start = self._lowest(length)
+        return range(start, start + length)
+
+    def remove(self, first: int, count: int) -> None:
+        """Takes exactly these blocks out; they lie in one segment."""
+        start = self._starts.at_or_before(first)
+        assert start is not None, f"block {first} is not free"
+        end = start + self._length_at[start]
+        assert first + count <= end, f"blocks {first}+{count} are not free"
+        self._drop(start)
+        self._put(start, first)
+        self._put(first + count, end)
+
     def _cut(self, start: int, limit: int) -> range:
         """Takes up to `limit` blocks from the front of the segment at `start`."""
-        length = self._remove(start)
+        length = self._drop(start)
         count = min(length, limit)
-        self._insert(start + count, start + length)
+        self._put(start + count, start + length)
         return range(start, start + count)
 
     def _insert(self, start: int, end: int) -> None:
@@ -82,29 +122,65 @@ class FreeSegments:
             return
         if start in self._start_before:
             start = self._start_before[start]
-            self._remove(start)
+            self._drop(start)
         if end in self._length_at:
-            end += self._remove(end)
-        self._length_at[start] = end - start
-        self._start_before[end] = start
-        insort(self._by_length, (end - start, start))
-        self._num_blocks += end - start
+            end += self._drop(end)
+        self._put(start, end)
 
-    def _remove(self, start: int) -> int:
+    def _put(self, start: int, end: int) -> None:
+        """Notes a segment that touches no other one; an empty one is none."""
+        if start == end:
+            return
+        length = end - start
+        self._length_at[start] = length
+        self._start_before[end] = start
+        self._starts.add(start)
+        heap = self._heaps.get(length)
+        if heap is None:
+            heap = self._heaps[length] = _Heap()
+            self._lengths.add(length)
+        heapq.heappush(heap.starts, start)
+        heap.num_live += 1
+        self._num_blocks += length
+
+    def _drop(self, start: int) -> int:
+        """Forgets the segment at `start`; gives its length."""
         length = self._length_at.pop(start)
         del self._start_before[start + length]
-        del self._by_length[bisect_left(self._by_length, (length, start))]
+        self._starts.remove(start)
         self._num_blocks -= length
+        heap = self._heaps[length]
+        heap.num_live -= 1
+        if heap.num_live == 0:
+            del self._heaps[length]
+            self._lengths.remove(length)
+        elif len(heap.starts) > 2 * heap.num_live + _STALE_SLACK:
+            heap.starts = [s for s in set(heap.starts) if self._length_at.get(s) == length]
+            heapq.heapify(heap.starts)
         return length
 
+    def _lowest(self, length: int) -> int:
+        """First block of the lowest segment of this length."""
+        starts = self._heaps[length].starts
+        while self._length_at.get(starts[0]) != length:
+            heapq.heappop(starts)
+        return starts[0]
+
     def check_integrity(self) -> None:
-        """Raises AssertionError unless the three views agree and segments are maximal."""
+        """Raises AssertionError unless all views agree and segments are maximal."""
         segments = self.segments()
-        assert self._by_length == sorted((length, start) for start, length in segments)
         assert self._start_before == {start + length: start for start, length in segments}
         assert self._num_blocks == sum(length for _, length in segments)
+        assert set(self._heaps) == {length for _, length in segments}
+        for length, heap in self._heaps.items():
+            here = {start for start, other in segments if other == length}
+            assert heap.num_live == len(here), f"{heap.num_live} segments of {length}"
+            assert here <= set(heap.starts), f"a segment of {length} cannot be found"
+            assert len(heap.starts) <= 2 * heap.num_live + _STALE_SLACK, "too many are stale"
+            assert length in self._lengths, f"length {length} cannot be found"
         previous_end = -1
         for start, length in segments:
             assert length > 0, f"empty segment at {start}"
             assert start > previous_end, f"segment at {start} overlaps or touches the one before"
+            assert start in self._starts, f"segment at {start} cannot be found"
             previous_end = start + length

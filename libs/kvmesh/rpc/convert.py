@@ -25,15 +25,14 @@ from kvmesh.core.types import (
     Role,
     RoutePlan,
     RouteQuery,
-    SamplingParams,
     SequenceSpec,
-    TokenLogprobs,
     Usage,
     WorkerId,
     WorkerInfo,
     WorkerLoad,
 )
 from kvmesh.kv.hashing import join_hashes, split_hashes
+from kvmesh.rpc.convert_sampling import sampling_params_from_proto, sampling_params_to_proto
 from kvmesh.v1 import (
     inference_service_pb2,
     kv_manager_service_pb2,
@@ -132,56 +131,6 @@ def endpoint_to_proto(endpoint: Endpoint) -> types_pb2.Endpoint:
 def endpoint_from_proto(message: types_pb2.Endpoint) -> Endpoint:
     """Endpoint from a message."""
     return Endpoint(message.host, message.port)
-
-
-def sampling_params_to_proto(sampling: SamplingParams) -> types_pb2.SamplingParams:
-    """SamplingParams as a message."""
-    return types_pb2.SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        repetition_penalty=sampling.repetition_penalty,
-        seed=sampling.seed,
-        max_tokens=sampling.max_tokens,
-        min_tokens=sampling.min_tokens,
-        ignore_eos=sampling.ignore_eos,
-        stop_token_ids=sampling.stop_token_ids,
-        num_logprobs=sampling.num_logprobs,
-    )
-
-
-def sampling_params_from_proto(message: types_pb2.SamplingParams) -> SamplingParams:
-    """SamplingParams from a message."""
-    return SamplingParams(
-        temperature=message.temperature,
-        top_p=message.top_p,
-        top_k=message.top_k,
-        min_p=message.min_p,
-        presence_penalty=message.presence_penalty,
-        frequency_penalty=message.frequency_penalty,
-        repetition_penalty=message.repetition_penalty,
-        seed=message.seed,
-        max_tokens=message.max_tokens,
-        min_tokens=message.min_tokens,
-        ignore_eos=message.ignore_eos,
-        stop_token_ids=tuple(message.stop_token_ids),
-        num_logprobs=message.num_logprobs,
-    )
-
-
-def token_logprobs_to_proto(logprobs: TokenLogprobs) -> types_pb2.TokenLogprobs:
-    """TokenLogprobs as a message."""
-    return types_pb2.TokenLogprobs(
-        logprob=logprobs.logprob, top_ids=logprobs.top_ids, top_logprobs=logprobs.top_logprobs
-    )
-
-
-def token_logprobs_from_proto(message: types_pb2.TokenLogprobs) -> TokenLogprobs:
-    """TokenLogprobs from a message."""
-    return TokenLogprobs(message.logprob, tuple(message.top_ids), tuple(message.top_logprobs))
 
 
 def sequence_spec_to_proto(spec: SequenceSpec) -> types_pb2.SequenceSpec:

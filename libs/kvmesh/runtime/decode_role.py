@@ -32,8 +32,8 @@ from kvmesh.rpc.convert import (
     refusal_to_proto,
     reservation_to_proto,
     sequence_spec_from_proto,
-    token_logprobs_to_proto,
 )
+from kvmesh.rpc.convert_sampling import token_logprobs_to_proto
 from kvmesh.rpc.stream import Outbox, serve_stream
 from kvmesh.runtime.worker_parts import WorkerParts
 from kvmesh.telemetry.logs import event_logger
@@ -350,6 +350,7 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
             first_position=emission.position,
             token_ids=[emission.token_id],
             finish_reason=finish_reason_to_proto(emission.finish_reason),
+            error=emission.error,
         )
         if emission.logprobs is not None:
             tokens.logprobs.append(token_logprobs_to_proto(emission.logprobs))

@@ -21,8 +21,8 @@ from kvmesh.rpc.convert import (
     refusal_to_proto,
     reservation_from_proto,
     sequence_spec_from_proto,
-    token_logprobs_to_proto,
 )
+from kvmesh.rpc.convert_sampling import token_logprobs_to_proto
 from kvmesh.rpc.stream import Outbox, serve_stream
 from kvmesh.runtime.decode_role import DecodeRole
 from kvmesh.runtime.worker_parts import WorkerParts
@@ -200,6 +200,10 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         event.first_token.cached_tokens = attempt.sequence.num_cached
         if emission.logprobs is not None:
             event.first_token.logprobs.CopyFrom(token_logprobs_to_proto(emission.logprobs))
+        event.first_token.prompt_logprobs.extend(
+            token_logprobs_to_proto(entry) for entry in emission.prompt_logprobs
+        )
+        event.first_token.error = emission.error
         attempt.outbox.put(event)
         attempt.span.event("first_token")
         attempt.first = emission

@@ -17,6 +17,7 @@ from kvmesh.engine.core import EngineCore
 from kvmesh.engine.fake import FakeRunner
 from kvmesh.engine.loop import EngineLoop
 from kvmesh.engine.protocol import ModelRunner
+from kvmesh.engine.structure import StructureCompiler
 from kvmesh.policy.batching import BatchLimits
 from kvmesh.rpc.publisher import BlockPublisher, PublisherFacts
 from kvmesh.rpc.registration import SchedulerRegistration
@@ -27,6 +28,7 @@ from kvmesh.runtime.worker_channels import receive_options, send_options, transf
 from kvmesh.runtime.worker_config import EngineSection, WorkerConfig
 from kvmesh.runtime.worker_metrics import EngineCollector, WorkerMetrics
 from kvmesh.runtime.worker_parts import WorkerIdentity, WorkerParts
+from kvmesh.runtime.worker_structures import load_structures
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.transfer.channel_pool import ChannelPool
 from kvmesh.transfer.data_server import DataServer
@@ -87,6 +89,7 @@ class Worker:
         context: ServiceContext,
         runner: ModelRunner,
         metrics: WorkerMetrics,
+        structures: StructureCompiler | None = None,
     ) -> None:
         self._config = config
         self._context = context
@@ -103,6 +106,7 @@ class Worker:
             runner.kv.num_blocks,
             BatchLimits(max_tokens=config.engine.max_batch_tokens),
             config.engine.growth_tokens,
+            structures.constraint if structures is not None else None,
         )
         self._loop = EngineLoop(self.core, runner, self._after_step)
 
@@ -259,8 +263,11 @@ async def build_worker(
     """Loads the model and puts a worker together; the services' `build`."""
     runner = await asyncio.to_thread(load_runner, config.engine)
     context.stack.callback(runner.close)
+    structures = await asyncio.to_thread(load_structures, config.engine.model, runner.spec)
+    if structures is not None:
+        context.stack.callback(structures.close)
     metrics = metrics or WorkerMetrics()
-    worker = Worker(config, context, runner, metrics)
+    worker = Worker(config, context, runner, metrics, structures)
     await worker.start()
     metrics.registry.register(EngineCollector(worker.core, runner.spec.name, worker.load))
     log.info(

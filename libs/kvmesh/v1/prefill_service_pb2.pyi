@@ -155,15 +155,23 @@ class PrefillFirstToken(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     """Token id."""
     finish_reason: _types_pb2.FinishReason.ValueType
     """Set when the first token is also the last."""
     cached_tokens: _builtins.int
     """Prompt tokens whose KV was not computed for this request."""
+    error: _builtins.str
+    """With finish reason ERROR: why no token could be chosen."""
     @_builtins.property
     def logprobs(self) -> _types_pb2.TokenLogprobs:
         """Set when asked for."""
+
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenLogprobs]:
+        """When asked for: one entry for each prompt token but the first."""
 
     def __init__(
         self,
@@ -172,10 +180,12 @@ class PrefillFirstToken(_message.Message):
         logprobs: _types_pb2.TokenLogprobs | None = ...,
         finish_reason: _types_pb2.FinishReason.ValueType = ...,
         cached_tokens: _builtins.int = ...,
+        prompt_logprobs: _abc.Iterable[_types_pb2.TokenLogprobs] | None = ...,
+        error: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "error", b"error", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -24,43 +24,55 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvmesh/v1/types.proto\x12\tkvmesh.v1\"o\n\x07Refusal\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.kvmesh.v1.RefusalReason\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\twork_done\x18\x03 \x01(\x08\x12\x16\n\x0eretry_after_ms\x18\x04 \x01(\r\"&\n\x08\x45ndpoint\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x0c\n\x04port\x18\x02 \x01(\r\"1\n\tHostRoute\x12\x0f\n\x07host_id\x18\x01 \x01(\t\x12\x13\n\x0bsocket_path\x18\x02 \x01(\t\"\x9b\x02\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x05 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x06 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x07 \x01(\x02\x12\x0c\n\x04seed\x18\x08 \x01(\x04\x12\x12\n\nmax_tokens\x18\t \x01(\r\x12\x12\n\nmin_tokens\x18\n \x01(\r\x12\x12\n\nignore_eos\x18\x0b \x01(\x08\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x14\n\x0cnum_logprobs\x18\r \x01(\x05\"G\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"\x80\x01\n\x0cSequenceSpec\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\x12\x19\n\x11num_prompt_tokens\x18\x02 \x01(\r\x12+\n\x08sampling\x18\x03 \x01(\x0b\x32\x19.kvmesh.v1.SamplingParams\x12\x11\n\troot_hash\x18\x04 \x01(\x0c\"\x84\x01\n\x08KvLayout\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x12\n\nblock_size\x18\x03 \x01(\r\x12\x12\n\nnum_layers\x18\x04 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x05 \x01(\r\x12\x10\n\x08head_dim\x18\x06 \x01(\r\"\xa5\x02\n\x0bReservation\x12\x16\n\x0ereservation_id\x18\x01 \x01(\x04\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x12\n\ngeneration\x18\x04 \x01(\r\x12\x12\n\ncapability\x18\x05 \x01(\x0c\x12*\n\rdata_endpoint\x18\x06 \x01(\x0b\x32\x13.kvmesh.v1.Endpoint\x12\x19\n\x11num_cached_blocks\x18\x07 \x01(\r\x12\x12\n\nnum_blocks\x18\x08 \x01(\r\x12\x10\n\x08lease_ms\x18\t \x01(\r\x12(\n\nhost_route\x18\n \x01(\x0b\x32\x14.kvmesh.v1.HostRoute\x12\x17\n\x0brun_lengths\x18\x0b \x03(\rB\x02\x10\x01\"\xcb\x02\n\nWorkerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x1d\n\x04role\x18\x03 \x01(\x0e\x32\x0f.kvmesh.v1.Role\x12\x0f\n\x07\x63luster\x18\x04 \x01(\t\x12-\n\x10\x63ontrol_endpoint\x18\x05 \x01(\x0b\x32\x13.kvmesh.v1.Endpoint\x12*\n\rdata_endpoint\x18\x06 \x01(\x0b\x32\x13.kvmesh.v1.Endpoint\x12\r\n\x05model\x18\x07 \x01(\t\x12#\n\x06layout\x18\x08 \x01(\x0b\x32\x13.kvmesh.v1.KvLayout\x12\x15\n\rmax_model_len\x18\t \x01(\r\x12\x15\n\rprefill_slots\x18\n \x01(\r\x12\x14\n\x0c\x64\x65\x63ode_slots\x18\x0b \x01(\r\x12\x12\n\nnum_blocks\x18\x0c \x01(\r\"\xd1\x01\n\nWorkerLoad\x12\x16\n\x0eprefill_active\x18\x01 \x01(\r\x12\x16\n\x0e\x64\x65\x63ode_running\x18\x02 \x01(\r\x12\x17\n\x0f\x64\x65\x63ode_reserved\x18\x03 \x01(\r\x12\x18\n\x10\x64\x65\x63ode_preempted\x18\x04 \x01(\r\x12\x13\n\x0b\x62locks_free\x18\x05 \x01(\r\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\x12\x1c\n\x14prefill_tokens_total\x18\x07 \x01(\x04\x12\x1b\n\x13\x64\x65\x63ode_tokens_total\x18\x08 \x01(\x04*\x95\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04*\xe2\x02\n\rRefusalReason\x12\x1e\n\x1aREFUSAL_REASON_UNSPECIFIED\x10\x00\x12\x17\n\x13REFUSAL_REASON_BUSY\x10\x01\x12\x1c\n\x18REFUSAL_REASON_NO_BLOCKS\x10\x02\x12\x1b\n\x17REFUSAL_REASON_NO_SLOTS\x10\x03\x12\x1b\n\x17REFUSAL_REASON_DRAINING\x10\x04\x12\x1b\n\x17REFUSAL_REASON_DEADLINE\x10\x05\x12\x1b\n\x17REFUSAL_REASON_TOO_LONG\x10\x06\x12\x18\n\x14REFUSAL_REASON_STALE\x10\x07\x12\x1d\n\x19REFUSAL_REASON_NO_WORKERS\x10\x08\x12\x18\n\x14REFUSAL_REASON_QUOTA\x10\t\x12\x1a\n\x16REFUSAL_REASON_INVALID\x10\n\x12\x17\n\x13REFUSAL_REASON_LOST\x10\x0b*P\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x12\x0f\n\x0bROLE_HYBRID\x10\x03*p\n\rPlacementMode\x12\x1e\n\x1aPLACEMENT_MODE_UNSPECIFIED\x10\x00\x12 \n\x1cPLACEMENT_MODE_DISAGGREGATED\x10\x01\x12\x1d\n\x19PLACEMENT_MODE_AGGREGATED\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvmesh/v1/types.proto\x12\tkvmesh.v1\"o\n\x07Refusal\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.kvmesh.v1.RefusalReason\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\twork_done\x18\x03 \x01(\x08\x12\x16\n\x0eretry_after_ms\x18\x04 \x01(\r\"&\n\x08\x45ndpoint\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x0c\n\x04port\x18\x02 \x01(\r\"1\n\tHostRoute\x12\x0f\n\x07host_id\x18\x01 \x01(\t\x12\x13\n\x0bsocket_path\x18\x02 \x01(\t\"A\n\tStructure\x12&\n\x04kind\x18\x01 \x01(\x0e\x32\x18.kvmesh.v1.StructureKind\x12\x0c\n\x04text\x18\x02 \x01(\t\"+\n\tLogitBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x02\"&\n\rTokenSequence\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\"\xf4\x03\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x05 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x06 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x07 \x01(\x02\x12\x0c\n\x04seed\x18\x08 \x01(\x04\x12\x12\n\nmax_tokens\x18\t \x01(\r\x12\x12\n\nmin_tokens\x18\n \x01(\r\x12\x12\n\nignore_eos\x18\x0b \x01(\x08\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x14\n\x0cnum_logprobs\x18\r \x01(\x05\x12(\n\nlogit_bias\x18\x0e \x03(\x0b\x32\x14.kvmesh.v1.LogitBias\x12\x1d\n\x11\x61llowed_token_ids\x18\x0f \x03(\rB\x02\x10\x01\x12+\n\tbad_words\x18\x10 \x03(\x0b\x32\x18.kvmesh.v1.TokenSequence\x12 \n\x13num_prompt_logprobs\x18\x11 \x01(\rH\x00\x88\x01\x01\x12\'\n\tstructure\x18\x12 \x01(\x0b\x32\x14.kvmesh.v1.StructureB\x16\n\x14_num_prompt_logprobs\"U\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\x12\x0c\n\x04rank\x18\x04 \x01(\r\"\x80\x01\n\x0cSequenceSpec\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\x12\x19\n\x11num_prompt_tokens\x18\x02 \x01(\r\x12+\n\x08sampling\x18\x03 \x01(\x0b\x32\x19.kvmesh.v1.SamplingParams\x12\x11\n\troot_hash\x18\x04 \x01(\x0c\"\x84\x01\n\x08KvLayout\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x12\n\nblock_size\x18\x03 \x01(\r\x12\x12\n\nnum_layers\x18\x04 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x05 \x01(\r\x12\x10\n\x08head_dim\x18\x06 \x01(\r\"\xa5\x02\n\x0bReservation\x12\x16\n\x0ereservation_id\x18\x01 \x01(\x04\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x12\n\ngeneration\x18\x04 \x01(\r\x12\x12\n\ncapability\x18\x05 \x01(\x0c\x12*\n\rdata_endpoint\x18\x06 \x01(\x0b\x32\x13.kvmesh.v1.Endpoint\x12\x19\n\x11num_cached_blocks\x18\x07 \x01(\r\x12\x12\n\nnum_blocks\x18\x08 \x01(\r\x12\x10\n\x08lease_ms\x18\t \x01(\r\x12(\n\nhost_route\x18\n \x01(\x0b\x32\x14.kvmesh.v1.HostRoute\x12\x17\n\x0brun_lengths\x18\x0b \x03(\rB\x02\x10\x01\"\xcb\x02\n\nWorkerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x1d\n\x04role\x18\x03 \x01(\x0e\x32\x0f.kvmesh.v1.Role\x12\x0f\n\x07\x63luster\x18\x04 \x01(\t\x12-\n\x10\x63ontrol_endpoint\x18\x05 \x01(\x0b\x32\x13.kvmesh.v1.Endpoint\x12*\n\rdata_endpoint\x18\x06 \x01(\x0b\x32\x13.kvmesh.v1.Endpoint\x12\r\n\x05model\x18\x07 \x01(\t\x12#\n\x06layout\x18\x08 \x01(\x0b\x32\x13.kvmesh.v1.KvLayout\x12\x15\n\rmax_model_len\x18\t \x01(\r\x12\x15\n\rprefill_slots\x18\n \x01(\r\x12\x14\n\x0c\x64\x65\x63ode_slots\x18\x0b \x01(\r\x12\x12\n\nnum_blocks\x18\x0c \x01(\r\"\xd1\x01\n\nWorkerLoad\x12\x16\n\x0eprefill_active\x18\x01 \x01(\r\x12\x16\n\x0e\x64\x65\x63ode_running\x18\x02 \x01(\r\x12\x17\n\x0f\x64\x65\x63ode_reserved\x18\x03 \x01(\r\x12\x18\n\x10\x64\x65\x63ode_preempted\x18\x04 \x01(\r\x12\x13\n\x0b\x62locks_free\x18\x05 \x01(\r\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\x12\x1c\n\x14prefill_tokens_total\x18\x07 \x01(\x04\x12\x1b\n\x13\x64\x65\x63ode_tokens_total\x18\x08 \x01(\x04*\x95\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04*\xe2\x02\n\rRefusalReason\x12\x1e\n\x1aREFUSAL_REASON_UNSPECIFIED\x10\x00\x12\x17\n\x13REFUSAL_REASON_BUSY\x10\x01\x12\x1c\n\x18REFUSAL_REASON_NO_BLOCKS\x10\x02\x12\x1b\n\x17REFUSAL_REASON_NO_SLOTS\x10\x03\x12\x1b\n\x17REFUSAL_REASON_DRAINING\x10\x04\x12\x1b\n\x17REFUSAL_REASON_DEADLINE\x10\x05\x12\x1b\n\x17REFUSAL_REASON_TOO_LONG\x10\x06\x12\x18\n\x14REFUSAL_REASON_STALE\x10\x07\x12\x1d\n\x19REFUSAL_REASON_NO_WORKERS\x10\x08\x12\x18\n\x14REFUSAL_REASON_QUOTA\x10\t\x12\x1a\n\x16REFUSAL_REASON_INVALID\x10\n\x12\x17\n\x13REFUSAL_REASON_LOST\x10\x0b*P\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x12\x0f\n\x0bROLE_HYBRID\x10\x03*p\n\rPlacementMode\x12\x1e\n\x1aPLACEMENT_MODE_UNSPECIFIED\x10\x00\x12 \n\x1cPLACEMENT_MODE_DISAGGREGATED\x10\x01\x12\x1d\n\x19PLACEMENT_MODE_AGGREGATED\x10\x02*\x82\x01\n\rStructureKind\x12\x1e\n\x1aSTRUCTURE_KIND_UNSPECIFIED\x10\x00\x12\x1e\n\x1aSTRUCTURE_KIND_JSON_SCHEMA\x10\x01\x12\x18\n\x14STRUCTURE_KIND_REGEX\x10\x02\x12\x17\n\x13STRUCTURE_KIND_LARK\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvmesh.v1.types_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_TOKENSEQUENCE'].fields_by_name['token_ids']._loaded_options = None
+  _globals['_TOKENSEQUENCE'].fields_by_name['token_ids']._serialized_options = b'\020\001'
+  _globals['_SAMPLINGPARAMS'].fields_by_name['allowed_token_ids']._loaded_options = None
+  _globals['_SAMPLINGPARAMS'].fields_by_name['allowed_token_ids']._serialized_options = b'\020\001'
   _globals['_SEQUENCESPEC'].fields_by_name['token_ids']._loaded_options = None
   _globals['_SEQUENCESPEC'].fields_by_name['token_ids']._serialized_options = b'\020\001'
   _globals['_RESERVATION'].fields_by_name['run_lengths']._loaded_options = None
   _globals['_RESERVATION'].fields_by_name['run_lengths']._serialized_options = b'\020\001'
-  _globals['_FINISHREASON']._serialized_start=1708
-  _globals['_FINISHREASON']._serialized_end=1857
-  _globals['_REFUSALREASON']._serialized_start=1860
-  _globals['_REFUSALREASON']._serialized_end=2214
-  _globals['_ROLE']._serialized_start=2216
-  _globals['_ROLE']._serialized_end=2296
-  _globals['_PLACEMENTMODE']._serialized_start=2298
-  _globals['_PLACEMENTMODE']._serialized_end=2410
+  _globals['_FINISHREASON']._serialized_start=2091
+  _globals['_FINISHREASON']._serialized_end=2240
+  _globals['_REFUSALREASON']._serialized_start=2243
+  _globals['_REFUSALREASON']._serialized_end=2597
+  _globals['_ROLE']._serialized_start=2599
+  _globals['_ROLE']._serialized_end=2679
+  _globals['_PLACEMENTMODE']._serialized_start=2681
+  _globals['_PLACEMENTMODE']._serialized_end=2793
+  _globals['_STRUCTUREKIND']._serialized_start=2796
+  _globals['_STRUCTUREKIND']._serialized_end=2926
   _globals['_REFUSAL']._serialized_start=36
   _globals['_REFUSAL']._serialized_end=147
   _globals['_ENDPOINT']._serialized_start=149
   _globals['_ENDPOINT']._serialized_end=187
   _globals['_HOSTROUTE']._serialized_start=189
   _globals['_HOSTROUTE']._serialized_end=238
-  _globals['_SAMPLINGPARAMS']._serialized_start=241
-  _globals['_SAMPLINGPARAMS']._serialized_end=524
-  _globals['_TOKENLOGPROBS']._serialized_start=526
-  _globals['_TOKENLOGPROBS']._serialized_end=597
-  _globals['_SEQUENCESPEC']._serialized_start=600
-  _globals['_SEQUENCESPEC']._serialized_end=728
-  _globals['_KVLAYOUT']._serialized_start=731
-  _globals['_KVLAYOUT']._serialized_end=863
-  _globals['_RESERVATION']._serialized_start=866
-  _globals['_RESERVATION']._serialized_end=1159
-  _globals['_WORKERINFO']._serialized_start=1162
-  _globals['_WORKERINFO']._serialized_end=1493
-  _globals['_WORKERLOAD']._serialized_start=1496
-  _globals['_WORKERLOAD']._serialized_end=1705
+  _globals['_STRUCTURE']._serialized_start=240
+  _globals['_STRUCTURE']._serialized_end=305
+  _globals['_LOGITBIAS']._serialized_start=307
+  _globals['_LOGITBIAS']._serialized_end=350
+  _globals['_TOKENSEQUENCE']._serialized_start=352
+  _globals['_TOKENSEQUENCE']._serialized_end=390
+  _globals['_SAMPLINGPARAMS']._serialized_start=393
+  _globals['_SAMPLINGPARAMS']._serialized_end=893
+  _globals['_TOKENLOGPROBS']._serialized_start=895
+  _globals['_TOKENLOGPROBS']._serialized_end=980
+  _globals['_SEQUENCESPEC']._serialized_start=983
+  _globals['_SEQUENCESPEC']._serialized_end=1111
+  _globals['_KVLAYOUT']._serialized_start=1114
+  _globals['_KVLAYOUT']._serialized_end=1246
+  _globals['_RESERVATION']._serialized_start=1249
+  _globals['_RESERVATION']._serialized_end=1542
+  _globals['_WORKERINFO']._serialized_start=1545
+  _globals['_WORKERINFO']._serialized_end=1876
+  _globals['_WORKERLOAD']._serialized_start=1879
+  _globals['_WORKERLOAD']._serialized_end=2088
 # @@protoc_insertion_point(module_scope)

@@ -163,6 +163,34 @@ PLACEMENT_MODE_AGGREGATED: PlacementMode.ValueType  # 2
 """Prefill and decode on the same worker, KV does not move."""
 Global___PlacementMode: _TypeAlias = PlacementMode  # noqa: Y015
 
+class _StructureKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _StructureKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StructureKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    STRUCTURE_KIND_UNSPECIFIED: _StructureKind.ValueType  # 0
+    """Not set; never sent."""
+    STRUCTURE_KIND_JSON_SCHEMA: _StructureKind.ValueType  # 1
+    """JSON schema."""
+    STRUCTURE_KIND_REGEX: _StructureKind.ValueType  # 2
+    """Regular expression for the whole text."""
+    STRUCTURE_KIND_LARK: _StructureKind.ValueType  # 3
+    """Context-free grammar in Lark's notation; its start rule is `start`."""
+
+class StructureKind(_StructureKind, metaclass=_StructureKindEnumTypeWrapper):
+    """The language in which a structure is written."""
+
+STRUCTURE_KIND_UNSPECIFIED: StructureKind.ValueType  # 0
+"""Not set; never sent."""
+STRUCTURE_KIND_JSON_SCHEMA: StructureKind.ValueType  # 1
+"""JSON schema."""
+STRUCTURE_KIND_REGEX: StructureKind.ValueType  # 2
+"""Regular expression for the whole text."""
+STRUCTURE_KIND_LARK: StructureKind.ValueType  # 3
+"""Context-free grammar in Lark's notation; its start rule is `start`."""
+Global___StructureKind: _TypeAlias = StructureKind  # noqa: Y015
+
 @_typing.final
 class Refusal(_message.Message):
     """A refusal or failure, with what the next one up needs to go on."""
@@ -250,6 +278,82 @@ class HostRoute(_message.Message):
 Global___HostRoute: _TypeAlias = HostRoute  # noqa: Y015
 
 @_typing.final
+class Structure(_message.Message):
+    """What generated text must look like."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    kind: Global___StructureKind.ValueType
+    """The language of `text`."""
+    text: _builtins.str
+    """Schema, expression or grammar."""
+    def __init__(
+        self,
+        *,
+        kind: Global___StructureKind.ValueType = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Structure: _TypeAlias = Structure  # noqa: Y015
+
+@_typing.final
+class LogitBias(_message.Message):
+    """A number added to one token's logit."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_ID_FIELD_NUMBER: _builtins.int
+    BIAS_FIELD_NUMBER: _builtins.int
+    token_id: _builtins.int
+    """Which token."""
+    bias: _builtins.float
+    """What is added."""
+    def __init__(
+        self,
+        *,
+        token_id: _builtins.int = ...,
+        bias: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bias", b"bias", "token_id", b"token_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LogitBias: _TypeAlias = LogitBias  # noqa: Y015
+
+@_typing.final
+class TokenSequence(_message.Message):
+    """Tokens in a row."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """In order."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenSequence: _TypeAlias = TokenSequence  # noqa: Y015
+
+@_typing.final
 class SamplingParams(_message.Message):
     """How tokens are chosen and when generation ends."""
 
@@ -268,6 +372,11 @@ class SamplingParams(_message.Message):
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     NUM_LOGPROBS_FIELD_NUMBER: _builtins.int
+    LOGIT_BIAS_FIELD_NUMBER: _builtins.int
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    BAD_WORDS_FIELD_NUMBER: _builtins.int
+    NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    STRUCTURE_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0 is greedy."""
     top_p: _builtins.float
@@ -292,9 +401,27 @@ class SamplingParams(_message.Message):
     """Do not stop at end-of-sequence tokens."""
     num_logprobs: _builtins.int
     """How many top log-probabilities per token to return; -1 returns none."""
+    num_prompt_logprobs: _builtins.int
+    """How many top log-probabilities per prompt token to return; unset returns none."""
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids that end generation besides the model's own."""
+
+    @_builtins.property
+    def logit_bias(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogitBias]:
+        """Added to logits before anything else."""
+
+    @_builtins.property
+    def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """No other token is chosen; empty allows all."""
+
+    @_builtins.property
+    def bad_words(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenSequence]:
+        """Token sequences that are not generated."""
+
+    @_builtins.property
+    def structure(self) -> Global___Structure:
+        """What the text must look like; unset is free text."""
 
     def __init__(
         self,
@@ -312,26 +439,36 @@ class SamplingParams(_message.Message):
         ignore_eos: _builtins.bool = ...,
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         num_logprobs: _builtins.int = ...,
+        logit_bias: _abc.Iterable[Global___LogitBias] | None = ...,
+        allowed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        bad_words: _abc.Iterable[Global___TokenSequence] | None = ...,
+        num_prompt_logprobs: _builtins.int | None = ...,
+        structure: Global___Structure | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_prompt_logprobs", b"_num_prompt_logprobs", "num_prompt_logprobs", b"num_prompt_logprobs", "structure", b"structure"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_logprobs", b"num_logprobs", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_prompt_logprobs", b"_num_prompt_logprobs", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_logprobs", b"num_logprobs", "num_prompt_logprobs", b"num_prompt_logprobs", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "structure", b"structure", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__num_prompt_logprobs: _TypeAlias = _typing.Literal["num_prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__num_prompt_logprobs: _TypeAlias = _typing.Literal["_num_prompt_logprobs", b"_num_prompt_logprobs"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_prompt_logprobs) -> _WhichOneofReturnType__num_prompt_logprobs | None: ...
 
 Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
 
 @_typing.final
 class TokenLogprobs(_message.Message):
-    """Log-probabilities of one generated token."""
+    """Log-probabilities of one token."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     LOGPROB_FIELD_NUMBER: _builtins.int
     TOP_IDS_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
     logprob: _builtins.float
-    """Of the token that was chosen."""
+    """Of the token that was chosen, or that the prompt has."""
+    rank: _builtins.int
+    """Place of the token among all by log-probability, from 1; 0 is not told."""
     @_builtins.property
     def top_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The most likely tokens, best first."""
@@ -346,10 +483,11 @@ class TokenLogprobs(_message.Message):
         logprob: _builtins.float = ...,
         top_ids: _abc.Iterable[_builtins.int] | None = ...,
         top_logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        rank: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "top_ids", b"top_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "rank", b"rank", "top_ids", b"top_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

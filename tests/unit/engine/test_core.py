@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from kvmesh.core.types import FinishReason, Refusal, RefusalReason
+from kvmesh.core.errors import StructureError
+from kvmesh.core.types import FinishReason, Refusal, RefusalReason, Structure, StructureKind
 from kvmesh.engine.core import EngineCore
 from kvmesh.engine.fake import FakeRunner
 from kvmesh.engine.sequence import Emission, Sequence, SequenceState
@@ -180,4 +181,70 @@ def test_no_blocks_is_refused_and_takes_nothing() -> None:
     assert isinstance(refusal, Refusal)
     assert refusal.reason is RefusalReason.NO_BLOCKS
     bench.core.release(held)
+    assert bench.core.is_idle
+
+
+def test_a_scored_prompt_is_computed_whole_and_told_with_the_first_token() -> None:
+    bench = Bench(max_tokens=24)
+    plain = bench.admit(prompt(64), max_tokens=1)
+    bench.core.run(plain)
+    bench.finish()
+    emissions: list[Emission] = []
+    sequence = bench.admit(prompt(64), max_tokens=3, num_prompt_logprobs=1)
+    assert sequence.num_cached == 0
+    sequence.on_emission = emissions.append
+    bench.core.run(sequence)
+    bench.finish()
+    scores = emissions[0].prompt_logprobs
+    assert [entry.top_ids for entry in scores] == [(token,) for token in prompt(64)[1:]]
+    assert [len(emission.prompt_logprobs) for emission in emissions] == [63, 0, 0]
+
+
+def test_preemption_scores_no_prompt_token_twice() -> None:
+    bench = Bench(num_blocks=9, max_tokens=24)
+    older = bench.admit(prompt(60, seed=1), max_tokens=60)
+    younger = bench.admit(prompt(50, seed=2), max_tokens=2, num_prompt_logprobs=0)
+    emissions: list[Emission] = []
+    younger.on_emission = emissions.append
+    for sequence in (older, younger):
+        bench.core.run(sequence)
+    for _ in range(4):  # in the middle of the younger one's prompt
+        bench.step()
+    assert 0 < len(younger.prompt_logprobs) < 49
+    bench.core._preempt(younger)
+    bench.finish()
+    scores = emissions[0].prompt_logprobs
+    alone = Bench()
+    expected: list[Emission] = []
+    same = alone.admit(prompt(50, seed=2), max_tokens=2, num_prompt_logprobs=0)
+    same.on_emission = expected.append
+    alone.core.run(same)
+    alone.finish()
+    assert scores == expected[0].prompt_logprobs
+    assert [e.token_id for e in emissions] == [e.token_id for e in expected]
+
+
+class BrokenConstraint:
+    def allowed(self, generated: Any) -> Any:
+        raise StructureError("cannot go on")
+
+
+def test_a_structure_that_cannot_go_on_ends_the_sequence_alone() -> None:
+    bench = Bench()
+    structure = Structure(StructureKind.REGEX, "a")
+    refused = bench.core.admit_decode(make_spec(prompt(5), structure=structure))
+    assert isinstance(refused, Refusal)
+    assert refused.reason is RefusalReason.INVALID
+    bench.core = EngineCore(
+        bench.runner.spec, 64, growth_tokens=0, constrain=lambda _: BrokenConstraint()
+    )
+    emissions: list[Emission] = []
+    sequence = bench.admit(prompt(5), structure=structure)
+    other = bench.admit(prompt(6))
+    sequence.on_emission = emissions.append
+    for each in (sequence, other):
+        bench.core.run(each)
+    bench.finish()
+    assert [(e.finish_reason, e.error) for e in emissions] == [(FinishReason.ERROR, "cannot go on")]
+    assert other.num_generated == 8
     assert bench.core.is_idle

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from kvmesh.core.types import SamplingParams
+from kvmesh.engine.logits import apply_penalties
 from kvmesh.engine.protocol import SequenceChunk
-from kvmesh.engine.sampler import apply_penalties, sample, top_threshold
+from kvmesh.engine.sampler import sample, score_tokens, top_threshold
 
 VOCAB_SIZE = 40
 
@@ -171,3 +172,14 @@ def test_logprobs_are_of_the_models_own_logits() -> None:
     assert fourth.logprobs is not None
     assert fourth.logprobs.top_ids == (2, 1, 0, 3)
     assert math.isclose(sum(map(math.exp, fourth.logprobs.top_logprobs)), 1, rel_tol=1e-5)
+
+
+def test_given_tokens_are_scored_with_their_ranks() -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, 0.0, 0.0]])
+    raw = torch.log_softmax(logits, dim=-1)
+    first, second = score_tokens(logits, [2, 0], 2)
+    assert (first.rank, first.top_ids) == (2, (1, 2))
+    assert first.logprob == pytest.approx(raw[0, 2].item())
+    assert first.top_logprobs == pytest.approx((raw[0, 1].item(), raw[0, 2].item()))
+    assert second.rank == 1
+    assert second.logprob == pytest.approx(raw[1, 0].item())

@@ -187,3 +187,29 @@ def test_no_more_than_an_eighth_of_the_pool_is_emptied_for_nothing() -> None:
     assert len(taken) == 8
     assert statistics.num_empty <= 64 // 8
     assert statistics.num_evictable == 64 - 8 - statistics.num_empty
+
+
+def test_a_run_between_blocks_in_use_is_made_of_what_is_cached_there() -> None:
+    pool = BlockPool(64, 16)
+    old = pool.allocate(40)
+    first, cached, second = pool.allocate(6), pool.allocate(2), pool.allocate(16)
+    for number, block in enumerate([*cached, *old]):
+        pool.seal(block, name(number))
+    pool.release(first)
+    for block in old[::2]:  # older, and far from each other: they go first and help nobody
+        pool.release([block])
+    pool.release(cached)
+
+    assert pool.allocate(8) == [*first, *cached]
+
+    assert pool.match([name(0)]) == []
+    assert pool.statistics().num_evictable == 10
+    pool.release(second)
+    pool.check_integrity()
+
+
+def test_a_fresh_pool_gives_every_request_one_run() -> None:
+    pool = BlockPool(256, 16)
+    for n in (1, 7, 31, 64, 100):
+        blocks = pool.allocate(n)
+        assert blocks == list(range(blocks[0], blocks[0] + n))

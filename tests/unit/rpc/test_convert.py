@@ -24,18 +24,27 @@ from kvmesh.core.types import (
     RouteQuery,
     SamplingParams,
     SequenceSpec,
+    Structure,
+    StructureKind,
     TokenLogprobs,
     Usage,
     WorkerId,
     WorkerInfo,
     WorkerLoad,
 )
-from kvmesh.rpc import convert
+from kvmesh.rpc import convert, convert_sampling
 from kvmesh.v1 import types_pb2
 from kvmesh.v1.scheduler_service_pb2 import RouteRequest
 
 LAYOUT = KvLayout("abc", "bfloat16", 16, 4, 2, 64)
-SAMPLING = SamplingParams(0.5, 0.25, 5, 0.125, 0.5, 0.25, 1.5, 2**63, 7, 2, True, (3, 4), 5)
+SAMPLING = SamplingParams(
+    *(0.5, 0.25, 5, 0.125, 0.5, 0.25, 1.5, 2**63, 7, 2, True, (3, 4), 5),
+    logit_bias=((3, -0.5), (9, 100.0)),
+    allowed_token_ids=(3, 9),
+    bad_words=((1, 2), (5,)),
+    num_prompt_logprobs=0,
+    structure=Structure(StructureKind.REGEX, "[a-z]+"),
+)
 SPEC = SequenceSpec((1, 2, 3), 2, SAMPLING, BlockHash(b"r" * 16))
 INFO = WorkerInfo(
     WorkerId("w"),
@@ -60,11 +69,15 @@ VALUES: list[tuple[Any, Callable[..., Any], Callable[..., Any]]] = [
         convert.refusal_to_proto,
         convert.refusal_from_proto,
     ),
-    (SAMPLING, convert.sampling_params_to_proto, convert.sampling_params_from_proto),
     (
-        TokenLogprobs(-0.5, (1, 2), (-0.5, -1.5)),
-        convert.token_logprobs_to_proto,
-        convert.token_logprobs_from_proto,
+        SAMPLING,
+        convert_sampling.sampling_params_to_proto,
+        convert_sampling.sampling_params_from_proto,
+    ),
+    (
+        TokenLogprobs(-0.5, (1, 2), (-0.5, -1.5), 7),
+        convert_sampling.token_logprobs_to_proto,
+        convert_sampling.token_logprobs_from_proto,
     ),
     (SPEC, convert.sequence_spec_to_proto, convert.sequence_spec_from_proto),
     (LAYOUT, convert.kv_layout_to_proto, convert.kv_layout_from_proto),

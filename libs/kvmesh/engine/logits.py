@@ -1,0 +1,138 @@
+"""Changes to one row of logits before a token is chosen: what the request wants and forbids.
+
+Order: bias, tokens that are not allowed, penalties, minimum length, structure. The structure comes
+last and wins: text that must look like something is not broken by the other wishes.
+Tests: tests/unit/engine/test_logits.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from kvmesh.engine.protocol import SequenceChunk
+
+
+def shape_row(row: Tensor, chunk: SequenceChunk) -> None:
+    """Applies all that the chunk's request asks for; `row` is changed in place.
+
+    Args:
+        row: [vocab] fp32.
+
+    Raises:
+        StructureError: the structure cannot go on.
+    """
+    sampling = chunk.sampling
+    if sampling.logit_bias:
+        add_bias(row, sampling.logit_bias)
+    if sampling.allowed_token_ids:
+        keep_only(row, sampling.allowed_token_ids)
+    if sampling.bad_words:
+        forbid_words(row, chunk)
+    if sampling.has_penalties:
+        apply_penalties(row, chunk)
+    if chunk.constraint is not None:
+        _follow_structure(row, chunk)
+    elif _is_too_short(chunk):
+        forbid_stop(row, chunk)
+
+
+def _is_too_short(chunk: SequenceChunk) -> bool:
+    return chunk.end - chunk.num_prompt_tokens < chunk.sampling.min_tokens
+
+
+def add_bias(row: Tensor, bias: Iterable[tuple[int, float]]) -> None:
+    """Adds numbers to the logits of single tokens; unknown tokens are passed over.
+
+    Args:
+        row: [vocab] fp32, changed in place.
+    """
+    for token_id, value in bias:
+        if token_id < len(row):
+            row[token_id] += value
+
+
+def keep_only(row: Tensor, token_ids: Iterable[int]) -> None:
+    """Makes all other tokens impossible.
+
+    Args:
+        row: [vocab] fp32, changed in place.
+    """
+    kept = torch.tensor(_known(token_ids, row), dtype=torch.int64, device=row.device)
+    values = row[kept]
+    row.fill_(-math.inf)
+    row[kept] = values
+
+
+def forbid_words(row: Tensor, chunk: SequenceChunk) -> None:
+    """Makes the tokens impossible that would complete a bad word in the output.
+
+    Args:
+        row: [vocab] fp32, changed in place.
+    """
+    output = list(chunk.token_ids[chunk.num_prompt_tokens : chunk.end])
+    last = [
+        word[-1]
+        for word in chunk.sampling.bad_words
+        if len(word) <= len(output) + 1 and list(word[:-1]) == output[len(output) + 1 - len(word) :]
+    ]
+    row[_known(last, row)] = -math.inf
+
+
+def apply_penalties(row: Tensor, chunk: SequenceChunk) -> None:
+    """Lowers the logits of tokens that were seen; `row` is changed in place.
+
+    Repetition counts prompt and output, presence and frequency the output alone.
+
+    Args:
+        row: [vocab] fp32.
+
+    Source: repetition as in CTRL, arXiv 1909.05858 §4.1; the others as in OpenAI's API.
+    """
+    params = chunk.sampling
+    tokens = torch.tensor(list(chunk.token_ids[: chunk.end]), dtype=torch.int64, device=row.device)
+    if params.repetition_penalty != 1.0:
+        seen = torch.unique(tokens)
+        scores = row[seen]
+        factor = params.repetition_penalty
+        row[seen] = torch.where(scores > 0, scores / factor, scores * factor)
+    if params.presence_penalty or params.frequency_penalty:
+        output, counts = torch.unique(tokens[chunk.num_prompt_tokens :], return_counts=True)
+        row[output] -= params.presence_penalty + params.frequency_penalty * counts
+
+
+def forbid_stop(row: Tensor, chunk: SequenceChunk) -> None:
+    """Makes the tokens that would end the sequence impossible; `row` is changed in place.
+
+    Args:
+        row: [vocab] fp32.
+    """
+    row[_known(_stops(chunk), row)] = -math.inf
+
+
+def _stops(chunk: SequenceChunk) -> set[int]:
+    stops = set(chunk.sampling.stop_token_ids)
+    return stops if chunk.sampling.ignore_eos else stops | chunk.eos_token_ids
+
+
+def _follow_structure(row: Tensor, chunk: SequenceChunk) -> None:
+    """Keeps the tokens with which the structure can go on, or end."""
+    assert chunk.constraint is not None
+    allowed = chunk.constraint.allowed(chunk.token_ids[chunk.num_prompt_tokens : chunk.end])
+    mask = torch.from_numpy(allowed).to(row.device)
+    row.masked_fill_(~mask, -math.inf)
+    if _is_too_short(chunk):
+        before = row.clone()
+        forbid_stop(row, chunk)
+        if bool(torch.isinf(row).all()):  # complete: there is nothing else to say
+            row.copy_(before)
+    if bool(torch.isinf(row).all()):
+        # Bias or bad words forbid all that the structure allows: the structure wins.
+        row.masked_fill_(mask, 0.0)
+
+
+def _known(token_ids: Iterable[int], row: Tensor) -> list[int]:
+    return sorted({token_id for token_id in token_ids if 0 <= token_id < len(row)})

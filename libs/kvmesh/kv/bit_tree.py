@@ -1,0 +1,73 @@
+"""A set of small integers that finds the neighbours of a number.
+
+Words of 64 bits in a tree: a bit of an upper level says that the word below it is not empty.
+Tests: tests/unit/kv/test_bit_tree.py.
+"""
+
+from __future__ import annotations
+
+_SHIFT, _MASK = 6, 63
+_HEIGHT = 5
+LIMIT = 1 << (_SHIFT * _HEIGHT)
+"""Members are below it."""
+
+
+class BitTree:
+    """Integers from 0 to `LIMIT`; each operation visits at most five words."""
+
+    def __init__(self) -> None:
+        self._levels: list[dict[int, int]] = [{} for _ in range(_HEIGHT)]
+
+    def __contains__(self, item: int) -> bool:
+        return bool(self._levels[0].get(item >> _SHIFT, 0) >> (item & _MASK) & 1)
+
+    def add(self, item: int) -> None:
+        """Puts a number in; it may be there."""
+        assert 0 <= item < LIMIT, f"{item} is out of range"
+        for level in self._levels:
+            word = level.get(item >> _SHIFT, 0)
+            level[item >> _SHIFT] = word | 1 << (item & _MASK)
+            if word:
+                return
+            item >>= _SHIFT
+
+    def remove(self, item: int) -> None:
+        """Takes a number out; it must be there."""
+        assert item in self, f"{item} is not in the set"
+        for level in self._levels:
+            word = level[item >> _SHIFT] & ~(1 << (item & _MASK))
+            if word:
+                level[item >> _SHIFT] = word
+                return
+            del level[item >> _SHIFT]
+            item >>= _SHIFT
+
+    def at_or_after(self, item: int) -> int | None:
+        """The smallest member that is not below `item`."""
+        for height, level in enumerate(self._levels):
+            word = level.get(item >> _SHIFT, 0) >> (item & _MASK)
+            if word:
+                item += _lowest(word)
+                for below in reversed(self._levels[:height]):
+                    item = (item << _SHIFT) + _lowest(below[item])
+                return item
+            item = (item >> _SHIFT) + 1
+        return None
+
+    def at_or_before(self, item: int) -> int | None:
+        """The largest member that is not above `item`."""
+        for height, level in enumerate(self._levels):
+            word = level.get(item >> _SHIFT, 0) & ((2 << (item & _MASK)) - 1)
+            if word:
+                item = (item & ~_MASK) + word.bit_length() - 1
+                for below in reversed(self._levels[:height]):
+                    item = (item << _SHIFT) + below[item].bit_length() - 1
+                return item
+            item = (item >> _SHIFT) - 1
+            if item < 0:
+                return None
+        return None
+
+
+def _lowest(word: int) -> int:
+    return (word & -word).bit_length() - 1
