@@ -68,10 +68,11 @@ class KeyRing:
         key = bearer_key(authorization)
         digest = digest_of(key)
         is_demanded = bool(self._digests) or self._has_directory
-        if digest in self._digests or (key and not is_demanded):
-            return Tenant(digest[:16], self._defaults)
+        if digest in self._digests:
+            # A tenant of the directory cannot have this name: it is longer than theirs may be.
+            return Tenant(digest[:16], self._defaults, namespace=digest + ":")
         if not is_demanded:
-            return Tenant("", self._defaults)
+            return Tenant(digest[:16] if key else "", self._defaults)
         if not key:
             raise AuthenticationError("no API key: send Authorization: Bearer")
         if self._directory is None and self._has_directory:

@@ -82,11 +82,6 @@ class Admission:
         """Requests admitted and not finished."""
         return self._num_open
 
-    def num_open_of(self, tenant: str) -> int:
-        """Requests of one tenant."""
-        usage = self._usage.get(tenant)
-        return 0 if usage is None else usage.num_open
-
     @asynccontextmanager
     async def admit(self, tenant: Tenant) -> AsyncIterator[Ticket]:
         """Holds a place for a request.

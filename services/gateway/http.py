@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -16,6 +17,7 @@ from aiohttp import web
 
 from kvmesh.core.errors import InvalidRequestError, KvMeshError
 from kvmesh.core.types import Placement
+from services.gateway.admission import Ticket
 from services.gateway.answers import Answer, dumps
 from services.gateway.config import HttpConfig
 from services.gateway.errors import (
@@ -77,18 +79,19 @@ class HttpFront:
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions."""
-        with self._frontend.admit(_authorization(request)):
+        async with self._frontend.admit(_authorization(request)) as ticket:
             body = parse_body(ChatBody, await _json(request))
             defaults = self._frontend.tokenizer.sampling_defaults
-            return await self._answer(request, chat_call(body, self._frontend.limits, defaults))
+            call = chat_call(body, self._frontend.limits, defaults)
+            return await self._answer(request, call, ticket)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/completions."""
-        with self._frontend.admit(_authorization(request)):
+        async with self._frontend.admit(_authorization(request)) as ticket:
             body = parse_body(CompletionBody, await _json(request))
             defaults = self._frontend.tokenizer.sampling_defaults
             call = completion_call(body, self._frontend.limits, defaults)
-            return await self._answer(request, call)
+            return await self._answer(request, call, ticket)
 
     async def models(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/models."""
@@ -110,11 +113,14 @@ class HttpFront:
             "max_model_len": self._frontend.max_model_len,
         }
 
-    async def _answer(self, request: web.Request, call: ApiCall) -> web.StreamResponse:
+    async def _answer(
+        self, request: web.Request, call: ApiCall, ticket: Ticket
+    ) -> web.StreamResponse:
         if call.request_id and not _given_request_id(request):
             request[_REQUEST_ID] = clean_request_id(call.request_id)
         request_id = request[_REQUEST_ID]
-        choices = await self._frontend.prepare(call, caller_of(request, request_id))
+        caller = replace(caller_of(request, request_id), ticket=ticket)
+        choices = await self._frontend.prepare(call, caller)
         answer = Answer(self._frontend, call, choices, request_id)
         return await (answer.stream(request) if call.stream else answer.whole())
 

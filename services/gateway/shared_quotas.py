@@ -36,17 +36,14 @@ class RedisQuotas:
 
     Args:
         clock: seconds that only go forward.
-        open_of: requests of a tenant that are open here.
     """
 
-    def __init__(
-        self, store: RedisQuotaStore, clock: Callable[[], float], open_of: Callable[[str], int]
-    ) -> None:
+    def __init__(self, store: RedisQuotaStore, clock: Callable[[], float]) -> None:
         self._store = store
         self._clock = clock
-        self._open_of = open_of
         self._unsettled: dict[str, _Unsettled] = {}
-        self._holding: dict[str, Tenant] = {}
+        # What Redis believes to be open here, until it ends or is renewed.
+        self._claimed: dict[str, tuple[Tenant, int]] = {}
         self._wake = asyncio.Event()
         self._down_until = 0.0
         self._is_down = False
@@ -55,7 +52,7 @@ class RedisQuotas:
         """See `SharedQuotas.acquire`."""
         if self._clock() < self._down_until:
             return None
-        self._holding[tenant.name] = tenant
+        self._claimed[tenant.name] = (tenant, num_open)
         try:
             refusal = await self._store.acquire(tenant.name, tenant.limits, num_open)
         except StoreUnavailableError as error:
@@ -68,6 +65,8 @@ class RedisQuotas:
         """See `SharedQuotas.used`."""
         entry = self._unsettled.setdefault(tenant.name, _Unsettled(tenant, 0, 0))
         entry.num_open = num_open
+        if tenant.name in self._claimed:
+            self._claimed[tenant.name] = (tenant, num_open)
         entry.num_tokens += num_tokens
         self._wake.set()
 
@@ -101,12 +100,12 @@ class RedisQuotas:
             self._failed(error)
             return
         self._answered()
-        if entry.num_open == 0:
-            self._holding.pop(tenant.name, None)
+        if self._claimed.get(tenant.name, (tenant, 1))[1] == 0:
+            del self._claimed[tenant.name]
 
     def _renew_all(self) -> None:
-        for name, tenant in self._holding.items():
-            self.used(tenant, self._open_of(name), 0)
+        for tenant, num_open in tuple(self._claimed.values()):
+            self.used(tenant, num_open, 0)
 
     def _failed(self, error: StoreUnavailableError) -> None:
         self._down_until = self._clock() + PROBE_S

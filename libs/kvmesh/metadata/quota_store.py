@@ -133,9 +133,7 @@ class RedisQuotaStore:
         """Closes connections. May be called again."""
         await self._client.close()
 
-    def _arguments(
-        self, tenant: str, limits: TenantLimits, num_open: int
-    ) -> tuple[str | int, ...]:
+    def _arguments(self, tenant: str, limits: TenantLimits, num_open: int) -> tuple[str | int, ...]:
         return (
             tenant,
             self._owner,

@@ -61,7 +61,8 @@ class Directory:
         record = self.keys.get(digest)
         if record is None:
             return None
-        return Tenant(record.tenant, self.tenants[record.tenant], is_known=True)
+        name = record.tenant
+        return Tenant(name, self.tenants[name], is_known=True, namespace=name)
 
     def with_tenant(self, name: str, limits: TenantLimits) -> Directory:
         """A directory in which the tenant has these limits.
@@ -87,7 +88,7 @@ class Directory:
         """
         found = [digest for digest in self.keys if key_id and digest.startswith(key_id)]
         if len(found) != 1:
-            raise DirectoryError(f"{len(found)} keys have the id {key_id!r}; see `kvmesh keys list`")
+            raise DirectoryError(f"{len(found)} keys have the id {key_id!r}")
         left = {digest: key for digest, key in self.keys.items() if digest != found[0]}
         return dataclasses.replace(self, keys=left)
 

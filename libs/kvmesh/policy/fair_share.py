@@ -16,7 +16,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
-MIN_HEADS = 2
+MIN_HEADS = 4
 MAX_HEADS = 64
 """Bounds of how many requests look for workers at once while prefill is scarce."""
 

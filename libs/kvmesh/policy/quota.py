@@ -47,17 +47,20 @@ class Tenant:
     """Who calls.
 
     Attributes:
-        name: enters cache salts and usage; empty for callers without a key.
+        name: its usage is counted under it; empty for callers without a key.
         is_known: it stands in the tenant directory, so its name can be a label of metrics.
+        namespace: enters cache salts; empty where keys are not checked.
     """
 
     name: str = ""
     limits: TenantLimits = TenantLimits()
     is_known: bool = False
+    namespace: str = ""
 
     def salted(self, cache_salt: str) -> str:
         """The caller's cache salt within the tenant: salts of two tenants are never equal."""
-        return f"{len(self.name)}:{self.name}:{cache_salt}" if self.name else cache_salt
+        space = self.namespace
+        return f"{len(space)}:{space}:{cache_salt}" if space else cache_salt
 
 
 @dataclass(frozen=True, slots=True)
