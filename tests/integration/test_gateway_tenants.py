@@ -134,11 +134,12 @@ async def test_prefixes_of_tenants_have_different_hashes_and_salts_stay_within(
         for tenant in "aab":
             assert (await ask(stack, tenant, prompt=prompt))[0] == 200
         assert (await ask(stack, "b", prompt=prompt, cache_salt="1:a:"))[0] == 200
-        roots = [spec.hash_root for spec in stack.mesh.workers["d1"].specs]
+        roots = [spec.root_hash for spec in stack.mesh.workers["p1"].specs]
         hashes = [query.block_hashes for query in stack.mesh.queries]
         assert hashes[0] == hashes[1]
         assert len({hashes[0], hashes[2], hashes[3]}) == 3
         assert not set(hashes[0]) & set(hashes[2])
+        assert len(set(roots)) == 3
         assert root_hash(LAYOUT.model_fingerprint) not in roots
 
 
