@@ -11,7 +11,7 @@ from playwright.async_api import Browser, HttpCredentials, Page
 
 from tests.browser import headless_browser, needs_browser
 from tests.e2e.api_client import ApiClient, placed
-from tests.mesh_processes import Mesh, running_mesh
+from tests.mesh_processes import Flags, Mesh, running_mesh
 
 TOKEN = "a token for the tests"
 DARK, LIGHT = "rgb(14, 18, 22)", "rgb(244, 245, 243)"
@@ -44,8 +44,8 @@ class Complaints:
 async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
     token_file = tmp_path / "token"
     token_file.write_text(TOKEN)
-    step = {"engine.fake-step-s": 0.005}
-    flags = {
+    step: Flags = {"engine.fake-step-s": 0.005}
+    flags: dict[str, Flags] = {
         "gateway": {"server.admin.port": 0, "server.admin.token-file": token_file},
         "prefill": step,
         "decode": step,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from kvmesh.console.request_log import Moment, RequestLog, RequestTrace
 from kvmesh.core.types import (
@@ -21,7 +22,7 @@ P0, D0 = WorkerId("p0"), WorkerId("d0")
 
 
 def fleet_worker(
-    name: str, role: Role = Role.PREFILL, incarnation: int = 1, **load: int
+    name: str, role: Role = Role.PREFILL, incarnation: int = 1, **load: Any
 ) -> FleetWorker:
     info = worker_info(name, role, incarnation=incarnation)
     return FleetWorker(info, WorkerLoad(**{"blocks_free": info.num_blocks, **load}))
