@@ -24,7 +24,7 @@ class FleetFeed:
         self._fleet = fleet
         self._woken_at = fleet.version
         self._change = asyncio.Event()
-        self._message = WatchFleetResponse()
+        self._messages: dict[bool, WatchFleetResponse] = {}
 
     def changed(self) -> None:
         """Wakes the followers if the fleet's version grew."""
@@ -43,12 +43,15 @@ class FleetFeed:
         while self._fleet.urgent_version <= version:
             await self._change.wait()
 
-    async def views(self, hold_empty_s: float) -> AsyncIterator[WatchFleetResponse]:
+    async def views(
+        self, hold_empty_s: float, *, with_detail: bool = False
+    ) -> AsyncIterator[WatchFleetResponse]:
         """The fleet now, then again after every change.
 
         Args:
             hold_empty_s: how long an empty first view is held back: a scheduler that has just
                 started knows nobody yet, which is not news to a gateway with an older view.
+            with_detail: whether to send what is of use to people only.
         """
         if not len(self._fleet):
             with contextlib.suppress(TimeoutError):
@@ -56,17 +59,19 @@ class FleetFeed:
                     await self.wait_past(self._fleet.version)
         while True:
             version = self._fleet.version
-            yield self._current_message()
+            yield self._current_message(with_detail)
             await self.wait_past(version)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOAD_INTERVAL_S):
                     await self.wait_urgent_past(version)
 
-    def _current_message(self) -> WatchFleetResponse:
-        # One message per version for all watchers.
-        if self._message.version != self._fleet.version:
-            self._message = WatchFleetResponse(
+    def _current_message(self, with_detail: bool) -> WatchFleetResponse:
+        # One message per version for all watchers of a kind.
+        message = self._messages.get(with_detail)
+        if message is None or message.version != self._fleet.version:
+            workers = self._fleet.workers()
+            message = self._messages[with_detail] = WatchFleetResponse(
                 version=self._fleet.version,
-                workers=[fleet_worker_to_proto(worker) for worker in self._fleet.workers()],
+                workers=[fleet_worker_to_proto(each, with_detail=with_detail) for each in workers],
             )
-        return self._message
+        return message

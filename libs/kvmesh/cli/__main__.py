@@ -14,6 +14,7 @@ from kvmesh.core.errors import KvMeshError
 
 COMMANDS = {
     "up": "start a local stack: Redis, control plane, workers, gateway",
+    "fleet": "list the workers; cordon, drain or give another role to one",
     "bench": "measure latency, throughput and goodput of a running stack",
     "doctor": "say what is wrong with this machine or a running stack",
     "health": "ask one service for its gRPC health; the exit code is the answer",

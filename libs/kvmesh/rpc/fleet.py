@@ -19,9 +19,8 @@ from kvmesh.rpc.channels import TlsConfig, open_channel
 from kvmesh.rpc.convert import (
     fleet_worker_from_proto,
     refusal_from_proto,
-    route_plan_from_proto,
-    route_query_to_proto,
 )
+from kvmesh.rpc.convert_route import route_plan_from_proto, route_query_to_proto
 from kvmesh.rpc.stream import Correlator, PeerStream
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.v1.scheduler_service_pb2 import (
@@ -45,6 +44,7 @@ class FleetWatch:
     Args:
         targets: `host:port` of every scheduler replica, the preferred one first.
         watcher: this process's name in the schedulers' logs.
+        with_detail: whether to ask for what is of use to people only.
 
     Attributes:
         workers: the last view; kept while no scheduler can be reached.
@@ -52,11 +52,17 @@ class FleetWatch:
     """
 
     def __init__(
-        self, targets: Sequence[str], tls: TlsConfig | None = None, watcher: str = "gateway"
+        self,
+        targets: Sequence[str],
+        tls: TlsConfig | None = None,
+        watcher: str = "gateway",
+        *,
+        with_detail: bool = False,
     ) -> None:
         self._targets = tuple(targets)
         self._tls = tls
         self._watcher = watcher
+        self._with_detail = with_detail
         self._callbacks: list[FleetCallback] = []
         self.workers: tuple[FleetWorker, ...] = ()
         self.fresh = False
@@ -78,7 +84,7 @@ class FleetWatch:
         reason = "closed by peer"
         async with open_channel(target, self._tls) as channel:
             call = SchedulerServiceStub(channel).WatchFleet(
-                WatchFleetRequest(watcher=self._watcher)
+                WatchFleetRequest(watcher=self._watcher, with_detail=self._with_detail)
             )
             try:
                 async for message in call:

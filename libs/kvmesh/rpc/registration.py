@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import grpc
 
-from kvmesh.core.types import WorkerInfo, WorkerLoad
+from kvmesh.core.types import Role, WorkerDetail, WorkerInfo, WorkerLoad
 from kvmesh.rpc.channels import TlsConfig, open_channel
-from kvmesh.rpc.convert import worker_info_to_proto, worker_load_to_proto
+from kvmesh.rpc.convert import role_from_proto, worker_info_to_proto, worker_load_to_proto
+from kvmesh.rpc.convert_detail import worker_detail_to_proto
 from kvmesh.rpc.stream import PeerStream
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.v1.scheduler_service_pb2 import (
@@ -33,6 +35,9 @@ FOLLOW_UP_S = 0.1
 """A change is reported once more after this time. A scheduler counts a route as load until a report
 that came some time after it, so a prompt that was done sooner would count for a whole interval."""
 
+DETAIL_INTERVAL_S = 1.0
+"""Least time between two reports of what only people read."""
+
 REFUSED_PAUSE_S = 1.0
 """Wait after a scheduler refused the registration: it knows a newer life of this worker, or says
 that the worker's info is wrong. Neither is over within milliseconds."""
@@ -44,6 +49,21 @@ RegistrationStream = PeerStream[RegisterWorkerRequest, RegisterWorkerResponse]
 log = event_logger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class OperatorHooks:
+    """What a worker shows to people, and does when they order it.
+
+    Attributes:
+        detail: reads what people want to see; called about once a second.
+        on_cordon: called with whether new work is to stay away, and why.
+        on_role: called with the new role, and why.
+    """
+
+    detail: Callable[[], WorkerDetail]
+    on_cordon: Callable[[bool, str], None]
+    on_role: Callable[[Role, str], None]
+
+
 class SchedulerRegistration:
     """Keeps a worker registered with all schedulers, over their restarts and its connections.
 
@@ -51,6 +71,7 @@ class SchedulerRegistration:
         targets: `host:port` of every scheduler replica.
         load: reads the worker's load now; called for each report.
         on_drain: called with a reason when a scheduler orders the worker to drain.
+        operator: without it the worker shows no details and ignores other orders.
     """
 
     def __init__(
@@ -60,8 +81,10 @@ class SchedulerRegistration:
         load: Callable[[], WorkerLoad],
         on_drain: Callable[[str], None],
         tls: TlsConfig | None = None,
+        *,
+        operator: OperatorHooks | None = None,
     ) -> None:
-        self._links = [_Link(target, info, load, on_drain, tls) for target in targets]
+        self._links = [_Link(target, info, load, on_drain, tls, operator) for target in targets]
 
     @property
     def num_registered(self) -> int:
@@ -88,6 +111,11 @@ class SchedulerRegistration:
         for link in self._links:
             link.wake()
 
+    def update(self, info: WorkerInfo) -> None:
+        """Registers this life of the worker again with other facts, everywhere."""
+        for link in self._links:
+            link.update(info)
+
     async def goodbye(self, reason: str, timeout_s: float = 2.0) -> None:
         """Leaves all schedulers in good order and does not come back.
 
@@ -106,6 +134,7 @@ class _Link:
         load: Callable[[], WorkerLoad],
         on_drain: Callable[[str], None],
         tls: TlsConfig | None,
+        operator: OperatorHooks | None,
     ) -> None:
         self.registered = asyncio.Event()
         self._target = target
@@ -113,6 +142,8 @@ class _Link:
         self._load = load
         self._on_drain = on_drain
         self._tls = tls
+        self._operator = operator
+        self._detail_due_at = 0.0
         self._interval_s = FIRST_INTERVAL_S
         self._wake = asyncio.Event()
         self._down = asyncio.Event()
@@ -124,6 +155,13 @@ class _Link:
 
     def wake(self) -> None:
         self._wake.set()
+
+    def update(self, info: WorkerInfo) -> None:
+        self._info = worker_info_to_proto(info)
+        self._detail_due_at = 0.0
+        if self._stream is not None and self._stream.connected and not self._leaving:
+            self._stream.send(RegisterWorkerRequest(info=self._info))
+            self._stream.send(self._load_report())
 
     async def run(self) -> None:
         async with open_channel(self._target, self._tls) as channel:
@@ -160,6 +198,7 @@ class _Link:
         while not self._over and not self._refused:
             if stream.connected and not self._leaving:
                 stream.send(self._load_report())
+                self._send_detail(stream)
             await asyncio.sleep(MIN_GAP_S)
             pause_s = min(FOLLOW_UP_S, self._interval_s) if changed else self._interval_s
             changed = False
@@ -172,11 +211,19 @@ class _Link:
     def _load_report(self) -> RegisterWorkerRequest:
         return RegisterWorkerRequest(load=worker_load_to_proto(self._load()))
 
+    def _send_detail(self, stream: RegistrationStream) -> None:
+        now = asyncio.get_running_loop().time()
+        if self._operator is not None and now >= self._detail_due_at:
+            self._detail_due_at = now + DETAIL_INTERVAL_S
+            detail = worker_detail_to_proto(self._operator.detail())
+            stream.send(RegisterWorkerRequest(detail=detail))
+
     def _on_up(self) -> None:
         assert self._stream is not None
         self._down.clear()
         if self._leaving:
             return
+        self._detail_due_at = 0.0
         self._stream.send(RegisterWorkerRequest(info=self._info))
         self._stream.send(self._load_report())
 
@@ -197,5 +244,13 @@ class _Link:
             case "drain":
                 log.warning("drain_ordered", scheduler=self._target, reason=message.drain.reason)
                 self._on_drain(message.drain.reason)
-            case None:
+            case "cordon" if self._operator is not None:
+                self._operator.on_cordon(message.cordon.cordoned, message.cordon.reason)
+                self._detail_due_at = 0.0
+                self._wake.set()
+            case "role" if self._operator is not None:
+                role = role_from_proto(message.role.role)
+                if role is not None:
+                    self._operator.on_role(role, message.role.reason)
+            case _:
                 pass  # an order of a newer scheduler

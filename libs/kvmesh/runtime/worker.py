@@ -7,12 +7,13 @@ Tests: tests/integration/test_worker.py.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from pathlib import Path
 
 from kvmesh.core.clock import SystemClock
 from kvmesh.core.errors import ConfigError
-from kvmesh.core.types import Endpoint, Role, WorkerId, WorkerInfo, WorkerLoad
+from kvmesh.core.types import Endpoint, Role, WorkerDetail, WorkerId, WorkerInfo, WorkerLoad
 from kvmesh.engine.core import EngineCore
 from kvmesh.engine.fake import FakeRunner
 from kvmesh.engine.loop import EngineLoop
@@ -20,12 +21,14 @@ from kvmesh.engine.protocol import ModelRunner
 from kvmesh.engine.structure import StructureCompiler
 from kvmesh.policy.batching import BatchLimits
 from kvmesh.rpc.publisher import BlockPublisher, PublisherFacts
-from kvmesh.rpc.registration import SchedulerRegistration
+from kvmesh.rpc.registration import OperatorHooks, SchedulerRegistration
 from kvmesh.runtime.app import ServiceContext
 from kvmesh.runtime.decode_role import DecodeRole
 from kvmesh.runtime.prefill_role import PrefillRole
-from kvmesh.runtime.worker_channels import receive_options, send_options, transfer_mode
+from kvmesh.runtime.step_meter import StepMeter
+from kvmesh.runtime.worker_channels import MEGABYTE, receive_options, send_options, transfer_mode
 from kvmesh.runtime.worker_config import EngineSection, WorkerConfig
+from kvmesh.runtime.worker_detail import worker_detail
 from kvmesh.runtime.worker_metrics import EngineCollector, WorkerMetrics
 from kvmesh.runtime.worker_parts import WorkerIdentity, WorkerParts
 from kvmesh.runtime.worker_structures import load_structures
@@ -97,6 +100,7 @@ class Worker:
         self._metrics = metrics
         section = config.worker
         self.role = _parse_role(section.role)
+        self.cordoned = False
         name = section.id or f"{self.role.value}-{context.host}-{context.port}"
         self.worker_id = WorkerId(name)
         # Milliseconds since 1970: a restarted worker's incarnation is always the larger one.
@@ -106,9 +110,12 @@ class Worker:
             runner.kv.num_blocks,
             BatchLimits(max_tokens=config.engine.max_batch_tokens),
             config.engine.growth_tokens,
+            config.engine.state_interval_tokens,
             structures.constraint if structures is not None else None,
         )
         self._loop = EngineLoop(self.core, runner, self._after_step)
+        self._clock = SystemClock()
+        self._steps = StepMeter(config.engine.max_batch_tokens)
 
     async def start(self) -> None:
         """Opens the data channel, adds the services, joins the mesh."""
@@ -117,7 +124,7 @@ class Worker:
             identity=WorkerIdentity(self.worker_id, self.incarnation),
             core=self.core,
             memory=self._runner.kv,
-            clock=SystemClock(),
+            clock=self._clock,
             wake_engine=self._loop.wake,
             on_change=self._notify,
             metrics=self._metrics,
@@ -170,7 +177,7 @@ class Worker:
 
     def _join_mesh(self, data_endpoint: Endpoint) -> None:
         section, spec = self._config.worker, self._runner.spec
-        info = WorkerInfo(
+        self._info = WorkerInfo(
             worker_id=self.worker_id,
             incarnation=self.incarnation,
             role=self.role,
@@ -187,10 +194,11 @@ class Worker:
         targets = [target.strip() for target in section.scheduler_targets.split(",")]
         self._registration = SchedulerRegistration(
             [target for target in targets if target],
-            info,
+            self._info,
             self.load,
             self._ordered_to_drain,
             self._config.server.tls,
+            operator=OperatorHooks(self.detail, self._ordered_to_cordon, self._ordered_to_be),
         )
         self._context.spawn(self._registration.run(), "registration")
         self._publisher: BlockPublisher | None = None
@@ -215,12 +223,34 @@ class Worker:
 
     def _after_step(self, seconds: float) -> None:
         self._metrics.step_seconds.observe(seconds)
+        computed, generated = self.core.token_totals
+        self._steps.add(seconds, computed, generated, self._clock.now())
         if self._publisher is not None:
             self._publisher.notify()
 
     def _ordered_to_drain(self, reason: str) -> None:
         log.info("drain_ordered", reason=reason)
-        self.decode.draining = self.prefill.draining = True
+        if not self.decode.draining:
+            self._context.spawn(self._leave(), "ordered drain")
+
+    async def _leave(self) -> None:
+        """Leaves the mesh; the process stays, for whoever started it to end."""
+        await self._drain()
+        await self._context.set_serving(False)
+        log.info("left_the_fleet")
+
+    def _ordered_to_cordon(self, cordoned: bool, reason: str) -> None:
+        log.info("cordon_ordered", cordoned=cordoned, reason=reason)
+        self.cordoned = cordoned
+        self._notify()
+
+    def _ordered_to_be(self, role: Role, reason: str) -> None:
+        """Takes another role: both sides run anyway, it only says what routes are for."""
+        log.info("role_ordered", role=role.value, before=self.role.value, reason=reason)
+        if role is not self.role:
+            self.role = role
+            self._info = dataclasses.replace(self._info, role=role)
+            self._registration.update(self._info)
 
     async def _drain(self) -> None:
         """Prefill first: its KV must be taken before the process may go."""
@@ -232,16 +262,32 @@ class Worker:
 
     def load(self) -> WorkerLoad:
         """What this worker is doing now."""
-        now = self.core.statistics()
+        now, at = self.core.statistics(), self._clock.now()
         return WorkerLoad(
             prefill_active=self.prefill.num_attempts,
             decode_running=self.decode.num_tasks - self.decode.num_reserved,
             decode_reserved=self.decode.num_reserved,
             decode_preempted=now.num_preempted,
             blocks_free=now.blocks_free,
-            draining=self.decode.draining,
+            draining=self.decode.draining or self.cordoned,
             prefill_tokens_total=now.computed_tokens_total,
             decode_tokens_total=now.generated_tokens_total,
+            prefill_sending=self.prefill.num_sending,
+            pending_tokens=self.core.pending_tokens,
+            budget_used=self._steps.budget_used(at),
+            compute_used=self._steps.compute_used(at),
+            memory_bandwidth_used=self._steps.memory_bandwidth_used(at),
+            sent_bytes_total=self.channels.sent_bytes,
+            sending_bytes=self.channels.sending_bytes,
+        )
+
+    def detail(self) -> WorkerDetail:
+        """What people want to see of this worker now."""
+        return worker_detail(
+            self.core,
+            self.channels.statistics(),
+            cordoned=self.cordoned,
+            budget_bytes_s=self._config.data.budget_mb_s * MEGABYTE,
         )
 
     @property

@@ -15,7 +15,7 @@ from kvmesh.transfer.data_server import ReceiveOptions
 from kvmesh.transfer.frames import Checksum
 
 _CHECKSUMS = {"none": Checksum.NONE, "crc32": Checksum.CRC32, "crc32c": Checksum.CRC32C}
-_MEGABYTE = 1_000_000
+MEGABYTE = 1_000_000
 
 
 def send_options(config: WorkerConfig) -> SendOptions:
@@ -31,7 +31,7 @@ def send_options(config: WorkerConfig) -> SendOptions:
         kinds=parse_kinds(section.channels),
         lanes=data.lanes,
         checksum=_checksum(data.checksum),
-        budget_bytes_s=data.budget_mb_s * _MEGABYTE,
+        budget_bytes_s=data.budget_mb_s * MEGABYTE,
         stall_timeout_s=section.stall_s,
         tls=client_context(data.tls, "data.tls"),
     )
@@ -49,7 +49,7 @@ def receive_options(config: WorkerConfig) -> ReceiveOptions:
         host=config.server.host,
         port=section.data_port,
         checksum=_checksum(data.checksum),
-        window_bytes=data.window_mb * _MEGABYTE,
+        window_bytes=data.window_mb * MEGABYTE,
         stall_timeout_s=section.stall_s,
         tls=server_context(data.tls, "data.tls"),
     )

@@ -36,6 +36,8 @@ class RouteRequest(_message.Message):
     TTFT_BUDGET_MS_FIELD_NUMBER: _builtins.int
     PLACEMENT_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    WAITING_RESERVED_FIELD_NUMBER: _builtins.int
     correlation_id: _builtins.int
     """Pairs the answer with the question."""
     request_id: _builtins.str
@@ -56,6 +58,10 @@ class RouteRequest(_message.Message):
     """Placement override."""
     traceparent: _builtins.str
     """W3C trace context."""
+    waiting: _builtins.int
+    """Requests of this gateway that look for workers now."""
+    waiting_reserved: _builtins.int
+    """Of these, those that hold a reservation: they wait for prefill."""
     @_builtins.property
     def avoid_worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Workers that just failed or refused this request."""
@@ -74,10 +80,12 @@ class RouteRequest(_message.Message):
         ttft_budget_ms: _builtins.int = ...,
         placement: _types_pb2.PlacementMode.ValueType = ...,
         traceparent: _builtins.str = ...,
+        waiting: _builtins.int = ...,
+        waiting_reserved: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["avoid_worker_ids", b"avoid_worker_ids", "block_hashes", b"block_hashes", "correlation_id", b"correlation_id", "max_new_tokens", b"max_new_tokens", "model", b"model", "num_tokens", b"num_tokens", "placement", b"placement", "request_id", b"request_id", "scenario", b"scenario", "traceparent", b"traceparent", "ttft_budget_ms", b"ttft_budget_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["avoid_worker_ids", b"avoid_worker_ids", "block_hashes", b"block_hashes", "correlation_id", b"correlation_id", "max_new_tokens", b"max_new_tokens", "model", b"model", "num_tokens", b"num_tokens", "placement", b"placement", "request_id", b"request_id", "scenario", b"scenario", "traceparent", b"traceparent", "ttft_budget_ms", b"ttft_budget_ms", "waiting", b"waiting", "waiting_reserved", b"waiting_reserved"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -131,6 +139,7 @@ class RoutePlan(_message.Message):
     CACHE_KNOWN_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
     placement: _types_pb2.PlacementMode.ValueType
     """Aggregated or disaggregated."""
     cache_known: _builtins.bool
@@ -139,6 +148,8 @@ class RoutePlan(_message.Message):
     """One sentence: what decided."""
     policy: _builtins.str
     """Name of the policy that decided."""
+    cause: _builtins.str
+    """One word of a closed set: what decided."""
     @_builtins.property
     def prefill(self) -> _containers.RepeatedCompositeFieldContainer[Global___Candidate]:
         """To be tried in this order."""
@@ -156,10 +167,11 @@ class RoutePlan(_message.Message):
         cache_known: _builtins.bool = ...,
         reason: _builtins.str = ...,
         policy: _builtins.str = ...,
+        cause: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_known", b"cache_known", "decode", b"decode", "placement", b"placement", "policy", b"policy", "prefill", b"prefill", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_known", b"cache_known", "cause", b"cause", "decode", b"decode", "placement", b"placement", "policy", b"policy", "prefill", b"prefill", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -208,16 +220,20 @@ class WatchFleetRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     WATCHER_FIELD_NUMBER: _builtins.int
+    WITH_DETAIL_FIELD_NUMBER: _builtins.int
     watcher: _builtins.str
     """Name of the watcher, for logs."""
+    with_detail: _builtins.bool
+    """Also send what is of use to people only."""
     def __init__(
         self,
         *,
         watcher: _builtins.str = ...,
+        with_detail: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["watcher", b"watcher"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["watcher", b"watcher", "with_detail", b"with_detail"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -231,6 +247,7 @@ class FleetWorker(_message.Message):
 
     INFO_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def info(self) -> _types_pb2.WorkerInfo:
         """What it is."""
@@ -239,19 +256,118 @@ class FleetWorker(_message.Message):
     def load(self) -> _types_pb2.WorkerLoad:
         """What it does."""
 
+    @_builtins.property
+    def detail(self) -> Global___WorkerDetail:
+        """For people; unset unless asked for."""
+
     def __init__(
         self,
         *,
         info: _types_pb2.WorkerInfo | None = ...,
         load: _types_pb2.WorkerLoad | None = ...,
+        detail: Global___WorkerDetail | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "info", b"info", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "load", b"load"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "info", b"info", "load", b"load"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FleetWorker: _TypeAlias = FleetWorker  # noqa: Y015
+
+@_typing.final
+class LinkDetail(_message.Message):
+    """A worker's way to another worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PEER_WORKER_ID_FIELD_NUMBER: _builtins.int
+    CHANNEL_FIELD_NUMBER: _builtins.int
+    BYTES_TOTAL_FIELD_NUMBER: _builtins.int
+    QUEUED_BYTES_FIELD_NUMBER: _builtins.int
+    BUSY_S_FIELD_NUMBER: _builtins.int
+    BUDGET_BYTES_S_FIELD_NUMBER: _builtins.int
+    RTT_S_FIELD_NUMBER: _builtins.int
+    RETRANSMITS_FIELD_NUMBER: _builtins.int
+    FAILED_TOTAL_FIELD_NUMBER: _builtins.int
+    peer_worker_id: _builtins.str
+    """The other worker."""
+    channel: _builtins.str
+    """Kind of channel: local, shm or tcp."""
+    bytes_total: _builtins.int
+    """KV bytes that arrived since start."""
+    queued_bytes: _builtins.int
+    """Asked for and not ended."""
+    busy_s: _builtins.float
+    """Seconds with a transfer under way since start."""
+    budget_bytes_s: _builtins.float
+    """Bound on the link in bytes per second; 0: none."""
+    rtt_s: _builtins.float
+    """Smoothed round trip in seconds; 0: not known."""
+    retransmits: _builtins.int
+    """TCP segments that were sent again on open connections."""
+    failed_total: _builtins.int
+    """Transfers that were refused or lost."""
+    def __init__(
+        self,
+        *,
+        peer_worker_id: _builtins.str = ...,
+        channel: _builtins.str = ...,
+        bytes_total: _builtins.int = ...,
+        queued_bytes: _builtins.int = ...,
+        busy_s: _builtins.float = ...,
+        budget_bytes_s: _builtins.float = ...,
+        rtt_s: _builtins.float = ...,
+        retransmits: _builtins.int = ...,
+        failed_total: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes_s", b"budget_bytes_s", "busy_s", b"busy_s", "bytes_total", b"bytes_total", "channel", b"channel", "failed_total", b"failed_total", "peer_worker_id", b"peer_worker_id", "queued_bytes", b"queued_bytes", "retransmits", b"retransmits", "rtt_s", b"rtt_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LinkDetail: _TypeAlias = LinkDetail  # noqa: Y015
+
+@_typing.final
+class WorkerDetail(_message.Message):
+    """What people want to see of a worker and no decision reads."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CORDONED_FIELD_NUMBER: _builtins.int
+    BLOCKS_CACHED_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_TOTAL_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_TOTAL_FIELD_NUMBER: _builtins.int
+    LINKS_FIELD_NUMBER: _builtins.int
+    cordoned: _builtins.bool
+    """No new work is routed to it, by order of an operator."""
+    blocks_cached: _builtins.int
+    """Blocks that hold cached KV and are free to be taken."""
+    prompt_tokens_total: _builtins.int
+    """Prompt tokens looked up in the prefix cache since start."""
+    cached_tokens_total: _builtins.int
+    """Prompt tokens found there since start."""
+    @_builtins.property
+    def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___LinkDetail]:
+        """Its ways to others."""
+
+    def __init__(
+        self,
+        *,
+        cordoned: _builtins.bool = ...,
+        blocks_cached: _builtins.int = ...,
+        prompt_tokens_total: _builtins.int = ...,
+        cached_tokens_total: _builtins.int = ...,
+        links: _abc.Iterable[Global___LinkDetail] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_cached", b"blocks_cached", "cached_tokens_total", b"cached_tokens_total", "cordoned", b"cordoned", "links", b"links", "prompt_tokens_total", b"prompt_tokens_total"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerDetail: _TypeAlias = WorkerDetail  # noqa: Y015
 
 @_typing.final
 class WatchFleetResponse(_message.Message):
@@ -290,6 +406,7 @@ class RegisterWorkerRequest(_message.Message):
     INFO_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     GOODBYE_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def info(self) -> _types_pb2.WorkerInfo:
         """Registration."""
@@ -302,18 +419,23 @@ class RegisterWorkerRequest(_message.Message):
     def goodbye(self) -> Global___WorkerGoodbye:
         """Leave in good order."""
 
+    @_builtins.property
+    def detail(self) -> Global___WorkerDetail:
+        """For people, about once a second."""
+
     def __init__(
         self,
         *,
         info: _types_pb2.WorkerInfo | None = ...,
         load: _types_pb2.WorkerLoad | None = ...,
         goodbye: Global___WorkerGoodbye | None = ...,
+        detail: Global___WorkerDetail | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["goodbye", b"goodbye", "info", b"info", "load", b"load", "report", b"report"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "goodbye", b"goodbye", "info", b"info", "load", b"load", "report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["goodbye", b"goodbye", "info", b"info", "load", b"load", "report", b"report"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "goodbye", b"goodbye", "info", b"info", "load", b"load", "report", b"report"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["info", "load", "goodbye"]  # noqa: Y015
+    _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["info", "load", "goodbye", "detail"]  # noqa: Y015
     _WhichOneofArgType_report: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_report) -> _WhichOneofReturnType_report | None: ...
 
@@ -349,6 +471,8 @@ class RegisterWorkerResponse(_message.Message):
 
     ACCEPTED_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
+    CORDON_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def accepted(self) -> Global___WorkerAccepted:
         """Registered; report at this interval."""
@@ -357,17 +481,27 @@ class RegisterWorkerResponse(_message.Message):
     def drain(self) -> Global___WorkerDrain:
         """Finish what runs, take nothing new, leave."""
 
+    @_builtins.property
+    def cordon(self) -> Global___WorkerCordon:
+        """Be left out of new routes, or no longer."""
+
+    @_builtins.property
+    def role(self) -> Global___WorkerRole:
+        """Register again with another role."""
+
     def __init__(
         self,
         *,
         accepted: Global___WorkerAccepted | None = ...,
         drain: Global___WorkerDrain | None = ...,
+        cordon: Global___WorkerCordon | None = ...,
+        role: Global___WorkerRole | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "drain", b"drain", "order", b"order"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "cordon", b"cordon", "drain", b"drain", "order", b"order", "role", b"role"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "drain", b"drain", "order", b"order"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "cordon", b"cordon", "drain", b"drain", "order", b"order", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_order: _TypeAlias = _typing.Literal["accepted", "drain"]  # noqa: Y015
+    _WhichOneofReturnType_order: _TypeAlias = _typing.Literal["accepted", "drain", "cordon", "role"]  # noqa: Y015
     _WhichOneofArgType_order: _TypeAlias = _typing.Literal["order", b"order"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_order) -> _WhichOneofReturnType_order | None: ...
 
@@ -420,3 +554,114 @@ class WorkerDrain(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerDrain: _TypeAlias = WorkerDrain  # noqa: Y015
+
+@_typing.final
+class WorkerCordon(_message.Message):
+    """Order to be left out of new routes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CORDONED_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    cordoned: _builtins.bool
+    """False ends it."""
+    reason: _builtins.str
+    """Why, for logs."""
+    def __init__(
+        self,
+        *,
+        cordoned: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cordoned", b"cordoned", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerCordon: _TypeAlias = WorkerCordon  # noqa: Y015
+
+@_typing.final
+class WorkerRole(_message.Message):
+    """Order to be used for something else."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    role: _types_pb2.Role.ValueType
+    """From now on."""
+    reason: _builtins.str
+    """Why, for logs."""
+    def __init__(
+        self,
+        *,
+        role: _types_pb2.Role.ValueType = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerRole: _TypeAlias = WorkerRole  # noqa: Y015
+
+@_typing.final
+class OrderWorkerRequest(_message.Message):
+    """An operator's order to one worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    DRAIN_FIELD_NUMBER: _builtins.int
+    CORDON_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """Which."""
+    @_builtins.property
+    def drain(self) -> Global___WorkerDrain:
+        """Finish what runs, take nothing new, leave."""
+
+    @_builtins.property
+    def cordon(self) -> Global___WorkerCordon:
+        """Be left out of new routes, or no longer."""
+
+    @_builtins.property
+    def role(self) -> Global___WorkerRole:
+        """Register again with another role."""
+
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        drain: Global___WorkerDrain | None = ...,
+        cordon: Global___WorkerCordon | None = ...,
+        role: Global___WorkerRole | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cordon", b"cordon", "drain", b"drain", "order", b"order", "role", b"role"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cordon", b"cordon", "drain", b"drain", "order", b"order", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_order: _TypeAlias = _typing.Literal["drain", "cordon", "role"]  # noqa: Y015
+    _WhichOneofArgType_order: _TypeAlias = _typing.Literal["order", b"order"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_order) -> _WhichOneofReturnType_order | None: ...
+
+Global___OrderWorkerRequest: _TypeAlias = OrderWorkerRequest  # noqa: Y015
+
+@_typing.final
+class OrderWorkerResponse(_message.Message):
+    """The order is on its way; what comes of it is seen in the fleet."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OrderWorkerResponse: _TypeAlias = OrderWorkerResponse  # noqa: Y015

@@ -50,6 +50,11 @@ class SchedulerServiceStub:
                 request_serializer=kvmesh_dot_v1_dot_scheduler__service__pb2.RegisterWorkerRequest.SerializeToString,
                 response_deserializer=kvmesh_dot_v1_dot_scheduler__service__pb2.RegisterWorkerResponse.FromString,
                 _registered_method=True)
+        self.OrderWorker = channel.unary_unary(
+                '/kvmesh.v1.SchedulerService/OrderWorker',
+                request_serializer=kvmesh_dot_v1_dot_scheduler__service__pb2.OrderWorkerRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_scheduler__service__pb2.OrderWorkerResponse.FromString,
+                _registered_method=True)
 
 
 class SchedulerServiceServicer:
@@ -77,6 +82,13 @@ class SchedulerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def OrderWorker(self, request, context):
+        """Passes an operator's order on to a worker; NOT_FOUND if it is not connected to this scheduler.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SchedulerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -94,6 +106,11 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.RegisterWorker,
                     request_deserializer=kvmesh_dot_v1_dot_scheduler__service__pb2.RegisterWorkerRequest.FromString,
                     response_serializer=kvmesh_dot_v1_dot_scheduler__service__pb2.RegisterWorkerResponse.SerializeToString,
+            ),
+            'OrderWorker': grpc.unary_unary_rpc_method_handler(
+                    servicer.OrderWorker,
+                    request_deserializer=kvmesh_dot_v1_dot_scheduler__service__pb2.OrderWorkerRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_scheduler__service__pb2.OrderWorkerResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -178,6 +195,33 @@ class SchedulerService:
             '/kvmesh.v1.SchedulerService/RegisterWorker',
             kvmesh_dot_v1_dot_scheduler__service__pb2.RegisterWorkerRequest.SerializeToString,
             kvmesh_dot_v1_dot_scheduler__service__pb2.RegisterWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OrderWorker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.v1.SchedulerService/OrderWorker',
+            kvmesh_dot_v1_dot_scheduler__service__pb2.OrderWorkerRequest.SerializeToString,
+            kvmesh_dot_v1_dot_scheduler__service__pb2.OrderWorkerResponse.FromString,
             options,
             channel_credentials,
             insecure,

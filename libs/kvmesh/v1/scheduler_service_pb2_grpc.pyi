@@ -39,6 +39,8 @@ class SchedulerServiceStub:
     """The fleet as the scheduler sees it: a full view at once and after every change."""
     RegisterWorker: _grpc.StreamStreamMultiCallable[_scheduler_service_pb2.RegisterWorkerRequest, _scheduler_service_pb2.RegisterWorkerResponse]
     """A worker registers with its first message and reports its load with the next ones."""
+    OrderWorker: _grpc.UnaryUnaryMultiCallable[_scheduler_service_pb2.OrderWorkerRequest, _scheduler_service_pb2.OrderWorkerResponse]
+    """Passes an operator's order on to a worker; NOT_FOUND if it is not connected to this scheduler."""
 
 @_typing.type_check_only
 class SchedulerServiceAsyncStub(SchedulerServiceStub):
@@ -51,6 +53,8 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     """The fleet as the scheduler sees it: a full view at once and after every change."""
     RegisterWorker: _aio.StreamStreamMultiCallable[_scheduler_service_pb2.RegisterWorkerRequest, _scheduler_service_pb2.RegisterWorkerResponse]  # type: ignore[assignment]
     """A worker registers with its first message and reports its load with the next ones."""
+    OrderWorker: _aio.UnaryUnaryMultiCallable[_scheduler_service_pb2.OrderWorkerRequest, _scheduler_service_pb2.OrderWorkerResponse]  # type: ignore[assignment]
+    """Passes an operator's order on to a worker; NOT_FOUND if it is not connected to this scheduler."""
 
 class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
     """The global scheduler."""
@@ -78,5 +82,13 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_scheduler_service_pb2.RegisterWorkerResponse], _abc.AsyncIterator[_scheduler_service_pb2.RegisterWorkerResponse]]:
         """A worker registers with its first message and reports its load with the next ones."""
+
+    @_abc_1.abstractmethod
+    def OrderWorker(
+        self,
+        request: _scheduler_service_pb2.OrderWorkerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_service_pb2.OrderWorkerResponse, _abc.Awaitable[_scheduler_service_pb2.OrderWorkerResponse]]:
+        """Passes an operator's order on to a worker; NOT_FOUND if it is not connected to this scheduler."""
 
 def add_SchedulerServiceServicer_to_server(servicer: SchedulerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

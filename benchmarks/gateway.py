@@ -1,0 +1,90 @@
+"""The gateway under load, beside other routers, each in front of workers that compute nothing.
+
+All in one run on one machine: loader, front, control plane and workers share its cores.
+
+    python -m benchmarks.gateway                     # ours
+    python -m benchmarks.gateway --seconds 2         # a quick look
+    python -m benchmarks.gateway --sglang-router-python A/bin/python \
+        --vllm-router-python B/bin/python --dynamo-python C/bin/python
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import uvloop
+
+from benchmarks.gateway_phases import (
+    CAPACITY,
+    SHORT_TOKENS,
+    STREAM_TOKENS,
+    TTFT_LIMIT_MS,
+    Plan,
+    measure,
+)
+from benchmarks.gateway_systems import Start, dynamo, ours, router
+from benchmarks.gateway_targets import targets_of
+from benchmarks.result import RESULTS, Row, document, markdown, save
+
+NOTES = (
+    f"requests: whole answers of {SHORT_TOKENS} tokens; tokens and first token: streams of"
+    f" {STREAM_TOKENS}; front: the process that clients talk to; all: with scheduler, kvmanager and"
+    " Redis, without workers and loader\n"
+    "- workers answer at once, so a time to first token is what was added, the loader's own share"
+    " included\n"
+    f"- overload: {CAPACITY:g} prompts/s can be taken, offered is a multiple; per s counts first"
+    f" tokens within {TTFT_LIMIT_MS} ms; p50 and p99 are of all that were served\n"
+    "- failed: neither a whole answer nor a refusal with 429 or 503"
+).split("\n- ")
+
+
+async def run(starts: Sequence[Start], plan: Plan) -> list[Row]:
+    """All systems, one after the other."""
+    rows: list[Row] = []
+
+    def note(row: Row) -> None:
+        cells = ", ".join(f"{name} {value}" for name, value in row.items())
+        sys.stderr.write(f"{cells}\n")
+
+    for start in starts:
+        with tempfile.TemporaryDirectory(prefix="kvmesh-bench-") as folder:
+            async with start(Path(folder)) as system:
+                rows += await measure(system, plan, note)
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs, prints and saves."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--seconds", type=float, default=5.0, help="length of a phase")
+    parser.add_argument("--streams", type=int, default=128, help="at a time, for tokens/s")
+    parser.add_argument("--processes", type=int, default=0, help="also ours with so many processes")
+    parser.add_argument("--peers-only", action="store_true", help="without ours")
+    parser.add_argument("--seed", type=int, default=1)
+    for name in ("sglang-router", "vllm-router", "dynamo"):
+        parser.add_argument(f"--{name}-python", type=Path, help=f"interpreter that has {name}")
+    parser.add_argument("--out", type=Path, default=RESULTS / "gateway.json")
+    arguments = parser.parse_args(argv)
+    plan = Plan(arguments.seconds, arguments.streams, arguments.seed)
+    starts: list[Start] = [] if arguments.peers_only else [ours()]
+    if arguments.processes > 1:
+        starts.append(ours(arguments.processes))
+    if arguments.dynamo_python:
+        starts.append(dynamo(arguments.dynamo_python.absolute()))
+    for name in ("sglang-router", "vllm-router"):
+        python = getattr(arguments, f"{name.replace('-', '_')}_python")
+        if python:
+            starts.append(router(name, python.absolute()))
+    rows = uvloop.run(run(starts, plan))
+    result = document(rows, targets_of(rows), plan.seed, NOTES)
+    save(result, arguments.out)
+    sys.stdout.write(markdown(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

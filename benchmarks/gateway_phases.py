@@ -1,0 +1,226 @@
+"""What `benchmarks.gateway` measures of one system, phase by phase.
+
+Each phase takes a running system and gives one row or some; times are in milliseconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from benchmarks.gateway_load import Loader, Reply, request_bytes, stream_text
+from benchmarks.gateway_systems import MODEL, NUM_WORKERS, System
+from benchmarks.result import Row
+
+STREAM_TOKENS = 64
+SHORT_TOKENS = 4
+PROMPT = (
+    "Tell me what a context manager is, how it is entered and left, and when to write one. " * 2
+)
+TTFT_LIMIT_MS = 1000
+PREFILL_S = 0.04
+CAPACITY = NUM_WORKERS / PREFILL_S
+"""Prompts per second that the workers can take in the overload phases."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How long and how much.
+
+    Attributes:
+        seconds: length of a phase.
+        streams: at a time when tokens per second are measured.
+    """
+
+    seconds: float
+    streams: int
+    seed: int
+
+
+@dataclass(slots=True)
+class Bench:
+    """One system under load."""
+
+    system: System
+    loader: Loader
+    plan: Plan
+
+    def payload(self, num_tokens: int, *, stream: bool, headers: str = "") -> bytes:
+        """A request of this bench."""
+        body = {
+            "model": MODEL,
+            "messages": [{"role": "user", "content": PROMPT}],
+            "max_tokens": num_tokens,
+            "stream": stream,
+            "ignore_eos": True,
+        }
+        return request_bytes(self.system.endpoint, body, headers)
+
+    def row(self, what: str, **values: object) -> Row:
+        """A row of the result."""
+        return {"system": self.system.name, "what": what, **values}
+
+    async def measured(
+        self, run: Callable[[], Awaitable[list[Reply]]]
+    ) -> tuple[list[Reply], float, float, float]:
+        """Replies, seconds, and processor seconds of the front and of all but workers."""
+        front, everything = self.system.cpu_s()
+        started = time.perf_counter()
+        replies = await run()
+        seconds = time.perf_counter() - started
+        front_after, everything_after = self.system.cpu_s()
+        return replies, seconds, front_after - front, everything_after - everything
+
+
+async def requests(bench: Bench, concurrency: int) -> Row:
+    """Short whole answers, so many at a time."""
+    await bench.system.behave()
+    payload = bench.payload(SHORT_TOKENS, stream=False)
+    seconds = bench.plan.seconds
+    await bench.loader.closed_loop(payload, concurrency, 0.5)
+    replies, took, front, everything = await bench.measured(
+        lambda: bench.loader.closed_loop(payload, concurrency, seconds)
+    )
+    done = [reply for reply in replies if reply.ok]
+    return bench.row(
+        f"requests, {concurrency} in flight",
+        **{"per s": round(len(done) / took)},
+        **_cpu(len(done), front, everything),
+        **_percentiles([reply.duration_s for reply in done]),
+        failed=len(replies) - len(done),
+    )
+
+
+async def tokens(bench: Bench) -> Row:
+    """Streams one after the other, as many tokens as go through."""
+    await bench.system.behave(step_s=0.002)
+    payload = bench.payload(STREAM_TOKENS, stream=True)
+    plan = bench.plan
+    await bench.loader.closed_loop(payload, plan.streams, 0.5)
+    replies, took, front, everything = await bench.measured(
+        lambda: bench.loader.closed_loop(payload, plan.streams, plan.seconds)
+    )
+    done = [reply for reply in replies if reply.ok]
+    return bench.row(
+        f"tokens, {plan.streams} streams",
+        **{"per s": round(len(done) * STREAM_TOKENS / took)},
+        **_cpu(len(done), front, everything),
+        **_percentiles([reply.ttft_s for reply in done]),
+        failed=len(replies) - len(done),
+    )
+
+
+async def first_token(bench: Bench, rate: float = 50.0) -> Row:
+    """Time to first token when workers answer at once: all of it was added on the way."""
+    await bench.system.behave(step_s=0.02)
+    payload = bench.payload(STREAM_TOKENS, stream=True)
+    plan = bench.plan
+    await bench.loader.open_loop(payload, rate, 0.5, seed=plan.seed, longest_s=30)
+    replies, took, front, everything = await bench.measured(
+        lambda: bench.loader.open_loop(
+            payload, rate, 2 * plan.seconds, seed=plan.seed, longest_s=30
+        )
+    )
+    done = [reply for reply in replies if reply.ok]
+    return bench.row(
+        f"first token, {rate:g} streams/s",
+        **{"per s": round(len(done) / took)},
+        **_cpu(len(done), front, everything),
+        **_percentiles([reply.ttft_s for reply in done]),
+        failed=len(replies) - len(done),
+    )
+
+
+async def overload(bench: Bench, factor: int) -> Row:
+    """More prompts than the workers can take, each with a limit on its first token."""
+    await bench.system.behave(prefill_s=PREFILL_S, slots=1, step_s=0.005)
+    payload = bench.payload(8, stream=True, headers=f"x-slo-ttft-ms: {TTFT_LIMIT_MS}\r\n")
+    plan = bench.plan
+    replies, _, front, everything = await bench.measured(
+        lambda: bench.loader.open_loop(
+            payload, factor * CAPACITY, plan.seconds, seed=plan.seed, longest_s=15
+        )
+    )
+    done = [reply for reply in replies if reply.ok]
+    refused = [reply for reply in replies if reply.status in (429, 503)]
+    in_time = [reply for reply in done if reply.ttft_s * 1000 <= TTFT_LIMIT_MS]
+    return bench.row(
+        f"overload {factor}x",
+        **{"per s": round(len(in_time) / plan.seconds)},
+        **_cpu(len(replies), front, everything),
+        **_percentiles([reply.ttft_s for reply in done]),
+        failed=len(replies) - len(done) - len(refused),
+        served=len(done),
+        late=len(done) - len(in_time),
+        refused=len(refused),
+        **{"refused p99 ms": _ms([reply.duration_s for reply in refused], 0.99)},
+    )
+
+
+async def killed_worker(bench: Bench, num_streams: int = 24) -> Row:
+    """One worker dies under streams: how many of them does a client see break?"""
+    await bench.system.behave(step_s=0.02)
+    payload = bench.payload(STREAM_TOKENS, stream=True)
+    whole, _ = stream_text((await bench.loader.one(payload, keep=True)).body)
+    sending = [
+        asyncio.ensure_future(bench.loader.one(payload, keep=True)) for _ in range(num_streams)
+    ]
+    await asyncio.sleep(0.5)  # a third of the way: all stream by now
+    bench.system.workers[0].kill()
+    replies = await asyncio.gather(*sending)
+    intact = [reply for reply in replies if reply.ok and stream_text(reply.body) == (whole, True)]
+    return bench.row(
+        f"1 of {NUM_WORKERS} workers killed, {num_streams} streams",
+        **_percentiles([reply.duration_s for reply in intact]),
+        failed=num_streams - len(intact),
+    )
+
+
+async def measure(system: System, plan: Plan, note: Callable[[Row], None]) -> list[Row]:
+    """All phases of one system; the last one costs it a worker.
+
+    Args:
+        note: told each row as soon as it is there.
+    """
+    loader = Loader(system.endpoint)
+    bench = Bench(system, loader, plan)
+    phases: Sequence[Callable[[], Awaitable[Row]]] = (
+        lambda: requests(bench, 1),
+        lambda: requests(bench, 32),
+        lambda: tokens(bench),
+        lambda: first_token(bench),
+        lambda: overload(bench, 4),
+        lambda: overload(bench, 7),
+        lambda: killed_worker(bench),
+    )
+    rows = []
+    try:
+        for phase in phases:
+            rows.append(await phase())
+            note(rows[-1])
+    finally:
+        loader.close()
+    return rows
+
+
+def _cpu(count: int, front: float, everything: float) -> Row:
+    per_thousand = 1000 / max(count, 1)
+    return {
+        "front cpu s/1000": round(front * per_thousand, 2),
+        "all cpu s/1000": round(everything * per_thousand, 2),
+    }
+
+
+def _percentiles(values: Sequence[float]) -> Row:
+    return {"p50 ms": _ms(values, 0.5), "p99 ms": _ms(values, 0.99)}
+
+
+def _ms(values: Sequence[float], share: float) -> float | None:
+    """The value below which a share of the values lies, in milliseconds."""
+    if not values:
+        return None
+    ranked = sorted(values)
+    return round(ranked[min(len(ranked) - 1, math.ceil(share * len(ranked)) - 1)] * 1000, 2)

@@ -1,0 +1,269 @@
+"""A worker for `benchmarks.gateway` that computes nothing: our real protocol, made-up tokens.
+
+It registers with a real scheduler, reserves, accepts or rejects, and sends one step's tokens of all
+its sequences in one message, as a real worker does. Lines of JSON on standard input change how it
+behaves; see `Behaviour`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import uvloop
+
+from kvmesh.core.types import Endpoint, KvLayout, Role, WorkerId, WorkerInfo, WorkerLoad
+from kvmesh.rpc.channels import bind_server, make_server
+from kvmesh.rpc.registration import SchedulerRegistration
+from kvmesh.rpc.stream import Outbox, serve_stream
+from kvmesh.v1 import decode_service_pb2 as decode_pb
+from kvmesh.v1 import decode_service_pb2_grpc as decode_grpc
+from kvmesh.v1 import prefill_service_pb2 as prefill_pb
+from kvmesh.v1 import prefill_service_pb2_grpc as prefill_grpc
+from kvmesh.v1 import types_pb2
+
+LAYOUT = KvLayout("bench", "float32", 16, 2, 2, 8)
+NUM_BLOCKS, SLOTS, MAX_LEN = 1 << 20, 4096, 1 << 16
+FIRST_WORD, NUM_WORDS = 300, 2000
+
+Key = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Behaviour:
+    """How fast a worker is.
+
+    Attributes:
+        prefill_s: time to a prompt's first token.
+        slots: prompts at a time; one more is rejected.
+        step_s: time between two tokens of a sequence; 0 sends all of them at once.
+    """
+
+    prefill_s: float = 0.0
+    slots: int = SLOTS
+    step_s: float = 0.0
+
+
+def word_at(position: int) -> int:
+    """The token at a position; it depends on nothing else, so a moved stream goes on with it."""
+    return FIRST_WORD + position * 7 % NUM_WORDS
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A reservation, later a sequence that decodes.
+
+    Attributes:
+        position: of the next token.
+        end: position after the last one.
+    """
+
+    key: Key
+    outbox: Outbox[Any]
+    position: int
+    end: int
+
+
+class Worker(prefill_grpc.PrefillServiceServicer, decode_grpc.DecodeServiceServicer):
+    """Both services of one worker."""
+
+    def __init__(self, name: str) -> None:
+        self.behaviour = Behaviour()
+        self.server = make_server()
+        port = bind_server(self.server, "127.0.0.1", 0)
+        endpoint = Endpoint("127.0.0.1", port)
+        self.info = WorkerInfo(
+            WorkerId(name), os.getpid(), Role.HYBRID, "local", endpoint, endpoint, "fake", LAYOUT,
+            MAX_LEN, SLOTS, SLOTS, NUM_BLOCKS,
+        )  # fmt: skip
+        self.reservation = types_pb2.Reservation(
+            worker_id=name,
+            incarnation=self.info.incarnation,
+            capability=b"0123456789abcdef",
+            data_endpoint=types_pb2.Endpoint(host="127.0.0.1", port=port),
+            num_blocks=4,
+            lease_ms=60_000,
+        )
+        self._held: dict[int, Sequence] = {}
+        self._running: dict[Key, Sequence] = {}
+        self._offers: dict[tuple[str, int, int], asyncio.TimerHandle | None] = {}
+        self._num_reserved = 0
+        self._wake = asyncio.Event()
+        prefill_grpc.add_PrefillServiceServicer_to_server(self, self.server)
+        decode_grpc.add_DecodeServiceServicer_to_server(self, self.server)
+
+    def load(self) -> WorkerLoad:
+        """The load, as the scheduler hears of it."""
+        return WorkerLoad(
+            prefill_active=len(self._offers),
+            decode_running=len(self._running),
+            decode_reserved=len(self._held),
+            blocks_free=NUM_BLOCKS,
+        )
+
+    # --- decode ---
+
+    async def Decode(
+        self, request_iterator: AsyncIterator[decode_pb.DecodeRequest], context: Any
+    ) -> AsyncIterator[decode_pb.DecodeResponse]:
+        """One gateway's stream."""
+        async for events in serve_stream(
+            request_iterator, context, self._receive_decode, self._forget
+        ):
+            yield decode_pb.DecodeResponse(events=events)
+
+    def _receive_decode(
+        self, request: decode_pb.DecodeRequest, outbox: Outbox[decode_pb.DecodeEvent]
+    ) -> None:
+        kind = request.WhichOneof("message")
+        if kind == "reserve":
+            outbox.put(self._reserve(request.reserve, outbox))
+        elif kind == "cancel":
+            key = (request.cancel.request_id, request.cancel.attempt)
+            self._running.pop(key, None)
+            for number in [n for n, held in self._held.items() if held.key == key]:
+                del self._held[number]
+
+    def _reserve(
+        self, message: decode_pb.DecodeReserve, outbox: Outbox[Any]
+    ) -> decode_pb.DecodeEvent:
+        self._num_reserved += 1
+        sequence = message.sequence
+        end = sequence.num_prompt_tokens + sequence.sampling.max_tokens
+        key = (message.request_id, message.attempt)
+        position = len(sequence.token_ids)
+        self._held[self._num_reserved] = Sequence(key, outbox, position, end)
+        event = decode_pb.DecodeEvent(request_id=key[0], attempt=key[1], reserved=self.reservation)
+        event.reserved.reservation_id = self._num_reserved
+        event.reserved.generation = key[1]
+        return event
+
+    def _forget(self, outbox: Outbox[Any]) -> None:
+        self._running = {k: s for k, s in self._running.items() if s.outbox is not outbox}
+        self._held = {k: s for k, s in self._held.items() if s.outbox is not outbox}
+
+    async def run_steps(self) -> None:
+        """Decodes until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._wake.wait()
+            due = loop.time()
+            while self._running:
+                due = max(due + self.behaviour.step_s, loop.time())
+                await asyncio.sleep(due - loop.time())
+                for sequence in tuple(self._running.values()):
+                    self._emit(sequence, 1 if self.behaviour.step_s else sequence.end)
+            self._wake.clear()
+
+    def _emit(self, sequence: Sequence, most: int) -> None:
+        first = sequence.position
+        sequence.position = last = min(first + most, sequence.end)
+        event = decode_pb.DecodeEvent(request_id=sequence.key[0], attempt=sequence.key[1])
+        event.tokens.first_position = first
+        event.tokens.token_ids.extend(word_at(position) for position in range(first, last))
+        if last == sequence.end:
+            event.tokens.finish_reason = types_pb2.FINISH_REASON_LENGTH
+            del self._running[sequence.key]
+        sequence.outbox.put(event)
+
+    # --- prefill ---
+
+    async def Prefill(
+        self, request_iterator: AsyncIterator[prefill_pb.PrefillRequest], context: Any
+    ) -> AsyncIterator[prefill_pb.PrefillResponse]:
+        """One gateway's stream."""
+        async for events in serve_stream(
+            request_iterator, context, self._receive_prefill, self._drop_offers
+        ):
+            yield prefill_pb.PrefillResponse(events=events)
+
+    def _drop_offers(self, outbox: Outbox[Any]) -> None:
+        for name in [name for name in self._offers if name[2] == id(outbox)]:
+            self._cancel(name)
+
+    def _cancel(self, name: tuple[str, int, int]) -> None:
+        timer = self._offers.pop(name, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _receive_prefill(
+        self, request: prefill_pb.PrefillRequest, outbox: Outbox[prefill_pb.PrefillEvent]
+    ) -> None:
+        if request.WhichOneof("message") == "cancel":
+            self._cancel((request.cancel.request_id, request.cancel.attempt, id(outbox)))
+            return
+        offer = request.offer
+        event = prefill_pb.PrefillEvent(request_id=offer.request_id, attempt=offer.attempt)
+        if len(self._offers) >= self.behaviour.slots:
+            event.rejected.reason = types_pb2.REFUSAL_REASON_BUSY
+            event.rejected.message = "all prefill slots are taken"
+            outbox.put(event)
+            return
+        event.accepted.cached_tokens = 0
+        outbox.put(event)
+        name = (offer.request_id, offer.attempt, id(outbox))
+        number = offer.reservation.reservation_id
+        prefill_s = self.behaviour.prefill_s
+        if prefill_s:
+            loop = asyncio.get_running_loop()
+            self._offers[name] = loop.call_later(prefill_s, self._first, name, number, outbox)
+        else:
+            self._first(name, number, outbox)
+
+    def _first(self, name: tuple[str, int, int], number: int, outbox: Outbox[Any]) -> None:
+        """The first token, and the handoff at once: decode is here as well."""
+        self._offers.pop(name, None)
+        sequence = self._held.pop(number, None)
+        if sequence is None:
+            return  # cancelled meanwhile
+        event = prefill_pb.PrefillEvent(request_id=name[0], attempt=name[1])
+        event.first_token.token_id = word_at(sequence.position)
+        sequence.position += 1
+        if sequence.position >= sequence.end:
+            event.first_token.finish_reason = types_pb2.FINISH_REASON_LENGTH
+            outbox.put(event)
+            return
+        outbox.put(event)
+        over = prefill_pb.PrefillEvent(request_id=name[0], attempt=name[1])
+        over.handed_off.calls = 0
+        outbox.put(over)
+        self._running[sequence.key] = sequence
+        self._wake.set()
+
+
+async def follow_commands(worker: Worker) -> None:
+    """Behaves as standard input says, until it ends."""
+    reader = asyncio.StreamReader()
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    async for line in reader:
+        worker.behaviour = replace(Behaviour(), **json.loads(line))
+        sys.stdout.write("changed\n")
+        sys.stdout.flush()
+
+
+async def main(name: str, scheduler: str) -> None:
+    """Serves until standard input ends."""
+    worker = Worker(name)
+    await worker.server.start()
+    registration = SchedulerRegistration([scheduler], worker.info, worker.load, lambda _: None)
+    tasks = [
+        asyncio.create_task(registration.run()),
+        asyncio.create_task(worker.run_steps()),
+    ]
+    await registration.wait_registered(30)
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    await follow_commands(worker)
+    for task in tasks:
+        task.cancel()
+    await worker.server.stop(0)
+
+
+if __name__ == "__main__":
+    uvloop.run(main(*sys.argv[1:]))

@@ -1,0 +1,209 @@
+"""`kvmesh fleet`: the workers, and orders to one of them.
+
+Tests: tests/e2e/test_fleet_command.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from kvmesh.cli.flags import add_switch, new_parser
+from kvmesh.cli.scheduler_access import (
+    FleetView,
+    NoAnswerError,
+    SchedulerAccess,
+    add_scheduler_flags,
+    fleet_view,
+    scheduler_access,
+)
+from kvmesh.core.types import FleetWorker, Role, WorkerId
+from kvmesh.rpc.convert import role_to_proto
+from kvmesh.v1.scheduler_service_pb2 import (
+    OrderWorkerRequest,
+    WorkerCordon,
+    WorkerDrain,
+    WorkerRole,
+)
+
+Workers = tuple[FleetWorker, ...]
+
+_EPILOG = """\
+orders:
+  cordon    new work is routed elsewhere; what runs goes on. Lasts until uncordon or a restart
+  uncordon  routes come again
+  drain     as cordon, then the worker finishes what runs and leaves the fleet. Its process stays,
+            idle and NOT_SERVING, until it is stopped or started again
+  set-role  prefill, decode or hybrid from now on; nothing is interrupted, since every worker can
+            do both. Lasts until a restart
+
+options of every action (`kvmesh fleet list --help` explains them):
+  --scheduler HOST:PORT[,...]  --state-dir DIR  --timeout SECONDS
+  --tls-ca FILE  --tls-cert FILE  --tls-key FILE
+
+Each order returns when the fleet shows its effect.
+
+examples:
+  kvmesh fleet list --json
+  kvmesh fleet cordon prefill-0
+  kvmesh fleet drain decode-1 --timeout 600
+  kvmesh fleet set-role prefill-1 decode
+
+exit code: 0 done; 1 no answer, unknown worker, or not done in time; 2 wrong usage
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    common = argparse.ArgumentParser(add_help=False)
+    add_scheduler_flags(common, 30.0)
+    parser = new_parser("kvmesh fleet", "Lists the workers and gives orders to one.", _EPILOG)
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    listing = actions.add_parser("list", parents=[common], help="all workers and their load")
+    add_switch(listing, "--json", "print JSON")
+    for name, text in (
+        ("cordon", "route no new work to a worker"),
+        ("uncordon", "route to it again"),
+        ("drain", "let it finish what runs and leave"),
+        ("set-role", "use it for something else"),
+    ):
+        order = actions.add_parser(name, parents=[common], help=text)
+        order.add_argument("worker", metavar="WORKER", help="its worker.id")
+        if name == "set-role":
+            order.add_argument("role", choices=[role.value for role in Role])
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs one action; exit code 1 if it was not done."""
+    arguments = _parser().parse_args(argv)
+    access = scheduler_access(arguments)
+    try:
+        if arguments.action == "list":
+            return asyncio.run(_list(access, as_json=arguments.json))
+        return asyncio.run(_order(access, arguments))
+    except NoAnswerError as error:
+        print(f"kvmesh fleet: {error}", file=sys.stderr)
+        return 1
+
+
+async def _list(access: SchedulerAccess, *, as_json: bool) -> int:
+    async with fleet_view(access, "kvmesh fleet") as view:
+        workers = view.workers
+    if as_json:
+        print(json.dumps([described(each) for each in workers], indent=2))
+    else:
+        Console().print(table_of(workers))
+    return 0
+
+
+async def _order(access: SchedulerAccess, arguments: argparse.Namespace) -> int:
+    name = WorkerId(arguments.worker)
+    async with fleet_view(access, "kvmesh fleet") as view:
+        found = [each for each in view.workers if each.info.worker_id == name]
+        if not found:
+            known = ", ".join(each.info.worker_id for each in view.workers) or "none"
+            raise NoAnswerError(f"no worker {name!r} in the fleet; known: {known}")
+        request, is_done = _request(arguments, found[0])
+        await view.order(request)
+        await view.until(is_done, f"{name}: {arguments.action}")
+        print(_report(view, name, arguments.action))
+    return 0
+
+
+def _request(
+    arguments: argparse.Namespace, worker: FleetWorker
+) -> tuple[OrderWorkerRequest, Callable[[Workers], bool]]:
+    """The order, and what the fleet looks like when it is carried out."""
+    name, reason = worker.info.worker_id, "ordered by kvmesh fleet"
+    request = OrderWorkerRequest(worker_id=name)
+
+    def now(workers: Workers) -> FleetWorker | None:
+        """This life of the worker, if it is still there."""
+        lives = (each for each in workers if each.info.worker_id == name)
+        return next((e for e in lives if e.info.incarnation == worker.info.incarnation), None)
+
+    if arguments.action == "drain":
+        request.drain.CopyFrom(WorkerDrain(reason=reason))
+        return request, lambda workers: now(workers) is None
+    if arguments.action == "set-role":
+        role = Role(arguments.role)
+        request.role.CopyFrom(WorkerRole(role=role_to_proto(role), reason=reason))
+        return request, lambda workers: (its := now(workers)) is None or its.info.role is role
+    cordoned = arguments.action == "cordon"
+    request.cordon.CopyFrom(WorkerCordon(cordoned=cordoned, reason=reason))
+    # Both halves: routes read the load, people the detail.
+    return (
+        request,
+        lambda workers: (
+            (its := now(workers)) is None or its.detail.cordoned == its.load.draining == cordoned
+        ),
+    )
+
+
+def _report(view: FleetView, name: WorkerId, action: str) -> str:
+    for each in view.workers:
+        if each.info.worker_id == name:
+            return f"{name} {state_of(each)}, role {each.info.role.value}"
+    return f"{name} left the fleet" if action == "drain" else f"{name} is gone"
+
+
+def state_of(worker: FleetWorker) -> str:
+    """One word for whether new work comes to a worker."""
+    if worker.detail.cordoned:
+        return "cordoned"
+    return "draining" if worker.load.draining else "ready"
+
+
+def described(worker: FleetWorker) -> dict[str, Any]:
+    """A worker for JSON."""
+    info, load, detail = worker.info, worker.load, worker.detail
+    return {
+        "worker_id": info.worker_id,
+        "incarnation": info.incarnation,
+        "role": info.role.value,
+        "cluster": info.cluster,
+        "model": info.model,
+        "state": state_of(worker),
+        "control_endpoint": str(info.control_endpoint),
+        "prefill_active": load.prefill_active,
+        "prefill_slots": info.prefill_slots,
+        "decode_running": load.decode_running,
+        "decode_reserved": load.decode_reserved,
+        "decode_slots": info.decode_slots,
+        "num_blocks": info.num_blocks,
+        "blocks_free": load.blocks_free,
+        "blocks_cached": detail.blocks_cached,
+    }
+
+
+def table_of(workers: Sequence[FleetWorker]) -> Table:
+    """The workers for the terminal."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("worker", "role", "cluster", "state"):
+        table.add_column(heading)
+    for heading in ("prefill", "decode", "KV used", "KV cached"):
+        table.add_column(heading, justify="right")
+    table.add_column("address", style="dim")
+    for each in workers:
+        info, load = each.info, each.load
+        used = 1 - load.blocks_free / info.num_blocks
+        cached = each.detail.blocks_cached / info.num_blocks
+        table.add_row(
+            info.worker_id,
+            info.role.value,
+            info.cluster,
+            state_of(each),
+            f"{load.prefill_active}/{info.prefill_slots}",
+            f"{load.decode_running + load.decode_reserved}/{info.decode_slots}",
+            f"{used:.0%}",
+            f"{cached:.0%}",
+            str(info.control_endpoint),
+        )
+    return table

@@ -1,0 +1,153 @@
+"""How commands reach the schedulers: flags, a live view of the fleet, operators' orders.
+
+Tests: tests/e2e/test_fleet_command.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from kvmesh.cli.flags import add_flag
+from kvmesh.cli.stack_state import read_description
+from kvmesh.core.errors import KvMeshError
+from kvmesh.core.types import FleetWorker
+from kvmesh.rpc.channels import TlsConfig, open_channel
+from kvmesh.rpc.fleet import FleetWatch
+from kvmesh.v1.scheduler_service_pb2 import OrderWorkerRequest
+from kvmesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
+
+ROOT = Path(__file__).resolve().parents[3]
+DEFAULT_TARGET = "127.0.0.1:7001"
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerAccess:
+    """Where the schedulers are and how long to wait for them."""
+
+    targets: tuple[str, ...]
+    tls: TlsConfig
+    timeout_s: float
+
+
+class NoAnswerError(KvMeshError):
+    """No scheduler answered, or what was waited for did not come."""
+
+
+def add_scheduler_flags(parser: argparse.ArgumentParser, timeout_s: float) -> None:
+    """Adds the flags that `scheduler_access` reads."""
+    add_flag(
+        parser,
+        "--scheduler",
+        "",
+        f"schedulers, comma-separated; default: those of `kvmesh up`, else {DEFAULT_TARGET}",
+        metavar="HOST:PORT",
+    )
+    add_flag(parser, "--state-dir", "", "what `up` was given; default: .kvmesh", metavar="DIR")
+    add_flag(parser, "--timeout", timeout_s, "seconds to wait", kind=float)
+    add_flag(parser, "--tls-ca", "", "CA (PEM) of schedulers that use TLS")
+    add_flag(parser, "--tls-cert", "", "client certificate (PEM), where they ask for one")
+    add_flag(parser, "--tls-key", "", "private key (PEM) of the certificate")
+
+
+def scheduler_access(arguments: argparse.Namespace) -> SchedulerAccess:
+    """Reads the flags."""
+    named = [each.strip() for each in arguments.scheduler.split(",") if each.strip()]
+    state = Path(arguments.state_dir) if arguments.state_dir else ROOT / ".kvmesh"
+    return SchedulerAccess(
+        tuple(named) or _local_schedulers(state) or (DEFAULT_TARGET,),
+        TlsConfig(arguments.tls_cert, arguments.tls_key, arguments.tls_ca),
+        arguments.timeout,
+    )
+
+
+def _local_schedulers(state: Path) -> tuple[str, ...]:
+    """Schedulers of the stack that runs with this state folder."""
+    stack = read_description(state) or {"members": []}
+    members = stack["members"]
+    return tuple(each["address"] for each in members if each["name"].startswith("scheduler"))
+
+
+class FleetView:
+    """The fleet, live, details included."""
+
+    def __init__(self, watch: FleetWatch, access: SchedulerAccess) -> None:
+        self._watch = watch
+        self._access = access
+        self._changed = asyncio.Event()
+        watch.on_change(lambda _workers: self._changed.set())
+
+    @property
+    def workers(self) -> tuple[FleetWorker, ...]:
+        """All workers, by name."""
+        return tuple(sorted(self._watch.workers, key=lambda each: each.info.worker_id))
+
+    @property
+    def fresh(self) -> bool:
+        """Whether a scheduler is connected."""
+        return self._watch.fresh
+
+    async def until(self, is_true: Callable[[tuple[FleetWorker, ...]], bool], what: str) -> None:
+        """Waits for a fact about the fleet.
+
+        Raises:
+            NoAnswerError: it did not become true in time.
+        """
+        try:
+            async with asyncio.timeout(self._access.timeout_s):
+                while not (self.fresh and is_true(self.workers)):
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError as error:
+            where = ", ".join(self._access.targets)
+            if not self.fresh:
+                raise NoAnswerError(f"no scheduler answers at {where}") from error
+            raise NoAnswerError(
+                f"not after {self._access.timeout_s:g} s: {what}; give it longer with --timeout"
+            ) from error
+
+    async def order(self, request: OrderWorkerRequest) -> None:
+        """Gives an order to every scheduler; one that passes it on suffices.
+
+        Raises:
+            NoAnswerError: none did; the message is that of the last one.
+        """
+        failure = ""
+        passed_on = False
+        for target in self._access.targets:
+            async with open_channel(target, self._access.tls) as channel:
+                try:
+                    await SchedulerServiceStub(channel).OrderWorker(
+                        request, timeout=self._access.timeout_s
+                    )
+                    passed_on = True
+                except grpc.aio.AioRpcError as error:
+                    failure = f"{target}: {error.details()}"
+        if not passed_on:
+            raise NoAnswerError(failure)
+
+
+@asynccontextmanager
+async def fleet_view(access: SchedulerAccess, watcher: str) -> AsyncIterator[FleetView]:
+    """The fleet while the context lasts; complete from the start.
+
+    Raises:
+        NoAnswerError: no scheduler answered in time.
+    """
+    watch = FleetWatch(access.targets, access.tls, watcher, with_detail=True)
+    view = FleetView(watch, access)
+    task = asyncio.create_task(watch.run(), name="fleet watch")
+    try:
+        await view.until(lambda _workers: True, "the fleet is known")
+        yield view
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task

@@ -1,0 +1,73 @@
+"""Details of workers, and operators' orders, as messages and as values.
+
+Tests: tests/unit/rpc/test_convert_detail.py.
+"""
+
+from __future__ import annotations
+
+from kvmesh.core.types import LinkDetail, WorkerDetail, WorkerId
+from kvmesh.v1 import scheduler_service_pb2 as pb
+from kvmesh.v1 import types_pb2
+
+
+def worker_detail_to_proto(detail: WorkerDetail) -> pb.WorkerDetail:
+    """WorkerDetail as a message."""
+    return pb.WorkerDetail(
+        cordoned=detail.cordoned,
+        blocks_cached=detail.blocks_cached,
+        prompt_tokens_total=detail.prompt_tokens_total,
+        cached_tokens_total=detail.cached_tokens_total,
+        links=[_link_to_proto(link) for link in detail.links],
+    )
+
+
+def worker_detail_from_proto(message: pb.WorkerDetail) -> WorkerDetail:
+    """WorkerDetail from a message."""
+    return WorkerDetail(
+        cordoned=message.cordoned,
+        blocks_cached=message.blocks_cached,
+        prompt_tokens_total=message.prompt_tokens_total,
+        cached_tokens_total=message.cached_tokens_total,
+        links=tuple(_link_from_proto(link) for link in message.links),
+    )
+
+
+def _link_to_proto(link: LinkDetail) -> pb.LinkDetail:
+    return pb.LinkDetail(
+        peer_worker_id=link.peer,
+        channel=link.channel,
+        bytes_total=link.bytes_total,
+        queued_bytes=link.queued_bytes,
+        busy_s=link.busy_s,
+        budget_bytes_s=link.budget_bytes_s,
+        rtt_s=link.rtt_s,
+        retransmits=link.retransmits,
+        failed_total=link.failed_total,
+    )
+
+
+def _link_from_proto(message: pb.LinkDetail) -> LinkDetail:
+    return LinkDetail(
+        peer=WorkerId(message.peer_worker_id),
+        channel=message.channel,
+        bytes_total=message.bytes_total,
+        queued_bytes=message.queued_bytes,
+        busy_s=message.busy_s,
+        budget_bytes_s=message.budget_bytes_s,
+        rtt_s=message.rtt_s,
+        retransmits=message.retransmits,
+        failed_total=message.failed_total,
+    )
+
+
+def worker_order(request: pb.OrderWorkerRequest) -> pb.RegisterWorkerResponse | None:
+    """What the scheduler tells a worker when an operator asks for it; None if it makes no sense."""
+    match request.WhichOneof("order"):
+        case "drain":
+            return pb.RegisterWorkerResponse(drain=request.drain)
+        case "cordon":
+            return pb.RegisterWorkerResponse(cordon=request.cordon)
+        case "role" if request.role.role != types_pb2.ROLE_UNSPECIFIED:
+            return pb.RegisterWorkerResponse(role=request.role)
+        case _:
+            return None
