@@ -180,7 +180,7 @@ class Frontend:
             KvMeshError: as `generate` does.
         """
         request = choice.request
-        record = RequestRecord(self.metrics, request)
+        record = RequestRecord(self.metrics, request, self._mesh.log)
         try:
             with start_span(
                 "gateway.request",
