@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+from kvmesh.console.request_log import RequestLog
 from kvmesh.core.types import Placement, RequestId, RouteCause, SamplingParams, WorkerId
 from kvmesh.policy.quota import Tenant
 from services.gateway.config import LimitsConfig
@@ -81,3 +82,4 @@ class Mesh:
     rng: random.Random
     waiting: Waiting = field(default_factory=Waiting)
     turns: Turnstile = field(default_factory=Turnstile)
+    log: RequestLog = field(default_factory=RequestLog)
