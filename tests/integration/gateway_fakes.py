@@ -36,10 +36,9 @@ from kvmesh.rpc.convert import (
     refusal_to_proto,
     reservation_from_proto,
     reservation_to_proto,
-    route_plan_to_proto,
-    route_query_from_proto,
     sequence_spec_from_proto,
 )
+from kvmesh.rpc.convert_route import route_plan_to_proto, route_query_from_proto
 from kvmesh.rpc.convert_sampling import token_logprobs_to_proto
 from kvmesh.rpc.stream import Outbox
 from kvmesh.v1 import decode_service_pb2_grpc as decode_grpc
@@ -341,6 +340,9 @@ class FakeWorker:
         )
         if spec.sampling.num_logprobs >= 0:
             first.logprobs.CopyFrom(logprobs_of(token_id))
+        if spec.sampling.num_prompt_logprobs >= 0:
+            prompt = spec.token_ids[1 : spec.num_prompt_tokens]
+            first.prompt_logprobs.extend(logprobs_of(token_id) for token_id in prompt)
         if self.does.decode_first:
             decode.commit(reservation.reservation_id)
             await self.mesh.until(lambda: not decode.running)

@@ -80,6 +80,7 @@ async def test_sse_framing_and_headers(stack: Stack) -> None:
         assert response.headers["x-kvmesh-prefill-worker"] == "p1"
         assert response.headers["x-kvmesh-decode-worker"] == "d1"
         assert response.headers["x-kvmesh-placement"] == "disaggregated"
+        assert response.headers["x-kvmesh-decision"] == "load; prefill=p1; decode=d1"
     events = raw.split("\n\n")
     assert events[-1] == ""
     assert events[-2] == "data: [DONE]"
@@ -260,8 +261,8 @@ async def test_routing_hints_reach_the_scheduler(stack: Stack) -> None:
     ("change", "param"),
     [
         ({"temperature": 3}, "temperature"),
-        ({"echo": True}, "echo"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"suffix": "b"}, "suffix"),
+        ({"logit_bias": {"9999": 1}}, "logit_bias"),
         ({"n": 17}, "n"),
         ({"prompt": []}, "prompt"),
         ({"prompt": [9999]}, "prompt"),

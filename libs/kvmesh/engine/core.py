@@ -416,6 +416,17 @@ class EngineCore:
         return self._limits.max_tokens
 
     @property
+    def token_totals(self) -> tuple[int, int]:
+        """Tokens computed and tokens generated since start."""
+        return self._computed_tokens, self._generated_tokens
+
+    @property
+    def pending_tokens(self) -> int:
+        """Tokens that wait to be computed; the one that each decode step computes does not."""
+        waiting = (each.num_remaining for each in (*self._running, *self._preempted))
+        return sum(count for count in waiting if count > 1)
+
+    @property
     def has_work(self) -> bool:
         """Whether `plan_step` may return something."""
         return bool(self._running or self._preempted)

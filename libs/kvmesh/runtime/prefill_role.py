@@ -347,6 +347,11 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         """Prefill slots in use."""
         return len(self._attempts)
 
+    @property
+    def num_sending(self) -> int:
+        """Prompts that are computed and whose KV is not taken yet."""
+        return sum(attempt.first is not None for attempt in self._attempts.values())
+
     async def drain(self) -> None:
         """Takes nothing new and waits until the KV of all accepted prompts is taken."""
         self.draining = True

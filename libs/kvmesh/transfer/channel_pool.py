@@ -32,6 +32,7 @@ from kvmesh.transfer.meters import (
     TransferStatistics,
     unobserved,
 )
+from kvmesh.transfer.native import load_native
 from kvmesh.transfer.pacing import Pacer
 from kvmesh.transfer.protocol import ChannelIdentity
 from kvmesh.transfer.shm_channel import ShmChannel
@@ -116,6 +117,7 @@ class ChannelPool:
         self._slots: dict[_Address, _Slot] = {}
         self._meters: dict[LinkKey, LinkMeter] = {}
         self._pacers: dict[Endpoint, Pacer] = {}
+        load_native()  # compiled at the first start on a machine, and not in the first transfer
         self._threads = ThreadPoolExecutor(_MAX_THREADS, "kv-send")
         self._closed = False
 
@@ -201,6 +203,16 @@ class ChannelPool:
                 key = LinkKey(address.peer.worker_id, TCP, "sent")
                 slot.channel.read_facts(self._meter(key))
         return TransferStatistics(num_open, MappingProxyType(self._meters))
+
+    @property
+    def sent_bytes(self) -> int:
+        """KV that arrived at peers since start."""
+        return sum(meter.bytes for meter in self._meters.values())
+
+    @property
+    def sending_bytes(self) -> int:
+        """KV asked to leave that has not arrived."""
+        return sum(meter.queued_bytes for meter in self._meters.values())
 
     def link_view(self, reservation: Reservation) -> LinkView | None:
         """The link that a transfer would take now; None before the first one."""
