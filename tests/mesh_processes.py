@@ -109,7 +109,8 @@ class Mesh:
         assert self.redis is not None
         redis = {"redis.url": self.redis.url}
         await self.add("kvmanager", "kvmanager", redis, sticky=True).ready()
-        target = {"kvmanager.target": self["kvmanager"].address}
+        # Handoffs are what most tests are about: short prompts are kept apart too.
+        target = {"kvmanager.target": self["kvmanager"].address, "routing.aggregate-tokens": 0}
         await self.add("scheduler", "scheduler", {**redis, **target}, sticky=True).ready()
         for service, count in (("prefill", num_prefill), ("decode", num_decode)):
             for number in range(count):

@@ -14,6 +14,7 @@ from kvmesh.core.types import BlockHash, SamplingParams, SequenceSpec
 from kvmesh.engine.core import EngineCore
 from kvmesh.engine.fake import FakeRunner
 from kvmesh.engine.sequence import Sequence
+from kvmesh.kv.groups import KvGroups
 from kvmesh.kv.hashing import root_hash
 from kvmesh.rpc.channels import open_channel
 from kvmesh.rpc.convert import sequence_spec_to_proto
@@ -40,9 +41,14 @@ def make_spec(tokens: list[int], max_tokens: int = 8, **sampling: Any) -> Sequen
     return SequenceSpec(tuple(tokens), len(tokens), params, ROOT)
 
 
-def reference_tokens(spec: SequenceSpec, num_blocks: int = 512, block_size: int = 16) -> list[int]:
+def reference_tokens(
+    spec: SequenceSpec,
+    num_blocks: int = 512,
+    block_size: int = 16,
+    groups: KvGroups | None = None,
+) -> list[int]:
     """What one engine alone generates for `spec`."""
-    runner = FakeRunner(num_blocks=num_blocks, block_size=block_size)
+    runner = FakeRunner(num_blocks=num_blocks, block_size=block_size, groups=groups)
     core = EngineCore(runner.spec, num_blocks)
     sequence = core.admit_decode(spec)
     assert isinstance(sequence, Sequence), sequence

@@ -42,6 +42,7 @@ def placement_headers(placed: Placed) -> dict[str, str]:
         "x-kvmesh-prefill-worker": placed.prefill_worker,
         "x-kvmesh-decode-worker": placed.decode_worker,
         "x-kvmesh-placement": placed.placement.value,
+        "x-kvmesh-decision": placed.decision,
     }
 
 

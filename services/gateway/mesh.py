@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from kvmesh.core.types import Placement, RequestId, SamplingParams, WorkerId
+from kvmesh.core.types import Placement, RequestId, RouteCause, SamplingParams, WorkerId
 from services.gateway.config import LimitsConfig
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.routing import Router
@@ -35,18 +35,35 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Where a request runs."""
+    """Where a request runs.
+
+    Attributes:
+        cause: what decided that.
+    """
 
     placement: Placement
     prefill_worker: WorkerId
     decode_worker: WorkerId
+    cause: RouteCause = RouteCause.LOAD
+
+    @property
+    def decision(self) -> str:
+        """One line for the response's header."""
+        return f"{self.cause.value}; prefill={self.prefill_worker}; decode={self.decode_worker}"
 
 
 @dataclass(slots=True)
 class Waiting:
-    """How many requests of this gateway look for workers now."""
+    """How many requests of this gateway look for workers now.
+
+    Attributes:
+        paused: of these, those that found nobody and will ask again.
+        paused_reserved: of those, the ones with a reservation; they wait for prefill.
+    """
 
     count: int = 0
+    paused: int = 0
+    paused_reserved: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,6 +123,7 @@ class Placing:
         if self._sequence is None or self._sequence.facts != facts:
             self._sequence = _sequence(request, self._token_ids, facts)
         num_generated = len(self._token_ids) - len(request.prompt_ids)
+        waits = self._num_rounds > 0  # it asks again, since nobody took it
         query = RouteQuery(
             request_id=request.request_id,
             model=request.model,
@@ -133,6 +134,8 @@ class Placing:
             avoid=self._failed | self._refused,
             ttft_budget_ms=self._budget_ms(),
             placement=request.placement,
+            waiting=self._mesh.waiting.paused + waits,
+            waiting_reserved=self._mesh.waiting.paused_reserved + (waits and self._holds),
         )
         with start_span("gateway.route", request.traceparent) as span:
             plan = await self._mesh.router.route(query, span.traceparent, self._remaining_s())
@@ -181,7 +184,7 @@ class Placing:
             if await self._offer(candidate):
                 holder = self._work.reserved_at
                 assert holder is not None, "an accepted offer has a reservation"
-                return Placed(Placement.DISAGGREGATED, candidate.worker_id, holder)
+                return Placed(Placement.DISAGGREGATED, candidate.worker_id, holder, plan.cause)
         return None
 
     async def _round_aggregated(self, plan: RoutePlan) -> Placed | None:
@@ -190,7 +193,7 @@ class Placing:
             if await self._reserve(candidate):
                 if await self._offer(candidate):
                     worker_id = candidate.worker_id
-                    return Placed(Placement.AGGREGATED, worker_id, worker_id)
+                    return Placed(Placement.AGGREGATED, worker_id, worker_id, plan.cause)
                 self._work.cancel_decode()
         return None
 
@@ -282,6 +285,10 @@ class Placing:
         message = f"no worker took the request within {waited_ms} ms; last answer: {last.message}"
         raise StageRefusedError(replace(last, message=message), self._last.stage)
 
+    @property
+    def _holds(self) -> bool:
+        return self._work.reserved_at is not None
+
     def _budget_ms(self) -> int:
         return max(1, round(self._remaining_s() * 1000))
 
@@ -290,7 +297,14 @@ class Placing:
         longest_s = backoff_s(self._num_rounds, self._mesh.waiting.count)
         self._num_rounds += 1
         wait_s = longest_s * self._mesh.rng.uniform(0.5, 1.0)
-        await asyncio.sleep(min(wait_s, self._remaining_s()))
+        waiting, holds = self._mesh.waiting, self._holds
+        waiting.paused += 1
+        waiting.paused_reserved += holds
+        try:
+            await asyncio.sleep(min(wait_s, self._remaining_s()))
+        finally:
+            waiting.paused -= 1
+            waiting.paused_reserved -= holds
 
     # --- spans that last over several rounds ---
 

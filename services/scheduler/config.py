@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvmesh.core.config import option, secret
+from kvmesh.policy.ranking import AGGREGATE_TOKENS
 from kvmesh.runtime.app import ServerConfig
 from kvmesh.telemetry.config import TelemetryConfig
 
@@ -22,8 +23,13 @@ class FleetConfig:
 class RoutingConfig:
     """How plans are made."""
 
-    policy: str = option("cache_load", "cache_load, least_loaded or round_robin")
+    policy: str = option("kvmesh", "kvmesh, or one of those listed in services/scheduler/README.md")
     placement: str = option("auto", "auto, disaggregated or aggregated, where a query leaves it")
+    aggregate_tokens: int = option(
+        AGGREGATE_TOKENS,
+        "shorter uncached prompts run on an idle decode worker; 0: never",
+    )
+    decisions: int = option(1000, "last decisions that /debug/decisions shows")
 
 
 @dataclass(frozen=True, slots=True)

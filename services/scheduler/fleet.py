@@ -6,22 +6,27 @@ Plain bookkeeping without I/O or clock. Tests: tests/unit/scheduler/test_fleet.p
 from __future__ import annotations
 
 import math
+import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from kvmesh.core.types import (
     FleetWorker,
     Placement,
+    PrefixMatch,
     Refusal,
     RefusalReason,
     Role,
     RoutePlan,
+    RouteQuery,
     WorkerDetail,
     WorkerId,
     WorkerInfo,
     WorkerLoad,
 )
+from kvmesh.policy.fleet_index import SMALL_FLEET, FleetIndex
+from kvmesh.policy.routing import SILENT_AFTER_S
 from kvmesh.policy.view import FleetView, WorkerView
 
 IN_FLIGHT_S = 0.5
@@ -60,7 +65,7 @@ class _Member:
 
 
 class Fleet:
-    """Members by worker id.
+    """Members by worker id, ordered by load so that a route does not look at all of them.
 
     Attributes:
         version: grows with every change.
@@ -71,6 +76,11 @@ class Fleet:
     def __init__(self, lease_s: float) -> None:
         self._lease_s = lease_s
         self._members: dict[WorkerId, _Member] = {}
+        # Its numbers order workers of equal load; any fixed start will do.
+        self._index = FleetIndex(random.Random(0))
+        self._routed: deque[tuple[float, WorkerId]] = deque()
+        self._roles = dict.fromkeys(Role, 0)
+        self._fingerprints: dict[str, set[str]] = {}
         self._last_session = _RESTORED
         self._num_routes = 0
         self.version = 0
@@ -114,6 +124,7 @@ class Fleet:
         member.reported_at = now
         member.expires_at = now + self._lease_s
         member.forget_routes_before(now - SETTLE_S)
+        self._index.update(_view_of(member))
         if changed:
             self._note_change(urgent=urgent)
         return True
@@ -129,36 +140,50 @@ class Fleet:
         """Removes a worker; False if the membership was over already."""
         if self._current(membership) is None:
             return False
-        del self._members[membership.worker_id]
-        self._note_change(urgent=True)
+        self._remove(membership.worker_id)
         return True
 
     def expire(self, now: float) -> list[WorkerId]:
         """Removes the workers whose lease ended, and names them."""
         lost = [name for name, member in self._members.items() if member.expires_at <= now]
         for name in lost:
-            del self._members[name]
-        if lost:
-            self._note_change(urgent=True)
+            self._remove(name)
         return lost
 
     def note_route(self, plan: RoutePlan, now: float) -> None:
         """Counts a plan as load of its first candidates until they report it themselves."""
         self._num_routes += 1
-        for_prefill = self._members[plan.prefill[0].worker_id]
-        for_prefill.prefill_routes.append(now)
-        if plan.placement is Placement.AGGREGATED:
-            for_prefill.decode_routes.append(now)
-        else:
-            self._members[plan.decode[0].worker_id].decode_routes.append(now)
+        prefill = plan.prefill[0].worker_id
+        decode = prefill if plan.placement is Placement.AGGREGATED else plan.decode[0].worker_id
+        self._members[prefill].prefill_routes.append(now)
+        self._members[decode].decode_routes.append(now)
+        for name in dict.fromkeys((prefill, decode)):
+            self._routed.append((now, name))
+            self._index.update(_view_of(self._members[name]))
 
     def view(self, now: float) -> FleetView:
-        """What a decision at `now` reads."""
-        return FleetView(
-            tuple(self._worker_view(member, now) for member in self._members.values()),
-            self.version,
-            self._num_routes,
-        )
+        """All members, as a decision at `now` reads them."""
+        self._land_routes(now)
+        return self._index.view(self.version, self._num_routes)
+
+    def view_for(
+        self, query: RouteQuery, matches: Mapping[WorkerId, int] | None, now: float
+    ) -> FleetView:
+        """What a decision by load reads for this query: of a large fleet the part that matters."""
+        if len(self._members) <= SMALL_FLEET:
+            return self.view(now)
+        self._land_routes(now)
+        return self._index.shortlist(query, matches, now, SILENT_AFTER_S)
+
+    def current_matches(self, found: Iterable[PrefixMatch]) -> dict[WorkerId, int]:
+        """Leading blocks by worker; what an earlier life of a worker held is gone."""
+        matches: dict[WorkerId, int] = {}
+        for match in found:
+            member = self._members.get(match.worker_id)
+            if member is not None and member.info.incarnation == match.incarnation:
+                blocks = max(match.num_blocks, matches.get(match.worker_id, 0))
+                matches[match.worker_id] = blocks
+        return matches
 
     def workers(self) -> tuple[FleetWorker, ...]:
         """All members, for watchers."""
@@ -171,28 +196,37 @@ class Fleet:
 
     def fingerprints(self, model: str) -> set[str]:
         """Fingerprints of the checkpoints that serve `model`: the namespaces of its blocks."""
-        infos = (member.info for member in self._members.values())
-        return {info.layout.model_fingerprint for info in infos if info.model == model}
+        if model not in self._fingerprints:
+            infos = (member.info for member in self._members.values())
+            self._fingerprints[model] = {
+                info.layout.model_fingerprint for info in infos if info.model == model
+            }
+        return self._fingerprints[model]
 
     def count_by_role(self) -> dict[Role, int]:
         """Number of members of every role."""
-        counts = dict.fromkeys(Role, 0)
-        for member in self._members.values():
-            counts[member.info.role] += 1
-        return counts
+        return dict(self._roles)
 
-    def _worker_view(self, member: _Member, now: float) -> WorkerView:
-        member.forget_routes_before(now - IN_FLIGHT_S)
-        return WorkerView(
-            member.info,
-            member.load,
-            member.reported_at,
-            prefill_in_flight=len(member.prefill_routes),
-            decode_in_flight=len(member.decode_routes),
-        )
+    def _land_routes(self, now: float) -> None:
+        """Ends the routes that no report overtook in time."""
+        while self._routed and self._routed[0][0] <= now - IN_FLIGHT_S:
+            _, name = self._routed.popleft()
+            member = self._members.get(name)
+            if member is not None:
+                member.forget_routes_before(now - IN_FLIGHT_S)
+                self._index.update(_view_of(member))
+
+    def _remove(self, worker_id: WorkerId) -> None:
+        self._roles[self._members.pop(worker_id).info.role] -= 1
+        self._index.remove(worker_id)
+        self._note_change(urgent=True)
 
     def _insert(self, info: WorkerInfo, session: int, *, reported_at: float, now: float) -> None:
-        self._members[info.worker_id] = _Member(
+        before = self._members.get(info.worker_id)
+        if before is not None:
+            self._roles[before.info.role] -= 1
+        self._roles[info.role] += 1
+        member = self._members[info.worker_id] = _Member(
             info=info,
             # Until the first report a worker counts as idle and empty: it has just started.
             load=WorkerLoad(blocks_free=info.num_blocks),
@@ -200,6 +234,7 @@ class Fleet:
             reported_at=reported_at,
             expires_at=now + self._lease_s,
         )
+        self._index.update(_view_of(member))
         self._note_change(urgent=True)
 
     def _current(self, membership: Membership) -> _Member | None:
@@ -210,3 +245,15 @@ class Fleet:
         self.version += 1
         if urgent:
             self.urgent_version = self.version
+            self._fingerprints.clear()
+
+
+def _view_of(member: _Member) -> WorkerView:
+    return WorkerView(
+        member.info,
+        member.load,
+        member.reported_at,
+        prefill_in_flight=len(member.prefill_routes),
+        decode_in_flight=len(member.decode_routes),
+        pending_tokens=member.load.pending_tokens,
+    )

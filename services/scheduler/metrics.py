@@ -14,6 +14,14 @@ ROUTES = Counter(
     "Route decisions; outcome is `plan` or the reason of the refusal",
     ("outcome", "placement"),
 )
+ROUTE_CAUSES = Counter(
+    "kvmesh_scheduler_route_causes", "Route plans by what decided them", ("policy", "cause")
+)
+DECISION_SECONDS = Histogram(
+    "kvmesh_scheduler_decision_seconds",
+    "Time to decide a route once the prefix matches are known",
+    buckets=(0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05),
+)
 WORKERS = Gauge("kvmesh_scheduler_workers", "Live workers", ("role",))
 WORKERS_LOST = Counter(
     "kvmesh_scheduler_workers_lost", "Workers removed without a goodbye", ("cause",)

@@ -6,9 +6,8 @@ Tests: tests/unit/scheduler/test_router.py.
 from __future__ import annotations
 
 import dataclasses
-import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,14 +19,14 @@ from kvmesh.core.types import (
     Refusal,
     RoutePlan,
     RouteQuery,
-    WorkerId,
 )
-from kvmesh.policy.ranking import RoutePolicy
-from kvmesh.policy.routing import plan_route
+from kvmesh.policy.composition import Composition, OffloadState, decide_route
+from kvmesh.policy.explain import describe_decision
 from kvmesh.policy.view import FleetView
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.telemetry.tracing import Span, start_span
 from services.scheduler import metrics
+from services.scheduler.decisions import DecisionLog
 from services.scheduler.fleet import Fleet
 
 log = event_logger(__name__)
@@ -64,7 +63,7 @@ class RouterSettings:
         match_timeout_s: longest time that a plan waits for prefix matches.
     """
 
-    policy: RoutePolicy
+    policy: Composition
     placement: Placement
     match_timeout_s: float
 
@@ -74,7 +73,10 @@ class Router:
 
     Args:
         prefixes: None routes without cache knowledge.
-        rng: breaks ties between equal workers.
+        decisions: takes every decision with what it was made from.
+
+    Attributes:
+        offload: the remote cluster and the threshold in force; whoever adjusts it sets it.
     """
 
     def __init__(
@@ -83,13 +85,14 @@ class Router:
         settings: RouterSettings,
         prefixes: PrefixSource | None,
         clock: Clock,
-        rng: random.Random,
+        decisions: DecisionLog,
     ) -> None:
         self._fleet = fleet
         self._settings = settings
         self._prefixes = prefixes
         self._clock = clock
-        self._rng = rng
+        self._decisions = decisions
+        self.offload = OffloadState()
 
     async def route(self, query: RouteQuery, traceparent: str) -> RoutePlan | Refusal:
         """Decides, and counts the plan as load of the chosen workers."""
@@ -98,15 +101,27 @@ class Router:
             query = dataclasses.replace(query, placement=self._settings.placement)
         with start_span("scheduler.route", traceparent, request_id=query.request_id) as span:
             known = await self._known_blocks(query)
-            now = self._clock.now()
-            view = self._fleet.view(now)
-            matches = None if known is None else _current_matches(view, known)
-            outcome = plan_route(view, query, matches, now, self._rng, self._settings.policy)
-            if isinstance(outcome, RoutePlan):
-                self._fleet.note_route(outcome, now)
+            decided = time.perf_counter()
+            outcome = self._decide(query, known)
+            metrics.DECISION_SECONDS.observe(time.perf_counter() - decided)
             _describe(span, query, outcome)
         metrics.ROUTE_SECONDS.observe(time.perf_counter() - started)
         return outcome
+
+    def _decide(self, query: RouteQuery, known: list[PrefixMatch] | None) -> RoutePlan | Refusal:
+        now = self._clock.now()
+        matches = None if known is None else self._fleet.current_matches(known)
+        policy = self._settings.policy
+        view: FleetView
+        if policy.orders_by_load:
+            view = self._fleet.view_for(query, matches, now)
+        else:
+            view = self._fleet.view(now)
+        decision = decide_route(policy, view, query, matches, now, self.offload)
+        self._decisions.add(describe_decision(view, query, decision, policy.route, self.offload))
+        if isinstance(decision.route, RoutePlan):
+            self._fleet.note_route(decision.route, now)
+        return decision.route
 
     async def _known_blocks(self, query: RouteQuery) -> list[PrefixMatch] | None:
         if not query.block_hashes:
@@ -125,16 +140,6 @@ class Router:
         return found
 
 
-def _current_matches(view: FleetView, found: list[PrefixMatch]) -> Mapping[WorkerId, int]:
-    """Blocks by worker; what an earlier life of a worker held is gone."""
-    lives = {worker.worker_id: worker.info.incarnation for worker in view.workers}
-    matches: dict[WorkerId, int] = {}
-    for match in found:
-        if lives.get(match.worker_id) == match.incarnation:
-            matches[match.worker_id] = max(match.num_blocks, matches.get(match.worker_id, 0))
-    return matches
-
-
 def _describe(span: Span, query: RouteQuery, outcome: RoutePlan | Refusal) -> None:
     if isinstance(outcome, Refusal):
         metrics.ROUTES.labels(outcome.reason.value, query.placement.value).inc()
@@ -148,11 +153,13 @@ def _describe(span: Span, query: RouteQuery, outcome: RoutePlan | Refusal) -> No
         )
         return
     metrics.ROUTES.labels("plan", outcome.placement.value).inc()
+    metrics.ROUTE_CAUSES.labels(outcome.policy, outcome.cause.value).inc()
     span.set(
         outcome="plan",
         placement=outcome.placement.value,
         policy=outcome.policy,
         cache_known=outcome.cache_known,
+        cause=outcome.cause.value,
         reason=outcome.reason,
     )
     log.debug(

@@ -6,7 +6,7 @@ Tests: tests/integration/test_scheduler.py.
 from __future__ import annotations
 
 import asyncio
-import random
+import dataclasses
 from collections.abc import AsyncIterator
 
 import grpc
@@ -16,15 +16,14 @@ from kvmesh.core.errors import ConfigError, ProtocolError
 from kvmesh.core.types import Placement, Refusal, RefusalReason, RoutePlan, WorkerId, WorkerInfo
 from kvmesh.metadata.redis_client import RedisClient, RedisConfig
 from kvmesh.metadata.redis_fleet import RedisFleetStore
-from kvmesh.policy.ranking import POLICIES
+from kvmesh.policy.composition import COMPOSITIONS, Composition
 from kvmesh.rpc.convert import (
     refusal_to_proto,
-    route_plan_to_proto,
-    route_query_from_proto,
     worker_info_from_proto,
     worker_load_from_proto,
 )
 from kvmesh.rpc.convert_detail import worker_detail_from_proto, worker_order
+from kvmesh.rpc.convert_route import route_plan_to_proto, route_query_from_proto
 from kvmesh.rpc.prefix_lookup import PrefixLookup
 from kvmesh.rpc.stream import Outbox, incoming
 from kvmesh.runtime.app import ServiceContext
@@ -46,7 +45,8 @@ from kvmesh.v1.scheduler_service_pb2_grpc import (
     add_SchedulerServiceServicer_to_server,
 )
 from services.scheduler import metrics
-from services.scheduler.config import FleetConfig, SchedulerConfig
+from services.scheduler.config import FleetConfig, RoutingConfig, SchedulerConfig
+from services.scheduler.decisions import DecisionLog
 from services.scheduler.feed import FleetFeed
 from services.scheduler.fleet import Fleet, Membership
 from services.scheduler.registry import DurableRegistry
@@ -279,7 +279,9 @@ async def build(config: SchedulerConfig, context: ServiceContext) -> None:
     if config.kvmanager.target:
         prefixes = PrefixLookup(config.kvmanager.target, config.server.tls)
         context.spawn(prefixes.run(), "prefix_lookup")
-    router = Router(fleet, settings, prefixes, clock, random.Random())
+    decisions = DecisionLog(clock, config.routing.decisions)
+    context.admin.route("GET", "/debug/decisions", decisions.serve)
+    router = Router(fleet, settings, prefixes, clock, decisions)
     if config.redis.url:
         redis = config.redis
         client = RedisClient(RedisConfig(redis.url, redis.password, redis.key_prefix))
@@ -296,13 +298,24 @@ async def build(config: SchedulerConfig, context: ServiceContext) -> None:
 
 def _router_settings(config: SchedulerConfig) -> RouterSettings:
     routing = config.routing
-    if routing.policy not in POLICIES:
-        raise ConfigError(f"routing.policy {routing.policy!r}: choose one of {', '.join(POLICIES)}")
     placements = {placement.value: placement for placement in Placement}
     if routing.placement not in placements:
         raise ConfigError(
             f"routing.placement {routing.placement!r}: choose one of {', '.join(placements)}"
         )
     return RouterSettings(
-        POLICIES[routing.policy], placements[routing.placement], config.kvmanager.timeout_s
+        _policy(routing), placements[routing.placement], config.kvmanager.timeout_s
     )
+
+
+def _policy(routing: RoutingConfig) -> Composition:
+    if routing.policy not in COMPOSITIONS:
+        known = ", ".join(COMPOSITIONS)
+        raise ConfigError(f"routing.policy {routing.policy!r}: choose one of {known}")
+    if routing.aggregate_tokens < 0:
+        raise ConfigError("routing.aggregate_tokens is a number of tokens, not below 0")
+    policy = COMPOSITIONS[routing.policy]
+    if not policy.route.aggregate_tokens:
+        return policy  # a baseline that keeps prompts away from decode workers
+    route = dataclasses.replace(policy.route, aggregate_tokens=routing.aggregate_tokens)
+    return dataclasses.replace(policy, route=route)

@@ -36,10 +36,9 @@ from kvmesh.rpc.convert import (
     refusal_to_proto,
     reservation_from_proto,
     reservation_to_proto,
-    route_plan_to_proto,
-    route_query_from_proto,
     sequence_spec_from_proto,
 )
+from kvmesh.rpc.convert_route import route_plan_to_proto, route_query_from_proto
 from kvmesh.rpc.convert_sampling import token_logprobs_to_proto
 from kvmesh.rpc.stream import Outbox
 from kvmesh.v1 import decode_service_pb2_grpc as decode_grpc

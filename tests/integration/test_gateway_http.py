@@ -80,6 +80,7 @@ async def test_sse_framing_and_headers(stack: Stack) -> None:
         assert response.headers["x-kvmesh-prefill-worker"] == "p1"
         assert response.headers["x-kvmesh-decode-worker"] == "d1"
         assert response.headers["x-kvmesh-placement"] == "disaggregated"
+        assert response.headers["x-kvmesh-decision"] == "load; prefill=p1; decode=d1"
     events = raw.split("\n\n")
     assert events[-1] == ""
     assert events[-2] == "data: [DONE]"

@@ -152,7 +152,7 @@ class TestRoutes:
             plan = await gateway.plan()
             assert plan.placement is Placement.DISAGGREGATED
             assert first_names(plan) == ["p2", "d"]
-            assert plan.policy == "cache_load"
+            assert plan.policy == "kvmesh"
             assert "p2" in plan.reason
             avoiding = await gateway.plan(query(avoid={"p2"}))
             assert first_names(avoiding) == ["p1", "d"]

@@ -234,7 +234,8 @@ async def test_a_receiver_that_dies_midway_is_lost_and_the_next_call_finds_its_s
         await closing[0]
 
         assert [ok for _, ok in pair.target.ended] == [False]
-        assert pair.target.lost == [PREFILL]
+        # Once, or twice if the sender's new connection came in before the server had closed.
+        assert set(pair.target.lost) == {PREFILL}
         target = RecordingTarget()
         identity = replace(RECEIVER, incarnation=8)
         successor = DataServer(identity, target)

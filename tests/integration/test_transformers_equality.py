@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,12 @@ from transformers import (
 )
 
 from kvmesh.core.types import SamplingParams
-from kvmesh.engine.protocol import ModelRunner, SequenceChunk
+from kvmesh.engine.protocol import ModelRunner, SequenceChunk, StateChunk
 from kvmesh.engine.runner import TorchRunner
 
 VOCAB_SIZE = 320
 BLOCK_SIZE = 16
+NUM_BLOCKS = 1024
 NEW_TOKENS = 12
 PROMPT_LENGTHS = (1, 7, 16, 33, 250, 2500)
 GREEDY = SamplingParams(temperature=0.0)
@@ -125,23 +127,58 @@ class Checkpoint:
         )
         return [int(token) for token in out[0, len(prompt) :]]
 
-    def runner(self, num_blocks: int = 256) -> TorchRunner:
+    def runner(self) -> TorchRunner:
         return TorchRunner.load(
-            self.folder, served_name="tiny", num_blocks=num_blocks, block_size=BLOCK_SIZE
+            self.folder, served_name="tiny", num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE
         )
+
+
+@dataclass
+class Home:
+    """Blocks of one sequence in all groups; those behind a window stay here."""
+
+    tables: list[list[int]]
+    state: list[int]
+
+    @property
+    def all_blocks(self) -> list[int]:
+        return [block for table in (*self.tables, self.state) for block in table]
+
+
+class Homes:
+    """Disjoint blocks of a pool, in no order."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._groups = runner.spec.groups
+        self._size = runner.spec.layout.block_size
+        self._free = list(range(NUM_BLOCKS))
+        random.Random(11).shuffle(self._free)
+
+    def take(self, count: int) -> list[int]:
+        return [self._free.pop() for _ in range(count)]
+
+    def home(self, num_prompt_tokens: int) -> Home:
+        count = -(-(num_prompt_tokens + NEW_TOKENS) // self._size)
+        tables = [self.take(count) for _ in self._groups.windows]
+        return Home(tables, self.take(self._groups.state_blocks))
+
+    def homes(self, lengths: Sequence[int]) -> list[Home]:
+        return [self.home(length) for length in lengths]
 
 
 class Stream:
     """One sequence and its blocks."""
 
     def __init__(
-        self, prompt: Sequence[int], blocks: Sequence[int], sampling: SamplingParams = GREEDY
+        self, prompt: Sequence[int], home: Home, sampling: SamplingParams = GREEDY
     ) -> None:
         self.tokens = list(prompt)
         self.num_prompt_tokens = len(prompt)
-        self.blocks = list(blocks)
+        self.home = home
         self.sampling = sampling
         self.computed = 0
+        self.source: list[int] = []
+        self.saves: list[tuple[int, list[int]]] = []
 
     @property
     def output(self) -> list[int]:
@@ -154,11 +191,17 @@ class Stream:
             token_ids=self.tokens,
             start=self.computed,
             end=end,
-            block_table=self.blocks,
+            block_table=self.home.tables[0],
             num_prompt_tokens=self.num_prompt_tokens,
             sampling=self.sampling,
             sample=end == len(self.tokens),
+            more_tables=self.home.tables[1:],
+            state=self._state(end) if self.home.state else None,
         )
+
+    def _state(self, end: int) -> StateChunk:
+        saves = [save for save in self.saves if self.computed < save[0] <= end]
+        return StateChunk(self.home.state, self.source, saves)
 
 
 def run(
@@ -170,18 +213,10 @@ def run(
         result = runner.execute(chunks)
         for stream, done, token in zip(unfinished, chunks, result.tokens, strict=True):
             stream.computed = done.end
+            stream.source = stream.home.state
             assert (token is not None) == done.sample
             if token is not None:
                 stream.tokens.append(token.token_id)
-
-
-def scattered(lengths: Sequence[int], num_blocks: int = 256) -> list[list[int]]:
-    """Disjoint block tables for sequences of these lengths, in no order."""
-    free = list(range(num_blocks))
-    random.Random(11).shuffle(free)
-    return [
-        [free.pop() for _ in range(-(-(length + NEW_TOKENS) // BLOCK_SIZE))] for length in lengths
-    ]
 
 
 @pytest.fixture(scope="module", params=list(CONFIGS))
@@ -192,29 +227,35 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 def test_alone(checkpoint: Checkpoint) -> None:
     runner = checkpoint.runner()
     for prompt, expected in zip(checkpoint.prompts, checkpoint.expected, strict=True):
-        contiguous = range(-(-(len(prompt) + NEW_TOKENS) // BLOCK_SIZE))
-        stream = Stream(prompt, contiguous)
+        stream = Stream(prompt, Homes(runner).home(len(prompt)))
         run(runner, [stream], chunk=4096)
         assert stream.output == expected
 
 
 @pytest.mark.parametrize("chunk", [19, 256, 1000])
 def test_batched_in_chunks_over_scattered_blocks(checkpoint: Checkpoint, chunk: int) -> None:
-    tables = scattered(PROMPT_LENGTHS)
-    streams = [Stream(*pair) for pair in zip(checkpoint.prompts, tables, strict=True)]
-    run(checkpoint.runner(), streams, chunk)
+    runner = checkpoint.runner()
+    homes = Homes(runner).homes(PROMPT_LENGTHS)
+    streams = [Stream(*pair) for pair in zip(checkpoint.prompts, homes, strict=True)]
+    run(runner, streams, chunk)
     assert [stream.output for stream in streams] == checkpoint.expected
 
 
 def test_prefix_blocks_of_another_sequence(checkpoint: Checkpoint) -> None:
     runner = checkpoint.runner()
     base = checkpoint.prompts[4]
-    first_table, second_table = scattered([len(base), 500])
-    run(runner, [Stream(base, first_table)], chunk=4096)
-    shared_blocks = 9
-    prompt = base[: shared_blocks * BLOCK_SIZE] + checkpoint.prompts[3]
-    second = Stream(prompt, first_table[:shared_blocks] + second_table)
-    second.computed = shared_blocks * BLOCK_SIZE
+    homes, size = Homes(runner), runner.spec.layout.block_size
+    shared_blocks = 144 // size
+    first, home = Stream(base, homes.home(len(base))), homes.home(500)
+    saved = homes.take(runner.spec.groups.state_blocks)
+    first.saves = [(shared_blocks * size, saved)]
+    run(runner, [first], chunk=4096)
+    prompt = base[: shared_blocks * size] + checkpoint.prompts[3]
+    home.tables = [
+        old[:shared_blocks] + new for old, new in zip(first.home.tables, home.tables, strict=True)
+    ]
+    second = Stream(prompt, home)
+    second.computed, second.source = shared_blocks * size, saved
     run(runner, [second], chunk=20)
     assert second.output == checkpoint.continue_greedily(prompt)
 
@@ -231,11 +272,11 @@ SEEDED = [
 
 def test_seeded_sampling_is_the_same_alone_batched_and_chunked(checkpoint: Checkpoint) -> None:
     runner = checkpoint.runner()
-    tables = scattered(PROMPT_LENGTHS)
-    alone = [Stream(*parts) for parts in zip(checkpoint.prompts, tables, SEEDED, strict=True)]
+    homes = Homes(runner).homes(PROMPT_LENGTHS)
+    alone = [Stream(*parts) for parts in zip(checkpoint.prompts, homes, SEEDED, strict=True)]
     for stream in alone:
         run(runner, [stream], chunk=4096)
-    batched = [Stream(*parts) for parts in zip(checkpoint.prompts, tables, SEEDED, strict=True)]
+    batched = [Stream(*parts) for parts in zip(checkpoint.prompts, homes, SEEDED, strict=True)]
     run(runner, batched, chunk=300)
     assert [stream.output for stream in batched] == [stream.output for stream in alone]
     assert alone[0].output != checkpoint.expected[0], "the noise has an effect"
@@ -243,24 +284,24 @@ def test_seeded_sampling_is_the_same_alone_batched_and_chunked(checkpoint: Check
 
 def test_a_moved_stream_goes_on_with_the_same_tokens(checkpoint: Checkpoint) -> None:
     prompt, sampling = checkpoint.prompts[4], SEEDED[5]
-    table, other_table = scattered([len(prompt), len(prompt)])
-    stay, leave = Stream(prompt, table, sampling), Stream(prompt, other_table, sampling)
     source, target = checkpoint.runner(), checkpoint.runner()
+    home, other_home = Homes(source).homes([len(prompt), len(prompt)])
+    stay, leave = Stream(prompt, home, sampling), Stream(prompt, other_home, sampling)
     run(source, [stay], chunk=100)
     run(source, [leave], chunk=4096, num_tokens=5)
-    for here, there in zip(other_table, table, strict=True):
+    for here, there in zip(other_home.all_blocks, home.all_blocks, strict=True):
         target.kv.write_view(there, 1)[:] = source.kv.read_view(here, 1)
         target.kv.written(there, 1)
-    leave.blocks = table
+    leave.home, leave.source = home, home.state
     run(target, [leave], chunk=4096)
     assert leave.output == stay.output
 
 
 def test_recomputed_elsewhere_goes_on_with_the_same_tokens(checkpoint: Checkpoint) -> None:
     prompt, sampling = checkpoint.prompts[4], SEEDED[2]
-    table = scattered([len(prompt)])[0]
-    stay, moved = Stream(prompt, table, sampling), Stream(prompt, table, sampling)
     runner = checkpoint.runner()
+    home = Homes(runner).home(len(prompt))
+    stay, moved = Stream(prompt, home, sampling), Stream(prompt, home, sampling)
     run(runner, [stay], chunk=4096)
     moved.tokens += stay.output[:7]
     run(runner, [moved], chunk=64)

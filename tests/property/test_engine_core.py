@@ -11,20 +11,22 @@ from kvmesh.engine.core import EngineCore
 from kvmesh.engine.fake import FakeRunner
 from kvmesh.engine.protocol import SequenceChunk
 from kvmesh.engine.sequence import Sequence, SequenceState
+from kvmesh.kv.groups import KvGroups
 from kvmesh.policy.batching import BatchLimits
 from tests.worker_driver import make_spec, reference_tokens
-
-NUM_BLOCKS = 12
 
 
 class EngineMachine(RuleBasedStateMachine):
     """A small pool, so that sharing, eviction and preemption all happen."""
 
+    groups = KvGroups()
+    num_blocks = 12
+
     def __init__(self) -> None:
         super().__init__()
-        self.runner = FakeRunner(num_blocks=NUM_BLOCKS, block_size=4)
+        self.runner = FakeRunner(num_blocks=self.num_blocks, block_size=4, groups=self.groups)
         limits = BatchLimits(max_tokens=10, max_sequences=3)
-        self.core = EngineCore(self.runner.spec, NUM_BLOCKS, limits, growth_tokens=2)
+        self.core = EngineCore(self.runner.spec, self.num_blocks, limits, growth_tokens=2)
         self.sequences: list[Sequence] = []
         self.in_flight: list[SequenceChunk] | None = None
 
@@ -85,7 +87,9 @@ class EngineMachine(RuleBasedStateMachine):
         for sequence in self.sequences:
             generated = sequence.tokens[len(sequence.spec.token_ids) :]
             if sequence.state is SequenceState.GONE:
-                assert generated == reference_tokens(sequence.spec, block_size=4)
+                assert generated == reference_tokens(
+                    sequence.spec, block_size=4, groups=self.groups
+                )
 
     def teardown(self) -> None:
         if self.in_flight is not None:
@@ -96,5 +100,30 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.core.is_idle
 
 
+class WindowMachine(EngineMachine):
+    """Full attention beside two groups with a window."""
+
+    groups = KvGroups((0, 6, 6))
+    num_blocks = 40
+
+
+class StateMachine(EngineMachine):
+    """Full attention beside linear states."""
+
+    groups = KvGroups((0,), state_blocks=2)
+    num_blocks = 17
+
+
+class OnlyWindowMachine(EngineMachine):
+    """No group keeps all positions."""
+
+    groups = KvGroups((5,), state_blocks=1)
+    num_blocks = 14
+
+
 TestEngine = EngineMachine.TestCase
-TestEngine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestWindows = WindowMachine.TestCase
+TestStates = StateMachine.TestCase
+TestOnlyWindow = OnlyWindowMachine.TestCase
+for case in (TestEngine, TestWindows, TestStates, TestOnlyWindow):
+    case.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

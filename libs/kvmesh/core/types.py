@@ -44,6 +44,31 @@ class RefusalReason(enum.Enum):
     LOST = "lost"
 
 
+class RouteCause(enum.Enum):
+    """What decided a route, in one word; operators and clients see the value."""
+
+    PREFIX = "prefix"
+    """The prefill worker holds the start of the prompt."""
+    LOAD = "load"
+    """Nobody holds a prefix that counts; the least loaded worker."""
+    ROTATION = "rotation"
+    """Whose turn it is."""
+    SHORT_PROMPT = "short_prompt"
+    """Little is left to compute and an idle decode worker does it, so no KV has to move."""
+    LONG_PROMPT = "long_prompt"
+    """So much is left to compute that the remote cluster does it."""
+    REMOTE_DOWN = "remote_down"
+    """Long enough for the remote cluster, which takes no prompts."""
+    LOCAL_DOWN = "local_down"
+    """Short enough for the local cluster, which takes no prompts."""
+    ASKED = "asked"
+    """The placement was asked for."""
+    NO_PAIR = "no_pair"
+    """There is no prefill and decode worker to keep apart."""
+    NO_SCHEDULER = "no_scheduler"
+    """A gateway decided alone."""
+
+
 class Role(enum.Enum):
     """What a worker is used for."""
 
@@ -268,7 +293,20 @@ class WorkerInfo:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """What a worker is doing now."""
+    """What a worker is doing now: the indicators of FlowKV appendix B.2, and totals.
+
+    A worker has no queue for prompts, so what waits is counted at the gateways.
+
+    Attributes:
+        prefill_sending: of `prefill_active`, those that are computed and whose KV is not taken yet.
+        pending_tokens: prompt tokens that are accepted and not computed.
+        budget_used: tokens of the last step as a share of its budget.
+        compute_used: share of the last second spent in steps that computed prompts, which are bound
+            by compute.
+        memory_bandwidth_used: share spent in pure decode steps, which are bound by memory.
+        sent_bytes_total: KV that left this worker since its start.
+        sending_bytes: KV asked to leave that has not arrived.
+    """
 
     prefill_active: int = 0
     decode_running: int = 0
@@ -278,6 +316,13 @@ class WorkerLoad:
     draining: bool = False
     prefill_tokens_total: int = 0
     decode_tokens_total: int = 0
+    prefill_sending: int = 0
+    pending_tokens: int = 0
+    budget_used: float = 0.0
+    compute_used: float = 0.0
+    memory_bandwidth_used: float = 0.0
+    sent_bytes_total: int = 0
+    sending_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,6 +394,8 @@ class RouteQuery:
     Attributes:
         num_tokens: tokens to prefill, generated ones of a moved stream included.
         avoid: workers that just failed or refused this request.
+        waiting: requests of the asking gateway that look for workers now.
+        waiting_reserved: of these, those with a reservation; they wait for prefill.
     """
 
     request_id: RequestId
@@ -360,6 +407,8 @@ class RouteQuery:
     avoid: frozenset[WorkerId] = frozenset()
     ttft_budget_ms: int = 0
     placement: Placement = Placement.AUTO
+    waiting: int = 0
+    waiting_reserved: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,6 +419,8 @@ class RoutePlan:
         prefill: to be tried in this order.
         decode: to be tried in this order; empty when aggregated (the prefill worker decodes).
         cache_known: False when the plan was made without cache knowledge.
+        reason: a sentence.
+        cause: a word.
     """
 
     placement: Placement
@@ -378,6 +429,7 @@ class RoutePlan:
     cache_known: bool
     reason: str
     policy: str
+    cause: RouteCause = RouteCause.LOAD
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvmesh.engine.protocol import SequenceChunk
+from kvmesh.engine.protocol import SequenceChunk, StateChunk
 from kvmesh.kernels.plan import RaggedBatch
+from kvmesh.kv.groups import HOLE, first_visible, num_blocks_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,9 @@ class StepBatch:
 
     Attributes:
         token_ids, positions: [rows] int64, host memory.
-        attention: the rows' sequences, those with one row first and longest first.
+        groups: per token group the rows' sequences, those with one row first and longest first.
+            Blocks that no query sees are left out, so contexts of a window start late.
+        states: for each sequence in the same order its blocks, where there are linear layers.
         sample_rows: rows whose logits are wanted.
         sample_chunks: for each of them, the index of its chunk in the step.
         scored: (index of the chunk, its first row) of chunks with prompt tokens to score.
@@ -30,17 +33,25 @@ class StepBatch:
 
     token_ids: Tensor
     positions: Tensor
-    attention: RaggedBatch
+    groups: list[RaggedBatch]
+    states: list[StateChunk]
     sample_rows: list[int]
     sample_chunks: list[int]
     scored: list[tuple[int, int]]
 
 
-def build_batch(chunks: Sequence[SequenceChunk], block_size: int) -> StepBatch:
-    """Flattens a step; `chunks` must not be empty."""
+def build_batch(
+    chunks: Sequence[SequenceChunk], block_size: int, windows: Sequence[int] = (0,)
+) -> StepBatch:
+    """Flattens a step.
+
+    Args:
+        chunks: not empty.
+        windows: of the token groups.
+    """
     assert chunks, "a step has a chunk"
     for chunk in chunks:
-        _check(chunk, block_size)
+        _check(chunk, block_size, windows)
     single = [index for index, chunk in enumerate(chunks) if chunk.end - chunk.start == 1]
     longer = [index for index, chunk in enumerate(chunks) if chunk.end - chunk.start > 1]
     # Neighbours of similar length share a gather (`decode_buckets`).
@@ -62,22 +73,46 @@ def build_batch(chunks: Sequence[SequenceChunk], block_size: int) -> StepBatch:
     return StepBatch(
         token_ids=torch.from_numpy(tokens),
         positions=torch.from_numpy(positions),
-        attention=RaggedBatch(
-            query_starts=starts,
-            context_lens=[chunks[index].end for index in order],
-            block_tables=[
-                chunks[index].block_table[: -(-chunks[index].end // block_size)] for index in order
-            ],
-            num_decode=len(single),
-            block_size=block_size,
-        ),
+        groups=[
+            _group_batch([chunks[index] for index in order], starts, group, window, block_size)
+            for group, window in enumerate(windows)
+        ],
+        states=[state for index in order if (state := chunks[index].state) is not None],
         sample_rows=[starts[place + 1] - 1 for place in sampled],
         sample_chunks=[order[place] for place in sampled],
         scored=[(index, starts[at]) for at, index in enumerate(order) if chunks[index].num_scored],
     )
 
 
-def _check(chunk: SequenceChunk, block_size: int) -> None:
+def _group_batch(
+    chunks: Sequence[SequenceChunk],
+    starts: list[int],
+    group: int,
+    window: int,
+    block_size: int,
+) -> RaggedBatch:
+    first = [first_visible(window, chunk.start, block_size) for chunk in chunks]
+    ends = [num_blocks_of(chunk.end, block_size) for chunk in chunks]
+    return RaggedBatch(
+        query_starts=starts,
+        context_lens=[
+            chunk.end - skipped * block_size for chunk, skipped in zip(chunks, first, strict=True)
+        ],
+        block_tables=[
+            chunk.tables[group][begin:end]
+            for chunk, begin, end in zip(chunks, first, ends, strict=True)
+        ],
+        num_decode=sum(chunk.end - chunk.start == 1 for chunk in chunks),
+        block_size=block_size,
+    )
+
+
+def _check(chunk: SequenceChunk, block_size: int, windows: Sequence[int]) -> None:
     assert 0 <= chunk.start < chunk.end <= len(chunk.token_ids), "the chunk has no such tokens"
-    assert chunk.end <= len(chunk.block_table) * block_size, "the block table is too short"
+    assert len(chunk.tables) == len(windows), "a group has no table"
+    for window, table in zip(windows, chunk.tables, strict=True):
+        assert chunk.end <= len(table) * block_size, "the block table is too short"
+        first = first_visible(window, chunk.start, block_size)
+        seen = table[first : num_blocks_of(chunk.end, block_size)]
+        assert not window or HOLE not in seen, "a block that is seen is not held"
     assert not chunk.sample or chunk.end == len(chunk.token_ids), "tokens follow the sampled one"

@@ -48,6 +48,60 @@ class MoeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Attention over a compressed KV that all heads share (MLA).
+
+    Attributes:
+        query_rank: of the compressed queries; 0 when they are not.
+        rank: of the compressed keys and values.
+        rope_dim: rotated elements of a query and of the one key beside the latent.
+        nope_dim: elements of a query that are not rotated.
+        value_dim: of a head's values.
+        interleaved: rotated pairs are neighbours in the files.
+    """
+
+    query_rank: int
+    rank: int
+    rope_dim: int
+    nope_dim: int
+    value_dim: int
+    interleaved: bool
+
+    @property
+    def width(self) -> int:
+        """Values kept per position."""
+        return self.rank + self.rope_dim
+
+
+@dataclass(frozen=True, slots=True)
+class LinearConfig:
+    """Layers that carry a state instead of keeping positions.
+
+    Attributes:
+        layers: which they are.
+        conv_kernel: inputs that the convolution before the recurrence spans; 1 for none.
+    """
+
+    layers: frozenset[int]
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_kernel: int
+
+    @property
+    def conv_channels(self) -> int:
+        """Queries, keys and values of one position."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+    @property
+    def state_values(self) -> int:
+        """Values that one layer carries on: its matrix, and inputs of the convolution."""
+        matrix = self.num_value_heads * self.key_dim * self.value_dim
+        return matrix + self.conv_channels * (self.conv_kernel - 1)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Shape of a decoder.
 
@@ -62,6 +116,9 @@ class ModelConfig:
         local_rope: of layers with a window, when they have their own.
         moe: None for a dense model.
         swiglu_alpha, swiglu_limit: of gpt-oss's activation.
+        rotary_dim: leading elements of a head that are rotated; 0 for all.
+        latent: of attention layers that keep a compressed KV.
+        linear: of layers that keep a state.
     """
 
     family: str
@@ -87,6 +144,9 @@ class ModelConfig:
     moe: MoeConfig | None = None
     swiglu_alpha: float = 1.702
     swiglu_limit: float = 7.0
+    rotary_dim: int = 0
+    latent: LatentConfig | None = None
+    linear: LinearConfig | None = None
 
     @property
     def num_parameters(self) -> int:
@@ -105,6 +165,22 @@ class ModelConfig:
         sparse = self.moe.num_experts * (expert + self.hidden_size)
         num_sparse = len(self.moe.sparse_layers)
         return (self.num_layers - num_sparse) * one_dense + num_sparse * sparse
+
+    @property
+    def kv_values(self) -> int:
+        """Values that one attention layer keeps per position."""
+        if self.latent is not None:
+            return self.latent.width
+        return 2 * self.num_kv_heads * self.head_dim
+
+    @property
+    def state_values(self) -> int:
+        """Values that one linear layer carries on."""
+        return 0 if self.linear is None else self.linear.state_values
+
+    def is_linear(self, layer: int) -> bool:
+        """Whether the layer carries a state."""
+        return self.linear is not None and layer in self.linear.layers
 
     def sliding(self, layer: int) -> bool:
         """Whether the layer sees a window only."""

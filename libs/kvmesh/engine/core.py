@@ -18,12 +18,21 @@ from kvmesh.engine.protocol import (
     ModelSpec,
     SampledToken,
     SequenceChunk,
+    StateChunk,
     StepResult,
     TokenConstraint,
 )
 from kvmesh.engine.sequence import Emission, Sequence, SequenceState
 from kvmesh.kv.block_pool import BlockPool
+from kvmesh.kv.groups import (
+    ArrivingBlock,
+    arriving_blocks,
+    longest_sequence,
+    num_blocks_of,
+    state_interval,
+)
 from kvmesh.kv.hashing import HashChain
+from kvmesh.kv.sequence_blocks import GroupCache, SequenceBlocks
 from kvmesh.policy.batching import BatchLimits, plan_batch
 
 
@@ -51,6 +60,7 @@ class EngineCore:
         num_blocks: KV blocks of the runner.
         limits: of one step.
         growth_tokens: room for generated tokens that admission to decode asks for at once.
+        state_interval_tokens: between saved states of linear layers; 0 for the cost rule.
         constrain: makes the constraint of a structure; without it structures are refused.
     """
 
@@ -60,14 +70,20 @@ class EngineCore:
         num_blocks: int,
         limits: BatchLimits | None = None,
         growth_tokens: int = 64,
+        state_interval_tokens: int = 0,
         constrain: Callable[[Structure], TokenConstraint] | None = None,
     ) -> None:
         self.spec = spec
         self.block_size = spec.layout.block_size
-        # Alone on the worker, a sequence of this length fits; so preemption always ends.
-        self.max_model_len = min(spec.max_model_len, num_blocks * self.block_size)
-        self.pool = BlockPool(num_blocks, self.block_size)
         self._limits = limits or BatchLimits()
+        # Alone on the worker, a sequence of this length fits; so preemption always ends.
+        fitting = longest_sequence(
+            spec.groups, num_blocks, self._limits.max_tokens, self.block_size
+        )
+        self.max_model_len = min(spec.max_model_len, fitting)
+        self.pool = BlockPool(num_blocks, self.block_size)
+        interval = state_interval(spec.groups, self.block_size, state_interval_tokens)
+        self._cache = GroupCache(self.pool, spec.groups, interval)
         self._growth_tokens = growth_tokens
         self._constrain = constrain
         self._next_id = 1
@@ -86,7 +102,7 @@ class EngineCore:
         """Admits a prompt whose KV goes to another worker; it runs at once and stops after the
         first token.
         """
-        sequence = self._admit(spec, growth_tokens=0)
+        sequence = self._admit(spec, None)
         if isinstance(sequence, Sequence):
             sequence.hold_after_first = True
             self.run(sequence)
@@ -101,9 +117,10 @@ class EngineCore:
             return self._no_blocks("sequences that were preempted come first")
         remaining = spec.num_prompt_tokens + spec.sampling.max_tokens - len(spec.token_ids)
         growth = min(self._growth_tokens, max(remaining, 0))
-        return self._admit(spec, growth_tokens=growth)
+        return self._admit(spec, growth)
 
-    def _admit(self, spec: SequenceSpec, growth_tokens: int) -> Sequence | Refusal:
+    def _admit(self, spec: SequenceSpec, growth_tokens: int | None) -> Sequence | Refusal:
+        """Takes the blocks of a prompt; `growth_tokens` is None for one that is computed here."""
         refusal = self._check_fit(spec)
         if refusal is not None:
             return refusal
@@ -111,26 +128,26 @@ class EngineCore:
         chain = HashChain(spec.root_hash, self.block_size, spec.token_ids)
         scores_prompt = spec.sampling.num_prompt_logprobs >= 0
         reusable = 0 if scores_prompt else self._num_reusable(num_tokens)
-        cached = self.pool.match(chain.hashes[:reusable])
-        self.pool.acquire(cached)
-        needed = self._blocks_for(min(num_tokens + growth_tokens, self.max_model_len))
+        kv = self._cache.resume(chain.hashes[:reusable])
+        num_cached = kv.num_sealed * self.block_size
         try:
-            after = cached[-1] if cached else None
-            fresh = self.pool.allocate(needed - len(cached), after=after)
+            if growth_tokens is None:
+                self._cache.grow(kv, num_cached, num_tokens, whole=True)
+            else:
+                growth = min(growth_tokens, self.max_model_len - num_tokens)
+                self._cache.reserve(kv, num_tokens, growth)
         except OutOfBlocksError:
-            self.pool.release(cached)
-            return self._no_blocks(f"{needed - len(cached)} blocks are needed")
+            self._cache.release(kv)
+            return self._no_blocks(f"{num_tokens - num_cached} tokens need blocks")
         self._next_id += 1
-        num_cached = len(cached) * self.block_size
         sequence = Sequence(
             sequence_id=self._next_id,
             spec=spec,
             tokens=list(spec.token_ids),
-            blocks=cached + fresh,
+            kv=kv,
             num_computed=num_cached,
             num_cached=num_cached,
             chain=chain,
-            num_sealed=len(cached),
             constraint=self._constraint(spec),
             scores_prompt=scores_prompt,
         )
@@ -163,9 +180,6 @@ class EngineCore:
         text = f"{detail}; {self.pool.num_free} are free"
         return Refusal(RefusalReason.NO_BLOCKS, text, retry_after_ms=50)
 
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
-
     def _num_reusable(self, num_tokens: int) -> int:
         # The last token is always computed, or there would be no logits to sample from.
         return (num_tokens - 1) // self.block_size
@@ -184,7 +198,7 @@ class EngineCore:
         assert sequence.state is SequenceState.HELD, sequence.state
         sequence.num_computed = len(sequence.tokens)
         sequence.scores_prompt = False  # the prefill worker did
-        self._seal(sequence)
+        self._settle(sequence)
         self._append(sequence, first_token)
         self.run(sequence)
 
@@ -211,8 +225,20 @@ class EngineCore:
             self._preempted.remove(sequence)
 
     def _free_blocks(self, sequence: Sequence) -> None:
-        self.pool.release(sequence.blocks)
-        sequence.blocks.clear()
+        self._cache.release(sequence.kv, sequence.chain.hashes)
+
+    def arriving_blocks(self, sequence: Sequence, num_cached: int) -> list[ArrivingBlock]:
+        """The blocks of a sequence's prompt that a handoff moves, in the order of the protocol.
+
+        Args:
+            num_cached: leading block indices that the receiver has.
+        """
+        num_tokens = len(sequence.spec.token_ids)
+        span = range(num_cached, num_blocks_of(num_tokens, self.block_size))
+        kv = sequence.kv
+        return arriving_blocks(
+            self.spec.groups, kv.tables, kv.state, span, num_tokens, self.block_size
+        )
 
     # --- steps -------------------------------------------------------------------------------
 
@@ -231,36 +257,52 @@ class EngineCore:
             end = sequence.num_computed + num_tokens
             if sequence.state is SequenceState.RUNNING and self._grow(sequence, end, members):
                 members.append(sequence)
+                self._cache.plan_saves(
+                    sequence.kv,
+                    sequence.num_computed,
+                    end,
+                    len(sequence.spec.token_ids),
+                    sequence.chain.hashes,
+                )
                 chunks.append(self._chunk(sequence, end))
         self._in_flight = frozenset(members)
         return chunks
 
     def _chunk(self, sequence: Sequence, end: int) -> SequenceChunk:
+        kv = sequence.kv
         return SequenceChunk(
             sequence_id=sequence.sequence_id,
             token_ids=sequence.tokens,
             start=sequence.num_computed,
             end=end,
-            block_table=sequence.blocks,
+            block_table=kv.tables[0],
             num_prompt_tokens=sequence.spec.num_prompt_tokens,
             sampling=sequence.spec.sampling,
             sample=end == len(sequence.tokens),
             eos_token_ids=self.spec.eos_token_ids,
+            more_tables=kv.tables[1:],
+            state=_state_chunk(kv, sequence.num_computed) if kv.state else None,
             constraint=sequence.constraint,
             score_prompt=sequence.scores_prompt,
         )
 
     def _grow(self, sequence: Sequence, end: int, protected: SequenceOf[Sequence]) -> bool:
-        """Makes the block table reach `end`, preempting younger sequences when blocks run out."""
-        while (missing := self._blocks_for(end) - len(sequence.blocks)) > 0:
+        """Makes the blocks reach `end`, preempting younger sequences when they run out."""
+        while True:
             try:
-                sequence.blocks += self.pool.allocate(missing, after=sequence.blocks[-1])
+                self._cache.grow(sequence.kv, sequence.num_computed, end)
+                return True
             except OutOfBlocksError:
+                if self._drop_rolling():
+                    continue
                 victim = self._youngest(protected)
                 self._preempt(victim)
                 if victim is sequence:
                     return False
-        return True
+
+    def _drop_rolling(self) -> bool:
+        """Gives up a state that is kept for the cache only; False when there is none."""
+        return any(self._cache.drop_rolling(s.kv, s.chain.hashes) for s in self._running)
 
     def _youngest(self, protected: SequenceOf[Sequence]) -> Sequence:
         # The one that asks is itself not protected, so there always is a victim.
@@ -269,7 +311,7 @@ class EngineCore:
     def _preempt(self, victim: Sequence) -> None:
         self._running.remove(victim)
         self._free_blocks(victim)
-        victim.num_computed = victim.num_sealed = 0
+        victim.num_computed = 0
         victim.state = SequenceState.PREEMPTED
         # Back in order of age: ids grow with time.
         self._preempted.append(victim)
@@ -282,20 +324,16 @@ class EngineCore:
             reusable = self._num_reusable(len(sequence.tokens))
             if sequence.scores_prompt:  # goes on where it has scored all before
                 reusable = min(reusable, len(sequence.prompt_logprobs) // self.block_size)
-            cached = self.pool.match(sequence.chain.hashes[:reusable])
-            self.pool.acquire(cached)
+            kv = self._cache.resume(sequence.chain.hashes[:reusable])
+            num_cached = kv.num_sealed * self.block_size
             try:
-                fresh = self.pool.allocate(
-                    self._blocks_for(len(sequence.tokens)) - len(cached),
-                    after=cached[-1] if cached else None,
-                )
+                self._cache.grow(kv, num_cached, len(sequence.tokens), whole=True)
             except OutOfBlocksError:
-                self.pool.release(cached)
+                self._cache.release(kv)
                 return
             self._preempted.pop(0)
-            sequence.blocks[:] = cached + fresh
-            sequence.num_computed = len(cached) * self.block_size
-            sequence.num_sealed = len(cached)
+            sequence.kv = kv
+            sequence.num_computed = num_cached
             sequence.state = SequenceState.RUNNING
             self._running.append(sequence)
             self._running.sort(key=lambda s: s.sequence_id)
@@ -325,7 +363,7 @@ class EngineCore:
         self, sequence: Sequence, end: int, token: SampledToken | None
     ) -> list[Callable[[], None]]:
         sequence.num_computed = end
-        self._seal(sequence)
+        self._settle(sequence)
         if token is None:
             return [sequence.on_progress]
         position = len(sequence.tokens)
@@ -351,12 +389,9 @@ class EngineCore:
         sequence.tokens.append(token_id)
         sequence.chain.append((token_id,))
 
-    def _seal(self, sequence: Sequence) -> None:
-        """Registers blocks that became full and computed, so that others can share them."""
-        full = sequence.num_computed // self.block_size
-        for index in range(sequence.num_sealed, full):
-            self.pool.seal(sequence.blocks[index], sequence.chain.hashes[index])
-        sequence.num_sealed = max(sequence.num_sealed, full)
+    def _settle(self, sequence: Sequence) -> None:
+        """Lets others share what became complete, and gives back what is behind a window."""
+        self._cache.finish_step(sequence.kv, sequence.num_computed, sequence.chain.hashes)
 
     def _finish_reason(self, sequence: Sequence, token: SampledToken) -> FinishReason | None:
         if token.error:
@@ -379,6 +414,17 @@ class EngineCore:
     def max_step_tokens(self) -> int:
         """Tokens that one step may compute (the chunk budget)."""
         return self._limits.max_tokens
+
+    @property
+    def token_totals(self) -> tuple[int, int]:
+        """Tokens computed and tokens generated since start."""
+        return self._computed_tokens, self._generated_tokens
+
+    @property
+    def pending_tokens(self) -> int:
+        """Tokens that wait to be computed; the one that each decode step computes does not."""
+        waiting = (each.num_remaining for each in (*self._running, *self._preempted))
+        return sum(count for count in waiting if count > 1)
 
     @property
     def has_work(self) -> bool:
@@ -418,8 +464,13 @@ class EngineCore:
         assert len({s.sequence_id for s in everyone}) == len(everyone), "a sequence is twice here"
         for sequence in everyone:
             if sequence.state is SequenceState.PREEMPTED:
-                assert not sequence.blocks, "a preempted sequence holds blocks"
+                assert sequence.kv.is_empty, "a preempted sequence holds blocks"
                 continue
-            capacity = len(sequence.blocks) * self.block_size
-            assert sequence.num_computed <= min(len(sequence.tokens), capacity)
-            assert sequence.num_sealed * self.block_size <= len(sequence.tokens)
+            assert sequence.num_computed <= len(sequence.tokens)
+            assert sequence.kv.num_sealed * self.block_size <= len(sequence.tokens)
+            self._cache.check_integrity(sequence.kv, sequence.num_computed)
+
+
+def _state_chunk(kv: SequenceBlocks, start: int) -> StateChunk:
+    source = kv.source or (kv.state if start else [])
+    return StateChunk(kv.state, source, [(saved.position, saved.blocks) for saved in kv.saves])

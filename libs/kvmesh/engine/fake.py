@@ -1,7 +1,8 @@
 """A deterministic runner without torch: same limits, same KV layout, same contract.
 
 Each position's "KV" is a 64-bit mix of its token and its position, written into the block like
-real KV; the next token is a mix of the KV of *all* positions, read back through the block table.
+real KV; the next token is a mix of the KV of all positions that a group sees, read back through its
+block table, and of a state that is carried on from position to position where the model has one.
 So a block that was lost, stale, or put in the wrong place changes the tokens.
 Tests: tests/contract/test_runner_contract.py.
 """
@@ -23,8 +24,10 @@ from kvmesh.engine.protocol import (
     ModelSpec,
     SampledToken,
     SequenceChunk,
+    StateChunk,
     StepResult,
 )
+from kvmesh.kv.groups import KvGroups, num_blocks_of
 from kvmesh.transfer.memory import create_shared
 
 _MASK = (1 << 64) - 1
@@ -79,8 +82,8 @@ class FakeRunner:
     """Computes deterministic tokens.
 
     Args:
-        token_s: time per computed prompt token, to give steps a length.
-        step_s: time per step besides.
+        step_s: time per step.
+        groups: what it keeps.
     """
 
     def __init__(
@@ -92,20 +95,21 @@ class FakeRunner:
         num_blocks: int = 512,
         block_size: int = 16,
         eos_token_ids: frozenset[int] = frozenset({0}),
-        token_s: float = 0.0,
         step_s: float = 0.0,
+        groups: KvGroups | None = None,
     ) -> None:
+        groups = groups or KvGroups()
+        kind = "" if groups == KvGroups() else f"-{groups}"
         layout = KvLayout(
-            model_fingerprint=f"fake-{vocab_size}-{block_size}",
+            model_fingerprint=f"fake-{vocab_size}-{block_size}{kind}",
             dtype="float32",
             block_size=block_size,
             num_layers=1,
             num_kv_heads=1,
             head_dim=1,  # keys and values of one position: 8 bytes, one word
         )
-        self._spec = ModelSpec(name, vocab_size, max_model_len, eos_token_ids, layout)
+        self._spec = ModelSpec(name, vocab_size, max_model_len, eos_token_ids, layout, groups)
         self._memory = HostMemory(num_blocks, layout.block_bytes)
-        self._token_s = token_s
         self._step_s = step_s
 
     @classmethod
@@ -139,13 +143,14 @@ class FakeRunner:
 
     def execute(self, chunks: Sequence[SequenceChunk]) -> StepResult:
         """Writes the KV of all chunks, then samples."""
-        computed = sum(chunk.end - chunk.start for chunk in chunks)
-        pause = self._step_s + computed * self._token_s
-        if pause:
-            time.sleep(pause)
+        if self._step_s:
+            time.sleep(self._step_s)
         for chunk in chunks:
-            for position in range(chunk.start, chunk.end):
-                self._write(chunk, position)
+            for table in chunk.tables:
+                for position in range(chunk.start, chunk.end):
+                    self._write(table, chunk.token_ids[position], position)
+            if chunk.state is not None:
+                self._carry_on(chunk, chunk.state)
         tokens = [self._sample(chunk) if chunk.sample else None for chunk in chunks]
         scores = {index: _score(chunk) for index, chunk in enumerate(chunks) if chunk.num_scored}
         return StepResult(tokens, scores)
@@ -154,23 +159,38 @@ class FakeRunner:
         """Closes the pool's descriptor."""
         self._memory.close()
 
-    def _offset(self, chunk: SequenceChunk, position: int) -> int:
+    def _write(self, table: Sequence[int], token_id: int, position: int) -> None:
         size = self._spec.layout.block_size
-        slot = chunk.block_table[position // size] * size + position % size
-        return slot * _WORD
+        slot = table[position // size] * size + position % size
+        struct.pack_into("<Q", self._memory.view, slot * _WORD, _mix(token_id << 32 | position))
 
-    def _write(self, chunk: SequenceChunk, position: int) -> None:
-        value = _mix(chunk.token_ids[position] << 32 | position)
-        struct.pack_into("<Q", self._memory.view, self._offset(chunk, position), value)
+    def _carry_on(self, chunk: SequenceChunk, state: StateChunk) -> None:
+        """Mixes the chunk's tokens into the state, and copies it where that is asked for."""
+        values = [self._read_word(block) for block in state.source] or [0] * len(state.live)
+        saves = dict(state.saves)
+        for position in range(chunk.start, chunk.end):
+            token_id = chunk.token_ids[position]
+            values = [_mix(value ^ (token_id + part)) for part, value in enumerate(values)]
+            self._write_words(saves.get(position + 1, ()), values)
+        self._write_words(state.live, values)
+
+    def _read_word(self, block: int) -> int:
+        offset = block * self._spec.layout.block_bytes
+        value: int = struct.unpack_from("<Q", self._memory.view, offset)[0]
+        return value
+
+    def _write_words(self, blocks: Sequence[int], values: Sequence[int]) -> None:
+        for block, value in zip(blocks, values, strict=False):
+            struct.pack_into("<Q", self._memory.view, block * self._spec.layout.block_bytes, value)
 
     def _sample(self, chunk: SequenceChunk) -> SampledToken:
-        size = self._spec.layout.block_size
-        block_bytes = self._spec.layout.block_bytes
         digest = hashlib.blake2b(digest_size=8)
-        for index in range(-(-chunk.end // size)):
-            start = chunk.block_table[index] * block_bytes
-            filled = min(size, chunk.end - index * size) * _WORD
-            digest.update(self._memory.view[start : start + filled])
+        for window, table in zip(self._spec.groups.windows, chunk.tables, strict=True):
+            first = max(0, chunk.end - window) if window else 0
+            self._read_positions(digest, table, first, chunk.end)
+        if chunk.state is not None:
+            for block in chunk.state.live:
+                digest.update(self._read_word(block).to_bytes(_WORD, "little"))
         value = int.from_bytes(digest.digest(), "little")
         if chunk.sampling.temperature > 0:
             value = _mix(value ^ _mix(chunk.sampling.seed ^ chunk.end))
@@ -189,6 +209,16 @@ class FakeRunner:
         others = tuple(1 + (token + i) % (self._spec.vocab_size - 1) for i in range(count))
         top = (token, *others)[:count]
         return SampledToken(token, TokenLogprobs(-0.5, top, tuple(-0.5 - i for i in range(count))))
+
+    def _read_positions(
+        self, digest: hashlib.blake2b, table: Sequence[int], first: int, end: int
+    ) -> None:
+        size, block_bytes = self._spec.layout.block_size, self._spec.layout.block_bytes
+        for index in range(first // size, num_blocks_of(end, size)):
+            start = table[index] * block_bytes
+            begin = max(0, first - index * size) * _WORD
+            stop = min(size, end - index * size) * _WORD
+            digest.update(self._memory.view[start + begin : start + stop])
 
 
 def _score(chunk: SequenceChunk) -> list[TokenLogprobs]:

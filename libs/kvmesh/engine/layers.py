@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvmesh.engine.config import ModelConfig
+from kvmesh.engine.kv_plan import KvPlace
 from kvmesh.engine.weights import LayerWeights
 from kvmesh.kernels import layer_ops
 from kvmesh.kernels.dispatch import HeadSpec, RopeRows, StepAttention
@@ -21,15 +22,26 @@ from kvmesh.kernels.linear import Linear, make_linear
 
 
 @dataclass(frozen=True, slots=True)
+class StepMemory:
+    """The KV that a step reads and writes.
+
+    Attributes:
+        attention: of each token group.
+    """
+
+    attention: tuple[StepAttention, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """What all layers of one step share.
 
     Attributes:
-        attention: writes the rows' keys and values.
+        memory: KV of all groups.
         rope, local_rope: rotation of the rows, in layers without and with a window.
     """
 
-    attention: StepAttention
+    memory: StepMemory
     rope: RopeRows
     local_rope: RopeRows
 
@@ -70,14 +82,14 @@ class SelfAttention:
 
     Attributes:
         qkv: to [(heads + 2 * kv_heads) * head_dim], q, then k, then v.
-        layer: place in the KV pool.
+        place: in the KV pool.
         uses_local_rope: of `Step`.
     """
 
     qkv: Linear
     output: Linear
     spec: HeadSpec
-    layer: int
+    place: KvPlace
     head_dim: int
     uses_local_rope: bool
 
@@ -85,7 +97,8 @@ class SelfAttention:
         """[rows, hidden], normalised, to [rows or kept, hidden]."""
         qkv = self.qkv(h).view(len(h), -1, self.head_dim)
         rope = step.local_rope if self.uses_local_rope else step.rope
-        out = step.attention.run(qkv, self.layer, self.spec, rope)
+        attention = step.memory.attention[self.place.group]
+        out = attention.run(qkv, self.place.slot, self.spec, rope)
         if keep is not None:
             out = out[keep]
         return self.output(out.flatten(1))
@@ -136,7 +149,7 @@ def load_attention(
             qk_norm=qk_norm,
             norm_eps=config.rms_norm_eps,
         ),
-        layer=layer,
+        place=weights.place,
         head_dim=head_dim,
         uses_local_rope=config.sliding(layer),
     )

@@ -11,9 +11,10 @@ from pathlib import Path
 import torch
 
 from kvmesh.core.errors import ConfigError
-from kvmesh.core.types import DTYPE_BYTES, KvLayout
+from kvmesh.core.types import DTYPE_BYTES
 from kvmesh.engine.checkpoint import load_model_config
 from kvmesh.engine.config import ModelConfig
+from kvmesh.engine.kv_plan import kv_layout, plan_kv
 
 _GIB = 1 << 30
 # Activations of the largest usual step, the libraries' work space, and some air.
@@ -47,18 +48,6 @@ def resolve_dtype(config: ModelConfig, dtype: str) -> str:
         known = ", ".join(["auto", *DTYPE_BYTES])
         raise ConfigError(f"dtype {dtype!r} is unknown; known: {known}")
     return dtype
-
-
-def kv_layout(config: ModelConfig, *, dtype: str, block_size: int, fingerprint: str) -> KvLayout:
-    """The layout of a model's KV blocks."""
-    return KvLayout(
-        model_fingerprint=fingerprint,
-        dtype=dtype,
-        block_size=block_size,
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-    )
 
 
 def memory_needed(folder: Path, *, dtype: str, num_blocks: int, block_size: int) -> MemoryNeed:
@@ -117,7 +106,8 @@ def require_memory(need: MemoryNeed, available: int) -> None:
 
 def _needed(config: ModelConfig, dtype: str, num_blocks: int, block_size: int) -> MemoryNeed:
     resolved = resolve_dtype(config, dtype)
-    layout = kv_layout(config, dtype=resolved, block_size=block_size, fingerprint="")
+    plan = plan_kv(config, resolved, block_size)
+    layout = kv_layout(config, plan, dtype=resolved, fingerprint="")
     # A head that shares the embedding's weight has its own copy, in the layout of products.
     head = config.vocab_size * config.hidden_size if config.tie_word_embeddings else 0
     return MemoryNeed(

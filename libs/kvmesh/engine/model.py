@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvmesh.engine.config import ModelConfig, RopeConfig
-from kvmesh.engine.layers import Layer, Step
+from kvmesh.engine.kv_plan import KvPlan
+from kvmesh.engine.layers import Layer, Step, StepMemory
 from kvmesh.engine.models import FAMILIES
 from kvmesh.engine.rope import RopeTable, rope_table
 from kvmesh.engine.weights import LayerWeights, WeightFiles
 from kvmesh.kernels import layer_ops
-from kvmesh.kernels.dispatch import StepAttention
 from kvmesh.kernels.linear import Linear, make_linear
 
 
@@ -45,13 +45,14 @@ class DecoderModel:
         self,
         token_ids: Tensor,
         positions: Tensor,
-        attention: StepAttention,
+        memory: StepMemory,
         keep: Tensor | None = None,
     ) -> Tensor:
         """Runs the rows of a step and writes their KV.
 
         Args:
             token_ids, positions: [rows] int64.
+            memory: KV of the rows' sequences.
             keep: [kept] int64, rows that are wanted; None for all. The last layer computes no
                 others once their keys and values are written.
 
@@ -63,7 +64,7 @@ class DecoderModel:
             x *= self.embedding_scale
         rope = self.rope.rows(positions)
         own_local = self.local_rope is not self.rope
-        step = Step(attention, rope, self.local_rope.rows(positions) if own_local else rope)
+        step = Step(memory, rope, self.local_rope.rows(positions) if own_local else rope)
         delta: Tensor | None = None
         for layer in self.layers[:-1]:
             x, delta = layer.run(x, delta, step, None)
@@ -83,7 +84,13 @@ class DecoderModel:
 
 
 def load_model(
-    files: WeightFiles, config: ModelConfig, *, num_positions: int, dtype: torch.dtype, device: str
+    files: WeightFiles,
+    config: ModelConfig,
+    plan: KvPlan,
+    *,
+    num_positions: int,
+    dtype: torch.dtype,
+    device: str,
 ) -> DecoderModel:
     """Reads a model into device memory.
 
@@ -112,8 +119,8 @@ def load_model(
         embedding=embedding,
         embedding_scale=scale if family.scales_embeddings else None,
         layers=tuple(
-            family.load_layer(LayerWeights(files, layer, dtype, device), config)
-            for layer in range(config.num_layers)
+            family.load_layer(LayerWeights(files, layer, dtype, device, place), config)
+            for layer, place in enumerate(plan.places)
         ),
         norm=norm + family.norm_offset,
         head=make_linear(embedding if config.tie_word_embeddings else matrix("lm_head.weight")),

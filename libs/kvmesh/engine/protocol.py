@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from kvmesh.core.types import KvLayout, SamplingParams, TokenLogprobs
+from kvmesh.kv.groups import KvGroups
 
 if TYPE_CHECKING:  # the contract itself needs no numpy
     import numpy as np
@@ -24,6 +25,7 @@ class ModelSpec:
 
     Attributes:
         eos_token_ids: tokens that end generation unless `ignore_eos`.
+        groups: what its layers keep.
     """
 
     name: str
@@ -31,6 +33,22 @@ class ModelSpec:
     max_model_len: int
     eos_token_ids: frozenset[int]
     layout: KvLayout
+    groups: KvGroups = KvGroups()
+
+
+@dataclass(frozen=True, slots=True)
+class StateChunk:
+    """Blocks of linear layers' states for one chunk.
+
+    Attributes:
+        live: holds the state after the chunk.
+        source: holds the state before it; empty at the beginning of a sequence.
+        saves: positions within the chunk, its end among them, and where to copy the state there.
+    """
+
+    live: Sequence[int]
+    source: Sequence[int]
+    saves: Sequence[tuple[int, Sequence[int]]] = ()
 
 
 class TokenConstraint(Protocol):
@@ -60,9 +78,12 @@ class SequenceChunk:
         token_ids: all tokens of the sequence so far (not copied; read only).
         start: first position to compute; KV of positions before it is in the blocks.
         end: one past the last position to compute; at least start + 1.
-        block_table: block ids, enough to hold `end` positions.
+        block_table: block ids of the first token group, enough to hold `end` positions. In a
+            group with a window, those that no query of the chunk sees may be `HOLE`.
         num_prompt_tokens: where the client's prompt ends, for penalties.
         sample: choose a token after position end - 1 (then end == len(token_ids)).
+        more_tables: of the other token groups.
+        state: None for a model without linear layers.
         constraint: limits what may be chosen; None is free text.
         score_prompt: report log-probabilities of the prompt's tokens that follow these positions.
     """
@@ -76,6 +97,14 @@ class SequenceChunk:
     sampling: SamplingParams
     sample: bool
     eos_token_ids: frozenset[int] = frozenset()
+    more_tables: Sequence[Sequence[int]] = ()
+    state: StateChunk | None = None
+
+    @property
+    def tables(self) -> tuple[Sequence[int], ...]:
+        """Block tables of all token groups."""
+        return (self.block_table, *self.more_tables)
+
     constraint: TokenConstraint | None = None
     score_prompt: bool = False
 

@@ -16,9 +16,10 @@ from kvmesh.engine.batch import StepBatch, build_batch
 from kvmesh.engine.checkpoint import load_model_config
 from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.kv_cache import TORCH_DTYPES, KvPool, allocate_pool
+from kvmesh.engine.kv_plan import KvPlan, kv_layout, plan_kv
+from kvmesh.engine.layers import StepMemory
 from kvmesh.engine.memory import (
     available_bytes,
-    kv_layout,
     memory_needed,
     require_memory,
     resolve_dtype,
@@ -36,8 +37,11 @@ _SCORED_ROWS = 128
 class TorchRunner:
     """The `ModelRunner` that computes with torch, on the CPU or one CUDA device."""
 
-    def __init__(self, spec: ModelSpec, model: DecoderModel, pool: KvPool, device: str) -> None:
+    def __init__(
+        self, spec: ModelSpec, model: DecoderModel, plan: KvPlan, pool: KvPool, device: str
+    ) -> None:
         self._spec = spec
+        self._plan = plan
         self._model: DecoderModel | None = model
         self._pool = pool
         self._device = device
@@ -60,6 +64,8 @@ class TorchRunner:
         Args:
             device: "cpu", "cuda" or "cuda:N".
             dtype: "float32", "float16", "bfloat16", or "auto" for the checkpoint's own.
+            block_size: positions in a block; a model with linear layers takes the next multiple
+                of it at which a block holds a layer's state.
             max_model_len: at most what the checkpoint was made for; None for that.
             num_threads: of this process's matrix products on the CPU.
 
@@ -76,16 +82,14 @@ class TorchRunner:
         need = memory_needed(folder, dtype=dtype, num_blocks=num_blocks, block_size=block_size)
         require_memory(need, available_bytes(device))
         torch.set_num_threads(num_threads)
-        layout = kv_layout(
-            config,
-            dtype=resolved,
-            block_size=block_size,
-            fingerprint=fingerprint(config, files.paths, resolved),
-        )
+        plan = plan_kv(config, resolved, block_size)
+        identity = fingerprint(config, files.paths, resolved)
+        layout = kv_layout(config, plan, dtype=resolved, fingerprint=identity)
         with files:
             model = load_model(
                 files,
                 config,
+                plan,
                 num_positions=length,
                 dtype=TORCH_DTYPES[resolved],
                 device=device,
@@ -96,8 +100,9 @@ class TorchRunner:
             max_model_len=length,
             eos_token_ids=config.eos_token_ids,
             layout=layout,
+            groups=plan.groups,
         )
-        return cls(spec, model, allocate_pool(layout, num_blocks, device), device)
+        return cls(spec, model, plan, allocate_pool(layout, num_blocks, device), device)
 
     @property
     def spec(self) -> ModelSpec:
@@ -119,7 +124,7 @@ class TorchRunner:
         result: list[SampledToken | None] = [None] * len(chunks)
         if not chunks:
             return StepResult(result)
-        batch = build_batch(chunks, self._spec.layout.block_size)
+        batch = build_batch(chunks, self._plan.block_size, self._plan.groups.windows)
         rows = batch.sample_rows + _scored_rows(batch, chunks)
         num_sampled = len(batch.sample_rows)
         all_rows = rows == list(range(len(batch.token_ids)))
@@ -127,7 +132,7 @@ class TorchRunner:
         hidden = self._model.forward(
             batch.token_ids.to(self._device),
             batch.positions.to(self._device),
-            plan_attention(batch.attention, self._pool.tensor),
+            self._memory_of(batch),
             None if all_rows else keep,
         )
         if batch.sample_rows:
@@ -161,6 +166,10 @@ class TorchRunner:
             found[index] = entries
             first += len(after)
         return found
+
+    def _memory_of(self, batch: StepBatch) -> StepMemory:
+        pool = self._pool.tensor
+        return StepMemory(attention=tuple(plan_attention(group, pool) for group in batch.groups))
 
     def close(self) -> None:
         """See `ModelRunner.close`."""

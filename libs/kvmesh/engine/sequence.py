@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from kvmesh.core.types import FinishReason, SequenceSpec, TokenLogprobs
 from kvmesh.engine.protocol import TokenConstraint
 from kvmesh.kv.hashing import HashChain
+from kvmesh.kv.sequence_blocks import SequenceBlocks
 
 
 class SequenceState(enum.Enum):
@@ -60,11 +61,10 @@ class Sequence:
 
     Attributes:
         tokens: prompt and generated tokens; the last one has no KV while decoding.
-        blocks: block table; owned references.
+        kv: blocks of all groups; owned references.
         num_computed: leading positions whose KV is in the blocks.
         num_cached: leading positions found in the prefix cache at admission.
         chain: block hashes of `tokens`.
-        num_sealed: leading blocks that are registered in the prefix cache.
         hold_after_first: stop computing after the first token (prefill for another worker).
         constraint: limits what may be generated.
         scores_prompt: log-probabilities of the prompt's tokens are still to be found or told.
@@ -75,11 +75,10 @@ class Sequence:
     sequence_id: int
     spec: SequenceSpec
     tokens: list[int]
-    blocks: list[int]
+    kv: SequenceBlocks
     num_computed: int
     num_cached: int
     chain: HashChain
-    num_sealed: int = 0
     hold_after_first: bool = False
     state: SequenceState = SequenceState.HELD
     constraint: TokenConstraint | None = None
@@ -87,6 +86,11 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     on_emission: Callable[[Emission], None] = field(default=_no_emission)
     on_progress: Callable[[], None] = field(default=_no_progress)
+
+    @property
+    def blocks(self) -> list[int]:
+        """Block table of the first group."""
+        return self.kv.tables[0]
 
     @property
     def num_remaining(self) -> int:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvmesh.core.errors import CheckpointError
 from kvmesh.engine.config import ModelConfig
+from kvmesh.engine.kv_plan import KvPlace
 from kvmesh.kernels.linear import Linear, make_linear
 
 _SINGLE = "model.safetensors"
@@ -105,6 +106,9 @@ class WeightFiles:
 class LayerWeights:
     """Reads the tensors of one layer, named from `model.layers.N` on.
 
+    Attributes:
+        place: of the layer's KV.
+
     All methods raise CheckpointError when a tensor is missing or of another shape.
     """
 
@@ -112,6 +116,7 @@ class LayerWeights:
     layer: int
     dtype: torch.dtype
     device: str
+    place: KvPlace
 
     def stacked(self, parts: list[tuple[str, int]], columns: int | None = None) -> Tensor:
         """See `WeightFiles.read_rows`."""

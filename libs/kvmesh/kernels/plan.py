@@ -93,7 +93,8 @@ def decode_buckets(num_blocks: Sequence[int]) -> Iterator[range]:
     """Cuts decode sequences into runs of similar length, so that little of a gather is padding.
 
     Args:
-        num_blocks: blocks of each sequence's context, descending.
+        num_blocks: blocks of each sequence's context, descending but for single blocks: a window
+            spans one more where it does not begin at a block boundary.
 
     Yields:
         Runs of sequence indices that cover all of them in order.
@@ -101,7 +102,7 @@ def decode_buckets(num_blocks: Sequence[int]) -> Iterator[range]:
     first = 0
     wasted = 0
     for index, count in enumerate(num_blocks):
-        assert index == 0 or count <= num_blocks[index - 1], "buckets need descending lengths"
+        assert index == 0 or count <= num_blocks[index - 1] + 1, "buckets need descending lengths"
         missing = num_blocks[first] - count
         if missing * 2 > num_blocks[first] and wasted + missing > _PADDING_BLOCKS:
             yield range(first, index)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from kvmesh.core.errors import OutOfBlocksError
-from kvmesh.core.types import BlockHash
+from kvmesh.core.types import BLOCK_HASH_BYTES, BlockHash
 from kvmesh.kv.free_segments import FreeSegments
 from kvmesh.kv.runs import consecutive_runs
 
@@ -33,6 +33,11 @@ class BlockEvents:
 
     stored: list[BlockHash]
     removed: list[BlockHash]
+
+
+def _is_announced(block_hash: BlockHash) -> bool:
+    """Whether others are told: longer names are of groups that only this pool knows."""
+    return len(block_hash) <= BLOCK_HASH_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +129,10 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
+    def find(self, block_hash: BlockHash) -> int | None:
+        """The block that has this hash; takes no reference."""
+        return self._block_of.get(block_hash)
+
     def acquire(self, blocks: Sequence[int]) -> None:
         """Takes one reference on each block; every one is referenced or evictable."""
         woken: list[int] = []
@@ -187,7 +196,7 @@ class BlockPool:
 
     def held_hashes(self) -> list[BlockHash]:
         """All hashes that can be matched now, oldest first; the start of a snapshot."""
-        return list(self._block_of)
+        return [block_hash for block_hash in self._block_of if _is_announced(block_hash)]
 
     def statistics(self) -> BlockPoolStatistics:
         """The counts of this moment."""
@@ -245,6 +254,8 @@ class BlockPool:
             self._unreferenced.remove(first, count)
 
     def _note(self, block_hash: BlockHash, *, stored: bool) -> None:
+        if not _is_announced(block_hash):
+            return
         # A hash is stored and removed in turn, so an opposite change that was not taken yet
         # leaves the reader's view as it was.
         if self._changes.pop(block_hash, None) is None:

@@ -21,6 +21,9 @@ from kvmesh.policy.view import FleetView, WorkerView
 WIDTH = 6
 """Workers per side, role and group, and as many of those that hold a prefix."""
 
+SMALL_FLEET = 32
+"""Up to so many workers a route looks at all of them."""
+
 MAX_HOLDERS = 128
 """Of more holders (a system prompt that all have) those of the longest prefixes are weighed; the
 others are found by their load."""
@@ -51,10 +54,10 @@ class _Entry:
 class FleetIndex:
     """Workers by load; an update costs one insertion into a sorted list.
 
-    Orders for the policies `cache_load` and `least_loaded`, whose ranks without a cached prefix
-    are the load alone; workers of one bucket have equally many slots. A fleet in which hybrid and
-    dedicated workers share a group is given whole, since hybrids choose their side by the numbers
-    of all.
+    Orders for the policies `kvmesh`, `cache_load` and `least_loaded`, whose ranks without a cached
+    prefix are the load alone; workers of one bucket have equally many slots. A fleet in which
+    hybrid and dedicated workers share a group is given whole, since hybrids choose their side by
+    the numbers of all.
 
     Args:
         rng: orders workers of equal load.

@@ -7,15 +7,22 @@ Tests: tests/unit/policy/test_routing.py.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvmesh.core.types import RouteQuery
+from kvmesh.core.types import RouteCause, RouteQuery
 from kvmesh.policy.view import WorkerView
 
 DECODE_CACHE_WEIGHT = 0.25
 """A decode worker that holds the whole prompt is worth a quarter of a worker's capacity: nothing
 has to be sent to it, but its batch sets the time per token for as long as the request lives."""
+
+AGGREGATE_TOKENS = 256
+"""Half a step's default budget: that much more in a decode batch is hardly felt by the others."""
+
+AGGREGATE_SHARE = 0.5
+"""A decode worker with more of its slots or blocks in use keeps to decode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +70,15 @@ class Standing:
         blocks = 1.0 - worker.load.blocks_free / max(worker.info.num_blocks, 1)
         return max(slots, blocks)
 
+    @property
+    def takes_short_prompt(self) -> bool:
+        """The worker decodes little enough to compute a short prompt beside it, at once."""
+        return (
+            self.worker.prefill_used == 0
+            and not self.decode_full
+            and self.decode_share <= AGGREGATE_SHARE
+        )
+
     def _blocks_needed(self) -> int:
         block_size = self.worker.info.layout.block_size
         return (self.query.num_tokens - self.cached_tokens) // block_size + 1
@@ -74,12 +90,22 @@ RankFunction = Callable[[Standing], Rank]
 
 @dataclass(frozen=True, slots=True)
 class RoutePolicy:
-    """A named way to order workers; smaller ranks are tried first, equal ones in random order."""
+    """A named way to order workers; smaller ranks are tried first, equal ones in random order.
+
+    Attributes:
+        basis: what decides where no cached prefix does.
+        reads_cache: a cached prefix counts.
+        aggregate_tokens: a prompt with at most so many uncached tokens is computed on a decode
+            worker that has room for it; 0 keeps all prompts away from decode workers.
+    """
 
     name: str
     prefill: RankFunction
     decode: RankFunction
     aggregated: RankFunction
+    basis: RouteCause = RouteCause.LOAD
+    reads_cache: bool = True
+    aggregate_tokens: int = 0
 
 
 def _expected_prefill(standing: Standing) -> float:
@@ -132,18 +158,36 @@ def _connections_decode(standing: Standing) -> Rank:
 
 
 LEAST_CONNECTIONS = RoutePolicy(
-    "least_connections", _connections_prefill, _connections_decode, _connections_decode
+    "least_connections",
+    _connections_prefill,
+    _connections_decode,
+    _connections_decode,
+    basis=RouteCause.NO_SCHEDULER,
+    reads_cache=False,
 )
 """Reads only what the caller itself has in flight; loads of an old view mislead."""
 
+CACHE_LOAD = RoutePolicy(
+    "cache_load", _cache_load_prefill, _cache_load_decode, _cache_load_aggregated
+)
+"""Expected work until the first token, prefix included; the scarcer of decode slots and blocks."""
+
+KVMESH = dataclasses.replace(CACHE_LOAD, name="kvmesh", aggregate_tokens=AGGREGATE_TOKENS)
+"""The default: `CACHE_LOAD`, and short prompts where they are decoded."""
+
+LEAST_LOADED = RoutePolicy(
+    "least_loaded",
+    _least_loaded_prefill,
+    _least_loaded_decode,
+    _least_loaded_aggregated,
+    reads_cache=False,
+)
+
+ROUND_ROBIN = RoutePolicy(
+    "round_robin", _turn, _turn, _turn, basis=RouteCause.ROTATION, reads_cache=False
+)
+
 POLICIES: dict[str, RoutePolicy] = {
-    policy.name: policy
-    for policy in (
-        RoutePolicy("cache_load", _cache_load_prefill, _cache_load_decode, _cache_load_aggregated),
-        RoutePolicy(
-            "least_loaded", _least_loaded_prefill, _least_loaded_decode, _least_loaded_aggregated
-        ),
-        RoutePolicy("round_robin", _turn, _turn, _turn),
-    )
+    policy.name: policy for policy in (KVMESH, CACHE_LOAD, LEAST_LOADED, ROUND_ROBIN)
 }
-"""Policies that a config can name."""
+"""Ours, by name; those of other systems are in `baselines.py`."""

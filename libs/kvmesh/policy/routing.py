@@ -18,14 +18,15 @@ from kvmesh.core.types import (
     Refusal,
     RefusalReason,
     Role,
+    RouteCause,
     RoutePlan,
     RouteQuery,
     WorkerId,
     WorkerLoad,
 )
 from kvmesh.policy.ranking import (
+    CACHE_LOAD,
     LEAST_CONNECTIONS,
-    POLICIES,
     RankFunction,
     RoutePolicy,
     Standing,
@@ -72,7 +73,7 @@ def plan_route(
     matches: Mapping[WorkerId, int] | None,
     now: float,
     rng: random.Random,
-    policy: RoutePolicy = POLICIES["cache_load"],
+    policy: RoutePolicy = CACHE_LOAD,
 ) -> RoutePlan | Refusal:
     """Decides where to run a request.
 
@@ -102,13 +103,13 @@ def plan_route(
             f"{max(_longest_sequence(worker) for worker in awake)}",
         )
     if query.placement is Placement.AGGREGATED:
-        return _plan_aggregated(call, able, "asked for")
+        return _plan_aggregated(call, able, RouteCause.ASKED, "asked for")
     sides = _split_sides(call, able)
     if query.placement is Placement.DISAGGREGATED:
         return _plan_disaggregated(call, sides) or no_pair(query, able)
     if not _has_default_pair(sides):
-        return _plan_aggregated(call, able, why_aggregated(able))
-    plan = _plan_disaggregated(call, sides)
+        return _plan_aggregated(call, able, RouteCause.NO_PAIR, why_aggregated(able))
+    plan = _plan_short(call, sides.decode) or _plan_disaggregated(call, sides)
     assert plan is not None, "a default pair exists, so a pair does"
     return plan
 
@@ -255,32 +256,59 @@ def _plan_disaggregated(call: _Call, sides: _Sides) -> RoutePlan | None:
         is_far,
     )
     reason = f"{prefill_reason(prefill[0])}; {decode_reason(decode[0])}"
-    return _plan(call, Placement.DISAGGREGATED, prefill, decode, reason)
+    hit = call.policy.reads_cache and prefill[0].cached_tokens > 0
+    cause = RouteCause.PREFIX if hit else call.policy.basis
+    return _plan(call, prefill, decode, cause, reason)
 
 
-def _plan_aggregated(call: _Call, workers: list[WorkerView], why: str) -> RoutePlan:
+def _plan_short(call: _Call, decode: list[WorkerView]) -> RoutePlan | None:
+    """The prompt on a decode worker that has room for it, if little of it is left to compute.
+
+    Nothing has to be transferred then. A follow-up of a conversation is the common case: the worker
+    that generated the last answer holds all but the new words. None: no worker fits.
+    """
+    fitting = [
+        standing.worker
+        for standing in _standings(call, decode)
+        if standing.uncached_tokens <= call.policy.aggregate_tokens
+        and standing.takes_short_prompt
+        and standing.worker.worker_id not in call.query.avoid
+        and call.now - standing.worker.reported_at <= SILENT_AFTER_S
+    ]
+    if not fitting:
+        return None
+    ordered = _ordered(call, fitting, call.policy.aggregated, lambda _: False)
+    reason = f"aggregated, a short prompt: {prefill_reason(ordered[0])}"
+    return _plan(call, ordered, [], RouteCause.SHORT_PROMPT, reason)
+
+
+def _plan_aggregated(
+    call: _Call, workers: list[WorkerView], cause: RouteCause, why: str
+) -> RoutePlan:
     def is_dedicated(worker: WorkerView) -> bool:
         return worker.info.role is not Role.HYBRID
 
     ordered = _ordered(call, workers, call.policy.aggregated, is_dedicated)
     reason = f"aggregated, {why}: {prefill_reason(ordered[0])}"
-    return _plan(call, Placement.AGGREGATED, ordered, [], reason)
+    return _plan(call, ordered, [], cause, reason)
 
 
 def _plan(
     call: _Call,
-    placement: Placement,
     prefill: Iterable[Standing],
-    decode: Iterable[Standing],
+    decode: list[Standing],
+    cause: RouteCause,
     reason: str,
 ) -> RoutePlan:
+    """A plan; aggregated without decode candidates."""
     return RoutePlan(
-        placement=placement,
+        placement=Placement.DISAGGREGATED if decode else Placement.AGGREGATED,
         prefill=tuple(_candidate(standing) for standing in prefill),
         decode=tuple(_candidate(standing) for standing in decode),
         cache_known=call.matches is not None,
         reason=reason,
         policy=call.policy.name,
+        cause=cause,
     )
 
 

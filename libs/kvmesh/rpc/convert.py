@@ -10,7 +10,6 @@ from kvmesh.core.errors import ProtocolError
 from kvmesh.core.types import (
     BLOCK_HASH_BYTES,
     BlockHash,
-    Candidate,
     Endpoint,
     FinishReason,
     FleetWorker,
@@ -20,18 +19,14 @@ from kvmesh.core.types import (
     PrefixMatch,
     Refusal,
     RefusalReason,
-    RequestId,
     Reservation,
     Role,
-    RoutePlan,
-    RouteQuery,
     SequenceSpec,
     Usage,
     WorkerId,
     WorkerInfo,
     WorkerLoad,
 )
-from kvmesh.kv.hashing import join_hashes, split_hashes
 from kvmesh.rpc.convert_detail import worker_detail_from_proto, worker_detail_to_proto
 from kvmesh.rpc.convert_sampling import sampling_params_from_proto, sampling_params_to_proto
 from kvmesh.v1 import (
@@ -298,6 +293,13 @@ def worker_load_to_proto(load: WorkerLoad) -> types_pb2.WorkerLoad:
         draining=load.draining,
         prefill_tokens_total=load.prefill_tokens_total,
         decode_tokens_total=load.decode_tokens_total,
+        prefill_sending=load.prefill_sending,
+        pending_tokens=load.pending_tokens,
+        budget_used=load.budget_used,
+        compute_used=load.compute_used,
+        memory_bandwidth_used=load.memory_bandwidth_used,
+        sent_bytes_total=load.sent_bytes_total,
+        sending_bytes=load.sending_bytes,
     )
 
 
@@ -312,6 +314,13 @@ def worker_load_from_proto(message: types_pb2.WorkerLoad) -> WorkerLoad:
         draining=message.draining,
         prefill_tokens_total=message.prefill_tokens_total,
         decode_tokens_total=message.decode_tokens_total,
+        prefill_sending=message.prefill_sending,
+        pending_tokens=message.pending_tokens,
+        budget_used=message.budget_used,
+        compute_used=message.compute_used,
+        memory_bandwidth_used=message.memory_bandwidth_used,
+        sent_bytes_total=message.sent_bytes_total,
+        sending_bytes=message.sending_bytes,
     )
 
 
@@ -332,84 +341,6 @@ def fleet_worker_from_proto(message: scheduler_service_pb2.FleetWorker) -> Fleet
         worker_info_from_proto(message.info),
         worker_load_from_proto(message.load),
         worker_detail_from_proto(message.detail),
-    )
-
-
-def candidate_to_proto(candidate: Candidate) -> scheduler_service_pb2.Candidate:
-    """Candidate as a message."""
-    return scheduler_service_pb2.Candidate(
-        worker_id=candidate.worker_id,
-        incarnation=candidate.incarnation,
-        control_endpoint=endpoint_to_proto(candidate.control_endpoint),
-        cached_tokens=candidate.cached_tokens,
-    )
-
-
-def candidate_from_proto(message: scheduler_service_pb2.Candidate) -> Candidate:
-    """Candidate from a message."""
-    return Candidate(
-        WorkerId(message.worker_id),
-        message.incarnation,
-        endpoint_from_proto(message.control_endpoint),
-        message.cached_tokens,
-    )
-
-
-def route_query_to_proto(
-    query: RouteQuery, correlation_id: int, traceparent: str = ""
-) -> scheduler_service_pb2.RouteRequest:
-    """RouteQuery as a message."""
-    return scheduler_service_pb2.RouteRequest(
-        correlation_id=correlation_id,
-        request_id=query.request_id,
-        model=query.model,
-        num_tokens=query.num_tokens,
-        max_new_tokens=query.max_new_tokens,
-        block_hashes=join_hashes(query.block_hashes),
-        scenario=query.scenario,
-        avoid_worker_ids=sorted(query.avoid),
-        ttft_budget_ms=query.ttft_budget_ms,
-        placement=placement_to_proto(query.placement),
-        traceparent=traceparent,
-    )
-
-
-def route_query_from_proto(message: scheduler_service_pb2.RouteRequest) -> RouteQuery:
-    """RouteQuery from a message."""
-    return RouteQuery(
-        request_id=RequestId(message.request_id),
-        model=message.model,
-        num_tokens=message.num_tokens,
-        max_new_tokens=message.max_new_tokens,
-        block_hashes=tuple(split_hashes(message.block_hashes)),
-        scenario=message.scenario,
-        avoid=frozenset(WorkerId(name) for name in message.avoid_worker_ids),
-        ttft_budget_ms=message.ttft_budget_ms,
-        placement=placement_from_proto(message.placement),
-    )
-
-
-def route_plan_to_proto(plan: RoutePlan) -> scheduler_service_pb2.RoutePlan:
-    """RoutePlan as a message."""
-    return scheduler_service_pb2.RoutePlan(
-        placement=placement_to_proto(plan.placement),
-        prefill=[candidate_to_proto(candidate) for candidate in plan.prefill],
-        decode=[candidate_to_proto(candidate) for candidate in plan.decode],
-        cache_known=plan.cache_known,
-        reason=plan.reason,
-        policy=plan.policy,
-    )
-
-
-def route_plan_from_proto(message: scheduler_service_pb2.RoutePlan) -> RoutePlan:
-    """RoutePlan from a message."""
-    return RoutePlan(
-        placement=placement_from_proto(message.placement),
-        prefill=tuple(candidate_from_proto(candidate) for candidate in message.prefill),
-        decode=tuple(candidate_from_proto(candidate) for candidate in message.decode),
-        cache_known=message.cache_known,
-        reason=message.reason,
-        policy=message.policy,
     )
 
 

@@ -19,9 +19,8 @@ from kvmesh.rpc.channels import TlsConfig, open_channel
 from kvmesh.rpc.convert import (
     fleet_worker_from_proto,
     refusal_from_proto,
-    route_plan_from_proto,
-    route_query_to_proto,
 )
+from kvmesh.rpc.convert_route import route_plan_from_proto, route_query_to_proto
 from kvmesh.rpc.stream import Correlator, PeerStream
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.v1.scheduler_service_pb2 import (

@@ -55,6 +55,7 @@ class DecodeTask:
     """One request on this worker, from its reservation to its last token.
 
     Attributes:
+        arriving: blocks that the handoff writes, in order.
         reservation_id: None once decode has taken the blocks over.
     """
 
@@ -63,6 +64,7 @@ class DecodeTask:
     attempt: int
     sequence: Sequence
     span: Span
+    arriving: list[int]
     reservation_id: int | None = None
     local_write: int | None = None
 
@@ -166,7 +168,10 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
         sequence = self._core.admit_decode(spec)
         if isinstance(sequence, Refusal):
             return sequence
-        task = DecodeTask(outbox, key[1], message.attempt, sequence, span)
+        num_cached_blocks = sequence.num_cached // self._core.block_size
+        arriving = self._core.arriving_blocks(sequence, num_cached_blocks)
+        blocks = [each.block for each in arriving]
+        task = DecodeTask(outbox, key[1], message.attempt, sequence, span, blocks)
         reservation = self._open_handoff(task)
         self._tasks[key] = task
         self._idle.clear()
@@ -174,16 +179,12 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
         return reservation
 
     def _open_handoff(self, task: DecodeTask) -> Reservation:
-        size = self._core.block_size
-        sequence = task.sequence
-        num_prompt_blocks = -(-len(sequence.tokens) // size)
-        num_cached_blocks = sequence.num_cached // size
         capability = secrets.token_bytes(16)
         assert self.data_endpoint is not None, "the data server is not up"
         ticket = self._handoff.reserve(
             task.request_id,
-            sequence.blocks[:num_prompt_blocks],
-            num_cached_blocks,
+            task.arriving,
+            0,  # what is cached is not among them
             capability,
             self._clock.now(),
         )
@@ -196,16 +197,11 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
             generation=ticket.generation,
             capability=capability,
             data_endpoint=self.data_endpoint,
-            num_cached_blocks=num_cached_blocks,
-            num_blocks=num_prompt_blocks - num_cached_blocks,
+            num_cached_blocks=task.sequence.num_cached // self._core.block_size,
+            num_blocks=len(task.arriving),
             lease_ms=int(self._lease_s * 1000),
             host_route=self.host_route,
-            run_lengths=tuple(
-                count
-                for _, count in consecutive_runs(
-                    sequence.blocks[num_cached_blocks:num_prompt_blocks]
-                )
-            ),
+            run_lengths=tuple(count for _, count in consecutive_runs(task.arriving)),
         )
 
     # --- arriving KV (WriteTarget) -----------------------------------------------------------
@@ -242,11 +238,9 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
         """The channel left the memory."""
         task = self._by_reservation.get(grant.put.claim.reservation_id)
         if ok and task is not None:
-            blocks = task.sequence.blocks
-            cached = task.sequence.num_cached // self._core.block_size
             for run in grant.put.runs:
-                start = cached + run.first
-                for first, count in consecutive_runs(blocks[start : start + run.count]):
+                blocks = task.arriving[run.first : run.first + run.count]
+                for first, count in consecutive_runs(blocks):
                     self._memory.written(first, count)
         for write_id in self._grants.pop(grant):
             self._handoff.end_write(write_id, ok)

@@ -238,10 +238,10 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
 
     async def _hand_over(self, attempt: PrefillAttempt) -> None:
         """Sends blocks as they are computed, the rest after the first token, then commits."""
-        sequence, size = attempt.sequence, self._core.block_size
+        sequence = attempt.sequence
         assert sequence is not None
         num_tokens = len(sequence.spec.token_ids)
-        sent = attempt.reservation.num_cached_blocks
+        sent = 0
         mode = self._choose_mode(attempt)
         while attempt.first is None:
             await attempt.progress.wait()
@@ -249,25 +249,24 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
             if attempt.first is None:
                 attempt.span.event("chunk", computed_tokens=sequence.num_computed)
                 if mode is TransferMode.CHUNKED:
-                    sent = await self._send(attempt, sent, sequence.num_computed // size)
+                    sent = await self._send(attempt, sent)
         if attempt.first.finish_reason is not None:
             return
-        await self._send(attempt, sent, -(-num_tokens // size))
+        await self._send(attempt, sent)
         started = self._clock.now()
         await self._channels.commit(attempt.reservation, attempt.first.token_id, num_tokens)
         attempt.sending_s += self._clock.now() - started
 
-    async def _send(self, attempt: PrefillAttempt, begin: int, end: int) -> int:
-        """Sends blocks `begin` to `end` of the prompt in one call; returns where to go on."""
+    async def _send(self, attempt: PrefillAttempt, begin: int) -> int:
+        """Sends what is complete from block `begin` on in one call; returns where to go on."""
+        sequence, reservation = attempt.sequence, attempt.reservation
+        assert sequence is not None
+        arriving = self._core.arriving_blocks(sequence, reservation.num_cached_blocks)
+        end = sum(each.tokens <= sequence.num_computed for each in arriving)
         if end <= begin:
             return begin
-        assert attempt.sequence is not None
-        reservation = attempt.reservation
-        runs = align_to_reservation(
-            attempt.sequence.blocks[begin:end],
-            begin - reservation.num_cached_blocks,
-            reservation.run_lengths,
-        )
+        blocks = [each.block for each in arriving[begin:end]]
+        runs = align_to_reservation(blocks, begin, reservation.run_lengths)
         started = self._clock.now()
         await self._channels.put(reservation, runs)
         attempt.sending_s += self._clock.now() - started
@@ -347,6 +346,11 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
     def num_attempts(self) -> int:
         """Prefill slots in use."""
         return len(self._attempts)
+
+    @property
+    def num_sending(self) -> int:
+        """Prompts that are computed and whose KV is not taken yet."""
+        return sum(attempt.first is not None for attempt in self._attempts.values())
 
     async def drain(self) -> None:
         """Takes nothing new and waits until the KV of all accepted prompts is taken."""

@@ -25,6 +25,7 @@ from kvmesh.rpc.registration import OperatorHooks, SchedulerRegistration
 from kvmesh.runtime.app import ServiceContext
 from kvmesh.runtime.decode_role import DecodeRole
 from kvmesh.runtime.prefill_role import PrefillRole
+from kvmesh.runtime.step_meter import StepMeter
 from kvmesh.runtime.worker_channels import MEGABYTE, receive_options, send_options, transfer_mode
 from kvmesh.runtime.worker_config import EngineSection, WorkerConfig
 from kvmesh.runtime.worker_detail import worker_detail
@@ -109,9 +110,12 @@ class Worker:
             runner.kv.num_blocks,
             BatchLimits(max_tokens=config.engine.max_batch_tokens),
             config.engine.growth_tokens,
+            config.engine.state_interval_tokens,
             structures.constraint if structures is not None else None,
         )
         self._loop = EngineLoop(self.core, runner, self._after_step)
+        self._clock = SystemClock()
+        self._steps = StepMeter(config.engine.max_batch_tokens)
 
     async def start(self) -> None:
         """Opens the data channel, adds the services, joins the mesh."""
@@ -120,7 +124,7 @@ class Worker:
             identity=WorkerIdentity(self.worker_id, self.incarnation),
             core=self.core,
             memory=self._runner.kv,
-            clock=SystemClock(),
+            clock=self._clock,
             wake_engine=self._loop.wake,
             on_change=self._notify,
             metrics=self._metrics,
@@ -219,6 +223,8 @@ class Worker:
 
     def _after_step(self, seconds: float) -> None:
         self._metrics.step_seconds.observe(seconds)
+        computed, generated = self.core.token_totals
+        self._steps.add(seconds, computed, generated, self._clock.now())
         if self._publisher is not None:
             self._publisher.notify()
 
@@ -256,7 +262,7 @@ class Worker:
 
     def load(self) -> WorkerLoad:
         """What this worker is doing now."""
-        now = self.core.statistics()
+        now, at = self.core.statistics(), self._clock.now()
         return WorkerLoad(
             prefill_active=self.prefill.num_attempts,
             decode_running=self.decode.num_tasks - self.decode.num_reserved,
@@ -266,6 +272,13 @@ class Worker:
             draining=self.decode.draining or self.cordoned,
             prefill_tokens_total=now.computed_tokens_total,
             decode_tokens_total=now.generated_tokens_total,
+            prefill_sending=self.prefill.num_sending,
+            pending_tokens=self.core.pending_tokens,
+            budget_used=self._steps.budget_used(at),
+            compute_used=self._steps.compute_used(at),
+            memory_bandwidth_used=self._steps.memory_bandwidth_used(at),
+            sent_bytes_total=self.channels.sent_bytes,
+            sending_bytes=self.channels.sending_bytes,
         )
 
     def detail(self) -> WorkerDetail:

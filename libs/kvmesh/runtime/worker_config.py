@@ -54,6 +54,9 @@ class EngineSection:
     max_model_len: int = option(0, "longest sequence in tokens; 0: the model's own limit")
     max_batch_tokens: int = option(512, "tokens computed in one step (chunk budget)")
     growth_tokens: int = option(64, "room for new tokens that a reservation asks for")
+    state_interval_tokens: int = option(
+        0, "positions between cached states of linear layers; 0: as much room as their KV takes"
+    )
     fake_step_s: float = option(0.0, "length of a step of the fake engine")
 
 

@@ -21,7 +21,7 @@ from kvmesh.core.types import (
     WorkerId,
     WorkerInfo,
 )
-from kvmesh.policy.fleet_index import FleetIndex
+from kvmesh.policy.fleet_index import SMALL_FLEET, FleetIndex
 from kvmesh.policy.routing import SILENT_AFTER_S
 from kvmesh.policy.view import FleetView, WorkerView
 from kvmesh.sim.events import EventQueue
@@ -34,9 +34,6 @@ from kvmesh.sim.worker import SimWorker, WorkerListener
 MODEL = "simulated"
 REMOTE = "remote"
 """Name of the offload cluster."""
-
-SMALL_FLEET = 32
-"""Up to so many workers a route looks at all of them."""
 
 LOST_AFTER_S = 3.0
 """A dead worker stays in the view for the length of its lease."""

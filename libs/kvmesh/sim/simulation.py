@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvmesh.core.types import Refusal, RefusalReason, Role, RoutePlan, RouteQuery, WorkerId
+from kvmesh.policy.composition import OffloadState, decide_route
 from kvmesh.policy.fleet_index import FleetIndex
-from kvmesh.policy.offload_route import plan_offload
 from kvmesh.policy.pdserve import timeout_s
 from kvmesh.sim.control import Control
 from kvmesh.sim.events import EventQueue
@@ -167,15 +167,13 @@ class Simulation:
             avoid=avoid,
         )
         matches = self.fleet.index.match(request.reusable_hashes)
-        plan = plan_offload(
+        plan = decide_route(
+            self.scenario.system,
             self.fleet.view_for(query, matches),
             query,
             matches,
             self.events.now(),
-            self.rng,
-            self.scenario.system.route,
-            remote=REMOTE,
-            threshold_tokens=self.control.threshold_tokens,
+            OffloadState(REMOTE, self.control.threshold_tokens),
         )
         if plan.choice is not None:
             request.remote = plan.choice.remote

@@ -202,6 +202,16 @@ class ChannelPool:
                 slot.channel.read_facts(self._meter(key))
         return TransferStatistics(num_open, MappingProxyType(self._meters))
 
+    @property
+    def sent_bytes(self) -> int:
+        """KV that arrived at peers since start."""
+        return sum(meter.bytes for meter in self._meters.values())
+
+    @property
+    def sending_bytes(self) -> int:
+        """KV asked to leave that has not arrived."""
+        return sum(meter.queued_bytes for meter in self._meters.values())
+
     def link_view(self, reservation: Reservation) -> LinkView | None:
         """The link that a transfer would take now; None before the first one."""
         for address, slot in self._slots.items():

@@ -36,6 +36,8 @@ class RouteRequest(_message.Message):
     TTFT_BUDGET_MS_FIELD_NUMBER: _builtins.int
     PLACEMENT_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    WAITING_RESERVED_FIELD_NUMBER: _builtins.int
     correlation_id: _builtins.int
     """Pairs the answer with the question."""
     request_id: _builtins.str
@@ -56,6 +58,10 @@ class RouteRequest(_message.Message):
     """Placement override."""
     traceparent: _builtins.str
     """W3C trace context."""
+    waiting: _builtins.int
+    """Requests of this gateway that look for workers now."""
+    waiting_reserved: _builtins.int
+    """Of these, those that hold a reservation: they wait for prefill."""
     @_builtins.property
     def avoid_worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Workers that just failed or refused this request."""
@@ -74,10 +80,12 @@ class RouteRequest(_message.Message):
         ttft_budget_ms: _builtins.int = ...,
         placement: _types_pb2.PlacementMode.ValueType = ...,
         traceparent: _builtins.str = ...,
+        waiting: _builtins.int = ...,
+        waiting_reserved: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["avoid_worker_ids", b"avoid_worker_ids", "block_hashes", b"block_hashes", "correlation_id", b"correlation_id", "max_new_tokens", b"max_new_tokens", "model", b"model", "num_tokens", b"num_tokens", "placement", b"placement", "request_id", b"request_id", "scenario", b"scenario", "traceparent", b"traceparent", "ttft_budget_ms", b"ttft_budget_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["avoid_worker_ids", b"avoid_worker_ids", "block_hashes", b"block_hashes", "correlation_id", b"correlation_id", "max_new_tokens", b"max_new_tokens", "model", b"model", "num_tokens", b"num_tokens", "placement", b"placement", "request_id", b"request_id", "scenario", b"scenario", "traceparent", b"traceparent", "ttft_budget_ms", b"ttft_budget_ms", "waiting", b"waiting", "waiting_reserved", b"waiting_reserved"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -131,6 +139,7 @@ class RoutePlan(_message.Message):
     CACHE_KNOWN_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
     placement: _types_pb2.PlacementMode.ValueType
     """Aggregated or disaggregated."""
     cache_known: _builtins.bool
@@ -139,6 +148,8 @@ class RoutePlan(_message.Message):
     """One sentence: what decided."""
     policy: _builtins.str
     """Name of the policy that decided."""
+    cause: _builtins.str
+    """One word of a closed set: what decided."""
     @_builtins.property
     def prefill(self) -> _containers.RepeatedCompositeFieldContainer[Global___Candidate]:
         """To be tried in this order."""
@@ -156,10 +167,11 @@ class RoutePlan(_message.Message):
         cache_known: _builtins.bool = ...,
         reason: _builtins.str = ...,
         policy: _builtins.str = ...,
+        cause: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_known", b"cache_known", "decode", b"decode", "placement", b"placement", "policy", b"policy", "prefill", b"prefill", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_known", b"cache_known", "cause", b"cause", "decode", b"decode", "placement", b"placement", "policy", b"policy", "prefill", b"prefill", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -727,6 +727,13 @@ class WorkerLoad(_message.Message):
     DRAINING_FIELD_NUMBER: _builtins.int
     PREFILL_TOKENS_TOTAL_FIELD_NUMBER: _builtins.int
     DECODE_TOKENS_TOTAL_FIELD_NUMBER: _builtins.int
+    PREFILL_SENDING_FIELD_NUMBER: _builtins.int
+    PENDING_TOKENS_FIELD_NUMBER: _builtins.int
+    BUDGET_USED_FIELD_NUMBER: _builtins.int
+    COMPUTE_USED_FIELD_NUMBER: _builtins.int
+    MEMORY_BANDWIDTH_USED_FIELD_NUMBER: _builtins.int
+    SENT_BYTES_TOTAL_FIELD_NUMBER: _builtins.int
+    SENDING_BYTES_FIELD_NUMBER: _builtins.int
     prefill_active: _builtins.int
     """Prefill slots in use."""
     decode_running: _builtins.int
@@ -743,6 +750,20 @@ class WorkerLoad(_message.Message):
     """Prompt tokens computed since start."""
     decode_tokens_total: _builtins.int
     """Tokens generated since start."""
+    prefill_sending: _builtins.int
+    """Prompts that are computed and whose KV is not taken yet."""
+    pending_tokens: _builtins.int
+    """Prompt tokens that are accepted and not computed."""
+    budget_used: _builtins.float
+    """Tokens of the last step as a share of its budget, 0 to 1."""
+    compute_used: _builtins.float
+    """Share of the last second spent in steps that computed prompts, 0 to 1."""
+    memory_bandwidth_used: _builtins.float
+    """Share of the last second spent in pure decode steps, 0 to 1."""
+    sent_bytes_total: _builtins.int
+    """KV bytes that left the worker since start."""
+    sending_bytes: _builtins.int
+    """KV bytes asked to leave that have not arrived."""
     def __init__(
         self,
         *,
@@ -754,10 +775,17 @@ class WorkerLoad(_message.Message):
         draining: _builtins.bool = ...,
         prefill_tokens_total: _builtins.int = ...,
         decode_tokens_total: _builtins.int = ...,
+        prefill_sending: _builtins.int = ...,
+        pending_tokens: _builtins.int = ...,
+        budget_used: _builtins.float = ...,
+        compute_used: _builtins.float = ...,
+        memory_bandwidth_used: _builtins.float = ...,
+        sent_bytes_total: _builtins.int = ...,
+        sending_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_free", b"blocks_free", "decode_preempted", b"decode_preempted", "decode_reserved", b"decode_reserved", "decode_running", b"decode_running", "decode_tokens_total", b"decode_tokens_total", "draining", b"draining", "prefill_active", b"prefill_active", "prefill_tokens_total", b"prefill_tokens_total"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_free", b"blocks_free", "budget_used", b"budget_used", "compute_used", b"compute_used", "decode_preempted", b"decode_preempted", "decode_reserved", b"decode_reserved", "decode_running", b"decode_running", "decode_tokens_total", b"decode_tokens_total", "draining", b"draining", "memory_bandwidth_used", b"memory_bandwidth_used", "pending_tokens", b"pending_tokens", "prefill_active", b"prefill_active", "prefill_sending", b"prefill_sending", "prefill_tokens_total", b"prefill_tokens_total", "sending_bytes", b"sending_bytes", "sent_bytes_total", b"sent_bytes_total"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -24,11 +24,11 @@ def test_decode_rows_come_first_and_longest_first() -> None:
     batch = build_batch(chunks, block_size=4)
     assert batch.token_ids.tolist() == [5009, 9005, 3002, 1004, 1005, 1006, 4000, 4001]
     assert batch.positions.tolist() == [9, 5, 2, 4, 5, 6, 0, 1]
-    assert batch.attention.query_starts == [0, 1, 2, 3, 6, 8]
-    assert batch.attention.context_lens == [10, 6, 3, 7, 2]
-    assert batch.attention.num_decode == 3
+    assert batch.groups[0].query_starts == [0, 1, 2, 3, 6, 8]
+    assert batch.groups[0].context_lens == [10, 6, 3, 7, 2]
+    assert batch.groups[0].num_decode == 3
     # Tables reach as far as the context does; the fourth block is for growth.
-    assert batch.attention.block_tables == [[5, 6, 7], [9, 9], [3], [1, 2], [4]]
+    assert batch.groups[0].block_tables == [[5, 6, 7], [9, 9], [3], [1, 2], [4]]
     assert list(zip(batch.sample_rows, batch.sample_chunks, strict=True)) == [
         (0, 3),
         (2, 1),

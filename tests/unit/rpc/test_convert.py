@@ -32,7 +32,7 @@ from kvmesh.core.types import (
     WorkerInfo,
     WorkerLoad,
 )
-from kvmesh.rpc import convert, convert_sampling
+from kvmesh.rpc import convert, convert_route, convert_sampling
 from kvmesh.v1 import types_pb2
 from kvmesh.v1.scheduler_service_pb2 import RouteRequest
 
@@ -89,11 +89,11 @@ VALUES: list[tuple[Any, Callable[..., Any], Callable[..., Any]]] = [
     (INFO, convert.worker_info_to_proto, convert.worker_info_from_proto),
     (LOAD, convert.worker_load_to_proto, convert.worker_load_from_proto),
     (FleetWorker(INFO, LOAD), convert.fleet_worker_to_proto, convert.fleet_worker_from_proto),
-    (CANDIDATE, convert.candidate_to_proto, convert.candidate_from_proto),
+    (CANDIDATE, convert_route.candidate_to_proto, convert_route.candidate_from_proto),
     (
         RoutePlan(Placement.DISAGGREGATED, (CANDIDATE,), (CANDIDATE,), True, "why", "p"),
-        convert.route_plan_to_proto,
-        convert.route_plan_from_proto,
+        convert_route.route_plan_to_proto,
+        convert_route.route_plan_from_proto,
     ),
     (
         PrefixMatch(WorkerId("w"), 9, "c", 4),
@@ -124,10 +124,10 @@ def test_route_query_round_trip() -> None:
         100,
         Placement.AGGREGATED,
     )
-    message = convert.route_query_to_proto(query, 7, "00-trace")
+    message = convert_route.route_query_to_proto(query, 7, "00-trace")
     assert message.correlation_id == 7
     assert message.traceparent == "00-trace"
-    assert convert.route_query_from_proto(message) == query
+    assert convert_route.route_query_from_proto(message) == query
 
 
 @pytest.mark.parametrize("reason", [None, *FinishReason])
@@ -153,4 +153,4 @@ def test_a_sequence_that_cannot_be_is_refused(num_prompt: int, root: int) -> Non
 
 def test_hashes_of_a_broken_length_are_refused() -> None:
     with pytest.raises(ProtocolError):
-        convert.route_query_from_proto(RouteRequest(block_hashes=b"x" * 17))
+        convert_route.route_query_from_proto(RouteRequest(block_hashes=b"x" * 17))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,13 +18,16 @@ from kvmesh.core.types import (
     Placement,
     PrefixMatch,
     Refusal,
+    RequestId,
     Role,
     RoutePlan,
     WorkerId,
     WorkerInfo,
+    WorkerLoad,
 )
-from kvmesh.policy.ranking import POLICIES
-from services.scheduler.fleet import Fleet
+from kvmesh.policy.composition import COMPOSITIONS
+from services.scheduler.decisions import DecisionLog
+from services.scheduler.fleet import Fleet, Membership
 from services.scheduler.router import Router, RouterSettings
 from tests.unit.policy.fleet_examples import LAYOUT, query, worker_info
 
@@ -50,8 +54,9 @@ class Prefixes:
 
 
 def make_router(fleet: Fleet, prefixes: Prefixes | None = None) -> Router:
-    settings = RouterSettings(POLICIES["cache_load"], Placement.AUTO, match_timeout_s=0.05)
-    return Router(fleet, settings, prefixes, ManualClock(), random.Random(0))
+    settings = RouterSettings(COMPOSITIONS["kvmesh"], Placement.AUTO, match_timeout_s=0.05)
+    clock = ManualClock()
+    return Router(fleet, settings, prefixes, clock, DecisionLog(clock, 10))
 
 
 def fleet_of(*infos: WorkerInfo) -> Fleet:
@@ -113,3 +118,58 @@ async def test_span_is_a_child_of_the_query_and_says_why(monkeypatch: pytest.Mon
     assert span.attributes is not None
     assert span.attributes["reason"] == plan.reason
     provider.shutdown()
+
+
+async def test_every_decision_is_kept_with_its_numbers() -> None:
+    clock = ManualClock()
+    decisions = DecisionLog(clock, 10)
+    settings = RouterSettings(COMPOSITIONS["kvmesh"], Placement.AUTO, match_timeout_s=0.05)
+    fleet = fleet_of(worker_info("p"), worker_info("d", Role.DECODE))
+    router = Router(fleet, settings, None, clock, decisions)
+    plan = await router.route(query(64, request_id=RequestId("short")), "")
+    assert isinstance(plan, RoutePlan)
+    await router.route(query(9000, request_id=RequestId("long")), "")
+    refused, short = decisions.routes()
+    assert (refused.request_id, refused.reason) == ("long", "too_long")
+    assert (short.request_id, short.reason) == ("short", plan.cause.value)
+    assert short.prefill[0].worker_id == plan.prefill[0].worker_id
+
+
+async def median_decision_s(num_workers: int) -> float:
+    """CPU time of a route in a fleet of mixed load, reports in between included."""
+    clock, numbers = ManualClock(), random.Random(0)
+    fleet = Fleet(1e9)
+    members = []
+    for number in range(num_workers):
+        role = Role.DECODE if number % 2 else Role.PREFILL
+        joined = fleet.register(worker_info(f"w{number:04}", role), clock.now())
+        assert isinstance(joined, Membership)
+        members.append(joined)
+    held = tuple(
+        PrefixMatch(WorkerId(f"w{n:04}"), 1, "east", 1 + n % 20) for n in range(0, num_workers, 10)
+    )
+    settings = RouterSettings(COMPOSITIONS["kvmesh"], Placement.AUTO, match_timeout_s=0.05)
+    prefixes = Prefixes(fingerprint=Answer(held))
+    router = Router(fleet, settings, prefixes, clock, DecisionLog(clock, 100))
+    taken: list[float] = []
+    for number in range(200):
+        clock.advance(0.005)
+        for member in numbers.sample(members, 5):
+            load = WorkerLoad(
+                prefill_active=numbers.randrange(5),
+                decode_running=numbers.randrange(9),
+                blocks_free=512,
+            )
+            assert fleet.report(member, load, clock.now())
+        asked = query(320, block_hashes=HASHES, request_id=RequestId(str(number)))
+        begun = time.process_time()
+        assert isinstance(await router.route(asked, ""), RoutePlan)
+        taken.append(time.process_time() - begun)
+    return sorted(taken)[len(taken) // 2]
+
+
+async def test_a_thousand_workers_cost_a_route_little_more_than_forty() -> None:
+    """A ratio, since a busy machine slows both. Looking at all would cost 25 times as much."""
+    few, many = await median_decision_s(40), await median_decision_s(1000)
+    assert many < 5 * few
+    assert many < 0.01

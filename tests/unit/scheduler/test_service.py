@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -9,10 +8,11 @@ import pytest
 
 from kvmesh.core.clock import ManualClock
 from kvmesh.core.types import Placement
-from kvmesh.policy.ranking import POLICIES
+from kvmesh.policy.composition import COMPOSITIONS
 from kvmesh.rpc.convert import worker_info_to_proto
 from kvmesh.v1.scheduler_service_pb2 import RegisterWorkerRequest
 from services.scheduler.config import FleetConfig
+from services.scheduler.decisions import DecisionLog
 from services.scheduler.feed import FleetFeed
 from services.scheduler.fleet import Fleet
 from services.scheduler.router import Router, RouterSettings
@@ -32,8 +32,8 @@ async def test_closing_service_does_not_take_its_workers_for_lost(closes: bool) 
     clock = ManualClock()
     fleet = Fleet(3.0)
     feed = FleetFeed(fleet)
-    settings = RouterSettings(POLICIES["cache_load"], Placement.AUTO, 0.05)
-    router = Router(fleet, settings, None, clock, random.Random(0))
+    settings = RouterSettings(COMPOSITIONS["kvmesh"], Placement.AUTO, 0.05)
+    router = Router(fleet, settings, None, clock, DecisionLog(clock, 10))
     servicer = SchedulerServicer(fleet, feed, router, FleetConfig(), clock)
     stream_ends = asyncio.Event()
 

@@ -1,6 +1,6 @@
 """Route policies of other systems, for comparison.
 
-Tests: tests/unit/sim/test_systems.py.
+Tests: tests/unit/policy/test_composition.py, tests/unit/sim/test_systems.py.
 """
 
 from __future__ import annotations
@@ -46,7 +46,11 @@ def _cache_centric(standing: Standing) -> Rank:
     return (standing.worker.pending_tokens + standing.uncached_tokens,)
 
 
-LEAST_QUEUE = RoutePolicy("least_queue", _connections, _decode_share, _connections)
-PENDING_TOKENS = RoutePolicy("pending_tokens", _pending_tokens, _decode_share, _pending_tokens)
+LEAST_QUEUE = RoutePolicy(
+    "least_queue", _connections, _decode_share, _connections, reads_cache=False
+)
+PENDING_TOKENS = RoutePolicy(
+    "pending_tokens", _pending_tokens, _decode_share, _pending_tokens, reads_cache=False
+)
 CACHE_AWARE = RoutePolicy("cache_aware", _cache_aware, _decode_share, _cache_aware)
 CACHE_CENTRIC = RoutePolicy("cache_centric", _cache_centric, _decode_share, _cache_centric)

@@ -1,0 +1,203 @@
+"""KV groups: which layers keep what, and how far a cached prefix can be resumed. Pure.
+
+All groups take blocks from one pool, and a block has the same bytes in each:
+
+    full      every position: one block per `block_size` positions (latent KV is of this kind)
+    window    the latest positions: blocks behind the window are given back
+    state     what linear layers carry from one position to the next: a fixed number of blocks
+
+A prefix can be resumed where every group can: full groups hold all blocks before the point, window
+groups those that the next query sees, and a state is saved exactly there.
+Source: PrfaaS §3.2. Tests: tests/unit/kv/test_groups.py, tests/property/test_groups.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvmesh.core.types import BlockHash
+
+HOLE = -1
+"""In a table: no block is held for these positions."""
+
+# Where no group keeps all positions, there is nothing to measure states against.
+_INTERVAL_WITHOUT_FULL_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class KvGroups:
+    """The groups of a model.
+
+    Attributes:
+        windows: per token group, latest positions that a query sees; 0 for all. The first group
+            is the one whose block hashes other processes are told.
+        state_blocks: blocks of one saved state; 0 without linear layers.
+    """
+
+    windows: tuple[int, ...] = (0,)
+    state_blocks: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.windows, "a model has a token group"
+        assert min(self.windows) >= 0
+        assert self.state_blocks >= 0
+
+
+def num_blocks_of(num_tokens: int, block_size: int) -> int:
+    """Blocks that hold so many positions."""
+    return -(-num_tokens // block_size)
+
+
+def first_visible(window: int, position: int, block_size: int) -> int:
+    """Index of the first block that the query at a position sees."""
+    return max(0, position - window + 1) // block_size if window else 0
+
+
+def group_key(block_hash: BlockHash, group: int) -> BlockHash:
+    """The name of a token group's block in the pool; the first group's is the hash itself."""
+    return block_hash if group == 0 else BlockHash(block_hash + b"g" + bytes((group,)))
+
+
+def state_key(block_hash: BlockHash, part: int) -> BlockHash:
+    """The name of one block of the state after the positions that a hash stands for."""
+    return BlockHash(block_hash + b"s" + part.to_bytes(2, "little"))
+
+
+def resume_length(
+    groups: KvGroups,
+    limit: int,
+    block_size: int,
+    is_cached: Callable[[int, int], bool],
+    has_state: Callable[[int], bool],
+) -> int:
+    """The longest prefix, in blocks, at which every group can go on.
+
+    Args:
+        limit: blocks at most.
+        is_cached: of a token group and a block index.
+        has_state: of a length in blocks, whether the state after it is saved.
+    """
+    longest = limit
+    for group, window in enumerate(groups.windows):
+        if window == 0:
+            longest = next((i for i in range(longest) if not is_cached(group, i)), longest)
+    # Per window group, the first block of the unbroken run that ends before each length.
+    runs: list[tuple[int, list[int]]] = []
+    for group, window in enumerate(groups.windows):
+        if window:
+            since = [0]
+            for index in range(longest):
+                since.append(since[-1] if is_cached(group, index) else index + 1)
+            runs.append((window, since))
+    for length in range(longest, 0, -1):
+        position = length * block_size
+        visible = all(
+            since[length] <= first_visible(window, position, block_size) for window, since in runs
+        )
+        if visible and (groups.state_blocks == 0 or has_state(length)):
+            return length
+    return 0
+
+
+def blocks_at_most(groups: KvGroups, num_tokens: int, chunk_tokens: int, block_size: int) -> int:
+    """Blocks that one sequence may hold at once while it is computed in chunks.
+
+    Blocks reserved for the window at its end and those of the window in front of the chunk may be
+    there together, and so may a state that is resumed from and its copy.
+    """
+    whole = num_blocks_of(num_tokens, block_size)
+    chunk = num_blocks_of(chunk_tokens, block_size) + 1
+    total = 2 * groups.state_blocks
+    for window in groups.windows:
+        moving = 2 * (num_blocks_of(window, block_size) + 1) + chunk
+        total += min(whole, moving) if window else whole
+    return total
+
+
+def longest_sequence(groups: KvGroups, num_blocks: int, chunk_tokens: int, block_size: int) -> int:
+    """Tokens of the longest sequence that fits a pool alone, a multiple of the block size."""
+    low, high = 0, num_blocks
+    while low < high:
+        middle = (low + high + 1) // 2
+        needed = blocks_at_most(groups, middle * block_size, chunk_tokens, block_size)
+        low, high = (middle, high) if needed <= num_blocks else (low, middle - 1)
+    return low * block_size
+
+
+def state_interval(groups: KvGroups, block_size: int, asked_tokens: int = 0) -> int:
+    """Positions between saved states, a multiple of the block size.
+
+    Args:
+        asked_tokens: 0 for the cost rule: saved states take at most as many blocks as the
+            positions between them do, so the cache is at worst half as deep as without states and
+            a resumed prefix loses half an interval on average.
+    """
+    if asked_tokens:
+        return num_blocks_of(asked_tokens, block_size) * block_size
+    num_full = groups.windows.count(0)
+    if num_full == 0:
+        return num_blocks_of(_INTERVAL_WITHOUT_FULL_TOKENS, block_size) * block_size
+    return max(1, num_blocks_of(groups.state_blocks, num_full)) * block_size
+
+
+def save_positions(
+    start: int, end: int, num_prompt_tokens: int, interval: int, block_size: int
+) -> list[int]:
+    """Where a chunk's states are saved for good: every interval, and before the prompt's end.
+
+    The last token of a prompt is always computed again, so the last useful position is the block
+    boundary before it.
+
+    Returns:
+        Positions p with `start < p <= end`, ascending.
+    """
+    last = (num_prompt_tokens - 1) // block_size * block_size
+    first = (start // interval + 1) * interval
+    positions = set(range(first, min(end, last) + 1, interval))
+    if start < last <= end:
+        positions.add(last)
+    return sorted(positions)
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivingBlock:
+    """A block that a handoff moves.
+
+    Attributes:
+        tokens: leading tokens of the prompt that must be computed before it is complete.
+    """
+
+    block: int
+    tokens: int
+
+
+def arriving_blocks(
+    groups: KvGroups,
+    tables: Sequence[Sequence[int]],
+    state: Sequence[int],
+    span: range,
+    num_tokens: int,
+    block_size: int,
+) -> list[ArrivingBlock]:
+    """The blocks that a prompt's KV consists of, in the order in which both ends count them.
+
+    Args:
+        span: block indices, first to last; those before are with the receiver already.
+
+    Returns:
+        By index, then group, what the query after the prompt sees; then the state. Ids are those
+        of `tables` and may be `HOLE` for what is not computed yet.
+    """
+    visible = [first_visible(window, num_tokens, block_size) for window in groups.windows]
+    found = [
+        ArrivingBlock(_at(table, index), min((index + 1) * block_size, num_tokens))
+        for index in span
+        for table, first in zip(tables, visible, strict=True)
+        if index >= first
+    ]
+    return found + [ArrivingBlock(block, num_tokens) for block in state]
+
+
+def _at(table: Sequence[int], index: int) -> int:
+    return table[index] if index < len(table) else HOLE

@@ -1,0 +1,136 @@
+"""Whole policies by name: which paper decides what, for the scheduler and the simulator alike.
+
+`kvmesh` is the composition. Per request: PrfaaS chooses the cluster (`offload_route.py`), then a
+short prompt stays with its decode worker, else the prefill worker with the least expected work and
+the decode worker with the most room are taken (`routing.py`), and P/D-Serve's forwarding offers it
+to them in that order. Each second: PrfaaS moves the threshold, FlowKV switches roles. Each few
+minutes: PrfaaS reallocates (`control.py`). Tests: tests/unit/policy/test_composition.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvmesh.core.types import RequestId, RouteCause, RoutePlan, RouteQuery, WorkerId
+from kvmesh.policy.baselines import CACHE_AWARE, CACHE_CENTRIC, LEAST_QUEUE, PENDING_TOKENS
+from kvmesh.policy.offload import OffloadReason
+from kvmesh.policy.offload_route import OffloadPlan, plan_offload
+from kvmesh.policy.ranking import CACHE_LOAD, KVMESH, LEAST_LOADED, ROUND_ROBIN, RoutePolicy
+from kvmesh.policy.view import FleetView
+
+DEFAULT = "kvmesh"
+
+
+class Offload(enum.Enum):
+    """Which prompts go to the offload cluster, where there is one."""
+
+    ADAPTIVE = "above a threshold that follows link, queue and lengths"
+    STATIC = "above the threshold that was best at the start"
+    ALL = "all"
+    NONE = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Composition:
+    """A combination of policies.
+
+    Attributes:
+        switch_roles: idle workers help the other side (FlowKV).
+        reallocate: workers change their role for good when the model says so (PrfaaS).
+    """
+
+    name: str
+    route: RoutePolicy
+    offload: Offload = Offload.ADAPTIVE
+    switch_roles: bool = False
+    reallocate: bool = False
+
+    @property
+    def orders_by_load(self) -> bool:
+        """Whether `FleetIndex` orders workers as the route policy does."""
+        return self.route.name in {KVMESH.name, CACHE_LOAD.name, LEAST_LOADED.name}
+
+
+COMPOSITIONS: dict[str, Composition] = {
+    each.name: each
+    for each in (
+        Composition(DEFAULT, KVMESH, switch_roles=True, reallocate=True),
+        Composition("forwarding", LEAST_LOADED, Offload.STATIC),
+        Composition("prfaas", CACHE_LOAD, reallocate=True),
+        Composition("flowkv", CACHE_LOAD, Offload.STATIC, switch_roles=True),
+        Composition("cache_load", CACHE_LOAD, Offload.STATIC),
+        Composition("least_loaded", LEAST_LOADED, Offload.STATIC),
+        Composition("round_robin", ROUND_ROBIN, Offload.STATIC),
+        Composition("local_queues", LEAST_QUEUE, Offload.STATIC),
+        Composition("pending_tokens", PENDING_TOKENS, Offload.STATIC),
+        Composition("cache_aware", CACHE_AWARE, Offload.STATIC),
+        Composition("cache_centric", CACHE_CENTRIC, Offload.STATIC),
+        Composition("all_remote", CACHE_LOAD, Offload.ALL),
+        Composition("all_local", CACHE_LOAD, Offload.NONE),
+    )
+}
+"""`forwarding`, `prfaas` and `flowkv` are one paper each; the others below them are baselines."""
+
+_OFFLOAD_CAUSES = {
+    OffloadReason.LONG: RouteCause.LONG_PROMPT,
+    OffloadReason.REMOTE_DOWN: RouteCause.REMOTE_DOWN,
+    OffloadReason.LOCAL_DOWN: RouteCause.LOCAL_DOWN,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadState:
+    """What the choice of cluster reads besides the view.
+
+    Attributes:
+        remote: name of the offload cluster; its workers prefill only. Empty: there is none.
+        threshold_tokens: longer uncached prompts go there.
+    """
+
+    remote: str = ""
+    threshold_tokens: float = math.inf
+
+
+def request_rng(request_id: RequestId) -> random.Random:
+    """Ties of one request fall the same way wherever and whenever it is decided; those of different
+    requests fall differently.
+    """
+    return random.Random(request_id)
+
+
+def decide_route(
+    policy: Composition,
+    view: FleetView,
+    query: RouteQuery,
+    matches: Mapping[WorkerId, int] | None,
+    now: float,
+    offload: OffloadState,
+) -> OffloadPlan:
+    """Where to run a request: the one decision that scheduler and simulator share.
+
+    Args:
+        matches: leading blocks of the query that each worker holds; None when nobody knows.
+        now: seconds on the clock of the view's `reported_at`.
+
+    Returns:
+        A plan or a refusal, and the choice of cluster if there was one.
+    """
+    planned = plan_offload(
+        view,
+        query,
+        matches,
+        now,
+        request_rng(query.request_id),
+        policy.route,
+        remote=offload.remote,
+        threshold_tokens=offload.threshold_tokens,
+    )
+    cause = None if planned.choice is None else _OFFLOAD_CAUSES.get(planned.choice.reason)
+    if cause is None or not isinstance(planned.route, RoutePlan):
+        return planned
+    return dataclasses.replace(planned, route=dataclasses.replace(planned.route, cause=cause))

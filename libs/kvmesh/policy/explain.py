@@ -1,0 +1,143 @@
+"""What a route was decided from, as values that people and programs can read afterwards.
+
+Tests: tests/unit/policy/test_explain.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvmesh.core.types import (
+    Candidate,
+    Placement,
+    Refusal,
+    RequestId,
+    RouteQuery,
+    WorkerId,
+)
+from kvmesh.policy.composition import OffloadState
+from kvmesh.policy.offload_route import OffloadPlan
+from kvmesh.policy.ranking import RankFunction, RoutePolicy, Standing
+from kvmesh.policy.view import FleetView, WorkerView
+
+MAX_EXPLAINED = 4
+"""Candidates of each side that are described; who comes later is hardly ever asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateFacts:
+    """A candidate and the numbers that put it in its place.
+
+    Attributes:
+        score: the policy's rank; smaller is better, and the first entry that differs decides.
+        pending_tokens: prompt tokens that it has accepted and not computed.
+    """
+
+    worker_id: WorkerId
+    cached_tokens: int
+    score: tuple[float, ...]
+    prefill_used: int
+    prefill_slots: int
+    decode_used: int
+    decode_slots: int
+    blocks_free: int
+    pending_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionFacts:
+    """One route decision.
+
+    Attributes:
+        reason: a `RouteCause` of a plan, a `RefusalReason` of a refusal: the closed set.
+        detail: the sentence that goes with it.
+        prefill, decode: the first candidates in order; `decode` is empty when aggregated.
+        threshold_tokens: of the choice of cluster; None where there is no remote cluster.
+        compared_tokens: uncached tokens that were compared with it, 0 where there was no choice.
+        num_seen: workers among which the policy chose.
+    """
+
+    request_id: RequestId
+    policy: str
+    placement: Placement | None
+    reason: str
+    detail: str
+    num_tokens: int
+    prefill: tuple[CandidateFacts, ...]
+    decode: tuple[CandidateFacts, ...]
+    threshold_tokens: float | None
+    compared_tokens: int
+    cache_known: bool
+    num_seen: int
+
+
+def describe_decision(
+    view: FleetView,
+    query: RouteQuery,
+    decision: OffloadPlan,
+    policy: RoutePolicy,
+    offload: OffloadState,
+) -> DecisionFacts:
+    """The facts of a decision that was made from these arguments."""
+    views = {worker.worker_id: worker for worker in view.workers}
+    is_finite = bool(offload.remote) and math.isfinite(offload.threshold_tokens)
+    about = DecisionFacts(
+        request_id=query.request_id,
+        policy=policy.name,
+        placement=None,
+        reason="",
+        detail="",
+        num_tokens=query.num_tokens,
+        prefill=(),
+        decode=(),
+        threshold_tokens=offload.threshold_tokens if is_finite else None,
+        compared_tokens=decision.choice.uncached_tokens if decision.choice else 0,
+        cache_known=False,
+        num_seen=len(views),
+    )
+    route = decision.route
+    if isinstance(route, Refusal):
+        return dataclasses.replace(about, reason=route.reason.value, detail=route.message)
+    is_aggregated = route.placement is Placement.AGGREGATED
+    rank = policy.aggregated if is_aggregated else policy.prefill
+    return dataclasses.replace(
+        about,
+        placement=route.placement,
+        reason=route.cause.value,
+        detail=route.reason,
+        prefill=_facts(route.prefill, views, query, rank),
+        decode=_facts(route.decode, views, query, policy.decode),
+        cache_known=route.cache_known,
+    )
+
+
+def _facts(
+    candidates: tuple[Candidate, ...],
+    views: Mapping[WorkerId, WorkerView],
+    query: RouteQuery,
+    rank: RankFunction,
+) -> tuple[CandidateFacts, ...]:
+    return tuple(
+        _fact(views[each.worker_id], each.cached_tokens, query, rank)
+        for each in candidates[:MAX_EXPLAINED]
+    )
+
+
+def _fact(
+    worker: WorkerView, cached_tokens: int, query: RouteQuery, rank: RankFunction
+) -> CandidateFacts:
+    standing = Standing(worker, query, cached_tokens, turn=0)
+    return CandidateFacts(
+        worker_id=worker.worker_id,
+        cached_tokens=cached_tokens,
+        score=tuple(float(value) for value in rank(standing)),
+        prefill_used=worker.prefill_used,
+        prefill_slots=worker.info.prefill_slots,
+        decode_used=worker.decode_used,
+        decode_slots=worker.info.decode_slots,
+        blocks_free=worker.load.blocks_free,
+        pending_tokens=worker.pending_tokens,
+    )

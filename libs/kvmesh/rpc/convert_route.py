@@ -1,0 +1,110 @@
+"""Route queries and plans as messages and back; all else is in `convert.py`.
+
+Tests: tests/unit/rpc/test_convert.py.
+"""
+
+from __future__ import annotations
+
+from kvmesh.core.types import (
+    Candidate,
+    RequestId,
+    RouteCause,
+    RoutePlan,
+    RouteQuery,
+    WorkerId,
+)
+from kvmesh.kv.hashing import join_hashes, split_hashes
+from kvmesh.rpc.convert import (
+    endpoint_from_proto,
+    endpoint_to_proto,
+    placement_from_proto,
+    placement_to_proto,
+)
+from kvmesh.v1 import scheduler_service_pb2
+
+_CAUSES = {cause.value: cause for cause in RouteCause}
+
+
+def candidate_to_proto(candidate: Candidate) -> scheduler_service_pb2.Candidate:
+    """Candidate as a message."""
+    return scheduler_service_pb2.Candidate(
+        worker_id=candidate.worker_id,
+        incarnation=candidate.incarnation,
+        control_endpoint=endpoint_to_proto(candidate.control_endpoint),
+        cached_tokens=candidate.cached_tokens,
+    )
+
+
+def candidate_from_proto(message: scheduler_service_pb2.Candidate) -> Candidate:
+    """Candidate from a message."""
+    return Candidate(
+        WorkerId(message.worker_id),
+        message.incarnation,
+        endpoint_from_proto(message.control_endpoint),
+        message.cached_tokens,
+    )
+
+
+def route_query_to_proto(
+    query: RouteQuery, correlation_id: int, traceparent: str = ""
+) -> scheduler_service_pb2.RouteRequest:
+    """RouteQuery as a message."""
+    return scheduler_service_pb2.RouteRequest(
+        correlation_id=correlation_id,
+        request_id=query.request_id,
+        model=query.model,
+        num_tokens=query.num_tokens,
+        max_new_tokens=query.max_new_tokens,
+        block_hashes=join_hashes(query.block_hashes),
+        scenario=query.scenario,
+        avoid_worker_ids=sorted(query.avoid),
+        ttft_budget_ms=query.ttft_budget_ms,
+        placement=placement_to_proto(query.placement),
+        traceparent=traceparent,
+        waiting=query.waiting,
+        waiting_reserved=query.waiting_reserved,
+    )
+
+
+def route_query_from_proto(message: scheduler_service_pb2.RouteRequest) -> RouteQuery:
+    """RouteQuery from a message."""
+    return RouteQuery(
+        request_id=RequestId(message.request_id),
+        model=message.model,
+        num_tokens=message.num_tokens,
+        max_new_tokens=message.max_new_tokens,
+        block_hashes=tuple(split_hashes(message.block_hashes)),
+        scenario=message.scenario,
+        avoid=frozenset(WorkerId(name) for name in message.avoid_worker_ids),
+        ttft_budget_ms=message.ttft_budget_ms,
+        placement=placement_from_proto(message.placement),
+        waiting=message.waiting,
+        waiting_reserved=message.waiting_reserved,
+    )
+
+
+def route_plan_to_proto(plan: RoutePlan) -> scheduler_service_pb2.RoutePlan:
+    """RoutePlan as a message."""
+    return scheduler_service_pb2.RoutePlan(
+        placement=placement_to_proto(plan.placement),
+        prefill=[candidate_to_proto(candidate) for candidate in plan.prefill],
+        decode=[candidate_to_proto(candidate) for candidate in plan.decode],
+        cache_known=plan.cache_known,
+        reason=plan.reason,
+        policy=plan.policy,
+        cause=plan.cause.value,
+    )
+
+
+def route_plan_from_proto(message: scheduler_service_pb2.RoutePlan) -> RoutePlan:
+    """RoutePlan from a message."""
+    return RoutePlan(
+        placement=placement_from_proto(message.placement),
+        prefill=tuple(candidate_from_proto(candidate) for candidate in message.prefill),
+        decode=tuple(candidate_from_proto(candidate) for candidate in message.decode),
+        cache_known=message.cache_known,
+        reason=message.reason,
+        policy=message.policy,
+        # A newer scheduler may know more words; an older one says none.
+        cause=_CAUSES.get(message.cause, RouteCause.LOAD),
+    )

@@ -1,0 +1,98 @@
+"""The last decisions of a scheduler, for `GET /debug/decisions` on the admin port.
+
+Tests: tests/unit/scheduler/test_decisions.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from aiohttp import web
+
+from kvmesh.core.clock import Clock
+from kvmesh.policy.explain import DecisionFacts
+
+DEFAULT_LIMIT = 100
+
+Json = dict[str, Any]
+
+
+class DecisionLog:
+    """A ring of route decisions, and one of decisions about the fleet; the newest push out the
+    oldest.
+
+    Args:
+        clock: stamps decisions.
+        capacity: decisions of each kind that are kept; 0 keeps none.
+    """
+
+    def __init__(self, clock: Clock, capacity: int) -> None:
+        self._clock = clock
+        self._routes: deque[tuple[float, DecisionFacts]] = deque(maxlen=capacity)
+        self._fleet: deque[Json] = deque(maxlen=capacity)
+        self._num_routes = 0
+
+    def add(self, facts: DecisionFacts) -> None:
+        """Takes a route decision."""
+        self._num_routes += 1
+        self._routes.append((self._clock.now(), facts))
+
+    def add_fleet(self, kind: str, reason: str, **facts: Any) -> None:
+        """Takes a decision about thresholds, roles or sizes."""
+        at_s = self._clock.now()
+        self._fleet.append({"at_s": at_s, "kind": kind, "reason": reason, **facts})
+
+    def routes(self, request_id: str = "") -> Iterator[DecisionFacts]:
+        """Route decisions, the newest first.
+
+        Args:
+            request_id: only those of this request; empty for all.
+        """
+        return (
+            facts for _, facts in reversed(self._routes) if request_id in ("", facts.request_id)
+        )
+
+    def as_json(self, limit: int = DEFAULT_LIMIT, request_id: str = "") -> Json:
+        """All that is kept, the newest first.
+
+        Args:
+            limit: decisions of each kind.
+        """
+        now = self._clock.now()
+        routes = [
+            {"age_s": round(now - at_s, 3), **_plain(facts)}
+            for at_s, facts in reversed(self._routes)
+            if request_id in ("", facts.request_id)
+        ]
+        fleet = [
+            {"age_s": round(now - each["at_s"], 3), **_without_time(each)}
+            for each in reversed(self._fleet)
+        ]
+        return {
+            "num_routes": self._num_routes,
+            "routes": routes[:limit],
+            "fleet": fleet[:limit],
+        }
+
+    async def serve(self, request: web.Request) -> web.StreamResponse:
+        """GET /debug/decisions?limit=N&request=ID."""
+        limit = request.query.get("limit", str(DEFAULT_LIMIT))
+        if not (limit.isascii() and limit.isdigit()):
+            raise web.HTTPBadRequest(text=f"limit: {limit!r} is not a number of decisions")
+        return web.json_response(self.as_json(int(limit), request.query.get("request", "")))
+
+
+def _plain(facts: DecisionFacts) -> Json:
+    return {name: _value(value) for name, value in dataclasses.asdict(facts).items()}
+
+
+def _value(value: Any) -> Any:
+    return value.value if isinstance(value, enum.Enum) else value
+
+
+def _without_time(entry: Json) -> Json:
+    return {name: value for name, value in entry.items() if name != "at_s"}
