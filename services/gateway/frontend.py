@@ -205,7 +205,7 @@ class Frontend:
             KvMeshError: as `generate` does.
         """
         request = choice.request
-        record = RequestRecord(self.metrics, request)
+        record = RequestRecord(self.metrics, request, self._mesh.log)
         if lane is not None:
             lane.record = record
         try:

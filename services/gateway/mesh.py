@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+from kvmesh.console.request_log import RequestLog
 from kvmesh.core.types import Placement, RequestId, RouteCause, SamplingParams, WorkerId
 from services.gateway.config import LimitsConfig
 from services.gateway.metrics import GatewayMetrics
@@ -76,3 +77,4 @@ class Mesh:
     limits: LimitsConfig
     rng: random.Random
     waiting: Waiting = field(default_factory=Waiting)
+    log: RequestLog = field(default_factory=RequestLog)

@@ -121,6 +121,15 @@ class GatewayMetrics(Collector):
         """Counts lost work that is started again."""
         self._moves.labels(reason).inc()
 
+    def refusals(self) -> dict[tuple[str, str], float]:
+        """Refusals met since start, by (stage, reason)."""
+        return {
+            (sample.labels["stage"], sample.labels["reason"]): sample.value
+            for metric in self._refusals.collect()
+            for sample in metric.samples
+            if sample.name.endswith("_total")
+        }
+
     def value(self, sample: str, **labels: str) -> float:
         """A sample's value now; 0 if it was never counted."""
         return self._registry.get_sample_value(sample, labels) or 0.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, replace
 
+from kvmesh.console.request_log import Moment
 from kvmesh.core.errors import InvalidRequestError
 from kvmesh.core.types import (
     BlockHash,
@@ -84,6 +85,7 @@ class Placing:
         self._num_offers = 0
         self._spans: dict[str, Span] = {}
         self._sequence: _Sequence | None = None
+        self._trace = mesh.log.trace(request.request_id)
         self._last = StageRefusedError(
             Refusal(RefusalReason.DEADLINE, "the deadline passed before any worker was asked"),
             Stage.GATEWAY,
@@ -145,6 +147,7 @@ class Placing:
                 span.set(placement=plan.placement.value, reason=plan.reason, policy=plan.policy)
         self._refused.clear()
         if isinstance(plan, RoutePlan):
+            self._trace.note(Moment.ROUTED, self._now(), text=f"{plan.policy}: {plan.reason}")
             return plan
         self._note(Stage.SCHEDULER, plan)
         if plan.reason in _NEVER:
@@ -208,6 +211,7 @@ class Placing:
             self._note(Stage.DECODE, refusal, candidate, span)
             return False
         self._end_span("gateway.reserve", candidate)
+        self._trace.note(Moment.RESERVED, self._now(), candidate.worker_id)
         return True
 
     async def _offer(self, candidate: Candidate) -> bool:
@@ -241,6 +245,9 @@ class Placing:
             # That time ran out says less than what it was spent on.
             self._last = StageRefusedError(refusal, stage)
         self._mesh.metrics.refused(refusal.reason.value, stage.value)
+        where = None if candidate is None else candidate.worker_id
+        text = f"{stage.value}: {refusal.reason.value}"
+        self._trace.note(Moment.REFUSED, self._now(), where, text)
         if candidate is None:
             return
         if span is not None:

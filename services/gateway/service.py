@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 import prometheus_client
 from aiohttp import web
 
+from kvmesh.console.request_log import RequestLog
 from kvmesh.core.errors import ConfigError
 from kvmesh.core.types import FleetWorker
 from kvmesh.rpc.fleet import FleetWatch, RouteClient
@@ -18,6 +20,7 @@ from kvmesh.telemetry.logs import event_logger
 from kvmesh.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
 from services.gateway.access import Admission, load_keys
 from services.gateway.config import GatewayConfig, HttpConfig
+from services.gateway.console import ConsoleSources, add_console
 from services.gateway.frontend import Frontend
 from services.gateway.grpc_front import InferenceServicer
 from services.gateway.http import HttpFront
@@ -82,7 +85,10 @@ async def start_gateway(config: GatewayConfig, context: ServiceContext) -> Gatew
     router = Router(
         served_name, fleet, routes, sessions.in_flight, config.scheduler.route_timeout_s
     )
-    mesh = Mesh(router, sessions, metrics, config.limits, random.Random())
+    shown = RequestLog(time.time() - asyncio.get_running_loop().time())
+    mesh = Mesh(router, sessions, metrics, config.limits, random.Random(), log=shown)
+    if config.server.admin.port >= 0:
+        add_console(context, ConsoleSources(served_name, targets, tls, metrics, shown))
     admission = Admission(config.quota.max_concurrent_per_key)
     frontend = Frontend(mesh, tokenizer, served_name, keys, admission)
     context.on_drain(admission.drain)

@@ -17,6 +17,7 @@ from services.gateway.detokenizer import Detokenizer
 from services.gateway.mesh import GenerationRequest
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.openai import ApiCall, Endpoint, TextPrompt
+from services.gateway.request_log import RequestLog
 from services.gateway.request_record import RequestRecord, TextDelta
 from services.gateway.responses import ChoiceText, Responses
 from services.gateway.token_lane import MAX_UNSENT_BYTES, ChunkTemplate, TokenLane
@@ -90,7 +91,7 @@ async def opened() -> Lane:
     lane = TokenLane()
     lane.detokenizer = Detokenizer(tokenizer)
     request = GenerationRequest(RequestId("r"), "m", (1,), SamplingParams(), 1.0)
-    lane.record = RequestRecord(metrics, request)
+    lane.record = RequestRecord(metrics, request, RequestLog())
     placed: Any = None
     lane.record.add(TextDelta(0, "", (), (), None, 0, placed))
     client, choice = Client(), ChoiceText((1,))
