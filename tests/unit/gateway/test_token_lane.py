@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvmesh.console.request_log import RequestLog
 from kvmesh.core.types import RequestId, SamplingParams
 from services.gateway.answers import dumps
 from services.gateway.detokenizer import Detokenizer
 from services.gateway.mesh import GenerationRequest
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.openai import ApiCall, Endpoint, TextPrompt
-from services.gateway.request_log import RequestLog
 from services.gateway.request_record import RequestRecord, TextDelta
 from services.gateway.responses import ChoiceText, Responses
 from services.gateway.token_lane import MAX_UNSENT_BYTES, ChunkTemplate, TokenLane
