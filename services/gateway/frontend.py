@@ -20,15 +20,8 @@ from services.gateway.detokenizer import Detokenizer, TextPiece
 from services.gateway.errors import StageRefusedError
 from services.gateway.mesh import GenerationRequest, Mesh
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.openai import (
-    ApiCall,
-    ChatPrompt,
-    Prompt,
-    TextPrompt,
-    check_model,
-    check_token_ids,
-    choice_sampling,
-)
+from services.gateway.openai import ApiCall, check_model, choice_sampling
+from services.gateway.prompts import checked_sampling, prompt_ids, prompt_text
 from services.gateway.request_flow import TokenDelta, generate
 from services.gateway.request_record import RequestRecord, TextDelta
 from services.gateway.token_lane import TokenLane
@@ -63,12 +56,14 @@ class Choice:
     Attributes:
         index: its place in the answer.
         prompt_index: which of the call's prompts it continues.
+        echo: the prompt's text, if it is to come before the generated one.
     """
 
     index: int
     prompt_index: int
     request: GenerationRequest
     call: ApiCall
+    echo: str = ""
 
 
 def clean_request_id(given: str) -> str:
@@ -156,10 +151,11 @@ class Frontend:
         # Names may repeat (a caller that tries again); in the mesh every request is apart.
         base = f"{caller.request_id}-{secrets.token_hex(4)}"
         ttft_ms = caller.ttft_ms or self.limits.ttft_deadline_ms
+        call = replace(call, sampling=await checked_sampling(self.tokenizer, call))
         choices: list[Choice] = []
         for prompt_index, prompt in enumerate(call.prompts):
-            token_ids = await self._encode(prompt)
-            check_token_ids(token_ids, self.tokenizer.vocab_size, call.prompt_field)
+            token_ids = await prompt_ids(self.tokenizer, call, prompt)
+            echo = await prompt_text(self.tokenizer, prompt, token_ids) if call.echo else ""
             for number in range(call.n):
                 index = len(choices)
                 request = GenerationRequest(
@@ -175,23 +171,8 @@ class Frontend:
                     placement=caller.placement,
                     traceparent=caller.traceparent,
                 )
-                choices.append(Choice(index, prompt_index, request, call))
+                choices.append(Choice(index, prompt_index, request, call, echo))
         return choices
-
-    async def _encode(self, prompt: Prompt) -> tuple[int, ...]:
-        if isinstance(prompt, ChatPrompt):
-            text = self.tokenizer.chat.render(
-                prompt.messages,
-                add_generation_prompt=prompt.add_generation_prompt,
-                arguments=prompt.template_arguments,
-            )
-            # The template writes special tokens itself.
-            return await self.tokenizer.encode(text, add_special_tokens=False)
-        if isinstance(prompt, TextPrompt):
-            return await self.tokenizer.encode(
-                prompt.text, add_special_tokens=prompt.add_special_tokens
-            )
-        return prompt.token_ids
 
     async def run(
         self, choice: Choice, lane: TokenLane | None = None
@@ -251,6 +232,8 @@ class Frontend:
                 finish = FinishReason.STOP
             elif finish is not None:
                 piece = replace(piece, text=piece.text + detokenizer.finish())
+            if call.max_tokens == 0:  # only what was there before is wanted
+                finish, piece = FinishReason.LENGTH, TextPiece("", 0)
             yield _text_delta(choice.index, delta, piece, finish)
             if finish is not None:
                 return
@@ -267,6 +250,7 @@ def _text_delta(
         finish,
         delta.cached_tokens,
         delta.placed,
+        delta.prompt_logprobs,
     )
 
 
