@@ -17,6 +17,8 @@ import pytest
 from kvmesh.cli.certs import main as make_certs
 from kvmesh.rpc.channels import TlsConfig
 from services.gateway.config import HttpConfig
+from services.gateway.http_guard import ConnectionGuard
+from services.gateway.metrics import GatewayMetrics
 from tests.integration.gateway_fakes import MODEL
 from tests.integration.gateway_stack import Stack, gateway_stack
 
@@ -152,20 +154,28 @@ async def test_connections_are_bounded_in_all(tmp_path: Path) -> None:
         writer.close()
 
 
-async def test_a_client_that_takes_nothing_is_cut_and_its_work_ends(tmp_path: Path) -> None:
-    async with guarded(tmp_path, stall_timeout_s=0.5) as stack:
-        stack.mesh.output = stack.mesh.output * 50
-        sock = socket.socket()
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-        sock.setblocking(False)
-        loop = asyncio.get_running_loop()
-        await loop.sock_connect(sock, ("127.0.0.1", stack.gateway.http_port))
-        fields = {"model": MODEL, "prompt": "one", "stream": True, "n": 16, "logprobs": 5}
-        body = json.dumps({**fields, "max_tokens": 400}).encode()
-        await loop.sock_sendall(sock, HEAD + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        await stack.mesh.until(lambda: stack.gateway.admission.num_open == 1)
-        await stack.idle()  # although nobody reads
-        sock.close()
+async def test_a_client_that_takes_nothing_is_cut() -> None:
+    loop = asyncio.get_running_loop()
+    lost: asyncio.Future[BaseException | None] = loop.create_future()
+
+    class Sender(asyncio.Protocol):
+        """Sends more than sockets hold."""
+
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            assert isinstance(transport, asyncio.Transport)
+            transport.write(bytes(64 << 20))
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            lost.set_result(exc)
+
+    guard = ConnectionGuard(HttpConfig(stall_timeout_s=0.5), GatewayMetrics("m"))
+    server = await loop.create_server(guard.wrap(Sender), "127.0.0.1", 0)
+    with socket.socket() as client:
+        client.setblocking(False)
+        await loop.sock_connect(client, server.sockets[0].getsockname())
+        assert isinstance(await lost, (TimeoutError, ConnectionError))
+        assert guard.num_open == 0
+    server.close()
 
 
 @pytest.mark.parametrize(
