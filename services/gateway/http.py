@@ -17,6 +17,7 @@ from aiohttp import web
 
 from kvmesh.core.errors import InvalidRequestError, KvMeshError
 from kvmesh.core.types import Placement
+from services.gateway.admission import Ticket
 from services.gateway.answers import Answer, dumps
 from services.gateway.config import HttpConfig
 from services.gateway.errors import (
@@ -86,41 +87,41 @@ class HttpFront:
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions."""
-        with self._frontend.admit(_authorization(request)):
+        async with self._frontend.admit(_authorization(request)) as ticket:
             body = parse_body(ChatBody, await _json(request))
             defaults = self._frontend.tokenizer.sampling_defaults
             family = self._frontend.tokenizer.chat.tool_family
             call = chat_call(body, self._frontend.limits, defaults, family)
-            return await self._answer(request, call)
+            return await self._answer(request, call, ticket)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/completions."""
-        with self._frontend.admit(_authorization(request)):
+        async with self._frontend.admit(_authorization(request)) as ticket:
             body = parse_body(CompletionBody, await _json(request))
             defaults = self._frontend.tokenizer.sampling_defaults
             call = completion_call(body, self._frontend.limits, defaults)
-            return await self._answer(request, call)
+            return await self._answer(request, call, ticket)
 
     async def responses(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/responses."""
-        with self._frontend.admit(_authorization(request)):
+        async with self._frontend.admit(_authorization(request)) as ticket:
             body = parse_body(ResponsesBody, await _json(request), RESPONSES_UNSUPPORTED)
             defaults = self._frontend.tokenizer.sampling_defaults
             call = chat_call(as_chat(body), self._frontend.limits, defaults)
             call = replace(call, prompt_field="input", max_tokens_field="max_output_tokens")
-            request_id, (choice,) = await self._prepare(request, call)
+            request_id, (choice,) = await self._prepare(request, call, ticket)
             answer = ResponsesAnswer(self._frontend, body, choice, request_id)
             return await (answer.stream(request) if call.stream else answer.whole())
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
         """POST /tokenize."""
-        with self._frontend.admit(_authorization(request)):
+        async with self._frontend.admit(_authorization(request)):
             body = parse_body(TokenizeBody, await _json(request), {})
             return web.json_response(await tokenize(self._frontend, body), dumps=dumps)
 
     async def detokenize(self, request: web.Request) -> web.StreamResponse:
         """POST /detokenize."""
-        with self._frontend.admit(_authorization(request)):
+        async with self._frontend.admit(_authorization(request)):
             body = parse_body(DetokenizeBody, await _json(request), {})
             return web.json_response(await detokenize(self._frontend, body), dumps=dumps)
 
@@ -144,17 +145,22 @@ class HttpFront:
             "max_model_len": self._frontend.max_model_len,
         }
 
-    async def _answer(self, request: web.Request, call: ApiCall) -> web.StreamResponse:
-        request_id, choices = await self._prepare(request, call)
+    async def _answer(
+        self, request: web.Request, call: ApiCall, ticket: Ticket
+    ) -> web.StreamResponse:
+        request_id, choices = await self._prepare(request, call, ticket)
         answer = Answer(self._frontend, call, choices, request_id)
         return await (answer.stream(request) if call.stream else answer.whole())
 
-    async def _prepare(self, request: web.Request, call: ApiCall) -> tuple[str, list[Choice]]:
+    async def _prepare(
+        self, request: web.Request, call: ApiCall, ticket: Ticket
+    ) -> tuple[str, list[Choice]]:
         """The request's id and its generations."""
         if call.request_id and not _given_request_id(request):
             request[_REQUEST_ID] = clean_request_id(call.request_id)
         request_id = request[_REQUEST_ID]
-        return request_id, await self._frontend.prepare(call, caller_of(request, request_id))
+        caller = replace(caller_of(request, request_id), ticket=ticket)
+        return request_id, await self._frontend.prepare(call, caller)
 
     # --- operations ---
 
