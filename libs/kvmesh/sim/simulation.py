@@ -100,7 +100,7 @@ class Simulation:
             self,
             queue_offers=system.queue_offers,
             report_interval_s=system.report_interval_s,
-            chunk_tokens=scenario.chunk_tokens,
+            chunks=scenario.chunks,
             order=FleetIndex(self.rng) if system.is_indexed else None,
         )
         self.fleet.build(scenario.fleet)
