@@ -23,7 +23,7 @@ from services.gateway.openai import ApiCall
 from services.gateway.request_record import TextDelta
 from services.gateway.responses import Body, ChoiceText, Responses, usage_body
 
-_SSE_HEADERS = {
+SSE_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",  # proxies must not collect the stream
@@ -58,7 +58,7 @@ class Answer:
         self._frontend = frontend
         self._call = call
         self._choices = choices
-        self._texts = [ChoiceText(choice.request.prompt_ids) for choice in choices]
+        self._texts = [ChoiceText(each.request.prompt_ids, echo=each.echo) for each in choices]
         self._responses = Responses(
             call,
             request_id,
@@ -87,7 +87,7 @@ class Answer:
         """
         async with aclosing(self._deltas()) as deltas:
             first = await anext(deltas)
-            response = web.StreamResponse(headers=_SSE_HEADERS | placement_headers(first.placed))
+            response = web.StreamResponse(headers=SSE_HEADERS | placement_headers(first.placed))
             # A client may go away between two chunks, before its handler is cancelled: that is no
             # error, and leaving the block cancels the work.
             with contextlib.suppress(ConnectionResetError):
@@ -120,13 +120,14 @@ class Answer:
                 choice.token_ids.extend(delta.token_ids)
                 choice.cached_tokens = delta.cached_tokens
                 choice.finish_reason = delta.finish_reason
+                choice.prompt_logprobs += delta.prompt_logprobs
                 yield delta
 
     async def _send_delta(self, response: web.StreamResponse, delta: TextDelta) -> None:
         bodies: list[Body | None] = []
         choice = self._texts[delta.index]
         if len(choice.token_ids) == len(delta.token_ids):  # the choice's first piece
-            bodies.append(self._responses.opening(delta.index, choice.prompt_ids))
+            bodies.append(self._responses.opening(delta.index, choice))
         bodies.append(
             self._responses.piece(
                 delta.index, delta.text, delta.token_ids, delta.logprobs, delta.finish_reason
@@ -134,6 +135,8 @@ class Answer:
         )
         for body in bodies:
             if body is not None:
+                if self._call.continuous_usage:
+                    body["usage"] = self._usage()
                 await _send(response, body)
 
     def _usage(self) -> Body:

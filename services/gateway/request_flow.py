@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 
+from kvmesh.console.request_log import Moment
 from kvmesh.core.errors import DeadlineError, LostError, StructureError
 from kvmesh.core.types import FinishReason, TokenLogprobs, WorkerId
 from kvmesh.telemetry.logs import event_logger
@@ -107,6 +108,7 @@ class _Life:
         self._placed: Placed | None = None
         self._handed_off = False
         self._decode_span: Span | None = None
+        self._trace = mesh.log.trace(request.request_id)
         now = self._now()
         self._deadline = now + mesh.limits.request_timeout_s
         self._phases = Phases(mesh.metrics, now)
@@ -128,8 +130,10 @@ class _Life:
             deadline=self._place_until,
             avoid=frozenset(self._avoid),
         )
-        self._placed = await search.run()
-        self._phases.accepted(self._now())
+        self._placed = where = await search.run()
+        now = self._now()
+        self._phases.accepted(now)
+        self._trace.placed(now, where.placement, where.prefill_worker, where.decode_worker)
 
     async def first_token(self) -> TokenDelta:
         """Waits for the prefill worker's token."""
@@ -146,7 +150,8 @@ class _Life:
             span.set(cached_tokens=event.cached_tokens)
         self._early = self._work.take_early()
         if self._cached_tokens is None:
-            self._cached_tokens = event.cached_tokens
+            self._cached_tokens = self._trace.cached_tokens = event.cached_tokens
+        self._trace.note(Moment.FIRST_TOKEN, self._now(), where.prefill_worker)
         if event.finish_reason is not None:
             self._work.prefill_is_over()  # the reservation, never used, is cancelled at the end
             _raise_if_error(event)
@@ -189,6 +194,7 @@ class _Life:
         self._moves += 1
         self._avoid.add(error.worker_id)
         self._mesh.metrics.moved(error.reason)
+        self._trace.note(Moment.LOST, self._now(), error.worker_id, error.reason)
         log.warning(
             "request_lost_by_worker",
             request_id=self._request.request_id,
@@ -231,6 +237,8 @@ class _Life:
 
     def _now_decoding(self) -> None:
         """The KV is at the decode worker: nothing is left to do for prefill."""
+        if not self._handed_off:
+            self._trace.note(Moment.HANDED_OFF, self._now(), self._where.decode_worker)
         self._handed_off = True
         self._work.prefill_is_over()
         self._work.reservation_is_used()

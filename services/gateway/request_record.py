@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
+from kvmesh.console.request_log import RequestLog
 from kvmesh.core.errors import KvMeshError
 from kvmesh.core.types import FinishReason, TokenLogprobs
 from kvmesh.telemetry.logs import event_logger
@@ -28,6 +29,7 @@ class TextDelta:
         token_ids: the tokens of this piece.
         logprobs: one per token when asked for.
         finish_reason: set on the last piece.
+        prompt_logprobs: on the first piece when asked for, of all prompt tokens but the first.
     """
 
     index: int
@@ -37,12 +39,15 @@ class TextDelta:
     finish_reason: FinishReason | None
     cached_tokens: int
     placed: Placed
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class RequestRecord:
-    """Measures one generation and writes its log line."""
+    """Measures one generation, writes its log line, keeps its place in the console's log."""
 
-    def __init__(self, metrics: GatewayMetrics, request: GenerationRequest) -> None:
+    def __init__(
+        self, metrics: GatewayMetrics, request: GenerationRequest, shown: RequestLog
+    ) -> None:
         self._metrics = metrics
         self._request = request
         self._loop = asyncio.get_running_loop()
@@ -53,6 +58,8 @@ class RequestRecord:
         self._finish = FinishReason.CANCELLED
         self._error = ""
         self._last: TextDelta | None = None
+        self._shown = shown
+        self._trace = shown.open(request.request_id, len(request.prompt_ids), self._started_at)
 
     def add(self, delta: TextDelta) -> None:
         """Counts a piece."""
@@ -65,6 +72,7 @@ class RequestRecord:
         self._last_at = now
         self._last = delta
         self._num_tokens += len(delta.token_ids)
+        self._trace.output_tokens = self._num_tokens
         self._metrics.generation_tokens.inc(len(delta.token_ids))
         if delta.finish_reason is not None:
             self._finish = delta.finish_reason
@@ -86,6 +94,9 @@ class RequestRecord:
             self._metrics.e2e_s.observe(elapsed_s)
             self._metrics.prompt_tokens.inc(len(self._request.prompt_ids))
         self._metrics.finished(self._finish)
+        self._shown.end(
+            self._request.request_id, self._loop.time(), self._finish.value, self._error
+        )
         last = self._last
         log.info(
             "request_finished",

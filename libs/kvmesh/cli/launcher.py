@@ -235,6 +235,7 @@ class Launcher:
         stack = {
             "http": str(self._plan.http),
             "grpc": str(self._plan.grpc),
+            "console": "" if self._plan.console is None else str(self._plan.console),
             "members": [
                 {
                     "name": name,
@@ -266,6 +267,7 @@ class Launcher:
             "",
             f"  {curl} -d '{json.dumps(body)}'",
             "",
+            *([f"console: http://{self._plan.console}/console"] if self._plan.console else []),
             f"logs: {self._paths.logs}/<process>.log",
             "stop: Ctrl-C",
         )

@@ -25,6 +25,7 @@ class StackOptions:
 
     Attributes:
         redis_url: a server that runs already; empty starts one.
+        console_port: admin port of the gateway, which has the console; 0 takes a free one.
         num_threads: computing threads of each engine.
         drain_s: how long a service may finish running work when it is stopped.
     """
@@ -44,6 +45,7 @@ class StackOptions:
     num_threads: int
     redis_url: str
     drain_s: float
+    console_port: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,7 @@ class StackPlan:
 
     Attributes:
         has_chat: the model has a chat template.
+        console: where the gateway's admin port is; None without one.
     """
 
     members: tuple[Member, ...]
@@ -93,6 +96,7 @@ class StackPlan:
     grpc: Endpoint
     model_name: str
     has_chat: bool = False
+    console: Endpoint | None = None
 
 
 @dataclass(slots=True)
@@ -198,7 +202,9 @@ def plan_stack(
             members.append(planner.service(role, flags, name)[0])
     http = Endpoint(options.host, options.http_port or next_port())
     asked = Endpoint(_LOCAL if options.host == "0.0.0.0" else options.host, http.port)
+    console = Endpoint(_LOCAL, options.console_port or next_port())
     flags = {
+        "server.admin.port": console.port,
         "scheduler.targets": scheduler,
         "http.host": http.host,
         "http.port": http.port,
@@ -208,7 +214,7 @@ def plan_stack(
     member, grpc = planner.service("gateway", flags, probe=Probe("http", asked))
     members.append(member)
     has_chat = (options.model / "chat_template.jinja").is_file()
-    return StackPlan(tuple(members), asked, grpc, options.model_name, has_chat)
+    return StackPlan(tuple(members), asked, grpc, options.model_name, has_chat, console)
 
 
 def engine_threads(cores: int, num_engines: int) -> int:

@@ -61,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     add_flag(parser, "--decode", 2, "decode workers", kind=positive_int)
     add_flag(parser, "--host", "127.0.0.1", "address of the HTTP API")
     add_flag(parser, "--port", 8000, "port of the HTTP API; 0: a free one", kind=port_number)
+    add_flag(parser, "--console-port", 0, "port of the console; 0: a free one", kind=port_number)
     add_flag(parser, "--engine", "torch", "what computes", choices=("torch", "fake"))
     dtypes = ("auto", "float32", "float16", "bfloat16")
     add_flag(parser, "--dtype", "", "default: float32 for the embedded model", choices=dtypes)
@@ -114,6 +115,7 @@ def stack_options(arguments: argparse.Namespace, cores: int) -> StackOptions:
         num_threads=engine_threads(cores, arguments.prefill + arguments.decode),
         redis_url=arguments.redis_url,
         drain_s=_DRAIN_S,
+        console_port=arguments.console_port,
     )
 
 
@@ -125,7 +127,7 @@ def usable_cores() -> int:
 def _next_port(options: StackOptions) -> Callable[[], int]:
     num_members = options.num_prefill + options.num_decode + 4
     # All at once, so that they differ.
-    ports = iter(free_ports("127.0.0.1", _PORTS_PER_MEMBER * num_members))
+    ports = iter(free_ports("127.0.0.1", _PORTS_PER_MEMBER * num_members + 1))
     return lambda: next(ports)
 
 

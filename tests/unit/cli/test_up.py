@@ -22,6 +22,7 @@ DEFAULTS: dict[str, Any] = {
     "block_size": 16,
     "max_model_len": 0,
     "redis_url": "",
+    "console_port": 0,
 }
 
 

@@ -1,0 +1,1 @@
+"""The console: what the mesh does now, as a web page on the gateway's admin port."""

@@ -1,0 +1,200 @@
+"""Rates and their history, from totals that are read about once a second.
+
+Pure: times and totals come from the caller. Tests: tests/unit/console/test_sampler.py.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvmesh.console.request_log import Moment, RequestLog, RequestTrace
+from kvmesh.core.types import FleetWorker, Placement, Role, WorkerId
+
+HISTORY = 300
+"""Samples that are kept: five minutes at one a second."""
+
+WINDOW_S = 30.0
+"""Requests that ended in the last so many seconds make the quantiles and shares."""
+
+
+class LinkName(NamedTuple):
+    """One worker's way to another one."""
+
+    sender: WorkerId
+    peer: WorkerId
+    channel: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRates:
+    """What a worker did per second since the sample before.
+
+    Attributes:
+        hit_share: prompt tokens found in the prefix cache, 0 to 1; None without a lookup.
+    """
+
+    prefill_tokens_s: float = 0.0
+    decode_tokens_s: float = 0.0
+    hit_share: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The mesh at one time.
+
+    Attributes:
+        at_s: seconds since 1970.
+        ttft_p50_s, ttft_p99_s: of requests that ended in the window; None without any.
+        disaggregated_share: of requests that were placed in the window, 0 to 1.
+        threshold_tokens: uncached tokens from which on a prompt is sent to another cluster; None
+            where no policy has one.
+        prefill_workers, decode_workers: hybrids count on both sides.
+    """
+
+    at_s: float
+    requests_s: float
+    refusals_s: float
+    prefill_tokens_s: float
+    decode_tokens_s: float
+    transfer_bytes_s: float
+    num_open: int
+    ttft_p50_s: float | None
+    ttft_p99_s: float | None
+    disaggregated_share: float | None
+    threshold_tokens: float | None
+    prefill_workers: int
+    decode_workers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Counters of the gateway.
+
+    Attributes:
+        refusals: by (stage, reason).
+    """
+
+    refusals: Mapping[tuple[str, str], float]
+    threshold_tokens: float | None = None
+
+
+class Sampler:
+    """Keeps what is needed to turn totals into rates."""
+
+    def __init__(self, log: RequestLog) -> None:
+        self._log = log
+        self._at_s: float | None = None
+        self._arrived = 0
+        self._refusals = 0.0
+        self._workers: dict[WorkerId, FleetWorker] = {}
+        self._links: dict[LinkName, int] = {}
+        self.samples: deque[Sample] = deque(maxlen=HISTORY)
+        self.worker_rates: dict[WorkerId, WorkerRates] = {}
+        self.link_rates: dict[LinkName, float] = {}
+
+    def take(self, workers: Sequence[FleetWorker], totals: Totals, now: float) -> Sample:
+        """Adds a sample.
+
+        Args:
+            now: on the request log's clock; grows from call to call.
+        """
+        elapsed_s = now - self._at_s if self._at_s is not None else 0.0
+        self._rate_workers(workers, elapsed_s)
+        refusals = sum(totals.refusals.values())
+        ttfts = sorted(_ttfts(self._log, now))
+        rates = self.worker_rates.values()
+        sample = Sample(
+            at_s=now + self._log.unix_offset_s,
+            requests_s=_rate(self._log.arrived_total - self._arrived, elapsed_s),
+            refusals_s=_rate(refusals - self._refusals, elapsed_s),
+            prefill_tokens_s=sum(each.prefill_tokens_s for each in rates),
+            decode_tokens_s=sum(each.decode_tokens_s for each in rates),
+            transfer_bytes_s=sum(self.link_rates.values()),
+            num_open=self._log.num_open,
+            ttft_p50_s=quantile(ttfts, 0.5),
+            ttft_p99_s=quantile(ttfts, 0.99),
+            disaggregated_share=_disaggregated_share(self._log, now),
+            threshold_tokens=totals.threshold_tokens,
+            prefill_workers=sum(each.info.role is not Role.DECODE for each in workers),
+            decode_workers=sum(each.info.role is not Role.PREFILL for each in workers),
+        )
+        self._at_s, self._arrived, self._refusals = now, self._log.arrived_total, refusals
+        self.samples.append(sample)
+        return sample
+
+    def _rate_workers(self, workers: Sequence[FleetWorker], elapsed_s: float) -> None:
+        before, self._workers = self._workers, {each.info.worker_id: each for each in workers}
+        links_before, self._links = self._links, links_of(workers)
+        self.worker_rates = {
+            name: _worker_rates(before[name], worker, elapsed_s)
+            for name, worker in self._workers.items()
+            if name in before and before[name].info.incarnation == worker.info.incarnation
+        }
+        self.link_rates = {
+            name: _rate(total - links_before[name], elapsed_s)
+            for name, total in self._links.items()
+            if name in links_before
+        }
+
+
+def links_of(workers: Sequence[FleetWorker]) -> dict[LinkName, int]:
+    """Bytes that every link has carried."""
+    return {
+        LinkName(worker.info.worker_id, link.peer, link.channel): link.bytes_total
+        for worker in workers
+        for link in worker.detail.links
+    }
+
+
+def quantile(ordered: Sequence[float], share: float) -> float | None:
+    """The value that `share` of the ordered ones do not exceed; None without any."""
+    if not ordered:
+        return None
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def _rate(difference: float, elapsed_s: float) -> float:
+    # A restarted worker counts from zero again.
+    return max(difference, 0.0) / elapsed_s if elapsed_s > 0 else 0.0
+
+
+def _worker_rates(before: FleetWorker, now: FleetWorker, elapsed_s: float) -> WorkerRates:
+    looked_up = now.detail.prompt_tokens_total - before.detail.prompt_tokens_total
+    found = now.detail.cached_tokens_total - before.detail.cached_tokens_total
+    computed = now.load.prefill_tokens_total - before.load.prefill_tokens_total
+    generated = now.load.decode_tokens_total - before.load.decode_tokens_total
+    return WorkerRates(
+        # A step of decode computes the token that it continues from.
+        _rate(computed - generated, elapsed_s),
+        _rate(generated, elapsed_s),
+        found / looked_up if looked_up > 0 else None,
+    )
+
+
+def ttft_s(trace: RequestTrace) -> float | None:
+    """Arrival to first token; None before it."""
+    first = trace.moment(Moment.FIRST_TOKEN)
+    return None if first is None else first - trace.arrived_at
+
+
+def _recent(log: RequestLog, now: float) -> list[RequestTrace]:
+    recent = list(log.running())
+    for trace in log.latest():
+        if trace.ended_at is not None and trace.ended_at < now - WINDOW_S:
+            break
+        recent.append(trace)
+    return recent
+
+
+def _ttfts(log: RequestLog, now: float) -> list[float]:
+    return [value for each in _recent(log, now) if (value := ttft_s(each)) is not None]
+
+
+def _disaggregated_share(log: RequestLog, now: float) -> float | None:
+    placed = [each.placement for each in _recent(log, now) if each.placement is not Placement.AUTO]
+    if not placed:
+        return None
+    return sum(each is Placement.DISAGGREGATED for each in placed) / len(placed)
