@@ -14,6 +14,8 @@ from kvmesh.core.errors import KvMeshError
 
 COMMANDS = {
     "up": "start a local stack: Redis, control plane, workers, gateway",
+    "chat": "talk to the model of a running stack",
+    "top": "workers and requests, live, in the terminal",
     "fleet": "list the workers; cordon, drain or give another role to one",
     "bench": "measure latency, throughput and goodput of a running stack",
     "doctor": "say what is wrong with this machine or a running stack",
