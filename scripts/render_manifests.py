@@ -39,8 +39,9 @@ def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
     result = dict(values)
     for name, value in changes.items():
         known = result.get(name)
-        both = isinstance(known, dict) and isinstance(value, dict)
-        result[name] = merged(known, value) if both else value
+        if isinstance(known, dict) and isinstance(value, dict):
+            value = merged(known, value)  # noqa: PLW2901
+        result[name] = value
     return result
 
 
