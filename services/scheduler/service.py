@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 
 import grpc
 
@@ -287,7 +288,22 @@ async def _stop(task: asyncio.Task[Refusal | None] | asyncio.Task[None]) -> None
         log.failure("stream_reader_failed", error)
 
 
+@dataclass(frozen=True, slots=True)
+class Scheduler:
+    """The parts of a running scheduler."""
+
+    fleet: Fleet
+    prefixes: PrefixLookup | None
+    planner: Planner
+    decisions: DecisionLog
+
+
 async def build(config: SchedulerConfig, context: ServiceContext) -> None:
+    """Builds the scheduler into `context`."""
+    await start_scheduler(config, context)
+
+
+async def start_scheduler(config: SchedulerConfig, context: ServiceContext) -> Scheduler:
     """Puts the scheduler together and adds it to the server."""
     settings = router_settings(config)
     clock = SystemClock()
@@ -325,3 +341,4 @@ async def build(config: SchedulerConfig, context: ServiceContext) -> None:
     context.on_close(servicer.close)
     context.spawn(servicer.expire_leases(), "expire_leases")
     add_SchedulerServiceServicer_to_server(servicer, context.server)
+    return Scheduler(fleet, prefixes, planner, decisions)
