@@ -32,12 +32,12 @@ from kvmesh.sim.trace import TRACE_BLOCK, TraceRequest
 from services.gateway.config import GatewayConfig, HttpConfig, ModelConfig
 from services.gateway.config import SchedulerConfig as SchedulerTargets
 from services.gateway.service import Gateway, start_gateway
-from services.kvmanager.config import KvManagerConfig
+from services.kvmanager.config import KvManagerConfig, LimitConfig
 from services.kvmanager.service import build as build_kvmanager
+from services.scheduler.config import FleetConfig, PlanningConfig, RoutingConfig, SchedulerConfig
 from services.scheduler.config import (
     KvManagerConfig as KvManagerTarget,
 )
-from services.scheduler.config import PlanningConfig, RoutingConfig, SchedulerConfig
 from services.scheduler.service import Scheduler, start_scheduler
 from tests.mesh_child import until
 from tests.unit.gateway.tiny_model import write_model
@@ -144,7 +144,7 @@ class LiveMesh:
         assert lookup is not None
 
         async def fact() -> bool:
-            answer = await lookup.match(layout.model_fingerprint, hashes, 5.0)
+            answer = await lookup.match(layout.model_fingerprint, hashes, PATIENCE_S)
             return {each.worker_id: each.num_blocks for each in answer.matches} == expected
 
         return fact
@@ -171,6 +171,16 @@ async def _complete(
         assert answer["usage"]["completion_tokens"] == request.output_tokens
 
 
+PATIENCE_S = 10.0
+"""No step of a replay gives up on another one because the machine is busy."""
+
+
+def _kvmanager(server: ServerConfig, redis: RedisConfig) -> KvManagerConfig:
+    limits = LimitConfig(lookup_timeout_s=PATIENCE_S)
+    patient = replace(redis, timeout_s=PATIENCE_S)
+    return KvManagerConfig(server=server, redis=patient, limits=limits)
+
+
 @asynccontextmanager
 async def live_mesh(
     folder: Path, redis: RedisConfig, policy: str, plans: Sequence[WorkerPlan]
@@ -180,7 +190,7 @@ async def live_mesh(
     server = ServerConfig(port=0)
     async with AsyncExitStack() as stack:
         kvmanager = await stack.enter_async_context(
-            serving("kvmanager", KvManagerConfig(server=server, redis=redis), build_kvmanager)
+            serving("kvmanager", _kvmanager(server, redis), build_kvmanager)
         )
         schedulers: list[Scheduler] = []
 
@@ -191,7 +201,8 @@ async def live_mesh(
             server=server,
             routing=RoutingConfig(policy=policy),
             planning=PlanningConfig(roles="off"),
-            kvmanager=KvManagerTarget(f"127.0.0.1:{kvmanager.port}", timeout_s=5.0),
+            fleet=FleetConfig(lease_s=60.0),
+            kvmanager=KvManagerTarget(f"127.0.0.1:{kvmanager.port}", timeout_s=PATIENCE_S),
         )
         scheduler = await stack.enter_async_context(serving("scheduler", config, build_scheduler))
         gateways: list[Gateway] = []
@@ -212,7 +223,7 @@ async def live_mesh(
             server=server,
             http=HttpConfig(port=0),
             model=ModelConfig(path=str(folder), served_name=MODEL),
-            scheduler=SchedulerTargets(targets=target, route_timeout_s=10.0),
+            scheduler=SchedulerTargets(targets=target, route_timeout_s=2 * PATIENCE_S),
         )
         await stack.enter_async_context(serving("gateway", front, build_gateway))
         stack.callback(gate.set)
