@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import signal
 import sys
 import threading
@@ -178,6 +179,9 @@ async def _main(name: str, config: ConfigT, build: Build[ConfigT]) -> int:
     stop = asyncio.Event()
     _install_signals(stop)
     async with serving(name, config, build, stop) as context:
+        # What is here now stays: later collections need not walk it, which costs 30 ms each time.
+        gc.collect()
+        gc.freeze()
         stopping: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())
         crashed: asyncio.Future[Any] = context.failure
         await asyncio.wait({stopping, crashed}, return_when=asyncio.FIRST_COMPLETED)
