@@ -24,7 +24,7 @@ from services.gateway.request_record import TextDelta
 from services.gateway.responses import Body, ChoiceText, Responses, usage_body
 from services.gateway.token_lane import ChunkTemplate, TokenLane
 
-_SSE_HEADERS = {
+SSE_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",  # proxies must not collect the stream
@@ -59,7 +59,7 @@ class Answer:
         self._frontend = frontend
         self._call = call
         self._choices = choices
-        self._texts = [ChoiceText(choice.request.prompt_ids) for choice in choices]
+        self._texts = [ChoiceText(each.request.prompt_ids, echo=each.echo) for each in choices]
         self._responses = Responses(
             call,
             request_id,
@@ -89,7 +89,7 @@ class Answer:
         lane = TokenLane() if self._is_plain and request.version >= HttpVersion11 else None
         async with aclosing(self._deltas(lane)) as deltas:
             first = await anext(deltas)
-            response = web.StreamResponse(headers=_SSE_HEADERS | placement_headers(first.placed))
+            response = web.StreamResponse(headers=SSE_HEADERS | placement_headers(first.placed))
             # A client may go away between two chunks, before its handler is cancelled: that is no
             # error, and leaving the block cancels the work.
             with contextlib.suppress(ConnectionResetError):
@@ -109,6 +109,8 @@ class Answer:
         return not (
             len(self._choices) > 1
             or call.stop
+            or call.tools is not None
+            or call.continuous_usage
             or call.return_token_ids
             or call.sampling.num_logprobs >= 0
         )
@@ -141,19 +143,25 @@ class Answer:
                 choice.token_ids.extend(delta.token_ids)
                 choice.cached_tokens = delta.cached_tokens
                 choice.finish_reason = delta.finish_reason
+                choice.prompt_logprobs += delta.prompt_logprobs
                 yield delta
 
     async def _send_delta(self, response: web.StreamResponse, delta: TextDelta) -> None:
         bodies: list[Body | None] = []
         choice = self._texts[delta.index]
         if len(choice.token_ids) == len(delta.token_ids):  # the choice's first piece
-            bodies.append(self._responses.opening(delta.index, choice.prompt_ids))
+            bodies.append(self._responses.opening(delta.index, choice))
         bodies.append(
             self._responses.piece(
                 delta.index, delta.text, delta.token_ids, delta.logprobs, delta.finish_reason
             )
         )
-        events = [_event(body) for body in bodies if body is not None]
+        events: list[bytes] = []
+        for body in bodies:
+            if body is not None:
+                if self._call.continuous_usage:
+                    body["usage"] = self._usage()
+                events.append(_event(body))
         if events:
             await response.write(b"".join(events))
 

@@ -59,13 +59,29 @@ class AccessConfig:
 
     api_keys: str = secret("accepted bearer keys, comma-separated; empty accepts everyone")
     api_keys_file: str = option("", "file with one accepted bearer key per line")
+    tenants_file: str = option("", "tenants and hashed keys, a file that `kvmesh keys` makes")
+    tenants_in_redis: bool = option(False, "tenants and hashed keys are in Redis")
+    refresh_s: float = option(2.0, "tenants and keys are read again after this long")
 
 
 @dataclass(frozen=True, slots=True)
 class QuotaConfig:
-    """What one caller may use."""
+    """What a caller that is no tenant of the directory may use; 0 is no limit."""
 
-    max_concurrent_per_key: int = option(0, "requests of one key at once; 0 is no limit")
+    max_concurrent_per_key: int = option(0, "requests of one key at once")
+    requests_per_min_per_key: int = option(0, "requests of one key per minute")
+    tokens_per_min_per_key: int = option(0, "prompt and generated tokens of one key per minute")
+    burst_s: float = option(10.0, "seconds of a rate that may be used at once; tenants' too")
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaStoreConfig:
+    """Where gateways share what tenants used."""
+
+    url: str = option("", "redis:// URL; empty counts in each gateway alone")
+    password: str = secret("password, if it is not part of the URL")
+    key_prefix: str = option("kvmesh:", "start of all keys; two meshes in one Redis need two")
+    timeout_s: float = option(0.5, "a call that takes longer has failed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,3 +96,4 @@ class GatewayConfig:
     limits: LimitsConfig = option(LimitsConfig, "")
     access: AccessConfig = option(AccessConfig, "")
     quota: QuotaConfig = option(QuotaConfig, "")
+    redis: QuotaStoreConfig = option(QuotaStoreConfig, "")

@@ -28,7 +28,8 @@ from kvmesh.v1.inference_service_pb2 import (
     Model,
 )
 from kvmesh.v1.inference_service_pb2_grpc import InferenceServiceServicer
-from services.gateway.errors import REFUSAL_HEADER, StageRefusedError
+from services.gateway.admission import Ticket
+from services.gateway.errors import QUOTA_HEADER, REFUSAL_HEADER, QuotaError, StageRefusedError
 from services.gateway.frontend import Caller, Choice, Frontend, clean_request_id, usage_of
 from services.gateway.openai import (
     ApiCall,
@@ -56,9 +57,9 @@ class InferenceServicer(InferenceServiceServicer):
         metadata = _metadata(context)
         request_id = clean_request_id(request.request_id)
         try:
-            with self._frontend.admit(metadata.get("authorization", "")):
+            async with self._frontend.admit(metadata.get("authorization", "")) as ticket:
                 await context.send_initial_metadata((("x-request-id", request_id),))
-                choice = await self._prepare(request, request_id, metadata)
+                choice = await self._prepare(request, request_id, metadata, ticket)
                 async for response in self._responses(choice, request_id):
                     yield response
         except KvMeshError as error:
@@ -77,7 +78,7 @@ class InferenceServicer(InferenceServiceServicer):
         return ListModelsResponse(models=[model])
 
     async def _prepare(
-        self, request: GenerateRequest, request_id: str, metadata: dict[str, str]
+        self, request: GenerateRequest, request_id: str, metadata: dict[str, str], ticket: Ticket
     ) -> Choice:
         call = call_from_proto(request, self._frontend.limits.max_stop)
         caller = Caller(
@@ -86,6 +87,7 @@ class InferenceServicer(InferenceServiceServicer):
             placement=_placement(request),
             ttft_ms=request.ttft_deadline_ms,
             traceparent=metadata.get("traceparent", ""),
+            ticket=ticket,
         )
         (choice,) = await self._frontend.prepare(call, caller)
         return choice
@@ -133,10 +135,13 @@ def trailing_metadata(error: KvMeshError) -> tuple[tuple[str, str], ...]:
     """What a client needs beyond status and message."""
     if isinstance(error, RefusedError):
         label = error.label if isinstance(error, StageRefusedError) else error.refusal.reason.value
-        return (
+        entries: tuple[tuple[str, str], ...] = (
             (REFUSAL_HEADER.removeprefix("x-"), label),
             ("retry-after-ms", str(error.refusal.retry_after_ms)),
         )
+        if isinstance(error, QuotaError):
+            entries += ((QUOTA_HEADER.removeprefix("x-"), error.quota.value),)
+        return entries
     if isinstance(error, InvalidRequestError) and error.param:
         return (("kvmesh-param", error.param),)
     return ()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -16,6 +17,7 @@ from aiohttp import web
 
 from kvmesh.core.errors import InvalidRequestError, KvMeshError
 from kvmesh.core.types import Placement
+from services.gateway.admission import Ticket
 from services.gateway.answers import Answer, dumps
 from services.gateway.config import HttpConfig
 from services.gateway.errors import (
@@ -24,9 +26,13 @@ from services.gateway.errors import (
     error_body,
     plain_http_error,
 )
-from services.gateway.frontend import Caller, Frontend, clean_request_id
+from services.gateway.frontend import Caller, Choice, Frontend, clean_request_id
 from services.gateway.openai import ApiCall, chat_call, check_model, completion_call
+from services.gateway.openapi import openapi_page
+from services.gateway.responses_answer import ResponsesAnswer
+from services.gateway.responses_api import RESPONSES_UNSUPPORTED, ResponsesBody, as_chat
 from services.gateway.schema import ChatBody, CompletionBody, parse_body
+from services.gateway.token_routes import DetokenizeBody, TokenizeBody, detokenize, tokenize
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -63,6 +69,10 @@ class HttpFront:
             [
                 web.post("/v1/chat/completions", self.chat_completions),
                 web.post("/v1/completions", self.completions),
+                web.post("/v1/responses", self.responses),
+                web.post("/tokenize", self.tokenize),
+                web.post("/detokenize", self.detokenize),
+                web.get("/openapi.json", self.openapi),
                 web.get("/v1/models", self.models),
                 web.get("/v1/models/{model:.+}", self.model),
                 web.get("/health", self.health),
@@ -77,18 +87,43 @@ class HttpFront:
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions."""
-        with self._frontend.admit(_authorization(request)):
+        async with self._frontend.admit(_authorization(request)) as ticket:
             body = parse_body(ChatBody, await _json(request))
             defaults = self._frontend.tokenizer.sampling_defaults
-            return await self._answer(request, chat_call(body, self._frontend.limits, defaults))
+            family = self._frontend.tokenizer.chat.tool_family
+            call = chat_call(body, self._frontend.limits, defaults, family)
+            return await self._answer(request, call, ticket)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/completions."""
-        with self._frontend.admit(_authorization(request)):
+        async with self._frontend.admit(_authorization(request)) as ticket:
             body = parse_body(CompletionBody, await _json(request))
             defaults = self._frontend.tokenizer.sampling_defaults
             call = completion_call(body, self._frontend.limits, defaults)
-            return await self._answer(request, call)
+            return await self._answer(request, call, ticket)
+
+    async def responses(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/responses."""
+        async with self._frontend.admit(_authorization(request)) as ticket:
+            body = parse_body(ResponsesBody, await _json(request), RESPONSES_UNSUPPORTED)
+            defaults = self._frontend.tokenizer.sampling_defaults
+            call = chat_call(as_chat(body), self._frontend.limits, defaults)
+            call = replace(call, prompt_field="input", max_tokens_field="max_output_tokens")
+            request_id, (choice,) = await self._prepare(request, call, ticket)
+            answer = ResponsesAnswer(self._frontend, body, choice, request_id)
+            return await (answer.stream(request) if call.stream else answer.whole())
+
+    async def tokenize(self, request: web.Request) -> web.StreamResponse:
+        """POST /tokenize."""
+        async with self._frontend.admit(_authorization(request)):
+            body = parse_body(TokenizeBody, await _json(request), {})
+            return web.json_response(await tokenize(self._frontend, body), dumps=dumps)
+
+    async def detokenize(self, request: web.Request) -> web.StreamResponse:
+        """POST /detokenize."""
+        async with self._frontend.admit(_authorization(request)):
+            body = parse_body(DetokenizeBody, await _json(request), {})
+            return web.json_response(await detokenize(self._frontend, body), dumps=dumps)
 
     async def models(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/models."""
@@ -110,15 +145,28 @@ class HttpFront:
             "max_model_len": self._frontend.max_model_len,
         }
 
-    async def _answer(self, request: web.Request, call: ApiCall) -> web.StreamResponse:
-        if call.request_id and not _given_request_id(request):
-            request[_REQUEST_ID] = clean_request_id(call.request_id)
-        request_id = request[_REQUEST_ID]
-        choices = await self._frontend.prepare(call, caller_of(request, request_id))
+    async def _answer(
+        self, request: web.Request, call: ApiCall, ticket: Ticket
+    ) -> web.StreamResponse:
+        request_id, choices = await self._prepare(request, call, ticket)
         answer = Answer(self._frontend, call, choices, request_id)
         return await (answer.stream(request) if call.stream else answer.whole())
 
+    async def _prepare(
+        self, request: web.Request, call: ApiCall, ticket: Ticket
+    ) -> tuple[str, list[Choice]]:
+        """The request's id and its generations."""
+        if call.request_id and not _given_request_id(request):
+            request[_REQUEST_ID] = clean_request_id(call.request_id)
+        request_id = request[_REQUEST_ID]
+        caller = replace(caller_of(request, request_id), ticket=ticket)
+        return request_id, await self._frontend.prepare(call, caller)
+
     # --- operations ---
+
+    async def openapi(self, _request: web.Request) -> web.StreamResponse:
+        """GET /openapi.json."""
+        return web.json_response(openapi_page(version("kvmesh")), dumps=dumps)
 
     async def health(self, _request: web.Request) -> web.StreamResponse:
         """GET /health: the process lives."""

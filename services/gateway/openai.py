@@ -6,7 +6,7 @@ Pure: pydantic models in, frozen values out. Tests: tests/unit/gateway/test_open
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,6 +14,9 @@ from kvmesh.core.errors import InvalidRequestError, ModelNotFoundError
 from kvmesh.core.types import SamplingParams
 from services.gateway.config import LimitsConfig
 from services.gateway.schema import ChatBody, CompletionBody
+from services.gateway.structured import structure_of
+from services.gateway.tool_parsers import ToolFamily
+from services.gateway.tools import ToolUse, tool_structure, tool_use
 
 DEFAULT_COMPLETION_TOKENS = 16
 """max_tokens of /v1/completions when it is not given, as in OpenAI's API."""
@@ -65,6 +68,12 @@ class ApiCall:
         max_tokens: None takes what the context leaves.
         max_tokens_field: the caller's name for it, for errors.
         prompt_field: the caller's name of the prompt, for errors.
+        continuous_usage: token counts on every chunk of a stream.
+        echo: the prompt comes before the text.
+        truncate_prompt: only so many last tokens of the prompt are used; None for all.
+        bad_words: as text; `sampling` gets their tokens later.
+        tools: None when none may be called.
+        structure_field: the caller's name of what the structure is from, for errors.
     """
 
     endpoint: Endpoint
@@ -81,28 +90,43 @@ class ApiCall:
     skip_special_tokens: bool = True
     stream: bool = False
     include_usage: bool = False
+    continuous_usage: bool = False
     return_token_ids: bool = False
+    echo: bool = False
+    return_prompt_logprobs: bool = False
+    truncate_prompt: int | None = None
+    bad_words: tuple[str, ...] = ()
+    tools: ToolUse | None = None
+    structure_field: str = ""
     request_id: str = ""
     cache_salt: str = ""
 
 
 def chat_call(
-    body: ChatBody, limits: LimitsConfig, defaults: Mapping[str, float] | None = None
+    body: ChatBody,
+    limits: LimitsConfig,
+    defaults: Mapping[str, float] | None = None,
+    family: ToolFamily | None = None,
 ) -> ApiCall:
     """A chat completion call.
 
     Args:
         defaults: sampling defaults of the model, where it has them.
+        family: how the model writes tool calls, where it does.
 
     Raises:
         InvalidRequestError: names the field and what is allowed.
     """
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs to be true", "top_logprobs")
+    tools = tool_use(body, family)
+    arguments = dict(body.chat_template_kwargs or {})
+    if tools is not None:
+        arguments["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
     prompt = ChatPrompt(
         tuple(message.for_template() for message in body.messages),
         body.add_generation_prompt is not False,
-        body.chat_template_kwargs or {},
+        arguments,
     )
     newer = body.max_completion_tokens is not None
     call = ApiCall(
@@ -113,8 +137,9 @@ def chat_call(
         max_tokens=body.max_completion_tokens if newer else body.max_tokens,
         max_tokens_field="max_completion_tokens" if newer else "max_tokens",
         prompt_field="messages",
+        tools=tools,
     )
-    return _with_common(call, body, limits)
+    return _with_tools(_with_common(call, body, limits), body)
 
 
 def completion_call(
@@ -133,14 +158,41 @@ def completion_call(
         raise InvalidRequestError(
             f"prompt must hold 1 to {limits.max_prompts} prompts, got {len(prompts)}", "prompt"
         )
+    echo = bool(body.echo)
+    if body.max_tokens == 0 and not echo:
+        raise InvalidRequestError("max_tokens: 0 is allowed only with echo", "max_tokens")
+    sampling = _sampling(body, defaults or {}, -1 if body.logprobs is None else body.logprobs)
+    if echo and sampling.num_logprobs >= 0:
+        # Echoed text has log-probabilities too.
+        scored = max(sampling.num_prompt_logprobs, sampling.num_logprobs)
+        sampling = replace(sampling, num_prompt_logprobs=scored)
     call = ApiCall(
         endpoint=Endpoint.COMPLETION,
         model=body.model or "",
         prompts=prompts,
-        sampling=_sampling(body, defaults or {}, -1 if body.logprobs is None else body.logprobs),
+        sampling=sampling,
         max_tokens=DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens,
+        echo=echo,
     )
     return _with_common(call, body, limits)
+
+
+def _with_tools(call: ApiCall, body: ChatBody) -> ApiCall:
+    """What the tools ask of text and tokens."""
+    if call.tools is None:
+        return call
+    structure = tool_structure(call.tools, body.tools or ())
+    if structure is None:
+        skips = call.skip_special_tokens and not call.tools.keeps_special_tokens
+        return replace(call, skip_special_tokens=skips)
+    if call.sampling.structure is not None:
+        field_name = call.structure_field
+        raise InvalidRequestError(
+            f"{field_name}: not together with tool_choice required or a named function", field_name
+        )
+    return replace(
+        call, sampling=replace(call.sampling, structure=structure), structure_field="tools"
+    )
 
 
 def _completion_prompts(body: CompletionBody) -> tuple[Prompt, ...]:
@@ -168,6 +220,8 @@ def _with_common(call: ApiCall, body: ChatBody | CompletionBody, limits: LimitsC
     options = body.stream_options
     if options is not None and not stream:
         raise InvalidRequestError("stream_options needs stream to be true", "stream_options")
+    if body.prompt_logprobs is not None and stream:
+        raise InvalidRequestError("prompt_logprobs: not together with stream", "prompt_logprobs")
     if (
         call.max_tokens is not None
         and body.min_tokens is not None
@@ -176,8 +230,16 @@ def _with_common(call: ApiCall, body: ChatBody | CompletionBody, limits: LimitsC
         raise InvalidRequestError(
             f"min_tokens must be at most {call.max_tokens_field} ({call.max_tokens})", "min_tokens"
         )
+    structure, structure_field = structure_of(body)
+    truncate = body.truncate_prompt_tokens
     return replace(
         call,
+        sampling=replace(call.sampling, structure=structure),
+        structure_field=structure_field,
+        return_prompt_logprobs=body.prompt_logprobs is not None,
+        truncate_prompt=None if truncate in (None, -1) else truncate,
+        bad_words=_bad_words(body.bad_words or ()),
+        continuous_usage=bool(options is not None and options.continuous_usage_stats),
         seed=None if body.seed is None else body.seed & _SEED_MASK,
         n=n,
         stop=check_stop(body.stop, limits.max_stop),
@@ -226,7 +288,25 @@ def _sampling(
         min_tokens=body.min_tokens or 0,
         ignore_eos=bool(body.ignore_eos),
         stop_token_ids=tuple(body.stop_token_ids or ()),
+        logit_bias=_logit_bias(body.logit_bias or {}),
+        allowed_token_ids=tuple(body.allowed_token_ids or ()),
+        num_prompt_logprobs=-1 if body.prompt_logprobs is None else body.prompt_logprobs,
     )
+
+
+def _logit_bias(given: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
+    for name in given:
+        if not (name.isascii() and name.isdecimal()):
+            raise InvalidRequestError(
+                f"logit_bias: {name!r} is no token id; allowed: numbers as text", "logit_bias"
+            )
+    return tuple((int(name), bias) for name, bias in given.items())
+
+
+def _bad_words(words: Sequence[str]) -> tuple[str, ...]:
+    if not all(words):
+        raise InvalidRequestError("bad_words must not hold an empty string", "bad_words")
+    return tuple(words)
 
 
 def check_model(name: str, served_name: str) -> None:
@@ -265,7 +345,8 @@ def choice_sampling(
             call.prompt_field,
             "context_length_exceeded",
         )
-    max_tokens = room if call.max_tokens is None else call.max_tokens
+    # Only the echo of the prompt is wanted with 0; the engine always makes one token.
+    max_tokens = room if call.max_tokens is None else max(call.max_tokens, 1)
     if max_tokens > room:
         raise InvalidRequestError(
             f"{call.max_tokens_field}: {max_tokens} tokens after a prompt of {num_prompt_tokens} "
@@ -289,7 +370,16 @@ def check_token_ids(token_ids: tuple[int, ...], vocab_size: int, field_name: str
     """
     if not token_ids:
         raise InvalidRequestError(f"{field_name} must hold at least one token", field_name)
-    highest = max(token_ids)
+    check_known(token_ids, vocab_size, field_name)
+
+
+def check_known(token_ids: Iterable[int], vocab_size: int, field_name: str) -> None:
+    """Checks that token ids are in the vocabulary.
+
+    Raises:
+        InvalidRequestError: one is outside.
+    """
+    highest = max(token_ids, default=0)
     if highest >= vocab_size:
         raise InvalidRequestError(
             f"{field_name}: token id {highest} is outside the vocabulary (0 to {vocab_size - 1})",

@@ -29,6 +29,7 @@ class TextDelta:
         token_ids: the tokens of this piece.
         logprobs: one per token when asked for.
         finish_reason: set on the last piece.
+        prompt_logprobs: on the first piece when asked for, of all prompt tokens but the first.
     """
 
     index: int
@@ -38,6 +39,7 @@ class TextDelta:
     finish_reason: FinishReason | None
     cached_tokens: int
     placed: Placed
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class RequestRecord:

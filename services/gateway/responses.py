@@ -11,6 +11,7 @@ from typing import Any
 
 from kvmesh.core.types import FinishReason, TokenLogprobs, Usage
 from services.gateway.openai import ApiCall, Endpoint
+from services.gateway.tools import ToolReader, whole_message
 
 TokenBytes = Callable[[int], bytes]
 """The bytes that one token stands for."""
@@ -20,7 +21,12 @@ Body = dict[str, Any]
 
 @dataclass(slots=True)
 class ChoiceText:
-    """All there is of one choice so far."""
+    """All there is of one choice so far.
+
+    Attributes:
+        echo: the prompt's text, if it is to come first.
+        prompt_logprobs: of all prompt tokens but the first, when asked for.
+    """
 
     prompt_ids: Sequence[int]
     text: str = ""
@@ -28,6 +34,8 @@ class ChoiceText:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    echo: str = ""
 
 
 def usage_body(usages: Sequence[Usage]) -> Body:
@@ -67,6 +75,7 @@ class Responses:
         self._token_bytes = token_bytes
         # Text before a piece, for `text_offset`.
         self._offsets: dict[int, int] = {}
+        self._tools: dict[int, ToolReader] = {}
 
     def whole(self, choices: Sequence[ChoiceText], usage: Body) -> Body:
         """The body of an answer that is not streamed."""
@@ -78,17 +87,21 @@ class Responses:
         }
         if self._chat and self._call.return_token_ids:
             body["prompt_token_ids"] = list(choices[0].prompt_ids)  # a chat has one prompt
+        if self._chat and self._call.return_prompt_logprobs:
+            body["prompt_logprobs"] = self._prompt_scores(choices[0])
         return body
 
-    def opening(self, index: int, prompt_ids: Sequence[int]) -> Body | None:
-        """The chunk that opens a choice: a chat's role, the prompt's ids if asked for."""
-        ids = {"prompt_token_ids": list(prompt_ids)} if self._call.return_token_ids else {}
+    def opening(self, index: int, choice: ChoiceText) -> Body | None:
+        """The chunk that opens a choice: a chat's role, the prompt and its ids if asked for."""
+        ids = {"prompt_token_ids": list(choice.prompt_ids)} if self._call.return_token_ids else {}
         if self._chat:
             delta = {"role": "assistant", "content": ""}
             return self._chunk({"index": index, "delta": delta, **_OPEN}, **ids)
-        if ids:
-            choice = {"index": index, "text": "", **_OPEN, **ids}
-            return self._chunk(choice)
+        if ids or self._call.echo:
+            logprobs = self._echoed(index, choice)
+            return self._chunk(
+                {"index": index, "text": choice.echo, **_OPEN, "logprobs": logprobs, **ids}
+            )
         return None
 
     def piece(
@@ -100,21 +113,37 @@ class Responses:
         finish_reason: FinishReason | None,
     ) -> Body | None:
         """The chunk for new text and tokens; None if there is nothing to say yet."""
+        delta: Body = {"content": text} if text else {}
+        if self._call.tools is not None:
+            delta = self._reader(index).push(text, last=finish_reason is not None)
         wants_tokens = self._call.return_token_ids or bool(logprobs)
-        if not text and finish_reason is None and not (token_ids and wants_tokens):
+        nothing = not delta and finish_reason is None
+        if nothing and not (token_ids and (wants_tokens or self._call.continuous_usage)):
             return None
         choice: Body = {
             "index": index,
             "logprobs": self._logprobs(index, token_ids, logprobs),
-            "finish_reason": finish_reason.value if finish_reason else None,
+            "finish_reason": self._finish_word(index, finish_reason),
         }
         if self._chat:
-            choice["delta"] = {"content": text} if text else {}
+            choice["delta"] = delta
         else:
             choice["text"] = text
         if self._call.return_token_ids:
             choice["token_ids"] = list(token_ids)
         return self._chunk(choice)
+
+    def _reader(self, index: int) -> ToolReader:
+        """The reader of a choice's tool calls."""
+        if index not in self._tools:
+            assert self._call.tools is not None
+            self._tools[index] = ToolReader(self._call.tools, f"{self._head['id']}/{index}")
+        return self._tools[index]
+
+    def _finish_word(self, index: int, reason: FinishReason | None) -> str | None:
+        if reason is FinishReason.STOP and index in self._tools:
+            return self._tools[index].finish_word or reason.value
+        return reason.value if reason else None
 
     def closing_usage(self, usage: Body) -> Body:
         """The last chunk: usage, no choices."""
@@ -130,15 +159,22 @@ class Responses:
         return body
 
     def _whole_choice(self, index: int, choice: ChoiceText) -> Body:
+        message: Body = {"role": "assistant", "content": choice.text}
+        if self._call.tools is not None:
+            message = whole_message(self._reader(index), choice.text)
+        echoed = self._echoed(index, choice)
+        logprobs = self._logprobs(index, choice.token_ids, choice.logprobs)
         body: Body = {
             "index": index,
-            "logprobs": self._logprobs(index, choice.token_ids, choice.logprobs),
-            "finish_reason": choice.finish_reason.value if choice.finish_reason else None,
+            "logprobs": joined_logprobs(echoed, logprobs),
+            "finish_reason": self._finish_word(index, choice.finish_reason),
         }
         if self._chat:
-            body["message"] = {"role": "assistant", "content": choice.text, "refusal": None}
+            body["message"] = {**message, "refusal": None}
         else:
-            body["text"] = choice.text
+            body["text"] = choice.echo + choice.text
+            if self._call.return_prompt_logprobs:
+                body["prompt_logprobs"] = self._prompt_scores(choice)
         if self._call.return_token_ids:
             body["token_ids"] = list(choice.token_ids)
             if not self._chat:
@@ -169,6 +205,44 @@ class Responses:
         text = raw.decode(errors="replace")
         return {"token": text, "logprob": _finite(logprob), "bytes": list(raw)}
 
+    def _echoed(self, index: int, choice: ChoiceText) -> Body | None:
+        """Log-probabilities of an echoed prompt; its first token has none."""
+        if not self._call.echo or self._call.sampling.num_logprobs < 0:
+            return None
+        count = self._call.sampling.num_logprobs
+        entries = [
+            TokenLogprobs(entry.logprob, entry.top_ids[:count], entry.top_logprobs[:count])
+            for entry in choice.prompt_logprobs
+        ]
+        first, *rest = choice.prompt_ids
+        self._offsets[index] = len(self._text(first))
+        body = self._completion_logprobs(index, list(zip(rest, entries, strict=True)))
+        return {
+            "tokens": [self._text(first), *body["tokens"]],
+            "token_logprobs": [None, *body["token_logprobs"]],
+            "top_logprobs": [None, *body["top_logprobs"]],
+            "text_offset": [0, *body["text_offset"]],
+        }
+
+    def _prompt_scores(self, choice: ChoiceText) -> list[Body | None]:
+        """VLLM's `prompt_logprobs`: per token its own entry and the most likely ones."""
+        count = max(self._call.sampling.num_prompt_logprobs, 0)
+        found: list[Body | None] = [None]
+        for token_id, entry in zip(choice.prompt_ids[1:], choice.prompt_logprobs, strict=True):
+            scores = {
+                str(top_id): self._score(top_id, logprob, rank)
+                for rank, (top_id, logprob) in enumerate(
+                    zip(entry.top_ids[:count], entry.top_logprobs, strict=False), 1
+                )
+            }
+            found.append(
+                {str(token_id): self._score(token_id, entry.logprob, entry.rank), **scores}
+            )
+        return found
+
+    def _score(self, token_id: int, logprob: float, rank: int) -> Body:
+        return {"logprob": _finite(logprob), "rank": rank, "decoded_token": self._text(token_id)}
+
     def _completion_logprobs(self, index: int, pairs: Sequence[tuple[int, TokenLogprobs]]) -> Body:
         offset = self._offsets.get(index, 0)
         tokens: list[str] = []
@@ -192,6 +266,13 @@ class Responses:
 
     def _text(self, token_id: int) -> str:
         return self._token_bytes(token_id).decode(errors="replace")
+
+
+def joined_logprobs(first: Body | None, second: Body | None) -> Body | None:
+    """Log-probabilities of a completion's parts, one after the other."""
+    if first is None or second is None:
+        return first or second
+    return {key: [*first[key], *second[key]] for key in first}
 
 
 _OPEN: Body = {"logprobs": None, "finish_reason": None}

@@ -12,22 +12,32 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvmesh.core.errors import InvalidRequestError
+from services.gateway.messages import Message, NamedChoice, Tool
+from services.gateway.structured import StructureFields
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
 
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 128
+MAX_LOGIT_BIAS = 1024
+MAX_ALLOWED_TOKENS = 4096
+MAX_BAD_WORDS = 64
+MAX_TOOLS = 128
 
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 
 
 class StreamOptions(BaseModel):
-    """How a stream ends."""
+    """Where a stream has token counts: at its end, or on every chunk."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
-class _SamplingBody(BaseModel):
+Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
+class _SamplingBody(StructureFields):
     """Fields that both endpoints share."""
 
     model_config = ConfigDict(extra="ignore", hide_input_in_errors=True)
@@ -51,39 +61,24 @@ class _SamplingBody(BaseModel):
     max_tokens: int | None = Field(None, ge=1, lt=2**32)
     min_tokens: int | None = Field(None, ge=0, lt=2**32)
     ignore_eos: bool | None = None
+    logit_bias: dict[str, Bias] | None = Field(None, max_length=MAX_LOGIT_BIAS)
+    allowed_token_ids: list[TokenId] | None = Field(None, max_length=MAX_ALLOWED_TOKENS)
+    bad_words: list[str] | None = Field(None, max_length=MAX_BAD_WORDS)
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, lt=2**32)
     return_token_ids: bool | None = None
     user: str | None = None
     request_id: str | None = None
     cache_salt: str | None = Field(None, max_length=256)
 
 
-class TextPart(BaseModel):
-    """A text part of a message."""
-
-    type: Literal["text"]
-    text: str
-
-
-class Message(BaseModel):
-    """One message of a chat; further fields are for the chat template."""
-
-    model_config = ConfigDict(extra="allow", hide_input_in_errors=True)
-
-    role: str = Field(min_length=1)
-    content: str | list[TextPart] | None = None
-
-    def for_template(self) -> dict[str, Any]:
-        """The message as chat templates expect it: content is one string."""
-        content = self.content
-        if isinstance(content, list):
-            content = "".join(part.text for part in content)
-        return {**(self.model_extra or {}), "role": self.role, "content": content or ""}
-
-
 class ChatBody(_SamplingBody):
     """POST /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1)
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    parallel_tool_calls: bool | None = None
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**32)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
@@ -94,6 +89,8 @@ class ChatBody(_SamplingBody):
 class CompletionBody(_SamplingBody):
     """POST /v1/completions."""
 
+    max_tokens: int | None = Field(None, ge=0, lt=2**32)
+    echo: bool | None = None
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     add_special_tokens: bool | None = None
@@ -101,51 +98,46 @@ class CompletionBody(_SamplingBody):
 
 # Field -> values that mean "not used"; None (absent) is always allowed.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "allowed_token_ids": ([],),
     "audio": (),
-    "bad_words": ([],),
     "chat_template": (),
     "continue_final_message": (False,),
     "documents": ([],),
-    "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "guided_choice": ([],),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "logit_bias": ({},),
     "modalities": (["text"],),
     "prediction": (),
-    "prompt_logprobs": (False,),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "web_search_options": (),
 }
 
 
-def parse_body(kind: type[BodyT], content: Any) -> BodyT:
+def parse_body(
+    kind: type[BodyT],
+    content: Any,
+    unsupported: Mapping[str, tuple[Any, ...]] = _UNSUPPORTED,
+) -> BodyT:
     """A request body from decoded JSON.
+
+    Args:
+        unsupported: fields that are refused unless they have one of these values or are null.
 
     Raises:
         InvalidRequestError: names the field and what is allowed.
     """
     if not isinstance(content, Mapping):
         raise InvalidRequestError("the body must be a JSON object")
-    _refuse_unsupported(content)
+    _refuse_unsupported(content, unsupported)
     try:
         return kind.model_validate(content)
     except ValidationError as error:
         raise _as_invalid_request(error) from error
 
 
-def _refuse_unsupported(content: Mapping[str, Any]) -> None:
-    for name, defaults in _UNSUPPORTED.items():
+def _refuse_unsupported(
+    content: Mapping[str, Any], unsupported: Mapping[str, tuple[Any, ...]]
+) -> None:
+    for name, defaults in unsupported.items():
         value = content.get(name)
         if value is None or any(value == default for default in defaults):
             continue
@@ -180,7 +172,7 @@ def _field_path(location: tuple[int | str, ...]) -> str:
     for step in location:
         if isinstance(step, int):
             path += f"[{step}]"
-        elif step in ("str", "list") or "[" in step or step == "TextPart":
+        elif step in ("str", "list") or "[" in step or step[:1].isupper():
             break
         else:
             path += f".{step}" if path else step

@@ -18,7 +18,7 @@ from kvmesh.rpc.fleet import FleetWatch, RouteClient
 from kvmesh.runtime.app import ServiceContext
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
-from services.gateway.access import Admission, load_keys
+from services.gateway.admission import Admission
 from services.gateway.config import GatewayConfig, HttpConfig
 from services.gateway.console import ConsoleSources, add_console
 from services.gateway.frontend import Frontend
@@ -27,7 +27,9 @@ from services.gateway.http import HttpFront
 from services.gateway.mesh import Mesh
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.routing import Router, candidate_of
+from services.gateway.tenancy import open_tenancy
 from services.gateway.tokenizer import load_tokenizer
+from services.gateway.turnstile import Turnstile
 from services.gateway.worker_sessions import WorkerSessions
 
 log = event_logger(__name__)
@@ -48,6 +50,7 @@ class Gateway:
     sessions: WorkerSessions
     admission: Admission
     metrics: GatewayMetrics
+    turns: Turnstile
 
 
 async def build(config: GatewayConfig, context: ServiceContext) -> None:
@@ -65,7 +68,6 @@ async def start_gateway(config: GatewayConfig, context: ServiceContext) -> Gatew
     folder = Path(config.model.path)
     served_name = config.model.served_name or folder.name
     tokenizer = load_tokenizer(folder, use_generation_config=config.model.use_generation_config)
-    keys = load_keys(config.access)
     targets = [target.strip() for target in config.scheduler.targets.split(",") if target.strip()]
     if not targets:
         raise ConfigError("scheduler.targets is empty; give host:port of at least one scheduler")
@@ -89,7 +91,7 @@ async def start_gateway(config: GatewayConfig, context: ServiceContext) -> Gatew
     mesh = Mesh(router, sessions, metrics, config.limits, random.Random(), log=shown)
     if config.server.admin.port >= 0:
         add_console(context, ConsoleSources(served_name, targets, tls, metrics, shown))
-    admission = Admission(config.quota.max_concurrent_per_key)
+    keys, admission = await open_tenancy(config, context)
     frontend = Frontend(mesh, tokenizer, served_name, keys, admission)
     context.on_drain(admission.drain)
 
@@ -97,7 +99,7 @@ async def start_gateway(config: GatewayConfig, context: ServiceContext) -> Gatew
     front = HttpFront(frontend, config.http, int(time.time()))
     http_port = await _serve_http(front, config.http, context)
     log.info("http_serving", address=f"{config.http.host}:{http_port}", model=served_name)
-    return Gateway(http_port, sessions, admission, metrics)
+    return Gateway(http_port, sessions, admission, metrics, mesh.turns)
 
 
 def _connect(sessions: WorkerSessions, workers: tuple[FleetWorker, ...], served_name: str) -> None:

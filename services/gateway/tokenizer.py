@@ -19,9 +19,14 @@ import jinja2.sandbox
 import tokenizers
 
 from kvmesh.core.errors import CheckpointError, InvalidRequestError
+from services.gateway.tool_parsers import family_of_template
 
 THREAD_THRESHOLD_CHARS = 16_384
 """Longer texts are encoded in a thread: they would hold up the loop for over 5 ms."""
+
+
+THREAD_THRESHOLD_TOKENS = 4096
+"""As many tokens are decoded in a thread, for the same reason."""
 
 
 class ChatTemplate:
@@ -30,6 +35,9 @@ class ChatTemplate:
     Args:
         source: Jinja text; empty means that the model has none.
         special_tokens: names such as `bos_token` that templates may use.
+
+    Attributes:
+        tool_family: how the model writes tool calls; None if the template knows no tools.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
@@ -40,6 +48,7 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         self._special_tokens = dict(special_tokens)
+        self.tool_family = family_of_template(source)
         try:
             self._template = environment.from_string(source) if source else None
         except jinja2.TemplateError as error:
@@ -114,6 +123,21 @@ class TextTokenizer:
 
     def _encode(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
         return tuple(self.fast.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Text of token ids; many do not hold up the event loop."""
+        ids = list(token_ids)
+        if len(ids) > THREAD_THRESHOLD_TOKENS:
+            return await asyncio.to_thread(self._decode, ids, skip_special_tokens)
+        return self._decode(ids, skip_special_tokens)
+
+    def _decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
+        text: str = self.fast.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token, as far as it is whole characters."""
+        return self.token_bytes(token_id).decode(errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token stands for; exact also when it is part of a character."""

@@ -344,6 +344,9 @@ class FakeWorker:
         )
         if spec.sampling.num_logprobs >= 0:
             first.logprobs.CopyFrom(logprobs_of(token_id))
+        if spec.sampling.num_prompt_logprobs >= 0:
+            prompt = spec.token_ids[1 : spec.num_prompt_tokens]
+            first.prompt_logprobs.extend(logprobs_of(token_id) for token_id in prompt)
         if self.does.decode_first:
             decode.commit(reservation.reservation_id)
             await self.mesh.until(lambda: not decode.running)

@@ -69,9 +69,12 @@ async def gateway_stack(
     """Starts everything and waits until the gateway is connected to the fleet.
 
     Args:
-        changes: sections of the gateway's config; `limits` as a dict of fields.
+        changes: sections of the gateway's config; `limits` as a dict of fields; `template` is
+            another chat template.
     """
     tokenizer = write_model(folder)
+    if template := changes.pop("template", ""):
+        (folder / "chat_template.jinja").write_text(template)
     limits = changes.pop("limits", {})
     async with fake_mesh(tokenizer.encode(says).ids, EOS, roles or PAIR) as mesh:
         config = GatewayConfig(

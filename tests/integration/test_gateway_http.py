@@ -261,8 +261,8 @@ async def test_routing_hints_reach_the_scheduler(stack: Stack) -> None:
     ("change", "param"),
     [
         ({"temperature": 3}, "temperature"),
-        ({"echo": True}, "echo"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"suffix": "b"}, "suffix"),
+        ({"logit_bias": {"9999": 1}}, "logit_bias"),
         ({"n": 17}, "n"),
         ({"prompt": []}, "prompt"),
         ({"prompt": [9999]}, "prompt"),

@@ -2,13 +2,15 @@
 
 import asyncio
 import contextlib
+import os
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 
 import pytest
+import uvloop
 
 from kvmesh.core.errors import LostError, RefusedError
 from kvmesh.core.types import Endpoint, RefusalReason
@@ -20,6 +22,7 @@ from kvmesh.transfer.decoder import FrameDecoder
 from kvmesh.transfer.frame_socket import FrameSocket
 from kvmesh.transfer.frames import (
     BlockRun,
+    CancelFrame,
     CommitFrame,
     CommitOkFrame,
     ErrorFrame,
@@ -458,3 +461,22 @@ async def test_a_cut_socket_wakes_its_reader_and_its_writer() -> None:
     frames.close()
     right.close()
     threads.shutdown()
+
+
+@pytest.mark.parametrize("run", [uvloop.run, asyncio.run])
+def test_a_watched_socket_stays_blocking_for_its_threads(
+    run: Callable[[Coroutine[None, None, None]], None],
+) -> None:
+    async def scenario() -> None:
+        left, right = socket.socketpair()
+        with right, ThreadPoolExecutor(1) as threads:
+            frames = FrameSocket(left, BLOCK, STALL_S, threads)
+            reading = asyncio.create_task(frames.receive())
+            await until(lambda: frames._is_watched)
+            assert os.get_blocking(left.fileno())
+            right.sendall(encode_frame(CancelFrame(1)))
+            assert await reading == CancelFrame(1)
+            assert os.get_blocking(left.fileno())
+            frames.close()
+
+    run(scenario())

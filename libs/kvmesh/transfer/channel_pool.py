@@ -32,6 +32,7 @@ from kvmesh.transfer.meters import (
     TransferStatistics,
     unobserved,
 )
+from kvmesh.transfer.native import load_native
 from kvmesh.transfer.pacing import Pacer
 from kvmesh.transfer.protocol import ChannelIdentity
 from kvmesh.transfer.shm_channel import ShmChannel
@@ -116,6 +117,7 @@ class ChannelPool:
         self._slots: dict[_Address, _Slot] = {}
         self._meters: dict[LinkKey, LinkMeter] = {}
         self._pacers: dict[Endpoint, Pacer] = {}
+        load_native()  # compiled at the first start on a machine, and not in the first transfer
         self._threads = ThreadPoolExecutor(_MAX_THREADS, "kv-send")
         self._closed = False
 

@@ -20,6 +20,11 @@ def checksum_function(kind: Checksum) -> Sum:
     return _crc32c if kind is Checksum.CRC32C else zlib.crc32
 
 
+def is_crc32c(sum_: Sum) -> bool:
+    """Whether a function of `checksum_function` sums as `NativeIo` does."""
+    return sum_ is _crc32c
+
+
 def agree_checksum(sender: Checksum, receiver: Checksum) -> Checksum:
     """What a connection uses: a sum if either end wants one, and the older kind if they differ."""
     wanted = [kind for kind in (sender, receiver) if kind is not Checksum.NONE]

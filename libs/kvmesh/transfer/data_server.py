@@ -34,6 +34,7 @@ from kvmesh.transfer.meters import (
     TransferStatistics,
     unobserved,
 )
+from kvmesh.transfer.native import load_native
 from kvmesh.transfer.protocol import ChannelIdentity, ReceiverMachine
 from kvmesh.transfer.server_channel import ServerChannel, ServerState
 from kvmesh.transfer.sockets import listen, listen_local, local_endpoint
@@ -106,6 +107,7 @@ class DataServer:
         self._options = options or ReceiveOptions()
         self._hub = hub
         self._observer = observer
+        load_native()  # compiled at the first start on a machine, and not in the first transfer
         self._threads = ThreadPoolExecutor(_MAX_THREADS, "kv-receive")
         self._listeners: list[socket.socket] = []
         self._folder: Path | None = None

@@ -110,6 +110,21 @@ class FrameDecoder:
             self._broken = error
             raise
 
+    @property
+    def has_sum(self) -> bool:
+        """Whether the payload that is being read is followed by its checksum."""
+        assert self._frame is not None, "no payload has begun"
+        return self._frame.checksum
+
+    def take_whole_payload(self, value: int) -> PayloadEnd | None:
+        """Counts a payload whose reader summed it; as `take_payload` of all of it.
+
+        Args:
+            value: its checksum; of no matter without `has_sum`.
+        """
+        self._crc = value
+        return self._payload_taken(self.wanted)
+
     def take_payload(self, views: Sequence[memoryview], num_bytes: int) -> PayloadEnd | None:
         """Counts the first `num_bytes` of `views` as payload, without events of their own.
 
@@ -119,13 +134,20 @@ class FrameDecoder:
         assert num_bytes <= self.wanted, "more than the payload has left"
         frame = self._frame
         assert frame is not None
-        self.wanted -= num_bytes
         if frame.checksum:
+            left = num_bytes
             for view in views:
-                self._crc = self.sum(view[:num_bytes], self._crc)
-                num_bytes -= min(view.nbytes, num_bytes)
-                if num_bytes == 0:
+                self._crc = self.sum(view[:left], self._crc)
+                left -= min(view.nbytes, left)
+                if left == 0:
                     break
+        return self._payload_taken(num_bytes)
+
+    def _payload_taken(self, num_bytes: int) -> PayloadEnd | None:
+        assert self._stage is _Stage.PAYLOAD, "not in a payload"
+        frame = self._frame
+        assert frame is not None
+        self.wanted -= num_bytes
         if self.wanted == 0:
             self._expect(_Stage.TRAILER if frame.checksum else _Stage.HEADER)
             return None if frame.checksum else PayloadEnd(frame, intact=True)

@@ -19,6 +19,7 @@ from concurrent.futures import Executor
 from typing import Protocol
 
 from kvmesh.core.errors import LostError
+from kvmesh.transfer.checksums import is_crc32c
 from kvmesh.transfer.codec import TRAILER
 from kvmesh.transfer.cursor import ViewCursor
 from kvmesh.transfer.decoder import (
@@ -30,6 +31,7 @@ from kvmesh.transfer.decoder import (
     Sum,
 )
 from kvmesh.transfer.frames import Frame
+from kvmesh.transfer.native import NativeIo, NativeState, load_native, ranges_of
 from kvmesh.transfer.pacing import Pacer
 from kvmesh.transfer.stall import StallWatch
 from kvmesh.transfer.threads import run_to_end
@@ -117,8 +119,13 @@ class FrameSocket:
         self._is_cut = threading.Event()
         self._is_watched = False
         self._reader: asyncio.Future[None] | None = None
+        # Calls outside of the interpreter count here what they moved; TLS has none of them.
+        self._native = load_native() if isinstance(wire, socket.socket) else None
+        self._sending, self._receiving = NativeState(), NativeState()
         self.watch = StallWatch(
-            stall_timeout_s, lambda: self.cut(f"no progress for {stall_timeout_s:g} s")
+            stall_timeout_s,
+            lambda: self.cut(f"no progress for {stall_timeout_s:g} s"),
+            lambda: self._sending.moved + self._receiving.moved,
         )
         tick = struct.pack("ll", *divmod(max(1, int(stall_timeout_s * 250_000)), 1_000_000))
         wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, tick)
@@ -179,6 +186,17 @@ class FrameSocket:
         self, head: bytes, views: Sequence[memoryview], sum_: Sum | None, pacer: Pacer | None
     ) -> None:
         self._push([memoryview(head)])
+        if pacer is None and (native := self._native_for(sum_)) is not None:
+            self._raise_if_cut()
+            try:
+                value = native.send(
+                    self.wire.fileno(), ranges_of(views), self._sending, has_sum=sum_ is not None
+                )
+            except OSError as error:
+                raise self._lost(error) from error
+            if sum_ is not None:
+                self._push([memoryview(TRAILER.pack(value))])
+            return
         cursor, value = ViewCursor(views), 0
         piece_bytes = PIECE_BYTES if pacer is None else pacer.piece_bytes
         while batch := cursor.batch(piece_bytes):
@@ -244,11 +262,11 @@ class FrameSocket:
             LostError: as `receive`.
         """
         num_bytes = sum(view.nbytes for view in views)
-        cursor = ViewCursor(views)
         with self.watch.under_way():
             if num_bytes > INLINE_BYTES:
-                await self._in_thread(lambda: self._fill_in_thread(cursor))
+                await self._in_thread(lambda: self._fill_in_thread(views))
             else:
+                cursor = ViewCursor(views)
                 while not cursor.at_end:
                     batch = cursor.batch(PIECE_BYTES)
                     count = self._counted(await self._receive_now(batch))
@@ -265,7 +283,20 @@ class FrameSocket:
                 await asyncio.sleep(0)  # a refused flood must not take the loop's time
             return await self._payload_end()
 
-    def _fill_in_thread(self, cursor: ViewCursor) -> None:
+    def _fill_in_thread(self, views: Sequence[memoryview]) -> None:
+        has_sum = self.decoder.has_sum
+        native = self._native_for(self.decoder.sum if has_sum else None)
+        if native is not None:
+            self._raise_if_cut()
+            try:
+                value = native.receive(
+                    self.wire.fileno(), ranges_of(views), self._receiving, has_sum=has_sum
+                )
+            except OSError as error:
+                raise self._lost(error) from error
+            self._payload_ended(self.decoder.take_whole_payload(value))
+            return
+        cursor = ViewCursor(views)
         while not cursor.at_end:
             batch = cursor.batch(PIECE_BYTES)
             self._raise_if_cut()
@@ -280,7 +311,9 @@ class FrameSocket:
             cursor.advance(count)
 
     def _payload_came(self, batch: list[memoryview], count: int) -> None:
-        end = self.decoder.take_payload(batch, count)
+        self._payload_ended(self.decoder.take_payload(batch, count))
+
+    def _payload_ended(self, end: PayloadEnd | None) -> None:
         if end is not None:
             self._events.append(end)
 
@@ -328,6 +361,7 @@ class FrameSocket:
             return
         self._cause = cause
         self._is_cut.set()
+        self._sending.stop = self._receiving.stop = 1
         # Wakes both directions, threads included.
         with contextlib.suppress(OSError):
             self.wire.shutdown(socket.SHUT_RDWR)
@@ -352,16 +386,22 @@ class FrameSocket:
         fd = self.wire.fileno()
         ready: asyncio.Future[None] = self._loop.create_future()
         self._loop.add_writer(fd, _wake, ready)
+        self._stay_blocking()
         try:
             await ready
         finally:
             self._loop.remove_writer(fd)
+
+    def _stay_blocking(self) -> None:
+        # Some loops (libuv) make what they watch non-blocking: threads would spin on it.
+        self.wire.setblocking(True)
 
     async def _readable(self) -> None:
         # The watch stays on from call to call: to take it off and on is a tenth of a small frame.
         if not self._is_watched:
             self._is_watched = True
             self._loop.add_reader(self.wire.fileno(), self._on_readable)
+            self._stay_blocking()
         self._reader = self._loop.create_future()
         try:
             await self._reader
@@ -374,6 +414,12 @@ class FrameSocket:
         elif self._is_watched:
             self._is_watched = False
             self._loop.remove_reader(self.wire.fileno())
+
+    def _native_for(self, sum_: Sum | None) -> NativeIo | None:
+        """The native calls if they are there and make this sum."""
+        if self._native is None or sum_ is None:
+            return self._native
+        return self._native if is_crc32c(sum_) and self._native.has_crc32c else None
 
     async def _in_thread(self, work: Callable[[], None]) -> None:
         def on_cancel() -> None:

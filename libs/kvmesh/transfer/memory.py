@@ -15,11 +15,13 @@ import time
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-import numpy as np
+from kvmesh.transfer.native import address_of, as_ranges, load_native, ranges_of
 
 COPY_INLINE_BYTES = 1 << 20
 """Copies up to this size are made on the event loop: a tenth of a millisecond or two."""
 _LARGE_BYTES = 1 << 20
+_FEW_RANGES = 8
+"""Not worth a table of addresses."""
 _memmove_locked = ctypes.PyDLL(None).memmove
 _memmove_locked.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _memmove_locked.restype = None
@@ -116,7 +118,17 @@ def copy_views(targets: Sequence[memoryview], sources: Sequence[memoryview]) -> 
 
 def copy_ranges(targets: Sequence[memoryview], sources: Sequence[tuple[int, int]]) -> None:
     """As `copy_views` from (address, number of bytes); the caller holds the memory."""
-    assert sum(size for _, size in sources) == sum(view.nbytes for view in targets)
+    num_bytes = sum(size for _, size in sources)
+    assert num_bytes == sum(view.nbytes for view in targets)
+    if len(targets) + len(sources) > _FEW_RANGES and (native := load_native()) is not None:
+        is_short = num_bytes <= COPY_INLINE_BYTES
+        native.copy(ranges_of(targets), as_ranges(sources), is_short=is_short)
+        return
+    copy_in_python(targets, sources)
+
+
+def copy_in_python(targets: Sequence[memoryview], sources: Sequence[tuple[int, int]]) -> None:
+    """As `copy_ranges`, views not empty: for few ranges, and without the native library."""
     pieces = iter(sources)
     source, size, held_bytes = 0, 0, 0
     for target in targets:
@@ -138,9 +150,3 @@ def copy_ranges(targets: Sequence[memoryview], sources: Sequence[tuple[int, int]
                     time.sleep(0)
             destination, left = destination + count, left - count
             source, size = source + count, size - count
-
-
-def address_of(view: memoryview) -> int:
-    """Where a contiguous view begins; valid while the view is held. Also for read-only memory."""
-    address: int = np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0]
-    return address

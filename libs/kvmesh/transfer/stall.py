@@ -16,7 +16,15 @@ class StallWatch:
     busy process does not take its own pause for the peer's.
     """
 
-    def __init__(self, timeout_s: float, on_stall: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        timeout_s: float,
+        on_stall: Callable[[], None],
+        moved: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """`moved` counts bytes that nobody reports by `progress`."""
+        self._moved = moved
+        self._seen = 0
         self._loop = asyncio.get_running_loop()
         self._tick_s = timeout_s / _STALL_TICKS
         self._on_stall = on_stall
@@ -59,6 +67,10 @@ class StallWatch:
         self._timer = None
         if self._under_way == 0:
             return
+        moved = self._moved()
+        if moved != self._seen:
+            self._seen = moved
+            self.progress()
         self._idle_ticks += 1
         # The first tick after progress is not a whole one.
         if self._idle_ticks > _STALL_TICKS:

@@ -115,6 +115,7 @@ def test_harmless_fields_are_ignored() -> None:
         response_format={"type": "text"},
         tools=[],
         logit_bias={},
+        allowed_token_ids=[],
         best_of=1,
         something_new=1,
         tool_choice="auto",
@@ -142,13 +143,20 @@ def test_harmless_fields_are_ignored() -> None:
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "messages[0].content",
         ),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"logit_bias": {"1": 2}}, "logit_bias"),
-        ({"echo": True}, "echo"),
+        ({"tool_choice": "sometimes"}, "tool_choice"),
+        ({"logit_bias": {"a": 2}}, "logit_bias"),
+        ({"logit_bias": {"1": 101}}, "logit_bias.1"),
+        ({"bad_words": [""]}, "bad_words"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ({"best_of": 3}, "best_of"),
-        ({"guided_json": {}}, "guided_json"),
+        ({"guided_json": {}, "guided_regex": "a"}, "guided_regex"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
         ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
     ],
 )
@@ -160,8 +168,8 @@ def test_bad_fields_are_named(fields: dict[str, Any], param: str) -> None:
 
 
 def test_unsupported_says_what_is_allowed() -> None:
-    with pytest.raises(InvalidRequestError, match=r"allowed: null, \{'type': 'text'\}"):
-        chat(response_format={"type": "json_schema"})
+    with pytest.raises(InvalidRequestError, match=r"allowed: null, \['text'\]"):
+        chat(modalities=["text", "audio"])
 
 
 @pytest.mark.parametrize("prompt", [None, [], 5, [["a"]], [[]] * 65])

@@ -63,7 +63,7 @@ def test_logprobs_only_when_asked_for() -> None:
 
 def test_chunks_of_a_chat() -> None:
     made = responses(Endpoint.CHAT, include_usage=True)
-    opening = made.opening(0, [8])
+    opening = made.opening(0, ChoiceText([8]))
     assert opening is not None
     assert opening["object"] == "chat.completion.chunk"
     assert opening["choices"][0]["delta"] == {"role": "assistant", "content": ""}
@@ -81,13 +81,13 @@ def test_chunks_of_a_chat() -> None:
 
 def test_nothing_to_say_is_no_chunk() -> None:
     made = responses(Endpoint.COMPLETION)
-    assert made.opening(0, [8]) is None
+    assert made.opening(0, ChoiceText([8])) is None
     assert made.piece(0, "", [1], [], None) is None
     with_ids = responses(Endpoint.COMPLETION, return_token_ids=True)
     piece = with_ids.piece(0, "", [1], [], None)
     assert piece is not None
     assert piece["choices"][0]["token_ids"] == [1]
-    opening = with_ids.opening(0, [8])
+    opening = with_ids.opening(0, ChoiceText([8]))
     assert opening is not None
     assert opening["choices"][0]["prompt_token_ids"] == [8]
 

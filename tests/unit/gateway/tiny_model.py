@@ -22,6 +22,14 @@ CHAT_TEMPLATE = """\
 """
 
 
+TOOL_TEMPLATE = (
+    """\
+{%- for tool in tools or [] %}{{ '<tool_call>' + tool.function.name + '\\n' }}{%- endfor %}
+"""
+    + CHAT_TEMPLATE
+)
+
+
 def make_tokenizer() -> Tokenizer:
     """All 256 bytes are tokens, so any text can be said, also in parts of characters."""
     tokenizer = Tokenizer(models.BPE())

@@ -26,6 +26,9 @@ class Without:
             return None
         return self._finder.find_spec(name, path, target)
 
+    def __getattr__(self, name):  # packages may ask for their own version
+        return getattr(self._finder, name)
+
 sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
 for module in sys.argv[2:]:
     importlib.import_module(module)

@@ -1,0 +1,230 @@
+// Moves bytes between memories and sockets without the interpreter. native.py is its only caller
+// and says what each function does; every one has a twin in Python.
+#include <cerrno>
+#include <cstdint>
+#include <cstring>
+#include <sys/socket.h>
+#include <sys/uio.h>
+
+#if defined(__SSE4_2__)
+#include <nmmintrin.h>
+#elif defined(__ARM_FEATURE_CRC32)
+#include <arm_acle.h>
+#endif
+
+namespace {
+
+constexpr int kMaxBuffers = 512;
+// One call moves so much at most: progress shows in time, and a sum finds its bytes in the cache.
+constexpr uint64_t kPieceBytes = 1 << 20;
+constexpr uint64_t kSummedBytes = 256 << 10;
+
+// --- crc32c ----------------------------------------------------------------------------------
+
+#if defined(__SSE4_2__) || defined(__ARM_FEATURE_CRC32)
+#define KVMESH_HAS_CRC32C 1
+
+inline uint32_t step8(uint32_t crc, uint64_t word) {
+#if defined(__SSE4_2__)
+  return static_cast<uint32_t>(_mm_crc32_u64(crc, word));
+#else
+  return __crc32cd(crc, word);
+#endif
+}
+
+inline uint32_t step1(uint32_t crc, uint8_t byte) {
+#if defined(__SSE4_2__)
+  return _mm_crc32_u8(crc, byte);
+#else
+  return __crc32cb(crc, byte);
+#endif
+}
+
+inline uint64_t word_at(const uint8_t* at) {
+  uint64_t word;
+  std::memcpy(&word, at, sizeof word);
+  return word;
+}
+
+// The instruction takes three cycles and one can begin in each, so three parts of a stripe are
+// summed at once. To join them, a sum is moved over the zeros that stand for the part behind it,
+// which is linear in its bits: four tables of a byte each.
+constexpr uint64_t kPart = 2048;
+
+struct ZeroTables {
+  uint32_t entry[4][256];
+
+  ZeroTables() {
+    for (int byte = 0; byte < 4; ++byte) {
+      for (uint32_t value = 0; value < 256; ++value) {
+        uint32_t crc = value << (8 * byte);
+        for (uint64_t i = 0; i < kPart; i += 8) crc = step8(crc, 0);
+        entry[byte][value] = crc;
+      }
+    }
+  }
+
+  uint32_t over_zeros(uint32_t crc) const {
+    return entry[0][crc & 255] ^ entry[1][crc >> 8 & 255] ^ entry[2][crc >> 16 & 255] ^
+           entry[3][crc >> 24];
+  }
+};
+
+const ZeroTables zero_tables;
+
+uint32_t crc32c(uint32_t value, const uint8_t* at, uint64_t size) {
+  uint32_t crc = ~value;
+  for (; size >= 3 * kPart; at += 3 * kPart, size -= 3 * kPart) {
+    uint32_t second = 0, third = 0;
+    for (uint64_t i = 0; i < kPart; i += 8) {
+      crc = step8(crc, word_at(at + i));
+      second = step8(second, word_at(at + kPart + i));
+      third = step8(third, word_at(at + 2 * kPart + i));
+    }
+    crc = zero_tables.over_zeros(zero_tables.over_zeros(crc) ^ second) ^ third;
+  }
+  for (; size >= 8; at += 8, size -= 8) crc = step8(crc, word_at(at));
+  for (; size > 0; ++at, --size) crc = step1(crc, *at);
+  return ~crc;
+}
+
+#else
+#define KVMESH_HAS_CRC32C 0
+uint32_t crc32c(uint32_t value, const uint8_t*, uint64_t) { return value; }
+#endif
+
+// --- ranges ----------------------------------------------------------------------------------
+
+// A place in a list of ranges.
+class Cursor {
+ public:
+  Cursor(const iovec* ranges, int64_t count) : next_(ranges), end_(ranges + count) { settle(); }
+
+  bool at_end() const { return next_ == end_; }
+
+  // The next bytes as buffers, at most `limit`; returns how many buffers.
+  int batch(iovec* buffers, uint64_t limit) const {
+    int count = 0;
+    uint64_t skip = done_;
+    for (const iovec* range = next_; range != end_ && count < kMaxBuffers && limit; ++range) {
+      uint64_t size = range->iov_len - skip;
+      if (size > limit) size = limit;
+      if (size) buffers[count++] = {static_cast<char*>(range->iov_base) + skip, size};
+      limit -= size;
+      skip = 0;
+    }
+    return count;
+  }
+
+  void advance(uint64_t size) {
+    done_ += size;
+    settle();
+  }
+
+ private:
+  void settle() {
+    while (next_ != end_ && done_ >= next_->iov_len) done_ -= (next_++)->iov_len;
+  }
+
+  const iovec* next_;
+  const iovec* end_;
+  uint64_t done_ = 0;
+};
+
+uint32_t sum_of(uint32_t value, const iovec* buffers, int count, uint64_t size) {
+  for (int i = 0; i < count && size; ++i) {
+    const uint64_t part = buffers[i].iov_len < size ? buffers[i].iov_len : size;
+    value = crc32c(value, static_cast<const uint8_t*>(buffers[i].iov_base), part);
+    size -= part;
+  }
+  return value;
+}
+
+// Shared with the interpreter, which reads the one and writes the other meanwhile.
+struct State {
+  int64_t moved;
+  int64_t stop;
+
+  bool is_stopped() const { return __atomic_load_n(&stop, __ATOMIC_RELAXED) != 0; }
+  void add_moved(int64_t bytes) { __atomic_add_fetch(&moved, bytes, __ATOMIC_RELAXED); }
+};
+
+uint64_t size_of(const iovec* buffers, int count) {
+  uint64_t size = 0;
+  for (int i = 0; i < count; ++i) size += buffers[i].iov_len;
+  return size;
+}
+
+}  // namespace
+
+extern "C" {
+
+int kvmesh_has_crc32c() { return KVMESH_HAS_CRC32C; }
+
+uint32_t kvmesh_crc32c(const void* at, uint64_t size, uint32_t value) {
+  return crc32c(value, static_cast<const uint8_t*>(at), size);
+}
+
+void kvmesh_copy(const iovec* targets, int64_t num_targets, const iovec* sources,
+                 int64_t num_sources) {
+  int64_t t = 0, s = 0;
+  uint64_t to = 0, from = 0;
+  while (t < num_targets && s < num_sources) {
+    const uint64_t room = targets[t].iov_len - to, left = sources[s].iov_len - from;
+    const uint64_t size = room < left ? room : left;
+    std::memcpy(static_cast<char*>(targets[t].iov_base) + to,
+                static_cast<const char*>(sources[s].iov_base) + from, size);
+    to += size, from += size;
+    if (to == targets[t].iov_len) ++t, to = 0;
+    if (from == sources[s].iov_len) ++s, from = 0;
+  }
+}
+
+int kvmesh_send(int fd, const iovec* ranges, int64_t count, int has_sum, uint32_t* sum,
+                State* state) {
+  iovec buffers[kMaxBuffers];
+  uint64_t summed = 0;  // bytes that are in the sum and not sent yet
+  for (Cursor cursor(ranges, count); !cursor.at_end();) {
+    if (state->is_stopped()) return ECANCELED;
+    msghdr message{};
+    message.msg_iov = buffers;
+    if (has_sum && summed == 0) {
+      message.msg_iovlen = cursor.batch(buffers, kSummedBytes);
+      summed = size_of(buffers, message.msg_iovlen);
+      *sum = sum_of(*sum, buffers, message.msg_iovlen, summed);
+    } else {
+      message.msg_iovlen = cursor.batch(buffers, has_sum ? summed : kPieceBytes);
+    }
+    const ssize_t sent = sendmsg(fd, &message, MSG_NOSIGNAL);
+    if (sent < 0) {
+      if (errno == EINTR || errno == EAGAIN) continue;
+      return errno;
+    }
+    cursor.advance(sent);
+    if (has_sum) summed -= sent;
+    state->add_moved(sent);
+  }
+  return 0;
+}
+
+int kvmesh_receive(int fd, const iovec* ranges, int64_t count, int has_sum, uint32_t* sum,
+                   State* state) {
+  iovec buffers[kMaxBuffers];
+  for (Cursor cursor(ranges, count); !cursor.at_end();) {
+    if (state->is_stopped()) return ECANCELED;
+    msghdr message{};
+    message.msg_iov = buffers;
+    message.msg_iovlen = cursor.batch(buffers, has_sum ? kSummedBytes : kPieceBytes);
+    const ssize_t received = recvmsg(fd, &message, MSG_WAITALL);
+    if (received == 0) return ECONNRESET;
+    if (received < 0) {
+      if (errno == EINTR || errno == EAGAIN) continue;
+      return errno;
+    }
+    if (has_sum) *sum = sum_of(*sum, buffers, message.msg_iovlen, received);
+    cursor.advance(received);
+    state->add_moved(received);
+  }
+  return 0;
+}
+}

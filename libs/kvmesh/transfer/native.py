@@ -1,0 +1,130 @@
+"""`native.cpp` for Python: copies and socket transfers that leave the interpreter lock alone.
+
+Without a C++ compiler there is none of it, and its callers use Python.
+Tests: tests/unit/transfer/test_native.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvmesh.core.compiled import CompileError, load_compiled
+
+_SOURCE = Path(__file__).with_name("native.cpp")
+_FLAGS = ("-O3", "-march=native", "-fPIC", "-shared", "-std=c++17")
+
+_log = logging.getLogger(__name__)
+
+Ranges: TypeAlias = NDArray[np.uint64]
+"""[count, 2]: address and number of bytes; C order. Whoever makes them holds the memory."""
+
+
+class NativeState(ctypes.Structure):
+    """What a running call shares with the interpreter.
+
+    Attributes:
+        moved: bytes so far; only rises.
+        stop: set to 1 to end the call at its next piece.
+    """
+
+    _fields_ = (("moved", ctypes.c_int64), ("stop", ctypes.c_int64))
+
+    moved: int
+    stop: int
+
+
+class NativeIo:
+    """The functions of the library."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        socket_call = (ctypes.c_int, pointer, number, ctypes.c_int, pointer, pointer)
+        self._send, self._receive = library.kvmesh_send, library.kvmesh_receive
+        for function in (self._send, self._receive):
+            function.argtypes, function.restype = socket_call, ctypes.c_int
+        self._crc32c = library.kvmesh_crc32c
+        self._crc32c.argtypes = (pointer, ctypes.c_uint64, ctypes.c_uint32)
+        self._crc32c.restype = ctypes.c_uint32
+        # The second handle of the same library keeps the lock: cheaper for what is short.
+        self._copy, self._copy_locked = library.kvmesh_copy, ctypes.PyDLL(library._name).kvmesh_copy
+        for function in (self._copy, self._copy_locked):
+            function.argtypes, function.restype = (pointer, number, pointer, number), None
+        self.has_crc32c = bool(library.kvmesh_has_crc32c())
+
+    def copy(self, targets: Ranges, sources: Ranges, *, is_short: bool) -> None:
+        """Copies the bytes of `sources`, in order, into `targets`; both may be cut anywhere.
+
+        Args:
+            is_short: keep the interpreter lock.
+        """
+        copy = self._copy_locked if is_short else self._copy
+        copy(targets.ctypes.data, len(targets), sources.ctypes.data, len(sources))
+
+    def crc32c(self, ranges: Ranges, value: int) -> int:
+        """The running sum of these bytes; only with `has_crc32c`."""
+        for address, size in ranges.tolist():
+            value = self._crc32c(address, size, value)
+        return value
+
+    def send(self, fd: int, ranges: Ranges, state: NativeState, *, has_sum: bool) -> int:
+        """Sends all bytes through a blocking socket; gives their crc32c, or 0 without sum.
+
+        Raises:
+            OSError: the socket failed, or `state.stop` was set (ECANCELED).
+        """
+        return _moved(self._send, fd, ranges, state, has_sum)
+
+    def receive(self, fd: int, ranges: Ranges, state: NativeState, *, has_sum: bool) -> int:
+        """Fills all ranges from a blocking socket; gives their crc32c, or 0 without sum.
+
+        Raises:
+            OSError: as `send`; ECONNRESET also at the end of the stream.
+        """
+        return _moved(self._receive, fd, ranges, state, has_sum)
+
+
+def _moved(
+    function: ctypes._NamedFuncPointer, fd: int, ranges: Ranges, state: NativeState, has_sum: bool
+) -> int:
+    value = ctypes.c_uint32()
+    address = ranges.ctypes.data
+    error = function(fd, address, len(ranges), has_sum, ctypes.byref(value), ctypes.byref(state))
+    if error:
+        raise OSError(error, "data socket")
+    return value.value
+
+
+@functools.cache
+def load_native() -> NativeIo | None:
+    """The compiled functions, or None when they cannot be had; says so once, as a warning."""
+    try:
+        return NativeIo(load_compiled(_SOURCE, _FLAGS))
+    except CompileError as error:
+        _log.warning("native.cpp cannot be built, data moves through Python: %s", error)
+        return None
+
+
+def ranges_of(views: Iterable[memoryview]) -> Ranges:
+    """Where contiguous views are, without the empty ones; the caller holds them meanwhile."""
+    return as_ranges([(address_of(view), view.nbytes) for view in views if view.nbytes])
+
+
+def as_ranges(pairs: Sequence[tuple[int, int]]) -> Ranges:
+    """(address, number of bytes) pairs for a call."""
+    return np.array(pairs, dtype=np.uint64).reshape(-1, 2)
+
+
+def address_of(view: memoryview) -> int:
+    """Where a contiguous view that is not empty begins; valid while the view is held."""
+    if view.readonly:  # a third dearer
+        address: int = np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0]
+        return address
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))

@@ -1,0 +1,98 @@
+"""Messages and tools of a chat, as pydantic models.
+
+Pure. Tests: tests/unit/gateway/test_openai.py, test_tools.py.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvmesh.core.errors import InvalidRequestError
+
+
+class TextPart(BaseModel):
+    """A text part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class PastFunction(BaseModel):
+    """The function of a call that was made before."""
+
+    name: str
+    arguments: str | dict[str, Any] = "{}"
+
+
+class PastCall(BaseModel):
+    """A call in an assistant's message."""
+
+    model_config = ConfigDict(extra="allow", hide_input_in_errors=True)
+
+    function: PastFunction
+
+    def for_template(self) -> dict[str, Any]:
+        """The call as chat templates expect it: arguments are an object."""
+        arguments = self.function.arguments
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments or "{}")
+            except ValueError as error:
+                raise InvalidRequestError(
+                    f"messages: arguments of {self.function.name} are not JSON: {error}", "messages"
+                ) from error
+        function = {"name": self.function.name, "arguments": arguments}
+        return {"type": "function", **(self.model_extra or {}), "function": function}
+
+
+class Message(BaseModel):
+    """One message of a chat; further fields are for the chat template."""
+
+    model_config = ConfigDict(extra="allow", hide_input_in_errors=True)
+
+    role: str = Field(min_length=1)
+    content: str | list[TextPart] | None = None
+    tool_calls: list[PastCall] | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as chat templates expect it: content is one string."""
+        content = self.content
+        if isinstance(content, list):
+            content = "".join(part.text for part in content)
+        more = dict(self.model_extra or {})
+        if self.tool_calls:
+            more["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        return {**more, "role": self.role, "content": content or ""}
+
+
+class Function(BaseModel):
+    """A function that the model may call."""
+
+    model_config = ConfigDict(extra="allow", hide_input_in_errors=True)
+
+    name: str = Field(min_length=1, max_length=256)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(BaseModel):
+    """A tool; functions are the only kind."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(BaseModel):
+    """Names a function."""
+
+    name: str
+
+
+class NamedChoice(BaseModel):
+    """`tool_choice` for one function."""
+
+    type: Literal["function"]
+    function: FunctionName

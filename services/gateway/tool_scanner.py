@@ -1,0 +1,160 @@
+"""Reads one tool call, a JSON object with a name and arguments, from text that arrives in pieces.
+
+The arguments are passed on as the model wrote them, as soon as the name is known.
+Pure. Tests: tests/unit/gateway/test_tool_parsers.py.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TypeAlias
+
+_ARGUMENTS = ("arguments", "parameters")
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Text for the reader."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    """A call begins; what comes next of arguments belongs to it."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """More of the latest call's arguments: a part of a JSON object."""
+
+    text: str
+
+
+Piece: TypeAlias = Content | CallStart | CallArguments
+
+
+class JsonSpan:
+    """Finds the end of a JSON object or array."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.in_string = False
+        self._escaped = False
+
+    def step(self, char: str) -> None:
+        """Goes one character on."""
+        if self.in_string:
+            if self._escaped:
+                self._escaped = False
+            elif char == "\\":
+                self._escaped = True
+            elif char == '"':
+                self.in_string = False
+        elif char == '"':
+            self.in_string = True
+        elif char in "{[":
+            self.depth += 1
+        elif char in "}]":
+            self.depth -= 1
+
+
+class CallScanner:
+    """Reads `{"name": …, "arguments": {…}}`; keys in any order, `parameters` is `arguments` too.
+
+    Attributes:
+        raw: everything read so far.
+        name: of the function, once it is known.
+        done: the object is closed.
+    """
+
+    def __init__(self) -> None:
+        self.raw = ""
+        self.name = ""
+        self.done = False
+        self._span = JsonSpan()
+        self._key = ""
+        self._string = ""  # the string being read, quotes included
+        self._value = ""  # of arguments, as far as it is read
+        self._num_sent = 0
+        self._in_arguments = False
+        self._is_value = False
+
+    def push(self, text: str) -> tuple[list[Piece], str]:
+        """Reads on.
+
+        Returns:
+            What is new, and the text after the object.
+        """
+        for index, char in enumerate(text):
+            self._step(char)
+            if self.done:
+                return self._news(), text[index + 1 :]
+        return self._news(), ""
+
+    def _step(self, char: str) -> None:
+        span = self._span
+        self.raw += char
+        before, was_string = span.depth, span.in_string
+        span.step(char)
+        self.done = span.depth == 0
+        if before == 1 and span.depth == 1 and (was_string or span.in_string):
+            self._string = self._string + char if was_string else char
+            if not span.in_string:
+                self._take_string()
+        elif span.depth == 1 and char == ":":
+            self._is_value = True
+            self._in_arguments = self._key in _ARGUMENTS
+            return
+        elif before == 1 and char == ",":
+            self._is_value = self._in_arguments = False
+        if self._in_arguments and not self.done:
+            self._value += char
+
+    def _take_string(self) -> None:
+        try:
+            text = json.loads(self._string)
+        except ValueError:
+            return  # no JSON: at the end it has no name and is text
+        if not self._is_value:
+            self._key = text
+        elif self._key == "name":
+            self.name = text
+
+    def _news(self) -> list[Piece]:
+        pieces: list[Piece] = []
+        if not self.name:
+            return pieces
+        if self._num_sent == 0 and not self._value.strip() and not self.done:
+            return pieces
+        value = self._arguments()
+        if self._num_sent == 0 and (value or self.done):
+            pieces.append(CallStart(self.name))
+        if len(value) > self._num_sent:
+            pieces.append(CallArguments(value[self._num_sent :]))
+            self._num_sent = len(value)
+        return pieces
+
+    def _arguments(self) -> str:
+        """The arguments as far as they are sure."""
+        value = self._value.strip()
+        if value.startswith("{"):
+            return value
+        if not self.done:
+            return ""  # no object: known when it is complete
+        try:
+            plain = json.loads(value or "null")
+        except ValueError:
+            return "{}"
+        return plain if isinstance(plain, str) else "{}"
+
+
+def held_back(text: str, marker: str) -> int:
+    """Length of the longest end of `text` with which `marker` begins."""
+    for length in range(min(len(marker) - 1, len(text)), 0, -1):
+        if marker.startswith(text[-length:]):
+            return length
+    return 0

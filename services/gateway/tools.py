@@ -1,0 +1,206 @@
+"""Tools of a chat call: what may be called, what the text must look like, and the calls in it.
+
+Pure. Tests: tests/unit/gateway/test_tools.py.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvmesh.core.errors import InvalidRequestError
+from kvmesh.core.types import Structure
+from services.gateway.messages import NamedChoice, Tool
+from services.gateway.schema import ChatBody
+from services.gateway.structured import check_length, json_schema, tool_schema
+from services.gateway.tool_parsers import (
+    NamedParser,
+    RequiredParser,
+    ToolFamily,
+    ToolParser,
+    parser_for,
+)
+from services.gateway.tool_scanner import CallArguments, CallStart, Content, Piece
+
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+
+
+class ToolMode(enum.Enum):
+    """Who decides whether tools are called."""
+
+    AUTO = "auto"
+    REQUIRED = "required"
+    NAMED = "named"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """How a call uses its tools.
+
+    Attributes:
+        names: of all tools.
+        family: how the model writes calls when it decides by itself.
+        chosen: the function of NAMED.
+        parallel: more than one call is allowed.
+    """
+
+    mode: ToolMode
+    names: tuple[str, ...]
+    family: ToolFamily | None = None
+    chosen: str = ""
+    parallel: bool = True
+
+    @property
+    def keeps_special_tokens(self) -> bool:
+        """The marks of calls are special tokens, which the text must then have."""
+        return self.mode is ToolMode.AUTO and self.family is not ToolFamily.HERMES
+
+    def parser(self) -> ToolParser:
+        """A parser for one generation."""
+        if self.mode is ToolMode.NAMED:
+            return NamedParser(self.chosen)
+        if self.mode is ToolMode.REQUIRED:
+            return RequiredParser()
+        assert self.family is not None, "checked by tool_use"
+        return parser_for(self.family, self.names)
+
+
+def tool_use(body: ChatBody, family: ToolFamily | None) -> ToolUse | None:
+    """How a body uses tools; None if it does not.
+
+    Args:
+        family: of the model's chat template.
+
+    Raises:
+        InvalidRequestError: names the field and what is allowed.
+    """
+    tools, choice = body.tools or [], body.tool_choice
+    if not tools:
+        if choice not in (None, "none", "auto"):
+            raise InvalidRequestError(
+                "tool_choice: without tools, allowed: none, auto", "tool_choice"
+            )
+        return None
+    if choice == "none":
+        return None
+    names = tuple(tool.function.name for tool in tools)
+    parallel = body.parallel_tool_calls is not False
+    if isinstance(choice, NamedChoice):
+        if choice.function.name not in names:
+            allowed = ", ".join(names)
+            raise InvalidRequestError(
+                f"tool_choice: no tool {choice.function.name!r}; allowed: {allowed}", "tool_choice"
+            )
+        return ToolUse(ToolMode.NAMED, names, chosen=choice.function.name)
+    if choice == "required":
+        return ToolUse(ToolMode.REQUIRED, names, parallel=parallel)
+    if family is None:
+        raise InvalidRequestError(
+            "tool_choice: this model's chat template has no form for calls; allowed: none, "
+            "required, or a function by name",
+            "tool_choice",
+        )
+    return ToolUse(ToolMode.AUTO, names, family, parallel=parallel)
+
+
+def tool_structure(use: ToolUse, tools: Sequence[Tool]) -> Structure | None:
+    """What the text must look like so that it is calls; None where the model decides.
+
+    Raises:
+        InvalidRequestError: the parameters are too long.
+    """
+    if use.mode is ToolMode.AUTO:
+        return None
+    if use.mode is ToolMode.NAMED:
+        found = next(tool.function for tool in tools if tool.function.name == use.chosen)
+        structure = json_schema(found.parameters or _NO_PARAMETERS)
+    else:
+        schemas = [tool_schema(tool.function.name, tool.function.parameters) for tool in tools]
+        calls: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": schemas}}
+        if not use.parallel:
+            calls["maxItems"] = 1
+        structure = json_schema(_with_definitions(calls, tools))
+    check_length(structure, "tools")
+    return structure
+
+
+def _with_definitions(schema: dict[str, Any], tools: Sequence[Tool]) -> dict[str, Any]:
+    """References inside parameters point at the root: definitions move there."""
+    moved: dict[str, Any] = {}
+    for tool in tools:
+        moved |= (tool.function.parameters or {}).get("$defs", {})
+    return {**schema, "$defs": moved} if moved else schema
+
+
+class ToolReader:
+    """Reads the calls of one choice and writes them as OpenAI's deltas.
+
+    Args:
+        label: makes ids of calls differ between choices and requests.
+    """
+
+    def __init__(self, use: ToolUse, label: str) -> None:
+        self._use = use
+        self._parser = use.parser()
+        self._label = label
+        self._num_calls = 0
+
+    @property
+    def finish_word(self) -> str | None:
+        """What takes the place of "stop"; None leaves it."""
+        return "tool_calls" if self._num_calls and self._use.mode is not ToolMode.NAMED else None
+
+    def push(self, text: str, *, last: bool) -> dict[str, Any]:
+        """The delta for more text; empty if nothing is sure yet."""
+        pieces = self._parser.push(text)
+        if last:
+            pieces += self._parser.finish()
+        return self._delta(pieces)
+
+    def _delta(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        content = ""
+        calls: dict[int, dict[str, Any]] = {}
+        for piece in pieces:
+            if isinstance(piece, Content):
+                content += piece.text
+                continue
+            if isinstance(piece, CallStart):
+                self._num_calls += 1
+            if self._num_calls > 1 and not self._use.parallel:
+                continue  # one call was allowed
+            index = self._num_calls - 1
+            if isinstance(piece, CallStart):
+                calls[index] = {
+                    "index": index,
+                    "id": self._call_id(index),
+                    "type": "function",
+                    "function": {"name": piece.name, "arguments": ""},
+                }
+            elif isinstance(piece, CallArguments):
+                call = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
+                call["function"]["arguments"] += piece.text
+        delta: dict[str, Any] = {"content": content} if content else {}
+        if calls:
+            delta["tool_calls"] = list(calls.values())
+        return delta
+
+    def _call_id(self, index: int) -> str:
+        # Nine letters or digits: what the strictest chat templates take back.
+        return hashlib.blake2s(f"{self._label}/{index}".encode()).hexdigest()[:9]
+
+
+def whole_message(reader: ToolReader, text: str) -> dict[str, Any]:
+    """The message of a whole answer: content and calls."""
+    delta = reader.push(text, last=True)
+    message: dict[str, Any] = {"role": "assistant", "content": delta.get("content")}
+    if "tool_calls" in delta:
+        message["tool_calls"] = [
+            {key: value for key, value in call.items() if key != "index"}
+            for call in delta["tool_calls"]
+        ]
+    elif message["content"] is None:
+        message["content"] = ""
+    return message

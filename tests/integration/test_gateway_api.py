@@ -1,0 +1,357 @@
+"""Fields and routes beyond plain generation, over HTTP with the official client, on a fake mesh."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+
+from kvmesh.core.types import Structure, StructureKind
+from tests.integration.gateway_fakes import MODEL
+from tests.integration.gateway_stack import Stack, gateway_stack
+from tests.unit.gateway.tiny_model import TOOL_TEMPLATE
+
+HELLO: list[Any] = [{"role": "user", "content": "hello"}]
+ARGUMENTS = '{"city": "Rome"}'
+CALL = f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+        },
+    },
+}
+
+
+@pytest.fixture
+async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
+    async with gateway_stack(tmp_path, template=TOOL_TEMPLATE) as stack:
+        yield stack
+        await stack.idle()
+
+
+async def post(stack: Stack, path: str, body: Any) -> tuple[int, Any]:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{stack.url}{path}", json=body) as response,
+    ):
+        return response.status, await response.json()
+
+
+async def test_sampling_fields_reach_the_workers(stack: Stack) -> None:
+    await stack.client.chat.completions.create(
+        model=MODEL,
+        messages=HELLO,
+        logit_bias={"5": -100, "7": 2},
+        extra_body={"allowed_token_ids": [5, 7], "bad_words": ["the"], "guided_regex": "[a-z]+"},
+    )
+    (spec,) = stack.mesh.workers["p1"].specs
+    assert spec.sampling.logit_bias == ((5, -100.0), (7, 2.0))
+    assert spec.sampling.allowed_token_ids == (5, 7)
+    assert set(spec.sampling.bad_words) == {
+        tuple(stack.tokenizer.encode(form).ids) for form in ("the", " the")
+    }
+    assert spec.sampling.structure == Structure(StructureKind.REGEX, "[a-z]+")
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"logit_bias": {"320": 1}}, "logit_bias"),
+        ({"allowed_token_ids": [320]}, "allowed_token_ids"),
+        ({"guided_regex": "[a-z"}, "guided_regex"),
+        ({"structured_outputs": {"json": {"type": "foo"}}}, "structured_outputs.json"),
+        ({"structured_outputs": {"grammar": "start: foo"}}, "structured_outputs.grammar"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"suffix": "x"}, "suffix"),
+    ],
+)
+async def test_bad_fields_are_named(stack: Stack, change: dict[str, Any], param: str) -> None:
+    status, body = await post(stack, "/v1/completions", {"prompt": "a", **change})
+    assert status == 400
+    assert body["error"]["param"].startswith(param)
+    assert param.rpartition(".")[2] in body["error"]["message"]
+
+
+async def test_echo_with_logprobs(stack: Stack) -> None:
+    answer = await stack.client.completions.create(
+        model=MODEL, prompt="the mesh", echo=True, logprobs=1, max_tokens=2
+    )
+    (choice,) = answer.choices
+    said = stack.tokenizer.decode(stack.mesh.output[:2])
+    assert choice.text == "the mesh" + said
+    prompt = stack.tokenizer.encode("the mesh").ids
+    logprobs = choice.logprobs
+    assert logprobs is not None
+    assert logprobs.token_logprobs is not None
+    expected = [None, *(-token / 8 for token in [*prompt[1:], *stack.mesh.output[:2]])]
+    assert logprobs.token_logprobs == expected
+    assert logprobs.tokens is not None
+    assert "".join(logprobs.tokens) == choice.text
+    assert logprobs.text_offset is not None
+    assert logprobs.text_offset[len(prompt)] == len("the mesh")
+
+
+async def test_echo_alone_generates_nothing(stack: Stack) -> None:
+    answer = await stack.client.completions.create(
+        model=MODEL, prompt=[5, 6, 7], echo=True, max_tokens=0, logprobs=0
+    )
+    (choice,) = answer.choices
+    assert choice.text == stack.tokenizer.decode([5, 6, 7])
+    assert choice.finish_reason == "length"
+    assert choice.logprobs is not None
+    assert len(choice.logprobs.tokens or []) == 3
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, 0)
+
+
+async def test_echo_in_a_stream_comes_first(stack: Stack) -> None:
+    stream = await stack.client.completions.create(
+        model=MODEL, prompt="a b", echo=True, max_tokens=3, stream=True
+    )
+    texts = [chunk.choices[0].text async for chunk in stream]
+    assert texts[0] == "a b"
+    assert "".join(texts[1:]) == stack.tokenizer.decode(stack.mesh.output[:3])
+
+
+async def test_prompt_logprobs(stack: Stack) -> None:
+    body = {"prompt": [5, 6, 7], "max_tokens": 1, "prompt_logprobs": 2}
+    status, answer = await post(stack, "/v1/completions", body)
+    assert status == 200
+    first, second, third = answer["choices"][0]["prompt_logprobs"]
+    assert first is None
+    assert second["6"]["logprob"] == -0.25
+    assert {"6", "5"} == set(second)
+    assert third["7"]["decoded_token"] == stack.tokenizer.decode([7])
+    chat = {"messages": HELLO, "max_tokens": 1, "prompt_logprobs": 0}
+    _, answer = await post(stack, "/v1/chat/completions", chat)
+    assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
+
+
+async def test_usage_on_every_chunk(stack: Stack) -> None:
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    stream = await stack.client.completions.create(
+        model=MODEL, prompt="a b", max_tokens=4, stream=True, stream_options=options
+    )
+    counts = [chunk.usage.completion_tokens async for chunk in stream if chunk.usage]
+    assert counts == [1, 2, 3, 4, 4]
+
+
+async def test_a_truncated_prompt(stack: Stack) -> None:
+    body = {"prompt": [5, 6, 7, 8], "max_tokens": 1, "truncate_prompt_tokens": 2}
+    _, answer = await post(stack, "/v1/completions", body)
+    assert answer["usage"]["prompt_tokens"] == 2
+    assert stack.mesh.workers["p1"].specs[0].token_ids == (7, 8)
+
+
+async def test_a_tool_call(stack: Stack) -> None:
+    stack.says(f"Let me look. {CALL}")
+    answer = await stack.client.chat.completions.create(
+        model=MODEL, messages=HELLO, tools=[WEATHER]
+    )
+    (choice,) = answer.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "Let me look."
+    (call,) = choice.message.tool_calls or []
+    assert call.type == "function"
+    assert (call.function.name, call.function.arguments) == ("weather", ARGUMENTS)
+    (spec,) = stack.mesh.workers["p1"].specs
+    assert stack.tokenizer.decode(spec.token_ids[:20]).startswith("<tool_call>weather")
+    # The call and its result go back into the chat.
+    history = [
+        *HELLO,
+        choice.message.model_dump(exclude_none=True),
+        {"role": "tool", "tool_call_id": call.id, "content": "sun"},
+    ]
+    stack.says("sunny")
+    again = await stack.client.chat.completions.create(
+        model=MODEL, messages=history, tools=[WEATHER]
+    )
+    assert again.choices[0].message.content == "sunny"
+    assert again.choices[0].finish_reason == "stop"
+
+
+async def test_a_streamed_tool_call(stack: Stack) -> None:
+    stack.says(f"Look: {CALL} {CALL}")
+    stream = await stack.client.chat.completions.create(
+        model=MODEL, messages=HELLO, tools=[WEATHER], stream=True, n=2
+    )
+    content = {0: "", 1: ""}
+    calls: dict[tuple[int, int], dict[str, str]] = {}
+    num_argument_pieces = 0
+    reasons = {}
+    async for chunk in stream:
+        (choice,) = chunk.choices
+        content[choice.index] += choice.delta.content or ""
+        reasons[choice.index] = choice.finish_reason
+        for delta in choice.delta.tool_calls or []:
+            call = calls.setdefault((choice.index, delta.index), {"id": "", "args": ""})
+            assert delta.function is not None
+            call["id"] += delta.id or ""
+            call["args"] += delta.function.arguments or ""
+            num_argument_pieces += bool(delta.function.arguments)
+    assert content == {0: "Look:", 1: "Look:"}
+    assert [call["args"] for call in calls.values()] == [ARGUMENTS] * 4
+    assert len({call["id"] for call in calls.values()}) == 4
+    assert num_argument_pieces > 8
+    assert reasons == {0: "tool_calls", 1: "tool_calls"}
+
+
+async def test_required_and_named_tools_have_a_structure(stack: Stack) -> None:
+    stack.says(f'[{{"name": "weather", "parameters": {ARGUMENTS}}}]')
+    answer = await stack.client.chat.completions.create(
+        model=MODEL, messages=HELLO, tools=[WEATHER], tool_choice="required"
+    )
+    (call,) = answer.choices[0].message.tool_calls or []
+    assert call.type == "function"
+    assert call.function.arguments == ARGUMENTS
+    assert answer.choices[0].finish_reason == "tool_calls"
+    stack.says(ARGUMENTS)
+    answer = await stack.client.chat.completions.create(
+        model=MODEL,
+        messages=HELLO,
+        tools=[WEATHER],
+        tool_choice={"type": "function", "function": {"name": "weather"}},
+    )
+    (call,) = answer.choices[0].message.tool_calls or []
+    assert call.type == "function"
+    assert (call.function.name, call.function.arguments) == ("weather", ARGUMENTS)
+    required, named = (spec.sampling.structure for spec in stack.mesh.workers["p1"].specs)
+    assert required is not None
+    assert named is not None
+    assert json.loads(required.text)["minItems"] == 1
+    assert json.loads(named.text) == WEATHER["function"]["parameters"]
+
+
+async def test_without_choice_tools_are_left_out(stack: Stack) -> None:
+    stack.says(CALL)
+    answer = await stack.client.chat.completions.create(
+        model=MODEL, messages=HELLO, tools=[WEATHER], tool_choice="none"
+    )
+    assert answer.choices[0].message.content == CALL
+    assert answer.choices[0].message.tool_calls is None
+
+
+async def test_tokenize_and_back(stack: Stack) -> None:
+    text = "the mesh moves é"
+    status, answer = await post(
+        stack, "/tokenize", {"prompt": text, "return_token_strs": True, "model": MODEL}
+    )
+    assert status == 200
+    assert answer["tokens"] == stack.tokenizer.encode(text).ids
+    assert answer["count"] == len(answer["tokens"])
+    assert answer["max_model_len"] == 512
+    assert len(answer["token_strs"]) == answer["count"]
+    _, back = await post(stack, "/detokenize", {"tokens": answer["tokens"]})
+    assert back == {"prompt": text}
+    _, chat = await post(stack, "/tokenize", {"messages": HELLO})
+    expected = "<|start|>user\nhello<|end|>\n<|start|>assistant\n"
+    assert chat["tokens"] == stack.tokenizer.encode(expected).ids
+    for path, body in (
+        ("/tokenize", {}),
+        ("/tokenize", {"prompt": "a", "messages": HELLO}),
+        ("/detokenize", {"tokens": [320]}),
+        ("/detokenize", {}),
+    ):
+        status, answer = await post(stack, path, body)
+        assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+
+
+async def test_a_response(stack: Stack) -> None:
+    answer = await stack.client.responses.create(
+        model=MODEL, instructions="be brief", input="hello", max_output_tokens=50
+    )
+    assert answer.output_text == "one request, one handoff"
+    assert (answer.status, answer.error) == ("completed", None)
+    assert answer.usage is not None
+    assert answer.usage.output_tokens == len(stack.mesh.output) + 1
+    (spec,) = stack.mesh.workers["p1"].specs
+    chat = "<|start|>system\nbe brief<|end|>\n<|start|>user\nhello<|end|>\n<|start|>assistant\n"
+    assert list(spec.token_ids) == stack.tokenizer.encode(chat).ids
+    cut = await stack.client.responses.create(
+        model=MODEL,
+        input=[{"role": "user", "content": [{"type": "input_text", "text": "hello"}]}],
+        max_output_tokens=2,
+        text={"format": {"type": "json_object"}},
+    )
+    assert cut.status == "incomplete"
+    assert cut.incomplete_details is not None
+    assert cut.incomplete_details.reason == "max_output_tokens"
+    assert stack.mesh.workers["p1"].specs[-1].sampling.structure is not None
+
+
+async def test_a_streamed_response(stack: Stack) -> None:
+    stream = await stack.client.responses.create(model=MODEL, input="hello", stream=True)
+    events = [event async for event in stream]
+    kinds = [event.type for event in events]
+    deltas = kinds.count("response.output_text.delta")
+    assert deltas > 3
+    assert kinds[:4] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+    ]
+    assert kinds[4 + deltas :] == [
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    last = events[-1]
+    assert last.type == "response.completed"
+    assert last.response.output_text == text == "one request, one handoff"
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"previous_response_id": "x"}, "previous_response_id"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"background": True}, "background"),
+        ({"input": ""}, "input"),
+        ({"input": [{"type": "function_call"}]}, "input"),
+        ({"max_output_tokens": 9999}, "max_output_tokens"),
+    ],
+)
+async def test_bad_responses_fields(stack: Stack, change: dict[str, Any], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await stack.client.responses.create(**{"model": MODEL, "input": "a", **change})
+    assert str(caught.value.param).startswith(param)
+
+
+async def test_a_response_that_is_lost_ends_with_an_event(tmp_path: Path) -> None:
+    async with gateway_stack(tmp_path, limits={"max_moves": 0}) as stack:
+        stack.mesh.workers["d1"].does.fail_decode_after = 2
+        stream = await stack.client.responses.create(model=MODEL, input="hello", stream=True)
+        kinds = [event.type async for event in stream]
+        assert kinds.count("response.output_text.delta") >= 1
+        assert kinds[-2:] == ["error", "response.failed"]
+        await stack.idle()
+
+
+async def test_the_openapi_page(stack: Stack) -> None:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.get(f"{stack.url}/openapi.json") as response,
+    ):
+        page = await response.json()
+    for path in page["paths"]:
+        method = "POST" if "post" in page["paths"][path] else "GET"
+        async with (
+            aiohttp.ClientSession() as session,
+            session.request(method, f"{stack.url}{path}", data=b"{}") as response,
+        ):
+            assert response.status in (200, 400), path

@@ -1,0 +1,109 @@
+"""The compiled copies and socket calls against Python."""
+
+import errno
+import random
+import socket
+import threading
+from collections.abc import Iterator
+
+import crc32c
+import pytest
+
+from kvmesh.transfer.memory import copy_in_python
+from kvmesh.transfer.native import NativeIo, NativeState, address_of, load_native, ranges_of
+
+
+@pytest.fixture
+def native() -> NativeIo:
+    found = load_native()
+    if found is None:
+        pytest.skip("needs a C++ compiler")
+    return found
+
+
+@pytest.fixture
+def sockets() -> Iterator[tuple[socket.socket, socket.socket]]:
+    left, right = socket.socketpair()
+    with left, right:
+        yield left, right
+
+
+def cut(data: bytearray, seed: int) -> list[memoryview]:
+    """The bytes as views of random lengths, some of them empty."""
+    rng, views, at = random.Random(seed), list[memoryview](), 0
+    while at < len(data):
+        size = rng.choice([0, 1, 7, 4096, 16384, 70_000])
+        views.append(memoryview(data)[at : at + size])
+        at += size
+    return views
+
+
+@pytest.mark.parametrize("is_short", [True, False])
+def test_copy_is_the_copy_of_python(native: NativeIo, is_short: bool) -> None:
+    source = bytearray(random.Random(1).randbytes(300_000))
+    fast, plain = bytearray(300_000), bytearray(300_000)
+    native.copy(ranges_of(cut(fast, 2)), ranges_of(cut(source, 3)), is_short=is_short)
+    sources = [(address_of(view), view.nbytes) for view in cut(source, 3) if view]
+    copy_in_python([view for view in cut(plain, 2) if view], sources)
+    assert fast == plain == source
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 9, 2048, 6143, 6144, 6145, 100_003])
+@pytest.mark.parametrize("value", [0, 0xDEADBEEF])
+def test_crc32c_is_the_one_of_the_package(native: NativeIo, size: int, value: int) -> None:
+    if not native.has_crc32c:
+        pytest.skip("this processor has no instruction for it")
+    data = random.Random(size).randbytes(size + 3)
+    for start in range(3):  # any alignment
+        view = memoryview(bytearray(data))[start : start + size]
+        assert native.crc32c(ranges_of([view]), value) == crc32c.crc32c(view, value)
+
+
+@pytest.mark.parametrize("has_sum", [True, False])
+def test_bytes_arrive_in_order_with_their_sum(
+    native: NativeIo, sockets: tuple[socket.socket, socket.socket], has_sum: bool
+) -> None:
+    source = bytearray(random.Random(4).randbytes(3_000_000))
+    target = bytearray(len(source))
+    state, sums = NativeState(), list[int]()
+
+    def receive() -> None:
+        into = ranges_of(cut(target, 5))
+        sums.append(native.receive(sockets[1].fileno(), into, NativeState(), has_sum=has_sum))
+
+    receiver = threading.Thread(target=receive)
+    receiver.start()
+    fd = sockets[0].fileno()
+    sums.append(native.send(fd, ranges_of(cut(source, 6)), state, has_sum=has_sum))
+    receiver.join()
+
+    assert target == source
+    assert state.moved == len(source)
+    assert sums == [crc32c.crc32c(bytes(source)) if has_sum else 0] * 2
+
+
+def test_the_end_of_the_stream_and_a_closed_peer_are_errors(
+    native: NativeIo, sockets: tuple[socket.socket, socket.socket]
+) -> None:
+    target = bytearray(10)
+    fd, ranges = sockets[0].fileno(), ranges_of([memoryview(target)])
+    sockets[1].sendall(b"abc")
+    sockets[1].close()
+    with pytest.raises(ConnectionResetError):
+        native.receive(fd, ranges, NativeState(), has_sum=False)
+    assert target[:3] == b"abc"
+    with pytest.raises(BrokenPipeError):
+        native.send(fd, ranges, NativeState(), has_sum=False)
+
+
+def test_a_stopped_call_moves_nothing_more(
+    native: NativeIo, sockets: tuple[socket.socket, socket.socket]
+) -> None:
+    target = bytearray(10)
+    fd, ranges = sockets[0].fileno(), ranges_of([memoryview(target)])
+    sockets[1].sendall(bytes(range(10)))
+    for call in (native.receive, native.send):
+        with pytest.raises(OSError, match="data socket") as caught:
+            call(fd, ranges, NativeState(0, 1), has_sum=False)
+        assert caught.value.errno == errno.ECANCELED
+    assert target == bytes(10)
