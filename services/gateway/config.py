@@ -16,6 +16,7 @@ class HttpConfig:
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "HTTP port; 0 picks a free one")
     max_body_bytes: int = option(16 * 1024 * 1024, "longest request body")
+    processes: int = option(1, "processes that share the ports; about one per core")
 
 
 @dataclass(frozen=True, slots=True)

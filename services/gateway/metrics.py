@@ -94,7 +94,10 @@ class GatewayMetrics(Collector):
             registry=registry,
         )
         self.requests_open = Gauge(
-            "kvmesh_gateway_requests_open", "Generations that run now.", registry=registry
+            "kvmesh_gateway_requests_open",
+            "Generations that run now.",
+            registry=registry,
+            multiprocess_mode="livesum",
         )
         self._refusals = Counter(
             "kvmesh_gateway_refusals",
