@@ -25,6 +25,7 @@ from services.gateway.metrics import GatewayMetrics
 from services.gateway.openai import ApiCall, check_model, choice_sampling
 from services.gateway.prompts import checked_sampling, prompt_ids, prompt_text
 from services.gateway.request_flow import TokenDelta, generate
+from services.gateway.request_limits import check_limits
 from services.gateway.request_record import RequestRecord, TextDelta
 from services.gateway.token_lane import TokenLane
 from services.gateway.tokenizer import TextTokenizer
@@ -155,6 +156,7 @@ class Frontend:
             ModelNotFoundError: another model is asked for.
         """
         check_model(call.model, self.served_name)
+        check_limits(call, self.limits)
         seed = secrets.randbits(64) if call.seed is None else call.seed
         # Names may repeat (a caller that tries again); in the mesh every request is apart.
         base = f"{caller.request_id}-{secrets.token_hex(4)}"

@@ -111,6 +111,18 @@ class GatewayMetrics(Collector):
             ["reason"],
             registry=registry,
         )
+        self.connections = Gauge(
+            "kvmesh_gateway_connections",
+            "Open connections of the HTTP port.",
+            registry=registry,
+            multiprocess_mode="livesum",
+        )
+        self.connections_cut = Counter(
+            "kvmesh_gateway_connections_cut",
+            "Connections of the HTTP port that were cut, and why.",
+            ["reason"],
+            registry=registry,
+        )
         self._over_quota = Counter(
             "kvmesh_gateway_over_quota",
             "Requests refused because a quota was used up.",

@@ -142,7 +142,7 @@ class GatewayProcesses:
                 self.stop()
                 return
             num_young = num_young + 1 if loop.time() - started_at < YOUNG_S else 0
-            log.error("gateway_process_ended", number=number, code=code)
+            log.warning("gateway_process_ended", number=number, code=code)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s(num_young)):
                     await self._stopping.wait()
