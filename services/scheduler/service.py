@@ -32,7 +32,7 @@ from kvmesh.rpc.convert import (
 from kvmesh.rpc.convert_detail import worker_detail_from_proto, worker_order
 from kvmesh.rpc.convert_route import route_plan_to_proto, route_query_from_proto
 from kvmesh.rpc.prefix_lookup import PrefixLookup
-from kvmesh.rpc.stream import Outbox, incoming
+from kvmesh.rpc.stream import Outbox, incoming, joined_outbox, parts
 from kvmesh.runtime.app import ServiceContext
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.v1.scheduler_service_pb2 import (
@@ -141,7 +141,7 @@ class SchedulerServicer(SchedulerServiceServicer):
         answers: Outbox[RouteResponse] = Outbox()
         reader = asyncio.create_task(self._follow_gateway(request_iterator, answers))
         try:
-            async for answer in answers:
+            async for answer in joined_outbox(answers):
                 yield answer
         finally:
             await _stop(reader)
@@ -172,8 +172,9 @@ class SchedulerServicer(SchedulerServiceServicer):
     ) -> None:
         try:
             async with asyncio.TaskGroup() as routes:
-                async for request in incoming(requests):
-                    routes.create_task(self._answer(request, answers))
+                async for message in incoming(requests):
+                    for request in parts(message):
+                        routes.create_task(self._answer(request, answers))
         finally:
             self._router.forget(answers)
             answers.close()
