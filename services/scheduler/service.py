@@ -6,26 +6,33 @@ Tests: tests/integration/test_scheduler.py.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 
 import grpc
 
 from kvmesh.core.clock import Clock, SystemClock
-from kvmesh.core.errors import ConfigError, ProtocolError
-from kvmesh.core.types import Placement, Refusal, RefusalReason, RoutePlan, WorkerId, WorkerInfo
+from kvmesh.core.errors import ProtocolError
+from kvmesh.core.types import (
+    Refusal,
+    RefusalReason,
+    Role,
+    RoutePlan,
+    WorkerId,
+    WorkerInfo,
+)
 from kvmesh.metadata.redis_client import RedisClient, RedisConfig
 from kvmesh.metadata.redis_fleet import RedisFleetStore
-from kvmesh.policy.composition import COMPOSITIONS, Composition
 from kvmesh.rpc.convert import (
     refusal_to_proto,
+    role_to_proto,
     worker_info_from_proto,
     worker_load_from_proto,
 )
 from kvmesh.rpc.convert_detail import worker_detail_from_proto, worker_order
 from kvmesh.rpc.convert_route import route_plan_to_proto, route_query_from_proto
 from kvmesh.rpc.prefix_lookup import PrefixLookup
-from kvmesh.rpc.stream import Outbox, incoming
+from kvmesh.rpc.stream import Outbox, incoming, joined_outbox, parts
 from kvmesh.runtime.app import ServiceContext
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.v1.scheduler_service_pb2 import (
@@ -39,18 +46,21 @@ from kvmesh.v1.scheduler_service_pb2 import (
     WatchFleetResponse,
     WorkerAccepted,
     WorkerDrain,
+    WorkerRole,
 )
 from kvmesh.v1.scheduler_service_pb2_grpc import (
     SchedulerServiceServicer,
     add_SchedulerServiceServicer_to_server,
 )
 from services.scheduler import metrics
-from services.scheduler.config import FleetConfig, RoutingConfig, SchedulerConfig
+from services.scheduler.config import FleetConfig, SchedulerConfig
 from services.scheduler.decisions import DecisionLog
 from services.scheduler.feed import FleetFeed
 from services.scheduler.fleet import Fleet, Membership
+from services.scheduler.planner import Planner
 from services.scheduler.registry import DurableRegistry
-from services.scheduler.router import Router, RouterSettings
+from services.scheduler.router import Router
+from services.scheduler.settings import role_changes, router_settings
 
 log = event_logger(__name__)
 
@@ -131,7 +141,7 @@ class SchedulerServicer(SchedulerServiceServicer):
         answers: Outbox[RouteResponse] = Outbox()
         reader = asyncio.create_task(self._follow_gateway(request_iterator, answers))
         try:
-            async for answer in answers:
+            async for answer in joined_outbox(answers):
                 yield answer
         finally:
             await _stop(reader)
@@ -145,6 +155,14 @@ class SchedulerServicer(SchedulerServiceServicer):
                 metrics.WORKERS_LOST.labels("lease").inc()
             self._note_change()
 
+    def give_role(self, worker_id: WorkerId, role: Role, reason: str) -> bool:
+        """Orders a worker to take a role; False if it is not connected to this scheduler."""
+        if worker_id not in self._orders:
+            return False
+        order = WorkerRole(role=role_to_proto(role), reason=reason)
+        self._orders[worker_id][1].put(RegisterWorkerResponse(role=order))
+        return True
+
     def close(self) -> None:
         """From here on, streams end because this service does, not because workers left."""
         self._closing = True
@@ -154,9 +172,11 @@ class SchedulerServicer(SchedulerServiceServicer):
     ) -> None:
         try:
             async with asyncio.TaskGroup() as routes:
-                async for request in incoming(requests):
-                    routes.create_task(self._answer(request, answers))
+                async for message in incoming(requests):
+                    for request in parts(message):
+                        routes.create_task(self._answer(request, answers))
         finally:
+            self._router.forget(answers)
             answers.close()
 
     async def _answer(self, request: RouteRequest, answers: Outbox[RouteResponse]) -> None:
@@ -166,7 +186,7 @@ class SchedulerServicer(SchedulerServiceServicer):
         except ProtocolError as error:
             outcome = Refusal(RefusalReason.INVALID, str(error))
         else:
-            outcome = await self._router.route(query, request.traceparent)
+            outcome = await self._router.route(query, request.traceparent, answers)
         response = RouteResponse(correlation_id=request.correlation_id)
         if isinstance(outcome, RoutePlan):
             response.plan.CopyFrom(route_plan_to_proto(outcome))
@@ -269,9 +289,24 @@ async def _stop(task: asyncio.Task[Refusal | None] | asyncio.Task[None]) -> None
         log.failure("stream_reader_failed", error)
 
 
+@dataclass(frozen=True, slots=True)
+class Scheduler:
+    """The parts of a running scheduler."""
+
+    fleet: Fleet
+    prefixes: PrefixLookup | None
+    planner: Planner
+    decisions: DecisionLog
+
+
 async def build(config: SchedulerConfig, context: ServiceContext) -> None:
+    """Builds the scheduler into `context`."""
+    await start_scheduler(config, context)
+
+
+async def start_scheduler(config: SchedulerConfig, context: ServiceContext) -> Scheduler:
     """Puts the scheduler together and adds it to the server."""
-    settings = _router_settings(config)
+    settings = router_settings(config)
     clock = SystemClock()
     fleet = Fleet(config.fleet.lease_s)
     feed = FleetFeed(fleet)
@@ -281,7 +316,7 @@ async def build(config: SchedulerConfig, context: ServiceContext) -> None:
         context.spawn(prefixes.run(), "prefix_lookup")
     decisions = DecisionLog(clock, config.routing.decisions)
     context.admin.route("GET", "/debug/decisions", decisions.serve)
-    router = Router(fleet, settings, prefixes, clock, decisions)
+    store: RedisFleetStore | None = None
     if config.redis.url:
         redis = config.redis
         client = RedisClient(RedisConfig(redis.url, redis.password, redis.key_prefix))
@@ -290,32 +325,21 @@ async def build(config: SchedulerConfig, context: ServiceContext) -> None:
         registry = DurableRegistry(store, fleet, feed, clock, config.fleet.lease_s)
         log.info("fleet_restored", num_workers=await registry.restore())
         context.spawn(registry.run(), "durable_registry")
+    planner = Planner(
+        fleet,
+        settings.policy,
+        config.planning,
+        decisions,
+        clock,
+        changes=role_changes(config.planning),
+        store=store,
+        owner=f"{context.host}:{context.port}",
+    )
+    router = Router(fleet, settings, prefixes, clock, decisions, planner)
     servicer = SchedulerServicer(fleet, feed, router, config.fleet, clock)
+    planner.give_role = servicer.give_role
+    context.spawn(planner.run(), "planner")
     context.on_close(servicer.close)
     context.spawn(servicer.expire_leases(), "expire_leases")
     add_SchedulerServiceServicer_to_server(servicer, context.server)
-
-
-def _router_settings(config: SchedulerConfig) -> RouterSettings:
-    routing = config.routing
-    placements = {placement.value: placement for placement in Placement}
-    if routing.placement not in placements:
-        raise ConfigError(
-            f"routing.placement {routing.placement!r}: choose one of {', '.join(placements)}"
-        )
-    return RouterSettings(
-        _policy(routing), placements[routing.placement], config.kvmanager.timeout_s
-    )
-
-
-def _policy(routing: RoutingConfig) -> Composition:
-    if routing.policy not in COMPOSITIONS:
-        known = ", ".join(COMPOSITIONS)
-        raise ConfigError(f"routing.policy {routing.policy!r}: choose one of {known}")
-    if routing.aggregate_tokens < 0:
-        raise ConfigError("routing.aggregate_tokens is a number of tokens, not below 0")
-    policy = COMPOSITIONS[routing.policy]
-    if not policy.route.aggregate_tokens:
-        return policy  # a baseline that keeps prompts away from decode workers
-    route = dataclasses.replace(policy.route, aggregate_tokens=routing.aggregate_tokens)
-    return dataclasses.replace(policy, route=route)
+    return Scheduler(fleet, prefixes, planner, decisions)
