@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvmesh.core.config import option, secret
+from kvmesh.rpc.channels import TlsConfig
 from kvmesh.runtime.app import ServerConfig
 from kvmesh.telemetry.config import TelemetryConfig
 
@@ -16,6 +17,15 @@ class HttpConfig:
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "HTTP port; 0 picks a free one")
     max_body_bytes: int = option(16 * 1024 * 1024, "longest request body")
+    header_timeout_s: float = option(20.0, "first request line and headers must come within this")
+    body_timeout_s: float = option(60.0, "a request's body must come within this")
+    idle_timeout_s: float = option(75.0, "a connection without a request is closed after this")
+    stall_timeout_s: float = option(60.0, "a client that takes nothing for this long is cut")
+    max_connections: int = option(10_000, "connections at once; 0 is no limit")
+    max_connections_per_address: int = option(
+        2048, "connections of one address; 0 is no limit, for a load balancer in front"
+    )
+    tls: TlsConfig = option(TlsConfig, "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +61,9 @@ class LimitsConfig:
     max_choices: int = option(16, "largest n")
     max_prompts: int = option(64, "most prompts in one completions request")
     max_stop: int = option(16, "most stop strings")
+    max_stop_chars: int = option(1024, "longest stop string")
+    max_sequences: int = option(128, "most generations of one request: n times prompts")
+    max_prompt_chars: int = option(4_000_000, "most text of all prompts of one request")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +72,29 @@ class AccessConfig:
 
     api_keys: str = secret("accepted bearer keys, comma-separated; empty accepts everyone")
     api_keys_file: str = option("", "file with one accepted bearer key per line")
+    tenants_file: str = option("", "tenants and hashed keys, a file that `kvmesh keys` makes")
+    tenants_in_redis: bool = option(False, "tenants and hashed keys are in Redis")
+    refresh_s: float = option(2.0, "tenants and keys are read again after this long")
 
 
 @dataclass(frozen=True, slots=True)
 class QuotaConfig:
-    """What one caller may use."""
+    """What a caller that is no tenant of the directory may use; 0 is no limit."""
 
-    max_concurrent_per_key: int = option(0, "requests of one key at once; 0 is no limit")
+    max_concurrent_per_key: int = option(0, "requests of one key at once")
+    requests_per_min_per_key: int = option(0, "requests of one key per minute")
+    tokens_per_min_per_key: int = option(0, "prompt and generated tokens of one key per minute")
+    burst_s: float = option(10.0, "seconds of a rate that may be used at once; tenants' too")
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaStoreConfig:
+    """Where gateways share what tenants used."""
+
+    url: str = option("", "redis:// URL; empty counts in each gateway alone")
+    password: str = secret("password, if it is not part of the URL")
+    key_prefix: str = option("kvmesh:", "start of all keys; two meshes in one Redis need two")
+    timeout_s: float = option(0.5, "a call that takes longer has failed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,3 +109,4 @@ class GatewayConfig:
     limits: LimitsConfig = option(LimitsConfig, "")
     access: AccessConfig = option(AccessConfig, "")
     quota: QuotaConfig = option(QuotaConfig, "")
+    redis: QuotaStoreConfig = option(QuotaStoreConfig, "")

@@ -17,9 +17,11 @@ from kvmesh.core.errors import (
     KvMeshError,
     RefusedError,
 )
-from kvmesh.core.types import Refusal
+from kvmesh.core.types import Refusal, RefusalReason
+from kvmesh.policy.quota import Quota, QuotaRefusal
 
 REFUSAL_HEADER = "x-kvmesh-refusal"
+QUOTA_HEADER = "x-kvmesh-quota"
 
 
 class Stage(enum.Enum):
@@ -42,6 +44,29 @@ class StageRefusedError(RefusedError):
     def label(self) -> str:
         """`<who>-<reason>`, as in the header."""
         return f"{self.stage.value}-{self.refusal.reason.value}"
+
+
+_QUOTA_WORDS = {
+    Quota.REQUESTS: "requests per minute",
+    Quota.TOKENS: "tokens per minute",
+    Quota.CONCURRENCY: "requests at once",
+}
+
+
+class QuotaError(StageRefusedError):
+    """A quota of the caller's tenant is used up.
+
+    Attributes:
+        quota: which one.
+    """
+
+    def __init__(self, refusal: QuotaRefusal) -> None:
+        message = f"this key's tenant may have {refusal.limit} {_QUOTA_WORDS[refusal.quota]}"
+        retry_after_ms = max(1, math.ceil(refusal.retry_after_s * 1000))
+        super().__init__(
+            Refusal(RefusalReason.QUOTA, message, retry_after_ms=retry_after_ms), Stage.GATEWAY
+        )
+        self.quota = refusal.quota
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +108,11 @@ def _refused(error: RefusedError) -> ErrorAnswer:
     status = error.status
     kind = "rate_limit_error" if status == HTTPStatus.TOO_MANY_REQUESTS else "overloaded_error"
     label = error.label if isinstance(error, StageRefusedError) else refusal.reason.value
-    return ErrorAnswer(
-        status,
-        error_body(refusal.message, kind, code=refusal.reason.value),
-        {"Retry-After": str(retry_after_s(refusal)), REFUSAL_HEADER: label},
-    )
+    headers = {"Retry-After": str(retry_after_s(refusal)), REFUSAL_HEADER: label}
+    if isinstance(error, QuotaError):
+        headers[QUOTA_HEADER] = error.quota.value
+    body = error_body(refusal.message, kind, code=refusal.reason.value)
+    return ErrorAnswer(status, body, headers)
 
 
 def retry_after_s(refusal: Refusal) -> int:

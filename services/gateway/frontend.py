@@ -6,24 +6,28 @@ Tests: tests/integration/test_gateway_http.py.
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import ExitStack, aclosing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 
 from kvmesh.core.errors import KvMeshError
 from kvmesh.core.types import FinishReason, Placement, RequestId, Usage
+from kvmesh.policy.quota import Tenant
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.telemetry.tracing import start_span
-from services.gateway.access import Admission, KeyRing
+from services.gateway.access import KeyRing
+from services.gateway.admission import Admission, Ticket
 from services.gateway.config import LimitsConfig
 from services.gateway.detokenizer import Detokenizer, TextPiece
-from services.gateway.errors import StageRefusedError
+from services.gateway.errors import QuotaError, StageRefusedError
 from services.gateway.mesh import GenerationRequest, Mesh
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.openai import ApiCall, check_model, choice_sampling
 from services.gateway.prompts import checked_sampling, prompt_ids, prompt_text
 from services.gateway.request_flow import TokenDelta, generate
+from services.gateway.request_limits import check_limits
 from services.gateway.request_record import RequestRecord, TextDelta
+from services.gateway.token_lane import TokenLane
 from services.gateway.tokenizer import TextTokenizer
 
 log = event_logger(__name__)
@@ -39,6 +43,7 @@ class Caller:
         request_id: the caller's; empty makes one.
         ttft_ms: longest wait until a worker takes the request; 0 takes the default.
         traceparent: the caller's trace context.
+        ticket: from `Frontend.admit`; what the call uses is charged to its tenant.
     """
 
     request_id: str = ""
@@ -46,6 +51,7 @@ class Caller:
     placement: Placement = Placement.AUTO
     ttft_ms: int = 0
     traceparent: str = ""
+    ticket: Ticket | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +62,7 @@ class Choice:
         index: its place in the answer.
         prompt_index: which of the call's prompts it continues.
         echo: the prompt's text, if it is to come before the generated one.
+        ticket: its tokens are charged to it.
     """
 
     index: int
@@ -63,6 +70,7 @@ class Choice:
     request: GenerationRequest
     call: ApiCall
     echo: str = ""
+    ticket: Ticket | None = None
 
 
 def clean_request_id(given: str) -> str:
@@ -121,22 +129,24 @@ class Frontend:
         """
         self._keys.check(authorization)
 
-    @contextmanager
-    def admit(self, authorization: str) -> Iterator[None]:
-        """Checks who calls and holds a place for the request.
+    @asynccontextmanager
+    async def admit(self, authorization: str) -> AsyncIterator[Ticket]:
+        """Checks who calls and holds a place for the request; its ticket goes into `Caller`.
 
         Raises:
             AuthenticationError: the key is missing or not accepted.
-            StageRefusedError: draining, or the caller's quota is used up.
+            StageRefusedError: draining, or a quota of the caller's tenant is used up.
         """
-        caller = self._keys.check(authorization)
-        with ExitStack() as stack:
+        async with AsyncExitStack() as stack:
             try:
-                stack.enter_context(self._admission.admit(caller))
+                tenant = self._keys.check(authorization)
+                ticket = await stack.enter_async_context(self._admission.admit(tenant))
             except StageRefusedError as error:
                 self.metrics.refused(error.refusal.reason.value, error.stage.value)
+                if isinstance(error, QuotaError):
+                    self.metrics.over_quota(tenant, error.quota)
                 raise
-            yield
+            yield ticket
 
     async def prepare(self, call: ApiCall, caller: Caller) -> list[Choice]:
         """Renders, tokenises and checks a call against the model.
@@ -146,14 +156,19 @@ class Frontend:
             ModelNotFoundError: another model is asked for.
         """
         check_model(call.model, self.served_name)
+        check_limits(call, self.limits)
         seed = secrets.randbits(64) if call.seed is None else call.seed
         # Names may repeat (a caller that tries again); in the mesh every request is apart.
         base = f"{caller.request_id}-{secrets.token_hex(4)}"
         ttft_ms = caller.ttft_ms or self.limits.ttft_deadline_ms
+        ticket = caller.ticket
+        tenant = Tenant() if ticket is None else ticket.tenant
         call = replace(call, sampling=await checked_sampling(self.tokenizer, call))
         choices: list[Choice] = []
         for prompt_index, prompt in enumerate(call.prompts):
             token_ids = await prompt_ids(self.tokenizer, call, prompt)
+            if ticket is not None:
+                ticket.charge(len(token_ids))
             echo = await prompt_text(self.tokenizer, prompt, token_ids) if call.echo else ""
             for number in range(call.n):
                 index = len(choices)
@@ -165,22 +180,30 @@ class Frontend:
                         call, len(token_ids), self.max_model_len, seed=seed, choice=number
                     ),
                     ttft_s=ttft_ms / 1000,
-                    cache_salt=call.cache_salt,
+                    cache_salt=tenant.salted(call.cache_salt),
                     scenario=caller.scenario,
                     placement=caller.placement,
                     traceparent=caller.traceparent,
+                    tenant=tenant,
                 )
-                choices.append(Choice(index, prompt_index, request, call, echo))
+                choices.append(Choice(index, prompt_index, request, call, echo, ticket))
         return choices
 
-    async def run(self, choice: Choice) -> AsyncGenerator[TextDelta, None]:
+    async def run(
+        self, choice: Choice, lane: TokenLane | None = None
+    ) -> AsyncGenerator[TextDelta, None]:
         """Generates one choice as text; close the generator to cancel.
+
+        Args:
+            lane: takes what it can of the text; it is not yielded then.
 
         Raises:
             KvMeshError: as `generate` does.
         """
         request = choice.request
         record = RequestRecord(self.metrics, request, self._mesh.log)
+        if lane is not None:
+            lane.record = record
         try:
             with start_span(
                 "gateway.request",
@@ -189,10 +212,12 @@ class Frontend:
                 prompt_tokens=len(request.prompt_ids),
             ) as span:
                 inner = replace(request, traceparent=span.traceparent)
-                tokens = generate(self._mesh, inner)
-                async with aclosing(tokens), aclosing(self._text(choice, tokens)) as texts:
+                tokens = generate(self._mesh, inner, lane)
+                async with aclosing(tokens), aclosing(self._text(choice, tokens, lane)) as texts:
                     async for delta in texts:
                         record.add(delta)
+                        if choice.ticket is not None:
+                            choice.ticket.charge(len(delta.token_ids))
                         yield delta
                 record.annotate(span)
         except KvMeshError as error:
@@ -202,7 +227,7 @@ class Frontend:
             record.close(span.trace_id)
 
     async def _text(
-        self, choice: Choice, tokens: AsyncGenerator[TokenDelta, None]
+        self, choice: Choice, tokens: AsyncGenerator[TokenDelta, None], lane: TokenLane | None
     ) -> AsyncGenerator[TextDelta, None]:
         call, request = choice.call, choice.request
         detokenizer = Detokenizer(
@@ -213,6 +238,8 @@ class Frontend:
             skip_special_tokens=call.skip_special_tokens,
             min_tokens=request.sampling.min_tokens,
         )
+        if lane is not None:
+            lane.detokenizer = detokenizer
         async for delta in tokens:
             finish = delta.finish_reason
             piece = detokenizer.push(

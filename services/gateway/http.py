@@ -6,6 +6,7 @@ Tests: tests/integration/test_gateway_http.py.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -17,6 +18,7 @@ from aiohttp import web
 
 from kvmesh.core.errors import InvalidRequestError, KvMeshError
 from kvmesh.core.types import Placement
+from services.gateway.admission import Ticket
 from services.gateway.answers import Answer, dumps
 from services.gateway.config import HttpConfig
 from services.gateway.errors import (
@@ -86,42 +88,42 @@ class HttpFront:
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions."""
-        with self._frontend.admit(_authorization(request)):
-            body = parse_body(ChatBody, await _json(request))
+        async with self._frontend.admit(_authorization(request)) as ticket:
+            body = parse_body(ChatBody, await self._json(request))
             defaults = self._frontend.tokenizer.sampling_defaults
             family = self._frontend.tokenizer.chat.tool_family
             call = chat_call(body, self._frontend.limits, defaults, family)
-            return await self._answer(request, call)
+            return await self._answer(request, call, ticket)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/completions."""
-        with self._frontend.admit(_authorization(request)):
-            body = parse_body(CompletionBody, await _json(request))
+        async with self._frontend.admit(_authorization(request)) as ticket:
+            body = parse_body(CompletionBody, await self._json(request))
             defaults = self._frontend.tokenizer.sampling_defaults
             call = completion_call(body, self._frontend.limits, defaults)
-            return await self._answer(request, call)
+            return await self._answer(request, call, ticket)
 
     async def responses(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/responses."""
-        with self._frontend.admit(_authorization(request)):
-            body = parse_body(ResponsesBody, await _json(request), RESPONSES_UNSUPPORTED)
+        async with self._frontend.admit(_authorization(request)) as ticket:
+            body = parse_body(ResponsesBody, await self._json(request), RESPONSES_UNSUPPORTED)
             defaults = self._frontend.tokenizer.sampling_defaults
             call = chat_call(as_chat(body), self._frontend.limits, defaults)
             call = replace(call, prompt_field="input", max_tokens_field="max_output_tokens")
-            request_id, (choice,) = await self._prepare(request, call)
+            request_id, (choice,) = await self._prepare(request, call, ticket)
             answer = ResponsesAnswer(self._frontend, body, choice, request_id)
             return await (answer.stream(request) if call.stream else answer.whole())
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
         """POST /tokenize."""
-        with self._frontend.admit(_authorization(request)):
-            body = parse_body(TokenizeBody, await _json(request), {})
+        async with self._frontend.admit(_authorization(request)):
+            body = parse_body(TokenizeBody, await self._json(request), {})
             return web.json_response(await tokenize(self._frontend, body), dumps=dumps)
 
     async def detokenize(self, request: web.Request) -> web.StreamResponse:
         """POST /detokenize."""
-        with self._frontend.admit(_authorization(request)):
-            body = parse_body(DetokenizeBody, await _json(request), {})
+        async with self._frontend.admit(_authorization(request)):
+            body = parse_body(DetokenizeBody, await self._json(request), {})
             return web.json_response(await detokenize(self._frontend, body), dumps=dumps)
 
     async def models(self, request: web.Request) -> web.StreamResponse:
@@ -144,17 +146,22 @@ class HttpFront:
             "max_model_len": self._frontend.max_model_len,
         }
 
-    async def _answer(self, request: web.Request, call: ApiCall) -> web.StreamResponse:
-        request_id, choices = await self._prepare(request, call)
+    async def _answer(
+        self, request: web.Request, call: ApiCall, ticket: Ticket
+    ) -> web.StreamResponse:
+        request_id, choices = await self._prepare(request, call, ticket)
         answer = Answer(self._frontend, call, choices, request_id)
         return await (answer.stream(request) if call.stream else answer.whole())
 
-    async def _prepare(self, request: web.Request, call: ApiCall) -> tuple[str, list[Choice]]:
+    async def _prepare(
+        self, request: web.Request, call: ApiCall, ticket: Ticket
+    ) -> tuple[str, list[Choice]]:
         """The request's id and its generations."""
         if call.request_id and not _given_request_id(request):
             request[_REQUEST_ID] = clean_request_id(call.request_id)
         request_id = request[_REQUEST_ID]
-        return request_id, await self._frontend.prepare(call, caller_of(request, request_id))
+        caller = replace(caller_of(request, request_id), ticket=ticket)
+        return request_id, await self._frontend.prepare(call, caller)
 
     # --- operations ---
 
@@ -186,6 +193,9 @@ class HttpFront:
         return web.json_response({"version": version("kvmesh")})
 
     # --- errors ---
+
+    async def _json(self, request: web.Request) -> Any:
+        return await _json(request, self._config.body_timeout_s)
 
     @web.middleware
     async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -259,8 +269,13 @@ async def _add_request_id(request: web.Request, response: web.StreamResponse) ->
     response.headers["x-request-id"] = request.get(_REQUEST_ID, "")
 
 
-async def _json(request: web.Request) -> Any:
-    raw = await request.read()
+async def _json(request: web.Request, timeout_s: float) -> Any:
+    try:
+        async with asyncio.timeout(timeout_s):
+            raw = await request.read()
+    except TimeoutError as error:
+        request.protocol.force_close()  # what is still to come is not waited for
+        raise web.HTTPRequestTimeout from error
     try:
         return json.loads(raw)
     except (ValueError, RecursionError) as error:
@@ -274,6 +289,7 @@ def _http_error(error: web.HTTPException, request: web.Request, config: HttpConf
         404: f"{request.path} does not exist; the API is under /v1",
         405: f"{request.path} does not take {request.method}; allowed: "
         f"{error.headers.get('Allow', '')}",
+        408: f"the body did not come within {config.body_timeout_s} s",
         413: f"the body is longer than {config.max_body_bytes} bytes",
     }
     answer = plain_http_error(error.status, messages.get(error.status, error.reason))

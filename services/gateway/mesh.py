@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 
 from kvmesh.console.request_log import RequestLog
 from kvmesh.core.types import Placement, RequestId, RouteCause, SamplingParams, WorkerId
+from kvmesh.policy.quota import Tenant
 from services.gateway.config import LimitsConfig
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.routing import Router
+from services.gateway.turnstile import Turnstile
 from services.gateway.worker_sessions import WorkerSessions
 
 
@@ -21,6 +23,7 @@ class GenerationRequest:
         request_id: unique among all requests in the mesh.
         ttft_s: longest wait until a worker takes it.
         traceparent: parent of its spans.
+        tenant: whose it is; it shares workers fairly with others.
     """
 
     request_id: RequestId
@@ -32,6 +35,7 @@ class GenerationRequest:
     scenario: str = ""
     placement: Placement = Placement.AUTO
     traceparent: str = ""
+    tenant: Tenant = Tenant()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,4 +81,5 @@ class Mesh:
     limits: LimitsConfig
     rng: random.Random
     waiting: Waiting = field(default_factory=Waiting)
+    turns: Turnstile = field(default_factory=Turnstile)
     log: RequestLog = field(default_factory=RequestLog)

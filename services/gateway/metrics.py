@@ -17,6 +17,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from kvmesh.core.types import FinishReason
+from kvmesh.policy.quota import Quota, Tenant
 
 # vLLM's buckets, in seconds, so that existing dashboards and quantiles keep their meaning.
 TTFT_BUCKETS = (
@@ -107,6 +108,21 @@ class GatewayMetrics(Collector):
             ["reason"],
             registry=registry,
         )
+        self.connections = Gauge(
+            "kvmesh_gateway_connections", "Open connections of the HTTP port.", registry=registry
+        )
+        self.connections_cut = Counter(
+            "kvmesh_gateway_connections_cut",
+            "Connections of the HTTP port that were cut, and why.",
+            ["reason"],
+            registry=registry,
+        )
+        self._over_quota = Counter(
+            "kvmesh_gateway_over_quota",
+            "Requests refused because a quota was used up.",
+            ["tenant", "quota"],
+            registry=registry,
+        )
         self._model = model
 
     def finished(self, reason: FinishReason) -> None:
@@ -116,6 +132,10 @@ class GatewayMetrics(Collector):
     def refused(self, reason: str, stage: str) -> None:
         """Counts a refusal."""
         self._refusals.labels(reason, stage).inc()
+
+    def over_quota(self, tenant: Tenant, quota: Quota) -> None:
+        """Counts a request over quota; tenants that nobody registered are counted together."""
+        self._over_quota.labels(tenant.name if tenant.is_known else "", quota.value).inc()
 
     def moved(self, reason: str) -> None:
         """Counts lost work that is started again."""

@@ -23,6 +23,7 @@ from kvmesh.core.types import (
     WorkerId,
 )
 from kvmesh.kv.hashing import chain_hashes, root_hash
+from kvmesh.policy.fair_share import Claim
 from kvmesh.policy.forwarding import REROUTE_AFTER_S, ROUNDS_PER_ROUTE, backoff_s
 from kvmesh.rpc.convert import sequence_spec_to_proto
 from kvmesh.telemetry.tracing import Span, start_span
@@ -31,6 +32,7 @@ from services.gateway.errors import Stage, StageRefusedError
 from services.gateway.mesh import GenerationRequest, Mesh, Placed
 from services.gateway.open_work import OpenWork, ReservationLostError
 from services.gateway.routing import ModelFacts
+from services.gateway.turnstile import Turn
 
 _NEVER = frozenset({RefusalReason.TOO_LONG, RefusalReason.INVALID})
 """Refusals that the same worker would repeat for ever."""
@@ -100,18 +102,32 @@ class Placing:
         """
         self._mesh.waiting.count += 1
         try:
-            while True:
-                plan = await self._route()
-                placed = None if plan is None else await self._try_plan(plan)
-                if placed is not None:
-                    self._mesh.metrics.prefill_offers.observe(self._num_offers)
-                    return placed
-                if plan is None:
-                    await self._pause()
+            with self._mesh.turns.enter(self._claim()) as turn:
+                return await self._search(turn)
         finally:
             self._mesh.waiting.count -= 1
             for span in self._spans.values():
                 span.end()
+
+    def _claim(self) -> Claim | None:
+        """What it asks of the shares; a client that is reading already waits for nobody."""
+        request = self._request
+        if len(self._token_ids) > len(request.prompt_ids):
+            return None
+        tenant = request.tenant
+        limits = tenant.limits
+        return Claim(tenant.name, len(self._token_ids), limits.weight, limits.priority)
+
+    async def _search(self, turn: Turn) -> Placed:
+        await self._my_turn(turn)
+        while True:
+            plan = await self._route()
+            placed = None if plan is None else await self._try_plan(plan, turn)
+            if placed is not None:
+                self._mesh.metrics.prefill_offers.observe(self._num_offers)
+                return placed
+            if plan is None:
+                await self._pause(turn)
 
     # --- asking the scheduler ---
 
@@ -156,7 +172,7 @@ class Placing:
 
     # --- asking workers ---
 
-    async def _try_plan(self, plan: RoutePlan) -> Placed | None:
+    async def _try_plan(self, plan: RoutePlan, turn: Turn) -> Placed | None:
         """Rounds over the plan's candidates until it is old."""
         aggregated = plan.placement is Placement.AGGREGATED
         try_once = self._round_aggregated if aggregated else self._round_apart
@@ -170,7 +186,7 @@ class Placing:
                 placed = None
             if placed is not None:
                 return placed
-            await self._pause()
+            await self._pause(turn)
             if self._now() >= old_at:
                 break
         return None
@@ -299,9 +315,12 @@ class Placing:
     def _budget_ms(self) -> int:
         return max(1, round(self._remaining_s() * 1000))
 
-    async def _pause(self) -> None:
-        """A short jittered wait after a full round, longer each time."""
-        longest_s = backoff_s(self._num_rounds, self._mesh.waiting.count)
+    async def _pause(self, turn: Turn) -> None:
+        """A short jittered wait after a full round, longer each time, and then for its turn."""
+        turn.missed()
+        # All together ask at the same rate, whether few look for workers at a time or all do.
+        share = self._mesh.turns.share
+        longest_s = backoff_s(self._num_rounds, self._mesh.waiting.count) * share
         self._num_rounds += 1
         wait_s = longest_s * self._mesh.rng.uniform(0.5, 1.0)
         waiting, holds = self._mesh.waiting, self._holds
@@ -309,9 +328,14 @@ class Placing:
         waiting.paused_reserved += holds
         try:
             await asyncio.sleep(min(wait_s, self._remaining_s()))
+            await self._my_turn(turn)
         finally:
             waiting.paused -= 1
             waiting.paused_reserved -= holds
+
+    async def _my_turn(self, turn: Turn) -> None:
+        await turn.wait(self._remaining_s())
+        self._remaining_s()
 
     # --- spans that last over several rounds ---
 

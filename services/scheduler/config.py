@@ -33,6 +33,17 @@ class RoutingConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class PlanningConfig:
+    """The loops above single requests."""
+
+    roles: str = option("apply", "role changes: apply, recommend (log and count them) or off")
+    reallocate_s: float = option(120.0, "interval at which the split of roles is evaluated")
+    remote_cluster: str = option("", "cluster that only prefills, for long prompts; empty: none")
+    egress_mb_s: float = option(0.0, "megabytes per second that KV can leave it; 0: not measured")
+    threshold_tokens: int = option(0, "uncached tokens above which to use it at first; 0: none")
+
+
+@dataclass(frozen=True, slots=True)
 class KvManagerConfig:
     """Whom to ask for prefix matches."""
 
@@ -57,5 +68,6 @@ class SchedulerConfig:
     telemetry: TelemetryConfig = option(TelemetryConfig, "")
     fleet: FleetConfig = option(FleetConfig, "")
     routing: RoutingConfig = option(RoutingConfig, "")
+    planning: PlanningConfig = option(PlanningConfig, "")
     kvmanager: KvManagerConfig = option(KvManagerConfig, "")
     redis: FleetStoreConfig = option(FleetStoreConfig, "")

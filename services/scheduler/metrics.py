@@ -22,6 +22,26 @@ DECISION_SECONDS = Histogram(
     "Time to decide a route once the prefix matches are known",
     buckets=(0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05),
 )
+THRESHOLD_TOKENS = Gauge(
+    "kvmesh_scheduler_threshold_tokens",
+    "Uncached tokens above which prompts go to the remote cluster",
+    ("model",),
+)
+LOAD_SCORE = Gauge(
+    "kvmesh_scheduler_load_score",
+    "Mean load score of a side: 1 is full, more waits",
+    ("model", "cluster", "side"),
+)
+ROLE_CHANGES = Counter(
+    "kvmesh_scheduler_role_changes",
+    "Role changes: switches for some cycles and reallocations",
+    ("kind", "reason", "outcome"),
+)
+SCALE_STEPS = Counter(
+    "kvmesh_scheduler_scale_steps",
+    "Advice to add or remove a worker",
+    ("model", "cluster", "role", "step"),
+)
 WORKERS = Gauge("kvmesh_scheduler_workers", "Live workers", ("role",))
 WORKERS_LOST = Counter(
     "kvmesh_scheduler_workers_lost", "Workers removed without a goodbye", ("cause",)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,7 +20,7 @@ from kvmesh.core.types import (
     RoutePlan,
     RouteQuery,
 )
-from kvmesh.policy.composition import Composition, OffloadState, decide_route
+from kvmesh.policy.composition import Composition, decide_route
 from kvmesh.policy.explain import describe_decision
 from kvmesh.policy.view import FleetView
 from kvmesh.telemetry.logs import event_logger
@@ -28,6 +28,7 @@ from kvmesh.telemetry.tracing import Span, start_span
 from services.scheduler import metrics
 from services.scheduler.decisions import DecisionLog
 from services.scheduler.fleet import Fleet
+from services.scheduler.planner import Planner
 
 log = event_logger(__name__)
 
@@ -74,9 +75,7 @@ class Router:
     Args:
         prefixes: None routes without cache knowledge.
         decisions: takes every decision with what it was made from.
-
-    Attributes:
-        offload: the remote cluster and the threshold in force; whoever adjusts it sets it.
+        planner: has the threshold in force, and learns from every route.
     """
 
     def __init__(
@@ -86,16 +85,23 @@ class Router:
         prefixes: PrefixSource | None,
         clock: Clock,
         decisions: DecisionLog,
+        planner: Planner,
     ) -> None:
         self._fleet = fleet
         self._settings = settings
         self._prefixes = prefixes
         self._clock = clock
         self._decisions = decisions
-        self.offload = OffloadState()
+        self._planner = planner
 
-    async def route(self, query: RouteQuery, traceparent: str) -> RoutePlan | Refusal:
-        """Decides, and counts the plan as load of the chosen workers."""
+    async def route(
+        self, query: RouteQuery, traceparent: str, gateway: Hashable = None
+    ) -> RoutePlan | Refusal:
+        """Decides, and counts the plan as load of the chosen workers.
+
+        Args:
+            gateway: identity of who asks; the last word of each about what waits there counts.
+        """
         started = time.perf_counter()
         if query.placement is Placement.AUTO:
             query = dataclasses.replace(query, placement=self._settings.placement)
@@ -103,10 +109,16 @@ class Router:
             known = await self._known_blocks(query)
             decided = time.perf_counter()
             outcome = self._decide(query, known)
+            plan = outcome if isinstance(outcome, RoutePlan) else None
+            self._planner.note_route(gateway, query, plan)
             metrics.DECISION_SECONDS.observe(time.perf_counter() - decided)
             _describe(span, query, outcome)
         metrics.ROUTE_SECONDS.observe(time.perf_counter() - started)
         return outcome
+
+    def forget(self, gateway: Hashable) -> None:
+        """A gateway is gone, and with it what waited there."""
+        self._planner.demand.forget(gateway)
 
     def _decide(self, query: RouteQuery, known: list[PrefixMatch] | None) -> RoutePlan | Refusal:
         now = self._clock.now()
@@ -117,8 +129,9 @@ class Router:
             view = self._fleet.view_for(query, matches, now)
         else:
             view = self._fleet.view(now)
-        decision = decide_route(policy, view, query, matches, now, self.offload)
-        self._decisions.add(describe_decision(view, query, decision, policy.route, self.offload))
+        offload = self._planner.offload(query.model)
+        decision = decide_route(policy, view, query, matches, now, offload)
+        self._decisions.add(describe_decision(view, query, decision, policy.route, offload))
         if isinstance(decision.route, RoutePlan):
             self._fleet.note_route(decision.route, now)
         return decision.route

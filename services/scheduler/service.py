@@ -6,19 +6,25 @@ Tests: tests/integration/test_scheduler.py.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import AsyncIterator
 
 import grpc
 
 from kvmesh.core.clock import Clock, SystemClock
-from kvmesh.core.errors import ConfigError, ProtocolError
-from kvmesh.core.types import Placement, Refusal, RefusalReason, RoutePlan, WorkerId, WorkerInfo
+from kvmesh.core.errors import ProtocolError
+from kvmesh.core.types import (
+    Refusal,
+    RefusalReason,
+    Role,
+    RoutePlan,
+    WorkerId,
+    WorkerInfo,
+)
 from kvmesh.metadata.redis_client import RedisClient, RedisConfig
 from kvmesh.metadata.redis_fleet import RedisFleetStore
-from kvmesh.policy.composition import COMPOSITIONS, Composition
 from kvmesh.rpc.convert import (
     refusal_to_proto,
+    role_to_proto,
     worker_info_from_proto,
     worker_load_from_proto,
 )
@@ -39,18 +45,21 @@ from kvmesh.v1.scheduler_service_pb2 import (
     WatchFleetResponse,
     WorkerAccepted,
     WorkerDrain,
+    WorkerRole,
 )
 from kvmesh.v1.scheduler_service_pb2_grpc import (
     SchedulerServiceServicer,
     add_SchedulerServiceServicer_to_server,
 )
 from services.scheduler import metrics
-from services.scheduler.config import FleetConfig, RoutingConfig, SchedulerConfig
+from services.scheduler.config import FleetConfig, SchedulerConfig
 from services.scheduler.decisions import DecisionLog
 from services.scheduler.feed import FleetFeed
 from services.scheduler.fleet import Fleet, Membership
+from services.scheduler.planner import Planner
 from services.scheduler.registry import DurableRegistry
-from services.scheduler.router import Router, RouterSettings
+from services.scheduler.router import Router
+from services.scheduler.settings import role_changes, router_settings
 
 log = event_logger(__name__)
 
@@ -145,6 +154,14 @@ class SchedulerServicer(SchedulerServiceServicer):
                 metrics.WORKERS_LOST.labels("lease").inc()
             self._note_change()
 
+    def give_role(self, worker_id: WorkerId, role: Role, reason: str) -> bool:
+        """Orders a worker to take a role; False if it is not connected to this scheduler."""
+        if worker_id not in self._orders:
+            return False
+        order = WorkerRole(role=role_to_proto(role), reason=reason)
+        self._orders[worker_id][1].put(RegisterWorkerResponse(role=order))
+        return True
+
     def close(self) -> None:
         """From here on, streams end because this service does, not because workers left."""
         self._closing = True
@@ -157,6 +174,7 @@ class SchedulerServicer(SchedulerServiceServicer):
                 async for request in incoming(requests):
                     routes.create_task(self._answer(request, answers))
         finally:
+            self._router.forget(answers)
             answers.close()
 
     async def _answer(self, request: RouteRequest, answers: Outbox[RouteResponse]) -> None:
@@ -166,7 +184,7 @@ class SchedulerServicer(SchedulerServiceServicer):
         except ProtocolError as error:
             outcome = Refusal(RefusalReason.INVALID, str(error))
         else:
-            outcome = await self._router.route(query, request.traceparent)
+            outcome = await self._router.route(query, request.traceparent, answers)
         response = RouteResponse(correlation_id=request.correlation_id)
         if isinstance(outcome, RoutePlan):
             response.plan.CopyFrom(route_plan_to_proto(outcome))
@@ -271,7 +289,7 @@ async def _stop(task: asyncio.Task[Refusal | None] | asyncio.Task[None]) -> None
 
 async def build(config: SchedulerConfig, context: ServiceContext) -> None:
     """Puts the scheduler together and adds it to the server."""
-    settings = _router_settings(config)
+    settings = router_settings(config)
     clock = SystemClock()
     fleet = Fleet(config.fleet.lease_s)
     feed = FleetFeed(fleet)
@@ -281,7 +299,7 @@ async def build(config: SchedulerConfig, context: ServiceContext) -> None:
         context.spawn(prefixes.run(), "prefix_lookup")
     decisions = DecisionLog(clock, config.routing.decisions)
     context.admin.route("GET", "/debug/decisions", decisions.serve)
-    router = Router(fleet, settings, prefixes, clock, decisions)
+    store: RedisFleetStore | None = None
     if config.redis.url:
         redis = config.redis
         client = RedisClient(RedisConfig(redis.url, redis.password, redis.key_prefix))
@@ -290,32 +308,20 @@ async def build(config: SchedulerConfig, context: ServiceContext) -> None:
         registry = DurableRegistry(store, fleet, feed, clock, config.fleet.lease_s)
         log.info("fleet_restored", num_workers=await registry.restore())
         context.spawn(registry.run(), "durable_registry")
+    planner = Planner(
+        fleet,
+        settings.policy,
+        config.planning,
+        decisions,
+        clock,
+        changes=role_changes(config.planning),
+        store=store,
+        owner=f"{context.host}:{context.port}",
+    )
+    router = Router(fleet, settings, prefixes, clock, decisions, planner)
     servicer = SchedulerServicer(fleet, feed, router, config.fleet, clock)
+    planner.give_role = servicer.give_role
+    context.spawn(planner.run(), "planner")
     context.on_close(servicer.close)
     context.spawn(servicer.expire_leases(), "expire_leases")
     add_SchedulerServiceServicer_to_server(servicer, context.server)
-
-
-def _router_settings(config: SchedulerConfig) -> RouterSettings:
-    routing = config.routing
-    placements = {placement.value: placement for placement in Placement}
-    if routing.placement not in placements:
-        raise ConfigError(
-            f"routing.placement {routing.placement!r}: choose one of {', '.join(placements)}"
-        )
-    return RouterSettings(
-        _policy(routing), placements[routing.placement], config.kvmanager.timeout_s
-    )
-
-
-def _policy(routing: RoutingConfig) -> Composition:
-    if routing.policy not in COMPOSITIONS:
-        known = ", ".join(COMPOSITIONS)
-        raise ConfigError(f"routing.policy {routing.policy!r}: choose one of {known}")
-    if routing.aggregate_tokens < 0:
-        raise ConfigError("routing.aggregate_tokens is a number of tokens, not below 0")
-    policy = COMPOSITIONS[routing.policy]
-    if not policy.route.aggregate_tokens:
-        return policy  # a baseline that keeps prompts away from decode workers
-    route = dataclasses.replace(policy.route, aggregate_tokens=routing.aggregate_tokens)
-    return dataclasses.replace(policy, route=route)

@@ -14,10 +14,15 @@ from kvmesh.core.errors import KvMeshError
 
 COMMANDS = {
     "up": "start a local stack: Redis, control plane, workers, gateway",
+    "chat": "talk to the model of a running stack",
+    "top": "workers and requests, live, in the terminal",
     "fleet": "list the workers; cordon, drain or give another role to one",
     "bench": "measure latency, throughput and goodput of a running stack",
     "doctor": "say what is wrong with this machine or a running stack",
     "health": "ask one service for its gRPC health; the exit code is the answer",
+    "certs": "make a development CA and certificates for all services",
+    "keys": "make, list and revoke API keys; set the limits of tenants",
+    "profile": "measure a model on this machine, for plan and simulate",
     "plan": "search the routing threshold and the split of prefill and decode instances",
     "simulate": "replay a trace against the policies, with modelled engines and links",
 }

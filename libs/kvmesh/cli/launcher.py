@@ -172,6 +172,7 @@ class Launcher:
                 {
                     "KVMESH_URL": f"http://{self._plan.http}",
                     "KVMESH_TARGET": str(self._plan.grpc),
+                    "KVMESH_CONSOLE": f"http://{self._plan.console}/console",
                 }
             ),
         )

@@ -11,12 +11,11 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import grpc
 
 from kvmesh.cli.flags import add_flag
-from kvmesh.cli.stack_state import read_description
+from kvmesh.cli.stack_state import local_stack
 from kvmesh.core.errors import KvMeshError
 from kvmesh.core.types import FleetWorker
 from kvmesh.rpc.channels import TlsConfig, open_channel
@@ -24,7 +23,6 @@ from kvmesh.rpc.fleet import FleetWatch
 from kvmesh.v1.scheduler_service_pb2 import OrderWorkerRequest
 from kvmesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 
-ROOT = Path(__file__).resolve().parents[3]
 DEFAULT_TARGET = "127.0.0.1:7001"
 
 
@@ -60,18 +58,16 @@ def add_scheduler_flags(parser: argparse.ArgumentParser, timeout_s: float) -> No
 def scheduler_access(arguments: argparse.Namespace) -> SchedulerAccess:
     """Reads the flags."""
     named = [each.strip() for each in arguments.scheduler.split(",") if each.strip()]
-    state = Path(arguments.state_dir) if arguments.state_dir else ROOT / ".kvmesh"
     return SchedulerAccess(
-        tuple(named) or _local_schedulers(state) or (DEFAULT_TARGET,),
+        tuple(named) or _local_schedulers(arguments.state_dir) or (DEFAULT_TARGET,),
         TlsConfig(arguments.tls_cert, arguments.tls_key, arguments.tls_ca),
         arguments.timeout,
     )
 
 
-def _local_schedulers(state: Path) -> tuple[str, ...]:
-    """Schedulers of the stack that runs with this state folder."""
-    stack = read_description(state) or {"members": []}
-    members = stack["members"]
+def _local_schedulers(state_dir: str) -> tuple[str, ...]:
+    """Schedulers of the stack that runs on this machine."""
+    members = local_stack(state_dir).get("members", [])
     return tuple(each["address"] for each in members if each["name"].startswith("scheduler"))
 
 

@@ -15,6 +15,9 @@ from typing import Any
 
 from kvmesh.core.errors import ConfigError
 
+DEFAULT_STATE = Path(__file__).resolve().parents[3] / ".kvmesh"
+"""Folder of a stack that was not given another one."""
+
 _LOCK = "lock"
 _DESCRIPTION = "stack.json"
 
@@ -69,3 +72,12 @@ def read_description(state: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return stack
+
+
+def local_stack(state_dir: str) -> dict[str, Any]:
+    """What the stack that runs on this machine says; empty if none does.
+
+    Args:
+        state_dir: as `kvmesh up` was given it; empty takes the default.
+    """
+    return read_description(Path(state_dir) if state_dir else DEFAULT_STATE) or {}

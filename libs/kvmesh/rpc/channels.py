@@ -42,6 +42,7 @@ class TlsConfig:
     cert: str = option("", "certificate chain (PEM) that this service shows")
     key: str = option("", "private key (PEM) of the certificate")
     ca: str = option("", "CA (PEM) that peers must be signed by; set on both sides for mTLS")
+    verify_callers: bool = option(True, "with a CA: callers must show a certificate of it, too")
 
 
 def _read(path: str) -> bytes | None:
@@ -76,7 +77,8 @@ def bind_server(server: grpc.aio.Server, host: str, port: int, tls: TlsConfig | 
     try:
         if tls is None or not tls.cert:
             return server.add_insecure_port(address)
-        key, cert, ca = _read(tls.key) or b"", _read(tls.cert) or b"", _read(tls.ca)
+        key, cert = _read(tls.key) or b"", _read(tls.cert) or b""
+        ca = _read(tls.ca) if tls.verify_callers else None
         credentials = grpc.ssl_server_credentials([(key, cert)], ca, ca is not None)
         return server.add_secure_port(address, credentials)
     except RuntimeError as error:

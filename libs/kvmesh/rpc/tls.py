@@ -27,7 +27,7 @@ def server_context(tls: TlsConfig, section: str) -> ssl.SSLContext | None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     _load(context, tls, section)
-    if tls.ca:
+    if tls.ca and tls.verify_callers:
         context.verify_mode = ssl.CERT_REQUIRED
     return context
 

@@ -180,7 +180,7 @@ def _is_same_origin(request: web.Request) -> bool:
 
 
 def _digest(token: str) -> bytes:
-    return hashlib.sha256(token.encode()).digest()
+    return hashlib.sha256(token.encode(errors="surrogateescape")).digest()
 
 
 def _token_digest(config: AdminConfig) -> bytes:

@@ -6,34 +6,23 @@ Tests: tests/unit/sim/test_control.py.
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 
-from kvmesh.core.types import Role, WorkerId
-from kvmesh.policy.lengths import LengthDistribution
-from kvmesh.policy.load_score import (
-    Capacity,
-    LoadState,
-    Queues,
-    ScoredWorker,
-    ScoreWindow,
-    classify,
-    fleet_score,
-    score,
+from kvmesh.core.types import Role
+from kvmesh.policy.control import (
+    CYCLE_S,
+    REALLOCATE_S,
+    AllocationLoop,
+    RoleLoop,
+    Waiting,
+    WorkerReading,
+    split_waiting,
 )
+from kvmesh.policy.load_score import Capacity, LoadState, Queues
 from kvmesh.policy.offload import LinkState, Threshold, adjust_threshold
-from kvmesh.policy.prfaas import (
-    Hardware,
-    ServingProfile,
-    operating_point,
-    optimum,
-    search,
-    threshold_grid,
-)
-from kvmesh.policy.reallocation import StageQueues, plan_reallocation
-from kvmesh.policy.role_switch import Help, plan_switches
+from kvmesh.policy.prfaas import Hardware, ServingProfile, optimum, search, threshold_grid
 from kvmesh.sim.events import EventQueue
 from kvmesh.sim.fleet import REMOTE, SimFleet
 from kvmesh.sim.placing import Desk
@@ -42,20 +31,6 @@ from kvmesh.sim.scenario import Scenario
 from kvmesh.sim.systems import Offload
 from kvmesh.sim.trace import uncached_lengths
 from kvmesh.sim.worker import SimWorker
-
-CYCLE_S = 1.0
-"""Fast scale: threshold and role switches."""
-
-REALLOCATE_S = 120.0
-"""Slow scale: lengths, base threshold and allocation."""
-
-SCORE_WINDOW_S = 5.0
-LENGTHS_WINDOW = 2000
-MIN_LENGTHS = 400
-"""Lengths scatter about as much as their mean is long: the mean of fewer is off by more than the
-gain that is worth a change."""
-
-GRID_POINTS = 200
 
 
 class Control:
@@ -78,11 +53,8 @@ class Control:
         self._fleet = fleet
         self._desk = desk
         self._reasons = reasons
-        self._lengths: deque[int] = deque(maxlen=LENGTHS_WINDOW)
-        self._outputs: deque[int] = deque(maxlen=LENGTHS_WINDOW)
-        self._windows: dict[WorkerId, ScoreWindow] = {}
-        self._helping: dict[WorkerId, Help] = {}
-        self._queues: list[tuple[float, float]] = []
+        self._roles = RoleLoop()
+        self._allocation = AllocationLoop()
         self._carried = 0.0
         self._threshold = self._start_threshold()
 
@@ -104,8 +76,8 @@ class Control:
 
     def note_prompt(self, request: SimRequest) -> None:
         """Takes a prompt into the online distribution of uncached lengths."""
-        self._lengths.append(max(request.num_tokens - request.cached_tokens, 1))
-        self._outputs.append(request.trace.output_tokens)
+        uncached = request.num_tokens - request.cached_tokens
+        self._allocation.note_prompt(uncached, request.trace.output_tokens)
 
     def _every(self, period_s: float, action: Callable[[], None]) -> None:
         def again() -> None:
@@ -154,68 +126,46 @@ class Control:
 
     def _switch_roles(self) -> None:
         local = [worker for worker in self._local() if worker.info.role is not Role.HYBRID]
-        scored = self._score(local)
-        fleet = fleet_score(scored)
-        regime = classify(fleet)
-        self._reasons[f"regime: {regime.value}"] += 1
-        self._helping = {
-            name: Help(help_.role, help_.cycles_left - 1) for name, help_ in self._helping.items()
-        }
-        for switch in plan_switches(scored, fleet, regime, self._helping):
+        cycle = self._roles.cycle(self._read(local), self._events.now())
+        self._reasons[f"regime: {cycle.regime.value}"] += 1
+        for switch in cycle.switches:
             self._fleet.workers[switch.worker_id].set_role(switch.role)
+            self._roles.carried_out(switch)
             self._reasons[f"switch: {switch.reason.value}"] += 1
-            if switch.cycles:
-                self._helping[switch.worker_id] = Help(switch.role, switch.cycles)
-            else:
-                self._helping.pop(switch.worker_id)
 
-    def _score(self, workers: list[SimWorker]) -> list[ScoredWorker]:
+    def _read(self, workers: list[SimWorker]) -> list[WorkerReading]:
         num_prefill = max(sum(w.info.role is Role.PREFILL for w in workers), 1)
         num_decode = max(len(workers) - num_prefill, 1)
-        for_prefill, for_decode = self._waiting()
-        scored: list[ScoredWorker] = []
-        for worker in workers:
-            state = _state(worker, for_prefill / num_prefill, for_decode / num_decode)
-            capacity = Capacity(worker.info.prefill_slots, worker.info.decode_slots)
-            name = worker.info.worker_id
-            window = self._windows.setdefault(name, ScoreWindow(SCORE_WINDOW_S))
-            window.add(score(state, capacity), self._events.now())
-            scored.append(ScoredWorker(name, worker.info.role is Role.PREFILL, window.mean))
-        return scored
+        waiting = self._waiting()
+        share = Waiting(waiting.prefill / num_prefill, waiting.decode / num_decode)
+        return [
+            WorkerReading(
+                worker.info.worker_id,
+                worker.info.role,
+                _state(worker, share),
+                Capacity(worker.info.prefill_slots, worker.info.decode_slots),
+            )
+            for worker in workers
+        ]
 
     # --- reallocation ------------------------------------------------------------------------
 
     def _observe_queues(self) -> None:
-        self._queues.append(self._waiting())
-
-    def _mean_queues(self) -> StageQueues:
-        """Of the time since the last evaluation, per instance of each stage."""
-        local = self._local()
-        num_prefill = sum(worker.info.role is Role.PREFILL for worker in local)
-        num_decode = len(local) - num_prefill
-        count = max(len(self._queues), 1)
-        queues = StageQueues(
-            sum(prefill for prefill, _ in self._queues) / count / max(num_prefill, 1),
-            sum(decode for _, decode in self._queues) / count / max(num_decode, 1),
-        )
-        self._queues.clear()
-        return queues
+        self._allocation.observe(self._waiting())
 
     def _reallocate(self) -> None:
-        queues = self._mean_queues()
-        if len(self._lengths) < MIN_LENGTHS or self._helping:
+        local = self._local()
+        decoding = sum(worker.info.role is not Role.PREFILL for worker in local)
+        queues = self._allocation.take_queues(len(local) - decoding, decoding)
+        if not self._allocation.has_lengths or self._roles.is_helping:
             return
-        lengths = LengthDistribution(self._lengths)
-        serving = dataclasses.replace(
-            self._serving(), output_tokens=sum(self._outputs) / len(self._outputs)
-        )
         hardware = self._hardware()
-        movable = [worker for worker in self._local() if worker.info.role is not Role.HYBRID]
+        movable = [worker for worker in local if worker.info.role is not Role.HYBRID]
         num_prefill = sum(worker.info.role is Role.PREFILL for worker in movable)
-        grid = threshold_grid(lengths, GRID_POINTS)
-        points = search(serving, lengths, hardware, grid)
-        now = operating_point(serving, lengths, hardware, self._threshold.base_tokens, num_prefill)
-        move = plan_reallocation(now, optimum(points), queues)
+        found = self._allocation.question(
+            self._serving(), hardware, self._threshold, num_prefill, queues
+        ).answer()
+        move = found.move
         self._reasons[f"reallocation: {move.reason.value}"] += 1
         if move.to_role is not None:
             candidates = [worker for worker in movable if worker.info.role is not move.to_role]
@@ -224,27 +174,14 @@ class Control:
                 quietest.set_role(move.to_role)
                 num_prefill += 1 if move.to_role is Role.PREFILL else -1
         if self._scenario.system.offload is Offload.ADAPTIVE and hardware.num_remote:
-            base = optimum(p for p in points if p.num_prefill == num_prefill).threshold_tokens
-            # A raised threshold stays raised by as much; the fast loop lowers it.
-            lift = max(self._threshold.tokens / max(self._threshold.base_tokens, 1.0), 1.0)
-            self._threshold = Threshold(base, base * lift)
+            self._threshold = found.threshold(self._threshold, num_prefill)
 
     # --- what is read ------------------------------------------------------------------------
 
-    def _waiting(self) -> tuple[float, float]:
-        """Requests that wait for prefill, and for decode.
-
-        One with a reservation waits for prefill. One without finds the decode slots taken, by
-        sequences that run or by reservations of others; the latter wait for prefill, and so does
-        whoever waits for them.
-        """
+    def _waiting(self) -> Waiting:
         held = sum(each.has_reservation for each in self._desk.searching.values())
         rest = len(self._desk.searching) - held
-        loads = [worker.load() for worker in self._local()]
-        running = sum(load.decode_running for load in loads)
-        reserved = sum(load.decode_reserved for load in loads)
-        share = running / (running + reserved) if running + reserved else 1.0
-        return held + rest * (1.0 - share), rest * share
+        return split_waiting(held, rest, [worker.load() for worker in self._local()])
 
     def _remote(self) -> list[SimWorker]:
         return [w for w in self._fleet.living() if w.info.cluster == REMOTE]
@@ -259,19 +196,23 @@ class Control:
         return Hardware(len(self._remote()), len(self._local()), self._fleet.between.bytes_per_s)
 
 
-def _state(worker: SimWorker, prefill_waiting: float, decode_waiting: float) -> LoadState:
-    """The indicators of a worker; what waits at the gateways counts evenly for its side."""
+def _state(worker: SimWorker, waiting: Waiting) -> LoadState:
+    """The indicators of a worker; what a real one measures of its engine is modelled.
+
+    Args:
+        waiting: this worker's even share of what waits at the gateways.
+    """
     load = worker.load()
     is_prefill = worker.info.role is Role.PREFILL
     prefilling = load.prefill_active - worker.num_waiting
     return LoadState(
         prefill=Queues(
             running=prefilling,
-            waiting=worker.num_waiting + (prefill_waiting if is_prefill else 0.0),
+            waiting=worker.num_waiting + (waiting.prefill if is_prefill else 0.0),
         ),
         decode=Queues(
             running=load.decode_running,
-            waiting=0.0 if is_prefill else decode_waiting,
+            waiting=0.0 if is_prefill else waiting.decode,
             swapped=load.decode_preempted,
         ),
         budget_used=1.0 if prefilling else load.decode_running / worker.info.decode_slots,

@@ -1,13 +1,20 @@
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
 
 from kvmesh.core.errors import AuthenticationError, ConfigError
-from kvmesh.core.types import RefusalReason
-from services.gateway.access import Admission, KeyRing, bearer_key, load_keys
+from kvmesh.metadata.tenant_store import FileTenantStore
+from kvmesh.metadata.tenants import Directory, KeyRecord, digest_of, directory_to_json
+from kvmesh.policy.quota import Tenant, TenantLimits
+from services.gateway.access import (
+    DirectoryWatch,
+    KeyRing,
+    bearer_key,
+    directory_store,
+    load_keys,
+)
 from services.gateway.config import AccessConfig
 from services.gateway.errors import StageRefusedError
 
@@ -24,7 +31,7 @@ def test_keys_are_checked() -> None:
     ring = KeyRing(["one", "two"])
     first, second = ring.check("Bearer one"), ring.check("Bearer two")
     assert first != second
-    assert "one" not in first
+    assert "one" not in first.name
     for header in ("Bearer three", "", "Bearer "):
         with pytest.raises(AuthenticationError):
             ring.check(header)
@@ -32,8 +39,9 @@ def test_keys_are_checked() -> None:
 
 def test_without_keys_everyone_may_call_under_their_own_name() -> None:
     ring = KeyRing()
-    assert ring.check("") == ""
+    assert ring.check("").name == ""
     assert ring.check("Bearer a") != ring.check("Bearer b")
+    assert ring.check("Bearer a").salted("x") == "x"  # nobody has checked who that is
 
 
 def test_keys_from_both_sources(tmp_path: Path) -> None:
@@ -53,27 +61,63 @@ def test_key_file_must_be_there_and_hold_a_key(tmp_path: Path) -> None:
         load_keys(AccessConfig(api_keys_file=str(empty)))
 
 
-def test_quota_is_per_caller_and_given_back() -> None:
-    admission = Admission(max_per_key=1)
-    with admission.admit("a"):
-        with admission.admit("b"):
-            assert admission.num_open == 2
-        with pytest.raises(StageRefusedError) as caught, admission.admit("a"):
-            pass
-        assert caught.value.refusal.reason is RefusalReason.QUOTA
-        assert caught.value.status == 429
-    assert admission.num_open == 0
-    with admission.admit("a"):
-        assert admission.num_open == 1
+DIRECTORY = (
+    Directory()
+    .with_tenant("acme", TenantLimits(requests_per_min=5))
+    .with_key(KeyRecord(digest_of("kvm-one"), "acme"))
+)
 
 
-async def test_drain_waits_for_what_runs() -> None:
-    admission = Admission(max_per_key=0)
-    with admission.admit("a"):
-        drain = asyncio.create_task(admission.drain())
-        await asyncio.sleep(0)
-        assert not drain.done()
-        with pytest.raises(StageRefusedError) as caught, admission.admit("a"):
-            pass
-        assert caught.value.label == "gateway-draining"
-    await drain
+def test_a_key_of_the_directory_stands_for_its_tenant() -> None:
+    ring = KeyRing(["plain"], has_directory=True)
+    ring.use(DIRECTORY)
+    tenant = ring.check("Bearer kvm-one")
+    assert (tenant.name, tenant.limits.requests_per_min, tenant.is_known) == ("acme", 5, True)
+    assert not ring.check("Bearer plain").is_known
+    for header in ("Bearer kvm-two", "Bearer acme", f"Bearer {digest_of('kvm-one')}", ""):
+        with pytest.raises(AuthenticationError):
+            ring.check(header)
+
+
+def test_until_the_directory_is_read_nobody_is_let_in() -> None:
+    ring = KeyRing(["plain"], has_directory=True)
+    with pytest.raises(StageRefusedError, match="could not be read"):
+        ring.check("Bearer kvm-one")
+    assert ring.check("Bearer plain").name
+    ring.use(Directory())
+    with pytest.raises(AuthenticationError):
+        ring.check("Bearer kvm-one")
+
+
+async def test_a_changed_directory_is_read_again_and_a_broken_one_changes_nothing(
+    tmp_path: Path,
+) -> None:
+    store = FileTenantStore(tmp_path / "tenants.json")
+    ring = KeyRing(has_directory=True)
+    watch = DirectoryWatch(store, ring, 1.0)
+    assert await watch.look()  # no file: an empty directory
+    assert await store.replace(b"", directory_to_json(DIRECTORY))
+    assert await watch.look()
+    assert ring.check("Bearer kvm-one").name == "acme"
+    (tmp_path / "tenants.json").write_text("{")
+    assert not await watch.look()
+    assert ring.check("Bearer kvm-one").name == "acme"
+    (tmp_path / "tenants.json").write_text("{}")
+    assert await watch.look()
+    with pytest.raises(AuthenticationError):
+        ring.check("Bearer kvm-one")
+
+
+def test_a_directory_lies_in_one_place() -> None:
+    assert directory_store(AccessConfig(), None) is None
+    with pytest.raises(ConfigError, match="choose one"):
+        directory_store(AccessConfig(tenants_file="x", tenants_in_redis=True), None)
+    with pytest.raises(ConfigError, match=r"redis\.url"):
+        directory_store(AccessConfig(tenants_in_redis=True), None)
+
+
+def test_salts_of_two_tenants_are_never_equal() -> None:
+    names, salts = ("a", "a:b", "1:a", "ab", ""), ("", "b", ":b", "1:a:")
+    made = [Tenant(namespace=name).salted(salt) for name in names if name for salt in salts]
+    assert len(set(made)) == len(made)
+    assert Tenant().salted("x") == "x"

@@ -12,10 +12,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import REGISTRY
 
-from kvmesh.core.clock import ManualClock
 from kvmesh.core.types import (
     BlockHash,
-    Placement,
     PrefixMatch,
     Refusal,
     RequestId,
@@ -25,11 +23,10 @@ from kvmesh.core.types import (
     WorkerInfo,
     WorkerLoad,
 )
-from kvmesh.policy.composition import COMPOSITIONS
-from services.scheduler.decisions import DecisionLog
 from services.scheduler.fleet import Fleet, Membership
-from services.scheduler.router import Router, RouterSettings
+from services.scheduler.router import Router
 from tests.unit.policy.fleet_examples import LAYOUT, query, worker_info
+from tests.unit.scheduler.parts import Parts
 
 HASHES = (BlockHash(bytes(16)),)
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -54,9 +51,7 @@ class Prefixes:
 
 
 def make_router(fleet: Fleet, prefixes: Prefixes | None = None) -> Router:
-    settings = RouterSettings(COMPOSITIONS["kvmesh"], Placement.AUTO, match_timeout_s=0.05)
-    clock = ManualClock()
-    return Router(fleet, settings, prefixes, clock, DecisionLog(clock, 10))
+    return Parts(fleet, prefixes).router
 
 
 def fleet_of(*infos: WorkerInfo) -> Fleet:
@@ -121,11 +116,8 @@ async def test_span_is_a_child_of_the_query_and_says_why(monkeypatch: pytest.Mon
 
 
 async def test_every_decision_is_kept_with_its_numbers() -> None:
-    clock = ManualClock()
-    decisions = DecisionLog(clock, 10)
-    settings = RouterSettings(COMPOSITIONS["kvmesh"], Placement.AUTO, match_timeout_s=0.05)
-    fleet = fleet_of(worker_info("p"), worker_info("d", Role.DECODE))
-    router = Router(fleet, settings, None, clock, decisions)
+    parts = Parts(fleet_of(worker_info("p"), worker_info("d", Role.DECODE)))
+    router, decisions = parts.router, parts.decisions
     plan = await router.route(query(64, request_id=RequestId("short")), "")
     assert isinstance(plan, RoutePlan)
     await router.route(query(9000, request_id=RequestId("long")), "")
@@ -137,20 +129,19 @@ async def test_every_decision_is_kept_with_its_numbers() -> None:
 
 async def median_decision_s(num_workers: int) -> float:
     """CPU time of a route in a fleet of mixed load, reports in between included."""
-    clock, numbers = ManualClock(), random.Random(0)
+    numbers = random.Random(0)
     fleet = Fleet(1e9)
     members = []
     for number in range(num_workers):
         role = Role.DECODE if number % 2 else Role.PREFILL
-        joined = fleet.register(worker_info(f"w{number:04}", role), clock.now())
+        joined = fleet.register(worker_info(f"w{number:04}", role), 0.0)
         assert isinstance(joined, Membership)
         members.append(joined)
     held = tuple(
         PrefixMatch(WorkerId(f"w{n:04}"), 1, "east", 1 + n % 20) for n in range(0, num_workers, 10)
     )
-    settings = RouterSettings(COMPOSITIONS["kvmesh"], Placement.AUTO, match_timeout_s=0.05)
-    prefixes = Prefixes(fingerprint=Answer(held))
-    router = Router(fleet, settings, prefixes, clock, DecisionLog(clock, 100))
+    parts = Parts(fleet, Prefixes(fingerprint=Answer(held)))
+    clock, router = parts.clock, parts.router
     taken: list[float] = []
     for number in range(200):
         clock.advance(0.005)

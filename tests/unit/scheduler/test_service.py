@@ -6,18 +6,14 @@ from typing import Any
 
 import pytest
 
-from kvmesh.core.clock import ManualClock
-from kvmesh.core.types import Placement
-from kvmesh.policy.composition import COMPOSITIONS
 from kvmesh.rpc.convert import worker_info_to_proto
 from kvmesh.v1.scheduler_service_pb2 import RegisterWorkerRequest
 from services.scheduler.config import FleetConfig
-from services.scheduler.decisions import DecisionLog
 from services.scheduler.feed import FleetFeed
 from services.scheduler.fleet import Fleet
-from services.scheduler.router import Router, RouterSettings
 from services.scheduler.service import SchedulerServicer
 from tests.unit.policy.fleet_examples import worker_info
+from tests.unit.scheduler.parts import Parts
 
 
 class Context:
@@ -29,12 +25,9 @@ class Context:
 
 @pytest.mark.parametrize("closes", [False, True])
 async def test_closing_service_does_not_take_its_workers_for_lost(closes: bool) -> None:
-    clock = ManualClock()
-    fleet = Fleet(3.0)
-    feed = FleetFeed(fleet)
-    settings = RouterSettings(COMPOSITIONS["kvmesh"], Placement.AUTO, 0.05)
-    router = Router(fleet, settings, None, clock, DecisionLog(clock, 10))
-    servicer = SchedulerServicer(fleet, feed, router, FleetConfig(), clock)
+    parts = Parts(Fleet(3.0))
+    fleet, feed = parts.fleet, FleetFeed(parts.fleet)
+    servicer = SchedulerServicer(fleet, feed, parts.router, FleetConfig(), parts.clock)
     stream_ends = asyncio.Event()
 
     async def requests() -> AsyncIterator[RegisterWorkerRequest]:

@@ -1,0 +1,208 @@
+"""`kvmesh chat`: talk to a running stack. Tests: tests/e2e/test_chat_command.py."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import importlib
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import aclosing
+from typing import Any, TextIO
+
+import aiohttp
+
+from kvmesh.cli.chat_api import Answer, ChatApi, ChatError, Conversation
+from kvmesh.cli.flags import add_flag, add_switch, count, new_parser
+from kvmesh.cli.stack_state import local_stack
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+MAX_SILENCE_S = 120.0
+
+_HELP = """\
+/undo     take the last question and its answer back
+/reset    forget the conversation
+/system   set the system message: /system You answer in one sentence.
+/stats    tokens and times of the last answer
+/help     this
+/exit     leave (so does Ctrl-D); Ctrl-C stops an answer
+"""
+_EPILOG = f"""\
+On a terminal it asks for your lines until Ctrl-D; Ctrl-C stops an answer. From a pipe it takes
+one question per line. With --prompt it asks once. Lines that begin with a slash are commands:
+
+{_HELP}
+examples:
+  kvmesh chat
+  kvmesh chat --prompt 'What does os.path.join do?' --temperature 0
+  kvmesh chat --url http://gateway:8000 --system 'Be brief.' < questions.txt
+
+exit code: 0; 1 if an answer failed (on a terminal: only if no server was found); 2 wrong usage
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = new_parser("kvmesh chat", "A conversation with the model, as it streams.", _EPILOG)
+    add_flag(parser, "--url", "", f"the gateway; default: that of `kvmesh up`, else {DEFAULT_URL}")
+    add_flag(parser, "--state-dir", "", "what `up` was given; default: .kvmesh", metavar="DIR")
+    add_flag(parser, "--model", "", "name of the model; default: the first one served")
+    add_flag(parser, "--system", "", "system message", metavar="TEXT")
+    add_flag(parser, "--prompt", "", "ask this and leave", metavar="TEXT")
+    add_flag(parser, "--temperature", 0.7, "0 is greedy", kind=float)
+    add_flag(parser, "--max-tokens", 512, "longest answer", kind=count)
+    add_flag(parser, "--api-key", "", "bearer key; better by environment than on the command line")
+    add_switch(parser, "--json", "print one JSON object per answer, when it is complete")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Talks until the input ends; exit code 1 if an answer failed."""
+    arguments = _parser().parse_args(argv)
+    url = arguments.url or local_stack(arguments.state_dir).get("http", "") or DEFAULT_URL
+    arguments.url = url if "://" in url else f"http://{url}"
+    try:
+        with asyncio.Runner() as runner:
+            return _run(arguments, runner)
+    except ChatError as error:
+        print(f"kvmesh chat: {error}", file=sys.stderr)
+        return 1
+
+
+def _run(arguments: argparse.Namespace, runner: asyncio.Runner) -> int:
+    options = {"temperature": arguments.temperature, "max_tokens": arguments.max_tokens}
+    session = runner.run(_new_session())
+    try:
+        api = ChatApi(session, arguments.url, arguments.api_key, options)
+        model = arguments.model or runner.run(api.first_model())
+        is_terminal = sys.stdin.isatty() and not arguments.prompt
+        if is_terminal:
+            print(f"{model} at {arguments.url}; /help for commands, Ctrl-D to leave")
+        chat = Chat(api, model, Conversation(arguments.system), as_json=arguments.json)
+        failed = chat.run(_questions(arguments.prompt, sys.stdin, is_terminal), runner)
+        return 1 if failed and not is_terminal else 0
+    finally:
+        runner.run(session.close())
+
+
+async def _new_session() -> aiohttp.ClientSession:
+    timeout = aiohttp.ClientTimeout(total=None, sock_read=MAX_SILENCE_S)
+    return aiohttp.ClientSession(timeout=timeout)
+
+
+def _questions(prompt: str, stdin: TextIO, is_terminal: bool) -> Iterator[str]:
+    """The lines to answer."""
+    if prompt:
+        return iter([prompt])
+    if not is_terminal:
+        return iter(stdin)
+    with contextlib.suppress(ImportError):  # line editing, where Python has it
+        importlib.import_module("readline")
+    return _typed()
+
+
+def _typed() -> Iterator[str]:
+    while True:
+        try:
+            yield input("\n> ")
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return
+
+
+class Chat:
+    """The loop of questions and answers."""
+
+    def __init__(
+        self, api: ChatApi, model: str, conversation: Conversation, *, as_json: bool
+    ) -> None:
+        self._api = api
+        self._model = model
+        self._conversation = conversation
+        self._as_json = as_json
+        self._last = Answer()
+        self._failed = False
+
+    def run(self, lines: Iterable[str], runner: asyncio.Runner) -> bool:
+        """Answers line by line; whether any answer failed."""
+        for line in lines:
+            text = line.strip()
+            if text in ("/exit", "/quit"):
+                break
+            if text.startswith("/"):
+                print(self.command(text))
+            elif text:
+                self._ask(text, runner)
+        return self._failed
+
+    def command(self, line: str) -> str:
+        """Carries out a line that begins with a slash; returns what to print."""
+        name, _, rest = line.partition(" ")
+        match name:
+            case "/undo":
+                return "taken back" if self._conversation.undo() else "nothing to take back"
+            case "/reset":
+                self._conversation.reset()
+                return "forgotten"
+            case "/system":
+                self._conversation.system = rest.strip()
+                return "system message set" if rest.strip() else "no system message"
+            case "/stats":
+                return described(self._last)
+            case "/help":
+                return _HELP.rstrip()
+            case _:
+                return f"no command {name}; /help lists them"
+
+    def _ask(self, text: str, runner: asyncio.Runner) -> None:
+        self._conversation.ask(text)
+        self._last = answer = Answer()
+        try:
+            runner.run(self._print(answer))
+        except ChatError as error:
+            self._failed = True
+            self._conversation.undo()
+            print(f"\nkvmesh chat: {error}", file=sys.stderr)
+            return
+        except KeyboardInterrupt:  # the answer ends, the conversation goes on
+            answer.finish_reason = "stopped"
+            print(" [stopped]")
+        else:
+            print(json.dumps(as_json(answer)) if self._as_json else "", flush=True)
+        self._conversation.answered(answer.text)
+
+    async def _print(self, answer: Answer) -> None:
+        async with aclosing(self._api.stream(self._model, self._conversation, answer)) as pieces:
+            async for piece in pieces:
+                if not self._as_json:
+                    print(piece, end="", flush=True)
+
+
+def as_json(answer: Answer) -> dict[str, Any]:
+    """An answer for programs."""
+    return {
+        "content": answer.text,
+        "finish_reason": answer.finish_reason,
+        "usage": {
+            "prompt_tokens": answer.prompt_tokens,
+            "completion_tokens": answer.completion_tokens,
+            "cached_tokens": answer.cached_tokens,
+        },
+        "ttft_ms": round(answer.ttft_s * 1000, 1),
+        "elapsed_ms": round(answer.elapsed_s * 1000, 1),
+        "worker": answer.worker,
+    }
+
+
+def described(answer: Answer) -> str:
+    """An answer's numbers for people."""
+    if not answer.elapsed_s:
+        return "no answer yet"
+    after_first_s = answer.elapsed_s - answer.ttft_s
+    speed = (answer.completion_tokens - 1) / after_first_s if after_first_s > 0 else 0.0
+    return (
+        f"prompt {answer.prompt_tokens} tokens ({answer.cached_tokens} cached), "
+        f"answer {answer.completion_tokens} tokens, first token {answer.ttft_s * 1000:.0f} ms, "
+        f"then {speed:.0f} tokens/s" + (f", on {answer.worker}" if answer.worker else "")
+    )

@@ -1,0 +1,157 @@
+"""`kvmesh keys`: API keys and tenants with their limits. A key is shown once, when it is made.
+
+Tests: tests/unit/cli/test_keys.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import secrets
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from kvmesh.cli.flags import add_flag, new_parser
+from kvmesh.core.config import environment
+from kvmesh.metadata.redis_client import RedisClient, RedisConfig
+from kvmesh.metadata.store import StoreUnavailableError
+from kvmesh.metadata.tenant_store import FileTenantStore, RedisTenantStore, TenantStore
+from kvmesh.metadata.tenants import (
+    KEY_PREFIX,
+    Directory,
+    KeyRecord,
+    digest_of,
+    directory_from_json,
+    directory_to_json,
+)
+from kvmesh.policy.quota import TenantLimits
+
+ATTEMPTS = 5
+KEY_BYTES = 32
+
+Change = Callable[[Directory], Directory]
+
+_EPILOG = """actions:
+  create --tenant NAME    make a key; the tenant is made if it is new
+  limit --tenant NAME     set the tenant's limits
+  list                    tenants, limits and key ids
+  revoke ID               remove a key
+
+example: kvmesh keys create --tenant acme --requests-per-min 600 --tenants-file tenants.json
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = new_parser(
+        "kvmesh keys",
+        "Makes, lists and revokes API keys. Gateways notice within `access.refresh_s`.",
+        _EPILOG,
+    )
+    parser.add_argument("action", choices=["create", "limit", "list", "revoke"])
+    parser.add_argument("key_id", nargs="?", default="", metavar="ID")
+    add_flag(parser, "--tenants-file", "tenants.json", "the gateway's access.tenants_file")
+    add_flag(
+        parser,
+        "--redis-url",
+        "",
+        "Redis to use instead of a file; password: KVMESH_REDIS__PASSWORD",
+    )
+    add_flag(parser, "--key-prefix", "kvmesh:", "start of the keys in Redis")
+    add_flag(parser, "--tenant", "", "whose key, whose limits")
+    for name, kind, text in (
+        ("requests-per-min", int, "requests per minute; 0 is no limit"),
+        ("tokens-per-min", int, "prompt and generated tokens per minute; 0 is no limit"),
+        ("max-concurrent", int, "requests at once; 0 is no limit"),
+        ("priority", int, "who goes first while prefill is scarce; higher is earlier"),
+        ("weight", float, "share among tenants of the same priority"),
+    ):
+        add_flag(parser, f"--{name}", None, text, kind=kind)
+    return parser
+
+
+def _open(arguments: argparse.Namespace) -> TenantStore:
+    if not arguments.redis_url:
+        return FileTenantStore(Path(arguments.tenants_file))
+    password = environment("KVMESH_REDIS__PASSWORD")
+    config = RedisConfig(arguments.redis_url, password, arguments.key_prefix, timeout_s=5.0)
+    return RedisTenantStore(RedisClient(config))
+
+
+async def _read(store: TenantStore) -> tuple[bytes, Directory]:
+    raw = await store.read()
+    return raw, directory_from_json(raw) if raw else Directory()
+
+
+async def _change(store: TenantStore, change: Change) -> None:
+    for _ in range(ATTEMPTS):
+        raw, directory = await _read(store)
+        if await store.replace(raw, directory_to_json(change(directory))):
+            return
+    raise StoreUnavailableError("others change the directory all the time; try again")
+
+
+def _limited(arguments: argparse.Namespace) -> Change:
+    """Gives the tenant the limits that were named; it keeps its others."""
+    names = [item.name for item in dataclasses.fields(TenantLimits)]
+    given: dict[str, Any] = {
+        name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None
+    }
+
+    def change(directory: Directory) -> Directory:
+        before = directory.tenants.get(arguments.tenant, TenantLimits())
+        return directory.with_tenant(arguments.tenant, dataclasses.replace(before, **given))
+
+    return change
+
+
+def _show(directory: Directory) -> None:
+    limits = Table("tenant", *(item.name for item in dataclasses.fields(TenantLimits)))
+    for name, each in sorted(directory.tenants.items()):
+        limits.add_row(name, *map(str, dataclasses.astuple(each)))
+    keys = Table("key id", "tenant", "created")
+    for key in sorted(directory.keys.values(), key=lambda key: (key.tenant, key.created)):
+        keys.add_row(key.key_id, key.tenant, key.created)
+    console = Console()
+    console.print(limits)
+    console.print(keys)
+
+
+async def _run(arguments: argparse.Namespace) -> None:
+    store = _open(arguments)
+    limited = _limited(arguments)
+    try:
+        match arguments.action:
+            case "list":
+                _show((await _read(store))[1])
+            case "revoke":
+                await _change(store, lambda directory: directory.without_key(arguments.key_id))
+            case "limit":
+                await _change(store, limited)
+            case _:
+                key = KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES)
+                created = time.strftime("%Y-%m-%d", time.gmtime())
+                record = KeyRecord(digest_of(key), arguments.tenant, created)
+                await _change(store, lambda directory: limited(directory).with_key(record))
+                print(f"key {record.key_id} of {record.tenant}, shown once:", file=sys.stderr)
+                print(key)
+    finally:
+        await store.close()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs one action; exit code 0 when it was done."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if arguments.action in ("create", "limit") and not arguments.tenant:
+        parser.error(f"{arguments.action} needs --tenant")
+    if arguments.action == "revoke" and not arguments.key_id:
+        parser.error("revoke needs the id of a key")
+    asyncio.run(_run(arguments))
+    return 0

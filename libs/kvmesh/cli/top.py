@@ -1,0 +1,296 @@
+"""`kvmesh top`: workers and requests, live. Tests: tests/unit/cli/test_top.py, tests/e2e."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from kvmesh.cli.flags import add_flag, add_switch, new_parser
+from kvmesh.cli.fleet import described, state_of
+from kvmesh.cli.scheduler_access import (
+    FleetView,
+    NoAnswerError,
+    add_scheduler_flags,
+    fleet_view,
+    scheduler_access,
+)
+from kvmesh.cli.stack_state import local_stack
+from kvmesh.console.request_log import RequestLog
+from kvmesh.console.sampler import Sampler, Totals, WorkerRates
+from kvmesh.core.types import FleetWorker
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+_BAR = 20
+_SCRAPE_S = 2.0
+_ROLE_STYLES = {"prefill": "blue", "decode": "yellow", "hybrid": "green"}
+
+_EPILOG = """\
+Workers come from the scheduler; requests, refusals and times to first token from the gateway's
+/metrics.
+
+examples:
+  kvmesh top
+  kvmesh top --once --json
+  kvmesh top --scheduler sched:7001 --url http://gateway:8000 --interval 2
+
+exit code: 0; 1 if no scheduler answers; 2 wrong usage
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayTotals:
+    """Counters of a gateway; all zero before the first scrape.
+
+    Attributes:
+        ttft_sum_s, ttft_count: of the histogram of times to first token.
+    """
+
+    requests_open: float = 0.0
+    finished: float = 0.0
+    tokens: float = 0.0
+    refusals: float = 0.0
+    ttft_sum_s: float = 0.0
+    ttft_count: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayRates:
+    """What a gateway did per second.
+
+    Attributes:
+        ttft_s: mean over the requests that got their first token meanwhile; None without any.
+    """
+
+    requests_open: int
+    finished_s: float
+    tokens_s: float
+    refusals_s: float
+    ttft_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One picture of the mesh.
+
+    Attributes:
+        gateway: None if it does not answer.
+    """
+
+    workers: tuple[FleetWorker, ...]
+    rates: dict[str, WorkerRates]
+    gateway: GatewayRates | None
+    fresh: bool
+
+
+def main(argv: Sequence[str]) -> int:
+    """Shows the mesh until Ctrl-C; exit code 1 if no scheduler answers."""
+    parser = new_parser("kvmesh top", "Workers and requests, live. Ctrl-C leaves.", _EPILOG)
+    add_scheduler_flags(parser, 5.0)
+    add_flag(parser, "--url", "", f"the gateway; default: that of `kvmesh up`, else {DEFAULT_URL}")
+    add_flag(parser, "--interval", 1.0, "seconds between two pictures", kind=float)
+    add_switch(parser, "--once", "one picture, then leave")
+    add_switch(parser, "--json", "print JSON, one object per picture")
+    arguments = parser.parse_args(argv)
+    try:
+        return asyncio.run(_run(arguments))
+    except NoAnswerError as error:
+        print(f"kvmesh top: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 0
+
+
+async def _run(arguments: argparse.Namespace) -> int:
+    url = arguments.url or local_stack(arguments.state_dir).get("http", "") or DEFAULT_URL
+    url = url if "://" in url else f"http://{url}"
+    console = Console()
+    live = None if arguments.once or arguments.json else Live(console=console, screen=True)
+    timeout = aiohttp.ClientTimeout(_SCRAPE_S)
+    async with (
+        fleet_view(scheduler_access(arguments), "kvmesh top") as view,
+        aiohttp.ClientSession(timeout=timeout) as session,
+    ):
+        camera = Camera(view, session, url)
+        await camera.frame()  # rates need two
+        if live is not None:
+            live.start()
+        try:
+            while True:
+                await asyncio.sleep(arguments.interval)
+                frame = await camera.frame()
+                if arguments.json:
+                    print(json.dumps(as_json(frame)), flush=True)
+                elif live is None:
+                    console.print(picture(frame))
+                else:
+                    live.update(picture(frame), refresh=True)
+                if arguments.once:
+                    return 0
+        finally:
+            if live is not None:
+                live.stop()
+
+
+class Camera:
+    """Makes frames from the live fleet and the gateway's metrics."""
+
+    def __init__(self, view: FleetView, session: aiohttp.ClientSession, url: str) -> None:
+        self._view = view
+        self._session = session
+        self._url = url
+        self._sampler = Sampler(RequestLog())
+        self._before: tuple[float, GatewayTotals] | None = None
+
+    async def frame(self) -> Frame:
+        """The mesh now."""
+        text = await self._scrape()
+        now = time.monotonic()
+        workers = self._view.workers
+        self._sampler.take(workers, Totals({}), now)
+        gateway = None
+        if text is None:
+            self._before = None
+        else:
+            totals = gateway_totals(text)
+            since, before = self._before or (now, totals)
+            gateway = gateway_rates(before, totals, now - since)
+            self._before = (now, totals)
+        rates = {str(name): each for name, each in self._sampler.worker_rates.items()}
+        return Frame(workers, rates, gateway, self._view.fresh)
+
+    async def _scrape(self) -> str | None:
+        try:
+            async with self._session.get(f"{self._url}/metrics") as response:
+                return await response.text() if response.status == 200 else None
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return None
+
+
+def gateway_totals(exposition: str) -> GatewayTotals:
+    """Reads a gateway's metrics."""
+    sums: dict[str, float] = {}
+    for family in text_string_to_metric_families(exposition):
+        for sample in family.samples:
+            sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
+    return GatewayTotals(
+        requests_open=sums.get("kvmesh_gateway_requests_open", 0.0),
+        finished=sums.get("vllm:request_success_total", 0.0),
+        tokens=sums.get("vllm:generation_tokens_total", 0.0),
+        refusals=sums.get("kvmesh_gateway_refusals_total", 0.0),
+        ttft_sum_s=sums.get("vllm:time_to_first_token_seconds_sum", 0.0),
+        ttft_count=sums.get("vllm:time_to_first_token_seconds_count", 0.0),
+    )
+
+
+def gateway_rates(before: GatewayTotals, now: GatewayTotals, elapsed_s: float) -> GatewayRates:
+    """Differences per second; all zero where no time has passed."""
+
+    def rate(difference: float) -> float:
+        return max(difference, 0.0) / elapsed_s if elapsed_s > 0 else 0.0
+
+    first_tokens = now.ttft_count - before.ttft_count
+    return GatewayRates(
+        requests_open=int(now.requests_open),
+        finished_s=rate(now.finished - before.finished),
+        tokens_s=rate(now.tokens - before.tokens),
+        refusals_s=rate(now.refusals - before.refusals),
+        ttft_s=(now.ttft_sum_s - before.ttft_sum_s) / first_tokens if first_tokens > 0 else None,
+    )
+
+
+def picture(frame: Frame) -> Group:
+    """A frame for the terminal."""
+    return Group(_headline(frame), "", _workers(frame))
+
+
+def _headline(frame: Frame) -> Text:
+    gateway = frame.gateway
+    if gateway is None:
+        line = Text("gateway does not answer", style="yellow")
+    else:
+        first = "–" if gateway.ttft_s is None else f"{gateway.ttft_s * 1000:.0f} ms"
+        line = Text(
+            f"{gateway.requests_open} open   {gateway.finished_s:.1f} req/s   "
+            f"{gateway.tokens_s:.0f} tokens/s   first token {first}   "
+            f"{gateway.refusals_s:.1f} refusals/s"
+        )
+    if not frame.fresh:
+        line.append("   no scheduler: last known fleet", style="yellow")
+    return line
+
+
+def _workers(frame: Frame) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("worker", "state", "KV"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("used", "cached", "hits", "prefill", "decode", "prompt tok/s", "tok/s"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for worker in frame.workers:
+        info, load = worker.info, worker.load
+        rates = frame.rates.get(info.worker_id, WorkerRates())
+        state = state_of(worker)
+        used = 1 - load.blocks_free / info.num_blocks
+        cached = worker.detail.blocks_cached / info.num_blocks
+        table.add_row(
+            Text(info.worker_id, style=_ROLE_STYLES[info.role.value]),
+            Text(state, style="" if state == "ready" else "yellow"),
+            bar(used, cached),
+            f"{used:.0%}",
+            f"{cached:.0%}",
+            "–" if rates.hit_share is None else f"{rates.hit_share:.0%}",
+            f"{load.prefill_active}/{info.prefill_slots}",
+            f"{load.decode_running + load.decode_reserved}/{info.decode_slots}",
+            f"{rates.prefill_tokens_s:.0f}",
+            f"{rates.decode_tokens_s:.0f}",
+        )
+    return table
+
+
+def bar(used: float, cached: float) -> Text:
+    """Shares of KV blocks as a bar: in use, cached but free to take, empty."""
+    num_used = round(used * _BAR)
+    num_cached = min(round(cached * _BAR), _BAR - num_used)
+    text = Text("█" * num_used)
+    text.append("▒" * num_cached, style="cyan")
+    text.append("·" * (_BAR - num_used - num_cached), style="dim")
+    return text
+
+
+def as_json(frame: Frame) -> dict[str, Any]:
+    """A frame for programs."""
+    gateway = frame.gateway
+    return {
+        "fresh": frame.fresh,
+        "gateway": None
+        if gateway is None
+        else {
+            "requests_open": gateway.requests_open,
+            "finished_s": round(gateway.finished_s, 2),
+            "tokens_s": round(gateway.tokens_s, 1),
+            "refusals_s": round(gateway.refusals_s, 2),
+            "ttft_s": gateway.ttft_s,
+        },
+        "workers": [
+            described(worker)
+            | {
+                "prefill_tokens_s": round(rates.prefill_tokens_s, 1),
+                "decode_tokens_s": round(rates.decode_tokens_s, 1),
+                "hit_share": rates.hit_share,
+            }
+            for worker in frame.workers
+            for rates in (frame.rates.get(worker.info.worker_id, WorkerRates()),)
+        ],
+    }

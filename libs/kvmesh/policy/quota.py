@@ -1,0 +1,158 @@
+"""Rates with bursts: how much a tenant may use, and when it may try again.
+
+The generic cell rate algorithm, in the form where usage may be charged after it happened: a bucket
+that is overdrawn refuses until its debt is paid. Times are seconds on any one clock. The Lua twin
+for several gateways is in `metadata/quota_store.py`; tests/contract/test_quota.py runs both.
+Source: ATM Forum TM 4.0 4.4 (GCRA). Tests: tests/unit/policy/test_quota.py.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Quota(enum.Enum):
+    """Which of a tenant's limits; the value is the word that clients see."""
+
+    REQUESTS = "requests_per_min"
+    TOKENS = "tokens_per_min"
+    CONCURRENCY = "max_concurrent"
+
+
+@dataclass(frozen=True, slots=True)
+class TenantLimits:
+    """What one tenant may use; 0 is no limit.
+
+    Attributes:
+        max_concurrent: requests at once.
+        priority: tenants with a higher one are served first while prefill is scarce.
+        weight: share among tenants of the same priority while prefill is scarce.
+    """
+
+    requests_per_min: int = 0
+    tokens_per_min: int = 0
+    max_concurrent: int = 0
+    priority: int = 0
+    weight: float = 1.0
+
+    @property
+    def is_open(self) -> bool:
+        """Nothing is limited."""
+        return not (self.requests_per_min or self.tokens_per_min or self.max_concurrent)
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Who calls.
+
+    Attributes:
+        name: its usage is counted under it; empty for callers without a key.
+        is_known: it stands in the tenant directory, so its name can be a label of metrics.
+        namespace: enters cache salts; empty where keys are not checked.
+    """
+
+    name: str = ""
+    limits: TenantLimits = TenantLimits()
+    is_known: bool = False
+    namespace: str = ""
+
+    def salted(self, cache_salt: str) -> str:
+        """The caller's cache salt within the tenant: salts of two tenants are never equal."""
+        space = self.namespace
+        return f"{len(space)}:{space}:{cache_salt}" if space else cache_salt
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaRefusal:
+    """A limit that is used up.
+
+    Attributes:
+        retry_after_s: when trying again may help; for concurrency it is a guess.
+    """
+
+    quota: Quota
+    limit: int
+    retry_after_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Units per minute, and how many of them may be used at once after a rest.
+
+    Attributes:
+        per_min: 0 is no limit.
+        burst_s: seconds of the rate that may be used at once; never less than one unit.
+    """
+
+    per_min: int
+    burst_s: float
+
+    @property
+    def interval_s(self) -> float:
+        """Seconds that one unit stands for."""
+        assert self.per_min > 0, "a rate without limit has no interval"
+        return 60.0 / self.per_min
+
+    @property
+    def tolerance_s(self) -> float:
+        """How far usage may run ahead of the rate."""
+        return max(0.0, self.burst_s - self.interval_s)
+
+
+def wait_s(busy_until: float, rate: Rate, now: float) -> float:
+    """How long until the next unit may be used; 0 is now.
+
+    Args:
+        busy_until: when all that was used so far is paid for.
+    """
+    if not rate.per_min:
+        return 0.0
+    return max(0.0, busy_until - rate.tolerance_s - now)
+
+
+def charge(busy_until: float, rate: Rate, units: float, now: float) -> float:
+    """The new `busy_until` after using `units`.
+
+    Args:
+        busy_until: as in `wait_s`.
+        units: may be more than was left; less than zero gives back.
+    """
+    if not rate.per_min:
+        return busy_until
+    return max(busy_until, now) + units * rate.interval_s
+
+
+@dataclass(slots=True)
+class TenantUsage:
+    """What one tenant used, as one gateway counts it.
+
+    Attributes:
+        num_open: requests at once.
+        requests_until: as `busy_until` of `wait_s`.
+        tokens_until: likewise.
+    """
+
+    num_open: int = 0
+    requests_until: float = 0.0
+    tokens_until: float = 0.0
+
+
+def check_usage(
+    usage: TenantUsage, limits: TenantLimits, burst_s: float, now: float
+) -> QuotaRefusal | None:
+    """Whether one more request may start.
+
+    Args:
+        usage: without that request.
+        burst_s: see `Rate`.
+    """
+    if 0 < limits.max_concurrent <= usage.num_open:
+        return QuotaRefusal(Quota.CONCURRENCY, limits.max_concurrent, 1.0)
+    requests = Rate(limits.requests_per_min, burst_s)
+    if (wait := wait_s(usage.requests_until, requests, now)) > 0:
+        return QuotaRefusal(Quota.REQUESTS, limits.requests_per_min, wait)
+    tokens = Rate(limits.tokens_per_min, burst_s)
+    if (wait := wait_s(usage.tokens_until, tokens, now)) > 0:
+        return QuotaRefusal(Quota.TOKENS, limits.tokens_per_min, wait)
+    return None

@@ -1,0 +1,98 @@
+"""What waits at the gateways, as their queries tell. Plain bookkeeping without I/O or clock.
+
+Tests: tests/unit/scheduler/test_demand.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from kvmesh.core.types import RequestId, RouteQuery
+
+STALE_S = 0.75
+"""A request that waits asks again within `policy.forwarding.REROUTE_AFTER_S` and a pause; what was
+told longer ago is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    model: str
+    waiting: int
+    reserved: int
+    at: float
+
+
+@dataclass(slots=True)
+class _Asked:
+    model: str
+    remote: bool
+    times: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Requests of one model that look for workers.
+
+    Attributes:
+        reserved: with a reservation; they wait for prefill.
+        unreserved: without one.
+        remote, local: asked again after nobody took them, by the cluster that was chosen.
+    """
+
+    reserved: int
+    unreserved: int
+    remote: int
+    local: int
+
+
+class DemandBoard:
+    """The last word of every gateway, and who asked more than once."""
+
+    def __init__(self) -> None:
+        self._told: dict[Hashable, _Told] = {}
+        self._asked: dict[RequestId, _Asked] = {}
+        self._num_new: dict[str, int] = {}
+
+    def note_query(self, gateway: Hashable, query: RouteQuery, now: float) -> bool:
+        """Takes a query in; False if the request has asked before.
+
+        Args:
+            gateway: identity of the stream that it came over.
+        """
+        self._told[gateway] = _Told(query.model, query.waiting, query.waiting_reserved, now)
+        asked = self._asked.get(query.request_id)
+        if asked is not None:
+            asked.times += 1
+            asked.at = now
+            return False
+        self._asked[query.request_id] = _Asked(query.model, False, 1, now)
+        self._num_new[query.model] = self._num_new.get(query.model, 0) + 1
+        return True
+
+    def note_cluster(self, request_id: RequestId, remote: bool) -> None:
+        """Notes which cluster was chosen to prefill a request."""
+        self._asked[request_id].remote = remote
+
+    def forget(self, gateway: Hashable) -> None:
+        """A gateway is gone."""
+        self._told.pop(gateway, None)
+
+    def take_new(self, model: str) -> int:
+        """Requests that asked for the first time since the last call."""
+        return self._num_new.pop(model, 0)
+
+    def current(self, model: str, now: float) -> Demand:
+        """What waits now."""
+        self._asked = {k: each for k, each in self._asked.items() if each.at > now - STALE_S}
+        told = [e for e in self._told.values() if e.model == model and e.at > now - STALE_S]
+        again = [e for e in self._asked.values() if e.model == model and e.times > 1]
+        reserved = sum(each.reserved for each in told)
+        remote = sum(each.remote for each in again)
+        return Demand(
+            reserved,
+            sum(each.waiting for each in told) - reserved,
+            remote,
+            len(again) - remote,
+        )

@@ -1,0 +1,177 @@
+"""Both time scales for the workers of one model: what to change, from what they report.
+
+Decides and remembers; `planner.py` measures time and carries out.
+Tests: tests/unit/scheduler/test_model_loops.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from kvmesh.core.types import FleetWorker, Role, WorkerId
+from kvmesh.policy.composition import Composition, Offload, OffloadState
+from kvmesh.policy.control import (
+    Allocation,
+    AllocationLoop,
+    AllocationQuestion,
+    RoleCycle,
+    RoleLoop,
+    Waiting,
+    read_worker,
+    split_waiting,
+)
+from kvmesh.policy.measurement import ServingMeter
+from kvmesh.policy.offload import LinkState, Threshold, adjust_threshold
+from kvmesh.policy.prfaas import Hardware
+from services.scheduler.config import PlanningConfig
+from services.scheduler.demand import Demand
+
+
+class ModelLoops:
+    """The loops of one model.
+
+    Attributes:
+        threshold: of the choice of cluster.
+    """
+
+    def __init__(self, policy: Composition, config: PlanningConfig) -> None:
+        self._policy = policy
+        self._remote = config.remote_cluster
+        self._egress = config.egress_mb_s * 1e6
+        self._meter = ServingMeter(self._remote)
+        self._allocation = AllocationLoop()
+        self._roles: dict[str, RoleLoop] = {}
+        self._sent: dict[WorkerId, int] = {}
+        self.threshold = _start(policy, config.threshold_tokens)
+
+    @property
+    def offload(self) -> OffloadState:
+        """What routes read."""
+        return OffloadState(self._remote, self.threshold.tokens)
+
+    def note_prompt(self, uncached_tokens: int, max_new_tokens: int) -> None:
+        """Takes a request that was routed for the first time into the distribution of lengths."""
+        mean = self._meter.output_tokens
+        output = max_new_tokens if mean is None else min(mean, max_new_tokens)
+        self._allocation.note_prompt(uncached_tokens, output)
+
+    # --- every second ------------------------------------------------------------------------
+
+    def observe(
+        self, workers: Sequence[FleetWorker], demand: Demand, num_new: int, elapsed_s: float
+    ) -> None:
+        """Takes the loads of a cycle.
+
+        Args:
+            num_new: requests routed for the first time since the last cycle.
+            elapsed_s: since the last cycle.
+        """
+        self._meter.observe(workers, num_new, elapsed_s)
+        self._allocation.observe(self._waiting(workers, demand))
+
+    def adjust(self, workers: Sequence[FleetWorker], demand: Demand, elapsed_s: float) -> bool:
+        """Moves the threshold (PrfaaS 3.4.3 point 2); True if it is another now."""
+        far = [each for each in workers if each.info.cluster == self._remote]
+        near = [each for each in self._home(workers) if each.info.role is not Role.DECODE]
+        sent = sum(self._take_sent(each) for each in far)
+        if self._policy.offload is not Offload.ADAPTIVE or not far or not self._egress:
+            return False
+        state = LinkState(
+            min(sent / elapsed_s / self._egress, 1.0),
+            demand.remote / len(far),
+            demand.local / max(len(near), 1),
+        )
+        before = self.threshold
+        self.threshold = adjust_threshold(before, state)
+        return self.threshold.tokens != before.tokens
+
+    def _take_sent(self, worker: FleetWorker) -> int:
+        total = worker.load.sent_bytes_total
+        before = self._sent.get(worker.info.worker_id, total)
+        self._sent[worker.info.worker_id] = total
+        return max(total - before, 0)  # it restarted and counts anew
+
+    def role_cycles(
+        self, workers: Sequence[FleetWorker], demand: Demand, now: float
+    ) -> dict[str, tuple[RoleLoop, RoleCycle]]:
+        """FlowKV's cycle for every home cluster that has both sides, by its name."""
+        waiting = self._waiting(workers, demand)
+        movable = [w for w in self._home(workers) if w.info.role is not Role.HYBRID]
+        num_prefill = sum(each.info.role is Role.PREFILL for each in movable)
+        num_decode = len(movable) - num_prefill
+        share = Waiting(waiting.prefill / max(num_prefill, 1), waiting.decode / max(num_decode, 1))
+        clusters: dict[str, list[FleetWorker]] = {}
+        for worker in movable:
+            clusters.setdefault(worker.info.cluster, []).append(worker)
+        for name in self._roles.keys() - clusters.keys():
+            del self._roles[name]
+        cycles: dict[str, tuple[RoleLoop, RoleCycle]] = {}
+        for name, members in sorted(clusters.items()):
+            loop = self._roles.setdefault(name, RoleLoop())
+            readings = [read_worker(each.info, each.load, share) for each in members]
+            cycles[name] = (loop, loop.cycle(readings, now))
+        return cycles
+
+    def _waiting(self, workers: Sequence[FleetWorker], demand: Demand) -> Waiting:
+        loads = [each.load for each in self._home(workers)]
+        return split_waiting(demand.reserved, demand.unreserved, loads)
+
+    def _home(self, workers: Sequence[FleetWorker]) -> list[FleetWorker]:
+        return [
+            each for each in workers if each.info.cluster != self._remote and not each.load.draining
+        ]
+
+    # --- every few minutes -------------------------------------------------------------------
+
+    def question(self, workers: Sequence[FleetWorker]) -> AllocationQuestion | None:
+        """PrfaaS's slow scale; None while too little is known or a worker helps the other side."""
+        home = self._home(workers)
+        num_prefill = sum(each.info.role is Role.PREFILL for each in home)
+        queues = self._allocation.take_queues(num_prefill, len(home) - num_prefill)
+        serving = self._meter.serving
+        helping = any(loop.is_helping for loop in self._roles.values())
+        if serving is None or helping or not self._allocation.has_lengths:
+            return None
+        num_far = sum(each.info.cluster == self._remote for each in workers)
+        hardware = Hardware(num_far if self._egress else 0, len(home), self._egress)
+        return self._allocation.question(serving, hardware, self.threshold, num_prefill, queues)
+
+    def giver(self, to_role: Role | None, workers: Sequence[FleetWorker]) -> WorkerId | None:
+        """The quietest worker of the side that gives one; None if there is none to spare."""
+        movable = [each for each in self._home(workers) if each.info.role is not Role.HYBRID]
+        givers = [each for each in movable if to_role not in (None, each.info.role)]
+        if len(givers) < 2:  # the last one of a side stays
+            return None
+        return min(givers, key=lambda each: (_share(each), each.info.worker_id)).info.worker_id
+
+    def accept(self, found: Allocation, workers: Sequence[FleetWorker], *, moved: bool) -> None:
+        """Takes over the threshold of an evaluation, for the split that runs from now on.
+
+        Args:
+            moved: whether the worker that was to move was ordered to.
+        """
+        has_far = any(each.info.cluster == self._remote for each in workers)
+        if self._policy.offload is not Offload.ADAPTIVE or not has_far or not self._egress:
+            return
+        home = self._home(workers)
+        num_prefill = sum(each.info.role is Role.PREFILL for each in home)
+        if moved:
+            num_prefill += 1 if found.move.to_role is Role.PREFILL else -1
+        self.threshold = found.threshold(self.threshold, num_prefill)
+
+
+def _start(policy: Composition, configured: int) -> Threshold:
+    """Nothing is offloaded before lengths and speeds are known, unless a config says so."""
+    if policy.offload is Offload.ALL:
+        return Threshold(0.0, 0.0)
+    if policy.offload is Offload.NONE or not configured:
+        return Threshold(math.inf, math.inf)
+    return Threshold(float(configured), float(configured))
+
+
+def _share(worker: FleetWorker) -> float:
+    info, load = worker.info, worker.load
+    if info.role is Role.PREFILL:
+        return load.prefill_active / max(info.prefill_slots, 1)
+    return load.decode_running / max(info.decode_slots, 1)

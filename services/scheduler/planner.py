@@ -1,0 +1,258 @@
+"""Runs the loops above single requests: the threshold and roles each second, the split each few
+minutes. What they decide goes to the router, to the workers as orders, and to the decision log.
+
+Tests: tests/unit/scheduler/test_planner.py, tests/integration/test_planner.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import math
+from collections.abc import Callable, Hashable
+
+from kvmesh.core.clock import Clock
+from kvmesh.core.types import FleetWorker, Role, RouteCause, RoutePlan, RouteQuery, WorkerId
+from kvmesh.metadata.store import FleetStore, StoreUnavailableError
+from kvmesh.policy.composition import Composition, OffloadState
+from kvmesh.policy.control import CYCLE_S, Allocation
+from kvmesh.policy.role_switch import STEADY, ScaleSignal, Switch, scale_signal
+from kvmesh.telemetry.logs import event_logger
+from services.scheduler import metrics
+from services.scheduler.config import PlanningConfig
+from services.scheduler.decisions import DecisionLog
+from services.scheduler.demand import DemandBoard
+from services.scheduler.fleet import Fleet
+from services.scheduler.model_loops import ModelLoops
+
+LEASE = "planner"
+LEASE_TTL_S = 5.0
+ASKED_WITHIN_S = 30.0
+"""Only a scheduler that gateways ask knows what waits, so only such a one changes roles."""
+
+log = event_logger(__name__)
+
+GiveRole = Callable[[WorkerId, Role, str], bool]
+"""Orders a worker to take a role, with a reason for its log; False if it is not connected."""
+
+
+class RoleChanges(enum.Enum):
+    """What becomes of a decision to change a role."""
+
+    APPLY = "apply"
+    RECOMMEND = "recommend"
+    OFF = "off"
+
+
+class Planner:
+    """The loops of all models.
+
+    Args:
+        changes: what becomes of role changes.
+        store: where the planner's lease is, so that of several schedulers one changes roles;
+            None: this is the only one.
+        owner: this scheduler's name in the lease.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        policy: Composition,
+        config: PlanningConfig,
+        decisions: DecisionLog,
+        clock: Clock,
+        *,
+        changes: RoleChanges,
+        store: FleetStore | None = None,
+        owner: str = "",
+    ) -> None:
+        self._fleet = fleet
+        self._policy = policy
+        self._config = config
+        self._decisions = decisions
+        self._clock = clock
+        self._changes = changes
+        self._store = store
+        self._owner = owner
+        self._models: dict[str, ModelLoops] = {}
+        self._scale: dict[tuple[str, str], ScaleSignal] = {}
+        self._told: set[tuple[WorkerId, Role]] = set()
+        self._last_cycle = clock.now()
+        self._last_asked = -math.inf
+        self.demand = DemandBoard()
+        self.give_role: GiveRole = lambda _worker, _role, _reason: False
+        """Set by whoever is connected to the workers."""
+
+    # --- what routes read and tell -----------------------------------------------------------
+
+    def offload(self, model: str) -> OffloadState:
+        """The remote cluster and the threshold in force for a model."""
+        return self._loops(model).offload
+
+    def note_route(self, gateway: Hashable, query: RouteQuery, plan: RoutePlan | None) -> None:
+        """Takes a query and its plan into what the loops know."""
+        self._last_asked = self._clock.now()
+        is_new = self.demand.note_query(gateway, query, self._last_asked)
+        if plan is None:
+            return
+        remote = plan.cause in (RouteCause.LONG_PROMPT, RouteCause.LOCAL_DOWN)
+        self.demand.note_cluster(query.request_id, remote)
+        if is_new:
+            uncached = query.num_tokens - plan.prefill[0].cached_tokens
+            self._loops(query.model).note_prompt(uncached, query.max_new_tokens)
+
+    def _loops(self, model: str) -> ModelLoops:
+        if model not in self._models:
+            self._models[model] = ModelLoops(self._policy, self._config)
+        return self._models[model]
+
+    # --- the loops ---------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Both time scales, until cancelled."""
+        try:
+            async with asyncio.TaskGroup() as loops:
+                loops.create_task(self._run_fast())
+                loops.create_task(self._run_slow())
+        finally:
+            if self._store is not None:
+                with contextlib.suppress(StoreUnavailableError):
+                    await self._store.release_lease(LEASE, self._owner)
+
+    async def _run_fast(self) -> None:
+        while True:
+            await asyncio.sleep(CYCLE_S)
+            self.cycle(may_order=await self._may_order())
+
+    async def _run_slow(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.reallocate_s)
+            await self.reallocate(may_order=await self._may_order())
+
+    async def _may_order(self) -> bool:
+        if self._changes is not RoleChanges.APPLY:
+            return False
+        if self._store is None:
+            return True
+        if self._clock.now() - self._last_asked > ASKED_WITHIN_S:
+            return False
+        try:
+            return await self._store.acquire_lease(LEASE, self._owner, LEASE_TTL_S)
+        except StoreUnavailableError:
+            return False  # another one may hold it
+
+    def cycle(self, *, may_order: bool) -> None:
+        """One step of the fast scale."""
+        now = self._clock.now()
+        elapsed_s = max(now - self._last_cycle, 1e-3)
+        self._last_cycle = now
+        models = self._workers_by_model()
+        # Models without workers are forgotten with all that was learnt of them.
+        self._models = {name: loops for name, loops in self._models.items() if name in models}
+        for model, workers in models.items():
+            loops, demand = self._loops(model), self.demand.current(model, now)
+            loops.observe(workers, demand, self.demand.take_new(model), elapsed_s)
+            if loops.adjust(workers, demand, elapsed_s):
+                threshold = loops.threshold
+                self._decisions.add_fleet(
+                    "threshold", threshold.reason.name.lower(), model=model, tokens=threshold.tokens
+                )
+            metrics.THRESHOLD_TOKENS.labels(model).set(loops.threshold.tokens)
+            if self._policy.switch_roles and self._changes is not RoleChanges.OFF:
+                self._switch_roles(model, loops, workers, may_order=may_order)
+
+    def _switch_roles(
+        self, model: str, loops: ModelLoops, workers: list[FleetWorker], *, may_order: bool
+    ) -> None:
+        now = self._clock.now()
+        demand = self.demand.current(model, now)
+        wanted: set[tuple[WorkerId, Role]] = set()
+        for cluster, (loop, cycle) in loops.role_cycles(workers, demand, now).items():
+            metrics.LOAD_SCORE.labels(model, cluster, "prefill").set(cycle.fleet.prefill)
+            metrics.LOAD_SCORE.labels(model, cluster, "decode").set(cycle.fleet.decode)
+            for switch in cycle.switches:
+                wanted.add((switch.worker_id, switch.role))
+                if self._switch(switch, may_order=may_order):
+                    loop.carried_out(switch)
+            before = self._scale.get((model, cluster), STEADY)
+            signal = scale_signal(cycle.fleet, cycle.regime, before, now)
+            self._scale[model, cluster] = signal
+            self._note_scale(model, cluster, signal)
+        self._told &= wanted
+
+    def _switch(self, switch: Switch, *, may_order: bool) -> bool:
+        reason = switch.reason.name.lower()
+        applied = may_order and self.give_role(switch.worker_id, switch.role, switch.reason.value)
+        self._note_role("switch", reason, switch.worker_id, switch.role, applied=applied)
+        return applied
+
+    def _note_role(
+        self, kind: str, reason: str, worker_id: WorkerId, role: Role, *, applied: bool
+    ) -> None:
+        """Logs and counts a role change; one that is recommended again and again, once."""
+        if not applied and (worker_id, role) in self._told:
+            return
+        if not applied:
+            self._told.add((worker_id, role))
+        outcome = "applied" if applied else "recommended"
+        metrics.ROLE_CHANGES.labels(kind, reason, outcome).inc()
+        self._decisions.add_fleet(
+            kind, reason, worker_id=worker_id, role=role.value, outcome=outcome
+        )
+        log.info(
+            "role_change",
+            kind=kind,
+            worker_id=worker_id,
+            role=role.value,
+            outcome=outcome,
+            reason=reason,
+        )
+
+    def _note_scale(self, model: str, cluster: str, signal: ScaleSignal) -> None:
+        if signal.step == 0 or signal.role is None:
+            return
+        metrics.SCALE_STEPS.labels(model, cluster, signal.role.value, str(signal.step)).inc()
+        self._decisions.add_fleet(
+            "scale",
+            signal.reason.name.lower(),
+            model=model,
+            cluster=cluster,
+            role=signal.role.value,
+            step=signal.step,
+        )
+
+    async def reallocate(self, *, may_order: bool) -> None:
+        """One step of the slow scale."""
+        if not self._policy.reallocate or self._changes is RoleChanges.OFF:
+            return
+        for model, workers in self._workers_by_model().items():
+            loops = self._loops(model)
+            question = loops.question(workers)
+            if question is None:
+                continue
+            # In a thread: with many workers the search takes longer than a route may wait.
+            found = await asyncio.to_thread(question.answer)
+            self._reallocate(model, loops, found, may_order=may_order)
+
+    def _reallocate(
+        self, model: str, loops: ModelLoops, found: Allocation, *, may_order: bool
+    ) -> None:
+        workers = self._workers_by_model().get(model, [])
+        move, role = found.move, found.move.to_role
+        giver, moved = loops.giver(role, workers), False
+        if giver is None or role is None:
+            self._decisions.add_fleet(
+                "reallocation", move.reason.name.lower(), model=model, gain=round(move.gain, 4)
+            )
+        else:
+            moved = may_order and self.give_role(giver, role, move.reason.value)
+            reason = move.reason.name.lower()
+            self._note_role("reallocation", reason, giver, role, applied=moved)
+        loops.accept(found, workers, moved=moved)
+
+    def _workers_by_model(self) -> dict[str, list[FleetWorker]]:
+        models: dict[str, list[FleetWorker]] = {}
+        for worker in self._fleet.workers():
+            models.setdefault(worker.info.model, []).append(worker)
+        return models

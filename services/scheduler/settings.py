@@ -1,0 +1,56 @@
+"""What the configuration chooses, checked. Tests: tests/unit/scheduler/test_settings.py."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from kvmesh.core.errors import ConfigError
+from kvmesh.core.types import Placement
+from kvmesh.policy.composition import COMPOSITIONS, Composition
+from services.scheduler.config import PlanningConfig, RoutingConfig, SchedulerConfig
+from services.scheduler.planner import RoleChanges
+from services.scheduler.router import RouterSettings
+
+
+def router_settings(config: SchedulerConfig) -> RouterSettings:
+    """How plans are made.
+
+    Raises:
+        ConfigError: a word or number makes no sense.
+    """
+    routing = config.routing
+    placements = {placement.value: placement for placement in Placement}
+    if routing.placement not in placements:
+        raise ConfigError(
+            f"routing.placement {routing.placement!r}: choose one of {', '.join(placements)}"
+        )
+    return RouterSettings(
+        _policy(routing), placements[routing.placement], config.kvmanager.timeout_s
+    )
+
+
+def role_changes(planning: PlanningConfig) -> RoleChanges:
+    """What becomes of role changes.
+
+    Raises:
+        ConfigError: a word or number makes no sense.
+    """
+    words = {change.value: change for change in RoleChanges}
+    if planning.roles not in words:
+        raise ConfigError(f"planning.roles {planning.roles!r}: choose one of {', '.join(words)}")
+    if planning.reallocate_s <= 0:
+        raise ConfigError("planning.reallocate_s is a time above 0")
+    return words[planning.roles]
+
+
+def _policy(routing: RoutingConfig) -> Composition:
+    if routing.policy not in COMPOSITIONS:
+        known = ", ".join(COMPOSITIONS)
+        raise ConfigError(f"routing.policy {routing.policy!r}: choose one of {known}")
+    if routing.aggregate_tokens < 0:
+        raise ConfigError("routing.aggregate_tokens is a number of tokens, not below 0")
+    policy = COMPOSITIONS[routing.policy]
+    if not policy.route.aggregate_tokens:
+        return policy  # a baseline that keeps prompts away from decode workers
+    route = dataclasses.replace(policy.route, aggregate_tokens=routing.aggregate_tokens)
+    return dataclasses.replace(policy, route=route)

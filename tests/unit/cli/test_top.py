@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import dataclasses
+import io
+
+import pytest
+from rich.console import Console
+
+from kvmesh.cli.top import Frame, as_json, bar, gateway_rates, gateway_totals, picture
+from kvmesh.console.sampler import WorkerRates
+from kvmesh.core.types import FinishReason, Role, WorkerDetail
+from services.gateway.metrics import GatewayMetrics
+from tests.unit.console.examples import fleet_worker
+
+
+def exposition(metrics: GatewayMetrics) -> str:
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    registry = CollectorRegistry()
+    registry.register(metrics)
+    return generate_latest(registry).decode()
+
+
+def test_the_gateway_s_own_metrics_are_understood() -> None:
+    metrics = GatewayMetrics("m")
+    before = gateway_totals(exposition(metrics))
+    metrics.requests_open.inc()
+    metrics.ttft_s.observe(0.25)
+    metrics.generation_tokens.inc(40)
+    metrics.refused("busy", "prefill")
+    metrics.refused("no_slots", "decode")
+    metrics.finished(FinishReason.STOP)
+    rates = gateway_rates(before, gateway_totals(exposition(metrics)), 2.0)
+    assert (rates.requests_open, rates.finished_s, rates.tokens_s) == (1, 0.5, 20.0)
+    assert (rates.refusals_s, rates.ttft_s) == (1.0, 0.25)
+
+
+def test_no_time_and_no_request_are_no_error() -> None:
+    nothing = gateway_totals("")
+    rates = gateway_rates(nothing, nothing, 0.0)
+    assert (rates.finished_s, rates.ttft_s) == (0.0, None)
+
+
+def shown(frame: Frame) -> str:
+    console = Console(file=io.StringIO(), width=140)
+    console.print(picture(frame))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_a_picture_names_what_is_wrong() -> None:
+    cordoned = dataclasses.replace(
+        fleet_worker("d0", Role.DECODE, draining=True), detail=WorkerDetail(cordoned=True)
+    )
+    text = shown(Frame((fleet_worker("p0"), cordoned), {}, None, fresh=False))
+    assert "gateway does not answer" in text
+    assert "no scheduler" in text
+    assert "cordoned" in text
+    assert "p0" in text
+
+
+def test_json_has_the_same() -> None:
+    rates = WorkerRates(10.0, 2.0, 0.5)
+    row = as_json(Frame((fleet_worker("p0"),), {"p0": rates}, None, fresh=True))["workers"][0]
+    assert (row["worker_id"], row["prefill_tokens_s"], row["hit_share"]) == ("p0", 10.0, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("used", "cached", "drawn"),
+    [
+        (0.0, 0.0, "·" * 20),
+        (0.5, 0.25, "█" * 10 + "▒" * 5 + "·" * 5),
+        (0.99, 0.5, "█" * 20),
+        (1.0, 0.0, "█" * 20),
+    ],
+)
+def test_a_bar_is_always_whole(used: float, cached: float, drawn: str) -> None:
+    assert bar(used, cached).plain == drawn

@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import pytest
+
+from kvmesh.core.types import Role, WorkerLoad
+from kvmesh.policy.control import (
+    MIN_LENGTHS,
+    AllocationLoop,
+    RoleLoop,
+    Waiting,
+    WorkerReading,
+    read_worker,
+    split_waiting,
+)
+from kvmesh.policy.curves import Quadratic
+from kvmesh.policy.load_score import Regime
+from kvmesh.policy.offload import Threshold
+from kvmesh.policy.prfaas import Hardware, ServingProfile
+from kvmesh.policy.reallocation import ReallocationReason
+from kvmesh.policy.role_switch import SwitchReason
+from tests.unit.policy.fleet_examples import worker_info
+
+IDLE = WorkerLoad(blocks_free=512)
+FULL_PREFILL = WorkerLoad(prefill_active=4, blocks_free=256, budget_used=1.0, compute_used=1.0)
+
+
+class TestWaiting:
+    def test_who_has_a_reservation_waits_for_prefill(self) -> None:
+        assert split_waiting(3, 0, [IDLE]) == Waiting(3, 0)
+
+    def test_the_rest_waits_for_what_fills_the_slots(self) -> None:
+        loads = [WorkerLoad(decode_running=3, decode_reserved=1)]
+        assert split_waiting(0, 8, loads) == Waiting(2, 6)
+        assert split_waiting(0, 8, []) == Waiting(0, 8)
+
+
+def test_the_twelve_indicators_come_from_the_report() -> None:
+    load = WorkerLoad(
+        prefill_active=3,
+        prefill_sending=1,
+        decode_running=5,
+        decode_reserved=2,
+        decode_preempted=1,
+        blocks_free=128,
+        budget_used=0.5,
+        compute_used=0.25,
+        memory_bandwidth_used=0.75,
+    )
+    state = read_worker(worker_info("p"), load, Waiting(7, 9)).state
+    assert (state.prefill.running, state.prefill.waiting, state.prefill.sending) == (2, 7, 1)
+    decode = state.decode
+    assert (decode.running, decode.waiting, decode.swapped, decode.sending) == (5, 0, 1, 2)
+    assert (state.budget_used, state.compute_used) == (0.5, 0.25)
+    assert (state.blocks_used, state.memory_bandwidth_used) == (0.75, 0.75)
+    state = read_worker(worker_info("d", Role.DECODE), load, Waiting(7, 9)).state
+    assert (state.prefill.waiting, state.decode.waiting) == (0, 9)
+
+
+class TestRoles:
+    @staticmethod
+    def readings(
+        helper: Role = Role.DECODE, load: WorkerLoad = FULL_PREFILL
+    ) -> list[WorkerReading]:
+        """Two prefill workers under `load`, two idle decode workers; the first may help."""
+        away = read_worker(worker_info("d0", helper), IDLE, Waiting(0, 0))
+        home = read_worker(worker_info("d1", Role.DECODE), IDLE, Waiting(0, 0))
+        busy = [read_worker(worker_info(f"p{n}"), load, Waiting(4, 0)) for n in range(2)]
+        return [away, home, *busy]
+
+    def test_an_idle_worker_helps_and_is_called_back(self) -> None:
+        loop = RoleLoop()
+        cycle = loop.cycle(self.readings(), 0.0)
+        assert cycle.regime is not Regime.NORMAL
+        (switch,) = cycle.switches
+        assert (switch.worker_id, switch.role) == ("d0", Role.PREFILL)
+        loop.carried_out(switch)
+        assert loop.is_helping
+        quiet = [
+            read_worker(worker_info(n, r), IDLE, Waiting(0, 0))
+            for n, r in (("d0", Role.PREFILL), ("d1", Role.DECODE), ("p0", Role.PREFILL))
+        ]
+        (back,) = loop.cycle(quiet, 10.0).switches
+        assert (back.worker_id, back.role, back.cycles) == ("d0", Role.DECODE, 0)
+        assert back.reason is SwitchReason.NO_LONGER_NEEDED
+        loop.carried_out(back)
+        assert not loop.is_helping
+
+    def test_who_was_not_told_is_asked_for_again(self) -> None:
+        loop = RoleLoop()
+        assert (
+            loop.cycle(self.readings(), 0.0).switches == loop.cycle(self.readings(), 1.0).switches
+        )
+
+    def test_a_helper_that_somebody_else_moved_helps_no_more(self) -> None:
+        loop = RoleLoop()
+        (switch,) = loop.cycle(self.readings(), 0.0).switches
+        loop.carried_out(switch)
+        loop.cycle(self.readings(helper=Role.HYBRID), 1.0)
+        assert not loop.is_helping
+
+
+class TestAllocation:
+    SERVING = ServingProfile(
+        remote_prefill_s=Quadratic(0.0, 1e-4),
+        local_prefill_s=Quadratic(0.0, 1e-3),
+        kv_bytes=Quadratic(0.0, 1e3),
+        decode_batch=8,
+        decode_step_s=0.01,
+        output_tokens=1.0,
+    )
+
+    def loop(self, length: int = 1000, output: float = 10.0) -> AllocationLoop:
+        made = AllocationLoop()
+        for _ in range(MIN_LENGTHS):
+            made.note_prompt(length, output)
+        return made
+
+    def test_needs_prompts(self) -> None:
+        loop = AllocationLoop()
+        loop.note_prompt(5, 5)
+        assert not loop.has_lengths
+        assert self.loop().has_lengths
+
+    def test_moves_towards_what_waits(self) -> None:
+        """A second of prefill and an eightieth of decode: two of six are too few for prefill."""
+        loop = self.loop()
+        loop.observe(Waiting(6, 0))
+        queues = loop.take_queues(2, 4)
+        assert queues.prefill == pytest.approx(3)
+        question = loop.question(
+            self.SERVING, Hardware(0, 6, 0.0), Threshold(float("inf"), float("inf")), 2, queues
+        )
+        move = question.answer().move
+        assert (move.to_role, move.reason) == (Role.PREFILL, ReallocationReason.PREFILL_BOTTLENECK)
+
+    def test_threshold_keeps_its_lift(self) -> None:
+        loop = self.loop()
+        queues = loop.take_queues(2, 4)
+        before = Threshold(500.0, 1000.0)
+        found = loop.question(self.SERVING, Hardware(2, 6, 1e9), before, 2, queues).answer()
+        after = found.threshold(before, 2)
+        assert after.tokens == pytest.approx(2 * after.base_tokens)

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvmesh.policy.fair_share import MAX_HEADS, MIN_HEADS, Claim, FairQueue
+
+
+def serve(queue: FairQueue, count: int) -> list[str]:
+    """Names placed one after the other, always the first head."""
+    order = []
+    for _ in range(count):
+        name = str(queue.heads()[0])
+        queue.placed(name)
+        order.append(name)
+    return order
+
+
+def filled(**claims: tuple[int, Claim]) -> FairQueue:
+    queue = FairQueue()
+    for prefix, (count, claim) in claims.items():
+        for number in range(count):
+            queue.add(f"{prefix}{number}", claim)
+    return queue
+
+
+def shares(order: list[str]) -> Counter[str]:
+    return Counter(name[0] for name in order)
+
+
+def test_a_flood_of_one_tenant_does_not_hold_up_another() -> None:
+    queue = filled(a=(500, Claim("a", 100)))
+    serve(queue, 50)
+    for number in range(3):
+        queue.add(f"b{number}", Claim("b", 100))
+    assert shares(serve(queue, 6)) == {"a": 3, "b": 3}
+
+
+def test_one_tenant_alone_is_served_in_order_of_arrival() -> None:
+    queue = filled(a=(5, Claim("a", 7)))
+    assert serve(queue, 5) == ["a0", "a1", "a2", "a3", "a4"]
+    assert len(queue) == 0
+    assert queue.heads() == []
+
+
+def test_shares_follow_weights() -> None:
+    queue = filled(a=(100, Claim("a", 10, weight=3.0)), b=(100, Claim("b", 10, weight=1.0)))
+    assert shares(serve(queue, 80)) == {"a": 60, "b": 20}
+
+
+def test_shares_are_of_tokens_not_of_requests() -> None:
+    queue = filled(a=(100, Claim("a", 300)), b=(100, Claim("b", 100)))
+    assert shares(serve(queue, 80)) == {"a": 20, "b": 60}
+
+
+def test_rest_is_not_saved_up() -> None:
+    queue = filled(a=(100, Claim("a", 10)))
+    serve(queue, 60)  # b was away
+    for number in range(40):
+        queue.add(f"b{number}", Claim("b", 10))
+    assert shares(serve(queue, 20)) == {"a": 10, "b": 10}
+
+
+def test_a_higher_priority_goes_first_whatever_the_shares_are() -> None:
+    queue = filled(a=(5, Claim("a", 1, weight=100)), b=(2, Claim("b", 9, priority=1)))
+    assert shares(serve(queue, 2)) == {"b": 2}
+
+
+def test_rank_orders_within_a_tenant_only() -> None:
+    queue = filled(a=(2, Claim("a", 10, rank=5)), b=(1, Claim("b", 10, rank=0)))
+    queue.add("a9", Claim("a", 10, rank=-1))
+    order = serve(queue, 4)
+    assert [name for name in order if name[0] == "a"] == ["a9", "a0", "a1"]
+    assert order.index("b0") <= 1
+
+
+def test_leaving_without_a_worker_costs_nothing() -> None:
+    queue = filled(a=(20, Claim("a", 10)), b=(10, Claim("b", 10)))
+    for number in range(10):
+        queue.left(f"a{number}")
+    assert shares(serve(queue, 10)) == {"a": 5, "b": 5}
+
+
+def test_the_number_of_heads_adapts_within_its_bounds() -> None:
+    queue = filled(a=(400, Claim("a", 1)))
+    assert len(queue.heads()) == MIN_HEADS
+    serve(queue, 100)
+    assert len(queue.heads()) == MAX_HEADS
+    for _ in range(100):
+        queue.missed()
+    assert len(queue.heads()) == MIN_HEADS
+
+
+@given(st.lists(st.tuples(st.sampled_from("apl"), st.integers(0, 3), st.integers(1, 50))))
+def test_somebody_always_has_a_turn_and_all_leave(steps: list[tuple[str, int, int]]) -> None:
+    queue, names = FairQueue(), 0
+    waiting: list[str] = []
+    for action, tenant, cost in steps:
+        if action == "a":
+            names += 1
+            waiting.append(f"r{names}")
+            queue.add(waiting[-1], Claim(f"t{tenant}", cost, 1 + tenant, tenant % 2, cost % 3))
+        elif waiting:
+            name = str(queue.heads()[0]) if action == "p" else waiting[tenant % len(waiting)]
+            (queue.placed if action == "p" else queue.left)(name)
+            waiting.remove(name)
+        heads = queue.heads()
+        assert bool(heads) == bool(waiting)
+        assert len(set(heads)) == len(heads)
+        assert set(heads) <= set(waiting)
+    for name in waiting:
+        queue.left(name)
+    assert len(queue) == 0
+
+
+def test_a_name_waits_once() -> None:
+    queue = filled(a=(1, Claim("a", 1)))
+    with pytest.raises(AssertionError):
+        queue.add("a0", Claim("a", 1))

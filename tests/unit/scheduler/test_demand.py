@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+from kvmesh.core.types import RequestId
+from services.scheduler.demand import STALE_S, Demand, DemandBoard
+from tests.unit.policy.fleet_examples import query
+
+
+def test_last_word_of_every_gateway_counts_for_its_model() -> None:
+    board = DemandBoard()
+    board.note_query("g1", query(waiting=9, waiting_reserved=9), 0.0)
+    board.note_query("g1", query(waiting=5, waiting_reserved=2), 0.1)
+    board.note_query("g2", query(waiting=1, waiting_reserved=1), 0.1)
+    board.note_query("g3", query(waiting=7, model="other"), 0.1)
+    demand = board.current("m", 0.2)
+    assert (demand.reserved, demand.unreserved) == (3, 3)
+    board.forget("g2")
+    assert board.current("m", 0.2).reserved == 2
+
+
+def test_what_was_told_long_ago_is_over() -> None:
+    board = DemandBoard()
+    board.note_query("g", query(waiting=5), 0.0)
+    assert board.current("m", STALE_S) == Demand(0, 0, 0, 0)
+
+
+def test_who_asks_again_waits_for_the_cluster_that_was_chosen() -> None:
+    board = DemandBoard()
+    for name, remote in (("a", True), ("b", False), ("c", False)):
+        assert board.note_query("g", query(request_id=RequestId(name)), 0.0)
+        board.note_cluster(RequestId(name), remote)
+    assert board.take_new("m") == 3
+    assert board.take_new("m") == 0
+    assert (board.current("m", 0.1).remote, board.current("m", 0.1).local) == (0, 0)
+    assert not board.note_query("g", query(request_id=RequestId("a")), 0.3)
+    assert not board.note_query("g", query(request_id=RequestId("b")), 0.3)
+    demand = board.current("m", 0.4)
+    assert (demand.remote, demand.local) == (1, 1)

@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from kvmesh.core.types import (
+    RequestId,
+    Role,
+    RoutePlan,
+    WorkerInfo,
+    WorkerLoad,
+)
+from kvmesh.metadata.memory_store import MemoryFleetStore
+from kvmesh.policy.control import MIN_LENGTHS
+from services.scheduler.config import PlanningConfig
+from services.scheduler.fleet import Membership
+from services.scheduler.planner import ASKED_WITHIN_S, Planner, RoleChanges
+from tests.unit.policy.fleet_examples import query, worker_info
+from tests.unit.scheduler.parts import Parts
+
+IDLE = {"blocks_free": 512}
+BUSY = {"prefill_active": 4, "blocks_free": 256, "budget_used": 1.0, "compute_used": 1.0}
+DECODES = {"decode_running": 2, "memory_bandwidth_used": 0.4}
+TOTALS = ("prefill_tokens_total", "decode_tokens_total")
+OFFLOAD = PlanningConfig(remote_cluster="west", egress_mb_s=1.0, threshold_tokens=1000)
+
+
+class Mesh(Parts):
+    """Workers that report what they are told to."""
+
+    members: dict[str, Membership]
+
+    def join(self, *infos: WorkerInfo) -> None:
+        self.members = getattr(self, "members", {})
+        for info in infos:
+            joined = self.fleet.register(info, self.clock.now())
+            assert isinstance(joined, Membership)
+            self.members[info.worker_id] = joined
+            self.report(info.worker_id, **IDLE)
+
+    def report(self, name: str, **load: float) -> None:
+        told = WorkerLoad(**load)  # type: ignore[arg-type]
+        assert self.fleet.report(self.members[name], told, self.clock.now())
+
+    async def second(self) -> None:
+        self.clock.advance(1.0)
+        self.planner.cycle(may_order=True)
+
+    async def route(self, name: str, num_tokens: int = 320, **changes: int) -> RoutePlan:
+        asked = query(num_tokens, request_id=RequestId(name), **changes)
+        plan = await self.router.route(asked, "", "gateway")
+        assert isinstance(plan, RoutePlan)
+        return plan
+
+    def fleet_log(self, kind: str) -> list[dict[str, object]]:
+        return [each for each in self.decisions.as_json()["fleet"] if each["kind"] == kind]
+
+
+def pairs(**changes: object) -> Mesh:
+    mesh = Mesh(**changes)  # type: ignore[arg-type]
+    mesh.join(*(worker_info(f"p{n}") for n in range(2)))
+    mesh.join(*(worker_info(f"d{n}", Role.DECODE) for n in range(2)))
+    return mesh
+
+
+async def overload(mesh: Mesh, *, may_order: bool = True) -> None:
+    """Three seconds in which both prefill workers are full and six requests wait."""
+    for _ in range(3):
+        mesh.clock.advance(1.0)
+        for name in ("p0", "p1"):
+            mesh.report(name, **BUSY)
+        await mesh.route("waits", waiting=6, waiting_reserved=6)
+        mesh.planner.cycle(may_order=may_order)
+
+
+class TestRoles:
+    async def test_an_idle_decode_worker_is_ordered_to_help(self) -> None:
+        mesh = pairs()
+        await mesh.second()
+        assert mesh.orders == []
+        await overload(mesh)
+        assert mesh.orders[0] == ("d0", "prefill")
+        entry = mesh.fleet_log("switch")[-1]
+        assert (entry["reason"], entry["outcome"]) == ("helps_prefill", "applied")
+        assert entry["worker_id"] == "d0"
+
+    async def test_recommended_once_and_not_carried_out(self) -> None:
+        mesh = pairs(changes=RoleChanges.RECOMMEND)
+        await overload(mesh, may_order=False)
+        assert mesh.orders == []
+        (entry,) = mesh.fleet_log("switch")
+        assert entry["outcome"] == "recommended"
+
+    async def test_off_decides_nothing(self) -> None:
+        mesh = pairs(changes=RoleChanges.OFF)
+        await overload(mesh)
+        assert mesh.fleet_log("switch") == []
+
+    async def test_policy_without_switches_decides_nothing(self) -> None:
+        mesh = pairs(policy="cache_load")
+        await overload(mesh)
+        assert mesh.orders == []
+
+
+class TestThreshold:
+    @staticmethod
+    def mesh() -> Mesh:
+        made = Mesh(planning=OFFLOAD, changes=RoleChanges.OFF)
+        made.join(worker_info("far", cluster="west"), worker_info("p"))
+        made.join(worker_info("d", Role.DECODE))
+        return made
+
+    async def test_long_prompts_go_to_the_remote_cluster(self) -> None:
+        mesh = self.mesh()
+        assert (await mesh.route("long", 1600)).prefill[0].worker_id == "far"
+        assert (await mesh.route("short", 800)).prefill[0].worker_id == "p"
+
+    async def test_full_link_raises_it_and_it_returns(self) -> None:
+        mesh, sent = self.mesh(), 0
+        await mesh.second()
+        for _ in range(3):
+            sent += 990_000
+            mesh.report("far", sent_bytes_total=sent, **IDLE)
+            await mesh.second()
+        raised = mesh.planner.offload("m").threshold_tokens
+        assert raised == pytest.approx(1000 * 1.15**3)
+        assert [each["reason"] for each in mesh.fleet_log("threshold")] == ["link_full"] * 3
+        for _ in range(40):
+            await mesh.second()
+        assert mesh.planner.offload("m").threshold_tokens == 1000
+
+    async def test_requests_that_wait_for_the_remote_cluster_raise_it(self) -> None:
+        mesh = self.mesh()
+        for _ in range(2):
+            for name in ("a", "b", "c"):
+                await mesh.route(name, 1600)
+        await mesh.second()
+        # The clock stood still for the routes and moved a second: too long ago.
+        assert mesh.planner.offload("m").threshold_tokens == 1000
+        for _ in range(2):
+            for name in ("a", "b", "c"):
+                await mesh.route(name, 1600)
+        mesh.planner.cycle(may_order=False)
+        assert mesh.planner.offload("m").threshold_tokens > 1000
+        assert mesh.fleet_log("threshold")[0]["reason"] == "remote_surge"
+
+    async def test_none_without_a_remote_cluster(self) -> None:
+        assert math.isinf(pairs().planner.offload("m").threshold_tokens)
+
+    async def test_ends(self) -> None:
+        for policy, tokens in (("all_remote", 0.0), ("all_local", math.inf)):
+            mesh = Mesh(planning=OFFLOAD, policy=policy)
+            assert mesh.planner.offload("m").threshold_tokens == tokens
+
+
+class TestReallocation:
+    async def work(self, mesh: Mesh) -> None:
+        """Prompts of a thousand tokens that take a second, answers that take next to nothing."""
+        for number in range(MIN_LENGTHS):
+            await mesh.route(f"r{number}", 1000, max_new_tokens=2)
+        for second in range(1, 11):
+            for name in ("p0", "p1"):
+                computed = 1000 * second
+                mesh.report(name, prefill_tokens_total=computed, compute_used=1.0, **IDLE)
+            total = 80 * second
+            for name in ("d0", "d1", "d2", "d3"):
+                mesh.report(name, **IDLE, **{**DECODES, **dict.fromkeys(TOTALS, total)})
+            mesh.clock.advance(0.9)
+            await mesh.route(f"w{second}", 1000, waiting=4, waiting_reserved=4)
+            mesh.clock.advance(0.1)
+            mesh.planner.cycle(may_order=False)
+
+    async def test_the_split_follows_lengths_and_queues(self) -> None:
+        mesh = pairs(policy="prfaas")
+        mesh.join(*(worker_info(f"d{n}", Role.DECODE) for n in (2, 3)))
+        await mesh.planner.reallocate(may_order=True)
+        assert mesh.orders == [], "nothing is known yet"
+        await self.work(mesh)
+        await mesh.planner.reallocate(may_order=True)
+        assert mesh.orders == [("d0", "prefill")]
+        (entry,) = mesh.fleet_log("reallocation")
+        assert (entry["reason"], entry["outcome"]) == ("prefill_bottleneck", "applied")
+
+
+async def test_of_several_schedulers_the_one_that_is_asked_may_order() -> None:
+    store_clock = Parts().clock
+    store = MemoryFleetStore(store_clock)
+    meshes = [pairs() for _ in range(2)]
+    planners = [
+        Planner(
+            mesh.fleet,
+            mesh.router._settings.policy,
+            PlanningConfig(),
+            mesh.decisions,
+            mesh.clock,
+            changes=RoleChanges.APPLY,
+            store=store,
+            owner=f"scheduler-{number}",
+        )
+        for number, mesh in enumerate(meshes)
+    ]
+    assert [await each._may_order() for each in planners] == [False, False]
+    planners[1].note_route("gateway", query(), None)
+    assert [await each._may_order() for each in planners] == [False, True]
+    planners[0].note_route("gateway", query(), None)
+    assert not await planners[0]._may_order(), "the other one holds the lease"
+    meshes[1].clock.advance(ASKED_WITHIN_S + 1)
+    store_clock.advance(ASKED_WITHIN_S + 1)
+    assert [await each._may_order() for each in planners] == [True, False]

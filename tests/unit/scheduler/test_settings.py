@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import pytest
+
+from kvmesh.core.errors import ConfigError
+from services.scheduler.config import PlanningConfig, RoutingConfig, SchedulerConfig
+from services.scheduler.planner import RoleChanges
+from services.scheduler.settings import role_changes, router_settings
+
+
+def policy_of(**changes: object) -> object:
+    routing = RoutingConfig(**changes)  # type: ignore[arg-type]
+    return router_settings(SchedulerConfig(routing=routing)).policy.route
+
+
+def test_tokens_for_aggregation_are_the_config_s_where_the_policy_has_the_rule() -> None:
+    assert policy_of(aggregate_tokens=99).aggregate_tokens == 99  # type: ignore[attr-defined]
+    kept = policy_of(policy="cache_load", aggregate_tokens=99)
+    assert kept.aggregate_tokens == 0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "routing",
+    [
+        RoutingConfig(policy="best"),
+        RoutingConfig(placement="here"),
+        RoutingConfig(aggregate_tokens=-1),
+    ],
+)
+def test_wrong_routing_is_named(routing: RoutingConfig) -> None:
+    with pytest.raises(ConfigError, match=r"routing\."):
+        router_settings(SchedulerConfig(routing=routing))
+
+
+def test_role_changes() -> None:
+    assert role_changes(PlanningConfig(roles="recommend")) is RoleChanges.RECOMMEND
+    for wrong in (PlanningConfig(roles="maybe"), PlanningConfig(reallocate_s=0.0)):
+        with pytest.raises(ConfigError, match=r"planning\."):
+            role_changes(wrong)
