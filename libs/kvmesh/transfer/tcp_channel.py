@@ -127,8 +127,7 @@ class TcpChannel:
         """See `SendChannel.put`."""
         block_bytes = self._identity.layout.block_bytes if part is None else part.size
         total = sum(run.count for run in runs) * block_bytes
-        piece = total // (self._options.lanes * _DEPTH)
-        piece = min(max(piece, MIN_PIECE_BYTES), MAX_PIECE_BYTES)
+        piece = self._piece_bytes(total)
         pieces = split_runs(runs, max(1, piece // block_bytes), MAX_RUNS)
         progress = _Progress()
 
@@ -203,6 +202,17 @@ class TcpChannel:
             if not others:
                 raise
             return min(others, key=lambda lane: lane.unanswered_bytes)
+
+    def _piece_bytes(self, total: int) -> int:
+        """Payload of one PUT: few answers, but several of them within the stall time.
+
+        What a slow link has buffered is no progress that the sender sees.
+        """
+        even = total // (self._options.lanes * _DEPTH)
+        goodput = self._meter.goodput_bytes_s
+        patience_s = self._options.lane.stall_timeout_s / (4 * self._options.lanes * _DEPTH)
+        most = min(MAX_PIECE_BYTES, int(goodput * patience_s))
+        return max(min(even, most), MIN_PIECE_BYTES)
 
     def _load(self, index: int) -> int:
         lane = self._lanes[index]
