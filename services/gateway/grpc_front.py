@@ -7,39 +7,32 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
 
-from kvmesh.core.errors import InvalidRequestError, KvMeshError, ProtocolError, RefusedError
-from kvmesh.core.types import Placement, RefusalReason, SamplingParams
+from kvmesh.core.errors import InvalidRequestError, KvMeshError, RefusedError
+from kvmesh.core.types import RefusalReason
 from kvmesh.rpc.convert import (
     finish_reason_to_proto,
-    placement_from_proto,
+    placement_to_proto,
     usage_to_proto,
 )
-from kvmesh.rpc.convert_sampling import sampling_params_from_proto, token_logprobs_to_proto
+from kvmesh.rpc.convert_sampling import token_logprobs_to_proto
 from kvmesh.v1.inference_service_pb2 import (
     GenerateRequest,
     GenerateResponse,
     ListModelsRequest,
     ListModelsResponse,
     Model,
+    PlacedAt,
 )
 from kvmesh.v1.inference_service_pb2_grpc import InferenceServiceServicer
 from services.gateway.admission import Ticket
 from services.gateway.errors import QUOTA_HEADER, REFUSAL_HEADER, QuotaError, StageRefusedError
 from services.gateway.frontend import Caller, Choice, Frontend, clean_request_id, usage_of
-from services.gateway.openai import (
-    ApiCall,
-    ChatPrompt,
-    Endpoint,
-    Prompt,
-    TextPrompt,
-    TokenPrompt,
-    check_stop,
-)
+from services.gateway.grpc_call import call_from_proto, placement_of
+from services.gateway.mesh import Placed
 
 ServerContext: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
@@ -84,7 +77,7 @@ class InferenceServicer(InferenceServiceServicer):
         caller = Caller(
             request_id=request_id,
             scenario=request.scenario,
-            placement=_placement(request),
+            placement=placement_of(request),
             ttft_ms=request.ttft_deadline_ms,
             traceparent=metadata.get("traceparent", ""),
             ticket=ticket,
@@ -103,12 +96,23 @@ class InferenceServicer(InferenceServiceServicer):
                     token_ids=delta.token_ids,
                     logprobs=[token_logprobs_to_proto(entry) for entry in delta.logprobs],
                     finish_reason=finish_reason_to_proto(delta.finish_reason),
+                    prompt_logprobs=map(token_logprobs_to_proto, delta.prompt_logprobs),
+                    placed=placed_to_proto(delta.placed),
                 )
                 if delta.finish_reason is not None:
                     num_prompt = len(choice.request.prompt_ids)
                     usage = usage_of(num_prompt, num_tokens, delta.cached_tokens)
                     response.usage.CopyFrom(usage_to_proto(usage))
                 yield response
+
+
+def placed_to_proto(placed: Placed) -> PlacedAt:
+    """Where a request runs, as a message."""
+    return PlacedAt(
+        placement=placement_to_proto(placed.placement),
+        prefill_worker=placed.prefill_worker,
+        decode_worker=placed.decode_worker,
+    )
 
 
 def _metadata(context: ServerContext) -> dict[str, str]:
@@ -145,90 +149,3 @@ def trailing_metadata(error: KvMeshError) -> tuple[tuple[str, str], ...]:
     if isinstance(error, InvalidRequestError) and error.param:
         return (("kvmesh-param", error.param),)
     return ()
-
-
-def call_from_proto(request: GenerateRequest, max_stop: int) -> ApiCall:
-    """A checked call from a message.
-
-    In `sampling`, fields for which 0 makes no sense take their default when they are 0:
-    top_p, repetition_penalty, max_tokens (what the context leaves) and seed (a random one).
-
-    Raises:
-        InvalidRequestError: names the field and what is allowed.
-    """
-    sampling = SamplingParams()
-    seed: int | None = None
-    max_tokens: int | None = None
-    if request.HasField("sampling"):
-        given = sampling_params_from_proto(request.sampling)
-        seed, max_tokens = given.seed or None, given.max_tokens or None
-        sampling = replace(
-            given,
-            top_p=given.top_p or 1.0,
-            repetition_penalty=given.repetition_penalty or 1.0,
-        )
-        check_sampling(sampling)
-    return ApiCall(
-        endpoint=Endpoint.COMPLETION,
-        model=request.model,
-        prompts=(_prompt(request),),
-        sampling=sampling,
-        seed=seed,
-        max_tokens=max_tokens,
-        max_tokens_field="sampling.max_tokens",
-        prompt_field=request.WhichOneof("prompt") or "prompt",
-        stop=check_stop(list(request.stop), max_stop),
-        stream=True,
-        request_id=request.request_id,
-        cache_salt=request.cache_salt,
-    )
-
-
-def _placement(request: GenerateRequest) -> Placement:
-    try:
-        return placement_from_proto(request.placement)
-    except ProtocolError as error:
-        raise InvalidRequestError(str(error), "placement") from error
-
-
-def _prompt(request: GenerateRequest) -> Prompt:
-    match request.WhichOneof("prompt"):
-        case "text":
-            return TextPrompt(request.text)
-        case "tokens":
-            return TokenPrompt(tuple(request.tokens.token_ids))
-        case "chat":
-            return ChatPrompt(
-                tuple(
-                    {"role": message.role, "content": message.content}
-                    for message in request.chat.messages
-                )
-            )
-        case _:
-            raise InvalidRequestError("prompt: set one of text, tokens, chat", "prompt")
-
-
-# Field -> lowest and highest value; the same ranges as over HTTP.
-_RANGES = {
-    "temperature": (0.0, 2.0),
-    "top_p": (0.0, 1.0),
-    "top_k": (0, 2**31 - 1),
-    "min_p": (0.0, 1.0),
-    "presence_penalty": (-2.0, 2.0),
-    "frequency_penalty": (-2.0, 2.0),
-    "repetition_penalty": (0.0, 10.0),
-    "num_logprobs": (-1, 20),
-}
-
-
-def check_sampling(sampling: SamplingParams) -> None:
-    """Checks the ranges of sampling parameters.
-
-    Raises:
-        InvalidRequestError: names the field and what is allowed.
-    """
-    for name, (low, high) in _RANGES.items():
-        value = getattr(sampling, name)
-        if not low <= value <= high:
-            field = f"sampling.{name}"
-            raise InvalidRequestError(f"{field}: {value}; allowed: {low} to {high}", field)

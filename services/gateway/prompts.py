@@ -73,7 +73,7 @@ async def checked_sampling(tokenizer: TextTokenizer, call: ApiCall) -> SamplingP
     check_known(sampling.allowed_token_ids, vocab_size, "allowed_token_ids")
     if sampling.structure is not None:
         await asyncio.to_thread(check_structure, sampling.structure, call.structure_field)
-    words: list[tuple[int, ...]] = []
+    words: list[tuple[int, ...]] = list(sampling.bad_words)
     for word in call.bad_words:
         # A word begins a text or follows a space: both forms are tokens of their own.
         forms = {await tokenizer.encode(form, add_special_tokens=False) for form in _forms(word)}

@@ -53,6 +53,7 @@ class ScriptedServicer(InferenceServiceServicer):
         self.omit_end = False
         self.requests: list[pb.GenerateRequest] = []
         self.keys: list[str] = []
+        self.metadata: list[dict[str, str]] = []
         self.cancelled = asyncio.Event()
 
     async def _fail(self, context: Any, failure: Failure) -> None:
@@ -63,7 +64,8 @@ class ScriptedServicer(InferenceServiceServicer):
         self, request: pb.GenerateRequest, context: Any
     ) -> AsyncIterator[pb.GenerateResponse]:
         self.requests.append(request)
-        self.keys.append(dict(context.invocation_metadata()).get("authorization", ""))
+        self.metadata.append(dict(context.invocation_metadata()))
+        self.keys.append(self.metadata[-1].get("authorization", ""))
         if self.failures:
             await self._fail(context, self.failures.pop(0))
         for token in request.tokens.token_ids:
@@ -184,6 +186,17 @@ async def test_generate(make: MakeCaller, servicer: ScriptedServicer) -> None:
     [sent] = servicer.requests
     assert (sent.model, sent.sampling.max_tokens, list(sent.stop)) == ("m", 2, ["x"])
     assert servicer.keys == ["Bearer secret"]
+
+
+async def test_metadata_of_the_client_and_of_the_call(
+    make: MakeCaller, servicer: ScriptedServicer
+) -> None:
+    caller = make(api_key="secret", metadata={"x-team": "a"})
+    await caller.generate([1], metadata={"x-call": "b"})
+    await caller.generate([1])
+    first, second = servicer.metadata
+    assert (first["x-team"], first["x-call"], first["authorization"]) == ("a", "b", "Bearer secret")
+    assert (second["x-team"], second.get("x-call")) == ("a", None)
 
 
 async def test_list_models(make: MakeCaller, servicer: ScriptedServicer) -> None:

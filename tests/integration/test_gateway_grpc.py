@@ -25,7 +25,11 @@ from kvmesh.v1.types_pb2 import (
     FINISH_REASON_LENGTH,
     FINISH_REASON_STOP,
     PLACEMENT_MODE_AGGREGATED,
+    STRUCTURE_KIND_REGEX,
+    LogitBias,
     SamplingParams,
+    Structure,
+    TokenSequence,
 )
 from services.gateway.config import AccessConfig
 from tests.integration.gateway_fakes import MODEL
@@ -88,12 +92,57 @@ async def test_generate_tokens_with_sampling(stack: Stack, stub: InferenceServic
     assert (spec.sampling.top_p, spec.sampling.repetition_penalty) == (1.0, 1.0)
 
 
+async def test_structure_scores_and_place(stack: Stack, stub: InferenceServiceAsyncStub) -> None:
+    sampling = SamplingParams(
+        max_tokens=2,
+        num_logprobs=-1,
+        num_prompt_logprobs=0,
+        bad_words=[TokenSequence(token_ids=[5, 6])],
+        logit_bias=[LogitBias(token_id=3, bias=-1.0)],
+        structure=Structure(kind=STRUCTURE_KIND_REGEX, text="[a-z ,]+"),
+    )
+    request = GenerateRequest(tokens=TokenPrompt(token_ids=[5, 6, 7]), sampling=sampling)
+    first, *rest = await collect(stub, request)
+    assert [entry.logprob for entry in first.prompt_logprobs] == [-6 / 8, -7 / 8]
+    assert not any(response.prompt_logprobs for response in rest)
+    assert (first.placed.prefill_worker, first.placed.decode_worker) == ("p1", "d1")
+    (spec,) = stack.mesh.workers["p1"].specs
+    assert spec.sampling.bad_words == ((5, 6),)
+    assert spec.sampling.logit_bias == ((3, -1.0),)
+    assert spec.sampling.structure is not None
+    await stack.idle()
+
+
 @pytest.mark.parametrize(
     ("request_", "param"),
     [
         (GenerateRequest(), "prompt"),
         (GenerateRequest(text="a", sampling=SamplingParams(temperature=3)), "sampling.temperature"),
         (GenerateRequest(text="a", stop=[""]), "stop"),
+        (
+            GenerateRequest(
+                text="a",
+                sampling=SamplingParams(
+                    structure=Structure(kind=STRUCTURE_KIND_REGEX, text="[a-z")
+                ),
+            ),
+            "sampling.structure",
+        ),
+        (
+            GenerateRequest(text="a", sampling=SamplingParams(structure=Structure(text="a"))),
+            "sampling",
+        ),
+        (
+            GenerateRequest(
+                text="a",
+                sampling=SamplingParams(logit_bias=[LogitBias(token_id=3, bias=float("nan"))]),
+            ),
+            "sampling.logit_bias",
+        ),
+        (
+            GenerateRequest(text="a", sampling=SamplingParams(bad_words=[TokenSequence()])),
+            "sampling.bad_words",
+        ),
         (GenerateRequest(text="a", sampling=SamplingParams(max_tokens=999)), "sampling.max_tokens"),
     ],
 )

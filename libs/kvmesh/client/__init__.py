@@ -14,10 +14,12 @@ from kvmesh.client.messages import (
     Generation,
     Message,
     Model,
+    PlacedAt,
     Prompt,
 )
 from kvmesh.client.retry import NO_RETRY, RetryPolicy
 from kvmesh.client.sync import Client
+from kvmesh.core.types import Structure, StructureKind
 
 __all__ = [
     "NO_RETRY",
@@ -29,6 +31,9 @@ __all__ = [
     "Generation",
     "Message",
     "Model",
+    "PlacedAt",
     "Prompt",
     "RetryPolicy",
+    "Structure",
+    "StructureKind",
 ]

@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import random
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from types import TracebackType
 from typing import Self, Unpack
 
 import grpc
 
-from kvmesh.client.connection import CHANNEL_OPTIONS, ClientTls, call_metadata
-from kvmesh.client.failures import failure_of
+from kvmesh.client.calls import CallSettings, failure_from
+from kvmesh.client.connection import CHANNEL_OPTIONS, ClientTls
 from kvmesh.client.messages import (
     Delta,
     GenerateOptions,
     Generation,
     Model,
     Prompt,
-    delta_of,
     generation_of,
     models_of,
-    no_finish,
-    request_message,
 )
-from kvmesh.client.retry import Attempts, RetryPolicy
-from kvmesh.core.clock import SystemClock
-from kvmesh.core.errors import KvMeshError
+from kvmesh.client.retry import RetryPolicy
 from kvmesh.v1 import inference_service_pb2 as pb
 from kvmesh.v1.inference_service_pb2_grpc import InferenceServiceStub
 
@@ -48,26 +42,23 @@ class AsyncClient:
         api_key: str | None = None,
         default_model: str = "",
         retry: RetryPolicy | None = None,
+        metadata: Mapping[str, str] | None = None,
     ) -> None:
-        """Opens no connection yet.
-
-        Args:
-            target: `host:port` of a gateway's gRPC port.
-            tls: None is plain text.
-            api_key: sent as a bearer token.
-            default_model: for calls that name none; empty lets a gateway with one model choose.
-            retry: for requests of which nothing was delivered; default three attempts.
-        """
-        if tls is None:
+        """Opens no connection yet; the arguments are those of `CallSettings`."""
+        self._calls = CallSettings(
+            target,
+            tls=tls,
+            api_key=api_key,
+            default_model=default_model,
+            retry=retry,
+            metadata=metadata,
+        )
+        credentials = self._calls.credentials
+        if credentials is None:
             self._channel = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
         else:
-            credentials = tls.credentials()
             self._channel = grpc.aio.secure_channel(target, credentials, options=CHANNEL_OPTIONS)
         self._stub = InferenceServiceStub(self._channel)
-        self._metadata = call_metadata(api_key)
-        self._default_model = default_model
-        self._retry = RetryPolicy() if retry is None else retry
-        self._rng = random.Random()
 
     async def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generation:
         """Generates and returns the whole result; cancelling the task cancels on the server."""
@@ -81,42 +72,33 @@ class AsyncClient:
 
         Leaving the loop, `aclose()` or cancelling the task cancels on the server.
         """
-        message = request_message(prompt, options, self._default_model)
-        attempts = self._attempts(options.get("timeout_s"))
-        delivered = False
+        run = self._calls.generation(prompt, options)
         while True:
-            call = self._stub.Generate(message, timeout=attempts.begin(), metadata=self._metadata)
+            call = self._stub.Generate(run.message, timeout=run.begin(), metadata=run.metadata)
             try:
-                finished = False
                 while (response := await call.read()) is not grpc.aio.EOF:
                     assert isinstance(response, pb.GenerateResponse)
-                    delta = delta_of(response)
-                    delivered, finished = True, delta.finish_reason is not None
-                    yield delta
-                if not finished:
-                    raise no_finish()
+                    yield run.take(response)
+                run.end()
                 return
             except grpc.aio.AioRpcError as error:
-                failure = _failure(error)
-                if delivered:
-                    raise failure from error
-                wait_s = attempts.wait_after(failure)
+                wait_s = run.wait_after(error)
             finally:
                 call.cancel()
             await asyncio.sleep(wait_s)
 
     async def list_models(self, timeout_s: float | None = 10.0) -> list[Model]:
         """The models that are served, in order of name."""
-        attempts = self._attempts(timeout_s)
+        attempts = self._calls.attempts(timeout_s)
+        request, metadata = pb.ListModelsRequest(), self._calls.metadata
         while True:
             try:
+                timeout = attempts.begin()
                 return models_of(
-                    await self._stub.ListModels(
-                        pb.ListModelsRequest(), timeout=attempts.begin(), metadata=self._metadata
-                    )
+                    await self._stub.ListModels(request, timeout=timeout, metadata=metadata)
                 )
             except grpc.aio.AioRpcError as error:
-                wait_s = attempts.wait_after(_failure(error))
+                wait_s = attempts.wait_after(failure_from(error))
             await asyncio.sleep(wait_s)
 
     async def close(self) -> None:
@@ -133,10 +115,3 @@ class AsyncClient:
         trace: TracebackType | None,
     ) -> None:
         await self.close()
-
-    def _attempts(self, timeout_s: float | None) -> Attempts:
-        return Attempts(self._retry, timeout_s, SystemClock(), self._rng)
-
-
-def _failure(error: grpc.aio.AioRpcError) -> KvMeshError:
-    return failure_of(error.code(), error.details(), tuple(error.trailing_metadata() or ()))

@@ -10,9 +10,17 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, TypedDict
 
 from kvmesh.core.errors import InvalidRequestError, ProtocolError
-from kvmesh.core.types import FinishReason, Placement, SamplingParams, TokenLogprobs, Usage
+from kvmesh.core.types import (
+    FinishReason,
+    Placement,
+    SamplingParams,
+    Structure,
+    TokenLogprobs,
+    Usage,
+)
 from kvmesh.rpc.convert import (
     finish_reason_from_proto,
+    placement_from_proto,
     placement_to_proto,
     usage_from_proto,
 )
@@ -45,6 +53,11 @@ class SamplingOptions(TypedDict, total=False):
     ignore_eos: bool
     stop_token_ids: Sequence[int]
     num_logprobs: int
+    logit_bias: Mapping[int, float]
+    allowed_token_ids: Sequence[int]
+    bad_words: Sequence[Sequence[int]]
+    num_prompt_logprobs: int
+    structure: Structure
 
 
 class GenerateOptions(SamplingOptions, total=False):
@@ -59,6 +72,7 @@ class GenerateOptions(SamplingOptions, total=False):
         scenario: routing class of the request.
         cache_salt: keeps cached prefixes of callers with other salts apart.
         placement: override for tests and debugging.
+        metadata: goes with this call, besides the client's own; `traceparent` for example.
     """
 
     model: str
@@ -69,10 +83,20 @@ class GenerateOptions(SamplingOptions, total=False):
     scenario: str
     cache_salt: str
     placement: Placement
+    metadata: Mapping[str, str]
 
 
 _SAMPLING_KEYS = frozenset(SamplingOptions.__annotations__)
 _KEYS = frozenset(GenerateOptions.__annotations__) | _SAMPLING_KEYS
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedAt:
+    """Where a request runs."""
+
+    placement: Placement
+    prefill_worker: str
+    decode_worker: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +108,8 @@ class Delta:
         logprobs: one entry per token when asked for.
         finish_reason: set on the last piece.
         usage: set on the last piece.
+        prompt_logprobs: on the first piece when asked for, of all prompt tokens but the first.
+        placed: where it came from; None from a gateway that does not say.
     """
 
     request_id: str
@@ -92,6 +118,8 @@ class Delta:
     logprobs: tuple[TokenLogprobs, ...]
     finish_reason: FinishReason | None
     usage: Usage | None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    placed: PlacedAt | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +132,8 @@ class Generation:
     logprobs: tuple[TokenLogprobs, ...]
     finish_reason: FinishReason
     usage: Usage
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    placed: PlacedAt | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,11 +202,14 @@ def _set_sampling(message: pb.GenerateRequest, options: GenerateOptions) -> None
     given: dict[str, Any] = {key: options[key] for key in _SAMPLING_KEYS if key in options}  # type: ignore[literal-required]
     if not given:
         return
-    if "stop_token_ids" in given:
-        given["stop_token_ids"] = tuple(given["stop_token_ids"])
+    for name in ("stop_token_ids", "allowed_token_ids", "bad_words"):
+        if name in given:
+            given[name] = tuple(given[name])
     try:
+        if "logit_bias" in given:
+            given["logit_bias"] = tuple(given["logit_bias"].items())
         message.sampling.CopyFrom(sampling_params_to_proto(SamplingParams(**given)))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, AttributeError) as error:
         raise InvalidRequestError(str(error), "sampling") from error
 
 
@@ -189,6 +222,17 @@ def delta_of(message: pb.GenerateResponse) -> Delta:
         logprobs=tuple(token_logprobs_from_proto(entry) for entry in message.logprobs),
         finish_reason=finish_reason_from_proto(message.finish_reason),
         usage=usage_from_proto(message.usage) if message.HasField("usage") else None,
+        prompt_logprobs=tuple(token_logprobs_from_proto(each) for each in message.prompt_logprobs),
+        placed=_placed_of(message),
+    )
+
+
+def _placed_of(message: pb.GenerateResponse) -> PlacedAt | None:
+    if not message.HasField("placed"):
+        return None
+    placed = message.placed
+    return PlacedAt(
+        placement_from_proto(placed.placement), placed.prefill_worker, placed.decode_worker
     )
 
 
@@ -201,7 +245,7 @@ def generation_of(deltas: Iterable[Delta]) -> Generation:
     pieces = list(deltas)
     last = pieces[-1] if pieces else None
     if last is None or last.finish_reason is None:
-        raise no_finish()
+        raise ProtocolError("no_finish_reason", "the stream ended before the generation did")
     tokens = tuple(token for piece in pieces for token in piece.token_ids)
     return Generation(
         request_id=last.request_id,
@@ -210,12 +254,9 @@ def generation_of(deltas: Iterable[Delta]) -> Generation:
         logprobs=tuple(entry for piece in pieces for entry in piece.logprobs),
         finish_reason=last.finish_reason,
         usage=last.usage or Usage(0, len(tokens), 0),
+        prompt_logprobs=pieces[0].prompt_logprobs,
+        placed=last.placed,
     )
-
-
-def no_finish() -> ProtocolError:
-    """The error for a stream that ended well but without a finish reason."""
-    return ProtocolError("no_finish_reason", "the stream ended before the generation did")
 
 
 def models_of(message: pb.ListModelsResponse) -> list[Model]:

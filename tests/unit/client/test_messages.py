@@ -2,18 +2,27 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 from kvmesh.client.messages import (
     GenerateOptions,
+    PlacedAt,
     Prompt,
     delta_of,
     generation_of,
     request_message,
 )
 from kvmesh.core.errors import InvalidRequestError, ProtocolError
-from kvmesh.core.types import FinishReason, Placement, TokenLogprobs, Usage
+from kvmesh.core.types import (
+    FinishReason,
+    Placement,
+    Structure,
+    StructureKind,
+    TokenLogprobs,
+    Usage,
+)
 from kvmesh.v1 import inference_service_pb2 as pb
 from kvmesh.v1 import types_pb2
 
@@ -138,3 +147,46 @@ def test_import_pulls_in_nothing_heavy() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == ""
+
+
+def test_options_for_choosing_tokens() -> None:
+    options: GenerateOptions = {
+        "logit_bias": {5: -1.0},
+        "allowed_token_ids": [5, 6],
+        "bad_words": [[1, 2]],
+        "num_prompt_logprobs": 0,
+        "structure": Structure(StructureKind.REGEX, "a+"),
+    }
+    sampling = request_message("x", options, "").sampling
+    assert [(entry.token_id, entry.bias) for entry in sampling.logit_bias] == [(5, -1.0)]
+    assert list(sampling.allowed_token_ids) == [5, 6]
+    assert [list(word.token_ids) for word in sampling.bad_words] == [[1, 2]]
+    assert sampling.HasField("num_prompt_logprobs")
+    assert (sampling.structure.kind, sampling.structure.text) == (
+        types_pb2.STRUCTURE_KIND_REGEX,
+        "a+",
+    )
+
+
+def test_bad_bias_names_the_field() -> None:
+    options: Any = {"logit_bias": [5]}
+    with pytest.raises(InvalidRequestError) as caught:
+        request_message("x", options, "")
+    assert caught.value.param == "sampling"
+
+
+def test_where_it_ran_is_of_the_last_piece() -> None:
+    def piece(worker: str, **more: Any) -> pb.GenerateResponse:
+        placed = pb.PlacedAt(
+            placement=types_pb2.PLACEMENT_MODE_DISAGGREGATED,
+            prefill_worker="p",
+            decode_worker=worker,
+        )
+        return pb.GenerateResponse(placed=placed, **more)
+
+    first = delta_of(piece("d1", prompt_logprobs=[types_pb2.TokenLogprobs(logprob=-1.0, rank=3)]))
+    last = delta_of(piece("d2", finish_reason=types_pb2.FINISH_REASON_STOP))
+    whole = generation_of([first, last])
+    assert whole.placed == PlacedAt(Placement.DISAGGREGATED, "p", "d2")
+    assert whole.prompt_logprobs == (TokenLogprobs(-1.0, rank=3),)
+    assert delta_of(pb.GenerateResponse()).placed is None

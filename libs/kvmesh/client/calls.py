@@ -1,0 +1,119 @@
+"""What both clients do alike: arguments to messages, attempts, answers to deltas. No I/O.
+
+Tests: tests/unit/client/test_calls.py, tests/integration/test_client.py.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+
+import grpc
+
+from kvmesh.client.connection import ClientTls, call_metadata
+from kvmesh.client.failures import failure_of
+from kvmesh.client.messages import Delta, GenerateOptions, Prompt, delta_of, request_message
+from kvmesh.client.retry import Attempts, RetryPolicy
+from kvmesh.core.clock import Clock, SystemClock
+from kvmesh.core.errors import KvMeshError, ProtocolError
+from kvmesh.v1 import inference_service_pb2 as pb
+
+Metadata = tuple[tuple[str, str], ...]
+
+
+class CallSettings:
+    """What all calls of one client share.
+
+    Args:
+        target: `host:port` of a gateway's gRPC port.
+        tls: None is plain text.
+        api_key: sent as a bearer token.
+        default_model: for calls that name none; empty lets a gateway with one model choose.
+        retry: for requests of which nothing was delivered; default three attempts.
+        metadata: goes with every call.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        tls: ClientTls | None = None,
+        api_key: str | None = None,
+        default_model: str = "",
+        retry: RetryPolicy | None = None,
+        metadata: Mapping[str, str] | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self.target = target
+        self.credentials = None if tls is None else tls.credentials()
+        self.metadata: Metadata = call_metadata(api_key) + tuple((metadata or {}).items())
+        self._default_model = default_model
+        self._retry = RetryPolicy() if retry is None else retry
+        self._clock = SystemClock() if clock is None else clock
+        self._rng = random.Random()
+
+    def attempts(self, timeout_s: float | None) -> Attempts:
+        """The attempts of one call."""
+        return Attempts(self._retry, timeout_s, self._clock, self._rng)
+
+    def generation(self, prompt: Prompt, options: GenerateOptions) -> GenerationCall:
+        """One generation.
+
+        Raises:
+            InvalidRequestError: a prompt of another type, or a value that no message can hold.
+            TypeError: an unknown option.
+        """
+        message = request_message(prompt, options, self._default_model)
+        metadata = self.metadata + tuple(options.get("metadata", {}).items())
+        return GenerationCall(message, metadata, self.attempts(options.get("timeout_s")))
+
+
+class GenerationCall:
+    """One generation over its attempts.
+
+    Only one of which nothing was delivered is asked for again, so no token is ever repeated.
+    """
+
+    def __init__(self, message: pb.GenerateRequest, metadata: Metadata, attempts: Attempts) -> None:
+        self.message = message
+        self.metadata = metadata
+        self._attempts = attempts
+        self._delivered = False
+        self._finished = False
+
+    def begin(self) -> float | None:
+        """Begins an attempt and returns the seconds it may take; None is unlimited.
+
+        Raises:
+            DeadlineError: no time is left.
+        """
+        return self._attempts.begin()
+
+    def take(self, response: pb.GenerateResponse) -> Delta:
+        """A piece that came."""
+        delta = delta_of(response)
+        self._delivered, self._finished = True, delta.finish_reason is not None
+        return delta
+
+    def end(self) -> None:
+        """The stream ended well.
+
+        Raises:
+            ProtocolError: but the generation did not.
+        """
+        if not self._finished:
+            raise ProtocolError("no_finish_reason", "the stream ended before the generation did")
+
+    def wait_after(self, error: grpc.RpcError) -> float:
+        """Seconds to wait before the next attempt; raises what ended the call if there is none."""
+        failure = failure_from(error)
+        if self._delivered:
+            raise failure from error
+        return self._attempts.wait_after(failure)
+
+
+def failure_from(error: grpc.RpcError) -> KvMeshError:
+    """The error of a failed call, from either of gRPC's two clients."""
+    # Every error of a call says how the call ended, under the same names.
+    assert isinstance(error, (grpc.Call, grpc.aio.AioRpcError))
+    return failure_of(error.code(), error.details(), tuple(error.trailing_metadata() or ()))
