@@ -12,6 +12,7 @@ import grpc
 
 from kvmesh.core.config import option
 from kvmesh.core.errors import ConfigError
+from kvmesh.rpc.damaged import DamagedRequests
 
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
 """A prompt of a million tokens fits; KV never travels here."""
@@ -64,7 +65,7 @@ def open_channel(target: str, tls: TlsConfig | None = None) -> grpc.aio.Channel:
 
 def make_server() -> grpc.aio.Server:
     """A server without ports or servicers."""
-    return grpc.aio.server(options=_OPTIONS)
+    return grpc.aio.server(options=_OPTIONS, interceptors=(DamagedRequests(),))
 
 
 def bind_server(server: grpc.aio.Server, host: str, port: int, tls: TlsConfig | None = None) -> int:
