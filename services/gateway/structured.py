@@ -161,7 +161,7 @@ def _of_grammar(text: str | None, field: str) -> Structure | None:
         )
     try:
         return Structure(StructureKind.LARK, any_to_lark(text))
-    except Exception as error:  # noqa: BLE001 - the library raises bare ones for bad grammars
+    except Exception as error:  # the library raises bare ones for bad grammars
         raise InvalidRequestError(f"{field}: the grammar cannot be read: {error}", field) from error
 
 

@@ -121,14 +121,14 @@ async def call_once(
     sent = [messages.make(method.input_type).SerializeToString() for _ in range(count)]
     if number % 2:
         sent[-1] = messages.damaged(sent[-1])
-    call: Any
+    raw: Any = channel  # bytes as they are
     try:
         if method.client_streaming:
-            call = channel.stream_stream(path)(iter(sent), timeout=PATIENCE_S)
+            call = raw.stream_stream(path)(iter(sent), timeout=PATIENCE_S)
         elif method.server_streaming:
-            call = channel.unary_stream(path)(sent[0], timeout=PATIENCE_S)
+            call = raw.unary_stream(path)(sent[0], timeout=PATIENCE_S)
         else:
-            call = channel.unary_unary(path)(sent[0], timeout=PATIENCE_S)
+            call = raw.unary_unary(path)(sent[0], timeout=PATIENCE_S)
             await call
             return path, await call.code(), ""
         async for _ in call:

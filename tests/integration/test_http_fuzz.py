@@ -16,7 +16,7 @@ from schemathesis import GenerationMode
 
 from tests.integration.gateway_stack import Stack, gateway_stack
 
-EXAMPLES = 40
+EXAMPLES = 25
 """Requests per operation and mode."""
 MUTATIONS = 300
 REFUSED = 503
@@ -131,8 +131,9 @@ async def test_what_the_page_allows_and_what_it_does_not(
 
 def check_operations(page: dict[str, Any], url: str, mode: GenerationMode) -> None:
     num_operations = 0
-    for found in schemathesis.openapi.from_dict(page).get_all_operations():
-        operation: Any = found.ok()
+    schema: Any = schemathesis.openapi.from_dict(page)
+    for found in schema.get_all_operations():
+        operation = found.ok()
         if operation.path == "/ready":  # 503 is its honest answer
             continue
         if mode is GenerationMode.NEGATIVE and not list(operation.body):
@@ -182,6 +183,16 @@ def damaged(draw: random.Random, raw: bytes) -> bytes:
     for _ in range(draw.randint(1, 5)):
         data[draw.randrange(len(data))] = draw.randrange(256)
     return bytes(data[: draw.randint(0, len(data))])
+
+
+@pytest.mark.parametrize("fields", [{"guided_grammar": "a"}, {"guided_grammar": 'x ::= "b"'}])
+async def test_what_was_a_500_once(stack: Stack, fields: dict[str, Any]) -> None:
+    body = {"prompt": "one", "max_tokens": 2, **fields}
+    async with (
+        aiohttp.ClientSession(stack.url) as session,
+        session.post("/v1/completions", json=body) as answer,
+    ):
+        assert answer.status == 400, await answer.text()
 
 
 async def test_random_bytes_on_the_socket(stack: Stack) -> None:
