@@ -22,6 +22,7 @@ _HEAD_END = b"\r\n\r\n"
 _STATUS = re.compile(rb"HTTP/1\.1 (\d{3})")
 _LENGTH = re.compile(rb"(?i)\r\ncontent-length: *(\d+)")
 _CHUNKED = re.compile(rb"(?i)\r\ntransfer-encoding: *chunked")
+_EVENTS = re.compile(rb"(?i)\r\ncontent-type: *text/event-stream")
 _LAST_CHUNK = b"\r\n0\r\n\r\n"
 _TEXT = re.compile(rb'"content": ?"[^"]')
 _CHUNK_SIZE = re.compile(rb"(?:^|\r\n)[0-9a-fA-F]+\r\n(?=data: |\n|$)")
@@ -98,6 +99,7 @@ class Connection(asyncio.Protocol):
         self._keep = False
         self._head = b""
         self._left = -1  # bytes of a body with a length; -1: chunked
+        self._events = False
         self._kept: list[bytes] = []
         self._tail = b""
 
@@ -146,6 +148,7 @@ class Connection(asyncio.Protocol):
     def _read_head(self, reply: Reply, head: bytes, rest: bytes) -> bytes:
         found = _STATUS.match(head)
         reply.status = int(found[1]) if found else 599
+        self._events = _EVENTS.search(head) is not None
         length = _LENGTH.search(head)
         self._left = -1 if length is None or _CHUNKED.search(head) else int(length[1])
         return rest
@@ -153,7 +156,7 @@ class Connection(asyncio.Protocol):
     def _read_body(self, reply: Reply, data: bytes) -> None:
         if self._keep:
             self._kept.append(data)
-        if not reply.first_at and (self._left >= 0 or _TEXT.search(self._tail + data)):
+        if not reply.first_at and (not self._events or _TEXT.search(self._tail + data)):
             reply.first_at = time.perf_counter()
         if self._left >= 0:
             self._left -= len(data)
@@ -161,7 +164,7 @@ class Connection(asyncio.Protocol):
             whole = True
         else:
             self._tail = (self._tail + data)[-400:]
-            whole = b"[DONE]" in self._tail
+            whole = not self._events or b"[DONE]" in self._tail
             ended = self._tail.endswith(_LAST_CHUNK)
         if ended:
             self._end(complete=whole and b'"error"' not in self._tail)

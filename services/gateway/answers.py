@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from kvmesh.core.errors import KvMeshError
 from services.gateway.errors import answer_for
@@ -22,6 +22,7 @@ from services.gateway.mesh import Placed
 from services.gateway.openai import ApiCall
 from services.gateway.request_record import TextDelta
 from services.gateway.responses import Body, ChoiceText, Responses, usage_body
+from services.gateway.token_lane import ChunkTemplate, TokenLane
 
 SSE_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -85,35 +86,57 @@ class Answer:
 
         The status line waits for the first tokens: until then a refusal is still possible.
         """
-        async with aclosing(self._deltas()) as deltas:
+        lane = TokenLane() if self._is_plain and request.version >= HttpVersion11 else None
+        async with aclosing(self._deltas(lane)) as deltas:
             first = await anext(deltas)
             response = web.StreamResponse(headers=SSE_HEADERS | placement_headers(first.placed))
             # A client may go away between two chunks, before its handler is cancelled: that is no
             # error, and leaving the block cancels the work.
             with contextlib.suppress(ConnectionResetError):
                 await response.prepare(request)
-                await self._send_all(response, first, deltas)
+                await self._send_delta(response, first)
+                if lane is not None and request.transport is not None:
+                    lane.open(request.transport, ChunkTemplate(self._body_with), self._texts[0])
+                await self._send_rest(response, deltas)
+                if lane is not None:
+                    lane.close()
         return response
 
-    async def _send_all(
-        self,
-        response: web.StreamResponse,
-        first: TextDelta,
-        deltas: AsyncGenerator[TextDelta, None],
+    @property
+    def _is_plain(self) -> bool:
+        """Whether pieces in the middle differ in nothing but their text."""
+        call = self._call
+        return not (
+            len(self._choices) > 1
+            or call.stop
+            or call.tools is not None
+            or call.continuous_usage
+            or call.return_token_ids
+            or call.sampling.num_logprobs >= 0
+        )
+
+    def _body_with(self, text: str) -> Body | None:
+        return self._responses.piece(0, text, (), (), None)
+
+    async def _send_rest(
+        self, response: web.StreamResponse, deltas: AsyncGenerator[TextDelta, None]
     ) -> None:
         try:
-            await self._send_delta(response, first)
             async for delta in deltas:
                 await self._send_delta(response, delta)
             if self._call.include_usage:
                 await _send(response, self._responses.closing_usage(self._usage()))
         except KvMeshError as error:
             await _send(response, answer_for(error).body)
-        await response.write(b"data: [DONE]\n\n")
-        await response.write_eof()
+        await response.write_eof(b"data: [DONE]\n\n")
 
-    async def _deltas(self) -> AsyncGenerator[TextDelta, None]:
-        runs = [self._frontend.run(choice) for choice in self._choices]
+    async def _deltas(self, lane: TokenLane | None = None) -> AsyncGenerator[TextDelta, None]:
+        """What is generated, piece by piece.
+
+        Args:
+            lane: of the only choice; what it takes does not come here.
+        """
+        runs = [self._frontend.run(choice, lane) for choice in self._choices]
         async with aclosing(merge(runs)) as deltas:
             async for delta in deltas:
                 choice = self._texts[delta.index]
@@ -133,11 +156,14 @@ class Answer:
                 delta.index, delta.text, delta.token_ids, delta.logprobs, delta.finish_reason
             )
         )
+        events: list[bytes] = []
         for body in bodies:
             if body is not None:
                 if self._call.continuous_usage:
                     body["usage"] = self._usage()
-                await _send(response, body)
+                events.append(_event(body))
+        if events:
+            await response.write(b"".join(events))
 
     def _usage(self) -> Body:
         seen: set[int] = set()
@@ -152,5 +178,9 @@ class Answer:
         return usage_body(usages)
 
 
+def _event(body: Body) -> bytes:
+    return b"data: " + dumps(body).encode() + b"\n\n"
+
+
 async def _send(response: web.StreamResponse, body: Body) -> None:
-    await response.write(b"data: " + dumps(body).encode() + b"\n\n")
+    await response.write(_event(body))

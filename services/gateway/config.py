@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvmesh.core.config import option, secret
+from kvmesh.rpc.channels import TlsConfig
 from kvmesh.runtime.app import ServerConfig
 from kvmesh.telemetry.config import TelemetryConfig
 
@@ -16,6 +17,16 @@ class HttpConfig:
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "HTTP port; 0 picks a free one")
     max_body_bytes: int = option(16 * 1024 * 1024, "longest request body")
+    processes: int = option(1, "processes that share the ports; about one per core")
+    header_timeout_s: float = option(20.0, "first request line and headers must come within this")
+    body_timeout_s: float = option(60.0, "a request's body must come within this")
+    idle_timeout_s: float = option(75.0, "a connection without a request is closed after this")
+    stall_timeout_s: float = option(60.0, "a client that takes nothing for this long is cut")
+    max_connections: int = option(10_000, "connections at once; 0 is no limit")
+    max_connections_per_address: int = option(
+        2048, "connections of one address; 0 is no limit, for a load balancer in front"
+    )
+    tls: TlsConfig = option(TlsConfig, "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +62,9 @@ class LimitsConfig:
     max_choices: int = option(16, "largest n")
     max_prompts: int = option(64, "most prompts in one completions request")
     max_stop: int = option(16, "most stop strings")
+    max_stop_chars: int = option(1024, "longest stop string")
+    max_sequences: int = option(128, "most generations of one request: n times prompts")
+    max_prompt_chars: int = option(4_000_000, "most text of all prompts of one request")
 
 
 @dataclass(frozen=True, slots=True)

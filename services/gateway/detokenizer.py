@@ -32,6 +32,11 @@ class StopStrings:
         self._longest = max(map(len, stops), default=0)
         self._held = ""
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to look for."""
+        return not self._stops
+
     def push(self, piece: str) -> tuple[str, str | None]:
         """Adds text.
 
@@ -135,6 +140,15 @@ class Detokenizer:
             if stop is not None:
                 return TextPiece("".join(parts), index + 1, stop)
         return TextPiece("".join(parts), len(token_ids))
+
+    def plain(self, token_ids: Sequence[int]) -> str:
+        """Adds tokens that do not end generation, without stop strings: their text."""
+        assert self._stops.is_empty, "text may have to be held back"
+        self._num_tokens += len(token_ids)
+        step, fast = self._stream.step, self._fast
+        if len(token_ids) == 1:  # the hot path
+            return step(fast, token_ids[0]) or ""
+        return "".join(step(fast, token_id) or "" for token_id in token_ids)
 
     def finish(self) -> str:
         """The rest of the text, when generation ended without a stop string."""

@@ -25,7 +25,9 @@ from services.gateway.metrics import GatewayMetrics
 from services.gateway.openai import ApiCall, check_model, choice_sampling
 from services.gateway.prompts import checked_sampling, prompt_ids, prompt_text
 from services.gateway.request_flow import TokenDelta, generate
+from services.gateway.request_limits import check_limits
 from services.gateway.request_record import RequestRecord, TextDelta
+from services.gateway.token_lane import TokenLane
 from services.gateway.tokenizer import TextTokenizer
 
 log = event_logger(__name__)
@@ -154,6 +156,7 @@ class Frontend:
             ModelNotFoundError: another model is asked for.
         """
         check_model(call.model, self.served_name)
+        check_limits(call, self.limits)
         seed = secrets.randbits(64) if call.seed is None else call.seed
         # Names may repeat (a caller that tries again); in the mesh every request is apart.
         base = f"{caller.request_id}-{secrets.token_hex(4)}"
@@ -187,14 +190,21 @@ class Frontend:
                 choices.append(Choice(index, prompt_index, request, call, echo, ticket))
         return choices
 
-    async def run(self, choice: Choice) -> AsyncGenerator[TextDelta, None]:
+    async def run(
+        self, choice: Choice, lane: TokenLane | None = None
+    ) -> AsyncGenerator[TextDelta, None]:
         """Generates one choice as text; close the generator to cancel.
+
+        Args:
+            lane: takes what it can of the text; it is not yielded then.
 
         Raises:
             KvMeshError: as `generate` does.
         """
         request = choice.request
         record = RequestRecord(self.metrics, request, self._mesh.log)
+        if lane is not None:
+            lane.record = record
         try:
             with start_span(
                 "gateway.request",
@@ -203,8 +213,8 @@ class Frontend:
                 prompt_tokens=len(request.prompt_ids),
             ) as span:
                 inner = replace(request, traceparent=span.traceparent)
-                tokens = generate(self._mesh, inner)
-                async with aclosing(tokens), aclosing(self._text(choice, tokens)) as texts:
+                tokens = generate(self._mesh, inner, lane)
+                async with aclosing(tokens), aclosing(self._text(choice, tokens, lane)) as texts:
                     async for delta in texts:
                         record.add(delta)
                         if choice.ticket is not None:
@@ -218,7 +228,7 @@ class Frontend:
             record.close(span.trace_id)
 
     async def _text(
-        self, choice: Choice, tokens: AsyncGenerator[TokenDelta, None]
+        self, choice: Choice, tokens: AsyncGenerator[TokenDelta, None], lane: TokenLane | None
     ) -> AsyncGenerator[TextDelta, None]:
         call, request = choice.call, choice.request
         detokenizer = Detokenizer(
@@ -229,6 +239,8 @@ class Frontend:
             skip_special_tokens=call.skip_special_tokens,
             min_tokens=request.sampling.min_tokens,
         )
+        if lane is not None:
+            lane.detokenizer = detokenizer
         async for delta in tokens:
             finish = delta.finish_reason
             piece = detokenizer.push(

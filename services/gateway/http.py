@@ -6,17 +6,18 @@ Tests: tests/integration/test_gateway_http.py.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
-import prometheus_client
 from aiohttp import web
 
 from kvmesh.core.errors import InvalidRequestError, KvMeshError
 from kvmesh.core.types import Placement
+from kvmesh.telemetry.exposition import exposition
 from services.gateway.admission import Ticket
 from services.gateway.answers import Answer, dumps
 from services.gateway.config import HttpConfig
@@ -88,7 +89,7 @@ class HttpFront:
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions."""
         async with self._frontend.admit(_authorization(request)) as ticket:
-            body = parse_body(ChatBody, await _json(request))
+            body = parse_body(ChatBody, await self._json(request))
             defaults = self._frontend.tokenizer.sampling_defaults
             family = self._frontend.tokenizer.chat.tool_family
             call = chat_call(body, self._frontend.limits, defaults, family)
@@ -97,7 +98,7 @@ class HttpFront:
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/completions."""
         async with self._frontend.admit(_authorization(request)) as ticket:
-            body = parse_body(CompletionBody, await _json(request))
+            body = parse_body(CompletionBody, await self._json(request))
             defaults = self._frontend.tokenizer.sampling_defaults
             call = completion_call(body, self._frontend.limits, defaults)
             return await self._answer(request, call, ticket)
@@ -105,7 +106,7 @@ class HttpFront:
     async def responses(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/responses."""
         async with self._frontend.admit(_authorization(request)) as ticket:
-            body = parse_body(ResponsesBody, await _json(request), RESPONSES_UNSUPPORTED)
+            body = parse_body(ResponsesBody, await self._json(request), RESPONSES_UNSUPPORTED)
             defaults = self._frontend.tokenizer.sampling_defaults
             call = chat_call(as_chat(body), self._frontend.limits, defaults)
             call = replace(call, prompt_field="input", max_tokens_field="max_output_tokens")
@@ -116,13 +117,13 @@ class HttpFront:
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
         """POST /tokenize."""
         async with self._frontend.admit(_authorization(request)):
-            body = parse_body(TokenizeBody, await _json(request), {})
+            body = parse_body(TokenizeBody, await self._json(request), {})
             return web.json_response(await tokenize(self._frontend, body), dumps=dumps)
 
     async def detokenize(self, request: web.Request) -> web.StreamResponse:
         """POST /detokenize."""
         async with self._frontend.admit(_authorization(request)):
-            body = parse_body(DetokenizeBody, await _json(request), {})
+            body = parse_body(DetokenizeBody, await self._json(request), {})
             return web.json_response(await detokenize(self._frontend, body), dumps=dumps)
 
     async def models(self, request: web.Request) -> web.StreamResponse:
@@ -183,7 +184,7 @@ class HttpFront:
     async def metrics(self, _request: web.Request) -> web.StreamResponse:
         """GET /metrics, in Prometheus' text format."""
         return web.Response(
-            body=prometheus_client.generate_latest(),
+            body=exposition(),
             headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
         )
 
@@ -192,6 +193,9 @@ class HttpFront:
         return web.json_response({"version": version("kvmesh")})
 
     # --- errors ---
+
+    async def _json(self, request: web.Request) -> Any:
+        return await _json(request, self._config.body_timeout_s)
 
     @web.middleware
     async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -265,8 +269,13 @@ async def _add_request_id(request: web.Request, response: web.StreamResponse) ->
     response.headers["x-request-id"] = request.get(_REQUEST_ID, "")
 
 
-async def _json(request: web.Request) -> Any:
-    raw = await request.read()
+async def _json(request: web.Request, timeout_s: float) -> Any:
+    try:
+        async with asyncio.timeout(timeout_s):
+            raw = await request.read()
+    except TimeoutError as error:
+        request.protocol.force_close()  # what is still to come is not waited for
+        raise web.HTTPRequestTimeout from error
     try:
         return json.loads(raw)
     except (ValueError, RecursionError) as error:
@@ -280,6 +289,7 @@ def _http_error(error: web.HTTPException, request: web.Request, config: HttpConf
         404: f"{request.path} does not exist; the API is under /v1",
         405: f"{request.path} does not take {request.method}; allowed: "
         f"{error.headers.get('Allow', '')}",
+        408: f"the body did not come within {config.body_timeout_s} s",
         413: f"the body is longer than {config.max_body_bytes} bytes",
     }
     answer = plain_http_error(error.status, messages.get(error.status, error.reason))

@@ -94,7 +94,10 @@ class GatewayMetrics(Collector):
             registry=registry,
         )
         self.requests_open = Gauge(
-            "kvmesh_gateway_requests_open", "Generations that run now.", registry=registry
+            "kvmesh_gateway_requests_open",
+            "Generations that run now.",
+            registry=registry,
+            multiprocess_mode="livesum",
         )
         self._refusals = Counter(
             "kvmesh_gateway_refusals",
@@ -105,6 +108,18 @@ class GatewayMetrics(Collector):
         self._moves = Counter(
             "kvmesh_gateway_moves",
             "Work that was lost and started again elsewhere.",
+            ["reason"],
+            registry=registry,
+        )
+        self.connections = Gauge(
+            "kvmesh_gateway_connections",
+            "Open connections of the HTTP port.",
+            registry=registry,
+            multiprocess_mode="livesum",
+        )
+        self.connections_cut = Counter(
+            "kvmesh_gateway_connections_cut",
+            "Connections of the HTTP port that were cut, and why.",
             ["reason"],
             registry=registry,
         )

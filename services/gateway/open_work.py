@@ -28,6 +28,7 @@ from services.gateway.worker_events import (
     Mailbox,
     Refused,
     Reserved,
+    ShortWay,
     Tokens,
     WorkerEvent,
 )
@@ -163,6 +164,11 @@ class OpenWork:
             self.cancel_prefill()
             return answer
         return None
+
+    def open_short_way(self, way: ShortWay) -> None:
+        """Offers the decode worker's tokens to `way` until the next event."""
+        if self._decode is not None:
+            self._mailbox.open_short_way(self._decode.key[1], way)
 
     async def next_event(self, timeout_s: float) -> tuple[Side, WorkerEvent]:
         """The next event of the open attempts.

@@ -15,10 +15,12 @@ from kvmesh.core.errors import DeadlineError, LostError, StructureError
 from kvmesh.core.types import FinishReason, TokenLogprobs, WorkerId
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.telemetry.tracing import Span, start_span
+from kvmesh.v1.decode_service_pb2 import DecodeTokens
 from services.gateway.mesh import GenerationRequest, Mesh, Placed
 from services.gateway.open_work import OpenWork, Side
 from services.gateway.phases import Phases
 from services.gateway.placing import Placing
+from services.gateway.token_lane import TokenLane
 from services.gateway.worker_events import Failed, FirstToken, HandedOff, Tokens, WorkerEvent
 
 log = event_logger(__name__)
@@ -58,8 +60,13 @@ class WorkLostError(LostError):
         self.reason = reason
 
 
-async def generate(mesh: Mesh, request: GenerationRequest) -> AsyncGenerator[TokenDelta, None]:
+async def generate(
+    mesh: Mesh, request: GenerationRequest, lane: TokenLane | None = None
+) -> AsyncGenerator[TokenDelta, None]:
     """Generates tokens; close the generator to cancel.
+
+    Args:
+        lane: takes what it can of the tokens; they are not yielded then.
 
     Raises:
         StageRefusedError: nobody took the request in time.
@@ -68,7 +75,7 @@ async def generate(mesh: Mesh, request: GenerationRequest) -> AsyncGenerator[Tok
         StructureError: the structure asked for cannot be followed.
         DeadlineError: it ran for longer than `request_timeout_s`.
     """
-    life = _Life(mesh, request)
+    life = _Life(mesh, request, lane)
     mesh.metrics.requests_open.inc()
     try:
         while True:
@@ -96,7 +103,7 @@ def _raise_if_error(event: FirstToken | Tokens) -> None:
 class _Life:
     """State of a running request."""
 
-    def __init__(self, mesh: Mesh, request: GenerationRequest) -> None:
+    def __init__(self, mesh: Mesh, request: GenerationRequest, lane: TokenLane | None) -> None:
         self._mesh = mesh
         self._request = request
         self._work = OpenWork(request.request_id, mesh.sessions)
@@ -108,6 +115,8 @@ class _Life:
         self._placed: Placed | None = None
         self._handed_off = False
         self._decode_span: Span | None = None
+        self._lane = lane
+        self._lane_at = 0.0
         self._trace = mesh.log.trace(request.request_id)
         now = self._now()
         self._deadline = now + mesh.limits.request_timeout_s
@@ -228,12 +237,37 @@ class _Life:
             patience_s = limits.stall_s if self._handed_off else limits.prefill_timeout_s
             slow = where.decode_worker if self._handed_off else where.prefill_worker
             reason = "decode_stalled" if self._handed_off else "handoff_stalled"
-            side, event = await self._event(self._now() + patience_s, slow, reason)
+            if self._lane is not None and self._handed_off:
+                self._work.open_short_way(self._take_short)
+            try:
+                side, event = await self._event(self._now() + patience_s, slow, reason)
+            except WorkLostError:
+                if self._lane_at + patience_s <= self._now():
+                    raise
+                continue  # tokens went by on the lane meanwhile
             if isinstance(event, Tokens):
                 return event
             if isinstance(event, HandedOff):
                 self._now_decoding()
             self._raise_if_failed(side, event)
+
+    def _take_short(self, tokens: DecodeTokens) -> bool:
+        """Lets tokens through to the lane if they are simply the next ones."""
+        token_ids = tokens.token_ids
+        if (
+            self._lane is None
+            or not token_ids
+            or tokens.finish_reason
+            or tokens.logprobs
+            or tokens.first_position != len(self._request.prompt_ids) + len(self._tokens)
+        ):
+            return False
+        now = self._now()
+        if not self._lane.push(token_ids, now):
+            return False
+        self._tokens.extend(token_ids)
+        self._lane_at = now
+        return True
 
     def _now_decoding(self) -> None:
         """The KV is at the decode worker: nothing is left to do for prefill."""

@@ -67,15 +67,29 @@ class RequestRecord:
         if self._last_at is None:
             self._ttft_s = now - self._started_at
             self._metrics.ttft_s.observe(self._ttft_s)
+            self._last_at = now
+            self._count(len(delta.token_ids))
         else:
-            self._metrics.itl_s.observe(now - self._last_at)
-        self._last_at = now
+            self.tokens(len(delta.token_ids), now)
         self._last = delta
-        self._num_tokens += len(delta.token_ids)
-        self._trace.output_tokens = self._num_tokens
-        self._metrics.generation_tokens.inc(len(delta.token_ids))
         if delta.finish_reason is not None:
             self._finish = delta.finish_reason
+
+    def tokens(self, count: int, now: float) -> None:
+        """Counts tokens after the first piece.
+
+        Args:
+            now: when they came, on the loop's clock.
+        """
+        assert self._last_at is not None, "a first piece came"
+        self._metrics.itl_s.observe(now - self._last_at)
+        self._last_at = now
+        self._count(count)
+
+    def _count(self, count: int) -> None:
+        self._num_tokens += count
+        self._trace.output_tokens = self._num_tokens
+        self._metrics.generation_tokens.inc(count)
 
     def failed(self, error: KvMeshError) -> None:
         """Notes the error that ended it."""

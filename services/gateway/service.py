@@ -15,15 +15,17 @@ from kvmesh.console.request_log import RequestLog
 from kvmesh.core.errors import ConfigError
 from kvmesh.core.types import FleetWorker
 from kvmesh.rpc.fleet import FleetWatch, RouteClient
+from kvmesh.rpc.tls import server_context
 from kvmesh.runtime.app import ServiceContext
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
 from services.gateway.admission import Admission
-from services.gateway.config import GatewayConfig, HttpConfig
+from services.gateway.config import GatewayConfig
 from services.gateway.console import ConsoleSources, add_console
 from services.gateway.frontend import Frontend
 from services.gateway.grpc_front import InferenceServicer
 from services.gateway.http import HttpFront
+from services.gateway.http_guard import ConnectionGuard
 from services.gateway.mesh import Mesh
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.routing import Router, candidate_of
@@ -34,6 +36,7 @@ from services.gateway.worker_sessions import WorkerSessions
 
 log = event_logger(__name__)
 
+HTTP_BACKLOG = 1024
 HTTP_CLOSE_S = 0.5
 """Connections still open after the drain get this long."""
 
@@ -97,7 +100,8 @@ async def start_gateway(config: GatewayConfig, context: ServiceContext) -> Gatew
 
     add_InferenceServiceServicer_to_server(InferenceServicer(frontend), context.server)
     front = HttpFront(frontend, config.http, int(time.time()))
-    http_port = await _serve_http(front, config.http, context)
+    guard = ConnectionGuard(config.http, metrics)
+    http_port = await _serve_http(front, config, guard, context)
     log.info("http_serving", address=f"{config.http.host}:{http_port}", model=served_name)
     return Gateway(http_port, sessions, admission, metrics, mesh.turns)
 
@@ -106,19 +110,37 @@ def _connect(sessions: WorkerSessions, workers: tuple[FleetWorker, ...], served_
     sessions.keep([candidate_of(each) for each in workers if each.info.model == served_name])
 
 
-async def _serve_http(front: HttpFront, config: HttpConfig, context: ServiceContext) -> int:
+async def _serve_http(
+    front: HttpFront, gateway: GatewayConfig, guard: ConnectionGuard, context: ServiceContext
+) -> int:
+    config = gateway.http
+    tls = server_context(config.tls, "http.tls")
     # A client that goes away cancels its handler, and with it the work in the mesh.
     runner = web.AppRunner(
-        front.app(), handler_cancellation=True, access_log=None, shutdown_timeout=HTTP_CLOSE_S
+        front.app(),
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=HTTP_CLOSE_S,
+        keepalive_timeout=config.idle_timeout_s,
     )
     await runner.setup()
     context.stack.push_async_callback(runner.cleanup)
+    assert runner.server is not None, "set up"
     try:
-        await web.TCPSite(runner, config.host, config.port).start()
+        server = await asyncio.get_running_loop().create_server(
+            guard.wrap(runner.server),
+            config.host,
+            config.port,
+            ssl=tls,
+            ssl_handshake_timeout=None if tls is None else config.header_timeout_s,
+            backlog=HTTP_BACKLOG,
+            reuse_port=gateway.server.share_port,
+        )
     except OSError as error:
         raise ConfigError(
             f"cannot listen on {config.host}:{config.port}: {error.strerror}; "
             "choose another with --http.port"
         ) from error
-    port: int = runner.addresses[0][1]
+    context.stack.callback(server.close)
+    port: int = server.sockets[0].getsockname()[1]
     return port

@@ -54,15 +54,22 @@ class Link:
         name: for logs.
         open_call: the stub's method.
         parse: turns one event message into a value.
+        has_tokens: its events may be `DecodeTokens`, which mailboxes may take as they are.
     """
 
     def __init__(
-        self, name: str, open_call: Callable[..., Any], parse: Callable[[Any], WorkerEvent]
+        self,
+        name: str,
+        open_call: Callable[..., Any],
+        parse: Callable[[Any], WorkerEvent],
+        *,
+        has_tokens: bool = False,
     ) -> None:
         self._parse = parse
+        self._has_tokens = has_tokens
         self._mailboxes: dict[AttemptKey, Mailbox] = {}
         self.stream: PeerStream[Any, Any] = PeerStream(
-            name, open_call, self._receive, on_down=self._fail_all
+            name, open_call, self._receive, on_down=self._fail_all, joins=True
         )
 
     @property
@@ -95,6 +102,8 @@ class Link:
             mailbox = self._mailboxes.get((message.request_id, message.attempt))
             if mailbox is None:
                 continue  # of an attempt that ended here before the worker knew
+            if self._has_tokens and mailbox.goes_short(message.attempt, message.tokens):
+                continue
             try:
                 event = self._parse(message)
             except ProtocolError as error:
@@ -126,7 +135,12 @@ class WorkerSession:
         self.prefill = Link(
             f"{worker_id} (prefill)", PrefillServiceStub(channel).Prefill, prefill_event
         )
-        self.decode = Link(f"{worker_id} (decode)", DecodeServiceStub(channel).Decode, decode_event)
+        self.decode = Link(
+            f"{worker_id} (decode)",
+            DecodeServiceStub(channel).Decode,
+            decode_event,
+            has_tokens=True,
+        )
         self._channel = channel
         self._held: dict[AttemptKey, float] = {}
         self._holding = asyncio.Event()

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from kvmesh.kv.groups import (
     HOLE,
+    UNBOUNDED_BLOCKS,
     KvGroups,
     arriving_blocks,
     blocks_at_most,
@@ -94,8 +95,9 @@ def test_the_longest_sequence_is_the_longest_that_fits(
 ) -> None:
     longest = longest_sequence(groups, num_blocks, chunk, size)
     assert longest == 0 or blocks_at_most(groups, longest, chunk, size) <= num_blocks
-    full = num_blocks * size
-    assert longest == full or blocks_at_most(groups, longest + size, chunk, size) > num_blocks
+    bound = num_blocks if 0 in groups.windows else UNBOUNDED_BLOCKS
+    too_long = blocks_at_most(groups, longest + size, chunk, size) > num_blocks
+    assert too_long or longest == bound * size
 
 
 @given(

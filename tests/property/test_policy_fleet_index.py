@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -26,17 +27,23 @@ def fleets(draw: st.DrawFn) -> list[WorkerView]:
     count = draw(st.integers(1, len(NAMES)))
     numbers = random.Random(draw(st.integers(0, 10**6)))
     return [
-        worker(
-            name,
-            numbers.choice(roles),
-            reported_at=NOW - numbers.choice([0.0, 0.0, 0.0, 9.0]),
-            prefill_active=numbers.randrange(6),
-            decode_running=numbers.randrange(10),
-            blocks_free=numbers.choice([0, 10, 100, 256, 512]),
-            draining=numbers.random() < 0.1,
+        dataclasses.replace(
+            one(name, roles, numbers), pending_tokens=numbers.choice([0, 300, 3000, 9000])
         )
         for name in NAMES[:count]
     ]
+
+
+def one(name: WorkerId, roles: Sequence[Role], numbers: random.Random) -> WorkerView:
+    return worker(
+        name,
+        numbers.choice(roles),
+        reported_at=NOW - numbers.choice([0.0, 0.0, 0.0, 9.0]),
+        prefill_active=numbers.randrange(6),
+        decode_running=numbers.randrange(10),
+        blocks_free=numbers.choice([0, 10, 100, 256, 512]),
+        draining=numbers.random() < 0.1,
+    )
 
 
 queries = st.builds(
@@ -63,12 +70,12 @@ def choice_rank(
     return (view.worker_id in asked.avoid, silent, getattr(policy, rank)(standing))
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(
     fleets(),
     queries,
     matches_maps,
-    st.sampled_from([POLICIES["cache_load"], POLICIES["least_loaded"]]),
+    st.sampled_from([POLICIES["kvmesh"], POLICIES["cache_load"], POLICIES["least_loaded"]]),
 )
 def test_the_shortlist_s_choice_is_the_fleet_s(
     workers: list[WorkerView],
@@ -76,7 +83,7 @@ def test_the_shortlist_s_choice_is_the_fleet_s(
     matches: dict[WorkerId, int],
     policy: RoutePolicy,
 ) -> None:
-    index = FleetIndex(random.Random(0))
+    index = FleetIndex(random.Random(0), by_tokens=policy.first_token is not None)
     for each in workers:
         index.update(each)
     small = index.shortlist(asked, matches, NOW, SILENT_AFTER_S)

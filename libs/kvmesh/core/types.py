@@ -55,6 +55,8 @@ class RouteCause(enum.Enum):
     """Whose turn it is."""
     SHORT_PROMPT = "short_prompt"
     """Little is left to compute and an idle decode worker does it, so no KV has to move."""
+    HELP = "help"
+    """A decode worker has the first token before any prefill worker would."""
     LONG_PROMPT = "long_prompt"
     """So much is left to compute that the remote cluster does it."""
     REMOTE_DOWN = "remote_down"

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvmesh.engine.protocol import SequenceChunk, StateChunk
+from kvmesh.engine.protocol import SequenceChunk
 from kvmesh.kernels.plan import RaggedBatch
+from kvmesh.kernels.states import SequenceState
 from kvmesh.kv.groups import HOLE, first_visible, num_blocks_of
 
 
@@ -34,7 +35,7 @@ class StepBatch:
     token_ids: Tensor
     positions: Tensor
     groups: list[RaggedBatch]
-    states: list[StateChunk]
+    states: list[SequenceState]
     sample_rows: list[int]
     sample_chunks: list[int]
     scored: list[tuple[int, int]]
@@ -77,7 +78,17 @@ def build_batch(
             _group_batch([chunks[index] for index in order], starts, group, window, block_size)
             for group, window in enumerate(windows)
         ],
-        states=[state for index in order if (state := chunks[index].state) is not None],
+        states=[
+            SequenceState(
+                live=state.live,
+                source=state.source,
+                saves=[
+                    (position - chunks[index].start, blocks) for position, blocks in state.saves
+                ],
+            )
+            for index in order
+            if (state := chunks[index].state) is not None
+        ],
         sample_rows=[starts[place + 1] - 1 for place in sampled],
         sample_chunks=[order[place] for place in sampled],
         scored=[(index, starts[at]) for at, index in enumerate(order) if chunks[index].num_scored],

@@ -24,7 +24,7 @@ _UNSUPPORTED_KEYS = (
     "final_logit_softcapping",
     "use_bidirectional_attention",
 )
-_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "linear_attention"})
 
 
 def load_model_config(folder: Path) -> ModelConfig:
@@ -93,10 +93,17 @@ def parse_model_config(
     )
     configured = family.configure(fields, config)
     types = fields.layer_types(num_layers) or ()
-    if "sliding_attention" in types and not any(configured.windows):
-        raise CheckpointError(
-            f"{origin}: layer type sliding_attention is not supported in {name}; {SUPPORTED}"
-        )
+    computed = {
+        "sliding_attention": any(configured.windows),
+        "linear_attention": configured.linear is not None,
+    }
+    for kind, is_computed in computed.items():
+        if kind in types and not is_computed:
+            text = f"{origin}: layer type {kind} is not supported in {name}; {SUPPORTED}"
+            raise CheckpointError(text)
+    if fields.rotary_dim(configured.head_dim) != configured.head_dim and not configured.rotary_dim:
+        text = f"{origin}: partial rotary embedding is not supported in {name}; {SUPPORTED}"
+        raise CheckpointError(text)
     return configured
 
 

@@ -38,6 +38,10 @@ class MoeConfig:
         intermediate_size: of one expert.
         normalize: weights of the chosen experts sum to 1.
         sparse_layers: layers that have experts; the others have one dense MLP.
+        shared_size: of the expert that all rows take; 0 for none.
+        num_groups, top_groups: experts are chosen from the best groups only.
+        scale: factor of the chosen ones' weights.
+        biased_choice: a stored bias takes part in the choice.
     """
 
     num_experts: int
@@ -45,6 +49,11 @@ class MoeConfig:
     intermediate_size: int
     normalize: bool
     sparse_layers: frozenset[int]
+    shared_size: int = 0
+    num_groups: int = 1
+    top_groups: int = 1
+    scale: float = 1.0
+    biased_choice: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,10 +160,25 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         """Weights in the matrices; norms and biases are left out."""
-        heads = self.num_heads + self.num_kv_heads
-        attention = 2 * heads * self.head_dim * self.hidden_size
+        attention = sum(self._mixer_parameters(layer) for layer in range(self.num_layers))
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return self.num_layers * attention + self._mlp_parameters + embeddings
+        return attention + self._mlp_parameters + embeddings
+
+    def _mixer_parameters(self, layer: int) -> int:
+        if self.linear is not None and self.is_linear(layer):
+            values = self.linear.num_value_heads * self.linear.value_dim
+            return self.hidden_size * (self.linear.conv_channels + 2 * values)
+        latent = self.latent
+        if latent is None:
+            heads = self.num_heads + self.num_kv_heads
+            return 2 * heads * self.head_dim * self.hidden_size
+        query = self.num_heads * (latent.nope_dim + latent.rope_dim)
+        inner = latent.query_rank or self.hidden_size
+        queries = inner * query + latent.query_rank * self.hidden_size
+        # The up-projection is there twice: as it is, and absorbed.
+        up = 2 * latent.rank * self.num_heads * (latent.nope_dim + latent.value_dim)
+        output = self.num_heads * latent.value_dim * self.hidden_size
+        return queries + up + output + latent.width * self.hidden_size
 
     @property
     def _mlp_parameters(self) -> int:
@@ -162,7 +186,8 @@ class ModelConfig:
         if self.moe is None:
             return self.num_layers * one_dense
         expert = 3 * self.hidden_size * self.moe.intermediate_size
-        sparse = self.moe.num_experts * (expert + self.hidden_size)
+        shared = 3 * self.hidden_size * self.moe.shared_size
+        sparse = self.moe.num_experts * (expert + self.hidden_size) + shared
         num_sparse = len(self.moe.sparse_layers)
         return (self.num_layers - num_sparse) * one_dense + num_sparse * sparse
 

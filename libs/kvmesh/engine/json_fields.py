@@ -122,11 +122,36 @@ class Fields:
         table |= self.raw.get("rope_scaling") or {}
         parameters = self.raw.get("rope_parameters") or {}
         table |= parameters.get(layer_type, parameters) if layer_type else parameters
-        partial = table.get("partial_rotary_factor", self.raw.get("partial_rotary_factor"))
-        if partial not in (None, 1.0):
-            raise CheckpointError(f"{self.origin}: partial rotary embedding is not supported")
         max_positions = self.number("max_position_embeddings", int)
         return Fields(table, self.origin)._rope_of_kind(default_theta, max_positions)
+
+    def rotary_dim(self, head_dim: int, default: float = 1.0) -> int:
+        """Elements of a head that are rotated.
+
+        Raises:
+            CheckpointError: the share is no number, or leaves half a pair.
+        """
+        parameters = self.raw.get("rope_parameters") or {}
+        key = "partial_rotary_factor"
+        value = parameters.get(key, self.raw.get(key))
+        share = Fields({key: value}, self.origin).number(key, float, default=default)
+        rotated = int(head_dim * share)
+        if rotated % 2 or (head_dim - rotated) % 2 or rotated > head_dim:
+            raise CheckpointError(f"{self.origin}: {key} {share} of {head_dim} is not supported")
+        return rotated
+
+    def yarn_scale(self) -> float:
+        """Factor by which yarn sharpens queries and keys of DeepSeek; 1 without `mscale_all_dim`.
+
+        Raises:
+            CheckpointError: a value is no number.
+        """
+        table: dict[str, Any] = dict(self.raw.get("rope_scaling") or {})
+        table |= self.raw.get("rope_parameters") or {}
+        if table.get("rope_type", table.get("type", "default")) == "default":
+            return 1.0
+        scaling = Fields(table, self.origin)
+        return _yarn_mscale(scaling.number("factor", float), table.get("mscale_all_dim") or 0.0)
 
     def _rope_of_kind(self, default_theta: float, max_positions: int) -> RopeConfig:
         kind = self.raw.get("rope_type", self.raw.get("type", "default"))
@@ -146,8 +171,11 @@ class Fields:
                 self.number("high_freq_factor", float),
                 original,
             )
-        if kind == "yarn" and not (self.raw.get("mscale") or self.raw.get("mscale_all_dim")):
-            usual = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+        if kind == "yarn":
+            mscale, mscale_all = self.raw.get("mscale"), self.raw.get("mscale_all_dim")
+            usual = _yarn_mscale(factor, 1.0)
+            if mscale and mscale_all:
+                usual = _yarn_mscale(factor, mscale) / _yarn_mscale(factor, mscale_all)
             return RopeConfig(
                 theta,
                 kind,
@@ -160,5 +188,9 @@ class Fields:
             )
         raise CheckpointError(
             f"{self.origin}: rope type {kind!r} is not supported; supported are default, linear, "
-            "llama3 and yarn without mscale"
+            "llama3 and yarn"
         )
+
+
+def _yarn_mscale(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

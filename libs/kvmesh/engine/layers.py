@@ -18,7 +18,9 @@ from kvmesh.engine.kv_plan import KvPlace
 from kvmesh.engine.weights import LayerWeights
 from kvmesh.kernels import layer_ops
 from kvmesh.kernels.dispatch import HeadSpec, RopeRows, StepAttention
+from kvmesh.kernels.latent import StepLatent
 from kvmesh.kernels.linear import Linear, make_linear
+from kvmesh.kernels.states import StepStates
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +28,14 @@ class StepMemory:
     """The KV that a step reads and writes.
 
     Attributes:
-        attention: of each token group.
+        attention: of each token group, empty when they keep latents.
+        latent: of each token group that keeps latents.
+        states: of linear layers, or None.
     """
 
     attention: tuple[StepAttention, ...] = ()
+    latent: tuple[StepLatent, ...] = ()
+    states: StepStates | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +74,14 @@ class Layer(Protocol):
         ...
 
 
+class Mixer(Protocol):
+    """What mixes positions in a layer: attention, or what stands for it."""
+
+    def run(self, h: Tensor, step: Step, keep: Tensor | None) -> Tensor:
+        """[rows, hidden], normalised, to [rows or kept, hidden]."""
+        ...
+
+
 class Mlp(Protocol):
     """What follows attention in a layer."""
 
@@ -84,6 +98,7 @@ class SelfAttention:
         qkv: to [(heads + 2 * kv_heads) * head_dim], q, then k, then v.
         place: in the KV pool.
         uses_local_rope: of `Step`.
+        gate: to one factor per value of the heads' output, before its sigmoid; or None.
     """
 
     qkv: Linear
@@ -92,6 +107,7 @@ class SelfAttention:
     place: KvPlace
     head_dim: int
     uses_local_rope: bool
+    gate: Linear | None = None
 
     def run(self, h: Tensor, step: Step, keep: Tensor | None) -> Tensor:
         """[rows, hidden], normalised, to [rows or kept, hidden]."""
@@ -100,8 +116,11 @@ class SelfAttention:
         attention = step.memory.attention[self.place.group]
         out = attention.run(qkv, self.place.slot, self.spec, rope)
         if keep is not None:
-            out = out[keep]
-        return self.output(out.flatten(1))
+            out, h = out[keep], h[keep]
+        flat = out.flatten(1)
+        if self.gate is not None:
+            flat = flat * torch.sigmoid(self.gate(h))
+        return self.output(flat)
 
 
 def load_attention(
@@ -110,12 +129,14 @@ def load_attention(
     *,
     sinks: Tensor | None = None,
     norm_offset: float = 0.0,
+    gated: bool = False,
 ) -> SelfAttention:
     """Reads attention by its usual names.
 
     Args:
         sinks: [heads], see `reference.decode_attention`.
         norm_offset: added to the weights of the norms of queries and keys.
+        gated: the query projection holds a gate beside each head's query.
 
     Raises:
         CheckpointError: a tensor is missing or of the wrong shape.
@@ -123,9 +144,7 @@ def load_attention(
     head_dim, layer = config.head_dim, weights.layer
     q_rows, kv_rows = config.num_heads * head_dim, config.num_kv_heads * head_dim
     sizes = (("q", q_rows), ("k", kv_rows), ("v", kv_rows))
-    qkv = weights.stacked(
-        [(f"self_attn.{name}_proj.weight", rows) for name, rows in sizes], config.hidden_size
-    )
+    qkv, gate = _projections(weights, config, gated=gated)
     bias = None
     if config.qkv_bias:
         bias = weights.stacked([(f"self_attn.{name}_proj.bias", rows) for name, rows in sizes])
@@ -136,6 +155,8 @@ def load_attention(
         qk_norm = torch.cat(
             [q_norm.expand(config.num_heads, -1), k_norm.expand(config.num_kv_heads, -1)]
         )
+        if config.rotary_dim:
+            qk_norm = qk_norm[:, rotated_halves(head_dim, config.rotary_dim)].contiguous()
     output_bias = None
     if config.output_bias:
         output_bias = weights.vector("self_attn.o_proj.bias", config.hidden_size)
@@ -152,7 +173,39 @@ def load_attention(
         place=weights.place,
         head_dim=head_dim,
         uses_local_rope=config.sliding(layer),
+        gate=gate,
     )
+
+
+def _projections(
+    weights: LayerWeights, config: ModelConfig, *, gated: bool
+) -> tuple[Tensor, Linear | None]:
+    """Weights of queries, keys and values as one, and the gate."""
+    hidden, head_dim = config.hidden_size, config.head_dim
+    rows = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+    names = [f"self_attn.{name}_proj.weight" for name in "qkv"]
+    if not (gated or config.rotary_dim):
+        sizes = [count * head_dim for count in rows]
+        return weights.stacked(list(zip(names, sizes, strict=True)), hidden), None
+    share = 2 if gated else 1
+    q = weights.tensor(names[0], (share * config.num_heads * head_dim, hidden))
+    k, v = (weights.tensor(name, (rows[1] * head_dim, hidden)) for name in names[1:])
+    q, k = q.view(config.num_heads, -1, hidden), k.view(rows[1], -1, hidden)
+    gate = make_linear(q[:, head_dim:].flatten(0, 1)) if gated else None
+    order = rotated_halves(head_dim, config.rotary_dim or head_dim)
+    heads = [part[:, order].flatten(0, 1) for part in (q[:, :head_dim], k)]
+    return torch.cat([*heads, v]), gate
+
+
+def rotated_halves(head_dim: int, rotary_dim: int) -> list[int]:
+    """Order of a head's elements in which rotated pairs lie half a head apart.
+
+    Only the first `rotary_dim` elements of a head are rotated in the files. In this order the
+    others form pairs too, whose angle is 0, so that one kernel serves all (`rope_table`).
+    """
+    pairs, rest = rotary_dim // 2, (head_dim - rotary_dim) // 2
+    first = [*range(pairs), *range(rotary_dim, rotary_dim + rest)]
+    return [*first, *range(pairs, rotary_dim), *range(rotary_dim + rest, head_dim)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,11 +256,11 @@ class SparseMlp:
     """Experts, of which each row takes a few.
 
     Attributes:
-        router: to [experts].
+        router: rows to scores of experts.
         route: scores [rows, experts] to weights and expert ids, both [rows, top_k].
     """
 
-    router: Linear
+    router: Callable[[Tensor], Tensor]
     route: Callable[[Tensor], tuple[Tensor, Tensor]]
     experts: tuple[GatedMlp, ...]
 
@@ -224,17 +277,18 @@ class SparseMlp:
         for expert, count in zip(self.experts, counts, strict=True):
             if count:
                 run = slice(first, first + count)
-                out.index_add_(0, rows[run], expert.run(h[rows[run]]) * shares[run])
+                part = expert.run(h[rows[run]]) * shares[run]
+                out.index_add_(0, rows[run], part.to(out.dtype))
                 first += count
         return out
 
 
 @dataclass(frozen=True, slots=True)
-class PreNormLayer:
-    """The Llama order: norm, attention, norm, MLP."""
+class MixerLayer:
+    """The Llama order: norm, attention or what stands for it, norm, MLP."""
 
     input_norm: Tensor
-    attention: SelfAttention
+    mixer: Mixer
     post_norm: Tensor
     mlp: Mlp
     eps: float
@@ -244,11 +298,37 @@ class PreNormLayer:
     ) -> tuple[Tensor, Tensor]:
         """See `Layer.run`."""
         h = layer_ops.add_rms_norm(x, delta, self.input_norm, self.eps)
-        delta = self.attention.run(h, step, keep)
+        delta = self.mixer.run(h, step, keep)
         if keep is not None:
             x = x[keep]
         h = layer_ops.add_rms_norm(x, delta, self.post_norm, self.eps)
         return x, self.mlp.run(h)
+
+
+def load_mixer_layer(
+    weights: LayerWeights,
+    config: ModelConfig,
+    mixer: Mixer,
+    mlp: Mlp,
+    *,
+    norm_offset: float = 0.0,
+) -> MixerLayer:
+    """Reads the norms of a layer by their usual names.
+
+    Args:
+        norm_offset: added to their weights.
+
+    Raises:
+        CheckpointError: a tensor is missing or of the wrong shape.
+    """
+    hidden = config.hidden_size
+    return MixerLayer(
+        input_norm=weights.vector("input_layernorm.weight", hidden, norm_offset),
+        mixer=mixer,
+        post_norm=weights.vector("post_attention_layernorm.weight", hidden, norm_offset),
+        mlp=mlp,
+        eps=config.rms_norm_eps,
+    )
 
 
 def load_pre_norm_layer(
@@ -256,8 +336,8 @@ def load_pre_norm_layer(
     config: ModelConfig,
     mlp: Mlp | None = None,
     sinks: Tensor | None = None,
-) -> PreNormLayer:
-    """Reads a layer by its usual names.
+) -> MixerLayer:
+    """Reads a layer with attention by its usual names.
 
     Args:
         mlp: None for the dense one.
@@ -265,11 +345,6 @@ def load_pre_norm_layer(
     Raises:
         CheckpointError: a tensor is missing or of the wrong shape.
     """
-    hidden = config.hidden_size
-    return PreNormLayer(
-        input_norm=weights.vector("input_layernorm.weight", hidden),
-        attention=load_attention(weights, config, sinks=sinks),
-        post_norm=weights.vector("post_attention_layernorm.weight", hidden),
-        mlp=mlp or load_gated_mlp(weights, DENSE_MLP, hidden, config.intermediate_size),
-        eps=config.rms_norm_eps,
-    )
+    dense = (weights, DENSE_MLP, config.hidden_size, config.intermediate_size)
+    attention = load_attention(weights, config, sinks=sinks)
+    return load_mixer_layer(weights, config, attention, mlp or load_gated_mlp(*dense))

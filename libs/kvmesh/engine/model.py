@@ -108,7 +108,9 @@ def load_model(
         return files.read_rows([(name, config.vocab_size)], hidden, dtype, device)
 
     def table(rope_config: RopeConfig) -> RopeTable:
-        return rope_table(rope_config, config.head_dim, num_positions, dtype, device)
+        return rope_table(
+            rope_config, config.head_dim, num_positions, dtype, device, config.rotary_dim
+        )
 
     embedding = matrix("model.embed_tokens.weight")
     norm = files.read_rows([("model.norm.weight", hidden)], None, dtype, device)

@@ -73,12 +73,25 @@ def _yarn_keep(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def rope_table(
-    rope: RopeConfig, head_dim: int, num_positions: int, dtype: torch.dtype, device: str
+    rope: RopeConfig,
+    head_dim: int,
+    num_positions: int,
+    dtype: torch.dtype,
+    device: str,
+    rotary_dim: int = 0,
 ) -> RopeTable:
-    """The table for positions below `num_positions`; angles are computed in fp32."""
+    """The table for positions below `num_positions`; angles are computed in fp32.
+
+    Args:
+        rotary_dim: elements of a head that are rotated, 0 for all; pairs of others stay.
+    """
     positions = torch.arange(num_positions, dtype=torch.float32)
-    angles = torch.outer(positions, inverse_frequencies(rope, head_dim))
+    angles = torch.outer(positions, inverse_frequencies(rope, rotary_dim or head_dim))
     cos, sin = angles.cos() * rope.scale, angles.sin() * rope.scale
+    if rotary_dim:
+        resting = (num_positions, (head_dim - rotary_dim) // 2)
+        cos = torch.cat([cos, torch.ones(resting)], dim=-1)
+        sin = torch.cat([sin, torch.zeros(resting)], dim=-1)
     return RopeTable(
         torch.cat([cos, cos], dim=-1).to(device, dtype)[:, None],
         torch.cat([-sin, sin], dim=-1).to(device, dtype)[:, None],

@@ -29,6 +29,8 @@ from kvmesh.engine.protocol import ModelSpec, SampledToken, SequenceChunk, StepR
 from kvmesh.engine.sampler import sample, score_tokens
 from kvmesh.engine.weights import WeightFiles, fingerprint
 from kvmesh.kernels.dispatch import plan_attention
+from kvmesh.kernels.latent import StepLatent
+from kvmesh.kernels.states import StepStates
 
 _SCORED_ROWS = 128
 """Prompt positions whose logits are in memory at once."""
@@ -44,6 +46,7 @@ class TorchRunner:
         self._plan = plan
         self._model: DecoderModel | None = model
         self._pool = pool
+        self._keeps_latents = model.config.latent is not None
         self._device = device
 
     @classmethod
@@ -168,8 +171,22 @@ class TorchRunner:
         return found
 
     def _memory_of(self, batch: StepBatch) -> StepMemory:
-        pool = self._pool.tensor
-        return StepMemory(attention=tuple(plan_attention(group, pool) for group in batch.groups))
+        pool, plan, shape = self._pool.tensor, self._plan, self._spec.layout
+        states = None
+        if batch.states:
+            first = batch.groups[0]
+            states = StepStates(
+                batch.states,
+                first.query_starts,
+                first.num_decode,
+                pool.view(len(pool), -1).view(torch.float32),
+            )
+        if not self._keeps_latents:
+            attention = tuple(plan_attention(group, pool) for group in batch.groups)
+            return StepMemory(attention=attention, states=states)
+        vectors = pool.view(len(pool), plan.block_layers, shape.block_size, -1)
+        latent = tuple(StepLatent(group, vectors) for group in batch.groups)
+        return StepMemory(latent=latent, states=states)
 
     def close(self) -> None:
         """See `ModelRunner.close`."""

@@ -21,6 +21,9 @@ from kvmesh.core.types import BlockHash
 HOLE = -1
 """In a table: no block is held for these positions."""
 
+UNBOUNDED_BLOCKS = 1 << 31
+"""More than any sequence has."""
+
 # Where no group keeps all positions, there is nothing to measure states against.
 _INTERVAL_WITHOUT_FULL_TOKENS = 512
 
@@ -116,8 +119,11 @@ def blocks_at_most(groups: KvGroups, num_tokens: int, chunk_tokens: int, block_s
 
 
 def longest_sequence(groups: KvGroups, num_blocks: int, chunk_tokens: int, block_size: int) -> int:
-    """Tokens of the longest sequence that fits a pool alone, a multiple of the block size."""
-    low, high = 0, num_blocks
+    """Tokens of the longest sequence that fits a pool alone, a multiple of the block size.
+
+    Without a full group that is `UNBOUNDED_BLOCKS` blocks once the window fits.
+    """
+    low, high = 0, num_blocks if 0 in groups.windows else UNBOUNDED_BLOCKS
     while low < high:
         middle = (low + high + 1) // 2
         needed = blocks_at_most(groups, middle * block_size, chunk_tokens, block_size)

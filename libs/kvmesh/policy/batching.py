@@ -17,10 +17,13 @@ class BatchLimits:
     Attributes:
         max_tokens: tokens computed in one step, decode tokens included.
         max_sequences: sequences in one step.
+        mixed_tokens: as `max_tokens`, of a step in which some sequence decodes; None is the same.
+            Long chunks use a device best, but every running answer waits for them.
     """
 
     max_tokens: int = 512
     max_sequences: int = 64
+    mixed_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,8 @@ def plan_batch(remaining: Sequence[int], limits: BatchLimits) -> list[ChunkPlan]
         if tokens == 1 and budget > 0 and len(shares) < limits.max_sequences:
             shares[index] = 1
             budget -= 1
+    if shares and limits.mixed_tokens is not None:
+        budget = min(budget, limits.mixed_tokens - len(shares))
     for index, tokens in enumerate(remaining):
         if tokens > 1 and budget > 0 and len(shares) < limits.max_sequences:
             shares[index] = min(tokens, budget)

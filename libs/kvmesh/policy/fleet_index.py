@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from kvmesh.core.types import KvLayout, Role, RouteQuery, WorkerId
-from kvmesh.policy.ranking import DECODE_CACHE_WEIGHT
+from kvmesh.policy.ranking import BUSY_TOKENS, DECODE_CACHE_WEIGHT
 from kvmesh.policy.view import FleetView, WorkerView
 
 WIDTH = 6
@@ -27,6 +27,9 @@ SMALL_FLEET = 32
 MAX_HOLDERS = 128
 """Of more holders (a system prompt that all have) those of the longest prefixes are weighed; the
 others are found by their load."""
+
+TOKENS_IN_FLIGHT = 1024
+"""Length that is assumed of a prompt on its way; policies take that of the one they decide on."""
 
 _Key = tuple[float, float, float, WorkerId]
 """Full, load, tie, name."""
@@ -61,10 +64,12 @@ class FleetIndex:
 
     Args:
         rng: orders workers of equal load.
+        by_tokens: prefill load is the tokens that wait, as for the policy `kvmesh`; else prompts.
     """
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, *, by_tokens: bool = False) -> None:
         self._rng = rng
+        self._by_tokens = by_tokens
         self._entries: dict[WorkerId, _Entry] = {}
         self._buckets: dict[_BucketName, _Bucket] = {}
 
@@ -76,19 +81,26 @@ class FleetIndex:
         self.remove(view.worker_id)
         info = view.info
         tie = self._rng.random()
-        slots = max(info.prefill_slots, 1)
-        used = view.prefill_used
+        busy, load = self._prefill_load(view)
         decode_share = _decode_share(view)
         entry = _Entry(
             view,
             (info.model, info.layout, info.cluster, info.role),
-            (used >= slots, used, tie, view.worker_id),
+            (busy, load, tie, view.worker_id),
             (decode_share >= 1.0, decode_share, tie, view.worker_id),
         )
         self._entries[view.worker_id] = entry
         bucket = self._buckets.setdefault(entry.bucket, _Bucket())
         insort(bucket.prefill, entry.prefill)
         insort(bucket.decode, entry.decode)
+
+    def _prefill_load(self, view: WorkerView) -> tuple[bool, float]:
+        """Whether it is full and how much waits; being full is part of what waits in tokens."""
+        busy = view.prefill_used >= max(view.info.prefill_slots, 1)
+        if not self._by_tokens:
+            return busy, view.prefill_used
+        sent = view.prefill_in_flight * TOKENS_IN_FLIGHT
+        return False, view.pending_tokens + sent + BUSY_TOKENS * busy
 
     def remove(self, worker_id: WorkerId) -> None:
         """Forgets a worker; one that is unknown is no error."""
@@ -184,8 +196,9 @@ class FleetIndex:
             uncached = max(query.num_tokens - matches[worker_id] * size, 1)
             role = entry.bucket[3]
             if role is not Role.DECODE:
-                busy, used, _, _ = entry.prefill
-                prefill.append((busy, uncached * (1.0 + used), worker_id))
+                busy, load, _, _ = entry.prefill
+                cost = load + uncached if self._by_tokens else uncached * (1.0 + load)
+                prefill.append((busy, cost, worker_id))
             if role is not Role.PREFILL:
                 share = uncached / max(query.num_tokens, 1)
                 full, load, _, _ = entry.decode

@@ -7,7 +7,6 @@ Tests: tests/unit/policy/test_routing.py.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,8 +20,26 @@ has to be sent to it, but its batch sets the time per token for as long as the r
 AGGREGATE_TOKENS = 256
 """Half a step's default budget: that much more in a decode batch is hardly felt by the others."""
 
-AGGREGATE_SHARE = 0.5
+AGGREGATE_SHARE = 0.25
 """A decode worker with more of its slots or blocks in use keeps to decode."""
+
+HELP_SHARE = 0.7
+"""As `AGGREGATE_SHARE`, when prefill workers are so late that its help is worth more."""
+
+HELP_SLOWDOWN = 1.5
+"""Prompts take so many times as long beside decode: their chunks are short and decode steps come
+between."""
+
+TRANSFER_SHARE = 0.05
+"""KV of a token is sent in this part of the time in which it is computed."""
+
+BUSY_TOKENS = 2048
+"""What a full worker adds to the wait: its next free slot comes when a prompt is computed and sent,
+and others wait for it too."""
+
+SLACK_TOKENS = 2048
+"""Prefill workers whose first token comes later than the best one's by more than this are not asked
+yet: a short wait for the holder of a long prefix beats computing the prefix again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +88,11 @@ class Standing:
         return max(slots, blocks)
 
     @property
+    def may_help_prefill(self) -> bool:
+        """A decode worker that would take a prompt of any length at once."""
+        return not self.prefill_busy and not self.decode_full and self.decode_share <= HELP_SHARE
+
+    @property
     def takes_short_prompt(self) -> bool:
         """The worker decodes little enough to compute a short prompt beside it, at once."""
         return (
@@ -97,6 +119,8 @@ class RoutePolicy:
         reads_cache: a cached prefix counts.
         aggregate_tokens: a prompt with at most so many uncached tokens is computed on a decode
             worker that has room for it; 0 keeps all prompts away from decode workers.
+        first_token: tokens computed on a worker until the request's first one. With it, workers
+            much later than the best are not asked, and decode workers help when they are sooner.
     """
 
     name: str
@@ -106,6 +130,7 @@ class RoutePolicy:
     basis: RouteCause = RouteCause.LOAD
     reads_cache: bool = True
     aggregate_tokens: int = 0
+    first_token: Callable[[Standing], float] | None = None
 
 
 def _expected_prefill(standing: Standing) -> float:
@@ -129,6 +154,25 @@ def _cache_load_decode(standing: Standing) -> Rank:
 def _cache_load_aggregated(standing: Standing) -> Rank:
     # Decode steps of the batch take their part of the compute that the prompt waits for.
     cost = _expected_prefill(standing) * (1.0 + standing.decode_share)
+    return (standing.prefill_busy or standing.decode_full, cost)
+
+
+def _first_token(standing: Standing) -> float:
+    """Tokens computed until the first one: prompts are computed one after the other.
+
+    Prompts on their way, which no report shows yet, are taken to be as long as this one.
+    """
+    worker = standing.worker
+    ahead = worker.pending_tokens + worker.prefill_in_flight * standing.query.num_tokens
+    return ahead + standing.uncached_tokens + BUSY_TOKENS * standing.prefill_busy
+
+
+def _first_token_prefill(standing: Standing) -> Rank:
+    return (_first_token(standing), standing.prefill_share)
+
+
+def _first_token_aggregated(standing: Standing) -> Rank:
+    cost = _first_token(standing) * (1.0 + standing.decode_share)
     return (standing.prefill_busy or standing.decode_full, cost)
 
 
@@ -172,8 +216,16 @@ CACHE_LOAD = RoutePolicy(
 )
 """Expected work until the first token, prefix included; the scarcer of decode slots and blocks."""
 
-KVMESH = dataclasses.replace(CACHE_LOAD, name="kvmesh", aggregate_tokens=AGGREGATE_TOKENS)
-"""The default: `CACHE_LOAD`, and short prompts where they are decoded."""
+KVMESH = RoutePolicy(
+    "kvmesh",
+    _first_token_prefill,
+    _cache_load_decode,
+    _first_token_aggregated,
+    aggregate_tokens=AGGREGATE_TOKENS,
+    first_token=_first_token,
+)
+"""The default: the worker whose first token comes soonest, queue and prefix counted (FlowKV B.2);
+short prompts where they are decoded; and decode workers help prefill while they are sooner."""
 
 LEAST_LOADED = RoutePolicy(
     "least_loaded",

@@ -6,6 +6,7 @@ Tests: tests/unit/policy/test_routing.py, test_routing_properties.py.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -26,7 +27,10 @@ from kvmesh.core.types import (
 )
 from kvmesh.policy.ranking import (
     CACHE_LOAD,
+    HELP_SLOWDOWN,
     LEAST_CONNECTIONS,
+    SLACK_TOKENS,
+    TRANSFER_SHARE,
     RankFunction,
     RoutePolicy,
     Standing,
@@ -109,7 +113,11 @@ def plan_route(
         return _plan_disaggregated(call, sides) or no_pair(query, able)
     if not _has_default_pair(sides):
         return _plan_aggregated(call, able, RouteCause.NO_PAIR, why_aggregated(able))
-    plan = _plan_short(call, sides.decode) or _plan_disaggregated(call, sides)
+    plan = (
+        _plan_short(call, sides.decode)
+        or _plan_help(call, sides)
+        or _plan_disaggregated(call, sides)
+    )
     assert plan is not None, "a default pair exists, so a pair does"
     return plan
 
@@ -249,6 +257,7 @@ def _plan_disaggregated(call: _Call, sides: _Sides) -> RoutePlan | None:
     rest = [worker for worker in paired if worker.info.layout == layout]
     rest.remove(home[0].worker)
     prefill = [home[0], *_ordered(call, rest, call.policy.prefill, is_far)]
+    prefill = _worth_asking(call, prefill)
     decode = _ordered(
         call,
         [worker for worker in sides.decode if worker.info.layout == layout],
@@ -272,14 +281,52 @@ def _plan_short(call: _Call, decode: list[WorkerView]) -> RoutePlan | None:
         for standing in _standings(call, decode)
         if standing.uncached_tokens <= call.policy.aggregate_tokens
         and standing.takes_short_prompt
-        and standing.worker.worker_id not in call.query.avoid
-        and call.now - standing.worker.reported_at <= SILENT_AFTER_S
+        and _is_in_favour(call, standing)
     ]
     if not fitting:
         return None
     ordered = _ordered(call, fitting, call.policy.aggregated, lambda _: False)
     reason = f"aggregated, a short prompt: {prefill_reason(ordered[0])}"
     return _plan(call, ordered, [], RouteCause.SHORT_PROMPT, reason)
+
+
+def _plan_help(call: _Call, sides: _Sides) -> RoutePlan | None:
+    """The prompt on a decode worker, where the first token comes before any prefill worker's."""
+    cost = call.policy.first_token
+    if cost is None or not call.policy.aggregate_tokens:
+        return None
+    helpers = [
+        (cost(standing) * HELP_SLOWDOWN, standing.worker.worker_id, standing)
+        for standing in _standings(call, sides.decode)
+        if standing.may_help_prefill and _is_in_favour(call, standing)
+    ]
+    if not helpers:
+        return None
+    there, _, best = min(helpers)
+    sending = TRANSFER_SHARE * call.query.num_tokens
+    if there >= sending + min(cost(standing) for standing in _standings(call, sides.prefill)):
+        return None
+    reason = f"aggregated, prefill workers are later: {prefill_reason(best)}"
+    return _plan(call, [best], [], RouteCause.HELP, reason)
+
+
+def _is_in_favour(call: _Call, standing: Standing) -> bool:
+    """It has neither refused nor fallen silent."""
+    worker = standing.worker
+    is_awake = call.now - worker.reported_at <= SILENT_AFTER_S
+    return is_awake and worker.worker_id not in call.query.avoid
+
+
+def _worth_asking(call: _Call, prefill: list[Standing]) -> list[Standing]:
+    """Leaves out workers that are much later than the best of those that are left."""
+    cost = call.policy.first_token
+    if cost is None:
+        return prefill
+    best = min(
+        (cost(standing) for standing in prefill if _is_in_favour(call, standing)),
+        default=math.inf,
+    )
+    return [standing for standing in prefill if cost(standing) <= best + SLACK_TOKENS]
 
 
 def _plan_aggregated(

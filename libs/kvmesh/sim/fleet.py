@@ -28,6 +28,7 @@ from kvmesh.sim.events import EventQueue
 from kvmesh.sim.link import SharedLink
 from kvmesh.sim.prefix_index import PrefixIndex
 from kvmesh.sim.profile import Device, Profile
+from kvmesh.sim.steps import ChunkTokens
 from kvmesh.sim.trace import TRACE_BLOCK
 from kvmesh.sim.worker import SimWorker, WorkerListener
 
@@ -89,7 +90,7 @@ class SimFleet:
         *,
         queue_offers: bool,
         report_interval_s: float,
-        chunk_tokens: int,
+        chunks: ChunkTokens,
         order: FleetIndex | None = None,
     ) -> None:
         self._events = events
@@ -97,7 +98,7 @@ class SimFleet:
         self._listener = listener
         self._queue_offers = queue_offers
         self._report_interval_s = report_interval_s
-        self._chunk_tokens = chunk_tokens
+        self._chunks = chunks
         self._order = order
         self.workers: dict[WorkerId, SimWorker] = {}
         self.openings = 0
@@ -133,7 +134,7 @@ class SimFleet:
             self._events,
             self._listener,
             queue_offers=self._queue_offers,
-            chunk_tokens=self._chunk_tokens,
+            chunks=self._chunks,
         )
         self.workers[info.worker_id] = worker
         self.index.add(info.worker_id, worker.pool)
@@ -181,7 +182,7 @@ class SimFleet:
                         worker.info,
                         worker.load(),
                         math.inf,
-                        pending_tokens=worker.waiting_tokens if self._queue_offers else 0,
+                        pending_tokens=worker.waiting_tokens,
                     )
             self._changed.clear()
             self._view = None
@@ -199,7 +200,11 @@ class SimFleet:
         for worker_id in sorted(self._changed):
             worker = self.workers[worker_id]
             if worker.alive:
-                self._order.update(WorkerView(worker.info, worker.load(), math.inf))
+                self._order.update(
+                    WorkerView(
+                        worker.info, worker.load(), math.inf, pending_tokens=worker.waiting_tokens
+                    )
+                )
         self._changed.clear()
         return self._order.shortlist(query, matches, self._events.now(), SILENT_AFTER_S)
 

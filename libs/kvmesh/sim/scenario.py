@@ -12,6 +12,7 @@ from kvmesh.core.errors import ConfigError
 from kvmesh.policy.pdserve import TimeoutTier
 from kvmesh.sim.fleet import WorkerGroup
 from kvmesh.sim.profile import Profile
+from kvmesh.sim.steps import ChunkTokens
 from kvmesh.sim.systems import System
 from kvmesh.sim.trace import TraceRequest
 
@@ -83,7 +84,6 @@ class Scenario:
     Attributes:
         requests: by arrival; of a session in a closed loop only the first arrival counts.
         closed_loop: the next turn of a session comes `think_s` after the answer.
-        chunk_tokens: tokens per step.
         jitter: of transfers; 0.1 makes them up to 10 % longer.
         sample_s: interval of the timelines.
     """
@@ -96,6 +96,6 @@ class Scenario:
     failures: tuple[Failure, ...] = ()
     objectives: Objectives = Objectives()
     seed: int = 0
-    chunk_tokens: int = 4096
+    chunks: ChunkTokens = ChunkTokens()
     jitter: float = 0.1
     sample_s: float = 10.0

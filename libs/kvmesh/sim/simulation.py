@@ -22,6 +22,7 @@ from kvmesh.sim.fleet import MODEL, REMOTE, SimFleet
 from kvmesh.sim.placing import Desk, Placed, Placing
 from kvmesh.sim.requests import Outcome, SimRequest, SimSequence, blocks_for
 from kvmesh.sim.scenario import Failure, FailureKind, Scenario
+from kvmesh.sim.systems import System
 from kvmesh.sim.trace import TRACE_BLOCK, TraceRequest
 from kvmesh.sim.worker import SimWorker
 
@@ -86,6 +87,12 @@ def simulate(scenario: Scenario) -> Result:
     return Simulation(scenario).run()
 
 
+def _index(system: System, rng: random.Random) -> FleetIndex | None:
+    if not system.is_indexed:
+        return None
+    return FleetIndex(rng, by_tokens=system.route.first_token is not None)
+
+
 class Simulation:
     """The parts of one run, and the way of a request through them (`WorkerListener`)."""
 
@@ -100,8 +107,8 @@ class Simulation:
             self,
             queue_offers=system.queue_offers,
             report_interval_s=system.report_interval_s,
-            chunk_tokens=scenario.chunk_tokens,
-            order=FleetIndex(self.rng) if system.is_indexed else None,
+            chunks=scenario.chunks,
+            order=_index(system, self.rng),
         )
         self.fleet.build(scenario.fleet)
         self.result = Result(scenario, [])

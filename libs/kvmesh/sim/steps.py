@@ -42,6 +42,18 @@ class StepListener(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class ChunkTokens:
+    """Tokens per step.
+
+    Attributes:
+        mixed: of a step in which some sequence decodes; the services' default.
+    """
+
+    alone: int = 4096
+    mixed: int = 512
+
+
 @dataclass(slots=True)
 class _Run:
     """Decode steps in progress: `num_steps` of `step_s` each."""
@@ -129,6 +141,11 @@ class StepLoop:
             self._drop(sequence)
         elif sequence in self._preempted:
             self._preempted.remove(sequence)
+
+    def resume(self) -> None:
+        """Blocks were given back: preempted sequences may go on."""
+        if self._preempted and not self._in_step:
+            self._next_step()
 
     def stop(self) -> None:
         """Ends everything, as the death of the worker does; whole steps of a run count."""

@@ -14,7 +14,7 @@ from kvmesh.policy.batching import BatchLimits
 from kvmesh.sim.events import EventQueue
 from kvmesh.sim.profile import Device
 from kvmesh.sim.requests import SimRequest, SimSequence, blocks_for
-from kvmesh.sim.steps import StepLoop, take_blocks
+from kvmesh.sim.steps import ChunkTokens, StepLoop, take_blocks
 from kvmesh.sim.trace import TRACE_BLOCK
 
 CAPABILITY = b"simulated"
@@ -53,7 +53,7 @@ class SimWorker:
 
     Args:
         queue_offers: accept prompts beyond the slots into a local queue.
-        chunk_tokens: tokens per step.
+        chunks: tokens per step.
 
     Attributes:
         cached_tokens: prompt tokens found in the prefix cache of a prefill, since the start.
@@ -67,7 +67,7 @@ class SimWorker:
         listener: WorkerListener,
         *,
         queue_offers: bool,
-        chunk_tokens: int,
+        chunks: ChunkTokens,
     ) -> None:
         self.info = info
         self.device = device
@@ -78,7 +78,8 @@ class SimWorker:
         self._events = events
         self._listener = listener
         self._queue_offers = queue_offers
-        limits = BatchLimits(chunk_tokens, info.prefill_slots + info.decode_slots)
+        num_slots = info.prefill_slots + info.decode_slots
+        limits = BatchLimits(chunks.alone, num_slots, chunks.mixed)
         self.steps = StepLoop(device, self.pool, limits, events, self)
         self._num_sequences = 0
         self._waiting: list[SimSequence] = []
@@ -259,6 +260,7 @@ class SimWorker:
         sequence.blocks = []
         self._changed()
         self._listener.on_opening()
+        self.steps.resume()
         self._admit_waiting()
 
     def _release_quiet(self) -> None:
@@ -266,6 +268,7 @@ class SimWorker:
             self.pool.release(released.blocks)
             self._changed()
             self._listener.on_opening()
+            self.steps.resume()
 
     # --- what steps bring about --------------------------------------------------------------
 

@@ -15,7 +15,8 @@ from kvmesh.core.types import Endpoint
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
-_SSE = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+_HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n"
+_SSE = _HEAD + b"Content-Type: text/event-stream; charset=utf-8\r\n\r\n"
 
 
 def _event(delta: dict[str, str], finish: str | None = None) -> bytes:
@@ -92,6 +93,12 @@ async def test_a_stream_that_is_cut_is_not_complete(piece: int) -> None:
 async def test_a_stream_that_ends_with_an_error_is_not_complete() -> None:
     error = b'data: {"error":{"message":"lost"}}\n\n'
     assert not (await _ask(_SSE + _STREAM + _chunks(error) + _DONE, 10_000)).ok
+
+
+async def test_a_whole_answer_may_come_in_chunks() -> None:
+    reply = await _ask(_HEAD + b"\r\n" + _chunks(b"{}") + b"0\r\n\r\n", 10_000)
+    assert reply.ok
+    assert reply.first_at
 
 
 @pytest.mark.parametrize("piece", [1, 10_000])

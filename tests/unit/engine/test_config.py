@@ -97,9 +97,7 @@ def test_eos_ids_of_both_files(own: int | None, generation: dict[str, Any], ids:
 def test_the_unsupported_is_named_with_what_is_supported(
     changes: dict[str, Any], named: str
 ) -> None:
-    with pytest.raises(
-        CheckpointError, match=rf"{named}.*supported are gemma3_text, gpt_oss, llama"
-    ):
+    with pytest.raises(CheckpointError, match=rf"{named}.*supported are deepseek_v2, .*, llama"):
         parse(**changes)
 
 
@@ -107,7 +105,6 @@ def test_the_unsupported_is_named_with_what_is_supported(
     ("changes", "named"),
     [
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, "longrope.*supported are"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2, "mscale": 1}}, "yarn.*without mscale"),
         ({"partial_rotary_factor": 0.5}, "partial"),
         ({"torch_dtype": "float8_e4m3fn"}, "float8.*supported are float32"),
         ({"layer_types": ["full_attention"]}, "1 layer_types for 2 layers"),

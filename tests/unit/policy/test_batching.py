@@ -26,6 +26,16 @@ def test_the_number_of_sequences_is_limited() -> None:
     assert plans == [ChunkPlan(0, 5), ChunkPlan(2, 1)]
 
 
+def test_chunks_are_shorter_while_somebody_decodes() -> None:
+    limits = BatchLimits(max_tokens=4096, max_sequences=8, mixed_tokens=512)
+    assert plan_batch([5000], limits) == [ChunkPlan(0, 4096)]
+    assert plan_batch([5000, 1, 1], limits) == [
+        ChunkPlan(0, 510),
+        ChunkPlan(1, 1),
+        ChunkPlan(2, 1),
+    ]
+
+
 @given(
     st.lists(st.integers(0, 2000), max_size=40),
     st.integers(1, 1024),

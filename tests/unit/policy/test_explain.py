@@ -28,7 +28,7 @@ def test_candidates_in_order_with_the_numbers_that_decided() -> None:
     assert scores == sorted(scores)
     best = facts.prefill[0]
     assert (best.worker_id, best.cached_tokens, best.prefill_used) == ("p0", 80, 0)
-    assert best.score[1] == 320 - 80
+    assert best.score[0] == 320 - 80
     assert [each.worker_id for each in facts.decode] == ["d"]
     assert (facts.decode[0].decode_used, facts.decode[0].decode_slots) == (6, 8)
 

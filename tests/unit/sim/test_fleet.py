@@ -7,6 +7,7 @@ from kvmesh.core.types import Candidate, Endpoint, Placement, Role, RoutePlan, W
 from kvmesh.sim.events import EventQueue
 from kvmesh.sim.fleet import LOST_AFTER_S, SimFleet, WorkerGroup, parse_fleet
 from kvmesh.sim.requests import SimSequence
+from kvmesh.sim.steps import ChunkTokens
 from kvmesh.sim.worker import SimWorker
 from tests.unit.sim.examples import profile, request
 
@@ -42,7 +43,7 @@ def start(report_interval_s: float = 0.0) -> tuple[SimFleet, EventQueue]:
         listener,
         queue_offers=False,
         report_interval_s=report_interval_s,
-        chunk_tokens=4096,
+        chunks=ChunkTokens(),
     )
     listener.fleet = fleet
     fleet.build(parse_fleet("home:d:prefill:1,home:d:decode:1"))

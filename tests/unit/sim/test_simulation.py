@@ -7,6 +7,7 @@ from kvmesh.policy.pdserve import TimeoutTier
 from kvmesh.sim.requests import Outcome
 from kvmesh.sim.scenario import Objectives, Scenario, parse_failures
 from kvmesh.sim.simulation import Result, Simulation
+from kvmesh.sim.steps import ChunkTokens
 from kvmesh.sim.systems import SYSTEMS
 from kvmesh.sim.trace import TRACE_BLOCK, TraceRequest
 from tests.unit.sim.examples import scenario, trace
@@ -41,7 +42,8 @@ class TestOneRequest:
         assert request.tpot_s == pytest.approx((3 * 0.00512 + 4 * 0.01) / 4)
 
     def test_transfer_overlaps_prefill_in_chunks(self) -> None:
-        (request,) = run(scenario(trace(blocks=4, output=2), chunk_tokens=TRACE_BLOCK)).requests
+        chunks = ChunkTokens(TRACE_BLOCK)
+        (request,) = run(scenario(trace(blocks=4, output=2), chunks=chunks)).requests
         assert request.finished_s is not None
         # The last token is a step of its own, and only its block is left to be sent after it.
         assert request.finished_s == pytest.approx(2.048 + 0.01 + 0.00512 + 0.01)

@@ -9,6 +9,7 @@ from kvmesh.core.types import Refusal, RefusalReason, Role
 from kvmesh.sim.events import EventQueue
 from kvmesh.sim.fleet import SimFleet, WorkerGroup
 from kvmesh.sim.requests import SimSequence
+from kvmesh.sim.steps import ChunkTokens
 from kvmesh.sim.trace import TRACE_BLOCK
 from kvmesh.sim.worker import SimWorker
 from tests.unit.sim.examples import profile, request
@@ -52,7 +53,7 @@ def start(*, queue_offers: bool = False, chunk: int = 4096, **device: Any) -> tu
         log,
         queue_offers=queue_offers,
         report_interval_s=0.0,
-        chunk_tokens=chunk,
+        chunks=ChunkTokens(chunk, chunk),
     )
     fleet.build((WorkerGroup("home", "d", Role.HYBRID, 1),))
     return next(iter(fleet.workers.values())), log
@@ -174,6 +175,17 @@ def test_preempted_sequences_come_back_and_finish() -> None:
     assert worker.steps.preemptions == 1
     assert {text for text, _ in log.seen} >= {"done r0", "done r1"}
     assert log.at("done r0") < log.at("done r1")
+
+
+def test_preempted_sequences_come_back_when_a_reservation_ends() -> None:
+    worker, log = start(num_blocks=4, decode_slots=2)
+    run_local(worker, 0, blocks=1, output=700)
+    reserved = accepted(worker.reserve(request(1, blocks=1, first_id=9)))
+    log.events.run(lambda: worker.steps.preemptions > 0)
+    assert worker.steps.num_preempted == 1, "all other blocks are reserved"
+    worker.release(reserved)
+    finish(worker, log)
+    assert "done r0" in dict(log.seen)
 
 
 def test_kv_of_another_worker_starts_decode() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvmesh.engine.models import (
+    deepseek,
     gemma3,
     gpt_oss,
     llama,
@@ -11,6 +12,7 @@ from kvmesh.engine.models import (
     qwen2,
     qwen3,
     qwen3_moe,
+    qwen3_next,
 )
 from kvmesh.engine.models.family import Family
 
@@ -21,6 +23,9 @@ FAMILIES: dict[str, Family] = {
     "qwen2": qwen2.FAMILY,
     "qwen3": qwen3.FAMILY,
     "qwen3_moe": qwen3_moe.FAMILY,
+    "qwen3_next": qwen3_next.FAMILY,
     "gemma3_text": gemma3.FAMILY,
     "gpt_oss": gpt_oss.FAMILY,
+    "deepseek_v2": deepseek.V2,
+    "deepseek_v3": deepseek.V3,
 }

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvmesh.engine.config import ModelConfig, MoeConfig
 from kvmesh.engine.json_fields import Fields
-from kvmesh.engine.layers import GatedMlp, PreNormLayer, SparseMlp, load_pre_norm_layer
+from kvmesh.engine.layers import GatedMlp, MixerLayer, SparseMlp, load_pre_norm_layer
 from kvmesh.engine.models.family import Family, windows_of_types
 from kvmesh.engine.weights import LayerWeights
 from kvmesh.kernels import reference
@@ -72,7 +72,7 @@ def _load_experts(weights: LayerWeights, config: ModelConfig, moe: MoeConfig) ->
     ]
 
 
-def _load_layer(weights: LayerWeights, config: ModelConfig) -> PreNormLayer:
+def _load_layer(weights: LayerWeights, config: ModelConfig) -> MixerLayer:
     moe = config.moe
     assert moe is not None
     router_bias = weights.vector("mlp.router.bias", moe.num_experts)

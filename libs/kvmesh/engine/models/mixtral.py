@@ -7,7 +7,7 @@ from functools import partial
 
 from kvmesh.engine.config import ModelConfig, MoeConfig
 from kvmesh.engine.json_fields import Fields
-from kvmesh.engine.layers import PreNormLayer, SparseMlp, load_gated_mlp, load_pre_norm_layer
+from kvmesh.engine.layers import MixerLayer, SparseMlp, load_gated_mlp, load_pre_norm_layer
 from kvmesh.engine.models.family import Family, uniform_window
 from kvmesh.engine.weights import LayerWeights
 from kvmesh.kernels import layer_ops
@@ -25,7 +25,7 @@ def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
     return replace(config, windows=windows, moe=moe, qkv_bias=False, output_bias=False)
 
 
-def _load_layer(weights: LayerWeights, config: ModelConfig) -> PreNormLayer:
+def _load_layer(weights: LayerWeights, config: ModelConfig) -> MixerLayer:
     moe, hidden = config.moe, config.hidden_size
     assert moe is not None
     experts = []

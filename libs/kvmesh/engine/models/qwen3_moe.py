@@ -8,7 +8,7 @@ from functools import partial
 from kvmesh.core.errors import CheckpointError
 from kvmesh.engine.config import ModelConfig, MoeConfig
 from kvmesh.engine.json_fields import Fields
-from kvmesh.engine.layers import PreNormLayer, SparseMlp, load_gated_mlp, load_pre_norm_layer
+from kvmesh.engine.layers import MixerLayer, SparseMlp, load_gated_mlp, load_pre_norm_layer
 from kvmesh.engine.models.family import Family
 from kvmesh.engine.weights import LayerWeights
 from kvmesh.kernels import layer_ops
@@ -32,7 +32,7 @@ def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
     return replace(config, qk_norm=True, moe=moe)
 
 
-def _load_layer(weights: LayerWeights, config: ModelConfig) -> PreNormLayer:
+def _load_layer(weights: LayerWeights, config: ModelConfig) -> MixerLayer:
     moe, hidden = config.moe, config.hidden_size
     assert moe is not None
     if weights.layer not in moe.sparse_layers:

@@ -1,0 +1,132 @@
+"""Linear attention by the gated delta rule, as hybrids use it between attention layers.
+
+A family gives the projections; convolution, recurrence, state and output are the same for all.
+Source: Gated Delta Networks, arXiv 2412.06464.
+Tests: tests/integration/test_transformers_equality.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kvmesh.engine.config import LinearConfig
+from kvmesh.engine.kv_plan import KvPlace
+from kvmesh.engine.layers import Step
+from kvmesh.kernels import linear_reference, reference
+from kvmesh.kernels.linear import Linear
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaInputs:
+    """What the recurrence takes of each row.
+
+    Attributes:
+        mixed: [rows, conv_channels] queries, keys and values before the convolution.
+        decay: [rows, value heads, 1 or key_dim] fp32, logarithms, at most 0.
+        beta: [rows, value heads] fp32.
+        gate: [rows, value heads, value_dim] of the output.
+    """
+
+    mixed: Tensor
+    decay: Tensor
+    beta: Tensor
+    gate: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Recurrence:
+    """See `kernels.states.Recurrence`; a state is the matrix, then the convolution's inputs."""
+
+    inputs: DeltaInputs
+    taps: Tensor
+    shape: LinearConfig
+
+    def step(self, rows: slice, states: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Recurrence.step`."""
+        matrix, before = self._split(states)
+        x = self.inputs.mixed[rows].float().unsqueeze(1)
+        mixed, before = linear_reference.causal_conv(x, before, self.taps)
+        q, k, v = self._heads(mixed.squeeze(1))
+        decay, beta = self.inputs.decay[rows], self.inputs.beta[rows]
+        out, matrix = linear_reference.delta_step(q, k, v, decay, beta, matrix)
+        return out, torch.cat([matrix.flatten(1), before.flatten(1)], dim=1)
+
+    def scan(self, rows: slice, state: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Recurrence.scan`."""
+        matrix, before = self._split(state[None])
+        x = self.inputs.mixed[rows].float()
+        mixed, after = linear_reference.causal_conv(x, before[0], self.taps)
+        q, k, v = self._heads(mixed)
+        decay, beta = self.inputs.decay[rows], self.inputs.beta[rows]
+        out, last = linear_reference.delta_scan(q, k, v, decay, beta, matrix[0])
+        return out, torch.cat([last.flatten(), after.flatten()])
+
+    def _split(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        shape = self.shape
+        size = shape.num_value_heads * shape.key_dim * shape.value_dim
+        matrix, before = states[:, :size], states[:, size:]
+        return (
+            matrix.view(-1, shape.num_value_heads, shape.key_dim, shape.value_dim),
+            before.view(len(states), shape.conv_kernel - 1, shape.conv_channels),
+        )
+
+    def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[rows, conv_channels] to queries, keys and values; keys serve several value heads."""
+        shape = self.shape
+        key_values = shape.num_key_heads * shape.key_dim
+        active = functional.silu(mixed)
+        sizes = [key_values, key_values, active.shape[1] - 2 * key_values]
+        q, k, v = torch.split(active, sizes, dim=1)
+        q, k = (x.view(len(x), shape.num_key_heads, shape.key_dim) for x in (q, k))
+        q = linear_reference.l2_normalize(q) * shape.key_dim**-0.5
+        k = linear_reference.l2_normalize(k)
+        shared = shape.num_value_heads // shape.num_key_heads
+        if shared > 1:
+            q, k = q.repeat_interleave(shared, dim=1), k.repeat_interleave(shared, dim=1)
+        return q, k, v.view(len(v), shape.num_value_heads, shape.value_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaAttention:
+    """One layer.
+
+    Attributes:
+        project: [rows, hidden] to the recurrence's inputs.
+        taps: [kernel, conv_channels] fp32 of the convolution, oldest input first.
+        norm: [value_dim] of the output of each head.
+        activate: of the gate.
+    """
+
+    project: Callable[[Tensor], DeltaInputs]
+    taps: Tensor
+    norm: Tensor
+    activate: Callable[[Tensor], Tensor]
+    output: Linear
+    place: KvPlace
+    shape: LinearConfig
+    eps: float
+
+    def run(self, h: Tensor, step: Step, keep: Tensor | None) -> Tensor:
+        """[rows, hidden], normalised, to [rows or kept, hidden]."""
+        states = step.memory.states
+        assert states is not None, "the step has no states"
+        inputs = self.project(h)
+        recurrence = _Recurrence(inputs, self.taps, self.shape)
+        place = self.place
+        out = states.run(place.group, place.slot, self.shape.state_values, recurrence)
+        gate = inputs.gate
+        if keep is not None:
+            out, gate = out[keep], gate[keep]
+        normed = reference.rms_norm(out, self.norm.float(), self.eps)
+        gated = normed * self.activate(gate.float())
+        return self.output(gated.to(h.dtype).flatten(1))
+
+
+def load_taps(weight: Tensor) -> Tensor:
+    """Taps of a depthwise convolution as files hold it, [channels, 1, kernel]."""
+    return weight.squeeze(1).T.float().contiguous()

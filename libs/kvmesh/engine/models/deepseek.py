@@ -1,0 +1,79 @@
+"""DeepSeek V2 and V3: latent attention (MLA), experts chosen within groups beside shared ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvmesh.engine.config import LatentConfig, ModelConfig, MoeConfig
+from kvmesh.engine.experts import load_group_routed
+from kvmesh.engine.json_fields import Fields
+from kvmesh.engine.latent import load_latent_attention
+from kvmesh.engine.layers import DENSE_MLP, MixerLayer, load_gated_mlp, load_mixer_layer
+from kvmesh.engine.models.family import Family
+from kvmesh.engine.weights import LayerWeights
+
+
+def _latent(fields: Fields, *, interleaved: bool) -> LatentConfig:
+    compressed = fields.raw.get("q_lora_rank") is not None
+    return LatentConfig(
+        query_rank=fields.number("q_lora_rank", int) if compressed else 0,
+        rank=fields.number("kv_lora_rank", int, default=512),
+        rope_dim=fields.number("qk_rope_head_dim", int, default=64),
+        nope_dim=fields.number("qk_nope_head_dim", int, default=128),
+        value_dim=fields.number("v_head_dim", int, default=128),
+        interleaved=interleaved,
+    )
+
+
+def _moe(fields: Fields, config: ModelConfig, *, is_v3: bool) -> MoeConfig:
+    dense = int(fields.raw.get("first_k_dense_replace", 3 if is_v3 else 0))
+    in_groups = is_v3 or fields.raw.get("topk_method") == "group_limited_greedy"
+    size = fields.number("moe_intermediate_size", int)
+    return MoeConfig(
+        num_experts=fields.number("n_routed_experts", int),
+        top_k=fields.number("num_experts_per_tok", int),
+        intermediate_size=size,
+        normalize=is_v3 and fields.flag("norm_topk_prob", default=True),
+        sparse_layers=frozenset(range(dense, config.num_layers)),
+        shared_size=size * fields.number("n_shared_experts", int, default=1),
+        num_groups=fields.number("n_group", int, default=1) if in_groups else 1,
+        top_groups=fields.number("topk_group", int, default=1) if in_groups else 1,
+        scale=fields.number("routed_scaling_factor", float, default=2.5 if is_v3 else 1.0),
+        biased_choice=is_v3,
+    )
+
+
+def _configure(fields: Fields, config: ModelConfig, *, is_v3: bool) -> ModelConfig:
+    # V2 always rotates neighbours; V3's files say.
+    interleaved = not is_v3 or fields.flag("rope_interleave", default=True)
+    latent = _latent(fields, interleaved=interleaved)
+    scale = (latent.nope_dim + latent.rope_dim) ** -0.5
+    return replace(
+        config,
+        head_dim=latent.rope_dim,
+        latent=latent,
+        moe=_moe(fields, config, is_v3=is_v3),
+        attention_scale=scale * fields.yarn_scale() ** 2,
+    )
+
+
+def _configure_v2(fields: Fields, config: ModelConfig) -> ModelConfig:
+    return _configure(fields, config, is_v3=False)
+
+
+def _configure_v3(fields: Fields, config: ModelConfig) -> ModelConfig:
+    return _configure(fields, config, is_v3=True)
+
+
+def _load_layer(weights: LayerWeights, config: ModelConfig) -> MixerLayer:
+    moe = config.moe
+    assert moe is not None
+    if weights.layer in moe.sparse_layers:
+        mlp = load_group_routed(weights, config)
+    else:
+        mlp = load_gated_mlp(weights, DENSE_MLP, config.hidden_size, config.intermediate_size)
+    return load_mixer_layer(weights, config, load_latent_attention(weights, config), mlp)
+
+
+V2 = Family(_configure_v2, _load_layer)
+V3 = Family(_configure_v3, _load_layer)

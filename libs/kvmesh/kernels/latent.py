@@ -1,0 +1,113 @@
+"""Attention over latents (MLA): one compressed vector per position, shared by all heads.
+
+`kv` is the pool seen as `[num_blocks, layers, block_size, width]`; a position's vector is the
+latent, then the rotated key. Tests: tests/unit/kernels/test_latent.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kvmesh.kernels.plan import RaggedBatch, decode_buckets, padded_tables, slots_of
+
+
+def latent_decode_attention(
+    q: Tensor, kv: Tensor, layer: int, tables: Tensor, lens: Tensor, *, scale: float, rank: int
+) -> Tensor:
+    """Attention of one query per sequence, all heads over the same vectors.
+
+    Args:
+        q: [sequences, heads, width], absorbed: it meets latents, not keys.
+        tables: [sequences, longest] int64 block ids; padding may be any block.
+        lens: [sequences] int64 positions.
+        rank: leading values of a vector that are the latent.
+
+    Returns:
+        [sequences, heads, rank], mixed latents.
+
+    Source: DeepSeek-V2, arXiv 2405.04434 §2.1.2.
+    """
+    _, layers, size, width = kv.shape
+    blocks = kv.view(-1, size * width)
+    vectors = functional.embedding(tables * layers + layer, blocks).view(len(q), -1, width)
+    hidden = torch.arange(vectors.shape[1], device=q.device) >= lens[:, None]
+    # The last block's tail may hold anything, and 0 * NaN is NaN: the mask alone is not enough.
+    vectors.masked_fill_(hidden[..., None], 0)
+    scores = (q @ vectors.transpose(1, 2)).float() * scale
+    scores.masked_fill_(hidden[:, None], -torch.inf)
+    return torch.softmax(scores, dim=-1).to(q.dtype) @ vectors[..., :rank]
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Attention of the last positions of a context over all of it.
+
+    Args:
+        q: [queries, heads, key_dim].
+        k: [context, heads, key_dim].
+        v: [context, heads, value_dim].
+
+    Returns:
+        [queries, heads, value_dim].
+    """
+    queries, keys, values = (x.transpose(0, 1) for x in (q, k, v))
+    mask = None
+    if len(q) < len(k):
+        mask = torch.full((len(q), len(k)), -torch.inf, dtype=q.dtype, device=q.device)
+        mask.triu_(len(k) - len(q) + 1)
+    out = functional.scaled_dot_product_attention(
+        queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale
+    )
+    return out.transpose(0, 1)
+
+
+class StepLatent:
+    """Latent attention of one step, planned once and run per layer.
+
+    Args:
+        kv: see the module; changed in place.
+    """
+
+    def __init__(self, batch: RaggedBatch, kv: Tensor) -> None:
+        self._batch = batch
+        self._kv = kv
+        self.num_decode = batch.num_decode
+        slots = torch.from_numpy(slots_of(batch))
+        blocks, offsets = slots // batch.block_size, slots % batch.block_size
+        self._rows = (blocks * kv.shape[1] * batch.block_size + offsets).to(kv.device)
+        cut = batch.num_decode
+        counts = [len(table) for table in batch.block_tables[:cut]]
+        self._buckets = [
+            (
+                slice(run.start, run.stop),
+                torch.from_numpy(padded_tables(batch.block_tables[run.start : run.stop])).to(
+                    kv.device
+                ),
+                torch.tensor(batch.context_lens[run.start : run.stop], device=kv.device),
+            )
+            for run in decode_buckets(counts)
+        ]
+
+    def write(self, vectors: Tensor, layer: int) -> None:
+        """Writes the rows' vectors, [rows, width], to their slots."""
+        size, width = self._kv.shape[2:]
+        self._kv.view(-1, width).index_copy_(0, self._rows + layer * size, vectors)
+
+    def decode(self, q: Tensor, layer: int, *, scale: float, rank: int) -> Tensor:
+        """See `latent_decode_attention`; `q` has the decode rows."""
+        parts = [
+            latent_decode_attention(q[run], self._kv, layer, tables, lens, scale=scale, rank=rank)
+            for run, tables, lens in self._buckets
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def chunks(self, layer: int) -> Iterator[tuple[slice, Tensor]]:
+        """Rows of each prefill chunk, and the vectors of its context: [positions, width]."""
+        batch = self._batch
+        for index in range(batch.num_decode, batch.num_sequences):
+            table = torch.tensor(batch.block_tables[index], device=self._kv.device)
+            vectors = self._kv[table, layer].flatten(0, 1)[: batch.context_lens[index]]
+            yield slice(batch.query_starts[index], batch.query_starts[index + 1]), vectors

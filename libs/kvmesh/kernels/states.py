@@ -1,0 +1,133 @@
+"""States of linear layers in a step: read from blocks of the pool, carried on, written back.
+
+Tests: tests/unit/kernels/test_linear_states.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceState:
+    """Blocks of one sequence's state.
+
+    Attributes:
+        live: written with the state after the sequence's rows.
+        source: holds the state before them; empty for the beginning of a sequence.
+        saves: rows, counted from the sequence's first, and where to write the state after so many.
+    """
+
+    live: Sequence[int]
+    source: Sequence[int]
+    saves: Sequence[tuple[int, Sequence[int]]] = ()
+
+
+class Recurrence(Protocol):
+    """What a linear layer computes between its projections, for rows that it holds."""
+
+    def step(self, rows: slice, states: Tensor) -> tuple[Tensor, Tensor]:
+        """One row of each of several sequences.
+
+        Args:
+            states: [rows, values] fp32.
+
+        Returns:
+            [rows, ...] and the states after.
+        """
+        ...
+
+    def scan(self, rows: slice, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Successive rows of one sequence.
+
+        Args:
+            state: [values] fp32.
+
+        Returns:
+            [rows, ...] and the state after the last.
+        """
+        ...
+
+
+class StepStates:
+    """The states of one step.
+
+    Args:
+        sequences: those with one row first.
+        query_starts: first row of each, then the number of rows.
+        num_decode: leading sequences that have exactly one row.
+        pool: [num_blocks, block bytes / 4] fp32; changed in place.
+    """
+
+    def __init__(
+        self,
+        sequences: Sequence[SequenceState],
+        query_starts: Sequence[int],
+        num_decode: int,
+        pool: Tensor,
+    ) -> None:
+        self._sequences = sequences
+        self._starts = query_starts
+        self._num_decode = num_decode
+        self._pool = pool
+        decoding = sequences[:num_decode]
+
+        def on_device(values: list[Sequence[int]]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=pool.device)
+
+        if decoding:
+            self._live = on_device([each.live for each in decoding])
+            # A state that nothing was written to yet is read and then emptied.
+            self._source = on_device([each.source or each.live for each in decoding])
+            self._fresh = [i for i, each in enumerate(decoding) if not each.source]
+            saves = [(i, blocks) for i, each in enumerate(decoding) for _, blocks in each.saves]
+            self._save_rows = [row for row, _ in saves]
+            self._save_blocks = on_device([blocks for _, blocks in saves]) if saves else None
+
+    def run(self, part: int, slot: int, values: int, recurrence: Recurrence) -> Tensor:
+        """Carries one layer's states over the rows.
+
+        Args:
+            part: which of a state's blocks the layer is in.
+            slot: place in that block.
+            values: of the layer's state.
+
+        Returns:
+            [rows, ...] of the recurrence.
+        """
+        field = self._pool[:, slot * values : (slot + 1) * values]
+        outs = []
+        if self._num_decode:
+            states = field[self._source[:, part]]
+            if self._fresh:
+                states[self._fresh] = 0
+            out, states = recurrence.step(slice(0, self._num_decode), states)
+            outs.append(out)
+            field[self._live[:, part]] = states
+            if self._save_blocks is not None:
+                field[self._save_blocks[:, part]] = states[self._save_rows]
+        for index in range(self._num_decode, len(self._sequences)):
+            outs += self._scan(index, part, field, recurrence)
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def _scan(self, index: int, part: int, field: Tensor, recurrence: Recurrence) -> list[Tensor]:
+        sequence = self._sequences[index]
+        first, end = self._starts[index], self._starts[index + 1]
+        state = field[sequence.source[part]] if sequence.source else torch.zeros_like(field[0])
+        outs = []
+        begin = first
+        # Rows are cut where the state is wanted.
+        cuts = {first + rows: blocks[part] for rows, blocks in sequence.saves}
+        for cut in sorted({*cuts, end}):
+            out, state = recurrence.scan(slice(begin, cut), state)
+            outs.append(out)
+            if cut in cuts:
+                field[cuts[cut]] = state
+            begin = cut
+        field[sequence.live[part]] = state
+        return outs

@@ -1,0 +1,143 @@
+"""Keeps slow and greedy clients of the HTTP port from holding up others.
+
+Stands between a connection and aiohttp: counts connections, in all and per address; cuts one whose
+first request line and headers do not come in time, or that does not take what is sent to it.
+(Later headers on the same connection fall under aiohttp's idle limit.)
+Tests: tests/integration/test_http_guard.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import Counter
+from collections.abc import Callable
+from typing import Protocol, cast
+
+from services.gateway.config import HttpConfig
+from services.gateway.metrics import GatewayMetrics
+
+_END_OF_HEADERS = b"\r\n\r\n"
+
+
+class Factory(Protocol):
+    """Makes the protocol of a connection."""
+
+    def __call__(self) -> asyncio.Protocol:
+        """A protocol for one more connection."""
+        ...
+
+
+class ConnectionGuard:
+    """All connections of an HTTP port."""
+
+    def __init__(self, config: HttpConfig, metrics: GatewayMetrics) -> None:
+        self._config = config
+        self._metrics = metrics
+        self._per_address: Counter[str] = Counter()
+
+    @property
+    def num_open(self) -> int:
+        """Connections that were let in and are open."""
+        return self._per_address.total()
+
+    def wrap(self, factory: Factory) -> Callable[[], asyncio.Protocol]:
+        """A factory of guarded connections."""
+        return lambda: _Guarded(self, factory(), self._config)
+
+    def enter(self, address: str) -> bool:
+        """Counts a connection; False if it must not come in."""
+        config = self._config
+        if 0 < config.max_connections <= self.num_open:
+            self.cut("full")
+            return False
+        if 0 < config.max_connections_per_address <= self._per_address[address]:
+            self.cut("address")
+            return False
+        self._per_address[address] += 1
+        self._metrics.connections.set(self.num_open)
+        return True
+
+    def leave(self, address: str) -> None:
+        """A connection that came in is closed."""
+        self._per_address[address] -= 1
+        if not self._per_address[address]:
+            del self._per_address[address]
+        self._metrics.connections.set(self.num_open)
+
+    def cut(self, reason: str) -> None:
+        """Counts a connection that is cut."""
+        self._metrics.connections_cut.labels(reason).inc()
+
+
+class _Guarded(asyncio.Protocol):
+    """One connection; everything goes on to `inner`."""
+
+    def __init__(self, guard: ConnectionGuard, inner: asyncio.Protocol, config: HttpConfig) -> None:
+        self._guard = guard
+        self._inner = inner
+        self._config = config
+        self._address: str | None = None  # None: not let in
+        self._timer: asyncio.TimerHandle | None = None
+        self._transport: asyncio.BaseTransport | None = None
+        self._tail = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        peer = transport.get_extra_info("peername")
+        address = str(peer[0]) if isinstance(peer, tuple) else ""
+        if not self._guard.enter(address):
+            _abort(transport)
+            return
+        self._address, self._transport = address, transport
+        _limit_stalls(transport, self._config.stall_timeout_s)
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(self._config.header_timeout_s, self._too_slow)
+        self._inner.connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self._address is None:
+            return
+        if self._timer is not None:
+            seen = self._tail + data
+            self._tail = seen[-(len(_END_OF_HEADERS) - 1) :]
+            if _END_OF_HEADERS in seen:
+                self._stop_timer()
+        self._inner.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        return None if self._address is None else self._inner.eof_received()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        if self._address is not None:
+            self._guard.leave(self._address)
+            self._inner.connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._inner.resume_writing()
+
+    def _too_slow(self) -> None:
+        self._timer = None
+        self._guard.cut("slow_headers")
+        assert self._transport is not None, "let in"
+        _abort(self._transport)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None
+
+
+def _abort(transport: asyncio.BaseTransport) -> None:
+    # Those of uvloop have all of a transport's methods, but not its type.
+    cast("asyncio.Transport", transport).abort()
+
+
+def _limit_stalls(transport: asyncio.BaseTransport, timeout_s: float) -> None:
+    """Has the kernel cut the connection when the peer acknowledges nothing for that long."""
+    sock = transport.get_extra_info("socket")
+    if sock is not None:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(timeout_s * 1000))

@@ -1,0 +1,111 @@
+"""The short way of a token: from the worker's message to the client's socket, in one call.
+
+While a stream just goes on, its tokens need no task to wake up and no body to be built: the lane
+turns them into text, puts the text into a chunk made once, and writes it. Whatever is not plain
+(a last token, a gap, log-probabilities, a slow client) is refused here and takes the long way, so
+the bytes that a client gets are the same. Tests: tests/unit/gateway/test_token_lane.py,
+tests/integration/test_gateway_lane.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from json.encoder import encode_basestring
+from typing import Any, Protocol
+
+from services.gateway.detokenizer import Detokenizer
+from services.gateway.request_record import RequestRecord
+from services.gateway.responses import ChoiceText
+
+MAX_UNSENT_BYTES = 64 * 1024
+"""A client that has this much to read yet is slow: its tokens wait for it on the long way."""
+
+_MARK = "\0text\0"
+
+
+class Writer(Protocol):
+    """What the lane needs of a transport."""
+
+    def write(self, data: bytes) -> None:
+        """Sends or buffers."""
+        ...
+
+    def is_closing(self) -> bool:
+        """Whether writing is pointless."""
+        ...
+
+    def get_write_buffer_size(self) -> int:
+        """Bytes that are not sent yet."""
+        ...
+
+
+class ChunkTemplate:
+    """A server-sent event in which only the text changes, as one HTTP chunk.
+
+    Args:
+        body_with: the event's body with a given text in it, once and at its place as a string.
+    """
+
+    def __init__(self, body_with: Callable[[str], Any]) -> None:
+        body = json.dumps(body_with(_MARK), ensure_ascii=False, separators=(",", ":"))
+        # The text is the last field that a caller has a say in, so the last mark is ours.
+        head, mark, self._tail = body.rpartition(json.dumps(_MARK))
+        assert mark, "the text is part of the body"
+        self._head = "data: " + head
+        self._tail += "\n\n"
+
+    def chunk(self, text: str) -> bytes:
+        """The event with its chunk's head and end."""
+        event = (self._head + encode_basestring(text) + self._tail).encode()
+        return b"%x\r\n%b\r\n" % (len(event), event)
+
+
+class TokenLane:
+    """One choice's lane; open from its first piece on the wire to its end.
+
+    Attributes:
+        detokenizer, record: the choice's own, shared with the long way.
+    """
+
+    def __init__(self) -> None:
+        self.detokenizer: Detokenizer | None = None
+        self.record: RequestRecord | None = None
+        self._writer: Writer | None = None
+        self._template: ChunkTemplate | None = None
+        self._choice: ChoiceText | None = None
+
+    def open(self, writer: Writer, template: ChunkTemplate, choice: ChoiceText) -> None:
+        """Lets tokens through; all before them must be written."""
+        self._writer, self._template, self._choice = writer, template, choice
+
+    def close(self) -> None:
+        """Lets no more through. May be called again."""
+        self._writer = None
+
+    def push(self, token_ids: Sequence[int], now: float) -> bool:
+        """Sends the text of the next tokens.
+
+        Args:
+            now: on the loop's clock.
+
+        Returns:
+            False when they have to go the long way; nothing has happened then.
+        """
+        writer = self._writer
+        if (
+            writer is None
+            or writer.is_closing()
+            or writer.get_write_buffer_size() > MAX_UNSENT_BYTES
+        ):
+            return False
+        assert self.detokenizer is not None, "text was sent"
+        assert self.record is not None, "text was sent"
+        assert self._template is not None, "open"
+        assert self._choice is not None, "open"
+        text = self.detokenizer.plain(token_ids)
+        self._choice.token_ids.extend(token_ids)
+        if text:
+            writer.write(self._template.chunk(text))
+        self.record.tokens(len(token_ids), now)
+        return True

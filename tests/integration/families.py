@@ -1,0 +1,184 @@
+"""Tiny random checkpoints of all families, and what transformers makes of them."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+)
+
+from kvmesh.core.types import SamplingParams
+from kvmesh.engine.runner import TorchRunner
+
+VOCAB_SIZE = 320
+BLOCK_SIZE = 16
+NUM_BLOCKS = 1024
+NEW_TOKENS = 12
+PROMPT_LENGTHS = (1, 7, 16, 33, 250, 2500)
+GREEDY = SamplingParams(temperature=0.0)
+
+# Wide initial weights spread the logits, so that rounding never decides.
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 60,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.25,
+    "eos_token_id": None,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 256,
+    "truncate": False,
+}
+DEEPSEEK_SCALES = {"mscale": 0.7, "mscale_all_dim": 1.0}
+LATENT: dict[str, Any] = {
+    **{key: value for key, value in SHAPE.items() if key != "head_dim"},
+    "num_key_value_heads": 6,
+    "q_lora_rank": 40,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 20,
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}
+HYBRID = ["sliding_attention", "full_attention", "sliding_attention"]
+CONFIGS: dict[str, Any] = {
+    "llama-untied-sharded": LlamaConfig(**SHAPE, tie_word_embeddings=False),
+    "llama3-rope-biased": LlamaConfig(
+        **SHAPE, tie_word_embeddings=True, attention_bias=True, rope_parameters=LLAMA3_ROPE
+    ),
+    "qwen2-tied": Qwen2Config(**SHAPE, tie_word_embeddings=True),
+    "qwen3-untied": Qwen3Config(**(SHAPE | {"head_dim": 24}), tie_word_embeddings=False),
+    "mistral-window": MistralConfig(**SHAPE, sliding_window=40),
+    "mixtral": MixtralConfig(**SHAPE, num_local_experts=5, num_experts_per_tok=2),
+    "qwen3-moe-one-dense-layer": Qwen3MoeConfig(
+        **(SHAPE | {"head_dim": 32, "hidden_size": 64}),
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=48,
+        norm_topk_prob=True,
+        mlp_only_layers=[1],
+    ),
+    "gemma3": Gemma3TextConfig(
+        **SHAPE, layer_types=HYBRID, sliding_window=40, query_pre_attn_scalar=20
+    ),
+    "gpt-oss": GptOssConfig(
+        **(SHAPE | {"head_dim": 32}),
+        layer_types=HYBRID,
+        sliding_window=40,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        rope_parameters=YARN_ROPE,
+    ),
+    "deepseek-v2": DeepseekV2Config(
+        **(LATENT | {"q_lora_rank": None}),
+        topk_method="group_limited_greedy",
+        norm_topk_prob=False,
+        routed_scaling_factor=1.5,
+    ),
+    "deepseek-v3": DeepseekV3Config(
+        **LATENT, routed_scaling_factor=2.5, rope_parameters=YARN_ROPE | DEEPSEEK_SCALES
+    ),
+    "deepseek-v3-halves": DeepseekV3Config(**LATENT, rope_interleave=False),
+    "qwen3-next": Qwen3NextConfig(
+        **(SHAPE | {"head_dim": 32, "num_hidden_layers": 5}),
+        layer_types=[
+            "linear_attention",
+            "linear_attention",
+            "full_attention",
+            "linear_attention",
+            "full_attention",
+        ],
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 1000.0,
+            "partial_rotary_factor": 0.25,
+        },
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=24,
+        linear_conv_kernel_dim=4,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        shared_expert_intermediate_size=32,
+        mlp_only_layers=[1],
+    ),
+}
+
+
+class Checkpoint:
+    """A random model on disk, and what transformers makes of it."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        torch.set_num_threads(1)
+        torch.manual_seed(17)
+        config = CONFIGS[name]
+        self.folder = folder
+        factory: Any = AutoModelForCausalLM
+        self._model = factory.from_config(config).eval()
+        for parameter_name, parameter in self._model.named_parameters():
+            # Norm weights of one and biases of zero would hide a missing product or sum.
+            if parameter.dim() == 1:
+                offset = 0.0 if parameter_name.endswith("bias") else 1.0
+                torch.nn.init.normal_(parameter, offset, 0.2)
+            elif "experts" in parameter_name:
+                # These are not filled by every class of models, and then hold what memory held.
+                torch.nn.init.normal_(parameter, 0.0, 0.25)
+        self._model.save_pretrained(folder, max_shard_size="100KB" if "sharded" in name else "1GB")
+        draw = random.Random(5)
+        self.prompts = [[draw.randrange(VOCAB_SIZE) for _ in range(n)] for n in PROMPT_LENGTHS]
+        self.expected = [self.continue_greedily(prompt) for prompt in self.prompts]
+
+    def continue_greedily(self, prompt: list[int]) -> list[int]:
+        ids = torch.tensor([prompt])
+        out = self._model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        return [int(token) for token in out[0, len(prompt) :]]
+
+    def runner(self) -> TorchRunner:
+        return TorchRunner.load(
+            self.folder, served_name="tiny", num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE
+        )

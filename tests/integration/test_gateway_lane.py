@@ -1,0 +1,140 @@
+"""Streams over the short way of tokens: the same bytes, also when workers misbehave on it."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from services.gateway.token_lane import TokenLane
+from tests.integration.gateway_fakes import MODEL
+from tests.integration.gateway_stack import TWO_PAIRS, Stack, gateway_stack
+
+SAYS = "one request, one reservation, one handoff; no token is lost or repeated: 🙂 ü"
+NEVER_SAID = "\0"
+"""A stop string: with one, tokens take the long way."""
+
+
+@pytest.fixture
+async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
+    async with gateway_stack(tmp_path, TWO_PAIRS, SAYS) as stack:
+        yield stack
+
+
+@pytest.fixture
+def num_short(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Numbers of tokens that went the short way, appended as they go."""
+    seen: list[int] = []
+    push = TokenLane.push
+
+    def counted(self: TokenLane, token_ids: Any, now: float) -> bool:
+        taken = push(self, token_ids, now)
+        if taken:
+            seen.append(len(token_ids))
+        return taken
+
+    monkeypatch.setattr(TokenLane, "push", counted)
+    return seen
+
+
+async def _raw(stack: Stack, path: str, **body: Any) -> bytes:
+    """The events of a stream, without what differs from call to call."""
+    headers = {"x-request-id": "same"}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{stack.url}/v1/{path}", json=body, headers=headers) as response,
+    ):
+        assert response.status == 200
+        return re.sub(rb'"created":\d+', b"", await response.read())
+
+
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "stream": True}
+TEXT = {"model": MODEL, "prompt": "hi", "stream": True, "max_tokens": 200}
+
+
+@pytest.mark.parametrize(("path", "body"), [("chat/completions", CHAT), ("completions", TEXT)])
+@pytest.mark.parametrize("usage", [False, True])
+async def test_the_bytes_are_those_of_the_long_way(
+    stack: Stack, num_short: list[int], path: str, body: dict[str, Any], usage: bool
+) -> None:
+    body = {**body, "stream_options": {"include_usage": usage}}
+    long = await _raw(stack, path, **body, stop=[NEVER_SAID])
+    assert num_short == []
+    short = await _raw(stack, path, **body)
+    assert short == long
+    assert sum(num_short) > 0  # how many is a matter of timing
+    await stack.idle()
+
+
+@pytest.mark.parametrize("trouble", ["break_decode_after", "fail_decode_after"])
+async def test_a_stream_that_moves_goes_on_without_loss(
+    stack: Stack, num_short: list[int], trouble: str
+) -> None:
+    long = await _raw(stack, "completions", **TEXT, stop=[NEVER_SAID])
+    for worker in stack.mesh.workers.values():
+        setattr(worker.does, trouble, 4)
+    assert await _raw(stack, "completions", **TEXT) == long
+    assert sum(num_short) > 0
+    await stack.idle()
+
+
+async def test_repeated_tokens_are_sent_once(stack: Stack, num_short: list[int]) -> None:
+    long = await _raw(stack, "completions", **TEXT, stop=[NEVER_SAID])
+    for worker in stack.mesh.workers.values():
+        worker.does.repeat_tokens = True
+    assert await _raw(stack, "completions", **TEXT) == long
+    assert sum(num_short) <= 1  # a message that repeats takes the long way
+    await stack.idle()
+
+
+async def test_a_stall_is_noticed_after_tokens_on_the_lane(tmp_path: Path) -> None:
+    async with gateway_stack(tmp_path, TWO_PAIRS, SAYS, limits={"stall_s": 0.2}) as stack:
+        long = await _raw(stack, "completions", **TEXT, stop=[NEVER_SAID])
+        for worker in stack.mesh.workers.values():
+            worker.does.stall_decode_after = 4
+        assert await _raw(stack, "completions", **TEXT) == long
+        moves = stack.gateway.metrics.value("kvmesh_gateway_moves_total", reason="decode_stalled")
+        assert moves >= 1
+        await stack.idle()
+
+
+async def test_tokens_on_the_lane_are_progress(tmp_path: Path, num_short: list[int]) -> None:
+    async with gateway_stack(tmp_path, TWO_PAIRS, SAYS, limits={"stall_s": 0.3}) as stack:
+        opened = asyncio.Event()
+
+        def has_seen(count: int) -> bool:
+            return len(num_short) >= count
+
+        stack.mesh.go = opened
+
+        async def slowly() -> None:
+            for seen in range(1, 1000):
+                opened.set()
+                await stack.mesh.until(functools.partial(has_seen, seen))
+                opened.clear()
+                await asyncio.sleep(0.1)  # shorter than a stall, all together longer
+
+        pace = asyncio.create_task(slowly())
+        await _raw(stack, "completions", **{**TEXT, "max_tokens": 12})
+        pace.cancel()
+        assert len(num_short) >= 3
+        moves = stack.gateway.metrics.value("kvmesh_gateway_moves_total", reason="decode_stalled")
+        assert moves == 0
+        await stack.idle()
+
+
+async def test_a_client_that_leaves_cancels_the_work(stack: Stack, num_short: list[int]) -> None:
+    stack.says(SAYS * 200)
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{stack.url}/v1/completions", json={**TEXT, "max_tokens": 400}) as response,
+    ):
+        await stack.mesh.until(lambda: bool(num_short))
+        response.close()
+    await stack.idle()

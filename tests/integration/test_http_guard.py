@@ -1,0 +1,222 @@
+"""Clients that are slow, greedy or rude at the gateway's HTTP port, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import ssl
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from kvmesh.cli.certs import main as make_certs
+from kvmesh.rpc.channels import TlsConfig
+from services.gateway.config import HttpConfig
+from services.gateway.http_guard import ConnectionGuard
+from services.gateway.metrics import GatewayMetrics
+from tests.integration.gateway_fakes import MODEL
+from tests.integration.gateway_stack import Stack, gateway_stack
+
+BODY = json.dumps({"model": MODEL, "prompt": "one", "max_tokens": 4}).encode()
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+
+
+@contextlib.asynccontextmanager
+async def guarded(folder: Path, **http: Any) -> AsyncIterator[Stack]:
+    config = HttpConfig(port=0, max_body_bytes=1 << 16, **http)
+    async with gateway_stack(folder, http=config) as stack:
+        yield stack
+
+
+async def connect(stack: Stack) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection("127.0.0.1", stack.gateway.http_port)
+
+
+async def is_cut(reader: asyncio.StreamReader) -> bool:
+    """Waits for the end of a connection; whether nothing was answered on it."""
+    try:
+        return await reader.read() == b""
+    except ConnectionResetError:
+        return True
+
+
+def num_cut(stack: Stack, reason: str) -> float:
+    return stack.gateway.metrics.value("kvmesh_gateway_connections_cut_total", reason=reason)
+
+
+async def all_closed(stack: Stack) -> None:
+    metrics = stack.gateway.metrics
+    await stack.mesh.until(lambda: metrics.value("kvmesh_gateway_connections") == 0)
+
+
+async def ask(stack: Stack) -> int:
+    async with (
+        aiohttp.ClientSession(stack.url) as session,
+        session.post("/v1/completions", data=BODY) as answer,
+    ):
+        return answer.status
+
+
+async def test_slow_headers_are_cut_and_do_not_stop_others(tmp_path: Path) -> None:
+    async with guarded(tmp_path, header_timeout_s=0.3) as stack:
+        slow = [await connect(stack) for _ in range(50)]
+
+        async def drip(writer: asyncio.StreamWriter) -> None:
+            with contextlib.suppress(ConnectionError):
+                for byte in HEAD * 1000:
+                    writer.write(bytes([byte]))
+                    await writer.drain()
+                    await asyncio.sleep(0.02)
+
+        drips = [asyncio.create_task(drip(writer)) for _, writer in slow]
+        assert await ask(stack) == 200
+        assert all(await asyncio.gather(*(is_cut(reader) for reader, _ in slow)))
+        assert num_cut(stack, "slow_headers") == 50
+        assert await ask(stack) == 200
+        for task in drips:
+            task.cancel()
+        await asyncio.wait(drips)
+        for _, writer in slow:
+            writer.close()
+        await stack.mesh.until(
+            lambda: stack.gateway.metrics.value("kvmesh_gateway_connections") == 0
+        )
+
+
+async def test_headers_in_many_pieces_are_fine_in_time(tmp_path: Path) -> None:
+    async with guarded(tmp_path) as stack:
+        reader, writer = await connect(stack)
+        for byte in HEAD + f"Content-Length: {len(BODY)}\r\n\r\n".encode():
+            writer.write(bytes([byte]))
+            await writer.drain()
+        writer.write(BODY)
+        assert b" 200 " in await reader.readline()
+        writer.close()
+
+
+async def test_a_slow_body_gets_408(tmp_path: Path) -> None:
+    async with guarded(tmp_path, body_timeout_s=0.2) as stack:
+        reader, writer = await connect(stack)
+        writer.write(HEAD + b"Content-Length: 1000\r\n\r\n{")
+        answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 408 ") or answer == b""
+        assert await ask(stack) == 200
+        writer.close()
+        await stack.idle()
+
+
+async def test_an_idle_connection_is_closed(tmp_path: Path) -> None:
+    async with guarded(tmp_path, idle_timeout_s=0.2) as stack:
+        reader, writer = await connect(stack)
+        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert b"200 OK" in await reader.readline()
+        await reader.read()  # to the end
+        writer.close()
+
+
+async def test_connections_of_one_address_are_bounded(tmp_path: Path) -> None:
+    async with guarded(tmp_path, max_connections_per_address=3) as stack:
+        held = [await connect(stack) for _ in range(3)]
+        for reader, writer in held:  # let in, not only queued by the kernel
+            writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert b"200 OK" in await reader.readline()
+        reader, writer = await connect(stack)
+        assert await is_cut(reader)
+        assert num_cut(stack, "address") == 1
+        writer.close()
+        # Somebody else is let in.
+        reader, other = await asyncio.open_connection(
+            "127.0.0.1", stack.gateway.http_port, local_addr=("127.0.0.2", 0)
+        )
+        other.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert b"200 OK" in await reader.readline()
+        for writer in (other, *(writer for _, writer in held)):
+            writer.close()
+        await stack.mesh.until(
+            lambda: stack.gateway.metrics.value("kvmesh_gateway_connections") == 0
+        )
+
+
+async def test_connections_are_bounded_in_all(tmp_path: Path) -> None:
+    async with guarded(tmp_path, max_connections=1) as stack:
+        reader, writer = await connect(stack)
+        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert b"200 OK" in await reader.readline()
+        refused, other = await connect(stack)
+        assert await is_cut(refused)
+        assert num_cut(stack, "full") == 1
+        other.close()
+        writer.close()
+
+
+async def test_a_client_that_takes_nothing_is_cut() -> None:
+    loop = asyncio.get_running_loop()
+    lost: asyncio.Future[BaseException | None] = loop.create_future()
+
+    class Sender(asyncio.Protocol):
+        """Sends more than sockets hold."""
+
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            assert isinstance(transport, asyncio.Transport)
+            transport.write(bytes(64 << 20))
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            lost.set_result(exc)
+
+    guard = ConnectionGuard(HttpConfig(stall_timeout_s=0.5), GatewayMetrics("m"))
+    server = await loop.create_server(guard.wrap(Sender), "127.0.0.1", 0)
+    with socket.socket() as client:
+        client.setblocking(False)
+        await loop.sock_connect(client, server.sockets[0].getsockname())
+        assert isinstance(await lost, (TimeoutError, ConnectionError))
+        assert guard.num_open == 0
+    server.close()
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"GET / HTTP/1.1\r\n" + b"X: " + b"y" * 100_000 + b"\r\n\r\n",
+        b"GET /" + b"y" * 100_000 + b" HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\n" + b"".join(b"X%d: y\r\n" % n for n in range(5000)) + b"\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00",
+        HEAD + b"Content-Length: -1\r\n\r\n",
+        HEAD + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+        HEAD + b"Content-Length: 99999999\r\n\r\n",
+    ],
+)
+async def test_what_is_no_request_gets_4xx_or_nothing(tmp_path: Path, raw: bytes) -> None:
+    async with guarded(tmp_path, header_timeout_s=0.5, body_timeout_s=0.5) as stack:
+        reader, writer = await connect(stack)
+        writer.write(raw)
+        try:
+            answer = await reader.read()
+        except ConnectionResetError:
+            answer = b""
+        assert answer == b"" or answer.startswith((b"HTTP/1.1 4", b"HTTP/1.0 4")), answer[:80]
+        writer.close()
+        assert await ask(stack) == 200
+
+
+async def test_tls_on_the_public_port(tmp_path: Path) -> None:
+    assert make_certs(["--out", str(tmp_path)]) == 0
+    tls = TlsConfig(str(tmp_path / "public.pem"), str(tmp_path / "public.key"))
+    trusted = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
+    async with guarded(tmp_path, tls=tls, header_timeout_s=0.5) as stack:
+        url = stack.url.replace("http:", "https:")
+        async with aiohttp.ClientSession(url) as session:
+            async with session.post("/v1/completions", data=BODY, ssl=trusted) as answer:
+                assert answer.status == 200
+            with pytest.raises(aiohttp.ClientConnectorCertificateError):
+                await session.post("/v1/completions", data=BODY)
+        # Neither plain text nor half a handshake gets anywhere.
+        reader, writer = await connect(stack)
+        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert b"200" not in await reader.read()
+        writer.close()

@@ -1,0 +1,131 @@
+"""Chunks made from a template are those made the long way; what is not plain is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvmesh.console.request_log import RequestLog
+from kvmesh.core.types import RequestId, SamplingParams
+from services.gateway.answers import dumps
+from services.gateway.detokenizer import Detokenizer
+from services.gateway.mesh import GenerationRequest
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.openai import ApiCall, Endpoint, TextPrompt
+from services.gateway.request_record import RequestRecord, TextDelta
+from services.gateway.responses import ChoiceText, Responses
+from services.gateway.token_lane import MAX_UNSENT_BYTES, ChunkTemplate, TokenLane
+from tests.unit.gateway.tiny_model import make_tokenizer
+
+SENTENCE = 'naïve "quotes"\n\t and 🙂'
+
+
+def _responses(endpoint: Endpoint, request_id: str, *, usage: bool = False) -> Responses:
+    call = ApiCall(
+        endpoint, "m", (TextPrompt("x"),), SamplingParams(), stream=True, include_usage=usage
+    )
+    return Responses(call, request_id, "model", 1, lambda _: b"")
+
+
+def _template(responses: Responses) -> ChunkTemplate:
+    return ChunkTemplate(lambda text: responses.piece(0, text, (), (), None))
+
+
+@pytest.mark.parametrize("endpoint", list(Endpoint))
+@pytest.mark.parametrize("usage", [False, True])
+@given(text=st.text(st.characters(exclude_categories=["Cs"]), min_size=1), name=st.text("\\u0te x"))
+def test_a_chunk_is_the_event_of_the_long_way(
+    endpoint: Endpoint, usage: bool, text: str, name: str
+) -> None:
+    responses = _responses(endpoint, name, usage=usage)
+    chunk = _template(responses).chunk(text)
+    event = b"data: " + dumps(responses.piece(0, text, (7,), (), None)).encode() + b"\n\n"
+    size, _, rest = chunk.partition(b"\r\n")
+    assert int(size, 16) == len(event)
+    assert rest == event + b"\r\n"
+
+
+@dataclass
+class Client:
+    """A transport."""
+
+    unsent: int = 0
+    closing: bool = False
+    sent: list[bytes] = field(default_factory=list)
+
+    def write(self, data: bytes) -> None:
+        self.sent.append(data)
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+    def get_write_buffer_size(self) -> int:
+        return self.unsent
+
+    @property
+    def text(self) -> str:
+        bodies = [json.loads(chunk.split(b"data: ")[1]) for chunk in self.sent]
+        return "".join(body["choices"][0]["delta"]["content"] for body in bodies)
+
+
+@dataclass
+class Lane:
+    lane: TokenLane
+    client: Client
+    choice: ChoiceText
+    metrics: GatewayMetrics
+    token_ids: list[int]
+
+
+@pytest.fixture
+async def opened() -> Lane:
+    """A lane whose first piece was sent the long way."""
+    tokenizer = make_tokenizer()
+    metrics = GatewayMetrics("m")
+    lane = TokenLane()
+    lane.detokenizer = Detokenizer(tokenizer)
+    request = GenerationRequest(RequestId("r"), "m", (1,), SamplingParams(), 1.0)
+    lane.record = RequestRecord(metrics, request, RequestLog())
+    placed: Any = None
+    lane.record.add(TextDelta(0, "", (), (), None, 0, placed))
+    client, choice = Client(), ChoiceText((1,))
+    lane.open(client, _template(_responses(Endpoint.CHAT, "r")), choice)
+    return Lane(lane, client, choice, metrics, tokenizer.encode(SENTENCE).ids)
+
+
+async def test_text_arrives_whole(opened: Lane) -> None:
+    now = asyncio.get_running_loop().time()
+    for token_id in opened.token_ids:
+        assert opened.lane.push([token_id], now)
+    assert opened.client.text == SENTENCE
+    assert opened.choice.token_ids == opened.token_ids
+    num_tokens = opened.metrics.value("vllm:generation_tokens_total", model_name="m")
+    assert num_tokens == len(opened.token_ids)
+    # Parts of a character are no text yet, so there are fewer chunks than tokens.
+    assert 1 < len(opened.client.sent) < len(opened.token_ids)
+
+
+async def test_several_tokens_are_one_chunk(opened: Lane) -> None:
+    assert opened.lane.push(opened.token_ids, asyncio.get_running_loop().time())
+    assert (len(opened.client.sent), opened.client.text) == (1, SENTENCE)
+
+
+@pytest.mark.parametrize("why", ["slow", "closing", "closed"])
+async def test_what_cannot_go_now_is_refused_and_can_go_later(opened: Lane, why: str) -> None:
+    now = asyncio.get_running_loop().time()
+    if why == "slow":
+        opened.client.unsent = MAX_UNSENT_BYTES + 1
+    elif why == "closing":
+        opened.client.closing = True
+    else:
+        opened.lane.close()
+    assert not opened.lane.push(opened.token_ids, now)
+    assert (opened.client.sent, opened.choice.token_ids) == ([], [])
+    opened.client.unsent, opened.client.closing = 0, False
+    assert opened.lane.push(opened.token_ids, now) is (why != "closed")

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import torch
+
+from kvmesh.kernels.latent import StepLatent, causal_attention
+from kvmesh.kernels.plan import RaggedBatch
+
+SIZE, LAYERS, RANK, WIDTH, HEADS = 4, 3, 6, 8, 5
+SCALE = 0.3
+
+
+def filled(
+    tables: list[list[int]], lens: list[int], layer: int
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """A pool whose unwritten places are NaN, and the vectors of each sequence."""
+    torch.manual_seed(3)
+    kv = torch.full((20, LAYERS, SIZE, WIDTH), torch.nan)
+    contexts = [torch.randn(length, WIDTH) for length in lens]
+    for table, context in zip(tables, contexts, strict=True):
+        for position, vector in enumerate(context):
+            kv[table[position // SIZE], layer, position % SIZE] = vector
+    return kv, contexts
+
+
+def naive(q: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(q @ context.T * SCALE, dim=-1) @ context[:, :RANK]
+
+
+def test_decode_sees_its_own_context_only() -> None:
+    tables = [[3, 9, 1, 17], [5, 2], [11]]
+    lens = [14, 8, 1]
+    kv, contexts = filled(tables, lens, layer=1)
+    batch = RaggedBatch([0, 1, 2, 3], lens, tables, num_decode=3, block_size=SIZE)
+    q = torch.randn(3, HEADS, WIDTH)
+    out = StepLatent(batch, kv).decode(q, 1, scale=SCALE, rank=RANK)
+    for index, context in enumerate(contexts):
+        torch.testing.assert_close(out[index], naive(q[index], context))
+
+
+def test_rows_are_written_to_their_slots_and_chunks_see_what_was_before() -> None:
+    tables = [[3, 9], [5, 2, 8]]
+    kv, contexts = filled(tables, [6, 10], layer=2)
+    before = kv.clone()
+    rows = torch.cat([contexts[0][5:], contexts[1][3:]])
+    kv[9, 2, 1] = torch.nan
+    kv[[5, 2, 2, 2, 2, 8, 8], 2, [3, 0, 1, 2, 3, 0, 1]] = torch.nan
+    batch = RaggedBatch([0, 1, 8], [6, 10], tables, num_decode=1, block_size=SIZE)
+    latent = StepLatent(batch, kv)
+    latent.write(rows, 2)
+    assert torch.equal(kv.nan_to_num(), before.nan_to_num())
+    ((span, vectors),) = latent.chunks(2)
+    assert (span.start, span.stop) == (1, 8)
+    assert torch.equal(vectors, contexts[1])
+
+
+def test_causal_attention_of_the_last_rows() -> None:
+    torch.manual_seed(1)
+    q, k, v = torch.randn(9, 2, 4), torch.randn(9, 2, 4), torch.randn(9, 2, 3)
+    whole = causal_attention(q, k, v, 0.5)
+    torch.testing.assert_close(causal_attention(q[4:], k, v, 0.5), whole[4:])
+    first = torch.softmax(torch.einsum("hd,khd->hk", q[2], k[:3]) * 0.5, dim=-1)
+    torch.testing.assert_close(whole[2], torch.einsum("hk,khd->hd", first, v[:3]))

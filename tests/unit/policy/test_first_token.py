@@ -1,0 +1,85 @@
+"""The default's order: whose first token comes soonest, who is asked, when decode workers help."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+from kvmesh.core.types import Placement, Role, RouteCause, RoutePlan, RouteQuery, WorkerId
+from kvmesh.policy.ranking import BUSY_TOKENS, KVMESH, SLACK_TOKENS
+from kvmesh.policy.routing import plan_route
+from kvmesh.policy.view import WorkerView
+from tests.unit.policy.fleet_examples import NOW, fleet, query, worker
+
+LONG = 4000
+
+
+def pending(name: str, tokens: int, role: Role = Role.PREFILL, active: int = 1) -> WorkerView:
+    view = worker(name, role, prefill_active=active)
+    return dataclasses.replace(view, pending_tokens=tokens)
+
+
+def plan(
+    *workers: WorkerView, asked: RouteQuery | None = None, held: dict[str, int] | None = None
+) -> RoutePlan:
+    matches = {WorkerId(name): blocks for name, blocks in (held or {}).items()}
+    asked = asked or query(LONG)
+    made = plan_route(fleet(*workers), asked, matches, NOW, random.Random(0), KVMESH)
+    assert isinstance(made, RoutePlan), made
+    return made
+
+
+def prefill(made: RoutePlan) -> list[str]:
+    return [each.worker_id for each in made.prefill]
+
+
+DECODE = worker("d", Role.DECODE, decode_running=7)
+"""Too full to help."""
+
+
+def test_what_waits_counts_as_much_as_what_is_left() -> None:
+    holder, idle = pending("a", 1000), pending("b", 0)
+    # 100 blocks of 16 tokens are more than the thousand tokens before it, 50 are less.
+    assert prefill(plan(holder, idle, DECODE, held={"a": 100}))[0] == "a"
+    assert prefill(plan(holder, idle, DECODE, held={"a": 50}))[0] == "b"
+
+
+def test_prompts_on_their_way_count_as_long_as_this_one() -> None:
+    seen = pending("a", LONG - 1)
+    sent = dataclasses.replace(pending("b", 0), prefill_in_flight=1)
+    assert prefill(plan(seen, sent, DECODE))[0] == "a"
+
+
+def test_much_later_workers_are_not_asked() -> None:
+    near, far = pending("b", SLACK_TOKENS), pending("c", SLACK_TOKENS + 1)
+    assert prefill(plan(pending("a", 0), near, far, DECODE)) == ["a", "b"]
+
+
+def test_a_full_holder_is_waited_for_until_it_refused() -> None:
+    holder = pending("a", 0, active=4)
+    # All of the prompt is there; the other one would compute more than a slot's wait is worth.
+    others = pending("b", BUSY_TOKENS + SLACK_TOKENS - LONG + 2)
+    held = {"a": LONG // 16}
+    assert prefill(plan(holder, others, DECODE, held=held)) == ["a"]
+    again = plan(holder, others, DECODE, asked=query(LONG, avoid=["a"]), held=held)
+    assert prefill(again)[0] == "b"
+
+
+def test_decode_workers_help_while_they_are_sooner() -> None:
+    helper = worker("d", Role.DECODE, decode_running=3)
+    busy = plan(pending("a", 8000), helper)
+    assert (busy.placement, busy.cause) == (Placement.AGGREGATED, RouteCause.HELP)
+    assert (prefill(busy), busy.decode) == (["d"], ())
+    idle = plan(pending("a", 1000), helper)
+    assert (idle.placement, prefill(idle)) == (Placement.DISAGGREGATED, ["a"])
+
+
+def test_a_decode_worker_helps_only_with_room_and_in_favour() -> None:
+    late = pending("a", 8000)
+    assert plan(late, DECODE).placement is Placement.DISAGGREGATED
+    computing = worker("d", Role.DECODE, prefill_active=4)
+    assert plan(late, computing).placement is Placement.DISAGGREGATED
+    refused = plan(late, worker("d", Role.DECODE), asked=query(LONG, avoid=["d"]))
+    assert refused.placement is Placement.DISAGGREGATED
+    silent = worker("d", Role.DECODE, reported_at=NOW - 10)
+    assert plan(late, silent).placement is Placement.DISAGGREGATED
