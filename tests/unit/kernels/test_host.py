@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -154,6 +157,7 @@ def test_without_a_library_the_twins_serve(
     layer_cases.check_rope_and_write(layer_ops.rope_and_write, True, 64, torch.float32, "cpu")
 
 
+@needs_compiler
 def test_both_libraries_are_built_ahead(tmp_path: Path) -> None:
     environment = {**os.environ, "HOME": str(tmp_path)}
     command = [sys.executable, "-m", "kvmesh.kernels.prebuild"]
