@@ -168,10 +168,12 @@ class _Life:
             self._decode_span = start_span("gateway.decode", self._request.traceparent)
         logprobs = () if event.logprobs is None else (event.logprobs,)
         delta = self._delta((event.token_id,), logprobs, event.finish_reason)
-        # If the stream moves, the prompt is not scored again.
-        sampling = replace(self._request.sampling, num_prompt_logprobs=-1)
-        self._request = replace(self._request, sampling=sampling)
-        return replace(delta, prompt_logprobs=event.prompt_logprobs)
+        if self._request.sampling.num_prompt_logprobs >= 0:
+            # If the stream moves, the prompt is not scored again.
+            sampling = replace(self._request.sampling, num_prompt_logprobs=-1)
+            self._request = replace(self._request, sampling=sampling)
+            delta = replace(delta, prompt_logprobs=event.prompt_logprobs)
+        return delta
 
     async def next_tokens(self) -> TokenDelta:
         """Waits for the decode worker's next tokens."""
