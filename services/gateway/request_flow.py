@@ -121,7 +121,8 @@ class _Life:
         now = self._now()
         self._deadline = now + mesh.limits.request_timeout_s
         self._phases = Phases(mesh.metrics, now)
-        self._place_until = min(self._deadline, now + request.ttft_s)
+        patience_s = mesh.prefill_times.patience_s(len(request.prompt_ids), request.ttft_s)
+        self._place_until = min(self._deadline, now + patience_s)
 
     @property
     def _where(self) -> Placed:
@@ -147,7 +148,8 @@ class _Life:
     async def first_token(self) -> TokenDelta:
         """Waits for the prefill worker's token."""
         where = self._where
-        until = self._now() + self._mesh.limits.prefill_timeout_s
+        accepted_at = self._now()
+        until = accepted_at + self._mesh.limits.prefill_timeout_s
         with start_span("gateway.first_token", self._request.traceparent) as span:
             while True:
                 side, event = await self._event(until, where.prefill_worker, "prefill_stalled")
@@ -157,6 +159,9 @@ class _Life:
                     self._work.keep_early(event)
                 self._raise_if_failed(side, event)
             span.set(cached_tokens=event.cached_tokens)
+        self._mesh.prefill_times.note(
+            len(self._request.prompt_ids) + len(self._tokens), self._now() - accepted_at
+        )
         self._early = self._work.take_early()
         if self._cached_tokens is None:
             self._cached_tokens = self._trace.cached_tokens = event.cached_tokens
