@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 
 import grpc
 
@@ -142,6 +143,9 @@ class SchedulerServicer(SchedulerServiceServicer):
         try:
             async for answer in joined_outbox(answers):
                 yield answer
+            await reader
+        except ProtocolError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         finally:
             await _stop(reader)
 
@@ -174,6 +178,8 @@ class SchedulerServicer(SchedulerServiceServicer):
                 async for message in incoming(requests):
                     for request in parts(message):
                         routes.create_task(self._answer(request, answers))
+        except* ProtocolError as errors:
+            raise errors.exceptions[0] from None
         finally:
             self._router.forget(answers)
             answers.close()
@@ -284,11 +290,27 @@ async def _stop(task: asyncio.Task[Refusal | None] | asyncio.Task[None]) -> None
     """Ends a task and waits for its clean-up, without taking on its outcome."""
     task.cancel()
     await asyncio.wait({task})
-    if not task.cancelled() and (error := task.exception()) is not None:
+    error = None if task.cancelled() else task.exception()
+    if error is not None and not isinstance(error, ProtocolError):  # that one was answered
         log.failure("stream_reader_failed", error)
 
 
+@dataclass(frozen=True, slots=True)
+class Scheduler:
+    """The parts of a running scheduler."""
+
+    fleet: Fleet
+    prefixes: PrefixLookup | None
+    planner: Planner
+    decisions: DecisionLog
+
+
 async def build(config: SchedulerConfig, context: ServiceContext) -> None:
+    """Builds the scheduler into `context`."""
+    await start_scheduler(config, context)
+
+
+async def start_scheduler(config: SchedulerConfig, context: ServiceContext) -> Scheduler:
     """Puts the scheduler together and adds it to the server."""
     settings = router_settings(config)
     clock = SystemClock()
@@ -326,3 +348,4 @@ async def build(config: SchedulerConfig, context: ServiceContext) -> None:
     context.on_close(servicer.close)
     context.spawn(servicer.expire_leases(), "expire_leases")
     add_SchedulerServiceServicer_to_server(servicer, context.server)
+    return Scheduler(fleet, prefixes, planner, decisions)
