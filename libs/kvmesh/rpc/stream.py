@@ -13,8 +13,9 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 import grpc
+from google.protobuf.message import DecodeError
 
-from kvmesh.core.errors import LostError
+from kvmesh.core.errors import LostError, ProtocolError
 from kvmesh.telemetry.logs import event_logger
 
 RequestT = TypeVar("RequestT")
@@ -116,11 +117,18 @@ def parts(message: MessageT) -> Iterator[MessageT]:
 
 
 async def incoming(requests: AsyncIterator[RequestT]) -> AsyncIterator[RequestT]:
-    """The messages of a stream at its server, until the stream or the server ends."""
+    """The messages of a stream at its server, until the stream or the server ends.
+
+    Raises:
+        ProtocolError: what the peer sent is no message of this type.
+    """
     # A server that stops may say so by an exception of grpc's own at the next read.
     with contextlib.suppress(grpc.aio.BaseError):
-        async for request in requests:
-            yield request
+        try:
+            async for request in requests:
+                yield request
+        except DecodeError as error:
+            raise ProtocolError("damaged_message", str(error)) from error
 
 
 async def joined_outbox(outbox: Outbox[MessageT]) -> AsyncIterator[MessageT]:
@@ -159,6 +167,8 @@ async def serve_stream(
         async for events in outbox.batches():
             yield events
         await reader  # an error in `receive` breaks the stream, it is not swallowed
+    except ProtocolError as error:
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
     finally:
         reader.cancel()
         on_end(outbox)
