@@ -192,7 +192,7 @@ def ours(num_processes: int = 1) -> Start:
                 "model.served-name": MODEL,
             }
             if num_processes > 1:
-                flags["server.processes"] = num_processes
+                flags["http.processes"] = num_processes
             front = [service("gateway", flags)]
             name = "kvmesh" if num_processes == 1 else f"kvmesh x{num_processes}"
             system = System(name, http, front, workers, control, redis.pid)

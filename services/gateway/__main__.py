@@ -1,8 +1,23 @@
 """Starts a gateway: `python -m services.gateway`."""
 
+import sys
+
+from kvmesh.core.config import load_config
+from kvmesh.core.errors import KvMeshError
 from kvmesh.runtime.app import run_service
+from kvmesh.telemetry.logs import configure_logging, event_logger
 from services.gateway.config import GatewayConfig
+from services.gateway.processes import run_processes
 from services.gateway.service import build
 
 if __name__ == "__main__":
+    configure_logging("gateway")
+    try:
+        config = load_config(GatewayConfig, sys.argv[1:], prog="python -m services.gateway")
+        if config.http.processes > 1:
+            configure_logging("gateway", config.telemetry.log.level, config.telemetry.log.format)
+            sys.exit(run_processes(config, sys.argv[1:]))
+    except KvMeshError as error:
+        event_logger("services.gateway").error("cannot_start", error=str(error))
+        sys.exit(2)
     run_service("gateway", GatewayConfig, build)

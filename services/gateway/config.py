@@ -17,6 +17,7 @@ class HttpConfig:
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "HTTP port; 0 picks a free one")
     max_body_bytes: int = option(16 * 1024 * 1024, "longest request body")
+    processes: int = option(1, "processes that share the ports; about one per core")
     header_timeout_s: float = option(20.0, "first request line and headers must come within this")
     body_timeout_s: float = option(60.0, "a request's body must come within this")
     idle_timeout_s: float = option(75.0, "a connection without a request is closed after this")

@@ -13,11 +13,11 @@ from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
-import prometheus_client
 from aiohttp import web
 
 from kvmesh.core.errors import InvalidRequestError, KvMeshError
 from kvmesh.core.types import Placement
+from kvmesh.telemetry.exposition import exposition
 from services.gateway.admission import Ticket
 from services.gateway.answers import Answer, dumps
 from services.gateway.config import HttpConfig
@@ -184,7 +184,7 @@ class HttpFront:
     async def metrics(self, _request: web.Request) -> web.StreamResponse:
         """GET /metrics, in Prometheus' text format."""
         return web.Response(
-            body=prometheus_client.generate_latest(),
+            body=exposition(),
             headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
         )
 

@@ -12,7 +12,7 @@ import asyncio
 import socket
 from collections import Counter
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, cast
 
 from services.gateway.config import HttpConfig
 from services.gateway.metrics import GatewayMetrics
@@ -86,8 +86,7 @@ class _Guarded(asyncio.Protocol):
         peer = transport.get_extra_info("peername")
         address = str(peer[0]) if isinstance(peer, tuple) else ""
         if not self._guard.enter(address):
-            assert isinstance(transport, asyncio.Transport)
-            transport.abort()
+            _abort(transport)
             return
         self._address, self._transport = address, transport
         _limit_stalls(transport, self._config.stall_timeout_s)
@@ -123,13 +122,18 @@ class _Guarded(asyncio.Protocol):
     def _too_slow(self) -> None:
         self._timer = None
         self._guard.cut("slow_headers")
-        assert isinstance(self._transport, asyncio.Transport)
-        self._transport.abort()
+        assert self._transport is not None, "let in"
+        _abort(self._transport)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None
+
+
+def _abort(transport: asyncio.BaseTransport) -> None:
+    # Those of uvloop have all of a transport's methods, but not its type.
+    cast("asyncio.Transport", transport).abort()
 
 
 def _limit_stalls(transport: asyncio.BaseTransport, timeout_s: float) -> None:

@@ -94,7 +94,10 @@ class GatewayMetrics(Collector):
             registry=registry,
         )
         self.requests_open = Gauge(
-            "kvmesh_gateway_requests_open", "Generations that run now.", registry=registry
+            "kvmesh_gateway_requests_open",
+            "Generations that run now.",
+            registry=registry,
+            multiprocess_mode="livesum",
         )
         self._refusals = Counter(
             "kvmesh_gateway_refusals",
@@ -109,7 +112,10 @@ class GatewayMetrics(Collector):
             registry=registry,
         )
         self.connections = Gauge(
-            "kvmesh_gateway_connections", "Open connections of the HTTP port.", registry=registry
+            "kvmesh_gateway_connections",
+            "Open connections of the HTTP port.",
+            registry=registry,
+            multiprocess_mode="livesum",
         )
         self.connections_cut = Counter(
             "kvmesh_gateway_connections_cut",

@@ -24,7 +24,7 @@ from kvmesh.core.types import (
 )
 from kvmesh.kv.hashing import chain_hashes, root_hash
 from kvmesh.policy.fair_share import Claim
-from kvmesh.policy.forwarding import REROUTE_AFTER_S, ROUNDS_PER_ROUTE, backoff_s
+from kvmesh.policy.forwarding import REROUTE_AFTER_S, backoff_s, rounds_per_route
 from kvmesh.rpc.convert import sequence_spec_to_proto
 from kvmesh.telemetry.tracing import Span, start_span
 from kvmesh.v1 import types_pb2
@@ -116,7 +116,8 @@ class Placing:
             return None
         tenant = request.tenant
         limits = tenant.limits
-        return Claim(tenant.name, len(self._token_ids), limits.weight, limits.priority)
+        num_tokens = len(self._token_ids)
+        return Claim(tenant.name, num_tokens, limits.weight, limits.priority, request.rank)
 
     async def _search(self, turn: Turn) -> Placed:
         await self._my_turn(turn)
@@ -177,7 +178,7 @@ class Placing:
         aggregated = plan.placement is Placement.AGGREGATED
         try_once = self._round_aggregated if aggregated else self._round_apart
         old_at = self._now() + REROUTE_AFTER_S
-        for _ in range(ROUNDS_PER_ROUTE):
+        for _ in range(rounds_per_route(plan.cause)):
             self._check_fit(plan)
             try:
                 placed = await try_once(plan)

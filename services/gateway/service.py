@@ -20,7 +20,7 @@ from kvmesh.runtime.app import ServiceContext
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
 from services.gateway.admission import Admission
-from services.gateway.config import GatewayConfig, HttpConfig
+from services.gateway.config import GatewayConfig
 from services.gateway.console import ConsoleSources, add_console
 from services.gateway.frontend import Frontend
 from services.gateway.grpc_front import InferenceServicer
@@ -101,7 +101,7 @@ async def start_gateway(config: GatewayConfig, context: ServiceContext) -> Gatew
     add_InferenceServiceServicer_to_server(InferenceServicer(frontend), context.server)
     front = HttpFront(frontend, config.http, int(time.time()))
     guard = ConnectionGuard(config.http, metrics)
-    http_port = await _serve_http(front, config.http, guard, context)
+    http_port = await _serve_http(front, config, guard, context)
     log.info("http_serving", address=f"{config.http.host}:{http_port}", model=served_name)
     return Gateway(http_port, sessions, admission, metrics, mesh.turns)
 
@@ -111,8 +111,9 @@ def _connect(sessions: WorkerSessions, workers: tuple[FleetWorker, ...], served_
 
 
 async def _serve_http(
-    front: HttpFront, config: HttpConfig, guard: ConnectionGuard, context: ServiceContext
+    front: HttpFront, gateway: GatewayConfig, guard: ConnectionGuard, context: ServiceContext
 ) -> int:
+    config = gateway.http
     tls = server_context(config.tls, "http.tls")
     # A client that goes away cancels its handler, and with it the work in the mesh.
     runner = web.AppRunner(
@@ -133,6 +134,7 @@ async def _serve_http(
             ssl=tls,
             ssl_handshake_timeout=None if tls is None else config.header_timeout_s,
             backlog=HTTP_BACKLOG,
+            reuse_port=gateway.server.share_port,
         )
     except OSError as error:
         raise ConfigError(

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Annotated, Any, Literal
 
-from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+from llguidance.gbnf_to_lark import any_to_lark
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvmesh.core.errors import InvalidRequestError
@@ -161,7 +161,7 @@ def _of_grammar(text: str | None, field: str) -> Structure | None:
         )
     try:
         return Structure(StructureKind.LARK, any_to_lark(text))
-    except (GbnfToLarkError, ValueError, LookupError, RecursionError) as error:
+    except Exception as error:  # the library raises bare ones for bad grammars
         raise InvalidRequestError(f"{field}: the grammar cannot be read: {error}", field) from error
 
 

@@ -69,7 +69,7 @@ class Link:
         self._has_tokens = has_tokens
         self._mailboxes: dict[AttemptKey, Mailbox] = {}
         self.stream: PeerStream[Any, Any] = PeerStream(
-            name, open_call, self._receive, on_down=self._fail_all
+            name, open_call, self._receive, on_down=self._fail_all, joins=True
         )
 
     @property

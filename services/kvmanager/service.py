@@ -18,7 +18,7 @@ from kvmesh.metadata.memory_store import MemoryMetadataStore
 from kvmesh.metadata.redis_client import RedisClient
 from kvmesh.metadata.redis_store import RedisMetadataStore
 from kvmesh.metadata.store import MetadataStore, StoreUnavailableError
-from kvmesh.rpc.stream import Outbox, incoming
+from kvmesh.rpc.stream import Outbox, incoming, joined_outbox, parts
 from kvmesh.runtime.app import ServiceContext
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.v1 import kv_manager_service_pb2 as pb
@@ -59,7 +59,7 @@ class KvManagerServicer(pb_grpc.KvManagerServiceServicer):
         await context.send_initial_metadata(())
         outbox: Outbox[pb.MatchPrefixResponse] = Outbox()
         async with _reading(self._answer_all(request_iterator, outbox), outbox, context):
-            async for message in outbox:
+            async for message in joined_outbox(outbox):
                 yield message
 
     async def _follow(self, requests: Any, outbox: Outbox[pb.PublishResponse]) -> None:
@@ -89,9 +89,10 @@ class KvManagerServicer(pb_grpc.KvManagerServiceServicer):
     async def _answer_all(self, requests: Any, outbox: Outbox[pb.MatchPrefixResponse]) -> None:
         try:
             async with asyncio.TaskGroup() as group:
-                async for request in incoming(requests):
-                    check_hashes(request.block_hashes)
-                    group.create_task(self._answer(request, outbox))
+                async for message in incoming(requests):
+                    for request in parts(message):
+                        check_hashes(request.block_hashes)
+                        group.create_task(self._answer(request, outbox))
         except* ProtocolError as errors:
             raise errors.exceptions[0] from None
 

@@ -27,7 +27,7 @@ class RoutingConfig:
     placement: str = option("auto", "auto, disaggregated or aggregated, where a query leaves it")
     aggregate_tokens: int = option(
         AGGREGATE_TOKENS,
-        "shorter uncached prompts run on an idle decode worker; 0: never",
+        "shorter uncached prompts run on an idle decode worker; 0: no prompt does",
     )
     decisions: int = option(1000, "last decisions that /debug/decisions shows")
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 
 import grpc
 
@@ -31,7 +32,7 @@ from kvmesh.rpc.convert import (
 from kvmesh.rpc.convert_detail import worker_detail_from_proto, worker_order
 from kvmesh.rpc.convert_route import route_plan_to_proto, route_query_from_proto
 from kvmesh.rpc.prefix_lookup import PrefixLookup
-from kvmesh.rpc.stream import Outbox, incoming
+from kvmesh.rpc.stream import Outbox, incoming, joined_outbox, parts
 from kvmesh.runtime.app import ServiceContext
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.v1.scheduler_service_pb2 import (
@@ -140,8 +141,11 @@ class SchedulerServicer(SchedulerServiceServicer):
         answers: Outbox[RouteResponse] = Outbox()
         reader = asyncio.create_task(self._follow_gateway(request_iterator, answers))
         try:
-            async for answer in answers:
+            async for answer in joined_outbox(answers):
                 yield answer
+            await reader
+        except ProtocolError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         finally:
             await _stop(reader)
 
@@ -171,8 +175,11 @@ class SchedulerServicer(SchedulerServiceServicer):
     ) -> None:
         try:
             async with asyncio.TaskGroup() as routes:
-                async for request in incoming(requests):
-                    routes.create_task(self._answer(request, answers))
+                async for message in incoming(requests):
+                    for request in parts(message):
+                        routes.create_task(self._answer(request, answers))
+        except* ProtocolError as errors:
+            raise errors.exceptions[0] from None
         finally:
             self._router.forget(answers)
             answers.close()
@@ -283,11 +290,27 @@ async def _stop(task: asyncio.Task[Refusal | None] | asyncio.Task[None]) -> None
     """Ends a task and waits for its clean-up, without taking on its outcome."""
     task.cancel()
     await asyncio.wait({task})
-    if not task.cancelled() and (error := task.exception()) is not None:
+    error = None if task.cancelled() else task.exception()
+    if error is not None and not isinstance(error, ProtocolError):  # that one was answered
         log.failure("stream_reader_failed", error)
 
 
+@dataclass(frozen=True, slots=True)
+class Scheduler:
+    """The parts of a running scheduler."""
+
+    fleet: Fleet
+    prefixes: PrefixLookup | None
+    planner: Planner
+    decisions: DecisionLog
+
+
 async def build(config: SchedulerConfig, context: ServiceContext) -> None:
+    """Builds the scheduler into `context`."""
+    await start_scheduler(config, context)
+
+
+async def start_scheduler(config: SchedulerConfig, context: ServiceContext) -> Scheduler:
     """Puts the scheduler together and adds it to the server."""
     settings = router_settings(config)
     clock = SystemClock()
@@ -325,3 +348,4 @@ async def build(config: SchedulerConfig, context: ServiceContext) -> None:
     context.on_close(servicer.close)
     context.spawn(servicer.expire_leases(), "expire_leases")
     add_SchedulerServiceServicer_to_server(servicer, context.server)
+    return Scheduler(fleet, prefixes, planner, decisions)

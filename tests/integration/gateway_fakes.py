@@ -40,7 +40,7 @@ from kvmesh.rpc.convert import (
 )
 from kvmesh.rpc.convert_route import route_plan_to_proto, route_query_from_proto
 from kvmesh.rpc.convert_sampling import token_logprobs_to_proto
-from kvmesh.rpc.stream import Outbox
+from kvmesh.rpc.stream import Outbox, parts
 from kvmesh.v1 import decode_service_pb2_grpc as decode_grpc
 from kvmesh.v1 import prefill_service_pb2_grpc as prefill_grpc
 from kvmesh.v1 import scheduler_service_pb2_grpc as scheduler_grpc
@@ -155,15 +155,19 @@ class FakeScheduler(scheduler_grpc.SchedulerServiceServicer):
 
     async def Route(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         await context.send_initial_metadata(())
-        async for message in requests:
-            query = route_query_from_proto(message)
-            self.mesh.queries.append(query)
-            response = RouteResponse(correlation_id=message.correlation_id)
-            if self.mesh.refuse_routes is not None:
-                response.refusal.CopyFrom(refusal_to_proto(self.mesh.refuse_routes))
-            else:
-                response.plan.CopyFrom(route_plan_to_proto(self.mesh.plan(query)))
-            yield response
+        async for joined in requests:
+            for message in parts(joined):
+                yield self.answer(message)
+
+    def answer(self, message: Any) -> RouteResponse:
+        query = route_query_from_proto(message)
+        self.mesh.queries.append(query)
+        response = RouteResponse(correlation_id=message.correlation_id)
+        if self.mesh.refuse_routes is not None:
+            response.refusal.CopyFrom(refusal_to_proto(self.mesh.refuse_routes))
+        else:
+            response.plan.CopyFrom(route_plan_to_proto(self.mesh.plan(query)))
+        return response
 
     async def WatchFleet(self, request: Any, context: Any) -> AsyncIterator[Any]:
         while True:
@@ -362,7 +366,8 @@ async def _pump(
     requests: AsyncIterator[Any], on_message: Callable[[Any], None], outbox: Outbox[Any]
 ) -> None:
     async for message in requests:
-        on_message(message)
+        for part in parts(message):
+            on_message(part)
     outbox.close()
 
 

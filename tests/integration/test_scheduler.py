@@ -19,6 +19,7 @@ from kvmesh.core.types import (
     Refusal,
     RefusalReason,
     Role,
+    RouteCause,
     RoutePlan,
     RouteQuery,
     WorkerInfo,
@@ -155,7 +156,7 @@ class TestRoutes:
             assert plan.policy == "kvmesh"
             assert "p2" in plan.reason
             avoiding = await gateway.plan(query(avoid={"p2"}))
-            assert first_names(avoiding) == ["p1", "d"]
+            assert (first_names(avoiding), avoiding.cause) == (["d"], RouteCause.HELP)
             aggregated = await gateway.plan(query(placement=Placement.AGGREGATED))
             assert aggregated.decode == ()
 

@@ -22,6 +22,7 @@ COMMANDS = {
     "health": "ask one service for its gRPC health; the exit code is the answer",
     "certs": "make a development CA and certificates for all services",
     "keys": "make, list and revoke API keys; set the limits of tenants",
+    "profile": "measure a model on this machine, for plan and simulate",
     "plan": "search the routing threshold and the split of prefill and decode instances",
     "simulate": "replay a trace against the policies, with modelled engines and links",
 }

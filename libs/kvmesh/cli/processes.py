@@ -64,7 +64,7 @@ class _Child:
     stopping: bool = False
 
 
-def _die_with_parent() -> Callable[[], None] | None:
+def die_with_parent() -> Callable[[], None] | None:
     """What a child does between fork and exec, so that it never outlives this process."""
     if sys.platform != "linux":
         return None
@@ -120,7 +120,7 @@ class Supervisor:
                 # A Ctrl-C at the terminal goes to its foreground group: not to the children,
                 # which are stopped in order instead.
                 start_new_session=True,
-                preexec_fn=_die_with_parent(),
+                preexec_fn=die_with_parent(),
             )
         self._started.add(spec.name)
         watch = asyncio.create_task(self._watch(spec.name), name=f"watch {spec.name}")

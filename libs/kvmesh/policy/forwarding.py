@@ -10,7 +10,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvmesh.core.types import WorkerId
+from kvmesh.core.types import RouteCause, WorkerId
 
 ROUNDS_PER_ROUTE = 8
 REROUTE_AFTER_S = 0.25
@@ -21,6 +21,15 @@ MAX_BACKOFF_S = 0.025
 BACKOFF_GROWTH = 1.5
 FULL_PACE_WAITERS = 32
 """Up to this many waiting requests pause no longer than MAX_BACKOFF_S."""
+
+
+_ELSEWHERE = frozenset({RouteCause.SHORT_PROMPT, RouteCause.HELP})
+"""Plans that name only who is free just now, though others serve as well."""
+
+
+def rounds_per_route(cause: RouteCause) -> int:
+    """Rounds over a plan's candidates before another plan is asked for."""
+    return 1 if cause in _ELSEWHERE else ROUNDS_PER_ROUTE
 
 
 def backoff_s(num_rounds: int, num_waiting: int) -> float:

@@ -20,7 +20,7 @@ has to be sent to it, but its batch sets the time per token for as long as the r
 AGGREGATE_TOKENS = 256
 """Half a step's default budget: that much more in a decode batch is hardly felt by the others."""
 
-AGGREGATE_SHARE = 0.5
+AGGREGATE_SHARE = 0.25
 """A decode worker with more of its slots or blocks in use keeps to decode."""
 
 HELP_SHARE = 0.7

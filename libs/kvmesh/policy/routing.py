@@ -305,7 +305,7 @@ def _plan_short(call: _Call, decode: list[WorkerView]) -> RoutePlan | None:
 def _plan_help(call: _Call, sides: _Sides) -> RoutePlan | None:
     """The prompt on a decode worker, where the first token comes before any prefill worker's."""
     cost = call.policy.first_token
-    if cost is None:
+    if cost is None or not call.policy.aggregate_tokens:
         return None
     helpers = [
         (cost(standing) * HELP_SLOWDOWN, standing.worker.worker_id, standing)

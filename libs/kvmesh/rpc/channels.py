@@ -12,6 +12,7 @@ import grpc
 
 from kvmesh.core.config import option
 from kvmesh.core.errors import ConfigError
+from kvmesh.rpc.damaged import DamagedRequests
 
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
 """A prompt of a million tokens fits; KV never travels here."""
@@ -25,7 +26,6 @@ _OPTIONS: list[tuple[str, int]] = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    ("grpc.so_reuseport", 0),
     # Reconnect fast: a restarted peer should be found within about a second.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
@@ -62,9 +62,14 @@ def open_channel(target: str, tls: TlsConfig | None = None) -> grpc.aio.Channel:
     return grpc.aio.secure_channel(target, credentials, options=_OPTIONS)
 
 
-def make_server() -> grpc.aio.Server:
-    """A server without ports or servicers."""
-    return grpc.aio.server(options=_OPTIONS)
+def make_server(*, share_port: bool = False) -> grpc.aio.Server:
+    """A server without ports or servicers.
+
+    Args:
+        share_port: another process that says so too may listen on the same port.
+    """
+    options = [*_OPTIONS, ("grpc.so_reuseport", int(share_port))]
+    return grpc.aio.server(options=options, interceptors=(DamagedRequests(),))
 
 
 def bind_server(server: grpc.aio.Server, host: str, port: int, tls: TlsConfig | None = None) -> int:

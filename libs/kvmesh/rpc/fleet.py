@@ -174,9 +174,10 @@ class _RouteLine:
             self._stream = PeerStream(
                 f"scheduler@{self._target}",
                 SchedulerServiceStub(channel).Route,
-                self._answers.receive,
+                self._answers.receive_joined,
                 on_up=self.up.set,
                 on_down=self._on_down,
+                joins=True,
             )
             await self._stream.run()
 

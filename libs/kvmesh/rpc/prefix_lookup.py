@@ -66,8 +66,9 @@ class PrefixLookup:
             self._stream = PeerStream(
                 f"kvmanager@{self._target}",
                 stub.MatchPrefix,
-                self._answers.receive,
+                self._answers.receive_joined,
                 on_down=self._answers.fail_all,
+                joins=True,
             )
             await self._stream.run()
 

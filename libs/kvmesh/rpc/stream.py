@@ -9,17 +9,35 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Callable
-from typing import Any, Generic, TypeVar
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import grpc
+from google.protobuf.message import DecodeError
 
-from kvmesh.core.errors import LostError
+from kvmesh.core.errors import LostError, ProtocolError
 from kvmesh.telemetry.logs import event_logger
 
 RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
 ItemT = TypeVar("ItemT")
+
+
+class Joinable(Protocol):
+    """A message with a field `more`, repeated and of its own type."""
+
+    @property
+    def more(self) -> Any:
+        """Messages that were ready at the same time."""
+        ...
+
+    def ByteSize(self) -> int:
+        """Length on the wire."""
+        ...
+
+
+MessageT = TypeVar("MessageT", bound=Joinable)
+JoinableT = TypeVar("JoinableT", bound=Joinable)
 
 log = event_logger(__name__)
 
@@ -68,18 +86,62 @@ class Outbox(Generic[ItemT]):
             await self._wake.wait()
 
 
+MAX_JOINED_BYTES = 1024 * 1024
+"""Messages that are larger together go out apart; a receiver's limit is far above."""
+
+
+def joined(batch: list[MessageT]) -> Iterator[MessageT]:
+    """The messages of a batch in as few as possible: the first carries the others in `more`.
+
+    A message costs both ends about 60 us, whatever its size; most of what is ready together is
+    small. The receiver takes them apart with `parts`.
+    """
+    if len(batch) == 1:
+        yield batch[0]
+        return
+    first, size = batch[0], batch[0].ByteSize()
+    for message in batch[1:]:
+        size += message.ByteSize()
+        if size > MAX_JOINED_BYTES:
+            yield first
+            first, size = message, message.ByteSize()
+        else:
+            first.more.append(message)
+    yield first
+
+
+def parts(message: MessageT) -> Iterator[MessageT]:
+    """The messages that came in one, in order."""
+    yield message
+    yield from message.more
+
+
 async def incoming(requests: AsyncIterator[RequestT]) -> AsyncIterator[RequestT]:
-    """The messages of a stream at its server, until the stream or the server ends."""
+    """The messages of a stream at its server, until the stream or the server ends.
+
+    Raises:
+        ProtocolError: what the peer sent is no message of this type.
+    """
     # A server that stops may say so by an exception of grpc's own at the next read.
     with contextlib.suppress(grpc.aio.BaseError):
-        async for request in requests:
-            yield request
+        try:
+            async for request in requests:
+                yield request
+        except DecodeError as error:
+            raise ProtocolError("damaged_message", str(error)) from error
+
+
+async def joined_outbox(outbox: Outbox[MessageT]) -> AsyncIterator[MessageT]:
+    """An outbox's messages, joined where several are ready."""
+    async for batch in outbox.batches():
+        for message in joined(batch):
+            yield message
 
 
 async def serve_stream(
-    requests: AsyncIterator[RequestT],
+    requests: AsyncIterator[JoinableT],
     context: grpc.aio.ServicerContext[Any, Any],
-    receive: Callable[[RequestT, Outbox[ItemT]], None],
+    receive: Callable[[JoinableT, Outbox[ItemT]], None],
     on_end: Callable[[Outbox[ItemT]], None],
 ) -> AsyncIterator[list[ItemT]]:
     """The server end of a long-lived stream: yields what `receive` puts into the outbox.
@@ -95,7 +157,8 @@ async def serve_stream(
     async def read() -> None:
         try:
             async for request in incoming(requests):
-                receive(request, outbox)
+                for part in parts(request):
+                    receive(part, outbox)
         finally:
             outbox.close()
 
@@ -104,6 +167,8 @@ async def serve_stream(
         async for events in outbox.batches():
             yield events
         await reader  # an error in `receive` breaks the stream, it is not swallowed
+    except ProtocolError as error:
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
     finally:
         reader.cancel()
         on_end(outbox)
@@ -118,6 +183,8 @@ class PeerStream(Generic[RequestT, ResponseT]):
         on_message: called for each message from the peer, on the event loop; must not block.
         on_up: called when a stream is open; may `send` the opening messages.
         on_down: called with a reason when an open stream broke.
+        joins: requests have a field `more` and are joined where several are ready; the peer
+            takes them apart with `parts`.
     """
 
     def __init__(
@@ -129,8 +196,10 @@ class PeerStream(Generic[RequestT, ResponseT]):
         on_up: Callable[[], None] | None = None,
         on_down: Callable[[str], None] | None = None,
         max_backoff_s: float = 1.0,
+        joins: bool = False,
     ) -> None:
         self.name = name
+        self._joins = joins
         self._open_call = open_call
         self._on_message = on_message
         self._on_up = on_up
@@ -174,7 +243,8 @@ class PeerStream(Generic[RequestT, ResponseT]):
     async def _run_once(self) -> bool:
         outbox: Outbox[RequestT] = Outbox()
         self._outbox = outbox
-        call = self._open_call(outbox.__aiter__())
+        requests: Any = outbox
+        call = self._open_call(joined_outbox(requests) if self._joins else outbox.__aiter__())
         reason = "closed by peer"
         try:
             # Metadata arrives when the peer's handler has started: only then is it really up.
@@ -253,6 +323,11 @@ class Correlator(Generic[RequestT, ResponseT]):
         future = self._waiting.get(self._get_id(message))
         if future is not None and not future.done():
             future.set_result(message)
+
+    def receive_joined(self, message: JoinableT) -> None:
+        """Hands over all answers of a message that may hold several."""
+        for part in parts(message):
+            self.receive(cast("ResponseT", part))
 
     def fail_all(self, reason: str) -> None:
         """Ends all open questions with LostError."""

@@ -9,11 +9,11 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-import prometheus_client
 from aiohttp import web
 
 from kvmesh.core.config import format_config
 from kvmesh.runtime.admin import AdminPort, json_body
+from kvmesh.telemetry.exposition import exposition
 from kvmesh.telemetry.logs import event_logger, set_level
 
 log = event_logger(__name__)
@@ -49,7 +49,7 @@ def add_common_routes(admin: AdminPort, name: str, config: Any, stop: Callable[[
 
 async def _metrics(_request: web.Request) -> web.StreamResponse:
     return web.Response(
-        body=prometheus_client.generate_latest(),
+        body=exposition(),
         headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
     )
 

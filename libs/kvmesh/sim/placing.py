@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from kvmesh.core.types import Placement, Refusal, RefusalReason, RoutePlan, WorkerId
 from kvmesh.policy.forwarding import (
     REROUTE_AFTER_S,
-    ROUNDS_PER_ROUTE,
     ForwardReason,
     backoff_s,
     intervene,
+    rounds_per_route,
 )
 from kvmesh.sim.events import EventQueue
 from kvmesh.sim.fleet import SimFleet
@@ -95,7 +95,7 @@ class Placing:
         if self._desk.fleet.openings == self._tried_at_opening:
             self._pause()
             return
-        if self._plan is None or self._plan_rounds >= ROUNDS_PER_ROUTE or now >= self._plan_old_at:
+        if self._needs_plan(now):
             outcome = self._desk.route(self._request, self._failed | self._refused)
             self._refused.clear()
             self._plan_rounds = 0
@@ -111,6 +111,11 @@ class Placing:
         self._plan_rounds += 1
         self._tried_at_opening = self._desk.fleet.openings
         self._pause()
+
+    def _needs_plan(self, now: float) -> bool:
+        if self._plan is None or now >= self._plan_old_at:
+            return True
+        return self._plan_rounds >= rounds_per_route(self._plan.cause)
 
     def _pause(self) -> None:
         longest = backoff_s(self._num_rounds, len(self._desk.searching))

@@ -146,7 +146,8 @@ def load_profile(name_or_path: str) -> Profile:
 
 def parse_profile(fields: Fields) -> Profile:
     """Checks a parsed profile; raises ConfigError with the path of a wrong entry."""
-    fields.only("name", "description", "kv_bytes", "devices", "links", "plan")
+    # `measured` is what `kvmesh profile` fitted the costs to, for people.
+    fields.only("name", "description", "kv_bytes", "devices", "links", "plan", "measured")
     devices = {name: _device(name, each) for name, each in fields.children("devices").items()}
     plan = _plan(fields.child("plan"))
     for name in (plan.remote, plan.local):

@@ -8,6 +8,7 @@ Tests: tests/unit/telemetry/test_tracing.py.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,6 +66,8 @@ class JsonLinesExporter(SpanExporter):
 class Span:
     """A stage of a request that is being timed."""
 
+    __slots__ = ("_span",)
+
     def __init__(self, span: trace.Span) -> None:
         self._span = span
 
@@ -106,6 +109,50 @@ class Span:
         self._span.end()
 
 
+class _Untimed(Span):
+    """A stage of a request of which nobody keeps the time; it only hands the caller's trace on.
+
+    With tracing off a request has a dozen of them, which would cost it 0.2 ms.
+    """
+
+    __slots__ = ("_parent",)
+
+    def __init__(self, parent: str) -> None:
+        self._parent = parent
+
+    @property
+    def traceparent(self) -> str:
+        return self._parent
+
+    @property
+    def trace_id(self) -> str:
+        found = _TRACEPARENT.fullmatch(self._parent)
+        return found[1] if found else "0" * 32
+
+    def set(self, **attributes: AttributeValue) -> None:
+        pass
+
+    def event(self, name: str, **attributes: AttributeValue) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        pass
+
+
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
+_UNTIMED = _Untimed("")
+_installed: list[TracerProvider] = []
+"""The provider while `configure_tracing` holds one; asking the API for it costs 10 us."""
+
+
 def start_span(name: str, parent: str = "", **attributes: AttributeValue) -> Span:
     """Starts a span; use it as a context manager or call `end`.
 
@@ -113,6 +160,8 @@ def start_span(name: str, parent: str = "", **attributes: AttributeValue) -> Spa
         name: for example `gateway.request`.
         parent: traceparent of the caller; empty starts a new trace.
     """
+    if not _installed:
+        return _Untimed(parent) if _TRACEPARENT.fullmatch(parent) else _UNTIMED
     context = _PROPAGATOR.extract({"traceparent": parent}) if parent else None
     tracer = trace.get_tracer("kvmesh")
     return Span(tracer.start_span(name, context=context, attributes=attributes))
@@ -151,7 +200,9 @@ def configure_tracing(
         processor = BatchSpanProcessor(OTLPSpanExporter(endpoint=target, insecure=True))
         provider.add_span_processor(processor)
     trace.set_tracer_provider(provider)
+    _installed.append(provider)
     try:
         yield
     finally:
+        _installed.remove(provider)
         provider.shutdown()

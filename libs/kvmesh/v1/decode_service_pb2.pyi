@@ -114,6 +114,7 @@ class DecodeRequest(_message.Message):
     RESERVE_FIELD_NUMBER: _builtins.int
     RENEW_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def reserve(self) -> Global___DecodeReserve:
         """New work."""
@@ -126,16 +127,21 @@ class DecodeRequest(_message.Message):
     def cancel(self) -> Global___DecodeCancel:
         """End of work."""
 
+    @_builtins.property
+    def more(self) -> _containers.RepeatedCompositeFieldContainer[Global___DecodeRequest]:
+        """Further ones that were ready at the same time, in order; they have no `more` of their own."""
+
     def __init__(
         self,
         *,
         reserve: Global___DecodeReserve | None = ...,
         renew: Global___DecodeRenew | None = ...,
         cancel: Global___DecodeCancel | None = ...,
+        more: _abc.Iterable[Global___DecodeRequest] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "message", b"message", "renew", b"renew", "reserve", b"reserve"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "message", b"message", "renew", b"renew", "reserve", b"reserve"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "message", b"message", "more", b"more", "renew", b"renew", "reserve", b"reserve"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["reserve", "renew", "cancel"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015

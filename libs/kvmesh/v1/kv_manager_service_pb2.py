@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"kvmesh/v1/kv_manager_service.proto\x12\tkvmesh.v1\"p\n\x0ePublisherHello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0f\n\x07\x63luster\x18\x03 \x01(\t\x12\x11\n\tnamespace\x18\x04 \x01(\t\x12\x12\n\nblock_size\x18\x05 \x01(\r\"@\n\x0b\x42lockEvents\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0e\n\x06stored\x18\x02 \x01(\x0c\x12\x0f\n\x07removed\x18\x03 \x01(\x0c\"L\n\rBlockSnapshot\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0c\n\x04held\x18\x02 \x01(\x0c\x12\r\n\x05\x66irst\x18\x03 \x01(\x08\x12\x0c\n\x04last\x18\x04 \x01(\x08\"&\n\x12PublisherHeartbeat\x12\x10\n\x08sequence\x18\x01 \x01(\x04\"\xd3\x01\n\x0ePublishRequest\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.kvmesh.v1.PublisherHelloH\x00\x12(\n\x06\x65vents\x18\x02 \x01(\x0b\x32\x16.kvmesh.v1.BlockEventsH\x00\x12,\n\x08snapshot\x18\x03 \x01(\x0b\x32\x18.kvmesh.v1.BlockSnapshotH\x00\x12\x32\n\theartbeat\x18\x04 \x01(\x0b\x32\x1d.kvmesh.v1.PublisherHeartbeatH\x00\x42\t\n\x07message\"l\n\x0fPublishResponse\x12$\n\x03\x61\x63k\x18\x01 \x01(\x0b\x32\x15.kvmesh.v1.PublishAckH\x00\x12(\n\x06resync\x18\x02 \x01(\x0b\x32\x16.kvmesh.v1.ResyncOrderH\x00\x42\t\n\x07message\"\x1e\n\nPublishAck\x12\x10\n\x08sequence\x18\x01 \x01(\x04\"\x1d\n\x0bResyncOrder\x12\x0e\n\x06reason\x18\x01 \x01(\t\"U\n\x12MatchPrefixRequest\x12\x16\n\x0e\x63orrelation_id\x18\x01 \x01(\x04\x12\x11\n\tnamespace\x18\x02 \x01(\t\x12\x14\n\x0c\x62lock_hashes\x18\x03 \x01(\x0c\"Z\n\x0bPrefixMatch\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x63luster\x18\x02 \x01(\t\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x13\n\x0bincarnation\x18\x04 \x01(\x04\"h\n\x13MatchPrefixResponse\x12\x16\n\x0e\x63orrelation_id\x18\x01 \x01(\x04\x12\'\n\x07matches\x18\x02 \x03(\x0b\x32\x16.kvmesh.v1.PrefixMatch\x12\x10\n\x08\x64\x65graded\x18\x03 \x01(\x08\x32\xaa\x01\n\x10KvManagerService\x12\x44\n\x07Publish\x12\x19.kvmesh.v1.PublishRequest\x1a\x1a.kvmesh.v1.PublishResponse(\x01\x30\x01\x12P\n\x0bMatchPrefix\x12\x1d.kvmesh.v1.MatchPrefixRequest\x1a\x1e.kvmesh.v1.MatchPrefixResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"kvmesh/v1/kv_manager_service.proto\x12\tkvmesh.v1\"p\n\x0ePublisherHello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0f\n\x07\x63luster\x18\x03 \x01(\t\x12\x11\n\tnamespace\x18\x04 \x01(\t\x12\x12\n\nblock_size\x18\x05 \x01(\r\"@\n\x0b\x42lockEvents\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0e\n\x06stored\x18\x02 \x01(\x0c\x12\x0f\n\x07removed\x18\x03 \x01(\x0c\"L\n\rBlockSnapshot\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0c\n\x04held\x18\x02 \x01(\x0c\x12\r\n\x05\x66irst\x18\x03 \x01(\x08\x12\x0c\n\x04last\x18\x04 \x01(\x08\"&\n\x12PublisherHeartbeat\x12\x10\n\x08sequence\x18\x01 \x01(\x04\"\xd3\x01\n\x0ePublishRequest\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.kvmesh.v1.PublisherHelloH\x00\x12(\n\x06\x65vents\x18\x02 \x01(\x0b\x32\x16.kvmesh.v1.BlockEventsH\x00\x12,\n\x08snapshot\x18\x03 \x01(\x0b\x32\x18.kvmesh.v1.BlockSnapshotH\x00\x12\x32\n\theartbeat\x18\x04 \x01(\x0b\x32\x1d.kvmesh.v1.PublisherHeartbeatH\x00\x42\t\n\x07message\"l\n\x0fPublishResponse\x12$\n\x03\x61\x63k\x18\x01 \x01(\x0b\x32\x15.kvmesh.v1.PublishAckH\x00\x12(\n\x06resync\x18\x02 \x01(\x0b\x32\x16.kvmesh.v1.ResyncOrderH\x00\x42\t\n\x07message\"\x1e\n\nPublishAck\x12\x10\n\x08sequence\x18\x01 \x01(\x04\"\x1d\n\x0bResyncOrder\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x82\x01\n\x12MatchPrefixRequest\x12\x16\n\x0e\x63orrelation_id\x18\x01 \x01(\x04\x12\x11\n\tnamespace\x18\x02 \x01(\t\x12\x14\n\x0c\x62lock_hashes\x18\x03 \x01(\x0c\x12+\n\x04more\x18\x04 \x03(\x0b\x32\x1d.kvmesh.v1.MatchPrefixRequest\"Z\n\x0bPrefixMatch\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x63luster\x18\x02 \x01(\t\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x13\n\x0bincarnation\x18\x04 \x01(\x04\"\x96\x01\n\x13MatchPrefixResponse\x12\x16\n\x0e\x63orrelation_id\x18\x01 \x01(\x04\x12\'\n\x07matches\x18\x02 \x03(\x0b\x32\x16.kvmesh.v1.PrefixMatch\x12\x10\n\x08\x64\x65graded\x18\x03 \x01(\x08\x12,\n\x04more\x18\x04 \x03(\x0b\x32\x1e.kvmesh.v1.MatchPrefixResponse2\xaa\x01\n\x10KvManagerService\x12\x44\n\x07Publish\x12\x19.kvmesh.v1.PublishRequest\x1a\x1a.kvmesh.v1.PublishResponse(\x01\x30\x01\x12P\n\x0bMatchPrefix\x12\x1d.kvmesh.v1.MatchPrefixRequest\x1a\x1e.kvmesh.v1.MatchPrefixResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -47,12 +47,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PUBLISHACK']._serialized_end=701
   _globals['_RESYNCORDER']._serialized_start=703
   _globals['_RESYNCORDER']._serialized_end=732
-  _globals['_MATCHPREFIXREQUEST']._serialized_start=734
-  _globals['_MATCHPREFIXREQUEST']._serialized_end=819
-  _globals['_PREFIXMATCH']._serialized_start=821
-  _globals['_PREFIXMATCH']._serialized_end=911
-  _globals['_MATCHPREFIXRESPONSE']._serialized_start=913
-  _globals['_MATCHPREFIXRESPONSE']._serialized_end=1017
-  _globals['_KVMANAGERSERVICE']._serialized_start=1020
-  _globals['_KVMANAGERSERVICE']._serialized_end=1190
+  _globals['_MATCHPREFIXREQUEST']._serialized_start=735
+  _globals['_MATCHPREFIXREQUEST']._serialized_end=865
+  _globals['_PREFIXMATCH']._serialized_start=867
+  _globals['_PREFIXMATCH']._serialized_end=957
+  _globals['_MATCHPREFIXRESPONSE']._serialized_start=960
+  _globals['_MATCHPREFIXRESPONSE']._serialized_end=1110
+  _globals['_KVMANAGERSERVICE']._serialized_start=1113
+  _globals['_KVMANAGERSERVICE']._serialized_end=1283
 # @@protoc_insertion_point(module_scope)

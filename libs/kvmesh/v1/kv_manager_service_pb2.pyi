@@ -271,22 +271,28 @@ class MatchPrefixRequest(_message.Message):
     CORRELATION_ID_FIELD_NUMBER: _builtins.int
     NAMESPACE_FIELD_NUMBER: _builtins.int
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
     correlation_id: _builtins.int
     """Pairs the answer with the question."""
     namespace: _builtins.str
     """Layout fingerprint."""
     block_hashes: _builtins.bytes
     """Chained hashes, 16 bytes each, joined."""
+    @_builtins.property
+    def more(self) -> _containers.RepeatedCompositeFieldContainer[Global___MatchPrefixRequest]:
+        """Further ones that were ready at the same time, in order; they have no `more` of their own."""
+
     def __init__(
         self,
         *,
         correlation_id: _builtins.int = ...,
         namespace: _builtins.str = ...,
         block_hashes: _builtins.bytes = ...,
+        more: _abc.Iterable[Global___MatchPrefixRequest] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "correlation_id", b"correlation_id", "namespace", b"namespace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "correlation_id", b"correlation_id", "more", b"more", "namespace", b"namespace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -335,6 +341,7 @@ class MatchPrefixResponse(_message.Message):
     CORRELATION_ID_FIELD_NUMBER: _builtins.int
     MATCHES_FIELD_NUMBER: _builtins.int
     DEGRADED_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
     correlation_id: _builtins.int
     """Of the question."""
     degraded: _builtins.bool
@@ -343,16 +350,21 @@ class MatchPrefixResponse(_message.Message):
     def matches(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrefixMatch]:
         """Workers with at least one block, longest first."""
 
+    @_builtins.property
+    def more(self) -> _containers.RepeatedCompositeFieldContainer[Global___MatchPrefixResponse]:
+        """Further ones that were ready at the same time, in order; they have no `more` of their own."""
+
     def __init__(
         self,
         *,
         correlation_id: _builtins.int = ...,
         matches: _abc.Iterable[Global___PrefixMatch] | None = ...,
         degraded: _builtins.bool = ...,
+        more: _abc.Iterable[Global___MatchPrefixResponse] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["correlation_id", b"correlation_id", "degraded", b"degraded", "matches", b"matches"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["correlation_id", b"correlation_id", "degraded", b"degraded", "matches", b"matches", "more", b"more"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -99,6 +99,7 @@ class PrefillRequest(_message.Message):
 
     OFFER_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def offer(self) -> Global___PrefillOffer:
         """New work."""
@@ -107,15 +108,20 @@ class PrefillRequest(_message.Message):
     def cancel(self) -> Global___PrefillCancel:
         """End of work."""
 
+    @_builtins.property
+    def more(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrefillRequest]:
+        """Further ones that were ready at the same time, in order; they have no `more` of their own."""
+
     def __init__(
         self,
         *,
         offer: Global___PrefillOffer | None = ...,
         cancel: Global___PrefillCancel | None = ...,
+        more: _abc.Iterable[Global___PrefillRequest] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "message", b"message", "offer", b"offer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "message", b"message", "offer", b"offer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "message", b"message", "more", b"more", "offer", b"offer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["offer", "cancel"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015

@@ -38,6 +38,7 @@ class RouteRequest(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     WAITING_FIELD_NUMBER: _builtins.int
     WAITING_RESERVED_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
     correlation_id: _builtins.int
     """Pairs the answer with the question."""
     request_id: _builtins.str
@@ -66,6 +67,10 @@ class RouteRequest(_message.Message):
     def avoid_worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Workers that just failed or refused this request."""
 
+    @_builtins.property
+    def more(self) -> _containers.RepeatedCompositeFieldContainer[Global___RouteRequest]:
+        """Further ones that were ready at the same time, in order; they have no `more` of their own."""
+
     def __init__(
         self,
         *,
@@ -82,10 +87,11 @@ class RouteRequest(_message.Message):
         traceparent: _builtins.str = ...,
         waiting: _builtins.int = ...,
         waiting_reserved: _builtins.int = ...,
+        more: _abc.Iterable[Global___RouteRequest] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["avoid_worker_ids", b"avoid_worker_ids", "block_hashes", b"block_hashes", "correlation_id", b"correlation_id", "max_new_tokens", b"max_new_tokens", "model", b"model", "num_tokens", b"num_tokens", "placement", b"placement", "request_id", b"request_id", "scenario", b"scenario", "traceparent", b"traceparent", "ttft_budget_ms", b"ttft_budget_ms", "waiting", b"waiting", "waiting_reserved", b"waiting_reserved"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["avoid_worker_ids", b"avoid_worker_ids", "block_hashes", b"block_hashes", "correlation_id", b"correlation_id", "max_new_tokens", b"max_new_tokens", "model", b"model", "more", b"more", "num_tokens", b"num_tokens", "placement", b"placement", "request_id", b"request_id", "scenario", b"scenario", "traceparent", b"traceparent", "ttft_budget_ms", b"ttft_budget_ms", "waiting", b"waiting", "waiting_reserved", b"waiting_reserved"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -186,6 +192,7 @@ class RouteResponse(_message.Message):
     CORRELATION_ID_FIELD_NUMBER: _builtins.int
     PLAN_FIELD_NUMBER: _builtins.int
     REFUSAL_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
     correlation_id: _builtins.int
     """Of the question."""
     @_builtins.property
@@ -196,16 +203,21 @@ class RouteResponse(_message.Message):
     def refusal(self) -> _types_pb2.Refusal:
         """Why there is no plan."""
 
+    @_builtins.property
+    def more(self) -> _containers.RepeatedCompositeFieldContainer[Global___RouteResponse]:
+        """Further ones that were ready at the same time, in order; they have no `more` of their own."""
+
     def __init__(
         self,
         *,
         correlation_id: _builtins.int = ...,
         plan: Global___RoutePlan | None = ...,
         refusal: _types_pb2.Refusal | None = ...,
+        more: _abc.Iterable[Global___RouteResponse] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["outcome", b"outcome", "plan", b"plan", "refusal", b"refusal"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["correlation_id", b"correlation_id", "outcome", b"outcome", "plan", b"plan", "refusal", b"refusal"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["correlation_id", b"correlation_id", "more", b"more", "outcome", b"outcome", "plan", b"plan", "refusal", b"refusal"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["plan", "refusal"]  # noqa: Y015
     _WhichOneofArgType_outcome: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015

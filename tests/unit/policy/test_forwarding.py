@@ -1,15 +1,19 @@
 from __future__ import annotations
 
-from kvmesh.core.types import WorkerId
+import pytest
+
+from kvmesh.core.types import RouteCause, WorkerId
 from kvmesh.policy.forwarding import (
     FULL_PACE_WAITERS,
     MAX_BACKOFF_S,
     MIN_BACKOFF_S,
+    ROUNDS_PER_ROUTE,
     ForwardReason,
     PrefillPeer,
     backoff_s,
     intervene,
     offer_order,
+    rounds_per_route,
 )
 
 
@@ -38,3 +42,9 @@ def test_backoff_grows_to_its_limit() -> None:
 def test_many_waiting_requests_ask_at_a_bounded_rate() -> None:
     rates = [count / backoff_s(100, count) for count in (8, 80, 800)]
     assert max(rates) <= FULL_PACE_WAITERS / MAX_BACKOFF_S * 1.001
+
+
+@pytest.mark.parametrize("cause", list(RouteCause))
+def test_plans_that_name_only_who_is_free_are_tried_once(cause: RouteCause) -> None:
+    once = cause in (RouteCause.SHORT_PROMPT, RouteCause.HELP)
+    assert rounds_per_route(cause) == (1 if once else ROUNDS_PER_ROUTE)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 
@@ -31,3 +32,11 @@ def test_without_a_provider_spans_cost_nothing_and_keep_the_callers_trace() -> N
     with start_span("child", parent, size=3) as span:
         assert span.trace_id == "0af7651916cd43dd8448eb211c80319c"
         assert span.traceparent.split("-")[1] == span.trace_id
+
+
+@pytest.mark.parametrize("parent", ["", "none of ours", "00-xyz-1-01"])
+def test_without_a_provider_a_bad_parent_is_no_trace(parent: str) -> None:
+    with start_span("child", parent, size=3) as span:
+        span.set(size=4)
+        span.event("refused", reason="busy")
+        assert (span.traceparent, span.trace_id) == ("", "0" * 32)

@@ -1,0 +1,172 @@
+"""`kvmesh profile`: measures a model on this machine and writes what plans and simulations read.
+
+Tests: tests/integration/test_profile_command.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from kvmesh.cli.flags import add_flag, new_parser, positive_int
+from kvmesh.cli.link_speed import loopback_bytes_per_s, read_bytes_per_s
+from kvmesh.core.errors import ConfigError
+from kvmesh.engine.measure import blocks_of, decode_seconds, handoff_bytes, prefill_seconds
+from kvmesh.engine.protocol import ModelRunner
+from kvmesh.engine.runner import TorchRunner
+from kvmesh.sim.cost_fit import DecodeSample, Fit, PrefillSample
+from kvmesh.sim.profile_record import Measured, plot_profile, profile_record
+
+DESCRIPTION = """\
+Times prefill over prompt and cached lengths and decode steps over batch and context, reads memory
+and sends over the loopback, fits costs with error bars, and writes a profile for `kvmesh plan` and
+`kvmesh simulate`. Run it on a machine that does nothing else."""
+
+EXAMPLE = """\
+example: kvmesh profile --model models/pydoc-6m --out pydoc.json --plot pydoc.png
+         kvmesh simulate --profile pydoc.json --fleet home:cpu:prefill:1,home:cpu:decode:1"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measures, fits, writes."""
+    arguments = _parser().parse_args(argv)
+    if not arguments.model:
+        raise ConfigError("name a model folder with --model")
+    runner = TorchRunner.load(
+        Path(arguments.model),
+        served_name=Path(arguments.model).name,
+        device=arguments.device,
+        dtype=arguments.dtype,
+        num_blocks=arguments.num_blocks,
+        block_size=arguments.block_size,
+        num_threads=arguments.threads,
+    )
+    console = Console(stderr=True)
+    try:
+        measured = _measure(runner, arguments, console)
+    finally:
+        runner.close()
+    try:
+        record = profile_record(measured)
+    except ValueError as error:
+        raise ConfigError(f"{error}; name more lengths, batches or contexts") from error
+    Path(arguments.out).write_text(json.dumps(record, indent=2) + "\n")
+    if arguments.plot:
+        plot_profile(measured, Path(arguments.plot))
+    _summarize(record["measured"], arguments.out)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = new_parser("kvmesh profile", DESCRIPTION, EXAMPLE)
+    add_flag(parser, "--model", "", "checkpoint folder")
+    add_flag(parser, "--out", "profile.json", "file for the profile")
+    add_flag(parser, "--plot", "", "file for a plot (PNG, SVG or PDF)")
+    add_flag(parser, "--device", "cpu", "cpu or cuda")
+    add_flag(parser, "--dtype", "auto", "auto, float32, float16 or bfloat16")
+    add_flag(parser, "--num-blocks", 1024, "KV blocks", kind=positive_int)
+    add_flag(parser, "--block-size", 16, "token positions per KV block", kind=positive_int)
+    add_flag(parser, "--threads", 1, "CPU threads of the engine", kind=positive_int)
+    add_flag(parser, "--max-batch-tokens", 512, "tokens of one step", kind=positive_int)
+    add_flag(parser, "--lengths", "32,64,128,256,512,1024,2048", "prompts", kind=numbers)
+    add_flag(parser, "--cached", "0,512", "positions before a prompt", kind=numbers)
+    add_flag(parser, "--batches", "1,2,4,8,16", "sequences of a decode step", kind=numbers)
+    add_flag(parser, "--contexts", "64,256,1024", "positions of each", kind=numbers)
+    add_flag(parser, "--repeats", 5, "runs of which the median counts", kind=positive_int)
+    return parser
+
+
+def numbers(raw: str) -> tuple[int, ...]:
+    """Whole numbers, comma-separated."""
+    if not re.fullmatch(r"\d+(,\d+)*", raw):
+        raise argparse.ArgumentTypeError(f"{raw!r} is not a list of numbers like 1,2,4")
+    return tuple(sorted({int(each) for each in raw.split(",")}))
+
+
+def _measure(runner: ModelRunner, arguments: argparse.Namespace, console: Console) -> Measured:
+    spec, repeats, budget = runner.spec, arguments.repeats, arguments.max_batch_tokens
+    longest = min(spec.max_model_len, spec.layout.block_size * runner.kv.num_blocks)
+    prompts = [
+        (tokens, cached)
+        for cached in arguments.cached
+        for tokens in arguments.lengths
+        if tokens > 0 and _fits(runner, 1, tokens + cached)
+    ]
+    steps = [
+        (batch, context)
+        for context in arguments.contexts
+        for batch in arguments.batches
+        if batch > 0 and context > 1 and _fits(runner, batch, context)
+    ]
+    if not prompts or not steps:
+        raise ConfigError(
+            f"no length fits a context of {longest} and {runner.kv.num_blocks} blocks"
+        )
+    prefill: list[PrefillSample] = []
+    decode: list[DecodeSample] = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+        bar = progress.add_task("warm up", total=len(prompts) + len(steps) + 2)
+        prefill_seconds(runner, prompts[0][0], 0, budget, 2)
+        for tokens, cached in prompts:
+            progress.update(bar, description=f"prefill {tokens} after {cached}")
+            seconds = prefill_seconds(runner, tokens, cached, budget, repeats)
+            prefill.append(PrefillSample(tokens, cached, seconds))
+            progress.advance(bar)
+        for batch, context in steps:
+            progress.update(bar, description=f"decode {batch} x {context}")
+            seconds = decode_seconds(runner, batch, context, budget, repeats)
+            decode.append(DecodeSample(batch, context, seconds))
+            progress.advance(bar)
+        progress.update(bar, description="memory and loopback")
+        memory = read_bytes_per_s()
+        progress.advance(bar)
+        link = loopback_bytes_per_s()
+        progress.update(bar, description="done", completed=len(prompts) + len(steps) + 2)
+    kv_bytes: dict[str, list[tuple[int, int]]] = {}
+    for tokens in sorted({1, longest} | {tokens + cached for tokens, cached in prompts}):
+        for name, size in handoff_bytes(runner, tokens).items():
+            kv_bytes.setdefault(name, []).append((tokens, size))
+    return Measured(
+        model=spec.name,
+        device=arguments.device.split(":")[0],
+        prefill=tuple(prefill),
+        decode=tuple(decode),
+        kv_bytes=kv_bytes,
+        kv_tokens=longest,
+        link_bytes_per_s=link,
+        memory_bytes_per_s=memory,
+    )
+
+
+def _fits(runner: ModelRunner, batch: int, length: int) -> bool:
+    fits_context = length <= runner.spec.max_model_len
+    return fits_context and batch * blocks_of(runner, length) <= runner.kv.num_blocks
+
+
+def _summarize(measured: dict[str, object], out: str) -> None:
+    console = Console()
+    for name, terms in (
+        ("prefill", ("s", "s per token", "s per token²")),
+        ("decode", ("s", "s per sequence", "s per token of context")),
+    ):
+        raw = measured[f"{name}_fit"]
+        assert isinstance(raw, dict)
+        fit = Fit(**raw)
+        parts = [
+            f"{value:.3g} ± {error:.1g} {unit}"
+            for value, error, unit in zip(fit.coefficients, fit.errors, terms, strict=True)
+        ]
+        console.print(
+            f"{name}: {', '.join(parts)}; off by {fit.relative_error:.1%}", soft_wrap=True
+        )
+    memory, link = measured["memory_gb_per_s"], measured["link_gb_per_s"]
+    console.print(
+        f"memory {memory:.1f} GB/s, loopback {link:.1f} GB/s; wrote {out}", soft_wrap=True
+    )

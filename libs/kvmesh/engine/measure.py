@@ -1,0 +1,134 @@
+"""Times of prefill and decode steps on a runner, as the step loop would run them.
+
+Needs the runner only, no services. Tests: tests/integration/test_profile_command.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Iterator
+
+from kvmesh.core.types import SamplingParams
+from kvmesh.engine.protocol import ModelRunner, SequenceChunk, StateChunk
+from kvmesh.kv.groups import arriving_blocks, num_blocks_of
+
+_GREEDY = SamplingParams(temperature=0.0)
+
+
+class Stage:
+    """Sequences with blocks of their own, whose KV is whatever the pool holds.
+
+    Args:
+        lengths: tokens of each sequence.
+
+    Raises:
+        ValueError: the pool has too few blocks.
+    """
+
+    def __init__(self, runner: ModelRunner, lengths: list[int]) -> None:
+        spec = runner.spec
+        free = iter(range(runner.kv.num_blocks))
+        needed = sum(blocks_of(runner, length) for length in lengths)
+        if needed > runner.kv.num_blocks:
+            raise ValueError(f"{needed} blocks are needed, {runner.kv.num_blocks} are there")
+        self._runner = runner
+        self._tokens = [
+            [1 + position % (spec.vocab_size - 1) for position in range(length)]
+            for length in lengths
+        ]
+        size = spec.layout.block_size
+        self._tables = [
+            [_take(free, num_blocks_of(length, size)) for _ in spec.groups.windows]
+            for length in lengths
+        ]
+        self._states = [_take(free, spec.groups.state_blocks) for _ in lengths]
+
+    def run(self, starts: list[int], ends: list[int]) -> float:
+        """Computes these positions in one step; returns its seconds."""
+        chunks = [self._chunk(i, *span) for i, span in enumerate(zip(starts, ends, strict=True))]
+        started = time.perf_counter()
+        self._runner.execute(chunks)
+        return time.perf_counter() - started
+
+    def _chunk(self, index: int, start: int, end: int) -> SequenceChunk:
+        tokens, tables, state = self._tokens[index], self._tables[index], self._states[index]
+        return SequenceChunk(
+            sequence_id=index,
+            token_ids=tokens,
+            start=start,
+            end=end,
+            block_table=tables[0],
+            num_prompt_tokens=len(tokens),
+            sampling=_GREEDY,
+            sample=end == len(tokens),
+            more_tables=tables[1:],
+            state=StateChunk(state, state if start else []) if state else None,
+        )
+
+
+def _take(free: Iterator[int], count: int) -> list[int]:
+    return [next(free) for _ in range(count)]
+
+
+def blocks_of(runner: ModelRunner, length: int) -> int:
+    """Blocks of a sequence when no window's are given back."""
+    spec = runner.spec
+    whole = num_blocks_of(length, spec.layout.block_size)
+    return whole * len(spec.groups.windows) + spec.groups.state_blocks
+
+
+def prefill_seconds(
+    runner: ModelRunner, tokens: int, cached: int, max_step_tokens: int, repeats: int
+) -> float:
+    """Median seconds of computing `tokens` after `cached` positions, in steps of a budget.
+
+    Raises:
+        ValueError: the pool has too few blocks.
+    """
+    stage = Stage(runner, [cached + tokens])
+    bounds = [*range(cached, cached + tokens, max_step_tokens), cached + tokens]
+    if cached:
+        # What comes first fills the pool, so that attention meets numbers.
+        for start in range(0, cached, max_step_tokens):
+            stage.run([start], [min(start + max_step_tokens, cached)])
+    times = []
+    for _ in range(repeats):
+        spans = itertools.pairwise(bounds)
+        times.append(sum(stage.run([start], [end]) for start, end in spans))
+    return statistics.median(times)
+
+
+def decode_seconds(
+    runner: ModelRunner, batch: int, context: int, max_step_tokens: int, repeats: int
+) -> float:
+    """Median seconds of a step in which each of `batch` sequences decodes one token.
+
+    Raises:
+        ValueError: the pool has too few blocks.
+    """
+    stage = Stage(runner, [context] * batch)
+    share = max(1, max_step_tokens // batch)
+    for start in range(0, context - 1, share):
+        stage.run([start] * batch, [min(start + share, context - 1)] * batch)
+    stage.run([context - 1] * batch, [context] * batch)
+    times = [stage.run([context - 1] * batch, [context] * batch) for _ in range(repeats)]
+    return statistics.median(times)
+
+
+def handoff_bytes(runner: ModelRunner, tokens: int) -> dict[str, int]:
+    """Bytes that the handoff of a prompt moves: `total`, and of each kind of group."""
+    spec = runner.spec
+    groups, size, block_bytes = spec.groups, spec.layout.block_size, spec.layout.block_bytes
+    count = num_blocks_of(tokens, size)
+    found = {"total": 0}
+    # Ids tell the groups apart.
+    tables = [[group] * count for group in range(len(groups.windows))]
+    state = [len(tables)] * groups.state_blocks
+    for each in arriving_blocks(groups, tables, state, range(count), tokens, size):
+        window = groups.windows[each.block] if each.block < len(tables) else None
+        name = "state" if window is None else f"window {window}" if window else "full"
+        found[name] = found.get(name, 0) + block_bytes
+        found["total"] += block_bytes
+    return found

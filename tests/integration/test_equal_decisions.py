@@ -1,0 +1,184 @@
+"""One trace, replayed through the live services and through the simulator: equal decisions."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvmesh.core.config import environment
+from kvmesh.core.types import RequestId
+from kvmesh.metadata.redis_client import RedisConfig
+from kvmesh.policy import composition
+from kvmesh.policy.curves import Quadratic
+from kvmesh.policy.explain import CandidateFacts, DecisionFacts, describe_decision
+from kvmesh.policy.pdserve import TimeoutTier
+from kvmesh.sim import simulation
+from kvmesh.sim.fleet import SimFleet, parse_fleet
+from kvmesh.sim.profile import DecodeCost, Device, Links, load_profile
+from kvmesh.sim.scenario import Objectives, Scenario
+from kvmesh.sim.simulation import Simulation
+from kvmesh.sim.systems import SYSTEMS
+from kvmesh.sim.trace import TRACE_BLOCK, TraceRequest, read_trace
+from services.scheduler import router
+from tests.live_replay import NUM_BLOCKS, Round, WorkerPlan, live_mesh
+from tests.redis_server import redis_url
+
+FLEET = "home:d:prefill:3,home:d:decode:3"
+DEVICE = Device("d", Quadratic(100.0, 0.0), DecodeCost(0.01, 0.0, 0.0), NUM_BLOCKS, 2, 4)
+"""A prompt takes longer than a round to come in, so engines stand still meanwhile."""
+
+ROUND_S = 1000.0
+ROUND_SIZE = 6
+"""As many as there are prefill slots: nobody has to wait."""
+
+MAX_BLOCKS = 30
+
+Decisions = list[DecisionFacts]
+
+
+@pytest.fixture
+def decided(monkeypatch: pytest.MonkeyPatch) -> Decisions:
+    """All decisions made from here on, wherever, in order."""
+    kept: Decisions = []
+
+    def decide(policy: Any, view: Any, query: Any, matches: Any, now: Any, offload: Any) -> Any:
+        # A gateway makes the name of a request unique; ties fall by the name.
+        query = dataclasses.replace(query, request_id=RequestId(query.request_id.split("-")[0]))
+        made = composition.decide_route(policy, view, query, matches, now, offload)
+        kept.append(describe_decision(view, query, made, policy.route, offload))
+        return made
+
+    monkeypatch.setattr(router, "decide_route", decide)
+    monkeypatch.setattr(simulation, "decide_route", decide)
+    return kept
+
+
+def in_rounds(requests: Sequence[TraceRequest], size: int) -> list[Round]:
+    return [requests[first : first + size] for first in range(0, len(requests), size)]
+
+
+def synthetic(seed: int, count: int = 24) -> list[TraceRequest]:
+    """Conversations that share a system prompt and go on, and short prompts of their own."""
+    draw = random.Random(seed)
+    ids = itertools.count(1000)
+    histories: list[list[int]] = [[1, 2] for _ in range(5)]
+    requests: list[TraceRequest] = []
+    for _ in range(count):
+        if draw.random() < 0.25:
+            blocks, tail = 0, draw.randrange(20, 400)
+        else:
+            history = draw.choice(histories)
+            history += [next(ids) for _ in range(draw.randrange(0, 3))]
+            blocks, tail = len(history), draw.randrange(1, TRACE_BLOCK)
+        prefix = tuple(history) if blocks else ()
+        requests.append(
+            TraceRequest(
+                0.0, blocks * TRACE_BLOCK + tail, draw.randrange(2, 6), (*prefix, next(ids))
+            )
+        )
+    return requests
+
+
+def simulated(rounds: Sequence[Round], policy: str) -> None:
+    arrivals = [
+        dataclasses.replace(request, arrival_s=number * ROUND_S + index)
+        for number, requests in enumerate(rounds)
+        for index, request in enumerate(requests)
+    ]
+    profile = load_profile("flowkv")
+    profile = dataclasses.replace(
+        profile,
+        devices={"d": DEVICE},
+        links=Links(1e12, 1e12, 0.0),
+        plan=dataclasses.replace(profile.plan, remote="d", local="d"),
+    )
+    system = dataclasses.replace(SYSTEMS[policy], switch_roles=False, reallocate=False)
+    result = Simulation(
+        Scenario(
+            profile,
+            parse_fleet(FLEET),
+            system,
+            tuple(arrivals),
+            objectives=Objectives((TimeoutTier(1 << 62, 1e6),)),
+        )
+    ).run()
+    assert all(each.finished_s is not None for each in result.requests)
+
+
+def plans() -> list[WorkerPlan]:
+    """The workers of `FLEET` by the names that the simulator gives them."""
+    names: list[WorkerPlan] = []
+    for group in parse_fleet(FLEET):
+        for _ in range(group.count):
+            name = f"{group.cluster}-{group.role.value}-{len(names)}"
+            names.append(WorkerPlan(name, group.role, DEVICE.prefill_slots, DEVICE.decode_slots))
+    return names
+
+
+def comparable(facts: DecisionFacts) -> DecisionFacts:
+    """Without the sentence, and without what a simulated worker without a queue does not report."""
+
+    def without(side: tuple[CandidateFacts, ...]) -> tuple[CandidateFacts, ...]:
+        return tuple(dataclasses.replace(each, pending_tokens=0) for each in side)
+
+    return dataclasses.replace(
+        facts, detail="", prefill=without(facts.prefill), decode=without(facts.decode)
+    )
+
+
+async def compare(rounds: Sequence[Round], policy: str, folder: Path, decided: Decisions) -> None:
+    with redis_url(folder) as url:
+        redis = RedisConfig(url, key_prefix=f"equal-{uuid.uuid4().hex}:")
+        async with live_mesh(folder, redis, policy, plans()) as mesh:
+            await mesh.replay(rounds)
+            assert all(worker.is_idle for worker in mesh.workers)
+    live = [comparable(each) for each in decided]
+    decided.clear()
+    simulated(rounds, policy)
+    assert len(live) == sum(len(each) for each in rounds), "one decision for each request"
+    for lived, modelled in zip(live, map(comparable, decided), strict=True):
+        assert lived == modelled
+
+
+@pytest.mark.parametrize("policy", ["kvmesh", "round_robin", "forwarding"])
+async def test_a_synthetic_trace(policy: str, tmp_path: Path, decided: Decisions) -> None:
+    await compare(in_rounds(synthetic(1), ROUND_SIZE), policy, tmp_path, decided)
+    if policy == "kvmesh":
+        reasons = {each.reason for each in decided}
+        assert {"prefix", "load", "short_prompt"} <= reasons, "all kinds of decisions were made"
+
+
+async def test_the_start_of_a_recorded_trace(tmp_path: Path, decided: Decisions) -> None:
+    paths = [Path(each) for each in environment("KVMESH_TRACES").split(":") if each]
+    if not paths:
+        pytest.skip("KVMESH_TRACES names no trace files")
+    for path in paths:
+        decided.clear()
+        folder = tmp_path / path.name
+        folder.mkdir()
+        short = [
+            dataclasses.replace(each, output_tokens=min(each.output_tokens, 8))
+            for each in read_trace(path, limit=60)
+            if len(each.hash_ids) <= MAX_BLOCKS and each.input_tokens % TRACE_BLOCK
+        ]
+        await compare(in_rounds(short[:24], ROUND_SIZE), "kvmesh", folder, decided)
+
+
+def test_the_fleet_has_the_names_of_the_simulator() -> None:
+    run = Simulation(
+        Scenario(
+            dataclasses.replace(load_profile("flowkv"), devices={"d": DEVICE}),
+            parse_fleet(FLEET),
+            SYSTEMS["all_local"],
+            (),
+        )
+    )
+    fleet: SimFleet = run.fleet
+    assert [plan.name for plan in plans()] == list(fleet.workers)

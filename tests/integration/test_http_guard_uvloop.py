@@ -1,0 +1,38 @@
+"""The guard on the loop that services run on, whose transports are of a type of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+import uvloop
+
+from services.gateway.config import HttpConfig
+from services.gateway.http_guard import ConnectionGuard
+from services.gateway.metrics import GatewayMetrics
+
+
+def test_a_slow_and_a_surplus_client_are_cut() -> None:
+    errors: list[dict[str, Any]] = []
+
+    async def run() -> tuple[float, float]:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: errors.append(context))
+        metrics = GatewayMetrics("m")
+        config = HttpConfig(max_connections=1, header_timeout_s=0.2)
+        guard = ConnectionGuard(config, metrics)
+        server = await loop.create_server(guard.wrap(asyncio.Protocol), "127.0.0.1", 0)
+        address = server.sockets[0].getsockname()
+        ends = [await asyncio.open_connection(*address) for _ in range(2)]
+        for reader, writer in ends:
+            with contextlib.suppress(ConnectionResetError):  # cut is cut
+                assert await reader.read() == b""
+            writer.close()
+        server.close()
+        await server.wait_closed()
+        cut = "kvmesh_gateway_connections_cut_total"
+        return metrics.value(cut, reason="full"), metrics.value(cut, reason="slow_headers")
+
+    assert uvloop.run(run()) == (1.0, 1.0)
+    assert errors == []

@@ -1,0 +1,108 @@
+"""Processes of one gateway: their ports, their command lines, and who is started again."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvmesh.core.config import load_config
+from kvmesh.core.errors import ConfigError
+from kvmesh.runtime.app import ServerConfig
+from services.gateway.config import GatewayConfig, HttpConfig
+from services.gateway.processes import (
+    MAX_PAUSE_S,
+    GatewayProcesses,
+    SharedPorts,
+    held_ports,
+    pause_s,
+    process_arguments,
+)
+
+FREE = GatewayConfig(http=HttpConfig(port=0), server=ServerConfig(port=0))
+APPEND = "import sys; open(sys.argv[1], 'a').write('x')"
+
+
+def _listening(port: int, *, share: bool) -> socket.socket:
+    sock = socket.socket()
+    if share:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    try:
+        sock.bind(("127.0.0.1", port))
+    except OSError:
+        sock.close()
+        raise
+    sock.listen()
+    return sock
+
+
+def test_held_ports_are_for_those_that_share() -> None:
+    with held_ports(FREE) as ports:
+        assert ports.http != ports.grpc
+        with pytest.raises(OSError, match="in use"):
+            _listening(ports.http, share=False)
+        with _listening(ports.http, share=True), _listening(ports.http, share=True):
+            # Connections go to those that listen, never to the one that only holds the port.
+            for _ in range(8):
+                socket.create_connection(("127.0.0.1", ports.http), timeout=5).close()
+
+
+def test_a_port_of_somebody_else_is_a_config_error() -> None:
+    with _listening(0, share=False) as sock:
+        taken = replace(FREE, http=HttpConfig(port=sock.getsockname()[1]))
+        with pytest.raises(ConfigError, match=r"--http\.port"), held_ports(taken):
+            pass
+
+
+def test_a_process_is_configured_like_the_gateway_but_for_its_place() -> None:
+    argv = ["--http.port=0", "--http.processes=3", "--server.admin.port=7", "--limits.max-stop=5"]
+    first, second = (
+        load_config(GatewayConfig, process_arguments(argv, SharedPorts(8000, 9000), number))
+        for number in (0, 1)
+    )
+    assert (first.http.port, first.server.port, first.http.processes) == (8000, 9000, 1)
+    assert first.server.share_port
+    assert (first.server.admin.port, second.server.admin.port) == (7, -1)
+    assert first.limits == second.limits
+    assert first.limits.max_stop == 5
+
+
+def test_pauses_grow_to_a_limit() -> None:
+    pauses = [pause_s(number) for number in range(20)]
+    assert pauses == sorted(pauses)
+    assert pauses[0] < 1 < pauses[-1] == MAX_PAUSE_S
+
+
+async def test_a_process_that_ends_is_replaced_until_it_is_told_to_stop(tmp_path: Path) -> None:
+    marks = tmp_path / "marks"
+    command = [sys.executable, "-c", APPEND, str(marks)]
+    processes = GatewayProcesses([command], tmp_path, stop_s=30)
+    running = asyncio.create_task(processes.run())
+    while not marks.exists() or len(marks.read_text()) < 2:
+        await asyncio.sleep(0.01)
+    processes.stop()
+    await running
+
+
+async def test_a_process_with_a_bad_config_ends_all(tmp_path: Path) -> None:
+    bad = [sys.executable, "-c", "raise SystemExit(2)"]
+    good = [sys.executable, "-c", "import time; time.sleep(60)"]
+    assert await GatewayProcesses([good, bad], tmp_path, stop_s=30).run() == 2
+
+
+async def test_a_process_that_does_not_stop_is_killed(tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    deaf = (
+        "import pathlib, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+        "pathlib.Path(sys.argv[1]).touch(); time.sleep(60)"
+    )
+    processes = GatewayProcesses([[sys.executable, "-c", deaf, str(ready)]], tmp_path, stop_s=0.1)
+    running = asyncio.create_task(processes.run())
+    while not ready.exists():
+        await asyncio.sleep(0.01)
+    processes.stop()
+    assert await running == -9
