@@ -52,7 +52,7 @@ ARG PIP_INDEX_URL PIP_EXTRA_INDEX_URL
 RUN apt-get update \
  && apt-get install --yes --no-install-recommends g++ \
  && rm -rf /var/lib/apt/lists/*
-RUN pip install -c constraints.txt -e ".[worker]"
+RUN pip install -c constraints.txt -e ".[worker,events]"
 COPY models models
 COPY libs libs
 COPY services/__init__.py services/__init__.py
