@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvmesh.core.types import (
     Candidate,
@@ -53,7 +53,7 @@ Group = tuple[KvLayout, str]
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """The arguments of one decision."""
+    """The arguments of one decision, and the standings that it has looked at."""
 
     view: FleetView
     query: RouteQuery
@@ -61,6 +61,7 @@ class _Call:
     now: float
     rng: random.Random
     policy: RoutePolicy
+    known: dict[WorkerId, Standing] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +158,8 @@ def _cached_tokens(call: _Call, worker: WorkerView) -> int:
 
 
 def _standings(call: _Call, workers: list[WorkerView]) -> list[Standing]:
+    if call.policy.basis is not RouteCause.ROTATION:
+        return [_standing(call, worker) for worker in workers]
     count = len(workers)
     return [
         Standing(
@@ -167,6 +170,15 @@ def _standings(call: _Call, workers: list[WorkerView]) -> list[Standing]:
         )
         for index, worker in enumerate(workers)
     ]
+
+
+def _standing(call: _Call, worker: WorkerView) -> Standing:
+    """Made once per decision: it does not depend on the list that the worker is in."""
+    found = call.known.get(worker.info.worker_id)
+    if found is None:
+        found = Standing(worker, call.query, _cached_tokens(call, worker), turn=0)
+        call.known[worker.info.worker_id] = found
+    return found
 
 
 def _ordered(

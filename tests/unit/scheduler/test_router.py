@@ -23,6 +23,7 @@ from kvmesh.core.types import (
     WorkerInfo,
     WorkerLoad,
 )
+from kvmesh.telemetry import tracing
 from services.scheduler.fleet import Fleet, Membership
 from services.scheduler.router import Router
 from tests.unit.policy.fleet_examples import LAYOUT, query, worker_info
@@ -103,6 +104,7 @@ async def test_span_is_a_child_of_the_query_and_says_why(monkeypatch: pytest.Mon
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
+    monkeypatch.setattr(tracing, "_installed", [provider])
     fleet = fleet_of(worker_info("h", Role.HYBRID))
     plan = await make_router(fleet).route(query(), TRACEPARENT)
     assert isinstance(plan, RoutePlan)
