@@ -102,10 +102,6 @@ async def test_span_is_a_child_of_the_query_and_says_why(monkeypatch: pytest.Mon
     exporter = InMemorySpanExporter()
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-<<<<<<< HEAD
-    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
-=======
->>>>>>> main
     monkeypatch.setattr(tracing, "_installed", [provider])
     fleet = fleet_of(worker_info("h", Role.HYBRID))
     plan = await make_router(fleet).route(query(), TRACEPARENT)
