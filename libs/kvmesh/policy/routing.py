@@ -53,7 +53,7 @@ Group = tuple[KvLayout, str]
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """The arguments of one decision, and the standings that it has looked at."""
+    """The arguments of one decision."""
 
     view: FleetView
     query: RouteQuery
@@ -179,15 +179,6 @@ def _standings(call: _Call, workers: list[WorkerView]) -> list[Standing]:
         )
         for index, worker in enumerate(workers)
     ]
-
-
-def _standing(call: _Call, worker: WorkerView) -> Standing:
-    """Made once per decision: it does not depend on the list that the worker is in."""
-    found = call.known.get(worker.info.worker_id)
-    if found is None:
-        found = Standing(worker, call.query, _cached_tokens(call, worker), turn=0)
-        call.known[worker.info.worker_id] = found
-    return found
 
 
 def _ordered(
