@@ -15,7 +15,7 @@ ARGS ?=
 ROUNDS ?= 20
 # One computing thread per test process: spinning OpenMP teams slow each other down tenfold.
 test test-fast: export OMP_NUM_THREADS := 1
-.PHONY: help setup proto fmt check test test-fast test-gpu up bench-serve bench-gateway bench-transfer bench-engine bench-allocator bench-fuzz bench-policies e2e-compose console-pictures train-model clean
+.PHONY: help setup proto fmt check test test-fast test-gpu up bench-serve bench-gateway bench-transfer bench-engine bench-allocator bench-fuzz bench-policies e2e-compose console-pictures manifests dashboard train-model clean
 
 help: ## list the verbs
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -82,6 +82,12 @@ fuzz: setup ## senseless requests to every rpc and the HTTP API: make fuzz ROUND
 
 e2e-compose: setup ## bring docker-compose.yml up with podman, kill a container, stream on
 	$(PY) -m scripts.compose_e2e
+
+manifests: setup ## render the Helm chart into deploy/manifests
+	$(PY) -m scripts.render_manifests
+
+dashboard: setup ## write the Grafana dashboard in deploy/observability
+	$(PY) -m scripts.gen_dashboard
 
 console-pictures: setup ## photograph the console of a loaded local stack; writes docs/images/
 	$(PY) -m scripts.console_pictures

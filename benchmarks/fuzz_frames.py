@@ -27,13 +27,16 @@ from kvmesh.core.types import KvLayout, WorkerId
 from kvmesh.transfer.codec import TRAILER, encode_frame
 from kvmesh.transfer.decoder import FrameDecoder, PayloadBytes, PayloadEnd, PayloadStart
 from kvmesh.transfer.frames import (
+    BlockPart,
     BlockRun,
     CancelFrame,
     Checksum,
     CommitFrame,
     CommitOkFrame,
+    DataFrame,
     ErrorFrame,
     Frame,
+    GetFrame,
     HelloFrame,
     HelloOkFrame,
     LinkOffer,
@@ -45,7 +48,14 @@ from kvmesh.transfer.frames import (
     QueryFrame,
     WriteClaim,
 )
-from kvmesh.transfer.protocol import ChannelIdentity, Copy, ReceiverMachine, SenderMachine, Write
+from kvmesh.transfer.protocol import (
+    ChannelIdentity,
+    Copy,
+    Read,
+    ReceiverMachine,
+    SenderMachine,
+    Write,
+)
 
 LAYOUT = KvLayout("fuzz", "float16", 1, 1, 1, 2)
 BLOCK = LAYOUT.block_bytes
@@ -56,7 +66,10 @@ _HEADER = struct.Struct("<4sBBHIQI")
 def wire(frame: Frame, rng: random.Random) -> bytes:
     """A whole frame with its payload and a sum that fits."""
     if isinstance(frame, PutFrame):
-        payload = rng.randbytes(frame.num_blocks * BLOCK)
+        each = BLOCK if frame.part is None else frame.part.size
+        payload = rng.randbytes(frame.num_blocks * each)
+    elif isinstance(frame, DataFrame):
+        payload = rng.randbytes(frame.num_bytes)
     elif isinstance(frame, QueryFrame):
         payload = rng.randbytes(frame.operand_bytes)
     else:
@@ -79,9 +92,12 @@ def frame_of(rng: random.Random) -> Frame:
             (BlockRun(0, rng.randrange(1, 9)),),
             rng.random() < 0.5,
             rng.random() < 0.5,
+            rng.choice((None, BlockPart(0, BLOCK), BlockPart(1, BLOCK - 1))),
         ),
         lambda: PullFrame(number, claim, (PullRun(rng.randrange(6), 0, rng.randrange(1, 4)),)),
         lambda: QueryFrame(number, 1, 8, rng.randbytes(3), rng.randrange(1, 30), True),
+        lambda: GetFrame(number, claim, (BlockRun(rng.randrange(6), rng.randrange(1, 4)),)),
+        lambda: DataFrame(number, rng.randrange(1, 30), rng.random() < 0.5),
         lambda: PutOkFrame(number, rng.getrandbits(8)),
         lambda: CommitFrame(number, claim, 1, 2, 3),
         lambda: CommitOkFrame(number),
@@ -116,10 +132,21 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
 def forged(rng: random.Random) -> bytes:
     """A head whose checksums fit and whose fields are anything."""
     body = rng.randbytes(rng.randrange(80))
-    fields = (b"KVMT", rng.choice((1, 1, 2)), rng.randrange(13), rng.choice((0, 1, 2, 3, 9)))
+    fields = (b"KVMT", rng.choice((1, 1, 2)), rng.randrange(14), rng.choice((0, 1, 2, 3, 4, 9)))
     sizes = (rng.choice((len(body), rng.getrandbits(32))), rng.choice((0, 8, rng.getrandbits(64))))
     checked = _HEADER.pack(*fields, *sizes, zlib.crc32(body))
     return checked + struct.pack("<I", zlib.crc32(checked)) + body
+
+
+def asked_by(action: Write | Copy | Read) -> PutFrame | PullFrame | GetFrame:
+    """The frame behind an action."""
+    match action:
+        case Write(put):
+            return put
+        case Copy(pull):
+            return pull
+        case Read(get):
+            return get
 
 
 def one_input(rng: random.Random, outcomes: Counter[str]) -> None:
@@ -130,7 +157,7 @@ def one_input(rng: random.Random, outcomes: Counter[str]) -> None:
         frames.insert(0, HelloFrame(PEER, 3, ME, 7, LAYOUT, offer))
     valid = [wire(frame, rng) for frame in frames]
     data = damaged(b"".join(valid), rng) if rng.random() < 0.9 else rng.randbytes(60)
-    allowed = {frame for frame in frames if isinstance(frame, PutFrame | PullFrame)}
+    allowed = {frame for frame in frames if isinstance(frame, PutFrame | PullFrame | GetFrame)}
     receiver = ReceiverMachine(ChannelIdentity(ME, 7, LAYOUT))
     sender = SenderMachine(ChannelIdentity(PEER, 3, LAYOUT), ME, 7)
     try:
@@ -141,8 +168,8 @@ def one_input(rng: random.Random, outcomes: Counter[str]) -> None:
                 outcomes[f"sender: {error.reason}"] += 1
             action = receiver.receive(frame)
             outcomes[type(action).__name__] += 1
-            if isinstance(action, Write | Copy):
-                asked = action.put if isinstance(action, Write) else action.pull
+            if isinstance(action, Write | Copy | Read):
+                asked = asked_by(action)
                 # A forged head of random bytes cannot hold a claim that passes the target; here
                 # it is enough that whoever writes was greeted and speaks of this life.
                 assert receiver.peer == PEER, "a write before the greeting"
@@ -152,6 +179,8 @@ def one_input(rng: random.Random, outcomes: Counter[str]) -> None:
                 receiver.payload_received(action.put, action.put.num_blocks * BLOCK, intact=True)
             elif isinstance(action, Copy):
                 receiver.pull_answered(action.pull, None)
+            elif isinstance(action, Read):
+                receiver.get_answered(action.get, checksum=False)
     except ProtocolError as error:
         outcomes[error.reason] += 1
 

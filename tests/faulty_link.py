@@ -38,6 +38,7 @@ class Faults:
 async def faulty_link(to: Endpoint, faults: Faults) -> AsyncIterator[Endpoint]:
     """A relay in front of a receiver; gives the address that senders use."""
     released = asyncio.Event()
+    serving: set[asyncio.Task[None]] = set()
 
     async def towards(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(_CHUNK):
@@ -63,6 +64,10 @@ async def faulty_link(to: Endpoint, faults: Faults) -> AsyncIterator[Endpoint]:
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         faults.connections += 1
+        task: asyncio.Task[None] | None = asyncio.current_task()
+        assert task is not None
+        serving.add(task)
+        task.add_done_callback(serving.discard)
         try:
             peer_reader, peer_writer = await asyncio.open_connection(to.host, to.port)
         except OSError:
@@ -71,6 +76,7 @@ async def faulty_link(to: Endpoint, faults: Faults) -> AsyncIterator[Endpoint]:
         directions = [
             asyncio.ensure_future(towards(reader, peer_writer)),
             asyncio.ensure_future(back(peer_reader, writer)),
+            asyncio.ensure_future(_set(released)),
         ]
         try:
             await asyncio.wait(directions, return_when=asyncio.FIRST_COMPLETED)
@@ -87,6 +93,12 @@ async def faulty_link(to: Endpoint, faults: Faults) -> AsyncIterator[Endpoint]:
     finally:
         released.set()
         server.close()
+        if serving:
+            await asyncio.wait(serving)
+
+
+async def _set(event: asyncio.Event) -> None:
+    await event.wait()
 
 
 async def _pause(faults: Faults, num_bytes: int) -> None:

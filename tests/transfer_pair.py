@@ -88,7 +88,11 @@ class RecordingTarget:
         indexes = [run.first + i for run in put.runs for i in range(run.count)]
         if any(set(indexes) & set(self._indexes(grant)) for grant in self.open_grants):
             return Refusal(RefusalReason.BUSY, "another writer is in these blocks")
-        grant = WriteGrant(put, tuple(self.block(index) for index in indexes))
+        blocks = [self.block(index) for index in indexes]
+        if put.part is not None:
+            start, size = put.part
+            blocks = [block[start : start + size] for block in blocks]
+        grant = WriteGrant(put, tuple(blocks))
         self.granted.append(grant)
         self.on_grant()
         return grant

@@ -186,6 +186,7 @@ class Frontend:
                     placement=caller.placement,
                     traceparent=caller.traceparent,
                     tenant=tenant,
+                    rank=call.priority,
                 )
                 choices.append(Choice(index, prompt_index, request, call, echo, ticket))
         return choices

@@ -24,6 +24,7 @@ class GenerationRequest:
         ttft_s: longest wait until a worker takes it.
         traceparent: parent of its spans.
         tenant: whose it is; it shares workers fairly with others.
+        rank: among the tenant's requests that wait; lower goes first.
     """
 
     request_id: RequestId
@@ -36,6 +37,7 @@ class GenerationRequest:
     placement: Placement = Placement.AUTO
     traceparent: str = ""
     tenant: Tenant = Tenant()
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)

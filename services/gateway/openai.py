@@ -73,6 +73,7 @@ class ApiCall:
         truncate_prompt: only so many last tokens of the prompt are used; None for all.
         bad_words: as text; `sampling` gets their tokens later.
         tools: None when none may be called.
+        priority: among the tenant's own requests; lower goes first.
         structure_field: the caller's name of what the structure is from, for errors.
     """
 
@@ -97,6 +98,7 @@ class ApiCall:
     truncate_prompt: int | None = None
     bad_words: tuple[str, ...] = ()
     tools: ToolUse | None = None
+    priority: int = 0
     structure_field: str = ""
     request_id: str = ""
     cache_salt: str = ""
@@ -248,6 +250,7 @@ def _with_common(call: ApiCall, body: ChatBody | CompletionBody, limits: LimitsC
         stream=stream,
         include_usage=bool(options is not None and options.include_usage),
         return_token_ids=bool(body.return_token_ids),
+        priority=body.priority or 0,
         request_id=body.request_id or "",
         cache_salt=body.cache_salt or "",
     )

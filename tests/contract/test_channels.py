@@ -19,7 +19,7 @@ from kvmesh.core.types import Refusal, RefusalReason
 from kvmesh.transfer.alignment import Run
 from kvmesh.transfer.channel_pool import ChannelPool, SendOptions
 from kvmesh.transfer.data_server import ReceiveOptions
-from kvmesh.transfer.frames import Checksum
+from kvmesh.transfer.frames import BlockPart, Checksum
 from kvmesh.transfer.local_channel import LocalHub
 from kvmesh.transfer.protocol import ChannelIdentity
 from tests.transfer_pair import (
@@ -139,6 +139,26 @@ async def test_scattered_blocks_land_in_order(pair: Pair) -> None:
 
     expect(pair, *runs)
     assert pair.sent.calls == NUM_BLOCKS
+
+
+async def test_parts_of_blocks_land_one_after_the_other(pair: Pair) -> None:
+    runs = [Run(5, 2, 40), Run(0, 60, 1)]
+    third = BLOCK // 4
+
+    await pair.pool.put(pair.reservation, runs, BlockPart(third, 2 * third))
+
+    for run in runs:
+        for index in range(run.count):
+            here = pair.target.content(run.target_start + index, 1)
+            there = pair.source.read_view(run.source_start + index, 1)
+            assert here[third : 3 * third] == there[third : 3 * third]
+            assert not any(here[:third] + here[3 * third :])
+    assert (pair.sent.bytes, pair.sent.calls) == (41 * 2 * third, 41)
+
+    for part in (BlockPart(0, third), BlockPart(3 * third, third)):
+        await pair.pool.put(pair.reservation, runs, part)
+    expect(pair, *runs)
+    assert not any(pair.target.content(0, 2) + pair.target.content(42, 18))
 
 
 async def test_a_refused_transfer_leaves_the_channel_usable(pair: Pair) -> None:

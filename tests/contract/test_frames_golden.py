@@ -2,6 +2,7 @@
 
 import struct
 import zlib
+from dataclasses import replace
 
 import pytest
 
@@ -17,14 +18,17 @@ from kvmesh.transfer.decoder import (
 )
 from kvmesh.transfer.frames import (
     MAX_BODY_BYTES,
+    BlockPart,
     BlockRun,
     CancelFrame,
     Checksum,
     CommitFrame,
     CommitOkFrame,
+    DataFrame,
     ErrorFrame,
     Frame,
     FrameType,
+    GetFrame,
     HelloFrame,
     HelloOkFrame,
     LinkOffer,
@@ -34,7 +38,6 @@ from kvmesh.transfer.frames import (
     PutFrame,
     PutOkFrame,
     QueryFrame,
-    ReservedFrame,
     WriteClaim,
 )
 
@@ -44,7 +47,7 @@ CLAIM = WriteClaim(0x1122334455667788, 7, 2, b"secret")
 PUT = PutFrame(5, CLAIM, (BlockRun(0, 1), BlockRun(4, 2)), last=False, checksum=True)
 PAYLOAD = bytes(range(100, 124))
 OFFER = LinkOffer(0x0102030405060708, 1, Checksum.CRC32C, pool_blocks=512)
-WITH_PAYLOAD = (PutFrame, QueryFrame)
+WITH_PAYLOAD = (PutFrame, QueryFrame, DataFrame)
 
 GOLDEN: list[tuple[Frame, str]] = [
     (
@@ -93,8 +96,29 @@ GOLDEN: list[tuple[Frame, str]] = [
         ),
     ),
     (
-        ReservedFrame(FrameType.GET, 8),
-        "4b564d5401090000080000000000000000000000dcc4c7b6fdb7aee70800000000000000",
+        GetFrame(8, CLAIM, (BlockRun(0, 1), BlockRun(4, 2))),
+        (
+            "4b564d5401090000350000000000000000000000d6acc67253fd97b3080000000000000088776655"
+            "44332211070000000000000002000000067365637265740200000000000100000004000000020000"
+            "00"
+        ),
+    ),
+    (DataFrame(8, 24), "4b564d54010c0100080000001800000000000000dcc4c7b6a417623c0800000000000000"),
+    (
+        replace(PUT, part=BlockPart(2, 6), runs=(BlockRun(0, 1), BlockRun(4, 3))),
+        (
+            "4b564d54010305003d0000001800000000000000d8591294d30292ac050000000000000088776655"
+            "44332211070000000000000002000000067365637265740200000000000100000004000000030000"
+            "000200000006000000"
+        ),
+    ),
+    (
+        PullFrame(5, CLAIM, (PullRun(9, 0, 1),), BlockPart(0, 4)),
+        (
+            "4b564d54010b04003900000000000000000000004ec3ad54ab8dd204050000000000000088776655"
+            "44332211070000000000000002000000067365637265740100090000000000000001000000000000"
+            "0004000000"
+        ),
     ),
     (
         HelloFrame(WorkerId("p0"), 3, WorkerId("d0"), 7, LAYOUT, OFFER),
@@ -145,7 +169,7 @@ def _joined(events: list[FrameEvent]) -> tuple[list[FrameEvent], bytes]:
 
 
 def _expected(frame: Frame) -> tuple[list[FrameEvent], bytes]:
-    if isinstance(frame, PutFrame | QueryFrame):
+    if isinstance(frame, WITH_PAYLOAD):
         return [PayloadStart(frame, len(PAYLOAD)), PayloadEnd(frame, intact=True)], PAYLOAD
     return [frame], b""
 
@@ -272,7 +296,7 @@ def test_payload_bytes_are_slices_of_what_was_fed() -> None:
         (_head(kind=0), "unknown_type"),
         (_head(kind=200), "unknown_type"),
         (_head(flags=1), "bad_flags"),
-        (_head(kind=FrameType.PUT, flags=4, payload_bytes=8), "bad_flags"),
+        (_head(kind=FrameType.PUT, flags=8, payload_bytes=8), "bad_flags"),
         (_head(body_bytes=MAX_BODY_BYTES + 1), "body_too_large"),
         (_head(body_bytes=2**32 - 1), "body_too_large"),
         (_head(payload_bytes=8), "bad_payload_size"),
@@ -319,10 +343,31 @@ def test_runs_and_payload_must_agree(
     assert _reason(_head(kind=FrameType.PUT, body=body, payload_bytes=payload_bytes)) == reason
 
 
-def test_the_body_of_a_reserved_verb_is_open() -> None:
-    data = _head(kind=FrameType.GET, body=struct.pack("<Q", 8) + b"of a later version")
+@pytest.mark.parametrize(
+    ("part", "payload_bytes", "reason"),
+    [
+        ((0, 8), 9, "bad_payload_size"),
+        ((0, 4), 8, "bad_payload_size"),
+        ((5, 4), 4, "bad_payload_size"),
+        ((2**32 - 1, 2**32 - 1), 2**32 - 1, "bad_payload_size"),
+        ((0, 0), 8, "bad_body"),
+    ],
+)
+def test_a_part_lies_within_the_block(
+    part: tuple[int, int], payload_bytes: int, reason: str
+) -> None:
+    body = struct.pack("<QQQIB", 1, 1, 1, 0, 0) + struct.pack("<HII", 1, 0, 1)
+    body += struct.pack("<II", *part)
 
-    assert _feed(FrameDecoder(BLOCK_BYTES), data) == [ReservedFrame(FrameType.GET, 8)]
+    head = _head(kind=FrameType.PUT, flags=4, body=body, payload_bytes=payload_bytes)
+    assert _reason(head) == reason
+
+
+@pytest.mark.parametrize("kind", [FrameType.GET, FrameType.COMMIT, FrameType.DATA])
+def test_only_writes_have_parts(kind: FrameType) -> None:
+    payload_bytes = 8 if kind is FrameType.DATA else 0
+    head = _head(kind=kind, flags=4, body=struct.pack("<Q", 1), payload_bytes=payload_bytes)
+    assert _reason(head) == "bad_flags"
 
 
 def test_a_long_message_is_cut_between_characters() -> None:

@@ -19,6 +19,7 @@ from kvmesh.transfer.decoder import (
     PayloadStart,
 )
 from kvmesh.transfer.frames import (
+    BlockPart,
     BlockRun,
     CancelFrame,
     Checksum,
@@ -26,6 +27,7 @@ from kvmesh.transfer.frames import (
     CommitOkFrame,
     ErrorFrame,
     Frame,
+    GetFrame,
     HelloFrame,
     HelloOkFrame,
     LinkOffer,
@@ -49,23 +51,35 @@ runs = st.lists(st.builds(BlockRun, u32, st.integers(1, 5)), min_size=1, max_siz
 checksums = st.sampled_from(Checksum)
 offers = st.builds(LinkOffer, u64, st.integers(0, 2**16 - 1), checksums, u32)
 terms = st.builds(LinkTerms, checksums, u64)
+parts = st.builds(BlockPart, u32, st.integers(1, 2**32 - 1))
 pull_runs = st.builds(PullRun, u32, u32, st.integers(1, 2**32 - 1))
 plain_frames: st.SearchStrategy[Frame] = st.one_of(
     st.builds(HelloFrame, worker_ids, u64, worker_ids, u64, layouts, st.none() | offers),
     st.builds(HelloOkFrame, worker_ids, u64, st.none() | terms),
-    st.builds(PullFrame, u64, claims, st.lists(pull_runs, min_size=1, max_size=6).map(tuple)),
+    st.builds(
+        PullFrame,
+        u64,
+        claims,
+        st.lists(pull_runs, min_size=1, max_size=6).map(tuple),
+        st.none() | parts,
+    ),
+    st.builds(GetFrame, u64, claims, runs),
     st.builds(PutOkFrame, u64, u64),
     st.builds(CommitFrame, u64, claims, u32, u32, u32),
     st.builds(CommitOkFrame, u64),
     st.builds(CancelFrame, u64),
     st.builds(ErrorFrame, u64, text, text, st.booleans(), u32),
 )
-puts = st.builds(PutFrame, u64, claims, runs, st.booleans(), st.booleans())
+put_parts = st.tuples(st.integers(0, BLOCK_BYTES - 1), st.integers(1, BLOCK_BYTES)).map(
+    lambda pair: BlockPart(pair[0], min(pair[1], BLOCK_BYTES - pair[0]))
+)
+puts = st.builds(PutFrame, u64, claims, runs, st.booleans(), st.booleans(), st.none() | put_parts)
 streams = st.lists(st.one_of(plain_frames, puts), max_size=6)
 
 
 def _payload(put: PutFrame) -> bytes:
-    return bytes(i % 256 for i in range(put.num_blocks * BLOCK_BYTES))
+    each = BLOCK_BYTES if put.part is None else put.part.size
+    return bytes(i % 256 for i in range(put.num_blocks * each))
 
 
 def _crc32(data: bytes) -> int:

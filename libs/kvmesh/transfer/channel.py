@@ -14,6 +14,7 @@ from typing import Protocol, TypeVar
 from kvmesh.core.errors import ConfigError
 from kvmesh.core.types import HostRoute, Reservation
 from kvmesh.transfer.alignment import Run
+from kvmesh.transfer.frames import BlockPart
 
 LOCAL, SHM, TCP = "local", "shm", "tcp"
 KINDS = (LOCAL, SHM, TCP)
@@ -35,8 +36,12 @@ class SendChannel(Protocol):
         """Connections that are up."""
         ...
 
-    async def put(self, reservation: Reservation, runs: Sequence[Run]) -> None:
+    async def put(
+        self, reservation: Reservation, runs: Sequence[Run], part: BlockPart | None = None
+    ) -> None:
         """Writes runs (`target_start` is an index of the reservation); returns when they are there.
+
+        With `part` only these bytes of each block.
 
         Any number of calls may run at once. When this returns or raises, cancellation included,
         nobody reads the blocks for this call any more, or what is read never counts.

@@ -18,8 +18,8 @@ from kvmesh.core.errors import LostError, RefusedError
 from kvmesh.core.types import Endpoint, HostRoute, Reservation
 from kvmesh.policy.link import LinkView
 from kvmesh.transfer.alignment import Run
-from kvmesh.transfer.channel import KINDS, LOCAL, SHM, TCP, SendChannel, usable_kinds
-from kvmesh.transfer.frames import Checksum
+from kvmesh.transfer.channel import KINDS, LOCAL, SHM, SendChannel, usable_kinds
+from kvmesh.transfer.frames import BlockPart, Checksum
 from kvmesh.transfer.host import host_id
 from kvmesh.transfer.lane import LaneOptions, PeerKey
 from kvmesh.transfer.local_channel import PROCESS_HUB, LocalChannel, LocalHub
@@ -78,9 +78,9 @@ class _Address:
 class _Slot:
     """Place of one peer's channel; the lock lets one caller open it while others wait."""
 
+    key: LinkKey
     opening: asyncio.Lock = field(default_factory=asyncio.Lock)
     num_callers: int = 0
-    kind: str = ""
     channel: SendChannel | None = None
 
     @property
@@ -121,7 +121,9 @@ class ChannelPool:
         self._threads = ThreadPoolExecutor(_MAX_THREADS, "kv-send")
         self._closed = False
 
-    async def put(self, reservation: Reservation, runs: Sequence[Run]) -> None:
+    async def put(
+        self, reservation: Reservation, runs: Sequence[Run], part: BlockPart | None = None
+    ) -> None:
         """Writes blocks of this worker's pool into a reservation; returns when they are there.
 
         Any number of calls may run at once; they share the channel fairly. When this returns or
@@ -130,12 +132,15 @@ class ChannelPool:
         Args:
             reservation: where to; its worker must be reached under `data_endpoint`.
             runs: from `align_to_reservation`, at least one block.
+            part: only these bytes of each block, such as some layers; then each block is a call.
 
         Raises:
             RefusedError: the receiver said no; the refusal is its own.
             LostError: the channel died or stalled; the reservation's blocks hold anything.
         """
-        num_bytes = sum(run.count for run in runs) * self._identity.layout.block_bytes
+        num_blocks = sum(run.count for run in runs)
+        num_bytes = num_blocks * (self._identity.layout.block_bytes if part is None else part.size)
+        num_calls = len(runs) if part is None else num_blocks
         assert num_bytes > 0, "nothing to send"
         channel, key = await self._channel(reservation)
         meter = self._meter(key)
@@ -143,7 +148,7 @@ class ChannelPool:
         started = now()
         meter.begin(num_bytes, started)
         try:
-            await channel.put(reservation, runs)
+            await channel.put(reservation, runs, part)
         except RefusedError:
             meter.refused += 1
             raise
@@ -154,9 +159,9 @@ class ChannelPool:
             meter.end(num_bytes, now())
         seconds = now() - started
         meter.bytes += num_bytes
-        meter.calls += len(runs)
+        meter.calls += num_calls
         meter.seconds += seconds
-        self._observer(TransferSample(key, num_bytes, len(runs), seconds))
+        self._observer(TransferSample(key, num_bytes, num_calls, seconds))
 
     async def commit(self, reservation: Reservation, first_token_id: int, num_tokens: int) -> None:
         """Tells the receiver that a reservation's KV is complete; returns when it took it over.
@@ -195,13 +200,12 @@ class ChannelPool:
     def statistics(self) -> TransferStatistics:
         """What was sent; round trips and retransmits are asked of the kernel now."""
         num_open = 0
-        for address, slot in self._slots.items():
+        for slot in self._slots.values():
             if slot.channel is None:
                 continue
             num_open += slot.channel.num_connections
             if isinstance(slot.channel, TcpChannel):
-                key = LinkKey(address.peer.worker_id, TCP, "sent")
-                slot.channel.read_facts(self._meter(key))
+                slot.channel.read_facts(self._meter(slot.key))
         return TransferStatistics(num_open, MappingProxyType(self._meters))
 
     @property
@@ -218,8 +222,7 @@ class ChannelPool:
         """The link that a transfer would take now; None before the first one."""
         for address, slot in self._slots.items():
             if slot.is_open and address.peer.worker_id == reservation.worker_id:
-                key = LinkKey(reservation.worker_id, slot.kind, "sent")
-                return self._meter(key).view(key)
+                return self._meter(slot.key).view(slot.key)
         return None
 
     def _meter(self, key: LinkKey) -> LinkMeter:
@@ -229,11 +232,14 @@ class ChannelPool:
         peer = PeerKey(reservation.worker_id, reservation.incarnation)
         address = _Address(peer, reservation.data_endpoint, reservation.host_route)
         slot = self._slots.get(address)
+        if slot is not None and slot.is_open:
+            assert slot.channel is not None
+            return slot.channel, slot.key
         if slot is None:
             # Peers come back with new incarnations: forget the channels that ended.
             for key in [k for k, s in self._slots.items() if not s.is_open and not s.num_callers]:
                 del self._slots[key]
-            slot = self._slots[address] = _Slot()
+            slot = self._slots[address] = _Slot(LinkKey(peer.worker_id, "", "sent"))
         slot.num_callers += 1
         try:
             async with slot.opening:
@@ -242,7 +248,7 @@ class ChannelPool:
                 if not slot.is_open:
                     await self._open_best(slot, address)
                 assert slot.channel is not None
-                return slot.channel, LinkKey(peer.worker_id, slot.kind, "sent")
+                return slot.channel, slot.key
         finally:
             slot.num_callers -= 1
 
@@ -265,7 +271,7 @@ class ChannelPool:
             except LostError as error:
                 failure = error
                 continue
-            slot.kind = kind
+            slot.key = LinkKey(address.peer.worker_id, kind, "sent")
             return
         raise failure
 

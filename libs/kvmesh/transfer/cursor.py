@@ -40,3 +40,14 @@ class ViewCursor:
                 return
             num_bytes -= len(head)
             self._left.popleft()
+
+    def take(self, num_bytes: int) -> list[memoryview]:
+        """The next bytes as views, exactly so many; moves behind them."""
+        taken: list[memoryview] = []
+        while num_bytes:
+            views = self.batch(num_bytes)
+            size = sum(len(view) for view in views)
+            self.advance(size)
+            taken += views
+            num_bytes -= size
+        return taken

@@ -38,7 +38,7 @@ from kvmesh.transfer.native import load_native
 from kvmesh.transfer.protocol import ChannelIdentity, ReceiverMachine
 from kvmesh.transfer.server_channel import ServerChannel, ServerState
 from kvmesh.transfer.sockets import listen, listen_local, local_endpoint
-from kvmesh.transfer.target import WriteGrant, WriteTarget
+from kvmesh.transfer.target import NothingToRead, ReadSource, WriteGrant, WriteTarget
 from kvmesh.transfer.tls import accept_tls
 
 _log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class DataAddress:
 
 
 class DataServer:
-    """Listens for workers that write KV into a target."""
+    """Listens for workers that write KV into a target, or read it from a source."""
 
     def __init__(
         self,
@@ -90,6 +90,7 @@ class DataServer:
         target: WriteTarget,
         options: ReceiveOptions | None = None,
         *,
+        source: ReadSource | None = None,
         hub: LocalHub = PROCESS_HUB,
         observer: TransferObserver = unobserved,
     ) -> None:
@@ -99,11 +100,13 @@ class DataServer:
             identity: this worker; peers that look for another one, another life of it or another
                 layout are refused.
             target: where KV goes.
+            source: where KV is read from; None gives nothing away.
             hub: receivers of this process.
             observer: told of every frame that filled its blocks.
         """
         self._identity = identity
         self._target = target
+        self._source = source or NothingToRead()
         self._options = options or ReceiveOptions()
         self._hub = hub
         self._observer = observer
@@ -135,7 +138,7 @@ class DataServer:
             self._listen(listen_local(route.socket_path), self._serve_unix)
         if LOCAL in options.kinds:
             loop = asyncio.get_running_loop()
-            self._local = LocalEnd(self._identity, self._target, loop)
+            self._local = LocalEnd(self._identity, self._target, self._source, loop)
             self._hub.join(self._local)
         return DataAddress(local_endpoint(tcp, options.host), route)
 
@@ -220,7 +223,9 @@ class DataServer:
         # Nothing leaves the machine on a Unix socket: a sum would only cost time.
         wish = Checksum.NONE if kind == SHM else options.checksum
         machine = ReceiverMachine(self._identity, LinkTerms(wish, options.window_bytes))
-        channel = ServerChannel(frames, machine, self._target, self._state, self._threads)
+        channel = ServerChannel(
+            frames, machine, self._target, self._state, self._threads, self._source
+        )
         cause = "closed"
         try:
             cause = await channel.serve(

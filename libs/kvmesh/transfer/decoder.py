@@ -14,16 +14,16 @@ from dataclasses import dataclass
 
 from kvmesh.core.errors import ProtocolError
 from kvmesh.transfer.codec import HEADER, TRAILER, Header, decode_body, decode_header
-from kvmesh.transfer.frames import Frame, PutFrame, QueryFrame
+from kvmesh.transfer.frames import DataFrame, Frame, PutFrame, QueryFrame
 
-FrameWithPayload = PutFrame | QueryFrame
+FrameWithPayload = PutFrame | QueryFrame | DataFrame
 Sum = Callable[[memoryview, int], int]
 """Running checksum: (bytes, sum so far) to sum."""
 
 
 @dataclass(frozen=True, slots=True)
 class PayloadStart:
-    """A PUT or QUERY was read; `num_bytes` of payload follow."""
+    """A PUT, QUERY or DATA was read; `num_bytes` of payload follow."""
 
     frame: FrameWithPayload
     num_bytes: int
@@ -45,7 +45,7 @@ class PayloadEnd:
 
 
 FrameEvent = Frame | PayloadStart | PayloadBytes | PayloadEnd
-"""Frames without payload are events themselves; a PUT or QUERY comes as PayloadStart."""
+"""Frames without payload are events themselves; a PUT, QUERY or DATA comes as PayloadStart."""
 
 
 class _Stage(enum.Enum):
@@ -103,9 +103,11 @@ class FrameDecoder:
                 if self._stage is _Stage.PAYLOAD:
                     yield from self._payload(piece)
                     continue
-                self._part += piece
+                if self._part or self.wanted:
+                    self._part += piece
                 if self.wanted == 0:
-                    yield from self._part_complete()
+                    part, self._part = self._part or piece, bytearray()
+                    yield from self._part_complete(bytes(part))
         except ProtocolError as error:
             self._broken = error
             raise
@@ -160,8 +162,7 @@ class FrameDecoder:
         if end is not None:
             yield end
 
-    def _part_complete(self) -> Iterator[FrameEvent]:
-        part, self._part = self._part, bytearray()
+    def _part_complete(self, part: bytes) -> Iterator[FrameEvent]:
         if self._stage is _Stage.HEADER:
             self._header = decode_header(part)
             self._expect(_Stage.BODY, self._header.body_bytes)
@@ -175,23 +176,33 @@ class FrameDecoder:
             (crc,) = TRAILER.unpack(part)
             yield PayloadEnd(self._frame, intact=crc == self._crc)
 
-    def _body_complete(self, body: bytearray) -> FrameEvent:
+    def _body_complete(self, body: bytes) -> FrameEvent:
         assert self._header is not None
         frame = decode_body(self._header, body)
-        if not isinstance(frame, PutFrame | QueryFrame):
+        if not isinstance(frame, PutFrame | QueryFrame | DataFrame):
             self._expect(_Stage.HEADER)
             return frame
         num_bytes = self._header.payload_bytes
-        if isinstance(frame, PutFrame) and num_bytes != frame.num_blocks * self._block_bytes:
-            raise ProtocolError(
-                "bad_payload_size",
-                f"{num_bytes} bytes for {frame.num_blocks} blocks of {self._block_bytes}",
-            )
+        if isinstance(frame, PutFrame):
+            self._check_size(frame, num_bytes)
         self._frame, self._crc = frame, 0
         self._expect(_Stage.PAYLOAD, num_bytes)
         return PayloadStart(frame, num_bytes)
 
+    def _check_size(self, put: PutFrame, num_bytes: int) -> None:
+        each = self._block_bytes
+        if put.part is not None:
+            if put.part.offset + put.part.size > each:
+                raise ProtocolError("bad_payload_size", f"{put.part} of blocks of {each}")
+            each = put.part.size
+        if num_bytes != put.num_blocks * each:
+            message = f"{num_bytes} bytes for {put.num_blocks} blocks of {each}"
+            raise ProtocolError("bad_payload_size", message)
+
     def _expect(self, stage: _Stage, num_bytes: int = 0) -> None:
-        fixed = {_Stage.HEADER: HEADER.size, _Stage.TRAILER: TRAILER.size}
         self._stage = stage
-        self.wanted = fixed.get(stage, num_bytes)
+        if stage is _Stage.HEADER:
+            num_bytes = HEADER.size
+        elif stage is _Stage.TRAILER:
+            num_bytes = TRAILER.size
+        self.wanted = num_bytes

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from typing import Protocol
 
-from kvmesh.core.errors import LostError
+from kvmesh.core.errors import LostError, ProtocolError
 from kvmesh.transfer.checksums import is_crc32c
 from kvmesh.transfer.codec import TRAILER
 from kvmesh.transfer.cursor import ViewCursor
@@ -118,6 +118,10 @@ class FrameSocket:
         self._cause: str | None = None
         self._is_cut = threading.Event()
         self._is_watched = False
+        # What was read last was all there was: look again only when the loop says so. TLS may have
+        # bytes that the loop does not know of.
+        self._is_dry = False
+        self._may_be_dry = isinstance(wire, socket.socket)
         self._reader: asyncio.Future[None] | None = None
         # Calls outside of the interpreter count here what they moved; TLS has none of them.
         self._native = load_native() if isinstance(wire, socket.socket) else None
@@ -239,6 +243,8 @@ class FrameSocket:
         while not self._events:
             # Never more than wanted: the bytes of a payload stay in the socket.
             piece = self._scratch if greedy else self._scratch[: self.decoder.wanted]
+            if self._is_dry and self.decoder.at_boundary:
+                await self._readable()
             if self.decoder.at_boundary:
                 count = await self._receive_now([piece])
             else:
@@ -248,10 +254,50 @@ class FrameSocket:
                 if self.decoder.at_boundary and self._cause is None:
                     return None
                 raise self._lost("closed by the peer")
+            self._is_dry = greedy and self._may_be_dry and count < len(piece)
             self._events.extend(self.decoder.feed(piece[:count]))
         event = self._events.popleft()
         assert not isinstance(event, PayloadBytes | PayloadEnd), "read the payload first"
         return event
+
+    def read_on(self, take: Callable[[FrameEvent], None], ended: Callable[[str], None]) -> None:
+        """From here on hands over every event from the loop's callback, until the socket ends.
+
+        For a peer that sends no payloads, and instead of `receive`.
+
+        Args:
+            take: may raise ProtocolError, which ends the reading as well.
+            ended: told once, why; nothing is read any more.
+        """
+
+        def on_readable() -> None:
+            if not self._is_watched:
+                return
+            try:
+                while (count := self._read_at_once()) is not None:
+                    if count == 0:
+                        raise self._lost("closed by the peer")
+                    for event in self.decoder.feed(self._scratch[:count]):
+                        take(event)
+                    if self._may_be_dry and count < len(self._scratch):
+                        return
+            except (LostError, ProtocolError) as error:
+                self._unwatch()
+                ended(str(error))
+
+        self._watch(on_readable)
+        self._loop.call_soon(on_readable)  # for what TLS has decrypted already
+
+    def _read_at_once(self) -> int | None:
+        """Bytes now in the scratch memory, 0 at the end; None when there is nothing yet."""
+        try:
+            count = self.wire.recvmsg_into([self._scratch], 0, _NOW)[0]
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise self._lost(error) from error
+        self.watch.progress()
+        return count
 
     async def receive_payload(self, views: Sequence[memoryview]) -> bool:
         """Reads the announced payload straight into `views`; returns whether it is intact.
@@ -369,9 +415,7 @@ class FrameSocket:
     def close(self) -> None:
         """Frees the socket; nobody may wait on it. May be called again."""
         self.watch.close()
-        if self._is_watched:
-            self._is_watched = False
-            self._loop.remove_reader(self.wire.fileno())
+        self._unwatch()
         if self._cause is not None:
             # What is still queued is of no use: reset instead of lingering.
             with contextlib.suppress(OSError):
@@ -399,9 +443,7 @@ class FrameSocket:
     async def _readable(self) -> None:
         # The watch stays on from call to call: to take it off and on is a tenth of a small frame.
         if not self._is_watched:
-            self._is_watched = True
-            self._loop.add_reader(self.wire.fileno(), self._on_readable)
-            self._stay_blocking()
+            self._watch(self._on_readable)
         self._reader = self._loop.create_future()
         try:
             await self._reader
@@ -411,7 +453,16 @@ class FrameSocket:
     def _on_readable(self) -> None:
         if self._reader is not None:
             _wake(self._reader)
-        elif self._is_watched:
+        else:
+            self._unwatch()
+
+    def _watch(self, on_readable: Callable[[], None]) -> None:
+        self._is_watched = True
+        self._loop.add_reader(self.wire.fileno(), on_readable)
+        self._stay_blocking()
+
+    def _unwatch(self) -> None:
+        if self._is_watched:
             self._is_watched = False
             self._loop.remove_reader(self.wire.fileno())
 

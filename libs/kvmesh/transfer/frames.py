@@ -21,9 +21,11 @@ MAX_ARGUMENT_BYTES = 16 * 1024
 MAX_OPERAND_BYTES = 64 << 20
 
 FLAG_CHECKSUM = 1
-"""PUT: the payload is followed by its checksum."""
+"""PUT, QUERY, DATA: the payload is followed by its checksum."""
 FLAG_LAST = 2
 """PUT: no more frames of this transfer follow."""
+FLAG_PART = 4
+"""PUT, PULL: only a part of each block is written."""
 
 
 class Checksum(enum.IntEnum):
@@ -35,7 +37,7 @@ class Checksum(enum.IntEnum):
 
 
 class FrameType(enum.IntEnum):
-    """Numbers on the wire. GET is reserved; a receiver answers ERROR "unsupported"."""
+    """Numbers on the wire."""
 
     HELLO = 1
     HELLO_OK = 2
@@ -48,6 +50,7 @@ class FrameType(enum.IntEnum):
     GET = 9
     QUERY = 10
     PULL = 11
+    DATA = 12
 
 
 # Runs are tuples and not dataclasses: a transfer has thousands when blocks are scattered. Their
@@ -69,9 +72,19 @@ class PullRun(NamedTuple):
     count: int  # type: ignore[assignment]
 
 
+class BlockPart(NamedTuple):
+    """The same bytes of every block, such as some layers: `size` of them from `offset` on."""
+
+    offset: int
+    size: int
+
+
 @dataclass(frozen=True, slots=True)
 class WriteClaim:
-    """By what right a frame writes: a reservation, its attempt, and its secret."""
+    """By what right a frame writes: a reservation, its attempt, and its secret.
+
+    Reads have claims as well; what they name then is the holder's lease on blocks of the pool.
+    """
 
     reservation_id: int
     incarnation: int
@@ -145,6 +158,7 @@ class PutFrame:
         transfer_id: rises with each transfer of the channel; a transfer may have several PUTs.
         last: no more PUTs of this transfer follow.
         checksum: the payload is followed by its checksum.
+        part: the payload has only these bytes of each block; None is all of them.
     """
 
     transfer_id: int
@@ -152,6 +166,7 @@ class PutFrame:
     runs: tuple[BlockRun, ...]
     last: bool = True
     checksum: bool = True
+    part: BlockPart | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -164,11 +179,15 @@ class PullFrame:
     """Asks the receiver to copy blocks out of the sender's pool, which it has mapped.
 
     The sender leaves the blocks alone until the answer, a PUT_OK or an ERROR.
+
+    Attributes:
+        part: as in PUT.
     """
 
     transfer_id: int
     claim: WriteClaim
     runs: tuple[PullRun, ...]
+    part: BlockPart | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -185,7 +204,7 @@ class PullFrame:
                 start = first
             end = first + count
         runs.append(BlockRun(start, end - start))
-        return PutFrame(self.transfer_id, self.claim, tuple(runs), checksum=False)
+        return PutFrame(self.transfer_id, self.claim, tuple(runs), checksum=False, part=self.part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,11 +283,37 @@ class QueryFrame:
 
 
 @dataclass(frozen=True, slots=True)
-class ReservedFrame:
-    """GET: after the transfer id the body is not defined in this version."""
+class GetFrame:
+    """Asks for blocks of the receiver's pool; DATA or an ERROR answers.
 
-    type: FrameType
+    What it asks for, its sender has room for: that is the credit of the answer.
+
+    Attributes:
+        claim: the lease that keeps the blocks; runs name indexes of it, not block ids.
+    """
+
     transfer_id: int
+    claim: WriteClaim
+    runs: tuple[BlockRun, ...]
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that are asked for."""
+        return sum(run.count for run in self.runs)
+
+
+@dataclass(frozen=True, slots=True)
+class DataFrame:
+    """Answers a GET: the bytes of its blocks, in order, follow.
+
+    Attributes:
+        num_bytes: size of the payload.
+        checksum: the payload is followed by its checksum.
+    """
+
+    transfer_id: int
+    num_bytes: int
+    checksum: bool = True
 
 
 Frame = (
@@ -282,5 +327,6 @@ Frame = (
     | CommitOkFrame
     | CancelFrame
     | ErrorFrame
-    | ReservedFrame
+    | GetFrame
+    | DataFrame
 )

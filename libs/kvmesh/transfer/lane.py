@@ -16,13 +16,13 @@ from kvmesh.core.types import Reservation, WorkerId
 from kvmesh.transfer.alignment import Run
 from kvmesh.transfer.checksums import checksum_function
 from kvmesh.transfer.codec import encode_frame
-from kvmesh.transfer.decoder import PayloadStart, Sum
+from kvmesh.transfer.decoder import FrameEvent, PayloadBytes, PayloadEnd, PayloadStart, Sum
 from kvmesh.transfer.frame_socket import FrameSocket, Wire
 from kvmesh.transfer.frames import (
+    BlockPart,
     BlockRun,
     Checksum,
     CommitFrame,
-    Frame,
     LinkOffer,
     PullFrame,
     PullRun,
@@ -32,6 +32,7 @@ from kvmesh.transfer.frames import (
 from kvmesh.transfer.meters import LinkMeter
 from kvmesh.transfer.pacing import CreditWindow, Pacer
 from kvmesh.transfer.protocol import (
+    Arriving,
     ChannelIdentity,
     Ended,
     Late,
@@ -39,6 +40,7 @@ from kvmesh.transfer.protocol import (
     Opened,
     Refused,
     SenderMachine,
+    SenderOutcome,
 )
 
 
@@ -68,6 +70,40 @@ class LaneOptions:
 Connect = Callable[[], Awaitable[Wire]]
 
 
+class _Answer:
+    """What a transfer waits for. Unlike a future it outlives a waiter that is cancelled."""
+
+    __slots__ = ("_error", "_is_there", "_waiter")
+
+    def __init__(self) -> None:
+        self._is_there = False
+        self._error: RefusedError | LostError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def is_there(self) -> bool:
+        return self._is_there
+
+    def give(self, error: RefusedError | LostError | None = None) -> None:
+        """The first one counts."""
+        if self._is_there:
+            return
+        self._is_there, self._error = True, error
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def come(self) -> None:
+        """Waits; one at a time."""
+        while not self._is_there:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+
+    def check(self) -> None:
+        """Raises what was given."""
+        if self._error is not None:
+            raise self._error
+
+
 class Lane:
     """One open connection to a receiver. Its users take turns frame by frame."""
 
@@ -84,13 +120,15 @@ class Lane:
         self._pacer = options.pacer
         self._meter = meter
         self._turn = asyncio.Lock()
-        self._answers: dict[int, asyncio.Future[None]] = {}
+        self._answers: dict[int, _Answer] = {}
         self._window = CreditWindow(machine.terms.window_bytes)
         self._room = asyncio.Event()
         self._cause: str | None = None
         kind = machine.terms.checksum
         self._sum: Sum | None = None if kind is Checksum.NONE else checksum_function(kind)
-        self._reading = asyncio.create_task(self._read_answers())
+        self._closing: asyncio.Task[None] | None = None
+        self._over = asyncio.Event()
+        frames.read_on(self._receive, self._ended)
 
     @classmethod
     async def open(
@@ -112,19 +150,7 @@ class Lane:
             RefusedError: the receiver is another worker, another life of it, or has another layout.
             LostError: nobody answers, or not in time, or not in our protocol.
         """
-        try:
-            async with asyncio.timeout(options.connect_timeout_s):
-                wire = await connect()
-                frames = FrameSocket(wire, machine.block_bytes, options.stall_timeout_s, threads)
-                try:
-                    await frames.send(encode_frame(machine.hello()), pool_fd)
-                    await _greeted(frames, machine)
-                except BaseException:
-                    frames.close()
-                    raise
-        except TimeoutError as error:
-            text = f"data channel: no HELLO in {options.connect_timeout_s:g} s"
-            raise LostError(text) from error
+        frames = await open_frames(connect, machine, options, threads, pool_fd)
         meter.channels += 1
         return cls(frames, machine, options, meter)
 
@@ -144,7 +170,11 @@ class Lane:
         return self._frames.wire
 
     async def put(
-        self, claim: WriteClaim, runs: Sequence[Run], views: Sequence[memoryview]
+        self,
+        claim: WriteClaim,
+        runs: Sequence[Run],
+        views: Sequence[memoryview],
+        part: BlockPart | None = None,
     ) -> None:
         """Sends one PUT and waits for its answer; `views` are not read after that.
 
@@ -156,11 +186,14 @@ class Lane:
         transfer_id = self._machine.open_put(num_bytes)
         has_sum = self._sum is not None
         block_runs = tuple([BlockRun(first, count) for _, first, count in runs])
-        head = encode_frame(PutFrame(transfer_id, claim, block_runs, checksum=has_sum), num_bytes)
+        frame = PutFrame(transfer_id, claim, block_runs, checksum=has_sum, part=part)
+        head = encode_frame(frame, num_bytes)
         await self._transact(transfer_id, num_bytes, lambda: self._send_payload(head, views))
         self._meter.frames += 1
 
-    async def pull(self, claim: WriteClaim, runs: Sequence[Run]) -> None:
+    async def pull(
+        self, claim: WriteClaim, runs: Sequence[Run], part: BlockPart | None = None
+    ) -> None:
         """Asks the receiver to copy runs of this side's pool and waits until it has.
 
         Cancelled, it still waits, or cuts the lane: the blocks must stay until then.
@@ -168,10 +201,11 @@ class Lane:
         Raises:
             RefusedError, LostError: as `put`.
         """
-        num_bytes = sum(run.count for run in runs) * self._machine.block_bytes
+        each = self._machine.block_bytes if part is None else part.size
+        num_bytes = sum(run.count for run in runs) * each
         transfer_id = self._machine.open_put(num_bytes)
         pull_runs = tuple(map(PullRun._make, runs))
-        head = encode_frame(PullFrame(transfer_id, claim, pull_runs))
+        head = encode_frame(PullFrame(transfer_id, claim, pull_runs, part))
         await self._transact(transfer_id, num_bytes, lambda: self._send_head(head))
         self._meter.frames += 1
 
@@ -191,7 +225,7 @@ class Lane:
     async def close(self) -> None:
         """Ends the connection; what is under way gets LostError. May be called again."""
         self._fail("closed by this side")
-        await asyncio.wait({self._reading})
+        await self._over.wait()
 
     async def _transact(
         self, transfer_id: int, num_bytes: int, send: Callable[[], Awaitable[None]]
@@ -200,15 +234,14 @@ class Lane:
         while not self._window.has_room(num_bytes) and self._cause is None:
             self._room.clear()
             await self._room.wait()
-        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._answers[transfer_id] = answer
+        answer = self._answers[transfer_id] = _Answer()
         self._window.spend(num_bytes)
         self._frames.watch.begin()
         try:
             if self._cause is not None:
                 raise LostError(self._cause)
             async with self._turn:
-                if not answer.done():
+                if not answer.is_there:
                     await send()
             await self._settled(answer)
         finally:
@@ -217,22 +250,21 @@ class Lane:
             self._room.set()
             del self._answers[transfer_id]
             self._machine.give_up(transfer_id)
-            if not answer.cancel() and not answer.cancelled():
-                answer.exception()  # it may have failed while a send failed; that one was raised
 
-    async def _settled(self, answer: asyncio.Future[None]) -> None:
+    async def _settled(self, answer: _Answer) -> None:
         """Waits for an answer; cancelled, still waits: the receiver may be in the memory.
 
         A second cancellation cuts the lane instead.
         """
         try:
-            await asyncio.shield(answer)
+            await answer.come()
         except asyncio.CancelledError:
             try:
-                await asyncio.wait({answer})
+                await answer.come()
             except asyncio.CancelledError:
                 self._fail("given up by its sender")
             raise
+        answer.check()
 
     async def _send_head(self, head: bytes) -> None:
         try:
@@ -254,35 +286,37 @@ class Lane:
             self._fail("a frame was cut by its sender")
             raise
 
-    async def _read_answers(self) -> None:
-        cause = "data channel: closed by the peer"
-        try:
-            while (event := await self._frames.receive(greedy=True)) is not None:
-                frame: Frame = event.frame if isinstance(event, PayloadStart) else event
-                self._take(self._machine.receive(frame))
-        except (LostError, ProtocolError) as error:
-            cause = str(error)
+    def _receive(self, event: FrameEvent) -> None:
+        """An answer came. Called from the socket's callback: no task stands between."""
+        assert not isinstance(event, PayloadBytes | PayloadEnd), "nothing reads past a payload"
+        self._take(self._machine.receive(event.frame if isinstance(event, PayloadStart) else event))
+
+    def _ended(self, cause: str) -> None:
         self._fail(cause)
+        self._closing = asyncio.create_task(self._close_frames())
+
+    async def _close_frames(self) -> None:
         # A sender that the cut woke up must be out of the socket before it is closed.
         async with self._turn:
             self._frames.close()
+        self._over.set()
 
-    def _take(self, outcome: Opened | Moved | Refused | Ended | Late) -> None:
+    def _take(self, outcome: SenderOutcome) -> None:
         match outcome:
             case Moved(transfer_id, complete):
                 answer = self._answers.get(transfer_id)
-                if complete and answer is not None and not answer.done():
-                    answer.set_result(None)
+                if complete and answer is not None:
+                    answer.give()
             case Refused(transfer_id, refusal):
                 answer = self._answers.get(transfer_id)
-                if answer is not None and not answer.done():
-                    answer.set_exception(RefusedError(refusal))
+                if answer is not None:
+                    answer.give(RefusedError(refusal))
             case Ended(refusal):
                 self._fail(f"data channel ended by the peer: {refusal.message}")
             case Late():
                 self._meter.late += 1
-            case Opened():
-                raise AssertionError("the channel is open before it is read from here")
+            case Opened() | Arriving():
+                raise AssertionError("a lane is open, and asks for nothing")
 
     def _fail(self, cause: str) -> None:
         """Marks the lane lost (the first cause stays) and tells everyone who waits."""
@@ -292,8 +326,35 @@ class Lane:
         self._frames.cut(cause)
         self._room.set()
         for answer in self._answers.values():
-            if not answer.done():
-                answer.set_exception(LostError(cause))
+            answer.give(LostError(cause))
+
+
+async def open_frames(
+    connect: Connect,
+    machine: SenderMachine,
+    options: LaneOptions,
+    threads: Executor,
+    pool_fd: int | None = None,
+) -> FrameSocket:
+    """A connection whose peer has answered the greeting.
+
+    Raises:
+        RefusedError, LostError: as `Lane.open`.
+    """
+    try:
+        async with asyncio.timeout(options.connect_timeout_s):
+            wire = await connect()
+            frames = FrameSocket(wire, machine.block_bytes, options.stall_timeout_s, threads)
+            try:
+                await frames.send(encode_frame(machine.hello()), pool_fd)
+                await _greeted(frames, machine)
+            except BaseException:
+                frames.close()
+                raise
+    except TimeoutError as error:
+        text = f"data channel: no HELLO in {options.connect_timeout_s:g} s"
+        raise LostError(text) from error
+    return frames
 
 
 async def _greeted(frames: FrameSocket, machine: SenderMachine) -> None:

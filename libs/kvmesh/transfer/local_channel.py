@@ -15,12 +15,12 @@ from kvmesh.core.errors import LostError, RefusedError
 from kvmesh.core.types import Refusal, RefusalReason, Reservation, WorkerId
 from kvmesh.transfer.alignment import Run, split_runs
 from kvmesh.transfer.channel import carry_all
-from kvmesh.transfer.frames import BlockRun, CommitFrame, PutFrame
+from kvmesh.transfer.frames import BlockPart, BlockRun, CommitFrame, PutFrame
 from kvmesh.transfer.lane import PeerKey, claim_of
-from kvmesh.transfer.memory import COPY_INLINE_BYTES, PoolMemory, copy_views
+from kvmesh.transfer.memory import COPY_INLINE_BYTES, PoolMemory, copy_views, run_views
 from kvmesh.transfer.meters import LinkMeter
 from kvmesh.transfer.protocol import ChannelIdentity, layout_difference
-from kvmesh.transfer.target import WriteTarget
+from kvmesh.transfer.target import ReadSource, WriteTarget
 from kvmesh.transfer.threads import run_to_end
 
 PIECE_BYTES = 32 << 20
@@ -33,6 +33,7 @@ class LocalEnd:
 
     identity: ChannelIdentity
     target: WriteTarget
+    source: ReadSource
     loop: asyncio.AbstractEventLoop
 
 
@@ -105,12 +106,14 @@ class LocalChannel:
         """See `SendChannel.num_connections`."""
         return int(self.is_open)
 
-    async def put(self, reservation: Reservation, runs: Sequence[Run]) -> None:
+    async def put(
+        self, reservation: Reservation, runs: Sequence[Run], part: BlockPart | None = None
+    ) -> None:
         """See `SendChannel.put`."""
         pieces = split_runs(runs, max(1, PIECE_BYTES // self._block_bytes), _MAX_RUNS)
 
         async def carry(piece: list[Run]) -> None:
-            await self._copy(reservation, piece)
+            await self._copy(reservation, piece, part)
 
         await carry_all(pieces, carry, width=2)
 
@@ -135,17 +138,20 @@ class LocalChannel:
             self._closed = True
             self._end.target.peer_lost(self._me)
 
-    async def _copy(self, reservation: Reservation, runs: list[Run]) -> None:
+    async def _copy(
+        self, reservation: Reservation, runs: list[Run], part: BlockPart | None
+    ) -> None:
         self._require_open()
         block_runs = tuple(BlockRun(run.target_start, run.count) for run in runs)
-        put = PutFrame(self._transfer_id(), claim_of(reservation), block_runs, checksum=False)
+        claim = claim_of(reservation)
+        put = PutFrame(self._transfer_id(), claim, block_runs, checksum=False, part=part)
         grant = self._end.target.begin_write(put)
         if isinstance(grant, Refusal):
             raise RefusedError(grant)
         done = False
         try:
-            sources = [self._memory.read_view(run.source_start, run.count) for run in runs]
-            if put.num_blocks * self._block_bytes <= COPY_INLINE_BYTES:
+            sources = run_views(self._memory, runs, self._block_bytes, part)
+            if sum(view.nbytes for view in sources) <= COPY_INLINE_BYTES:
                 copy_views(grant.views, sources)
             else:
                 await run_to_end(self._threads, partial(copy_views, grant.views, sources))

@@ -15,6 +15,8 @@ import time
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
+from kvmesh.transfer.alignment import Run
+from kvmesh.transfer.frames import BlockPart
 from kvmesh.transfer.native import address_of, as_ranges, load_native, ranges_of
 
 COPY_INLINE_BYTES = 1 << 20
@@ -93,6 +95,17 @@ class MappedPool:
         assert all(first + count <= end for first, count in runs), "outside of the pool"
         return [(base + first * size, count * size) for first, count in runs]
 
+    def part_ranges(
+        self, runs: Sequence[tuple[int, int]], offset: int, size: int
+    ) -> list[tuple[int, int]]:
+        """As `byte_ranges`, but `size` bytes from `offset` on of each block."""
+        step = self._block_bytes
+        return [
+            (at + offset, size)
+            for start, num_bytes in self.byte_ranges(runs)
+            for at in range(start, start + num_bytes, step)
+        ]
+
     def close(self) -> None:
         """Unmaps; nobody may be copying. May be called again."""
         if self._view is not None:
@@ -106,6 +119,22 @@ def _advised(mapping: mmap.mmap) -> mmap.mmap:
     with contextlib.suppress(OSError):
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return mapping
+
+
+def part_views(run: memoryview, block_bytes: int, offset: int, size: int) -> list[memoryview]:
+    """The same `size` bytes from `offset` on of each block of a run."""
+    starts = range(offset, run.nbytes, block_bytes)
+    return [run[start : start + size] for start in starts]
+
+
+def run_views(
+    memory: PoolMemory, runs: Sequence[Run], block_bytes: int, part: BlockPart | None
+) -> list[memoryview]:
+    """A sender's bytes of runs, in order; with `part` only these of each block."""
+    views = [memory.read_view(run.source_start, run.count) for run in runs]
+    if part is None:
+        return views
+    return [piece for view in views for piece in part_views(view, block_bytes, *part)]
 
 
 def copy_views(targets: Sequence[memoryview], sources: Sequence[memoryview]) -> None:

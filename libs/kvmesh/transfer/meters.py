@@ -53,6 +53,7 @@ class LinkMeter:
     Attributes:
         bytes: KV bytes that arrived in their blocks.
         calls: contiguous runs they were moved in.
+        served_bytes: KV bytes that the peer read from here.
         frames: PUT and PULL frames that were answered with yes.
         seconds: wall time of successful transfers; those of concurrent transfers add up.
         busy_s: wall time with at least one transfer under way.
@@ -76,6 +77,7 @@ class LinkMeter:
     lost: int = 0
     late: int = 0
     resumed: int = 0
+    served_bytes: int = 0
     channels: int = 0
     retransmits: int = 0
     queued_bytes: int = 0
@@ -97,12 +99,17 @@ class LinkMeter:
         if self._under_way == 0:
             self.busy_s += now - self._busy_since
 
+    @property
+    def goodput_bytes_s(self) -> float:
+        """KV bytes per second while something was under way; 0 is not known yet."""
+        return self.bytes / self.busy_s if self.busy_s > 0 else 0.0
+
     def view(self, key: LinkKey) -> LinkView:
         """The link as policies see it."""
         return LinkView(
             peer=key.peer,
             channel=key.channel,
-            goodput_bytes_s=self.bytes / self.busy_s if self.busy_s > 0 else 0.0,
+            goodput_bytes_s=self.goodput_bytes_s,
             rtt_s=self.rtt_s,
             retransmits=self.retransmits,
             queued_bytes=self.queued_bytes,

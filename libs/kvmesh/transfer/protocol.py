@@ -3,10 +3,10 @@
     receiver:  NEW --HELLO--> OPEN <--PUT / payload--> OPEN      anything else: ProtocolError
     sender:    NEW --HELLO_OK--> OPEN
 
-A transfer is one or more PUTs with one id, the last one marked, or one PULL, or one COMMIT. It is
-answered by PUT_OK after each PUT or PULL, by COMMIT_OK, or by one ERROR, after which the receiver
-drops what is still on its way. Ids rise, so an answer to a transfer that the sender gave up is told
-from an invented one. Tests: tests/unit/transfer/test_protocol.py.
+A transfer is one or more PUTs with one id, the last one marked, or one PULL, GET or COMMIT. It is
+answered by PUT_OK after each PUT or PULL, by DATA, by COMMIT_OK, or by one ERROR, after which the
+receiver drops what is still on its way. Ids rise, so an answer to a transfer that the sender gave
+up is told from an invented one. Tests: tests/unit/transfer/test_protocol.py.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from kvmesh.transfer.frames import (
     Checksum,
     CommitFrame,
     CommitOkFrame,
+    DataFrame,
     ErrorFrame,
     Frame,
+    GetFrame,
     HelloFrame,
     HelloOkFrame,
     LinkOffer,
@@ -31,7 +33,6 @@ from kvmesh.transfer.frames import (
     PutFrame,
     PutOkFrame,
     QueryFrame,
-    ReservedFrame,
 )
 
 CHANNEL = 0
@@ -84,6 +85,13 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True)
+class Read:
+    """Ask the source for the blocks and send them."""
+
+    get: GetFrame
+
+
+@dataclass(frozen=True, slots=True)
 class Drain:
     """Answer if there is something to say, then read and drop the payload."""
 
@@ -103,7 +111,7 @@ class Forget:
     """Nothing to do."""
 
 
-ReceiverAction = Reply | Write | Copy | Drain | Commit | Forget
+ReceiverAction = Reply | Write | Copy | Read | Drain | Commit | Forget
 
 
 @dataclass(slots=True)
@@ -165,17 +173,14 @@ class ReceiverMachine:
             case QueryFrame():
                 message = f"op {frame.op} is not computed here"
                 return Drain(frame, ErrorFrame(frame.transfer_id, "unsupported", message))
-            case CommitFrame():
+            case CommitFrame() | GetFrame():
                 self._open(frame.transfer_id)
                 if frame.claim.incarnation != self._identity.incarnation:
                     return Reply(self._close(frame.transfer_id, self._stale()))
-                return Commit(frame)
+                return Commit(frame) if isinstance(frame, CommitFrame) else Read(frame)
             case CancelFrame():
                 self._transfers.pop(frame.transfer_id, None)
                 return Forget()
-            case ReservedFrame():
-                message = f"{frame.type.name} is not spoken here"
-                return Reply(ErrorFrame(frame.transfer_id, "unsupported", message))
         raise ProtocolError("unexpected_frame", f"{type(frame).__name__} on an open channel")
 
     def write_refused(self, put: PutFrame, refusal: Refusal) -> Drain:
@@ -203,7 +208,18 @@ class ReceiverMachine:
         if refusal is not None:
             return self._close(pull.transfer_id, refusal)
         del self._transfers[pull.transfer_id]
-        return PutOkFrame(pull.transfer_id, pull.num_blocks * self._identity.layout.block_bytes)
+        each = self.block_bytes if pull.part is None else pull.part.size
+        return PutOkFrame(pull.transfer_id, pull.num_blocks * each)
+
+    def get_refused(self, get: GetFrame, refusal: Refusal) -> Frame:
+        """The source said no."""
+        return self._close(get.transfer_id, refusal)
+
+    def get_answered(self, get: GetFrame, *, checksum: bool) -> tuple[Frame, int]:
+        """The source gave the blocks: what to send, and the size of its payload."""
+        del self._transfers[get.transfer_id]
+        num_bytes = get.num_blocks * self._identity.layout.block_bytes
+        return DataFrame(get.transfer_id, num_bytes, checksum), num_bytes
 
     def commit_answered(self, frame: CommitFrame, refusal: Refusal | None) -> Frame:
         """The target answered a commit."""
@@ -238,6 +254,9 @@ class ReceiverMachine:
         if any(run.source + run.count > pool_blocks for run in pull.runs):
             message = f"a run ends outside of the sender's {pool_blocks} mapped blocks"
             refusal = Refusal(RefusalReason.INVALID, message)
+            return Reply(self._close(pull.transfer_id, refusal))
+        if pull.part is not None and pull.part.offset + pull.part.size > self.block_bytes:
+            refusal = Refusal(RefusalReason.INVALID, f"{pull.part} of blocks of {self.block_bytes}")
             return Reply(self._close(pull.transfer_id, refusal))
         return Copy(pull)
 
@@ -306,11 +325,18 @@ class Late:
     transfer_id: int
 
 
-SenderOutcome = Opened | Moved | Refused | Ended | Late
+@dataclass(frozen=True, slots=True)
+class Arriving:
+    """The blocks of a GET follow; `data_received` when they were read."""
+
+    transfer_id: int
+
+
+SenderOutcome = Opened | Moved | Arriving | Refused | Ended | Late
 
 
 class SenderMachine:
-    """The end that writes.
+    """The end that opens a channel: it writes, or reads.
 
     Attributes:
         terms: what the channel goes by, once it is open.
@@ -329,6 +355,7 @@ class SenderMachine:
         self._opened = False
         self._next_transfer_id = CHANNEL + 1
         self._open: dict[int, int | None] = {}
+        self._gets: dict[int, int] = {}
         self.terms = PLAIN_TERMS
 
     @property
@@ -349,30 +376,60 @@ class SenderMachine:
         """Id of a commit."""
         return self._new_transfer(None)
 
+    def open_get(self, num_bytes: int) -> int:
+        """Id of a request for so many bytes."""
+        transfer_id = self._new_transfer(None)
+        del self._open[transfer_id]
+        self._gets[transfer_id] = num_bytes
+        return transfer_id
+
+    def data_received(self, transfer_id: int, *, intact: bool) -> Moved | Refused:
+        """The payload of an `Arriving` was read to its end."""
+        self.give_up(transfer_id)
+        if intact:
+            return Moved(transfer_id, complete=True)
+        refusal = Refusal(CHANNEL_REASONS["checksum"], "checksum: the payload's sum is wrong")
+        return Refused(transfer_id, refusal)
+
     def give_up(self, transfer_id: int) -> None:
         """No answer to this transfer is waited for any more; it may be over already."""
         self._open.pop(transfer_id, None)
+        self._gets.pop(transfer_id, None)
 
     def receive(self, frame: Frame) -> SenderOutcome:
         """What an answer means.
 
         Raises:
-            ProtocolError: unexpected_frame, wrong_peer, unknown_transfer or wrong_progress; close.
+            ProtocolError: unexpected_frame, wrong_peer, unknown_transfer, wrong_progress or
+                bad_payload_size; close.
         """
         if isinstance(frame, ErrorFrame) and frame.transfer_id == CHANNEL:
             return Ended(refusal_of(frame))
         if not self._opened:
             return self._hello_ok(frame)
-        if not isinstance(frame, PutOkFrame | CommitOkFrame | ErrorFrame):
+        if not isinstance(frame, PutOkFrame | CommitOkFrame | DataFrame | ErrorFrame):
             raise ProtocolError("unexpected_frame", f"{type(frame).__name__} from a receiver")
         if not CHANNEL < frame.transfer_id < self._next_transfer_id:
             raise ProtocolError("unknown_transfer", f"no transfer {frame.transfer_id} was sent")
-        if frame.transfer_id not in self._open:
+        if isinstance(frame, DataFrame):
+            return self._arriving(frame)
+        if frame.transfer_id not in self._open and frame.transfer_id not in self._gets:
             return Late(frame.transfer_id)
         if isinstance(frame, ErrorFrame):
             self.give_up(frame.transfer_id)
             return Refused(frame.transfer_id, refusal_of(frame))
+        if frame.transfer_id in self._gets:
+            raise ProtocolError("unexpected_frame", f"{type(frame).__name__} answers a GET")
         return self._moved(frame)
+
+    def _arriving(self, frame: DataFrame) -> Arriving:
+        # A reader takes its answers in turn, so one that it gave up cannot be here.
+        if frame.transfer_id not in self._gets:
+            raise ProtocolError("unexpected_frame", f"DATA for {frame.transfer_id}, not asked for")
+        if frame.num_bytes != self._gets[frame.transfer_id]:
+            message = f"{frame.num_bytes} bytes for {self._gets[frame.transfer_id]}"
+            raise ProtocolError("bad_payload_size", message)
+        return Arriving(frame.transfer_id)
 
     def _hello_ok(self, frame: Frame) -> Opened:
         if not isinstance(frame, HelloOkFrame):

@@ -15,7 +15,7 @@ from kvmesh.transfer.checksums import checksum_function
 from kvmesh.transfer.codec import encode_frame
 from kvmesh.transfer.decoder import PayloadStart
 from kvmesh.transfer.frame_socket import FrameSocket
-from kvmesh.transfer.frames import PullFrame, PutFrame
+from kvmesh.transfer.frames import Checksum, GetFrame, PullFrame, PutFrame
 from kvmesh.transfer.memory import COPY_INLINE_BYTES, MappedPool, MappingError, copy_ranges
 from kvmesh.transfer.meters import LinkKey, LinkMeter, TransferObserver, TransferSample
 from kvmesh.transfer.protocol import (
@@ -23,12 +23,13 @@ from kvmesh.transfer.protocol import (
     Copy,
     Drain,
     Forget,
+    Read,
     ReceiverMachine,
     Reply,
     Write,
     last_word,
 )
-from kvmesh.transfer.target import WriteGrant, WriteTarget
+from kvmesh.transfer.target import ReadSource, WriteGrant, WriteTarget
 from kvmesh.transfer.threads import run_to_end
 
 Metering = Callable[[ReceiverMachine], tuple[LinkKey, LinkMeter, TransferObserver]]
@@ -57,7 +58,9 @@ class ServerChannel:
         target: WriteTarget,
         state: ServerState,
         threads: Executor,
+        source: ReadSource,
     ) -> None:
+        self._source = source
         self._frames = frames
         self._machine = machine
         self._target = target
@@ -146,6 +149,8 @@ class ServerChannel:
                 await self._write(put)
             case Copy(pull):
                 await self._copy(pull)
+            case Read(get):
+                await self._read(get)
             case Drain() as drain:
                 await self._drain(drain)
             case Commit(commit):
@@ -176,6 +181,22 @@ class ServerChannel:
             self._moved(grant, num_bytes, len(put.runs), started)
         await self._answer(put, num_bytes, intact=intact)
 
+    async def _read(self, get: GetFrame) -> None:
+        grant = self._source.begin_read(get)
+        if isinstance(grant, Refusal):
+            self._meter.refused += 1
+            await self._frames.send(encode_frame(self._machine.get_refused(get, grant)))
+            return
+        kind = self._machine.terms.checksum
+        sum_ = None if kind is Checksum.NONE else checksum_function(kind)
+        frame, num_bytes = self._machine.get_answered(get, checksum=sum_ is not None)
+        try:
+            head = encode_frame(frame, num_bytes)
+            await self._frames.send_payload(head, grant.views, sum_, pacer=None)
+        finally:
+            self._source.end_read(grant)
+        self._meter.served_bytes += num_bytes
+
     async def _copy(self, pull: PullFrame) -> None:
         grant = self._target.begin_write(pull.as_put())
         if isinstance(grant, Refusal):
@@ -184,7 +205,11 @@ class ServerChannel:
             return
         started = asyncio.get_running_loop().time()
         assert self._pool is not None, "runs of a pool that is not mapped are refused"
-        sources = self._pool.byte_ranges([(source, count) for source, _, count in pull.runs])
+        runs = [(source, count) for source, _, count in pull.runs]
+        if pull.part is None:
+            sources = self._pool.byte_ranges(runs)
+        else:
+            sources = self._pool.part_ranges(runs, *pull.part)
         num_bytes = sum(size for _, size in sources)
         done = False
         try:

@@ -14,7 +14,7 @@ from kvmesh.core.types import HostRoute, Reservation
 from kvmesh.transfer.alignment import Run, split_runs
 from kvmesh.transfer.channel import carry_all
 from kvmesh.transfer.frame_socket import Wire
-from kvmesh.transfer.frames import Checksum, LinkOffer
+from kvmesh.transfer.frames import BlockPart, Checksum, LinkOffer
 from kvmesh.transfer.lane import Lane, LaneOptions, PeerKey, claim_of, sender_machine
 from kvmesh.transfer.memory import MappablePool, PoolMemory
 from kvmesh.transfer.meters import LinkMeter
@@ -72,13 +72,15 @@ class ShmChannel:
         """See `SendChannel.num_connections`."""
         return int(self._lane.is_open)
 
-    async def put(self, reservation: Reservation, runs: Sequence[Run]) -> None:
+    async def put(
+        self, reservation: Reservation, runs: Sequence[Run], part: BlockPart | None = None
+    ) -> None:
         """See `SendChannel.put`."""
         claim = claim_of(reservation)
         pieces = split_runs(runs, max(1, PIECE_BYTES // self._block_bytes), _MAX_PULL_RUNS)
 
         async def carry(piece: list[Run]) -> None:
-            await self._lane.pull(claim, piece)
+            await self._lane.pull(claim, piece, part)
 
         if len(pieces) == 1:
             await carry(pieces[0])

@@ -1,4 +1,4 @@
-"""What a worker implements to have KV written into its blocks.
+"""What a worker implements to have KV written into its blocks, or read from them.
 
 Tests: tests/integration/test_transfer.py.
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvmesh.core.types import Refusal, WorkerId
-from kvmesh.transfer.frames import CommitFrame, PutFrame
+from kvmesh.core.types import Refusal, RefusalReason, WorkerId
+from kvmesh.transfer.frames import CommitFrame, GetFrame, PutFrame
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -18,7 +18,8 @@ class WriteGrant:
 
     Attributes:
         put: the frame that it answers.
-        views: writable, contiguous; filled in order. Their sizes add up to the frame's blocks.
+        views: writable, contiguous; filled in order. Their sizes add up to the frame's blocks, or
+            to the parts of them that it names.
     """
 
     put: PutFrame
@@ -63,3 +64,43 @@ class WriteTarget(Protocol):
         The peer may already have another channel.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadGrant:
+    """Leave to read memory.
+
+    Attributes:
+        get: the frame that it answers.
+        views: contiguous; sent in order. Their sizes add up to the frame's blocks.
+    """
+
+    get: GetFrame
+    views: tuple[memoryview, ...]
+
+
+class ReadSource(Protocol):
+    """Gives KV away. All methods are called on the event loop and must not block it.
+
+    The source alone knows who may read what, so it checks each claim, as `WriteTarget` does; the
+    channel has checked none of it but the incarnation.
+    """
+
+    def begin_read(self, get: GetFrame) -> ReadGrant | Refusal:
+        """Says where the blocks are. They stay as they are until the grant's `end_read`."""
+        ...
+
+    def end_read(self, grant: ReadGrant) -> None:
+        """Called once for each grant, whether or not the bytes arrived."""
+        ...
+
+
+class NothingToRead:
+    """The source of a worker that gives nothing away."""
+
+    def begin_read(self, get: GetFrame) -> ReadGrant | Refusal:
+        """Says no."""
+        return Refusal(RefusalReason.INVALID, "nothing is read from this worker")
+
+    def end_read(self, grant: ReadGrant) -> None:
+        """Never called."""

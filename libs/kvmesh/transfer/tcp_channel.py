@@ -19,9 +19,9 @@ from kvmesh.core.types import Endpoint, RefusalReason, Reservation
 from kvmesh.transfer.alignment import Run, split_runs
 from kvmesh.transfer.channel import carry_all
 from kvmesh.transfer.frame_socket import INLINE_BYTES, Wire
-from kvmesh.transfer.frames import MAX_RUNS, Checksum, LinkOffer
+from kvmesh.transfer.frames import MAX_RUNS, BlockPart, Checksum, LinkOffer
 from kvmesh.transfer.lane import Lane, LaneOptions, PeerKey, claim_of, sender_machine
-from kvmesh.transfer.memory import PoolMemory
+from kvmesh.transfer.memory import PoolMemory, run_views
 from kvmesh.transfer.meters import LinkMeter
 from kvmesh.transfer.protocol import ChannelIdentity
 from kvmesh.transfer.sockets import connect, tcp_facts
@@ -121,17 +121,18 @@ class TcpChannel:
             meter.rtt_s = min(fact.rtt_s for fact in known)
             meter.retransmits = sum(fact.retransmits for fact in known)
 
-    async def put(self, reservation: Reservation, runs: Sequence[Run]) -> None:
+    async def put(
+        self, reservation: Reservation, runs: Sequence[Run], part: BlockPart | None = None
+    ) -> None:
         """See `SendChannel.put`."""
-        block_bytes = self._identity.layout.block_bytes
+        block_bytes = self._identity.layout.block_bytes if part is None else part.size
         total = sum(run.count for run in runs) * block_bytes
-        piece = total // (self._options.lanes * _DEPTH)
-        piece = min(max(piece, MIN_PIECE_BYTES), MAX_PIECE_BYTES)
+        piece = self._piece_bytes(total)
         pieces = split_runs(runs, max(1, piece // block_bytes), MAX_RUNS)
         progress = _Progress()
 
         async def carry(piece_runs: list[Run]) -> None:
-            await self._carry(reservation, piece_runs, progress, width=len(pieces))
+            await self._carry(reservation, piece_runs, part, progress, width=len(pieces))
 
         if total <= INLINE_BYTES:
             await carry(pieces[0])
@@ -158,16 +159,21 @@ class TcpChannel:
                 await lane.close()
 
     async def _carry(
-        self, reservation: Reservation, runs: list[Run], progress: _Progress, width: int
+        self,
+        reservation: Reservation,
+        runs: list[Run],
+        part: BlockPart | None,
+        progress: _Progress,
+        width: int,
     ) -> None:
         """Sends one piece, on another connection if one is cut."""
         claim = claim_of(reservation)
-        views = [self._memory.read_view(run.source_start, run.count) for run in runs]
+        views = run_views(self._memory, runs, self._identity.layout.block_bytes, part)
         tries = 0
         while True:
             lane = await self._any_lane(width)
             try:
-                await lane.put(claim, runs, views)
+                await lane.put(claim, runs, views, part)
                 progress.advance()
                 return
             except LostError:
@@ -196,6 +202,17 @@ class TcpChannel:
             if not others:
                 raise
             return min(others, key=lambda lane: lane.unanswered_bytes)
+
+    def _piece_bytes(self, total: int) -> int:
+        """Payload of one PUT: few answers, but several of them within the stall time.
+
+        What a slow link has buffered is no progress that the sender sees.
+        """
+        even = total // (self._options.lanes * _DEPTH)
+        goodput = self._meter.goodput_bytes_s
+        patience_s = self._options.lane.stall_timeout_s / (4 * self._options.lanes * _DEPTH)
+        most = min(MAX_PIECE_BYTES, int(goodput * patience_s))
+        return max(min(even, most), MIN_PIECE_BYTES)
 
     def _load(self, index: int) -> int:
         lane = self._lanes[index]

@@ -8,14 +8,16 @@ from kvmesh.core.errors import ProtocolError
 from kvmesh.core.types import KvLayout, Refusal, RefusalReason, WorkerId
 from kvmesh.transfer import protocol
 from kvmesh.transfer.frames import (
+    BlockPart,
     BlockRun,
     CancelFrame,
     Checksum,
     CommitFrame,
     CommitOkFrame,
+    DataFrame,
     ErrorFrame,
     Frame,
-    FrameType,
+    GetFrame,
     HelloFrame,
     HelloOkFrame,
     LinkOffer,
@@ -25,10 +27,10 @@ from kvmesh.transfer.frames import (
     PutFrame,
     PutOkFrame,
     QueryFrame,
-    ReservedFrame,
     WriteClaim,
 )
 from kvmesh.transfer.protocol import (
+    Arriving,
     ChannelIdentity,
     Commit,
     Copy,
@@ -38,6 +40,7 @@ from kvmesh.transfer.protocol import (
     Late,
     Moved,
     Opened,
+    Read,
     ReceiverMachine,
     Refused,
     Reply,
@@ -278,10 +281,83 @@ def test_a_greeting_can_be_taken_back() -> None:
     assert machine.peer is None
 
 
-def test_a_reserved_verb_is_answered_unsupported() -> None:
-    reply = _receiver().receive(ReservedFrame(FrameType.GET, 5))
+def test_a_get_is_read_and_answered() -> None:
+    machine = _receiver()
+    get = GetFrame(5, CLAIM, (BlockRun(0, 2), BlockRun(7, 1)))
 
-    assert reply == Reply(ErrorFrame(5, "unsupported", "GET is not spoken here"))
+    assert machine.receive(get) == Read(get)
+    num_bytes = 3 * machine.block_bytes
+    assert machine.get_answered(get, checksum=True) == (DataFrame(5, num_bytes), num_bytes)
+
+    again = dataclasses.replace(get, transfer_id=6)
+    assert machine.receive(again) == Read(again)
+    refusal = Refusal(RefusalReason.STALE, "gone")
+    assert machine.get_refused(again, refusal) == ErrorFrame(6, "stale", "gone")
+    with pytest.raises(ProtocolError, match="reordered_transfer"):
+        machine.receive(get)
+
+
+def test_a_get_of_another_life_never_reaches_the_source() -> None:
+    claim = dataclasses.replace(CLAIM, incarnation=CLAIM.incarnation + 1)
+
+    reply = _receiver().receive(GetFrame(5, claim, (BlockRun(0, 1),)))
+
+    assert isinstance(reply, Reply)
+    assert isinstance(reply.frame, ErrorFrame)
+    assert (reply.frame.transfer_id, reply.frame.reason) == (5, "stale")
+
+
+def test_a_reader_takes_what_it_asked_for() -> None:
+    sender = _sender()
+    number = sender.open_get(24)
+    assert sender.receive(DataFrame(number, 24)) == Arriving(number)
+    assert sender.data_received(number, intact=True) == Moved(number, complete=True)
+
+    number = sender.open_get(24)
+    assert sender.receive(DataFrame(number, 24)) == Arriving(number)
+    damaged = sender.data_received(number, intact=False)
+    assert isinstance(damaged, Refused)
+    assert damaged.refusal.reason is RefusalReason.LOST
+
+    number = sender.open_get(24)
+    refused = sender.receive(ErrorFrame(number, "stale", "gone"))
+    assert refused == Refused(number, Refusal(RefusalReason.STALE, "gone"))
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (DataFrame(1, 23), "bad_payload_size"),
+        (DataFrame(2, 24), "unknown_transfer"),
+        (PutOkFrame(1, 24), "unexpected_frame"),
+        (CommitOkFrame(1), "unexpected_frame"),
+    ],
+)
+def test_another_answer_to_a_get_ends_the_channel(answer: Frame, reason: str) -> None:
+    sender = _sender()
+    assert sender.open_get(24) == 1
+
+    with pytest.raises(ProtocolError, match=reason):
+        sender.receive(answer)
+
+
+def test_data_that_nobody_asked_for_ends_the_channel() -> None:
+    sender = _sender()
+    number = sender.open_put(24)
+
+    with pytest.raises(ProtocolError, match="unexpected_frame"):
+        sender.receive(DataFrame(number, 24))
+
+
+@pytest.mark.parametrize(("offset", "size"), [(0, 2**31), (1, 2**31)])
+def test_a_pull_of_more_than_a_block_is_refused(offset: int, size: int) -> None:
+    pull = PullFrame(5, CLAIM, (PullRun(0, 0, 1),), BlockPart(offset, size))
+
+    reply = _pulling(pool_blocks=8).receive(pull)
+
+    assert isinstance(reply, Reply)
+    assert isinstance(reply.frame, ErrorFrame)
+    assert reply.frame.reason == "invalid"
 
 
 def test_a_query_is_answered_and_its_operands_are_dropped() -> None:

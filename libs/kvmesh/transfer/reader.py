@@ -1,0 +1,285 @@
+"""GET: reads blocks of a peer's pool into memory of this worker.
+
+Each answer is taken in turn on its connection, so a large read is cut into pieces over several.
+Tests: tests/contract/test_reads.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+from kvmesh.core.errors import LostError, ProtocolError, RefusedError
+from kvmesh.core.types import Endpoint, HostRoute, Refusal, WorkerId
+from kvmesh.transfer.alignment import Run, split_runs
+from kvmesh.transfer.channel import LOCAL, SHM, carry_all, usable_kinds
+from kvmesh.transfer.channel_pool import SendOptions
+from kvmesh.transfer.checksums import checksum_function
+from kvmesh.transfer.codec import encode_frame
+from kvmesh.transfer.cursor import ViewCursor
+from kvmesh.transfer.decoder import PayloadStart
+from kvmesh.transfer.frame_socket import FrameSocket, Wire
+from kvmesh.transfer.frames import MAX_RUNS, BlockRun, Checksum, GetFrame, LinkOffer, WriteClaim
+from kvmesh.transfer.host import host_id
+from kvmesh.transfer.lane import LaneOptions, PeerKey, open_frames, sender_machine
+from kvmesh.transfer.local_channel import PROCESS_HUB, LocalHub
+from kvmesh.transfer.memory import COPY_INLINE_BYTES, copy_views
+from kvmesh.transfer.native import load_native
+from kvmesh.transfer.protocol import (
+    Arriving,
+    ChannelIdentity,
+    Ended,
+    Moved,
+    Refused,
+    SenderMachine,
+)
+from kvmesh.transfer.sockets import connect, connect_local
+from kvmesh.transfer.threads import run_to_end
+from kvmesh.transfer.tls import connect_tls
+
+PIECE_BYTES = 8 << 20
+"""Payload of one answer, unless one block is larger."""
+_MAX_THREADS = 16
+_MAX_TRIES = 3
+_LINK_ID_BITS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ReadLease:
+    """A holder's word that some blocks of it stay and may be read.
+
+    Attributes:
+        lease_id, generation, capability: what the holder checks.
+    """
+
+    lease_id: int
+    worker_id: WorkerId
+    incarnation: int
+    generation: int
+    capability: bytes
+    data_endpoint: Endpoint
+    host_route: HostRoute | None = None
+
+    @property
+    def claim(self) -> WriteClaim:
+        """By what right its holder reads."""
+        return WriteClaim(self.lease_id, self.incarnation, self.generation, self.capability)
+
+
+class _ReadLane:
+    """One connection; its users take turns request by request."""
+
+    def __init__(self, frames: FrameSocket, machine: SenderMachine) -> None:
+        self._frames = frames
+        self._machine = machine
+        frames.decoder.sum = checksum_function(machine.terms.checksum)
+        self.turn = asyncio.Lock()
+        self.is_open = True
+
+    async def get(
+        self, claim: WriteClaim, runs: Sequence[BlockRun], into: list[memoryview]
+    ) -> None:
+        """One request and its answer; a cancelled one ends the connection."""
+        transfer_id = self._machine.open_get(sum(view.nbytes for view in into))
+        done = False
+        try:
+            with self._frames.watch.under_way():
+                await self._frames.send(encode_frame(GetFrame(transfer_id, claim, tuple(runs))))
+                refusal = await self._answer(into)
+            done = True
+        except ProtocolError as error:
+            raise LostError(f"data channel: {error}") from error
+        finally:
+            self._machine.give_up(transfer_id)
+            if not done:
+                self.cut("a read was given up")
+                self._frames.close()
+        if refusal is not None:
+            raise RefusedError(refusal)
+
+    async def _answer(self, into: list[memoryview]) -> Refusal | None:
+        event = await self._frames.receive()
+        if event is None:
+            raise LostError("data channel: closed by the peer")
+        outcome = self._machine.receive(event.frame if isinstance(event, PayloadStart) else event)
+        if isinstance(outcome, Arriving):
+            intact = await self._frames.receive_payload(into)
+            outcome = self._machine.data_received(outcome.transfer_id, intact=intact)
+        match outcome:
+            case Moved():
+                return None
+            case Refused(_, refusal):
+                return refusal
+            case Ended(refusal):
+                raise LostError(f"data channel ended by the peer: {refusal.message}")
+        raise AssertionError("one request is open, and the channel is")
+
+    def cut(self, cause: str) -> None:
+        """No more reads; the one under way gets LostError and frees the socket."""
+        self.is_open = False
+        self._frames.cut(cause)
+
+    async def close(self) -> None:
+        """Ends it. May be called again."""
+        self.cut("closed by this side")
+        async with self.turn:
+            self._frames.close()
+
+
+class BlockReader:
+    """Reads from any peer; keeps its connections."""
+
+    def __init__(
+        self, identity: ChannelIdentity, options: SendOptions, *, hub: LocalHub = PROCESS_HUB
+    ) -> None:
+        """Nothing is opened before the first read.
+
+        Args:
+            identity: this worker.
+            options: kinds, lanes, checksum, timeouts and TLS are those of a sender.
+            hub: holders in this process.
+        """
+        load_native()
+        self._identity = identity
+        self._options = options
+        self._hub = hub
+        self._host_id = host_id()
+        self._lanes: dict[tuple[PeerKey, Endpoint, int], _ReadLane] = {}
+        self._opening: dict[tuple[PeerKey, Endpoint, int], asyncio.Lock] = {}
+        self._threads = ThreadPoolExecutor(_MAX_THREADS, "kv-read")
+        self._closed = False
+
+    async def get(
+        self, lease: ReadLease, runs: Sequence[BlockRun], into: Sequence[memoryview]
+    ) -> None:
+        """Fills memory with blocks of a lease; returns when they are there.
+
+        When this returns or raises, cancellation included, nobody writes `into` any more.
+
+        Args:
+            runs: indexes of the lease.
+            into: writable, contiguous; filled in order. Their sizes add up to the blocks.
+
+        Raises:
+            RefusedError: the holder said no; the refusal is its own.
+            LostError: nobody answers, or the connection died or stalled; `into` holds anything.
+        """
+        block_bytes = self._identity.layout.block_bytes
+        total = sum(run.count for run in runs) * block_bytes
+        assert total == sum(view.nbytes for view in into) > 0, f"memory for {total} bytes"
+        if await self._copied(lease, runs, into):
+            return
+        # Runs of split_runs name two sides; the second is the place in `into`.
+        places = [0]
+        for run in runs:
+            places.append(places[-1] + run.count)
+        pairs = [Run(run.first, place, run.count) for run, place in zip(runs, places, strict=False)]
+        pieces = split_runs(pairs, max(1, PIECE_BYTES // block_bytes), MAX_RUNS)
+        cursor = ViewCursor(into)
+        work: list[tuple[int, list[BlockRun], list[memoryview]]] = []
+        for number, piece in enumerate(pieces):
+            num_bytes = sum(run.count for run in piece) * block_bytes
+            views = cursor.take(num_bytes)
+            work.append((number, [BlockRun(run.source_start, run.count) for run in piece], views))
+
+        async def carry(item: tuple[int, list[BlockRun], list[memoryview]]) -> None:
+            number, piece_runs, views = item
+            await self._carry(lease, number % self._options.lanes, piece_runs, views)
+
+        await carry_all(work, carry, self._options.lanes)
+
+    async def close(self) -> None:
+        """Ends all connections; what is under way gets LostError. May be called again."""
+        self._closed = True
+        for lane in self._lanes.values():
+            await lane.close()
+        self._lanes.clear()
+        self._threads.shutdown(wait=False)
+
+    async def _copied(
+        self, lease: ReadLease, runs: Sequence[BlockRun], into: Sequence[memoryview]
+    ) -> bool:
+        """Within the process a read is a copy; False when the holder is elsewhere."""
+        end = self._hub.find(PeerKey(lease.worker_id, lease.incarnation))
+        if end is None or LOCAL not in self._options.kinds:
+            return False
+        grant = end.source.begin_read(GetFrame(0, lease.claim, tuple(runs)))
+        if isinstance(grant, Refusal):
+            raise RefusedError(grant)
+        copy = partial(copy_views, into, grant.views)
+        try:
+            if sum(view.nbytes for view in into) <= COPY_INLINE_BYTES:
+                copy()
+            else:
+                await run_to_end(self._threads, copy)
+        finally:
+            end.source.end_read(grant)
+        return True
+
+    async def _carry(
+        self, lease: ReadLease, index: int, runs: list[BlockRun], into: list[memoryview]
+    ) -> None:
+        """Reads one piece, on a new connection if one is cut."""
+        for tries in range(1, _MAX_TRIES + 1):
+            lane = await self._lane(lease, index)
+            async with lane.turn:
+                try:
+                    await lane.get(lease.claim, runs, into)
+                    return
+                except LostError:
+                    if self._closed or tries == _MAX_TRIES:
+                        raise
+
+    async def _lane(self, lease: ReadLease, index: int) -> _ReadLane:
+        key = (PeerKey(lease.worker_id, lease.incarnation), lease.data_endpoint, index)
+        async with self._opening.setdefault(key, asyncio.Lock()):
+            if self._closed:
+                raise LostError("data channels are closed")
+            lane = self._lanes.get(key)
+            if lane is None or not lane.is_open:
+                lane = self._lanes[key] = await self._open(lease, index)
+            return lane
+
+    async def _open(self, lease: ReadLease, index: int) -> _ReadLane:
+        options = self._options
+        peer = PeerKey(lease.worker_id, lease.incarnation)
+        usable = usable_kinds(
+            options.kinds,
+            same_process=False,
+            has_memfd=True,
+            here=self._host_id,
+            there=lease.host_route,
+        )
+        failure = LostError(f"no channel of {', '.join(options.kinds)} leads to the peer")
+        for kind in usable:
+            # Nothing leaves the machine on a Unix socket: a sum would only cost time.
+            checksum = Checksum.NONE if kind == SHM else options.checksum
+            offer = LinkOffer(secrets.randbits(_LINK_ID_BITS), index, checksum)
+            machine = sender_machine(self._identity, peer, offer)
+            lane = LaneOptions(options.connect_timeout_s, options.stall_timeout_s)
+            to = partial(self._connect, lease, kind)
+            try:
+                frames = await open_frames(to, machine, lane, self._threads)
+            except LostError as error:
+                failure = error
+                continue
+            return _ReadLane(frames, machine)
+        raise failure
+
+    async def _connect(self, lease: ReadLease, kind: str) -> Wire:
+        if kind == SHM:
+            assert lease.host_route is not None, "usable on the same host only"
+            return await connect_local(lease.host_route.socket_path)
+        sock = await connect(lease.data_endpoint)
+        if self._options.tls is None:
+            return sock
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(sock.close)
+            wire = await connect_tls(sock, self._options.tls, lease.data_endpoint.host)
+            on_failure.pop_all()
+        return wire

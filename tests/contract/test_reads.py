@@ -1,0 +1,236 @@
+"""GET over every kind of channel: what a reader may rely on, whatever carries the bytes."""
+
+import asyncio
+import hmac
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from kvmesh.core.errors import LostError, RefusedError
+from kvmesh.core.types import Refusal, RefusalReason
+from kvmesh.transfer.channel_pool import SendOptions
+from kvmesh.transfer.data_server import DataServer, ReceiveOptions
+from kvmesh.transfer.frames import BlockRun, Checksum, GetFrame
+from kvmesh.transfer.local_channel import LocalHub
+from kvmesh.transfer.reader import BlockReader, ReadLease
+from kvmesh.transfer.target import ReadGrant
+from tests.contract.test_channels import CHANNELS, certificate, options_of
+from tests.faulty_link import Faults, faulty_link
+from tests.transfer_pair import (
+    BLOCK,
+    NUM_BLOCKS,
+    RECEIVER,
+    SENDER,
+    STALL_S,
+    RecordingTarget,
+    SourcePool,
+    until,
+)
+
+__all__ = ["certificate"]
+
+KINDS = [name for name in CHANNELS if name != "tcp_with_budget"]
+
+
+@dataclass
+class HeldBlocks:
+    """A holder's blocks; index and place differ."""
+
+    pool: SourcePool = field(default_factory=SourcePool)
+    refuse: Refusal | None = None
+    granted: list[ReadGrant] = field(default_factory=list)
+    ended: list[ReadGrant] = field(default_factory=list)
+    on_grant: Callable[[], None] = lambda: None
+
+    def block(self, index: int) -> memoryview:
+        return self.pool.read_view(NUM_BLOCKS - 1 - index, 1)
+
+    def begin_read(self, get: GetFrame) -> ReadGrant | Refusal:
+        if self.refuse is not None:
+            return self.refuse
+        if not hmac.compare_digest(get.claim.capability, b"secret"):
+            return Refusal(RefusalReason.STALE, "capability")
+        if any(run.first + run.count > NUM_BLOCKS for run in get.runs):
+            return Refusal(RefusalReason.INVALID, "outside of the lease")
+        indexes = [run.first + i for run in get.runs for i in range(run.count)]
+        grant = ReadGrant(get, tuple(self.block(index) for index in indexes))
+        self.granted.append(grant)
+        self.on_grant()
+        return grant
+
+    def end_read(self, grant: ReadGrant) -> None:
+        self.ended.append(grant)
+
+
+@dataclass
+class Reading:
+    """A reader, a holder, and the lease between them."""
+
+    held: HeldBlocks
+    server: DataServer
+    reader: BlockReader
+    lease: ReadLease
+
+    async def get(self, *runs: BlockRun, lease: ReadLease | None = None) -> bytearray:
+        """The blocks of the lease in memory that was 0xEE before."""
+        into = bytearray(b"\xee" * (sum(run.count for run in runs) * BLOCK))
+        views = [memoryview(into)[: 3 * BLOCK // 2], memoryview(into)[3 * BLOCK // 2 :]]
+        await self.reader.get(lease or self.lease, runs, [view for view in views if view])
+        return into
+
+    def content(self, *runs: BlockRun) -> bytes:
+        return b"".join(self.held.block(r.first + i) for r in runs for i in range(r.count))
+
+
+async def running(send: SendOptions, receive: ReceiveOptions) -> AsyncIterator[Reading]:
+    hub, held = LocalHub(), HeldBlocks()
+    server = DataServer(RECEIVER, RecordingTarget(), receive, source=held, hub=hub)
+    address = await server.start()
+    reader = BlockReader(SENDER, replace(send, connect_timeout_s=5), hub=hub)
+    me = RECEIVER
+    lease = ReadLease(
+        11, me.worker_id, me.incarnation, 1, b"secret", address.endpoint, address.route
+    )
+    yield Reading(held, server, reader, lease)
+    await reader.close()
+    await server.close()
+    held.pool.close()
+    assert len(set(held.ended)) == len(held.ended)
+    assert set(held.ended) == set(held.granted)
+
+
+@pytest.fixture(params=KINDS)
+async def reading(request: pytest.FixtureRequest) -> AsyncIterator[Reading]:
+    send, receive = options_of(request.param, request)
+    async for reading in running(send, receive):
+        yield reading
+
+
+@pytest.fixture
+async def over_tcp() -> AsyncIterator[Reading]:
+    send = SendOptions(kinds=("tcp",), stall_timeout_s=STALL_S)
+    async for reading in running(send, ReceiveOptions(stall_timeout_s=STALL_S)):
+        yield reading
+
+
+async def test_blocks_arrive_byte_for_byte(reading: Reading) -> None:
+    for runs in ([BlockRun(7, 1)], [BlockRun(5, 10), BlockRun(0, 1), BlockRun(30, 290)]):
+        assert await reading.get(*runs) == reading.content(*runs)
+
+
+async def test_reads_at_once_arrive_apart(reading: Reading) -> None:
+    runs = [BlockRun(first, 16) for first in range(0, NUM_BLOCKS, 16)]
+    read = await asyncio.gather(*(reading.get(run) for run in runs))
+    assert [bytes(each) for each in read] == [reading.content(run) for run in runs]
+
+
+async def test_a_refusal_is_the_holders_and_the_next_read_goes_on(reading: Reading) -> None:
+    refusal = Refusal(RefusalReason.DRAINING, "leaving", work_done=True, retry_after_ms=70)
+    reading.held.refuse = refusal
+    with pytest.raises(RefusedError) as caught:
+        await reading.get(BlockRun(0, 2))
+    assert caught.value.refusal == refusal
+
+    reading.held.refuse = None
+    assert await reading.get(BlockRun(0, 2)) == reading.content(BlockRun(0, 2))
+
+
+@pytest.mark.parametrize(
+    ("capability", "run", "reason"),
+    [
+        (b"guess", BlockRun(0, 1), RefusalReason.STALE),
+        (b"", BlockRun(0, 1), RefusalReason.STALE),
+        (b"secret", BlockRun(NUM_BLOCKS - 1, 2), RefusalReason.INVALID),
+        (b"secret", BlockRun(2**32 - 1, 1), RefusalReason.INVALID),
+    ],
+)
+async def test_reads_without_right_are_refused(
+    reading: Reading, capability: bytes, run: BlockRun, reason: RefusalReason
+) -> None:
+    with pytest.raises(RefusedError) as caught:
+        await reading.get(run, lease=replace(reading.lease, capability=capability))
+    assert caught.value.refusal.reason is reason
+    assert reading.held.granted == []
+
+
+async def test_another_life_of_the_holder_is_not_read(reading: Reading) -> None:
+    lease = replace(reading.lease, incarnation=reading.lease.incarnation + 1)
+    with pytest.raises((RefusedError, LostError)):
+        await reading.get(BlockRun(0, 1), lease=lease)
+    assert reading.held.granted == []
+
+
+async def test_after_a_cancelled_read_nobody_writes_and_the_next_one_works(
+    reading: Reading,
+) -> None:
+    into = bytearray(300 * BLOCK)
+    task = asyncio.create_task(
+        reading.reader.get(reading.lease, [BlockRun(0, 300)], [memoryview(into)])
+    )
+    await until(lambda: bool(reading.held.granted))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    into[:] = bytes(len(into))
+
+    assert await reading.get(BlockRun(0, 300)) == reading.content(BlockRun(0, 300))
+    assert not any(into)
+
+
+async def test_a_holder_that_closes_is_lost(reading: Reading) -> None:
+    closing: list[asyncio.Task[None]] = []
+
+    def close() -> None:
+        if not closing:
+            closing.append(asyncio.create_task(reading.server.close()))
+
+    reading.held.on_grant = close
+
+    async def read_twice() -> None:  # a copy within the process may finish before the close
+        await reading.get(BlockRun(0, 300))
+        await reading.get(BlockRun(0, 300))
+
+    with pytest.raises(LostError):
+        await read_twice()
+    await closing[0]
+
+
+async def test_a_closed_reader_reads_nothing(over_tcp: Reading) -> None:
+    await over_tcp.get(BlockRun(0, 1))
+    await over_tcp.reader.close()
+    await over_tcp.reader.close()
+    with pytest.raises(LostError, match="closed"):
+        await over_tcp.get(BlockRun(0, 1))
+
+
+async def test_a_worker_without_a_source_gives_nothing_away() -> None:
+    server = DataServer(RECEIVER, RecordingTarget(), hub=LocalHub())
+    endpoint = (await server.start()).endpoint
+    reader = BlockReader(SENDER, SendOptions(kinds=("tcp",)), hub=LocalHub())
+    lease = ReadLease(11, RECEIVER.worker_id, RECEIVER.incarnation, 1, b"secret", endpoint)
+    with pytest.raises(RefusedError, match="nothing is read"):
+        await reader.get(lease, [BlockRun(0, 1)], [memoryview(bytearray(BLOCK))])
+    await reader.close()
+    await server.close()
+
+
+@pytest.mark.parametrize("checksum", [Checksum.NONE, Checksum.CRC32C])
+async def test_a_read_goes_on_after_a_cut(over_tcp: Reading, checksum: Checksum) -> None:
+    # What passes towards the holder are greetings and requests: the second request is cut.
+    faults = Faults(cut_at=[330])
+    async with faulty_link(over_tcp.lease.data_endpoint, faults) as endpoint:
+        lease = replace(over_tcp.lease, data_endpoint=endpoint)
+        run = BlockRun(0, 300)
+        assert await over_tcp.get(run, lease=lease) == over_tcp.content(run)
+        await over_tcp.reader.close()
+    assert faults.cut_at == []
+
+
+async def test_a_holder_that_goes_silent_is_noticed_in_the_stall_time(over_tcp: Reading) -> None:
+    faults = Faults(stall_at=250)
+    async with faulty_link(over_tcp.lease.data_endpoint, faults) as endpoint:
+        lease = replace(over_tcp.lease, data_endpoint=endpoint)
+        with pytest.raises(LostError):
+            await over_tcp.get(BlockRun(0, 300), lease=lease)
+        await over_tcp.reader.close()
