@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
+from functools import partial
 from pathlib import Path
 
 from kvmesh.core.clock import SystemClock
@@ -24,6 +25,7 @@ from kvmesh.rpc.publisher import BlockPublisher, PublisherFacts
 from kvmesh.rpc.registration import OperatorHooks, SchedulerRegistration
 from kvmesh.runtime.app import ServiceContext
 from kvmesh.runtime.decode_role import DecodeRole
+from kvmesh.runtime.kv_events import start_kv_events
 from kvmesh.runtime.prefill_role import PrefillRole
 from kvmesh.runtime.step_meter import StepMeter
 from kvmesh.runtime.worker_channels import MEGABYTE, receive_options, send_options, transfer_mode
@@ -113,6 +115,7 @@ class Worker:
             config.engine.state_interval_tokens,
             structures.constraint if structures is not None else None,
         )
+        self._structures = structures
         self._loop = EngineLoop(self.core, runner, self._after_step)
         self._clock = SystemClock()
         self._steps = StepMeter(config.engine.max_batch_tokens)
@@ -148,6 +151,9 @@ class Worker:
         prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server(self.prefill, context.server)
         decode_service_pb2_grpc.add_DecodeServiceServicer_to_server(self.decode, context.server)
         self._join_mesh(data_endpoint)
+        if self._structures is not None:
+            wake = partial(asyncio.get_running_loop().call_soon_threadsafe, self._loop.wake)
+            self._structures.on_compiled = wake
         context.spawn(self._loop.run(), "engine")
         context.spawn(self.decode.watch_leases(), "leases")
         context.on_drain(self._drain)
@@ -218,6 +224,8 @@ class Worker:
             )
             self._context.spawn(self._publisher.run(), "publisher")
 
+        self._kv_events = start_kv_events(self._context, self._config, self.core)
+
     def _notify(self) -> None:
         self._registration.notify()
 
@@ -227,6 +235,8 @@ class Worker:
         self._steps.add(seconds, computed, generated, self._clock.now())
         if self._publisher is not None:
             self._publisher.notify()
+        if self._kv_events is not None:
+            self._kv_events.notify()
 
     def _ordered_to_drain(self, reason: str) -> None:
         log.info("drain_ordered", reason=reason)
