@@ -14,7 +14,7 @@ PORT ?= 8000
 ARGS ?=
 # One computing thread per test process: spinning OpenMP teams slow each other down tenfold.
 test test-fast: export OMP_NUM_THREADS := 1
-.PHONY: help setup proto fmt check test test-fast test-gpu up bench-serve bench-gateway bench-transfer bench-engine bench-allocator bench-fuzz bench-policies e2e-compose console-pictures train-model clean
+.PHONY: help setup proto fmt check test test-fast test-gpu up bench-serve bench-gateway bench-transfer bench-engine bench-allocator bench-fuzz bench-policies bench-sim-error e2e-compose console-pictures manifests dashboard train-model clean
 
 help: ## list the verbs
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -60,6 +60,9 @@ bench-serve: setup ## measure a local stack; writes bench/results/serve.json and
 bench-policies: setup ## compare policies in the simulator: make bench-policies TRACES="FILE..."
 	$(PY) -m kvmesh.sim.bench --out bench/results $(if $(TRACES),--trace $(TRACES))
 
+bench-sim-error: setup ## the simulator against a real stack under the same load; writes bench/results/sim_error.*
+	$(PY) -m kvmesh.cli up --prefill 1 --decode 1 --port 0 --run '$(PY) -m benchmarks.sim_error $(ARGS)'
+
 bench-gateway: setup ## the gateway against other routers, all before fake workers; writes bench/results/gateway.*
 	$(PY) -m benchmarks.gateway $(ARGS)
 
@@ -77,6 +80,12 @@ bench-fuzz: setup ## a million damaged inputs for the data channel's decoder; wr
 
 e2e-compose: setup ## bring docker-compose.yml up with podman, kill a container, stream on
 	$(PY) -m scripts.compose_e2e
+
+manifests: setup ## render the Helm chart into deploy/manifests
+	$(PY) -m scripts.render_manifests
+
+dashboard: setup ## write the Grafana dashboard in deploy/observability
+	$(PY) -m scripts.gen_dashboard
 
 console-pictures: setup ## photograph the console of a loaded local stack; writes docs/images/
 	$(PY) -m scripts.console_pictures

@@ -78,7 +78,8 @@ class Stack:
     def __init__(self, host: ContainerHost, program: str) -> None:
         self._host = host
         self._program = program
-        services: dict[str, Any] = yaml.safe_load(COMPOSE_FILE.read_text())["services"]
+        every: dict[str, Any] = yaml.safe_load(COMPOSE_FILE.read_text())["services"]
+        services = {name: each for name, each in every.items() if "profiles" not in each}
         self.services = tuple(services)
         self.images = {
             name: str(service["image"]) for name, service in services.items() if "build" in service

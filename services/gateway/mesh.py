@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from kvmesh.console.request_log import RequestLog
 from kvmesh.core.types import Placement, RequestId, RouteCause, SamplingParams, WorkerId
+from kvmesh.policy.prefill_times import PrefillTimes
 from kvmesh.policy.quota import Tenant
 from services.gateway.config import LimitsConfig
 from services.gateway.metrics import GatewayMetrics
@@ -24,6 +25,7 @@ class GenerationRequest:
         ttft_s: longest wait until a worker takes it.
         traceparent: parent of its spans.
         tenant: whose it is; it shares workers fairly with others.
+        rank: among the tenant's requests that wait; lower goes first.
     """
 
     request_id: RequestId
@@ -36,6 +38,7 @@ class GenerationRequest:
     placement: Placement = Placement.AUTO
     traceparent: str = ""
     tenant: Tenant = Tenant()
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,3 +86,4 @@ class Mesh:
     waiting: Waiting = field(default_factory=Waiting)
     turns: Turnstile = field(default_factory=Turnstile)
     log: RequestLog = field(default_factory=RequestLog)
+    prefill_times: PrefillTimes = field(default_factory=PrefillTimes)

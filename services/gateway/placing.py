@@ -116,7 +116,8 @@ class Placing:
             return None
         tenant = request.tenant
         limits = tenant.limits
-        return Claim(tenant.name, len(self._token_ids), limits.weight, limits.priority)
+        num_tokens = len(self._token_ids)
+        return Claim(tenant.name, num_tokens, limits.weight, limits.priority, request.rank)
 
     async def _search(self, turn: Turn) -> Placed:
         await self._my_turn(turn)

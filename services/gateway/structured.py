@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Annotated, Any, Literal
 
-from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+from llguidance.gbnf_to_lark import any_to_lark
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvmesh.core.errors import InvalidRequestError
@@ -78,6 +78,8 @@ def structure_of(body: StructureFields) -> tuple[Structure | None, str]:
     Raises:
         InvalidRequestError: several fields ask for one, or it is too long.
     """
+    if all(getattr(body, name) is None for name in StructureFields.model_fields):
+        return None, ""  # most requests have none, and ten ways to say so
     found = {name: each for name, each in _candidates(body) if each is not None}
     if len(found) > 1:
         names = " and ".join(found)
@@ -161,7 +163,7 @@ def _of_grammar(text: str | None, field: str) -> Structure | None:
         )
     try:
         return Structure(StructureKind.LARK, any_to_lark(text))
-    except (GbnfToLarkError, ValueError, LookupError, RecursionError) as error:
+    except Exception as error:  # the library raises bare ones for bad grammars
         raise InvalidRequestError(f"{field}: the grammar cannot be read: {error}", field) from error
 
 

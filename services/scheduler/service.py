@@ -143,6 +143,9 @@ class SchedulerServicer(SchedulerServiceServicer):
         try:
             async for answer in joined_outbox(answers):
                 yield answer
+            await reader
+        except ProtocolError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         finally:
             await _stop(reader)
 
@@ -175,6 +178,8 @@ class SchedulerServicer(SchedulerServiceServicer):
                 async for message in incoming(requests):
                     for request in parts(message):
                         routes.create_task(self._answer(request, answers))
+        except* ProtocolError as errors:
+            raise errors.exceptions[0] from None
         finally:
             self._router.forget(answers)
             answers.close()
@@ -285,7 +290,8 @@ async def _stop(task: asyncio.Task[Refusal | None] | asyncio.Task[None]) -> None
     """Ends a task and waits for its clean-up, without taking on its outcome."""
     task.cancel()
     await asyncio.wait({task})
-    if not task.cancelled() and (error := task.exception()) is not None:
+    error = None if task.cancelled() else task.exception()
+    if error is not None and not isinstance(error, ProtocolError):  # that one was answered
         log.failure("stream_reader_failed", error)
 
 

@@ -355,3 +355,48 @@ async def test_the_openapi_page(stack: Stack) -> None:
             session.request(method, f"{stack.url}{path}", data=b"{}") as response,
         ):
             assert response.status in (200, 400), path
+
+
+BENCH_SERVE: list[tuple[str, dict[str, Any]]] = [
+    (
+        "/v1/completions",
+        {
+            "model": MODEL,
+            "prompt": "the mesh",
+            "temperature": 0.0,
+            "max_tokens": 4,
+            "logprobs": None,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "repetition_penalty": 1.0,
+            "ignore_eos": True,
+        },
+    ),
+    (
+        "/v1/chat/completions",
+        {
+            "model": MODEL,
+            "messages": [{"role": "user", "content": [{"type": "text", "text": "the mesh"}]}],
+            "temperature": 0.0,
+            "max_completion_tokens": 4,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "ignore_eos": True,
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), BENCH_SERVE)
+async def test_shapes_of_vllm_bench_serve(stack: Stack, path: str, body: dict[str, Any]) -> None:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{stack.url}{path}", json=body) as response,
+    ):
+        assert response.status == 200
+        lines = (await response.text()).split("\n\n")
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if "{" in line]
+    assert lines[-2:] == ["data: [DONE]", ""]
+    assert events[-1]["usage"]["completion_tokens"] == 4
+    assert events[-1]["choices"] == []
+    assert sum("choices" in event and bool(event["choices"]) for event in events) >= 4

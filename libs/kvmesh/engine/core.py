@@ -249,8 +249,9 @@ class EngineCore:
         """
         assert not self._in_flight, "the step before is not finished"
         self._readmit()
-        plans = plan_batch([s.num_remaining for s in self._running], self._limits)
-        chosen = [(self._running[plan.index], plan.num_tokens) for plan in plans]
+        runnable = [s for s in self._running if s.constraint is None or s.constraint.ready]
+        plans = plan_batch([s.num_remaining for s in runnable], self._limits)
+        chosen = [(runnable[plan.index], plan.num_tokens) for plan in plans]
         chunks: list[SequenceChunk] = []
         members: list[Sequence] = []
         for sequence, num_tokens in chosen:

@@ -12,7 +12,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvmesh.engine.config import ModelConfig
-from kvmesh.engine.layers import GatedMlp, Mlp, SparseMlp, load_gated_mlp
+from kvmesh.engine.layers import (
+    GatedMlp,
+    Mlp,
+    SparseMlp,
+    load_gated_mlp,
+    make_sparse_mlp,
+)
 from kvmesh.engine.weights import LayerWeights
 from kvmesh.kernels.linear import Linear
 
@@ -136,7 +142,7 @@ def load_group_routed(weights: LayerWeights, config: ModelConfig) -> Mlp:
     bias = None
     if moe.biased_choice:
         bias = weights.tensor("mlp.gate.e_score_correction_bias", (moe.num_experts,)).float()
-    chosen = SparseMlp(
+    chosen = make_sparse_mlp(
         ExactRouter(weights.tensor("mlp.gate.weight", (moe.num_experts, hidden)).float()),
         GroupRoute(
             top_k=moe.top_k,

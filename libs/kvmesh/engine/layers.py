@@ -6,7 +6,7 @@ Tests: tests/integration/test_transformers_equality.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -252,21 +252,69 @@ DENSE_MLP = ("mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight
 
 
 @dataclass(frozen=True, slots=True)
+class StackedExperts:
+    """Experts as two tensors, computed without waiting for how many rows each one has.
+
+    Attributes:
+        gate_up: [experts, 2 * intermediate, hidden].
+        down: [experts, hidden, intermediate].
+    """
+
+    gate_up: Tensor
+    down: Tensor
+    activation: Callable[[Tensor], Tensor]
+
+    def run(self, h: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """[rows, hidden] with weights and ids of the chosen, [rows, top_k], to [rows, hidden]."""
+        # Triton costs half a second to import and is only needed where there is a device.
+        from kvmesh.kernels.grouped_gemm import grouped_gemm, plan_tiles  # noqa: PLC0415
+
+        tiles = plan_tiles(chosen, len(self.gate_up))
+        rows = tiles.order // chosen.shape[1]
+        inner = self.activation(grouped_gemm(h, self.gate_up, rows, tiles))
+        in_order = torch.arange(len(rows), device=h.device)
+        out = grouped_gemm(inner, self.down, in_order, tiles)
+        shares = weights.flatten()[tiles.order][:, None]
+        return torch.zeros_like(h).index_add_(0, rows, (out * shares).to(h.dtype))
+
+
+def make_sparse_mlp(
+    router: Callable[[Tensor], Tensor],
+    route: Callable[[Tensor], tuple[Tensor, Tensor]],
+    experts: Sequence[GatedMlp],
+) -> SparseMlp:
+    """A mixture of experts; on CUDA those without biases are stacked."""
+    first = experts[0]
+    if not first.gate_up.weight.is_cuda or first.gate_up.bias is not None:
+        return SparseMlp(router, route, tuple(experts))
+    stacked = StackedExperts(
+        torch.stack([each.gate_up.weight for each in experts]),
+        torch.stack([each.down.weight for each in experts]),
+        first.activation,
+    )
+    return SparseMlp(router, route, (), stacked)
+
+
+@dataclass(frozen=True, slots=True)
 class SparseMlp:
     """Experts, of which each row takes a few.
 
     Attributes:
         router: rows to scores of experts.
         route: scores [rows, experts] to weights and expert ids, both [rows, top_k].
+        stacked: all experts' weights, for one launch instead of `experts` one by one; or None.
     """
 
     router: Callable[[Tensor], Tensor]
     route: Callable[[Tensor], tuple[Tensor, Tensor]]
     experts: tuple[GatedMlp, ...]
+    stacked: StackedExperts | None = None
 
     def run(self, h: Tensor) -> Tensor:
         """See `Mlp.run`. Rows of one expert are one product; experts without rows cost nothing."""
         weights, chosen = self.route(self.router(h))
+        if self.stacked is not None:
+            return self.stacked.run(h, weights, chosen)
         out = torch.zeros_like(h)
         top_k = chosen.shape[1]
         # Rows in the order of their experts, so that each expert's are one run.

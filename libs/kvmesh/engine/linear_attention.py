@@ -17,7 +17,7 @@ from torch.nn import functional
 from kvmesh.engine.config import LinearConfig
 from kvmesh.engine.kv_plan import KvPlace
 from kvmesh.engine.layers import Step
-from kvmesh.kernels import linear_reference, reference
+from kvmesh.kernels import layer_ops, linear_reference, reference
 from kvmesh.kernels.linear import Linear
 
 
@@ -53,7 +53,7 @@ class _Recurrence:
         mixed, before = linear_reference.causal_conv(x, before, self.taps)
         q, k, v = self._heads(mixed.squeeze(1))
         decay, beta = self.inputs.decay[rows], self.inputs.beta[rows]
-        out, matrix = linear_reference.delta_step(q, k, v, decay, beta, matrix)
+        out, matrix = layer_ops.delta_step(q, k, v, decay, beta, matrix)
         return out, torch.cat([matrix.flatten(1), before.flatten(1)], dim=1)
 
     def scan(self, rows: slice, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,7 +63,7 @@ class _Recurrence:
         mixed, after = linear_reference.causal_conv(x, before[0], self.taps)
         q, k, v = self._heads(mixed)
         decay, beta = self.inputs.decay[rows], self.inputs.beta[rows]
-        out, last = linear_reference.delta_scan(q, k, v, decay, beta, matrix[0])
+        out, last = layer_ops.delta_scan(q, k, v, decay, beta, matrix[0])
         return out, torch.cat([last.flatten(), after.flatten()])
 
     def _split(self, states: Tensor) -> tuple[Tensor, Tensor]:

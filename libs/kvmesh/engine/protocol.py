@@ -54,6 +54,11 @@ class StateChunk:
 class TokenConstraint(Protocol):
     """Says which tokens may come next; one per sequence, called from the engine's thread."""
 
+    @property
+    def ready(self) -> bool:
+        """Whether `allowed` answers at once; until then the sequence takes part in no step."""
+        ...
+
     def allowed(self, generated: Sequence[int]) -> NDArray[np.bool_]:
         """The tokens that may follow.
 

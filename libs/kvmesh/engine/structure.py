@@ -8,7 +8,7 @@ masks in the engine's; the event loop waits for neither. Tests: tests/unit/engin
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,6 +23,10 @@ from kvmesh.engine.grammar import grammar_text
 _CACHED_STRUCTURES = 128
 
 
+def _nothing() -> None:
+    return
+
+
 class StructureCompiler:
     """Makes constraints for one model; the latest structures stay compiled.
 
@@ -30,6 +34,9 @@ class StructureCompiler:
         tokenizer_file: the model's tokenizer.json.
         vocab_size: width of the model's logits.
         eos_token_ids: all of them may end a text that is complete.
+
+    Attributes:
+        on_compiled: called in the compiling thread when a structure is ready, or failed.
 
     Raises:
         CheckpointError: the tokenizer cannot be used.
@@ -47,6 +54,7 @@ class StructureCompiler:
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{tokenizer_file}: {error}") from error
         self._compiled: OrderedDict[Structure, Future[LLMatcher]] = OrderedDict()
+        self.on_compiled: Callable[[], object] = _nothing
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="structure")
 
     def constraint(self, structure: Structure) -> GrammarConstraint:
@@ -55,6 +63,7 @@ class StructureCompiler:
         if compiled is None:
             compiled = self._thread.submit(self._compile, structure)
             self._compiled[structure] = compiled
+            compiled.add_done_callback(lambda _: self.on_compiled())
             if len(self._compiled) > _CACHED_STRUCTURES:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(structure)
@@ -90,8 +99,13 @@ class GrammarConstraint:
         self._matcher: LLMatcher | None = None
         self._num_consumed = 0
 
+    @property
+    def ready(self) -> bool:
+        """See `TokenConstraint.ready`."""
+        return self._compiled.done()
+
     def allowed(self, generated: Sequence[int]) -> NDArray[np.bool_]:
-        """See `TokenConstraint.allowed`; the first call waits for the compilation."""
+        """See `TokenConstraint.allowed`; waits for the compilation."""
         if self._matcher is None:
             self._matcher = self._compiled.result().deep_copy()
         matcher = self._matcher

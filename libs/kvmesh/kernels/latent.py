@@ -98,8 +98,14 @@ class StepLatent:
 
     def decode(self, q: Tensor, layer: int, *, scale: float, rank: int) -> Tensor:
         """See `latent_decode_attention`; `q` has the decode rows."""
+        attend = latent_decode_attention
+        if self._kv.is_cuda:
+            # Triton costs half a second to import and is only needed where there is a device.
+            from kvmesh.kernels import latent_attention  # noqa: PLC0415
+
+            attend = latent_attention.latent_decode_attention
         parts = [
-            latent_decode_attention(q[run], self._kv, layer, tables, lens, scale=scale, rank=rank)
+            attend(q[run], self._kv, layer, tables, lens, scale=scale, rank=rank)
             for run, tables, lens in self._buckets
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)

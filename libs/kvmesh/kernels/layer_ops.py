@@ -11,7 +11,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from kvmesh.kernels import host, reference
+from kvmesh.kernels import host, linear_reference, reference
 
 
 def _triton() -> ModuleType:
@@ -19,6 +19,12 @@ def _triton() -> ModuleType:
     from kvmesh.kernels import fused  # noqa: PLC0415
 
     return fused
+
+
+def _triton_delta() -> ModuleType:
+    from kvmesh.kernels import delta_rule  # noqa: PLC0415 - as above
+
+    return delta_rule
 
 
 def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -59,6 +65,28 @@ def rope_and_write(
         host.rope_and_write(*arguments)
     else:
         reference.rope_and_write(*arguments)
+
+
+def delta_step(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """See `linear_reference.delta_step`."""
+    arguments = (q, k, v, decay, beta, state)
+    if q.is_cuda and decay.shape[-1] == 1:
+        stepped: tuple[Tensor, Tensor] = _triton_delta().delta_step(*arguments)
+        return stepped
+    return linear_reference.delta_step(*arguments)
+
+
+def delta_scan(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """See `linear_reference.delta_scan`."""
+    arguments = (q, k, v, decay, beta, state)
+    if q.is_cuda and decay.shape[-1] == 1:
+        scanned: tuple[Tensor, Tensor] = _triton_delta().delta_scan(*arguments)
+        return scanned
+    return linear_reference.delta_scan(*arguments)
 
 
 def route(logits: Tensor, top_k: int, *, normalize: bool) -> tuple[Tensor, Tensor]:

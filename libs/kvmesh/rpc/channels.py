@@ -12,6 +12,7 @@ import grpc
 
 from kvmesh.core.config import option
 from kvmesh.core.errors import ConfigError
+from kvmesh.rpc.damaged import DamagedRequests
 
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
 """A prompt of a million tokens fits; KV never travels here."""
@@ -67,7 +68,8 @@ def make_server(*, share_port: bool = False) -> grpc.aio.Server:
     Args:
         share_port: another process that says so too may listen on the same port.
     """
-    return grpc.aio.server(options=[*_OPTIONS, ("grpc.so_reuseport", int(share_port))])
+    options = [*_OPTIONS, ("grpc.so_reuseport", int(share_port))]
+    return grpc.aio.server(options=options, interceptors=(DamagedRequests(),))
 
 
 def bind_server(server: grpc.aio.Server, host: str, port: int, tls: TlsConfig | None = None) -> int:

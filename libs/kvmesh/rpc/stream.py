@@ -13,8 +13,9 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 import grpc
+from google.protobuf.message import DecodeError
 
-from kvmesh.core.errors import LostError
+from kvmesh.core.errors import LostError, ProtocolError
 from kvmesh.telemetry.logs import event_logger
 
 RequestT = TypeVar("RequestT")
@@ -116,11 +117,18 @@ def parts(message: MessageT) -> Iterator[MessageT]:
 
 
 async def incoming(requests: AsyncIterator[RequestT]) -> AsyncIterator[RequestT]:
-    """The messages of a stream at its server, until the stream or the server ends."""
+    """The messages of a stream at its server, until the stream or the server ends.
+
+    Raises:
+        ProtocolError: what the peer sent is no message of this type.
+    """
     # A server that stops may say so by an exception of grpc's own at the next read.
     with contextlib.suppress(grpc.aio.BaseError):
-        async for request in requests:
-            yield request
+        try:
+            async for request in requests:
+                yield request
+        except DecodeError as error:
+            raise ProtocolError("damaged_message", str(error)) from error
 
 
 async def joined_outbox(outbox: Outbox[MessageT]) -> AsyncIterator[MessageT]:
@@ -159,6 +167,8 @@ async def serve_stream(
         async for events in outbox.batches():
             yield events
         await reader  # an error in `receive` breaks the stream, it is not swallowed
+    except ProtocolError as error:
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
     finally:
         reader.cancel()
         on_end(outbox)
@@ -297,15 +307,17 @@ class Correlator(Generic[RequestT, ResponseT]):
         Raises:
             LostError: no connection, the connection broke, or no answer within `timeout_s`.
         """
-        future: asyncio.Future[ResponseT] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[ResponseT] = loop.create_future()
         self._waiting[correlation_id] = future
+        # A third of the cost of `asyncio.timeout`, once per request and service.
+        late = LostError(f"{stream.name} did not answer within {timeout_s} s")
+        timer = loop.call_later(timeout_s, _fail, future, late)
         try:
             stream.send(message)
-            async with asyncio.timeout(timeout_s):
-                return await future
-        except TimeoutError as error:
-            raise LostError(f"{stream.name} did not answer within {timeout_s} s") from error
+            return await future
         finally:
+            timer.cancel()
             self._waiting.pop(correlation_id, None)
 
     def receive(self, message: ResponseT) -> None:
@@ -322,5 +334,9 @@ class Correlator(Generic[RequestT, ResponseT]):
     def fail_all(self, reason: str) -> None:
         """Ends all open questions with LostError."""
         for future in self._waiting.values():
-            if not future.done():
-                future.set_exception(LostError(reason))
+            _fail(future, LostError(reason))
+
+
+def _fail(future: asyncio.Future[Any], error: LostError) -> None:
+    if not future.done():
+        future.set_exception(error)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
+from functools import partial
 from pathlib import Path
 
 from kvmesh.core.clock import SystemClock
@@ -113,6 +114,7 @@ class Worker:
             config.engine.state_interval_tokens,
             structures.constraint if structures is not None else None,
         )
+        self._structures = structures
         self._loop = EngineLoop(self.core, runner, self._after_step)
         self._clock = SystemClock()
         self._steps = StepMeter(config.engine.max_batch_tokens)
@@ -148,6 +150,9 @@ class Worker:
         prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server(self.prefill, context.server)
         decode_service_pb2_grpc.add_DecodeServiceServicer_to_server(self.decode, context.server)
         self._join_mesh(data_endpoint)
+        if self._structures is not None:
+            wake = partial(asyncio.get_running_loop().call_soon_threadsafe, self._loop.wake)
+            self._structures.on_compiled = wake
         context.spawn(self._loop.run(), "engine")
         context.spawn(self.decode.watch_leases(), "leases")
         context.on_drain(self._drain)

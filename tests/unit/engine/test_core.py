@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvmesh.core.errors import StructureError
@@ -10,7 +12,9 @@ from kvmesh.core.types import FinishReason, Refusal, RefusalReason, Structure, S
 from kvmesh.engine.core import EngineCore
 from kvmesh.engine.fake import FakeRunner
 from kvmesh.engine.sequence import Emission, Sequence, SequenceState
+from kvmesh.engine.structure import StructureCompiler
 from kvmesh.policy.batching import BatchLimits
+from tests.unit.gateway.tiny_model import EOS, make_tokenizer
 from tests.worker_driver import make_spec, reference_tokens
 
 
@@ -225,6 +229,8 @@ def test_preemption_scores_no_prompt_token_twice() -> None:
 
 
 class BrokenConstraint:
+    ready = True
+
     def allowed(self, generated: Any) -> Any:
         raise StructureError("cannot go on")
 
@@ -248,3 +254,58 @@ def test_a_structure_that_cannot_go_on_ends_the_sequence_alone() -> None:
     assert [(e.finish_reason, e.error) for e in emissions] == [(FinishReason.ERROR, "cannot go on")]
     assert other.num_generated == 8
     assert bench.core.is_idle
+
+
+class LateConstraint:
+    """Allows one token, once it is ready."""
+
+    def __init__(self) -> None:
+        self.ready = False
+
+    def allowed(self, generated: Any) -> Any:
+        assert self.ready, "asked before it is ready"
+        return np.arange(1000) == 7
+
+
+def test_a_sequence_waits_for_its_structure_and_the_others_go_on() -> None:
+    late = LateConstraint()
+    bench = Bench()
+    bench.core = EngineCore(bench.runner.spec, 64, growth_tokens=0, constrain=lambda _: late)
+    structure = Structure(StructureKind.REGEX, "a")
+    waiting = bench.admit(prompt(5), max_tokens=3, structure=structure)
+    other = bench.admit(prompt(6), max_tokens=4)
+    for each in (waiting, other):
+        bench.core.run(each)
+    for _ in range(4):
+        assert bench.step() == 1
+    assert (other.num_generated, waiting.num_generated) == (4, 0)
+    assert bench.core.plan_step() == []
+    late.ready = True
+    bench.finish()
+    assert waiting.tokens[5:] == [7, 7, 7]
+    assert bench.core.is_idle
+
+
+def test_preemption_does_not_break_a_structure(tmp_path: Path) -> None:
+    make_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    runner = FakeRunner(num_blocks=6, vocab_size=320)
+    compiler = StructureCompiler(tmp_path / "tokenizer.json", 320, frozenset({EOS}))
+    structure = Structure(StructureKind.REGEX, "[a-z]{60,70}")
+
+    def said(preempt_at: int) -> list[int]:
+        core = EngineCore(runner.spec, 6, growth_tokens=0, constrain=compiler.constraint)
+        sequence = core.admit_decode(make_spec([9, 8, 7], 40, structure=structure))
+        assert isinstance(sequence, Sequence)
+        core.run(sequence)
+        while core.has_work:
+            if sequence.num_generated == preempt_at:
+                preempt_at = -1
+                core._preempt(sequence)
+            chunks = core.plan_step()
+            core.finish_step(chunks, runner.execute(chunks))
+        return sequence.tokens[3:]
+
+    undisturbed = said(-1)
+    assert len(undisturbed) > 20
+    assert said(17) == undisturbed
+    compiler.close()

@@ -22,6 +22,8 @@ VOCAB_SIZE = 6
 class Only:
     """Allows the same tokens always and remembers what it was asked after."""
 
+    ready = True
+
     def __init__(self, *token_ids: int) -> None:
         self.token_ids = token_ids
         self.asked: list[list[int]] = []
@@ -34,6 +36,8 @@ class Only:
 
 
 class Broken:
+    ready = True
+
     def allowed(self, generated: Sequence[int]) -> NDArray[np.bool_]:
         raise StructureError("cannot go on")
 

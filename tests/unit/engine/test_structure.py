@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -138,3 +139,12 @@ def test_a_tokenizer_that_cannot_be_read_says_so(tmp_path: Path) -> None:
 def test_problems_are_known_before_anything_runs(structure: Structure, problem: str) -> None:
     found = structure_problem(structure)
     assert (problem in found) if problem else not found
+
+
+def test_who_waits_is_told_when_a_structure_is_ready(compiler: StructureCompiler) -> None:
+    told = threading.Event()
+    compiler.on_compiled = told.set
+    constraint = compiler.constraint(DIGITS)
+    assert told.wait(timeout=30)
+    assert constraint.ready
+    assert compiler.constraint(DIGITS).ready  # compiled once

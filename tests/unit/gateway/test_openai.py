@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from kvmesh.core.errors import InvalidRequestError, ModelNotFoundError
-from kvmesh.core.types import SamplingParams
+from kvmesh.core.types import RequestId, SamplingParams
 from services.gateway.config import LimitsConfig
+from services.gateway.mesh import GenerationRequest
 from services.gateway.openai import (
     ApiCall,
     ChatPrompt,
@@ -19,6 +21,7 @@ from services.gateway.openai import (
     choice_sampling,
     completion_call,
 )
+from services.gateway.placing import Placing
 from services.gateway.schema import ChatBody, CompletionBody, parse_body
 
 LIMITS = LimitsConfig()
@@ -101,6 +104,17 @@ def test_sampling_fields() -> None:
 )
 def test_chat_logprobs(fields: dict[str, Any], num_logprobs: int) -> None:
     assert chat(**fields).sampling.num_logprobs == num_logprobs
+
+
+def test_priority_is_a_place_in_the_tenants_queue() -> None:
+    call = chat(priority=-3)
+    assert call.priority == -3
+    request = GenerationRequest(RequestId("r"), "m", (5, 6), SamplingParams(), 1.0, rank=-3)
+    nothing = MagicMock()
+    placing = Placing(nothing, nothing, request, token_ids=(5, 6), deadline=0, avoid=frozenset())
+    claim = placing._claim()
+    assert claim is not None
+    assert (claim.rank, claim.cost) == (-3, 2)
 
 
 def test_newer_name_of_max_tokens_wins() -> None:

@@ -37,9 +37,15 @@ def interpolated(value: str) -> str:
     return text
 
 
-def compose_services() -> dict[str, dict[str, Any]]:
+def all_services() -> dict[str, dict[str, Any]]:
+    """Services of all profiles."""
     services: dict[str, dict[str, Any]] = yaml.safe_load(COMPOSE_FILE.read_text())["services"]
     return services
+
+
+def compose_services() -> dict[str, dict[str, Any]]:
+    """Services that start without a profile."""
+    return {name: each for name, each in all_services().items() if "profiles" not in each}
 
 
 def kvmesh_services() -> dict[str, dict[str, Any]]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvmesh.engine.config import ModelConfig, MoeConfig
 from kvmesh.engine.json_fields import Fields
-from kvmesh.engine.layers import GatedMlp, MixerLayer, SparseMlp, load_pre_norm_layer
+from kvmesh.engine.layers import GatedMlp, MixerLayer, load_pre_norm_layer, make_sparse_mlp
 from kvmesh.engine.models.family import Family, windows_of_types
 from kvmesh.engine.weights import LayerWeights
 from kvmesh.kernels import reference
@@ -76,10 +76,10 @@ def _load_layer(weights: LayerWeights, config: ModelConfig) -> MixerLayer:
     moe = config.moe
     assert moe is not None
     router_bias = weights.vector("mlp.router.bias", moe.num_experts)
-    mlp = SparseMlp(
+    mlp = make_sparse_mlp(
         weights.linear("mlp.router.weight", moe.num_experts, config.hidden_size, router_bias),
         partial(route_among_best, top_k=moe.top_k),
-        tuple(_load_experts(weights, config, moe)),
+        _load_experts(weights, config, moe),
     )
     sinks = weights.vector("self_attn.sinks", config.num_heads).float()
     return load_pre_norm_layer(weights, config, mlp, sinks)

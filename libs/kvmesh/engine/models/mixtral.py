@@ -7,7 +7,7 @@ from functools import partial
 
 from kvmesh.engine.config import ModelConfig, MoeConfig
 from kvmesh.engine.json_fields import Fields
-from kvmesh.engine.layers import MixerLayer, SparseMlp, load_gated_mlp, load_pre_norm_layer
+from kvmesh.engine.layers import MixerLayer, load_gated_mlp, load_pre_norm_layer, make_sparse_mlp
 from kvmesh.engine.models.family import Family, uniform_window
 from kvmesh.engine.weights import LayerWeights
 from kvmesh.kernels import layer_ops
@@ -33,10 +33,10 @@ def _load_layer(weights: LayerWeights, config: ModelConfig) -> MixerLayer:
         prefix = f"block_sparse_moe.experts.{expert}"
         names = (f"{prefix}.w1.weight", f"{prefix}.w3.weight", f"{prefix}.w2.weight")
         experts.append(load_gated_mlp(weights, names, hidden, moe.intermediate_size))
-    mlp = SparseMlp(
+    mlp = make_sparse_mlp(
         weights.linear("block_sparse_moe.gate.weight", moe.num_experts, hidden),
         partial(layer_ops.route, top_k=moe.top_k, normalize=True),
-        tuple(experts),
+        experts,
     )
     return load_pre_norm_layer(weights, config, mlp)
 

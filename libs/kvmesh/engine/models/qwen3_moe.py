@@ -8,7 +8,7 @@ from functools import partial
 from kvmesh.core.errors import CheckpointError
 from kvmesh.engine.config import ModelConfig, MoeConfig
 from kvmesh.engine.json_fields import Fields
-from kvmesh.engine.layers import MixerLayer, SparseMlp, load_gated_mlp, load_pre_norm_layer
+from kvmesh.engine.layers import MixerLayer, load_gated_mlp, load_pre_norm_layer, make_sparse_mlp
 from kvmesh.engine.models.family import Family
 from kvmesh.engine.weights import LayerWeights
 from kvmesh.kernels import layer_ops
@@ -46,10 +46,10 @@ def _load_layer(weights: LayerWeights, config: ModelConfig) -> MixerLayer:
             f"{prefix}.down_proj.weight",
         )
         experts.append(load_gated_mlp(weights, names, hidden, moe.intermediate_size))
-    mlp = SparseMlp(
+    mlp = make_sparse_mlp(
         weights.linear("mlp.gate.weight", moe.num_experts, hidden),
         partial(layer_ops.route, top_k=moe.top_k, normalize=moe.normalize),
-        tuple(experts),
+        experts,
     )
     return load_pre_norm_layer(weights, config, mlp)
 

@@ -17,10 +17,10 @@ from kvmesh.engine.layers import (
     Mixer,
     MixerLayer,
     Mlp,
-    SparseMlp,
     load_attention,
     load_gated_mlp,
     load_mixer_layer,
+    make_sparse_mlp,
 )
 from kvmesh.engine.linear_attention import DeltaAttention, DeltaInputs, load_taps
 from kvmesh.engine.models.family import Family
@@ -138,7 +138,7 @@ def _load_mlp(weights: LayerWeights, config: ModelConfig) -> Mlp:
     assert moe is not None
     if weights.layer not in moe.sparse_layers:
         return load_gated_mlp(weights, DENSE_MLP, hidden, config.intermediate_size)
-    chosen = SparseMlp(
+    chosen = make_sparse_mlp(
         weights.linear("mlp.gate.weight", moe.num_experts, hidden),
         partial(layer_ops.route, top_k=moe.top_k, normalize=moe.normalize),
         load_experts(weights, config),

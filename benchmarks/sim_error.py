@@ -1,0 +1,187 @@
+"""The simulator against the real stack: the same requests, measured and simulated.
+
+    kvmesh up --prefill 1 --decode 1 --port 0 --run 'python -m benchmarks.sim_error'
+
+Profiles the stack roughly, sends Poisson loads, simulates the same arrivals with the profile and
+the policy that the scheduler runs, and reports the error of the percentiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+
+from benchmarks.result import RESULTS, ROOT, Row, document, markdown, save
+from benchmarks.stack_client import StackClient, Timing
+from benchmarks.stack_profile import make_profile, measure
+from kvmesh.cli.bench_load import find_model
+from kvmesh.cli.bench_metrics import percentile
+from kvmesh.core.config import environment
+from kvmesh.sim.fleet import parse_fleet
+from kvmesh.sim.profile import Profile
+from kvmesh.sim.requests import Outcome
+from kvmesh.sim.scenario import Scenario
+from kvmesh.sim.simulation import simulate
+from kvmesh.sim.steps import ChunkTokens
+from kvmesh.sim.systems import SYSTEMS
+from kvmesh.sim.trace import TRACE_BLOCK, TraceRequest
+
+LENGTHS = (64, 128, 320, 640)
+OUTPUT_TOKENS = 32
+LOADS = (0.2, 0.5, 0.8)
+"""Shares of the rate at which the prefill worker alone would always be at work."""
+
+PREFILL_SLOTS, DECODE_SLOTS = 1, 32
+CHUNK_TOKENS = 512
+"""As `kvmesh up` starts its workers."""
+
+PERCENTILES = (50, 90, 99)
+
+NOTES = """\
+one prefill and one decode worker, a gateway, scheduler, kvmanager and Redis share the cores of the
+ machine; the simulator knows of no such sharing
+- the profile is measured from outside, one thing at a time: first tokens of lone prompts, steps of
+ batches of 1, 4 and 8, the gap between first and second token
+- error is simulated / measured - 1; load is the share of the prefill worker's rate""".replace(
+    "\n ", " "
+).split("\n- ")
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One request of a load."""
+
+    at_s: float
+    input_tokens: int
+
+
+def arrivals(rate: float, seconds: float, seed: int) -> list[Arrival]:
+    """Poisson arrivals of prompts of mixed length."""
+    draw = random.Random(seed)
+    found: list[Arrival] = []
+    at_s = draw.expovariate(rate)
+    while at_s < seconds:
+        found.append(Arrival(at_s, draw.choice(LENGTHS)))
+        at_s += draw.expovariate(rate)
+    return found
+
+
+async def send(client: StackClient, load: Sequence[Arrival]) -> list[Timing]:
+    """Sends every request when it is due; those that were refused are left out."""
+    started = time.perf_counter()
+
+    async def one(arrival: Arrival) -> Timing | None:
+        await asyncio.sleep(started + arrival.at_s - time.perf_counter())
+        return await client.complete(arrival.input_tokens, OUTPUT_TOKENS)
+
+    found = await asyncio.gather(*map(one, load))
+    return [each for each in found if each is not None]
+
+
+def simulated(profile: Profile, load: Sequence[Arrival]) -> tuple[list[float], list[float]]:
+    """Times to the first token and per token, of those that were served, in seconds."""
+    traces = [
+        TraceRequest(
+            each.at_s,
+            each.input_tokens,
+            OUTPUT_TOKENS,
+            tuple(range(8 * number, 8 * number + -(-each.input_tokens // TRACE_BLOCK))),
+        )
+        for number, each in enumerate(load)
+    ]
+    # One worker of each side: there is nobody to switch.
+    system = dataclasses.replace(SYSTEMS["kvmesh"], switch_roles=False, reallocate=False)
+    result = simulate(
+        Scenario(
+            profile,
+            parse_fleet("home:cpu:prefill:1,home:cpu:decode:1"),
+            system,
+            tuple(traces),
+            chunks=ChunkTokens(CHUNK_TOKENS, CHUNK_TOKENS),
+        )
+    )
+    served = [each for each in result.requests if each.outcome is not Outcome.REFUSED]
+    return (
+        [each.ttft_s for each in served if each.ttft_s is not None],
+        [each.tpot_s for each in served if each.tpot_s is not None],
+    )
+
+
+def compare(
+    share: float, measured: Sequence[Timing], modelled: tuple[list[float], list[float]]
+) -> list[Row]:
+    """One row per metric and percentile; times in milliseconds."""
+    rows: list[Row] = []
+    real = ([each.ttft_s for each in measured], [each.tpot_s for each in measured])
+    for name, seen, made in zip(("ttft", "tpot"), real, modelled, strict=True):
+        for percent in PERCENTILES:
+            was, says = 1000 * percentile(seen, percent), 1000 * percentile(made, percent)
+            rows.append(
+                {
+                    "load": share,
+                    "requests": len(measured),
+                    "metric": f"{name} p{percent}",
+                    "measured_ms": round(was, 2),
+                    "simulated_ms": round(says, 2),
+                    "error_percent": round(100 * (says / was - 1), 1),
+                }
+            )
+    return rows
+
+
+def token_bytes(folder: Path) -> float:
+    """KV of one token of a model, with keys and values of four bytes."""
+    config = json.loads((folder / "config.json").read_text())
+    heads = config["num_key_value_heads"] * config["head_dim"]
+    return float(2 * 4 * config["num_hidden_layers"] * heads)
+
+
+async def run(url: str, seconds: float, seed: int, model: Path) -> list[Row]:
+    """Profiles, then all loads."""
+    timeout = aiohttp.ClientTimeout(total=300)
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+        client = StackClient(session, url, await find_model(url), seed)
+        measured = await measure(client)
+        profile = make_profile(measured, token_bytes(model), slots=(PREFILL_SLOTS, DECODE_SLOTS))
+        mean_s = statistics.mean(profile.devices["cpu"].prefill_s(each) for each in LENGTHS)
+        rows: list[Row] = []
+        for number, share in enumerate(LOADS):
+            load = arrivals(share / mean_s, seconds, seed + number)
+            sys.stderr.write(f"load {share}: {len(load)} requests in {seconds:g} s\n")
+            timings = await send(client, load)
+            rows += compare(share, timings, simulated(profile, load))
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs, prints and saves."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    url = environment("KVMESH_URL", "http://127.0.0.1:8000")
+    parser.add_argument("--url", default=url, help="base URL of the gateway")
+    parser.add_argument("--seconds", type=float, default=45.0, help="length of a load")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--model", type=Path, default=ROOT / "models" / "pydoc-6m")
+    parser.add_argument("--out", type=Path, default=RESULTS / "sim_error.json")
+    arguments = parser.parse_args(argv)
+    rows = asyncio.run(
+        run(arguments.url.rstrip("/"), arguments.seconds, arguments.seed, arguments.model)
+    )
+    result = document(rows, [], arguments.seed, NOTES)
+    save(result, arguments.out)
+    sys.stdout.write(markdown(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""A client that sends one completion and notes when its tokens came."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import aiohttp
+
+VOCAB = (16, 4000)
+"""Token ids of the embedded model without its special ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """When a request was sent and each of its tokens came, in seconds on one clock.
+
+    Attributes:
+        token_s: one entry per token; those of one piece came together.
+        placement: where it ran: aggregated or disaggregated.
+    """
+
+    sent_s: float
+    token_s: tuple[float, ...]
+    placement: str
+
+    @property
+    def ttft_s(self) -> float:
+        """Sent to first token."""
+        return self.token_s[0] - self.sent_s
+
+    @property
+    def tpot_s(self) -> float:
+        """Mean time per token after the first."""
+        return (self.token_s[-1] - self.token_s[0]) / (len(self.token_s) - 1)
+
+
+class StackClient:
+    """Asks a running stack.
+
+    Args:
+        seed: of the prompts; no two are alike.
+    """
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, model: str, seed: int) -> None:
+        self._session = session
+        self._url = f"{url}/v1/completions"
+        self._model = model
+        self._draw = random.Random(seed)
+
+    async def complete(
+        self, input_tokens: int, output_tokens: int, placement: str = ""
+    ) -> Timing | None:
+        """One streamed completion of random tokens; None if it was refused.
+
+        Args:
+            placement: asked for; empty leaves it to the policy.
+        """
+        body = {
+            "model": self._model,
+            "prompt": [self._draw.randrange(*VOCAB) for _ in range(input_tokens)],
+            "max_tokens": output_tokens,
+            "ignore_eos": True,
+            "temperature": 0,
+            "stream": True,
+            "return_token_ids": True,
+        }
+        headers = {"x-kvmesh-placement": placement} if placement else {}
+        sent = time.perf_counter()
+        async with self._session.post(self._url, json=body, headers=headers) as response:
+            if response.status in (429, 503):
+                return None
+            response.raise_for_status()
+            times = await _token_times(response.content)
+            assert len(times) == output_tokens, f"{len(times)} tokens of {output_tokens}"
+            return Timing(sent, tuple(times), response.headers["x-kvmesh-placement"])
+
+    async def together(self, count: int, input_tokens: int, output_tokens: int) -> list[Timing]:
+        """So many at once, on a decode worker that computes no prompts of its own."""
+        asked = [self.complete(input_tokens, output_tokens, "disaggregated") for _ in range(count)]
+        found = await asyncio.gather(*asked)
+        return [each for each in found if each is not None]
+
+
+async def _token_times(content: aiohttp.StreamReader) -> list[float]:
+    times: list[float] = []
+    async for line in content:
+        if not line.startswith(b"data: {"):
+            continue
+        event: Mapping[str, list[Mapping[str, list[int]]]] = json.loads(line[6:])
+        now = time.perf_counter()
+        for choice in event.get("choices") or ():
+            times += [now] * len(choice.get("token_ids") or ())
+    return times

@@ -1,0 +1,155 @@
+"""Measures a running stack of one prefill and one decode worker as profiles need it.
+
+All from the client's side, one thing at a time. Tests: tests/unit/benchmarks/test_stack_profile.py.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks.stack_client import StackClient, Timing
+from kvmesh.policy.curves import Interpolated
+from kvmesh.policy.lengths import LengthDistribution
+from kvmesh.sim.profile import DecodeCost, Device, Links, PlanDefaults, Profile
+
+TINY = 4
+LENGTHS = (64, 128, 256, 512, 1024)
+REPEATS = 7
+BATCHES = (1, 4, 8)
+LONG_CONTEXT = 768
+OUTPUT = 256
+MIN_TOKENS = 32
+"""Fewer tokens of each sequence while all generate say nothing about a step."""
+
+TRIES = 5
+
+NUM_BLOCKS = 256
+"""Of 512 tokens; more than any load here needs, as the stack has."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepSample:
+    """A decode step as it was seen.
+
+    Attributes:
+        context: tokens of all sequences of the batch.
+    """
+
+    batch: int
+    context: float
+    step_s: float
+
+
+def steps_of(timings: Sequence[Timing], input_tokens: int) -> StepSample | None:
+    """The step of a batch, from the time in which all of its sequences were generating.
+
+    None: they hardly were at the same time.
+    """
+    begin = max(each.token_s[0] for each in timings)
+    end = min(each.token_s[-1] for each in timings)
+    counts = [sum(begin < at <= end for at in each.token_s) for each in timings]
+    if begin >= end or min(counts) < MIN_TOKENS:
+        return None
+    context = len(timings) * (input_tokens + len(timings[0].token_s) / 2)
+    return StepSample(len(timings), context, (end - begin) / statistics.median(counts))
+
+
+async def measure_step(client: StackClient, batch: int, input_tokens: int) -> StepSample:
+    """The step of a batch of equal sequences.
+
+    Raises:
+        RuntimeError: the machine is too busy to have them generate at the same time.
+    """
+    for _ in range(TRIES):
+        found = steps_of(await client.together(batch, input_tokens, OUTPUT), input_tokens)
+        if found is not None:
+            sys.stderr.write(f"batch of {batch}: a step takes {1000 * found.step_s:.2f} ms\n")
+            return found
+    raise RuntimeError(f"{batch} sequences did not generate together: the machine is too busy")
+
+
+def fit_decode(samples: Sequence[StepSample], long: StepSample) -> DecodeCost:
+    """A line through steps of short sequences; what long ones take beyond it is their context's.
+
+    Args:
+        samples: of short sequences, at least two different batches.
+        long: of long sequences.
+    """
+    batches = [each.batch for each in samples]
+    line = statistics.linear_regression(batches, [each.step_s for each in samples])
+    slope = max(line.slope, 0.0)
+    short_context = statistics.mean(each.context / each.batch for each in samples) * long.batch
+    more = long.step_s - (line.intercept + slope * long.batch)
+    per_token = max(more / (long.context - short_context), 0.0)
+    # The line holds the context of short sequences already.
+    per_sequence = max(slope - per_token * short_context / long.batch, 0.0)
+    return DecodeCost(max(line.intercept, 1e-5), per_sequence, per_token)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What the profile is made of.
+
+    Attributes:
+        first_s: median time to the first token of a lone prompt, by its length.
+        handoff_s: from the first token of a lone prompt to its second, by its length.
+    """
+
+    first_s: dict[int, float]
+    handoff_s: dict[int, float]
+    short: tuple[StepSample, ...]
+    long: StepSample
+
+    @property
+    def overhead_s(self) -> float:
+        """What the way through the services takes: a tiny prompt without its step."""
+        return max(self.first_s[TINY] - self.short[0].step_s, 0.0)
+
+
+async def measure(client: StackClient) -> Measured:
+    """Asks one thing at a time; takes about a minute."""
+    await client.together(2, LENGTHS[-1], 8)  # warm
+    first: dict[int, float] = {}
+    handoff: dict[int, float] = {}
+    for length in (TINY, *LENGTHS):
+        timings = [(await client.together(1, length, 3))[0] for _ in range(REPEATS)]
+        first[length] = statistics.median(each.ttft_s for each in timings)
+        handoff[length] = statistics.median(each.token_s[1] - each.token_s[0] for each in timings)
+        sys.stderr.write(f"prompt of {length}: first token after {1000 * first[length]:.1f} ms\n")
+    short = [await measure_step(client, batch, TINY) for batch in BATCHES]
+    long = await measure_step(client, BATCHES[1], LONG_CONTEXT)
+    return Measured(first, handoff, tuple(short), long)
+
+
+def make_profile(measured: Measured, token_bytes: float, *, slots: tuple[int, int]) -> Profile:
+    """The simulator's view of what was measured.
+
+    Args:
+        token_bytes: KV of one token.
+        slots: prefill and decode slots of a worker.
+    """
+    overhead = measured.overhead_s
+    points = [(0.0, 0.0)]
+    for length in (TINY, *LENGTHS):
+        # Never falling, however the measurement scattered.
+        points.append((float(length), max(measured.first_s[length] - overhead, points[-1][1])))
+    decode = fit_decode(measured.short, measured.long)
+    length = LENGTHS[-1]
+    sending_s = max(measured.handoff_s[length] - decode.step_s(1, length), 1e-4)
+    prefill = Interpolated(tuple(points))
+    device = Device("cpu", prefill, decode, NUM_BLOCKS, *slots)
+    link = length * token_bytes / sending_s
+    return Profile(
+        name="this stack",
+        description="measured",
+        kv_bytes=lambda tokens: tokens * token_bytes,
+        devices={"cpu": device},
+        # A request passes three times on its way to the first token.
+        links=Links(link, link, overhead / 3),
+        plan=PlanDefaults(
+            "cpu", "cpu", 0, 2, 8, decode.step_s(8, 8 * 256), 32, LengthDistribution([256.0])
+        ),
+    )

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from benchmarks.sim_error import LENGTHS, Arrival, arrivals, compare, simulated
+from benchmarks.stack_client import Timing
+from benchmarks.stack_profile import (
+    LENGTHS as PROFILED,
+)
+from benchmarks.stack_profile import (
+    TINY,
+    Measured,
+    StepSample,
+    fit_decode,
+    make_profile,
+    steps_of,
+)
+
+STEP_S, PER_SEQUENCE_S, PER_TOKEN_S = 0.004, 0.0005, 1e-6
+
+
+def sample(batch: int, context_each: float) -> StepSample:
+    context = batch * context_each
+    step = STEP_S + PER_SEQUENCE_S * batch + PER_TOKEN_S * context
+    return StepSample(batch, context, step)
+
+
+SHORT = tuple(sample(batch, 50) for batch in (1, 4, 8))
+LONG = sample(4, 800)
+
+
+def measured() -> Measured:
+    """A millisecond per prompt token, 6 ms of overhead, 20 ms from first to second token."""
+    first = {n: 0.006 + 0.001 * n for n in PROFILED}
+    first[TINY] = 0.006 + SHORT[0].step_s
+    return Measured(first, dict.fromkeys(first, 0.02), SHORT, LONG)
+
+
+def stream(first_s: float, step_s: float, count: int) -> Timing:
+    return Timing(0.0, tuple(first_s + step_s * n for n in range(count)), "disaggregated")
+
+
+def test_step_is_measured_while_all_generate() -> None:
+    """The second starts late, and after the first has ended it would be alone and faster."""
+    late = Timing(0.0, (*stream(0.5, 0.01, 60).token_s, *stream(1.1, 0.001, 60).token_s), "")
+    found = steps_of([stream(0.1, 0.01, 100), late], 10)
+    assert found is not None
+    assert found.step_s == pytest.approx(0.01, rel=0.03)
+    assert (found.batch, found.context) == (2, 2 * (10 + 50))
+
+
+def test_no_step_without_time_together() -> None:
+    assert steps_of([stream(0.1, 0.01, 50), stream(0.5, 0.01, 50)], 10) is None
+    assert steps_of([stream(0.1, 0.01, 50), stream(5.0, 0.01, 50)], 10) is None
+
+
+def test_costs_of_a_step_are_found_again() -> None:
+    cost = fit_decode(SHORT, LONG)
+    assert cost.constant == pytest.approx(STEP_S)
+    assert cost.per_sequence == pytest.approx(PER_SEQUENCE_S, rel=0.01)
+    assert cost.per_token == pytest.approx(PER_TOKEN_S, rel=0.01)
+
+
+def test_a_lone_request_is_simulated_as_it_was_measured() -> None:
+    profile = make_profile(measured(), 1000.0, slots=(1, 32))
+    ttft, _ = simulated(profile, [Arrival(0.0, 512)])
+    assert ttft == pytest.approx([0.006 + 0.512], rel=0.01)
+
+
+def test_prefill_never_falls() -> None:
+    scattered = measured()
+    scattered.first_s[256] = 0.0
+    profile = make_profile(scattered, 1000.0, slots=(1, 32))
+    curve = profile.devices["cpu"].prefill_s
+    assert curve(256) == curve(128)
+
+
+def test_arrivals_come_at_the_rate_and_from_the_seed() -> None:
+    found = arrivals(20.0, 30.0, 1)
+    assert found == arrivals(20.0, 30.0, 1)
+    assert 500 < len(found) < 700
+    assert {each.input_tokens for each in found} == set(LENGTHS)
+    assert all(a.at_s < b.at_s < 30 for a, b in itertools.pairwise(found))
+
+
+def test_error_is_of_what_was_measured() -> None:
+    seen = [Timing(0.0, (0.1, 0.2, 0.3), "aggregated")] * 3
+    rows = compare(0.5, seen, ([0.11] * 3, [0.08] * 3))
+    by_metric = {row["metric"]: row["error_percent"] for row in rows}
+    assert by_metric["ttft p50"] == pytest.approx(10)
+    assert by_metric["tpot p99"] == pytest.approx(-20)

@@ -1,0 +1,289 @@
+"""The Helm chart, rendered as helm renders it, against Kubernetes' schemas and our own configs."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from kvmesh.core.config import load_config, options_of
+from scripts.render_manifests import CHART, MANIFESTS, RELEASE, render
+from tests.unit.deploy.metric_names import known_metrics
+from tests.unit.packaging.compose_file import CONFIGS, ROOT
+
+KUBERNETES = ("1.31", "1.37")
+FOREIGN_VARIABLES = {"POD_NAME", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}
+AUTOSCALED: dict[str, Any] = {
+    name: {"autoscaling": {"enabled": True}} for name in ("gateway", "prefill", "decode")
+}
+VALUES: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "autoscaled": AUTOSCALED,
+    "secured": {
+        "tls": {"secret": "certificates"},
+        "admin": {"secret": "admin-token"},
+        "apiKeys": {"secret": "keys"},
+        "tracing": {"collector": "collector.monitoring:4317"},
+    },
+    "gpus": {
+        "engine": {"device": "cuda", "dtype": "bfloat16"},
+        "model": {"name": "big", "path": "/models/big", "claim": "checkpoints"},
+        "prefill": {"gpus": 1, "nodeSelector": {"pool": "gpu"}},
+        "decode": {
+            "gpus": 2,
+            "tolerations": [{"key": "gpu", "operator": "Exists"}],
+            "env": {"KVMESH_ENGINE__GROWTH_TOKENS": 128},
+        },
+    },
+    "own-redis": {
+        "redis": {"enabled": False, "url": "rediss://redis.data:6379/0", "secret": "redis"},
+        "networkPolicy": {"enabled": False},
+        "scheduler": {"replicas": 1},
+    },
+}
+
+Manifest = dict[str, Any]
+
+
+@cache
+def text_of(values: str) -> str:
+    return render(VALUES[values])
+
+
+def rendered(values: str) -> list[Manifest]:
+    return list(yaml.safe_load_all(text_of(values)))
+
+
+@pytest.fixture(params=list(VALUES))
+def manifests(request: pytest.FixtureRequest) -> list[Manifest]:
+    return rendered(request.param)
+
+
+def of_kind(manifests: list[Manifest], *kinds: str) -> list[Manifest]:
+    return [each for each in manifests if each["kind"] in kinds]
+
+
+def workloads(manifests: list[Manifest]) -> dict[str, Manifest]:
+    """Deployments and StatefulSets by component."""
+    found = of_kind(manifests, "Deployment", "StatefulSet")
+    return {each["metadata"]["labels"]["app.kubernetes.io/component"]: each for each in found}
+
+
+def ours(manifests: list[Manifest]) -> Iterator[tuple[str, Manifest, Manifest]]:
+    """Name, pod and container of each workload that runs an image of ours."""
+    for name, workload in workloads(manifests).items():
+        pod = workload["spec"]["template"]["spec"]
+        (container,) = pod["containers"]
+        if name in CONFIGS:
+            yield name, pod, container
+
+
+def environment(container: Manifest) -> dict[str, str]:
+    return {each["name"]: each.get("value", "from elsewhere") for each in container["env"]}
+
+
+def ports(container: Manifest) -> dict[str, int]:
+    return {each["name"]: each["containerPort"] for each in container["ports"]}
+
+
+def labels_of(workload: Manifest) -> dict[str, str]:
+    labels: dict[str, str] = workload["spec"]["template"]["metadata"]["labels"]
+    return labels
+
+
+@pytest.mark.parametrize("version", KUBERNETES)
+def test_every_manifest_follows_the_schema(manifests: list[Manifest], version: str) -> None:
+    for manifest in manifests:
+        kubernetes_validate.validate(manifest, version, strict=True)
+
+
+def test_the_schema_notices_a_misspelt_field() -> None:
+    (deployment, *_) = rendered("defaults")
+    deployment["spec"]["templat"] = deployment["spec"].pop("template")
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(deployment, KUBERNETES[-1], strict=True)
+
+
+def test_names_are_unique_and_every_service_is_there(manifests: list[Manifest]) -> None:
+    names = [(each["kind"], each["metadata"]["name"]) for each in manifests]
+    assert len(names) == len(set(names))
+    assert set(CONFIGS) <= set(workloads(manifests))
+
+
+def test_the_plain_manifests_are_the_chart_s() -> None:
+    assert MANIFESTS.read_text() == text_of("defaults"), "run `make manifests`"
+
+
+@pytest.mark.skipif(shutil.which("helm") is None, reason="helm is not installed")
+@pytest.mark.parametrize("values", list(VALUES))
+def test_helm_renders_the_same(values: str, tmp_path: Path) -> None:
+    changes = tmp_path / "values.yaml"
+    changes.write_text(json.dumps(VALUES[values]))
+    command = ["helm", "template", RELEASE, str(CHART), "--values", str(changes)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    by_helm = [each for each in yaml.safe_load_all(done.stdout) if each]
+    key = lambda each: (each["kind"], each["metadata"]["name"])  # noqa: E731
+    assert sorted(by_helm, key=key) == sorted(rendered(values), key=key)
+
+
+def test_templates_need_no_helm() -> None:
+    """What helm adds to text/template and sprig is not used, so the tests above show the truth."""
+    for template in (CHART / "templates").iterdir():
+        used = re.findall(
+            r"\b(include|tpl|lookup|required|\.Files|\.Capabilities)\b", template.read_text()
+        )
+        assert used in ([], ["include"]), template  # the word in _parts.tpl's comment
+
+
+def test_environments_are_valid_configs(manifests: list[Manifest]) -> None:
+    for name, _, container in ours(manifests):
+        variables = environment(container)
+        known = {option.env for option in options_of(CONFIGS[name])}
+        assert set(variables) - FOREIGN_VARIABLES <= known, name
+        config = load_config(CONFIGS[name], environ=variables)
+        assert ports(container)["grpc"] == config.server.port
+        assert ports(container)["metrics"] == config.telemetry.metrics_port
+        if "data" in ports(container):
+            assert ports(container)["data"] == config.worker.data_port
+
+
+def test_peers_are_found_under_names_that_exist(manifests: list[Manifest]) -> None:
+    services = {each["metadata"]["name"]: each for each in of_kind(manifests, "Service")}
+    replicas = workloads(manifests)["scheduler"]["spec"]["replicas"]
+    for name, _, container in ours(manifests):
+        for variable, value in environment(container).items():
+            if not variable.endswith(("__TARGET", "__TARGETS", "_TARGET", "_TARGETS")):
+                continue
+            if "TRACE" in variable:
+                continue
+            for target in value.split(","):
+                host, _, port = target.partition(":")
+                service = services[host.rpartition(".")[2]]
+                assert int(port) in {each["port"] for each in service["spec"]["ports"]}, name
+            if variable.endswith("TARGETS"):
+                assert len(value.split(",")) == replicas
+        advertised = environment(container).get("KVMESH_SERVER__ADVERTISE_HOST")
+        if advertised is not None:
+            headless = services[advertised.removeprefix("$(POD_NAME).")]
+            assert headless["spec"]["clusterIP"] == "None"
+
+
+def test_services_budgets_and_policies_select_pods(manifests: list[Manifest]) -> None:
+    pods = {name: labels_of(each) for name, each in workloads(manifests).items()}
+    for each in of_kind(manifests, "Service", "PodDisruptionBudget", "NetworkPolicy"):
+        spec = each["spec"]
+        selector = spec.get("podSelector", spec.get("selector"))
+        wanted = selector.get("matchLabels", selector)
+        chosen = [name for name, labels in pods.items() if wanted.items() <= labels.items()]
+        assert chosen == [each["metadata"]["labels"]["app.kubernetes.io/component"]], each
+    budgets = {each["metadata"]["name"] for each in of_kind(manifests, "PodDisruptionBudget")}
+    assert budgets == {f"{RELEASE}-{name}" for name in CONFIGS}
+
+
+def test_pods_have_no_rights(manifests: list[Manifest]) -> None:
+    for workload in workloads(manifests).values():
+        pod = workload["spec"]["template"]["spec"]
+        assert pod["automountServiceAccountToken"] is False
+        # Kubernetes would set KVMESH_*_PORT and such, which look like options of ours.
+        assert pod["enableServiceLinks"] is False
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for key in ("hostNetwork", "hostPID", "hostIPC"):
+            assert key not in pod
+        for container in pod["containers"]:
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
+            assert {"requests", "limits"} <= container["resources"].keys()
+
+
+def test_pods_are_asked_over_grpc_and_may_drain(manifests: list[Manifest]) -> None:
+    for name, pod, container in ours(manifests):
+        config = load_config(CONFIGS[name], environ=environment(container))
+        wait_s = (
+            container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
+        )
+        assert pod["terminationGracePeriodSeconds"] > config.server.drain_s + wait_s
+        if name == "gateway":
+            assert container["readinessProbe"]["httpGet"]["path"] == "/ready"
+            assert wait_s > 0
+        elif config.server.tls.ca:
+            command = container["readinessProbe"]["exec"]["command"]
+            assert command[:4] == ["python", "-m", "kvmesh.cli", "health"]
+            assert config.server.tls.ca in command
+        else:
+            assert container["readinessProbe"]["grpc"] == {"port": config.server.port}
+        # A drain is no reason to kill.
+        assert "grpc" not in container["livenessProbe"]
+
+
+def test_secrets_come_as_files_or_references(manifests: list[Manifest]) -> None:
+    for _, pod, container in ours(manifests):
+        mounted = {each["mountPath"]: each["name"] for each in container["volumeMounts"]}
+        volumes = {each["name"] for each in pod["volumes"]}
+        assert set(mounted.values()) == volumes
+        for variable, value in environment(container).items():
+            if value.startswith("/etc/kvmesh/"):
+                assert value.rpartition("/")[0] in mounted, variable
+            assert not variable.endswith(("PASSWORD", "TOKEN")) or value == "from elsewhere"
+
+
+def test_autoscalers_follow_metrics_that_are_exported() -> None:
+    manifests = rendered("autoscaled")
+    scaled = of_kind(manifests, "HorizontalPodAutoscaler")
+    assert len(scaled) == 3
+    for each in scaled:
+        target = each["spec"]["scaleTargetRef"]
+        (workload,) = (
+            found
+            for found in of_kind(manifests, target["kind"])
+            if found["metadata"]["name"] == target["name"]
+        )
+        assert "replicas" not in workload["spec"], "the autoscaler's to say"
+        for metric in each["spec"]["metrics"]:
+            assert metric["pods"]["metric"]["name"] in known_metrics()
+
+
+def test_only_those_who_call_may_call() -> None:
+    """The policies allow exactly the edges that the environments make."""
+    manifests = rendered("defaults")
+    called: dict[str, set[str]] = {name: set() for name in workloads(manifests)}
+    for name, _, container in ours(manifests):
+        for variable, value in environment(container).items():
+            if variable.endswith(("TARGET", "TARGETS")) or variable == "KVMESH_REDIS__URL":
+                for peer, callers in called.items():
+                    if f"{RELEASE}-{peer}:" in value:
+                        callers.add(name)
+    # Gateways find workers through the scheduler.
+    called["prefill"].add("gateway")
+    called["decode"].add("gateway")
+    for policy in of_kind(manifests, "NetworkPolicy"):
+        name = policy["metadata"]["labels"]["app.kubernetes.io/component"]
+        if name == "gateway":
+            continue
+        first, *_ = policy["spec"]["ingress"]
+        allowed = {
+            each["podSelector"]["matchLabels"]["app.kubernetes.io/component"]
+            for each in first["from"]
+        }
+        assert allowed == called[name], name
+
+
+def test_images_are_those_of_the_dockerfile(manifests: list[Manifest]) -> None:
+    targets = set(
+        re.findall(r"^FROM .* AS (\w+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    )
+    for name, _, container in ours(manifests):
+        assert container["image"] == f"kvmesh-{name}:0.1.0"
+        assert name in targets
