@@ -58,7 +58,7 @@ bench-serve: setup ## measure a local stack; writes bench/results/serve.json and
 	$(PY) -m kvmesh.cli up $(if $(MODEL),--model $(MODEL)) --prefill $(PREFILL) --decode $(DECODE) --port 0 --run '$(PY) -m kvmesh.cli bench serve --goodput ttft:2000 tpot:100 --save bench/results/serve.json'
 
 bench-policies: setup ## compare policies in the simulator: make bench-policies TRACES="FILE..."
-	$(PY) -m kvmesh.sim.bench --out bench/results $(if $(TRACES),--trace $(TRACES))
+	$(PY) -m benchmarks.policies $(if $(TRACES),--trace $(TRACES)) $(ARGS)
 
 bench-sim-error: setup ## the simulator against a real stack under the same load; writes bench/results/sim_error.*
 	$(PY) -m kvmesh.cli up --prefill 1 --decode 1 --port 0 --run '$(PY) -m benchmarks.sim_error $(ARGS)'

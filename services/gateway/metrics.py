@@ -11,13 +11,13 @@ from prometheus_client import (
     CollectorRegistry,
     Counter,
     Gauge,
-    Histogram,
 )
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from kvmesh.core.types import FinishReason
 from kvmesh.policy.quota import Quota, Tenant
+from kvmesh.telemetry.batch_histogram import BatchHistogram
 
 # vLLM's buckets, in seconds, so that existing dashboards and quantiles keep their meaning.
 TTFT_BUCKETS = (
@@ -54,8 +54,8 @@ class GatewayMetrics(Collector):
         registry = CollectorRegistry()
         self._registry = registry
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            metric = Histogram(name, text, ["model_name"], registry=registry, buckets=buckets)
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> BatchHistogram:
+            metric = BatchHistogram(name, text, ["model_name"], registry=registry, buckets=buckets)
             return metric.labels(model)
 
         def counter(name: str, text: str) -> Counter:
