@@ -47,6 +47,11 @@ async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
     step: Flags = {"engine.fake-step-s": 0.005}
     flags: dict[str, Flags] = {
         "gateway": {"server.admin.port": 0, "server.admin.token-file": token_file},
+        "scheduler": {
+            "planning.roles": "off",
+            "planning.remote-cluster": "far",
+            "planning.threshold-tokens": 300,
+        },
         "prefill": step,
         "decode": step,
     }
@@ -76,6 +81,9 @@ async def test_the_console_shows_the_mesh_and_a_request(mesh: Mesh) -> None:
         names = await page.locator("#workers .role").all_inner_texts()
         assert names == ["decode-0", "decode-1", "prefill-0", "prefill-1"]
         assert await page.locator("#state").inner_text() == "live"
+
+        threshold = page.locator(".chart", has_text="Offload threshold")
+        await threshold.locator("b", has_text="300").wait_for()
 
         headers = {**placed("disaggregated"), "x-request-id": "shown"}
         answer = await client.complete(list(range(10, 300)), max_tokens=20, headers=headers)
