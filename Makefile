@@ -12,6 +12,7 @@ PREFILL ?= 2
 DECODE ?= 2
 PORT ?= 8000
 ARGS ?=
+ROUNDS ?= 20
 # One computing thread per test process: spinning OpenMP teams slow each other down tenfold.
 test test-fast: export OMP_NUM_THREADS := 1
 .PHONY: help setup proto fmt check test test-fast test-gpu up bench-serve bench-gateway bench-transfer bench-engine bench-allocator bench-fuzz bench-policies bench-sim-error e2e-compose console-pictures manifests dashboard train-model clean
@@ -77,6 +78,10 @@ bench-allocator: setup ## fragmentation over replayed traces: make bench-allocat
 
 bench-fuzz: setup ## a million damaged inputs for the data channel's decoder; writes bench/results/fuzz_frames.*
 	$(PY) -m benchmarks.fuzz_frames $(ARGS)
+
+.PHONY: fuzz
+fuzz: setup ## senseless requests to every rpc and the HTTP API: make fuzz ROUNDS=20
+	KVMESH_FUZZ_ROUNDS=$(ROUNDS) $(PY) -m pytest -q --timeout 0 tests/integration/test_grpc_fuzz.py tests/integration/test_http_fuzz.py
 
 e2e-compose: setup ## bring docker-compose.yml up with podman, kill a container, stream on
 	$(PY) -m scripts.compose_e2e
