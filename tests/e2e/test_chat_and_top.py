@@ -16,6 +16,9 @@ from tests.mesh_child import ROOT, until
 from tests.mesh_processes import Mesh
 
 
+pytestmark = pytest.mark.timeout(120)
+
+
 async def kvmesh(*arguments: str) -> int:
     """Runs a command; it has an event loop of its own."""
     return await asyncio.to_thread(main, list(arguments))

@@ -15,6 +15,9 @@ from kvmesh.cli.health import check_health
 from tests.e2e.api_client import ApiClient, placed
 from tests.mesh_processes import Flags, Mesh, fake_tokens, running_mesh
 
+# Each starts a mesh of its own.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
 PROMPT = list(range(10, 60))
 
 
