@@ -18,6 +18,9 @@ from typing import Any, cast
 
 from kvmesh.core.types import Endpoint
 
+LONGEST_S = 20.0
+"""A request that takes longer has failed."""
+
 _HEAD_END = b"\r\n\r\n"
 _STATUS = re.compile(rb"HTTP/1\.1 (\d{3})")
 _LENGTH = re.compile(rb"(?i)\r\ncontent-length: *(\d+)")
@@ -210,10 +213,14 @@ class Loader:
         self._all.append(made)
         return made
 
-    async def one(self, payload: bytes, *, keep: bool = False) -> Reply:
-        """One request."""
+    async def one(
+        self, payload: bytes, *, keep: bool = False, longest_s: float = LONGEST_S
+    ) -> Reply:
+        """One request; what takes longer than `longest_s` is cut."""
         connection = await self.connection()
+        cut = asyncio.get_running_loop().call_later(longest_s, connection.close)
         reply = await connection.send(payload, keep=keep)
+        cut.cancel()
         self._idle.append(connection)
         return reply
 
@@ -223,12 +230,8 @@ class Loader:
         until = time.perf_counter() + seconds
 
         async def caller() -> None:
-            connection = await self.connection()
             while time.perf_counter() < until:
-                if not connection.usable:
-                    connection = await self.connection()
-                replies.append(await connection.send(payload))
-            self._idle.append(connection)
+                replies.append(await self.one(payload))
 
         await asyncio.gather(*(caller() for _ in range(concurrency)))
         return replies
@@ -243,11 +246,7 @@ class Loader:
         running: set[asyncio.Task[None]] = set()
 
         async def single() -> None:
-            connection = await self.connection()
-            cut = loop.call_later(longest_s, connection.close)
-            replies.append(await connection.send(payload))
-            cut.cancel()
-            self._idle.append(connection)
+            replies.append(await self.one(payload, longest_s=longest_s))
 
         due = time.perf_counter()
         until = due + seconds
@@ -274,7 +273,8 @@ class Loader:
         deadline = time.perf_counter() + timeout_s
         while time.perf_counter() < deadline and still_running():
             try:
-                reply = await self.one(payload)
+                # Asked too early, some never answer.
+                reply = await self.one(payload, longest_s=2.0)
             except OSError:
                 reply = Reply(0.0)
             if reply.ok:

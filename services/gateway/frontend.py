@@ -146,6 +146,7 @@ class Frontend:
                 if isinstance(error, QuotaError):
                     self.metrics.over_quota(tenant, error.quota)
                 raise
+            stack.callback(self.metrics.used, ticket)
             yield ticket
 
     async def prepare(self, call: ApiCall, caller: Caller) -> list[Choice]:
@@ -163,7 +164,9 @@ class Frontend:
         ttft_ms = caller.ttft_ms or self.limits.ttft_deadline_ms
         ticket = caller.ticket
         tenant = Tenant() if ticket is None else ticket.tenant
-        call = replace(call, sampling=await checked_sampling(self.tokenizer, call))
+        sampling = await checked_sampling(self.tokenizer, call)
+        if sampling is not call.sampling:
+            call = replace(call, sampling=sampling)
         choices: list[Choice] = []
         for prompt_index, prompt in enumerate(call.prompts):
             token_ids = await prompt_ids(self.tokenizer, call, prompt)
@@ -212,8 +215,9 @@ class Frontend:
                 request_id=request.request_id,
                 prompt_tokens=len(request.prompt_ids),
             ) as span:
-                inner = replace(request, traceparent=span.traceparent)
-                tokens = generate(self._mesh, inner, lane)
+                if span.traceparent != request.traceparent:
+                    request = replace(request, traceparent=span.traceparent)
+                tokens = generate(self._mesh, request, lane)
                 async with aclosing(tokens), aclosing(self._text(choice, tokens, lane)) as texts:
                     async for delta in texts:
                         record.add(delta)
@@ -248,8 +252,8 @@ class Frontend:
             )
             if piece.stop is not None:
                 finish = FinishReason.STOP
-            elif finish is not None:
-                piece = replace(piece, text=piece.text + detokenizer.finish())
+            elif finish is not None and (rest := detokenizer.finish()):
+                piece = replace(piece, text=piece.text + rest)
             if call.max_tokens == 0:  # only what was there before is wanted
                 finish, piece = FinishReason.LENGTH, TextPiece("", 0)
             yield _text_delta(choice.index, delta, piece, finish)

@@ -160,7 +160,7 @@ class HttpFront:
         if call.request_id and not _given_request_id(request):
             request[_REQUEST_ID] = clean_request_id(call.request_id)
         request_id = request[_REQUEST_ID]
-        caller = replace(caller_of(request, request_id), ticket=ticket)
+        caller = caller_of(request, request_id, ticket)
         return request_id, await self._frontend.prepare(call, caller)
 
     # --- operations ---
@@ -210,7 +210,7 @@ class HttpFront:
             return _error_response(_http_error(error, request, self._config))
 
 
-def caller_of(request: web.Request, request_id: str) -> Caller:
+def caller_of(request: web.Request, request_id: str, ticket: Ticket) -> Caller:
     """What the headers say.
 
     Raises:
@@ -223,6 +223,7 @@ def caller_of(request: web.Request, request_id: str) -> Caller:
         placement=parse_placement(headers.get("x-kvmesh-placement", "")),
         ttft_ms=parse_ttft_ms(headers.get("x-slo-ttft-ms", "")),
         traceparent=headers.get("traceparent", ""),
+        ticket=ticket,
     )
 
 
@@ -267,11 +268,13 @@ def _given_request_id(request: web.Request) -> str:
 
 async def _add_request_id(request: web.Request, response: web.StreamResponse) -> None:
     response.headers["x-request-id"] = request.get(_REQUEST_ID, "")
+    response.headers["Server"] = "kvmesh"  # not the versions of what it is built with
 
 
 async def _json(request: web.Request, timeout_s: float) -> Any:
     try:
-        async with asyncio.timeout(timeout_s):
+        # Most bodies are short and here already: nothing to be patient about.
+        async with asyncio.timeout(None if request.content.is_eof() else timeout_s):
             raw = await request.read()
     except TimeoutError as error:
         request.protocol.force_close()  # what is still to come is not waited for

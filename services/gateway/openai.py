@@ -236,7 +236,9 @@ def _with_common(call: ApiCall, body: ChatBody | CompletionBody, limits: LimitsC
     truncate = body.truncate_prompt_tokens
     return replace(
         call,
-        sampling=replace(call.sampling, structure=structure),
+        sampling=call.sampling
+        if structure is None
+        else replace(call.sampling, structure=structure),
         structure_field=structure_field,
         return_prompt_logprobs=body.prompt_logprobs is not None,
         truncate_prompt=None if truncate in (None, -1) else truncate,
@@ -273,14 +275,12 @@ def check_stop(stop: str | list[str] | None, limit: int) -> tuple[str, ...]:
 def _sampling(
     body: ChatBody | CompletionBody, defaults: Mapping[str, float], num_logprobs: int
 ) -> SamplingParams:
-    base = SamplingParams(num_logprobs=num_logprobs)
-
     def given(name: str) -> float:
         value = getattr(body, name)
-        return float(defaults.get(name, getattr(base, name)) if value is None else value)
+        return float(defaults.get(name, getattr(_DEFAULTS, name)) if value is None else value)
 
-    return replace(
-        base,
+    return SamplingParams(
+        num_logprobs=num_logprobs,
         temperature=given("temperature"),
         top_p=given("top_p"),
         top_k=max(int(given("top_k")), 0),  # -1 is vLLM's way to keep all
@@ -295,6 +295,9 @@ def _sampling(
         allowed_token_ids=tuple(body.allowed_token_ids or ()),
         num_prompt_logprobs=-1 if body.prompt_logprobs is None else body.prompt_logprobs,
     )
+
+
+_DEFAULTS = SamplingParams()
 
 
 def _logit_bias(given: Mapping[str, float]) -> tuple[tuple[int, float], ...]:

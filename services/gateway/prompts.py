@@ -80,7 +80,7 @@ async def checked_sampling(tokenizer: TextTokenizer, call: ApiCall) -> SamplingP
         words += sorted(forms)
     if not all(words):
         raise InvalidRequestError("bad_words: a word has no tokens", "bad_words")
-    return replace(sampling, bad_words=tuple(words))
+    return replace(sampling, bad_words=tuple(words)) if call.bad_words else sampling
 
 
 def _forms(word: str) -> tuple[str, str]:

@@ -121,7 +121,8 @@ class _Life:
         now = self._now()
         self._deadline = now + mesh.limits.request_timeout_s
         self._phases = Phases(mesh.metrics, now)
-        self._place_until = min(self._deadline, now + request.ttft_s)
+        patience_s = mesh.prefill_times.patience_s(len(request.prompt_ids), request.ttft_s)
+        self._place_until = min(self._deadline, now + patience_s)
 
     @property
     def _where(self) -> Placed:
@@ -147,7 +148,8 @@ class _Life:
     async def first_token(self) -> TokenDelta:
         """Waits for the prefill worker's token."""
         where = self._where
-        until = self._now() + self._mesh.limits.prefill_timeout_s
+        accepted_at = self._now()
+        until = accepted_at + self._mesh.limits.prefill_timeout_s
         with start_span("gateway.first_token", self._request.traceparent) as span:
             while True:
                 side, event = await self._event(until, where.prefill_worker, "prefill_stalled")
@@ -157,6 +159,9 @@ class _Life:
                     self._work.keep_early(event)
                 self._raise_if_failed(side, event)
             span.set(cached_tokens=event.cached_tokens)
+        self._mesh.prefill_times.note(
+            len(self._request.prompt_ids) + len(self._tokens), self._now() - accepted_at
+        )
         self._early = self._work.take_early()
         if self._cached_tokens is None:
             self._cached_tokens = self._trace.cached_tokens = event.cached_tokens
@@ -168,10 +173,12 @@ class _Life:
             self._decode_span = start_span("gateway.decode", self._request.traceparent)
         logprobs = () if event.logprobs is None else (event.logprobs,)
         delta = self._delta((event.token_id,), logprobs, event.finish_reason)
-        # If the stream moves, the prompt is not scored again.
-        sampling = replace(self._request.sampling, num_prompt_logprobs=-1)
-        self._request = replace(self._request, sampling=sampling)
-        return replace(delta, prompt_logprobs=event.prompt_logprobs)
+        if self._request.sampling.num_prompt_logprobs >= 0:
+            # If the stream moves, the prompt is not scored again.
+            sampling = replace(self._request.sampling, num_prompt_logprobs=-1)
+            self._request = replace(self._request, sampling=sampling)
+            delta = replace(delta, prompt_logprobs=event.prompt_logprobs)
+        return delta
 
     async def next_tokens(self) -> TokenDelta:
         """Waits for the decode worker's next tokens."""

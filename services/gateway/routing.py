@@ -124,11 +124,15 @@ class Router:
         self._in_flight = in_flight
         self._timeout_s = timeout_s
         self._alone = False
+        self._facts: tuple[tuple[FleetWorker, ...], ModelFacts | None] = ((), None)
 
     @property
     def facts(self) -> ModelFacts | None:
         """What the fleet says about the model; None while no worker is known."""
-        return model_facts(self._fleet.workers, self._model)
+        workers = self._fleet.workers
+        if self._facts[0] is not workers:  # once per view, not twice per request
+            self._facts = (workers, model_facts(workers, self._model))
+        return self._facts[1]
 
     @property
     def not_ready(self) -> str:

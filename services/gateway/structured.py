@@ -78,6 +78,8 @@ def structure_of(body: StructureFields) -> tuple[Structure | None, str]:
     Raises:
         InvalidRequestError: several fields ask for one, or it is too long.
     """
+    if all(getattr(body, name) is None for name in StructureFields.model_fields):
+        return None, ""  # most requests have none, and ten ways to say so
     found = {name: each for name, each in _candidates(body) if each is not None}
     if len(found) > 1:
         names = " and ".join(found)

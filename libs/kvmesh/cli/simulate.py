@@ -14,7 +14,7 @@ from pathlib import Path
 from kvmesh.cli.flags import add_flag, add_switch, count, new_parser, positive_int
 from kvmesh.core.errors import ConfigError
 from kvmesh.sim.fleet import parse_fleet
-from kvmesh.sim.plots import png, write_html
+from kvmesh.sim.plots import Series, png, write_html
 from kvmesh.sim.profile import Profile, load_profile, shipped_profiles
 from kvmesh.sim.report import summarize, summary_record, table
 from kvmesh.sim.scenario import Scenario, parse_failures
@@ -114,7 +114,9 @@ def _save(arguments: argparse.Namespace, runs: list[tuple[str, Result]]) -> None
     if arguments.json:
         record = {name: summary_record(result) for name, result in runs}
         Path(arguments.json).write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
+    series = [Series.of(name, result) for name, result in runs]
     if arguments.png:
-        Path(arguments.png).write_bytes(png(runs))
+        Path(arguments.png).write_bytes(png(series))
     if arguments.html:
-        write_html(runs, f"kvmesh simulate: {arguments.profile}", Path(arguments.html))
+        rows = table([(name, summarize(result)) for name, result in runs])
+        write_html(series, rows, f"kvmesh simulate: {arguments.profile}", Path(arguments.html))

@@ -24,7 +24,7 @@ WIDTH = 6
 SMALL_FLEET = 32
 """Up to so many workers a route looks at all of them."""
 
-MAX_HOLDERS = 128
+MAX_HOLDERS = 32
 """Of more holders (a system prompt that all have) those of the longest prefixes are weighed; the
 others are found by their load."""
 

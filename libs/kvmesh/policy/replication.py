@@ -61,8 +61,11 @@ def plan_copies(
         if expected[source] <= limit or not free:
             continue
         target = min(free, key=lambda worker: (expected[worker], worker))
-        moved = _spread(segment, holders, expected)
-        if expected[target] + moved >= expected[source]:
+        gap = expected[source] - expected[target]
+        # Whoever reads takes the less loaded of two copies, so the new one gets no more than evens
+        # them out.
+        moved = min(_spread(segment, holders, expected), gap / 2)
+        if gap <= 0:
             continue
         expected[target] += moved
         for holder in holders:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvmesh.core.types import (
     Candidate,
@@ -61,6 +61,7 @@ class _Call:
     now: float
     rng: random.Random
     policy: RoutePolicy
+    known: dict[WorkerId, Standing] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +157,18 @@ def _cached_tokens(call: _Call, worker: WorkerView) -> int:
     return min(blocks * worker.info.layout.block_size, call.query.num_tokens)
 
 
+def _standing(call: _Call, worker: WorkerView) -> Standing:
+    """Made once for each worker, since no rotation is asked for."""
+    found = call.known.get(worker.worker_id)
+    if found is None:
+        found = Standing(worker, call.query, _cached_tokens(call, worker), turn=0)
+        call.known[worker.worker_id] = found
+    return found
+
+
 def _standings(call: _Call, workers: list[WorkerView]) -> list[Standing]:
+    if call.policy.basis is not RouteCause.ROTATION:
+        return [_standing(call, worker) for worker in workers]
     count = len(workers)
     return [
         Standing(

@@ -6,7 +6,7 @@ Source: TokenLake 4.2 (length), 4.3 (placement). Tests: tests/unit/policy/test_s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvmesh.core.types import BlockHash
@@ -59,6 +59,31 @@ def segment_hashes(block_hashes: Sequence[BlockHash], blocks: int) -> tuple[Bloc
     A segment is called by its last block's hash, which names the whole prefix up to there.
     """
     return tuple(block_hashes[blocks - 1 :: blocks])
+
+
+def striped_homes(
+    segments: Sequence[BlockHash], num_workers: int, first: int = 0
+) -> Iterator[tuple[BlockHash, int]]:
+    """The segments of a prefix from `first` on, with the worker that each lives on.
+
+    Each lives where its hash says, or on the next worker that none of its row has: of every N
+    segments in a row no two live on one worker. Whoever reads a long prefix thus reads as much of
+    every worker, where the hash alone leaves it to chance; and a segment's home still follows from
+    its prefix.
+
+    Args:
+        segments: from the start of the prompt.
+    """
+    taken: set[int] = set()
+    for index in range(first - first % num_workers, len(segments)):
+        if index % num_workers == 0:
+            taken.clear()
+        worker = home(segments[index], num_workers)
+        while worker in taken:
+            worker = (worker + 1) % num_workers
+        taken.add(worker)
+        if index >= first:
+            yield segments[index], worker
 
 
 def home(segment: BlockHash, num_workers: int) -> int:

@@ -307,15 +307,17 @@ class Correlator(Generic[RequestT, ResponseT]):
         Raises:
             LostError: no connection, the connection broke, or no answer within `timeout_s`.
         """
-        future: asyncio.Future[ResponseT] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[ResponseT] = loop.create_future()
         self._waiting[correlation_id] = future
+        # A third of the cost of `asyncio.timeout`, once per request and service.
+        late = LostError(f"{stream.name} did not answer within {timeout_s} s")
+        timer = loop.call_later(timeout_s, _fail, future, late)
         try:
             stream.send(message)
-            async with asyncio.timeout(timeout_s):
-                return await future
-        except TimeoutError as error:
-            raise LostError(f"{stream.name} did not answer within {timeout_s} s") from error
+            return await future
         finally:
+            timer.cancel()
             self._waiting.pop(correlation_id, None)
 
     def receive(self, message: ResponseT) -> None:
@@ -332,5 +334,9 @@ class Correlator(Generic[RequestT, ResponseT]):
     def fail_all(self, reason: str) -> None:
         """Ends all open questions with LostError."""
         for future in self._waiting.values():
-            if not future.done():
-                future.set_exception(LostError(reason))
+            _fail(future, LostError(reason))
+
+
+def _fail(future: asyncio.Future[Any], error: LostError) -> None:
+    if not future.done():
+        future.set_exception(error)

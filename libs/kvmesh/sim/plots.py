@@ -9,38 +9,68 @@ import base64
 import html
 import io
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kvmesh.sim.report import coefficient_of_variation, summarize, table
+from kvmesh.sim.report import coefficient_of_variation
 from kvmesh.sim.simulation import Result
 
 
-def draw(runs: Sequence[tuple[str, Result]]) -> Figure:
+@dataclass(frozen=True, slots=True)
+class Series:
+    """What is drawn of one run.
+
+    Attributes:
+        ttfts, tpots: seconds, sorted.
+        spread: coefficient of variation of prefill work, by sample; so are the others.
+    """
+
+    label: str
+    ttfts: list[float]
+    tpots: list[float]
+    times: list[float]
+    spread: list[float]
+    link_use: list[float]
+    searching: list[int]
+    num_prefill: list[int]
+
+    @classmethod
+    def of(cls, label: str, result: Result) -> Series:
+        """The series of a finished run."""
+        samples = result.samples
+        return cls(
+            label,
+            sorted(each.ttft_s for each in result.requests if each.ttft_s is not None),
+            sorted(each.tpot_s for each in result.requests if each.tpot_s is not None),
+            [sample.at_s for sample in samples],
+            [coefficient_of_variation([*each.computed_tokens.values()]) for each in samples],
+            [sample.link_use for sample in samples],
+            [sample.searching for sample in samples],
+            [sample.roles.get("prefill", 0) for sample in samples],
+        )
+
+
+def draw(runs: Sequence[Series]) -> Figure:
     """Latency distributions of all runs, and their timelines."""
     figure = Figure(figsize=(14, 8), layout="constrained")
     axes = figure.subplots(2, 3)
-    for label, result in runs:
-        ttfts = sorted(each.ttft_s for each in result.requests if each.ttft_s is not None)
-        tpots = sorted(each.tpot_s for each in result.requests if each.tpot_s is not None)
-        _distribution(axes[0][0], ttfts, label)
-        _distribution(axes[0][1], tpots, label)
-        times = [sample.at_s for sample in result.samples]
-        spread = [coefficient_of_variation([*s.computed_tokens.values()]) for s in result.samples]
-        axes[0][2].plot(times, spread, label=label)
-        axes[1][0].plot(times, [sample.link_use for sample in result.samples], label=label)
-        axes[1][1].plot(times, [sample.searching for sample in result.samples], label=label)
-        prefill = [sample.roles.get("prefill", 0) for sample in result.samples]
-        axes[1][2].plot(times, prefill, drawstyle="steps-post", label=label)
+    for run in runs:
+        _distribution(axes[0][0], run.ttfts, run.label)
+        _distribution(axes[0][1], run.tpots, run.label)
+        axes[0][2].plot(run.times, run.spread, label=run.label)
+        axes[1][0].plot(run.times, run.link_use, label=run.label)
+        axes[1][1].plot(run.times, run.searching, label=run.label)
+        axes[1][2].plot(run.times, run.num_prefill, drawstyle="steps-post", label=run.label)
     axes[0][0].set(title="TTFT, s", ylabel="share of requests", xscale="log")
     axes[0][1].set(title="TPOT, s", ylabel="share of requests", xscale="log")
     axes[0][2].set(title="CV of prefill work", xlabel="s")
     axes[1][0].set(title="use of the link between clusters", xlabel="s")
     axes[1][1].set(title="requests that look for workers", xlabel="s")
     axes[1][2].set(title="prefill workers", xlabel="s")
-    axes[0][0].legend()
+    axes[0][0].legend(fontsize="x-small")
     return figure
 
 
@@ -51,16 +81,19 @@ def _distribution(axes: Axes, values: list[float], label: str) -> None:
     axes.plot(values[::stride], shares, label=label)
 
 
-def png(runs: Sequence[tuple[str, Result]]) -> bytes:
+def png(runs: Sequence[Series]) -> bytes:
     """The plots as a PNG file."""
     buffer = io.BytesIO()
     draw(runs).savefig(buffer, format="png", dpi=110)
     return buffer.getvalue()
 
 
-def write_html(runs: Sequence[tuple[str, Result]], title: str, path: Path) -> None:
-    """Writes table and plots as one page without references to other files."""
-    rows = table([(label, summarize(result)) for label, result in runs])
+def write_html(runs: Sequence[Series], rows: str, title: str, path: Path) -> None:
+    """Writes table and plots as one page without references to other files.
+
+    Args:
+        rows: the table, as text.
+    """
     image = base64.b64encode(png(runs)).decode()
     path.write_text(
         "<!doctype html>\n"

@@ -6,6 +6,7 @@ Tests: tests/unit/sim/test_pool.py.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from kvmesh.policy.heavy_hitters import heavy_hitters, num_heavy_hitters
 from kvmesh.policy.pool_eviction import plan_eviction
 from kvmesh.policy.replication import choose_copy, plan_copies
 from kvmesh.policy.segment_tree import Segment, SegmentTree
-from kvmesh.policy.segments import home, segment_hashes
+from kvmesh.policy.segments import segment_hashes, striped_homes
 from kvmesh.sim.report import coefficient_of_variation
 from kvmesh.sim.requests import block_hash
 from kvmesh.sim.trace import TraceRequest
@@ -57,6 +58,7 @@ class PoolResult:
 
     Attributes:
         cvs: coefficient of variation of reads per worker, window by window.
+        chances: what it would be if each read fell on any worker alike.
         most_copies: of any segment at any time.
     """
 
@@ -65,6 +67,7 @@ class PoolResult:
     copies_made: int = 0
     most_copies: int = 1
     cvs: list[float] = field(default_factory=list)
+    chances: list[float] = field(default_factory=list)
 
     @property
     def hit_rate(self) -> float:
@@ -74,24 +77,59 @@ class PoolResult:
     @property
     def mean_cv(self) -> float:
         """Mean of the windows after the first, in which the pool is empty."""
-        later = self.cvs[1:]
-        return sum(later) / len(later) if later else 0.0
+        return _mean_of_later(self.cvs)
+
+    @property
+    def chance_cv(self) -> float:
+        """As `mean_cv`, of reads that fall on workers by equal chances."""
+        return _mean_of_later(self.chances)
+
+
+def _mean_of_later(values: list[float]) -> float:
+    later = values[1:]
+    return sum(later) / len(later) if later else 0.0
 
 
 def run_pool(requests: Iterable[TraceRequest], settings: PoolSettings, seed: int) -> PoolResult:
     """Replays the prompts of a trace against the caches."""
-    pool = _Pool(settings, random.Random(seed))
+    pool = SegmentPool(settings, seed)
     for request in requests:
         pool.read(request)
     return pool.result
 
 
-class _Pool:
-    def __init__(self, settings: PoolSettings, rng: random.Random) -> None:
+@dataclass(frozen=True, slots=True)
+class Read:
+    """One prompt's way through the caches.
+
+    Attributes:
+        holders: of the segments that were found, in order.
+        stored: where the others were put.
+        owner: the worker whose own cache it is; None for a pool.
+    """
+
+    holders: tuple[WorkerId, ...]
+    stored: tuple[WorkerId, ...]
+    owner: WorkerId | None
+
+
+class SegmentPool:
+    """One pool, or a cache for each worker.
+
+    Args:
+        seed: of the choice among copies.
+
+    Attributes:
+        workers: all of them.
+    """
+
+    def __init__(self, settings: PoolSettings, seed: int) -> None:
         self.result = PoolResult()
         self._settings = settings
-        self._rng = rng
-        self._workers = [WorkerId(f"w{index}") for index in range(settings.num_workers)]
+        self._rng = random.Random(seed)
+        self.workers = self._workers = [
+            WorkerId(f"w{index}") for index in range(settings.num_workers)
+        ]
         # Apart, a worker's cache is a tree of its own.
         trees = 1 if settings.pooled else settings.num_workers
         self._trees = [SegmentTree() for _ in range(trees)]
@@ -100,7 +138,7 @@ class _Pool:
         self._loads = dict.fromkeys(self._workers, 0.0)
         self._window_end = WINDOW_S
 
-    def read(self, request: TraceRequest) -> None:
+    def read(self, request: TraceRequest) -> Read:
         """One prompt: reads what is there, stores the rest."""
         while request.arrival_s >= self._window_end:
             self._end_window()
@@ -114,13 +152,19 @@ class _Pool:
             tree, owner = self._trees[index], self._workers[index]
         found = tree.match(names)
         self.result.hits += len(found)
+        holders: list[WorkerId] = []
         for segment in found:
             copy = choose_copy(segment, self._loads, self._rng)
             assert copy is not None, "a segment in the tree has a copy"
             tree.read(segment, copy, request.arrival_s)
             self._reads[copy] += 1
             self._loads[copy] += 1
-        self._store(tree, owner, names, found, request.arrival_s)
+            holders.append(copy)
+        if owner is not None:
+            # A router knows what it has sent to a worker, not what was found there.
+            self._loads[owner] += len(names) - len(found)
+        stored = self._store(tree, owner, names, found, request.arrival_s)
+        return Read(tuple(holders), tuple(stored), owner)
 
     def _route(self, names: tuple[BlockHash, ...]) -> int:
         """The longest prefix if it is long enough, else the least loaded worker."""
@@ -137,16 +181,20 @@ class _Pool:
         names: tuple[BlockHash, ...],
         found: list[Segment],
         now: float,
-    ) -> None:
+    ) -> list[WorkerId]:
+        """Puts what was not found into the pool; returns where it went."""
+        stored: list[WorkerId] = []
         pinned = set(names)
         parent = found[-1] if found else None
-        for name in names[len(found) :]:
-            holder = owner or self._workers[home(name, len(self._workers))]
+        for name, index in striped_homes(names, len(self._workers), len(found)):
+            holder = owner or self._workers[index]
             if not self._make_room(tree, holder, pinned):
-                return  # what follows could not be read without this one
+                break  # what follows could not be read without this one
             parent = tree.add(name, parent, holder, now)
             parent.accesses += 1
             self._held[holder] += 1
+            stored.append(holder)
+        return stored
 
     def _make_room(self, tree: SegmentTree, holder: WorkerId, pinned: set[BlockHash]) -> bool:
         if self._held[holder] < self._settings.capacity:
@@ -162,6 +210,9 @@ class _Pool:
     def _end_window(self) -> None:
         if any(self._reads.values()):
             self.result.cvs.append(coefficient_of_variation([*self._reads.values()]))
+            # Of a multinomial distribution over so many workers.
+            total, others = sum(self._reads.values()), len(self._workers) - 1
+            self.result.chances.append(math.sqrt(others / total))
         if self._settings.pooled and self._settings.replicate:
             self._copy_heavy_hitters()
         for tree in self._trees:

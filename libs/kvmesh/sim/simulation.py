@@ -120,7 +120,7 @@ class Simulation:
             self.events,
             self.rng,
             self.fleet,
-            self._route,
+            self.route,
             self._placed,
             self._refused,
             {},
@@ -164,7 +164,12 @@ class Simulation:
         delay = 2 * self.scenario.profile.links.latency_s
         self.events.after(delay, Placing(self._desk, request, frozenset()).start)
 
-    def _route(self, request: SimRequest, avoid: frozenset[WorkerId]) -> RoutePlan | Refusal:
+    def route(self, request: SimRequest, avoid: frozenset[WorkerId]) -> RoutePlan | Refusal:
+        """What the scheduler answers now.
+
+        Args:
+            avoid: workers that failed or refused.
+        """
         query = RouteQuery(
             request.request_id,
             MODEL,

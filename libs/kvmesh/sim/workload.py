@@ -61,6 +61,27 @@ def make_requests(workload: Workload, seed: int) -> tuple[TraceRequest, ...]:
     return tuple(sorted(requests, key=lambda request: request.arrival_s))
 
 
+def closed_loop(workload: Workload, seed: int) -> tuple[TraceRequest, ...]:
+    """Users who each ask `turns` times, the next time `think_s` after the answer; no prompt is like
+    another. As many requests as users are under way at any time, as in P/D-Serve 4.
+
+    The users begin within three seconds; later turns are for a closed-loop replay.
+    """
+    rng = random.Random(seed)
+    fresh = count(1)
+    requests: list[TraceRequest] = []
+    for index in range(workload.num_requests):
+        user, turn = divmod(index, workload.turns)
+        tokens = max(int(workload.lengths.quantile(rng.random())), 1)
+        output = max(math.ceil(rng.expovariate(1 / workload.output_tokens)), 1)
+        ids = tuple(next(fresh) for _ in range(-(-tokens // TRACE_BLOCK)))
+        think_s = rng.expovariate(1 / workload.think_s) if turn else 0.0
+        # Turns keep their order among equal arrivals.
+        at = 3.0 + turn if turn else 3.0 * rng.random()
+        requests.append(TraceRequest(at, tokens, output, ids, f"u{user}", turn, think_s))
+    return tuple(sorted(requests, key=lambda request: request.arrival_s))
+
+
 def _arrivals(workload: Workload, num: int, rng: random.Random) -> Iterator[float]:
     """Starts of sessions: Poisson, or Poisson of two rates in turn."""
     session_rate = workload.rate / workload.turns

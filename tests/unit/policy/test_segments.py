@@ -4,6 +4,8 @@ from collections import Counter
 from hashlib import blake2b
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvmesh.core.types import BlockHash
 from kvmesh.policy.segments import (
@@ -11,6 +13,7 @@ from kvmesh.policy.segments import (
     home,
     segment_blocks,
     segment_hashes,
+    striped_homes,
     threshold_tokens,
 )
 
@@ -51,3 +54,18 @@ def test_one_more_worker_moves_one_share() -> None:
     changed = [after for before, after in moved if before != after]
     assert set(changed) == {8}, "segments move to the new worker only"
     assert 800 < len(changed) < 1200
+
+
+@given(st.integers(1, 12), st.lists(st.binary(min_size=16, max_size=16), min_size=1, max_size=60))
+def test_segments_in_a_row_live_apart(num_workers: int, names: list[bytes]) -> None:
+    segments = [BlockHash(name) for name in names]
+    homes = dict(enumerate(index for _, index in striped_homes(segments, num_workers)))
+    for begin in range(0, len(segments), num_workers):
+        row = [homes[n] for n in range(begin, min(begin + num_workers, len(segments)))]
+        assert len(set(row)) == len(row)
+        assert row[0] == home(segments[begin], num_workers)
+    # A longer prefix leaves the homes of the shorter one, whoever stores the rest.
+    half = len(segments) // 2
+    assert [index for _, index in striped_homes(segments, num_workers, half)] == [
+        homes[n] for n in range(half, len(segments))
+    ]

@@ -12,7 +12,7 @@ import pytest
 from kvmesh.cli.__main__ import main
 from kvmesh.core.config import child_environment
 from kvmesh.policy.pdserve import TimeoutTier
-from kvmesh.sim.plots import png, write_html
+from kvmesh.sim.plots import Series, png, write_html
 from kvmesh.sim.report import (
     coefficient_of_variation,
     percentile,
@@ -88,16 +88,17 @@ class Links(HTMLParser):
 
 
 def test_plots_and_a_page_that_stands_alone(tmp_path: Path) -> None:
-    runs = [("a", simulate(scenario(trace(), sample_s=0.5)))]
+    runs = [Series.of("a", simulate(scenario(trace(), sample_s=0.5)))]
     assert png(runs).startswith(b"\x89PNG")
     path = tmp_path / "run.html"
-    write_html(runs, "<title>", path)
+    write_html(runs, "a < b", "<title>", path)
     page = Links()
     page.feed(path.read_text())
     assert len(page.sources) == 1
     assert page.sources[0].startswith("data:image/png;base64,")
     assert page.closed[-2:] == ["body", "html"]
     assert "&lt;title&gt;" in path.read_text()
+    assert "a &lt; b" in path.read_text()
 
 
 class TestCommand:

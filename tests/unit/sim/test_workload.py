@@ -9,7 +9,7 @@ import pytest
 from kvmesh.core.errors import ConfigError
 from kvmesh.policy.lengths import LengthDistribution
 from kvmesh.sim.trace import TRACE_BLOCK, TraceRequest
-from kvmesh.sim.workload import Workload, make_requests, scale_rate, spread_ticks
+from kvmesh.sim.workload import Workload, closed_loop, make_requests, scale_rate, spread_ticks
 
 LENGTHS = LengthDistribution([100, 1000, 5000])
 
@@ -87,3 +87,18 @@ def test_ticks_are_spread_and_rates_scaled() -> None:
     assert scale_rate(ticks, 2.0)[-1].arrival_s == ticks[-1].arrival_s / 2
     with pytest.raises(ConfigError, match="positive"):
         scale_rate(ticks, 0.0)
+
+
+def test_users_of_a_closed_loop_ask_one_after_the_other() -> None:
+    lengths = LengthDistribution([1000, 2000])
+    made = closed_loop(Workload(12, 1.0, lengths, turns=3, think_s=0.5), seed=1)
+    assert len(made) == 12
+    by_user: dict[str, list[int]] = {}
+    for each in made:
+        by_user.setdefault(each.session, []).append(each.turn)
+    assert list(by_user.values()) == [[0, 1, 2]] * 4
+    assert len({id_ for each in made for id_ in each.hash_ids}) == sum(
+        len(each.hash_ids) for each in made
+    )
+    assert all((each.think_s > 0) == (each.turn > 0) for each in made)
+    assert made == closed_loop(Workload(12, 1.0, lengths, turns=3, think_s=0.5), seed=1)

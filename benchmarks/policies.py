@@ -1,0 +1,114 @@
+"""Every policy against its baselines, in the simulator: `python -m benchmarks.policies`.
+
+Writes policies.json and policies.md with all runs and targets, and a page with plots for each
+experiment. A target that is missed stays in the table with the reason.
+Tests: tests/unit/benchmarks/test_policies.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+
+from benchmarks.policies_experiments import Experiment, Job, Outcome, experiments
+from benchmarks.policies_traces import composition_and_pool
+from benchmarks.result import RESULTS, Row, Target, document, markdown, save
+from kvmesh.core.errors import KvMeshError
+from kvmesh.sim.plots import write_html
+
+SEED = 1
+
+_jobs: list[Job] = []
+"""Known to the processes by number, since they are forked after it is filled."""
+
+
+def _run(number: int) -> Outcome:
+    return _jobs[number].run()
+
+
+def run_all(jobs: Sequence[Job], num_processes: int) -> list[Outcome]:
+    """Runs independent jobs in processes, the long ones first; outcomes in order of the jobs."""
+    _jobs[:] = jobs
+    outcomes: dict[int, Outcome] = {}
+    began = time.perf_counter()
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(num_processes, mp_context=context) as pool:
+        order = sorted(range(len(jobs)), key=lambda number: -jobs[number].weight)
+        waiting = {pool.submit(_run, number): number for number in order}
+        for done in as_completed(waiting):
+            number = waiting[done]
+            outcomes[number] = done.result()
+            elapsed = time.perf_counter() - began
+            name = f"{jobs[number].experiment}: {jobs[number].label}"
+            progress = f"[{len(outcomes):3}/{len(jobs)}] {elapsed:5.0f} s  {name}"
+            print(f"{progress:100.100}", end="\r" if sys.stderr.isatty() else "\n", file=sys.stderr)
+    return [outcomes[number] for number in range(len(jobs))]
+
+
+def report(
+    found: Sequence[Experiment], outcomes: Sequence[Outcome], out: Path
+) -> tuple[list[Row], list[Target], list[str]]:
+    """Rows, targets and notes of all experiments; writes the pages."""
+    rows: list[Row] = []
+    targets: list[Target] = []
+    notes: list[str] = []
+    at = 0
+    for number, experiment in enumerate(found):
+        done = outcomes[at : at + len(experiment.jobs)]
+        at += len(experiment.jobs)
+        own = [
+            {"experiment": experiment.name, "run": job.label, **outcome.row}
+            for job, outcome in zip(experiment.jobs, done, strict=True)
+        ]
+        rows += own
+        by_label = {job.label: each.row for job, each in zip(experiment.jobs, done, strict=True)}
+        verdict = experiment.judge(by_label)
+        targets += verdict.targets
+        notes += [f"{experiment.name}: {note}" for note in verdict.notes]
+        series = [each.series for each in done if each.series is not None]
+        if series:
+            lines = markdown_rows(own)
+            write_html(series, lines, experiment.name, out / f"policies_{number}.html")
+    return rows, targets, notes
+
+
+def markdown_rows(rows: Sequence[Row]) -> str:
+    """The rows of one experiment as text."""
+    lines = [" ".join(f"{name}={value}" for name, value in row.items() if name != "experiment")
+             for row in rows]  # fmt: skip
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs all experiments."""
+    parser = argparse.ArgumentParser("python -m benchmarks.policies")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
+    parser.add_argument("--trace", type=Path, nargs="*", default=[], help="trace files to add")
+    parser.add_argument("--size", type=float, default=1.0, help="factor on the requests per run")
+    parser.add_argument("--processes", type=int, default=multiprocessing.cpu_count())
+    parser.add_argument("--only", default="", help="experiments whose name contains this")
+    parser.add_argument("--full", action="store_true", help="scale: a million requests (minutes)")
+    arguments = parser.parse_args(argv)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    found = experiments(arguments.size, SEED, full=arguments.full)
+    found += composition_and_pool(arguments.trace, arguments.size, SEED)
+    found = [each for each in found if arguments.only in each.name]
+    jobs = [job for experiment in found for job in experiment.jobs]
+    outcomes = run_all(jobs, arguments.processes)
+    rows, targets, notes = report(found, outcomes, arguments.out)
+    result = document(rows, targets, SEED, notes)
+    save(result, arguments.out / "policies.json")
+    print(f"\n{markdown(result)}")
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KvMeshError as error:
+        sys.exit(f"benchmarks.policies: {error}")

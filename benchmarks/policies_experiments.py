@@ -1,0 +1,372 @@
+"""The experiments on made workloads: forwarding, ratio, offload, phases, scale.
+
+Tests: tests/unit/benchmarks/test_policies.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from benchmarks.result import Row, Target
+from kvmesh.core.types import Refusal, Role, RoutePlan, WorkerId
+from kvmesh.policy.lengths import LengthDistribution
+from kvmesh.policy.pdserve import InstanceProfile, choose_ratio, decode_time_s
+from kvmesh.policy.prfaas import Hardware
+from kvmesh.sim.fleet import WorkerGroup, parse_fleet
+from kvmesh.sim.plan import make_plan, plan_record
+from kvmesh.sim.plots import Series
+from kvmesh.sim.profile import load_profile
+from kvmesh.sim.report import Summary, summarize
+from kvmesh.sim.requests import SimRequest
+from kvmesh.sim.scenario import Scenario, parse_failures
+from kvmesh.sim.simulation import Simulation, simulate
+from kvmesh.sim.systems import SYSTEMS
+from kvmesh.sim.workload import Workload, closed_loop, make_requests
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a job found."""
+
+    row: Row
+    series: Series | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One independent run.
+
+    Attributes:
+        weight: about how long it takes, relative to others.
+    """
+
+    experiment: str
+    label: str
+    run: Callable[[], Outcome]
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the rows say about the claims."""
+
+    targets: list[Target]
+    notes: list[str] = field(default_factory=list)
+
+
+Rows = Mapping[str, Row]
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    """Jobs and what is to hold among their rows, which `judge` gets by label."""
+
+    name: str
+    jobs: list[Job]
+    judge: Callable[[Rows], Verdict]
+
+
+def summary_row(summary: Summary) -> Row:
+    """The numbers of a run as a row."""
+    refused = " ".join(f"{reason}:{count}" for reason, count in sorted(summary.refusals.items()))
+    return {
+        "requests": summary.num_requests,
+        "goodput/s": round(summary.goodput, 3),
+        "success": round(summary.success, 4),
+        "TTFT p50": round(summary.ttft_p50_s, 3),
+        "TTFT p99": round(summary.ttft_p99_s, 3),
+        "TPOT p50": round(summary.tpot_p50_s, 4),
+        "TPOT p99": round(summary.tpot_p99_s, 4),
+        "hits": round(summary.hit_rate, 4),
+        "CV": round(summary.cv, 3),
+        "link": round(summary.link_use, 3),
+        "remote": round(summary.remote_share, 3),
+        "refused": refused or "0",
+    }
+
+
+def run_scenario(label: str, scenario: Scenario) -> Outcome:
+    """Simulates one scenario."""
+    result = simulate(scenario)
+    return Outcome(summary_row(summarize(result)), Series.of(label, result))
+
+
+def job(experiment: str, label: str, scenario: Scenario) -> Job:
+    """A job that simulates a scenario."""
+    weight = len(scenario.requests)
+    return Job(experiment, label, partial(run_scenario, label, scenario), weight)
+
+
+def experiments(size: float, seed: int, *, full: bool) -> list[Experiment]:
+    """All of this file."""
+    return [
+        forwarding(size, seed),
+        ratio(size, seed),
+        case_study(),
+        offload(size, seed),
+        phases(size, seed),
+        scale(size, seed, full=full),
+    ]
+
+
+# --- P/D-Serve -----------------------------------------------------------------------------------
+
+
+def forwarding(size: float, seed: int) -> Experiment:
+    """A constant number of users, one to four times as many, with prompts of mixed lengths."""
+    name = "P/D-Serve: forwarding"
+    profile = load_profile("flowkv")
+    fleet = parse_fleet("home:a100:prefill:6,home:a100:decode:6")
+    lengths = LengthDistribution.log_normal(7.5, 1.2, 64, 32_768)
+    jobs: list[Job] = []
+    for factor in (1, 2, 3, 4):
+        num_users = max(int(33 * size), 1) * factor
+        workload = Workload(num_users * 12, 1.0, lengths, output_tokens=128, turns=12, think_s=0.5)
+        requests = closed_loop(workload, seed)
+        for system in ("local_queues", "pending_tokens", "forwarding", "kvmesh"):
+            scenario = Scenario(profile, fleet, SYSTEMS[system], requests, closed_loop=True)
+            jobs.append(job(name, f"{factor}x {system}", scenario))
+
+    def judge(rows: Rows) -> Verdict:
+        success = {label: row["success"] for label, row in rows.items()}
+        least = min(success[f"{n}x kvmesh"] for n in (1, 2, 3, 4))
+        note = (
+            f"at 4x local queues keep {success['4x local_queues']:.1%}, forwarding alone "
+            f"{success['4x forwarding']:.1%}, the default {success['4x kvmesh']:.1%}: the six "
+            "prefill workers are over their capacity there, which no order of offers changes; "
+            "decode workers that help do"
+        )
+        return Verdict(
+            [
+                Target("forwarding: success of the default, worst of 1x..4x", least, 0.99),
+                Target("forwarding: success of local queues at 4x", success["4x local_queues"],
+                       0.7, at_most=True),
+            ],
+            [note],
+        )  # fmt: skip
+
+    return Experiment(name, jobs, judge)
+
+
+def ratio(size: float, seed: int) -> Experiment:
+    """Equation 1's split of eight instances against all others, in saturation."""
+    name = "P/D-Serve: ratio by eq. 1"
+    profile = load_profile("flowkv")
+    device = profile.devices["a100"]
+    tokens, output, num = 2048, 200, 8
+    # In saturation every slot is in use, and an answer is half generated on average.
+    batch = device.decode_slots
+    step = device.decode.step_s(batch, batch * (tokens + output / 2))
+    decode_s = decode_time_s(0.02, step, output)
+    choice = choose_ratio(InstanceProfile(1, device.prefill_s(tokens), batch, decode_s), num, 1)
+    lengths = LengthDistribution([tokens])
+    workload = Workload(int(600 * size), 40.0, lengths, output_tokens=output)
+    requests = make_requests(workload, seed)
+    jobs: list[Job] = []
+    for num_prefill in range(1, num):
+        fleet = (
+            WorkerGroup("home", "a100", Role.PREFILL, num_prefill),
+            WorkerGroup("home", "a100", Role.DECODE, num - num_prefill),
+        )
+        scenario = Scenario(profile, fleet, SYSTEMS["forwarding"], requests)
+        jobs.append(job(name, f"{num_prefill}:{num - num_prefill}", scenario))
+
+    def judge(rows: Rows) -> Verdict:
+        rates = {label: row["goodput/s"] for label, row in rows.items()}
+        chosen = rates[f"{choice.num_prefill}:{choice.num_decode}"]
+        return Verdict(
+            [
+                Target("ratio: eq. 1's split over the best", chosen / max(rates.values()), 0.97),
+                Target("ratio: eq. 1's split over the worst", chosen / min(rates.values()), 1.5),
+            ],
+            [f"eq. 1 chose {choice.num_prefill}:{choice.num_decode}"],
+        )
+
+    return Experiment(name, jobs, judge)
+
+
+# --- PrfaaS --------------------------------------------------------------------------------------
+
+
+def _planned(num_remote: int, num_local: int) -> Outcome:
+    profile = load_profile("prfaas")
+    hardware = Hardware(num_remote, num_local, profile.links.between_bytes_per_s)
+    plan = make_plan(profile.serving, profile.plan.lengths, hardware)
+    wanted = ("threshold_tokens", "num_prefill", "num_decode", "rate", "share_remote",
+              "egress_gbps")  # fmt: skip
+    record = plan_record(plan)
+    return Outcome({key: record[key] and round(record[key], 3) for key in wanted})
+
+
+def case_study() -> Experiment:
+    """Table 6 by the model: with an offload cluster, and twelve instances of one kind."""
+    name = "PrfaaS: Table 6 by the model"
+    jobs = [
+        Job(name, "4 remote, 8 local", partial(_planned, 4, 8)),
+        Job(name, "12 local", partial(_planned, 0, 12)),
+    ]
+
+    def judge(rows: Rows) -> Verdict:
+        ours, alone = rows["4 remote, 8 local"], rows["12 local"]
+        gain = ours["rate"] / alone["rate"]
+        return Verdict(
+            [
+                Target("case study: requests/s (3.14..3.30)", ours["rate"], 3.14),
+                Target("case study: threshold, tokens (19.2K..19.9K)", ours["threshold_tokens"],
+                       19_900, at_most=True),
+                Target("case study: over one kind of hardware (1.54)", gain, 1.48),
+            ]
+        )  # fmt: skip
+
+    return Experiment(name, jobs, judge)
+
+
+def offload(size: float, seed: int) -> Experiment:
+    """The case study with bursts, and a link that drops to a third of 24 Gbit/s for a minute."""
+    name = "PrfaaS: bursts and a failing link"
+    profile = load_profile("prfaas")
+    links = dataclasses.replace(profile.links, between_bytes_per_s=3e9)
+    profile = dataclasses.replace(profile, links=links)
+    workload = Workload(int(1000 * size), 2.2, profile.plan.lengths, burst=2.0, output_tokens=1024)
+    requests = make_requests(workload, seed)
+    fleet = parse_fleet("remote:h200:prefill:4,home:h20:prefill:3,home:h20:decode:5")
+    failures = parse_failures("120:link:0.333,180:link:1")
+    others = ("cache_load", "all_remote", "all_local")
+    jobs = [
+        job(name, each, Scenario(profile, fleet, SYSTEMS[each], requests, failures=failures))
+        for each in ("kvmesh", "prfaas", *others)
+    ]
+
+    def judge(rows: Rows) -> Verdict:
+        good = {label: row["goodput/s"] for label, row in rows.items()}
+        best = max(good[each] for each in others)
+        return Verdict(
+            [
+                Target("offload: the default over the best fixed choice", good["kvmesh"] / best,
+                       1.0),
+                Target("offload: adaptive threshold over static", good["prfaas"]
+                       / good["cache_load"], 1.0),
+            ],
+            ["`cache_load` is the static threshold"],
+        )  # fmt: skip
+
+    return Experiment(name, jobs, judge)
+
+
+# --- FlowKV --------------------------------------------------------------------------------------
+
+
+def phases(size: float, seed: int) -> Experiment:
+    """Long prompts and short answers, then the opposite: fixed splits against role switches."""
+    name = "FlowKV: phase-shifting load"
+    profile = load_profile("flowkv")
+    long = LengthDistribution.log_normal(9.0, 0.5, 64, 32_768)
+    short = LengthDistribution.log_normal(6.5, 0.5, 64, 8192)
+    first = make_requests(Workload(int(325 * size), 6.5, long, output_tokens=40), seed)
+    begin = first[-1].arrival_s
+    second = make_requests(Workload(int(1200 * size), 24.0, short, output_tokens=900), seed + 1)
+    requests = first + tuple(
+        dataclasses.replace(
+            each,
+            arrival_s=each.arrival_s + begin,
+            # Ids of both workloads begin at the same number.
+            hash_ids=tuple(id_ + (1 << 40) for id_ in each.hash_ids),
+        )
+        for each in second
+    )
+    jobs = [
+        job(name, f"{n}:{8 - n} {system}", Scenario(
+            profile, parse_fleet(f"home:a100:prefill:{n},home:a100:decode:{8 - n}"),
+            SYSTEMS[system], requests))
+        for n in (2, 4, 6)
+        for system in ("cache_load", "flowkv", "kvmesh")
+    ]  # fmt: skip
+
+    def judge(rows: Rows) -> Verdict:
+        good = {label: row["goodput/s"] for label, row in rows.items()}
+        best = max(good[f"{n}:{8 - n} cache_load"] for n in (2, 4, 6))
+        targets = [
+            Target(f"phases: {system} from {n}:{8 - n} over the best fixed split",
+                   good[f"{n}:{8 - n} {system}"] / best, 1.0)
+            for n in (2, 4, 6) for system in ("flowkv", "kvmesh")
+        ]  # fmt: skip
+        return Verdict(targets, ["`cache_load` is the fixed split"])
+
+    return Experiment(name, jobs, judge)
+
+
+# --- scale ---------------------------------------------------------------------------------------
+
+
+class _Timed(Simulation):
+    """Notes the CPU time of every route decision, lookup of the prefix included."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        super().__init__(scenario)
+        self.route_s: list[float] = []
+
+    def route(self, request: SimRequest, avoid: frozenset[WorkerId]) -> RoutePlan | Refusal:
+        began = time.thread_time()
+        plan = super().route(request, avoid)
+        self.route_s.append(time.thread_time() - began)
+        return plan
+
+
+def _scaled(num_requests: int, num_workers: int, seed: int) -> Outcome:
+    lengths = LengthDistribution.log_normal(7.0, 0.8, 64, 8192)
+    workload = Workload(num_requests, 1.5 * num_workers, lengths, output_tokens=128, num_shared=64)
+    half = num_workers // 2
+    scenario = Scenario(
+        load_profile("flowkv"),
+        parse_fleet(f"home:a100:prefill:{half},home:a100:decode:{num_workers - half}"),
+        SYSTEMS["kvmesh"],
+        make_requests(workload, seed),
+        sample_s=60.0,
+    )
+    began = time.process_time()
+    simulation = _Timed(scenario)
+    result = simulation.run()
+    elapsed = time.process_time() - began
+    routes = sorted(simulation.route_s)
+    return Outcome(
+        {
+            **summary_row(summarize(result)),
+            "workers": num_workers,
+            "CPU s": round(elapsed, 1),
+            "events/s": round(result.num_events / elapsed),
+            "CPU min of a million": round(elapsed / num_requests * 1e6 / 60, 1),
+            "route p50 ms": round(routes[len(routes) // 2] * 1e3, 3),
+            "route p99 ms": round(routes[int(len(routes) * 0.99)] * 1e3, 3),
+        }
+    )
+
+
+def scale(size: float, seed: int, *, full: bool) -> Experiment:
+    """A thousand workers with as many requests as asked for, and ten thousand for the routes."""
+    name = "Scale"
+    many = 1_000_000 if full else int(30_000 * size)
+    sizes: Sequence[tuple[int, int]] = ((many, 1000), (int(10_000 * size), 10_000))
+    jobs = [
+        Job(name, f"{workers} workers", partial(_scaled, count, workers, seed), 1e5)
+        for count, workers in sizes
+    ]
+
+    def judge(rows: Rows) -> Verdict:
+        thousand, more = rows["1000 workers"], rows["10000 workers"]
+        return Verdict(
+            [
+                Target("scale: CPU minutes of a million requests on 1,000 workers",
+                       thousand["CPU min of a million"], 10.0, at_most=True),
+                Target("scale: route p99 at 1,000 workers, ms", thousand["route p99 ms"], 1.0,
+                       at_most=True),
+                Target("scale: route p99 at 10,000 workers, ms", more["route p99 ms"], 5.0,
+                       at_most=True),
+            ],
+            ["a million requests are run with --full; else their time is extrapolated"],
+        )  # fmt: skip
+
+    return Experiment(name, jobs, judge)

@@ -1,0 +1,263 @@
+"""Prefill over one pool of segments, in time: TokenLake's plans against a router over own caches.
+
+With a pool, whoever is free plans what waits: the dynamic program forms batches and their degrees
+of parallelism, and a matching chooses the workers that have to send least. Without one a prompt
+goes to the worker of its longest prefix and waits there. Decode is not modelled.
+Source: TokenLake 5, 6. Tests: tests/unit/sim/test_pool_service.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvmesh.core.types import RequestId, WorkerId
+from kvmesh.policy.cache_load import CachedRequest, PoolHardware, cache_load
+from kvmesh.policy.dispatch import BatchTraffic, dispatch, volume
+from kvmesh.policy.elastic import Prompt, plan_elastic
+from kvmesh.sim.events import EventQueue
+from kvmesh.sim.pool import PoolSettings, SegmentPool
+from kvmesh.sim.profile import Profile
+from kvmesh.sim.report import coefficient_of_variation, percentile
+from kvmesh.sim.trace import TRACE_BLOCK, TraceRequest
+
+SLO_FACTOR = 10.0
+"""A first token within so many times that of an idle device without a cache (TokenLake 7)."""
+
+MAX_PLANNED = 6
+"""Prompts that one plan takes; the program's cost grows with the square."""
+
+PARALLEL_LOSS = 0.05
+"""What every further worker of a batch costs, as a share of the batch's time."""
+
+HIDDEN_SIZE = 4096
+MEMORY_BYTES_PER_S = 2.0e12
+FLOPS = 3.12e14
+"""Of Llama-2-7B on A100, as in `profiles/tokenlake.json`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceSettings:
+    """What is compared.
+
+    Attributes:
+        capacity: segments per worker.
+        blocks: per segment.
+        pooled: one pool and elastic plans; else a cache and a queue for each worker.
+    """
+
+    num_workers: int
+    capacity: int
+    blocks: int = 2
+    pooled: bool = True
+
+
+@dataclass(slots=True)
+class ServiceResult:
+    """What was achieved.
+
+    Attributes:
+        late: first tokens beyond the objective.
+        sent, worst_sent: bytes per layer that travelled, and that would with the worst workers.
+    """
+
+    ttfts: list[float] = field(default_factory=list)
+    late: int = 0
+    hits: int = 0
+    segments: int = 0
+    sent: float = 0.0
+    worst_sent: float = 0.0
+    computed: dict[WorkerId, float] = field(default_factory=dict)
+
+    @property
+    def in_time(self) -> float:
+        """Share of the prompts that kept the objective."""
+        return 1.0 - self.late / len(self.ttfts)
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of whole prompt segments that were cached."""
+        return self.hits / self.segments if self.segments else 0.0
+
+    @property
+    def sent_share(self) -> float:
+        """Bytes that travelled over those of the worst choice of workers."""
+        return self.sent / self.worst_sent if self.worst_sent else 0.0
+
+    @property
+    def cv(self) -> float:
+        """Coefficient of variation of the seconds that the workers computed."""
+        return coefficient_of_variation([*self.computed.values()])
+
+    def ttft(self, share: float) -> float:
+        """A percentile of the time to the first token."""
+        return percentile(self.ttfts, share)
+
+
+def serve(
+    requests: Iterable[TraceRequest], profile: Profile, settings: ServiceSettings, seed: int
+) -> ServiceResult:
+    """Prefills all prompts of a trace on the profile's local device."""
+    service = (_Elastic if settings.pooled else _Routed)(profile, settings, seed)
+    for request in requests:
+        service.expect(request)
+    service.events.run(lambda: False)
+    return service.result
+
+
+def goodput_rate(points: Iterable[tuple[float, float]], share: float = 0.9) -> float:
+    """The highest rate at which, and below which, `share` of the requests are in time; 0 for none.
+
+    Args:
+        points: (rate, share in time).
+    """
+    best = 0.0
+    for rate, in_time in sorted(points):
+        if in_time < share:
+            break
+        best = rate
+    return best
+
+
+class _Service:
+    """What both forms share: arrivals, the pool, the objective."""
+
+    def __init__(self, profile: Profile, settings: ServiceSettings, seed: int) -> None:
+        self.events = EventQueue()
+        self.result = ServiceResult()
+        self._settings = settings
+        self._prefill_s = profile.devices[profile.plan.local].prefill_s
+        self._pool = SegmentPool(
+            PoolSettings(
+                settings.num_workers, settings.capacity, settings.blocks, pooled=settings.pooled
+            ),
+            seed,
+        )
+        self._workers = self._pool.workers
+        self.result.computed.update(dict.fromkeys(self._workers, 0.0))
+
+    def expect(self, request: TraceRequest) -> None:
+        """The request arrives at its time."""
+        self.events.at(request.arrival_s, lambda: self.arrive(request))
+
+    def arrive(self, request: TraceRequest) -> None:
+        """The request is here."""
+        raise AssertionError("a form of service says what happens then")
+
+    def _left(self, request: TraceRequest, num_hits: int) -> int:
+        cached = num_hits * self._settings.blocks * TRACE_BLOCK
+        return max(request.input_tokens - cached, 1)
+
+    def _first_token(self, request: TraceRequest) -> None:
+        ttft = self.events.now() - request.arrival_s
+        self.result.ttfts.append(ttft)
+        self.result.late += ttft > SLO_FACTOR * self._prefill_s(request.input_tokens)
+
+    def _count(self, num_hits: int, request: TraceRequest) -> None:
+        self.result.hits += num_hits
+        self.result.segments += len(request.full_ids) // self._settings.blocks
+
+
+class _Routed(_Service):
+    """A cache and a queue for each worker, and a router that follows prefixes."""
+
+    def __init__(self, profile: Profile, settings: ServiceSettings, seed: int) -> None:
+        super().__init__(profile, settings, seed)
+        self._free_at = dict.fromkeys(self._workers, 0.0)
+
+    def arrive(self, request: TraceRequest) -> None:
+        now = self.events.now()
+        read = self._pool.read(request)
+        worker = read.owner
+        assert worker is not None, "a cache of its own has an owner"
+        self._count(len(read.holders), request)
+        duration = self._prefill_s(self._left(request, len(read.holders)))
+        self.result.computed[worker] += duration
+        self._free_at[worker] = max(self._free_at[worker], now) + duration
+        self.events.at(self._free_at[worker], lambda: self._first_token(request))
+
+
+class _Elastic(_Service):
+    """Free workers take what waits, in batches of as many workers as pay."""
+
+    def __init__(self, profile: Profile, settings: ServiceSettings, seed: int) -> None:
+        super().__init__(profile, settings, seed)
+        self._waiting: deque[TraceRequest] = deque()
+        self._free = set(self._workers)
+        self._hardware = PoolHardware(settings.num_workers, MEMORY_BYTES_PER_S, FLOPS, HIDDEN_SIZE)
+
+    def arrive(self, request: TraceRequest) -> None:
+        self._waiting.append(request)
+        self._plan()
+
+    def _plan(self) -> None:
+        if not self._waiting or not self._free:
+            return
+        count = min(len(self._waiting), MAX_PLANNED)
+        chosen = {RequestId(str(number)): self._waiting.popleft() for number in range(count)}
+        reads = {name: self._pool.read(request) for name, request in chosen.items()}
+        left = {name: self._left(chosen[name], len(reads[name].holders)) for name in chosen}
+        for name, request in chosen.items():
+            self._count(len(reads[name].holders), request)
+        load = self._cache_load(chosen, left)
+
+        def latency(prompts: Sequence[Prompt], num_workers: int) -> float:
+            whole = sum(self._prefill_s(left[each.request_id]) for each in prompts)
+            loss = 1.0 + PARALLEL_LOSS * (num_workers - 1)
+            return whole * loss / num_workers / (1.0 - load)
+
+        prompts = [
+            Prompt(name, request.input_tokens, self._slo_left(request))
+            for name, request in chosen.items()
+        ]
+        plan = plan_elastic(prompts, len(self._free), latency)
+        traffic: list[BatchTraffic] = []
+        for batch in plan.batches:
+            names = [each.request_id for each in batch.prompts]
+            queried = frozenset(holder for name in names for holder in reads[name].holders)
+            stored: Counter[WorkerId] = Counter()
+            for name in names:
+                stored.update(reads[name].stored)
+            tokens = self._settings.blocks * TRACE_BLOCK
+            puts = {holder: n * tokens // batch.num_workers for holder, n in stored.items()}
+            traffic += [BatchTraffic(queried, puts)] * batch.num_workers
+        where = dispatch(traffic, sorted(self._free), HIDDEN_SIZE)
+        self.result.sent += where.volume_bytes
+        self.result.worst_sent += sum(
+            max(volume(each, worker, HIDDEN_SIZE) for worker in self._workers) for each in traffic
+        )
+        at = 0
+        for batch in plan.batches:
+            group = where.workers[at : at + batch.num_workers]
+            at += batch.num_workers
+            duration = latency(batch.prompts, batch.num_workers)
+            self._start(group, [chosen[each.request_id] for each in batch.prompts], duration)
+
+    def _slo_left(self, request: TraceRequest) -> float:
+        waited = self.events.now() - request.arrival_s
+        return SLO_FACTOR * self._prefill_s(request.input_tokens) - waited
+
+    def _cache_load(
+        self, chosen: Mapping[RequestId, TraceRequest], left: Mapping[RequestId, int]
+    ) -> float:
+        parts = [
+            CachedRequest(request.input_tokens - left[name], left[name])
+            for name, request in chosen.items()
+        ]
+        compute_s = sum(self._prefill_s(tokens) for tokens in left.values())
+        return cache_load(parts, compute_s / self._settings.num_workers, self._hardware)
+
+    def _start(
+        self, group: Sequence[WorkerId], requests: Sequence[TraceRequest], duration: float
+    ) -> None:
+        self._free.difference_update(group)
+        for worker in group:
+            self.result.computed[worker] += duration
+        self.events.after(duration, lambda: self._end(group, requests))
+
+    def _end(self, group: Sequence[WorkerId], requests: Sequence[TraceRequest]) -> None:
+        for request in requests:
+            self._first_token(request)
+        self._free.update(group)
+        self._plan()

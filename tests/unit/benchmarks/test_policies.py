@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.policies import main
+from benchmarks.policies_experiments import Verdict, case_study, ratio
+
+
+def judged(experiment_size: float) -> Verdict:
+    found = ratio(experiment_size, seed=1)
+    assert len(found.jobs) == 7
+    return found.judge({job.label: job.run().row for job in found.jobs})
+
+
+def test_eq_1_chooses_the_best_split() -> None:
+    """P/D-Serve 10 (a): the choice of eq. 1 against every other split of eight instances."""
+    assert [target.met for target in judged(0.5).targets] == [True, True]
+
+
+def test_the_model_reproduces_table_6() -> None:
+    found = case_study()
+    verdict = found.judge({job.label: job.run().row for job in found.jobs})
+    assert [target.met for target in verdict.targets] == [True, True, True]
+
+
+@pytest.mark.slow
+def test_all_experiments_write_their_results(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    rows = [
+        {"t_ms": 900 * n, "input_len": 1300, "output_len": 20, "hash_ids": [0, n % 5 + 1, 99 + n]}
+        for n in range(60)
+    ]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path / "results"
+    assert main(["--out", str(out), "--size", "0.05", "--trace", str(trace)]) == 0
+    result = json.loads((out / "policies.json").read_text())
+    names = {row["experiment"] for row in result["rows"]}
+    assert len(names) == 12
+    assert "Composition: trace" in names
+    assert all(target["met"] in (True, False) for target in result["targets"])
+    assert "| experiment |" in (out / "policies.md").read_text()
+    assert len(list(out.glob("*.html"))) == 6
+    assert "P/D-Serve: forwarding" in capsys.readouterr().out
