@@ -15,7 +15,6 @@ from kvmesh.cli.__main__ import main
 from tests.mesh_child import ROOT, until
 from tests.mesh_processes import Mesh
 
-
 pytestmark = pytest.mark.timeout(120)
 
 
