@@ -15,7 +15,7 @@ ARGS ?=
 ROUNDS ?= 20
 # One computing thread per test process: spinning OpenMP teams slow each other down tenfold.
 test test-fast: export OMP_NUM_THREADS := 1
-.PHONY: help setup proto fmt check test test-fast test-gpu up bench-serve bench-gateway bench-transfer bench-engine bench-allocator bench-fuzz bench-policies bench-sim-error e2e-compose console-pictures manifests dashboard train-model clean
+.PHONY: help setup proto fmt check test test-fast test-gpu up bench-serve bench-gateway bench-transfer bench-engine bench-allocator bench-fuzz bench-policies bench-routing bench-sim-error e2e-compose console-pictures manifests dashboard train-model clean
 
 help: ## list the verbs
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -60,6 +60,9 @@ bench-serve: setup ## measure a local stack; writes bench/results/serve.json and
 
 bench-policies: setup ## compare policies in the simulator: make bench-policies TRACES="FILE..."
 	$(PY) -m benchmarks.policies $(if $(TRACES),--trace $(TRACES)) $(ARGS)
+
+bench-routing: setup ## what a route decision costs by the size of the fleet; writes bench/results/routing.*
+	$(PY) -m benchmarks.routing $(ARGS)
 
 bench-sim-error: setup ## the simulator against a real stack under the same load; writes bench/results/sim_error.*
 	$(PY) -m kvmesh.cli up --prefill 1 --decode 1 --port 0 --run '$(PY) -m benchmarks.sim_error $(ARGS)'
