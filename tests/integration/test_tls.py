@@ -91,9 +91,8 @@ async def test_only_named_services_may_call(tmp_path: Path) -> None:
     assert make_certs(["--out", str(tmp_path)]) == 0
 
     def files(name: str) -> TlsConfig:
-        return TlsConfig(
-            *(str(tmp_path / file) for file in (f"{name}.pem", f"{name}.key", "ca.pem"))
-        )
+        cert, key, ca = (str(tmp_path / file) for file in (f"{name}.pem", f"{name}.key", "ca.pem"))
+        return TlsConfig(cert, key, ca)
 
     server = ServerConfig(tls=files("scheduler"), callers="gateway, prefill")
     async with serving("scheduler", SchedulerConfig(server=server), build_scheduler) as scheduler:
