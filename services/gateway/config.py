@@ -40,8 +40,8 @@ class ModelConfig:
     )
     tool_calls: str = option(
         "auto",
-        "how the model writes tool calls: auto (by its chat template), hermes, llama3_json, mistral "
-        "or none",
+        "how the model writes tool calls: auto (by its chat template), hermes, llama3_json, "
+        "mistral or none",
     )
 
 
