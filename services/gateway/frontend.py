@@ -153,6 +153,7 @@ class Frontend:
                 if isinstance(error, QuotaError):
                     self.metrics.over_quota(tenant, error.quota)
                 raise
+            stack.callback(self.metrics.used, ticket)
             yield ticket
 
     def _check_crowd(self, caller: Caller) -> None:

@@ -287,6 +287,7 @@ class EngineCore:
             state=_state_chunk(kv, sequence.num_computed) if kv.state else None,
             constraint=sequence.constraint,
             score_prompt=sequence.scores_prompt,
+            on_layers=sequence.on_layers if end == len(sequence.tokens) else None,
         )
 
     def _grow(self, sequence: Sequence, end: int, protected: SequenceOf[Sequence]) -> bool:

@@ -36,7 +36,7 @@ class WorkerSection:
     lease_s: float = option(10.0, "a reservation without renewal or progress ends after this")
     stall_s: float = option(5.0, "a transfer without progress fails after this")
     channels: str = option("local,shm,tcp", "kinds of data channel that may be used, best first")
-    transfer_mode: str = option("auto", "when a prompt's KV leaves: auto, whole or chunked")
+    transfer_mode: str = option("auto", "when KV leaves: auto, whole, chunked or layered")
 
 
 @dataclass(frozen=True, slots=True)
