@@ -11,8 +11,12 @@ import openai
 import pytest
 
 from kvmesh.policy.crowd import MIN_WAITING
+from services.gateway.access import KeyRing
 from tests.integration.gateway_fakes import MODEL
 from tests.integration.gateway_stack import Stack, gateway_stack
+
+CALLER = KeyRing().check("Bearer key").name
+"""What the stack's client is counted under."""
 
 PROMPT: dict[str, Any] = {"model": MODEL, "prompt": "hello", "max_tokens": 2}
 
@@ -27,15 +31,15 @@ def _crowd(stack: Stack, interval_s: float) -> None:
     """Many requests wait, and one is served each `interval_s`."""
     crowd = stack.gateway.crowd
     for _ in range(2 * MIN_WAITING):
-        crowd.enter("")
+        crowd.enter(CALLER)
     for number in range(64):
-        crowd.leave("", number * interval_s, placed=True)
-        crowd.enter("")
+        crowd.leave(CALLER, number * interval_s, placed=True)
+        crowd.enter(CALLER)
 
 
 def _disperse(stack: Stack) -> None:
     for _ in range(2 * MIN_WAITING):
-        stack.gateway.crowd.leave("", 0.0, placed=False)
+        stack.gateway.crowd.leave(CALLER, 0.0, placed=False)
 
 
 async def test_a_queue_longer_than_the_patience_refuses_at_once(stack: Stack) -> None:
