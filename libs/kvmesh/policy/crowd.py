@@ -12,6 +12,9 @@ from collections import Counter
 MIN_WAITING = 64
 """With fewer waiting, the pace says more about who comes than about who is served."""
 
+MIN_LAG_S = 0.25
+"""Less than this is a busy moment and no reason to refuse, however short a patience is."""
+
 _GAIN = 1 / 16
 _LAG_GAIN = 1 / 4
 
@@ -68,7 +71,7 @@ class Crowd:
 
     def is_hopeless(self, tenant: str, patience_s: float) -> bool:
         """Whether one more request would not be served within its patience."""
-        return self.wait_s(tenant) > patience_s or self.lag_s > patience_s
+        return self.wait_s(tenant) > patience_s or self.lag_s > max(patience_s, MIN_LAG_S)
 
     def _pace(self, seconds: float) -> None:
         if not self._interval_s:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvmesh.policy.crowd import MIN_WAITING, Crowd
+from kvmesh.policy.crowd import MIN_LAG_S, MIN_WAITING, Crowd
 
 MANY = 3 * MIN_WAITING
 
@@ -74,6 +74,10 @@ def test_a_process_that_is_late_itself_takes_nothing_on() -> None:
     for _ in range(40):
         crowd.note_lag(2.0)
     assert crowd.is_hopeless("a", 1.0)
+    for _ in range(9):
+        crowd.note_lag(0.1)
+    assert 0.2 < crowd.lag_s < MIN_LAG_S
+    assert not crowd.is_hopeless("a", 0.02)  # a busy moment
     for _ in range(40):
         crowd.note_lag(0.0)
     assert not crowd.is_hopeless("a", 1.0)
