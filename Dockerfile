@@ -49,7 +49,7 @@ ENTRYPOINT ["python", "-m", "services.kvmanager"]
 
 FROM base AS worker
 ARG PIP_INDEX_URL PIP_EXTRA_INDEX_URL
-RUN pip install -c constraints.txt -e ".[worker]"
+RUN pip install -c constraints.txt -e ".[worker,events]"
 COPY models models
 COPY libs libs
 COPY services/__init__.py services/__init__.py

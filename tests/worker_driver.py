@@ -21,7 +21,7 @@ from kvmesh.rpc.convert import sequence_spec_to_proto
 from kvmesh.rpc.stream import PeerStream
 from kvmesh.runtime.app import ServiceContext, serving
 from kvmesh.runtime.worker import Worker, build_worker
-from kvmesh.runtime.worker_config import EngineSection, WorkerConfig, WorkerSection
+from kvmesh.runtime.worker_config import EngineSection, EventsSection, WorkerConfig, WorkerSection
 from kvmesh.runtime.worker_metrics import WorkerMetrics
 from kvmesh.v1 import decode_service_pb2 as decode_pb
 from kvmesh.v1 import prefill_service_pb2 as prefill_pb
@@ -61,11 +61,17 @@ def reference_tokens(
 
 @asynccontextmanager
 async def running_worker(
-    worker: WorkerSection | None = None, engine: EngineSection | None = None
+    worker: WorkerSection | None = None,
+    engine: EngineSection | None = None,
+    events: EventsSection | None = None,
 ) -> AsyncIterator[Worker]:
     """A worker in this process, on free ports, without a scheduler."""
     section = replace(worker or WorkerSection(), scheduler_targets="", kvmanager_target="")
-    config = WorkerConfig(worker=section, engine=engine or EngineSection(kind="fake"))
+    config = WorkerConfig(
+        worker=section,
+        engine=engine or EngineSection(kind="fake"),
+        events=events or EventsSection(),
+    )
     made: list[Worker] = []
 
     async def build(config: WorkerConfig, context: ServiceContext) -> None:

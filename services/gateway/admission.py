@@ -45,14 +45,17 @@ class Ticket:
 
     Attributes:
         tenant: whose it is.
+        num_tokens: charged so far, prompt and generated.
     """
 
     def __init__(self, tenant: Tenant, use: Callable[[Tenant, int], None]) -> None:
         self.tenant = tenant
+        self.num_tokens = 0
         self._use = use
 
     def charge(self, num_tokens: int) -> None:
         """Counts tokens that were computed for it."""
+        self.num_tokens += num_tokens
         self._use(self.tenant, num_tokens)
 
 

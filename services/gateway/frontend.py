@@ -146,6 +146,7 @@ class Frontend:
                 if isinstance(error, QuotaError):
                     self.metrics.over_quota(tenant, error.quota)
                 raise
+            stack.callback(self.metrics.used, ticket)
             yield ticket
 
     async def prepare(self, call: ApiCall, caller: Caller) -> list[Choice]:

@@ -268,6 +268,7 @@ def _given_request_id(request: web.Request) -> str:
 
 async def _add_request_id(request: web.Request, response: web.StreamResponse) -> None:
     response.headers["x-request-id"] = request.get(_REQUEST_ID, "")
+    response.headers["Server"] = "kvmesh"  # not the versions of what it is built with
 
 
 async def _json(request: web.Request, timeout_s: float) -> Any:

@@ -11,13 +11,14 @@ from prometheus_client import (
     CollectorRegistry,
     Counter,
     Gauge,
-    Histogram,
 )
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from kvmesh.core.types import FinishReason
 from kvmesh.policy.quota import Quota, Tenant
+from kvmesh.telemetry.batch_histogram import BatchHistogram
+from services.gateway.admission import Ticket
 
 # vLLM's buckets, in seconds, so that existing dashboards and quantiles keep their meaning.
 TTFT_BUCKETS = (
@@ -54,8 +55,8 @@ class GatewayMetrics(Collector):
         registry = CollectorRegistry()
         self._registry = registry
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            metric = Histogram(name, text, ["model_name"], registry=registry, buckets=buckets)
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> BatchHistogram:
+            metric = BatchHistogram(name, text, ["model_name"], registry=registry, buckets=buckets)
             return metric.labels(model)
 
         def counter(name: str, text: str) -> Counter:
@@ -129,6 +130,12 @@ class GatewayMetrics(Collector):
             ["tenant", "quota"],
             registry=registry,
         )
+        self._tenant_tokens = Counter(
+            "kvmesh_gateway_tenant_tokens",
+            "Prompt and generated tokens of ended requests.",
+            ["tenant"],
+            registry=registry,
+        )
         self._model = model
 
     def finished(self, reason: FinishReason) -> None:
@@ -142,6 +149,12 @@ class GatewayMetrics(Collector):
     def over_quota(self, tenant: Tenant, quota: Quota) -> None:
         """Counts a request over quota; tenants that nobody registered are counted together."""
         self._over_quota.labels(tenant.name if tenant.is_known else "", quota.value).inc()
+
+    def used(self, ticket: Ticket) -> None:
+        """Counts what a request used that ends; unregistered tenants are counted together."""
+        tenant = ticket.tenant
+        name = tenant.name if tenant.is_known else ""
+        self._tenant_tokens.labels(name).inc(ticket.num_tokens)
 
     def moved(self, reason: str) -> None:
         """Counts lost work that is started again."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from kvmesh.console.request_log import RequestLog
 from kvmesh.core.errors import KvMeshError
 from kvmesh.core.types import FinishReason, TokenLogprobs
+from kvmesh.telemetry.batch_histogram import Gathered
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.telemetry.tracing import Span
 from services.gateway.errors import StageRefusedError
@@ -18,6 +19,9 @@ from services.gateway.mesh import GenerationRequest, Placed
 from services.gateway.metrics import GatewayMetrics
 
 log = event_logger(__name__)
+
+FLUSH_AFTER = 16
+"""Pieces of a stream that are counted together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,8 @@ class RequestRecord:
         self._last_at: float | None = None
         self._ttft_s = 0.0
         self._num_tokens = 0
+        self._num_uncounted = 0
+        self._gaps = Gathered(metrics.itl_s)
         self._finish = FinishReason.CANCELLED
         self._error = ""
         self._last: TextDelta | None = None
@@ -82,14 +88,22 @@ class RequestRecord:
             now: when they came, on the loop's clock.
         """
         assert self._last_at is not None, "a first piece came"
-        self._metrics.itl_s.observe(now - self._last_at)
+        self._gaps.observe(now - self._last_at)
         self._last_at = now
         self._count(count)
+        if self._gaps.num >= FLUSH_AFTER:
+            self._flush()
 
     def _count(self, count: int) -> None:
         self._num_tokens += count
+        self._num_uncounted += count
         self._trace.output_tokens = self._num_tokens
-        self._metrics.generation_tokens.inc(count)
+
+    def _flush(self) -> None:
+        """Lets the metrics show what was gathered."""
+        self._gaps.flush()
+        self._metrics.generation_tokens.inc(self._num_uncounted)
+        self._num_uncounted = 0
 
     def failed(self, error: KvMeshError) -> None:
         """Notes the error that ended it."""
@@ -103,6 +117,7 @@ class RequestRecord:
 
     def close(self, trace_id: str) -> None:
         """Writes the log line of the request."""
+        self._flush()
         elapsed_s = self._loop.time() - self._started_at
         if self._finish in (FinishReason.STOP, FinishReason.LENGTH):
             self._metrics.e2e_s.observe(elapsed_s)

@@ -67,17 +67,20 @@ class _Member:
 class Fleet:
     """Members by worker id, ordered by load so that a route does not look at all of them.
 
+    Args:
+        by_tokens: order for policies that count the tokens that wait, as the default does.
+
     Attributes:
         version: grows with every change.
         urgent_version: the version of the last change that is more than a new load: a worker came,
             left or began to drain.
     """
 
-    def __init__(self, lease_s: float) -> None:
+    def __init__(self, lease_s: float, *, by_tokens: bool = True) -> None:
         self._lease_s = lease_s
         self._members: dict[WorkerId, _Member] = {}
         # Its numbers order workers of equal load; any fixed start will do.
-        self._index = FleetIndex(random.Random(0))
+        self._index = FleetIndex(random.Random(0), by_tokens=by_tokens)
         self._routed: deque[tuple[float, WorkerId]] = deque()
         self._roles = dict.fromkeys(Role, 0)
         self._fingerprints: dict[str, set[str]] = {}

@@ -1,7 +1,7 @@
 """Both time scales for the workers of one model: what to change, from what they report.
 
 Decides and remembers; `planner.py` measures time and carries out.
-Tests: tests/unit/scheduler/test_model_loops.py.
+Tests: tests/unit/scheduler/test_planner.py.
 """
 
 from __future__ import annotations

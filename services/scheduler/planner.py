@@ -1,7 +1,7 @@
 """Runs the loops above single requests: the threshold and roles each second, the split each few
 minutes. What they decide goes to the router, to the workers as orders, and to the decision log.
 
-Tests: tests/unit/scheduler/test_planner.py, tests/integration/test_planner.py.
+Tests: tests/unit/scheduler/test_planner.py, tests/e2e/test_live_policies.py.
 """
 
 from __future__ import annotations

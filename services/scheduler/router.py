@@ -103,7 +103,7 @@ class Router:
             gateway: identity of who asks; the last word of each about what waits there counts.
         """
         started = time.perf_counter()
-        if query.placement is Placement.AUTO:
+        if query.placement is Placement.AUTO is not self._settings.placement:
             query = dataclasses.replace(query, placement=self._settings.placement)
         with start_span("scheduler.route", traceparent, request_id=query.request_id) as span:
             known = await self._known_blocks(query)

@@ -314,7 +314,8 @@ async def start_scheduler(config: SchedulerConfig, context: ServiceContext) -> S
     """Puts the scheduler together and adds it to the server."""
     settings = router_settings(config)
     clock = SystemClock()
-    fleet = Fleet(config.fleet.lease_s)
+    by_tokens = settings.policy.route.first_token is not None
+    fleet = Fleet(config.fleet.lease_s, by_tokens=by_tokens)
     feed = FleetFeed(fleet)
     prefixes = None
     if config.kvmanager.target:

@@ -26,6 +26,8 @@ from tests.mesh_processes import MODEL, Mesh, fake_tokens, running_mesh
 PROMPT = list(range(100, 185))  # five full blocks and a rest
 ADMIN_TOKEN = "the-token-of-the-operators"
 
+pytestmark = pytest.mark.slow
+
 Flags = dict[str, dict[str, object]]
 
 

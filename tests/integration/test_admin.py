@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import logging
+import ssl
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -14,8 +15,10 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from kvmesh.cli.certs import main as make_certs
 from kvmesh.core.config import option
 from kvmesh.core.errors import ConfigError
+from kvmesh.rpc.channels import TlsConfig
 from kvmesh.runtime.admin import AdminConfig, AdminPort, sent_token
 from kvmesh.runtime.app import ServerConfig, ServiceContext, serving
 from kvmesh.telemetry.config import TelemetryConfig
@@ -156,6 +159,20 @@ async def test_without_a_token_this_host_may_read_and_nobody_may_act() -> None:
 async def test_the_port_is_closed_unless_turned_on() -> None:
     async with serving("test", Config(), build) as context:
         assert context.admin.port == -1
+
+
+async def test_the_port_can_be_tls(tmp_path: Path) -> None:
+    assert make_certs(["--out", str(tmp_path)]) == 0
+    tls = TlsConfig(str(tmp_path / "public.pem"), str(tmp_path / "public.key"))
+    config = Config(server=ServerConfig(admin=AdminConfig(port=0, token=TOKEN, tls=tls)))
+    trusted = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
+    async with serving("test", config, build) as context, aiohttp.ClientSession() as session:
+        address = f"127.0.0.1:{context.admin.port}/debug/config"
+        async with session.get(f"https://{address}", headers=BEARER, ssl=trusted) as answer:
+            assert answer.status == 200
+            assert answer.headers["Server"] == "kvmesh"
+        with pytest.raises(aiohttp.ClientError):
+            await session.get(f"http://{address}", headers=BEARER)
 
 
 def test_a_token_is_demanded_where_others_can_reach_the_port() -> None:

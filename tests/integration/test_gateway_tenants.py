@@ -9,11 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import grpc
+import pytest
 
 from kvmesh.kv.hashing import root_hash
 from kvmesh.metadata.tenant_store import FileTenantStore
 from kvmesh.metadata.tenants import Directory, KeyRecord, digest_of, directory_to_json
 from kvmesh.policy.quota import TenantLimits
+from kvmesh.rpc.channels import open_channel
+from kvmesh.v1.inference_service_pb2 import GenerateRequest
+from kvmesh.v1.inference_service_pb2_grpc import InferenceServiceStub
 from services.gateway.config import AccessConfig, QuotaConfig, QuotaStoreConfig
 from tests.integration.gateway_fakes import LAYOUT, MODEL
 from tests.integration.gateway_stack import Stack, gateway_stack
@@ -68,6 +73,23 @@ async def test_a_quota_that_is_used_up_is_named_and_says_when_to_come_back(tmp_p
         name = "kvmesh_gateway_over_quota_total"
         assert metrics.value(name, tenant="a", quota="requests_per_min") == 1
         assert metrics.value(name, tenant="b", quota="tokens_per_min") == 1
+        used = "kvmesh_gateway_tenant_tokens_total"
+        assert metrics.value(used, tenant="a") == metrics.value(used, tenant="b") > 4
+
+
+async def test_a_quota_over_grpc_is_named_in_the_trailing_metadata(tmp_path: Path) -> None:
+    async with tenants(tmp_path, {"a": TenantLimits(requests_per_min=6)}) as stack:
+        assert (await ask(stack, "a"))[0] == 200
+        async with open_channel(f"127.0.0.1:{stack.context.port}") as channel:
+            stub: Any = InferenceServiceStub(channel)
+            metadata = (("authorization", "Bearer key-a"),)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                async for _ in stub.Generate(GenerateRequest(text="one"), metadata=metadata):
+                    pass
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        trailing = dict(caught.value.trailing_metadata())
+        assert trailing["kvmesh-quota"] == "requests_per_min"
+        assert 0 < int(trailing["retry-after-ms"]) <= 10_000
 
 
 async def test_a_revoked_key_ends_and_a_new_one_begins_while_the_gateway_runs(

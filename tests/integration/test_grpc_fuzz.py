@@ -15,6 +15,7 @@ import pytest
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from prometheus_client import CollectorRegistry
 
+from kvmesh.core.config import environment
 from kvmesh.rpc.channels import open_channel
 from kvmesh.runtime.app import ServerConfig, ServiceContext, serving
 from kvmesh.runtime.worker import Worker, build_worker
@@ -34,7 +35,9 @@ from services.scheduler.service import build as build_scheduler
 from tests.integration.gateway_stack import gateway_stack
 from tests.random_messages import RandomMessages
 
-CALLS = 60
+ROUNDS = int(environment("KVMESH_FUZZ_ROUNDS", "1"))
+"""More of them for a long run: `make fuzz`."""
+CALLS = 60 * ROUNDS
 """Streams per rpc; half of them carry damaged bytes."""
 AT_ONCE = 8
 PATIENCE_S = 0.3
@@ -149,7 +152,7 @@ def methods_of(module: Any) -> list[MethodDescriptor]:
 async def test_senseless_messages_are_refused_and_leave_nothing(
     start: Callable[[Path], Any], module: Any, tmp_path: Path
 ) -> None:
-    print("seed", seed := 20261121)
+    print("seed", seed := 20261121 + ROUNDS - 1)
     messages = RandomMessages(seed, ("w", "tiny", "p1", "d1", "fake"))
     gate = asyncio.Semaphore(AT_ONCE)
     async with start(tmp_path) as target:

@@ -14,11 +14,14 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode
 
+from kvmesh.core.config import environment
 from tests.integration.gateway_stack import Stack, gateway_stack
 
-EXAMPLES = 25
+ROUNDS = int(environment("KVMESH_FUZZ_ROUNDS", "1"))
+"""More of them for a long run: `make fuzz`."""
+EXAMPLES = 25 * ROUNDS
 """Requests per operation and mode."""
-MUTATIONS = 300
+MUTATIONS = 300 * ROUNDS
 REFUSED = 503
 """Also the answer to a request that no worker took within its deadline: told, not an error here."""
 
@@ -156,7 +159,7 @@ def check_operations(page: dict[str, Any], url: str, mode: GenerationMode) -> No
     ("path", "valid"), [("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)]
 )
 async def test_senseless_values_in_every_field(stack: Stack, path: str, valid: Any) -> None:
-    print("seed", seed := 20261121)
+    print("seed", seed := 20261121 + ROUNDS - 1)
     draw = random.Random(seed)
     statuses = set()
     async with aiohttp.ClientSession(stack.url) as session:
@@ -196,7 +199,7 @@ async def test_what_was_a_500_once(stack: Stack, fields: dict[str, Any]) -> None
 
 
 async def test_random_bytes_on_the_socket(stack: Stack) -> None:
-    print("seed", seed := 20261121)
+    print("seed", seed := 20261121 + ROUNDS - 1)
     draw = random.Random(seed)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 20\r\n\r\n{}"
     for number in range(150):

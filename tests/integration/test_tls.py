@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,15 @@ async def test_a_worker_joins_over_mtls_and_strangers_stay_out(tls: TlsConfig) -
                 assert await _health(address, own) == SERVING
                 assert await _health(address, HealthTls(ca=tls.ca)) != SERVING
                 assert await _health(address, HealthTls()) != SERVING
+
+
+async def test_callers_may_be_let_in_without_a_certificate(tls: TlsConfig) -> None:
+    """A gateway's gRPC port for clients: it shows its certificate and asks for none."""
+    server = ServerConfig(tls=replace(tls, verify_callers=False))
+    async with serving("scheduler", SchedulerConfig(server=server), build_scheduler) as scheduler:
+        address = f"127.0.0.1:{scheduler.port}"
+        assert await _health(address, HealthTls(ca=tls.ca)) == SERVING
+        assert await _health(address, HealthTls()) != SERVING
 
 
 async def _until_one_worker(watch: FleetWatch) -> None:

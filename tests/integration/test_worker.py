@@ -56,7 +56,7 @@ async def test_disaggregated_tokens_equal_one_engine_alone(
 
 
 @pytest.mark.parametrize("channels", ["local", "shm", "tcp"])
-@pytest.mark.parametrize("mode", ["whole", "chunked", "auto"])
+@pytest.mark.parametrize("mode", ["whole", "chunked", "layered", "auto"])
 async def test_any_channel_and_mode_gives_the_same_tokens(
     decode: Worker, channels: str, mode: str
 ) -> None:

@@ -36,6 +36,9 @@ from kvmesh.policy.quota import TenantLimits
 ATTEMPTS = 5
 KEY_BYTES = 32
 
+# In the order of the fields of TenantLimits.
+_COLUMNS = ("requests/min", "tokens/min", "at once", "priority", "weight")
+
 Change = Callable[[Directory], Directory]
 
 _EPILOG = """actions:
@@ -112,7 +115,7 @@ def _limited(arguments: argparse.Namespace) -> Change:
 
 
 def _show(directory: Directory) -> None:
-    limits = Table("tenant", *(item.name for item in dataclasses.fields(TenantLimits)))
+    limits = Table("tenant", *_COLUMNS)
     for name, each in sorted(directory.tenants.items()):
         limits.add_row(name, *map(str, dataclasses.astuple(each)))
     keys = Table("key id", "tenant", "created")

@@ -86,6 +86,8 @@ class EngineCore:
         self._cache = GroupCache(self.pool, spec.groups, interval)
         self._growth_tokens = growth_tokens
         self._constrain = constrain
+        self.on_sealed: Callable[[Sequence, int], None] | None = None
+        """Told of a sequence and the index of the first block that others can share now."""
         self._next_id = 1
         self._held: set[Sequence] = set()
         self._running: list[Sequence] = []  # oldest first
@@ -285,6 +287,7 @@ class EngineCore:
             state=_state_chunk(kv, sequence.num_computed) if kv.state else None,
             constraint=sequence.constraint,
             score_prompt=sequence.scores_prompt,
+            on_layers=sequence.on_layers if end == len(sequence.tokens) else None,
         )
 
     def _grow(self, sequence: Sequence, end: int, protected: SequenceOf[Sequence]) -> bool:
@@ -392,7 +395,10 @@ class EngineCore:
 
     def _settle(self, sequence: Sequence) -> None:
         """Lets others share what became complete, and gives back what is behind a window."""
+        num_sealed = sequence.kv.num_sealed
         self._cache.finish_step(sequence.kv, sequence.num_computed, sequence.chain.hashes)
+        if self.on_sealed is not None and sequence.kv.num_sealed > num_sealed:
+            self.on_sealed(sequence, num_sealed)
 
     def _finish_reason(self, sequence: Sequence, token: SampledToken) -> FinishReason | None:
         if token.error:

@@ -151,6 +151,9 @@ class FakeRunner:
                     self._write(table, chunk.token_ids[position], position)
             if chunk.state is not None:
                 self._carry_on(chunk, chunk.state)
+        for chunk in chunks:
+            if chunk.on_layers is not None and self._spec.groups.is_plain:
+                chunk.on_layers(self._spec.layout.num_layers)
         tokens = [self._sample(chunk) if chunk.sample else None for chunk in chunks]
         scores = {index: _score(chunk) for index, chunk in enumerate(chunks) if chunk.num_scored}
         return StepResult(tokens, scores)

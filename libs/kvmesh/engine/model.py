@@ -5,6 +5,7 @@ Tests: tests/integration/test_transformers_equality.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +48,7 @@ class DecoderModel:
         positions: Tensor,
         memory: StepMemory,
         keep: Tensor | None = None,
+        after_layer: Callable[[int], None] | None = None,
     ) -> Tensor:
         """Runs the rows of a step and writes their KV.
 
@@ -55,6 +57,7 @@ class DecoderModel:
             memory: KV of the rows' sequences.
             keep: [kept] int64, rows that are wanted; None for all. The last layer computes no
                 others once their keys and values are written.
+            after_layer: told after each layer but the last how many have run.
 
         Returns:
             [rows or kept, hidden], normalised, for `logits`.
@@ -66,8 +69,10 @@ class DecoderModel:
         own_local = self.local_rope is not self.rope
         step = Step(memory, rope, self.local_rope.rows(positions) if own_local else rope)
         delta: Tensor | None = None
-        for layer in self.layers[:-1]:
+        for number, layer in enumerate(self.layers[:-1], start=1):
             x, delta = layer.run(x, delta, step, None)
+            if after_layer is not None:
+                after_layer(number)
         x, delta = self.layers[-1].run(x, delta, step, keep)
         return layer_ops.add_rms_norm(x, delta, self.norm, self.config.rms_norm_eps)
 

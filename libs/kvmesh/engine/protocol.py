@@ -7,7 +7,7 @@ head_dim)`, one block one byte range. Tests: tests/contract/test_runner_contract
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -91,6 +91,8 @@ class SequenceChunk:
         state: None for a model without linear layers.
         constraint: limits what may be chosen; None is free text.
         score_prompt: report log-probabilities of the prompt's tokens that follow these positions.
+        on_layers: told, in the thread that computes, how many layers have written the chunk's KV;
+            a runner may tell it seldom or never.
     """
 
     sequence_id: int
@@ -112,6 +114,7 @@ class SequenceChunk:
 
     constraint: TokenConstraint | None = None
     score_prompt: bool = False
+    on_layers: Callable[[int], None] | None = None
 
     @property
     def num_scored(self) -> int:

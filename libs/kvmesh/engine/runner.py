@@ -5,7 +5,7 @@ Tests: tests/unit/engine/test_runner.py, tests/integration/test_transformers_equ
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -137,6 +137,7 @@ class TorchRunner:
             batch.positions.to(self._device),
             self._memory_of(batch),
             None if all_rows else keep,
+            self._after_layer(chunks),
         )
         if batch.sample_rows:
             logits = self._model.logits(hidden[:num_sampled])
@@ -144,6 +145,18 @@ class TorchRunner:
             for index, token in zip(batch.sample_chunks, tokens, strict=True):
                 result[index] = token
         return StepResult(result, self._score(chunks, batch, hidden[num_sampled:]))
+
+    def _after_layer(self, chunks: Sequence[SequenceChunk]) -> Callable[[int], None] | None:
+        """Tells the chunks that listen; nobody on a device, whose work is behind its calls."""
+        listeners = [chunk.on_layers for chunk in chunks if chunk.on_layers is not None]
+        if not listeners or self._device != "cpu" or not self.spec.groups.is_plain:
+            return None
+
+        def tell(num_layers: int) -> None:
+            for listener in listeners:
+                listener(num_layers)
+
+        return tell
 
     def _score(
         self, chunks: Sequence[SequenceChunk], batch: StepBatch, hidden: torch.Tensor

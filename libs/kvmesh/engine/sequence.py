@@ -70,6 +70,8 @@ class Sequence:
         scores_prompt: log-probabilities of the prompt's tokens are still to be found or told.
         prompt_logprobs: those found so far, from the prompt's second token on.
         on_emission, on_progress: called on the event loop after a step.
+        on_layers: called in the engine's thread while it computes the step that gives the first
+            token, with the number of layers whose KV is written.
     """
 
     sequence_id: int
@@ -86,6 +88,7 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     on_emission: Callable[[Emission], None] = field(default=_no_emission)
     on_progress: Callable[[], None] = field(default=_no_progress)
+    on_layers: Callable[[int], None] | None = None
 
     @property
     def blocks(self) -> list[int]:

@@ -14,7 +14,7 @@ Tests: tests/unit/kv/test_block_pool.py, tests/property/test_block_pool_machine.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -85,6 +85,8 @@ class BlockPool:
         self._changes: dict[BlockHash, bool] = {}
         self._allocated_total = 0
         self._evicted_total = 0
+        self.on_removed: Callable[[BlockHash], None] | None = None
+        """Told of each hash that can be matched no longer."""
 
     @property
     def num_free(self) -> int:
@@ -256,6 +258,8 @@ class BlockPool:
     def _note(self, block_hash: BlockHash, *, stored: bool) -> None:
         if not _is_announced(block_hash):
             return
+        if not stored and self.on_removed is not None:
+            self.on_removed(block_hash)
         # A hash is stored and removed in turn, so an opposite change that was not taken yet
         # leaves the reader's view as it was.
         if self._changes.pop(block_hash, None) is None:

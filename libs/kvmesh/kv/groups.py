@@ -41,6 +41,11 @@ class KvGroups:
     windows: tuple[int, ...] = (0,)
     state_blocks: int = 0
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether a block holds all layers, in their order."""
+        return len(self.windows) == 1 and not self.state_blocks
+
     def __post_init__(self) -> None:
         assert self.windows, "a model has a token group"
         assert min(self.windows) >= 0

@@ -28,7 +28,8 @@ independently, and blocks go back to the pool only when both have ended.
 RESERVED with a write in flight is what the design calls WRITING; it is derived, not stored. Any
 message with another incarnation or generation, or after the lease, is refused STALE; one with a
 wrong capability INVALID. A grant is exclusive: while one writer is in a block's memory, fenced or
-not, no other is let in, so a late writer can never tear what a newer one wrote.
+not, no other is let in, so a late writer can never tear what a newer one wrote. Writers of
+different parts of a block may be in it at once; it is written when its parts make it whole.
 
 No I/O and no clock: `now` is an argument, in seconds that never go back. One thread.
 Why: docs/adr/0004-handoff.md. Tests: tests/unit/kv/test_handoff.py,
@@ -41,6 +42,7 @@ import hmac
 from collections.abc import Sequence
 
 from kvmesh.core.types import Refusal, RefusalReason, RequestId
+from kvmesh.kv.block_parts import Part
 from kvmesh.kv.handoff_types import (
     Committed,
     Entry,
@@ -65,12 +67,14 @@ class HandoffTable:
     Args:
         incarnation: of this worker; messages that name another are refused.
         lease_s: a reservation without progress or renewal ends after this many seconds.
+        block_bytes: size of a block; only writers of parts need it.
     """
 
-    def __init__(self, incarnation: int, lease_s: float) -> None:
+    def __init__(self, incarnation: int, lease_s: float, block_bytes: int = 0) -> None:
         assert lease_s > 0, f"lease of {lease_s} s"
         self.incarnation = incarnation
         self.lease_s = lease_s
+        self._block_bytes = block_bytes
         self._entries: dict[int, Entry] = {}
         self._writes: dict[int, Write] = {}
         self._released: list[Released] = []
@@ -133,6 +137,7 @@ class HandoffTable:
             return self._refuse(_stale(f"reservation {reservation_id} is not open for writing"))
         entry.generation += 1
         entry.written.clear()
+        entry.partial.clear()
         entry.deadline = now + self.lease_s
         return entry.generation
 
@@ -205,12 +210,14 @@ class HandoffTable:
         first: int,
         count: int,
         now: float,
+        part: Part | None = None,
     ) -> WriteGrant | Refusal:
         """Asks for a run of blocks to be written; `end_write` must follow every grant.
 
         Args:
             first: index among the blocks to write; 0 is the first one after the cached ones.
             count: blocks, at least 1.
+            part: the same bytes of each block; None is all of them.
 
         Returns:
             The grant, or STALE, INVALID (capability or range), or BUSY while an earlier writer is
@@ -225,14 +232,19 @@ class HandoffTable:
             message = f"blocks {first}+{count} of {entry.num_to_write}"
             return self._refuse(Refusal(RefusalReason.INVALID, message))
         span = range(first, first + count)
-        if any(self._writes[write_id].overlaps(span) for write_id in entry.writes):
+        if part is not None and not (
+            part.size > 0 <= part.offset and part.end <= self._block_bytes
+        ):
+            message = f"{part} of blocks of {self._block_bytes} bytes"
+            return self._refuse(Refusal(RefusalReason.INVALID, message))
+        if any(self._writes[write_id].overlaps(span, part) for write_id in entry.writes):
             message = f"another writer is in blocks {first}+{count}"
             return self._refuse(Refusal(RefusalReason.BUSY, message))
         write_id = self._next_write_id
         self._next_write_id += 1
-        self._writes[write_id] = Write(entry, entry.generation, span)
+        self._writes[write_id] = Write(entry, entry.generation, span, part)
         entry.writes.add(write_id)
-        entry.written.difference_update(span)
+        self._begin(entry, span, part)
         entry.deadline = now + self.lease_s
         start = entry.num_cached + first
         return WriteGrant(write_id, entry.blocks[start : start + count])
@@ -245,7 +257,7 @@ class HandoffTable:
         if entry.state is State.FENCED:
             self._release_if_quiet(entry)
         elif ok and write.generation == entry.generation:
-            entry.written.update(write.span)
+            self._count(entry, write)
 
     def is_write_current(self, write_id: int) -> bool:
         """Whether bytes of this write still matter; if not, stop writing and end it."""
@@ -288,6 +300,26 @@ class HandoffTable:
         return Committed(reservation_id, entry.request_id, generation, len(entry.blocks))
 
     # -- Inside ---------------------------------------------------------------------------------
+
+    def _begin(self, entry: Entry, span: range, part: Part | None) -> None:
+        """What is about to be overwritten counts as written no more."""
+        if part is None:
+            entry.partial.forget(span)
+        else:
+            for index in span:
+                was_whole = index in entry.written
+                size = self._block_bytes
+                entry.partial.begin(index, part, was_whole=was_whole, block_bytes=size)
+        entry.written.difference_update(span)
+
+    def _count(self, entry: Entry, write: Write) -> None:
+        """A write of the present generation ended well."""
+        if write.part is None:
+            entry.written.update(write.span)
+            return
+        for index in write.span:
+            if entry.partial.add(index, write.part, self._block_bytes):
+                entry.written.add(index)
 
     def _admit(
         self, reservation_id: int, incarnation: int, generation: int, capability: bytes, now: float

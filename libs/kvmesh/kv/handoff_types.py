@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvmesh.core.types import RequestId
+from kvmesh.kv.block_parts import Part, PartialBlocks
 
 
 class Outcome(enum.Enum):
@@ -96,6 +97,7 @@ class Entry:
 
     Attributes:
         deadline: end of the lease, in seconds on the caller's clock.
+        partial: blocks to write of which some bytes are there.
         written: indices among the blocks to write that are complete in this generation.
         writes: ids of grants in flight, those of earlier generations included.
         outcome: set when the reservation ended; it may still wait for its writers.
@@ -110,6 +112,7 @@ class Entry:
     generation: int = 1
     state: State = State.RESERVED
     written: set[int] = field(default_factory=set)
+    partial: PartialBlocks = field(default_factory=PartialBlocks)
     writes: set[int] = field(default_factory=set)
     outcome: Outcome | None = None
 
@@ -125,8 +128,11 @@ class Entry:
     def check_integrity(self, writes: Mapping[int, Write]) -> None:
         """Raises AssertionError if this record contradicts itself or its writes."""
         complete = len(self.written) == self.num_to_write
-        covered = [i for write_id in self.writes for i in writes[write_id].span]
-        assert len(set(covered)) == len(covered), "two writers are in one block"
+        here = [writes[write_id] for write_id in self.writes]
+        covered = [index for write in here for index in write.span]
+        for at, write in enumerate(here):
+            others = here[at + 1 :]
+            assert not any(write.overlaps(o.span, o.part) for o in others), "writers in one place"
         assert self.written.isdisjoint(covered), "a block is written and being written"
         assert all(0 <= index < self.num_to_write for index in [*self.written, *covered])
         assert all(writes[write_id].generation <= self.generation for write_id in self.writes)
@@ -139,12 +145,15 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Record of one grant; `span` indexes the entry's blocks to write."""
+    """Record of one grant; `span` indexes the entry's blocks to write, `part` is of each."""
 
     entry: Entry = field(repr=False)
     generation: int
     span: range
+    part: Part | None = None
 
-    def overlaps(self, span: range) -> bool:
-        """Whether both cover some block."""
-        return self.span.start < span.stop and span.start < self.span.stop
+    def overlaps(self, span: range, part: Part | None) -> bool:
+        """Whether both cover some byte; no part is the whole block."""
+        if self.span.start >= span.stop or span.start >= self.span.stop:
+            return False
+        return self.part is None or part is None or self.part.overlaps(part)

@@ -97,6 +97,7 @@ class AdminPort:
             return
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._guard])
         app.add_routes(self._routes)
+        app.on_response_prepare.append(_name_server)
         self._runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=CLOSE_S
         )
@@ -171,6 +172,10 @@ def sent_token(authorization: str) -> str:
     except (binascii.Error, UnicodeDecodeError):
         return ""
     return pair.partition(":")[2]
+
+
+async def _name_server(_request: web.Request, response: web.StreamResponse) -> None:
+    response.headers["Server"] = "kvmesh"  # not the versions of what it is built with
 
 
 def _is_same_origin(request: web.Request) -> bool:

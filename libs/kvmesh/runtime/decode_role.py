@@ -25,6 +25,7 @@ from kvmesh.core.types import (
     WorkerId,
 )
 from kvmesh.engine.sequence import Emission, Sequence
+from kvmesh.kv.block_parts import Part
 from kvmesh.kv.handoff import HandoffTable
 from kvmesh.kv.runs import consecutive_runs
 from kvmesh.rpc.convert import (
@@ -39,6 +40,7 @@ from kvmesh.runtime.worker_parts import WorkerParts
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.telemetry.tracing import Span, start_span
 from kvmesh.transfer.frames import CommitFrame, PutFrame
+from kvmesh.transfer.memory import MappablePool, part_views
 from kvmesh.transfer.target import WriteGrant
 from kvmesh.v1 import decode_service_pb2 as pb
 from kvmesh.v1 import decode_service_pb2_grpc
@@ -82,7 +84,8 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
         self._metrics = parts.metrics
         self._slots = slots
         self._lease_s = lease_s
-        self._handoff = HandoffTable(parts.identity.incarnation, lease_s)
+        self._block_bytes = parts.core.spec.layout.block_bytes
+        self._handoff = HandoffTable(parts.identity.incarnation, lease_s, self._block_bytes)
         self._tasks: dict[tuple[DecodeOutbox, RequestId, int], DecodeTask] = {}
         self._by_reservation: dict[int, DecodeTask] = {}
         # Ended by us, but a writer may still be in the blocks.
@@ -210,6 +213,10 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
         """Memory for the runs of a PUT, if the handoff table lets it in."""
         write_ids: list[int] = []
         views: list[memoryview] = []
+        part = None if put.part is None else Part(*put.part)
+        if part is not None and not isinstance(self._memory, MappablePool):
+            text = "this worker's blocks are received whole"  # they are staged and copied over
+            return Refusal(RefusalReason.INVALID, text)
         for run in put.runs:
             granted = self._handoff.begin_write(
                 put.claim.reservation_id,
@@ -219,6 +226,7 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
                 run.first,
                 run.count,
                 self._clock.now(),
+                part,
             )
             if isinstance(granted, Refusal):
                 for write_id in write_ids:
@@ -226,10 +234,12 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
                 self._release_quiet()
                 return granted
             write_ids.append(granted.write_id)
-            views += [
-                self._memory.write_view(first, count)
-                for first, count in consecutive_runs(granted.blocks)
-            ]
+            for first, count in consecutive_runs(granted.blocks):
+                view = self._memory.write_view(first, count)
+                if part is None:
+                    views.append(view)
+                else:
+                    views += part_views(view, self._block_bytes, *part)
         grant = WriteGrant(put, tuple(views))
         self._grants[grant] = write_ids
         return grant

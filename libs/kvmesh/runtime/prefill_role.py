@@ -30,6 +30,8 @@ from kvmesh.telemetry.logs import event_logger
 from kvmesh.telemetry.tracing import Span, start_span
 from kvmesh.transfer.alignment import align_to_reservation
 from kvmesh.transfer.channel_pool import ChannelPool
+from kvmesh.transfer.frames import BlockPart
+from kvmesh.transfer.memory import MappablePool
 from kvmesh.v1 import prefill_service_pb2 as pb
 from kvmesh.v1 import prefill_service_pb2_grpc
 
@@ -38,6 +40,19 @@ log = event_logger(__name__)
 PrefillOutbox = Outbox[pb.PrefillEvent]
 
 _BUSY_RETRY_MS = 20
+
+
+@dataclass(slots=True)
+class LayerProgress:
+    """How far the layers of a prompt's last chunk are.
+
+    Attributes:
+        is_refused: the receiver takes whole blocks only.
+    """
+
+    num_computed: int = 0
+    num_sent: int = 0
+    is_refused: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -56,6 +71,8 @@ class PrefillAttempt:
     sent_bytes: int = 0
     sent_calls: int = 0
     sending_s: float = 0.0
+    mode: TransferMode = TransferMode.WHOLE
+    layers: LayerProgress = field(default_factory=LayerProgress)
 
 
 class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
@@ -74,6 +91,11 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         self._identity = parts.identity
         self._core = parts.core
         self._block_bytes = parts.core.spec.layout.block_bytes
+        self._num_layers = parts.core.spec.layout.num_layers
+        # Staged copies of device memory would be of all layers each time.
+        self._has_layers = parts.core.spec.groups.is_plain and isinstance(
+            parts.memory, MappablePool
+        )
         self._clock = parts.clock
         self._wake_engine = parts.wake_engine
         self._on_change = parts.on_change
@@ -170,6 +192,10 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
             return sequence
         attempt.sequence = sequence
         sequence.on_progress = attempt.progress.set
+        if not self._is_local(reservation):
+            attempt.mode = self._choose_mode(attempt)
+        if attempt.mode is TransferMode.LAYERED:
+            self._watch_layers(attempt)  # before the engine plans its first step
         self._wake_engine()
         return attempt
 
@@ -242,20 +268,62 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         assert sequence is not None
         num_tokens = len(sequence.spec.token_ids)
         sent = 0
-        mode = self._choose_mode(attempt)
         while attempt.first is None:
             await attempt.progress.wait()
             attempt.progress.clear()
-            if attempt.first is None:
+            if attempt.first is None and attempt.mode is not TransferMode.WHOLE:
                 attempt.span.event("chunk", computed_tokens=sequence.num_computed)
-                if mode is TransferMode.CHUNKED:
-                    sent = await self._send(attempt, sent)
+                sent = await self._send(attempt, sent)
+                await self._send_layers(attempt, sent)
         if attempt.first.finish_reason is not None:
             return
-        await self._send(attempt, sent)
+        if attempt.layers.num_sent:
+            attempt.layers.num_computed = self._num_layers
+            await self._send_layers(attempt, sent)
+        else:
+            await self._send(attempt, sent)
         started = self._clock.now()
         await self._channels.commit(attempt.reservation, attempt.first.token_id, num_tokens)
         attempt.sending_s += self._clock.now() - started
+
+    def _watch_layers(self, attempt: PrefillAttempt) -> None:
+        """Lets the engine wake the attempt when layers of the last chunk are computed."""
+        assert attempt.sequence is not None
+        loop = asyncio.get_running_loop()
+
+        def computed(num_layers: int) -> None:
+            attempt.layers.num_computed = max(attempt.layers.num_computed, num_layers)
+            attempt.progress.set()
+
+        def on_layers(num_layers: int) -> None:  # in the engine's thread
+            loop.call_soon_threadsafe(computed, num_layers)
+
+        attempt.sequence.on_layers = on_layers
+
+    async def _send_layers(self, attempt: PrefillAttempt, begin: int) -> None:
+        """Sends the layers that are computed and not sent of all blocks from `begin` on."""
+        layers, reservation = attempt.layers, attempt.reservation
+        first, num_layers = layers.num_sent, layers.num_computed - layers.num_sent
+        if num_layers <= 0 or layers.is_refused:
+            return
+        assert attempt.sequence is not None
+        arriving = self._core.arriving_blocks(attempt.sequence, reservation.num_cached_blocks)
+        blocks = [each.block for each in arriving[begin:]]
+        runs = align_to_reservation(blocks, begin, reservation.run_lengths)
+        layer_bytes = self._block_bytes // self._num_layers
+        part = BlockPart(first * layer_bytes, num_layers * layer_bytes)
+        started = self._clock.now()
+        try:
+            await self._channels.put(reservation, runs, part)
+        except RefusedError:
+            if first:
+                raise
+            layers.is_refused = True  # a receiver that takes blocks whole; they follow later
+            return
+        layers.num_sent += num_layers
+        attempt.sending_s += self._clock.now() - started
+        attempt.sent_bytes += len(blocks) * part.size
+        attempt.sent_calls += len(blocks)
 
     async def _send(self, attempt: PrefillAttempt, begin: int) -> int:
         """Sends what is complete from block `begin` on in one call; returns where to go on."""
@@ -280,9 +348,14 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         sequence, reservation = attempt.sequence, attempt.reservation
         assert sequence is not None
         todo = len(sequence.spec.token_ids) - sequence.num_cached
+        num_chunks = -(-todo // self._core.max_step_tokens)
+        last_tokens = todo - (num_chunks - 1) * self._core.max_step_tokens
+        num_bytes = reservation.num_blocks * self._block_bytes
         task = TransferTask(
-            num_bytes=reservation.num_blocks * self._block_bytes,
-            num_chunks=-(-todo // self._core.max_step_tokens),
+            num_bytes=num_bytes,
+            num_chunks=num_chunks,
+            last_bytes=num_bytes * last_tokens // max(todo, 1),
+            has_layers=self._has_layers,
         )
         decision = choose_transfer_mode(task, self._channels.link_view(reservation))
         attempt.span.event("transfer_mode", mode=decision.mode.value, reason=decision.reason)

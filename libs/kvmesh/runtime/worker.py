@@ -25,6 +25,7 @@ from kvmesh.rpc.publisher import BlockPublisher, PublisherFacts
 from kvmesh.rpc.registration import OperatorHooks, SchedulerRegistration
 from kvmesh.runtime.app import ServiceContext
 from kvmesh.runtime.decode_role import DecodeRole
+from kvmesh.runtime.kv_events import start_kv_events
 from kvmesh.runtime.prefill_role import PrefillRole
 from kvmesh.runtime.step_meter import StepMeter
 from kvmesh.runtime.worker_channels import MEGABYTE, receive_options, send_options, transfer_mode
@@ -223,6 +224,8 @@ class Worker:
             )
             self._context.spawn(self._publisher.run(), "publisher")
 
+        self._kv_events = start_kv_events(self._context, self._config, self.core)
+
     def _notify(self) -> None:
         self._registration.notify()
 
@@ -232,6 +235,8 @@ class Worker:
         self._steps.add(seconds, computed, generated, self._clock.now())
         if self._publisher is not None:
             self._publisher.notify()
+        if self._kv_events is not None:
+            self._kv_events.notify()
 
     def _ordered_to_drain(self, reason: str) -> None:
         log.info("drain_ordered", reason=reason)

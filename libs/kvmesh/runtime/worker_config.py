@@ -36,7 +36,7 @@ class WorkerSection:
     lease_s: float = option(10.0, "a reservation without renewal or progress ends after this")
     stall_s: float = option(5.0, "a transfer without progress fails after this")
     channels: str = option("local,shm,tcp", "kinds of data channel that may be used, best first")
-    transfer_mode: str = option("auto", "when a prompt's KV leaves: auto, whole or chunked")
+    transfer_mode: str = option("auto", "when KV leaves: auto, whole, chunked or layered")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,18 @@ class EngineSection:
 
 
 @dataclass(frozen=True, slots=True)
+class EventsSection:
+    """KV events for outside indexers, as vLLM publishes them; needs the extra `events`."""
+
+    endpoint: str = option("", "ZMQ PUB address, for example tcp://*:5557; empty: off")
+    replay_endpoint: str = option("", "ZMQ ROUTER address for missed batches; empty: none")
+    topic: str = option("kv-events", "topic of the messages")
+    buffer_batches: int = option(10_000, "batches kept for the replay")
+    encoding: str = option("array", "of an event: array, or map (vLLM 0.28 and later)")
+    int_hashes: bool = option(True, "block hashes as 64-bit numbers; else as bytes")
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerConfig:
     """A worker; prefill and decode workers differ in `worker.role` only."""
 
@@ -69,3 +81,4 @@ class WorkerConfig:
     worker: WorkerSection = option(WorkerSection, "")
     data: DataSection = option(DataSection, "")
     engine: EngineSection = option(EngineSection, "")
+    events: EventsSection = option(EventsSection, "")

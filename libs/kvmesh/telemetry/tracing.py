@@ -163,7 +163,7 @@ def start_span(name: str, parent: str = "", **attributes: AttributeValue) -> Spa
     if not _installed:
         return _Untimed(parent) if _TRACEPARENT.fullmatch(parent) else _UNTIMED
     context = _PROPAGATOR.extract({"traceparent": parent}) if parent else None
-    tracer = trace.get_tracer("kvmesh")
+    tracer = _installed[-1].get_tracer("kvmesh")
     return Span(tracer.start_span(name, context=context, attributes=attributes))
 
 

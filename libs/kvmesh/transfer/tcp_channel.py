@@ -12,7 +12,7 @@ import contextlib
 import ssl
 from collections.abc import Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvmesh.core.errors import LostError, RefusedError
 from kvmesh.core.types import Endpoint, RefusalReason, Reservation
@@ -66,6 +66,15 @@ class _Progress:
         return self._loop.time() - self._at
 
 
+@dataclass(slots=True)
+class _Opening:
+    """The making of one connection: one tries, and whoever waits meanwhile shares its failure."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    tries: int = 0
+    failure: str = ""
+
+
 class TcpChannel:
     """All connections to one life of a peer at one address."""
 
@@ -88,7 +97,7 @@ class TcpChannel:
         self._meter = meter
         self._threads = threads
         self._lanes: list[Lane | None] = [None] * options.lanes
-        self._opening = [asyncio.Lock() for _ in range(options.lanes)]
+        self._opening = [_Opening() for _ in range(options.lanes)]
         self._closed = False
 
     async def open(self) -> None:
@@ -219,17 +228,27 @@ class TcpChannel:
         return 0 if lane is None or not lane.is_open else lane.unanswered_bytes
 
     async def _lane(self, index: int) -> Lane:
-        async with self._opening[index]:
+        opening = self._opening[index]
+        tries = opening.tries
+        async with opening.lock:
             lane = self._lanes[index]
             if lane is not None and lane.is_open:
                 return lane
             if self._closed:
                 raise LostError("data channels are closed")
+            if opening.tries != tries and opening.failure:
+                raise LostError(opening.failure)  # of the one that was waited for
+            opening.tries += 1
             offer = LinkOffer(self._link_id, index, self._options.checksum)
             machine = sender_machine(self._identity, self._peer, offer)
-            lane = await Lane.open(
-                self._connect, machine, self._options.lane, self._meter, self._threads
-            )
+            try:
+                lane = await Lane.open(
+                    self._connect, machine, self._options.lane, self._meter, self._threads
+                )
+            except LostError as error:
+                opening.failure = str(error)
+                raise
+            opening.failure = ""
             if self._closed:
                 await lane.close()
                 raise LostError("data channels are closed")

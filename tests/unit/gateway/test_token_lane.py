@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmesh.console.request_log import RequestLog
-from kvmesh.core.types import RequestId, SamplingParams
+from kvmesh.core.types import Placement, RequestId, SamplingParams, WorkerId
 from services.gateway.answers import dumps
 from services.gateway.detokenizer import Detokenizer
-from services.gateway.mesh import GenerationRequest
+from services.gateway.mesh import GenerationRequest, Placed
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.openai import ApiCall, Endpoint, TextPrompt
 from services.gateway.request_record import RequestRecord, TextDelta
@@ -92,7 +91,7 @@ async def opened() -> Lane:
     lane.detokenizer = Detokenizer(tokenizer)
     request = GenerationRequest(RequestId("r"), "m", (1,), SamplingParams(), 1.0)
     lane.record = RequestRecord(metrics, request, RequestLog())
-    placed: Any = None
+    placed = Placed(Placement.AGGREGATED, WorkerId("w"), WorkerId("w"))
     lane.record.add(TextDelta(0, "", (), (), None, 0, placed))
     client, choice = Client(), ChoiceText((1,))
     lane.open(client, _template(_responses(Endpoint.CHAT, "r")), choice)
@@ -105,6 +104,8 @@ async def test_text_arrives_whole(opened: Lane) -> None:
         assert opened.lane.push([token_id], now)
     assert opened.client.text == SENTENCE
     assert opened.choice.token_ids == opened.token_ids
+    assert opened.lane.record is not None
+    opened.lane.record.close("")
     num_tokens = opened.metrics.value("vllm:generation_tokens_total", model_name="m")
     assert num_tokens == len(opened.token_ids)
     # Parts of a character are no text yet, so there are fewer chunks than tokens.

@@ -3,6 +3,7 @@ from typing import NamedTuple
 import pytest
 
 from kvmesh.core.types import Refusal, RefusalReason, RequestId
+from kvmesh.kv.block_parts import Part
 from kvmesh.kv.handoff import HandoffTable
 from kvmesh.kv.handoff_types import Committed, Outcome, Released, Taken, WriteGrant
 
@@ -21,7 +22,9 @@ class Writer(NamedTuple):
     incarnation: int = LIFE
     capability: bytes = SECRET
 
-    def begin(self, first: int, count: int, now: float = 1.0) -> WriteGrant | Refusal:
+    def begin(
+        self, first: int, count: int, now: float = 1.0, part: Part | None = None
+    ) -> WriteGrant | Refusal:
         return self.table.begin_write(
             self.reservation_id,
             self.incarnation,
@@ -30,6 +33,7 @@ class Writer(NamedTuple):
             first,
             count,
             now,
+            part,
         )
 
     def grant(self, first: int, count: int, now: float = 1.0) -> WriteGrant:
@@ -48,7 +52,7 @@ class Writer(NamedTuple):
 
 @pytest.fixture
 def table() -> HandoffTable:
-    return HandoffTable(LIFE, LEASE_S)
+    return HandoffTable(LIFE, LEASE_S, block_bytes=8)
 
 
 @pytest.fixture
@@ -260,3 +264,52 @@ def test_integrity_check_notices_a_shared_writable_block(table: HandoffTable) ->
     table.reserve(RequestId("r3"), (1, 3), 1, SECRET, now=0.0)
     with pytest.raises(AssertionError, match="one block"):
         table.check_integrity()
+
+
+def begin_part(writer: Writer, first: int, count: int, offset: int, size: int) -> int:
+    answer = writer.begin(first, count, part=Part(offset, size))
+    assert isinstance(answer, WriteGrant)
+    return answer.write_id
+
+
+def test_parts_that_make_all_blocks_whole_are_a_handoff(
+    table: HandoffTable, writer: Writer
+) -> None:
+    lower, upper = begin_part(writer, 0, 3, 0, 5), begin_part(writer, 0, 3, 5, 3)
+    table.check_integrity()
+    assert reason(writer.begin(1, 1, part=Part(4, 2))) is RefusalReason.BUSY
+    assert reason(writer.begin(1, 1)) is RefusalReason.BUSY
+    table.end_write(upper, ok=True)
+    assert reason(writer.commit()) is RefusalReason.BUSY
+    table.end_write(lower, ok=True)
+    table.check_integrity()
+    assert isinstance(writer.commit(), Committed)
+
+
+def test_a_part_that_failed_leaves_its_blocks_missing(table: HandoffTable, writer: Writer) -> None:
+    writer.write(0, 3)
+    table.end_write(begin_part(writer, 1, 1, 2, 4), ok=False)
+    assert "1 of 3" in str(writer.commit())
+    table.end_write(begin_part(writer, 1, 1, 2, 3), ok=True)
+    assert "1 of 3" in str(writer.commit())
+    table.end_write(begin_part(writer, 1, 1, 5, 1), ok=True)
+    assert isinstance(writer.commit(), Committed)
+
+
+def test_a_whole_write_forgets_parts_and_so_does_a_new_generation(
+    table: HandoffTable, writer: Writer
+) -> None:
+    table.end_write(begin_part(writer, 0, 3, 0, 4), ok=True)
+    table.end_write(writer.grant(0, 3).write_id, ok=False)
+    table.end_write(begin_part(writer, 0, 3, 4, 4), ok=True)
+    assert "3 of 3" in str(writer.commit())
+
+    newer = rearm(writer)
+    table.end_write(begin_part(newer, 0, 3, 0, 4), ok=True)
+    assert "3 of 3" in str(newer.commit(now=2.5))
+    table.check_integrity()
+
+
+@pytest.mark.parametrize("part", [Part(0, 9), Part(8, 1), Part(-1, 2)])
+def test_a_part_outside_of_the_block_is_refused(writer: Writer, part: Part) -> None:
+    assert reason(writer.begin(0, 1, part=part)) is RefusalReason.INVALID

@@ -35,3 +35,27 @@ def test_a_queue_on_the_link_makes_chunks_worth_it() -> None:
 
     assert choose_transfer_mode(task, idle).mode is TransferMode.WHOLE
     assert choose_transfer_mode(task, busy).mode is TransferMode.CHUNKED
+
+
+@pytest.mark.parametrize(
+    ("last_bytes", "has_layers", "link", "mode"),
+    [
+        (1 << 26, True, SLOW, TransferMode.LAYERED),
+        (1 << 26, False, SLOW, TransferMode.CHUNKED),
+        (1 << 20, True, SLOW, TransferMode.CHUNKED),
+        (1 << 26, True, FAST, TransferMode.CHUNKED),
+        (1 << 26, True, None, TransferMode.CHUNKED),
+    ],
+)
+def test_layers_are_for_a_long_last_chunk(
+    last_bytes: int, has_layers: bool, link: LinkView | None, mode: TransferMode
+) -> None:
+    task = TransferTask(1 << 30, 16, last_bytes, has_layers)
+
+    assert choose_transfer_mode(task, link).mode is mode
+
+
+def test_one_long_chunk_leaves_by_layers() -> None:
+    task = TransferTask(1 << 28, 1, 1 << 28, has_layers=True)
+
+    assert choose_transfer_mode(task, SLOW).mode is TransferMode.LAYERED

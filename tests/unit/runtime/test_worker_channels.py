@@ -57,5 +57,6 @@ def test_a_broken_certificate_is_named(tmp_path: Path) -> None:
 def test_modes() -> None:
     assert transfer_mode("auto") is None
     assert transfer_mode("whole") is TransferMode.WHOLE
+    assert transfer_mode("layered") is TransferMode.LAYERED
     with pytest.raises(ConfigError, match="auto, whole, chunked"):
-        transfer_mode("layered")
+        transfer_mode("sideways")

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
-from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -23,6 +22,7 @@ from kvmesh.core.types import (
     WorkerInfo,
     WorkerLoad,
 )
+from kvmesh.telemetry import tracing
 from services.scheduler.fleet import Fleet, Membership
 from services.scheduler.router import Router
 from tests.unit.policy.fleet_examples import LAYOUT, query, worker_info
@@ -102,7 +102,7 @@ async def test_span_is_a_child_of_the_query_and_says_why(monkeypatch: pytest.Mon
     exporter = InMemorySpanExporter()
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
+    monkeypatch.setattr(tracing, "_installed", [provider])
     fleet = fleet_of(worker_info("h", Role.HYBRID))
     plan = await make_router(fleet).route(query(), TRACEPARENT)
     assert isinstance(plan, RoutePlan)

@@ -1,0 +1,136 @@
+"""Layers of the last chunk leave while the next ones are computed: a real model, real channels."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from kvmesh.core.types import SequenceSpec
+from kvmesh.engine.protocol import SequenceChunk
+from kvmesh.engine.runner import TorchRunner
+from kvmesh.kv.hashing import root_hash
+from kvmesh.runtime.worker import Worker
+from kvmesh.runtime.worker_config import EngineSection, WorkerSection
+from kvmesh.transfer.frames import BlockPart
+from kvmesh.transfer.memory import MappablePool
+from kvmesh.transfer.target import WriteGrant
+from tests.integration.families import GREEDY, NEW_TOKENS, Checkpoint
+from tests.worker_driver import Driver, Key, running_worker, until_idle
+
+CHUNK, BLOCK_TOKENS = 64, 16
+
+
+@pytest.fixture(scope="module", params=["llama-untied-sharded", "deepseek-v3"])
+def checkpoint(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Checkpoint:
+    return Checkpoint(request.param, tmp_path_factory.mktemp("checkpoint"))
+
+
+def engine(folder: Path) -> EngineSection:
+    return EngineSection(
+        model=str(folder),
+        num_blocks=256,
+        max_batch_tokens=CHUNK,
+        block_size=BLOCK_TOKENS,
+        dtype="float32",
+    )
+
+
+def spec_of(tokens: list[int]) -> SequenceSpec:
+    sampling = replace(GREEDY, max_tokens=NEW_TOKENS)
+    return SequenceSpec(tuple(tokens), len(tokens), sampling, root_hash("test"))
+
+
+@dataclass
+class Arrivals:
+    """What a decode worker received, None for whole blocks; `came` is set with every part."""
+
+    parts: list[BlockPart | None] = field(default_factory=list)
+    came: threading.Event = field(default_factory=threading.Event)
+
+    def watch(self, worker: Worker) -> None:
+        plain = worker.decode.end_write
+
+        def end_write(grant: WriteGrant, ok: bool) -> None:
+            plain(grant, ok)
+            self.parts.append(grant.put.part)
+            if grant.put.part is not None:
+                self.came.set()
+
+        worker.decode.end_write = end_write  # type: ignore[method-assign]
+
+
+@pytest.fixture
+async def decode(checkpoint: Checkpoint) -> AsyncIterator[Worker]:
+    section = WorkerSection(id="d0", role="decode")
+    async with running_worker(section, engine(checkpoint.folder)) as worker:
+        yield worker
+
+
+@pytest.mark.parametrize("channels", ["local", "shm", "tcp"])
+async def test_layers_arrive_before_the_prompt_is_done_and_give_the_same_tokens(
+    checkpoint: Checkpoint, decode: Worker, channels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrivals = Arrivals()
+    arrivals.watch(decode)
+    tell = TorchRunner._after_layer
+
+    def held_back(
+        self: TorchRunner, chunks: Sequence[SequenceChunk]
+    ) -> Callable[[int], None] | None:
+        """Every layer waits until the ones before it have arrived."""
+        told = tell(self, chunks)
+        if told is None:
+            return None
+
+        def tell_and_wait(num_layers: int) -> None:
+            arrivals.came.clear()
+            told(num_layers)
+            assert arrivals.came.wait(20), "the layers did not leave"
+
+        return tell_and_wait
+
+    monkeypatch.setattr(TorchRunner, "_after_layer", held_back)
+    section = WorkerSection(id="p1", role="prefill", channels=channels, transfer_mode="layered")
+    async with running_worker(section, engine(checkpoint.folder)) as prefill:
+        driver = Driver()
+        await driver.connect(prefill)
+        await driver.connect(decode)
+        for number, (tokens, expected) in enumerate(
+            zip(checkpoint.prompts, checkpoint.expected, strict=True)
+        ):
+            arrivals.parts.clear()
+            key = Key(f"r{number}")
+            assert await driver.generate(prefill, decode, key, spec_of(tokens)) == expected
+            layer_bytes = prefill.core.spec.layout.block_bytes // 3
+            in_parts = [part for part in arrivals.parts if part is not None]
+            assert in_parts[:2] == [BlockPart(0, layer_bytes), BlockPart(layer_bytes, layer_bytes)]
+            assert sum(part.size for part in in_parts) == 3 * layer_bytes
+        await until_idle(prefill, decode)
+        await driver.close()
+
+
+async def test_a_receiver_that_takes_blocks_whole_gets_them_whole(
+    checkpoint: Checkpoint, decode: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrivals = Arrivals()
+    arrivals.watch(decode)
+    monkeypatch.setattr(
+        "kvmesh.runtime.decode_role.MappablePool", type("NoPool", (MappablePool,), {})
+    )
+    section = WorkerSection(id="p1", role="prefill", transfer_mode="layered", channels="tcp")
+    async with running_worker(section, engine(checkpoint.folder)) as prefill:
+        driver = Driver()
+        await driver.connect(prefill)
+        await driver.connect(decode)
+        tokens, expected = max(zip(checkpoint.prompts, checkpoint.expected, strict=True))
+        assert await driver.generate(prefill, decode, Key("r"), spec_of(tokens)) == expected
+        assert arrivals.parts
+        assert set(arrivals.parts) == {None}
+        await until_idle(prefill, decode)
+        await driver.close()
