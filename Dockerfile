@@ -49,10 +49,16 @@ ENTRYPOINT ["python", "-m", "services.kvmanager"]
 
 FROM base AS worker
 ARG PIP_INDEX_URL PIP_EXTRA_INDEX_URL
+RUN apt-get update \
+ && apt-get install --yes --no-install-recommends g++ \
+ && rm -rf /var/lib/apt/lists/*
 RUN pip install -c constraints.txt -e ".[worker,events]"
 COPY models models
 COPY libs libs
 COPY services/__init__.py services/__init__.py
+# C++ libraries, built for the CPU of this machine. On another kind of CPU a worker builds its own,
+# or goes on without where its file system cannot be written.
+RUN HOME=/app python -m kvmesh.kernels.prebuild && chown --recursive 10001:10001 /app/.cache
 
 FROM worker AS prefill
 COPY services/prefill services/prefill

@@ -24,12 +24,25 @@ from typing import Any
 import torch
 
 from benchmarks.engine_floor import floor_tokens_per_s, measure_limits, streaming_tokens_per_s
-from benchmarks.engine_peers import BLOCK_SIZE, Engine, HandLoop, Ours, Run, Transformers
+from benchmarks.engine_peers import (
+    BLOCK_SIZE,
+    Engine,
+    HandLoop,
+    Ours,
+    Run,
+    Transformers,
+    prompt,
+)
 from benchmarks.engine_report import save, targets
 from benchmarks.random_llama import SHAPES, Shape, write_checkpoint
 from kvmesh.cli.bench_report import git_commit, machine, versions
+from kvmesh.core.types import SamplingParams, SequenceSpec
 from kvmesh.engine.batch import build_batch
+from kvmesh.engine.core import EngineCore
+from kvmesh.engine.protocol import SampledToken, StepResult
 from kvmesh.engine.sampler import sample
+from kvmesh.engine.sequence import Sequence
+from kvmesh.kv.hashing import root_hash
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -142,7 +155,11 @@ def _take_turns(runs: Mapping[str, Run], repeats: int) -> dict[str, float]:
 
 
 def _overhead_share(ours: Ours, context: int, repeats: int) -> float:
-    """Part of a step at batch 8 that is making the batch and choosing tokens."""
+    """Part of a step at batch 8 that is planning it, making the batch, choosing tokens and
+    telling who waits for them.
+    """
+    core = _running_core(ours, 8, context)
+    result = StepResult([SampledToken(1)] * 8)
     chunks = ours.decode_chunks(8, context)
     logits = torch.randn(8, ours.runner.spec.vocab_size)
     times = _take_turns(
@@ -150,10 +167,24 @@ def _overhead_share(ours: Ours, context: int, repeats: int) -> float:
             "step": lambda: ours.runner.execute(chunks),
             "batch": lambda: build_batch(chunks, BLOCK_SIZE),
             "sample": lambda: sample(logits, chunks),
+            "loop": lambda: core.finish_step(core.plan_step(), result),
         },
         repeats,
     )
-    return (times["batch"] + times["sample"]) / times["step"]
+    return (times["batch"] + times["sample"] + times["loop"]) / times["step"]
+
+
+def _running_core(ours: Ours, batch: int, context: int) -> EngineCore:
+    """Bookkeeping of a batch that decodes; what it plans is not computed."""
+    spec = ours.runner.spec
+    core = EngineCore(spec, batch * -(-2 * context // BLOCK_SIZE))
+    sampling = SamplingParams(temperature=0.0, max_tokens=context, ignore_eos=True)
+    for sequence in range(batch):
+        tokens = tuple(prompt(context, spec.vocab_size, sequence))
+        admitted = core.admit_decode(SequenceSpec(tokens, context, sampling, root_hash("bench")))
+        assert isinstance(admitted, Sequence)
+        core.start_decode(admitted, first_token=1)
+    return core
 
 
 def _openvino(folder: Path, dtype: str, options: argparse.Namespace) -> dict[str, float]:

@@ -46,7 +46,7 @@ def targets(rows: Sequence[Mapping[str, Any]], limits: Mapping[str, Any]) -> lis
             out.append(_target(name, row["tokens_per_s"]["kvmesh"] / bound, 0.8))
     for label, found in limits.items():
         if label.startswith("110M"):
-            name = f"{label} batch 8: batching and sampling, share of a step"
+            name = f"{label} batch 8: step loop, batching and sampling, share of a step"
             out.append(_target(name, found["step_overhead_share"], 0.1, at_most=True))
     return out
 

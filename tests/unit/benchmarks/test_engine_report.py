@@ -35,7 +35,7 @@ def test_the_lowest_ratio_counts() -> None:
     assert not found["110M decode: times openvino"]["met"]
     assert found["0.5B bfloat16 decode 1: share of weight streaming"]["value"] == 0.75
     shares = [name for name in found if "batching and sampling" in name]
-    assert shares == ["110M bfloat16 batch 8: batching and sampling, share of a step"]
+    assert shares == ["110M bfloat16 batch 8: step loop, batching and sampling, share of a step"]
     assert found[shares[0]]["met"]
     assert "prefill: times openvino" not in found, "not measured"
 

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -152,3 +155,17 @@ def test_without_a_library_the_twins_serve(
     layer_cases.check_add_rms_norm(layer_ops.add_rms_norm, 2, True, torch.float32, "cpu")
     layer_cases.check_silu_and_mul(layer_ops.silu_and_mul, 2, torch.float32, "cpu")
     layer_cases.check_rope_and_write(layer_ops.rope_and_write, True, 64, torch.float32, "cpu")
+
+
+@needs_compiler
+def test_both_libraries_are_built_ahead(tmp_path: Path) -> None:
+    environment = {**os.environ, "HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "kvmesh.kernels.prebuild"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    built = {path.name.split("-")[0] for path in (tmp_path / ".cache" / "kvmesh").iterdir()}
+    assert built == {"host", "native"}
+    without = {**environment, "HOME": str(tmp_path / "other"), "PATH": ""}
+    done = subprocess.run(command, env=without, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "no C++ compiler" in done.stderr

@@ -46,7 +46,7 @@ def test_a_target_installs_its_own_extra_with_pinned_versions(name: str) -> None
 @pytest.mark.parametrize("name", CONFIGS)
 def test_code_comes_after_the_dependencies(name: str) -> None:
     lines = stage(name).lines
-    [install] = [i for i, (kind, run) in enumerate(lines) if kind == "RUN" and "install" in run]
+    [install] = [i for i, (kind, run) in enumerate(lines) if kind == "RUN" and "pip install" in run]
     assert install < lines.index(("COPY", "libs libs"))
 
 
