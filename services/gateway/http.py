@@ -280,7 +280,10 @@ async def _json(request: web.Request, timeout_s: float) -> Any:
         request.protocol.force_close()  # what is still to come is not waited for
         raise web.HTTPRequestTimeout from error
     try:
-        return json.loads(raw)
+        content = json.loads(raw)
+        if b"\\u" in raw:  # halves of characters are JSON, but no text
+            json.dumps(content, ensure_ascii=False).encode()
+        return content
     except (ValueError, RecursionError) as error:
         raise InvalidRequestError(
             f"the body is not valid JSON: {error}", code="bad_json"

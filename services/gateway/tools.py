@@ -131,7 +131,10 @@ def _with_definitions(schema: dict[str, Any], tools: Sequence[Tool]) -> dict[str
     """References inside parameters point at the root: definitions move there."""
     moved: dict[str, Any] = {}
     for tool in tools:
-        moved |= (tool.function.parameters or {}).get("$defs", {})
+        definitions = (tool.function.parameters or {}).get("$defs", {})
+        if not isinstance(definitions, dict):
+            raise InvalidRequestError("tools: $defs must be an object", "tools")
+        moved |= definitions
     return {**schema, "$defs": moved} if moved else schema
 
 

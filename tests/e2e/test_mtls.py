@@ -28,6 +28,13 @@ ADMIN_TOKEN = "the-token-of-the-operators"
 
 pytestmark = pytest.mark.slow
 
+CALLERS = {
+    "scheduler": "gateway,prefill,decode",
+    "kvmanager": "scheduler,prefill,decode",
+    "prefill": "gateway",
+    "decode": "gateway",
+}
+
 Flags = dict[str, dict[str, object]]
 
 
@@ -42,6 +49,8 @@ def mtls_flags(folder: Path) -> Flags:
             "ca": folder / "ca.pem",
         }
         flags[name] = {f"server.tls.{part}": path for part, path in files.items()}
+        if name in CALLERS:
+            flags[name]["server.callers"] = CALLERS[name]
         if name in ("prefill", "decode"):
             flags[name] |= {f"data.tls.{part}": path for part, path in files.items()}
             flags[name]["worker.channels"] = "tcp"
@@ -145,7 +154,7 @@ async def check_strangers(mesh: Mesh, folder: Path) -> None:
 
 
 async def data_ports(mesh: Mesh, tls: TlsConfig) -> list[int]:
-    watch = FleetWatch([mesh["scheduler"].address], tls)
+    watch = FleetWatch([mesh["scheduler"].address], tls)  # as decode, which may call it
     task = asyncio.create_task(watch.run())
     await until(lambda: len(watch.workers) == 2, "two workers are seen over mTLS")
     task.cancel()

@@ -83,6 +83,21 @@ async def test_bad_fields_are_named(stack: Stack, change: dict[str, Any], param:
     assert param.rpartition(".")[2] in body["error"]["message"]
 
 
+@pytest.mark.parametrize("prompt", ["\ud800", "a\ude00b"])
+async def test_half_a_character_is_no_text(stack: Stack, prompt: str) -> None:
+    status, body = await post(stack, "/v1/completions", {"prompt": prompt})
+    assert (status, body["error"]["code"]) == (400, "bad_json")
+    whole = {"prompt": "\N{GRINNING FACE}", "max_tokens": 1}
+    assert (await post(stack, "/v1/completions", whole))[0] == 200
+
+
+async def test_definitions_of_tools_are_an_object(stack: Stack) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"$defs": [1]}}}
+    body = {"messages": HELLO, "tools": [tool], "tool_choice": "required"}
+    status, answer = await post(stack, "/v1/chat/completions", body)
+    assert (status, answer["error"]["param"]) == (400, "tools")
+
+
 async def test_echo_with_logprobs(stack: Stack) -> None:
     answer = await stack.client.completions.create(
         model=MODEL, prompt="the mesh", echo=True, logprobs=1, max_tokens=2
@@ -335,8 +350,11 @@ async def test_bad_responses_fields(stack: Stack, change: dict[str, Any], param:
 async def test_a_response_that_is_lost_ends_with_an_event(tmp_path: Path) -> None:
     async with gateway_stack(tmp_path, limits={"max_moves": 0}) as stack:
         stack.mesh.workers["d1"].does.fail_decode_after = 2
+        stack.mesh.go.clear()  # the stream begins before anything is lost
         stream = await stack.client.responses.create(model=MODEL, input="hello", stream=True)
-        kinds = [event.type async for event in stream]
+        kinds = [(await anext(stream)).type]
+        stack.mesh.go.set()
+        kinds += [event.type async for event in stream]
         assert kinds.count("response.output_text.delta") >= 1
         assert kinds[-2:] == ["error", "response.failed"]
         await stack.idle()

@@ -7,17 +7,23 @@ import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
+from kvmesh.cli.certs import main as make_certs
 from kvmesh.cli.health import SERVING, HealthTls, check_health
-from kvmesh.rpc.channels import TlsConfig
+from kvmesh.core.errors import ConfigError
+from kvmesh.rpc.channels import TlsConfig, open_channel
 from kvmesh.rpc.fleet import FleetWatch
 from kvmesh.runtime.app import ServerConfig, ServiceContext, serving
 from kvmesh.runtime.worker import build_worker
 from kvmesh.runtime.worker_config import EngineSection, WorkerConfig, WorkerSection
 from kvmesh.runtime.worker_metrics import WorkerMetrics
+from kvmesh.v1.scheduler_service_pb2 import OrderWorkerRequest, WatchFleetRequest
+from kvmesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.service import build as build_scheduler
 
@@ -79,6 +85,45 @@ async def test_callers_may_be_let_in_without_a_certificate(tls: TlsConfig) -> No
         address = f"127.0.0.1:{scheduler.port}"
         assert await _health(address, HealthTls(ca=tls.ca)) == SERVING
         assert await _health(address, HealthTls()) != SERVING
+
+
+async def test_only_named_services_may_call(tmp_path: Path) -> None:
+    assert make_certs(["--out", str(tmp_path)]) == 0
+
+    def files(name: str) -> TlsConfig:
+        cert, key, ca = (str(tmp_path / file) for file in (f"{name}.pem", f"{name}.key", "ca.pem"))
+        return TlsConfig(cert, key, ca)
+
+    server = ServerConfig(tls=files("scheduler"), callers="gateway, prefill")
+    async with serving("scheduler", SchedulerConfig(server=server), build_scheduler) as scheduler:
+        address = f"127.0.0.1:{scheduler.port}"
+
+        async def call(name: str) -> grpc.StatusCode:
+            async with open_channel(address, files(name)) as channel:
+                stub: Any = SchedulerServiceStub(channel)
+                try:
+                    async for _ in stub.WatchFleet(WatchFleetRequest(), timeout=10):
+                        return grpc.StatusCode.OK
+                except grpc.aio.AioRpcError as error:
+                    return error.code()
+            raise AssertionError("a watch does not end")
+
+        assert await call("gateway") is grpc.StatusCode.OK
+        assert await call("decode") is grpc.StatusCode.PERMISSION_DENIED
+        async with open_channel(address, files("decode")) as channel:
+            stub: Any = SchedulerServiceStub(channel)
+            with pytest.raises(grpc.aio.AioRpcError, match="decode may not call"):
+                await stub.OrderWorker(OrderWorkerRequest(worker_id="w"), timeout=10)
+        decode = files("decode")
+        trusted = HealthTls(decode.ca, decode.cert, decode.key)
+        assert await _health(address, trusted) == SERVING  # open to the CA's own
+
+
+async def test_names_of_callers_need_mtls() -> None:
+    server = ServerConfig(callers="gateway")
+    with pytest.raises(ConfigError, match=r"server\.callers needs mTLS"):
+        async with serving("scheduler", SchedulerConfig(server=server), build_scheduler):
+            pass
 
 
 async def _until_one_worker(watch: FleetWatch) -> None:

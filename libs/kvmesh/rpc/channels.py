@@ -12,6 +12,7 @@ import grpc
 
 from kvmesh.core.config import option
 from kvmesh.core.errors import ConfigError
+from kvmesh.rpc.callers import KnownCallers
 from kvmesh.rpc.damaged import DamagedRequests
 
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
@@ -62,14 +63,20 @@ def open_channel(target: str, tls: TlsConfig | None = None) -> grpc.aio.Channel:
     return grpc.aio.secure_channel(target, credentials, options=_OPTIONS)
 
 
-def make_server(*, share_port: bool = False) -> grpc.aio.Server:
+def make_server(
+    *, share_port: bool = False, callers: frozenset[str] = frozenset()
+) -> grpc.aio.Server:
     """A server without ports or servicers.
 
     Args:
         share_port: another process that says so too may listen on the same port.
+        callers: names in certificates that may call; empty lets everyone in.
     """
     options = [*_OPTIONS, ("grpc.so_reuseport", int(share_port))]
-    return grpc.aio.server(options=options, interceptors=(DamagedRequests(),))
+    interceptors: list[grpc.aio.ServerInterceptor] = [DamagedRequests()]
+    if callers:
+        interceptors.insert(0, KnownCallers(callers))
+    return grpc.aio.server(options=options, interceptors=interceptors)
 
 
 def bind_server(server: grpc.aio.Server, host: str, port: int, tls: TlsConfig | None = None) -> int:

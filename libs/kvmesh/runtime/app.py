@@ -50,6 +50,7 @@ class ServerConfig:
     advertise_host: str = option("", "host that peers use to reach this service; default: host")
     drain_s: float = option(30.0, "longest time that a drain waits for running work")
     tls: TlsConfig = option(TlsConfig, "")
+    callers: str = option("", "names in certificates that may call, comma-separated; empty: all")
     admin: AdminConfig = option(AdminConfig, "")
 
 
@@ -90,7 +91,9 @@ class ServiceContext:
         self.stack = stack
         self.stop = stop
         self.admin = AdminPort(config.admin)
-        self.server: grpc.aio.Server = make_server(share_port=config.share_port)
+        self.server: grpc.aio.Server = make_server(
+            share_port=config.share_port, callers=_known_callers(config)
+        )
         self.port = bind_server(self.server, config.host, config.port, config.tls)
         self.host = config.advertise_host or config.host
         self.failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
@@ -150,6 +153,14 @@ class ServiceContext:
         error = task.exception()
         if error is not None and not self.failure.done():
             self.failure.set_result(error)
+
+
+def _known_callers(config: ServerConfig) -> frozenset[str]:
+    names = frozenset(name.strip() for name in config.callers.split(",") if name.strip())
+    tls = config.tls
+    if names and not (tls.cert and tls.ca and tls.verify_callers):
+        raise ConfigError("server.callers needs mTLS: server.tls.cert, server.tls.ca")
+    return names
 
 
 Build = Callable[[ConfigT, ServiceContext], Awaitable[None]]
