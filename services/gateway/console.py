@@ -51,7 +51,9 @@ def add_console(context: ServiceContext, sources: ConsoleSources) -> None:
 
     async def sample() -> None:
         while True:
-            sampler.take(fleet.workers, Totals(sources.metrics.refusals()), loop.time())
+            thresholds = {each.model: each.threshold_tokens for each in fleet.models}
+            totals = Totals(sources.metrics.refusals(), thresholds.get(sources.model))
+            sampler.take(fleet.workers, totals, loop.time())
             await asyncio.sleep(INTERVAL_S)
 
     ConsolePage(view, loop.time).add_to(context.admin)

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterable
 
+from kvmesh.core.types import ModelDetail
 from kvmesh.rpc.convert import fleet_worker_to_proto
+from kvmesh.rpc.convert_detail import model_detail_to_proto
 from kvmesh.v1.scheduler_service_pb2 import WatchFleetResponse
 from services.scheduler.fleet import Fleet
 
@@ -25,6 +27,8 @@ class FleetFeed:
         self._woken_at = fleet.version
         self._change = asyncio.Event()
         self._messages: dict[bool, WatchFleetResponse] = {}
+        self.models: Callable[[], Iterable[ModelDetail]] = tuple
+        """Reads what the planner says, for watchers that want details."""
 
     def changed(self) -> None:
         """Wakes the followers if the fleet's version grew."""
@@ -73,5 +77,6 @@ class FleetFeed:
             message = self._messages[with_detail] = WatchFleetResponse(
                 version=self._fleet.version,
                 workers=[fleet_worker_to_proto(each, with_detail=with_detail) for each in workers],
+                models=map(model_detail_to_proto, self.models()) if with_detail else (),
             )
         return message

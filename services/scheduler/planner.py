@@ -13,7 +13,15 @@ import math
 from collections.abc import Callable, Hashable
 
 from kvmesh.core.clock import Clock
-from kvmesh.core.types import FleetWorker, Role, RouteCause, RoutePlan, RouteQuery, WorkerId
+from kvmesh.core.types import (
+    FleetWorker,
+    ModelDetail,
+    Role,
+    RouteCause,
+    RoutePlan,
+    RouteQuery,
+    WorkerId,
+)
 from kvmesh.metadata.store import FleetStore, StoreUnavailableError
 from kvmesh.policy.composition import Composition, OffloadState
 from kvmesh.policy.control import CYCLE_S, Allocation
@@ -89,6 +97,16 @@ class Planner:
     def offload(self, model: str) -> OffloadState:
         """The remote cluster and the threshold in force for a model."""
         return self._loops(model).offload
+
+    def details(self) -> list[ModelDetail]:
+        """What is in force for every model, for people."""
+        details = []
+        for name, loops in self._models.items():
+            tokens = loops.offload.threshold_tokens
+            details.append(
+                ModelDetail(name, loops.offload.remote, tokens if math.isfinite(tokens) else None)
+            )
+        return details
 
     def note_route(self, gateway: Hashable, query: RouteQuery, plan: RoutePlan | None) -> None:
         """Takes a query and its plan into what the loops know."""

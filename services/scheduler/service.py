@@ -345,6 +345,7 @@ async def start_scheduler(config: SchedulerConfig, context: ServiceContext) -> S
     router = Router(fleet, settings, prefixes, clock, decisions, planner)
     servicer = SchedulerServicer(fleet, feed, router, config.fleet, clock)
     planner.give_role = servicer.give_role
+    feed.models = planner.details
     context.spawn(planner.run(), "planner")
     context.on_close(servicer.close)
     context.spawn(servicer.expire_leases(), "expire_leases")

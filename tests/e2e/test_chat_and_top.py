@@ -15,6 +15,8 @@ from kvmesh.cli.__main__ import main
 from tests.mesh_child import ROOT, until
 from tests.mesh_processes import Mesh
 
+pytestmark = pytest.mark.timeout(120)
+
 
 async def kvmesh(*arguments: str) -> int:
     """Runs a command; it has an event loop of its own."""

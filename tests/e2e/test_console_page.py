@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
+import pytest_asyncio
 from playwright.async_api import Browser, HttpCredentials, Page
 
 from tests.browser import headless_browser, needs_browser
@@ -16,7 +16,7 @@ from tests.mesh_processes import Flags, Mesh, running_mesh
 TOKEN = "a token for the tests"
 DARK, LIGHT = "rgb(14, 18, 22)", "rgb(244, 245, 243)"
 
-pytestmark = needs_browser
+pytestmark = [needs_browser, pytest.mark.slow, pytest.mark.timeout(180)]
 
 
 @dataclass
@@ -40,17 +40,24 @@ class Complaints:
             self.found.append(text)
 
 
-@pytest.fixture
-async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
-    token_file = tmp_path / "token"
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mesh]:
+    """One for all tests here: processes and browsers take their time to start."""
+    folder = tmp_path_factory.mktemp("console")
+    token_file = folder / "token"
     token_file.write_text(TOKEN)
     step: Flags = {"engine.fake-step-s": 0.005}
     flags: dict[str, Flags] = {
         "gateway": {"server.admin.port": 0, "server.admin.token-file": token_file},
+        "scheduler": {
+            "planning.roles": "off",
+            "planning.remote-cluster": "far",
+            "planning.threshold-tokens": 300,
+        },
         "prefill": step,
         "decode": step,
     }
-    async with running_mesh(tmp_path, flags=flags) as mesh:
+    async with running_mesh(folder, 1, 2, flags=flags) as mesh:
         yield mesh
 
 
@@ -74,8 +81,11 @@ async def test_the_console_shows_the_mesh_and_a_request(mesh: Mesh) -> None:
         page = await opened(browser, mesh, "light", complaints)
         await page.wait_for_selector(".flow .node[data-role=decode] >> nth=1")
         names = await page.locator("#workers .role").all_inner_texts()
-        assert names == ["decode-0", "decode-1", "prefill-0", "prefill-1"]
+        assert names == ["decode-0", "decode-1", "prefill-0"]
         assert await page.locator("#state").inner_text() == "live"
+
+        threshold = page.locator(".chart", has_text="Offload threshold")
+        await threshold.locator("b", has_text="300").wait_for()
 
         headers = {**placed("disaggregated"), "x-request-id": "shown"}
         answer = await client.complete(list(range(10, 300)), max_tokens=20, headers=headers)

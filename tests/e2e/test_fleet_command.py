@@ -13,7 +13,10 @@ import pytest
 from kvmesh.cli.__main__ import main
 from kvmesh.cli.health import check_health
 from tests.e2e.api_client import ApiClient, placed
-from tests.mesh_processes import Mesh, fake_tokens, running_mesh
+from tests.mesh_processes import Flags, Mesh, fake_tokens, running_mesh
+
+# Each starts a mesh of its own.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 PROMPT = list(range(10, 60))
 
@@ -21,8 +24,14 @@ PROMPT = list(range(10, 60))
 @pytest.fixture
 async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
     """A mesh of its own: its workers are sent away."""
-    step = {"engine.fake-step-s": 0.01}
-    async with running_mesh(tmp_path, flags={"prefill": step, "decode": step}) as mesh:
+    step: Flags = {"engine.fake-step-s": 0.01}
+    flags: dict[str, Flags] = {
+        # Else it might take a role back.
+        "scheduler": {"planning.roles": "off"},
+        "prefill": step,
+        "decode": step,
+    }
+    async with running_mesh(tmp_path, flags=flags) as mesh:
         yield mesh
 
 

@@ -42,7 +42,7 @@ orders:
   drain     as cordon, then the worker finishes what runs and leaves the fleet. Its process stays,
             idle and NOT_SERVING, until it is stopped or started again
   set-role  prefill, decode or hybrid from now on; nothing is interrupted, since every worker can
-            do both. Lasts until a restart
+            do both. Lasts until a restart, or until the planner gives it another role
 
 options of every action (`kvmesh fleet list --help` explains them):
   --scheduler HOST:PORT[,...]  --state-dir DIR  --timeout SECONDS

@@ -371,6 +371,20 @@ class WorkerDetail:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelDetail:
+    """What the scheduler's planner says about one model, for people.
+
+    Attributes:
+        remote_cluster: that long prompts are sent to; empty: none.
+        threshold_tokens: longer uncached prompts go there; None without a remote cluster.
+    """
+
+    model: str
+    remote_cluster: str = ""
+    threshold_tokens: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class FleetWorker:
     """A worker with its load."""
 

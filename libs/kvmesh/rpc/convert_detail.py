@@ -5,7 +5,7 @@ Tests: tests/unit/rpc/test_convert_detail.py.
 
 from __future__ import annotations
 
-from kvmesh.core.types import LinkDetail, WorkerDetail, WorkerId
+from kvmesh.core.types import LinkDetail, ModelDetail, WorkerDetail, WorkerId
 from kvmesh.v1 import scheduler_service_pb2 as pb
 from kvmesh.v1 import types_pb2
 
@@ -30,6 +30,21 @@ def worker_detail_from_proto(message: pb.WorkerDetail) -> WorkerDetail:
         cached_tokens_total=message.cached_tokens_total,
         links=tuple(_link_from_proto(link) for link in message.links),
     )
+
+
+def model_detail_to_proto(detail: ModelDetail) -> pb.ModelDetail:
+    """ModelDetail as a message."""
+    return pb.ModelDetail(
+        model=detail.model,
+        remote_cluster=detail.remote_cluster,
+        threshold_tokens=detail.threshold_tokens,
+    )
+
+
+def model_detail_from_proto(message: pb.ModelDetail) -> ModelDetail:
+    """ModelDetail from a message."""
+    threshold = message.threshold_tokens if message.HasField("threshold_tokens") else None
+    return ModelDetail(message.model, message.remote_cluster, threshold)
 
 
 def _link_to_proto(link: LinkDetail) -> pb.LinkDetail:

@@ -14,12 +14,13 @@ from collections.abc import Callable, Sequence
 import grpc
 
 from kvmesh.core.errors import LostError, ProtocolError
-from kvmesh.core.types import FleetWorker, Refusal, RoutePlan, RouteQuery
+from kvmesh.core.types import FleetWorker, ModelDetail, Refusal, RoutePlan, RouteQuery
 from kvmesh.rpc.channels import TlsConfig, open_channel
 from kvmesh.rpc.convert import (
     fleet_worker_from_proto,
     refusal_from_proto,
 )
+from kvmesh.rpc.convert_detail import model_detail_from_proto
 from kvmesh.rpc.convert_route import route_plan_from_proto, route_query_to_proto
 from kvmesh.rpc.stream import Correlator, PeerStream
 from kvmesh.telemetry.logs import event_logger
@@ -49,6 +50,7 @@ class FleetWatch:
     Attributes:
         workers: the last view; kept while no scheduler can be reached.
         fresh: whether a scheduler is connected and `workers` is its view.
+        models: what its planner says; empty unless details are asked for.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class FleetWatch:
         self._with_detail = with_detail
         self._callbacks: list[FleetCallback] = []
         self.workers: tuple[FleetWorker, ...] = ()
+        self.models: tuple[ModelDetail, ...] = ()
         self.fresh = False
 
     def on_change(self, callback: FleetCallback) -> None:
@@ -88,6 +91,7 @@ class FleetWatch:
             )
             try:
                 async for message in call:
+                    self.models = tuple(map(model_detail_from_proto, message.models))
                     self._take(tuple(fleet_worker_from_proto(each) for each in message.workers))
             except grpc.aio.AioRpcError as error:
                 reason = f"{error.code().name}: {error.details()}"

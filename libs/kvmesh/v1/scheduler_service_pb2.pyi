@@ -389,25 +389,63 @@ class WatchFleetResponse(_message.Message):
 
     VERSION_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
+    MODELS_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Grows with every change."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___FleetWorker]:
         """All live workers."""
 
+    @_builtins.property
+    def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelDetail]:
+        """For people; empty unless asked for."""
+
     def __init__(
         self,
         *,
         version: _builtins.int = ...,
         workers: _abc.Iterable[Global___FleetWorker] | None = ...,
+        models: _abc.Iterable[Global___ModelDetail] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["models", b"models", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WatchFleetResponse: _TypeAlias = WatchFleetResponse  # noqa: Y015
+
+@_typing.final
+class ModelDetail(_message.Message):
+    """What the planner says about one model."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    REMOTE_CLUSTER_FIELD_NUMBER: _builtins.int
+    THRESHOLD_TOKENS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Name of the model."""
+    remote_cluster: _builtins.str
+    """Cluster that long prompts are sent to; empty: none."""
+    threshold_tokens: _builtins.float
+    """Longer uncached prompts go there; unset without a remote cluster."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        remote_cluster: _builtins.str = ...,
+        threshold_tokens: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_threshold_tokens", b"_threshold_tokens", "threshold_tokens", b"threshold_tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_threshold_tokens", b"_threshold_tokens", "model", b"model", "remote_cluster", b"remote_cluster", "threshold_tokens", b"threshold_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__threshold_tokens: _TypeAlias = _typing.Literal["threshold_tokens"]  # noqa: Y015
+    _WhichOneofArgType__threshold_tokens: _TypeAlias = _typing.Literal["_threshold_tokens", b"_threshold_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__threshold_tokens) -> _WhichOneofReturnType__threshold_tokens | None: ...
+
+Global___ModelDetail: _TypeAlias = ModelDetail  # noqa: Y015
 
 @_typing.final
 class RegisterWorkerRequest(_message.Message):

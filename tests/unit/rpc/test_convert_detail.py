@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvmesh.core.types import LinkDetail, WorkerDetail, WorkerId
+from kvmesh.core.types import LinkDetail, ModelDetail, WorkerDetail, WorkerId
 from kvmesh.rpc.convert_detail import (
+    model_detail_from_proto,
+    model_detail_to_proto,
     worker_detail_from_proto,
     worker_detail_to_proto,
     worker_order,
@@ -30,6 +32,14 @@ LINK = LinkDetail(
 def test_details_survive_the_wire(detail: WorkerDetail) -> None:
     sent = worker_detail_to_proto(detail).SerializeToString()
     assert worker_detail_from_proto(pb.WorkerDetail.FromString(sent)) == detail
+
+
+@pytest.mark.parametrize(
+    "detail", [ModelDetail("m"), ModelDetail("m", "far", 0.0), ModelDetail("m", "far", 512.5)]
+)
+def test_model_details_survive_the_wire(detail: ModelDetail) -> None:
+    sent = model_detail_to_proto(detail).SerializeToString()
+    assert model_detail_from_proto(pb.ModelDetail.FromString(sent)) == detail
 
 
 def test_orders_are_passed_on_as_they_are() -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 
-from kvmesh.core.types import WorkerLoad
+from kvmesh.core.types import ModelDetail, WorkerDetail, WorkerLoad
 from services.scheduler.feed import FleetFeed
 from services.scheduler.fleet import Fleet, Membership
 from tests.unit.policy.fleet_examples import worker_info
@@ -22,6 +22,21 @@ async def test_first_view_comes_at_once_and_changes_follow() -> None:
     feed.changed()
     assert len((await following).workers) == 2
     await views.aclose()  # type: ignore[attr-defined]
+
+
+async def test_details_are_for_those_who_ask() -> None:
+    fleet = Fleet(3.0)
+    feed = FleetFeed(fleet)
+    feed.models = lambda: [ModelDetail("m", "far", 300.0)]
+    member = fleet.register(worker_info("p"), 0.0)
+    assert isinstance(member, Membership)
+    fleet.note_detail(member, WorkerDetail(cordoned=True))
+    plain = await anext(feed.views(hold_empty_s=0.0))
+    assert not plain.workers[0].detail.cordoned
+    assert not plain.models
+    detailed = await anext(feed.views(hold_empty_s=0.0, with_detail=True))
+    assert detailed.workers[0].detail.cordoned
+    assert detailed.models[0].threshold_tokens == 300.0
 
 
 async def test_changes_of_load_that_come_together_are_one_message() -> None:

@@ -99,6 +99,17 @@ function edgesOf(snapshot, plan) {
       weight: running + node.worker.prefill_tokens_s / 500,
     });
   }
+  for (const node of plan.nodes.filter((n) => n.worker.role === "decode")) {
+    // Prompts that are computed where they are decoded.
+    const running = flowsOf(snapshot, (flow) => flow.stage === "prefill" && flow.prefill === node.worker.id);
+    if (running === 0 && node.worker.prefill_tokens_s === 0) continue;
+    edges.push({
+      key: `prompt ${node.worker.id}`,
+      kind: "prompt",
+      d: over({ x: gateway.x, y: gateway.y - 12 }, { x: node.x, y: node.y + 16 }, plan),
+      weight: running + node.worker.prefill_tokens_s / 500,
+    });
+  }
   for (const link of merged(snapshot.links)) {
     const from = plan.at.get(link.from);
     const to = plan.at.get(link.to);
@@ -111,7 +122,7 @@ function edgesOf(snapshot, plan) {
       d: from.x === to.x ? around(right(from), right(to)) : curve(start, end),
       weight: link.bytes_s / 2e6 + (link.bytes_s > 0 ? 1 : 0),
       label: link.bytes_s > 0 ? `${format.bytes(link.bytes_s)}/s` : "",
-      at: [(start.x * 0.42 + end.x * 0.58), (start.y * 0.42 + end.y * 0.58) - 5],
+      at: labelAt(start, end),
     });
   }
   for (const node of plan.nodes.filter((n) => n.worker.role !== "prefill")) {
@@ -144,6 +155,19 @@ function curve(from, to) {
   const bend = Math.max(40, Math.abs(to.x - from.x) * 0.5);
   const sign = to.x >= from.x ? 1 : -1;
   return `M${from.x} ${from.y}C${from.x + sign * bend} ${from.y} ${to.x - sign * bend} ${to.y} ${to.x} ${to.y}`;
+}
+
+// Crossing ways have their labels near the sender, straight ones beyond the crossings.
+function labelAt(start, end) {
+  const share = Math.abs(end.y - start.y) < 1 ? 0.72 : 0.3;
+  const bent = share * share * (3 - 2 * share);
+  return [start.x + share * (end.x - start.x), start.y + bent * (end.y - start.y) - 5];
+}
+
+// Above the prefill workers.
+function over(from, to, plan) {
+  const high = Math.max(TOP - 22, Math.min(...plan.nodes.map((node) => node.y)) - 16);
+  return `M${from.x} ${from.y}C${from.x + 70} ${from.y} ${from.x + 60} ${high} ${COLUMNS.prefill + NODE.width / 2} ${high}S${to.x - 70} ${to.y} ${to.x} ${to.y}`;
 }
 
 function around(from, to) {
