@@ -38,6 +38,11 @@ class ModelConfig:
     use_generation_config: bool = option(
         False, "take sampling defaults from generation_config.json"
     )
+    tool_calls: str = option(
+        "auto",
+        "how the model writes tool calls: auto (by its chat template), hermes, llama3_json, "
+        "mistral or none",
+    )
 
 
 @dataclass(frozen=True, slots=True)

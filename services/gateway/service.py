@@ -70,7 +70,11 @@ async def start_gateway(config: GatewayConfig, context: ServiceContext) -> Gatew
     """
     folder = Path(config.model.path)
     served_name = config.model.served_name or folder.name
-    tokenizer = load_tokenizer(folder, use_generation_config=config.model.use_generation_config)
+    tokenizer = load_tokenizer(
+        folder,
+        use_generation_config=config.model.use_generation_config,
+        tool_calls=config.model.tool_calls,
+    )
     targets = [target.strip() for target in config.scheduler.targets.split(",") if target.strip()]
     if not targets:
         raise ConfigError("scheduler.targets is empty; give host:port of at least one scheduler")

@@ -19,7 +19,7 @@ import jinja2.sandbox
 import tokenizers
 
 from kvmesh.core.errors import CheckpointError, InvalidRequestError
-from services.gateway.tool_parsers import family_of_template
+from services.gateway.tool_parsers import family_named
 
 THREAD_THRESHOLD_CHARS = 16_384
 """Longer texts are encoded in a thread: they would hold up the loop for over 5 ms."""
@@ -35,12 +35,15 @@ class ChatTemplate:
     Args:
         source: Jinja text; empty means that the model has none.
         special_tokens: names such as `bos_token` that templates may use.
+        tool_calls: how the model writes tool calls; `auto` reads it off the template.
 
     Attributes:
-        tool_family: how the model writes tool calls; None if the template knows no tools.
+        tool_family: how the model writes tool calls; None if it does not.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], tool_calls: str = "auto"
+    ) -> None:
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
         )
@@ -48,7 +51,7 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         self._special_tokens = dict(special_tokens)
-        self.tool_family = family_of_template(source)
+        self.tool_family = family_named(tool_calls, source)
         try:
             self._template = environment.from_string(source) if source else None
         except jinja2.TemplateError as error:
@@ -150,14 +153,18 @@ class TextTokenizer:
         return text.encode()
 
 
-def load_tokenizer(folder: Path, *, use_generation_config: bool = False) -> TextTokenizer:
+def load_tokenizer(
+    folder: Path, *, use_generation_config: bool = False, tool_calls: str = "auto"
+) -> TextTokenizer:
     """Reads the tokenizer, chat template and defaults of a model folder.
 
     Args:
         use_generation_config: take sampling defaults from generation_config.json.
+        tool_calls: how the model writes tool calls, as in the config.
 
     Raises:
         CheckpointError: tokenizer.json is missing or a file is malformed.
+        ConfigError: `tool_calls` names no family.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -173,7 +180,7 @@ def load_tokenizer(folder: Path, *, use_generation_config: bool = False) -> Text
     )
     return TextTokenizer(
         tokenizers.Tokenizer.from_file(str(path)),
-        ChatTemplate(source, _special_tokens(settings)),
+        ChatTemplate(source, _special_tokens(settings), tool_calls),
         max_model_len=int(model.get("max_position_embeddings", 0)),
         sampling_defaults={
             name: generation[name]

@@ -10,6 +10,7 @@ import enum
 from collections.abc import Collection
 from typing import Protocol
 
+from kvmesh.core.errors import ConfigError
 from services.gateway.tool_scanner import (
     CallArguments,
     CallScanner,
@@ -38,9 +39,26 @@ def family_of_template(source: str) -> ToolFamily | None:
         return ToolFamily.HERMES
     if "[TOOL_CALLS]" in source:
         return ToolFamily.MISTRAL
-    if "tools" in source and "parameters" in source:
+    if "<|python_tag|>" in source or '"parameters": dictionary' in source:
         return ToolFamily.LLAMA3_JSON
     return None
+
+
+def family_named(word: str, source: str) -> ToolFamily | None:
+    """The family that a config names; `auto` reads it off the chat template.
+
+    Raises:
+        ConfigError: another word.
+    """
+    if word == "auto":
+        return family_of_template(source)
+    if word == "none":
+        return None
+    words = {family.value: family for family in ToolFamily}
+    if word not in words:
+        allowed = ", ".join(["auto", *words, "none"])
+        raise ConfigError(f"model.tool_calls must be one of {allowed}, got {word!r}")
+    return words[word]
 
 
 class ToolParser(Protocol):

@@ -8,17 +8,27 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from aiohttp import web
 
 from kvmesh.core.clock import Clock
+from kvmesh.core.types import RequestId
 from kvmesh.policy.explain import DecisionFacts
 
 DEFAULT_LIMIT = 100
 
 Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Route:
+    at_s: float
+    request_id: RequestId
+    describe: Callable[[], DecisionFacts]
 
 
 class DecisionLog:
@@ -32,14 +42,18 @@ class DecisionLog:
 
     def __init__(self, clock: Clock, capacity: int) -> None:
         self._clock = clock
-        self._routes: deque[tuple[float, DecisionFacts]] = deque(maxlen=capacity)
+        self._routes: deque[_Route] = deque(maxlen=capacity)
         self._fleet: deque[Json] = deque(maxlen=capacity)
         self._num_routes = 0
 
-    def add(self, facts: DecisionFacts) -> None:
-        """Takes a route decision."""
+    def add(self, request_id: RequestId, describe: Callable[[], DecisionFacts]) -> None:
+        """Takes a route decision.
+
+        Args:
+            describe: tells its facts; called when somebody asks for them.
+        """
         self._num_routes += 1
-        self._routes.append((self._clock.now(), facts))
+        self._routes.append(_Route(self._clock.now(), request_id, describe))
 
     def add_fleet(self, kind: str, reason: str, **facts: Any) -> None:
         """Takes a decision about thresholds, roles or sizes."""
@@ -52,9 +66,10 @@ class DecisionLog:
         Args:
             request_id: only those of this request; empty for all.
         """
-        return (
-            facts for _, facts in reversed(self._routes) if request_id in ("", facts.request_id)
-        )
+        return (route.describe() for route in self._found(request_id))
+
+    def _found(self, request_id: str) -> Iterator[_Route]:
+        return (each for each in reversed(self._routes) if request_id in ("", each.request_id))
 
     def as_json(self, limit: int = DEFAULT_LIMIT, request_id: str = "") -> Json:
         """All that is kept, the newest first.
@@ -64,9 +79,8 @@ class DecisionLog:
         """
         now = self._clock.now()
         routes = [
-            {"age_s": round(now - at_s, 3), **_plain(facts)}
-            for at_s, facts in reversed(self._routes)
-            if request_id in ("", facts.request_id)
+            {"age_s": round(now - each.at_s, 3), **_plain(each.describe())}
+            for each in islice(self._found(request_id), limit)
         ]
         fleet = [
             {"age_s": round(now - each["at_s"], 3), **_without_time(each)}
@@ -74,7 +88,7 @@ class DecisionLog:
         ]
         return {
             "num_routes": self._num_routes,
-            "routes": routes[:limit],
+            "routes": routes,
             "fleet": fleet[:limit],
         }
 

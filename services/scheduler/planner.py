@@ -25,6 +25,7 @@ from kvmesh.core.types import (
 from kvmesh.metadata.store import FleetStore, StoreUnavailableError
 from kvmesh.policy.composition import Composition, OffloadState
 from kvmesh.policy.control import CYCLE_S, Allocation
+from kvmesh.policy.fleet_index import SMALL_FLEET
 from kvmesh.policy.role_switch import STEADY, ScaleSignal, Switch, scale_signal
 from kvmesh.telemetry.logs import event_logger
 from services.scheduler import metrics
@@ -141,7 +142,7 @@ class Planner:
     async def _run_fast(self) -> None:
         while True:
             await asyncio.sleep(CYCLE_S)
-            self.cycle(may_order=await self._may_order())
+            await self.cycle(may_order=await self._may_order())
 
     async def _run_slow(self) -> None:
         while True:
@@ -160,7 +161,7 @@ class Planner:
         except StoreUnavailableError:
             return False  # another one may hold it
 
-    def cycle(self, *, may_order: bool) -> None:
+    async def cycle(self, *, may_order: bool) -> None:
         """One step of the fast scale."""
         now = self._clock.now()
         elapsed_s = max(now - self._last_cycle, 1e-3)
@@ -178,15 +179,20 @@ class Planner:
                 )
             metrics.THRESHOLD_TOKENS.labels(model).set(loops.threshold.tokens)
             if self._policy.switch_roles and self._changes is not RoleChanges.OFF:
-                self._switch_roles(model, loops, workers, may_order=may_order)
+                await self._switch_roles(model, loops, workers, may_order=may_order)
 
-    def _switch_roles(
+    async def _switch_roles(
         self, model: str, loops: ModelLoops, workers: list[FleetWorker], *, may_order: bool
     ) -> None:
         now = self._clock.now()
         demand = self.demand.current(model, now)
         wanted: set[tuple[WorkerId, Role]] = set()
-        for cluster, (loop, cycle) in loops.role_cycles(workers, demand, now).items():
+        if len(workers) > SMALL_FLEET:
+            # Scores of many workers take longer than a route may wait.
+            cycles = await asyncio.to_thread(loops.role_cycles, workers, demand, now)
+        else:
+            cycles = loops.role_cycles(workers, demand, now)
+        for cluster, (loop, cycle) in cycles.items():
             metrics.LOAD_SCORE.labels(model, cluster, "prefill").set(cycle.fleet.prefill)
             metrics.LOAD_SCORE.labels(model, cluster, "decode").set(cycle.fleet.decode)
             for switch in cycle.switches:

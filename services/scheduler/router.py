@@ -9,6 +9,7 @@ import dataclasses
 import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from kvmesh.core.clock import Clock
@@ -131,7 +132,9 @@ class Router:
             view = self._fleet.view(now)
         offload = self._planner.offload(query.model)
         decision = decide_route(policy, view, query, matches, now, offload)
-        self._decisions.add(describe_decision(view, query, decision, policy.route, offload))
+        # Described when somebody looks: that costs a fifth of the decision.
+        describe = partial(describe_decision, view, query, decision, policy.route, offload)
+        self._decisions.add(query.request_id, describe)
         if isinstance(decision.route, RoutePlan):
             self._fleet.note_route(decision.route, now)
         return decision.route

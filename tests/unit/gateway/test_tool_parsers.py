@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from kvmesh.core.errors import ConfigError
 from services.gateway.tool_parsers import (
     HermesParser,
     LlamaParser,
@@ -13,6 +14,7 @@ from services.gateway.tool_parsers import (
     RequiredParser,
     ToolFamily,
     ToolParser,
+    family_named,
     family_of_template,
     parser_for,
 )
@@ -140,8 +142,19 @@ def test_arguments_are_passed_on_before_the_call_is_complete(
         ("{{ messages }}", None),
         ("{% if tools %}<tool_call>{% endif %}", ToolFamily.HERMES),
         ("{{ '[TOOL_CALLS]' }}", ToolFamily.MISTRAL),
-        ('{% if tools %}{"name": , "parameters": }{% endif %}', ToolFamily.LLAMA3_JSON),
+        ('{"name": function name, "parameters": dictionary of …}', ToolFamily.LLAMA3_JSON),
+        ("{% if builtin_tools %}<|python_tag|>{% endif %}", ToolFamily.LLAMA3_JSON),
+        ("{% for tool in tools %}{{ tool.parameters }}{% endfor %}", None),
     ],
 )
 def test_the_family_is_read_from_the_template(source: str, family: ToolFamily | None) -> None:
     assert family_of_template(source) is family
+
+
+def test_a_config_may_name_the_family() -> None:
+    hermes = "<tool_call>"
+    assert family_named("auto", hermes) is ToolFamily.HERMES
+    assert family_named("mistral", hermes) is ToolFamily.MISTRAL
+    assert family_named("none", hermes) is None
+    with pytest.raises(ConfigError, match="auto, hermes, llama3_json, mistral, none"):
+        family_named("pythonic", hermes)

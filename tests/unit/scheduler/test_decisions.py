@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
@@ -32,7 +33,7 @@ def log_of(*names: str, capacity: int = 3) -> DecisionLog:
     clock = ManualClock()
     log = DecisionLog(clock, capacity)
     for name in names:
-        log.add(facts(name))
+        log.add(RequestId(name), partial(facts, name))
         clock.advance(1.0)
     return log
 

@@ -45,7 +45,7 @@ class Mesh(Parts):
 
     async def second(self) -> None:
         self.clock.advance(1.0)
-        self.planner.cycle(may_order=True)
+        await self.planner.cycle(may_order=True)
 
     async def route(self, name: str, num_tokens: int = 320, **changes: int) -> RoutePlan:
         asked = query(num_tokens, request_id=RequestId(name), **changes)
@@ -71,7 +71,7 @@ async def overload(mesh: Mesh, *, may_order: bool = True) -> None:
         for name in ("p0", "p1"):
             mesh.report(name, **BUSY)
         await mesh.route("waits", waiting=6, waiting_reserved=6)
-        mesh.planner.cycle(may_order=may_order)
+        await mesh.planner.cycle(may_order=may_order)
 
 
 class TestRoles:
@@ -141,7 +141,7 @@ class TestThreshold:
         for _ in range(2):
             for name in ("a", "b", "c"):
                 await mesh.route(name, 1600)
-        mesh.planner.cycle(may_order=False)
+        await mesh.planner.cycle(may_order=False)
         assert mesh.planner.offload("m").threshold_tokens > 1000
         assert mesh.fleet_log("threshold")[0]["reason"] == "remote_surge"
 
@@ -169,7 +169,7 @@ class TestReallocation:
             mesh.clock.advance(0.9)
             await mesh.route(f"w{second}", 1000, waiting=4, waiting_reserved=4)
             mesh.clock.advance(0.1)
-            mesh.planner.cycle(may_order=False)
+            await mesh.planner.cycle(may_order=False)
 
     async def test_the_split_follows_lengths_and_queues(self) -> None:
         mesh = pairs(policy="prfaas")
@@ -208,3 +208,17 @@ async def test_of_several_schedulers_the_one_that_is_asked_may_order() -> None:
     meshes[1].clock.advance(ASKED_WITHIN_S + 1)
     store_clock.advance(ASKED_WITHIN_S + 1)
     assert [await each._may_order() for each in planners] == [True, False]
+
+
+async def test_a_large_fleet_is_scored_beside_the_event_loop() -> None:
+    mesh = Mesh()
+    mesh.join(*(worker_info(f"p{n}") for n in range(30)))
+    mesh.join(*(worker_info(f"d{n:02}", Role.DECODE) for n in range(30)))
+    for number in range(3):
+        mesh.clock.advance(1.0)
+        for name in range(30):
+            mesh.report(f"p{name}", **BUSY)
+        await mesh.route(f"w{number}", waiting=90, waiting_reserved=90)
+        await mesh.planner.cycle(may_order=True)
+    assert mesh.orders[0] == ("d00", "prefill")
+    assert len(set(mesh.orders)) == 15, "half of the idle side helps"
