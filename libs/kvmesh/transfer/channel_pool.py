@@ -109,6 +109,7 @@ class ChannelPool:
             observer: told of every transfer.
         """
         self._identity = identity
+        self._block_bytes = identity.layout.block_bytes
         self._memory = memory
         self._options = options or SendOptions()
         self._hub = hub
@@ -139,7 +140,7 @@ class ChannelPool:
             LostError: the channel died or stalled; the reservation's blocks hold anything.
         """
         num_blocks = sum(run.count for run in runs)
-        num_bytes = num_blocks * (self._identity.layout.block_bytes if part is None else part.size)
+        num_bytes = num_blocks * (self._block_bytes if part is None else part.size)
         num_calls = len(runs) if part is None else num_blocks
         assert num_bytes > 0, "nothing to send"
         channel, key = await self._channel(reservation)
@@ -226,7 +227,10 @@ class ChannelPool:
         return None
 
     def _meter(self, key: LinkKey) -> LinkMeter:
-        return self._meters.setdefault(key, LinkMeter())
+        meter = self._meters.get(key)
+        if meter is None:
+            meter = self._meters[key] = LinkMeter()
+        return meter
 
     async def _channel(self, reservation: Reservation) -> tuple[SendChannel, LinkKey]:
         peer = PeerKey(reservation.worker_id, reservation.incarnation)

@@ -144,10 +144,19 @@ class FrameSocket:
         Raises:
             LostError: the socket failed or was cut.
         """
-        ancillary = []
         if fd is not None:
-            ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _DESCRIPTOR.pack(fd))]
-        await self._send_now([memoryview(head)], ancillary)
+            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, _DESCRIPTOR.pack(fd))
+            await self._send_now([memoryview(head)], [rights])
+            return
+        try:
+            count = self.wire.sendmsg([head], [], _NOW)
+        except BlockingIOError:
+            count = 0
+        except OSError as error:
+            raise self._lost(error) from error
+        self.watch.progress()
+        if count < len(head):
+            await self._send_now([memoryview(head)[count:]], [])
 
     async def send_payload(
         self, head: bytes, views: Sequence[memoryview], sum_: Sum | None, pacer: Pacer | None

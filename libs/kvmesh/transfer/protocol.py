@@ -127,22 +127,19 @@ class ReceiverMachine:
         peer: who opened the channel; None before its HELLO was accepted.
         offer: what came with its HELLO.
         terms: what the channel goes by, once it is open.
+        block_bytes: of one KV block, on both sides.
     """
 
     def __init__(self, identity: ChannelIdentity, terms: LinkTerms = PLAIN_TERMS) -> None:
         """`terms` are this end's wishes."""
         self._identity = identity
+        self.block_bytes = identity.layout.block_bytes
         self._wishes = terms
         self.offer: LinkOffer | None = None
         self.terms = PLAIN_TERMS
         self._transfers: dict[int, _Incoming] = {}
         self._newest_transfer_id = CHANNEL
         self.peer: WorkerId | None = None
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one KV block, on both sides."""
-        return self._identity.layout.block_bytes
 
     @property
     def has_pool(self) -> bool:
@@ -218,7 +215,7 @@ class ReceiverMachine:
     def get_answered(self, get: GetFrame, *, checksum: bool) -> tuple[Frame, int]:
         """The source gave the blocks: what to send, and the size of its payload."""
         del self._transfers[get.transfer_id]
-        num_bytes = get.num_blocks * self._identity.layout.block_bytes
+        num_bytes = get.num_blocks * self.block_bytes
         return DataFrame(get.transfer_id, num_bytes, checksum), num_bytes
 
     def commit_answered(self, frame: CommitFrame, refusal: Refusal | None) -> Frame:
@@ -340,6 +337,7 @@ class SenderMachine:
 
     Attributes:
         terms: what the channel goes by, once it is open.
+        block_bytes: of one KV block, on both sides.
     """
 
     def __init__(
@@ -350,6 +348,7 @@ class SenderMachine:
         offer: LinkOffer | None = None,
     ) -> None:
         self._identity = identity
+        self.block_bytes = identity.layout.block_bytes
         self._peer = (peer_worker_id, peer_incarnation)
         self._offer = offer
         self._opened = False
@@ -357,11 +356,6 @@ class SenderMachine:
         self._open: dict[int, int | None] = {}
         self._gets: dict[int, int] = {}
         self.terms = PLAIN_TERMS
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one KV block, on both sides."""
-        return self._identity.layout.block_bytes
 
     def hello(self) -> HelloFrame:
         """The first frame to send."""

@@ -177,9 +177,11 @@ class ServerChannel:
             del self._state.filling[grant]
             self._target.end_write(grant, intact)
         num_bytes = sum(view.nbytes for view in grant.views)
-        if intact:
-            self._moved(grant, num_bytes, len(put.runs), started)
+        seconds = asyncio.get_running_loop().time() - started
+        # The peer waits: its answer goes before the books are kept.
         await self._answer(put, num_bytes, intact=intact)
+        if intact:
+            self._moved(grant, num_bytes, len(put.runs), seconds)
 
     async def _read(self, get: GetFrame) -> None:
         grant = self._source.begin_read(get)
@@ -220,11 +222,12 @@ class ServerChannel:
             done = True
         finally:
             self._target.end_write(grant, done)
-        self._moved(grant, num_bytes, len(pull.runs), started)
-        await self._frames.send(encode_frame(self._machine.pull_answered(pull, None)))
-
-    def _moved(self, grant: WriteGrant, num_bytes: int, num_runs: int, started: float) -> None:
         seconds = asyncio.get_running_loop().time() - started
+        # The peer waits: its answer goes before the books are kept.
+        await self._frames.send(encode_frame(self._machine.pull_answered(pull, None)))
+        self._moved(grant, num_bytes, len(pull.runs), seconds)
+
+    def _moved(self, grant: WriteGrant, num_bytes: int, num_runs: int, seconds: float) -> None:
         calls = max(num_runs, len(grant.views))
         self._meter.bytes += num_bytes
         self._meter.calls += calls

@@ -30,3 +30,12 @@ def test_a_batch_has_a_bounded_number_of_buffers() -> None:
     cursor = ViewCursor([data[i : i + 1] for i in range(5000)])
 
     assert len(cursor.batch(1 << 20)) <= 1024
+
+
+def test_taken_views_are_the_next_bytes() -> None:
+    data = bytes(range(250)) * 8
+    cursor = ViewCursor([memoryview(data)[i : i + 1] for i in range(1000)] + [memoryview(data)])
+    assert b"".join(cursor.take(700)) == data[:700]
+    assert b"".join(cursor.take(600)) == data[700:1000] + data[:300]
+    assert b"".join(cursor.take(1700)) == data[300:]
+    assert cursor.at_end
