@@ -53,7 +53,9 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     Returns:
         [queries, heads, value_dim].
     """
-    queries, keys, values = (x.transpose(0, 1) for x in (q, k, v))
+    # Torch's attention writes out all scores when values are not as long as keys.
+    padded = functional.pad(v, (0, max(0, k.shape[-1] - v.shape[-1])))
+    queries, keys, values = (x.transpose(0, 1)[None] for x in (q, k, padded))
     mask = None
     if len(q) < len(k):
         mask = torch.full((len(q), len(k)), -torch.inf, dtype=q.dtype, device=q.device)
@@ -61,7 +63,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     out = functional.scaled_dot_product_attention(
         queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale
     )
-    return out.transpose(0, 1)
+    return out[0].transpose(0, 1)[..., : v.shape[-1]]
 
 
 class StepLatent:

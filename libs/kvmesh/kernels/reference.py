@@ -17,8 +17,9 @@ from torch.nn import functional
 
 from kvmesh.kernels.plan import padded_tables
 
-# Query rows whose scores over the whole context are in memory at once.
-_SCORE_ROWS = 256
+# Scores over the whole context that are in memory at once, and rows that are worth a call.
+_SCORES = 2 << 20
+_FEWEST_ROWS = 8
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -338,13 +339,14 @@ def _prefill_with_sinks(
     keys, values = k.transpose(0, 1)[:, None], v.transpose(0, 1)[:, None]
     columns = sinks.view(len(grouped), -1, 1, 1)
     parts = []
-    for first in range(0, grouped.shape[2], _SCORE_ROWS):
-        q = grouped[:, :, first : first + _SCORE_ROWS]
+    step = max(_FEWEST_ROWS, _SCORES // (grouped.shape[0] * grouped.shape[1] * len(k)))
+    for first in range(0, grouped.shape[2], step):
+        q = grouped[:, :, first : first + step]
         if mask is None:
             hidden = torch.full((q.shape[2], len(k)), -torch.inf, device=q.device)
             hidden.triu_(first + 1)
         else:
-            hidden = mask[first : first + _SCORE_ROWS]
+            hidden = mask[first : first + step]
         parts.append(attention_with_sinks(q, keys, values, hidden, scale, columns))
     return torch.cat(parts, dim=2).permute(2, 0, 1, 3)
 
