@@ -22,6 +22,8 @@ PROMPT = (
 )
 TTFT_LIMIT_MS = 1000
 PREFILL_S = 0.04
+OVERLOAD_LONGEST_S = 8.0
+"""Then a client gives up: it counts as failed."""
 CAPACITY = NUM_WORKERS / PREFILL_S
 """Prompts per second that the workers can take in the overload phases."""
 
@@ -141,7 +143,7 @@ async def overload(bench: Bench, factor: int) -> Row:
     plan = bench.plan
     replies, _, front, everything = await bench.measured(
         lambda: bench.loader.open_loop(
-            payload, factor * CAPACITY, plan.seconds, seed=plan.seed, longest_s=15
+            payload, factor * CAPACITY, plan.seconds, seed=plan.seed, longest_s=OVERLOAD_LONGEST_S
         )
     )
     done = [reply for reply in replies if reply.ok]

@@ -105,6 +105,7 @@ def experiments(size: float, seed: int, *, full: bool) -> list[Experiment]:
     """All of this file."""
     return [
         forwarding(size, seed),
+        groups(size, seed),
         ratio(size, seed),
         case_study(),
         offload(size, seed),
@@ -148,6 +149,42 @@ def forwarding(size: float, seed: int) -> Experiment:
             ],
             [note],
         )  # fmt: skip
+
+    return Experiment(name, jobs, judge)
+
+
+def groups(size: float, seed: int) -> Experiment:
+    """Chats and documents, each with a group of its own, against one fleet for both."""
+    name = "P/D-Serve: groups by scenario"
+    profile = load_profile("flowkv")
+    chat = Workload(int(900 * size), 12.0, LengthDistribution.log_normal(6.0, 0.7, 64, 4096),
+                    num_shared=12, output_tokens=128)  # fmt: skip
+    document = Workload(int(300 * size), 4.0, LengthDistribution.log_normal(9.0, 0.5, 64, 32_768),
+                        num_shared=12, shared_tokens=8192, output_tokens=64)  # fmt: skip
+    requests = sorted(
+        (
+            dataclasses.replace(
+                each, scenario=scenario, hash_ids=tuple(id_ + offset for id_ in each.hash_ids)
+            )
+            for scenario, offset, workload in (("chat", 0, chat), ("documents", 1 << 40, document))
+            for each in make_requests(workload, seed + (offset > 0))
+        ),
+        key=lambda each: each.arrival_s,
+    )
+    own = "chat:a100:prefill:2,chat:a100:decode:2,documents:a100:prefill:5,documents:a100:decode:1"
+    jobs = [
+        job(name, label, Scenario(profile, parse_fleet(fleet), SYSTEMS[system], tuple(requests)))
+        for label, system, fleet in (
+            ("one fleet, forwarding", "forwarding", "home:a100:prefill:7,home:a100:decode:3"),
+            ("two groups, pdserve", "pdserve", own),
+            ("one fleet, kvmesh", "kvmesh", "home:a100:prefill:7,home:a100:decode:3"),
+        )
+    ]
+
+    def judge(rows: Rows) -> Verdict:
+        hits = {label: row["hits"] for label, row in rows.items()}
+        gain = hits["two groups, pdserve"] / max(hits["one fleet, forwarding"], 1e-9)
+        return Verdict([Target("groups: hits over one fleet with equal forwarding", gain, 1.0)])
 
     return Experiment(name, jobs, judge)
 
@@ -283,7 +320,7 @@ def phases(size: float, seed: int) -> Experiment:
             profile, parse_fleet(f"home:a100:prefill:{n},home:a100:decode:{8 - n}"),
             SYSTEMS[system], requests))
         for n in (2, 4, 6)
-        for system in ("cache_load", "flowkv", "kvmesh")
+        for system in ("cache_load", "pdserve", "flowkv", "kvmesh")
     ]  # fmt: skip
 
     def judge(rows: Rows) -> Verdict:

@@ -11,7 +11,14 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 
 from kvmesh.core.errors import KvMeshError
-from kvmesh.core.types import FinishReason, Placement, RequestId, Usage
+from kvmesh.core.types import (
+    FinishReason,
+    Placement,
+    Refusal,
+    RefusalReason,
+    RequestId,
+    Usage,
+)
 from kvmesh.policy.quota import Tenant
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.telemetry.tracing import start_span
@@ -19,7 +26,7 @@ from services.gateway.access import KeyRing
 from services.gateway.admission import Admission, Ticket
 from services.gateway.config import LimitsConfig
 from services.gateway.detokenizer import Detokenizer, TextPiece
-from services.gateway.errors import QuotaError, StageRefusedError
+from services.gateway.errors import QuotaError, Stage, StageRefusedError
 from services.gateway.mesh import GenerationRequest, Mesh
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.openai import ApiCall, check_model, choice_sampling
@@ -149,15 +156,35 @@ class Frontend:
             stack.callback(self.metrics.used, ticket)
             yield ticket
 
+    def _check_crowd(self, caller: Caller) -> None:
+        """Refuses at once what would be refused at its deadline."""
+        tenant = Tenant() if caller.ticket is None else caller.ticket.tenant
+        patience_s = (caller.ttft_ms or self.limits.ttft_deadline_ms) / 1000
+        crowd = self._mesh.crowd
+        if tenant.limits.priority > 0 or not crowd.is_hopeless(tenant.name, patience_s):
+            return
+        wait_s = max(crowd.wait_s(tenant.name), crowd.lag_s)
+        refusal = Refusal(
+            RefusalReason.BUSY,
+            f"{crowd.num_waiting} requests wait for workers, about {wait_s:.1f} s; "
+            f"this one has {patience_s:g} s",
+            retry_after_ms=round(wait_s * 1000),
+        )
+        self.metrics.refused(refusal.reason.value, Stage.GATEWAY.value)
+        raise StageRefusedError(refusal, Stage.GATEWAY)
+
     async def prepare(self, call: ApiCall, caller: Caller) -> list[Choice]:
         """Renders, tokenises and checks a call against the model.
 
         Raises:
             InvalidRequestError: names the field and what is allowed.
             ModelNotFoundError: another model is asked for.
+            StageRefusedError: too many wait already for this one to be served in time.
         """
         check_model(call.model, self.served_name)
         check_limits(call, self.limits)
+        if call.priority >= 0:  # who has priority does not wait behind the others
+            self._check_crowd(caller)
         seed = secrets.randbits(64) if call.seed is None else call.seed
         # Names may repeat (a caller that tries again); in the mesh every request is apart.
         base = f"{caller.request_id}-{secrets.token_hex(4)}"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from kvmesh.console.request_log import RequestLog
 from kvmesh.core.types import Placement, RequestId, RouteCause, SamplingParams, WorkerId
+from kvmesh.policy.crowd import Crowd
 from kvmesh.policy.prefill_times import PrefillTimes
 from kvmesh.policy.quota import Tenant
 from services.gateway.config import LimitsConfig
@@ -87,3 +88,4 @@ class Mesh:
     turns: Turnstile = field(default_factory=Turnstile)
     log: RequestLog = field(default_factory=RequestLog)
     prefill_times: PrefillTimes = field(default_factory=PrefillTimes)
+    crowd: Crowd = field(default_factory=Crowd)

@@ -100,12 +100,17 @@ class Placing:
             StageRefusedError: nobody took the request in time.
             InvalidRequestError: no worker can ever take it.
         """
+        crowd, tenant = self._mesh.crowd, self._request.tenant.name
+        crowd.enter(tenant)
         self._mesh.waiting.count += 1
+        placed: Placed | None = None
         try:
             with self._mesh.turns.enter(self._claim()) as turn:
-                return await self._search(turn)
+                placed = await self._search(turn)
+            return placed
         finally:
             self._mesh.waiting.count -= 1
+            crowd.leave(tenant, self._now(), placed=placed is not None)
             for span in self._spans.values():
                 span.end()
 

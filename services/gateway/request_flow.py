@@ -122,7 +122,9 @@ class _Life:
         self._deadline = now + mesh.limits.request_timeout_s
         self._phases = Phases(mesh.metrics, now)
         patience_s = mesh.prefill_times.patience_s(len(request.prompt_ids), request.ttft_s)
-        self._place_until = min(self._deadline, now + patience_s)
+        # It has waited for this process as long as this process is late.
+        late_s = min(mesh.crowd.lag_s, patience_s / 2)
+        self._place_until = min(self._deadline, now + patience_s - late_s)
 
     @property
     def _where(self) -> Placed:

@@ -14,6 +14,7 @@ from aiohttp import web
 from kvmesh.console.request_log import RequestLog
 from kvmesh.core.errors import ConfigError
 from kvmesh.core.types import FleetWorker
+from kvmesh.policy.crowd import Crowd
 from kvmesh.rpc.fleet import FleetWatch, RouteClient
 from kvmesh.rpc.tls import server_context
 from kvmesh.runtime.app import ServiceContext
@@ -37,6 +38,8 @@ from services.gateway.worker_sessions import WorkerSessions
 log = event_logger(__name__)
 
 HTTP_BACKLOG = 1024
+LAG_INTERVAL_S = 0.05
+
 HTTP_CLOSE_S = 0.5
 """Connections still open after the drain get this long."""
 
@@ -54,6 +57,7 @@ class Gateway:
     admission: Admission
     metrics: GatewayMetrics
     turns: Turnstile
+    crowd: Crowd
 
 
 async def build(config: GatewayConfig, context: ServiceContext) -> None:
@@ -96,6 +100,7 @@ async def start_gateway(config: GatewayConfig, context: ServiceContext) -> Gatew
     )
     shown = RequestLog(time.time() - asyncio.get_running_loop().time())
     mesh = Mesh(router, sessions, metrics, config.limits, random.Random(), log=shown)
+    context.spawn(_watch_lag(mesh.crowd), "lag watch")
     if config.server.admin.port >= 0:
         add_console(context, ConsoleSources(served_name, targets, tls, metrics, shown))
     keys, admission = await open_tenancy(config, context)
@@ -107,7 +112,16 @@ async def start_gateway(config: GatewayConfig, context: ServiceContext) -> Gatew
     guard = ConnectionGuard(config.http, metrics)
     http_port = await _serve_http(front, config, guard, context)
     log.info("http_serving", address=f"{config.http.host}:{http_port}", model=served_name)
-    return Gateway(http_port, sessions, admission, metrics, mesh.turns)
+    return Gateway(http_port, sessions, admission, metrics, mesh.turns, mesh.crowd)
+
+
+async def _watch_lag(crowd: Crowd) -> None:
+    """Measures how late the event loop is."""
+    loop = asyncio.get_running_loop()
+    while True:
+        due = loop.time() + LAG_INTERVAL_S
+        await asyncio.sleep(LAG_INTERVAL_S)
+        crowd.note_lag(loop.time() - due)
 
 
 def _connect(sessions: WorkerSessions, workers: tuple[FleetWorker, ...], served_name: str) -> None:

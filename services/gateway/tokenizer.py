@@ -21,8 +21,8 @@ import tokenizers
 from kvmesh.core.errors import CheckpointError, InvalidRequestError
 from services.gateway.tool_parsers import family_named
 
-THREAD_THRESHOLD_CHARS = 16_384
-"""Longer texts are encoded in a thread: they would hold up the loop for over 5 ms."""
+THREAD_THRESHOLD_CHARS = 4096
+"""Longer texts are encoded in a thread: they would hold up all streams for over 1 ms."""
 
 
 THREAD_THRESHOLD_TOKENS = 4096

@@ -26,7 +26,7 @@ from tests.mesh_processes import MODEL, Mesh, fake_tokens, running_mesh
 PROMPT = list(range(100, 185))  # five full blocks and a rest
 ADMIN_TOKEN = "the-token-of-the-operators"
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 CALLERS = {
     "scheduler": "gateway,prefill,decode",

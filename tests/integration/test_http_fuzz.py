@@ -119,6 +119,8 @@ def is_honest(status: int, body: Any) -> bool:
     return status < 500 or refused
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
 async def test_what_the_page_allows_and_what_it_does_not(
     stack: Stack, mode: GenerationMode

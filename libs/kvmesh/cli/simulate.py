@@ -9,7 +9,11 @@ import argparse
 import json
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvmesh.cli.flags import add_flag, add_switch, count, new_parser, positive_int
 from kvmesh.core.errors import ConfigError
@@ -39,15 +43,25 @@ def main(argv: Sequence[str]) -> int:
     requests = _requests(arguments, profile)
     runs: list[tuple[str, Result]] = []
     num_events, started = 0, time.perf_counter()
-    for name in arguments.system.split(","):
-        result = simulate(_scenario(arguments, profile, name, requests))
-        num_events += result.num_events
-        runs.append((name, result))
+    with _progress() as progress:
+        for name in arguments.system.split(","):
+            scenario = _scenario(arguments, profile, name, requests)
+            task = progress.add_task(name, total=len(requests))
+            result = simulate(scenario, partial(progress.advance, task))
+            num_events += result.num_events
+            runs.append((name, result))
     elapsed = time.perf_counter() - started
     print(table([(name, summarize(result)) for name, result in runs]), end="")
     print(f"\n{num_events:,} events in {elapsed:.1f} s, {num_events / elapsed:,.0f} per second")
     _save(arguments, runs)
     return 0
+
+
+def _progress() -> Progress:
+    """A bar per system on the terminal; nothing where there is none."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    return Progress(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal)
 
 
 def _parser() -> argparse.ArgumentParser:

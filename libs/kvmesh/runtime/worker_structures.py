@@ -7,17 +7,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from kvmesh.core.errors import CheckpointError
 from kvmesh.engine.protocol import ModelSpec
 from kvmesh.engine.structure import StructureCompiler
+from kvmesh.telemetry.logs import event_logger
+
+log = event_logger(__name__)
 
 
 def load_structures(folder: str, spec: ModelSpec) -> StructureCompiler | None:
-    """The compiler for a checkpoint folder; None without a tokenizer.json. Reads a file.
+    """The compiler for a checkpoint folder; None without a tokenizer that it can use.
 
-    Raises:
-        CheckpointError: the tokenizer cannot be used.
+    Reads a file. A worker without it serves all the same and refuses structures by name.
     """
     path = Path(folder) / "tokenizer.json"
     if not folder or not path.is_file():
         return None
-    return StructureCompiler(path, spec.vocab_size, spec.eos_token_ids)
+    try:
+        return StructureCompiler(path, spec.vocab_size, spec.eos_token_ids)
+    except CheckpointError as error:
+        log.warning("no_structures", error=str(error))
+        return None

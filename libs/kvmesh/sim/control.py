@@ -25,6 +25,7 @@ from kvmesh.policy.offload import LinkState, Threshold, adjust_threshold
 from kvmesh.policy.prfaas import Hardware, ServingProfile, optimum, search, threshold_grid
 from kvmesh.sim.events import EventQueue
 from kvmesh.sim.fleet import REMOTE, SimFleet
+from kvmesh.sim.monitor import WINDOW_S, Monitor
 from kvmesh.sim.placing import Desk
 from kvmesh.sim.requests import SimRequest
 from kvmesh.sim.scenario import Scenario
@@ -55,6 +56,7 @@ class Control:
         self._reasons = reasons
         self._roles = RoleLoop()
         self._allocation = AllocationLoop()
+        self._monitor = Monitor()
         self._carried = 0.0
         self._threshold = self._start_threshold()
 
@@ -70,6 +72,8 @@ class Control:
             self._every(CYCLE_S, self._adjust)
         if system.switch_roles:
             self._every(CYCLE_S, self._switch_roles)
+        if system.monitor:
+            self._every(WINDOW_S, self._move_ratio)
         if system.reallocate:
             self._every(CYCLE_S, self._observe_queues)
             self._every(REALLOCATE_S, self._reallocate)
@@ -78,6 +82,11 @@ class Control:
         """Takes a prompt into the online distribution of uncached lengths."""
         uncached = request.num_tokens - request.cached_tokens
         self._allocation.note_prompt(uncached, request.trace.output_tokens)
+
+    def note_finished(self, request: SimRequest) -> None:
+        """Takes the times of a finished request."""
+        if request.ttft_s is not None and request.finished_s is not None:
+            self._monitor.note(request.ttft_s, request.finished_s - request.arrival_s)
 
     def _every(self, period_s: float, action: Callable[[], None]) -> None:
         def again() -> None:
@@ -167,14 +176,20 @@ class Control:
         ).answer()
         move = found.move
         self._reasons[f"reallocation: {move.reason.value}"] += 1
-        if move.to_role is not None:
-            candidates = [worker for worker in movable if worker.info.role is not move.to_role]
-            if len(candidates) > 1:
-                quietest = min(candidates, key=lambda w: (_share(w), w.info.worker_id))
-                quietest.set_role(move.to_role)
-                num_prefill += 1 if move.to_role is Role.PREFILL else -1
+        if move.to_role is not None and _give(movable, move.to_role):
+            num_prefill += 1 if move.to_role is Role.PREFILL else -1
         if self._scenario.system.offload is Offload.ADAPTIVE and hardware.num_remote:
             self._threshold = found.threshold(self._threshold, num_prefill)
+
+    def _move_ratio(self) -> None:
+        movable = [worker for worker in self._local() if worker.info.role is not Role.HYBRID]
+        num_prefill = sum(worker.info.role is Role.PREFILL for worker in movable)
+        step = self._monitor.end_window(num_prefill, len(movable) - num_prefill)
+        if step is None:
+            return
+        self._reasons[f"monitor: {step.reason.value}"] += 1
+        if step.grow is not None:
+            _give(movable, step.grow)
 
     # --- what is read ------------------------------------------------------------------------
 
@@ -220,6 +235,15 @@ def _state(worker: SimWorker, waiting: Waiting) -> LoadState:
         compute_used=1.0 if prefilling else 0.0,
         memory_bandwidth_used=load.decode_running / worker.info.decode_slots,
     )
+
+
+def _give(workers: list[SimWorker], role: Role) -> bool:
+    """Turns the quietest worker of the other role; its last one stays."""
+    candidates = [worker for worker in workers if worker.info.role is not role]
+    if len(candidates) < 2:
+        return False
+    min(candidates, key=lambda w: (_share(w), w.info.worker_id)).set_role(role)
+    return True
 
 
 def _share(worker: SimWorker) -> float:

@@ -6,15 +6,18 @@ Tests: tests/unit/sim/test_simulation.py.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvmesh.core.types import Placement, Refusal, RefusalReason, RoutePlan, WorkerId
 from kvmesh.policy.forwarding import (
     REROUTE_AFTER_S,
     ForwardReason,
+    PrefillPeer,
     backoff_s,
     intervene,
+    offer_order,
     rounds_per_route,
 )
 from kvmesh.sim.events import EventQueue
@@ -39,6 +42,39 @@ class Placed:
     prefill: SimSequence
 
 
+class Connections:
+    """A gateway's own view of the prefill workers: open requests, and whose batch it is filling."""
+
+    def __init__(self) -> None:
+        self._open: Counter[WorkerId] = Counter()
+        self._filling: WorkerId | None = None
+
+    def order(self, names: Sequence[WorkerId]) -> list[WorkerId]:
+        """The order in which to offer (P/D-Serve 3.5)."""
+        return offer_order(
+            [PrefillPeer(name, self._open[name], name == self._filling) for name in names]
+        )
+
+    def accepted(self, name: WorkerId) -> None:
+        """The worker took an offer; the connection stays until the answer ends."""
+        self._open[name] += 1
+        self._filling = name
+
+    def rejected(self, name: WorkerId) -> None:
+        """The worker is busy."""
+        if name == self._filling:
+            self._filling = None
+
+    def ended(self, name: WorkerId) -> None:
+        """A request of the worker is over."""
+        self._open[name] -= 1
+
+    @property
+    def num_open(self) -> int:
+        """Requests under way."""
+        return self._open.total()
+
+
 @dataclass(frozen=True, slots=True)
 class Desk:
     """What every search uses.
@@ -47,6 +83,7 @@ class Desk:
         route: asks the scheduler; the workers are to be avoided.
         placed, refused: take the search's end.
         searching: requests that look for workers now.
+        connections: None where gateways offer in the plan's order.
     """
 
     events: EventQueue
@@ -56,6 +93,7 @@ class Desk:
     placed: Callable[[Placed], None]
     refused: Callable[[SimRequest, RefusalReason], None]
     searching: dict[SimRequest, Placing]
+    connections: Connections | None = None
 
 
 class Placing:
@@ -129,7 +167,10 @@ class Placing:
             return any(self._try_aggregated(each.worker_id) for each in plan.prefill)
         if not self._reserve_one_of([each.worker_id for each in plan.decode]):
             return False
-        return any(self._offer(each.worker_id) for each in plan.prefill)
+        names = [each.worker_id for each in plan.prefill]
+        if self._desk.connections is not None:
+            names = self._desk.connections.order(names)
+        return any(self._offer(name) for name in names)
 
     def _reserve_one_of(self, names: list[WorkerId]) -> bool:
         if self._reserved is not None:
@@ -166,7 +207,11 @@ class Placing:
         outcome = worker.offer(self._request, decode)
         if isinstance(outcome, Refusal):
             self._note(name, outcome)
+            if self._desk.connections is not None:
+                self._desk.connections.rejected(name)
             return False
+        if self._desk.connections is not None:
+            self._desk.connections.accepted(name)
         self._desk.searching.pop(self._request, None)
         self._desk.placed(Placed(self._request, decode_worker, decode, worker, outcome))
         return True

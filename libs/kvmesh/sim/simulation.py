@@ -6,20 +6,22 @@ Tests: tests/unit/sim/test_simulation.py.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
 from kvmesh.core.types import Refusal, RefusalReason, Role, RoutePlan, RouteQuery, WorkerId
 from kvmesh.policy.composition import OffloadState, decide_route
 from kvmesh.policy.fleet_index import FleetIndex
-from kvmesh.policy.pdserve import timeout_s
+from kvmesh.policy.pdserve import Group, choose_group, timeout_s
+from kvmesh.policy.view import FleetView, WorkerView
 from kvmesh.sim.control import Control
 from kvmesh.sim.events import EventQueue
 from kvmesh.sim.fleet import MODEL, REMOTE, SimFleet
-from kvmesh.sim.placing import Desk, Placed, Placing
+from kvmesh.sim.placing import Connections, Desk, Placed, Placing
 from kvmesh.sim.requests import Outcome, SimRequest, SimSequence, blocks_for
 from kvmesh.sim.scenario import Failure, FailureKind, Scenario
 from kvmesh.sim.systems import System
@@ -78,13 +80,16 @@ class Result:
     link_bytes: float = 0.0
 
 
-def simulate(scenario: Scenario) -> Result:
+def simulate(scenario: Scenario, ended: Callable[[], object] | None = None) -> Result:
     """Runs a scenario to the end of its last request; equal scenarios give equal results.
+
+    Args:
+        ended: called for each request that has an outcome.
 
     Raises:
         ConfigError: the fleet does not fit the profile.
     """
-    return Simulation(scenario).run()
+    return Simulation(scenario, ended).run()
 
 
 def _index(system: System, rng: random.Random) -> FleetIndex | None:
@@ -93,11 +98,17 @@ def _index(system: System, rng: random.Random) -> FleetIndex | None:
     return FleetIndex(rng, by_tokens=system.route.first_token is not None)
 
 
+def _busy_share(workers: list[WorkerView]) -> float:
+    slots = sum(w.info.prefill_slots for w in workers if w.info.role is not Role.DECODE)
+    return sum(w.prefill_used for w in workers if w.info.role is not Role.DECODE) / max(slots, 1)
+
+
 class Simulation:
     """The parts of one run, and the way of a request through them (`WorkerListener`)."""
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, scenario: Scenario, ended: Callable[[], object] | None = None) -> None:
         self.scenario = scenario
+        self._ended = ended
         self.events = EventQueue()
         self.rng = random.Random(scenario.seed)
         system = scenario.system
@@ -124,6 +135,7 @@ class Simulation:
             self._placed,
             self._refused,
             {},
+            Connections() if system.by_connections else None,
         )
         self.control = Control(scenario, self.events, self.fleet, self._desk, self.result.reasons)
         self._computed: dict[WorkerId, int] = {}
@@ -179,9 +191,12 @@ class Simulation:
             avoid=avoid,
         )
         matches = self.fleet.index.match(request.reusable_hashes)
+        view = self.fleet.view_for(query, matches)
+        if self.scenario.system.grouped:
+            view = self._group_of(view, request.trace.scenario)
         plan = decide_route(
             self.scenario.system,
-            self.fleet.view_for(query, matches),
+            view,
             query,
             matches,
             self.events.now(),
@@ -193,6 +208,19 @@ class Simulation:
         if isinstance(plan.route, RoutePlan):
             self.fleet.note_route(plan.route)
         return plan.route
+
+    def _group_of(self, view: FleetView, scenario: str) -> FleetView:
+        """The workers of the scenario's group; all where no group serves it."""
+        clusters: dict[str, list[WorkerView]] = {}
+        for worker in view.workers:
+            clusters.setdefault(worker.info.cluster, []).append(worker)
+        choice = choose_group(
+            scenario, [Group(name, name, _busy_share(each)) for name, each in clusters.items()]
+        )
+        self.result.reasons[f"group: {choice.reason.value}"] += 1
+        if choice.group is None:
+            return view
+        return dataclasses.replace(view, workers=tuple(clusters[choice.group.name]))
 
     # --- the way of a request ----------------------------------------------------------------
 
@@ -285,11 +313,16 @@ class Simulation:
         self._finish(sequence.request)
 
     def _finish(self, request: SimRequest) -> None:
-        self._placements.pop(request, None)
+        self._hang_up(self._placements.pop(request, None))
         request.finished_s = self.events.now() + self.scenario.profile.links.latency_s
         assert request.first_token_s is not None, "finished without a token"
         late = request.first_token_s > request.deadline_s and request.attempt == 0
+        self.control.note_finished(request)
         self._end(request, Outcome.LATE if late else Outcome.DONE)
+
+    def _hang_up(self, placed: Placed | None) -> None:
+        if placed is not None and self._desk.connections is not None:
+            self._desk.connections.ended(placed.prefill_worker.info.worker_id)
 
     def _refused(self, request: SimRequest, reason: RefusalReason) -> None:
         request.refusal = reason
@@ -299,6 +332,8 @@ class Simulation:
     def _end(self, request: SimRequest, outcome: Outcome) -> None:
         request.outcome = outcome
         self._num_open -= 1
+        if self._ended is not None:
+            self._ended()
         turns = self._sessions.get(request.trace.session)
         if turns:
             trace = turns.popleft()
@@ -328,6 +363,7 @@ class Simulation:
     def _move(self, request: SimRequest, dead: SimWorker) -> None:
         """Places a request anew: prompt and tokens so far are prefilled elsewhere."""
         placed = self._placements.pop(request)
+        self._hang_up(placed)
         self._handoffs.pop(placed.prefill, None)
         for worker, sequence in (
             (placed.prefill_worker, placed.prefill),

@@ -21,10 +21,16 @@ class System(Composition):
     Attributes:
         queue_offers: workers queue prompts instead of rejecting them.
         report_interval_s: age of the loads that routes see; 0 is at once.
+        by_connections: gateways offer by their own connections, not in the plan's order.
+        monitor: instances change their role as the latencies say (P/D-Serve 3.3).
+        grouped: a cluster is the group of the scenario that it is named after.
     """
 
     queue_offers: bool = False
     report_interval_s: float = 0.0
+    by_connections: bool = False
+    monitor: bool = False
+    grouped: bool = False
 
     @property
     def is_indexed(self) -> bool:
@@ -49,4 +55,9 @@ def _system(composition: Composition) -> System:
 
 
 SYSTEMS: dict[str, System] = {name: _system(each) for name, each in COMPOSITIONS.items()}
-"""The policies that a scheduler's config can name, in a fleet."""
+"""The policies that a scheduler's config can name, in a fleet; and P/D-Serve as a whole, whose
+gateways decide more than ours."""
+
+SYSTEMS["pdserve"] = dataclasses.replace(
+    SYSTEMS["forwarding"], name="pdserve", by_connections=True, monitor=True, grouped=True
+)

@@ -1,7 +1,8 @@
 """Request traces: who arrives when, how long, and which prefixes are shared.
 
 One JSON object per line, gzip or plain: `t_ms`, `input_len`, `output_len`, `hash_ids` (one chained
-id per block of 512 prompt tokens), and for sessions `session`, `turn`, `think_ms`.
+id per block of 512 prompt tokens), and for sessions `session`, `turn`, `think_ms`; a `scenario`
+where groups serve one each.
 Tests: tests/unit/sim/test_trace.py.
 """
 
@@ -29,6 +30,7 @@ class TraceRequest:
         arrival_s: from the start.
         hash_ids: equal id means equal block and equal prefix; the last one may be partial.
         session: empty if the request stands alone.
+        scenario: whose request it is, where that matters.
         think_s: pause of the client after the answer before, for closed-loop replay.
     """
 
@@ -39,6 +41,7 @@ class TraceRequest:
     session: str = ""
     turn: int = 0
     think_s: float = 0.0
+    scenario: str = ""
 
     @property
     def full_ids(self) -> tuple[int, ...]:
@@ -89,6 +92,7 @@ def _parse(line: str, where: str) -> TraceRequest:
         session=fields.text("session") if fields.has("session") else "",
         turn=fields.count("turn") if fields.has("turn") else 0,
         think_s=fields.number("think_ms") / 1000 if fields.has("think_ms") else 0.0,
+        scenario=fields.text("scenario") if fields.has("scenario") else "",
     )
 
 

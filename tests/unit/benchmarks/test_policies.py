@@ -40,9 +40,9 @@ def test_all_experiments_write_their_results(
     assert main(["--out", str(out), "--size", "0.05", "--trace", str(trace)]) == 0
     result = json.loads((out / "policies.json").read_text())
     names = {row["experiment"] for row in result["rows"]}
-    assert len(names) == 12
+    assert len(names) == 13
     assert "Composition: trace" in names
     assert all(target["met"] in (True, False) for target in result["targets"])
     assert "| experiment |" in (out / "policies.md").read_text()
-    assert len(list(out.glob("*.html"))) == 6
+    assert len(list(out.glob("*.html"))) == 7
     assert "P/D-Serve: forwarding" in capsys.readouterr().out

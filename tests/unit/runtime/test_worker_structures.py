@@ -19,3 +19,8 @@ def test_a_folder_with_a_tokenizer_has_structures(tmp_path: Path) -> None:
     assert allowed.shape == (spec.vocab_size,)
     assert allowed.any()
     structures.close()
+
+
+def test_a_tokenizer_of_an_unknown_kind_does_not_stop_the_worker(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert load_structures(str(tmp_path), FakeRunner(num_blocks=1).spec) is None

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+from kvmesh.core.types import Role, WorkerId
+from kvmesh.policy.pdserve import RatioReason, TimeoutTier
+from kvmesh.sim.monitor import Monitor
+from kvmesh.sim.placing import Connections
+from kvmesh.sim.scenario import Objectives
+from kvmesh.sim.simulation import Simulation, simulate
+from tests.unit.sim.examples import scenario, trace
+
+PATIENT = Objectives((TimeoutTier(1 << 62, 1e6),))
+A, B, C = WorkerId("a"), WorkerId("b"), WorkerId("c")
+
+
+def test_two_windows_are_compared() -> None:
+    monitor = Monitor()
+    assert monitor.end_window(4, 4) is None, "nothing finished"
+    monitor.note(1.0, 4.0)
+    assert monitor.end_window(4, 4) is None, "nothing to compare with"
+    monitor.note(4.0, 7.0)
+    monitor.note(6.0, 9.0)
+    step = monitor.end_window(4, 4)
+    assert step is not None
+    assert (step.grow, step.reason) == (Role.PREFILL, RatioReason.PREFILL_GREW)
+    monitor.note(1.0, 20.0)
+    step = monitor.end_window(4, 4)
+    assert step is not None
+    assert step.grow is Role.DECODE
+
+
+def test_offers_go_to_the_batch_being_filled_then_by_connections() -> None:
+    gateway = Connections()
+    assert gateway.order([B, A, C]) == [A, B, C]
+    gateway.accepted(B)
+    assert gateway.order([A, B, C]) == [B, A, C], "it accepted the last one"
+    gateway.rejected(B)
+    assert gateway.order([A, B, C]) == [A, C, B]
+    gateway.ended(B)
+    assert gateway.num_open == 0
+
+
+def test_prompts_that_pile_up_get_an_instance() -> None:
+    # Each prompt takes two seconds and decode two more; one prefill worker is too few.
+    requests = [trace(1.0 * n, 4, 200, first_id=100 * n) for n in range(90)]
+    fleet = "home:d:prefill:1,home:d:decode:4"
+    result = simulate(scenario(*requests, fleet=fleet, system="pdserve", objectives=PATIENT))
+    assert result.reasons[f"monitor: {RatioReason.PREFILL_GREW.value}"] > 0
+    assert result.samples[-1].roles["prefill"] > 1
+
+
+def test_a_scenario_stays_in_its_group() -> None:
+    requests = [
+        trace(0.1 * n, 2, 3, first_id=100 * n, scenario="chat" if n % 3 else "code")
+        for n in range(30)
+    ]
+    fleet = "chat:d:prefill:2,chat:d:decode:2,code:d:prefill:1,code:d:decode:1"
+    simulation = Simulation(scenario(*requests, fleet=fleet, system="pdserve", objectives=PATIENT))
+    result = simulation.run()
+    for each in result.requests:
+        assert each.prefill_on is not None
+        assert each.prefill_on.startswith(each.trace.scenario)
+    assert all(worker.pool.is_idle for worker in simulation.fleet.living())
+
+
+def test_a_scenario_without_a_group_may_go_anywhere() -> None:
+    fleet = "chat:d:prefill:1,chat:d:decode:1"
+    done = simulate(scenario(trace(scenario="other"), fleet=fleet, system="pdserve"))
+    assert done.requests[0].prefill_on == "chat-prefill-0"
