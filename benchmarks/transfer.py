@@ -95,10 +95,16 @@ class Plan:
 
 
 async def measure(
-    work: Callable[[], Awaitable[None]], runs: int, num_bytes: int, pids: Sequence[int]
+    work: Callable[[], Awaitable[None]],
+    runs: int,
+    num_bytes: int,
+    pids: Sequence[int],
+    *,
+    warm: bool = True,
 ) -> Row:
-    """Repeats a transfer after one that does not count."""
-    await work()
+    """Repeats a transfer, with `warm` after one that does not count."""
+    if warm:
+        await work()
     seconds, cpu = [], sum(cpu_seconds(pid) for pid in pids)
     for _ in range(runs):
         started = time.perf_counter()
@@ -254,9 +260,10 @@ async def baselines(plan: Plan, channels: Sequence[Ours]) -> list[Row]:
                 calls = [Run(first, first, length) for first in range(0, count, length)]
 
                 work = functools.partial(put_each, pool, target, calls)
-                runs = plan.runs if shape != "layerwise" else min(plan.runs, 5)
                 pids = (os.getpid(), receiver.pid)
-                measured = await measure(work, runs, count * LAYER_PIECE, pids)
+                # The first of its 32,768 calls are warm-up enough, and it takes seconds.
+                warm = shape != "layerwise"
+                measured = await measure(work, plan.runs, count * LAYER_PIECE, pids, warm=warm)
                 mib = count * LAYER_PIECE // MIB
                 head = {"what": channel.name, "shape": shape, "mib": mib, "concurrent": 1}
                 rows.append({**head, **measured, "calls": len(calls)})
@@ -269,9 +276,12 @@ async def run(plan: Plan, pythons: Mapping[str, Path]) -> list[Row]:
     """Everything, one after the other."""
     rows: list[Row] = []
 
+    started = time.monotonic()
+
     def add(more: list[Row]) -> None:
         rows.extend(more)
         sys.stderr.write("\n".join(table(more)[2:]) + "\n")
+        sys.stderr.write(f"-- {time.monotonic() - started:.0f} s\n")
 
     add(await memcpy(plan))
     add(await within_the_process(plan))
