@@ -21,8 +21,9 @@ from kvmesh.sim.systems import SYSTEMS
 from kvmesh.sim.trace import TraceRequest, read_trace
 from kvmesh.sim.workload import Workload, make_requests, scale_rate, spread_ticks
 
-FIXED = {"all_remote", "all_local", "prfaas"}
-"""Systems that differ from others only where there are two clusters."""
+FIXED = {"all_remote", "all_local", "prfaas", "least_loaded"}
+"""Systems that differ from others only where there are two clusters; `least_loaded` routes as
+`forwarding` does."""
 
 CV_GOAL = 0.15
 CAPACITIES = (500, 2000)
@@ -31,10 +32,10 @@ CAPACITIES = (500, 2000)
 def composition_and_pool(traces: Sequence[Path], size: float, seed: int) -> list[Experiment]:
     """Both experiments for made sessions and for every trace."""
     lengths = LengthDistribution.log_normal(7.5, 1.0, 64, 16_384)
-    made = Workload(int(1500 * size), 4.0, lengths, turns=4, num_shared=8)
+    made = Workload(int(1000 * size), 4.0, lengths, turns=4, num_shared=8)
     workloads = [("made sessions", make_requests(made, seed))]
     for path in traces:
-        read = read_trace(path, int(1500 * size))
+        read = read_trace(path, int(1000 * size))
         workloads.append((path.name.split(".")[0], spread_ticks(read, seed)))
     found: list[Experiment] = []
     for name, requests in workloads:
@@ -160,7 +161,7 @@ def composition(requests: tuple[TraceRequest, ...], workload: str) -> Experiment
     profile = load_profile("flowkv")
     fleet = parse_fleet("home:a100:prefill:6,home:a100:decode:4")
     # The loads that ten instances can just do depend on lengths and prefixes.
-    rates = {"agentic_coding_sessions": (0.5, 1.0, 1.5), "made sessions": (4.0, 10.0, 16.0)}
+    rates = {"agentic_coding_sessions": (0.5, 1.0, 1.5), "made sessions": (4.0, 8.0, 12.0)}
     tried = rates.get(workload, (2.0, 3.0, 4.0))
     systems = [each for each in SYSTEMS if each not in FIXED]
     jobs = [

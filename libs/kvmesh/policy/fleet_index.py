@@ -42,6 +42,11 @@ class _Bucket:
     prefill: list[_Key] = field(default_factory=list)
     decode: list[_Key] = field(default_factory=list)
 
+    def take_out(self, entry: _Entry) -> None:
+        """Removes a worker's keys."""
+        del self.prefill[bisect_left(self.prefill, entry.prefill)]
+        del self.decode[bisect_left(self.decode, entry.decode)]
+
 
 _BucketName = tuple[str, KvLayout, str, Role]
 
@@ -49,7 +54,8 @@ _BucketName = tuple[str, KvLayout, str, Role]
 @dataclass(frozen=True, slots=True)
 class _Entry:
     view: WorkerView
-    bucket: _BucketName
+    name: _BucketName
+    bucket: _Bucket
     prefill: _Key
     decode: _Key
 
@@ -78,19 +84,27 @@ class FleetIndex:
 
     def update(self, view: WorkerView) -> None:
         """Takes a worker in, or its new load."""
-        self.remove(view.worker_id)
         info = view.info
+        before = self._entries.get(view.worker_id)
+        # Hashing a bucket's name costs more than all the rest; most updates are of the load alone.
+        if before is not None and before.view.info is info:
+            name, bucket = before.name, before.bucket
+            bucket.take_out(before)
+        else:
+            self.remove(view.worker_id)
+            name = (info.model, info.layout, info.cluster, info.role)
+            bucket = self._buckets.setdefault(name, _Bucket())
         tie = self._rng.random()
         busy, load = self._prefill_load(view)
         decode_share = _decode_share(view)
         entry = _Entry(
             view,
-            (info.model, info.layout, info.cluster, info.role),
+            name,
+            bucket,
             (busy, load, tie, view.worker_id),
             (decode_share >= 1.0, decode_share, tie, view.worker_id),
         )
         self._entries[view.worker_id] = entry
-        bucket = self._buckets.setdefault(entry.bucket, _Bucket())
         insort(bucket.prefill, entry.prefill)
         insort(bucket.decode, entry.decode)
 
@@ -107,11 +121,9 @@ class FleetIndex:
         entry = self._entries.pop(worker_id, None)
         if entry is None:
             return
-        bucket = self._buckets[entry.bucket]
-        del bucket.prefill[bisect_left(bucket.prefill, entry.prefill)]
-        del bucket.decode[bisect_left(bucket.decode, entry.decode)]
-        if not bucket.prefill:
-            del self._buckets[entry.bucket]
+        entry.bucket.take_out(entry)
+        if not entry.bucket.prefill:
+            del self._buckets[entry.name]
 
     def view(self, version: int = 0, num_routes: int = 0) -> FleetView:
         """The whole fleet."""
@@ -190,11 +202,11 @@ class FleetIndex:
             names = [name for _, name in longest]
         for worker_id in names:
             entry = self._entries.get(worker_id)
-            if entry is None or entry.bucket[0] != query.model:
+            if entry is None or entry.name[0] != query.model:
                 continue
-            size = entry.bucket[1].block_size
+            size = entry.name[1].block_size
             uncached = max(query.num_tokens - matches[worker_id] * size, 1)
-            role = entry.bucket[3]
+            role = entry.name[3]
             if role is not Role.DECODE:
                 busy, load, _, _ = entry.prefill
                 cost = load + uncached if self._by_tokens else uncached * (1.0 + load)

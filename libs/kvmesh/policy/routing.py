@@ -62,6 +62,8 @@ class _Call:
     rng: random.Random
     policy: RoutePolicy
     known: dict[WorkerId, Standing] = field(default_factory=dict)
+    groups: dict[Group, int] = field(default_factory=dict)
+    group_of: dict[WorkerId, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,7 @@ def plan_route(
     sides = _split_sides(call, able)
     if query.placement is Placement.DISAGGREGATED:
         return _plan_disaggregated(call, sides) or no_pair(query, able)
-    if not _has_default_pair(sides):
+    if not _has_default_pair(call, sides):
         return _plan_aggregated(call, able, RouteCause.NO_PAIR, why_aggregated(able))
     plan = (
         _plan_short(call, sides.decode)
@@ -205,15 +207,21 @@ def _ordered(
     return [standing for _, standing in keyed]
 
 
-def _group(worker: WorkerView) -> Group:
-    return (worker.info.layout, worker.info.cluster)
+def _group(call: _Call, worker: WorkerView) -> int:
+    """A number for its group; hashing a layout each time would be most of a decision's work."""
+    number = call.group_of.get(worker.worker_id)
+    if number is None:
+        group = (worker.info.layout, worker.info.cluster)
+        number = call.groups.setdefault(group, len(call.groups))
+        call.group_of[worker.worker_id] = number
+    return number
 
 
 def _split_sides(call: _Call, workers: list[WorkerView]) -> _Sides:
     """Gives each hybrid worker the side that its group needs more for this request."""
-    groups: dict[Group, list[WorkerView]] = {}
+    groups: dict[int, list[WorkerView]] = {}
     for worker in workers:
-        groups.setdefault(_group(worker), []).append(worker)
+        groups.setdefault(_group(call, worker), []).append(worker)
     whole = _Sides([], [])
     for members in groups.values():
         sides = _Sides(
@@ -239,19 +247,19 @@ def _needier_side(call: _Call, sides: _Sides) -> list[WorkerView]:
     return sides.prefill if ready_prefill < ready_decode else sides.decode
 
 
-def _has_default_pair(sides: _Sides) -> bool:
+def _has_default_pair(call: _Call, sides: _Sides) -> bool:
     """Whether a group has both sides and someone whose role asks for them to be apart."""
-    groups = {_group(worker) for worker in sides.prefill}
-    groups &= {_group(worker) for worker in sides.decode}
+    groups = {_group(call, worker) for worker in sides.prefill}
+    groups &= {_group(call, worker) for worker in sides.decode}
     return any(
-        _group(worker) in groups and worker.info.role is not Role.HYBRID
+        _group(call, worker) in groups and worker.info.role is not Role.HYBRID
         for worker in (*sides.prefill, *sides.decode)
     )
 
 
 def _plan_disaggregated(call: _Call, sides: _Sides) -> RoutePlan | None:
     ready = {
-        _group(standing.worker)
+        _group(call, standing.worker)
         for standing in _standings(call, sides.decode)
         if not standing.decode_full and standing.worker.worker_id not in call.query.avoid
     }
@@ -259,9 +267,13 @@ def _plan_disaggregated(call: _Call, sides: _Sides) -> RoutePlan | None:
     paired = [worker for worker in sides.prefill if worker.info.layout in decode_layouts]
     if not paired:
         return None
+
+    def is_crowded(worker: WorkerView) -> bool:
+        return _group(call, worker) not in ready
+
     # The best prefill worker that has decode room beside it says where the request goes.
-    home = _ordered(call, paired, call.policy.prefill, lambda worker: _group(worker) not in ready)
-    layout, cluster = _group(home[0].worker)
+    home = _ordered(call, paired, call.policy.prefill, is_crowded)
+    layout, cluster = home[0].worker.info.layout, home[0].worker.info.cluster
 
     def is_far(worker: WorkerView) -> bool:
         return worker.info.cluster != cluster
