@@ -125,5 +125,6 @@ TestEngine = EngineMachine.TestCase
 TestWindows = WindowMachine.TestCase
 TestStates = StateMachine.TestCase
 TestOnlyWindow = OnlyWindowMachine.TestCase
-for case in (TestEngine, TestWindows, TestStates, TestOnlyWindow):
-    case.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+for _case in (TestEngine, TestWindows, TestStates, TestOnlyWindow):
+    _case.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+del _case  # a class in a module is collected under every name it has
