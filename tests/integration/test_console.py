@@ -79,6 +79,23 @@ async def test_a_finished_request_is_in_the_snapshot_with_its_timeline(console: 
     assert await console.status("/console/requests/yours") == 404
 
 
+async def test_a_stream_is_followed_token_by_token(console: Console) -> None:
+    console.stack.says("a stream of some more words")
+    pieces = await console.stack.client.completions.create(
+        model=MODEL,
+        prompt="hello",
+        max_tokens=3,
+        stream=True,
+        extra_headers={"x-request-id": "streamed"},
+    )
+    async for _ in pieces:
+        pass
+    await console.stack.idle()
+    one = await console.json("/console/requests/streamed")
+    assert (one["output_tokens"], one["finish"]) == (3, "length")
+    assert [each["phase"] for each in one["phases"]] == ["waiting", "prefill", "handoff", "decode"]
+
+
 async def test_refusals_and_moves_are_seen(console: Console) -> None:
     console.stack.mesh.workers["p1"].does.reject_offers = 2
     await console.stack.client.completions.create(

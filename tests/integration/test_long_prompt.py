@@ -16,7 +16,8 @@ from tests.integration import long_prompt_child
 from tests.integration.families import CONFIGS
 
 NUM_TOKENS = 32_768
-# Scores of all positions over all others would be 12 GiB; those of one step are 200 MiB per head.
+# Scores of all positions over all others would be 24 GiB for the six heads, those of one step and
+# one layer 400 MiB several times over.
 MOST_MIB = 400
 
 

@@ -24,6 +24,7 @@ class ModelFolder:
         dtype: of the weights on disk.
         weight_bytes: of all weight files.
         max_model_len: positions that the model was made for.
+        num_layers: those that keep positions.
     """
 
     path: Path
@@ -75,14 +76,21 @@ def _folder_of(path: Path, config: dict[str, Any], weight_bytes: int) -> ModelFo
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     if dtype not in DTYPE_BYTES:
         raise ValueError(f"dtype {dtype} is not one of {', '.join(DTYPE_BYTES)}")
+    kv_heads = int(config.get("num_key_value_heads") or heads)
+    head_dim = int(config.get("head_dim") or config["hidden_size"] // heads)
+    if config.get("kv_lora_rank"):  # one latent and one key, whatever the heads
+        kv_heads, head_dim = 1, (config["kv_lora_rank"] + config["qk_rope_head_dim"]) // 2
+    # Linear layers keep no positions; how much room states take depends on the running sequences.
+    types = config.get("layer_types") or ()
+    num_linear = sum(kind == "linear_attention" for kind in types)
     return ModelFolder(
         path=path,
         dtype=dtype,
         weight_bytes=weight_bytes,
         max_model_len=int(config["max_position_embeddings"]),
-        num_layers=int(config["num_hidden_layers"]),
-        num_kv_heads=int(config.get("num_key_value_heads") or heads),
-        head_dim=int(config.get("head_dim") or config["hidden_size"] // heads),
+        num_layers=int(config["num_hidden_layers"]) - num_linear,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
     )
 
 

@@ -18,7 +18,7 @@ from torch.nn import functional
 from kvmesh.kernels.plan import padded_tables
 
 # Scores over the whole context that are in memory at once, and rows that are worth a call.
-_SCORES = 2 << 20
+_SCORES = 8 << 20
 _FEWEST_ROWS = 8
 
 
@@ -338,7 +338,8 @@ def _prefill_with_sinks(
     """
     keys, values = k.transpose(0, 1)[:, None], v.transpose(0, 1)[:, None]
     columns = sinks.view(len(grouped), -1, 1, 1)
-    parts = []
+    # One result for all parts: many small ones between large scores would tear the heap apart.
+    out = torch.empty_like(grouped)
     step = max(_FEWEST_ROWS, _SCORES // (grouped.shape[0] * grouped.shape[1] * len(k)))
     for first in range(0, grouped.shape[2], step):
         q = grouped[:, :, first : first + step]
@@ -347,8 +348,9 @@ def _prefill_with_sinks(
             hidden.triu_(first + 1)
         else:
             hidden = mask[first : first + step]
-        parts.append(attention_with_sinks(q, keys, values, hidden, scale, columns))
-    return torch.cat(parts, dim=2).permute(2, 0, 1, 3)
+        part = attention_with_sinks(q, keys, values, hidden, scale, columns)
+        out[:, :, first : first + step] = part
+    return out.permute(2, 0, 1, 3)
 
 
 def merge_partials(out: Tensor, lse: Tensor) -> Tensor:

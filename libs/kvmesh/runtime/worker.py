@@ -331,6 +331,7 @@ async def build_worker(
         worker_id=worker.worker_id,
         model=runner.spec.name,
         num_blocks=runner.kv.num_blocks,
+        block_size=worker.core.block_size,
         incarnation=worker.incarnation,
     )
     return worker

@@ -79,6 +79,8 @@ def split_runs(runs: Sequence[Run], max_blocks: int, max_runs: int) -> list[list
     """Cuts runs, in order, into groups of at most so many blocks and runs."""
     assert max_blocks > 0, f"groups of {max_blocks} blocks"
     assert max_runs > 0, f"groups of {max_runs} runs"
+    if len(runs) <= max_runs and sum(run.count for run in runs) <= max_blocks:
+        return [list(runs)] if runs else []
     groups: list[list[Run]] = []
     room = 0
     for run in runs:

@@ -36,6 +36,16 @@ def test_sizes(tmp_path: Path) -> None:
     assert folder.engine_bytes("float32", 10, 8) == 2000 + 20 * block
 
 
+def test_latents_and_linear_layers_are_counted_as_they_are_kept(tmp_path: Path) -> None:
+    latent = {**CONFIG, "kv_lora_rank": 32, "qk_rope_head_dim": 8}
+    assert read_model_folder(_write(tmp_path / "a", latent)).block_bytes("bfloat16", 8) == (
+        3 * 8 * 40 * 2
+    )
+    types = ["linear_attention", "full_attention", "linear_attention"]
+    hybrid = {**CONFIG, "layer_types": types}
+    assert read_model_folder(_write(tmp_path / "b", hybrid)).num_layers == 1
+
+
 def test_older_configs(tmp_path: Path) -> None:
     older = {**CONFIG, "torch_dtype": "float16"}
     del older["dtype"], older["num_key_value_heads"]
