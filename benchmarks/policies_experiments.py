@@ -125,7 +125,7 @@ def forwarding(size: float, seed: int) -> Experiment:
     lengths = LengthDistribution.log_normal(7.5, 1.2, 64, 32_768)
     jobs: list[Job] = []
     for factor in (1, 2, 3, 4):
-        num_users = max(int(33 * size), 1) * factor
+        num_users = max(int(30 * size), 1) * factor
         workload = Workload(num_users * 12, 1.0, lengths, output_tokens=128, turns=12, think_s=0.5)
         requests = closed_loop(workload, seed)
         for system in ("local_queues", "pending_tokens", "forwarding", "kvmesh"):

@@ -23,7 +23,7 @@ AGGREGATE_TOKENS = 256
 AGGREGATE_SHARE = 0.25
 """A decode worker with more of its slots or blocks in use keeps to decode."""
 
-HELP_SHARE = 0.7
+HELP_SHARE = 0.5
 """As `AGGREGATE_SHARE`, when prefill workers are so late that its help is worth more."""
 
 HELP_SLOWDOWN = 1.5

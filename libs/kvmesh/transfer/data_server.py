@@ -23,7 +23,7 @@ from types import MappingProxyType
 from kvmesh.core.errors import LostError
 from kvmesh.core.types import Endpoint, HostRoute
 from kvmesh.transfer.channel import KINDS, LOCAL, SHM, TCP
-from kvmesh.transfer.frame_socket import FrameSocket, Wire
+from kvmesh.transfer.frame_socket import FrameSocket
 from kvmesh.transfer.frames import Checksum, LinkTerms
 from kvmesh.transfer.host import host_id
 from kvmesh.transfer.local_channel import PROCESS_HUB, LocalEnd, LocalHub
@@ -40,6 +40,7 @@ from kvmesh.transfer.server_channel import ServerChannel, ServerState
 from kvmesh.transfer.sockets import listen, listen_local, local_endpoint
 from kvmesh.transfer.target import NothingToRead, ReadSource, WriteGrant, WriteTarget
 from kvmesh.transfer.tls import accept_tls
+from kvmesh.transfer.wire import Wire
 
 _log = logging.getLogger(__name__)
 

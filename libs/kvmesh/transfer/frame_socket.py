@@ -16,7 +16,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
-from typing import Protocol
 
 from kvmesh.core.errors import LostError, ProtocolError
 from kvmesh.transfer.checksums import is_crc32c
@@ -35,6 +34,7 @@ from kvmesh.transfer.native import NativeIo, NativeState, load_native, ranges_of
 from kvmesh.transfer.pacing import Pacer
 from kvmesh.transfer.stall import StallWatch
 from kvmesh.transfer.threads import run_to_end
+from kvmesh.transfer.wire import Wire
 
 PIECE_BYTES = 1 << 20
 """Most that one socket call moves."""
@@ -43,49 +43,6 @@ INLINE_BYTES = 256 << 10
 _SCRATCH_BYTES = 256 << 10
 _NOW = socket.MSG_DONTWAIT
 _DESCRIPTOR = struct.Struct("i")
-
-
-class Wire(Protocol):
-    """What is used of a socket; TLS has the same shape (`tls.py`)."""
-
-    def fileno(self) -> int:
-        """Descriptor, to wait on."""
-        ...
-
-    def sendmsg(
-        self,
-        buffers: Iterable[memoryview | bytes],
-        ancdata: list[tuple[int, int, bytes]],
-        flags: int,
-    ) -> int:
-        """Gathers; returns how many bytes went out."""
-        ...
-
-    def recvmsg_into(
-        self, buffers: Iterable[memoryview], ancbufsize: int, flags: int
-    ) -> tuple[int, list[tuple[int, int, bytes]], int, object]:
-        """Scatters; returns how many bytes came in first, then ancillary data."""
-        ...
-
-    def shutdown(self, how: int) -> None:
-        """Wakes everybody who waits."""
-        ...
-
-    def setsockopt(self, level: int, option: int, value: bytes) -> None:
-        """As of a socket."""
-        ...
-
-    def getsockopt(self, level: int, option: int, size: int) -> bytes:
-        """As of a socket."""
-        ...
-
-    def setblocking(self, flag: bool) -> None:
-        """As of a socket."""
-        ...
-
-    def close(self) -> None:
-        """Frees it."""
-        ...
 
 
 class FrameSocket:

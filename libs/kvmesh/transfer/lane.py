@@ -17,7 +17,7 @@ from kvmesh.transfer.alignment import Run
 from kvmesh.transfer.checksums import checksum_function
 from kvmesh.transfer.codec import encode_frame
 from kvmesh.transfer.decoder import FrameEvent, PayloadBytes, PayloadEnd, PayloadStart, Sum
-from kvmesh.transfer.frame_socket import FrameSocket, Wire
+from kvmesh.transfer.frame_socket import FrameSocket
 from kvmesh.transfer.frames import (
     BlockPart,
     BlockRun,
@@ -42,6 +42,7 @@ from kvmesh.transfer.protocol import (
     SenderMachine,
     SenderOutcome,
 )
+from kvmesh.transfer.wire import Wire
 
 
 @dataclass(frozen=True, slots=True)

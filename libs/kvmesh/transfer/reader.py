@@ -23,7 +23,7 @@ from kvmesh.transfer.checksums import checksum_function
 from kvmesh.transfer.codec import encode_frame
 from kvmesh.transfer.cursor import ViewCursor
 from kvmesh.transfer.decoder import PayloadStart
-from kvmesh.transfer.frame_socket import FrameSocket, Wire
+from kvmesh.transfer.frame_socket import FrameSocket
 from kvmesh.transfer.frames import MAX_RUNS, BlockRun, Checksum, GetFrame, LinkOffer, WriteClaim
 from kvmesh.transfer.host import host_id
 from kvmesh.transfer.lane import LaneOptions, PeerKey, open_frames, sender_machine
@@ -41,6 +41,7 @@ from kvmesh.transfer.protocol import (
 from kvmesh.transfer.sockets import connect, connect_local
 from kvmesh.transfer.threads import run_to_end
 from kvmesh.transfer.tls import connect_tls
+from kvmesh.transfer.wire import Wire
 
 PIECE_BYTES = 8 << 20
 """Payload of one answer, unless one block is larger."""

@@ -13,13 +13,13 @@ from concurrent.futures import Executor
 from kvmesh.core.types import HostRoute, Reservation
 from kvmesh.transfer.alignment import Run, split_runs
 from kvmesh.transfer.channel import carry_all
-from kvmesh.transfer.frame_socket import Wire
 from kvmesh.transfer.frames import BlockPart, Checksum, LinkOffer
 from kvmesh.transfer.lane import Lane, LaneOptions, PeerKey, claim_of, sender_machine
 from kvmesh.transfer.memory import MappablePool, PoolMemory
 from kvmesh.transfer.meters import LinkMeter
 from kvmesh.transfer.protocol import ChannelIdentity
 from kvmesh.transfer.sockets import connect_local
+from kvmesh.transfer.wire import Wire
 
 PIECE_BYTES = 32 << 20
 """Most that one PULL moves: what a cancelled transfer waits for."""

@@ -18,7 +18,7 @@ from kvmesh.core.errors import LostError, RefusedError
 from kvmesh.core.types import Endpoint, RefusalReason, Reservation
 from kvmesh.transfer.alignment import Run, split_runs
 from kvmesh.transfer.channel import carry_all
-from kvmesh.transfer.frame_socket import INLINE_BYTES, Wire
+from kvmesh.transfer.frame_socket import INLINE_BYTES
 from kvmesh.transfer.frames import MAX_RUNS, BlockPart, Checksum, LinkOffer
 from kvmesh.transfer.lane import Lane, LaneOptions, PeerKey, claim_of, sender_machine
 from kvmesh.transfer.memory import PoolMemory, run_views
@@ -26,6 +26,7 @@ from kvmesh.transfer.meters import LinkMeter
 from kvmesh.transfer.protocol import ChannelIdentity
 from kvmesh.transfer.sockets import connect, tcp_facts
 from kvmesh.transfer.tls import connect_tls
+from kvmesh.transfer.wire import Wire
 
 MIN_PIECE_BYTES = 1 << 20
 MAX_PIECE_BYTES = 8 << 20
