@@ -168,20 +168,21 @@ class Driver:
         self, worker: Worker, key: Key, spec: SequenceSpec, reservation: ReservationMessage
     ) -> prefill_pb.PrefillEvent:
         """Sends an offer and returns the answer."""
-        message = prefill_pb.PrefillOffer(
-            request_id=key.request_id,
-            attempt=key.attempt,
-            sequence=sequence_spec_to_proto(spec),
-            reservation=reservation,
-            ttft_budget_ms=10_000,
-        )
-        self._prefill[worker.worker_id].send(prefill_pb.PrefillRequest(offer=message))
+        self._prefill[worker.worker_id].send(_offer(key, spec, reservation))
+        return await self.prefill_event(key)
+
+    async def offer_cancelled(
+        self, worker: Worker, key: Key, spec: SequenceSpec, reservation: ReservationMessage
+    ) -> prefill_pb.PrefillEvent:
+        """Sends an offer and its cancel in one message and returns the answer to the offer."""
+        message = _offer(key, spec, reservation)
+        message.more.append(_cancel(key))
+        self._prefill[worker.worker_id].send(message)
         return await self.prefill_event(key)
 
     def cancel_prefill(self, worker: Worker, key: Key) -> None:
         """Cancels at the prefill worker."""
-        message = prefill_pb.PrefillCancel(request_id=key.request_id, attempt=key.attempt)
-        self._prefill[worker.worker_id].send(prefill_pb.PrefillRequest(cancel=message))
+        self._prefill[worker.worker_id].send(_cancel(key))
 
     def cancel_decode(self, worker: Worker, key: Key) -> None:
         """Cancels at the decode worker."""
@@ -216,6 +217,24 @@ class Driver:
         handed = await self.prefill_event(key)
         assert handed.WhichOneof("event") == "handed_off", handed
         return tokens
+
+
+def _offer(
+    key: Key, spec: SequenceSpec, reservation: ReservationMessage
+) -> prefill_pb.PrefillRequest:
+    message = prefill_pb.PrefillOffer(
+        request_id=key.request_id,
+        attempt=key.attempt,
+        sequence=sequence_spec_to_proto(spec),
+        reservation=reservation,
+        ttft_budget_ms=10_000,
+    )
+    return prefill_pb.PrefillRequest(offer=message)
+
+
+def _cancel(key: Key) -> prefill_pb.PrefillRequest:
+    message = prefill_pb.PrefillCancel(request_id=key.request_id, attempt=key.attempt)
+    return prefill_pb.PrefillRequest(cancel=message)
 
 
 async def until_idle(*workers: Worker) -> None:

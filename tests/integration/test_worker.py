@@ -171,6 +171,26 @@ async def test_cancel_at_any_stage_frees_everything(stage: str, how: str, placem
         await driver.close()
 
 
+@pytest.mark.parametrize("placement", ["disaggregated", "aggregated"])
+async def test_a_cancel_that_comes_with_its_offer_frees_everything(placement: str) -> None:
+    engine = EngineSection(kind="fake", fake_step_s=0.01, max_batch_tokens=64)
+    async with (
+        running_worker(WorkerSection(id="p", role="prefill"), engine) as other,
+        running_worker(WorkerSection(id="d", role="decode"), engine) as decode,
+    ):
+        prefill = other if placement == "disaggregated" else decode
+        driver = Driver()
+        for worker in {other, decode}:
+            await driver.connect(worker)
+        key, spec = Key("r"), make_spec(prompt(500), max_tokens=200)
+        reserved = await driver.reserve(decode, key, spec)
+        accepted = await driver.offer_cancelled(prefill, key, spec, reserved.reserved)
+        assert accepted.WhichOneof("event") == "accepted"
+        driver.cancel_decode(decode, key)
+        await until_idle(other, decode)
+        await driver.close()
+
+
 async def test_cancelled_reservation_frees_the_local_prefill_slot() -> None:
     engine = EngineSection(kind="fake", fake_step_s=0.05, max_batch_tokens=16)
     async with running_worker(WorkerSection(id="w"), engine) as worker:

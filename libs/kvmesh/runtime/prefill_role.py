@@ -57,7 +57,11 @@ class LayerProgress:
 
 @dataclass(eq=False, slots=True)
 class PrefillAttempt:
-    """One request on this worker, from acceptance until its KV is taken."""
+    """One request on this worker, from acceptance until its KV is taken.
+
+    Attributes:
+        outcome: how it ended, or would if it were cancelled now.
+    """
 
     outbox: PrefillOutbox
     request_id: RequestId
@@ -68,6 +72,7 @@ class PrefillAttempt:
     first: Emission | None = None
     progress: asyncio.Event = field(default_factory=asyncio.Event)
     work: asyncio.Task[None] | None = None
+    outcome: str = "cancelled"
     sent_bytes: int = 0
     sent_calls: int = 0
     sending_s: float = 0.0
@@ -166,6 +171,8 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         self._attempts[outbox, outcome.request_id, outcome.attempt] = outcome
         self._idle.clear()
         outcome.work = asyncio.create_task(self._carry_out(outcome))
+        # In a callback: a task that is cancelled before its first step has no `finally`.
+        outcome.work.add_done_callback(lambda _: self._finish(outcome))
         self._on_change()
 
     def _try_accept(
@@ -236,22 +243,19 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         attempt.progress.set()
 
     async def _carry_out(self, attempt: PrefillAttempt) -> None:
-        outcome = "cancelled"
         try:
             if self._is_local(attempt.reservation):
                 await self._wait_first(attempt)
             else:
                 await self._hand_over(attempt)
-            outcome = "handed_off"
+            attempt.outcome = "handed_off"
             self._put_handed_off(attempt)
         except RefusedError as error:
-            outcome = error.refusal.reason.value
+            attempt.outcome = error.refusal.reason.value
             self._put_failed(attempt, error.refusal)
         except LostError as error:
-            outcome = "lost"
+            attempt.outcome = "lost"
             self._put_failed(attempt, Refusal(RefusalReason.LOST, str(error)))
-        finally:
-            self._finish(attempt, outcome)
 
     async def _wait_first(self, attempt: PrefillAttempt) -> None:
         """Waits for a prompt that is computed in its reservation on this worker."""
@@ -387,8 +391,9 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         )
         attempt.outbox.put(event)
 
-    def _finish(self, attempt: PrefillAttempt, outcome: str) -> None:
+    def _finish(self, attempt: PrefillAttempt) -> None:
         assert attempt.sequence is not None
+        outcome = attempt.outcome
         del self._attempts[attempt.outbox, attempt.request_id, attempt.attempt]
         if not self._is_local(attempt.reservation):
             self._core.release(attempt.sequence)
