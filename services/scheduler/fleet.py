@@ -139,6 +139,10 @@ class Fleet:
             member.detail = detail
             self._note_change(urgent=False)
 
+    def note_planned(self) -> None:
+        """What is planned for the fleet changed: watchers get another view."""
+        self._note_change(urgent=False)
+
     def leave(self, membership: Membership) -> bool:
         """Removes a worker; False if the membership was over already."""
         if self._current(membership) is None:

@@ -92,6 +92,9 @@ class Planner:
         self.demand = DemandBoard()
         self.give_role: GiveRole = lambda _worker, _role, _reason: False
         """Set by whoever is connected to the workers."""
+        self.on_details: Callable[[], None] = lambda: None
+        """Called when `details` answers something else than before."""
+        self._shown: list[ModelDetail] = []
 
     # --- what routes read and tell -----------------------------------------------------------
 
@@ -180,6 +183,13 @@ class Planner:
             metrics.THRESHOLD_TOKENS.labels(model).set(loops.threshold.tokens)
             if self._policy.switch_roles and self._changes is not RoleChanges.OFF:
                 await self._switch_roles(model, loops, workers, may_order=may_order)
+        self._show_details()
+
+    def _show_details(self) -> None:
+        details = self.details()
+        if details != self._shown:
+            self._shown = details
+            self.on_details()
 
     async def _switch_roles(
         self, model: str, loops: ModelLoops, workers: list[FleetWorker], *, may_order: bool

@@ -346,6 +346,12 @@ async def start_scheduler(config: SchedulerConfig, context: ServiceContext) -> S
     servicer = SchedulerServicer(fleet, feed, router, config.fleet, clock)
     planner.give_role = servicer.give_role
     feed.models = planner.details
+
+    def note_details() -> None:
+        fleet.note_planned()
+        feed.changed()
+
+    planner.on_details = note_details
     context.spawn(planner.run(), "planner")
     context.on_close(servicer.close)
     context.spawn(servicer.expire_leases(), "expire_leases")

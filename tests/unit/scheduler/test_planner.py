@@ -116,6 +116,21 @@ class TestThreshold:
         assert (await mesh.route("long", 1600)).prefill[0].worker_id == "far"
         assert (await mesh.route("short", 800)).prefill[0].worker_id == "p"
 
+    async def test_watchers_hear_of_it_before_any_request_and_when_it_moves(self) -> None:
+        mesh = self.mesh()
+        told: list[float | None] = []
+        mesh.planner.on_details = lambda: told.extend(
+            each.threshold_tokens for each in mesh.planner.details()
+        )
+        await mesh.second()
+        await mesh.second()
+        assert told == [1000.0]
+        mesh.report("far", **IDLE, sent_bytes_total=50_000_000)
+        await mesh.second()
+        assert len(told) == 2
+        assert told[1] is not None
+        assert told[1] > 1000.0
+
     async def test_full_link_raises_it_and_it_returns(self) -> None:
         mesh, sent = self.mesh(), 0
         await mesh.second()
