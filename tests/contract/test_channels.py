@@ -132,6 +132,22 @@ async def test_concurrent_transfers_land_apart(pair: Pair) -> None:
     assert all(ok for _, ok in pair.target.ended)
 
 
+@pytest.mark.parametrize("name", ["shm", "tcp", "tcp_one_lane_crc32"])
+async def test_transfers_that_overtake_others_at_a_full_window_land_as_well(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    send, receive = options_of(name, request)
+    sizes = [20, 20, 1, 20, 2, 20, 1, 16]  # a small one fits where a large one waits
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    runs = [Run(start, start, size) for start, size in zip(starts, sizes, strict=True)]
+    async with running_pair(send, replace(receive, window_bytes=24 * BLOCK)) as pair:
+        for _ in range(10):
+            await asyncio.gather(*(pair.pool.put(pair.reservation, [run]) for run in runs))
+
+        expect(pair, *runs)
+        assert all(ok for _, ok in pair.target.ended)
+
+
 async def test_scattered_blocks_land_in_order(pair: Pair) -> None:
     runs = [Run(NUM_BLOCKS - 1 - index, index, 1) for index in range(NUM_BLOCKS)]
 

@@ -81,10 +81,6 @@ class _Answer:
         self._error: RefusedError | LostError | None = None
         self._waiter: asyncio.Future[None] | None = None
 
-    @property
-    def is_there(self) -> bool:
-        return self._is_there
-
     def give(self, error: RefusedError | LostError | None = None) -> None:
         """The first one counts."""
         if self._is_there:
@@ -184,12 +180,17 @@ class Lane:
             LostError: the lane died or stalled, or was cut because the caller was cancelled.
         """
         num_bytes = sum(view.nbytes for view in views)
-        transfer_id = self._machine.open_put(num_bytes)
         has_sum = self._sum is not None
         block_runs = tuple([BlockRun(first, count) for _, first, count in runs])
-        frame = PutFrame(transfer_id, claim, block_runs, checksum=has_sum, part=part)
-        head = encode_frame(frame, num_bytes)
-        await self._transact(transfer_id, num_bytes, lambda: self._send_payload(head, views))
+
+        def open_put() -> int:
+            return self._machine.open_put(num_bytes)
+
+        async def send(transfer_id: int) -> None:
+            frame = PutFrame(transfer_id, claim, block_runs, checksum=has_sum, part=part)
+            await self._send_payload(encode_frame(frame, num_bytes), views)
+
+        await self._transact(num_bytes, open_put, send)
         self._meter.frames += 1
 
     async def pull(
@@ -204,10 +205,15 @@ class Lane:
         """
         each = self._machine.block_bytes if part is None else part.size
         num_bytes = sum(run.count for run in runs) * each
-        transfer_id = self._machine.open_put(num_bytes)
         pull_runs = tuple(map(PullRun._make, runs))
-        head = encode_frame(PullFrame(transfer_id, claim, pull_runs, part))
-        await self._transact(transfer_id, num_bytes, lambda: self._send_head(head))
+
+        def open_put() -> int:
+            return self._machine.open_put(num_bytes)
+
+        async def send(transfer_id: int) -> None:
+            await self._send_head(encode_frame(PullFrame(transfer_id, claim, pull_runs, part)))
+
+        await self._transact(num_bytes, open_put, send)
         self._meter.frames += 1
 
     async def commit(
@@ -218,9 +224,12 @@ class Lane:
         Raises:
             RefusedError, LostError: as `put`.
         """
-        transfer_id = self._machine.open_commit()
-        frame = CommitFrame(transfer_id, claim, first_token_id, num_tokens, num_blocks)
-        await self._transact(transfer_id, 0, lambda: self._send_head(encode_frame(frame)))
+
+        async def send(transfer_id: int) -> None:
+            frame = CommitFrame(transfer_id, claim, first_token_id, num_tokens, num_blocks)
+            await self._send_head(encode_frame(frame))
+
+        await self._transact(0, self._machine.open_commit, send)
         self._meter.commits += 1
 
     async def close(self) -> None:
@@ -229,28 +238,34 @@ class Lane:
         await self._over.wait()
 
     async def _transact(
-        self, transfer_id: int, num_bytes: int, send: Callable[[], Awaitable[None]]
+        self,
+        num_bytes: int,
+        open_transfer: Callable[[], int],
+        send: Callable[[int], Awaitable[None]],
     ) -> None:
         """Sends one frame in its turn, within the window, and waits for its answer."""
         while not self._window.has_room(num_bytes) and self._cause is None:
             self._room.clear()
             await self._room.wait()
-        answer = self._answers[transfer_id] = _Answer()
         self._window.spend(num_bytes)
         self._frames.watch.begin()
+        transfer_id = None
         try:
-            if self._cause is not None:
-                raise LostError(self._cause)
             async with self._turn:
-                if not answer.is_there:
-                    await send()
+                if self._cause is not None:
+                    raise LostError(self._cause)
+                # Numbered now: who waited for room may be overtaken, and numbers only rise.
+                transfer_id = open_transfer()
+                answer = self._answers[transfer_id] = _Answer()
+                await send(transfer_id)
             await self._settled(answer)
         finally:
             self._frames.watch.end()
             self._window.give_back(num_bytes)
             self._room.set()
-            del self._answers[transfer_id]
-            self._machine.give_up(transfer_id)
+            if transfer_id is not None:
+                del self._answers[transfer_id]
+                self._machine.give_up(transfer_id)
 
     async def _settled(self, answer: _Answer) -> None:
         """Waits for an answer; cancelled, still waits: the receiver may be in the memory.
