@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import shlex
 import statistics
 import subprocess
 import sys
@@ -35,7 +34,7 @@ from benchmarks.engine_peers import (
 )
 from benchmarks.engine_report import save, targets
 from benchmarks.random_llama import SHAPES, Shape, write_checkpoint
-from kvmesh.cli.bench_report import git_commit, machine, versions
+from kvmesh.cli.bench_report import command_line, git_commit, machine, versions
 from kvmesh.core.types import SamplingParams, SequenceSpec
 from kvmesh.engine.batch import build_batch
 from kvmesh.engine.core import EngineCore
@@ -62,9 +61,7 @@ def main() -> None:
                 extra |= more
     result = {
         "benchmark": "engine",
-        "command": shlex.join(
-            [Path(sys.executable).name, "-m", "benchmarks.engine", *sys.argv[1:]]
-        ),
+        "command": command_line(["python", "-m", "benchmarks.engine"], sys.argv[1:]),
         "date": datetime.datetime.now(tz=datetime.UTC).isoformat(timespec="seconds"),
         "commit": git_commit(ROOT),
         "machine": machine() | {"threads": options.threads},

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from kvmesh.cli.bench_report import git_commit, machine, versions
+from kvmesh.cli.bench_report import command_line, git_commit, machine, versions
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -60,7 +60,7 @@ def document(
 ) -> dict[str, Any]:
     """A result with all that is needed to run it again."""
     return {
-        "command": " ".join(["python", "-m", *_module(), *sys.argv[1:]]),
+        "command": command_line(["python", "-m", *_module()], sys.argv[1:]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": git_commit(ROOT),
         "machine": machine(),

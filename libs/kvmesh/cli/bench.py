@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import datetime
-import shlex
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -127,7 +126,7 @@ def _document(
 ) -> dict[str, Any]:
     """The result with all that is needed to judge and repeat it."""
     return {
-        "command": shlex.join(["python", "-m", "kvmesh.cli", *sys.argv[1:]]),
+        "command": bench_report.command_line(["python", "-m", "kvmesh.cli"], sys.argv[1:]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": bench_report.git_commit(_ROOT),
         "machine": bench_report.machine(),

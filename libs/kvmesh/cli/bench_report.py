@@ -6,8 +6,9 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +48,27 @@ def versions() -> dict[str, str]:
     return found
 
 
+def command_line(program: Sequence[str], arguments: Sequence[str]) -> str:
+    """How a result was made, to be typed again; folders of one machine are left out."""
+    shown = [f".../{Path(each).name}" if Path(each).is_absolute() else each for each in arguments]
+    return shlex.join([*program, *shown])
+
+
 def git_commit(root: Path) -> str:
-    """Commit of the checkout, with `-dirty` if files differ; empty outside of one."""
+    """Commit of the checkout, with `-dirty` if files differ; empty outside of one.
+
+    Results that were written before this one make no difference.
+    """
+    commit = _git(root, "rev-parse", "--short=12", "HEAD")
+    changed = commit and _git(root, "status", "--porcelain", "-uno", "--", ".", ":!bench/results")
+    return f"{commit}-dirty" if changed else commit
+
+
+def _git(root: Path, *arguments: str) -> str:
+    """What git says; empty if it fails."""
     try:
         done = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
+            ["git", *arguments],
             cwd=root,
             capture_output=True,
             text=True,
@@ -60,7 +77,7 @@ def git_commit(root: Path) -> str:
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout.strip()
+    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def latency_rows(result: Mapping[str, Any]) -> list[dict[str, Any]]:

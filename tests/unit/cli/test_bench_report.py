@@ -3,7 +3,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from kvmesh.cli.bench_report import git_commit, machine, versions
+from kvmesh.cli.bench_report import command_line, git_commit, machine, versions
 
 
 def test_the_machine_is_described() -> None:
@@ -28,3 +28,15 @@ def test_the_commit(tmp_path: Path) -> None:
     assert len(clean) == 12
     (tmp_path / "file").write_text("2")
     assert git_commit(tmp_path) == f"{clean}-dirty"
+    results = tmp_path / "bench" / "results"
+    results.mkdir(parents=True)
+    (results / "serve.json").write_text("1")
+    subprocess.run([*git, "add", "."], cwd=tmp_path, check=True)
+    subprocess.run([*git, "commit", "-qm", "second"], cwd=tmp_path, check=True)
+    (results / "serve.json").write_text("2")
+    assert len(git_commit(tmp_path)) == 12
+
+
+def test_a_command_names_no_folder_of_the_machine() -> None:
+    shown = command_line(["python", "-m", "bench"], ["--rate", "4", "--trace", "/data/a b.gz"])
+    assert shown == "python -m bench --rate 4 --trace '.../a b.gz'"
