@@ -17,12 +17,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import prometheus_client
 from prometheus_client.multiprocess import mark_process_dead
 
 from kvmesh.cli.processes import die_with_parent
 from kvmesh.core.config import child_environment
 from kvmesh.core.errors import ConfigError
+from kvmesh.runtime.app import metrics_server
 from kvmesh.telemetry.exposition import SHARED_FOLDER_VARIABLE, shared_registry
 from kvmesh.telemetry.logs import event_logger
 from services.gateway.config import GatewayConfig
@@ -183,18 +183,19 @@ def run_processes(config: GatewayConfig, argv: Sequence[str]) -> int:
     Raises:
         ConfigError: a port is taken.
     """
-    with (
-        tempfile.TemporaryDirectory(prefix="kvmesh-gateway-") as folder,
-        held_ports(config) as ports,
-        _metrics(config, Path(folder)),
-    ):
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvmesh-gateway-")))
+        ports = stack.enter_context(held_ports(config))
+        if config.telemetry.metrics_port >= 0:
+            address = (config.server.host, config.telemetry.metrics_port)
+            stack.enter_context(metrics_server(*address, shared_registry(folder)))
         base = [sys.executable, "-m", "services.gateway"]
         commands = [
             [*base, *process_arguments(argv, ports, number)]
             for number in range(config.http.processes)
         ]
         stop_s = config.server.drain_s + STOP_GRACE_S
-        return asyncio.run(_main(commands, Path(folder), stop_s))
+        return asyncio.run(_main(commands, folder, stop_s))
 
 
 async def _main(commands: Sequence[Sequence[str]], folder: Path, stop_s: float) -> int:
@@ -203,26 +204,3 @@ async def _main(commands: Sequence[Sequence[str]], folder: Path, stop_s: float) 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, processes.stop)
     return await processes.run()
-
-
-@contextlib.contextmanager
-def _metrics(config: GatewayConfig, folder: Path) -> Iterator[None]:
-    port, host = config.telemetry.metrics_port, config.server.host
-    if port < 0:
-        yield
-        return
-    try:
-        server, thread = prometheus_client.start_http_server(
-            port, addr=host, registry=shared_registry(folder)
-        )
-    except OSError as error:
-        raise ConfigError(
-            f"metrics port {port} is taken; choose another with --telemetry.metrics-port"
-        ) from error
-    log.info("metrics_serving", address=f"{host}:{server.server_port}")
-    try:
-        yield
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(timeout=2)

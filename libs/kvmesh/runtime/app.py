@@ -12,8 +12,7 @@ import contextlib
 import gc
 import signal
 import sys
-import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -242,7 +241,7 @@ def run_service(name: str, config_class: type[ConfigT], build: Build[ConfigT]) -
         with contextlib.ExitStack() as stack:
             stack.enter_context(configure_tracing(name, trace.exporter, trace.target, trace.ratio))
             if telemetry.metrics_port >= 0:
-                stack.enter_context(_metrics_server(config.server.host, telemetry.metrics_port))
+                stack.enter_context(metrics_server(config.server.host, telemetry.metrics_port))
             code = uvloop.run(_main(name, config, build))
     except KvMeshError as error:
         log.error("cannot_start", error=str(error))
@@ -251,9 +250,16 @@ def run_service(name: str, config_class: type[ConfigT], build: Build[ConfigT]) -
 
 
 @contextlib.contextmanager
-def _metrics_server(host: str, port: int) -> Any:
+def metrics_server(
+    host: str, port: int, registry: prometheus_client.CollectorRegistry = prometheus_client.REGISTRY
+) -> Iterator[None]:
+    """Serves `/metrics` from a thread of its own.
+
+    Raises:
+        ConfigError: the port is taken.
+    """
     try:
-        server, thread = prometheus_client.start_http_server(port, addr=host)
+        server, thread = prometheus_client.start_http_server(port, addr=host, registry=registry)
     except OSError as error:
         raise ConfigError(
             f"metrics port {port} is taken; choose another with --telemetry.metrics-port"
@@ -264,8 +270,4 @@ def _metrics_server(host: str, port: int) -> Any:
     finally:
         server.shutdown()
         server.server_close()
-        _join(thread)
-
-
-def _join(thread: threading.Thread) -> None:
-    thread.join(timeout=2)
+        thread.join(timeout=2)
