@@ -1,6 +1,7 @@
 """What one request has open at workers: a reservation, an offer, and their events.
 
-Owns attempt numbers and cancels; decides nothing. Tests: tests/integration/test_gateway_http.py.
+Owns attempt numbers and cancels; decides nothing.
+Tests: tests/integration/test_gateway_refusals.py.
 """
 
 from __future__ import annotations

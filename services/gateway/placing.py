@@ -1,7 +1,8 @@
 """Finding a decode worker that reserves and a prefill worker that accepts.
 
 Asks again and again until the deadline, then refuses once, with the last reason it was told.
-Waiting for capacity happens here and nowhere else. Tests: tests/integration/test_gateway_http.py.
+Waiting for capacity happens here and nowhere else.
+Tests: tests/integration/test_gateway_refusals.py.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,11 +11,10 @@ import aiohttp
 import openai
 import pytest
 
-from kvmesh.core.types import Placement, Refusal, RefusalReason, Role
+from kvmesh.core.types import Placement
 from kvmesh.kv.hashing import chain_hashes, root_hash
-from services.gateway.config import AccessConfig, QuotaConfig
 from tests.integration.gateway_fakes import LAYOUT, MODEL, draining
-from tests.integration.gateway_stack import PAIR, TWO_PAIRS, Stack, gateway_stack
+from tests.integration.gateway_stack import TWO_PAIRS, Stack, gateway_stack
 from tests.unit.gateway.tiny_model import EOS
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
@@ -349,185 +347,3 @@ async def test_ready_needs_both_roles(tmp_path: Path) -> None:
                     break
         async with session.get("/health") as response:
             assert response.status == 200
-
-
-async def test_busy_until_deadline_is_one_refusal(stack: Stack) -> None:
-    stack.mesh.workers["p1"].does.reject_offers = -1
-    with pytest.raises(openai.InternalServerError) as caught:
-        await stack.client.chat.completions.create(
-            model=MODEL, messages=HELLO, extra_headers={"x-slo-ttft-ms": "150"}
-        )
-    response = caught.value.response
-    assert response.status_code == 503
-    assert response.headers["retry-after"] == "3"
-    assert response.headers["x-kvmesh-refusal"] == "prefill-busy"
-    assert caught.value.code == "busy"
-    offers = stack.mesh.workers["p1"].offers
-    assert len(offers) > 3  # again and again
-    attempts = [attempt for _, attempt in offers]
-    assert attempts == sorted(set(attempts))  # each offer has a new number
-    assert len(stack.mesh.workers["d1"].reserves) == 1  # the reservation was kept meanwhile
-    await stack.idle()
-
-
-async def test_stream_refused_before_it_starts(stack: Stack) -> None:
-    stack.mesh.workers["d1"].does.refuse_reserves = -1
-    with pytest.raises(openai.InternalServerError) as caught:
-        await stack.client.chat.completions.create(
-            model=MODEL, messages=HELLO, stream=True, extra_headers={"x-slo-ttft-ms": "80"}
-        )
-    assert caught.value.response.headers["x-kvmesh-refusal"] == "decode-no_slots"
-    assert stack.mesh.workers["p1"].offers == []  # nothing is computed for a full decode side
-    refusals = stack.gateway.metrics.value(
-        "kvmesh_gateway_refusals_total", reason="no_slots", stage="decode"
-    )
-    # The deadline may come while the last one is not answered yet.
-    assert 0 <= len(stack.mesh.workers["d1"].reserves) - refusals <= 1
-    await stack.idle()
-
-
-async def test_scheduler_refuses_until_deadline(stack: Stack) -> None:
-    stack.mesh.refuse_routes = Refusal(RefusalReason.NO_WORKERS, "nobody is there")
-    with pytest.raises(openai.InternalServerError, match="nobody is there") as caught:
-        await stack.client.completions.create(
-            model=MODEL, prompt="a", extra_headers={"x-slo-ttft-ms": "50"}
-        )
-    assert caught.value.response.headers["x-kvmesh-refusal"] == "scheduler-no_workers"
-
-
-async def test_too_long_for_every_worker_is_the_callers_error(stack: Stack) -> None:
-    worker = stack.mesh.workers["d1"]
-    worker.does.refuse_reserves, worker.does.reserve_reason = -1, RefusalReason.TOO_LONG
-    with pytest.raises(openai.BadRequestError) as caught:
-        await stack.client.completions.create(model=MODEL, prompt="a")
-    assert caught.value.code == "context_length_exceeded"
-    assert len(worker.reserves) == 1
-
-
-async def test_waits_for_capacity_and_then_runs(tmp_path: Path) -> None:
-    async with gateway_stack(tmp_path, TWO_PAIRS) as stack:
-        stack.mesh.workers["p1"].does.reject_offers = 3
-        stack.mesh.workers["p2"].does.reject_offers = 2
-        stack.mesh.workers["d1"].does.refuse_reserves = 1
-        answer = await stack.client.chat.completions.create(model=MODEL, messages=HELLO)
-        assert answer.choices[0].message.content == "one request, one handoff"
-        assert len(stack.mesh.workers["d2"].reserves) == 1
-        await stack.idle()
-
-
-async def test_lost_reservation_is_made_again(stack: Stack) -> None:
-    stack.mesh.workers["p1"].does.lose_reservations = 1
-    answer = await stack.client.chat.completions.create(model=MODEL, messages=HELLO)
-    assert answer.choices[0].message.content == "one request, one handoff"
-    assert len(stack.mesh.workers["d1"].reserves) == 2
-    await stack.idle()
-
-
-async def test_reservation_is_renewed_while_it_waits(stack: Stack) -> None:
-    stack.mesh.workers["d1"].does.lease_ms = 30
-    stack.mesh.workers["p1"].does.reject_offers = -1
-    asked = asyncio.create_task(stack.client.chat.completions.create(model=MODEL, messages=HELLO))
-    await stack.mesh.until(lambda: len(stack.mesh.workers["d1"].renewed) >= 3)
-    names = {request_id for request_id, _ in stack.mesh.workers["d1"].reserves}
-    assert set(stack.mesh.workers["d1"].renewed) == names
-    stack.mesh.workers["p1"].does.reject_offers = 0
-    assert (await asked).choices[0].finish_reason == "stop"
-    await stack.idle()
-
-
-@pytest.mark.parametrize("stream", [True, False])
-async def test_disconnect_cancels_at_workers(stack: Stack, stream: bool) -> None:
-    stack.says("a b c d e f g h")
-    stack.mesh.go.clear()
-    body = {"model": MODEL, "prompt": "a", "stream": stream, "max_tokens": 400, "ignore_eos": True}
-    async with aiohttp.ClientSession(stack.url) as session:
-        asked = asyncio.create_task(session.post("/v1/completions", json=body))
-        worker = stack.mesh.workers["d1"]
-        await stack.mesh.until(lambda: len(worker.running) == 1)
-        asked.cancel()
-        (answer,) = await asyncio.gather(asked, return_exceptions=True)
-        if isinstance(answer, aiohttp.ClientResponse):  # the head of the stream was there already
-            answer.close()
-    await stack.idle()
-    assert worker.cancels == worker.reserves
-    aborted = stack.gateway.metrics.value(
-        "vllm:request_success_total", model_name=MODEL, finished_reason="abort"
-    )
-    assert aborted == 1
-
-
-async def test_disconnect_while_waiting_gives_the_reservation_back(stack: Stack) -> None:
-    stack.mesh.workers["p1"].does.reject_offers = -1
-    async with aiohttp.ClientSession(stack.url) as session:
-        asked = asyncio.create_task(
-            session.post("/v1/completions", json={"model": MODEL, "prompt": "a"})
-        )
-        await stack.mesh.until(lambda: len(stack.mesh.workers["p1"].offers) > 1)
-        asked.cancel()
-        await asyncio.gather(asked, return_exceptions=True)
-    await stack.idle()
-    assert stack.mesh.workers["d1"].cancels == stack.mesh.workers["d1"].reserves
-
-
-async def test_keys_and_quota(tmp_path: Path) -> None:
-    access, quota = AccessConfig(api_keys="key,other"), QuotaConfig(max_concurrent_per_key=1)
-    async with gateway_stack(tmp_path, access=access, quota=quota) as stack:
-        with pytest.raises(openai.AuthenticationError):
-            await stack.client.with_options(api_key="wrong").models.list()
-        stack.mesh.go.clear()
-        running = asyncio.create_task(
-            stack.client.completions.create(model=MODEL, prompt="a", max_tokens=5)
-        )
-        await stack.mesh.until(lambda: len(stack.mesh.workers["d1"].running) == 1)
-        with pytest.raises(openai.RateLimitError) as caught:
-            await stack.client.completions.create(model=MODEL, prompt="a")
-        assert caught.value.response.headers["x-kvmesh-refusal"] == "gateway-quota"
-        assert caught.value.response.headers["retry-after"] == "1"
-        # Another key has its own quota.
-        other = asyncio.create_task(
-            stack.client.with_options(api_key="other").completions.create(
-                model=MODEL, prompt="a", max_tokens=5
-            )
-        )
-        await stack.mesh.until(lambda: len(stack.mesh.workers["d1"].running) == 2)
-        stack.mesh.go.set()
-        assert (await running).choices[0].finish_reason == "length"
-        assert (await other).choices[0].finish_reason == "length"
-
-
-async def test_drain_finishes_streams_and_refuses_new_ones(stack: Stack) -> None:
-    stack.mesh.go.clear()
-    running = asyncio.create_task(stack.client.chat.completions.create(model=MODEL, messages=HELLO))
-    await stack.mesh.until(lambda: len(stack.mesh.workers["d1"].running) == 1)
-    drain = asyncio.create_task(stack.context.drain(30.0))
-    await stack.mesh.until(lambda: stack.gateway.admission.draining)
-    with pytest.raises(openai.InternalServerError) as caught:
-        await stack.client.chat.completions.create(model=MODEL, messages=HELLO)
-    assert caught.value.response.headers["x-kvmesh-refusal"] == "gateway-draining"
-    async with (
-        aiohttp.ClientSession(stack.url) as session,
-        session.get("/ready") as response,
-    ):
-        assert response.status == 503
-    assert not drain.done()
-    stack.mesh.go.set()
-    assert (await running).choices[0].message.content == "one request, one handoff"
-    await drain
-
-
-async def test_no_workers_known(tmp_path: Path) -> None:
-    async with gateway_stack(tmp_path, {"p1": Role.PREFILL, **PAIR}) as stack:
-        stack.mesh.hidden = True
-        seen = stack.mesh.fleet_seen
-        stack.mesh.changed.set()
-        await stack.mesh.until(lambda: stack.mesh.fleet_seen > seen)
-        async with aiohttp.ClientSession(stack.url) as session:
-            while True:
-                async with session.get("/ready") as response:
-                    if response.status == 503:
-                        break
-        with pytest.raises(openai.InternalServerError) as caught:
-            await stack.client.completions.create(
-                model=MODEL, prompt="a", extra_headers={"x-slo-ttft-ms": "20"}
-            )
-        assert caught.value.response.headers["x-kvmesh-refusal"] == "gateway-no_workers"
