@@ -17,6 +17,14 @@ from tests.mesh_processes import Mesh
 
 pytestmark = pytest.mark.timeout(120)
 
+AT_A_TERMINAL = """
+import runpy, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.argv[0] = "kvmesh"
+runpy.run_module("kvmesh.cli", run_name="__main__")
+"""
+"""Ctrl-C counts, though whoever runs the tests in the background may ignore it."""
+
 
 async def kvmesh(*arguments: str) -> int:
     """Runs a command; it has an event loop of its own."""
@@ -53,7 +61,7 @@ async def test_lines_from_a_pipe_are_one_conversation(
 
 async def test_ctrl_c_stops_an_answer_and_not_the_conversation(fake_mesh: Mesh) -> None:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "kvmesh.cli", "chat", "--url", fake_mesh.url),
+        *(sys.executable, "-c", AT_A_TERMINAL, "chat", "--url", fake_mesh.url),
         *("--max-tokens", "3000"),
         cwd=ROOT,
         stdin=asyncio.subprocess.PIPE,
