@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 
 from kvmesh.core.errors import LostError, ProtocolError, RefusedError
 from kvmesh.core.types import Reservation, WorkerId
@@ -183,14 +184,11 @@ class Lane:
         has_sum = self._sum is not None
         block_runs = tuple([BlockRun(first, count) for _, first, count in runs])
 
-        def open_put() -> int:
-            return self._machine.open_put(num_bytes)
-
         async def send(transfer_id: int) -> None:
             frame = PutFrame(transfer_id, claim, block_runs, checksum=has_sum, part=part)
             await self._send_payload(encode_frame(frame, num_bytes), views)
 
-        await self._transact(num_bytes, open_put, send)
+        await self._transact(num_bytes, partial(self._machine.open_put, num_bytes), send)
         self._meter.frames += 1
 
     async def pull(
@@ -207,13 +205,10 @@ class Lane:
         num_bytes = sum(run.count for run in runs) * each
         pull_runs = tuple(map(PullRun._make, runs))
 
-        def open_put() -> int:
-            return self._machine.open_put(num_bytes)
-
         async def send(transfer_id: int) -> None:
             await self._send_head(encode_frame(PullFrame(transfer_id, claim, pull_runs, part)))
 
-        await self._transact(num_bytes, open_put, send)
+        await self._transact(num_bytes, partial(self._machine.open_put, num_bytes), send)
         self._meter.frames += 1
 
     async def commit(
