@@ -40,6 +40,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 REQUEST_ID_HEADERS = ("x-request-id", "x-correlation-id", "request-id")
 MAX_TTFT_MS = 3_600_000
 
+_PLACEMENTS = {placement.value: placement for placement in Placement}
 _REQUEST_ID = web.RequestKey("request_id", str)
 
 
@@ -233,13 +234,12 @@ def parse_placement(text: str) -> Placement:
     Raises:
         InvalidRequestError: another word.
     """
-    words = {placement.value: placement for placement in Placement}
-    if text and text not in words:
-        allowed = ", ".join(sorted(words))
+    if text and text not in _PLACEMENTS:
+        allowed = ", ".join(sorted(_PLACEMENTS))
         raise InvalidRequestError(
             f"x-kvmesh-placement: {text!r}; allowed: {allowed}", "x-kvmesh-placement"
         )
-    return words.get(text, Placement.AUTO)
+    return _PLACEMENTS.get(text, Placement.AUTO)
 
 
 def parse_ttft_ms(text: str) -> int:
