@@ -280,7 +280,7 @@ def _sampling(
 ) -> SamplingParams:
     given = body.model_fields_set
     # Few bodies set more than one or two of these.
-    numbers = {
+    numbers: dict[str, Any] = {
         name: float(defaults.get(name, _DEFAULTS[name]) if value is None else value)
         for name in _DEFAULTS
         if name in given or name in defaults
