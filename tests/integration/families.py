@@ -13,10 +13,13 @@ from transformers import (
     DeepseekV3Config,
     Gemma3TextConfig,
     GptOssConfig,
+    KimiLinearConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
@@ -77,6 +80,14 @@ LATENT: dict[str, Any] = {
     "n_shared_experts": 2,
     "first_k_dense_replace": 1,
 }
+KIMI_KEYS = LATENT.keys() - {"q_lora_rank", "n_group", "topk_group", "first_k_dense_replace"}
+DELTA: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
+LINEAR_FIRST = ["linear_attention", "linear_attention", "full_attention"]
 HYBRID = ["sliding_attention", "full_attention", "sliding_attention"]
 CONFIGS: dict[str, Any] = {
     "llama-untied-sharded": LlamaConfig(**SHAPE, tie_word_embeddings=False),
@@ -117,7 +128,7 @@ CONFIGS: dict[str, Any] = {
     ),
     "deepseek-v3-halves": DeepseekV3Config(**LATENT, rope_interleave=False),
     "qwen3-next": Qwen3NextConfig(
-        **(SHAPE | {"head_dim": 32, "num_hidden_layers": 5}),
+        **(SHAPE | DELTA | {"head_dim": 32, "num_hidden_layers": 5}),
         layer_types=[
             "linear_attention",
             "linear_attention",
@@ -130,16 +141,31 @@ CONFIGS: dict[str, Any] = {
             "rope_theta": 1000.0,
             "partial_rotary_factor": 0.25,
         },
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=16,
-        linear_value_head_dim=24,
         linear_conv_kernel_dim=4,
         num_experts=6,
         num_experts_per_tok=2,
         moe_intermediate_size=48,
         shared_expert_intermediate_size=32,
         mlp_only_layers=[1],
+    ),
+    "qwen3.5": Qwen3_5TextConfig(
+        **(SHAPE | DELTA | {"head_dim": 32}), layer_types=LINEAR_FIRST, tie_word_embeddings=True
+    ),
+    "qwen3.5-moe": Qwen3_5MoeTextConfig(
+        **({key: value for key, value in SHAPE.items() if key != "intermediate_size"} | DELTA),
+        layer_types=LINEAR_FIRST,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        shared_expert_intermediate_size=32,
+    ),
+    "kimi-linear": KimiLinearConfig(
+        **({key: value for key, value in LATENT.items() if key in KIMI_KEYS} | {"pad_token_id": 0}),
+        num_local_experts=8,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        linear_num_heads=3,
+        linear_head_dim=16,
+        linear_conv_kernel_dim=3,
     ),
 }
 

@@ -55,6 +55,7 @@ def parse_model_config(
     family = FAMILIES.get(name) if isinstance(name, str) else None
     if family is None:
         raise CheckpointError(f"{origin}: model_type {name!r} is not supported; {SUPPORTED}")
+    raw = family.usual_keys(raw, origin)
     _refuse_unsupported(raw, family.activation, origin)
     fields = Fields(raw, origin)
     hidden_size = fields.number("hidden_size", int)
