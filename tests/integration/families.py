@@ -15,6 +15,7 @@ from transformers import (
     GptOssConfig,
     KimiLinearConfig,
     LlamaConfig,
+    MiniMaxConfig,
     MistralConfig,
     MixtralConfig,
     Qwen2Config,
@@ -166,6 +167,18 @@ CONFIGS: dict[str, Any] = {
         linear_num_heads=3,
         linear_head_dim=16,
         linear_conv_kernel_dim=3,
+    ),
+    "minimax": MiniMaxConfig(
+        **SHAPE,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        num_local_experts=5,
+        num_experts_per_tok=2,
+        linear_attn_alpha_factor=1.5,
+        linear_attn_beta_factor=0.5,
+        full_attn_alpha_factor=0.75,
+        mlp_alpha_factor=1.25,
+        mlp_beta_factor=2.0,
+        block_size=32,
     ),
 }
 

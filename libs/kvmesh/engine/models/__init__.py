@@ -8,6 +8,7 @@ from kvmesh.engine.models import (
     gpt_oss,
     kimi_linear,
     llama,
+    minimax,
     mistral,
     mixtral,
     qwen2,
@@ -33,6 +34,7 @@ FAMILIES: dict[str, Family] = {
     "gemma3_text": gemma3.FAMILY,
     "gpt_oss": gpt_oss.FAMILY,
     "kimi_linear": kimi_linear.FAMILY,
+    "minimax": minimax.FAMILY,
     "deepseek_v2": deepseek.V2,
     "deepseek_v3": deepseek.V3,
 }
