@@ -217,7 +217,23 @@ class Checkpoint:
         )
         return [int(token) for token in out[0, len(prompt) :]]
 
-    def runner(self) -> TorchRunner:
+    def prompt_logprobs(self, prompt: list[int], dtype: torch.dtype) -> torch.Tensor:
+        """Of every token but the first, computed in a dtype."""
+        factory: Any = AutoModelForCausalLM
+        # The fused products of experts want sizes that tiny models do not have.
+        model = factory.from_pretrained(
+            self.folder, dtype=dtype, experts_implementation="eager"
+        ).eval()
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            logprobs = torch.log_softmax(model(ids).logits[0, :-1].float(), -1)
+        return logprobs.gather(1, ids[0, 1:, None])[:, 0]
+
+    def runner(self, dtype: str = "auto") -> TorchRunner:
         return TorchRunner.load(
-            self.folder, served_name="tiny", num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE
+            self.folder,
+            served_name="tiny",
+            num_blocks=NUM_BLOCKS,
+            block_size=BLOCK_SIZE,
+            dtype=dtype,
         )
