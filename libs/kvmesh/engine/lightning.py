@@ -90,6 +90,6 @@ def head_slopes(num_heads: int, layer: int, num_layers: int) -> Tensor:
 
     Source: the reference code published with the MiniMax-Text-01 weights.
     """
-    base = 2.0 ** (-8.0 / num_heads)
     share = 1 - layer / (num_layers - 1 + 1e-5) + 1e-5
-    return base ** torch.arange(1, num_heads + 1, dtype=torch.float32) * share
+    heads = torch.arange(1, num_heads + 1, dtype=torch.float32)
+    return torch.exp2(heads * (-8.0 / num_heads)) * share
