@@ -82,6 +82,7 @@ def test_minimax() -> None:
 
 def test_keys_of_a_seeing_model_lie_deeper() -> None:
     text = CONFIG | {"model_type": "qwen3_5_text", "tie_word_embeddings": True, "eos_token_id": 5}
+    text["num_hidden_layers"] = 4
     whole = {"tie_word_embeddings": False, "eos_token_id": None, "text_config": text}
     config = parse(whole, model_type="qwen3_5")
     assert (config.family, config.tie_word_embeddings) == ("qwen3_5", False)
