@@ -149,7 +149,9 @@ def copy_ranges(targets: Sequence[memoryview], sources: Sequence[tuple[int, int]
     """As `copy_views` from (address, number of bytes); the caller holds the memory."""
     num_bytes = sum(size for _, size in sources)
     assert num_bytes == sum(view.nbytes for view in targets)
-    if len(targets) + len(sources) > _FEW_RANGES and (native := load_native()) is not None:
+    # What is large goes through the native library for its stores that pass the cache by.
+    worth_it = len(targets) + len(sources) > _FEW_RANGES or num_bytes > COPY_INLINE_BYTES
+    if worth_it and (native := load_native()) is not None:
         is_short = num_bytes <= COPY_INLINE_BYTES
         native.copy(ranges_of(targets), as_ranges(sources), is_short=is_short)
         return
