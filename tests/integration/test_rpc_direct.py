@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import grpc
 import pytest
 
 from kvmesh.core.errors import ConfigError, LostError, ProtocolError
@@ -16,10 +17,11 @@ from kvmesh.rpc.direct import DirectClient, DirectListener
 from kvmesh.rpc.framed import FramedConnection
 from kvmesh.rpc.served import DirectWay, serve_questions
 from kvmesh.rpc.stream import Correlator, Outbox, PeerStream
-from kvmesh.v1 import kv_manager_service_pb2 as pb
 from kvmesh.v1 import kv_manager_service_pb2_grpc as pb_grpc
+from kvmesh.v1.kv_manager_service_pb2 import MatchPrefixRequest as Question
+from kvmesh.v1.kv_manager_service_pb2 import MatchPrefixResponse as Answer
+from kvmesh.v1.kv_manager_service_pb2 import PublishRequest, PublishResponse
 
-Question, Answer = pb.MatchPrefixRequest, pb.MatchPrefixResponse
 SILENT, BAD, BUG = 13, 14, 15
 """Questions that get no answer, that are none, and that the server trips over."""
 
@@ -33,6 +35,13 @@ class Echo(pb_grpc.KvManagerServiceServicer):
     num_open: int = 0
     num_ended: int = 0
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def Publish(
+        self,
+        request_iterator: AsyncIterator[PublishRequest],
+        context: grpc.aio.ServicerContext[PublishRequest, PublishResponse],
+    ) -> AsyncIterator[PublishResponse]:
+        raise AssertionError("nobody publishes here")
 
     async def MatchPrefix(self, request_iterator: Any, context: Any) -> AsyncIterator[Answer]:
         way: DirectWay[Answer] = DirectWay(self.direct, Question, iter)
