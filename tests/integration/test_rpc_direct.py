@@ -76,6 +76,10 @@ async def served(direct_port: int = 0) -> AsyncIterator[tuple[Echo, int]]:
     pb_grpc.add_KvManagerServiceServicer_to_server(echo, server)
     await server.start()
     yield echo, port
+    async with asyncio.timeout(10):
+        while echo.num_open:  # the server hears a moment later that a client left
+            echo.ended.clear()
+            await echo.ended.wait()
     await server.stop(0)
     await echo.direct.close()
     assert (echo.num_open, echo.direct.num_open, echo.direct.num_offers) == (0, 0, 0)
