@@ -40,7 +40,7 @@ from kvmesh.runtime.worker_parts import WorkerParts
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.telemetry.tracing import Span, start_span
 from kvmesh.transfer.frames import CommitFrame, PutFrame
-from kvmesh.transfer.memory import MappablePool, part_views
+from kvmesh.transfer.memory import MappablePool, write_views
 from kvmesh.transfer.target import WriteGrant
 from kvmesh.v1 import decode_service_pb2 as pb
 from kvmesh.v1 import decode_service_pb2_grpc
@@ -212,7 +212,7 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
     def begin_write(self, put: PutFrame) -> WriteGrant | Refusal:
         """Memory for the runs of a PUT, if the handoff table lets it in."""
         write_ids: list[int] = []
-        views: list[memoryview] = []
+        granted_runs: list[tuple[int, int]] = []
         part = None if put.part is None else Part(*put.part)
         if part is not None and not isinstance(self._memory, MappablePool):
             text = "this worker's blocks are received whole"  # they are staged and copied over
@@ -234,13 +234,9 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
                 self._release_quiet()
                 return granted
             write_ids.append(granted.write_id)
-            for first, count in consecutive_runs(granted.blocks):
-                view = self._memory.write_view(first, count)
-                if part is None:
-                    views.append(view)
-                else:
-                    views += part_views(view, self._block_bytes, *part)
-        grant = WriteGrant(put, tuple(views))
+            granted_runs += consecutive_runs(granted.blocks)
+        views = write_views(self._memory, granted_runs, self._block_bytes, put.part)
+        grant = WriteGrant(put, views)
         self._grants[grant] = write_ids
         return grant
 
