@@ -35,7 +35,8 @@ from kvmesh.rpc.convert import (
     sequence_spec_from_proto,
 )
 from kvmesh.rpc.convert_sampling import token_logprobs_to_proto
-from kvmesh.rpc.stream import Outbox, serve_stream
+from kvmesh.rpc.served import DirectWay, serve_stream
+from kvmesh.rpc.stream import Outbox
 from kvmesh.runtime.worker_parts import WorkerParts
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.telemetry.tracing import Span, start_span
@@ -76,6 +77,9 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
 
     def __init__(self, parts: WorkerParts, *, slots: int, lease_s: float) -> None:
         self._identity = parts.identity
+        self._direct: DirectWay[pb.DecodeEvent] = DirectWay(
+            parts.direct, pb.DecodeRequest, lambda events: (pb.DecodeResponse(events=events),)
+        )
         self._core = parts.core
         self._memory = parts.memory
         self._clock = parts.clock
@@ -108,7 +112,7 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
     ) -> AsyncIterator[pb.DecodeResponse]:
         """One gateway's stream; everything on it is cancelled when it ends."""
         async for events in serve_stream(
-            request_iterator, context, self._receive, self._stream_ended
+            request_iterator, context, self._receive, self._stream_ended, self._direct
         ):
             yield pb.DecodeResponse(events=events)
 
