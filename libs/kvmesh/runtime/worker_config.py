@@ -19,6 +19,9 @@ class DataSection:
     budget_mb_s: float = option(0.0, "TCP megabytes per second to one peer; 0: no bound")
     window_mb: int = option(64, "megabytes that one connection may be ahead of its answers")
     tls: TlsConfig = option(TlsConfig, "")
+    peers: str = option(
+        "", "names in certificates of workers to share KV with, comma-separated; empty: all"
+    )
 
 
 @dataclass(frozen=True, slots=True)

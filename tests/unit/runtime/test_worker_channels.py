@@ -38,6 +38,7 @@ def test_sizes_are_in_megabytes() -> None:
         (WorkerSection(), DataSection(checksum="md5"), "md5"),
         (WorkerSection(), DataSection(lanes=0), "at least 1"),
         (WorkerSection(), DataSection(tls=TlsConfig(ca="/nowhere.pem")), "data.tls"),
+        (WorkerSection(), DataSection(peers="prefill"), "data.peers needs mTLS"),
     ],
 )
 def test_mistakes_are_named(section: WorkerSection, data: DataSection, match: str) -> None:
