@@ -53,6 +53,9 @@ class HttpFront:
 
     Args:
         created: when the model was loaded, in seconds since the epoch.
+
+    Attributes:
+        calls: answers completions; also for requests that come another way.
     """
 
     def __init__(
@@ -62,7 +65,7 @@ class HttpFront:
         created: int,
     ) -> None:
         self._frontend = frontend
-        self._calls = Calls(frontend)
+        self.calls = Calls(frontend)
         self._config = config
         self._created = created
 
@@ -94,7 +97,7 @@ class HttpFront:
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions and /v1/completions."""
         exchange = _AiohttpExchange(request, self._config)
-        whole = await self._calls.answer(PATHS[request.path], exchange)
+        whole = await self.calls.answer(PATHS[request.path], exchange)
         if whole is None:
             return exchange.response
         return web.Response(

@@ -16,8 +16,15 @@ from kvmesh.transfer.codec import encode_frame
 from kvmesh.transfer.decoder import PayloadStart
 from kvmesh.transfer.frame_socket import FrameSocket
 from kvmesh.transfer.frames import Checksum, GetFrame, PullFrame, PutFrame
-from kvmesh.transfer.memory import COPY_INLINE_BYTES, MappedPool, MappingError, copy_ranges
+from kvmesh.transfer.memory import (
+    COPY_INLINE_BYTES,
+    MappedPool,
+    MappingError,
+    copy_ranges,
+    num_bytes_at,
+)
 from kvmesh.transfer.meters import LinkKey, LinkMeter, TransferObserver, TransferSample
+from kvmesh.transfer.native import num_bytes_of
 from kvmesh.transfer.protocol import (
     Commit,
     Copy,
@@ -176,7 +183,7 @@ class ServerChannel:
         finally:
             del self._state.filling[grant]
             self._target.end_write(grant, intact)
-        num_bytes = sum(view.nbytes for view in grant.views)
+        num_bytes = num_bytes_of(grant.views)
         seconds = asyncio.get_running_loop().time() - started
         # The peer waits: its answer goes before the books are kept.
         await self._answer(put, num_bytes, intact=intact)
@@ -207,12 +214,8 @@ class ServerChannel:
             return
         started = asyncio.get_running_loop().time()
         assert self._pool is not None, "runs of a pool that is not mapped are refused"
-        runs = [(source, count) for source, _, count in pull.runs]
-        if pull.part is None:
-            sources = self._pool.byte_ranges(runs)
-        else:
-            sources = self._pool.part_ranges(runs, *pull.part)
-        num_bytes = sum(size for _, size in sources)
+        sources = self._pool.byte_ranges(pull.runs, pull.part)
+        num_bytes = num_bytes_at(sources)
         done = False
         try:
             if num_bytes <= COPY_INLINE_BYTES:
