@@ -60,7 +60,10 @@ def _sockets() -> Iterator[tuple[socket.socket, socket.socket]]:
         yield one, two
 
 
-async def _greet(connecting: DataTls, accepting: DataTls) -> tuple[TlsWire | BaseException, TlsWire | BaseException]:
+End = TlsWire | BaseException
+
+
+async def _greet(connecting: DataTls, accepting: DataTls) -> tuple[End, End]:
     with _sockets() as (one, two):
         return await asyncio.gather(
             connect_tls(one, connecting, "127.0.0.1"),
