@@ -41,6 +41,7 @@ PLAIN = SendOptions(stall_timeout_s=5)
 CHANNELS = {
     "local": replace(PLAIN, kinds=("local",)),
     "shm": replace(PLAIN, kinds=("shm",)),
+    "shm_polling": replace(PLAIN, kinds=("shm",), poll_s=1e-4),
     "tcp": replace(PLAIN, kinds=("tcp",)),
     "tcp_one_lane_crc32": replace(PLAIN, kinds=("tcp",), lanes=1, checksum=Checksum.CRC32),
     "tcp_four_lanes_no_checksum": replace(PLAIN, kinds=("tcp",), lanes=4, checksum=Checksum.NONE),

@@ -19,17 +19,22 @@ from kvmesh.transfer.tls import DataTls
 
 _CHECKSUMS = {"none": Checksum.NONE, "crc32": Checksum.CRC32, "crc32c": Checksum.CRC32C}
 MEGABYTE = 1_000_000
+MAX_POLL_US = 1000
+"""The worker does nothing else meanwhile."""
 
 
 def send_options(config: WorkerConfig) -> SendOptions:
     """How a worker sends.
 
     Raises:
-        ConfigError: an unknown channel or checksum, no lane, or a TLS file that cannot be used.
+        ConfigError: an unknown channel or checksum, no lane, too long a look for answers, or a TLS
+            file that cannot be used.
     """
     section, data = config.worker, config.data
     if data.lanes < 1:
         raise ConfigError(f"data.lanes must be at least 1, got {data.lanes}")
+    if not 0 <= data.poll_us <= MAX_POLL_US:
+        raise ConfigError(f"data.poll_us must be 0 to {MAX_POLL_US}, got {data.poll_us}")
     return SendOptions(
         kinds=parse_kinds(section.channels),
         lanes=data.lanes,
@@ -37,6 +42,7 @@ def send_options(config: WorkerConfig) -> SendOptions:
         budget_bytes_s=data.budget_mb_s * MEGABYTE,
         stall_timeout_s=section.stall_s,
         tls=_data_tls(client_context(data.tls, "data.tls"), data),
+        poll_s=data.poll_us / 1e6,
     )
 
 
@@ -44,9 +50,11 @@ def receive_options(config: WorkerConfig) -> ReceiveOptions:
     """How a worker receives.
 
     Raises:
-        ConfigError: as `send_options`.
+        ConfigError: as `send_options`, or no thread to copy.
     """
     section, data = config.worker, config.data
+    if data.copy_threads < 1:
+        raise ConfigError(f"data.copy_threads must be at least 1, got {data.copy_threads}")
     return ReceiveOptions(
         kinds=parse_kinds(section.channels),
         host=config.server.host,
@@ -55,6 +63,7 @@ def receive_options(config: WorkerConfig) -> ReceiveOptions:
         window_bytes=data.window_mb * MEGABYTE,
         stall_timeout_s=section.stall_s,
         tls=_data_tls(server_context(data.tls, "data.tls"), data),
+        copy_threads=data.copy_threads,
     )
 
 

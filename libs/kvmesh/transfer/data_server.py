@@ -62,6 +62,7 @@ class ReceiveOptions:
         stall_timeout_s: a connection without a whole HELLO after this long, or without progress for
             this long within a frame, is cut.
         tls: wraps TCP connections.
+        copy_threads: that share one large copy out of a mapped pool.
     """
 
     kinds: tuple[str, ...] = KINDS
@@ -71,6 +72,7 @@ class ReceiveOptions:
     window_bytes: int = 64 << 20
     stall_timeout_s: float = 10.0
     tls: DataTls | None = None
+    copy_threads: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,7 @@ class DataServer:
         self._local: LocalEnd | None = None
         self._serving: set[asyncio.Task[None]] = set()
         self._meters: dict[LinkKey, LinkMeter] = {}
-        self._state = ServerState()
+        self._state = ServerState(copy_threads=self._options.copy_threads)
 
     async def start(self) -> DataAddress:
         """Listens; returns where.

@@ -49,10 +49,12 @@ class ServerState:
     Attributes:
         filling: the connection that each open grant is filled by.
         lanes: the newest connection of each (peer, link id, lane).
+        copy_threads: that share one large copy out of a peer's pool.
     """
 
     filling: dict[WriteGrant, FrameSocket] = field(default_factory=dict)
     lanes: dict[tuple[WorkerId, int, int], FrameSocket] = field(default_factory=dict)
+    copy_threads: int = 1
 
 
 class ServerChannel:
@@ -221,7 +223,9 @@ class ServerChannel:
             if num_bytes <= COPY_INLINE_BYTES:
                 copy_ranges(grant.views, sources)
             else:
-                await run_to_end(self._threads, partial(copy_ranges, grant.views, sources))
+                num_threads = self._state.copy_threads
+                copy = partial(copy_ranges, grant.views, sources, num_threads=num_threads)
+                await run_to_end(self._threads, copy)
             done = True
         finally:
             self._target.end_write(grant, done)
