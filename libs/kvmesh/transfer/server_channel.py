@@ -18,6 +18,8 @@ from kvmesh.transfer.frame_socket import FrameSocket
 from kvmesh.transfer.frames import Checksum, GetFrame, PullFrame, PutFrame
 from kvmesh.transfer.memory import COPY_INLINE_BYTES, MappedPool, MappingError, copy_ranges
 from kvmesh.transfer.meters import LinkKey, LinkMeter, TransferObserver, TransferSample
+from kvmesh.transfer.nixl_process import EngineError
+from kvmesh.transfer.nixl_reader import NixlReader, NixlReaders, is_hung_up, source_ranges
 from kvmesh.transfer.protocol import (
     Commit,
     Copy,
@@ -42,10 +44,12 @@ class ServerState:
     Attributes:
         filling: the connection that each open grant is filled by.
         lanes: the newest connection of each (peer, link id, lane).
+        readers: of peers' segments; None: no engine is to be used.
     """
 
     filling: dict[WriteGrant, FrameSocket] = field(default_factory=dict)
     lanes: dict[tuple[WorkerId, int, int], FrameSocket] = field(default_factory=dict)
+    readers: NixlReaders | None = None
 
 
 class ServerChannel:
@@ -67,6 +71,7 @@ class ServerChannel:
         self._state = state
         self._threads = threads
         self._pool: MappedPool | None = None
+        self._reader: NixlReader | None = None
         self._lane: tuple[WorkerId, int, int] | None = None
 
     async def serve(self, hello_timeout_s: float, metering: Metering) -> str:
@@ -98,6 +103,8 @@ class ServerChannel:
         self._frames.close()
         if self._pool is not None:
             self._pool.close()
+        if self._reader is not None:
+            self._reader.kill()
         if self._lane is not None and self._state.lanes.get(self._lane) is self._frames:
             del self._state.lanes[self._lane]
 
@@ -112,18 +119,24 @@ class ServerChannel:
         answer = action.frame
         if self._machine.peer is not None:
             try:
-                self._take_offer(self._machine.peer)
+                await self._take_offer(self._machine.peer)
             except MappingError as error:
                 answer = self._machine.turn_away("mapping", str(error))
+            except EngineError as error:
+                answer = self._machine.turn_away("engine", str(error))
         await self._frames.send(encode_frame(answer))
         return self._machine.peer is not None
 
-    def _take_offer(self, peer: WorkerId) -> None:
+    async def _take_offer(self, peer: WorkerId) -> None:
         offer = self._machine.offer
         self._frames.decoder.sum = checksum_function(self._machine.terms.checksum)
         if offer is None:
             return
-        if offer.pool_blocks:
+        if offer.segment is not None:
+            if self._state.readers is None:
+                raise EngineError(f"no {offer.segment.engine} here")
+            self._reader = await self._state.readers.open(offer.segment)
+        elif offer.pool_blocks:
             if self._frames.received_fd is None:
                 raise MappingError("no descriptor came with the greeting")
             self._pool = MappedPool(
@@ -206,19 +219,16 @@ class ServerChannel:
             await self._frames.send(encode_frame(self._machine.pull_answered(pull, grant)))
             return
         started = asyncio.get_running_loop().time()
-        assert self._pool is not None, "runs of a pool that is not mapped are refused"
-        runs = [(source, count) for source, _, count in pull.runs]
-        if pull.part is None:
-            sources = self._pool.byte_ranges(runs)
-        else:
-            sources = self._pool.part_ranges(runs, *pull.part)
-        num_bytes = sum(size for _, size in sources)
+        num_bytes = sum(view.nbytes for view in grant.views)
         done = False
         try:
-            if num_bytes <= COPY_INLINE_BYTES:
-                copy_ranges(grant.views, sources)
+            if self._reader is not None:
+                await self._read_segment(self._reader, pull, grant)
+            elif num_bytes <= COPY_INLINE_BYTES:
+                copy_ranges(grant.views, self._mapped_ranges(pull))
             else:
-                await run_to_end(self._threads, partial(copy_ranges, grant.views, sources))
+                copy = partial(copy_ranges, grant.views, self._mapped_ranges(pull))
+                await run_to_end(self._threads, copy)
             done = True
         finally:
             self._target.end_write(grant, done)
@@ -226,6 +236,24 @@ class ServerChannel:
         # The peer waits: its answer goes before the books are kept.
         await self._frames.send(encode_frame(self._machine.pull_answered(pull, None)))
         self._moved(grant, num_bytes, len(pull.runs), seconds)
+
+    def _mapped_ranges(self, pull: PullFrame) -> list[tuple[int, int]]:
+        assert self._pool is not None, "runs of a pool that is not mapped are refused"
+        runs = [(source, count) for source, _, count in pull.runs]
+        if pull.part is None:
+            return self._pool.byte_ranges(runs)
+        return self._pool.part_ranges(runs, *pull.part)
+
+    async def _read_segment(self, reader: NixlReader, pull: PullFrame, grant: WriteGrant) -> None:
+        sources = source_ranges(pull.runs, pull.part, self._machine.block_bytes)
+        fd = self._frames.wire.fileno()
+        self._state.filling[grant] = self._frames
+        try:
+            await reader.read(grant.views, sources, partial(is_hung_up, fd))
+        except EngineError as error:
+            raise ProtocolError("engine", str(error)) from error
+        finally:
+            del self._state.filling[grant]
 
     def _moved(self, grant: WriteGrant, num_bytes: int, num_runs: int, seconds: float) -> None:
         calls = max(num_runs, len(grant.views))

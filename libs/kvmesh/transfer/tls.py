@@ -7,12 +7,16 @@ decrypts in memory; never while a socket call waits. Tests: tests/contract/test_
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import ssl
 import threading
 from collections.abc import Iterable
 
 from kvmesh.core.errors import LostError
+from kvmesh.core.types import Endpoint
+from kvmesh.transfer.sockets import connect
+from kvmesh.transfer.wire import Wire
 
 _CIPHER_BYTES = 256 << 10
 _PLAIN_BYTES = 256 << 10
@@ -140,6 +144,22 @@ class TlsWire:
                 return None
             except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
                 return 0
+
+
+async def connect_wire(endpoint: Endpoint, context: ssl.SSLContext | None) -> Wire:
+    """A connection, plain without a context.
+
+    Raises:
+        LostError: nobody answers, or the handshake fails.
+    """
+    sock = await connect(endpoint)
+    if context is None:
+        return sock
+    with contextlib.ExitStack() as on_failure:
+        on_failure.callback(sock.close)
+        wire = await connect_tls(sock, context, endpoint.host)
+        on_failure.pop_all()
+    return wire
 
 
 async def connect_tls(sock: socket.socket, context: ssl.SSLContext, server_name: str) -> TlsWire:
