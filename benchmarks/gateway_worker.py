@@ -19,8 +19,10 @@ import uvloop
 
 from kvmesh.core.types import Endpoint, KvLayout, Role, WorkerId, WorkerInfo, WorkerLoad
 from kvmesh.rpc.channels import bind_server, make_server
+from kvmesh.rpc.direct import DirectListener
 from kvmesh.rpc.registration import SchedulerRegistration
-from kvmesh.rpc.stream import Outbox, serve_stream
+from kvmesh.rpc.served import DirectWay, serve_stream
+from kvmesh.rpc.stream import Outbox
 from kvmesh.v1 import decode_service_pb2 as decode_pb
 from kvmesh.v1 import decode_service_pb2_grpc as decode_grpc
 from kvmesh.v1 import prefill_service_pb2 as prefill_pb
@@ -94,6 +96,17 @@ class Worker(prefill_grpc.PrefillServiceServicer, decode_grpc.DecodeServiceServi
         self._offers: dict[tuple[str, int, int], asyncio.TimerHandle | None] = {}
         self._num_reserved = 0
         self._wake = asyncio.Event()
+        self.direct = DirectListener()
+        self._decode_way: DirectWay[decode_pb.DecodeEvent] = DirectWay(
+            self.direct,
+            decode_pb.DecodeRequest,
+            lambda events: (decode_pb.DecodeResponse(events=events),),
+        )
+        self._prefill_way: DirectWay[prefill_pb.PrefillEvent] = DirectWay(
+            self.direct,
+            prefill_pb.PrefillRequest,
+            lambda events: (prefill_pb.PrefillResponse(events=events),),
+        )
         prefill_grpc.add_PrefillServiceServicer_to_server(self, self.server)
         decode_grpc.add_DecodeServiceServicer_to_server(self, self.server)
 
@@ -113,7 +126,7 @@ class Worker(prefill_grpc.PrefillServiceServicer, decode_grpc.DecodeServiceServi
     ) -> AsyncIterator[decode_pb.DecodeResponse]:
         """One gateway's stream."""
         async for events in serve_stream(
-            request_iterator, context, self._receive_decode, self._forget
+            request_iterator, context, self._receive_decode, self._forget, self._decode_way
         ):
             yield decode_pb.DecodeResponse(events=events)
 
@@ -178,7 +191,7 @@ class Worker(prefill_grpc.PrefillServiceServicer, decode_grpc.DecodeServiceServi
     ) -> AsyncIterator[prefill_pb.PrefillResponse]:
         """One gateway's stream."""
         async for events in serve_stream(
-            request_iterator, context, self._receive_prefill, self._drop_offers
+            request_iterator, context, self._receive_prefill, self._drop_offers, self._prefill_way
         ):
             yield prefill_pb.PrefillResponse(events=events)
 
@@ -250,6 +263,7 @@ async def follow_commands(worker: Worker) -> None:
 async def main(name: str, scheduler: str) -> None:
     """Serves until standard input ends."""
     worker = Worker(name)
+    await worker.direct.start()
     await worker.server.start()
     registration = SchedulerRegistration([scheduler], worker.info, worker.load, lambda _: None)
     tasks = [
@@ -263,6 +277,7 @@ async def main(name: str, scheduler: str) -> None:
     for task in tasks:
         task.cancel()
     await worker.server.stop(0)
+    await worker.direct.close()
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from services.gateway.console import ConsoleSources, add_console
 from services.gateway.frontend import Frontend
 from services.gateway.grpc_front import InferenceServicer
 from services.gateway.http import HttpFront
+from services.gateway.http_direct import DirectHttp
 from services.gateway.http_guard import ConnectionGuard
 from services.gateway.mesh import Mesh
 from services.gateway.metrics import GatewayMetrics
@@ -150,9 +151,11 @@ async def _serve_http(
     await runner.setup()
     context.stack.push_async_callback(runner.cleanup)
     assert runner.server is not None, "set up"
+    direct = DirectHttp(front.calls, config)
+    context.stack.push_async_callback(direct.close)
     try:
         server = await asyncio.get_running_loop().create_server(
-            guard.wrap(runner.server),
+            guard.wrap(direct.wrap(runner.server)),
             config.host,
             config.port,
             ssl=tls,

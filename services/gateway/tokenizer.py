@@ -20,10 +20,13 @@ import tokenizers
 
 from kvmesh.core.errors import CheckpointError, InvalidRequestError
 from services.gateway.tool_parsers import family_named
+from services.gateway.word_encoder import word_encoder
 
 THREAD_THRESHOLD_CHARS = 4096
 """Longer texts are encoded in a thread: they would hold up all streams for over 1 ms."""
 
+WORDS_THRESHOLD_CHARS = 16_384
+"""As long may a text be whose words are looked up on the event loop."""
 
 THREAD_THRESHOLD_TOKENS = 4096
 """As many tokens are decoded in a thread, for the same reason."""
@@ -117,9 +120,15 @@ class TextTokenizer:
             token_id for token_id, token in fast.get_added_tokens_decoder().items() if token.special
         }
         self._byte_level = "ByteLevel" in type(fast.decoder).__name__
+        self._words = word_encoder(fast)
+        self._before, self._after = _special_ids_around(fast)
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         """Token ids of a text; long texts do not hold up the event loop."""
+        if self._words is not None and len(text) <= WORDS_THRESHOLD_CHARS:
+            token_ids = self._words.encode(text)
+            if token_ids is not None:
+                return self._before + token_ids + self._after if add_special_tokens else token_ids
         if len(text) > THREAD_THRESHOLD_CHARS:
             return await asyncio.to_thread(self._encode, text, add_special_tokens)
         return self._encode(text, add_special_tokens)
@@ -188,6 +197,14 @@ def load_tokenizer(
             if generation.get(name) is not None
         },
     )
+
+
+def _special_ids_around(fast: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What `add_special_tokens` puts before and after a text."""
+    plain = fast.encode("a", add_special_tokens=False).ids
+    whole = fast.encode("a", add_special_tokens=True).ids
+    at = next(i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
+    return tuple(whole[:at]), tuple(whole[at + len(plain) :])
 
 
 def _read_json(path: Path) -> dict[str, Any]:

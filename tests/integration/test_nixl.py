@@ -10,15 +10,16 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvmesh.core.errors import LostError, RefusedError
 from kvmesh.core.types import Refusal, RefusalReason
 from kvmesh.transfer.channel_pool import ChannelPool, SendOptions
 from kvmesh.transfer.data_server import ReceiveOptions
-from kvmesh.transfer.frames import BlockPart, PullRun, SegmentOffer
+from kvmesh.transfer.frames import SegmentOffer
 from kvmesh.transfer.nixl_process import EngineError, NixlProcess, is_installed
-from kvmesh.transfer.nixl_reader import NixlReaders, paired, source_ranges
+from kvmesh.transfer.nixl_reader import NixlReaders, paired
 from kvmesh.transfer.target import WriteGrant
 from tests.transfer_pair import (
     BLOCK,
@@ -241,14 +242,20 @@ async def test_readers_without_a_pool_or_of_another_engine_are_refused() -> None
         await NixlReaders(None, 1).open(SegmentOffer("mooncake", 0, b""))
 
 
-def test_ranges_are_cut_at_each_others_borders() -> None:
-    assert paired([(0, 10)], [(100, 4), (200, 6)]) == [(0, 100, 4), (4, 200, 6)]
-    assert paired([(50, 4), (0, 6)], [(100, 10)]) == [(50, 100, 4), (0, 104, 6)]
-    assert paired([(0, 3), (9, 5)], [(20, 5), (40, 3)]) == [(0, 20, 3), (9, 23, 2), (11, 40, 3)]
+@pytest.mark.parametrize(
+    ("targets", "sources", "pairs"),
+    [
+        ([(0, 10)], [(100, 4), (200, 6)], [(0, 100, 4), (4, 200, 6)]),
+        ([(50, 4), (0, 6)], [(100, 10)], [(50, 100, 4), (0, 104, 6)]),
+        ([(0, 3), (9, 5)], [(20, 5), (40, 3)], [(0, 20, 3), (9, 23, 2), (11, 40, 3)]),
+        ([(7, 2), (3, 2)], [(1, 2), (5, 2)], [(7, 1, 2), (3, 5, 2)]),
+    ],
+)
+def test_ranges_are_cut_at_each_others_borders(
+    targets: list[tuple[int, int]],
+    sources: list[tuple[int, int]],
+    pairs: list[tuple[int, int, int]],
+) -> None:
+    found = paired(np.array(targets), np.array(sources))
 
-
-def test_parts_are_ranges_of_each_block() -> None:
-    runs = [PullRun(3, 0, 2), PullRun(9, 5, 1)]
-
-    assert source_ranges(runs, None, 100) == [(300, 200), (900, 100)]
-    assert source_ranges(runs, BlockPart(10, 20), 100) == [(310, 20), (410, 20), (910, 20)]
+    assert [tuple(pair) for pair in found.tolist()] == pairs

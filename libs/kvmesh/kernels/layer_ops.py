@@ -11,7 +11,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from kvmesh.kernels import host, linear_reference, reference
+from kvmesh.kernels import host, lightning_reference, linear_reference, reference
 
 
 def _triton() -> ModuleType:
@@ -87,6 +87,20 @@ def delta_scan(
         scanned: tuple[Tensor, Tensor] = _triton_delta().delta_scan(*arguments)
         return scanned
     return linear_reference.delta_scan(*arguments)
+
+
+def lightning_step(
+    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """See `lightning_reference.lightning_step`."""
+    return lightning_reference.lightning_step(q, k, v, slopes, state)
+
+
+def lightning_scan(
+    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """See `lightning_reference.lightning_scan`."""
+    return lightning_reference.lightning_scan(q, k, v, slopes, state)
 
 
 def route(logits: Tensor, top_k: int, *, normalize: bool) -> tuple[Tensor, Tensor]:

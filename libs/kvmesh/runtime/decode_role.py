@@ -35,12 +35,13 @@ from kvmesh.rpc.convert import (
     sequence_spec_from_proto,
 )
 from kvmesh.rpc.convert_sampling import token_logprobs_to_proto
-from kvmesh.rpc.stream import Outbox, serve_stream
+from kvmesh.rpc.served import DirectWay, serve_stream
+from kvmesh.rpc.stream import Outbox
 from kvmesh.runtime.worker_parts import WorkerParts
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.telemetry.tracing import Span, start_span
 from kvmesh.transfer.frames import CommitFrame, PutFrame
-from kvmesh.transfer.memory import MappablePool, part_views
+from kvmesh.transfer.memory import MappablePool, write_views
 from kvmesh.transfer.target import WriteGrant
 from kvmesh.v1 import decode_service_pb2 as pb
 from kvmesh.v1 import decode_service_pb2_grpc
@@ -76,6 +77,9 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
 
     def __init__(self, parts: WorkerParts, *, slots: int, lease_s: float) -> None:
         self._identity = parts.identity
+        self._direct: DirectWay[pb.DecodeEvent] = DirectWay(
+            parts.direct, pb.DecodeRequest, lambda events: (pb.DecodeResponse(events=events),)
+        )
         self._core = parts.core
         self._memory = parts.memory
         self._clock = parts.clock
@@ -108,7 +112,7 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
     ) -> AsyncIterator[pb.DecodeResponse]:
         """One gateway's stream; everything on it is cancelled when it ends."""
         async for events in serve_stream(
-            request_iterator, context, self._receive, self._stream_ended
+            request_iterator, context, self._receive, self._stream_ended, self._direct
         ):
             yield pb.DecodeResponse(events=events)
 
@@ -212,7 +216,7 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
     def begin_write(self, put: PutFrame) -> WriteGrant | Refusal:
         """Memory for the runs of a PUT, if the handoff table lets it in."""
         write_ids: list[int] = []
-        views: list[memoryview] = []
+        granted_runs: list[tuple[int, int]] = []
         part = None if put.part is None else Part(*put.part)
         if part is not None and not isinstance(self._memory, MappablePool):
             text = "this worker's blocks are received whole"  # they are staged and copied over
@@ -234,13 +238,9 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
                 self._release_quiet()
                 return granted
             write_ids.append(granted.write_id)
-            for first, count in consecutive_runs(granted.blocks):
-                view = self._memory.write_view(first, count)
-                if part is None:
-                    views.append(view)
-                else:
-                    views += part_views(view, self._block_bytes, *part)
-        grant = WriteGrant(put, tuple(views))
+            granted_runs += consecutive_runs(granted.blocks)
+        views = write_views(self._memory, granted_runs, self._block_bytes, put.part)
+        grant = WriteGrant(put, views)
         self._grants[grant] = write_ids
         return grant
 

@@ -23,7 +23,8 @@ from kvmesh.rpc.convert import (
     sequence_spec_from_proto,
 )
 from kvmesh.rpc.convert_sampling import token_logprobs_to_proto
-from kvmesh.rpc.stream import Outbox, serve_stream
+from kvmesh.rpc.served import DirectWay, serve_stream
+from kvmesh.rpc.stream import Outbox
 from kvmesh.runtime.decode_role import DecodeRole
 from kvmesh.runtime.worker_parts import WorkerParts
 from kvmesh.telemetry.logs import event_logger
@@ -94,6 +95,9 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
     ) -> None:
         """`mode` is for all requests; None lets the policy choose for each."""
         self._identity = parts.identity
+        self._direct: DirectWay[pb.PrefillEvent] = DirectWay(
+            parts.direct, pb.PrefillRequest, lambda events: (pb.PrefillResponse(events=events),)
+        )
         self._core = parts.core
         self._block_bytes = parts.core.spec.layout.block_bytes
         self._num_layers = parts.core.spec.layout.num_layers
@@ -123,7 +127,7 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
     ) -> AsyncIterator[pb.PrefillResponse]:
         """One gateway's stream; everything on it is cancelled when it ends."""
         async for events in serve_stream(
-            request_iterator, context, self._receive, self._stream_ended
+            request_iterator, context, self._receive, self._stream_ended, self._direct
         ):
             yield pb.PrefillResponse(events=events)
 

@@ -8,8 +8,10 @@ Tests: tests/contract/test_frames_golden.py, tests/property/test_frames_property
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from kvmesh.core.errors import ProtocolError
 from kvmesh.core.types import KvLayout, WorkerId
@@ -45,6 +47,7 @@ from kvmesh.transfer.frames import (
     SegmentOffer,
     WriteClaim,
 )
+from kvmesh.transfer.run_table import MANY_RUNS, RunT, RunTable
 
 _U16, _U32, _U64 = (struct.Struct(f"<{code}") for code in "HIQ")
 _TWO_U64 = struct.Struct("<QQ")
@@ -180,6 +183,9 @@ def _pack_head(frame: PutFrame | PullFrame | GetFrame | CommitFrame) -> bytes:
 
 def _pack_runs(code: struct.Struct, runs: Sequence[tuple[int, ...]]) -> bytes:
     assert 1 <= len(runs) <= MAX_RUNS, f"a frame has 1 to {MAX_RUNS} runs, not {len(runs)}"
+    if isinstance(runs, RunTable):
+        assert int(runs.numbers.max()) < 2**32, "a number of a run does not fit"
+        return _U16.pack(len(runs)) + runs.numbers.astype("<u4").tobytes()
     return _U16.pack(len(runs)) + b"".join([code.pack(*run) for run in runs])
 
 
@@ -286,17 +292,23 @@ class _BodyReader:
             raise ProtocolError("bad_body", f"{num_runs} runs, must be 1 to {MAX_RUNS}")
         return num_runs
 
-    def runs(self) -> tuple[BlockRun, ...]:
-        packed = self.take(self._num_runs() * _RUN.size)
-        runs = tuple(map(BlockRun._make, _RUN.iter_unpack(packed)))
-        if any(run.count == 0 for run in runs):
-            raise ProtocolError("bad_body", "a run of no blocks")
-        return runs
+    def runs(self) -> Sequence[BlockRun]:
+        return self._runs(BlockRun._make, _RUN)
 
-    def pull_runs(self) -> tuple[PullRun, ...]:
-        packed = self.take(self._num_runs() * _PULL_RUN.size)
-        runs = tuple(map(PullRun._make, _PULL_RUN.iter_unpack(packed)))
-        if any(run.count == 0 for run in runs):
+    def pull_runs(self) -> Sequence[PullRun]:
+        return self._runs(PullRun._make, _PULL_RUN)
+
+    def _runs(self, make: Callable[[Iterable[Any]], RunT], code: struct.Struct) -> Sequence[RunT]:
+        num_runs = self._num_runs()
+        packed = self.take(num_runs * code.size)
+        if num_runs >= MANY_RUNS:
+            numbers = np.frombuffer(packed, "<u4").reshape(num_runs, -1).astype(np.int64)
+            is_empty = bool((numbers[:, -1] == 0).any())
+            runs: Sequence[RunT] = RunTable(make, numbers)
+        else:
+            runs = tuple(map(make, code.iter_unpack(packed)))
+            is_empty = any(run[-1] == 0 for run in runs)
+        if is_empty:
             raise ProtocolError("bad_body", "a run of no blocks")
         return runs
 

@@ -17,7 +17,7 @@ from kvmesh.core.clock import SystemClock
 from kvmesh.core.errors import LostError, RefusedError
 from kvmesh.core.types import Endpoint, HostRoute, Reservation
 from kvmesh.policy.link import LinkView
-from kvmesh.transfer.alignment import Run
+from kvmesh.transfer.alignment import Run, tabled
 from kvmesh.transfer.channel import (
     DEFAULT_KINDS,
     LOCAL,
@@ -44,6 +44,7 @@ from kvmesh.transfer.nixl_channel import NixlChannel, NixlOwner
 from kvmesh.transfer.nixl_process import is_installed
 from kvmesh.transfer.pacing import Pacer
 from kvmesh.transfer.protocol import ChannelIdentity
+from kvmesh.transfer.run_table import num_blocks_of
 from kvmesh.transfer.shm_channel import ShmChannel
 from kvmesh.transfer.tcp_channel import TcpChannel, TcpOptions
 
@@ -152,7 +153,8 @@ class ChannelPool:
             RefusedError: the receiver said no; the refusal is its own.
             LostError: the channel died or stalled; the reservation's blocks hold anything.
         """
-        num_blocks = sum(run.count for run in runs)
+        runs = tabled(runs)
+        num_blocks = num_blocks_of(runs)
         num_bytes = num_blocks * (self._block_bytes if part is None else part.size)
         num_calls = len(runs) if part is None else num_blocks
         assert num_bytes > 0, "nothing to send"

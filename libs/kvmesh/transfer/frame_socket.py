@@ -30,7 +30,13 @@ from kvmesh.transfer.decoder import (
     Sum,
 )
 from kvmesh.transfer.frames import Frame
-from kvmesh.transfer.native import NativeIo, NativeState, load_native, ranges_of
+from kvmesh.transfer.native import (
+    NativeIo,
+    NativeState,
+    load_native,
+    num_bytes_of,
+    ranges_of,
+)
 from kvmesh.transfer.pacing import Pacer
 from kvmesh.transfer.stall import StallWatch
 from kvmesh.transfer.threads import run_to_end
@@ -125,7 +131,7 @@ class FrameSocket:
         Raises:
             LostError: the socket failed or was cut.
         """
-        if pacer is None and sum(view.nbytes for view in views) <= INLINE_BYTES:
+        if pacer is None and num_bytes_of(views) <= INLINE_BYTES:
             buffers = [memoryview(head), *views]
             if sum_ is not None:
                 buffers.append(memoryview(TRAILER.pack(_sum_of(views, sum_, 0))))
@@ -273,7 +279,7 @@ class FrameSocket:
         Raises:
             LostError: as `receive`.
         """
-        num_bytes = sum(view.nbytes for view in views)
+        num_bytes = num_bytes_of(views)
         with self.watch.under_way():
             if num_bytes > INLINE_BYTES:
                 await self._in_thread(lambda: self._fill_in_thread(views))

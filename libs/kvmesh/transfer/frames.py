@@ -6,10 +6,14 @@ Tests: tests/contract/test_frames_golden.py, tests/property/test_frames_property
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from kvmesh.core.types import KvLayout, WorkerId
+from kvmesh.transfer.run_table import RunTable, as_runs, num_blocks_of
 
 MAGIC = b"KVMT"
 VERSION = 1
@@ -181,7 +185,7 @@ class PutFrame:
 
     transfer_id: int
     claim: WriteClaim
-    runs: tuple[BlockRun, ...]
+    runs: Sequence[BlockRun]
     last: bool = True
     checksum: bool = True
     part: BlockPart | None = None
@@ -189,7 +193,7 @@ class PutFrame:
     @property
     def num_blocks(self) -> int:
         """Blocks in the payload."""
-        return sum(run.count for run in self.runs)
+        return num_blocks_of(self.runs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,25 +208,18 @@ class PullFrame:
 
     transfer_id: int
     claim: WriteClaim
-    runs: tuple[PullRun, ...]
+    runs: Sequence[PullRun]
     part: BlockPart | None = None
 
     @property
     def num_blocks(self) -> int:
         """Blocks to copy."""
-        return sum(run.count for run in self.runs)
+        return num_blocks_of(self.runs)
 
     def as_put(self) -> PutFrame:
         """What it writes, in the words of a PUT; runs that follow each other are one."""
-        runs: list[BlockRun] = []
-        start = end = self.runs[0].first
-        for _, first, count in self.runs:
-            if first != end:
-                runs.append(BlockRun(start, end - start))
-                start = first
-            end = first + count
-        runs.append(BlockRun(start, end - start))
-        return PutFrame(self.transfer_id, self.claim, tuple(runs), checksum=False, part=self.part)
+        runs = _joined(self.runs)
+        return PutFrame(self.transfer_id, self.claim, runs, checksum=False, part=self.part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,12 +309,12 @@ class GetFrame:
 
     transfer_id: int
     claim: WriteClaim
-    runs: tuple[BlockRun, ...]
+    runs: Sequence[BlockRun]
 
     @property
     def num_blocks(self) -> int:
         """Blocks that are asked for."""
-        return sum(run.count for run in self.runs)
+        return num_blocks_of(self.runs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,3 +345,22 @@ Frame = (
     | GetFrame
     | DataFrame
 )
+
+
+def _joined(pulled: Sequence[PullRun]) -> Sequence[BlockRun]:
+    """The runs that are written; those that follow each other are one."""
+    if isinstance(pulled, RunTable):
+        first, count = pulled.numbers[:, 1], pulled.numbers[:, 2]
+        end = first + count
+        starts = np.flatnonzero(np.concatenate(([True], first[1:] != end[:-1])))
+        ends = end[np.append(starts[1:], len(end)) - 1]
+        return as_runs(BlockRun._make, np.column_stack((first[starts], ends - first[starts])))
+    runs: list[BlockRun] = []
+    start = last = pulled[0].first
+    for _, begin, size in pulled:
+        if begin != last:
+            runs.append(BlockRun(start, last - start))
+            start = begin
+        last = begin + size
+    runs.append(BlockRun(start, last - start))
+    return tuple(runs)

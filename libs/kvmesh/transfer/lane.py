@@ -31,6 +31,7 @@ from kvmesh.transfer.frames import (
     WriteClaim,
 )
 from kvmesh.transfer.meters import LinkMeter
+from kvmesh.transfer.native import num_bytes_of
 from kvmesh.transfer.pacing import CreditWindow, Pacer
 from kvmesh.transfer.protocol import (
     Arriving,
@@ -43,6 +44,7 @@ from kvmesh.transfer.protocol import (
     SenderMachine,
     SenderOutcome,
 )
+from kvmesh.transfer.run_table import RunTable, num_blocks_of
 from kvmesh.transfer.wire import Wire
 
 
@@ -180,9 +182,9 @@ class Lane:
             RefusedError: the receiver said no.
             LostError: the lane died or stalled, or was cut because the caller was cancelled.
         """
-        num_bytes = sum(view.nbytes for view in views)
+        num_bytes = num_bytes_of(views)
         has_sum = self._sum is not None
-        block_runs = tuple([BlockRun(first, count) for _, first, count in runs])
+        block_runs = block_runs_of(runs)
 
         async def send(transfer_id: int) -> None:
             frame = PutFrame(transfer_id, claim, block_runs, checksum=has_sum, part=part)
@@ -202,8 +204,12 @@ class Lane:
             RefusedError, LostError: as `put`.
         """
         each = self._machine.block_bytes if part is None else part.size
-        num_bytes = sum(run.count for run in runs) * each
-        pull_runs = tuple(map(PullRun._make, runs))
+        num_bytes = num_blocks_of(runs) * each
+        pull_runs: Sequence[PullRun]
+        if isinstance(runs, RunTable):
+            pull_runs = runs.fields(PullRun._make, 0, 3)
+        else:
+            pull_runs = tuple(map(PullRun._make, runs))
 
         async def send(transfer_id: int) -> None:
             await self._send_head(encode_frame(PullFrame(transfer_id, claim, pull_runs, part)))
@@ -378,6 +384,13 @@ async def _greeted(frames: FrameSocket, machine: SenderMachine) -> None:
         raise LostError(f"data channel: {error}") from error
     if isinstance(outcome, Ended):
         raise RefusedError(outcome.refusal)
+
+
+def block_runs_of(runs: Sequence[Run]) -> Sequence[BlockRun]:
+    """What a PUT names of its runs: where they go."""
+    if isinstance(runs, RunTable):
+        return runs.fields(BlockRun._make, 1, 3)
+    return tuple([BlockRun(first, count) for _, first, count in runs])
 
 
 def claim_of(reservation: Reservation) -> WriteClaim:

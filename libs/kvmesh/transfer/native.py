@@ -9,9 +9,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -112,8 +112,65 @@ def load_native() -> NativeIo | None:
         return None
 
 
+class PlacedViews(Sequence[memoryview]):
+    """Views of places in one memory: their addresses are had without making them.
+
+    Attributes:
+        num_bytes: of all of them.
+    """
+
+    def __init__(self, memory: memoryview, places: NDArray[np.int64]) -> None:
+        """Holds the memory.
+
+        Args:
+            memory: contiguous bytes.
+            places: [count, 2]: offset and number of bytes, none of which is 0.
+        """
+        self._memory = memory
+        self._places = places
+        self.num_bytes = int(places[:, 1].sum())
+
+    @overload
+    def __getitem__(self, index: int) -> memoryview: ...
+    @overload
+    def __getitem__(self, index: slice) -> PlacedViews: ...
+    def __getitem__(self, index: int | slice) -> memoryview | PlacedViews:
+        if isinstance(index, slice):
+            return PlacedViews(self._memory, self._places[index])
+        offset, size = self._places[index].tolist()
+        return self._memory[offset : offset + size]
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __iter__(self) -> Iterator[memoryview]:
+        for offset, size in self._places.tolist():
+            yield self._memory[offset : offset + size]
+
+    @property
+    def ranges(self) -> Ranges:
+        """Where they are; valid while this is held."""
+        return ranges_at(address_of(self._memory), self._places)
+
+
+def num_bytes_of(views: Sequence[memoryview]) -> int:
+    """Of all views together."""
+    if isinstance(views, PlacedViews):
+        return views.num_bytes
+    return sum([view.nbytes for view in views])
+
+
+def ranges_at(address: int, places: NDArray[np.int64]) -> Ranges:
+    """Ranges of places ([count, 2]: offset and number of bytes) in the memory at an address."""
+    ranges = places.astype(np.uint64)
+    ranges[:, 0] += np.uint64(address)
+    return ranges
+
+
 def ranges_of(views: Iterable[memoryview]) -> Ranges:
     """Where contiguous views are, without the empty ones; the caller holds them meanwhile."""
+    if isinstance(views, PlacedViews):
+        return views.ranges
     return as_ranges([(address_of(view), view.nbytes) for view in views if view.nbytes])
 
 

@@ -15,11 +15,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvmesh.core.errors import LostError
-from kvmesh.transfer.frames import BlockPart, PullRun, SegmentOffer
+from kvmesh.transfer.frames import SegmentOffer
 from kvmesh.transfer.memory import MappablePool, PoolMemory
-from kvmesh.transfer.native import address_of
+from kvmesh.transfer.native import address_of, ranges_of
 from kvmesh.transfer.nixl_child import ADDRESS, ATTACH, READ
 from kvmesh.transfer.nixl_process import EngineError, NixlProcess, is_installed
+from kvmesh.transfer.run_table import Numbers
 
 ENGINE = "nixl"
 MAX_READERS = 32
@@ -27,40 +28,25 @@ MAX_READERS = 32
 _LOOK_S = 0.1
 """How often a read looks whether somebody still waits for it."""
 
-Range = tuple[int, int]
-"""First byte and number of bytes."""
 
-
-def paired(targets: Sequence[Range], sources: Sequence[Range]) -> list[tuple[int, int, int]]:
+def paired(targets: Numbers, sources: Numbers) -> Numbers:
     """Cuts two lists of ranges of the same total at each other's borders.
 
+    Args:
+        targets, sources: [count, 2]: first byte and number of bytes, which is not 0.
+
     Returns:
-        (target, source, number of bytes), in order.
+        [count, 3]: target, source and number of bytes, in order.
     """
-    pairs: list[tuple[int, int, int]] = []
-    left = iter(sources)
-    source = size = 0
-    for start, num_bytes in targets:
-        target, end = start, start + num_bytes
-        while target < end:
-            if size == 0:
-                source, size = next(left)
-            count = min(end - target, size)
-            pairs.append((target, source, count))
-            target, source, size = target + count, source + count, size - count
-    assert size == 0, "as many bytes on both sides"
-    return pairs
-
-
-def source_ranges(runs: Sequence[PullRun], part: BlockPart | None, block_bytes: int) -> list[Range]:
-    """Where the blocks of a PULL are in the sender's pool."""
-    if part is None:
-        return [(run.source * block_bytes, run.count * block_bytes) for run in runs]
-    return [
-        ((run.source + index) * block_bytes + part.offset, part.size)
-        for run in runs
-        for index in range(run.count)
-    ]
+    target_ends, source_ends = np.cumsum(targets[:, 1]), np.cumsum(sources[:, 1])
+    assert target_ends[-1] == source_ends[-1], "as many bytes on both sides"
+    ends = np.union1d(target_ends, source_ends)
+    starts = np.concatenate([[0], ends[:-1]])
+    columns = []
+    for ranges, range_ends in ((targets, target_ends), (sources, source_ends)):
+        within = np.searchsorted(range_ends, starts, side="right")
+        columns.append(ranges[within, 0] + starts - (range_ends[within] - ranges[within, 1]))
+    return np.stack([*columns, ends - starts], axis=1)
 
 
 class NixlReader:
@@ -83,21 +69,21 @@ class NixlReader:
         return self._process.is_alive
 
     async def read(
-        self, views: Sequence[memoryview], sources: Sequence[Range], is_cut: Callable[[], bool]
+        self, views: Sequence[memoryview], sources: Numbers, is_cut: Callable[[], bool]
     ) -> None:
         """Fills views of this worker's pool; when it returns or raises, nobody writes them.
 
         Args:
-            sources: offsets in the peer's pool.
+            sources: [count, 2]: offset in the peer's pool and number of bytes.
             is_cut: whether nobody waits for the read any more.
 
         Raises:
             LostError: it was cut.
             EngineError: the engine failed, or took too long.
         """
-        targets = [(address_of(view) - self._base, view.nbytes) for view in views]
-        for start, size in targets:
-            assert 0 <= start <= start + size <= self._num_bytes, "grants are in the pool"
+        targets = ranges_of(views).astype(np.int64) - (self._base, 0)
+        assert targets[:, 0].min() >= 0, "grants are in the pool"
+        assert targets.sum(axis=1).max() <= self._num_bytes, "grants are in the pool"
         work = asyncio.ensure_future(self._work(paired(targets, sources)))
         now = asyncio.get_running_loop().time
         deadline = now() + self._timeout_s
@@ -124,13 +110,13 @@ class NixlReader:
         """Ends it; afterwards nobody writes this worker's pool for it. May be called again."""
         await self._process.killed()
 
-    async def _work(self, ranges: list[tuple[int, int, int]]) -> None:
+    async def _work(self, ranges: Numbers) -> None:
         if not self._is_attached:
             await self._process.answer()  # READY
             address = ADDRESS.pack(self._segment.address)
             await self._process.ask(ATTACH, address + self._segment.metadata)
             self._is_attached = True
-        await self._process.ask(READ, np.array(ranges, dtype=np.uint64).tobytes())
+        await self._process.ask(READ, ranges.astype(np.uint64).tobytes())
 
 
 class NixlReaders:

@@ -34,6 +34,7 @@ from kvmesh.transfer.frames import (
     PutOkFrame,
     QueryFrame,
 )
+from kvmesh.transfer.run_table import end_of
 
 CHANNEL = 0
 """Transfer id of an ERROR that ends the channel."""
@@ -249,7 +250,7 @@ class ReceiverMachine:
         pool_blocks = self.offer.pool_blocks if self.offer is not None else 0
         if pull.claim.incarnation != self._identity.incarnation:
             return Reply(self._close(pull.transfer_id, self._stale()))
-        if any(run.source + run.count > pool_blocks for run in pull.runs):
+        if end_of(pull.runs) > pool_blocks:
             message = f"a run ends outside of the sender's {pool_blocks} blocks"
             refusal = Refusal(RefusalReason.INVALID, message)
             return Reply(self._close(pull.transfer_id, refusal))

@@ -16,10 +16,17 @@ from kvmesh.transfer.codec import encode_frame
 from kvmesh.transfer.decoder import PayloadStart
 from kvmesh.transfer.frame_socket import FrameSocket
 from kvmesh.transfer.frames import Checksum, GetFrame, PullFrame, PutFrame
-from kvmesh.transfer.memory import COPY_INLINE_BYTES, MappedPool, MappingError, copy_ranges
+from kvmesh.transfer.memory import (
+    COPY_INLINE_BYTES,
+    MappedPool,
+    MappingError,
+    copy_ranges,
+    places_of,
+)
 from kvmesh.transfer.meters import LinkKey, LinkMeter, TransferObserver, TransferSample
+from kvmesh.transfer.native import num_bytes_of
 from kvmesh.transfer.nixl_process import EngineError
-from kvmesh.transfer.nixl_reader import NixlReader, NixlReaders, is_hung_up, source_ranges
+from kvmesh.transfer.nixl_reader import NixlReader, NixlReaders, is_hung_up
 from kvmesh.transfer.protocol import (
     Commit,
     Copy,
@@ -31,6 +38,7 @@ from kvmesh.transfer.protocol import (
     Write,
     last_word,
 )
+from kvmesh.transfer.run_table import numbers_of
 from kvmesh.transfer.target import ReadSource, WriteGrant, WriteTarget
 from kvmesh.transfer.threads import run_to_end
 
@@ -189,7 +197,7 @@ class ServerChannel:
         finally:
             del self._state.filling[grant]
             self._target.end_write(grant, intact)
-        num_bytes = sum(view.nbytes for view in grant.views)
+        num_bytes = num_bytes_of(grant.views)
         seconds = asyncio.get_running_loop().time() - started
         # The peer waits: its answer goes before the books are kept.
         await self._answer(put, num_bytes, intact=intact)
@@ -219,16 +227,15 @@ class ServerChannel:
             await self._frames.send(encode_frame(self._machine.pull_answered(pull, grant)))
             return
         started = asyncio.get_running_loop().time()
-        num_bytes = sum(view.nbytes for view in grant.views)
+        num_bytes = num_bytes_of(grant.views)
         done = False
         try:
             if self._reader is not None:
                 await self._read_segment(self._reader, pull, grant)
             elif num_bytes <= COPY_INLINE_BYTES:
-                copy_ranges(grant.views, self._mapped_ranges(pull))
+                self._copy_mapped(pull, grant)
             else:
-                copy = partial(copy_ranges, grant.views, self._mapped_ranges(pull))
-                await run_to_end(self._threads, copy)
+                await run_to_end(self._threads, partial(self._copy_mapped, pull, grant))
             done = True
         finally:
             self._target.end_write(grant, done)
@@ -237,15 +244,12 @@ class ServerChannel:
         await self._frames.send(encode_frame(self._machine.pull_answered(pull, None)))
         self._moved(grant, num_bytes, len(pull.runs), seconds)
 
-    def _mapped_ranges(self, pull: PullFrame) -> list[tuple[int, int]]:
+    def _copy_mapped(self, pull: PullFrame, grant: WriteGrant) -> None:
         assert self._pool is not None, "runs of a pool that is not mapped are refused"
-        runs = [(source, count) for source, _, count in pull.runs]
-        if pull.part is None:
-            return self._pool.byte_ranges(runs)
-        return self._pool.part_ranges(runs, *pull.part)
+        copy_ranges(grant.views, self._pool.byte_ranges(pull.runs, pull.part))
 
     async def _read_segment(self, reader: NixlReader, pull: PullFrame, grant: WriteGrant) -> None:
-        sources = source_ranges(pull.runs, pull.part, self._machine.block_bytes)
+        sources = places_of(numbers_of(pull.runs), self._machine.block_bytes, pull.part)
         fd = self._frames.wire.fileno()
         self._state.filling[grant] = self._frames
         try:

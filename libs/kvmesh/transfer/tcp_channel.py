@@ -23,6 +23,7 @@ from kvmesh.transfer.lane import Lane, LaneOptions, PeerKey, claim_of, sender_ma
 from kvmesh.transfer.memory import PoolMemory, run_views
 from kvmesh.transfer.meters import LinkMeter
 from kvmesh.transfer.protocol import ChannelIdentity
+from kvmesh.transfer.run_table import num_blocks_of
 from kvmesh.transfer.sockets import tcp_facts
 from kvmesh.transfer.tls import connect_wire
 from kvmesh.transfer.wire import Wire
@@ -135,12 +136,12 @@ class TcpChannel:
     ) -> None:
         """See `SendChannel.put`."""
         block_bytes = self._identity.layout.block_bytes if part is None else part.size
-        total = sum(run.count for run in runs) * block_bytes
+        total = num_blocks_of(runs) * block_bytes
         piece = self._piece_bytes(total)
         pieces = split_runs(runs, max(1, piece // block_bytes), MAX_RUNS)
         progress = _Progress()
 
-        async def carry(piece_runs: list[Run]) -> None:
+        async def carry(piece_runs: Sequence[Run]) -> None:
             await self._carry(reservation, piece_runs, part, progress, width=len(pieces))
 
         if total <= INLINE_BYTES:
@@ -170,7 +171,7 @@ class TcpChannel:
     async def _carry(
         self,
         reservation: Reservation,
-        runs: list[Run],
+        runs: Sequence[Run],
         part: BlockPart | None,
         progress: _Progress,
         width: int,

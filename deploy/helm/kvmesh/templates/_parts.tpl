@@ -86,6 +86,9 @@
 {{- define "kvmesh.env" }}
             - { name: KVMESH_SERVER__HOST, value: 0.0.0.0 }
             - { name: KVMESH_SERVER__PORT, value: "7000" }
+            {{- if ne .name "gateway" }}
+            - { name: KVMESH_SERVER__DIRECT_PORT, value: "7002" }
+            {{- end }}
             - { name: KVMESH_SERVER__DRAIN_S, value: "{{ .root.Values.drainSeconds }}" }
             - { name: KVMESH_TELEMETRY__METRICS_PORT, value: "9100" }
             {{- if .root.Values.tracing.collector }}
@@ -156,6 +159,9 @@
 
 {{- define "kvmesh.ports" }}
             - { name: grpc, containerPort: 7000 }
+            {{- if ne .name "gateway" }}
+            - { name: direct, containerPort: 7002 }
+            {{- end }}
             - { name: metrics, containerPort: 9100 }
             {{- if .root.Values.admin.secret }}
             - { name: admin, containerPort: 7100 }
