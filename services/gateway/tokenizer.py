@@ -53,12 +53,14 @@ class ChatTemplate:
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
-        self._special_tokens = dict(special_tokens)
         self.tool_family = family_named(tool_calls, source)
         try:
-            self._template = environment.from_string(source) if source else None
+            template = environment.from_string(source) if source else None
         except jinja2.TemplateError as error:
             raise CheckpointError(f"the chat template cannot be compiled: {error}") from error
+        self._template = template
+        # What every rendering sees; `Template.render` would copy it together each time, twice.
+        self._known = {} if template is None else {**template.globals, **special_tokens}
 
     def render(
         self,
@@ -81,13 +83,14 @@ class ChatTemplate:
                 "this model has no chat template; use /v1/completions", "messages"
             )
         variables = {
-            **self._special_tokens,
+            **self._known,
             **(arguments or {}),
             "messages": list(messages),
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return self._template.render(variables)
+            context = self._template.new_context(variables, shared=True)
+            return "".join(self._template.root_render_func(context))
         except (jinja2.TemplateError, TypeError) as error:
             message = f"the chat template does not accept these messages: {error}"
             raise InvalidRequestError(message, "messages") from error
