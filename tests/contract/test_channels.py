@@ -44,6 +44,7 @@ ENGINE_STALL_S = 25
 CHANNELS = {
     "local": replace(PLAIN, kinds=("local",)),
     "shm": replace(PLAIN, kinds=("shm",)),
+    "shm_polling": replace(PLAIN, kinds=("shm",), poll_s=1e-4),
     "nixl": replace(PLAIN, kinds=("nixl",), stall_timeout_s=ENGINE_STALL_S),
     "tcp": replace(PLAIN, kinds=("tcp",)),
     "tcp_one_lane_crc32": replace(PLAIN, kinds=("tcp",), lanes=1, checksum=Checksum.CRC32),

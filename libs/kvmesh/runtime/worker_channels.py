@@ -17,17 +17,22 @@ from kvmesh.transfer.nixl_process import is_installed
 
 _CHECKSUMS = {"none": Checksum.NONE, "crc32": Checksum.CRC32, "crc32c": Checksum.CRC32C}
 MEGABYTE = 1_000_000
+MAX_POLL_US = 1000
+"""The worker does nothing else meanwhile."""
 
 
 def send_options(config: WorkerConfig) -> SendOptions:
     """How a worker sends.
 
     Raises:
-        ConfigError: an unknown channel or checksum, no lane, or a TLS file that cannot be used.
+        ConfigError: an unknown channel or checksum, no lane, too long a look for answers, or a TLS
+            file that cannot be used.
     """
     section, data = config.worker, config.data
     if data.lanes < 1:
         raise ConfigError(f"data.lanes must be at least 1, got {data.lanes}")
+    if not 0 <= data.poll_us <= MAX_POLL_US:
+        raise ConfigError(f"data.poll_us must be 0 to {MAX_POLL_US}, got {data.poll_us}")
     return SendOptions(
         kinds=_kinds(section.channels),
         lanes=data.lanes,
@@ -35,6 +40,7 @@ def send_options(config: WorkerConfig) -> SendOptions:
         budget_bytes_s=data.budget_mb_s * MEGABYTE,
         stall_timeout_s=section.stall_s,
         tls=client_context(data.tls, "data.tls"),
+        poll_s=data.poll_us / 1e6,
     )
 
 
@@ -42,9 +48,11 @@ def receive_options(config: WorkerConfig) -> ReceiveOptions:
     """How a worker receives.
 
     Raises:
-        ConfigError: as `send_options`.
+        ConfigError: as `send_options`, or no thread to copy.
     """
     section, data = config.worker, config.data
+    if data.copy_threads < 1:
+        raise ConfigError(f"data.copy_threads must be at least 1, got {data.copy_threads}")
     return ReceiveOptions(
         kinds=_kinds(section.channels),
         host=config.server.host,
@@ -53,6 +61,7 @@ def receive_options(config: WorkerConfig) -> ReceiveOptions:
         window_bytes=data.window_mb * MEGABYTE,
         stall_timeout_s=section.stall_s,
         tls=server_context(data.tls, "data.tls"),
+        copy_threads=data.copy_threads,
     )
 
 

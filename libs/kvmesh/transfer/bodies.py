@@ -183,7 +183,7 @@ def _pack_head(frame: PutFrame | PullFrame | GetFrame | CommitFrame) -> bytes:
 
 def _pack_runs(code: struct.Struct, runs: Sequence[tuple[int, ...]]) -> bytes:
     assert 1 <= len(runs) <= MAX_RUNS, f"a frame has 1 to {MAX_RUNS} runs, not {len(runs)}"
-    if isinstance(runs, RunTable):
+    if type(runs) is RunTable:
         assert int(runs.numbers.max()) < 2**32, "a number of a run does not fit"
         return _U16.pack(len(runs)) + runs.numbers.astype("<u4").tobytes()
     return _U16.pack(len(runs)) + b"".join([code.pack(*run) for run in runs])

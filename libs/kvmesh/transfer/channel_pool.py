@@ -64,6 +64,8 @@ class SendOptions:
         connect_timeout_s: for a new connection, greeting included.
         stall_timeout_s: a transfer fails when it makes no progress for this long.
         tls: wraps TCP connections.
+        poll_s: after something small was sent, and nothing else is under way on its connection, the
+            loop looks for the answer so long before it turns to other work; 0: not at all.
     """
 
     kinds: tuple[str, ...] = DEFAULT_KINDS
@@ -73,6 +75,7 @@ class SendOptions:
     connect_timeout_s: float = 2.0
     stall_timeout_s: float = 10.0
     tls: ssl.SSLContext | None = None
+    poll_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +308,10 @@ class ChannelPool:
         options, memory = self._options, self._memory
         link_id = secrets.randbits(_LINK_ID_BITS)
         lane = LaneOptions(
-            options.connect_timeout_s, options.stall_timeout_s, self._pacer(address.endpoint)
+            options.connect_timeout_s,
+            options.stall_timeout_s,
+            self._pacer(address.endpoint),
+            options.poll_s,
         )
         if kind == LOCAL:
             end = self._hub.find(peer)

@@ -65,6 +65,7 @@ class ReceiveOptions:
         stall_timeout_s: a connection without a whole HELLO after this long, or without progress for
             this long within a frame, is cut.
         tls: wraps TCP connections.
+        copy_threads: that share one large copy out of a mapped pool.
     """
 
     kinds: tuple[str, ...] = DEFAULT_KINDS
@@ -74,6 +75,7 @@ class ReceiveOptions:
     window_bytes: int = 64 << 20
     stall_timeout_s: float = 10.0
     tls: ssl.SSLContext | None = None
+    copy_threads: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,7 @@ class DataServer:
         self._local: LocalEnd | None = None
         self._serving: set[asyncio.Task[None]] = set()
         self._meters: dict[LinkKey, LinkMeter] = {}
-        self._state = ServerState()
+        self._state = ServerState(copy_threads=self._options.copy_threads)
         if NIXL in self._options.kinds:
             self._state.readers = NixlReaders(memory, self._options.stall_timeout_s)
 

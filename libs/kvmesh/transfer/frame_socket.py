@@ -86,6 +86,7 @@ class FrameSocket:
         self._is_dry = False
         self._may_be_dry = isinstance(wire, socket.socket)
         self._reader: asyncio.Future[None] | None = None
+        self._read_on: Callable[[], None] | None = None
         # Calls outside of the interpreter count here what they moved; TLS has none of them.
         self._native = load_native() if isinstance(wire, socket.socket) else None
         self._sending, self._receiving = NativeState(), NativeState()
@@ -257,8 +258,19 @@ class FrameSocket:
                 self._unwatch()
                 ended(str(error))
 
+        self._read_on = on_readable
         self._watch(on_readable)
         self._loop.call_soon(on_readable)  # for what TLS has decrypted already
+
+    def read_soon(self, wait_s: float) -> None:
+        """Blocks the loop until bytes come, for so long at most, and hands their events over.
+
+        After `read_on`; does nothing for a socket without native calls.
+        """
+        if self._native is None or not self._is_watched or self._read_on is None:
+            return
+        if self._native.poll(self.wire.fileno(), wait_s):
+            self._read_on()
 
     def _read_at_once(self) -> int | None:
         """Bytes now in the scratch memory, 0 at the end; None when there is nothing yet."""

@@ -349,7 +349,7 @@ Frame = (
 
 def _joined(pulled: Sequence[PullRun]) -> Sequence[BlockRun]:
     """The runs that are written; those that follow each other are one."""
-    if isinstance(pulled, RunTable):
+    if type(pulled) is RunTable:
         first, count = pulled.numbers[:, 1], pulled.numbers[:, 2]
         end = first + count
         starts = np.flatnonzero(np.concatenate(([True], first[1:] != end[:-1])))

@@ -52,11 +52,13 @@ class ServerState:
     Attributes:
         filling: the connection that each open grant is filled by.
         lanes: the newest connection of each (peer, link id, lane).
+        copy_threads: that share one large copy out of a peer's pool.
         readers: of peers' segments; None: no engine is to be used.
     """
 
     filling: dict[WriteGrant, FrameSocket] = field(default_factory=dict)
     lanes: dict[tuple[WorkerId, int, int], FrameSocket] = field(default_factory=dict)
+    copy_threads: int = 1
     readers: NixlReaders | None = None
 
 
@@ -246,7 +248,8 @@ class ServerChannel:
 
     def _copy_mapped(self, pull: PullFrame, grant: WriteGrant) -> None:
         assert self._pool is not None, "runs of a pool that is not mapped are refused"
-        copy_ranges(grant.views, self._pool.byte_ranges(pull.runs, pull.part))
+        sources = self._pool.byte_ranges(pull.runs, pull.part)
+        copy_ranges(grant.views, sources, num_threads=self._state.copy_threads)
 
     async def _read_segment(self, reader: NixlReader, pull: PullFrame, grant: WriteGrant) -> None:
         sources = places_of(numbers_of(pull.runs), self._machine.block_bytes, pull.part)

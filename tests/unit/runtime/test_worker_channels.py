@@ -35,11 +35,14 @@ def test_an_engine_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatc
 
 
 def test_sizes_are_in_megabytes() -> None:
-    config = WorkerConfig(data=DataSection(budget_mb_s=1.5, window_mb=2, lanes=3))
+    data = DataSection(budget_mb_s=1.5, window_mb=2, lanes=3, copy_threads=2, poll_us=50)
+    config = WorkerConfig(data=data)
 
     assert send_options(config).budget_bytes_s == 1.5e6
     assert send_options(config).lanes == 3
+    assert send_options(config).poll_s == 5e-5
     assert receive_options(config).window_bytes == 2_000_000
+    assert receive_options(config).copy_threads == 2
 
 
 @pytest.mark.parametrize(
@@ -49,12 +52,19 @@ def test_sizes_are_in_megabytes() -> None:
         (WorkerSection(channels=" , "), DataSection(), "channels must be"),
         (WorkerSection(), DataSection(checksum="md5"), "md5"),
         (WorkerSection(), DataSection(lanes=0), "at least 1"),
+        (WorkerSection(), DataSection(poll_us=-1), "0 to 1000"),
+        (WorkerSection(), DataSection(poll_us=1001), "0 to 1000"),
         (WorkerSection(), DataSection(tls=TlsConfig(ca="/nowhere.pem")), "data.tls"),
     ],
 )
 def test_mistakes_are_named(section: WorkerSection, data: DataSection, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         send_options(WorkerConfig(worker=section, data=data))
+
+
+def test_a_copy_has_a_thread() -> None:
+    with pytest.raises(ConfigError, match=r"data\.copy_threads"):
+        receive_options(WorkerConfig(data=DataSection(copy_threads=0)))
 
 
 def test_a_broken_certificate_is_named(tmp_path: Path) -> None:
