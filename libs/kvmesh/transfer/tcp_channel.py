@@ -8,7 +8,6 @@ tests/integration/test_transfer_failures.py.
 from __future__ import annotations
 
 import asyncio
-import ssl
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from kvmesh.transfer.meters import LinkMeter
 from kvmesh.transfer.protocol import ChannelIdentity
 from kvmesh.transfer.run_table import num_blocks_of
 from kvmesh.transfer.sockets import tcp_facts
-from kvmesh.transfer.tls import connect_wire
+from kvmesh.transfer.tls import DataTls, connect_wire
 from kvmesh.transfer.wire import Wire
 
 MIN_PIECE_BYTES = 1 << 20
@@ -50,7 +49,7 @@ class TcpOptions:
     lane: LaneOptions
     lanes: int = 2
     checksum: Checksum = Checksum.CRC32C
-    tls: ssl.SSLContext | None = None
+    tls: DataTls | None = None
 
 
 class _Progress:
