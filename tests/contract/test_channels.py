@@ -22,6 +22,7 @@ from kvmesh.transfer.data_server import ReceiveOptions
 from kvmesh.transfer.frames import BlockPart, Checksum
 from kvmesh.transfer.local_channel import LocalHub
 from kvmesh.transfer.protocol import ChannelIdentity
+from kvmesh.transfer.tls import DataTls
 from tests.transfer_pair import (
     BLOCK,
     DECODE,
@@ -70,7 +71,8 @@ def options_of(name: str, request: pytest.FixtureRequest) -> tuple[SendOptions, 
     cert, key = request.getfixturevalue("certificate")
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server.load_cert_chain(cert, key)
-    return replace(send, tls=ssl.create_default_context(cafile=cert)), replace(receive, tls=server)
+    client = DataTls(ssl.create_default_context(cafile=cert), frozenset({"test"}))
+    return replace(send, tls=client), replace(receive, tls=DataTls(server))
 
 
 @pytest.fixture(params=CHANNELS)

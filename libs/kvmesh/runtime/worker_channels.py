@@ -5,14 +5,17 @@ Tests: tests/unit/runtime/test_worker_channels.py, tests/integration/test_worker
 
 from __future__ import annotations
 
+import ssl
+
 from kvmesh.core.errors import ConfigError
 from kvmesh.policy.transfer_mode import TransferMode
 from kvmesh.rpc.tls import client_context, server_context
-from kvmesh.runtime.worker_config import WorkerConfig
+from kvmesh.runtime.worker_config import DataSection, WorkerConfig
 from kvmesh.transfer.channel import parse_kinds
 from kvmesh.transfer.channel_pool import SendOptions
 from kvmesh.transfer.data_server import ReceiveOptions
 from kvmesh.transfer.frames import Checksum
+from kvmesh.transfer.tls import DataTls
 
 _CHECKSUMS = {"none": Checksum.NONE, "crc32": Checksum.CRC32, "crc32c": Checksum.CRC32C}
 MEGABYTE = 1_000_000
@@ -38,7 +41,7 @@ def send_options(config: WorkerConfig) -> SendOptions:
         checksum=_checksum(data.checksum),
         budget_bytes_s=data.budget_mb_s * MEGABYTE,
         stall_timeout_s=section.stall_s,
-        tls=client_context(data.tls, "data.tls"),
+        tls=_data_tls(client_context(data.tls, "data.tls"), data),
         poll_s=data.poll_us / 1e6,
     )
 
@@ -59,7 +62,7 @@ def receive_options(config: WorkerConfig) -> ReceiveOptions:
         checksum=_checksum(data.checksum),
         window_bytes=data.window_mb * MEGABYTE,
         stall_timeout_s=section.stall_s,
-        tls=server_context(data.tls, "data.tls"),
+        tls=_data_tls(server_context(data.tls, "data.tls"), data),
         copy_threads=data.copy_threads,
     )
 
@@ -77,6 +80,13 @@ def transfer_mode(word: str) -> TransferMode | None:
     except ValueError as error:
         known = ", ".join(["auto", *(mode.value for mode in TransferMode)])
         raise ConfigError(f"worker.transfer_mode must be one of {known}, got {word!r}") from error
+
+
+def _data_tls(context: ssl.SSLContext | None, data: DataSection) -> DataTls | None:
+    peers = frozenset(name.strip() for name in data.peers.split(",") if name.strip())
+    if peers and not (data.tls.cert and data.tls.ca and data.tls.verify_callers):
+        raise ConfigError("data.peers needs mTLS: data.tls.cert, data.tls.ca")
+    return None if context is None else DataTls(context, peers)
 
 
 def _checksum(word: str) -> Checksum:

@@ -21,6 +21,9 @@ class DataSection:
     copy_threads: int = option(1, "that share a large copy out of shared memory")
     poll_us: int = option(0, "microseconds to look for a small transfer's answer before other work")
     tls: TlsConfig = option(TlsConfig, "")
+    peers: str = option(
+        "", "names in certificates of workers to share KV with, comma-separated; empty: all"
+    )
 
 
 @dataclass(frozen=True, slots=True)

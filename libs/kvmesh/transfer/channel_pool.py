@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import ssl
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -38,6 +37,7 @@ from kvmesh.transfer.protocol import ChannelIdentity
 from kvmesh.transfer.run_table import num_blocks_of
 from kvmesh.transfer.shm_channel import ShmChannel
 from kvmesh.transfer.tcp_channel import TcpChannel, TcpOptions
+from kvmesh.transfer.tls import DataTls
 
 _MAX_THREADS = 32
 _LINK_ID_BITS = 64
@@ -65,7 +65,7 @@ class SendOptions:
     budget_bytes_s: float = 0.0
     connect_timeout_s: float = 2.0
     stall_timeout_s: float = 10.0
-    tls: ssl.SSLContext | None = None
+    tls: DataTls | None = None
     poll_s: float = 0.0
 
 

@@ -12,7 +12,6 @@ import functools
 import logging
 import shutil
 import socket
-import ssl
 import tempfile
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -39,7 +38,7 @@ from kvmesh.transfer.protocol import ChannelIdentity, ReceiverMachine
 from kvmesh.transfer.server_channel import ServerChannel, ServerState
 from kvmesh.transfer.sockets import listen, listen_local, local_endpoint
 from kvmesh.transfer.target import NothingToRead, ReadSource, WriteGrant, WriteTarget
-from kvmesh.transfer.tls import accept_tls
+from kvmesh.transfer.tls import DataTls, accept_tls
 from kvmesh.transfer.wire import Wire
 
 _log = logging.getLogger(__name__)
@@ -72,7 +71,7 @@ class ReceiveOptions:
     checksum: Checksum = Checksum.NONE
     window_bytes: int = 64 << 20
     stall_timeout_s: float = 10.0
-    tls: ssl.SSLContext | None = None
+    tls: DataTls | None = None
     copy_threads: int = 1
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ssl
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from kvmesh.transfer.meters import LinkMeter
 from kvmesh.transfer.protocol import ChannelIdentity
 from kvmesh.transfer.run_table import num_blocks_of
 from kvmesh.transfer.sockets import connect, tcp_facts
-from kvmesh.transfer.tls import connect_tls
+from kvmesh.transfer.tls import DataTls, connect_tls
 from kvmesh.transfer.wire import Wire
 
 MIN_PIECE_BYTES = 1 << 20
@@ -51,7 +50,7 @@ class TcpOptions:
     lane: LaneOptions
     lanes: int = 2
     checksum: Checksum = Checksum.CRC32C
-    tls: ssl.SSLContext | None = None
+    tls: DataTls | None = None
 
 
 class _Progress:

@@ -11,6 +11,8 @@ import socket
 import ssl
 import threading
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
 
 from kvmesh.core.errors import LostError
 
@@ -18,6 +20,20 @@ _CIPHER_BYTES = 256 << 10
 _PLAIN_BYTES = 256 << 10
 
 Ancillary = list[tuple[int, int, bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class DataTls:
+    """TLS of one end.
+
+    Attributes:
+        context: what this end shows and trusts.
+        peers: names in certificates that the other end may show; empty takes all that the context
+            trusts.
+    """
+
+    context: ssl.SSLContext
+    peers: frozenset[str] = frozenset()
 
 
 class TlsWire:
@@ -65,6 +81,12 @@ class TlsWire:
                 self._incoming.write(self._cipher_in[:count])
         except (OSError, ssl.SSLError) as error:
             raise LostError(f"data channel: {error}") from error
+
+    def peer_name(self) -> str:
+        """Common name in the certificate that the other end has shown; empty without one."""
+        shown: dict[str, Any] = dict(self._tls.getpeercert() or {})
+        fields = (field for entry in shown.get("subject", ()) for field in entry)
+        return next((str(value) for key, value in fields if key == "commonName"), "")
 
     def sendmsg(self, buffers: Iterable[memoryview | bytes], ancdata: Ancillary, flags: int) -> int:
         """Sends some plaintext; after BlockingIOError call again with the same bytes."""
@@ -142,23 +164,26 @@ class TlsWire:
                 return 0
 
 
-async def connect_tls(sock: socket.socket, context: ssl.SSLContext, server_name: str) -> TlsWire:
+async def connect_tls(sock: socket.socket, tls: DataTls, server_name: str) -> TlsWire:
     """The client's end, after its handshake.
 
     Raises:
-        LostError: as `TlsWire.handshake`.
+        LostError: as `TlsWire.handshake`, or the other end is none of the peers.
     """
-    wire = TlsWire(sock, context, server_name)
-    await wire.handshake()
-    return wire
+    return await _greeted(TlsWire(sock, tls.context, server_name), tls.peers)
 
 
-async def accept_tls(sock: socket.socket, context: ssl.SSLContext) -> TlsWire:
+async def accept_tls(sock: socket.socket, tls: DataTls) -> TlsWire:
     """The server's end, after its handshake.
 
     Raises:
-        LostError: as `TlsWire.handshake`.
+        LostError: as `connect_tls`.
     """
-    wire = TlsWire(sock, context, None)
+    return await _greeted(TlsWire(sock, tls.context, None), tls.peers)
+
+
+async def _greeted(wire: TlsWire, peers: frozenset[str]) -> TlsWire:
     await wire.handshake()
+    if peers and wire.peer_name() not in peers:
+        raise LostError(f"data channel: {wire.peer_name() or 'nobody'} is no peer of this worker")
     return wire

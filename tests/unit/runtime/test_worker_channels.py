@@ -43,6 +43,7 @@ def test_sizes_are_in_megabytes() -> None:
         (WorkerSection(), DataSection(poll_us=-1), "0 to 1000"),
         (WorkerSection(), DataSection(poll_us=1001), "0 to 1000"),
         (WorkerSection(), DataSection(tls=TlsConfig(ca="/nowhere.pem")), "data.tls"),
+        (WorkerSection(), DataSection(peers="prefill"), "data.peers needs mTLS"),
     ],
 )
 def test_mistakes_are_named(section: WorkerSection, data: DataSection, match: str) -> None:
