@@ -15,8 +15,9 @@ from benchmarks.result import RESULTS, table
 
 _HEAD = """# What was measured
 
-Each file is one run of one `make bench-NAME`, whose command, date, commit, machine and versions are
-in it; ratios are of values in the same run. `make bench-summary` writes this page.
+Each file is one run of one benchmark (`make help` lists their verbs), whose command, date, commit,
+machine and versions are in it; ratios are of values in the same run. `make bench-summary` writes
+this page.
 """
 
 
