@@ -39,17 +39,20 @@ class PrefixIndex:
             self._take_events(worker_id)
         self._changed.clear()
         matches: dict[WorkerId, int] = {}
-        left: set[WorkerId] | None = None
+        left: set[WorkerId] = set()
         for index, block_hash in enumerate(hashes):
-            holders = self._holders.get(block_hash, set())
-            stay = set(holders) if left is None else left & holders
-            for worker_id in (left or set()) - stay:
-                matches[worker_id] = index
+            holders = self._holders.get(block_hash)
+            if holders is None:
+                break
+            stay = left & holders if index else holders
+            if len(stay) < len(left):
+                matches.update(dict.fromkeys(left - stay, index))
             left = stay
             if not left:
                 return matches
-        for worker_id in left or ():
-            matches[worker_id] = len(hashes)
+        else:
+            index = len(hashes)
+        matches.update(dict.fromkeys(left, index))
         return matches
 
     def _take_events(self, worker_id: WorkerId) -> None:
