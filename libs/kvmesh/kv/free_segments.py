@@ -65,8 +65,11 @@ class FreeSegments:
 
     def add(self, blocks: Iterable[int]) -> None:
         """Puts distinct blocks in, merging them with their neighbours."""
-        start = end = -1
-        for block in sorted(blocks):
+        ordered = sorted(blocks)
+        if not ordered:
+            return
+        start = end = ordered[0]
+        for block in ordered:
             if block != end:
                 self._insert(start, end)
                 start = block
@@ -118,11 +121,10 @@ class FreeSegments:
         return range(start, start + count)
 
     def _insert(self, start: int, end: int) -> None:
-        if start == end:
-            return
-        if start in self._start_before:
-            start = self._start_before[start]
-            self._drop(start)
+        before = self._start_before.get(start)
+        if before is not None:
+            self._drop(before)
+            start = before
         if end in self._length_at:
             end += self._drop(end)
         self._put(start, end)

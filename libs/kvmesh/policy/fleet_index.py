@@ -12,7 +12,7 @@ import heapq
 import random
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvmesh.core.types import KvLayout, Role, RouteQuery, WorkerId
 from kvmesh.policy.ranking import BUSY_TOKENS, DECODE_CACHE_WEIGHT
@@ -37,15 +37,38 @@ _Key = tuple[float, float, float, WorkerId]
 
 @dataclass(slots=True)
 class _Bucket:
-    """Workers of one model, layout, cluster and role, least loaded first, once per side."""
+    """Workers of one model, layout, cluster and role, least loaded first.
 
-    prefill: list[_Key] = field(default_factory=list)
-    decode: list[_Key] = field(default_factory=list)
+    Attributes:
+        prefill, decode: by the load of that side; None is a side that the role does not serve.
+    """
+
+    prefill: list[_Key] | None
+    decode: list[_Key] | None
+
+    @classmethod
+    def of(cls, role: Role) -> _Bucket:
+        """An empty one."""
+        return cls(None if role is Role.DECODE else [], None if role is Role.PREFILL else [])
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody is in it."""
+        return not self.prefill and not self.decode
+
+    def put(self, entry: _Entry) -> None:
+        """Takes a worker's keys in."""
+        if self.prefill is not None:
+            insort(self.prefill, entry.prefill)
+        if self.decode is not None:
+            insort(self.decode, entry.decode)
 
     def take_out(self, entry: _Entry) -> None:
         """Removes a worker's keys."""
-        del self.prefill[bisect_left(self.prefill, entry.prefill)]
-        del self.decode[bisect_left(self.decode, entry.decode)]
+        if self.prefill is not None:
+            del self.prefill[bisect_left(self.prefill, entry.prefill)]
+        if self.decode is not None:
+            del self.decode[bisect_left(self.decode, entry.decode)]
 
 
 _BucketName = tuple[str, KvLayout, str, Role]
@@ -70,7 +93,7 @@ class _Model:
         is_mixed: hybrid and dedicated workers share a group.
     """
 
-    buckets: tuple[tuple[Role, _Bucket], ...]
+    buckets: tuple[_Bucket, ...]
     is_mixed: bool
 
 
@@ -114,13 +137,13 @@ class FleetIndex:
         decode_share = _decode_share(view)
         prefill: _Key = (busy, load, tie, info.worker_id)
         decode: _Key = (decode_share >= 1.0, decode_share, tie, info.worker_id)
-        self._entries[info.worker_id] = _Entry(view, name, bucket, prefill, decode)
-        insort(bucket.prefill, prefill)
-        insort(bucket.decode, decode)
+        entry = _Entry(view, name, bucket, prefill, decode)
+        self._entries[info.worker_id] = entry
+        bucket.put(entry)
 
     def _bucket(self, name: _BucketName) -> _Bucket:
         if name not in self._buckets:
-            self._buckets[name] = _Bucket()
+            self._buckets[name] = _Bucket.of(name[3])
             self._models.pop(name[0], None)
         return self._buckets[name]
 
@@ -133,7 +156,7 @@ class FleetIndex:
                 if name == model:
                     roles.setdefault((layout, cluster), set()).add(role)
             mixed = any(Role.HYBRID in each and len(each) > 1 for each in roles.values())
-            buckets = [(name[3], each) for name, each in self._buckets.items() if name[0] == model]
+            buckets = [each for name, each in self._buckets.items() if name[0] == model]
             found = self._models[model] = _Model(tuple(buckets), mixed)
         return found
 
@@ -151,7 +174,7 @@ class FleetIndex:
         if entry is None:
             return
         entry.bucket.take_out(entry)
-        if not entry.bucket.prefill:
+        if entry.bucket.is_empty:
             del self._buckets[entry.name]
             self._models.pop(entry.name[0], None)
 
@@ -181,11 +204,10 @@ class FleetIndex:
             return self.view()
 
         chosen: dict[WorkerId, WorkerView] = {}
-        for role, bucket in model.buckets:
-            if role is not Role.DECODE:
-                self._walk(bucket.prefill, query, now - silent_after_s, chosen)
-            if role is not Role.PREFILL:
-                self._walk(bucket.decode, query, now - silent_after_s, chosen)
+        for bucket in model.buckets:
+            for keys in (bucket.prefill, bucket.decode):
+                if keys is not None:
+                    self._walk(keys, query, now - silent_after_s, chosen)
         for view in self._best_holders(query, matches or {}):
             chosen[view.worker_id] = view
         if not any(_can_hold(view, query) for view in chosen.values()):

@@ -57,7 +57,7 @@ class PrefixIndex:
 
     def _take_events(self, worker_id: WorkerId) -> None:
         pool = self._pools.get(worker_id)
-        if pool is None:
+        if pool is None or not pool.has_events:
             return
         events = pool.take_events()
         for block_hash in events.stored:
