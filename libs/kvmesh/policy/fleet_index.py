@@ -8,13 +8,13 @@ tests/property/test_policy_fleet_index.py.
 
 from __future__ import annotations
 
-import heapq
 import random
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvmesh.core.types import KvLayout, Role, RouteQuery, WorkerId
+from kvmesh.policy.holders import longest_holders
 from kvmesh.policy.ranking import BUSY_TOKENS, DECODE_CACHE_WEIGHT
 from kvmesh.policy.view import FleetView, WorkerView
 
@@ -242,22 +242,18 @@ class FleetIndex:
         """Holders of a prefix for whom it outweighs their load most, per side."""
         prefill: list[tuple[float, float, WorkerId]] = []
         decode: list[tuple[float, float, WorkerId]] = []
-        names: Iterable[WorkerId] = matches
-        if len(matches) > MAX_HOLDERS:
-            # By name too, so that the order of the map decides nothing.
-            longest = heapq.nlargest(MAX_HOLDERS, zip(matches.values(), matches, strict=True))
-            names = [name for _, name in longest]
-        for worker_id in names:
+        for blocks, worker_id in longest_holders(matches, MAX_HOLDERS):
             entry = self._entries.get(worker_id)
             if entry is None or entry.name[0] != query.model:
                 continue
-            info = entry.view.info
-            uncached = max(query.num_tokens - matches[worker_id] * info.layout.block_size, 1)
-            if info.role is not Role.DECODE:
+            uncached = query.num_tokens - blocks * entry.name[1].block_size
+            uncached = max(uncached, 1)
+            bucket = entry.bucket
+            if bucket.prefill is not None:
                 busy, load, _, _ = entry.prefill
                 cost = load + uncached if self._by_tokens else uncached * (1.0 + load)
                 prefill.append((busy, cost, worker_id))
-            if info.role is not Role.PREFILL:
+            if bucket.decode is not None:
                 share = uncached / max(query.num_tokens, 1)
                 full, load, _, _ = entry.decode
                 decode.append((full, load + DECODE_CACHE_WEIGHT * share, worker_id))
@@ -271,6 +267,9 @@ def _decode_share(view: WorkerView) -> float:
 
 
 def _can_hold(view: WorkerView, query: RouteQuery) -> bool:
-    info = view.info
-    longest = min(info.max_model_len, info.num_blocks * info.layout.block_size)
-    return not view.load.draining and longest >= query.num_tokens
+    info, needed = view.info, query.num_tokens
+    return (
+        not view.load.draining
+        and info.max_model_len >= needed
+        and info.num_blocks * info.layout.block_size >= needed
+    )

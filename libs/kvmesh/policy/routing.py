@@ -83,7 +83,9 @@ class _Seat(Standing):
         super().__init__(worker, query, cached, 0)
         self.avoided = info.worker_id in query.avoid
         self.silent = call.now - worker.reported_at > SILENT_AFTER_S
-        self.layout = _layout_number(call.layouts, info.layout)
+        layouts = call.layouts
+        is_first = layouts and layouts[0] is info.layout
+        self.layout = 0 if is_first else _layout_number(layouts, info.layout)
         self.group: Group = (self.layout, info.cluster)
 
 
@@ -132,7 +134,8 @@ def plan_route(
         for worker in by_id
         if worker.info.model == query.model
         and not worker.load.draining
-        and _longest_sequence(worker) >= needed
+        and worker.info.max_model_len >= needed
+        and worker.info.num_blocks * worker.info.layout.block_size >= needed
     ]
     if not able:
         return _nobody(query, by_id)
