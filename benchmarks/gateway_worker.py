@@ -19,8 +19,11 @@ import uvloop
 
 from kvmesh.core.types import Endpoint, KvLayout, Role, WorkerId, WorkerInfo, WorkerLoad
 from kvmesh.rpc.channels import bind_server, make_server
+from kvmesh.rpc.direct import DirectListener
 from kvmesh.rpc.registration import SchedulerRegistration
-from kvmesh.rpc.stream import Outbox, serve_stream
+from kvmesh.rpc.served import DirectWay, serve_stream
+from kvmesh.rpc.stream import Outbox
+from kvmesh.runtime.local_start import PrefillOutbox, StartedOutbox
 from kvmesh.v1 import decode_service_pb2 as decode_pb
 from kvmesh.v1 import decode_service_pb2_grpc as decode_grpc
 from kvmesh.v1 import prefill_service_pb2 as prefill_pb
@@ -94,6 +97,17 @@ class Worker(prefill_grpc.PrefillServiceServicer, decode_grpc.DecodeServiceServi
         self._offers: dict[tuple[str, int, int], asyncio.TimerHandle | None] = {}
         self._num_reserved = 0
         self._wake = asyncio.Event()
+        self.direct = DirectListener()
+        self._decode_way: DirectWay[decode_pb.DecodeEvent] = DirectWay(
+            self.direct,
+            decode_pb.DecodeRequest,
+            lambda events: (decode_pb.DecodeResponse(events=events),),
+        )
+        self._prefill_way: DirectWay[prefill_pb.PrefillEvent] = DirectWay(
+            self.direct,
+            prefill_pb.PrefillRequest,
+            lambda events: (prefill_pb.PrefillResponse(events=events),),
+        )
         prefill_grpc.add_PrefillServiceServicer_to_server(self, self.server)
         decode_grpc.add_DecodeServiceServicer_to_server(self, self.server)
 
@@ -113,7 +127,7 @@ class Worker(prefill_grpc.PrefillServiceServicer, decode_grpc.DecodeServiceServi
     ) -> AsyncIterator[decode_pb.DecodeResponse]:
         """One gateway's stream."""
         async for events in serve_stream(
-            request_iterator, context, self._receive_decode, self._forget
+            request_iterator, context, self._receive_decode, self._forget, self._decode_way
         ):
             yield decode_pb.DecodeResponse(events=events)
 
@@ -122,9 +136,21 @@ class Worker(prefill_grpc.PrefillServiceServicer, decode_grpc.DecodeServiceServi
     ) -> None:
         kind = request.WhichOneof("message")
         if kind == "reserve":
-            outbox.put(self._reserve(request.reserve, outbox))
+            reserve = request.reserve
+            if not reserve.start_within_ms:
+                outbox.put(self._reserve(reserve, outbox))
+                return
+            name = (reserve.request_id, reserve.attempt, id(outbox))
+            if self._is_busy:
+                event = decode_pb.DecodeEvent(request_id=name[0], attempt=name[1])
+                _reject(event.prefill)
+                outbox.put(event)
+                return
+            started = StartedOutbox(self._reserve(reserve, outbox), outbox)
+            self._accept(name, self._num_reserved, started)
         elif kind == "cancel":
             key = (request.cancel.request_id, request.cancel.attempt)
+            self._cancel((*key, id(outbox)))
             self._running.pop(key, None)
             for number in [n for n, held in self._held.items() if held.key == key]:
                 del self._held[number]
@@ -178,7 +204,7 @@ class Worker(prefill_grpc.PrefillServiceServicer, decode_grpc.DecodeServiceServi
     ) -> AsyncIterator[prefill_pb.PrefillResponse]:
         """One gateway's stream."""
         async for events in serve_stream(
-            request_iterator, context, self._receive_prefill, self._drop_offers
+            request_iterator, context, self._receive_prefill, self._drop_offers, self._prefill_way
         ):
             yield prefill_pb.PrefillResponse(events=events)
 
@@ -198,16 +224,22 @@ class Worker(prefill_grpc.PrefillServiceServicer, decode_grpc.DecodeServiceServi
             self._cancel((request.cancel.request_id, request.cancel.attempt, id(outbox)))
             return
         offer = request.offer
-        event = prefill_pb.PrefillEvent(request_id=offer.request_id, attempt=offer.attempt)
-        if len(self._offers) >= self.behaviour.slots:
-            event.rejected.reason = types_pb2.REFUSAL_REASON_BUSY
-            event.rejected.message = "all prefill slots are taken"
+        if self._is_busy:
+            event = prefill_pb.PrefillEvent(request_id=offer.request_id, attempt=offer.attempt)
+            _reject(event)
             outbox.put(event)
             return
+        name = (offer.request_id, offer.attempt, id(outbox))
+        self._accept(name, offer.reservation.reservation_id, outbox)
+
+    @property
+    def _is_busy(self) -> bool:
+        return len(self._offers) >= self.behaviour.slots
+
+    def _accept(self, name: tuple[str, int, int], number: int, outbox: PrefillOutbox) -> None:
+        event = prefill_pb.PrefillEvent(request_id=name[0], attempt=name[1])
         event.accepted.cached_tokens = 0
         outbox.put(event)
-        name = (offer.request_id, offer.attempt, id(outbox))
-        number = offer.reservation.reservation_id
         prefill_s = self.behaviour.prefill_s
         if prefill_s:
             loop = asyncio.get_running_loop()
@@ -215,7 +247,7 @@ class Worker(prefill_grpc.PrefillServiceServicer, decode_grpc.DecodeServiceServi
         else:
             self._first(name, number, outbox)
 
-    def _first(self, name: tuple[str, int, int], number: int, outbox: Outbox[Any]) -> None:
+    def _first(self, name: tuple[str, int, int], number: int, outbox: PrefillOutbox) -> None:
         """The first token, and the handoff at once: decode is here as well."""
         self._offers.pop(name, None)
         sequence = self._held.pop(number, None)
@@ -236,6 +268,11 @@ class Worker(prefill_grpc.PrefillServiceServicer, decode_grpc.DecodeServiceServi
         self._wake.set()
 
 
+def _reject(event: prefill_pb.PrefillEvent) -> None:
+    event.rejected.reason = types_pb2.REFUSAL_REASON_BUSY
+    event.rejected.message = "all prefill slots are taken"
+
+
 async def follow_commands(worker: Worker) -> None:
     """Behaves as standard input says, until it ends."""
     reader = asyncio.StreamReader()
@@ -250,6 +287,7 @@ async def follow_commands(worker: Worker) -> None:
 async def main(name: str, scheduler: str) -> None:
     """Serves until standard input ends."""
     worker = Worker(name)
+    await worker.direct.start()
     await worker.server.start()
     registration = SchedulerRegistration([scheduler], worker.info, worker.load, lambda _: None)
     tasks = [
@@ -263,6 +301,7 @@ async def main(name: str, scheduler: str) -> None:
     for task in tasks:
         task.cancel()
     await worker.server.stop(0)
+    await worker.direct.close()
 
 
 if __name__ == "__main__":

@@ -46,7 +46,8 @@ from kvmesh.transfer.alignment import Run
 from kvmesh.transfer.channel_pool import ChannelPool, SendOptions
 from kvmesh.transfer.data_server import DataAddress, DataServer, ReceiveOptions
 from kvmesh.transfer.frames import Checksum
-from kvmesh.transfer.memory import copy_views
+from kvmesh.transfer.memory import copy_in_python
+from kvmesh.transfer.native import address_of
 from kvmesh.transfer.protocol import ChannelIdentity
 
 MIB = 1 << 20
@@ -231,12 +232,15 @@ async def memcpy(plan: Plan) -> list[Row]:
         count = mib * MIB // PIECE
         whole_from = np.frombuffer(source.read_view(0, count), dtype=np.uint8)
         whole_to = np.frombuffer(target.read_view(0, count), dtype=np.uint8)
-        pieces_from = [source.read_view(r.source_start, 1) for r in runs_of("", count, 0, plan)]
+        pieces_from = [
+            (address_of(source.read_view(run.source_start, 1)), PIECE)
+            for run in runs_of("", count, 0, plan)
+        ]
         pieces_to = [target.read_view(block, 1) for block in order[:count]]
 
         copies: dict[str, Callable[[], None]] = {
             "contiguous": functools.partial(np.copyto, whole_to, whole_from),
-            "16 KiB pieces": functools.partial(copy_views, pieces_to, pieces_from),
+            "16 KiB pieces": functools.partial(copy_in_python, pieces_to, pieces_from),
         }
         for shape, copy in copies.items():
             work = functools.partial(_called, copy)

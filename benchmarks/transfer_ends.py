@@ -15,18 +15,21 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import uvloop
 
 from kvmesh.core.types import Endpoint, HostRoute, KvLayout, Refusal, Reservation, WorkerId
 from kvmesh.transfer.data_server import DataAddress, DataServer, ReceiveOptions
 from kvmesh.transfer.frames import Checksum, CommitFrame, PutFrame
-from kvmesh.transfer.memory import create_shared
+from kvmesh.transfer.memory import create_shared, places_of
+from kvmesh.transfer.native import PlacedViews
 from kvmesh.transfer.protocol import ChannelIdentity
+from kvmesh.transfer.run_table import blocks_of, numbers_of
 from kvmesh.transfer.target import WriteGrant
 
 SENDER, RECEIVER = WorkerId("sender"), WorkerId("receiver")
@@ -44,7 +47,7 @@ class Pool:
 
     def __init__(self, num_blocks: int, block_bytes: int, seed: int) -> None:
         self.num_blocks = num_blocks
-        self._block_bytes = block_bytes
+        self.block_bytes = block_bytes
         self.fd, mapping = create_shared("bench", num_blocks * block_bytes)
         self.view = memoryview(mapping)
         piece = random.Random(seed).randbytes(1 << 20)
@@ -54,7 +57,7 @@ class Pool:
 
     def read_view(self, first_block: int, num_blocks: int) -> memoryview:
         """Bytes of a run."""
-        size = self._block_bytes
+        size = self.block_bytes
         return self.view[first_block * size : (first_block + num_blocks) * size]
 
 
@@ -63,16 +66,21 @@ class OpenTarget:
 
     def __init__(self, pool: Pool, order: list[int]) -> None:
         self._pool = pool
-        self._order = order
+        self._order = np.array(order)
 
     def begin_write(self, put: PutFrame) -> WriteGrant | Refusal:
         """Memory of the runs."""
         if put.claim.reservation_id == IN_ORDER:
-            views = [self._pool.read_view(run.first, run.count) for run in put.runs]
+            views: Sequence[memoryview] = [
+                self._pool.read_view(run.first, run.count) for run in put.runs
+            ]
         else:
-            indexes = (run.first + i for run in put.runs for i in range(run.count))
-            views = [self._pool.read_view(self._order[index], 1) for index in indexes]
-        return WriteGrant(put, tuple(views))
+            numbers = numbers_of(put.runs)
+            blocks = self._order[blocks_of(numbers[:, 0], numbers[:, 1])]
+            places = np.column_stack((blocks, np.ones_like(blocks)))
+            whole = self._pool.read_view(0, self._pool.num_blocks)
+            views = PlacedViews(whole, places_of(places, self._pool.block_bytes, None))
+        return WriteGrant(put, views)
 
     def end_write(self, grant: WriteGrant, ok: bool) -> None:
         """Nothing is kept."""

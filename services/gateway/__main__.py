@@ -2,15 +2,18 @@
 
 import sys
 
-from kvmesh.core.config import load_config
+from kvmesh.cli.processes import end_with
+from kvmesh.core.config import environment, load_config
 from kvmesh.core.errors import KvMeshError
 from kvmesh.runtime.app import run_service
 from kvmesh.telemetry.logs import configure_logging, event_logger
 from services.gateway.config import GatewayConfig
-from services.gateway.processes import run_processes
+from services.gateway.processes import PARENT_VARIABLE, run_processes
 from services.gateway.service import build
 
 if __name__ == "__main__":
+    if parent := environment(PARENT_VARIABLE):
+        end_with(int(parent))
     configure_logging("gateway")
     try:
         config = load_config(GatewayConfig, sys.argv[1:], prog="python -m services.gateway")

@@ -8,8 +8,7 @@ Tests: tests/unit/gateway/test_admission.py, tests/integration/test_gateway_tena
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from typing import Protocol
 
 from kvmesh.core.types import Refusal, RefusalReason
@@ -59,6 +58,25 @@ class Ticket:
         self._use(self.tenant, num_tokens)
 
 
+class Place:
+    """A request's place, held while the context is open: a class, for every request has one."""
+
+    __slots__ = ("_admission", "_tenant", "_ticket")
+
+    def __init__(self, admission: Admission, tenant: Tenant) -> None:
+        self._admission = admission
+        self._tenant = tenant
+        self._ticket: Ticket | None = None
+
+    async def __aenter__(self) -> Ticket:
+        self._ticket = await self._admission.enter(self._tenant)
+        return self._ticket
+
+    async def __aexit__(self, *_error: object) -> None:
+        assert self._ticket is not None, "entered"
+        self._admission.leave(self._ticket)
+
+
 class Admission:
     """Counts requests and tokens, and says no when draining or over quota.
 
@@ -85,28 +103,38 @@ class Admission:
         """Requests admitted and not finished."""
         return self._num_open
 
-    @asynccontextmanager
-    async def admit(self, tenant: Tenant) -> AsyncIterator[Ticket]:
-        """Holds a place for a request.
+    def admit(self, tenant: Tenant) -> Place:
+        """Holds a place for a request while the context that it returns is open.
 
-        Raises:
+        Entering it raises:
             StageRefusedError: draining.
             QuotaError: a quota of the tenant is used up.
         """
+        return Place(self, tenant)
+
+    async def enter(self, tenant: Tenant) -> Ticket:
+        """Takes a place; `leave` gives it back. See `admit`."""
         if self.draining:
             message = "this gateway is draining; another one will take the request"
             refusal = Refusal(RefusalReason.DRAINING, message, retry_after_ms=DRAIN_RETRY_MS)
             raise StageRefusedError(refusal, Stage.GATEWAY)
         usage = self._count(tenant)
-        try:
-            if self._shared is not None and not tenant.limits.is_open:
+        if self._shared is not None and not tenant.limits.is_open:
+            is_in = False
+            try:
                 no = await self._shared.acquire(tenant, usage.num_open)
                 if no is not None:
                     self._charge_request(usage, tenant, -1)
                     raise QuotaError(no)
-            yield Ticket(tenant, self._use)
-        finally:
-            self._release(usage, tenant)
+                is_in = True
+            finally:
+                if not is_in:
+                    self._release(usage, tenant)
+        return Ticket(tenant, self._use)
+
+    def leave(self, ticket: Ticket) -> None:
+        """Gives a place back."""
+        self._release(self._usage[ticket.tenant.name], ticket.tenant)
 
     async def drain(self) -> None:
         """Takes nothing new and waits until all that was admitted is finished."""

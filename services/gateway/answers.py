@@ -1,4 +1,4 @@
-"""One call answered over HTTP: as one body, or as server-sent events.
+"""One call answered: as one body, or as server-sent events.
 
 Tests: tests/integration/test_gateway_http.py.
 """
@@ -8,11 +8,10 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any
-
-from aiohttp import HttpVersion11, web
+from dataclasses import dataclass
+from typing import Protocol
 
 from kvmesh.core.errors import KvMeshError
 from services.gateway.errors import answer_for
@@ -20,9 +19,10 @@ from services.gateway.frontend import Choice, Frontend, usage_of
 from services.gateway.merge import merge
 from services.gateway.mesh import Placed
 from services.gateway.openai import ApiCall
+from services.gateway.reasoning import TAIL_TOKENS, Thinking, thinking_after
 from services.gateway.request_record import TextDelta
 from services.gateway.responses import Body, ChoiceText, Responses, usage_body
-from services.gateway.token_lane import ChunkTemplate, TokenLane
+from services.gateway.token_lane import ChunkTemplate, TokenLane, Writer
 
 SSE_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -31,9 +31,40 @@ SSE_HEADERS = {
 }
 
 
-def dumps(body: Any) -> str:
-    """Compact JSON."""
-    return json.dumps(body, ensure_ascii=False, separators=(",", ":"))
+DONE = b"data: [DONE]\n\n"
+
+
+class EventSink(Protocol):
+    """Where a stream of events goes; bytes in, HTTP out."""
+
+    @property
+    def writer(self) -> Writer | None:
+        """For events that are whole HTTP chunks already; None if the client takes none."""
+        ...
+
+    async def start(self, headers: Mapping[str, str], data: bytes) -> None:
+        """Sends the answer's head, status 200, and the first events."""
+        ...
+
+    async def write(self, data: bytes) -> None:
+        """Sends events; waits while the client does not read."""
+        ...
+
+    async def end(self, data: bytes) -> None:
+        """Sends the last events."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """An answer as one body of JSON, status 200."""
+
+    headers: dict[str, str]
+    content: bytes
+
+
+dumps = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+"""Compact JSON."""
 
 
 def placement_headers(placed: Placed) -> dict[str, str]:
@@ -66,41 +97,49 @@ class Answer:
             frontend.served_name,
             int(time.time()),
             frontend.tokenizer.token_bytes,
+            self._thinking(),
         )
 
-    async def whole(self) -> web.Response:
+    async def whole(self) -> Whole:
         """The answer as one body."""
         headers: dict[str, str] = {}
         async with aclosing(self._deltas()) as deltas:
             async for delta in deltas:
-                choice = self._texts[delta.index]
+                choice = self._note(delta)
                 choice.text += delta.text
                 choice.logprobs.extend(delta.logprobs)
                 if delta.index == 0:
                     headers = placement_headers(delta.placed)
         body = self._responses.whole(self._texts, self._usage())
-        return web.json_response(body, dumps=dumps, headers=headers)
+        return Whole(headers, dumps(body).encode())
 
-    async def stream(self, request: web.Request) -> web.StreamResponse:
+    async def stream(self, sink: EventSink) -> None:
         """The answer as server-sent events.
 
         The status line waits for the first tokens: until then a refusal is still possible.
         """
-        lane = TokenLane() if self._is_plain and request.version >= HttpVersion11 else None
+        writer = sink.writer if self._is_plain else None
+        lane = None if writer is None else TokenLane()
         async with aclosing(self._deltas(lane)) as deltas:
             first = await anext(deltas)
-            response = web.StreamResponse(headers=SSE_HEADERS | placement_headers(first.placed))
+            self._note(first)
             # A client may go away between two chunks, before its handler is cancelled: that is no
             # error, and leaving the block cancels the work.
             with contextlib.suppress(ConnectionResetError):
-                await response.prepare(request)
-                await self._send_delta(response, first)
-                if lane is not None and request.transport is not None:
-                    lane.open(request.transport, ChunkTemplate(self._body_with), self._texts[0])
-                await self._send_rest(response, deltas)
+                head = SSE_HEADERS | placement_headers(first.placed)
+                await sink.start(head, self._events(first))
+                if lane is not None and writer is not None:
+                    lane.open(writer, ChunkTemplate(self._body_with), self._texts[0])
+                await self._send_rest(sink, deltas)
                 if lane is not None:
                     lane.close()
-        return response
+
+    def _thinking(self) -> Thinking | None:
+        if self._call.reasoning is None:
+            return None
+        tail = self._choices[0].request.prompt_ids[-TAIL_TOKENS:]  # a chat has one prompt
+        text = "".join(map(self._frontend.tokenizer.token_text, tail))
+        return thinking_after(self._call.reasoning, text)
 
     @property
     def _is_plain(self) -> bool:
@@ -110,6 +149,7 @@ class Answer:
             len(self._choices) > 1
             or call.stop
             or call.tools is not None
+            or call.reasoning is not None
             or call.continuous_usage
             or call.return_token_ids
             or call.sampling.num_logprobs >= 0
@@ -118,37 +158,41 @@ class Answer:
     def _body_with(self, text: str) -> Body | None:
         return self._responses.piece(0, text, (), (), None)
 
-    async def _send_rest(
-        self, response: web.StreamResponse, deltas: AsyncGenerator[TextDelta, None]
-    ) -> None:
+    async def _send_rest(self, sink: EventSink, deltas: AsyncGenerator[TextDelta, None]) -> None:
+        ending = b""
         try:
             async for delta in deltas:
-                await self._send_delta(response, delta)
+                self._note(delta)
+                if events := self._events(delta):
+                    await sink.write(events)
             if self._call.include_usage:
-                await _send(response, self._responses.closing_usage(self._usage()))
+                ending = _event(self._responses.closing_usage(self._usage()))
         except KvMeshError as error:
-            await _send(response, answer_for(error).body)
-        await response.write_eof(b"data: [DONE]\n\n")
+            ending = _event(answer_for(error).body)
+        await sink.end(ending + DONE)
 
-    async def _deltas(self, lane: TokenLane | None = None) -> AsyncGenerator[TextDelta, None]:
+    def _deltas(self, lane: TokenLane | None = None) -> AsyncGenerator[TextDelta, None]:
         """What is generated, piece by piece.
 
         Args:
             lane: of the only choice; what it takes does not come here.
         """
         runs = [self._frontend.run(choice, lane) for choice in self._choices]
-        async with aclosing(merge(runs)) as deltas:
-            async for delta in deltas:
-                choice = self._texts[delta.index]
-                choice.token_ids.extend(delta.token_ids)
-                choice.cached_tokens = delta.cached_tokens
-                choice.finish_reason = delta.finish_reason
-                choice.prompt_logprobs += delta.prompt_logprobs
-                yield delta
+        return runs[0] if len(runs) == 1 else merge(runs)
 
-    async def _send_delta(self, response: web.StreamResponse, delta: TextDelta) -> None:
-        bodies: list[Body | None] = []
+    def _note(self, delta: TextDelta) -> ChoiceText:
+        """Adds a piece to what there is of its choice."""
         choice = self._texts[delta.index]
+        choice.token_ids.extend(delta.token_ids)
+        choice.cached_tokens = delta.cached_tokens
+        choice.finish_reason = delta.finish_reason
+        choice.prompt_logprobs += delta.prompt_logprobs
+        return choice
+
+    def _events(self, delta: TextDelta) -> bytes:
+        """A piece as events; empty if there is nothing to say yet."""
+        choice = self._texts[delta.index]
+        bodies: list[Body | None] = []
         if len(choice.token_ids) == len(delta.token_ids):  # the choice's first piece
             bodies.append(self._responses.opening(delta.index, choice))
         bodies.append(
@@ -156,14 +200,13 @@ class Answer:
                 delta.index, delta.text, delta.token_ids, delta.logprobs, delta.finish_reason
             )
         )
-        events: list[bytes] = []
+        events = b""
         for body in bodies:
             if body is not None:
                 if self._call.continuous_usage:
                     body["usage"] = self._usage()
-                events.append(_event(body))
-        if events:
-            await response.write(b"".join(events))
+                events += _event(body)
+        return events
 
     def _usage(self) -> Body:
         seen: set[int] = set()
@@ -180,7 +223,3 @@ class Answer:
 
 def _event(body: Body) -> bytes:
     return b"data: " + dumps(body).encode() + b"\n\n"
-
-
-async def _send(response: web.StreamResponse, body: Body) -> None:
-    await response.write(_event(body))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvmesh.core.config import option, secret
 from kvmesh.rpc.channels import TlsConfig
@@ -43,6 +44,16 @@ class ModelConfig:
         "how the model writes tool calls: auto (by its chat template), hermes, llama3_json, "
         "mistral or none",
     )
+    reasoning_parser: str = option(
+        "auto",
+        "how the model marks its thinking: auto (by its chat template), qwen3, deepseek_r1, "
+        "mistral or none",
+    )
+
+    @property
+    def name(self) -> str:
+        """The name that clients use."""
+        return self.served_name or Path(self.path).name
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,23 +1,24 @@
-"""Puts the console on the gateway's admin port: what this gateway sees of the mesh.
+"""Puts the console on a gateway's admin port: what this gateway sees of the mesh.
 
-Tests: tests/integration/test_console.py.
+Tests: tests/integration/test_console.py, tests/e2e/test_gateway_processes.py.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import time
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from typing import Any
 
-from kvmesh.console.page import INTERVAL_S, ConsolePage
-from kvmesh.console.request_log import RequestLog
-from kvmesh.console.sampler import Sampler, Totals
+from kvmesh.console.page import INTERVAL_S, ConsolePage, Requests
+from kvmesh.console.sampler import Sampler
+from kvmesh.console.share import Share
 from kvmesh.console.snapshot import ConsoleView
 from kvmesh.rpc.channels import TlsConfig
 from kvmesh.rpc.fleet import FleetWatch
-from kvmesh.runtime.app import ServiceContext
-from services.gateway.metrics import GatewayMetrics
+from kvmesh.runtime.admin import AdminPort
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,35 +28,32 @@ class ConsoleSources:
     model: str
     schedulers: Sequence[str]
     tls: TlsConfig
-    metrics: GatewayMetrics
-    log: RequestLog
+    requests: Requests
 
 
-def add_console(context: ServiceContext, sources: ConsoleSources) -> None:
-    """Adds the routes and the task that samples the mesh."""
+def add_console(admin: AdminPort, sources: ConsoleSources) -> dict[str, Coroutine[Any, Any, None]]:
+    """Adds the routes; returns the work, by name, that must run while they are served."""
     # Not the gateway's own view of the fleet: details are many bytes that no request needs.
     fleet = FleetWatch(sources.schedulers, sources.tls, "console", with_detail=True)
-    sampler = Sampler(sources.log)
-    loop = asyncio.get_running_loop()
+    sampler = Sampler()
 
-    def view() -> ConsoleView:
+    def view(share: Share) -> ConsoleView:
         return ConsoleView(
+            time.time(),
             sources.model,
             version("kvmesh"),
             fleet.fresh,
             fleet.workers,
-            sources.metrics.refusals(),
-            sources.log,
+            share,
             sampler,
         )
 
     async def sample() -> None:
         while True:
             thresholds = {each.model: each.threshold_tokens for each in fleet.models}
-            totals = Totals(sources.metrics.refusals(), thresholds.get(sources.model))
-            sampler.take(fleet.workers, totals, loop.time())
+            share = await sources.requests.share(with_rows=False)
+            sampler.take(fleet.workers, share, time.time(), thresholds.get(sources.model))
             await asyncio.sleep(INTERVAL_S)
 
-    ConsolePage(view, loop.time).add_to(context.admin)
-    context.spawn(fleet.run(), "console fleet watch")
-    context.spawn(sample(), "console samples")
+    ConsolePage(sources.requests, view).add_to(admin)
+    return {"console fleet watch": fleet.run(), "console samples": sample()}

@@ -6,8 +6,8 @@ Tests: tests/integration/test_gateway_http.py.
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from kvmesh.core.errors import KvMeshError
@@ -26,7 +26,8 @@ from services.gateway.access import KeyRing
 from services.gateway.admission import Admission, Ticket
 from services.gateway.config import LimitsConfig
 from services.gateway.detokenizer import Detokenizer, TextPiece
-from services.gateway.errors import QuotaError, Stage, StageRefusedError
+from services.gateway.entry import Admitted
+from services.gateway.errors import Stage, StageRefusedError
 from services.gateway.mesh import GenerationRequest, Mesh
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.openai import ApiCall, check_model, choice_sampling
@@ -136,25 +137,14 @@ class Frontend:
         """
         self._keys.check(authorization)
 
-    @asynccontextmanager
-    async def admit(self, authorization: str) -> AsyncIterator[Ticket]:
+    def admit(self, authorization: str) -> Admitted:
         """Checks who calls and holds a place for the request; its ticket goes into `Caller`.
 
-        Raises:
+        Entering the context that it returns raises:
             AuthenticationError: the key is missing or not accepted.
             StageRefusedError: draining, or a quota of the caller's tenant is used up.
         """
-        async with AsyncExitStack() as stack:
-            try:
-                tenant = self._keys.check(authorization)
-                ticket = await stack.enter_async_context(self._admission.admit(tenant))
-            except StageRefusedError as error:
-                self.metrics.refused(error.refusal.reason.value, error.stage.value)
-                if isinstance(error, QuotaError):
-                    self.metrics.over_quota(tenant, error.quota)
-                raise
-            stack.callback(self.metrics.used, ticket)
-            yield ticket
+        return Admitted(self._keys, self._admission, self.metrics, authorization)
 
     def _check_crowd(self, caller: Caller) -> None:
         """Refuses at once what would be refused at its deadline."""
@@ -244,13 +234,18 @@ class Frontend:
             ) as span:
                 if span.traceparent != request.traceparent:
                     request = replace(request, traceparent=span.traceparent)
-                tokens = generate(self._mesh, request, lane)
-                async with aclosing(tokens), aclosing(self._text(choice, tokens, lane)) as texts:
-                    async for delta in texts:
+                text = _Text(self.tokenizer, choice)
+                if lane is not None:
+                    lane.detokenizer = text.detokenizer
+                async with aclosing(generate(self._mesh, request, lane)) as tokens:
+                    async for token_delta in tokens:
+                        delta = text.push(token_delta)
                         record.add(delta)
                         if choice.ticket is not None:
                             choice.ticket.charge(len(delta.token_ids))
                         yield delta
+                        if delta.finish_reason is not None:
+                            break
                 record.annotate(span)
         except KvMeshError as error:
             record.failed(error)
@@ -258,34 +253,36 @@ class Frontend:
         finally:
             record.close(span.trace_id)
 
-    async def _text(
-        self, choice: Choice, tokens: AsyncGenerator[TokenDelta, None], lane: TokenLane | None
-    ) -> AsyncGenerator[TextDelta, None]:
+
+class _Text:
+    """Turns one choice's tokens into text."""
+
+    def __init__(self, tokenizer: TextTokenizer, choice: Choice) -> None:
         call, request = choice.call, choice.request
-        detokenizer = Detokenizer(
-            self.tokenizer.fast,
+        self._index = choice.index
+        self._only_echo = call.max_tokens == 0
+        self.detokenizer = Detokenizer(
+            tokenizer.fast,
             request.prompt_ids,
             stops=call.stop,
             include_stop=call.include_stop,
             skip_special_tokens=call.skip_special_tokens,
             min_tokens=request.sampling.min_tokens,
         )
-        if lane is not None:
-            lane.detokenizer = detokenizer
-        async for delta in tokens:
-            finish = delta.finish_reason
-            piece = detokenizer.push(
-                delta.token_ids, ends_with_stop_token=finish is FinishReason.STOP
-            )
-            if piece.stop is not None:
-                finish = FinishReason.STOP
-            elif finish is not None and (rest := detokenizer.finish()):
-                piece = replace(piece, text=piece.text + rest)
-            if call.max_tokens == 0:  # only what was there before is wanted
-                finish, piece = FinishReason.LENGTH, TextPiece("", 0)
-            yield _text_delta(choice.index, delta, piece, finish)
-            if finish is not None:
-                return
+
+    def push(self, delta: TokenDelta) -> TextDelta:
+        """The text of the next tokens; nothing comes after one with a finish reason."""
+        finish = delta.finish_reason
+        piece = self.detokenizer.push(
+            delta.token_ids, ends_with_stop_token=finish is FinishReason.STOP
+        )
+        if piece.stop is not None:
+            finish = FinishReason.STOP
+        elif finish is not None and (rest := self.detokenizer.finish()):
+            piece = replace(piece, text=piece.text + rest)
+        if self._only_echo:  # only what was there before is wanted
+            finish, piece = FinishReason.LENGTH, TextPiece("", 0)
+        return _text_delta(self._index, delta, piece, finish)
 
 
 def _text_delta(

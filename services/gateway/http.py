@@ -7,19 +7,24 @@ Tests: tests/integration/test_gateway_http.py.
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
-from kvmesh.core.errors import InvalidRequestError, KvMeshError
-from kvmesh.core.types import Placement
+from kvmesh.core.errors import KvMeshError
 from kvmesh.telemetry.exposition import exposition
-from services.gateway.admission import Ticket
-from services.gateway.answers import Answer, dumps
+from services.gateway.answers import dumps
+from services.gateway.calls import (
+    PATHS,
+    Calls,
+    Headers,
+    caller_of,
+    given_request_id,
+    parse_json,
+)
 from services.gateway.config import HttpConfig
 from services.gateway.errors import (
     ErrorAnswer,
@@ -27,18 +32,18 @@ from services.gateway.errors import (
     error_body,
     plain_http_error,
 )
-from services.gateway.frontend import Caller, Choice, Frontend, clean_request_id
-from services.gateway.openai import ApiCall, chat_call, check_model, completion_call
+from services.gateway.frontend import Frontend, clean_request_id
+from services.gateway.openai import chat_call, check_model
 from services.gateway.openapi import openapi_page
 from services.gateway.responses_answer import ResponsesAnswer
 from services.gateway.responses_api import RESPONSES_UNSUPPORTED, ResponsesBody, as_chat
-from services.gateway.schema import ChatBody, CompletionBody, parse_body
+from services.gateway.schema import parse_body
+from services.gateway.token_lane import Writer
 from services.gateway.token_routes import DetokenizeBody, TokenizeBody, detokenize, tokenize
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-REQUEST_ID_HEADERS = ("x-request-id", "x-correlation-id", "request-id")
-MAX_TTFT_MS = 3_600_000
+JSON, UTF_8 = "application/json", "utf-8"
 
 _REQUEST_ID = web.RequestKey("request_id", str)
 
@@ -48,6 +53,9 @@ class HttpFront:
 
     Args:
         created: when the model was loaded, in seconds since the epoch.
+
+    Attributes:
+        calls: answers completions; also for requests that come another way.
     """
 
     def __init__(
@@ -57,6 +65,7 @@ class HttpFront:
         created: int,
     ) -> None:
         self._frontend = frontend
+        self.calls = Calls(frontend)
         self._config = config
         self._created = created
 
@@ -68,8 +77,7 @@ class HttpFront:
         app.on_response_prepare.append(_add_request_id)
         app.add_routes(
             [
-                web.post("/v1/chat/completions", self.chat_completions),
-                web.post("/v1/completions", self.completions),
+                *(web.post(path, self.completions) for path in PATHS),
                 web.post("/v1/responses", self.responses),
                 web.post("/tokenize", self.tokenize),
                 web.post("/detokenize", self.detokenize),
@@ -86,22 +94,15 @@ class HttpFront:
 
     # --- the OpenAI API ---
 
-    async def chat_completions(self, request: web.Request) -> web.StreamResponse:
-        """POST /v1/chat/completions."""
-        async with self._frontend.admit(_authorization(request)) as ticket:
-            body = parse_body(ChatBody, await self._json(request))
-            defaults = self._frontend.tokenizer.sampling_defaults
-            family = self._frontend.tokenizer.chat.tool_family
-            call = chat_call(body, self._frontend.limits, defaults, family)
-            return await self._answer(request, call, ticket)
-
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        """POST /v1/completions."""
-        async with self._frontend.admit(_authorization(request)) as ticket:
-            body = parse_body(CompletionBody, await self._json(request))
-            defaults = self._frontend.tokenizer.sampling_defaults
-            call = completion_call(body, self._frontend.limits, defaults)
-            return await self._answer(request, call, ticket)
+        """POST /v1/chat/completions and /v1/completions."""
+        exchange = _AiohttpExchange(request, self._config)
+        whole = await self.calls.answer(PATHS[request.path], exchange)
+        if whole is None:
+            return exchange.response
+        return web.Response(
+            body=whole.content, headers=whole.headers, content_type=JSON, charset=UTF_8
+        )
 
     async def responses(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/responses."""
@@ -110,7 +111,11 @@ class HttpFront:
             defaults = self._frontend.tokenizer.sampling_defaults
             call = chat_call(as_chat(body), self._frontend.limits, defaults)
             call = replace(call, prompt_field="input", max_tokens_field="max_output_tokens")
-            request_id, (choice,) = await self._prepare(request, call, ticket)
+            if call.request_id and not given_request_id(request.headers):
+                request[_REQUEST_ID] = clean_request_id(call.request_id)
+            request_id = request[_REQUEST_ID]
+            caller = caller_of(request.headers, request_id, ticket)
+            (choice,) = await self._frontend.prepare(call, caller)
             answer = ResponsesAnswer(self._frontend, body, choice, request_id)
             return await (answer.stream(request) if call.stream else answer.whole())
 
@@ -146,23 +151,6 @@ class HttpFront:
             "max_model_len": self._frontend.max_model_len,
         }
 
-    async def _answer(
-        self, request: web.Request, call: ApiCall, ticket: Ticket
-    ) -> web.StreamResponse:
-        request_id, choices = await self._prepare(request, call, ticket)
-        answer = Answer(self._frontend, call, choices, request_id)
-        return await (answer.stream(request) if call.stream else answer.whole())
-
-    async def _prepare(
-        self, request: web.Request, call: ApiCall, ticket: Ticket
-    ) -> tuple[str, list[Choice]]:
-        """The request's id and its generations."""
-        if call.request_id and not _given_request_id(request):
-            request[_REQUEST_ID] = clean_request_id(call.request_id)
-        request_id = request[_REQUEST_ID]
-        caller = caller_of(request, request_id, ticket)
-        return request_id, await self._frontend.prepare(call, caller)
-
     # --- operations ---
 
     async def openapi(self, _request: web.Request) -> web.StreamResponse:
@@ -195,11 +183,11 @@ class HttpFront:
     # --- errors ---
 
     async def _json(self, request: web.Request) -> Any:
-        return await _json(request, self._config.body_timeout_s)
+        return parse_json(await _body(request, self._config.body_timeout_s))
 
     @web.middleware
     async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        request[_REQUEST_ID] = clean_request_id(_given_request_id(request))
+        request[_REQUEST_ID] = clean_request_id(given_request_id(request.headers))
         try:
             return await handler(request)
         except KvMeshError as error:
@@ -210,60 +198,47 @@ class HttpFront:
             return _error_response(_http_error(error, request, self._config))
 
 
-def caller_of(request: web.Request, request_id: str, ticket: Ticket) -> Caller:
-    """What the headers say.
+class _AiohttpExchange:
+    """A request that aiohttp read, as `Calls` sees it."""
 
-    Raises:
-        InvalidRequestError: a header has a value that is not allowed.
-    """
-    headers = request.headers
-    return Caller(
-        request_id=request_id,
-        scenario=headers.get("x-kvmesh-scenario", ""),
-        placement=parse_placement(headers.get("x-kvmesh-placement", "")),
-        ttft_ms=parse_ttft_ms(headers.get("x-slo-ttft-ms", "")),
-        traceparent=headers.get("traceparent", ""),
-        ticket=ticket,
-    )
+    def __init__(self, request: web.Request, config: HttpConfig) -> None:
+        self._request = request
+        self._config = config
+        self.response = web.StreamResponse()
 
+    @property
+    def request_id(self) -> str:
+        return self._request[_REQUEST_ID]
 
-def parse_placement(text: str) -> Placement:
-    """The placement header's value; empty lets the scheduler decide.
+    @request_id.setter
+    def request_id(self, name: str) -> None:
+        self._request[_REQUEST_ID] = name
 
-    Raises:
-        InvalidRequestError: another word.
-    """
-    words = {placement.value: placement for placement in Placement}
-    if text and text not in words:
-        allowed = ", ".join(sorted(words))
-        raise InvalidRequestError(
-            f"x-kvmesh-placement: {text!r}; allowed: {allowed}", "x-kvmesh-placement"
-        )
-    return words.get(text, Placement.AUTO)
+    @property
+    def headers(self) -> Headers:
+        return self._request.headers
 
+    @property
+    def writer(self) -> Writer | None:
+        return self._request.transport if self._request.version >= HttpVersion11 else None
 
-def parse_ttft_ms(text: str) -> int:
-    """The deadline header's value; 0 without one.
+    async def body(self) -> bytes:
+        return await _body(self._request, self._config.body_timeout_s)
 
-    Raises:
-        InvalidRequestError: not a whole number of milliseconds in range.
-    """
-    if not text:
-        return 0
-    if not (text.isascii() and text.isdigit() and 0 < int(text) <= MAX_TTFT_MS):
-        raise InvalidRequestError(
-            f"x-slo-ttft-ms: {text!r}; allowed: 1 to {MAX_TTFT_MS} (milliseconds)", "x-slo-ttft-ms"
-        )
-    return int(text)
+    async def start(self, headers: Mapping[str, str], data: bytes) -> None:
+        self.response.headers.update(headers)
+        await self.response.prepare(self._request)
+        await self.response.write(data)
+
+    async def write(self, data: bytes) -> None:
+        await self.response.write(data)
+
+    async def end(self, data: bytes) -> None:
+        await self.response.write_eof(data)
 
 
 def _authorization(request: web.Request) -> str:
     return request.headers.get("Authorization", "")
-
-
-def _given_request_id(request: web.Request) -> str:
-    found = (request.headers.get(name, "") for name in REQUEST_ID_HEADERS)
-    return next((name for name in found if name), "")
 
 
 async def _add_request_id(request: web.Request, response: web.StreamResponse) -> None:
@@ -271,23 +246,14 @@ async def _add_request_id(request: web.Request, response: web.StreamResponse) ->
     response.headers["Server"] = "kvmesh"  # not the versions of what it is built with
 
 
-async def _json(request: web.Request, timeout_s: float) -> Any:
+async def _body(request: web.Request, timeout_s: float) -> bytes:
     try:
         # Most bodies are short and here already: nothing to be patient about.
         async with asyncio.timeout(None if request.content.is_eof() else timeout_s):
-            raw = await request.read()
+            return await request.read()
     except TimeoutError as error:
         request.protocol.force_close()  # what is still to come is not waited for
         raise web.HTTPRequestTimeout from error
-    try:
-        content = json.loads(raw)
-        if b"\\u" in raw:  # halves of characters are JSON, but no text
-            json.dumps(content, ensure_ascii=False).encode()
-        return content
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(
-            f"the body is not valid JSON: {error}", code="bad_json"
-        ) from error
 
 
 def _http_error(error: web.HTTPException, request: web.Request, config: HttpConfig) -> ErrorAnswer:

@@ -13,6 +13,7 @@ from typing import Any
 from kvmesh.core.errors import InvalidRequestError, ModelNotFoundError
 from kvmesh.core.types import SamplingParams
 from services.gateway.config import LimitsConfig
+from services.gateway.reasoning import ReasoningFamily
 from services.gateway.schema import ChatBody, CompletionBody
 from services.gateway.structured import structure_of
 from services.gateway.tool_parsers import ToolFamily
@@ -73,6 +74,8 @@ class ApiCall:
         truncate_prompt: only so many last tokens of the prompt are used; None for all.
         bad_words: as text; `sampling` gets their tokens later.
         tools: None when none may be called.
+        reasoning: how the thinking is marked; None where the text is not to be read for it.
+        include_reasoning: the thinking is part of the answer.
         priority: among the tenant's own requests; lower goes first.
         structure_field: the caller's name of what the structure is from, for errors.
     """
@@ -98,6 +101,8 @@ class ApiCall:
     truncate_prompt: int | None = None
     bad_words: tuple[str, ...] = ()
     tools: ToolUse | None = None
+    reasoning: ReasoningFamily | None = None
+    include_reasoning: bool = True
     priority: int = 0
     structure_field: str = ""
     request_id: str = ""
@@ -109,12 +114,14 @@ def chat_call(
     limits: LimitsConfig,
     defaults: Mapping[str, float] | None = None,
     family: ToolFamily | None = None,
+    reasoning: ReasoningFamily | None = None,
 ) -> ApiCall:
     """A chat completion call.
 
     Args:
         defaults: sampling defaults of the model, where it has them.
         family: how the model writes tool calls, where it does.
+        reasoning: how the model marks its thinking, where it does.
 
     Raises:
         InvalidRequestError: names the field and what is allowed.
@@ -131,17 +138,19 @@ def chat_call(
         arguments,
     )
     newer = body.max_completion_tokens is not None
+    max_tokens = body.max_completion_tokens if newer else body.max_tokens
+    name = "max_completion_tokens" if newer else "max_tokens"
+    sampling = _sampling(body, defaults or {}, body.top_logprobs or 0 if body.logprobs else -1)
     call = ApiCall(
         endpoint=Endpoint.CHAT,
-        model=body.model or "",
         prompts=(prompt,),
-        sampling=_sampling(body, defaults or {}, body.top_logprobs or 0 if body.logprobs else -1),
-        max_tokens=body.max_completion_tokens if newer else body.max_tokens,
-        max_tokens_field="max_completion_tokens" if newer else "max_tokens",
+        max_tokens=max_tokens,
+        max_tokens_field=name,
         prompt_field="messages",
         tools=tools,
+        **_common(body, limits, sampling, max_tokens, name),
     )
-    return _with_tools(_with_common(call, body, limits), body)
+    return _with_reasoning(_with_tools(call, body), body, reasoning)
 
 
 def completion_call(
@@ -168,15 +177,27 @@ def completion_call(
         # Echoed text has log-probabilities too.
         scored = max(sampling.num_prompt_logprobs, sampling.num_logprobs)
         sampling = replace(sampling, num_prompt_logprobs=scored)
-    call = ApiCall(
+    max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    return ApiCall(
         endpoint=Endpoint.COMPLETION,
-        model=body.model or "",
         prompts=prompts,
-        sampling=sampling,
-        max_tokens=DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens,
+        max_tokens=max_tokens,
         echo=echo,
+        **_common(body, limits, sampling, max_tokens, "max_tokens"),
     )
-    return _with_common(call, body, limits)
+
+
+def _with_reasoning(call: ApiCall, body: ChatBody, family: ReasoningFamily | None) -> ApiCall:
+    """What the thinking asks of text and tokens."""
+    # A structure holds from the first token on and leaves no room for thinking.
+    if family is None or call.sampling.structure is not None:
+        return call
+    return replace(
+        call,
+        reasoning=family,
+        include_reasoning=body.include_reasoning is not False,
+        skip_special_tokens=call.skip_special_tokens and not family.keeps_special_tokens,
+    )
 
 
 def _with_tools(call: ApiCall, body: ChatBody) -> ApiCall:
@@ -214,48 +235,50 @@ def _completion_prompts(body: CompletionBody) -> tuple[Prompt, ...]:
     return tuple(found)
 
 
-def _with_common(call: ApiCall, body: ChatBody | CompletionBody, limits: LimitsConfig) -> ApiCall:
+def _common(
+    body: ChatBody | CompletionBody,
+    limits: LimitsConfig,
+    sampling: SamplingParams,
+    max_tokens: int | None,
+    max_tokens_field: str,
+) -> dict[str, Any]:
+    """Fields of a call that both endpoints have."""
     n = body.n or 1
     if n > limits.max_choices:
         raise InvalidRequestError(f"n must be at most {limits.max_choices}, got {n}", "n")
-    stream = bool(body.stream)
-    options = body.stream_options
+    stream, options = bool(body.stream), body.stream_options
     if options is not None and not stream:
         raise InvalidRequestError("stream_options needs stream to be true", "stream_options")
     if body.prompt_logprobs is not None and stream:
         raise InvalidRequestError("prompt_logprobs: not together with stream", "prompt_logprobs")
-    if (
-        call.max_tokens is not None
-        and body.min_tokens is not None
-        and body.min_tokens > call.max_tokens
-    ):
+    if max_tokens is not None and body.min_tokens is not None and body.min_tokens > max_tokens:
         raise InvalidRequestError(
-            f"min_tokens must be at most {call.max_tokens_field} ({call.max_tokens})", "min_tokens"
+            f"min_tokens must be at most {max_tokens_field} ({max_tokens})", "min_tokens"
         )
     structure, structure_field = structure_of(body)
+    if structure is not None:
+        sampling = replace(sampling, structure=structure)
     truncate = body.truncate_prompt_tokens
-    return replace(
-        call,
-        sampling=call.sampling
-        if structure is None
-        else replace(call.sampling, structure=structure),
-        structure_field=structure_field,
-        return_prompt_logprobs=body.prompt_logprobs is not None,
-        truncate_prompt=None if truncate in (None, -1) else truncate,
-        bad_words=_bad_words(body.bad_words or ()),
-        continuous_usage=bool(options is not None and options.continuous_usage_stats),
-        seed=None if body.seed is None else body.seed & _SEED_MASK,
-        n=n,
-        stop=check_stop(body.stop, limits.max_stop),
-        include_stop=bool(body.include_stop_str_in_output),
-        skip_special_tokens=body.skip_special_tokens is not False,
-        stream=stream,
-        include_usage=bool(options is not None and options.include_usage),
-        return_token_ids=bool(body.return_token_ids),
-        priority=body.priority or 0,
-        request_id=body.request_id or "",
-        cache_salt=body.cache_salt or "",
-    )
+    return {
+        "model": body.model or "",
+        "sampling": sampling,
+        "structure_field": structure_field,
+        "return_prompt_logprobs": body.prompt_logprobs is not None,
+        "truncate_prompt": None if truncate in (None, -1) else truncate,
+        "bad_words": _bad_words(body.bad_words or ()),
+        "continuous_usage": bool(options is not None and options.continuous_usage_stats),
+        "seed": None if body.seed is None else body.seed & _SEED_MASK,
+        "n": n,
+        "stop": check_stop(body.stop, limits.max_stop),
+        "include_stop": bool(body.include_stop_str_in_output),
+        "skip_special_tokens": body.skip_special_tokens is not False,
+        "stream": stream,
+        "include_usage": bool(options is not None and options.include_usage),
+        "return_token_ids": bool(body.return_token_ids),
+        "priority": body.priority or 0,
+        "request_id": body.request_id or "",
+        "cache_salt": body.cache_salt or "",
+    }
 
 
 def check_stop(stop: str | list[str] | None, limit: int) -> tuple[str, ...]:
@@ -275,29 +298,34 @@ def check_stop(stop: str | list[str] | None, limit: int) -> tuple[str, ...]:
 def _sampling(
     body: ChatBody | CompletionBody, defaults: Mapping[str, float], num_logprobs: int
 ) -> SamplingParams:
-    def given(name: str) -> float:
-        value = getattr(body, name)
-        return float(defaults.get(name, getattr(_DEFAULTS, name)) if value is None else value)
-
+    given = body.model_fields_set
+    # Few bodies set more than one or two of these.
+    numbers: dict[str, Any] = {
+        name: float(defaults.get(name, _DEFAULTS[name]) if value is None else value)
+        for name in _DEFAULTS
+        if name in given or name in defaults
+        for value in (getattr(body, name),)
+    }
     return SamplingParams(
         num_logprobs=num_logprobs,
-        temperature=given("temperature"),
-        top_p=given("top_p"),
-        top_k=max(int(given("top_k")), 0),  # -1 is vLLM's way to keep all
-        min_p=given("min_p"),
-        presence_penalty=given("presence_penalty"),
-        frequency_penalty=given("frequency_penalty"),
-        repetition_penalty=given("repetition_penalty"),
+        top_k=max(int(numbers.pop("top_k", 0)), 0),  # -1 is vLLM's way to keep all
         min_tokens=body.min_tokens or 0,
         ignore_eos=bool(body.ignore_eos),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         logit_bias=_logit_bias(body.logit_bias or {}),
         allowed_token_ids=tuple(body.allowed_token_ids or ()),
         num_prompt_logprobs=-1 if body.prompt_logprobs is None else body.prompt_logprobs,
+        **numbers,
     )
 
 
-_DEFAULTS = SamplingParams()
+_DEFAULTS: Mapping[str, float] = {
+    name: getattr(SamplingParams(), name)
+    for name in (
+        *("temperature", "top_p", "top_k", "min_p"),
+        *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+    )
+}
 
 
 def _logit_bias(given: Mapping[str, float]) -> tuple[tuple[int, float], ...]:

@@ -1,7 +1,8 @@
 """A gateway of several processes on one port: started, watched, replaced and stopped together.
 
-The kernel deals connections out to them (SO_REUSEPORT). This process serves nothing itself: it
-holds the ports, so that they stay the gateway's while processes come and go, and adds up metrics.
+The kernel deals connections out to them (SO_REUSEPORT). This process serves no client: it holds
+the ports, so that they stay the gateway's while processes come and go, and it has the metrics port
+and the admin port of all of them.
 Tests: tests/e2e/test_gateway_processes.py, tests/unit/gateway/test_processes.py.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 import sys
@@ -19,15 +21,23 @@ from pathlib import Path
 
 from prometheus_client.multiprocess import mark_process_dead
 
-from kvmesh.cli.processes import die_with_parent
 from kvmesh.core.config import child_environment
 from kvmesh.core.errors import ConfigError
 from kvmesh.runtime.app import metrics_server
 from kvmesh.telemetry.exposition import SHARED_FOLDER_VARIABLE, shared_registry
 from kvmesh.telemetry.logs import event_logger
 from services.gateway.config import GatewayConfig
+from services.gateway.process_admin import (
+    AllRequests,
+    ProcessSockets,
+    admin_socket,
+    process_admin,
+)
 
 log = event_logger(__name__)
+
+PARENT_VARIABLE = "KVMESH_GATEWAY_PARENT"
+"""Tells a process who started it and takes it along when it dies."""
 
 FIRST_PAUSE_S = 0.2
 MAX_PAUSE_S = 10.0
@@ -76,19 +86,22 @@ def held_ports(config: GatewayConfig) -> Iterator[SharedPorts]:
         )
 
 
-def process_arguments(argv: Sequence[str], ports: SharedPorts, number: int) -> list[str]:
-    """The command line of one process: the gateway's own, and what must differ from it."""
-    arguments = [
+def process_arguments(argv: Sequence[str], ports: SharedPorts, admin: Path) -> list[str]:
+    """The command line of one process: the gateway's own, and what must differ from it.
+
+    Args:
+        admin: the socket where it answers to this process.
+    """
+    return [
         *argv,
         "--http.processes=1",
         f"--http.port={ports.http}",
         f"--server.port={ports.grpc}",
         "--server.share-port=true",
         "--telemetry.metrics-port=-1",  # they are served here, added up
+        "--server.admin.port=-1",
+        f"--server.admin.socket={admin}",
     ]
-    if number > 0:  # one admin port has one owner
-        arguments.append("--server.admin.port=-1")
-    return arguments
 
 
 def pause_s(num_young: int) -> float:
@@ -114,14 +127,18 @@ class GatewayProcesses:
         self._folder = folder
         self._stop_s = stop_s
         self._stopping = asyncio.Event()
-        self._running: set[asyncio.subprocess.Process] = set()
+        self._running: dict[int, asyncio.subprocess.Process] = {}
         self._code = 0
 
     def stop(self) -> None:
         """Drains all processes; again: without patience."""
         self._stopping.set()
-        for process in self._running:
+        for process in self._running.values():
             process.send_signal(signal.SIGTERM)
+
+    def pids(self) -> dict[int, int]:
+        """The processes that run now, by number."""
+        return {number: process.pid for number, process in self._running.items()}
 
     async def run(self) -> int:
         """Runs until `stop` was called and all have ended; 0 if all of them drained well."""
@@ -151,19 +168,20 @@ class GatewayProcesses:
         process = await asyncio.create_subprocess_exec(
             *self._commands[number],
             stdin=asyncio.subprocess.DEVNULL,
-            env=child_environment({SHARED_FOLDER_VARIABLE: str(self._folder)}),
-            preexec_fn=die_with_parent(),
+            env=child_environment(
+                {SHARED_FOLDER_VARIABLE: str(self._folder), PARENT_VARIABLE: str(os.getpid())}
+            ),
             # A Ctrl-C at the terminal is for this process, which passes it on.
             start_new_session=True,
         )
-        self._running.add(process)
+        self._running[number] = process
         log.info("gateway_process_started", number=number, pid=process.pid)
         kill = asyncio.create_task(self._kill_late(process))
         try:
             return await process.wait()
         finally:
             kill.cancel()
-            self._running.discard(process)
+            del self._running[number]
             # Its counters stay, its gauges go.
             mark_process_dead(process.pid, str(self._folder))  # type: ignore[no-untyped-call]
 
@@ -191,16 +209,42 @@ def run_processes(config: GatewayConfig, argv: Sequence[str]) -> int:
             stack.enter_context(metrics_server(*address, shared_registry(folder)))
         base = [sys.executable, "-m", "services.gateway"]
         commands = [
-            [*base, *process_arguments(argv, ports, number)]
+            [*base, *process_arguments(argv, ports, admin_socket(folder, number))]
             for number in range(config.http.processes)
         ]
         stop_s = config.server.drain_s + STOP_GRACE_S
-        return asyncio.run(_main(commands, folder, stop_s))
+        return asyncio.run(_main(config, GatewayProcesses(commands, folder, stop_s), folder))
 
 
-async def _main(commands: Sequence[Sequence[str]], folder: Path, stop_s: float) -> int:
-    processes = GatewayProcesses(commands, folder, stop_s)
+async def _main(config: GatewayConfig, processes: GatewayProcesses, folder: Path) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, processes.stop)
-    return await processes.run()
+    async with contextlib.AsyncExitStack() as stack:
+        if config.server.admin.port >= 0:
+            await _open_admin(config, processes, folder, stack)
+        return await processes.run()
+
+
+async def _open_admin(
+    config: GatewayConfig,
+    processes: GatewayProcesses,
+    folder: Path,
+    stack: contextlib.AsyncExitStack,
+) -> None:
+    sockets = await ProcessSockets.open(folder, config.http.processes, stack)
+    requests = AllRequests(sockets, processes.pids)
+    admin, work = process_admin(config, sockets, requests, folder, processes.stop)
+    for name, each in work.items():
+        task = asyncio.create_task(each, name=name)
+        task.add_done_callback(lambda ended: _note_end(ended, processes))
+        stack.callback(task.cancel)
+    stack.push_async_callback(admin.close)
+    await admin.start()
+
+
+def _note_end(task: asyncio.Task[None], processes: GatewayProcesses) -> None:
+    error = None if task.cancelled() else task.exception()
+    if error is not None:
+        log.failure("background_task_failed", error)
+        processes.stop()

@@ -11,6 +11,7 @@ from pathlib import Path
 import prometheus_client
 from aiohttp import web
 
+from kvmesh.console.page import LocalRequests, SharePage
 from kvmesh.console.request_log import RequestLog
 from kvmesh.core.errors import ConfigError
 from kvmesh.core.types import FleetWorker
@@ -26,6 +27,7 @@ from services.gateway.console import ConsoleSources, add_console
 from services.gateway.frontend import Frontend
 from services.gateway.grpc_front import InferenceServicer
 from services.gateway.http import HttpFront
+from services.gateway.http_direct import DirectHttp
 from services.gateway.http_guard import ConnectionGuard
 from services.gateway.mesh import Mesh
 from services.gateway.metrics import GatewayMetrics
@@ -73,11 +75,12 @@ async def start_gateway(config: GatewayConfig, context: ServiceContext) -> Gatew
         CheckpointError: the model folder has no tokenizer.
     """
     folder = Path(config.model.path)
-    served_name = config.model.served_name or folder.name
+    served_name = config.model.name
     tokenizer = load_tokenizer(
         folder,
         use_generation_config=config.model.use_generation_config,
         tool_calls=config.model.tool_calls,
+        reasoning_parser=config.model.reasoning_parser,
     )
     targets = [target.strip() for target in config.scheduler.targets.split(",") if target.strip()]
     if not targets:
@@ -101,8 +104,13 @@ async def start_gateway(config: GatewayConfig, context: ServiceContext) -> Gatew
     shown = RequestLog(time.time() - asyncio.get_running_loop().time())
     mesh = Mesh(router, sessions, metrics, config.limits, random.Random(), log=shown)
     context.spawn(_watch_lag(mesh.crowd), "lag watch")
+    requests = LocalRequests(shown, metrics.refusals, asyncio.get_running_loop().time)
     if config.server.admin.port >= 0:
-        add_console(context, ConsoleSources(served_name, targets, tls, metrics, shown))
+        console = ConsoleSources(served_name, targets, tls, requests)
+        for name, work in add_console(context.admin, console).items():
+            context.spawn(work, name)
+    elif context.admin.is_wanted:  # one of several processes: another one has the console
+        SharePage(requests).add_to(context.admin)
     keys, admission = await open_tenancy(config, context)
     frontend = Frontend(mesh, tokenizer, served_name, keys, admission)
     context.on_drain(admission.drain)
@@ -144,9 +152,11 @@ async def _serve_http(
     await runner.setup()
     context.stack.push_async_callback(runner.cleanup)
     assert runner.server is not None, "set up"
+    direct = DirectHttp(front.calls, config)
+    context.stack.push_async_callback(direct.close)
     try:
         server = await asyncio.get_running_loop().create_server(
-            guard.wrap(runner.server),
+            guard.wrap(direct.wrap(runner.server)),
             config.host,
             config.port,
             ssl=tls,

@@ -78,7 +78,7 @@ def structure_of(body: StructureFields) -> tuple[Structure | None, str]:
     Raises:
         InvalidRequestError: several fields ask for one, or it is too long.
     """
-    if all(getattr(body, name) is None for name in StructureFields.model_fields):
+    if body.model_fields_set.isdisjoint(StructureFields.model_fields):
         return None, ""  # most requests have none, and ten ways to say so
     found = {name: each for name, each in _candidates(body) if each is not None}
     if len(found) > 1:

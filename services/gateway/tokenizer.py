@@ -19,11 +19,15 @@ import jinja2.sandbox
 import tokenizers
 
 from kvmesh.core.errors import CheckpointError, InvalidRequestError
-from services.gateway.tool_parsers import family_named
+from services.gateway.reasoning import ReasoningFamily, reasoning_named
+from services.gateway.tool_parsers import ToolFamily, family_named
+from services.gateway.word_encoder import word_encoder
 
 THREAD_THRESHOLD_CHARS = 4096
 """Longer texts are encoded in a thread: they would hold up all streams for over 1 ms."""
 
+WORDS_THRESHOLD_CHARS = 16_384
+"""As long may a text be whose words are looked up on the event loop."""
 
 THREAD_THRESHOLD_TOKENS = 4096
 """As many tokens are decoded in a thread, for the same reason."""
@@ -35,14 +39,16 @@ class ChatTemplate:
     Args:
         source: Jinja text; empty means that the model has none.
         special_tokens: names such as `bos_token` that templates may use.
-        tool_calls: how the model writes tool calls; `auto` reads it off the template.
-
-    Attributes:
         tool_family: how the model writes tool calls; None if it does not.
+        reasoning_family: how the model marks its thinking; None if it does not.
     """
 
     def __init__(
-        self, source: str, special_tokens: Mapping[str, str], tool_calls: str = "auto"
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        tool_family: ToolFamily | None = None,
+        reasoning_family: ReasoningFamily | None = None,
     ) -> None:
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
@@ -50,12 +56,15 @@ class ChatTemplate:
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
-        self._special_tokens = dict(special_tokens)
-        self.tool_family = family_named(tool_calls, source)
+        self.tool_family = tool_family
+        self.reasoning_family = reasoning_family
         try:
-            self._template = environment.from_string(source) if source else None
+            template = environment.from_string(source) if source else None
         except jinja2.TemplateError as error:
             raise CheckpointError(f"the chat template cannot be compiled: {error}") from error
+        self._template = template
+        # What every rendering sees; `Template.render` would copy it together each time, twice.
+        self._known = {} if template is None else {**template.globals, **special_tokens}
 
     def render(
         self,
@@ -78,13 +87,14 @@ class ChatTemplate:
                 "this model has no chat template; use /v1/completions", "messages"
             )
         variables = {
-            **self._special_tokens,
+            **self._known,
             **(arguments or {}),
             "messages": list(messages),
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return self._template.render(variables)
+            context = self._template.new_context(variables, shared=True)
+            return "".join(self._template.root_render_func(context))
         except (jinja2.TemplateError, TypeError) as error:
             message = f"the chat template does not accept these messages: {error}"
             raise InvalidRequestError(message, "messages") from error
@@ -117,9 +127,15 @@ class TextTokenizer:
             token_id for token_id, token in fast.get_added_tokens_decoder().items() if token.special
         }
         self._byte_level = "ByteLevel" in type(fast.decoder).__name__
+        self._words = word_encoder(fast)
+        self._before, self._after = _special_ids_around(fast)
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         """Token ids of a text; long texts do not hold up the event loop."""
+        if self._words is not None and len(text) <= WORDS_THRESHOLD_CHARS:
+            token_ids = self._words.encode(text)
+            if token_ids is not None:
+                return self._before + token_ids + self._after if add_special_tokens else token_ids
         if len(text) > THREAD_THRESHOLD_CHARS:
             return await asyncio.to_thread(self._encode, text, add_special_tokens)
         return self._encode(text, add_special_tokens)
@@ -154,17 +170,22 @@ class TextTokenizer:
 
 
 def load_tokenizer(
-    folder: Path, *, use_generation_config: bool = False, tool_calls: str = "auto"
+    folder: Path,
+    *,
+    use_generation_config: bool = False,
+    tool_calls: str = "auto",
+    reasoning_parser: str = "auto",
 ) -> TextTokenizer:
     """Reads the tokenizer, chat template and defaults of a model folder.
 
     Args:
         use_generation_config: take sampling defaults from generation_config.json.
-        tool_calls: how the model writes tool calls, as in the config.
+        tool_calls, reasoning_parser: how the model writes calls and thinking, as in the config;
+            `auto` reads it off the chat template.
 
     Raises:
         CheckpointError: tokenizer.json is missing or a file is malformed.
-        ConfigError: `tool_calls` names no family.
+        ConfigError: `tool_calls` or `reasoning_parser` names no family.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -180,7 +201,12 @@ def load_tokenizer(
     )
     return TextTokenizer(
         tokenizers.Tokenizer.from_file(str(path)),
-        ChatTemplate(source, _special_tokens(settings), tool_calls),
+        ChatTemplate(
+            source,
+            _special_tokens(settings),
+            family_named(tool_calls, source),
+            reasoning_named(reasoning_parser, source),
+        ),
         max_model_len=int(model.get("max_position_embeddings", 0)),
         sampling_defaults={
             name: generation[name]
@@ -188,6 +214,14 @@ def load_tokenizer(
             if generation.get(name) is not None
         },
     )
+
+
+def _special_ids_around(fast: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What `add_special_tokens` puts before and after a text."""
+    plain = fast.encode("a", add_special_tokens=False).ids
+    whole = fast.encode("a", add_special_tokens=True).ids
+    at = next(i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
+    return tuple(whole[:at]), tuple(whole[at + len(plain) :])
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -23,11 +23,23 @@ from kvmesh.core.types import (
     WorkerId,
 )
 from kvmesh.rpc.channels import TlsConfig, open_channel
+from kvmesh.rpc.direct import DirectClient
 from kvmesh.rpc.stream import PeerStream
 from kvmesh.telemetry.logs import event_logger
-from kvmesh.v1.decode_service_pb2 import DecodeCancel, DecodeRenew, DecodeRequest, DecodeReserve
+from kvmesh.v1.decode_service_pb2 import (
+    DecodeCancel,
+    DecodeRenew,
+    DecodeRequest,
+    DecodeReserve,
+    DecodeResponse,
+)
 from kvmesh.v1.decode_service_pb2_grpc import DecodeServiceStub
-from kvmesh.v1.prefill_service_pb2 import PrefillCancel, PrefillOffer, PrefillRequest
+from kvmesh.v1.prefill_service_pb2 import (
+    PrefillCancel,
+    PrefillOffer,
+    PrefillRequest,
+    PrefillResponse,
+)
 from kvmesh.v1.prefill_service_pb2_grpc import PrefillServiceStub
 from services.gateway.worker_events import (
     Failed,
@@ -55,6 +67,7 @@ class Link:
         open_call: the stub's method.
         parse: turns one event message into a value.
         has_tokens: its events may be `DecodeTokens`, which mailboxes may take as they are.
+        direct: takes up the worker's offer of a socket.
     """
 
     def __init__(
@@ -64,12 +77,13 @@ class Link:
         parse: Callable[[Any], WorkerEvent],
         *,
         has_tokens: bool = False,
+        direct: DirectClient | None = None,
     ) -> None:
         self._parse = parse
         self._has_tokens = has_tokens
         self._mailboxes: dict[AttemptKey, Mailbox] = {}
         self.stream: PeerStream[Any, Any] = PeerStream(
-            name, open_call, self._receive, on_down=self._fail_all, joins=True
+            name, open_call, self._receive, on_down=self._fail_all, joins=True, direct=direct
         )
 
     @property
@@ -129,17 +143,27 @@ class WorkerSession:
         prefill, decode: its streams.
     """
 
-    def __init__(self, worker_id: WorkerId, endpoint: Endpoint, channel: grpc.aio.Channel) -> None:
+    def __init__(
+        self,
+        worker_id: WorkerId,
+        endpoint: Endpoint,
+        channel: grpc.aio.Channel,
+        tls: TlsConfig | None = None,
+    ) -> None:
         self.worker_id = worker_id
         self.endpoint = endpoint
         self.prefill = Link(
-            f"{worker_id} (prefill)", PrefillServiceStub(channel).Prefill, prefill_event
+            f"{worker_id} (prefill)",
+            PrefillServiceStub(channel).Prefill,
+            prefill_event,
+            direct=DirectClient(endpoint.host, PrefillResponse, tls),
         )
         self.decode = Link(
             f"{worker_id} (decode)",
             DecodeServiceStub(channel).Decode,
             decode_event,
             has_tokens=True,
+            direct=DirectClient(endpoint.host, DecodeResponse, tls),
         )
         self._channel = channel
         self._held: dict[AttemptKey, float] = {}
@@ -251,7 +275,7 @@ class WorkerSessions:
             self._retire(known)
         endpoint = candidate.control_endpoint
         channel = open_channel(str(endpoint), self._tls)
-        session = WorkerSession(candidate.worker_id, endpoint, channel)
+        session = WorkerSession(candidate.worker_id, endpoint, channel, self._tls)
         self._sessions[candidate.worker_id] = session
         return session
 

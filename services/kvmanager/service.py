@@ -18,7 +18,9 @@ from kvmesh.metadata.memory_store import MemoryMetadataStore
 from kvmesh.metadata.redis_client import RedisClient
 from kvmesh.metadata.redis_store import RedisMetadataStore
 from kvmesh.metadata.store import MetadataStore, StoreUnavailableError
-from kvmesh.rpc.stream import Outbox, incoming, joined_outbox, parts
+from kvmesh.rpc.direct import DirectListener
+from kvmesh.rpc.served import DirectWay, serve_questions
+from kvmesh.rpc.stream import Outbox, incoming
 from kvmesh.runtime.app import ServiceContext
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.v1 import kv_manager_service_pb2 as pb
@@ -38,11 +40,16 @@ MAX_WRITES = 8
 class KvManagerServicer(pb_grpc.KvManagerServiceServicer):
     """Serves workers (Publish) and schedulers (MatchPrefix)."""
 
-    def __init__(self, config: KvManagerConfig, store: MetadataStore) -> None:
+    def __init__(
+        self, config: KvManagerConfig, store: MetadataStore, direct: DirectListener
+    ) -> None:
         self.guard = StoreGuard(store, config.limits.probe_interval_s, self._store_recovered)
         self._lookups = PrefixLookups(self.guard, config.limits)
         self._writes = asyncio.Semaphore(MAX_WRITES)
         self._sessions: set[PublisherSession] = set()
+        self._direct: DirectWay[pb.MatchPrefixResponse] = DirectWay(
+            direct, pb.MatchPrefixRequest, iter
+        )
 
     async def Publish(
         self, request_iterator: Any, context: Any
@@ -56,11 +63,10 @@ class KvManagerServicer(pb_grpc.KvManagerServiceServicer):
     async def MatchPrefix(
         self, request_iterator: Any, context: Any
     ) -> AsyncIterator[pb.MatchPrefixResponse]:
-        await context.send_initial_metadata(())
-        outbox: Outbox[pb.MatchPrefixResponse] = Outbox()
-        async with _reading(self._answer_all(request_iterator, outbox), outbox, context):
-            async for message in joined_outbox(outbox):
-                yield message
+        async for answer in serve_questions(
+            request_iterator, context, self._answer, _nothing_open, self._direct
+        ):
+            yield answer
 
     async def _follow(self, requests: Any, outbox: Outbox[pb.PublishResponse]) -> None:
         session: PublisherSession | None = None
@@ -86,23 +92,18 @@ class KvManagerServicer(pb_grpc.KvManagerServiceServicer):
                 self._sessions.discard(session)
                 metrics.STREAMS.set(len(self._sessions))
 
-    async def _answer_all(self, requests: Any, outbox: Outbox[pb.MatchPrefixResponse]) -> None:
-        try:
-            async with asyncio.TaskGroup() as group:
-                async for message in incoming(requests):
-                    for request in parts(message):
-                        check_hashes(request.block_hashes)
-                        group.create_task(self._answer(request, outbox))
-        except* ProtocolError as errors:
-            raise errors.exceptions[0] from None
-
     async def _answer(
         self, request: pb.MatchPrefixRequest, outbox: Outbox[pb.MatchPrefixResponse]
     ) -> None:
+        check_hashes(request.block_hashes)
         outbox.put(await self._lookups.answer(request))
 
     async def _store_recovered(self) -> None:
         await asyncio.gather(*(session.store_recovered() for session in tuple(self._sessions)))
+
+
+def _nothing_open(_outbox: Outbox[pb.MatchPrefixResponse]) -> None:
+    """Questions leave nothing behind."""
 
 
 @asynccontextmanager
@@ -155,7 +156,8 @@ async def build(config: KvManagerConfig, context: ServiceContext) -> None:
     """Constructs the service."""
     store = open_store(config)
     context.stack.push_async_callback(store.close)
-    servicer = KvManagerServicer(config, store)
+    await context.direct.start()
+    servicer = KvManagerServicer(config, store, context.direct)
     await servicer.guard.start()
     pb_grpc.add_KvManagerServiceServicer_to_server(servicer, context.server)
     context.spawn(servicer.guard.run(), "store-guard")

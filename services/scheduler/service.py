@@ -31,8 +31,10 @@ from kvmesh.rpc.convert import (
 )
 from kvmesh.rpc.convert_detail import worker_detail_from_proto, worker_order
 from kvmesh.rpc.convert_route import route_plan_to_proto, route_query_from_proto
+from kvmesh.rpc.direct import DirectListener
 from kvmesh.rpc.prefix_lookup import PrefixLookup
-from kvmesh.rpc.stream import Outbox, incoming, joined_outbox, parts
+from kvmesh.rpc.served import DirectWay, serve_questions
+from kvmesh.rpc.stream import Outbox, incoming
 from kvmesh.runtime.app import ServiceContext
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.v1.scheduler_service_pb2 import (
@@ -76,7 +78,13 @@ class SchedulerServicer(SchedulerServiceServicer):
     """Serves workers (registration), gateways (routes) and watchers (fleet views)."""
 
     def __init__(
-        self, fleet: Fleet, feed: FleetFeed, router: Router, config: FleetConfig, clock: Clock
+        self,
+        fleet: Fleet,
+        feed: FleetFeed,
+        router: Router,
+        config: FleetConfig,
+        clock: Clock,
+        direct: DirectListener,
     ) -> None:
         self._fleet = fleet
         self._feed = feed
@@ -86,6 +94,7 @@ class SchedulerServicer(SchedulerServiceServicer):
         self._warm_at = clock.now() + config.warmup_s
         self._orders: dict[WorkerId, tuple[WorkerInfo, Orders]] = {}
         self._closing = False
+        self._direct: DirectWay[RouteResponse] = DirectWay(direct, RouteRequest, iter)
 
     async def RegisterWorker(
         self,
@@ -137,17 +146,10 @@ class SchedulerServicer(SchedulerServiceServicer):
         request_iterator: AsyncIterator[RouteRequest],
         context: grpc.aio.ServicerContext[RouteRequest, RouteResponse],
     ) -> AsyncIterator[RouteResponse]:
-        await context.send_initial_metadata(())
-        answers: Outbox[RouteResponse] = Outbox()
-        reader = asyncio.create_task(self._follow_gateway(request_iterator, answers))
-        try:
-            async for answer in joined_outbox(answers):
-                yield answer
-            await reader
-        except ProtocolError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        finally:
-            await _stop(reader)
+        async for answer in serve_questions(
+            request_iterator, context, self._answer, self._router.forget, self._direct
+        ):
+            yield answer
 
     async def expire_leases(self) -> None:
         """Removes silent workers, until cancelled."""
@@ -169,20 +171,6 @@ class SchedulerServicer(SchedulerServiceServicer):
     def close(self) -> None:
         """From here on, streams end because this service does, not because workers left."""
         self._closing = True
-
-    async def _follow_gateway(
-        self, requests: AsyncIterator[RouteRequest], answers: Outbox[RouteResponse]
-    ) -> None:
-        try:
-            async with asyncio.TaskGroup() as routes:
-                async for message in incoming(requests):
-                    for request in parts(message):
-                        routes.create_task(self._answer(request, answers))
-        except* ProtocolError as errors:
-            raise errors.exceptions[0] from None
-        finally:
-            self._router.forget(answers)
-            answers.close()
 
     async def _answer(self, request: RouteRequest, answers: Outbox[RouteResponse]) -> None:
         outcome: RoutePlan | Refusal
@@ -343,7 +331,8 @@ async def start_scheduler(config: SchedulerConfig, context: ServiceContext) -> S
         owner=f"{context.host}:{context.port}",
     )
     router = Router(fleet, settings, prefixes, clock, decisions, planner)
-    servicer = SchedulerServicer(fleet, feed, router, config.fleet, clock)
+    await context.direct.start()
+    servicer = SchedulerServicer(fleet, feed, router, config.fleet, clock, context.direct)
     planner.give_role = servicer.give_role
     feed.models = planner.details
 

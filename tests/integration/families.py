@@ -13,10 +13,14 @@ from transformers import (
     DeepseekV3Config,
     Gemma3TextConfig,
     GptOssConfig,
+    KimiLinearConfig,
     LlamaConfig,
+    MiniMaxConfig,
     MistralConfig,
     MixtralConfig,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
@@ -77,6 +81,14 @@ LATENT: dict[str, Any] = {
     "n_shared_experts": 2,
     "first_k_dense_replace": 1,
 }
+KIMI_KEYS = LATENT.keys() - {"q_lora_rank", "n_group", "topk_group", "first_k_dense_replace"}
+DELTA: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
+LINEAR_FIRST = ["linear_attention", "linear_attention", "full_attention"]
 HYBRID = ["sliding_attention", "full_attention", "sliding_attention"]
 CONFIGS: dict[str, Any] = {
     "llama-untied-sharded": LlamaConfig(**SHAPE, tie_word_embeddings=False),
@@ -117,7 +129,7 @@ CONFIGS: dict[str, Any] = {
     ),
     "deepseek-v3-halves": DeepseekV3Config(**LATENT, rope_interleave=False),
     "qwen3-next": Qwen3NextConfig(
-        **(SHAPE | {"head_dim": 32, "num_hidden_layers": 5}),
+        **(SHAPE | DELTA | {"head_dim": 32, "num_hidden_layers": 5}),
         layer_types=[
             "linear_attention",
             "linear_attention",
@@ -130,16 +142,43 @@ CONFIGS: dict[str, Any] = {
             "rope_theta": 1000.0,
             "partial_rotary_factor": 0.25,
         },
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=16,
-        linear_value_head_dim=24,
         linear_conv_kernel_dim=4,
         num_experts=6,
         num_experts_per_tok=2,
         moe_intermediate_size=48,
         shared_expert_intermediate_size=32,
         mlp_only_layers=[1],
+    ),
+    "qwen3.5": Qwen3_5TextConfig(
+        **(SHAPE | DELTA | {"head_dim": 32}), layer_types=LINEAR_FIRST, tie_word_embeddings=True
+    ),
+    "qwen3.5-moe": Qwen3_5MoeTextConfig(
+        **({key: value for key, value in SHAPE.items() if key != "intermediate_size"} | DELTA),
+        layer_types=LINEAR_FIRST,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        shared_expert_intermediate_size=32,
+    ),
+    "kimi-linear": KimiLinearConfig(
+        **({key: value for key, value in LATENT.items() if key in KIMI_KEYS} | {"pad_token_id": 0}),
+        num_local_experts=8,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        linear_num_heads=3,
+        linear_head_dim=16,
+        linear_conv_kernel_dim=3,
+    ),
+    "minimax": MiniMaxConfig(
+        **SHAPE,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        num_local_experts=5,
+        num_experts_per_tok=2,
+        linear_attn_alpha_factor=1.5,
+        linear_attn_beta_factor=0.5,
+        full_attn_alpha_factor=0.75,
+        mlp_alpha_factor=1.25,
+        mlp_beta_factor=2.0,
+        block_size=32,
     ),
 }
 
@@ -178,7 +217,23 @@ class Checkpoint:
         )
         return [int(token) for token in out[0, len(prompt) :]]
 
-    def runner(self) -> TorchRunner:
+    def prompt_logprobs(self, prompt: list[int], dtype: torch.dtype) -> torch.Tensor:
+        """Of every token but the first, computed in a dtype."""
+        factory: Any = AutoModelForCausalLM
+        # The fused products of experts want sizes that tiny models do not have.
+        model = factory.from_pretrained(
+            self.folder, dtype=dtype, experts_implementation="eager"
+        ).eval()
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            logprobs = torch.log_softmax(model(ids).logits[0, :-1].float(), -1)
+        return logprobs.gather(1, ids[0, 1:, None])[:, 0]
+
+    def runner(self, dtype: str = "auto") -> TorchRunner:
         return TorchRunner.load(
-            self.folder, served_name="tiny", num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE
+            self.folder,
+            served_name="tiny",
+            num_blocks=NUM_BLOCKS,
+            block_size=BLOCK_SIZE,
+            dtype=dtype,
         )

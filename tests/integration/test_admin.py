@@ -208,3 +208,29 @@ def test_the_token_can_come_from_a_file(tmp_path: Path) -> None:
 )
 def test_sent_token(header: str, token: str) -> None:
     assert sent_token(header) == token
+
+
+async def test_a_socket_serves_its_owner_without_a_token(tmp_path: Path) -> None:
+    path = tmp_path / "admin.sock"
+    config = Config(server=ServerConfig(admin=AdminConfig(socket=str(path), token=TOKEN)))
+    connector = aiohttp.UnixConnector(str(path))
+    async with (
+        serving("test", config, build) as context,
+        aiohttp.ClientSession("http://anything", connector=connector) as session,
+    ):
+        assert context.admin.port == -1
+        assert path.stat().st_mode & 0o777 == 0o600
+        async with session.get("/debug/decisions/r1") as answer:
+            assert await answer.json() == {"of": "r1"}
+        async with session.post("/admin/log-level", json={"level": "loud"}) as answer:
+            assert answer.status == 400
+        async with session.post("/admin/drain") as answer:
+            assert answer.status == 202
+        assert context.stop.is_set()
+
+
+async def test_a_socket_that_cannot_be_made_is_a_config_error(tmp_path: Path) -> None:
+    admin = AdminConfig(socket=str(tmp_path / "nowhere" / "admin.sock"))
+    with pytest.raises(ConfigError, match=r"server\.admin\.socket"):
+        async with serving("test", Config(server=ServerConfig(admin=admin)), build):
+            pass

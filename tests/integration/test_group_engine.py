@@ -16,7 +16,16 @@ from kvmesh.kv.hashing import root_hash
 from kvmesh.policy.batching import BatchLimits
 from tests.integration.families import BLOCK_SIZE, GREEDY, NEW_TOKENS, Checkpoint
 
-FAMILIES = ["gemma3", "gpt-oss", "mistral-window", "deepseek-v3", "qwen3-next"]
+FAMILIES = [
+    "gemma3",
+    "gpt-oss",
+    "mistral-window",
+    "deepseek-v3",
+    "qwen3-next",
+    "qwen3.5",
+    "kimi-linear",
+    "minimax",
+]
 CHUNK = 40
 
 

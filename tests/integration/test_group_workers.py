@@ -12,8 +12,19 @@ from tests.integration.families import NEW_TOKENS, Checkpoint
 from tests.worker_driver import Driver, Key, make_spec, running_worker, until_idle
 
 
-@pytest.mark.parametrize("channels", ["local", "tcp"])
-@pytest.mark.parametrize("family", ["gemma3", "deepseek-v3", "qwen3-next"])
+@pytest.mark.parametrize(
+    ("family", "channels"),
+    [
+        ("gemma3", "local"),
+        ("gemma3", "tcp"),
+        ("deepseek-v3", "local"),
+        ("deepseek-v3", "tcp"),
+        ("qwen3-next", "local"),
+        ("qwen3-next", "tcp"),
+        ("kimi-linear", "tcp"),
+        ("minimax", "tcp"),
+    ],
+)
 async def test_tokens_over_the_handoff_equal_those_of_transformers(
     family: str, channels: str, tmp_path: Path
 ) -> None:

@@ -16,9 +16,10 @@ from tests.integration import long_prompt_child
 from tests.integration.families import CONFIGS
 
 NUM_TOKENS = 32_768
-# Scores of all positions over all others would be 24 GiB for the six heads, those of one step and
-# one layer 400 MiB several times over.
-MOST_MIB = 400
+# Scores of all positions over all others would be 24 GiB for the six heads. Those of one step and
+# one layer in one piece grow gpt-oss by 1,270 MiB; in parts it is 260 to 400, by the allocator's
+# luck, and the others stay under 200.
+MOST_MIB = 800
 
 
 @pytest.mark.slow

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+import torch
 
 from kvmesh.core.types import SamplingParams
 from kvmesh.engine.protocol import ModelRunner, SequenceChunk, StateChunk
@@ -118,6 +119,23 @@ def test_alone(checkpoint: Checkpoint) -> None:
         stream = Stream(prompt, Homes(runner).home(len(prompt)))
         run(runner, [stream], chunk=4096)
         assert stream.output == expected
+
+
+def test_logits_in_fp32_and_bf16(checkpoint: Checkpoint) -> None:
+    prompt = checkpoint.prompts[4]
+    exact = checkpoint.prompt_logprobs(prompt, torch.float32)
+    found = {dtype: prompt_logprobs(checkpoint, dtype) for dtype in ("float32", "bfloat16")}
+    torch.testing.assert_close(found["float32"], exact, rtol=0, atol=5e-3)
+    # Rounding moves choices of experts; it may not move more here than it does there.
+    theirs = (checkpoint.prompt_logprobs(prompt, torch.bfloat16) - exact).abs().mean()
+    assert (found["bfloat16"] - exact).abs().mean() < 2 * theirs
+
+
+def prompt_logprobs(checkpoint: Checkpoint, dtype: str) -> torch.Tensor:
+    runner, prompt = checkpoint.runner(dtype), checkpoint.prompts[4]
+    stream = Stream(prompt, Homes(runner).home(len(prompt)), replace(GREEDY, num_prompt_logprobs=0))
+    result = runner.execute([replace(stream.next_chunk(4096), score_prompt=True)])
+    return torch.tensor([entry.logprob for entry in result.prompt_logprobs[0]])
 
 
 @pytest.mark.parametrize("chunk", [19, 256, 1000])

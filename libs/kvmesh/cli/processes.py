@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import functools
 import os
 import signal
 import sys
@@ -70,14 +71,25 @@ def die_with_parent() -> Callable[[], None] | None:
         return None
     # Loaded here: between fork and exec there should be as little work as possible.
     libc = ctypes.CDLL(None, use_errno=True)
-    parent = os.getpid()
+    return functools.partial(_ask_kernel, libc, os.getpid())
 
-    def ask_kernel() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-        if os.getppid() != parent:  # it died before the kernel was asked
-            os._exit(_ORPHANED)
 
-    return ask_kernel
+def end_with(parent: int) -> None:
+    """Makes this process die with its parent.
+
+    For children of a process with threads of gRPC, where work between fork and exec is not safe.
+
+    Args:
+        parent: its process id; if that is not the parent any more, this process ends at once.
+    """
+    if sys.platform == "linux":
+        _ask_kernel(ctypes.CDLL(None, use_errno=True), parent)
+
+
+def _ask_kernel(libc: ctypes.CDLL, parent: int) -> None:
+    libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    if os.getppid() != parent:  # it died before the kernel was asked
+        os._exit(_ORPHANED)
 
 
 class Supervisor:

@@ -28,8 +28,8 @@ from kvmesh.cli.scheduler_access import (
     scheduler_access,
 )
 from kvmesh.cli.stack_state import local_stack
-from kvmesh.console.request_log import RequestLog
-from kvmesh.console.sampler import Sampler, Totals, WorkerRates
+from kvmesh.console.sampler import Sampler, WorkerRates
+from kvmesh.console.share import Share
 from kvmesh.core.types import FleetWorker
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -151,7 +151,7 @@ class Camera:
         self._view = view
         self._session = session
         self._url = url
-        self._sampler = Sampler(RequestLog())
+        self._sampler = Sampler()
         self._before: tuple[float, GatewayTotals] | None = None
 
     async def frame(self) -> Frame:
@@ -159,7 +159,7 @@ class Camera:
         text = await self._scrape()
         now = time.monotonic()
         workers = self._view.workers
-        self._sampler.take(workers, Totals({}), now)
+        self._sampler.take(workers, Share(), now)
         gateway = None
         if text is None:
             self._before = None

@@ -1,20 +1,24 @@
 """Serves the console on an admin port: the page, one snapshot, a stream of them, one request.
 
 The page is plain HTML, CSS and JavaScript modules from this package; nothing is loaded from
-elsewhere. Tests: tests/integration/test_console.py, tests/e2e/test_console_page.py.
+elsewhere. Of a gateway of several processes each serves its share to the one that has the page.
+Tests: tests/integration/test_console.py, tests/e2e/test_console_page.py.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.resources import files
-from typing import Any
+from typing import Any, Protocol
 
 from aiohttp import web
 
-from kvmesh.console.snapshot import ConsoleView, history, snapshot, timeline
+from kvmesh.console.request_log import RequestLog
+from kvmesh.console.rows import Json, timeline
+from kvmesh.console.share import Share, share_of, share_to_json
+from kvmesh.console.snapshot import ConsoleView, history, snapshot
 from kvmesh.runtime.admin import AdminPort
 
 INTERVAL_S = 1.0
@@ -29,17 +33,84 @@ _HEADERS = {
 }
 
 
-class ConsolePage:
+SHARE_PATH = "/console/share"
+REQUEST_PATH = "/console/requests/"
+
+
+class Requests(Protocol):
+    """Where the console finds a gateway's requests."""
+
+    async def share(self, *, with_rows: bool) -> Share:
+        """All of them now."""
+        ...
+
+    async def find(self, name: str) -> Json | None:
+        """The timeline of one, by its id or the client's; None if it is not remembered."""
+        ...
+
+
+class LocalRequests:
+    """Requests of this process.
+
+    Args:
+        refusals: reads those met since start, by (stage, reason).
+        now: the log's clock.
+    """
+
+    def __init__(
+        self,
+        log: RequestLog,
+        refusals: Callable[[], Mapping[tuple[str, str], float]],
+        now: Callable[[], float],
+    ) -> None:
+        self._log = log
+        self._refusals = refusals
+        self._now = now
+
+    async def share(self, *, with_rows: bool) -> Share:
+        """See `Requests.share`."""
+        return share_of(self._log, self._refusals(), self._now(), with_rows=with_rows)
+
+    async def find(self, name: str) -> Json | None:
+        """See `Requests.find`."""
+        trace = self._log.find(name)
+        return None if trace is None else timeline(trace, self._log, self._now())
+
+
+class SharePage:
+    """Routes of a process that has no console of its own but a share in one."""
+
+    def __init__(self, requests: Requests) -> None:
+        self._requests = requests
+
+    def add_to(self, admin: AdminPort) -> None:
+        """Adds the routes."""
+        admin.route("GET", SHARE_PATH, self._share)
+        admin.route("GET", REQUEST_PATH + "{request_id}", self._request)
+
+    async def _share(self, request: web.Request) -> web.StreamResponse:
+        share = await self._requests.share(with_rows="rows" in request.query)
+        return _json(share_to_json(share))
+
+    async def _request(self, request: web.Request) -> web.StreamResponse:
+        name = request.match_info["request_id"]
+        found = await self._requests.find(name)
+        if found is None:
+            raise web.HTTPNotFound(text=f"{name!r} is not among the requests that are remembered")
+        return _json(found)
+
+
+class ConsolePage(SharePage):
     """Routes of the console.
 
     Args:
-        view: reads the mesh now.
-        now: the request log's clock.
+        requests: of the whole gateway.
+        view: the mesh now, around these requests.
     """
 
-    def __init__(self, view: Callable[[], ConsoleView], now: Callable[[], float]) -> None:
+    def __init__(self, requests: Requests, view: Callable[[Share], ConsoleView]) -> None:
+        super().__init__(requests)
         self._view = view
-        self._now = now
         static = files("kvmesh.console") / "static"
         self._files = {
             each.name: each.read_bytes() for each in static.iterdir() if _kind(each.name) in _TYPES
@@ -47,11 +118,11 @@ class ConsolePage:
 
     def add_to(self, admin: AdminPort) -> None:
         """Adds the routes."""
+        super().add_to(admin)
         admin.route("GET", "/", self._to_console, needs_token=False)
         admin.route("GET", "/console", self._index)
         admin.route("GET", "/console/snapshot", self._snapshot)
         admin.route("GET", "/console/events", self._events)
-        admin.route("GET", "/console/requests/{request_id}", self._request)
         admin.route("GET", "/console/{name}", self._file)
 
     async def _to_console(self, _request: web.Request) -> web.StreamResponse:
@@ -72,16 +143,11 @@ class ConsolePage:
         return web.Response(body=body, content_type=kind, charset="utf-8", headers=_HEADERS)
 
     async def _snapshot(self, _request: web.Request) -> web.StreamResponse:
-        view = self._view()
-        content = snapshot(view, self._now()) | {"history": history(view.sampler.samples)}
-        return _json(content)
+        view = await self._now()
+        return _json(snapshot(view) | {"history": history(view.sampler.samples)})
 
-    async def _request(self, request: web.Request) -> web.StreamResponse:
-        view, name = self._view(), request.match_info["request_id"]
-        trace = view.log.find(name)
-        if trace is None:
-            raise web.HTTPNotFound(text=f"{name!r} is not among the requests that are remembered")
-        return _json(timeline(trace, view.log, self._now()))
+    async def _now(self) -> ConsoleView:
+        return self._view(await self._requests.share(with_rows=True))
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(
@@ -89,7 +155,7 @@ class ConsolePage:
         )
         await response.prepare(request)
         while True:
-            text = _dumps(snapshot(self._view(), self._now()))
+            text = _dumps(snapshot(await self._now()))
             await response.write(f"event: snapshot\ndata: {text}\n\n".encode())
             await asyncio.sleep(INTERVAL_S)
 

@@ -6,18 +6,15 @@ Pure: times and totals come from the caller. Tests: tests/unit/console/test_samp
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvmesh.console.request_log import Moment, RequestLog, RequestTrace
-from kvmesh.core.types import FleetWorker, Placement, Role, WorkerId
+from kvmesh.console.share import Share
+from kvmesh.core.types import FleetWorker, Role, WorkerId
 
 HISTORY = 300
 """Samples that are kept: five minutes at one a second."""
-
-WINDOW_S = 30.0
-"""Requests that ended in the last so many seconds make the quantiles and shares."""
 
 
 class LinkName(NamedTuple):
@@ -69,23 +66,10 @@ class Sample:
     decode_workers: int
 
 
-@dataclass(frozen=True, slots=True)
-class Totals:
-    """Counters of the gateway.
-
-    Attributes:
-        refusals: by (stage, reason).
-    """
-
-    refusals: Mapping[tuple[str, str], float]
-    threshold_tokens: float | None = None
-
-
 class Sampler:
     """Keeps what is needed to turn totals into rates."""
 
-    def __init__(self, log: RequestLog) -> None:
-        self._log = log
+    def __init__(self) -> None:
         self._at_s: float | None = None
         self._arrived = 0
         self._refusals = 0.0
@@ -95,33 +79,40 @@ class Sampler:
         self.worker_rates: dict[WorkerId, WorkerRates] = {}
         self.link_rates: dict[LinkName, float] = {}
 
-    def take(self, workers: Sequence[FleetWorker], totals: Totals, now: float) -> Sample:
+    def take(
+        self,
+        workers: Sequence[FleetWorker],
+        share: Share,
+        unix_s: float,
+        threshold_tokens: float | None = None,
+    ) -> Sample:
         """Adds a sample.
 
         Args:
-            now: on the request log's clock; grows from call to call.
+            share: the gateway's requests now.
+            unix_s: seconds since 1970; grows from call to call.
         """
-        elapsed_s = now - self._at_s if self._at_s is not None else 0.0
+        elapsed_s = unix_s - self._at_s if self._at_s is not None else 0.0
         self._rate_workers(workers, elapsed_s)
-        refusals = sum(totals.refusals.values())
-        ttfts = sorted(_ttfts(self._log, now))
+        refusals = sum(share.refusals.values())
+        ttfts = sorted(share.ttfts_s)
         rates = self.worker_rates.values()
         sample = Sample(
-            at_s=now + self._log.unix_offset_s,
-            requests_s=_rate(self._log.arrived_total - self._arrived, elapsed_s),
+            at_s=unix_s,
+            requests_s=_rate(share.arrived_total - self._arrived, elapsed_s),
             refusals_s=_rate(refusals - self._refusals, elapsed_s),
             prefill_tokens_s=sum(each.prefill_tokens_s for each in rates),
             decode_tokens_s=sum(each.decode_tokens_s for each in rates),
             transfer_bytes_s=sum(self.link_rates.values()),
-            num_open=self._log.num_open,
+            num_open=share.num_open,
             ttft_p50_s=quantile(ttfts, 0.5),
             ttft_p99_s=quantile(ttfts, 0.99),
-            disaggregated_share=_disaggregated_share(self._log, now),
-            threshold_tokens=totals.threshold_tokens,
+            disaggregated_share=share.disaggregated_share,
+            threshold_tokens=threshold_tokens,
             prefill_workers=sum(each.info.role is not Role.DECODE for each in workers),
             decode_workers=sum(each.info.role is not Role.PREFILL for each in workers),
         )
-        self._at_s, self._arrived, self._refusals = now, self._log.arrived_total, refusals
+        self._at_s, self._arrived, self._refusals = unix_s, share.arrived_total, refusals
         self.samples.append(sample)
         return sample
 
@@ -172,29 +163,3 @@ def _worker_rates(before: FleetWorker, now: FleetWorker, elapsed_s: float) -> Wo
         _rate(generated, elapsed_s),
         found / looked_up if looked_up > 0 else None,
     )
-
-
-def ttft_s(trace: RequestTrace) -> float | None:
-    """Arrival to first token; None before it."""
-    first = trace.moment(Moment.FIRST_TOKEN)
-    return None if first is None else first - trace.arrived_at
-
-
-def _recent(log: RequestLog, now: float) -> list[RequestTrace]:
-    recent = list(log.running())
-    for trace in log.latest():
-        if trace.ended_at is not None and trace.ended_at < now - WINDOW_S:
-            break
-        recent.append(trace)
-    return recent
-
-
-def _ttfts(log: RequestLog, now: float) -> list[float]:
-    return [value for each in _recent(log, now) if (value := ttft_s(each)) is not None]
-
-
-def _disaggregated_share(log: RequestLog, now: float) -> float | None:
-    placed = [each.placement for each in _recent(log, now) if each.placement is not Placement.AUTO]
-    if not placed:
-        return None
-    return sum(each is Placement.DISAGGREGATED for each in placed) / len(placed)

@@ -1,7 +1,7 @@
 """Compiles a C++ file of this package into a library, once per machine and version.
 
-The library is kept in the user's cache under a name that follows from the source, the compiler, its
-flags and the CPU. Tests: tests/unit/core/test_compiled.py.
+The library is kept in the user's cache under a name that follows from the source and the headers
+beside it, the compiler, its flags and the CPU. Tests: tests/unit/core/test_compiled.py.
 """
 
 from __future__ import annotations
@@ -67,6 +67,8 @@ def _identity(compiler: str, source: Path, flags: Sequence[str]) -> str:
     lines = cpu.read_text(encoding="utf-8").splitlines() if cpu.is_file() else []
     features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
     digest = hashlib.sha256(source.read_bytes())
+    for header in sorted(source.parent.glob("*.h")):
+        digest.update(header.read_bytes())
     digest.update(f"{tuple(flags)} {_run(compiler, '--version')} {features}".encode())
     return digest.hexdigest()[:16]
 

@@ -55,6 +55,7 @@ def parse_model_config(
     family = FAMILIES.get(name) if isinstance(name, str) else None
     if family is None:
         raise CheckpointError(f"{origin}: model_type {name!r} is not supported; {SUPPORTED}")
+    raw = family.usual_keys(raw, origin)
     _refuse_unsupported(raw, family.activation, origin)
     fields = Fields(raw, origin)
     hidden_size = fields.number("hidden_size", int)
@@ -92,19 +93,27 @@ def parse_model_config(
         windows=(0,) * num_layers,
     )
     configured = family.configure(fields, config)
-    types = fields.layer_types(num_layers) or ()
+    _refuse_uncomputed(fields, configured)
+    return configured
+
+
+def _refuse_uncomputed(fields: Fields, config: ModelConfig) -> None:
+    """Refuses what the file asks for and the family does not compute."""
+    origin, name = fields.origin, config.family
+    types = fields.layer_types(config.num_layers) or ()
     computed = {
-        "sliding_attention": any(configured.windows),
-        "linear_attention": configured.linear is not None,
+        "sliding_attention": any(config.windows),
+        "linear_attention": config.linear is not None,
     }
     for kind, is_computed in computed.items():
         if kind in types and not is_computed:
             text = f"{origin}: layer type {kind} is not supported in {name}; {SUPPORTED}"
             raise CheckpointError(text)
-    if fields.rotary_dim(configured.head_dim) != configured.head_dim and not configured.rotary_dim:
+    if config.linear is not None and len(config.linear.layers) == config.num_layers:
+        raise CheckpointError(f"{origin}: a model without an attention layer is not supported")
+    if fields.rotary_dim(config.head_dim) != config.head_dim and not config.rotary_dim:
         text = f"{origin}: partial rotary embedding is not supported in {name}; {SUPPORTED}"
         raise CheckpointError(text)
-    return configured
 
 
 def _refuse_unsupported(raw: Mapping[str, Any], activation: str, origin: str) -> None:

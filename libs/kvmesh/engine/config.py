@@ -128,6 +128,8 @@ class ModelConfig:
         rotary_dim: leading elements of a head that are rotated; 0 for all.
         latent: of attention layers that keep a compressed KV.
         linear: of layers that keep a state.
+        residual_factors: of the stream and of what is added to it, where a family scales them: by
+            attention, by linear attention, by the MLP.
     """
 
     family: str
@@ -156,6 +158,7 @@ class ModelConfig:
     rotary_dim: int = 0
     latent: LatentConfig | None = None
     linear: LinearConfig | None = None
+    residual_factors: tuple[tuple[float, float], ...] = ()
 
     @property
     def num_parameters(self) -> int:

@@ -6,6 +6,7 @@ Tests: tests/unit/engine/test_experts.py, tests/integration/test_transformers_eq
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,7 +21,8 @@ from kvmesh.engine.layers import (
     make_sparse_mlp,
 )
 from kvmesh.engine.weights import LayerWeights
-from kvmesh.kernels.linear import Linear
+from kvmesh.kernels import layer_ops
+from kvmesh.kernels.linear import Linear, make_linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,38 +103,104 @@ class GroupRoute:
         return grouped.masked_fill(~open_groups[..., None], -torch.inf).view(choice.shape)
 
 
+GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
+W1_W3_W2 = ("w1", "w3", "w2")
+
+
 def load_experts(
-    weights: LayerWeights, config: ModelConfig, prefix: str = "mlp.experts"
+    weights: LayerWeights,
+    config: ModelConfig,
+    prefix: str = "mlp.experts",
+    names: tuple[str, str, str] = GATE_UP_DOWN,
 ) -> tuple[GatedMlp, ...]:
-    """Reads all experts of a layer by their usual names.
+    """Reads all experts of a layer, one by one or as the two tensors that some files stack them in.
+
+    Args:
+        names: of an expert's gate, up and down projection.
+
+    Raises:
+        CheckpointError: a tensor is missing or of the wrong shape.
+    """
+    moe, hidden = config.moe, config.hidden_size
+    assert moe is not None
+    size = moe.intermediate_size
+    if weights.has(f"{prefix}.gate_up_proj"):
+        gate_up = weights.tensor(f"{prefix}.gate_up_proj", (moe.num_experts, 2 * size, hidden))
+        down = weights.tensor(f"{prefix}.down_proj", (moe.num_experts, hidden, size))
+        return tuple(
+            GatedMlp(make_linear(inner), make_linear(outer), layer_ops.silu_and_mul)
+            for inner, outer in zip(gate_up, down, strict=True)
+        )
+    return tuple(
+        load_mlp(weights, f"{prefix}.{expert}", hidden, size, names)
+        for expert in range(moe.num_experts)
+    )
+
+
+def load_mlp(
+    weights: LayerWeights,
+    prefix: str,
+    hidden: int,
+    size: int,
+    names: tuple[str, str, str] = GATE_UP_DOWN,
+) -> GatedMlp:
+    """Reads one gated MLP.
+
+    Args:
+        names: of its gate, up and down projection.
+
+    Raises:
+        CheckpointError: a tensor is missing or of the wrong shape.
+    """
+    gate, up, down = (f"{prefix}.{name}.weight" for name in names)
+    return load_gated_mlp(weights, (gate, up, down), hidden, size)
+
+
+def load_softmax_routed(
+    weights: LayerWeights,
+    config: ModelConfig,
+    prefix: str = "mlp",
+    names: tuple[str, str, str] = GATE_UP_DOWN,
+) -> SparseMlp:
+    """Reads experts that are chosen by a softmax over all of them.
 
     Raises:
         CheckpointError: a tensor is missing or of the wrong shape.
     """
     moe = config.moe
     assert moe is not None
-    return tuple(
-        load_mlp(weights, f"{prefix}.{expert}", config.hidden_size, moe.intermediate_size)
-        for expert in range(moe.num_experts)
+    return make_sparse_mlp(
+        weights.linear(f"{prefix}.gate.weight", moe.num_experts, config.hidden_size),
+        partial(layer_ops.route, top_k=moe.top_k, normalize=moe.normalize),
+        load_experts(weights, config, f"{prefix}.experts", names),
     )
 
 
-def load_mlp(weights: LayerWeights, prefix: str, hidden: int, size: int) -> GatedMlp:
-    """Reads one gated MLP by its usual names.
+def load_gate_shared(weights: LayerWeights, config: ModelConfig) -> SharedMlp:
+    """Reads the experts of the Qwen hybrids: a gate says how much of the shared one is taken.
 
     Raises:
         CheckpointError: a tensor is missing or of the wrong shape.
     """
-    names = (
-        f"{prefix}.gate_proj.weight",
-        f"{prefix}.up_proj.weight",
-        f"{prefix}.down_proj.weight",
+    moe, hidden = config.moe, config.hidden_size
+    assert moe is not None
+    return SharedMlp(
+        load_softmax_routed(weights, config),
+        load_mlp(weights, "mlp.shared_expert", hidden, moe.shared_size),
+        weights.linear("mlp.shared_expert_gate.weight", 1, hidden),
     )
-    return load_gated_mlp(weights, names, hidden, size)
 
 
-def load_group_routed(weights: LayerWeights, config: ModelConfig) -> Mlp:
+def load_group_routed(
+    weights: LayerWeights,
+    config: ModelConfig,
+    prefix: str = "mlp",
+    names: tuple[str, str, str] = GATE_UP_DOWN,
+) -> Mlp:
     """Reads the experts of DeepSeek and those who follow it.
+
+    Args:
+        names: of an expert's gate, up and down projection; those of the shared one are the usual.
 
     Raises:
         CheckpointError: a tensor is missing or of the wrong shape.
@@ -141,9 +209,9 @@ def load_group_routed(weights: LayerWeights, config: ModelConfig) -> Mlp:
     assert moe is not None
     bias = None
     if moe.biased_choice:
-        bias = weights.tensor("mlp.gate.e_score_correction_bias", (moe.num_experts,)).float()
+        bias = weights.exact(f"{prefix}.gate.e_score_correction_bias", (moe.num_experts,))
     chosen = make_sparse_mlp(
-        ExactRouter(weights.tensor("mlp.gate.weight", (moe.num_experts, hidden)).float()),
+        ExactRouter(weights.exact(f"{prefix}.gate.weight", (moe.num_experts, hidden))),
         GroupRoute(
             top_k=moe.top_k,
             num_groups=moe.num_groups,
@@ -152,6 +220,6 @@ def load_group_routed(weights: LayerWeights, config: ModelConfig) -> Mlp:
             scale=moe.scale,
             bias=bias,
         ),
-        load_experts(weights, config),
+        load_experts(weights, config, f"{prefix}.experts", names),
     )
-    return SharedMlp(chosen, load_mlp(weights, "mlp.shared_experts", hidden, moe.shared_size))
+    return SharedMlp(chosen, load_mlp(weights, f"{prefix}.shared_experts", hidden, moe.shared_size))

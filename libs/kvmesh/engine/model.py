@@ -117,8 +117,9 @@ def load_model(
             rope_config, config.head_dim, num_positions, dtype, device, config.rotary_dim
         )
 
-    embedding = matrix("model.embed_tokens.weight")
-    norm = files.read_rows([("model.norm.weight", hidden)], None, dtype, device)
+    embedding = matrix(f"{family.weight_prefix}.embed_tokens.weight")
+    norm_name = f"{family.weight_prefix}.norm.weight"
+    norm = files.read_rows([(norm_name, hidden)], None, dtype, device)
     rope = table(config.rope)
     scale = torch.tensor(hidden**0.5, dtype=dtype, device=device)
     return DecoderModel(
@@ -126,7 +127,9 @@ def load_model(
         embedding=embedding,
         embedding_scale=scale if family.scales_embeddings else None,
         layers=tuple(
-            family.load_layer(LayerWeights(files, layer, dtype, device, place), config)
+            family.load_layer(
+                LayerWeights(files, layer, dtype, device, place, family.weight_prefix), config
+            )
             for layer, place in enumerate(plan.places)
         ),
         norm=norm + family.norm_offset,

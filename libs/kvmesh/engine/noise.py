@@ -7,7 +7,7 @@ Tests: tests/unit/engine/test_noise.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -83,3 +83,35 @@ def gumbel_noise(keys: Sequence[int], vocab_size: int, device: torch.device) -> 
     # -log(1 - u), not -log(u): the winners have small exponentials, and small u are exact.
     exponential = uniform.neg_().log1p_().neg_()
     return exponential.log_().neg_()
+
+
+def draw(logits: Tensor, keys: Mapping[int, int]) -> Tensor:
+    """The highest logit of each row, after Gumbel noise in the rows that have a key.
+
+    Args:
+        logits: [rows, vocab] fp32; changed in place.
+        keys: rows to their `stream_key`; the other rows are greedy.
+
+    Returns:
+        [rows] int64 token ids.
+    """
+    if logits.is_cuda:
+        # Triton costs half a second to import and is only needed where there is a device.
+        from kvmesh.kernels import draw as kernel  # noqa: PLC0415
+
+        rows = range(len(logits))
+        table = [
+            [_signed_32(keys.get(row, 0)) for row in rows],
+            [_signed_32(keys.get(row, 0) >> 32) for row in rows],
+            [int(row in keys) for row in rows],
+        ]
+        low, high, is_random = torch.tensor(table, dtype=torch.int32, device=logits.device)
+        drawn: Tensor = kernel.draw(logits, low, high, is_random)
+        return drawn
+    if keys:
+        noise = gumbel_noise(list(keys.values()), logits.shape[1], logits.device)
+        if len(keys) == len(logits):
+            logits += noise
+        else:
+            logits[list(keys)] += noise
+    return logits.argmax(dim=-1)

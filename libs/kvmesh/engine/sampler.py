@@ -18,7 +18,7 @@ from torch import Tensor
 from kvmesh.core.errors import StructureError
 from kvmesh.core.types import SamplingParams, TokenLogprobs
 from kvmesh.engine.logits import shape_row
-from kvmesh.engine.noise import gumbel_noise, stream_key
+from kvmesh.engine.noise import draw, stream_key
 from kvmesh.engine.protocol import SampledToken, SequenceChunk
 
 # Best candidates that top_p looks at before it sorts a whole vocabulary.
@@ -45,16 +45,17 @@ def sample(logits: Tensor, chunks: Sequence[SequenceChunk]) -> list[SampledToken
             errors[index] = str(error)
     random = [row for row, chunk in enumerate(chunks) if chunk.sampling.temperature > 0]
     if random:
-        picked = [chunks[row] for row in random]
+        params = [chunks[row].sampling for row in random]
         if len(random) == len(chunks):
-            perturb(logits, picked)
+            filter_rows(logits, params)
         else:
-            logits[random] = perturb(logits[random], picked)
-    chosen = logits.argmax(dim=-1)
+            logits[random] = filter_rows(logits[random], params)
+    keys = {row: stream_key(chunks[row].sampling.seed, chunks[row].end) for row in random}
+    chosen = draw(logits, keys)
     tokens = [SampledToken(token) for token in chosen.tolist()]
     if raw is not None:
-        params = [chunks[row].sampling for row in reported]
-        found = zip(reported, read_logprobs(raw, chosen[reported], params), strict=True)
+        asked = [chunks[row].sampling for row in reported]
+        found = zip(reported, read_logprobs(raw, chosen[reported], asked), strict=True)
         for row, logprobs in found:
             tokens[row] = SampledToken(tokens[row].token_id, logprobs)
     for index, message in errors.items():
@@ -62,13 +63,12 @@ def sample(logits: Tensor, chunks: Sequence[SequenceChunk]) -> list[SampledToken
     return tokens
 
 
-def perturb(logits: Tensor, chunks: Sequence[SequenceChunk]) -> Tensor:
-    """Temperature, filters and noise: the argmax of the result is a draw.
+def filter_rows(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Temperature, then -inf for all that min_p, top_k and top_p leave out.
 
     Args:
-        logits: [chunks, vocab] fp32; changed in place and returned.
+        logits: [rows, vocab] fp32; changed in place and returned.
     """
-    params = [chunk.sampling for chunk in chunks]
     logits /= _column(logits, [p.temperature for p in params])
     if any(p.min_p > 0 for p in params):
         # log(0) is no bound at all, which is what min_p 0 means.
@@ -80,8 +80,6 @@ def perturb(logits: Tensor, chunks: Sequence[SequenceChunk]) -> Tensor:
         lowest = torch.full_like(logits[:, :1], -math.inf)
         lowest[filtered] = top_threshold(logits[filtered], [params[row] for row in filtered])
         logits.masked_fill_(logits < lowest, -math.inf)
-    keys = [stream_key(chunk.sampling.seed, chunk.end) for chunk in chunks]
-    logits += gumbel_noise(keys, logits.shape[1], logits.device)
     return logits
 
 

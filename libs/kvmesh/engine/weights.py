@@ -108,6 +108,7 @@ class LayerWeights:
 
     Attributes:
         place: of the layer's KV.
+        prefix: of the decoder's tensors.
 
     All methods raise CheckpointError when a tensor is missing or of another shape.
     """
@@ -117,6 +118,11 @@ class LayerWeights:
     dtype: torch.dtype
     device: str
     place: KvPlace
+    prefix: str = "model"
+
+    def has(self, name: str) -> bool:
+        """Whether the layer has a tensor of this name."""
+        return self.files.has(self._full(name))
 
     def stacked(self, parts: list[tuple[str, int]], columns: int | None = None) -> Tensor:
         """See `WeightFiles.read_rows`."""
@@ -132,12 +138,16 @@ class LayerWeights:
         """One tensor of any shape."""
         return self.files.read(self._full(name), shape).to(self.device, self.dtype)
 
+    def exact(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """One tensor in fp32 whatever the model computes in, for what a rounding would shift."""
+        return self.files.read(self._full(name), shape).to(self.device, torch.float32)
+
     def linear(self, name: str, rows: int, columns: int, bias: Tensor | None = None) -> Linear:
         """A product with the [rows, columns] matrix of this name."""
         return make_linear(self.stacked([(name, rows)], columns), bias)
 
     def _full(self, name: str) -> str:
-        return f"model.layers.{self.layer}.{name}"
+        return f"{self.prefix}.layers.{self.layer}.{name}"
 
 
 def find_weight_files(folder: Path) -> tuple[Path, ...]:

@@ -257,6 +257,75 @@ def paged_decode_attention(
     Returns:
         [sequences, heads, head_dim], dtype of `q`.
     """
+    parts, lse = _decode_parts(
+        q,
+        kv,
+        layer,
+        block_tables,
+        context_lens,
+        max_context_len=max_context_len,
+        num_splits=num_splits,
+        scale=scale,
+        window=window,
+    )
+    out = parts[:, :, 0] if num_splits == 1 else merge_partials(parts, lse)
+    if sinks is not None:
+        # The part of the softmax that the sink does not take.
+        out = out * torch.sigmoid(lse.logsumexp(dim=-1) - sinks)[..., None]
+    return out.to(q.dtype)
+
+
+def paged_partial_attention(
+    q: Tensor,
+    kv: Tensor,
+    layer: int,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    *,
+    max_context_len: int,
+    num_splits: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Attention of one query per sequence over the part of its context that is in this pool.
+
+    Args: as in `paged_decode_attention`; a context may be empty here.
+
+    Returns:
+        As `reference.partial_attention`, to be joined by `reference.merge_partials`.
+
+    Source: TokenLake §3.3 (a query travels to the KV); FlashInfer, arXiv 2501.01005 §2.2.
+    """
+    parts, lse = _decode_parts(
+        q,
+        kv,
+        layer,
+        block_tables,
+        context_lens,
+        max_context_len=max_context_len,
+        num_splits=num_splits,
+        scale=scale,
+        window=0,
+    )
+    if num_splits == 1:
+        return parts[:, :, 0], lse[:, :, 0]
+    total = lse.logsumexp(dim=-1)
+    # Nothing but empty parts: their weights would be 0 / 0.
+    return merge_partials(parts, lse).masked_fill_((total == -torch.inf)[..., None], 0.0), total
+
+
+def _decode_parts(
+    q: Tensor,
+    kv: Tensor,
+    layer: int,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    *,
+    max_context_len: int,
+    num_splits: int,
+    scale: float,
+    window: int,
+) -> tuple[Tensor, Tensor]:
+    """Each part's attention [sequences, heads, splits, head_dim] and lse without the last axis."""
     num_sequences, num_heads, head_dim = q.shape
     pool = kv[:, layer]
     kv_heads = kv.shape[4]
@@ -288,11 +357,7 @@ def paged_decode_attention(
         TILE=DECODE_TILE,
         num_warps=4,
     )
-    out = parts[:, :, 0] if num_splits == 1 else merge_partials(parts, lse)
-    if sinks is not None:
-        # The part of the softmax that the sink does not take.
-        out = out * torch.sigmoid(lse.logsumexp(dim=-1) - sinks)[..., None]
-    return out.to(q.dtype)
+    return parts, lse
 
 
 def paged_prefill_attention(

@@ -1,6 +1,6 @@
 """Triton kernels of the gated delta rule: one position of many sequences, many of one sequence.
 
-One decay per head; decays of every channel are left to the twins, linear_reference.py.
+One decay per head (gated delta net) or one per channel (KDA). Twins: linear_reference.py.
 Tests: tests/unit/kernels/test_hybrid_kernels.py.
 """
 
@@ -30,6 +30,7 @@ def _step_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device si
     KEY_TILE: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     VALUE_TILE: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
 ):
     # One program: one sequence, one head, VALUE_TILE columns of the state.
     row = tl.program_id(0).to(tl.int64) * num_heads + tl.program_id(1)
@@ -42,12 +43,34 @@ def _step_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device si
     q = tl.load(q_ptr + row * KEY_DIM + key, mask=is_key, other=0.0)
     k = tl.load(k_ptr + row * KEY_DIM + key, mask=is_key, other=0.0)
     v = tl.load(v_ptr + row * VALUE_DIM + value, mask=is_value, other=0.0)
-    state = state * tl.exp(tl.load(decay_ptr + row))
+    if PER_CHANNEL:
+        decay = tl.load(decay_ptr + row * KEY_DIM + key, mask=is_key, other=0.0)
+        state = state * tl.exp(decay)[:, None]
+    else:
+        state = state * tl.exp(tl.load(decay_ptr + row))
     known = tl.sum(state * k[:, None], 0)
     change = (v - known) * tl.load(beta_ptr + row)
     state += k[:, None] * change[None, :]
     tl.store(out_ptr + row * VALUE_DIM + value, tl.sum(state * q[:, None], 0), mask=is_value)
     tl.store(new_state_ptr + cell, state, mask=mask)
+
+
+@triton.jit
+def _channel_products(q, k, total, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+    # `k_i · k_j` and `q_i · k_j`, every channel decayed from j to i; column by column, because
+    # decays must be subtracted before the exponential. Above the diagonal they mean nothing.
+    one = tl.arange(0, CHUNK)
+    products = tl.zeros((CHUNK, CHUNK), tl.float32)
+    reads = tl.zeros((CHUNK, CHUNK), tl.float32)
+    for column in range(CHUNK):
+        here = one[:, None] == column
+        key = tl.sum(tl.where(here, k, 0.0), 0)
+        before = tl.sum(tl.where(here, total, 0.0), 0)
+        decayed = key[None, :] * tl.exp(tl.minimum(total - before[None, :], 0.0))
+        place = one[None, :] == column
+        products = tl.where(place, tl.sum(k * decayed, 1)[:, None], products)
+        reads = tl.where(place, tl.sum(q * decayed, 1)[:, None], reads)
+    return products, reads
 
 
 @triton.jit
@@ -67,6 +90,7 @@ def _scan_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device si
     VALUE_DIM: tl.constexpr,
     VALUE_TILE: tl.constexpr,
     CHUNK: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
 ):
     # One program: one head, VALUE_TILE columns of the state, all positions in chunks.
     head = tl.program_id(0)
@@ -89,12 +113,26 @@ def _scan_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device si
         value_mask = valid[:, None] & is_value[None, :]
         v = tl.load(v_ptr + values, mask=value_mask, other=0.0)
         # Positions past the end keep the state: they forget nothing and take no share.
-        decay = tl.load(decay_ptr + row, mask=valid, other=0.0)
         beta = tl.load(beta_ptr + row, mask=valid, other=0.0)
-        total = tl.cumsum(decay, 0)
-        gap = tl.where(one[:, None] >= one[None, :], total[:, None] - total[None, :], 0.0)
-        gaps = tl.exp(gap)
-        products = tl.dot(k, tl.trans(k), input_precision="tf32x3") * gaps
+        if PER_CHANNEL:
+            decay = tl.load(decay_ptr + keys, mask=key_mask, other=0.0)
+            total = tl.cumsum(decay, 0)
+            grown = tl.exp(total)
+            last = tl.sum(decay, 0)
+            left = tl.exp(last[None, :] - total)
+            kept = tl.exp(last)[:, None]
+            products, reads = _channel_products(q, k, total, CHUNK)
+        else:
+            decay = tl.load(decay_ptr + row, mask=valid, other=0.0)
+            total = tl.cumsum(decay, 0)
+            grown = tl.exp(total)[:, None]
+            last = tl.sum(decay, 0)
+            left = tl.exp(last - total)[:, None]
+            kept = tl.exp(last)
+            gap = tl.where(one[:, None] >= one[None, :], total[:, None] - total[None, :], 0.0)
+            gaps = tl.exp(gap)
+            products = tl.dot(k, tl.trans(k), input_precision="tf32x3") * gaps
+            reads = tl.dot(q, tl.trans(k), input_precision="tf32x3") * gaps
         system = tl.where(earlier, products * beta[:, None], 0.0)
         # Inverse of the unit triangular system, row by row.
         inverse = tl.where(one[:, None] == one[None, :], 1.0, 0.0)
@@ -102,17 +140,13 @@ def _scan_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device si
             factors = tl.sum(tl.where(one[:, None] == line, system, 0.0), 0)
             known = tl.sum(factors[:, None] * inverse, 0)
             inverse = tl.where(one[:, None] == line, inverse - known[None, :], inverse)
-        grown = tl.exp(total)[:, None]
         wanted = beta[:, None] * (v - tl.dot(k * grown, state, input_precision="tf32x3"))
         change = tl.dot(inverse, wanted, input_precision="tf32x3")
-        reads = tl.dot(q, tl.trans(k), input_precision="tf32x3") * gaps
         reads = tl.where(one[:, None] >= one[None, :], reads, 0.0)
         out = tl.dot(q * grown, state, input_precision="tf32x3")
         out += tl.dot(reads, change, input_precision="tf32x3")
         tl.store(out_ptr + values, out, mask=value_mask)
-        last = tl.sum(decay, 0)
-        left = tl.exp(last - total)[:, None]
-        state = state * tl.exp(last)
+        state = state * kept
         state += tl.dot(tl.trans(k * left), change, input_precision="tf32x3")
     tl.store(new_state_ptr + cell, state, mask=is_key[:, None] & is_value[None, :])
 
@@ -120,7 +154,7 @@ def _scan_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device si
 def delta_step(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """See `linear_reference.delta_step`; `decay` is [sequences, heads, 1]."""
+    """See `linear_reference.delta_step`; takes either kind of decay."""
     sequences, heads, key_dim = q.shape
     value_dim = v.shape[-1]
     out, new_state = torch.empty_like(v), torch.empty_like(state)
@@ -134,6 +168,7 @@ def delta_step(
         KEY_TILE=max(16, triton.next_power_of_2(key_dim)),
         VALUE_DIM=value_dim,
         VALUE_TILE=tile,
+        PER_CHANNEL=decay.shape[-1] > 1,
         num_warps=4,
     )
     return out, new_state
@@ -142,7 +177,7 @@ def delta_step(
 def delta_scan(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """See `linear_reference.delta_scan`; `decay` is [positions, heads, 1]."""
+    """See `linear_reference.delta_scan`; takes either kind of decay."""
     positions, heads, key_dim = q.shape
     value_dim = v.shape[-1]
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
@@ -159,6 +194,7 @@ def delta_scan(
         VALUE_DIM=value_dim,
         VALUE_TILE=tile,
         CHUNK=_CHUNK,
+        PER_CHANNEL=decay.shape[-1] > 1,
         num_warps=4,
     )
     return out, new_state

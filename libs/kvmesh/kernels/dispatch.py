@@ -83,14 +83,8 @@ class ReferenceAttention:
         q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
         cut = self._batch.num_decode
         parts = [self._decode(q[:cut], layer, spec)] if cut else []
-        if spec.window not in self._prefill_plans:
-            self._prefill_plans[spec.window] = self._plan_prefill(spec.window)
-        parts += [
-            reference.prefill_attention(
-                q[rows], k[rows], v[rows], self._kv, layer, plan, spec.scale, spec.sinks
-            )
-            for rows, plan in self._prefill_plans[spec.window]
-        ]
+        if cut < self._batch.num_sequences:
+            parts += self._prefill(q, k, v, layer, spec)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _write(self, qkv: Tensor, layer: int, spec: HeadSpec, rope: RopeRows) -> None:
@@ -104,6 +98,17 @@ class ReferenceAttention:
             layer,
             self._slots,
         )
+
+    def _prefill(self, q: Tensor, k: Tensor, v: Tensor, layer: int, spec: HeadSpec) -> list[Tensor]:
+        """Attention of the chunks; `q`, `k` and `v` have all rows of the step."""
+        if spec.window not in self._prefill_plans:
+            self._prefill_plans[spec.window] = self._plan_prefill(spec.window)
+        return [
+            reference.prefill_attention(
+                q[rows], k[rows], v[rows], self._kv, layer, plan, spec.scale, spec.sinks
+            )
+            for rows, plan in self._prefill_plans[spec.window]
+        ]
 
     def _decode(self, q: Tensor, layer: int, spec: HeadSpec) -> Tensor:
         if spec.window not in self._decode_plans:
@@ -146,13 +151,18 @@ class ReferenceAttention:
 
 
 class HostAttention(ReferenceAttention):
-    """As the twins, but decode reads blocks where they lie, and rotation is fused."""
+    """As the twins, but blocks are read where they lie, and rotation is fused."""
 
     def __init__(self, batch: RaggedBatch, kv: Tensor) -> None:
         super().__init__(batch, kv)
         cut = batch.num_decode
         self._tables = torch.from_numpy(padded_tables(batch.block_tables[:cut]))
         self._lens = torch.tensor(batch.context_lens[:cut], dtype=torch.int64)
+        self._has_prefill = host.has_prefill(kv)
+        self._prefill_tables = torch.from_numpy(padded_tables(batch.block_tables[cut:]))
+        self._prefill_lens = torch.tensor(batch.context_lens[cut:], dtype=torch.int64)
+        # Rows of chunks, counted from the first of them.
+        self._prefill_starts = torch.tensor(batch.query_starts[cut:], dtype=torch.int64) - cut
 
     def _write(self, qkv: Tensor, layer: int, spec: HeadSpec, rope: RopeRows) -> None:
         layer_ops.rope_and_write(
@@ -177,6 +187,22 @@ class HostAttention(ReferenceAttention):
             window=spec.window,
             sinks=spec.sinks,
         )
+
+    def _prefill(self, q: Tensor, k: Tensor, v: Tensor, layer: int, spec: HeadSpec) -> list[Tensor]:
+        if not self._has_prefill:
+            return super()._prefill(q, k, v, layer, spec)
+        attended = host.prefill_attention(
+            q[self._batch.num_decode :],
+            self._kv,
+            layer,
+            self._prefill_tables,
+            self._prefill_starts,
+            self._prefill_lens,
+            scale=spec.scale,
+            window=spec.window,
+            sinks=spec.sinks,
+        )
+        return [attended]
 
 
 class TritonAttention:

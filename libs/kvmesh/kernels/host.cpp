@@ -2,8 +2,8 @@
 // arithmetic: norms, activations, rotary embedding with the KV write, and decode attention that
 // reads blocks where they lie. Twins: reference.py. Loaded by host_library.py through a C ABI.
 //
-// Vectors are GCC's own (16 floats), so the file has no intrinsics; what the CPU lacks, the
-// compiler splits. Sums are fp32 whatever the tensors hold, and bf16 results are rounded once.
+// Sums are fp32 whatever the tensors hold, and bf16 results are rounded once (vectors.h). Attention
+// of prompts is in prefill.h.
 
 #include <cmath>
 #include <cstdint>
@@ -11,84 +11,10 @@
 #include <limits>
 #include <vector>
 
+#include "prefill.h"
+#include "vectors.h"
+
 namespace {
-
-constexpr int kWidth = 16;
-using Floats = float __attribute__((vector_size(64)));
-using Ints = int32_t __attribute__((vector_size(64)));
-using Words = uint32_t __attribute__((vector_size(64)));
-using Halves = uint16_t __attribute__((vector_size(32)));
-using Bf16 = uint16_t;
-
-// The same bits as another type.
-template <typename To, typename From>
-inline To bits_as(From from) {
-  static_assert(sizeof(To) == sizeof(From));
-  To to;
-  std::memcpy(&to, &from, sizeof to);
-  return to;
-}
-
-inline Floats splat(float value) { return Floats{} + value; }
-
-inline Floats load(const float* from) {
-  Floats out;
-  std::memcpy(&out, from, sizeof out);
-  return out;
-}
-
-inline Floats load(const Bf16* from) {
-  Halves halves;
-  std::memcpy(&halves, from, sizeof halves);
-  return bits_as<Floats>(__builtin_convertvector(halves, Words) << 16);
-}
-
-inline void store(float* to, Floats value) { std::memcpy(to, &value, sizeof value); }
-
-inline void store(Bf16* to, Floats value) {
-  // Round to nearest, ties to even.
-  const Words bits = bits_as<Words>(value);
-  const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  const Halves halves = __builtin_convertvector(rounded, Halves);
-  std::memcpy(to, &halves, sizeof halves);
-}
-
-inline float sum(Floats value) {
-  value += __builtin_shuffle(value, Ints{8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7});
-  value += __builtin_shuffle(value, Ints{4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11});
-  value += __builtin_shuffle(value, Ints{2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13});
-  value += __builtin_shuffle(value, Ints{1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14});
-  return value[0];
-}
-
-// Sums of sixteen vectors, one in each lane; `of` is overwritten. A third of the shuffles that
-// sixteen single sums take: each round adds neighbours of two vectors into one.
-inline Floats sums(Floats of[kWidth]) {
-  constexpr Ints kEven{0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
-  for (int left = kWidth / 2; left > 0; left /= 2)
-    for (int i = 0; i < left; ++i)
-      of[i] = __builtin_shuffle(of[2 * i], of[2 * i + 1], kEven) +
-              __builtin_shuffle(of[2 * i], of[2 * i + 1], kEven + 1);
-  return of[0];
-}
-
-// exp of each lane, relative error about 2e-7; below -87 the result is about 1e-38.
-inline Floats exponential(Floats x) {
-  x = x < -87.0f ? splat(-87.0f) : x;
-  x = x > 88.0f ? splat(88.0f) : x;
-  // Adding 1.5 * 2^23 rounds to an integer, which is then in the low mantissa bits.
-  const Floats shifted = x * 1.44269504f + 12582912.0f;
-  const Ints power = bits_as<Ints>(shifted) - 0x4b400000;
-  const Floats whole = shifted - 12582912.0f;
-  const Floats r = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
-  Floats p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  return p * bits_as<Floats>((power + 127) << 23);
-}
 
 template <typename T>
 void add_rms_norm(T* x, const T* delta, const T* weight, T* out, int64_t rows, int64_t dim,
@@ -144,11 +70,6 @@ void norm_rope_head(T* head, const T* weight, float eps, const T* cos, const T* 
     store(head + half + i, high * load(cos + half + i) + low * load(signed_sin + half + i));
   }
 }
-
-// Shape of the pool as one layer sees it; strides count elements.
-struct Pool {
-  int64_t block_stride, value_offset, block_size, kv_heads;
-};
 
 template <typename T>
 void rope_and_write(T* qkv, const T* qk_norm, float eps, const T* cos, const T* signed_sin,
@@ -410,6 +331,18 @@ int few_rows_any(const T* x, const T* weights, const T* bias, T* out, int64_t ro
     const Decode call{tables, lens, table_stride, sequences, heads, window, scale, sinks, pool};   \
     return decode_any(call, q, q_stride, kv, out, dim, threads);                                   \
   }                                                                                                \
+  extern "C" void prefill_attention_##NAME(                                                        \
+      const T* q, int64_t q_stride, const T* kv, T* out, const int64_t* tables,                    \
+      const int64_t* starts, const int64_t* lens, const float* sinks, int64_t table_stride,        \
+      int64_t sequences, int64_t heads, int64_t dim, int64_t window, float scale,                  \
+      int64_t block_stride, int64_t value_offset, int64_t block_size, int64_t kv_heads,            \
+      int threads) {                                                                               \
+    const Pool pool{block_stride, value_offset, block_size, kv_heads};                             \
+    const Prefill call{tables, starts, lens,     table_stride,   sequences, heads,                 \
+                       window, q_stride, scale * kLog2E, sinks, pool};                             \
+    prefill(call, q, kv, out, dim, threads);                                                       \
+  }                                                                                                \
+  extern "C" int prefill_pays_##NAME() { return kPrefillPays<T>; }                                  \
   extern "C" int few_rows_##NAME(const T* x, const T* weights, const T* bias, T* out,              \
                                  int64_t rows, int64_t outputs, int64_t inputs, int threads) {     \
     return few_rows_any(x, weights, bias, out, rows, outputs, inputs, threads);                    \

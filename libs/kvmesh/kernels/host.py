@@ -1,4 +1,4 @@
-"""`host.cpp` on torch tensors. The twins are in reference.py; layer_ops.py chooses.
+"""`host.cpp` and `prefill.h` on torch tensors. The twins are in reference.py; layer_ops.py chooses.
 
 Tests: tests/unit/kernels/test_host.py.
 """
@@ -31,8 +31,14 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
         *_POOL,
         _THREADS,
     ),
+    "prefill_pays": (),
+    "prefill_attention": (
+        *(_P, _I, _P, _P, _P, _P, _P, _P, _I, _I, _I, _I, _I, _F),
+        *_POOL,
+        _THREADS,
+    ),
 }
-_WITH_STATUS = frozenset({"decode_attention", "few_rows"})
+_WITH_STATUS = frozenset({"decode_attention", "prefill_pays", "few_rows"})
 # Rows that `few_rows` takes at most.
 MOST_ROWS = 4
 _PANEL = 64
@@ -67,6 +73,14 @@ def has_rope(x: Tensor) -> bool:
 def has_decode(kv: Tensor) -> bool:
     """Whether decode attention over this pool is compiled."""
     return kv.shape[-1] in _HEAD_DIMS and has_vectors(kv)
+
+
+def has_prefill(kv: Tensor) -> bool:
+    """Whether attention of prompts over this pool is faster by the library than by torch.
+
+    That wants vectors of 512 bits; and torch multiplies bf16 in AMX tiles where there are any.
+    """
+    return has_decode(kv) and bool(_function("prefill_pays", kv.dtype)())
 
 
 def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -175,6 +189,58 @@ def decode_attention(
         torch.get_num_threads(),
     )
     assert status == 0, "has_decode was not asked"
+    return out
+
+
+def prefill_attention(
+    q: Tensor,
+    kv: Tensor,
+    layer: int,
+    tables: Tensor,
+    starts: Tensor,
+    lens: Tensor,
+    *,
+    scale: float,
+    window: int,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Causal attention of chunks over their cached prefixes and themselves, read where they lie.
+
+    A row's result depends neither on how its prompt was cut into chunks nor on other sequences.
+
+    Args:
+        q: [rows, heads, head_dim]; heads and their elements contiguous. KV of the rows is written.
+        tables: [sequences, blocks] int64.
+        starts: [sequences + 1] int64, first row of each, then the number of rows.
+        lens: [sequences] int64, cached positions and the chunk's own.
+        window: positions that a query sees, its own among them; 0 for all.
+        sinks: [heads] fp32 or None, see `reference.decode_attention`.
+
+    Returns:
+        [rows, heads, head_dim].
+    """
+    _, heads, head_dim = q.shape
+    assert q.stride()[1:] == (head_dim, 1)
+    assert head_dim in _HEAD_DIMS
+    out = q.new_empty(q.shape)
+    _function("prefill_attention", q.dtype)(
+        q.data_ptr(),
+        q.stride(0),
+        kv.data_ptr() + layer * kv.stride(1) * kv.element_size(),
+        out.data_ptr(),
+        tables.data_ptr(),
+        starts.data_ptr(),
+        lens.data_ptr(),
+        None if sinks is None else sinks.data_ptr(),
+        tables.shape[1],
+        len(lens),
+        heads,
+        head_dim,
+        window,
+        scale,
+        *_pool_shape(kv),
+        torch.get_num_threads(),
+    )
     return out
 
 

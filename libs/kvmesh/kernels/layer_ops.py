@@ -11,7 +11,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from kvmesh.kernels import host, linear_reference, reference
+from kvmesh.kernels import host, lightning_reference, linear_reference, reference
 
 
 def _triton() -> ModuleType:
@@ -25,6 +25,12 @@ def _triton_delta() -> ModuleType:
     from kvmesh.kernels import delta_rule  # noqa: PLC0415 - as above
 
     return delta_rule
+
+
+def _triton_lightning() -> ModuleType:
+    from kvmesh.kernels import lightning  # noqa: PLC0415 - as above
+
+    return lightning
 
 
 def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -72,7 +78,7 @@ def delta_step(
 ) -> tuple[Tensor, Tensor]:
     """See `linear_reference.delta_step`."""
     arguments = (q, k, v, decay, beta, state)
-    if q.is_cuda and decay.shape[-1] == 1:
+    if q.is_cuda:
         stepped: tuple[Tensor, Tensor] = _triton_delta().delta_step(*arguments)
         return stepped
     return linear_reference.delta_step(*arguments)
@@ -83,10 +89,30 @@ def delta_scan(
 ) -> tuple[Tensor, Tensor]:
     """See `linear_reference.delta_scan`."""
     arguments = (q, k, v, decay, beta, state)
-    if q.is_cuda and decay.shape[-1] == 1:
+    if q.is_cuda:
         scanned: tuple[Tensor, Tensor] = _triton_delta().delta_scan(*arguments)
         return scanned
     return linear_reference.delta_scan(*arguments)
+
+
+def lightning_step(
+    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """See `lightning_reference.lightning_step`."""
+    if q.is_cuda:
+        stepped: tuple[Tensor, Tensor] = _triton_lightning().lightning_step(q, k, v, slopes, state)
+        return stepped
+    return lightning_reference.lightning_step(q, k, v, slopes, state)
+
+
+def lightning_scan(
+    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """See `lightning_reference.lightning_scan`."""
+    if q.is_cuda:
+        scanned: tuple[Tensor, Tensor] = _triton_lightning().lightning_scan(q, k, v, slopes, state)
+        return scanned
+    return lightning_reference.lightning_scan(q, k, v, slopes, state)
 
 
 def route(logits: Tensor, top_k: int, *, normalize: bool) -> tuple[Tensor, Tensor]:

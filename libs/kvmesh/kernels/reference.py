@@ -353,6 +353,33 @@ def _prefill_with_sinks(
     return out.permute(2, 0, 1, 3)
 
 
+def partial_attention(
+    q: Tensor, kv: Tensor, layer: int, plan: DecodePlan, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention of one query per sequence over the part of its context that is in this pool.
+
+    Args: as in `decode_attention`, without sinks, which belong to the whole context.
+
+    Returns:
+        [sequences, heads, head_dim] fp32, normalised over the part, and [sequences, heads] fp32,
+        the log of its sum of exponentials, for `merge_partials`.
+
+    Source: TokenLake §3.3 (a query travels to the KV).
+    """
+    _, _, _, size, kv_heads, head_dim = kv.shape
+    pool = kv.view(-1, size * kv_heads * head_dim)[2 * layer :]
+    both = functional.embedding(plan.gather, pool)
+    if plan.spare is not None:
+        both.view(-1, kv_heads * head_dim).index_fill_(0, plan.spare, 0)
+    k, v = both.view(2, plan.num_sequences, -1, kv_heads, head_dim).transpose(2, 3).float()
+    grouped = q.view(plan.num_sequences, kv_heads, -1, head_dim).float()
+    scores = grouped @ k.transpose(-1, -2) * scale + plan.mask
+    lse = scores.logsumexp(dim=-1, keepdim=True)
+    # Of an empty part both are -inf, and their difference is no number.
+    out = torch.exp(scores - lse.clamp_min(torch.finfo(lse.dtype).min)) @ v
+    return out.reshape(q.shape), lse.reshape(q.shape[:2])
+
+
 def merge_partials(out: Tensor, lse: Tensor) -> Tensor:
     """Joins attention over parts of a context into attention over all of it.
 

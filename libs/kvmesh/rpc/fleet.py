@@ -22,6 +22,7 @@ from kvmesh.rpc.convert import (
 )
 from kvmesh.rpc.convert_detail import model_detail_from_proto
 from kvmesh.rpc.convert_route import route_plan_from_proto, route_query_to_proto
+from kvmesh.rpc.direct import DirectClient
 from kvmesh.rpc.stream import Correlator, PeerStream
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.v1.scheduler_service_pb2 import (
@@ -182,6 +183,7 @@ class _RouteLine:
                 on_up=self.up.set,
                 on_down=self._on_down,
                 joins=True,
+                direct=DirectClient.of(self._target, RouteResponse, self._tls),
             )
             await self._stream.run()
 

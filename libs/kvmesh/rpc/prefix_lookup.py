@@ -13,6 +13,7 @@ from kvmesh.core.errors import LostError
 from kvmesh.core.types import BlockHash, PrefixMatch
 from kvmesh.rpc.channels import TlsConfig, open_channel
 from kvmesh.rpc.convert import prefix_match_from_proto
+from kvmesh.rpc.direct import DirectClient
 from kvmesh.rpc.stream import Correlator, PeerStream
 from kvmesh.v1 import kv_manager_service_pb2 as pb
 from kvmesh.v1 import kv_manager_service_pb2_grpc as pb_grpc
@@ -69,6 +70,7 @@ class PrefixLookup:
                 self._answers.receive_joined,
                 on_down=self._answers.fail_all,
                 joins=True,
+                direct=DirectClient.of(self._target, pb.MatchPrefixResponse, self._tls),
             )
             await self._stream.run()
 

@@ -16,6 +16,8 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from kvmesh.core.errors import LostError, ProtocolError
+from kvmesh.rpc.direct import OFFER_KEY, DirectClient, wait_for_last_bytes
+from kvmesh.rpc.framed import FramedConnection, ignore
 from kvmesh.telemetry.logs import event_logger
 
 RequestT = TypeVar("RequestT")
@@ -56,17 +58,44 @@ class Outbox(Generic[ItemT]):
         self._items: list[ItemT] = []
         self._wake = asyncio.Event()
         self._closed = False
+        self._take: Callable[[list[ItemT]], None] | None = None
+        self._is_due = False
+        self._held = False
 
     def put(self, item: ItemT) -> None:
         """Queues a message; dropped when the stream is closed."""
-        if not self._closed:
-            self._items.append(item)
+        if self._closed:
+            return
+        self._items.append(item)
+        if self._take is None:
             self._wake.set()
+        elif not self._is_due:
+            # At the end of this round of the loop: what is ready together goes out together.
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def divert(self, take: Callable[[list[ItemT]], None]) -> None:
+        """Hands what is queued to `take` from now on; the iteration then only sees the end."""
+        self._take = take
+        self._flush()
+
+    def hold(self, held: bool) -> None:
+        """Lets diverted messages wait here, or go on."""
+        self._held = held
+        self._flush()
 
     def close(self) -> None:
         """Ends the iteration after what is queued."""
+        self._held = False
+        self._flush()
         self._closed = True
         self._wake.set()
+
+    def _flush(self) -> None:
+        self._is_due = False
+        if self._take is not None and self._items and not self._held:
+            batch, self._items = self._items, []
+            self._take(batch)
 
     async def __aiter__(self) -> AsyncIterator[ItemT]:
         async for batch in self.batches():
@@ -138,42 +167,6 @@ async def joined_outbox(outbox: Outbox[MessageT]) -> AsyncIterator[MessageT]:
             yield message
 
 
-async def serve_stream(
-    requests: AsyncIterator[JoinableT],
-    context: grpc.aio.ServicerContext[Any, Any],
-    receive: Callable[[JoinableT, Outbox[ItemT]], None],
-    on_end: Callable[[Outbox[ItemT]], None],
-) -> AsyncIterator[list[ItemT]]:
-    """The server end of a long-lived stream: yields what `receive` puts into the outbox.
-
-    Args:
-        receive: called for each message, on the event loop; must not block.
-        on_end: called once, however the stream ends; releases all that belongs to it.
-    """
-    # Now, not with the first answer: the client counts as connected when this arrives.
-    await context.send_initial_metadata(())
-    outbox: Outbox[ItemT] = Outbox()
-
-    async def read() -> None:
-        try:
-            async for request in incoming(requests):
-                for part in parts(request):
-                    receive(part, outbox)
-        finally:
-            outbox.close()
-
-    reader = asyncio.create_task(read())
-    try:
-        async for events in outbox.batches():
-            yield events
-        await reader  # an error in `receive` breaks the stream, it is not swallowed
-    except ProtocolError as error:
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-    finally:
-        reader.cancel()
-        on_end(outbox)
-
-
 class PeerStream(Generic[RequestT, ResponseT]):
     """Keeps one bidirectional stream to a peer open, reconnecting with backoff and jitter.
 
@@ -185,6 +178,7 @@ class PeerStream(Generic[RequestT, ResponseT]):
         on_down: called with a reason when an open stream broke.
         joins: requests have a field `more` and are joined where several are ready; the peer
             takes them apart with `parts`.
+        direct: takes up the peer's offer of a socket; without it messages stay on gRPC.
     """
 
     def __init__(
@@ -197,9 +191,11 @@ class PeerStream(Generic[RequestT, ResponseT]):
         on_down: Callable[[str], None] | None = None,
         max_backoff_s: float = 1.0,
         joins: bool = False,
+        direct: DirectClient | None = None,
     ) -> None:
         self.name = name
         self._joins = joins
+        self._direct = direct
         self._open_call = open_call
         self._on_message = on_message
         self._on_up = on_up
@@ -249,13 +245,16 @@ class PeerStream(Generic[RequestT, ResponseT]):
         try:
             # Metadata arrives when the peer's handler has started: only then is it really up.
             # A call that failed answers too, with nothing; reading from it then raises the cause.
-            await call.initial_metadata()
+            connection = await self._go_direct(await call.initial_metadata(), outbox)
             if not call.done():
                 self._up.set()
                 if self._on_up is not None:
                     self._on_up()
-            async for message in call:
-                self._on_message(message)
+            if connection is None:
+                async for message in call:
+                    self._on_message(message)
+            else:
+                reason = await self._guard(call, connection)
         except grpc.aio.AioRpcError as error:
             reason = f"{error.code().name}: {error.details()}"
         finally:
@@ -269,6 +268,37 @@ class PeerStream(Generic[RequestT, ResponseT]):
                 if self._on_down is not None:
                     self._on_down(reason)
         return was_up
+
+    async def _go_direct(self, metadata: Any, outbox: Outbox[Any]) -> FramedConnection | None:
+        offer = metadata.get(OFFER_KEY) if metadata else None
+        if self._direct is None or offer is None:
+            return None
+        connection = await self._direct.connect(str(offer), self._on_message)
+        if connection is not None:
+            connection.on_hold = outbox.hold
+            outbox.divert(connection.send)
+        return connection
+
+    async def _guard(self, call: Any, connection: FramedConnection) -> str:
+        """Waits until the call or its connection ends, and ends the other; returns why."""
+
+        async def read() -> None:
+            async for message in call:
+                self._on_message(message)
+
+        reading = asyncio.create_task(read())
+        try:
+            await asyncio.wait((reading, connection.closed), return_when=asyncio.FIRST_COMPLETED)
+            if not reading.done():
+                return connection.closed.result()
+            await wait_for_last_bytes(connection)
+            await reading
+            return "closed by peer"
+        finally:
+            connection.on_frame = ignore
+            connection.close()
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
 
 
 class Correlator(Generic[RequestT, ResponseT]):

@@ -2,17 +2,20 @@
 
 Carries metrics, `/debug/*` and actions. Services add their own with `context.admin.route(...)`.
 Every call needs the token (`Authorization: Bearer`, or Basic with any name, so that a browser asks
-for it). Without a token the port is for this host alone and cannot change anything.
+for it). Without a token the port is for this host alone and cannot change anything. A Unix socket
+may stand beside the port or instead of it; who may open the file may do everything.
 Tests: tests/integration/test_admin.py.
 """
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import hashlib
 import hmac
 import json
+import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +50,7 @@ class AdminConfig:
         "127.0.0.1", "address of the admin port; not this host's alone: a token is needed"
     )
     port: int = option(-1, "admin HTTP port; 0 picks a free one, -1 turns it off")
+    socket: str = option("", "Unix socket for the same calls, without a token, for its owner alone")
     token: str = secret("token that callers of the admin port must send")
     token_file: str = option("", "file that holds the token of the admin port")
     tls: TlsConfig = option(TlsConfig, "")
@@ -54,6 +58,10 @@ class AdminConfig:
 
 class AdminPort:
     """Routes and the server that serves them.
+
+    Attributes:
+        port: the bound port; -1 without one.
+        is_wanted: whether it will be reachable at all.
 
     Raises:
         ConfigError: the token file cannot be read, the token is too short, or one is missing.
@@ -67,6 +75,7 @@ class AdminPort:
         self._open: set[tuple[str, str]] = set()
         self._runner: web.AppRunner | None = None
         self.port = -1
+        self.is_wanted = config.port >= 0 or bool(config.socket)
         if config.port >= 0 and not self._digest and config.host not in _THIS_HOST:
             raise ConfigError(
                 f"server.admin.host {config.host} can be reached from outside: set "
@@ -87,13 +96,13 @@ class AdminPort:
             self._open.add((method, path))
 
     async def start(self) -> None:
-        """Opens the port, if it is turned on.
+        """Opens the port and the socket, those of them that are turned on.
 
         Raises:
-            ConfigError: the port is taken.
+            ConfigError: the port is taken, or the socket cannot be made.
         """
         config = self._config
-        if config.port < 0:
+        if not self.is_wanted:
             return
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._guard])
         app.add_routes(self._routes)
@@ -102,7 +111,22 @@ class AdminPort:
             app, handler_cancellation=True, access_log=None, shutdown_timeout=CLOSE_S
         )
         await self._runner.setup()
-        site = web.TCPSite(self._runner, config.host, config.port, ssl_context=self._ssl)
+        if config.socket:
+            await self._open_socket(self._runner)
+        if config.port >= 0:
+            await self._open_port(self._runner)
+
+    async def _open_socket(self, runner: web.AppRunner) -> None:
+        path = self._config.socket
+        try:
+            await web.UnixSite(runner, path).start()
+            await asyncio.to_thread(os.chmod, path, 0o600)
+        except OSError as error:
+            raise ConfigError(f"server.admin.socket {path}: {error.strerror}") from error
+
+    async def _open_port(self, runner: web.AppRunner) -> None:
+        config = self._config
+        site = web.TCPSite(runner, config.host, config.port, ssl_context=self._ssl)
         try:
             await site.start()
         except OSError as error:
@@ -110,7 +134,7 @@ class AdminPort:
                 f"cannot listen on {config.host}:{config.port}: {error.strerror}; "
                 "choose another with --server.admin.port"
             ) from error
-        self.port = self._runner.addresses[0][1]
+        self.port = next(each[1] for each in runner.addresses if isinstance(each, tuple))
         log.info(
             "admin_serving",
             address=f"{config.host}:{self.port}",
@@ -139,6 +163,8 @@ class AdminPort:
 
     def _check(self, request: web.Request) -> None:
         """Lets the request through, or raises the answer that it gets instead."""
+        if _came_by_socket(request):
+            return
         resource = request.match_info.route.resource
         if resource is not None and (request.method, resource.canonical) in self._open:
             return
@@ -176,6 +202,13 @@ def sent_token(authorization: str) -> str:
 
 async def _name_server(_request: web.Request, response: web.StreamResponse) -> None:
     response.headers["Server"] = "kvmesh"  # not the versions of what it is built with
+
+
+def _came_by_socket(request: web.Request) -> bool:
+    """Whether the caller opened the Unix socket, whose file says who may."""
+    transport = request.transport
+    # Of a Unix socket the name is a path, of others a tuple.
+    return transport is not None and isinstance(transport.get_extra_info("sockname"), str)
 
 
 def _is_same_origin(request: web.Request) -> bool:

@@ -27,6 +27,14 @@ def add_common_routes(admin: AdminPort, name: str, config: Any, stop: Callable[[
         config: shown with its secrets masked.
         stop: begins the drain that ends the process.
     """
+    add_service_routes(admin, name, config, stop)
+    admin.route("GET", "/metrics", _metrics)
+    admin.route("GET", "/debug/tasks", _tasks)
+    admin.route("POST", "/admin/log-level", _set_log_level)
+
+
+def add_service_routes(admin: AdminPort, name: str, config: Any, stop: Callable[[], None]) -> None:
+    """Adds those of the common routes that do not depend on the process that answers."""
 
     async def health(_request: web.Request) -> web.StreamResponse:
         return web.json_response({"status": "ok", "service": name})
@@ -40,16 +48,18 @@ def add_common_routes(admin: AdminPort, name: str, config: Any, stop: Callable[[
         return web.json_response({"status": "draining"}, status=202)
 
     admin.route("GET", "/health", health, needs_token=False)
-    admin.route("GET", "/metrics", _metrics)
     admin.route("GET", "/debug/config", show_config)
-    admin.route("GET", "/debug/tasks", _tasks)
-    admin.route("POST", "/admin/log-level", _set_log_level)
     admin.route("POST", "/admin/drain", drain)
 
 
 async def _metrics(_request: web.Request) -> web.StreamResponse:
+    return metrics_answer(exposition())
+
+
+def metrics_answer(text: bytes) -> web.Response:
+    """An exposition as an answer."""
     return web.Response(
-        body=exposition(),
+        body=text,
         headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
     )
 
@@ -66,7 +76,16 @@ def _described(task: asyncio.Task[Any]) -> dict[str, str]:
 
 
 async def _set_log_level(request: web.Request) -> web.StreamResponse:
-    level = str((await json_body(request)).get("level", ""))
+    return set_log_level(await json_body(request))
+
+
+def set_log_level(body: dict[str, object]) -> web.Response:
+    """Sets the level that an action's body names, and answers.
+
+    Raises:
+        web.HTTPBadRequest: it names none.
+    """
+    level = str(body.get("level", ""))
     if not set_level(level):
         raise web.HTTPBadRequest(text="level: one of debug, info, warning, error")
     log.info("log_level_set", level=level)

@@ -35,12 +35,14 @@ from kvmesh.rpc.convert import (
     sequence_spec_from_proto,
 )
 from kvmesh.rpc.convert_sampling import token_logprobs_to_proto
-from kvmesh.rpc.stream import Outbox, serve_stream
+from kvmesh.rpc.served import DirectWay, serve_stream
+from kvmesh.rpc.stream import Outbox
+from kvmesh.runtime.local_start import LocalPrefill, StartedOutbox
 from kvmesh.runtime.worker_parts import WorkerParts
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.telemetry.tracing import Span, start_span
 from kvmesh.transfer.frames import CommitFrame, PutFrame
-from kvmesh.transfer.memory import MappablePool, part_views
+from kvmesh.transfer.memory import MappablePool, write_views
 from kvmesh.transfer.target import WriteGrant
 from kvmesh.v1 import decode_service_pb2 as pb
 from kvmesh.v1 import decode_service_pb2_grpc
@@ -59,6 +61,7 @@ class DecodeTask:
     Attributes:
         arriving: blocks that the handoff writes, in order.
         reservation_id: None once decode has taken the blocks over.
+        stop_prefill: ends the prompt that was started with the reservation.
     """
 
     outbox: DecodeOutbox
@@ -69,6 +72,7 @@ class DecodeTask:
     arriving: list[int]
     reservation_id: int | None = None
     local_write: int | None = None
+    stop_prefill: Callable[[], None] | None = None
 
 
 class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
@@ -76,6 +80,9 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
 
     def __init__(self, parts: WorkerParts, *, slots: int, lease_s: float) -> None:
         self._identity = parts.identity
+        self._direct: DirectWay[pb.DecodeEvent] = DirectWay(
+            parts.direct, pb.DecodeRequest, lambda events: (pb.DecodeResponse(events=events),)
+        )
         self._core = parts.core
         self._memory = parts.memory
         self._clock = parts.clock
@@ -96,6 +103,8 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
         self.draining = False
         self.data_endpoint: Endpoint | None = None
         """Where reservations are written to; set when the data server listens."""
+        self.local_prefill: LocalPrefill | None = None
+        """Starts prompts with their reservation; sets itself."""
         self.host_route: HostRoute | None = None
         """The way there for senders on this host."""
 
@@ -108,7 +117,7 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
     ) -> AsyncIterator[pb.DecodeResponse]:
         """One gateway's stream; everything on it is cancelled when it ends."""
         async for events in serve_stream(
-            request_iterator, context, self._receive, self._stream_ended
+            request_iterator, context, self._receive, self._stream_ended, self._direct
         ):
             yield pb.DecodeResponse(events=events)
 
@@ -140,18 +149,32 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
             request_id=request_id,
             worker_id=self._identity.worker_id,
         )
-        outcome = self._try_reserve(message, outbox, span)
+        prefill = self.local_prefill if message.start_within_ms else None
+        busy = None if prefill is None else prefill.turn_away()
+        outcome = busy or self._try_reserve(message, outbox, span)
         event = pb.DecodeEvent(request_id=request_id, attempt=message.attempt)
         if isinstance(outcome, Refusal):
             span.event("refused", reason=outcome.reason.value)
             span.end()
             self._metrics.reservations.labels("refused", outcome.reason.value).inc()
-            event.refused.CopyFrom(refusal_to_proto(outcome))
-        else:
-            span.event("reserved", blocks=outcome.num_blocks, cached=outcome.num_cached_blocks)
-            self._metrics.reservations.labels("reserved", "").inc()
+            refused = event.refused if busy is None else event.prefill.rejected
+            refused.CopyFrom(refusal_to_proto(outcome))
+            outbox.put(event)
+            return
+        span.event("reserved", blocks=outcome.num_blocks, cached=outcome.num_cached_blocks)
+        self._metrics.reservations.labels("reserved", "").inc()
+        if prefill is None:
             event.reserved.CopyFrom(reservation_to_proto(outcome))
-        outbox.put(event)
+            outbox.put(event)
+            return
+        # Nobody else writes there, so nobody is told how.
+        event.reserved.worker_id = outcome.worker_id
+        event.reserved.incarnation = outcome.incarnation
+        event.reserved.lease_ms = outcome.lease_ms
+        task = self._tasks[outbox, request_id, message.attempt]
+        task.stop_prefill = prefill.start_reserved(message, outcome, StartedOutbox(event, outbox))
+        if task.stop_prefill is None:
+            self._end(task, "rejected")
 
     def _try_reserve(
         self, message: pb.DecodeReserve, outbox: DecodeOutbox, span: Span
@@ -212,7 +235,7 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
     def begin_write(self, put: PutFrame) -> WriteGrant | Refusal:
         """Memory for the runs of a PUT, if the handoff table lets it in."""
         write_ids: list[int] = []
-        views: list[memoryview] = []
+        granted_runs: list[tuple[int, int]] = []
         part = None if put.part is None else Part(*put.part)
         if part is not None and not isinstance(self._memory, MappablePool):
             text = "this worker's blocks are received whole"  # they are staged and copied over
@@ -234,13 +257,9 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
                 self._release_quiet()
                 return granted
             write_ids.append(granted.write_id)
-            for first, count in consecutive_runs(granted.blocks):
-                view = self._memory.write_view(first, count)
-                if part is None:
-                    views.append(view)
-                else:
-                    views += part_views(view, self._block_bytes, *part)
-        grant = WriteGrant(put, tuple(views))
+            granted_runs += consecutive_runs(granted.blocks)
+        views = write_views(self._memory, granted_runs, self._block_bytes, put.part)
+        grant = WriteGrant(put, views)
         self._grants[grant] = write_ids
         return grant
 
@@ -395,6 +414,8 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
             self._fenced[task.reservation_id] = task.sequence
             self._handoff.cancel(task.reservation_id)
             if task.local_write is not None:
+                if task.stop_prefill is not None:
+                    task.stop_prefill()
                 # The engine is this writer: it is out of the blocks when `release` frees them.
                 self._core.release(task.sequence)
                 self._handoff.end_write(task.local_write, ok=False)

@@ -123,6 +123,7 @@ class Worker:
     async def start(self) -> None:
         """Opens the data channel, adds the services, joins the mesh."""
         section, context = self._config.worker, self._context
+        await context.direct.start()
         parts = WorkerParts(
             identity=WorkerIdentity(self.worker_id, self.incarnation),
             core=self.core,
@@ -131,6 +132,7 @@ class Worker:
             wake_engine=self._loop.wake,
             on_change=self._notify,
             metrics=self._metrics,
+            direct=context.direct,
         )
         self.channels = ChannelPool(
             self._channel_identity(),
@@ -163,6 +165,7 @@ class Worker:
             self._channel_identity(),
             self.decode,
             receive_options(self._config),
+            memory=self._runner.kv,
             observer=self._metrics.observe_transfer,
         )
         try:

@@ -9,6 +9,7 @@ from kvmesh.core.clock import Clock
 from kvmesh.core.types import WorkerId
 from kvmesh.engine.core import EngineCore
 from kvmesh.engine.protocol import KvMemory
+from kvmesh.rpc.direct import DirectListener
 from kvmesh.runtime.worker_metrics import WorkerMetrics
 
 
@@ -27,6 +28,7 @@ class WorkerParts:
     Attributes:
         wake_engine: says that the engine has new work.
         on_change: says that the load changed.
+        direct: where gateways' streams may go.
     """
 
     identity: WorkerIdentity
@@ -36,3 +38,4 @@ class WorkerParts:
     wake_engine: Callable[[], None]
     on_change: Callable[[], None]
     metrics: WorkerMetrics
+    direct: DirectListener

@@ -10,6 +10,7 @@ import json
 import logging
 import sys
 import time
+from functools import lru_cache
 from typing import Any
 
 _LEVELS = {
@@ -48,8 +49,12 @@ class EventLogger:
             self._logger.error(event, extra={"fields": fields}, exc_info=error)
 
     def _emit(self, level: int, event: str, fields: dict[str, Any]) -> None:
-        if self._logger.isEnabledFor(level):
-            self._logger.log(level, event, extra={"fields": fields})
+        logger = self._logger
+        if logger.isEnabledFor(level):
+            # `Logger.log` would walk the stack for a line number that no format here shows.
+            record = logging.LogRecord(logger.name, level, "", 0, event, None, None)
+            record.fields = fields
+            logger.handle(record)
 
 
 def event_logger(name: str) -> EventLogger:
@@ -67,8 +72,7 @@ class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Renders the record."""
         line: dict[str, Any] = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-            + f".{int(record.msecs):03d}Z",
+            "time": f"{_utc(int(record.created))}.{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "service": self._service,
             "logger": record.name,
@@ -77,7 +81,16 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)
+        return _to_json(line)
+
+
+_to_json = json.JSONEncoder(default=str).encode
+
+
+@lru_cache(maxsize=1)
+def _utc(second: int) -> str:
+    """The time of a line without its milliseconds, made once a second."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
 
 
 class TextFormatter(logging.Formatter):
@@ -107,6 +120,8 @@ def configure_logging(service: str, level: str = "info", fmt: str = "json") -> N
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(service) if fmt == "json" else TextFormatter(service))
+    # No format shows them, and every record would carry them.
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(_LEVELS.get(level, logging.INFO))

@@ -8,6 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
+from kvmesh.transfer.run_table import RunTable, as_runs, as_table, num_blocks_of
+
 
 class Run(NamedTuple):
     """`count` blocks that are consecutive on both sides."""
@@ -75,12 +79,24 @@ def _borders(lengths: Iterable[int]) -> Iterable[int]:
         yield end
 
 
-def split_runs(runs: Sequence[Run], max_blocks: int, max_runs: int) -> list[list[Run]]:
+def tabled(runs: Sequence[Run]) -> Sequence[Run]:
+    """The same runs, as a table if they are many."""
+    return as_table(Run._make, 3, runs)
+
+
+def split_runs(runs: Sequence[Run], max_blocks: int, max_runs: int) -> list[Sequence[Run]]:
     """Cuts runs, in order, into groups of at most so many blocks and runs."""
     assert max_blocks > 0, f"groups of {max_blocks} blocks"
     assert max_runs > 0, f"groups of {max_runs} runs"
-    if len(runs) <= max_runs and sum(run.count for run in runs) <= max_blocks:
-        return [list(runs)] if runs else []
+    runs = tabled(runs)
+    if len(runs) <= max_runs and num_blocks_of(runs) <= max_blocks:
+        return [runs] if runs else []
+    if type(runs) is RunTable:
+        return _split_table(runs, max_blocks, max_runs)
+    return [*_split_few(runs, max_blocks, max_runs)]
+
+
+def _split_few(runs: Sequence[Run], max_blocks: int, max_runs: int) -> list[list[Run]]:
     groups: list[list[Run]] = []
     room = 0
     for run in runs:
@@ -96,4 +112,23 @@ def split_runs(runs: Sequence[Run], max_blocks: int, max_runs: int) -> list[list
             count = min(run.count - done, room)
             groups[-1].append(Run(run.source_start + done, run.target_start + done, count))
             done, room = done + count, room - count
+    return groups
+
+
+def _split_table(runs: RunTable[Run], max_blocks: int, max_runs: int) -> list[Sequence[Run]]:
+    """As `_split_few`, a group at a time."""
+    groups: list[Sequence[Run]] = []
+    ends = np.cumsum(runs.numbers[:, 2])
+    row, done = 0, 0  # blocks of the first row, and of those before it, that are in a group
+    while row < len(runs):
+        end = done + max_blocks
+        last = min(int(np.searchsorted(ends, end)), len(runs) - 1, row + max_runs - 1)
+        group = runs.numbers[row : last + 1].copy()
+        before = done - (int(ends[row]) - int(group[0, 2]))
+        group[0] += (before, before, -before)
+        beyond = max(0, int(ends[last]) - end)
+        group[-1, 2] -= beyond
+        groups.append(as_runs(Run._make, group))
+        done = int(ends[last]) - beyond
+        row = last if beyond else last + 1
     return groups

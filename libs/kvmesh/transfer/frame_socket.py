@@ -30,7 +30,13 @@ from kvmesh.transfer.decoder import (
     Sum,
 )
 from kvmesh.transfer.frames import Frame
-from kvmesh.transfer.native import NativeIo, NativeState, load_native, ranges_of
+from kvmesh.transfer.native import (
+    NativeIo,
+    NativeState,
+    load_native,
+    num_bytes_of,
+    ranges_of,
+)
 from kvmesh.transfer.pacing import Pacer
 from kvmesh.transfer.stall import StallWatch
 from kvmesh.transfer.threads import run_to_end
@@ -80,6 +86,7 @@ class FrameSocket:
         self._is_dry = False
         self._may_be_dry = isinstance(wire, socket.socket)
         self._reader: asyncio.Future[None] | None = None
+        self._read_on: Callable[[], None] | None = None
         # Calls outside of the interpreter count here what they moved; TLS has none of them.
         self._native = load_native() if isinstance(wire, socket.socket) else None
         self._sending, self._receiving = NativeState(), NativeState()
@@ -125,7 +132,7 @@ class FrameSocket:
         Raises:
             LostError: the socket failed or was cut.
         """
-        if pacer is None and sum(view.nbytes for view in views) <= INLINE_BYTES:
+        if pacer is None and num_bytes_of(views) <= INLINE_BYTES:
             buffers = [memoryview(head), *views]
             if sum_ is not None:
                 buffers.append(memoryview(TRAILER.pack(_sum_of(views, sum_, 0))))
@@ -251,8 +258,19 @@ class FrameSocket:
                 self._unwatch()
                 ended(str(error))
 
+        self._read_on = on_readable
         self._watch(on_readable)
         self._loop.call_soon(on_readable)  # for what TLS has decrypted already
+
+    def read_soon(self, wait_s: float) -> None:
+        """Blocks the loop until bytes come, for so long at most, and hands their events over.
+
+        After `read_on`; does nothing for a socket without native calls.
+        """
+        if self._native is None or not self._is_watched or self._read_on is None:
+            return
+        if self._native.poll(self.wire.fileno(), wait_s):
+            self._read_on()
 
     def _read_at_once(self) -> int | None:
         """Bytes now in the scratch memory, 0 at the end; None when there is nothing yet."""
@@ -273,7 +291,7 @@ class FrameSocket:
         Raises:
             LostError: as `receive`.
         """
-        num_bytes = sum(view.nbytes for view in views)
+        num_bytes = num_bytes_of(views)
         with self.watch.under_way():
             if num_bytes > INLINE_BYTES:
                 await self._in_thread(lambda: self._fill_in_thread(views))

@@ -6,10 +6,14 @@ Tests: tests/contract/test_frames_golden.py, tests/property/test_frames_property
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from kvmesh.core.types import KvLayout, WorkerId
+from kvmesh.transfer.run_table import RunTable, as_runs, num_blocks_of
 
 MAGIC = b"KVMT"
 VERSION = 1
@@ -19,6 +23,7 @@ MAX_RUNS = 4096
 MAX_MESSAGE_BYTES = 1024
 MAX_ARGUMENT_BYTES = 16 * 1024
 MAX_OPERAND_BYTES = 64 << 20
+MAX_METADATA_BYTES = 32 * 1024
 
 FLAG_CHECKSUM = 1
 """PUT, QUERY, DATA: the payload is followed by its checksum."""
@@ -93,6 +98,21 @@ class WriteClaim:
 
 
 @dataclass(frozen=True, slots=True)
+class SegmentOffer:
+    """The sender's pool as memory that a transfer engine has registered for reading.
+
+    Attributes:
+        engine: its name.
+        address: of block 0, in the engine's words.
+        metadata: by which the engine's other end reaches it; at most `MAX_METADATA_BYTES`.
+    """
+
+    engine: str
+    address: int
+    metadata: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class LinkOffer:
     """What the sender of a connection brings along; without it, crc32 and no window.
 
@@ -101,13 +121,15 @@ class LinkOffer:
             the same lane replaces the one before.
         lane: number of this connection within the channel.
         checksum: the sender's wish.
-        pool_blocks: blocks of the sender's pool whose memfd came with this frame; 0 is none.
+        pool_blocks: blocks of the sender's pool that the receiver may read; 0 is none.
+        segment: how it reads them; None: the pool's memfd came with this frame.
     """
 
     link_id: int
     lane: int
     checksum: Checksum
     pool_blocks: int = 0
+    segment: SegmentOffer | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +185,7 @@ class PutFrame:
 
     transfer_id: int
     claim: WriteClaim
-    runs: tuple[BlockRun, ...]
+    runs: Sequence[BlockRun]
     last: bool = True
     checksum: bool = True
     part: BlockPart | None = None
@@ -171,12 +193,12 @@ class PutFrame:
     @property
     def num_blocks(self) -> int:
         """Blocks in the payload."""
-        return sum(run.count for run in self.runs)
+        return num_blocks_of(self.runs)
 
 
 @dataclass(frozen=True, slots=True)
 class PullFrame:
-    """Asks the receiver to copy blocks out of the sender's pool, which it has mapped.
+    """Asks the receiver to copy blocks out of the sender's pool, which it can read.
 
     The sender leaves the blocks alone until the answer, a PUT_OK or an ERROR.
 
@@ -186,25 +208,18 @@ class PullFrame:
 
     transfer_id: int
     claim: WriteClaim
-    runs: tuple[PullRun, ...]
+    runs: Sequence[PullRun]
     part: BlockPart | None = None
 
     @property
     def num_blocks(self) -> int:
         """Blocks to copy."""
-        return sum(run.count for run in self.runs)
+        return num_blocks_of(self.runs)
 
     def as_put(self) -> PutFrame:
         """What it writes, in the words of a PUT; runs that follow each other are one."""
-        runs: list[BlockRun] = []
-        start = end = self.runs[0].first
-        for _, first, count in self.runs:
-            if first != end:
-                runs.append(BlockRun(start, end - start))
-                start = first
-            end = first + count
-        runs.append(BlockRun(start, end - start))
-        return PutFrame(self.transfer_id, self.claim, tuple(runs), checksum=False, part=self.part)
+        runs = _joined(self.runs)
+        return PutFrame(self.transfer_id, self.claim, runs, checksum=False, part=self.part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,12 +309,12 @@ class GetFrame:
 
     transfer_id: int
     claim: WriteClaim
-    runs: tuple[BlockRun, ...]
+    runs: Sequence[BlockRun]
 
     @property
     def num_blocks(self) -> int:
         """Blocks that are asked for."""
-        return sum(run.count for run in self.runs)
+        return num_blocks_of(self.runs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,3 +345,22 @@ Frame = (
     | GetFrame
     | DataFrame
 )
+
+
+def _joined(pulled: Sequence[PullRun]) -> Sequence[BlockRun]:
+    """The runs that are written; those that follow each other are one."""
+    if type(pulled) is RunTable:
+        first, count = pulled.numbers[:, 1], pulled.numbers[:, 2]
+        end = first + count
+        starts = np.flatnonzero(np.concatenate(([True], first[1:] != end[:-1])))
+        ends = end[np.append(starts[1:], len(end)) - 1]
+        return as_runs(BlockRun._make, np.column_stack((first[starts], ends - first[starts])))
+    runs: list[BlockRun] = []
+    start = last = pulled[0].first
+    for _, begin, size in pulled:
+        if begin != last:
+            runs.append(BlockRun(start, last - start))
+            start = begin
+        last = begin + size
+    runs.append(BlockRun(start, last - start))
+    return tuple(runs)

@@ -18,7 +18,7 @@ from kvmesh.transfer.alignment import Run
 from kvmesh.transfer.checksums import checksum_function
 from kvmesh.transfer.codec import encode_frame
 from kvmesh.transfer.decoder import FrameEvent, PayloadBytes, PayloadEnd, PayloadStart, Sum
-from kvmesh.transfer.frame_socket import FrameSocket
+from kvmesh.transfer.frame_socket import INLINE_BYTES, FrameSocket
 from kvmesh.transfer.frames import (
     BlockPart,
     BlockRun,
@@ -31,6 +31,7 @@ from kvmesh.transfer.frames import (
     WriteClaim,
 )
 from kvmesh.transfer.meters import LinkMeter
+from kvmesh.transfer.native import num_bytes_of
 from kvmesh.transfer.pacing import CreditWindow, Pacer
 from kvmesh.transfer.protocol import (
     Arriving,
@@ -43,6 +44,7 @@ from kvmesh.transfer.protocol import (
     SenderMachine,
     SenderOutcome,
 )
+from kvmesh.transfer.run_table import RunTable, num_blocks_of
 from kvmesh.transfer.wire import Wire
 
 
@@ -62,11 +64,13 @@ class LaneOptions:
         connect_timeout_s: from the first packet to HELLO_OK.
         stall_timeout_s: a lane that owes progress and makes none for this long is cut.
         pacer: budget of the link; None is no bound.
+        poll_s: see `SendOptions`.
     """
 
     connect_timeout_s: float
     stall_timeout_s: float
     pacer: Pacer | None = None
+    poll_s: float = 0.0
 
 
 Connect = Callable[[], Awaitable[Wire]]
@@ -116,6 +120,7 @@ class Lane:
         self._frames = frames
         self._machine = machine
         self._pacer = options.pacer
+        self._poll_s = options.poll_s
         self._meter = meter
         self._turn = asyncio.Lock()
         self._answers: dict[int, _Answer] = {}
@@ -180,9 +185,9 @@ class Lane:
             RefusedError: the receiver said no.
             LostError: the lane died or stalled, or was cut because the caller was cancelled.
         """
-        num_bytes = sum(view.nbytes for view in views)
+        num_bytes = num_bytes_of(views)
         has_sum = self._sum is not None
-        block_runs = tuple([BlockRun(first, count) for _, first, count in runs])
+        block_runs = block_runs_of(runs)
 
         async def send(transfer_id: int) -> None:
             frame = PutFrame(transfer_id, claim, block_runs, checksum=has_sum, part=part)
@@ -202,8 +207,12 @@ class Lane:
             RefusedError, LostError: as `put`.
         """
         each = self._machine.block_bytes if part is None else part.size
-        num_bytes = sum(run.count for run in runs) * each
-        pull_runs = tuple(map(PullRun._make, runs))
+        num_bytes = num_blocks_of(runs) * each
+        pull_runs: Sequence[PullRun]
+        if type(runs) is RunTable:
+            pull_runs = runs.fields(PullRun._make, 0, 3)
+        else:
+            pull_runs = tuple(map(PullRun._make, runs))
 
         async def send(transfer_id: int) -> None:
             await self._send_head(encode_frame(PullFrame(transfer_id, claim, pull_runs, part)))
@@ -253,6 +262,9 @@ class Lane:
                 transfer_id = open_transfer()
                 answer = self._answers[transfer_id] = _Answer()
                 await send(transfer_id)
+            if self._poll_s > 0 and num_bytes <= INLINE_BYTES and len(self._answers) == 1:
+                # A process that sleeps takes as long to wake as a small answer takes to come.
+                self._frames.read_soon(self._poll_s)
             await self._settled(answer)
         finally:
             self._frames.watch.end()
@@ -378,6 +390,13 @@ async def _greeted(frames: FrameSocket, machine: SenderMachine) -> None:
         raise LostError(f"data channel: {error}") from error
     if isinstance(outcome, Ended):
         raise RefusedError(outcome.refusal)
+
+
+def block_runs_of(runs: Sequence[Run]) -> Sequence[BlockRun]:
+    """What a PUT names of its runs: where they go."""
+    if type(runs) is RunTable:
+        return runs.fields(BlockRun._make, 1, 3)
+    return tuple([BlockRun(first, count) for _, first, count in runs])
 
 
 def claim_of(reservation: Reservation) -> WriteClaim:

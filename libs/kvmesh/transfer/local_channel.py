@@ -15,10 +15,11 @@ from kvmesh.core.errors import LostError, RefusedError
 from kvmesh.core.types import Refusal, RefusalReason, Reservation, WorkerId
 from kvmesh.transfer.alignment import Run, split_runs
 from kvmesh.transfer.channel import carry_all
-from kvmesh.transfer.frames import BlockPart, BlockRun, CommitFrame, PutFrame
-from kvmesh.transfer.lane import PeerKey, claim_of
+from kvmesh.transfer.frames import BlockPart, CommitFrame, PutFrame
+from kvmesh.transfer.lane import PeerKey, block_runs_of, claim_of
 from kvmesh.transfer.memory import COPY_INLINE_BYTES, PoolMemory, copy_views, run_views
 from kvmesh.transfer.meters import LinkMeter
+from kvmesh.transfer.native import num_bytes_of
 from kvmesh.transfer.protocol import ChannelIdentity, layout_difference
 from kvmesh.transfer.target import ReadSource, WriteTarget
 from kvmesh.transfer.threads import run_to_end
@@ -112,7 +113,7 @@ class LocalChannel:
         """See `SendChannel.put`."""
         pieces = split_runs(runs, max(1, PIECE_BYTES // self._block_bytes), _MAX_RUNS)
 
-        async def carry(piece: list[Run]) -> None:
+        async def carry(piece: Sequence[Run]) -> None:
             await self._copy(reservation, piece, part)
 
         await carry_all(pieces, carry, width=2)
@@ -139,11 +140,10 @@ class LocalChannel:
             self._end.target.peer_lost(self._me)
 
     async def _copy(
-        self, reservation: Reservation, runs: list[Run], part: BlockPart | None
+        self, reservation: Reservation, runs: Sequence[Run], part: BlockPart | None
     ) -> None:
         self._require_open()
-        block_runs = tuple(BlockRun(run.target_start, run.count) for run in runs)
-        claim = claim_of(reservation)
+        claim, block_runs = claim_of(reservation), block_runs_of(runs)
         put = PutFrame(self._transfer_id(), claim, block_runs, checksum=False, part=part)
         grant = self._end.target.begin_write(put)
         if isinstance(grant, Refusal):
@@ -151,7 +151,7 @@ class LocalChannel:
         done = False
         try:
             sources = run_views(self._memory, runs, self._block_bytes, part)
-            if sum(view.nbytes for view in sources) <= COPY_INLINE_BYTES:
+            if num_bytes_of(sources) <= COPY_INLINE_BYTES:
                 copy_views(grant.views, sources)
             else:
                 await run_to_end(self._threads, partial(copy_views, grant.views, sources))

@@ -13,11 +13,33 @@ import mmap
 import os
 import time
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
 
 from kvmesh.transfer.alignment import Run
 from kvmesh.transfer.frames import BlockPart
-from kvmesh.transfer.native import address_of, as_ranges, load_native, ranges_of
+from kvmesh.transfer.native import (
+    PlacedViews,
+    Ranges,
+    address_of,
+    as_ranges,
+    load_native,
+    num_bytes_of,
+    ranges_at,
+    ranges_of,
+)
+from kvmesh.transfer.run_table import (
+    MANY_RUNS,
+    Numbers,
+    RunTable,
+    blocks_of,
+    end_of,
+    numbers_of,
+)
+
+Places: TypeAlias = Sequence[tuple[int, int]] | Ranges
+"""(address, number of bytes) of each; a table when they are many."""
 
 COPY_INLINE_BYTES = 1 << 20
 """Copies up to this size are made on the event loop: a tenth of a millisecond or two."""
@@ -39,6 +61,19 @@ class PoolMemory(Protocol):
 
     def read_view(self, first_block: int, num_blocks: int) -> memoryview:
         """Bytes of a run of blocks; the caller keeps the blocks referenced while they are used."""
+        ...
+
+
+class WritableMemory(Protocol):
+    """Where a receiver's blocks are (`engine.protocol.KvMemory` is one)."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool."""
+        ...
+
+    def write_view(self, first_block: int, num_blocks: int) -> memoryview:
+        """Memory of a run of blocks, to be filled."""
         ...
 
 
@@ -88,22 +123,25 @@ class MappedPool:
         self._address = address_of(self._view)
         self._num_blocks = num_blocks
 
-    def byte_ranges(self, runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """(address, number of bytes) of (first block, count) runs; valid until `close`."""
-        assert self._view is not None, "the mapping is closed"
-        base, size, end = self._address, self._block_bytes, self._num_blocks
-        assert all(first + count <= end for first, count in runs), "outside of the pool"
-        return [(base + first * size, count * size) for first, count in runs]
+    def byte_ranges(self, runs: Sequence[tuple[int, ...]], part: BlockPart | None = None) -> Places:
+        """(address, number of bytes) of runs; valid until `close`.
 
-    def part_ranges(
-        self, runs: Sequence[tuple[int, int]], offset: int, size: int
-    ) -> list[tuple[int, int]]:
-        """As `byte_ranges`, but `size` bytes from `offset` on of each block."""
-        step = self._block_bytes
+        Args:
+            runs: tuples of which the first number is a block and the last a count.
+            part: only these bytes of each block.
+        """
+        assert self._view is not None, "the mapping is closed"
+        assert end_of(runs) <= self._num_blocks, "outside of the pool"
+        base, size = self._address, self._block_bytes
+        if type(runs) is RunTable:
+            return ranges_at(base, places_of(runs.numbers, size, part))
+        ranges = [(base + run[0] * size, run[-1] * size) for run in runs]
+        if part is None:
+            return ranges
         return [
-            (at + offset, size)
-            for start, num_bytes in self.byte_ranges(runs)
-            for at in range(start, start + num_bytes, step)
+            (at + part.offset, part.size)
+            for start, num_bytes in ranges
+            for at in range(start, start + num_bytes, size)
         ]
 
     def close(self) -> None:
@@ -129,12 +167,44 @@ def part_views(run: memoryview, block_bytes: int, offset: int, size: int) -> lis
 
 def run_views(
     memory: PoolMemory, runs: Sequence[Run], block_bytes: int, part: BlockPart | None
-) -> list[memoryview]:
+) -> Sequence[memoryview]:
     """A sender's bytes of runs, in order; with `part` only these of each block."""
+    if type(runs) is RunTable and isinstance(memory, MappablePool):
+        whole = memory.read_view(0, memory.num_blocks)
+        return PlacedViews(whole, places_of(runs.numbers, block_bytes, part))
     views = [memory.read_view(run.source_start, run.count) for run in runs]
     if part is None:
         return views
     return [piece for view in views for piece in part_views(view, block_bytes, *part)]
+
+
+def write_views(
+    memory: WritableMemory,
+    runs: Sequence[tuple[int, int]],
+    block_bytes: int,
+    part: BlockPart | None,
+) -> Sequence[memoryview]:
+    """A receiver's bytes of (first block, count) runs, in order; with `part` only these of each."""
+    if len(runs) >= MANY_RUNS and isinstance(memory, MappablePool):
+        whole = memory.write_view(0, memory.num_blocks)
+        return PlacedViews(whole, places_of(numbers_of(runs), block_bytes, part))
+    views = [memory.write_view(first, count) for first, count in runs]
+    if part is None:
+        return views
+    return [piece for view in views for piece in part_views(view, block_bytes, *part)]
+
+
+def places_of(numbers: Numbers, block_bytes: int, part: BlockPart | None) -> Numbers:
+    """Offset and number of bytes in a pool of each run, or with `part` of that of each block.
+
+    Args:
+        numbers: [num_runs, columns]: the first is the first block of a run, the last its length.
+    """
+    first, count = numbers[:, 0], numbers[:, -1]
+    if part is None:
+        return np.column_stack((first, count)) * block_bytes
+    starts = blocks_of(first, count) * block_bytes + part.offset
+    return np.column_stack((starts, np.full_like(starts, part.size)))
 
 
 def copy_views(targets: Sequence[memoryview], sources: Sequence[memoryview]) -> None:
@@ -142,18 +212,35 @@ def copy_views(targets: Sequence[memoryview], sources: Sequence[memoryview]) -> 
 
     Gives the interpreter lock up at least once per MiB.
     """
-    copy_ranges(targets, [(address_of(view), view.nbytes) for view in sources])
+    if type(sources) is PlacedViews:
+        copy_ranges(targets, sources.ranges)
+    else:
+        copy_ranges(targets, [(address_of(view), view.nbytes) for view in sources])
 
 
-def copy_ranges(targets: Sequence[memoryview], sources: Sequence[tuple[int, int]]) -> None:
-    """As `copy_views` from (address, number of bytes); the caller holds the memory."""
-    num_bytes = sum(size for _, size in sources)
-    assert num_bytes == sum(view.nbytes for view in targets)
-    if len(targets) + len(sources) > _FEW_RANGES and (native := load_native()) is not None:
+def copy_ranges(targets: Sequence[memoryview], sources: Places, *, num_threads: int = 1) -> None:
+    """As `copy_views` from (address, number of bytes); the caller holds the memory.
+
+    Args:
+        num_threads: that share what is large.
+    """
+    num_bytes = num_bytes_at(sources)
+    assert num_bytes == num_bytes_of(targets), "as many bytes here as there"
+    # What is large goes through the native library for its stores that pass the cache by.
+    worth_it = len(targets) + len(sources) > _FEW_RANGES or num_bytes > COPY_INLINE_BYTES
+    if worth_it and (native := load_native()) is not None:
         is_short = num_bytes <= COPY_INLINE_BYTES
-        native.copy(ranges_of(targets), as_ranges(sources), is_short=is_short)
+        from_ = sources if isinstance(sources, np.ndarray) else as_ranges(sources)
+        native.copy(ranges_of(targets), from_, is_short=is_short, num_threads=num_threads)
         return
-    copy_in_python(targets, sources)
+    copy_in_python(targets, sources.tolist() if isinstance(sources, np.ndarray) else sources)
+
+
+def num_bytes_at(places: Places) -> int:
+    """Of all ranges together."""
+    if isinstance(places, np.ndarray):
+        return int(places[:, 1].sum())
+    return sum([size for _, size in places])
 
 
 def copy_in_python(targets: Sequence[memoryview], sources: Sequence[tuple[int, int]]) -> None:

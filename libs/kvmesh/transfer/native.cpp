@@ -1,13 +1,18 @@
 // Moves bytes between memories and sockets without the interpreter. native.py is its only caller
 // and says what each function does; every one has a twin in Python.
 #include <cerrno>
+#include <chrono>
 #include <cstdint>
 #include <cstring>
+#include <sched.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
+#include <system_error>
+#include <thread>
+#include <vector>
 
-#if defined(__SSE4_2__)
-#include <nmmintrin.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
 #elif defined(__ARM_FEATURE_CRC32)
 #include <arm_acle.h>
 #endif
@@ -102,6 +107,10 @@ class Cursor {
 
   bool at_end() const { return next_ == end_; }
 
+  // Where it is, and the bytes left in that range; not at the end.
+  char* at() const { return static_cast<char*>(next_->iov_base) + done_; }
+  uint64_t left() const { return next_->iov_len - done_; }
+
   // The next bytes as buffers, at most `limit`; returns how many buffers.
   int batch(iovec* buffers, uint64_t limit) const {
     int count = 0;
@@ -140,6 +149,109 @@ uint32_t sum_of(uint32_t value, const iovec* buffers, int count, uint64_t size) 
   return value;
 }
 
+// --- copies ----------------------------------------------------------------------------------
+
+// A copy that does not fit into the cache is written past it: a store that goes the common way
+// first reads the line that it overwrites, which is a third of the memory's work. The library of C
+// does so from a size on that it takes from the processor's cache, and of which a virtual machine
+// hears too much.
+constexpr uint64_t kStreamedBytes = 2 << 20;
+constexpr uint64_t kSharedBytes = 4 << 20;  // smaller, a thread's start is a part of the whole
+constexpr uint64_t kLine = 64;
+constexpr uint64_t kPage = 4096;
+// One piece of four pages has its pages copied side by side: the processor fetches ahead within a
+// page only, so that four streams hide what one would wait for at each new page.
+constexpr uint64_t kPagesAbreast = 4;
+constexpr uint64_t kLongBytes = 256 << 10;
+constexpr uint64_t kAheadInPage = 512;
+constexpr uint64_t kAheadInRun = 2048;
+
+#if defined(__AVX512F__) || defined(__AVX2__)
+
+inline void stream_line(char* to, const char* from) {
+#if defined(__AVX512F__)
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(to), _mm512_loadu_si512(from));
+#else
+  const auto* words = reinterpret_cast<const __m256i*>(from);
+  const __m256i low = _mm256_loadu_si256(words), high = _mm256_loadu_si256(words + 1);
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(to), low);
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(to) + 1, high);
+#endif
+}
+
+// `size` is a number of lines, `to` begins one; what is fetched ahead may lie behind the end.
+void stream_run(char* to, const char* from, uint64_t size) {
+  for (uint64_t at = 0; at < size; at += kLine) {
+    _mm_prefetch(from + at + kAheadInRun, _MM_HINT_T0);
+    stream_line(to + at, from + at);
+  }
+}
+
+// As `stream_run`, pages abreast; `next` is where the copy goes on.
+void stream_piece(char* to, const char* from, uint64_t size, const char* next) {
+  constexpr uint64_t kStep = kPagesAbreast * kPage;
+  uint64_t at = 0;
+  for (; at + kStep <= size; at += kStep) {
+    const char* after = at + 2 * kStep <= size ? from + at + kStep : next;
+    for (uint64_t line = 0; line < kPage; line += 2 * kLine) {
+      for (uint64_t page = 0; page < kStep; page += kPage) {
+        const char* source = from + at + page + line;
+        const char* ahead = line + kAheadInPage < kPage
+                                ? source + kAheadInPage
+                                : after + page + line + kAheadInPage - kPage;
+        _mm_prefetch(ahead, _MM_HINT_T0);
+        _mm_prefetch(ahead + kLine, _MM_HINT_T0);
+        stream_line(to + at + page + line, source);
+        stream_line(to + at + page + line + kLine, source + kLine);
+      }
+    }
+  }
+  stream_run(to + at, from + at, size - at);
+}
+
+void stream(char* to, const char* from, uint64_t size, const char* next) {
+  const uint64_t head = -reinterpret_cast<uintptr_t>(to) % kLine;
+  if (size < head + kLine) {
+    std::memcpy(to, from, size);
+    return;
+  }
+  std::memcpy(to, from, head);
+  to += head, from += head, size -= head;
+  const uint64_t lines = size - size % kLine;
+  if (lines < kLongBytes) {
+    stream_piece(to, from, lines, next);
+  } else {
+    stream_run(to, from, lines);
+  }
+  std::memcpy(to + lines, from + lines, size - lines);
+}
+
+void end_streams() { _mm_sfence(); }
+
+#else
+void stream(char* to, const char* from, uint64_t size, const char*) { std::memcpy(to, from, size); }
+void end_streams() {}
+#endif
+
+// Bytes from `begin` to `end` of two lists of ranges.
+void copy_part(Cursor target, Cursor source, uint64_t begin, uint64_t end, bool streams) {
+  target.advance(begin), source.advance(begin);
+  while (begin < end) {
+    char* to = target.at();
+    const char* from = source.at();
+    uint64_t size = target.left() < source.left() ? target.left() : source.left();
+    if (size > end - begin) size = end - begin;
+    begin += size;
+    target.advance(size), source.advance(size);
+    if (streams) {
+      stream(to, from, size, source.at_end() ? from : source.at());
+    } else {
+      std::memcpy(to, from, size);
+    }
+  }
+  if (streams) end_streams();
+}
+
 // Shared with the interpreter, which reads the one and writes the other meanwhile.
 struct State {
   int64_t moved;
@@ -149,9 +261,9 @@ struct State {
   void add_moved(int64_t bytes) { __atomic_add_fetch(&moved, bytes, __ATOMIC_RELAXED); }
 };
 
-uint64_t size_of(const iovec* buffers, int count) {
+uint64_t size_of(const iovec* buffers, int64_t count) {
   uint64_t size = 0;
-  for (int i = 0; i < count; ++i) size += buffers[i].iov_len;
+  for (int64_t i = 0; i < count; ++i) size += buffers[i].iov_len;
   return size;
 }
 
@@ -165,19 +277,40 @@ uint32_t kvmesh_crc32c(const void* at, uint64_t size, uint32_t value) {
   return crc32c(value, static_cast<const uint8_t*>(at), size);
 }
 
+// Several threads share what is large, this one among them.
 void kvmesh_copy(const iovec* targets, int64_t num_targets, const iovec* sources,
-                 int64_t num_sources) {
-  int64_t t = 0, s = 0;
-  uint64_t to = 0, from = 0;
-  while (t < num_targets && s < num_sources) {
-    const uint64_t room = targets[t].iov_len - to, left = sources[s].iov_len - from;
-    const uint64_t size = room < left ? room : left;
-    std::memcpy(static_cast<char*>(targets[t].iov_base) + to,
-                static_cast<const char*>(sources[s].iov_base) + from, size);
-    to += size, from += size;
-    if (to == targets[t].iov_len) ++t, to = 0;
-    if (from == sources[s].iov_len) ++s, from = 0;
+                 int64_t num_sources, int64_t num_threads) {
+  const uint64_t size = size_of(targets, num_targets);
+  const Cursor target(targets, num_targets), source(sources, num_sources);
+  if (num_threads < 2 || size < kSharedBytes) {
+    copy_part(target, source, 0, size, size >= kStreamedBytes);
+    return;
   }
+  const uint64_t part = (size / num_threads + kPage - 1) / kPage * kPage;
+  std::vector<std::thread> others;
+  uint64_t begin = 0;
+  try {
+    for (; begin + part < size; begin += part) {
+      others.emplace_back(copy_part, target, source, begin, begin + part, true);
+    }
+  } catch (const std::system_error&) {
+    // The machine has no more threads: the rest is this one's.
+  }
+  copy_part(target, source, begin, size, true);
+  for (std::thread& other : others) other.join();
+}
+
+// 1 as soon as the socket has something to say, 0 when it has not for so long. The processor is
+// offered to others meanwhile: one of them may be who answers.
+int kvmesh_poll(int fd, int64_t nanoseconds) {
+  using Clock = std::chrono::steady_clock;
+  const auto end = Clock::now() + std::chrono::nanoseconds(nanoseconds);
+  do {
+    char byte;
+    if (recv(fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT) >= 0 || errno != EAGAIN) return 1;
+    sched_yield();
+  } while (Clock::now() < end);
+  return 0;
 }
 
 int kvmesh_send(int fd, const iovec* ranges, int64_t count, int has_sum, uint32_t* sum,

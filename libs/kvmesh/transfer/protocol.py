@@ -34,6 +34,7 @@ from kvmesh.transfer.frames import (
     PutOkFrame,
     QueryFrame,
 )
+from kvmesh.transfer.run_table import end_of
 
 CHANNEL = 0
 """Transfer id of an ERROR that ends the channel."""
@@ -49,6 +50,7 @@ CHANNEL_REASONS = {
     "unsupported": RefusalReason.INVALID,
     "checksum": RefusalReason.LOST,
     "mapping": RefusalReason.INVALID,
+    "engine": RefusalReason.LOST,
 }
 """Words of the channel itself in ERROR frames, and what they mean to a request."""
 
@@ -143,7 +145,7 @@ class ReceiverMachine:
 
     @property
     def has_pool(self) -> bool:
-        """Whether the peer handed its pool over; such a channel carries no payloads."""
+        """Whether the peer's pool can be read; such a channel carries no payloads."""
         return self.offer is not None and self.offer.pool_blocks > 0
 
     def turn_away(self, reason: str, message: str) -> ErrorFrame:
@@ -162,7 +164,7 @@ class ReceiverMachine:
             return self._hello(frame)
         match frame:
             case PutFrame() | QueryFrame() if self.has_pool:
-                raise ProtocolError("unexpected_frame", "a payload on a shared memory channel")
+                raise ProtocolError("unexpected_frame", "a payload where blocks are pulled")
             case PutFrame():
                 return self._put(frame)
             case PullFrame():
@@ -248,8 +250,8 @@ class ReceiverMachine:
         pool_blocks = self.offer.pool_blocks if self.offer is not None else 0
         if pull.claim.incarnation != self._identity.incarnation:
             return Reply(self._close(pull.transfer_id, self._stale()))
-        if any(run.source + run.count > pool_blocks for run in pull.runs):
-            message = f"a run ends outside of the sender's {pool_blocks} mapped blocks"
+        if end_of(pull.runs) > pool_blocks:
+            message = f"a run ends outside of the sender's {pool_blocks} blocks"
             refusal = Refusal(RefusalReason.INVALID, message)
             return Reply(self._close(pull.transfer_id, refusal))
         if pull.part is not None and pull.part.offset + pull.part.size > self.block_bytes:

@@ -79,7 +79,7 @@ class ShmChannel:
         claim = claim_of(reservation)
         pieces = split_runs(runs, max(1, PIECE_BYTES // self._block_bytes), _MAX_PULL_RUNS)
 
-        async def carry(piece: list[Run]) -> None:
+        async def carry(piece: Sequence[Run]) -> None:
             await self._lane.pull(claim, piece, part)
 
         if len(pieces) == 1:

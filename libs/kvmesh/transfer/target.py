@@ -5,6 +5,7 @@ Tests: tests/integration/test_transfer.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,11 +20,11 @@ class WriteGrant:
     Attributes:
         put: the frame that it answers.
         views: writable, contiguous; filled in order. Their sizes add up to the frame's blocks, or
-            to the parts of them that it names.
+            to the parts of them that it names. Many of them are best `PlacedViews`.
     """
 
     put: PutFrame
-    views: tuple[memoryview, ...]
+    views: Sequence[memoryview]
 
 
 class WriteTarget(Protocol):
@@ -76,7 +77,7 @@ class ReadGrant:
     """
 
     get: GetFrame
-    views: tuple[memoryview, ...]
+    views: Sequence[memoryview]
 
 
 class ReadSource(Protocol):

@@ -8,8 +8,6 @@ tests/integration/test_transfer_failures.py.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import ssl
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -24,8 +22,9 @@ from kvmesh.transfer.lane import Lane, LaneOptions, PeerKey, claim_of, sender_ma
 from kvmesh.transfer.memory import PoolMemory, run_views
 from kvmesh.transfer.meters import LinkMeter
 from kvmesh.transfer.protocol import ChannelIdentity
-from kvmesh.transfer.sockets import connect, tcp_facts
-from kvmesh.transfer.tls import connect_tls
+from kvmesh.transfer.run_table import num_blocks_of
+from kvmesh.transfer.sockets import tcp_facts
+from kvmesh.transfer.tls import DataTls, connect_wire
 from kvmesh.transfer.wire import Wire
 
 MIN_PIECE_BYTES = 1 << 20
@@ -50,7 +49,7 @@ class TcpOptions:
     lane: LaneOptions
     lanes: int = 2
     checksum: Checksum = Checksum.CRC32C
-    tls: ssl.SSLContext | None = None
+    tls: DataTls | None = None
 
 
 class _Progress:
@@ -136,12 +135,12 @@ class TcpChannel:
     ) -> None:
         """See `SendChannel.put`."""
         block_bytes = self._identity.layout.block_bytes if part is None else part.size
-        total = sum(run.count for run in runs) * block_bytes
+        total = num_blocks_of(runs) * block_bytes
         piece = self._piece_bytes(total)
         pieces = split_runs(runs, max(1, piece // block_bytes), MAX_RUNS)
         progress = _Progress()
 
-        async def carry(piece_runs: list[Run]) -> None:
+        async def carry(piece_runs: Sequence[Run]) -> None:
             await self._carry(reservation, piece_runs, part, progress, width=len(pieces))
 
         if total <= INLINE_BYTES:
@@ -171,7 +170,7 @@ class TcpChannel:
     async def _carry(
         self,
         reservation: Reservation,
-        runs: list[Run],
+        runs: Sequence[Run],
         part: BlockPart | None,
         progress: _Progress,
         width: int,
@@ -257,11 +256,4 @@ class TcpChannel:
             return lane
 
     async def _connect(self) -> Wire:
-        sock = await connect(self._endpoint)
-        if self._options.tls is None:
-            return sock
-        with contextlib.ExitStack() as on_failure:
-            on_failure.callback(sock.close)
-            wire = await connect_tls(sock, self._options.tls, self._endpoint.host)
-            on_failure.pop_all()
-        return wire
+        return await connect_wire(self._endpoint, self._options.tls)

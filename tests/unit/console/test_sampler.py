@@ -2,35 +2,31 @@ from __future__ import annotations
 
 import pytest
 
-from kvmesh.console.request_log import RequestLog
 from kvmesh.console.sampler import (
     HISTORY,
-    WINDOW_S,
     LinkName,
     Sampler,
-    Totals,
     WorkerRates,
     quantile,
 )
-from kvmesh.core.types import LinkDetail, Placement, RequestId, Role
-from tests.unit.console.examples import D0, P0, finished, fleet_worker, with_detail
+from kvmesh.console.share import Share
+from kvmesh.core.types import LinkDetail, Role
+from tests.unit.console.examples import D0, P0, fleet_worker, with_detail
 
-NOTHING = Totals({})
+NOTHING = Share()
 
 
 def test_totals_become_rates() -> None:
-    log = RequestLog(unix_offset_s=1000.0)
-    sampler = Sampler(log)
+    sampler = Sampler()
     link = LinkDetail(D0, "shm", bytes_total=100)
     before = fleet_worker("p0", prefill_tokens_total=50, decode_tokens_total=10)
     first = sampler.take([with_detail(before, link, prompt=10)], NOTHING, 5.0)
-    assert (first.requests_s, first.prefill_tokens_s, first.at_s) == (0.0, 0.0, 1005.0)
+    assert (first.requests_s, first.prefill_tokens_s, first.at_s) == (0.0, 0.0, 5.0)
 
-    log.open(RequestId("r"), 10, 5.5)
     after = fleet_worker("p0", prefill_tokens_total=250, decode_tokens_total=20)
     more = LinkDetail(D0, "shm", bytes_total=500)
-    refused = Totals({("prefill", "busy"): 6.0}, threshold_tokens=300.0)
-    sample = sampler.take([with_detail(after, more, prompt=110, cached=25)], refused, 7.0)
+    share = Share(1, 1, refusals={("prefill", "busy"): 6.0})
+    sample = sampler.take([with_detail(after, more, prompt=110, cached=25)], share, 7.0, 300.0)
     assert sample.requests_s == 0.5
     assert sample.refusals_s == 3.0
     # 200 tokens were computed, ten of them in steps that generated one.
@@ -40,7 +36,7 @@ def test_totals_become_rates() -> None:
 
 
 def test_a_new_life_counts_from_zero() -> None:
-    sampler = Sampler(RequestLog())
+    sampler = Sampler()
     sampler.take([fleet_worker("p0", decode_tokens_total=900)], NOTHING, 0.0)
     sampler.take([fleet_worker("p0", incarnation=2, decode_tokens_total=5)], NOTHING, 1.0)
     assert sampler.worker_rates == {}
@@ -50,17 +46,12 @@ def test_a_new_life_counts_from_zero() -> None:
     assert sampler.worker_rates == {}
 
 
-def test_quantiles_and_shares_are_of_the_window() -> None:
-    log = RequestLog()
-    finished(log, "old", at=-WINDOW_S, placement=Placement.AGGREGATED)
-    for number in range(3):
-        finished(log, f"new-{number}", at=10.0)
-    sample = Sampler(log).take([], NOTHING, 20.0)
-    assert sample.ttft_p50_s == sample.ttft_p99_s == 3.0
-    assert sample.disaggregated_share == 1.0
-    finished(log, "local", at=10.0, placement=Placement.AGGREGATED)
-    assert Sampler(log).take([], NOTHING, 20.0).disaggregated_share == 0.75
-    empty = Sampler(RequestLog()).take([], NOTHING, 0.0)
+def test_quantiles_and_shares_are_those_of_the_requests() -> None:
+    share = Share(ttfts_s=(3.0, 1.0, 2.0), num_aggregated=1, num_disaggregated=3)
+    sample = Sampler().take([], share, 20.0)
+    assert (sample.ttft_p50_s, sample.ttft_p99_s) == (2.0, 3.0)
+    assert sample.disaggregated_share == 0.75
+    empty = Sampler().take([], NOTHING, 0.0)
     assert empty.ttft_p50_s is None
     assert empty.disaggregated_share is None
 
@@ -72,12 +63,12 @@ def test_hybrids_count_on_both_sides() -> None:
         fleet_worker("e", Role.DECODE),
         fleet_worker("h", Role.HYBRID),
     ]
-    sample = Sampler(RequestLog()).take(fleet, NOTHING, 0.0)
+    sample = Sampler().take(fleet, NOTHING, 0.0)
     assert (sample.prefill_workers, sample.decode_workers) == (2, 3)
 
 
 def test_history_is_bounded() -> None:
-    sampler = Sampler(RequestLog())
+    sampler = Sampler()
     for second in range(HISTORY + 5):
         sampler.take([], NOTHING, float(second))
     assert len(sampler.samples) == HISTORY

@@ -4,8 +4,8 @@ import pytest
 
 from kvmesh.core.errors import InvalidRequestError
 from kvmesh.core.types import Placement
+from services.gateway.calls import parse_placement, parse_ttft_ms
 from services.gateway.frontend import MAX_REQUEST_ID_CHARS, clean_request_id, usage_of
-from services.gateway.http import parse_placement, parse_ttft_ms
 
 
 def test_request_ids_can_go_into_logs_and_headers() -> None:

@@ -61,12 +61,14 @@ def test_a_port_of_somebody_else_is_a_config_error() -> None:
 def test_a_process_is_configured_like_the_gateway_but_for_its_place() -> None:
     argv = ["--http.port=0", "--http.processes=3", "--server.admin.port=7", "--limits.max-stop=5"]
     first, second = (
-        load_config(GatewayConfig, process_arguments(argv, SharedPorts(8000, 9000), number))
-        for number in (0, 1)
+        load_config(GatewayConfig, process_arguments(argv, SharedPorts(8000, 9000), Path(name)))
+        for name in ("a.sock", "b.sock")
     )
     assert (first.http.port, first.server.port, first.http.processes) == (8000, 9000, 1)
     assert first.server.share_port
-    assert (first.server.admin.port, second.server.admin.port) == (7, -1)
+    # The port of all of them is where the process that started them is.
+    assert first.server.admin.port == second.server.admin.port == -1
+    assert (first.server.admin.socket, second.server.admin.socket) == ("a.sock", "b.sock")
     assert first.limits == second.limits
     assert first.limits.max_stop == 5
 

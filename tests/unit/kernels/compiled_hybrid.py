@@ -11,9 +11,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvmesh.kernels import delta_rule, grouped_gemm, latent_attention
+from kvmesh.kernels import delta_rule, grouped_gemm, latent_attention, lightning
 
-DELTA = {"KEY_DIM": 128, "KEY_TILE": 128, "VALUE_DIM": 128, "VALUE_TILE": 32}
+DELTA: dict[str, Any] = {"KEY_DIM": 128, "KEY_TILE": 128, "VALUE_DIM": 128, "VALUE_TILE": 32}
+HEADS, CHANNELS = {"PER_CHANNEL": False}, {"PER_CHANNEL": True}
 # Shared memory of one program on sm_90.
 SHARED_BYTES = 227 << 10
 KERNELS: dict[str, tuple[Any, dict[str, Any], tuple[str, ...], int]] = {
@@ -32,8 +33,12 @@ KERNELS: dict[str, tuple[Any, dict[str, Any], tuple[str, ...], int]] = {
         ("bf16", "fp16"),
         8,
     ),
-    "delta_step": (delta_rule._step_kernel, DELTA, ("fp32",), 4),
-    "delta_scan": (delta_rule._scan_kernel, {**DELTA, "CHUNK": 16}, ("fp32",), 4),
+    "delta_step": (delta_rule._step_kernel, DELTA | HEADS, ("fp32",), 4),
+    "delta_scan": (delta_rule._scan_kernel, DELTA | HEADS | {"CHUNK": 16}, ("fp32",), 4),
+    "channel_step": (delta_rule._step_kernel, DELTA | CHANNELS, ("fp32",), 4),
+    "channel_scan": (delta_rule._scan_kernel, DELTA | CHANNELS | {"CHUNK": 16}, ("fp32",), 4),
+    "lightning_step": (lightning._step_kernel, DELTA, ("fp32",), 4),
+    "lightning_scan": (lightning._scan_kernel, DELTA | {"CHUNK": 16}, ("fp32",), 4),
     "grouped_gemm": (
         grouped_gemm._grouped_kernel,
         {"ROW_TILE": 16, "COLUMN_TILE": 64, "DEPTH_TILE": 32, "UPCAST": False},

@@ -16,6 +16,8 @@ from kvmesh.kernels import (
     latent,
     latent_attention,
     layer_ops,
+    lightning,
+    lightning_reference,
     linear_reference,
     reference,
 )
@@ -45,28 +47,59 @@ def test_latent_decode(num_splits: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
 
 
-def rows(count: int, heads: int, key_dim: int, value_dim: int) -> tuple[torch.Tensor, ...]:
+def rows(
+    count: int, heads: int, key_dim: int, value_dim: int, channels: int = 1
+) -> tuple[torch.Tensor, ...]:
     torch.manual_seed(count)
     q, k = (linear_reference.l2_normalize(torch.randn(count, heads, key_dim)) for _ in range(2))
     v, beta = torch.randn(count, heads, value_dim), torch.rand(count, heads)
-    return q, k, v, -3 * torch.rand(count, heads, 1), beta
+    return q, k, v, -3 * torch.rand(count, heads, channels), beta
 
 
-@pytest.mark.parametrize(("key_dim", "value_dim"), [(16, 16), (24, 40)])
-def test_delta_step(key_dim: int, value_dim: int) -> None:
-    q, k, v, decay, beta = rows(3, 2, key_dim, value_dim)
+@pytest.mark.parametrize(
+    ("key_dim", "value_dim", "channels"), [(16, 16, 1), (24, 40, 1), (16, 16, 16), (24, 40, 24)]
+)
+def test_delta_step(key_dim: int, value_dim: int, channels: int) -> None:
+    q, k, v, decay, beta = rows(3, 2, key_dim, value_dim, channels)
     state = torch.randn(3, 2, key_dim, value_dim)
     found = delta_rule.delta_step(q, k, v, decay, beta, state)
     wanted = linear_reference.delta_step(q, k, v, decay, beta, state)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("channels", [1, 24])
 @pytest.mark.parametrize("positions", [1, 16, 37])
-def test_delta_scan(positions: int) -> None:
-    q, k, v, decay, beta = rows(positions, 2, 24, 40)
+def test_delta_scan(positions: int, channels: int) -> None:
+    q, k, v, decay, beta = rows(positions, 2, 24, 40, channels)
     state = torch.randn(2, 24, 40)
     found = delta_rule.delta_scan(q, k, v, decay, beta, state)
     wanted = linear_reference.delta_scan(q, k, v, decay, beta, state)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_channels_that_forget_at_once_stay_finite() -> None:
+    q, k, v, decay, beta = rows(40, 1, 16, 16, 16)
+    state = torch.randn(1, 16, 16)
+    found = delta_rule.delta_scan(q, k, v, 70 * decay, beta, state)
+    wanted = linear_reference.delta_scan(q, k, v, 70 * decay, beta, state)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(16, 16), (24, 40)])
+def test_lightning_step(key_dim: int, value_dim: int) -> None:
+    q, k, v, _, _ = rows(3, 2, key_dim, value_dim)
+    state, slopes = torch.randn(3, 2, key_dim, value_dim), torch.tensor([2.0, 0.01])
+    found = lightning.lightning_step(q, k, v, slopes, state)
+    wanted = lightning_reference.lightning_step(q, k, v, slopes, state)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("positions", [1, 32, 75])
+def test_lightning_scan(positions: int) -> None:
+    q, k, v, _, _ = rows(positions, 2, 24, 40)
+    state, slopes = torch.randn(2, 24, 40), torch.tensor([2.0, 0.01])
+    found = lightning.lightning_scan(q, k, v, slopes, state)
+    wanted = lightning_reference.lightning_scan(q, k, v, slopes, state)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 

@@ -19,7 +19,9 @@ from tests.unit.kernels import layer_cases
 from tests.unit.kernels.attention_cases import (
     DECODE_CASES,
     LAYER,
+    PREFILL_CASES,
     Case,
+    Inputs,
     assert_close,
     check_step,
     make_inputs,
@@ -82,10 +84,68 @@ def test_decode_attention(case: Case, dtype: torch.dtype) -> None:
     assert_close(out, inputs, scale, dtype, case.window)
 
 
+PROMPT_CASES = (
+    Case("several tiles of queries", ((0, 90), (130, 70)), group=4, head_dim=64),
+    Case("more tiles of positions than a window", ((150, 60),), group=3, head_dim=32, window=70),
+    Case("sinks and late queries", ((64, 40),), group=2, head_dim=256, has_sinks=True),
+    Case("wide heads", ((0, 40), (2, 1)), head_dim=128),
+    Case("no groups", ((30, 200),), kv_heads=1, group=1, head_dim=32, block_size=5),
+)
+
+
+def attend_prompts(inputs: Inputs, scale: float, window: int) -> torch.Tensor:
+    return host.prefill_attention(
+        inputs.q,
+        inputs.kv,
+        LAYER,
+        torch.from_numpy(padded_tables(inputs.tables)),
+        torch.tensor(inputs.starts),
+        torch.tensor(inputs.lens),
+        scale=scale,
+        window=window,
+        sinks=inputs.sinks,
+    )
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", PREFILL_CASES + PROMPT_CASES, ids=str)
+def test_prefill_attention(case: Case, dtype: torch.dtype) -> None:
+    inputs, scale = make_inputs(case, dtype, "cpu"), case.head_dim**-0.5
+    if not host.has_decode(inputs.kv):
+        assert case.head_dim == 24, "a head size that models have"
+        return
+    assert_close(attend_prompts(inputs, scale, case.window), inputs, scale, dtype, case.window)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sink", [100.0, -100.0])
+def test_scores_may_rise_and_fall_far(sink: float, dtype: torch.dtype) -> None:
+    case = Case("steep", ((0, 150),), head_dim=32)
+    inputs = make_inputs(case, dtype, "cpu")
+    sinks = torch.full((inputs.q.shape[1],), sink)
+    steep = Inputs(inputs.q * 10, inputs.kv, inputs.tables, inputs.lens, inputs.starts, sinks)
+    assert_close(attend_prompts(steep, 0.2, 0), steep, 0.2, dtype, 0)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_is_the_same_however_its_prompt_is_cut(dtype: torch.dtype) -> None:
+    inputs = make_inputs(Case("whole", ((0, 150),), group=3, head_dim=64), dtype, "cpu")
+    whole = attend_prompts(inputs, 0.1, 0)
+    for first, last in ((0, 1), (0, 70), (70, 143), (143, 150)):
+        cut = Inputs(
+            inputs.q[first:last], inputs.kv, inputs.tables, [last], [0, last - first], None
+        )
+        assert torch.equal(attend_prompts(cut, 0.1, 0), whole[first:last])
+
+
 @needs_compiler
 def test_two_threads_give_what_one_gives() -> None:
     inputs = make_inputs(Case("one long sequence", ((200, 1),), head_dim=32), torch.float32, "cpu")
     tables, lens = torch.from_numpy(padded_tables(inputs.tables)), torch.tensor(inputs.lens)
+    prompt = make_inputs(Case("a prompt", ((0, 200),), head_dim=32), torch.float32, "cpu")
     x, gate_up = torch.randn(9, 64), torch.randn(9, 128)
     panels = host.in_panels(torch.randn(256, 64))
     assert panels is not None
@@ -97,7 +157,8 @@ def test_two_threads_give_what_one_gives() -> None:
         )
         normed = host.add_rms_norm(x.clone(), x, x[0], 1e-6)
         product = host.few_rows(x[:2], panels.data_ptr(), None, 256)
-        found.append((attended, normed, host.silu_and_mul(gate_up), product))
+        prompts = attend_prompts(prompt, 0.2, 0)
+        found.append((attended, normed, host.silu_and_mul(gate_up), product, prompts))
     # Alone, a sequence is cut into as many parts as there are threads.
     for one, two in zip(*found, strict=True):
         torch.testing.assert_close(one, two)
@@ -107,10 +168,17 @@ MIXED = ((700, 1), (3, 1), (16, 5), (0, 9))
 
 
 @needs_compiler
+@pytest.mark.parametrize("reads_prompts", [False, True])
 @pytest.mark.parametrize(
     ("chunks", "num_decode"), [(MIXED, 2), (MIXED[:2], 2), (MIXED[2:], 0)], ids=str
 )
-def test_step(chunks: tuple[tuple[int, int], ...], num_decode: int) -> None:
+def test_step(
+    chunks: tuple[tuple[int, int], ...],
+    num_decode: int,
+    reads_prompts: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host, "has_prefill", lambda kv: reads_prompts)
     case = Case("mixed", chunks, head_dim=32, window=60)
     check_step(HostAttention, case, num_decode, torch.float32, "cpu")
 
@@ -151,6 +219,7 @@ def test_without_a_library_the_twins_serve(
     with caplog.at_level(logging.WARNING):
         assert not host.has_vectors(torch.zeros(2, 64))
         assert not host.has_decode(torch.zeros(1, 1, 2, 4, 1, 64))
+        assert not host.has_prefill(torch.zeros(1, 1, 2, 4, 1, 64))
     assert len(caplog.records) == 1, "it is said once"
     layer_cases.check_add_rms_norm(layer_ops.add_rms_norm, 2, True, torch.float32, "cpu")
     layer_cases.check_silu_and_mul(layer_ops.silu_and_mul, 2, torch.float32, "cpu")

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kvmesh.kernels.lightning_reference import lightning_scan, lightning_step
 from kvmesh.kernels.linear_reference import causal_conv, delta_scan, delta_step, l2_normalize
 from kvmesh.kernels.states import SequenceState, StepStates
 
@@ -39,6 +40,19 @@ def test_a_state_that_is_forgotten_at_once_stays_finite(channels: int) -> None:
     out, last = delta_scan(*rows, state)
     assert out.isfinite().all()
     assert last.isfinite().all()
+
+
+@pytest.mark.parametrize("positions", [1, 127, 129, 300])
+def test_a_lightning_scan_equals_its_steps(positions: int) -> None:
+    (q, k, v, _, _), state = inputs(positions, 1)
+    slopes = torch.tensor([2.0, 0.5, 1e-6])
+    found, last = lightning_scan(q, k, v, slopes, state)
+    after = state[None]
+    for position in range(positions):
+        row = slice(position, position + 1)
+        out, after = lightning_step(q[row], k[row], v[row], slopes, after)
+        torch.testing.assert_close(found[position], out[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(last, after[0], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("cut", [0, 1, 2, 7, 20])

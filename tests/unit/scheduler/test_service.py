@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvmesh.rpc.convert import worker_info_to_proto
+from kvmesh.rpc.direct import DirectListener
 from kvmesh.v1.scheduler_service_pb2 import RegisterWorkerRequest
 from services.scheduler.config import FleetConfig
 from services.scheduler.feed import FleetFeed
@@ -27,7 +28,9 @@ class Context:
 async def test_closing_service_does_not_take_its_workers_for_lost(closes: bool) -> None:
     parts = Parts(Fleet(3.0))
     fleet, feed = parts.fleet, FleetFeed(parts.fleet)
-    servicer = SchedulerServicer(fleet, feed, parts.router, FleetConfig(), parts.clock)
+    servicer = SchedulerServicer(
+        fleet, feed, parts.router, FleetConfig(), parts.clock, DirectListener()
+    )
     stream_ends = asyncio.Event()
 
     async def requests() -> AsyncIterator[RegisterWorkerRequest]:

@@ -31,3 +31,14 @@ def test_text_line_is_for_people() -> None:
     text = _record(TextFormatter("prefill"), request_id="r1")
     assert "WARNING" in text
     assert text.endswith("rejected request_id=r1")
+
+
+def test_a_line_has_the_time_it_was_logged() -> None:
+    def at(created: float) -> str:
+        record = logging.LogRecord("x", logging.INFO, "", 0, "event", None, None)
+        record.created, record.msecs = created, created % 1 * 1000
+        return str(json.loads(JsonFormatter("prefill").format(record))["time"])
+
+    assert at(0.25) == "1970-01-01T00:00:00.250Z"
+    assert at(86_400.5) == "1970-01-02T00:00:00.500Z"
+    assert at(0.75) == "1970-01-01T00:00:00.750Z"

@@ -79,3 +79,28 @@ def test_groups_are_bounded_in_blocks_and_runs() -> None:
         [Run(20, 16, 1)],
     ]
     assert [len(group) for group in split_runs(runs, 100, max_runs=2)] == [2, 1]
+
+
+@pytest.mark.parametrize("max_blocks", [1, 7, 40, 1000])
+@pytest.mark.parametrize("max_runs", [1, 20, 1000])
+def test_many_runs_are_split_as_few_are(max_blocks: int, max_runs: int) -> None:
+    rng, runs, index = random.Random(max_blocks * max_runs), list[Run](), 0
+    for _ in range(60):
+        runs.append(Run(rng.randrange(1000), index, rng.randrange(1, 20)))
+        index += runs[-1].count
+
+    groups = split_runs(runs, max_blocks, max_runs)
+
+    pairs = [
+        (run.source_start + i, run.target_start + i)
+        for group in groups
+        for run in group
+        for i in range(run.count)
+    ]
+    assert pairs == [(run[0] + i, run[1] + i) for run in runs for i in range(run.count)]
+    sizes = [sum(run.count for run in group) for group in groups]
+    assert all(size <= max_blocks for size in sizes)
+    assert all(len(group) <= max_runs for group in groups)
+    # A group ends only where one of the bounds is reached.
+    full = [n == max_blocks or len(g) == max_runs for n, g in zip(sizes, groups, strict=True)]
+    assert all(full[:-1])

@@ -32,20 +32,42 @@ def cut(data: bytearray, seed: int) -> list[memoryview]:
     """The bytes as views of random lengths, some of them empty."""
     rng, views, at = random.Random(seed), list[memoryview](), 0
     while at < len(data):
-        size = rng.choice([0, 1, 7, 4096, 16384, 70_000])
+        size = rng.choice([0, 1, 7, 4096, 16384, 70_000, 300_000])
         views.append(memoryview(data)[at : at + size])
         at += size
     return views
 
 
 @pytest.mark.parametrize("is_short", [True, False])
-def test_copy_is_the_copy_of_python(native: NativeIo, is_short: bool) -> None:
-    source = bytearray(random.Random(1).randbytes(300_000))
-    fast, plain = bytearray(300_000), bytearray(300_000)
+@pytest.mark.parametrize("size", [300_000, 3_000_000])  # the large one passes the cache by
+def test_copy_is_the_copy_of_python(native: NativeIo, is_short: bool, size: int) -> None:
+    source = bytearray(random.Random(1).randbytes(size))
+    fast, plain = bytearray(size), bytearray(size)
     native.copy(ranges_of(cut(fast, 2)), ranges_of(cut(source, 3)), is_short=is_short)
     sources = [(address_of(view), view.nbytes) for view in cut(source, 3) if view]
     copy_in_python([view for view in cut(plain, 2) if view], sources)
     assert fast == plain == source
+
+
+@pytest.mark.parametrize("num_threads", [2, 3, 7])
+def test_threads_share_a_copy(native: NativeIo, num_threads: int) -> None:
+    size = (5 << 20) + 12_345
+    source, target = bytearray(random.Random(1).randbytes(size)), bytearray(size)
+    ranges = ranges_of(cut(target, 2)), ranges_of(cut(source, 3))
+    native.copy(*ranges, is_short=False, num_threads=num_threads)
+    assert target == source
+
+
+def test_a_look_at_a_socket(native: NativeIo, sockets: tuple[socket.socket, socket.socket]) -> None:
+    fd = sockets[0].fileno()
+    assert not native.poll(fd, 0)
+    assert not native.poll(fd, 0.001)
+    sockets[1].send(b"x")
+    assert native.poll(fd, 0)
+    assert sockets[0].recv(9) == b"x", "nothing was taken"
+    assert not native.poll(fd, 0)
+    sockets[1].close()
+    assert native.poll(fd, 0), "the end is something to see"
 
 
 @pytest.mark.parametrize("size", [1, 7, 8, 9, 2048, 6143, 6144, 6145, 100_003])

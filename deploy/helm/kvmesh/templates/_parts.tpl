@@ -86,6 +86,9 @@
 {{- define "kvmesh.env" }}
             - { name: KVMESH_SERVER__HOST, value: 0.0.0.0 }
             - { name: KVMESH_SERVER__PORT, value: "7000" }
+            {{- if ne .name "gateway" }}
+            - { name: KVMESH_SERVER__DIRECT_PORT, value: "7002" }
+            {{- end }}
             - { name: KVMESH_SERVER__DRAIN_S, value: "{{ .root.Values.drainSeconds }}" }
             - { name: KVMESH_TELEMETRY__METRICS_PORT, value: "9100" }
             {{- if .root.Values.tracing.collector }}
@@ -132,6 +135,9 @@
             {{- if .keys }}
             - { name: keys, mountPath: /etc/kvmesh/keys, readOnly: true }
             {{- end }}
+            {{- if .tenants }}
+            - { name: tenants, mountPath: /etc/kvmesh/tenants, readOnly: true }
+            {{- end }}
             {{- if .model }}
             - { name: models, mountPath: /models, readOnly: true }
             {{- end }}
@@ -149,6 +155,9 @@
         {{- if .keys }}
         - { name: keys, secret: { secretName: {{ .keys }}, defaultMode: 0440 } }
         {{- end }}
+        {{- if .tenants }}
+        - { name: tenants, secret: { secretName: {{ .tenants }}, defaultMode: 0440 } }
+        {{- end }}
         {{- if .model }}
         - { name: models, persistentVolumeClaim: { claimName: {{ .model }}, readOnly: true } }
         {{- end }}
@@ -156,6 +165,9 @@
 
 {{- define "kvmesh.ports" }}
             - { name: grpc, containerPort: 7000 }
+            {{- if ne .name "gateway" }}
+            - { name: direct, containerPort: 7002 }
+            {{- end }}
             - { name: metrics, containerPort: 9100 }
             {{- if .root.Values.admin.secret }}
             - { name: admin, containerPort: 7100 }

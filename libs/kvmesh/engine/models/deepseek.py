@@ -4,25 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvmesh.engine.config import LatentConfig, ModelConfig, MoeConfig
+from kvmesh.engine.config import ModelConfig, MoeConfig
 from kvmesh.engine.experts import load_group_routed
 from kvmesh.engine.json_fields import Fields
 from kvmesh.engine.latent import load_latent_attention
 from kvmesh.engine.layers import DENSE_MLP, MixerLayer, load_gated_mlp, load_mixer_layer
-from kvmesh.engine.models.family import Family
+from kvmesh.engine.models.family import Family, latent_shape
 from kvmesh.engine.weights import LayerWeights
-
-
-def _latent(fields: Fields, *, interleaved: bool) -> LatentConfig:
-    compressed = fields.raw.get("q_lora_rank") is not None
-    return LatentConfig(
-        query_rank=fields.number("q_lora_rank", int) if compressed else 0,
-        rank=fields.number("kv_lora_rank", int, default=512),
-        rope_dim=fields.number("qk_rope_head_dim", int, default=64),
-        nope_dim=fields.number("qk_nope_head_dim", int, default=128),
-        value_dim=fields.number("v_head_dim", int, default=128),
-        interleaved=interleaved,
-    )
 
 
 def _moe(fields: Fields, config: ModelConfig, *, is_v3: bool) -> MoeConfig:
@@ -46,7 +34,7 @@ def _moe(fields: Fields, config: ModelConfig, *, is_v3: bool) -> MoeConfig:
 def _configure(fields: Fields, config: ModelConfig, *, is_v3: bool) -> ModelConfig:
     # V2 always rotates neighbours; V3's files say.
     interleaved = not is_v3 or fields.flag("rope_interleave", default=True)
-    latent = _latent(fields, interleaved=interleaved)
+    latent = latent_shape(fields, interleaved=interleaved)
     scale = (latent.nope_dim + latent.rope_dim) ** -0.5
     return replace(
         config,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from kvmesh.engine.config import ModelConfig
+from kvmesh.core.errors import CheckpointError
+from kvmesh.engine.config import LatentConfig, ModelConfig
 from kvmesh.engine.json_fields import Fields
 from kvmesh.engine.layers import Layer
 from kvmesh.engine.weights import LayerWeights
@@ -24,6 +26,9 @@ class Family:
         ties_embeddings: where config.json may leave it out.
         scales_embeddings: embeddings are multiplied by the root of the hidden size.
         norm_offset: added to the weights of norms.
+        aliases: own names of config.json's keys, and the usual ones.
+        nested: key of config.json under which the decoder's keys are; empty when they lie open.
+        weight_prefix: of the decoder's tensors.
     """
 
     configure: Callable[[Fields, ModelConfig], ModelConfig]
@@ -34,6 +39,24 @@ class Family:
     ties_embeddings: bool = False
     scales_embeddings: bool = False
     norm_offset: float = 0.0
+    aliases: tuple[tuple[str, str], ...] = ()
+    nested: str = ""
+    weight_prefix: str = "model"
+
+    def usual_keys(self, raw: Mapping[str, Any], origin: str) -> Mapping[str, Any]:
+        """A config.json's keys as other families name them.
+
+        Raises:
+            CheckpointError: the decoder's keys are missing.
+        """
+        if self.nested:
+            inner = raw.get(self.nested)
+            if not isinstance(inner, Mapping):
+                raise CheckpointError(f"{origin}: {self.nested} is missing")
+            # What is said for the whole model counts for its decoder.
+            whole = {key: value for key, value in raw.items() if value is not None}
+            raw = {**inner, **whole}
+        return {**{usual: raw[own] for own, usual in self.aliases if own in raw}, **raw}
 
 
 def uniform_window(fields: Fields, config: ModelConfig) -> tuple[int, ...]:
@@ -65,3 +88,22 @@ def qwen_windows(fields: Fields, config: ModelConfig) -> tuple[int, ...]:
     window = fields.number("sliding_window", int, default=4096)
     lower = min(int(fields.raw.get("max_window_layers", 28)), config.num_layers)
     return (0,) * lower + (window,) * (config.num_layers - lower)
+
+
+def latent_shape(fields: Fields, *, interleaved: bool) -> LatentConfig:
+    """Shape of latent attention by its usual keys.
+
+    Raises:
+        CheckpointError: a value is malformed or not supported.
+    """
+    if fields.flag("attention_bias"):
+        raise CheckpointError(f"{fields.origin}: attention_bias of latents is not supported")
+    compressed = fields.raw.get("q_lora_rank") is not None
+    return LatentConfig(
+        query_rank=fields.number("q_lora_rank", int) if compressed else 0,
+        rank=fields.number("kv_lora_rank", int, default=512),
+        rope_dim=fields.number("qk_rope_head_dim", int, default=64),
+        nope_dim=fields.number("qk_nope_head_dim", int, default=128),
+        value_dim=fields.number("v_head_dim", int, default=128),
+        interleaved=interleaved,
+    )

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 from kvmesh.engine.config import ModelConfig, MoeConfig
+from kvmesh.engine.experts import W1_W3_W2, load_softmax_routed
 from kvmesh.engine.json_fields import Fields
-from kvmesh.engine.layers import MixerLayer, load_gated_mlp, load_pre_norm_layer, make_sparse_mlp
+from kvmesh.engine.layers import MixerLayer, load_pre_norm_layer
 from kvmesh.engine.models.family import Family, uniform_window
 from kvmesh.engine.weights import LayerWeights
-from kvmesh.kernels import layer_ops
 
 
 def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
@@ -26,18 +25,7 @@ def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
 
 
 def _load_layer(weights: LayerWeights, config: ModelConfig) -> MixerLayer:
-    moe, hidden = config.moe, config.hidden_size
-    assert moe is not None
-    experts = []
-    for expert in range(moe.num_experts):
-        prefix = f"block_sparse_moe.experts.{expert}"
-        names = (f"{prefix}.w1.weight", f"{prefix}.w3.weight", f"{prefix}.w2.weight")
-        experts.append(load_gated_mlp(weights, names, hidden, moe.intermediate_size))
-    mlp = make_sparse_mlp(
-        weights.linear("block_sparse_moe.gate.weight", moe.num_experts, hidden),
-        partial(layer_ops.route, top_k=moe.top_k, normalize=True),
-        experts,
-    )
+    mlp = load_softmax_routed(weights, config, "block_sparse_moe", W1_W3_W2)
     return load_pre_norm_layer(weights, config, mlp)
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 from kvmesh.core.errors import CheckpointError
 from kvmesh.engine.config import ModelConfig, MoeConfig
+from kvmesh.engine.experts import load_softmax_routed
 from kvmesh.engine.json_fields import Fields
-from kvmesh.engine.layers import MixerLayer, load_gated_mlp, load_pre_norm_layer, make_sparse_mlp
+from kvmesh.engine.layers import MixerLayer, load_pre_norm_layer
 from kvmesh.engine.models.family import Family
 from kvmesh.engine.weights import LayerWeights
-from kvmesh.kernels import layer_ops
 
 
 def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
@@ -33,25 +32,11 @@ def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
 
 
 def _load_layer(weights: LayerWeights, config: ModelConfig) -> MixerLayer:
-    moe, hidden = config.moe, config.hidden_size
+    moe = config.moe
     assert moe is not None
     if weights.layer not in moe.sparse_layers:
         return load_pre_norm_layer(weights, config)
-    experts = []
-    for expert in range(moe.num_experts):
-        prefix = f"mlp.experts.{expert}"
-        names = (
-            f"{prefix}.gate_proj.weight",
-            f"{prefix}.up_proj.weight",
-            f"{prefix}.down_proj.weight",
-        )
-        experts.append(load_gated_mlp(weights, names, hidden, moe.intermediate_size))
-    mlp = make_sparse_mlp(
-        weights.linear("mlp.gate.weight", moe.num_experts, hidden),
-        partial(layer_ops.route, top_k=moe.top_k, normalize=moe.normalize),
-        experts,
-    )
-    return load_pre_norm_layer(weights, config, mlp)
+    return load_pre_norm_layer(weights, config, load_softmax_routed(weights, config))
 
 
 FAMILY = Family(_configure, _load_layer)

@@ -1,0 +1,104 @@
+"""Other implementations of attention, on the inputs of `kernel_cases`: torch's SDPA on contiguous
+keys and values (no paging, its best backend), FlexAttention, and FlashInfer where it is installed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
+
+from benchmarks.kernel_cases import BLOCK_SIZE, Compute, KernelCase
+
+_BACKENDS = (
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+)
+
+
+def rivals(case: KernelCase) -> Iterator[tuple[str, Compute]]:
+    """Names and calls; a call may raise RuntimeError where it does not take such inputs."""
+    if case.name == "paged decode":
+        q, k, v = _contiguous_decode(case.tensors)
+        for backend in _BACKENDS:
+            yield f"SDPA {backend.name.lower()}", _sdpa(q, k, v, None, backend)
+        yield "FlexAttention", _flex(q, k, v, causal=False)
+        if importlib.util.find_spec("flashinfer"):
+            yield "FlashInfer", _flashinfer_decode(case.tensors)
+    elif case.name == "paged prefill":
+        q, k, v = _contiguous_prefill(case.tensors)
+        mask = causal_lower_right(q.shape[2], k.shape[2])
+        for backend in _BACKENDS:
+            yield f"SDPA {backend.name.lower()}", _sdpa(q, k, v, mask, backend)
+        if q.shape[2] == k.shape[2]:
+            yield "FlexAttention", _flex(q, k, v, causal=True)
+
+
+def _contiguous_decode(tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """[sequences, heads, positions, head_dim] each."""
+    gathered = tensors["kv"][:, 0][tensors["tables"].long()]
+    k, v = gathered.permute(2, 0, 4, 1, 3, 5).flatten(3, 4).contiguous()
+    return tensors["q"][:, :, None], k, v
+
+
+def _contiguous_prefill(tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    slots, kv = tensors["slots"], tensors["kv"]
+    flat = kv[:, 0].transpose(0, 1).flatten(1, 2)
+    k, v = flat[:, slots].permute(0, 1, 3, 2, 4).contiguous()
+    heads, head_dim = tensors["q"].shape[1:]
+    q = tensors["q"].view(len(slots), -1, heads, head_dim).transpose(1, 2).contiguous()
+    return q, k, v
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Any, backend: SDPBackend) -> Compute:
+    # Repeated heads cost the rival memory that `enable_gqa` saves where a backend has it.
+    def compute() -> Tensor:
+        with sdpa_kernel(backend):
+            return scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+
+    return compute
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Compute:
+    from torch.nn.attention.flex_attention import (  # noqa: PLC0415 - compiles on import of dynamo
+        create_block_mask,
+        flex_attention,
+    )
+
+    compiled = torch.compile(flex_attention)
+    mask = None
+    if causal:
+        length = q.shape[2]
+        mask = create_block_mask(
+            lambda _b, _h, row, column: row >= column, None, None, length, length, device=q.device
+        )
+    return lambda: compiled(q, k, v, block_mask=mask, enable_gqa=True)
+
+
+def _flashinfer_decode(tensors: dict[str, Tensor]) -> Compute:
+    import flashinfer  # type: ignore[import-not-found] # noqa: PLC0415 - optional
+
+    q, kv, tables = tensors["q"], tensors["kv"][:, 0], tensors["tables"]
+    count, blocks = tables.shape
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        torch.empty(128 << 20, dtype=torch.uint8, device=q.device), "NHD"
+    )
+    wrapper.plan(
+        torch.arange(0, count * blocks + 1, blocks, dtype=torch.int32, device=q.device),
+        tables.flatten(),
+        torch.full((count,), BLOCK_SIZE, dtype=torch.int32, device=q.device),
+        q.shape[1],
+        kv.shape[3],
+        q.shape[2],
+        BLOCK_SIZE,
+        q_data_type=q.dtype,
+        kv_data_type=kv.dtype,
+    )
+    return lambda: wrapper.run(q, kv)

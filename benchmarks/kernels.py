@@ -1,0 +1,139 @@
+"""The Triton kernels on a CUDA device: share of the measured copy and matmul ceilings, against
+their torch twins and other implementations. Writes bench/results/kernels.json and kernels.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from triton.testing import do_bench
+
+from benchmarks.kernel_cases import LARGE, Compute, KernelCase, kernel_cases
+from benchmarks.kernel_rivals import rivals
+from benchmarks.result import RESULTS, Row, Target, document, save
+
+_COPY_BYTES = 2 << 30
+_MATMUL = 8192
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def main() -> None:
+    """Measures and writes the result."""
+    options = _parse()
+    if not torch.cuda.is_available():
+        sys.exit(
+            "bench-kernels needs a CUDA device; `make test` checks the kernels' numbers on any"
+        )
+    torch.manual_seed(options.seed)
+    device, dtype = torch.device("cuda"), _DTYPES[options.dtype]
+    ceilings = {"tb_s": _copy_tb_s(device), "tflop_s": _matmul_tflop_s(dtype, device)}
+    cases = kernel_cases(LARGE, dtype, device)
+    rows = []
+    for number, case in enumerate(cases, 1):
+        sys.stderr.write(f"\r{number}/{len(cases)} {case.name}, {case.shape}\x1b[K")
+        rows.append(_measure(case, ceilings))
+    sys.stderr.write("\n")
+    result = document(rows, targets(rows), options.seed, _notes(ceilings))
+    result["machine"] |= {
+        "device": torch.cuda.get_device_name(),
+        "driver": torch.version.cuda,
+        "ceilings": ceilings,
+    }
+    save(result, options.save)
+    sys.stdout.write(f"{options.save}\n")
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--dtype", choices=_DTYPES, default="bfloat16")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--save", type=Path, default=RESULTS / "kernels.json")
+    return parser.parse_args()
+
+
+def _milliseconds(compute: Compute) -> float:
+    """Median of repeated calls, the device's cache emptied before each."""
+    return float(do_bench(compute, return_mode="median"))
+
+
+def _copy_tb_s(device: torch.device) -> float:
+    source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * _COPY_BYTES / _milliseconds(lambda: target.copy_(source)) / 1e9
+
+
+def _matmul_tflop_s(dtype: torch.dtype, device: torch.device) -> float:
+    a, b = (torch.randn(_MATMUL, _MATMUL, dtype=dtype, device=device) for _ in range(2))
+    return 2 * float(_MATMUL) ** 3 / _milliseconds(lambda: a @ b) / 1e9
+
+
+def _measure(case: KernelCase, ceilings: dict[str, float]) -> Row:
+    ours = _milliseconds(case.ours)
+    others: dict[str, float] = {}
+    failed: list[str] = []
+    for name, compute in rivals(case):
+        try:
+            others[name] = _milliseconds(compute)
+        except RuntimeError as error:
+            failed.append(f"{name}: {str(error).splitlines()[0][:60]}")
+    best = min(others, key=others.__getitem__) if others else None
+    floor_ms = max(case.num_bytes / ceilings["tb_s"] / 1e9, case.flops / ceilings["tflop_s"] / 1e9)
+    return {
+        "kernel": case.name,
+        "shape": case.shape,
+        "ms": round(ours, 4),
+        "tb_s": round(case.num_bytes / ours / 1e9, 3),
+        "tflop_s": round(case.flops / ours / 1e9, 1),
+        "share of ceiling": round(floor_ms / ours, 3),
+        "twin ms": round(_milliseconds(case.twin), 4),
+        "best rival": best,
+        "rival ms": None if best is None else round(others[best], 4),
+        "rivals not run": "; ".join(failed) or None,
+    }
+
+
+def targets(rows: list[Row]) -> list[Target]:
+    """What the kernels are to reach; a row that is not there leaves its target unmeasured."""
+
+    def value(kernel: str, shape: str, key: str) -> float | None:
+        found = [row[key] for row in rows if (row["kernel"], row["shape"]) == (kernel, shape)]
+        return found[0] if found else None
+
+    def against_sdpa(shape: str) -> float | None:
+        ours, rival = (value("paged prefill", shape, key) for key in ("ms", "rival ms"))
+        return None if ours is None or rival is None else rival / ours
+
+    batch = "batch 32, context 8192"
+    return [
+        Target(
+            f"paged decode, {batch}, of copy",
+            value("paged decode", batch, "share of ceiling"),
+            0.85,
+        ),
+        *(
+            Target(f"paged prefill, {row['shape']}, x best rival", against_sdpa(row["shape"]), 0.9)
+            for row in rows
+            if row["kernel"] == "paged prefill"
+        ),
+        *(
+            Target(f"{row['kernel']}, {row['shape']}, x twin", row["twin ms"] / row["ms"], 1.0)
+            for row in rows
+        ),
+    ]
+
+
+def _notes(ceilings: dict[str, Any]) -> list[str]:
+    return [
+        f"ceilings: copy {ceilings['tb_s']:.2f} TB/s, {ceilings['tflop_s']:.0f} TFLOP/s",
+        "share of ceiling: time at the ceiling that binds (bytes or operations) / time measured",
+        "medians with a cold cache; rivals read contiguous keys and values, FlashInfer blocks",
+        "in-place kernels include a copy of their input, on both sides",
+    ]
+
+
+if __name__ == "__main__":
+    main()

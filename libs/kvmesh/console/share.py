@@ -1,0 +1,150 @@
+"""What one gateway process knows of requests, as a value that adds up over processes.
+
+Pure. Tests: tests/unit/console/test_share.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from kvmesh.console.request_log import RequestLog, RequestTrace
+from kvmesh.console.rows import Json, flows, request_row, ttft_s
+from kvmesh.core.types import Placement
+
+MAX_REQUESTS = 100
+"""Rows of requests; older ones can be asked for by id."""
+
+WINDOW_S = 30.0
+"""Requests that ended in the last so many seconds make the quantiles and shares."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Requests of one process, or of several added up.
+
+    Attributes:
+        arrived_total, ended_total: since the process started.
+        ttfts_s: arrival to first token of requests that are open or ended in the window.
+        num_aggregated, num_disaggregated: the same requests by placement.
+        refusals: met since start, by (stage, reason).
+        flows: how many requests are at each stage on each pair of workers.
+        requests: rows, open ones first, the last of each kind first; empty where nobody asked.
+    """
+
+    num_open: int = 0
+    arrived_total: int = 0
+    ended_total: int = 0
+    ttfts_s: tuple[float, ...] = ()
+    num_aggregated: int = 0
+    num_disaggregated: int = 0
+    refusals: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    flows: tuple[Json, ...] = ()
+    requests: tuple[Json, ...] = ()
+
+    @property
+    def disaggregated_share(self) -> float | None:
+        """Of the requests in the window that were placed, 0 to 1; None without any."""
+        placed = self.num_aggregated + self.num_disaggregated
+        return self.num_disaggregated / placed if placed else None
+
+    def past(self) -> Share:
+        """What is left of it when its process has ended: the totals."""
+        return Share(
+            arrived_total=self.arrived_total,
+            ended_total=self.arrived_total,  # what was open has ended with it
+            refusals=self.refusals,
+        )
+
+
+def share_of(
+    log: RequestLog,
+    refusals: Mapping[tuple[str, str], float],
+    now: float,
+    *,
+    with_rows: bool,
+) -> Share:
+    """The share of the process that keeps `log`.
+
+    Args:
+        now: on the log's clock.
+        with_rows: whether somebody will look at single requests.
+    """
+    recent = _recent(log, now)
+    placed = Counter(each.placement for each in recent)
+    running = list(log.running())
+    shown = [*reversed(running), *log.latest()][:MAX_REQUESTS] if with_rows else []
+    return Share(
+        log.num_open,
+        log.arrived_total,
+        log.ended_total,
+        tuple(value for each in recent if (value := ttft_s(each)) is not None),
+        placed[Placement.AGGREGATED],
+        placed[Placement.DISAGGREGATED],
+        refusals,
+        tuple(flows(running)) if with_rows else (),
+        tuple(request_row(each, log, now) for each in shown),
+    )
+
+
+def _recent(log: RequestLog, now: float) -> list[RequestTrace]:
+    recent = list(log.running())
+    for trace in log.latest():
+        if trace.ended_at is not None and trace.ended_at < now - WINDOW_S:
+            break
+        recent.append(trace)
+    return recent
+
+
+def added(shares: Iterable[Share]) -> Share:
+    """All of them as one."""
+    shares = tuple(shares)
+    refusals: dict[tuple[str, str], float] = {}
+    where: Counter[tuple[str, str, str]] = Counter()
+    for share in shares:
+        for who, count in share.refusals.items():
+            refusals[who] = refusals.get(who, 0.0) + count
+        for flow in share.flows:
+            where[flow["stage"], flow["prefill"], flow["decode"]] += flow["count"]
+    rows = sorted((row for share in shares for row in share.requests), key=_in_order)
+    return Share(
+        sum(each.num_open for each in shares),
+        sum(each.arrived_total for each in shares),
+        sum(each.ended_total for each in shares),
+        tuple(value for each in shares for value in each.ttfts_s),
+        sum(each.num_aggregated for each in shares),
+        sum(each.num_disaggregated for each in shares),
+        refusals,
+        tuple(
+            {"stage": stage, "prefill": prefill, "decode": decode, "count": count}
+            for (stage, prefill, decode), count in sorted(where.items())
+        ),
+        tuple(rows[:MAX_REQUESTS]),
+    )
+
+
+def _in_order(row: Json) -> tuple[bool, float]:
+    """Open ones first, the last to arrive first; then the last to end first."""
+    if not row["finish"]:
+        return False, -row["at"]
+    return True, -(row["at"] + row["elapsed_ms"] / 1000)
+
+
+def share_to_json(share: Share) -> Json:
+    """A share for another process."""
+    content = dataclasses.asdict(share)
+    content["refusals"] = [[*who, count] for who, count in share.refusals.items()]
+    return content
+
+
+def share_from_json(content: Json) -> Share:
+    """What `share_to_json` made."""
+    return Share(
+        **{
+            **content,
+            "refusals": {(stage, reason): count for stage, reason, count in content["refusals"]},
+            **{name: tuple(content[name]) for name in ("ttfts_s", "flows", "requests")},
+        }
+    )

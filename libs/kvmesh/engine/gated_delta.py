@@ -1,0 +1,111 @@
+"""Gated delta net as the Qwen families have it: its shape, its projections, its tensors.
+
+Families differ in how the files lay the input projections out, which they read themselves.
+Source: Gated Delta Networks, arXiv 2412.06464.
+Tests: tests/integration/test_transformers_equality.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kvmesh.engine.config import LinearConfig, ModelConfig
+from kvmesh.engine.json_fields import Fields
+from kvmesh.engine.linear_attention import DeltaAttention, DeltaInputs, load_taps
+from kvmesh.engine.weights import LayerWeights
+from kvmesh.kernels.linear import Linear, make_linear
+
+
+def gated_delta_shape(fields: Fields, num_layers: int) -> LinearConfig:
+    """Which layers are linear, and their heads.
+
+    Raises:
+        CheckpointError: a value is malformed.
+    """
+    types = fields.layer_types(num_layers)
+    if types is None:
+        every = fields.number("full_attention_interval", int, default=4)
+        types = tuple(
+            "linear_attention" if (layer + 1) % every else "full_attention"
+            for layer in range(num_layers)
+        )
+    return LinearConfig(
+        layers=frozenset(i for i, kind in enumerate(types) if kind == "linear_attention"),
+        num_key_heads=fields.number("linear_num_key_heads", int, default=16),
+        num_value_heads=fields.number("linear_num_value_heads", int, default=32),
+        key_dim=fields.number("linear_key_head_dim", int, default=128),
+        value_dim=fields.number("linear_value_head_dim", int, default=128),
+        conv_kernel=fields.number("linear_conv_kernel_dim", int, default=4),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Projection:
+    """Inputs of the delta rule.
+
+    Attributes:
+        main: to queries, keys, values and the gate.
+        rates: to the share and the time step of each value head.
+        rate: [value heads] fp32, how fast a state decays.
+        bias: [value heads] fp32, of the time step.
+    """
+
+    main: Linear
+    rates: Linear
+    rate: Tensor
+    bias: Tensor
+    shape: LinearConfig
+
+    def __call__(self, h: Tensor) -> DeltaInputs:
+        shape = self.shape
+        values = shape.num_value_heads * shape.value_dim
+        mixed, gate = torch.split(self.main(h), [shape.conv_channels, values], dim=1)
+        share, time = self.rates(h).float().chunk(2, dim=1)
+        decay = -self.rate * functional.softplus(time + self.bias)
+        return DeltaInputs(
+            mixed=mixed,
+            decay=decay.unsqueeze(-1),
+            beta=torch.sigmoid(share),
+            gate=gate.view(len(h), shape.num_value_heads, shape.value_dim),
+        )
+
+
+def load_gated_delta(
+    weights: LayerWeights, config: ModelConfig, main: Tensor, rates: Tensor
+) -> DeltaAttention:
+    """Reads one layer, but for the input projections.
+
+    Args:
+        main: [queries + keys + values + gates, hidden], all heads of a kind together.
+        rates: [2 * value heads, hidden], shares and then time steps.
+
+    Raises:
+        CheckpointError: a tensor is missing or of the wrong shape.
+    """
+    shape = config.linear
+    assert shape is not None
+    heads = shape.num_value_heads
+    return DeltaAttention(
+        project=_Projection(
+            make_linear(main),
+            make_linear(rates),
+            weights.exact("linear_attn.A_log", (heads,)).exp(),
+            weights.exact("linear_attn.dt_bias", (heads,)),
+            shape,
+        ),
+        taps=load_taps(
+            weights.tensor("linear_attn.conv1d.weight", (shape.conv_channels, 1, shape.conv_kernel))
+        ),
+        norm=weights.vector("linear_attn.norm.weight", shape.value_dim),
+        activate=functional.silu,
+        output=weights.linear(
+            "linear_attn.out_proj.weight", config.hidden_size, heads * shape.value_dim
+        ),
+        place=weights.place,
+        shape=shape,
+        eps=config.rms_norm_eps,
+    )

@@ -1,0 +1,185 @@
+"""Kimi Linear: delta attention with a decay per channel (KDA) in most layers, latent attention
+without rotation in the others, experts chosen by sigmoid scores.
+
+Source: Kimi Linear, arXiv 2510.26692.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kvmesh.core.errors import CheckpointError
+from kvmesh.engine.config import LinearConfig, ModelConfig, MoeConfig
+from kvmesh.engine.experts import W1_W3_W2, load_group_routed, load_mlp
+from kvmesh.engine.json_fields import Fields
+from kvmesh.engine.latent import load_latent_attention
+from kvmesh.engine.layers import Mixer, MixerLayer, load_mixer_layer
+from kvmesh.engine.linear_attention import DeltaAttention, DeltaInputs, load_taps
+from kvmesh.engine.models.family import Family, latent_shape
+from kvmesh.engine.weights import LayerWeights
+from kvmesh.kernels.linear import Linear, make_linear
+
+
+def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
+    if not fields.flag("mla_use_nope", default=True):
+        raise CheckpointError(f"{fields.origin}: mla_use_nope false is not supported")
+    if fields.raw.get("moe_router_activation_func", "sigmoid") != "sigmoid":
+        raise CheckpointError(f"{fields.origin}: experts must be chosen by sigmoid scores")
+    latent = latent_shape(fields, interleaved=False)
+    return replace(
+        config,
+        head_dim=latent.rope_dim,
+        latent=latent,
+        linear=_linear(fields, config.num_layers),
+        moe=_moe(fields, config.num_layers),
+        attention_scale=(latent.nope_dim + latent.rope_dim) ** -0.5,
+    )
+
+
+def _linear(fields: Fields, num_layers: int) -> LinearConfig:
+    # The published files have a table for this, which counts layers from one.
+    table = fields.raw.get("linear_attn_config") or {}
+    own = Fields(table, fields.origin)
+    types = fields.layer_types(num_layers)
+    if types is not None:
+        layers = frozenset(i for i, kind in enumerate(types) if kind == "linear_attention")
+    elif "kda_layers" in table:
+        layers = frozenset(layer - 1 for layer in table["kda_layers"])
+    else:
+        layers = frozenset(layer for layer in range(num_layers) if layer == 0 or layer % 4)
+    heads = own.number("num_heads", int, fields.number("linear_num_heads", int, default=32))
+    size = own.number("head_dim", int, fields.number("linear_head_dim", int, default=128))
+    taps = fields.number("linear_conv_kernel_dim", int, default=4)
+    return LinearConfig(
+        layers=layers,
+        num_key_heads=heads,
+        num_value_heads=heads,
+        key_dim=size,
+        value_dim=size,
+        conv_kernel=own.number("short_conv_kernel_size", int, default=taps),
+    )
+
+
+def _moe(fields: Fields, num_layers: int) -> MoeConfig:
+    types = fields.raw.get("mlp_layer_types")
+    size = fields.number("moe_intermediate_size", int, default=1024)
+    return MoeConfig(
+        num_experts=fields.number("num_experts", int, default=256),
+        top_k=fields.number("num_experts_per_tok", int, default=8),
+        intermediate_size=size,
+        normalize=fields.flag("norm_topk_prob", default=True),
+        sparse_layers=_sparse_layers(fields.raw, types, num_layers),
+        shared_size=size * fields.number("n_shared_experts", int, default=1),
+        num_groups=fields.number("n_group", int, default=1),
+        top_groups=fields.number("topk_group", int, default=1),
+        scale=fields.number("routed_scaling_factor", float, default=2.446),
+        biased_choice=True,
+    )
+
+
+def _sparse_layers(
+    raw: Mapping[str, Any], types: list[str] | None, num_layers: int
+) -> frozenset[int]:
+    if types is None:
+        return frozenset(range(int(raw.get("first_k_dense_replace", 1)), num_layers))
+    return frozenset(layer for layer, kind in enumerate(types) if kind == "sparse")
+
+
+@dataclass(frozen=True, slots=True)
+class _Projection:
+    """Inputs of the delta rule.
+
+    Attributes:
+        main: to queries, keys, values, shares, and what decays and gates are made of.
+        forget: to the decay of every channel, before its activation.
+        gate: to the gate of the output.
+        rate: [heads, 1] fp32, how fast a state decays.
+        bias: [heads, key_dim] fp32, of the decay.
+    """
+
+    main: Linear
+    forget: Linear
+    gate: Linear
+    rate: Tensor
+    bias: Tensor
+    shape: LinearConfig
+
+    def __call__(self, h: Tensor) -> DeltaInputs:
+        shape = self.shape
+        heads, dim = shape.num_value_heads, shape.key_dim
+        sizes = [shape.conv_channels, heads, dim, dim]
+        mixed, share, forget, gate = torch.split(self.main(h), sizes, dim=1)
+        time = self.forget(forget.contiguous()).float().view(len(h), heads, dim)
+        return DeltaInputs(
+            mixed=mixed,
+            decay=-self.rate * functional.softplus(time + self.bias),
+            beta=torch.sigmoid(share.float()),
+            gate=self.gate(gate.contiguous()).view(len(h), heads, dim),
+        )
+
+
+def _load_delta(weights: LayerWeights, config: ModelConfig) -> DeltaAttention:
+    shape, hidden = config.linear, config.hidden_size
+    assert shape is not None
+    heads, dim = shape.num_value_heads, shape.key_dim
+    values = heads * dim
+    main = [(f"self_attn.{name}_proj.weight", values) for name in "qkv"]
+    main.append(("self_attn.b_proj.weight", heads))
+    main += [(f"self_attn.{name}_a_proj.weight", dim) for name in "fg"]
+    taps = [
+        weights.tensor(f"self_attn.{name}_conv1d.weight", (values, 1, shape.conv_kernel))
+        for name in "qkv"
+    ]
+    return DeltaAttention(
+        project=_Projection(
+            make_linear(weights.stacked(main, hidden)),
+            weights.linear("self_attn.f_b_proj.weight", values, dim),
+            weights.linear("self_attn.g_b_proj.weight", values, dim),
+            weights.exact("self_attn.A_log", (1, 1, heads, 1)).view(heads, 1).exp(),
+            weights.exact("self_attn.dt_bias", (values,)).view(heads, dim),
+            shape,
+        ),
+        taps=load_taps(torch.cat(taps)),
+        norm=weights.vector("self_attn.o_norm.weight", dim),
+        activate=torch.sigmoid,
+        output=weights.linear("self_attn.o_proj.weight", hidden, values),
+        place=weights.place,
+        shape=shape,
+        eps=config.rms_norm_eps,
+    )
+
+
+def _load_layer(weights: LayerWeights, config: ModelConfig) -> MixerLayer:
+    moe = config.moe
+    assert moe is not None
+    mixer: Mixer
+    if config.is_linear(weights.layer):
+        mixer = _load_delta(weights, config)
+    else:
+        mixer = load_latent_attention(weights, config, rotates=False)
+    if weights.layer in moe.sparse_layers:
+        mlp = load_group_routed(weights, config, "block_sparse_moe", W1_W3_W2)
+    else:
+        # transformers writes dense layers under the name of sparse ones.
+        prefix = "mlp" if weights.has("mlp.gate_proj.weight") else "block_sparse_moe"
+        mlp = load_mlp(weights, prefix, config.hidden_size, config.intermediate_size)
+    return load_mixer_layer(weights, config, mixer, mlp)
+
+
+FAMILY = Family(
+    _configure,
+    _load_layer,
+    aliases=(
+        ("model_max_length", "max_position_embeddings"),
+        ("moe_renormalize", "norm_topk_prob"),
+        ("num_expert_group", "n_group"),
+        ("num_experts_per_token", "num_experts_per_tok"),
+        ("num_shared_experts", "n_shared_experts"),
+    ),
+)

@@ -1,0 +1,85 @@
+"""Qwen3.5, dense and with experts: Qwen3-Next's layers with plainly laid out projections.
+
+Checkpoints that also see pictures hold the decoder as `language_model` and its keys in
+`text_config`; they are read for text only, where their rope of three axes is the usual one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvmesh.core.errors import CheckpointError
+from kvmesh.engine.config import ModelConfig, MoeConfig
+from kvmesh.engine.experts import load_gate_shared
+from kvmesh.engine.gated_delta import gated_delta_shape, load_gated_delta
+from kvmesh.engine.json_fields import Fields
+from kvmesh.engine.layers import (
+    DENSE_MLP,
+    Mixer,
+    MixerLayer,
+    load_attention,
+    load_gated_mlp,
+    load_mixer_layer,
+)
+from kvmesh.engine.linear_attention import DeltaAttention
+from kvmesh.engine.models.family import Family
+from kvmesh.engine.weights import LayerWeights
+
+# Weights of norms are stored as their difference from one, but for that of the delta rule.
+_NORM_OFFSET = 1.0
+
+
+def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
+    if not fields.flag("attn_output_gate", default=True):
+        raise CheckpointError(f"{fields.origin}: attn_output_gate false is not supported")
+    return replace(
+        config,
+        qk_norm=True,
+        rotary_dim=fields.rotary_dim(config.head_dim, default=0.25),
+        linear=gated_delta_shape(fields, config.num_layers),
+    )
+
+
+def _configure_moe(fields: Fields, config: ModelConfig) -> ModelConfig:
+    moe = MoeConfig(
+        num_experts=fields.number("num_experts", int, default=256),
+        top_k=fields.number("num_experts_per_tok", int, default=8),
+        intermediate_size=fields.number("moe_intermediate_size", int, default=512),
+        normalize=True,
+        sparse_layers=frozenset(range(config.num_layers)),
+        shared_size=fields.number("shared_expert_intermediate_size", int, default=512),
+    )
+    return replace(_configure(fields, config), moe=moe)
+
+
+def _load_delta(weights: LayerWeights, config: ModelConfig) -> DeltaAttention:
+    shape, hidden = config.linear, config.hidden_size
+    assert shape is not None
+    heads = shape.num_value_heads
+    main = [
+        ("linear_attn.in_proj_qkv.weight", shape.conv_channels),
+        ("linear_attn.in_proj_z.weight", heads * shape.value_dim),
+    ]
+    rates = [("linear_attn.in_proj_b.weight", heads), ("linear_attn.in_proj_a.weight", heads)]
+    return load_gated_delta(
+        weights, config, weights.stacked(main, hidden), weights.stacked(rates, hidden)
+    )
+
+
+def _load_layer(weights: LayerWeights, config: ModelConfig) -> MixerLayer:
+    mixer: Mixer
+    if config.is_linear(weights.layer):
+        mixer = _load_delta(weights, config)
+    else:
+        mixer = load_attention(weights, config, norm_offset=_NORM_OFFSET, gated=True)
+    if config.moe is None:
+        mlp = load_gated_mlp(weights, DENSE_MLP, config.hidden_size, config.intermediate_size)
+        return load_mixer_layer(weights, config, mixer, mlp, norm_offset=_NORM_OFFSET)
+    experts = load_gate_shared(weights, config)
+    return load_mixer_layer(weights, config, mixer, experts, norm_offset=_NORM_OFFSET)
+
+
+DENSE = Family(_configure, _load_layer, head_dim=256, norm_offset=_NORM_OFFSET)
+SPARSE = Family(_configure_moe, _load_layer, head_dim=256, norm_offset=_NORM_OFFSET)
+SEEING_DENSE = replace(DENSE, weight_prefix="model.language_model", nested="text_config")
+SEEING_SPARSE = replace(SPARSE, weight_prefix="model.language_model", nested="text_config")

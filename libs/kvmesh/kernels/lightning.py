@@ -1,0 +1,147 @@
+"""Triton kernels of lightning attention: one position of many sequences, many of one sequence.
+
+Twins: lightning_reference.py. Tests: tests/unit/kernels/test_hybrid_kernels.py.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_VALUE_TILE = 32
+_CHUNK = 16
+
+
+@triton.jit
+def _step_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device signature
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    slopes_ptr,
+    state_ptr,
+    out_ptr,
+    new_state_ptr,
+    num_heads,
+    KEY_DIM: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_TILE: tl.constexpr,
+):
+    # One program: one sequence, one head, VALUE_TILE columns of the state.
+    row = tl.program_id(0).to(tl.int64) * num_heads + tl.program_id(1)
+    key = tl.arange(0, KEY_TILE)
+    value = tl.program_id(2) * VALUE_TILE + tl.arange(0, VALUE_TILE)
+    is_key, is_value = key < KEY_DIM, value < VALUE_DIM
+    cell = row * KEY_DIM * VALUE_DIM + key[:, None] * VALUE_DIM + value[None, :]
+    mask = is_key[:, None] & is_value[None, :]
+    state = tl.load(state_ptr + cell, mask=mask, other=0.0)
+    q = tl.load(q_ptr + row * KEY_DIM + key, mask=is_key, other=0.0)
+    k = tl.load(k_ptr + row * KEY_DIM + key, mask=is_key, other=0.0)
+    v = tl.load(v_ptr + row * VALUE_DIM + value, mask=is_value, other=0.0)
+    slope = tl.load(slopes_ptr + tl.program_id(1))
+    state = state * tl.exp(-slope) + k[:, None] * v[None, :]
+    tl.store(out_ptr + row * VALUE_DIM + value, tl.sum(state * q[:, None], 0), mask=is_value)
+    tl.store(new_state_ptr + cell, state, mask=mask)
+
+
+@triton.jit
+def _scan_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device signature
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    slopes_ptr,
+    state_ptr,
+    out_ptr,
+    new_state_ptr,
+    num_positions,
+    num_heads,
+    KEY_DIM: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    # One program: one head, VALUE_TILE columns of the state, all positions in chunks.
+    head = tl.program_id(0)
+    key = tl.arange(0, KEY_TILE)
+    value = tl.program_id(1) * VALUE_TILE + tl.arange(0, VALUE_TILE)
+    is_key, is_value = key < KEY_DIM, value < VALUE_DIM
+    cell = head.to(tl.int64) * KEY_DIM * VALUE_DIM + key[:, None] * VALUE_DIM + value[None, :]
+    state = tl.load(state_ptr + cell, mask=is_key[:, None] & is_value[None, :], other=0.0)
+    slope = tl.load(slopes_ptr + head)
+    one = tl.arange(0, CHUNK)
+    gap = tl.maximum(one[:, None] - one[None, :], 0).to(tl.float32)
+    gaps = tl.where(one[:, None] >= one[None, :], tl.exp(-slope * gap), 0.0)
+    since = tl.exp(-slope * (one + 1).to(tl.float32))[:, None]
+    for start in range(0, num_positions, CHUNK):
+        position = start + one
+        valid = position < num_positions
+        row = position.to(tl.int64) * num_heads + head
+        keys = row[:, None] * KEY_DIM + key[None, :]
+        key_mask = valid[:, None] & is_key[None, :]
+        q = tl.load(q_ptr + keys, mask=key_mask, other=0.0)
+        k = tl.load(k_ptr + keys, mask=key_mask, other=0.0)
+        values = row[:, None] * VALUE_DIM + value[None, :]
+        value_mask = valid[:, None] & is_value[None, :]
+        v = tl.load(v_ptr + values, mask=value_mask, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="tf32x3") * gaps
+        out = tl.dot(q * since, state, input_precision="tf32x3")
+        out += tl.dot(scores, v, input_precision="tf32x3")
+        tl.store(out_ptr + values, out, mask=value_mask)
+        # The last chunk may be short: the state decays by the positions that are there.
+        count = tl.minimum(num_positions - start, CHUNK)
+        behind = tl.maximum(count - 1 - one, 0).to(tl.float32)
+        left = tl.exp(-slope * behind)[:, None]
+        state = state * tl.exp(-slope * count.to(tl.float32))
+        state += tl.dot(tl.trans(k * left), v, input_precision="tf32x3")
+    tl.store(new_state_ptr + cell, state, mask=is_key[:, None] & is_value[None, :])
+
+
+def lightning_step(
+    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """See `lightning_reference.lightning_step`."""
+    sequences, heads, key_dim = q.shape
+    value_dim = v.shape[-1]
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    new_state = torch.empty(state.shape, dtype=state.dtype, device=state.device)
+    tile = max(16, min(_VALUE_TILE, triton.next_power_of_2(value_dim)))
+    _step_kernel[(sequences, heads, triton.cdiv(value_dim, tile))](
+        *(each.contiguous() for each in (q, k, v, slopes, state)),
+        out,
+        new_state,
+        heads,
+        KEY_DIM=key_dim,
+        KEY_TILE=max(16, triton.next_power_of_2(key_dim)),
+        VALUE_DIM=value_dim,
+        VALUE_TILE=tile,
+        num_warps=4,
+    )
+    return out, new_state
+
+
+def lightning_scan(
+    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """See `lightning_reference.lightning_scan`."""
+    positions, heads, key_dim = q.shape
+    value_dim = v.shape[-1]
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    new_state = torch.empty(state.shape, dtype=state.dtype, device=state.device)
+    tile = max(16, min(_VALUE_TILE, triton.next_power_of_2(value_dim)))
+    _scan_kernel[(heads, triton.cdiv(value_dim, tile))](
+        *(each.contiguous() for each in (q, k, v, slopes, state)),
+        out,
+        new_state,
+        positions,
+        heads,
+        KEY_DIM=key_dim,
+        KEY_TILE=max(16, triton.next_power_of_2(key_dim)),
+        VALUE_DIM=value_dim,
+        VALUE_TILE=tile,
+        CHUNK=_CHUNK,
+        num_warps=4,
+    )
+    return out, new_state

@@ -1,0 +1,416 @@
+// Causal attention of prompt chunks over paged KV, blocks read where they lie.
+//
+// Queries of one KV head that stand near each other share a tile: for every 64 positions, keys
+// are turned and values interleaved once into the form that `multiply` reads, and used for all
+// rows of the tile. Scores never leave the first cache. Tiles of positions begin at multiples of
+// 64 whatever the chunk, so a row's result does not depend on how its prompt was cut.
+//
+// Source: FlashAttention-2, arXiv 2307.08691, over the blocks of arXiv 2309.06180.
+
+#pragma once
+
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "vectors.h"
+
+namespace {
+
+// Shape of the pool as one layer sees it; strides count elements.
+struct Pool {
+  int64_t block_stride, value_offset, block_size, kv_heads;
+};
+
+struct Prefill {
+  // Per sequence: block ids, first row (one more closes the last), positions with its own rows.
+  const int64_t *tables, *starts, *lens;
+  int64_t table_stride, sequences, heads, window, q_stride;
+  // Of scores, times log2(e): powers of two are cheaper.
+  float scale;
+  const float* sinks;
+  Pool pool;
+};
+
+constexpr float kLog2E = 1.44269504f;
+// Positions that are turned at once.
+constexpr int kTile = 64;
+constexpr int kVectors = kTile / kWidth;
+// Rows of queries that share them, about.
+constexpr int64_t kTileRows = 192;
+// Rows whose sums fit the registers, beside four vectors of each.
+#ifdef __AVX512F__
+constexpr int kRows = 6;
+#else
+constexpr int kRows = 1;
+#endif
+// A peak may rise by this power of two before sums are scaled anew.
+constexpr float kSlack = 8.0f;
+constexpr float kNothing = -1e30f;
+// Before all positions, still an int32 when a few are added.
+constexpr int64_t kFar = -(int64_t{1} << 30);
+
+// Whether torch is slower: this wants vectors of the full width, and knows no AMX tiles of bf16.
+#if defined(__AVX512F__) && defined(__AMX_BF16__)
+template <typename T>
+constexpr bool kPrefillPays = sizeof(T) == sizeof(float);
+#elif defined(__AVX512F__)
+template <typename T>
+constexpr bool kPrefillPays = true;
+#else
+template <typename T>
+constexpr bool kPrefillPays = false;
+#endif
+
+// What products are made of: bf16 pairs where the CPU multiplies them, else floats.
+template <typename T>
+struct Factor {
+  using Type = float;
+};
+#ifdef __AVX512BF16__
+template <>
+struct Factor<Bf16> {
+  using Type = Bf16;
+};
+#endif
+
+// Values of one lane: the pairs or the single float that one step of a product consumes.
+template <typename C>
+constexpr int kLane = static_cast<int>(sizeof(float) / sizeof(C));
+
+inline Floats multiply_add(Floats sum, const float* weights, const float* x) {
+  return sum + load(weights) * *x;
+}
+
+#ifdef __AVX512BF16__
+inline Floats multiply_add(Floats sum, const Bf16* weights, const Bf16* x) {
+  int32_t pair;
+  std::memcpy(&pair, x, sizeof pair);
+  const __m512i lanes = _mm512_loadu_si512(weights);
+  const __m512i same = _mm512_set1_epi32(pair);
+  return bits_as<Floats>(_mm512_dpbf16_ps(bits_as<__m512>(sum), bits_as<__m512bh>(lanes),
+                                          bits_as<__m512bh>(same)));
+}
+#endif
+
+// Adds the product of `kRows` rows with [steps][width][kLane] weights, V vectors of its width.
+template <typename C, int V>
+inline void multiply(const C* x, int64_t x_stride, const C* weights, int64_t width, int steps,
+                     Floats (&sums)[kRows][V]) {
+  for (int step = 0; step < steps; ++step) {
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v)
+#pragma GCC unroll 8
+      for (int row = 0; row < kRows; ++row)
+        sums[row][v] = multiply_add(sums[row][v], weights + (step * width + v * kWidth) * kLane<C>,
+                                    x + row * x_stride + step * kLane<C>);
+  }
+}
+
+// 2^x of each lane, relative error about 2e-7; below -126 the result is about 1e-38.
+inline Floats power_of_two(Floats x) {
+  x = x < -126.0f ? splat(-126.0f) : x;
+  // Adding 1.5 * 2^23 rounds to an integer, which is then in the low mantissa bits.
+  const Floats shifted = x + 12582912.0f;
+  const Floats r = x - (shifted - 12582912.0f);
+  Floats p = r * 1.32764713e-3f + 9.67554096e-3f;
+  p = p * r + 5.55071309e-2f;
+  p = p * r + 2.40221202e-1f;
+  p = p * r + 6.93146944e-1f;
+  p = p * r + 1.00000006f;
+  return bits_as<Floats>(bits_as<Ints>(p) + (bits_as<Ints>(shifted) << 23));
+}
+
+inline float power_of_two(float x) { return power_of_two(splat(x))[0]; }
+
+inline bool any_above(Floats x, float bound) {
+#ifdef __AVX512F__
+  return _mm512_cmp_ps_mask(bits_as<__m512>(x), _mm512_set1_ps(bound), _CMP_GT_OQ) != 0;
+#else
+  bool above = false;
+  for (int i = 0; i < kWidth; ++i) above |= x[i] > bound;
+  return above;
+#endif
+}
+
+inline float highest_of(Floats x) {
+  float peak = x[0];
+  for (int i = 1; i < kWidth; ++i) peak = x[i] > peak ? x[i] : peak;
+  return peak;
+}
+
+// Turns sixteen vectors of sixteen 32-bit values: what was a row becomes a column.
+inline void turn(Words (&rows)[kWidth]) {
+  constexpr Words kLow{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
+  // Four rounds that interleave rows i and i + 8 transpose, as a shuffled deck returns.
+  for (int round = 0; round < 4; ++round) {
+    Words next[kWidth];
+    for (int i = 0; i < kWidth / 2; ++i) {
+      next[2 * i] = __builtin_shuffle(rows[i], rows[i + kWidth / 2], kLow);
+      next[2 * i + 1] = __builtin_shuffle(rows[i], rows[i + kWidth / 2], kLow + 8);
+    }
+    std::memcpy(rows, next, sizeof next);
+  }
+}
+
+inline Words load_words(const float* from, float) { return bits_as<Words>(load(from)); }
+inline Words load_words(const Bf16* from, float) { return bits_as<Words>(load(from)); }
+inline Words load_words(const Bf16* from, Bf16) {
+  Words words;
+  std::memcpy(&words, from, sizeof words);
+  return words;
+}
+
+// Keys and values of 64 positions, as `multiply` wants them; positions not there are zeros.
+template <typename T, typename C>
+struct Tile {
+  int64_t dim;
+  // [dim / lane][64][lane] and [64 / lane][dim][lane].
+  std::vector<C> keys, values;
+
+  explicit Tile(int64_t dim) : dim(dim), keys(dim * kTile), values(dim * kTile) {}
+
+  void fill(const T* const (&rows)[kTile], int64_t value_offset) {
+    constexpr int64_t kStep = kWidth * kLane<C>;
+    for (int first = 0; first < kTile; first += kWidth)
+      for (int64_t at = 0; at < dim; at += kStep) fill_keys(&rows[first], first, at);
+    for (int i = 0; i < kTile; i += kLane<C>) fill_values(&rows[i], i, value_offset);
+  }
+
+ private:
+  void fill_keys(const T* const* rows, int first, int64_t at) {
+    Words words[kWidth];
+    for (int i = 0; i < kWidth; ++i) {
+      words[i] = Words{};
+      if (rows[i] == nullptr) continue;
+      if (at + kWidth * kLane<C> <= dim) {
+        words[i] = load_words(rows[i] + at, C{});
+      } else {
+        std::memcpy(&words[i], rows[i] + at, static_cast<size_t>(dim - at) * sizeof(T));
+      }
+    }
+    turn(words);
+    for (int i = 0; i < kWidth && at + i * kLane<C> < dim; ++i)
+      std::memcpy(&keys[(at + i * kLane<C>) * kTile + first * kLane<C>], &words[i], sizeof words[i]);
+  }
+
+  void fill_values(const T* const* rows, int first, int64_t offset) {
+    for (int64_t at = 0; at < dim; at += kWidth) {
+      Words words{};
+      if constexpr (kLane<C> == 1) {
+        if (rows[0] != nullptr) words = bits_as<Words>(load(rows[0] + offset + at));
+      } else {
+        // A bf16 widened has its bits in the upper half.
+        if (rows[0] != nullptr) words = bits_as<Words>(load(rows[0] + offset + at)) >> 16;
+        if (rows[1] != nullptr) words |= bits_as<Words>(load(rows[1] + offset + at));
+      }
+      std::memcpy(&values[(first / kLane<C>)*dim * kLane<C> + at * kLane<C>], &words,
+                  sizeof words);
+    }
+  }
+};
+
+// Rows of one tile of queries: row r is query r / group of head r % group.
+template <typename C>
+struct Rows {
+  int64_t dim, padded = 0;
+  std::vector<C> q;
+  std::vector<float> acc, totals, peaks;
+
+  explicit Rows(int64_t dim) : dim(dim) {}
+
+  void reset(int64_t count) {
+    padded = (count + kRows - 1) / kRows * kRows;
+    q.assign(padded * dim, C{});
+    acc.assign(padded * dim, 0.0f);
+    totals.assign(padded * kWidth, 0.0f);
+    peaks.assign(padded, kNothing);
+  }
+};
+
+// Scores of one row with V vectors of positions to weights; the row's running softmax follows.
+// `from` and `to` bound the positions that it sees, counted from the first.
+template <typename C, int V>
+inline void weigh(Rows<C>& rows, int64_t row, Floats (&scores)[V], float scale, int64_t from,
+                  int64_t to, C* weights) {
+  const bool whole = from <= 0 && to >= V * kWidth;
+  Floats peak = splat(kNothing);
+  for (int v = 0; v < V; ++v) {
+    scores[v] *= scale;
+    if (!whole) {
+      constexpr Ints kCount{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+      const Ints at = kCount + v * kWidth;
+      const Ints seen = (at >= static_cast<int32_t>(from)) & (at < static_cast<int32_t>(to));
+      scores[v] = seen ? scores[v] : splat(2 * kNothing);
+    }
+    peak = scores[v] > peak ? scores[v] : peak;
+  }
+  Floats total = load(&rows.totals[row * kWidth]);
+  if (any_above(peak, rows.peaks[row] + kSlack)) {
+    const float risen = highest_of(peak);
+    const float rescale = power_of_two(rows.peaks[row] - risen);
+    rows.peaks[row] = risen;
+    total *= rescale;
+    for (int64_t i = 0; i < rows.dim; i += kWidth) {
+      float* const part = &rows.acc[row * rows.dim + i];
+      store(part, load(part) * rescale);
+    }
+  }
+  for (int v = 0; v < V; ++v) {
+    Floats weight = power_of_two(scores[v] - rows.peaks[row]);
+    if (!whole) weight = scores[v] > kNothing ? weight : Floats{};
+    total += weight;
+    store(weights + v * kWidth, weight);
+  }
+  store(&rows.totals[row * kWidth], total);
+}
+
+// Adds weighted values to N vectors of the sums of `kRows` rows, from element `at` on.
+template <typename C, int N>
+inline void add_values(Rows<C>& rows, int64_t row, const C* weights, const C* values, int steps,
+                       int64_t at) {
+  Floats sums[kRows][N];
+  float* const acc = &rows.acc[row * rows.dim + at];
+  for (int i = 0; i < kRows; ++i)
+    for (int n = 0; n < N; ++n) sums[i][n] = load(acc + i * rows.dim + n * kWidth);
+  multiply<C, N>(weights, kTile, values + at * kLane<C>, rows.dim, steps, sums);
+  for (int i = 0; i < kRows; ++i)
+    for (int n = 0; n < N; ++n) store(acc + i * rows.dim + n * kWidth, sums[i][n]);
+}
+
+// Which positions of a tile the queries of a tile see: query i those in [from + i, to + i).
+struct Sight {
+  int64_t from, to, group;
+};
+
+// `kRows` rows over the first V vectors of a tile of positions.
+template <typename C, int V>
+void attend_rows(Rows<C>& rows, int64_t row, const C* keys, const C* values, const Sight& sight,
+                 float scale) {
+  Floats scores[kRows][V] = {};
+  const int64_t dim = rows.dim;
+  multiply<C, V>(&rows.q[row * dim], dim, keys, kTile, static_cast<int>(dim / kLane<C>), scores);
+  C weights[kRows * kTile];
+  for (int i = 0; i < kRows; ++i) {
+    const int64_t query = (row + i) / sight.group;
+    weigh<C, V>(rows, row + i, scores[i], scale, sight.from + query, sight.to + query,
+                weights + i * kTile);
+  }
+  constexpr int kSteps = V * kWidth / kLane<C>;
+  for (int64_t at = 0; at < dim;) {
+    if (dim - at >= 4 * kWidth) {
+      add_values<C, 4>(rows, row, weights, values, kSteps, at);
+      at += 4 * kWidth;
+    } else {
+      add_values<C, 1>(rows, row, weights, values, kSteps, at);
+      at += kWidth;
+    }
+  }
+}
+
+// All rows of a tile over the positions of another.
+template <typename C>
+void attend_tile(Rows<C>& rows, int64_t count, const C* keys, const C* values, const Sight& sight,
+                 float scale) {
+  for (int64_t row = 0; row < count; row += kRows) {
+    const int64_t last = std::min(row + kRows, count) - 1;
+    const int64_t to = sight.to + last / sight.group;
+    if (to <= 0 || sight.from + row / sight.group >= kTile) continue;
+    switch (std::min<int64_t>((to + kWidth - 1) / kWidth, kVectors)) {
+      case 1: attend_rows<C, 1>(rows, row, keys, values, sight, scale); break;
+      case 2: attend_rows<C, 2>(rows, row, keys, values, sight, scale); break;
+      case 3: attend_rows<C, 3>(rows, row, keys, values, sight, scale); break;
+      default: attend_rows<C, 4>(rows, row, keys, values, sight, scale);
+    }
+  }
+}
+
+// A run of queries of one sequence, for all of whose heads there is a task each.
+struct QueryTile {
+  int64_t sequence, first, count;
+};
+
+std::vector<QueryTile> query_tiles(const Prefill& call) {
+  const int64_t group = call.heads / call.pool.kv_heads;
+  const int64_t span = std::max<int64_t>(1, kTileRows / group);
+  std::vector<QueryTile> tiles;
+  for (int64_t sequence = 0; sequence < call.sequences; ++sequence) {
+    const int64_t queries = call.starts[sequence + 1] - call.starts[sequence];
+    for (int64_t first = 0; first < queries; first += span)
+      tiles.push_back({sequence, first, std::min(span, queries - first)});
+  }
+  return tiles;
+}
+
+// Writes what the rows of one head hold, divided by their totals and the sink's share.
+template <typename T, typename C>
+void finish_rows(const Prefill& call, Rows<C>& rows, T* out, int64_t row, int64_t head) {
+  float total = sum(load(&rows.totals[row * kWidth])), factor = 1.0f;
+  if (call.sinks != nullptr) {
+    const float above = call.sinks[head] * kLog2E - rows.peaks[row];
+    factor = above > 0 ? power_of_two(-above) : 1.0f;
+    total = total * factor + power_of_two(std::min(above, 0.0f));
+  }
+  for (int64_t i = 0; i < rows.dim; i += kWidth)
+    store(out + i, load(&rows.acc[row * rows.dim + i]) * (factor / total));
+}
+
+template <typename T, typename C>
+void attend_queries(const Prefill& call, const QueryTile& queries, int64_t kv_head, const T* q,
+                    const T* kv, T* out, Tile<T, C>& tile, Rows<C>& rows) {
+  const Pool& pool = call.pool;
+  const int64_t dim = rows.dim, group = call.heads / pool.kv_heads;
+  const int64_t start = call.starts[queries.sequence] + queries.first;
+  const int64_t len = call.lens[queries.sequence], count = queries.count * group;
+  const int64_t left = call.starts[queries.sequence + 1] - start;
+  const int64_t* const table = call.tables + queries.sequence * call.table_stride;
+  rows.reset(count);
+  for (int64_t row = 0; row < count; ++row) {
+    const T* const from = q + (start + row / group) * call.q_stride +
+                          (kv_head * group + row % group) * dim;
+    for (int64_t i = 0; i < dim; i += kWidth) store(&rows.q[row * dim + i], load(from + i));
+  }
+  // None of the queries sees a position before `begin`.
+  const int64_t first = len - left, end = first + queries.count;
+  const int64_t begin = call.window > 0 ? std::max<int64_t>(0, first + 1 - call.window) : 0;
+  for (int64_t at = begin / kTile * kTile; at < end; at += kTile) {
+    const T* positions[kTile];
+    for (int64_t i = 0; i < kTile; ++i) {
+      const int64_t position = at + i;
+      positions[i] = position < begin || position >= end
+                         ? nullptr
+                         : kv + table[position / pool.block_size] * pool.block_stride +
+                               (position % pool.block_size * pool.kv_heads + kv_head) * dim;
+    }
+    tile.fill(positions, pool.value_offset);
+    const int64_t from = call.window > 0 ? first + 1 - call.window - at : kFar;
+    attend_tile<C>(rows, count, tile.keys.data(), tile.values.data(), {from, first + 1 - at, group},
+                   call.scale);
+  }
+  for (int64_t row = 0; row < count; ++row) {
+    const int64_t head = kv_head * group + row % group;
+    finish_rows(call, rows, out + ((start + row / group) * call.heads + head) * dim, row, head);
+  }
+}
+
+template <typename T>
+void prefill(const Prefill& call, const T* q, const T* kv, T* out, int64_t dim, int threads) {
+  using C = typename Factor<T>::Type;
+  const std::vector<QueryTile> tiles = query_tiles(call);
+  const int64_t kv_heads = call.pool.kv_heads, tasks = static_cast<int64_t>(tiles.size()) * kv_heads;
+#pragma omp parallel num_threads(threads) if (threads > 1 && tasks > 1)
+  {
+    Tile<T, C> tile(dim);
+    Rows<C> rows(dim);
+    // Late queries see most: they go first, so that threads end together.
+#pragma omp for schedule(dynamic)
+    for (int64_t task = tasks - 1; task >= 0; --task)
+      attend_queries(call, tiles[task / kv_heads], task % kv_heads, q, kv, out, tile, rows);
+  }
+}
+
+}  // namespace

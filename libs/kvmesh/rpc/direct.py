@@ -1,0 +1,243 @@
+"""A stream's messages on a socket of their own, guarded by the gRPC stream they belong to.
+
+gRPC opens the stream: it authenticates, notices dead peers, and carries the offer (a port and a
+token) in its metadata. If the client reaches that port, messages travel there as frames, without
+HTTP/2 and without gRPC's threads: a question and its answer cost a fifth. If not, they stay on
+gRPC. Either end of the pair ends both. Tests: tests/integration/test_rpc_direct.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from google.protobuf.message import Message
+
+from kvmesh.core.errors import ConfigError, ProtocolError
+from kvmesh.rpc.channels import MAX_MESSAGE_BYTES, TlsConfig
+from kvmesh.rpc.framed import FramedConnection, ignore
+from kvmesh.rpc.tls import client_context, server_context
+from kvmesh.telemetry.logs import event_logger
+
+log = event_logger(__name__)
+
+OFFER_KEY = "kvmesh-direct"
+"""Metadata of a stream's answer: port, token, and perhaps the host, apart by blanks."""
+
+CONNECT_TIMEOUT_S = 0.5
+"""A port that does not answer for this long is behind something; the stream stays on gRPC."""
+
+_TOKEN_BYTES = 16
+_GREETING_S = 5.0
+_LAST_BYTES_S = 1.0
+
+
+@dataclass(eq=False, slots=True)
+class DirectOffer:
+    """One stream's claim to a connection; `withdraw` it when the stream ends.
+
+    Attributes:
+        metadata: for the stream's initial metadata.
+        connection: the client's, once it came.
+    """
+
+    listener: DirectListener
+    token: bytes
+    on_frame: Callable[[bytes], None]
+    on_connected: Callable[[FramedConnection], None]
+    metadata: tuple[tuple[str, str], ...] = ()
+    connection: FramedConnection | None = None
+
+    @property
+    def failure(self) -> ProtocolError | None:
+        """What the client sent that cannot be read."""
+        return None if self.connection is None else self.connection.failure
+
+    def withdraw(self) -> None:
+        """Ends the connection, or the waiting for it. May be called again."""
+        self.listener.forget(self.token)
+        if self.connection is not None:
+            self.connection.on_frame = ignore  # what is on its way belongs to nobody now
+            self.connection.close()
+
+
+@dataclass(slots=True)
+class DirectListener:
+    """The port of a service's direct streams.
+
+    Attributes:
+        advertise_host: where this very process is reached; empty: where its gRPC port is.
+        port: bound port; 0 before `start` and when there is none.
+    """
+
+    host: str = "127.0.0.1"
+    wanted_port: int = 0
+    tls: TlsConfig | None = None
+    advertise_host: str = ""
+    port: int = 0
+    _offers: dict[bytes, DirectOffer] = field(default_factory=dict)
+    _open: set[FramedConnection] = field(default_factory=set)
+    _server: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        """Listens; not at all if the wanted port is negative.
+
+        Raises:
+            ConfigError: the port is taken.
+        """
+        if self.wanted_port < 0 or self._server is not None:
+            return
+        # Encrypted exactly when the gRPC port is.
+        tls = self.tls
+        context = server_context(tls, "server.tls") if tls is not None and tls.cert else None
+        loop = asyncio.get_running_loop()
+        try:
+            self._server = await loop.create_server(
+                self._connection, self.host, self.wanted_port, ssl=context
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {self.host}:{self.wanted_port}; choose another with "
+                "--server.direct-port"
+            ) from error
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    @property
+    def num_offers(self) -> int:
+        """Streams that wait for their client's connection."""
+        return len(self._offers)
+
+    @property
+    def num_open(self) -> int:
+        """Connections."""
+        return len(self._open)
+
+    def offer(
+        self,
+        on_frame: Callable[[bytes], None],
+        on_connected: Callable[[FramedConnection], None],
+    ) -> DirectOffer:
+        """Expects a client for one stream; nobody is expected where nothing listens.
+
+        Args:
+            on_frame: called with each message's bytes.
+            on_connected: called before the first of them.
+        """
+        token = secrets.token_bytes(_TOKEN_BYTES)
+        offer = DirectOffer(self, token, on_frame, on_connected)
+        if self.port:
+            words = f"{self.port} {token.hex()} {self.advertise_host}"
+            offer.metadata = ((OFFER_KEY, words.strip()),)
+            self._offers[token] = offer
+        return offer
+
+    def forget(self, token: bytes) -> None:
+        """Expects a client no longer."""
+        self._offers.pop(token, None)
+
+    async def close(self) -> None:
+        """Ends all connections and listens no longer. May be called again."""
+        if self._server is not None:
+            self._server.close()
+        for connection in tuple(self._open):
+            connection.close()
+        if self._open:
+            await asyncio.wait({each.closed for each in self._open}, timeout=_LAST_BYTES_S)
+        for connection in tuple(self._open):
+            connection.abort()
+
+    def _connection(self) -> FramedConnection:
+        loop = asyncio.get_running_loop()
+
+        def greeted(token: bytes) -> None:
+            timer.cancel()
+            offer = self._offers.pop(token, None)
+            if offer is None:
+                raise ProtocolError("unknown_token", "no stream waits for this connection")
+            connection.max_bytes = MAX_MESSAGE_BYTES
+            connection.on_frame = offer.on_frame
+            offer.connection = connection
+            offer.on_connected(connection)
+            connection.greet(b"")
+
+        def ended(_: asyncio.Future[str]) -> None:
+            timer.cancel()
+            self._open.discard(connection)
+
+        connection = FramedConnection(greeted, _TOKEN_BYTES)
+        timer = loop.call_later(_GREETING_S, connection.abort)
+        connection.closed.add_done_callback(ended)
+        self._open.add(connection)
+        return connection
+
+
+@dataclass(frozen=True, slots=True)
+class DirectClient:
+    """How a client takes up offers.
+
+    Attributes:
+        host: where the service is reached.
+        response_type: class of the messages that come back.
+    """
+
+    host: str
+    response_type: type[Message]
+    tls: TlsConfig | None = None
+
+    @classmethod
+    def of(
+        cls, target: str, response_type: type[Message], tls: TlsConfig | None = None
+    ) -> DirectClient:
+        """For a service at `host:port`."""
+        host = target.rpartition(":")[0].strip("[]")
+        return cls(host, response_type, tls)
+
+    async def connect(
+        self, offer: str, on_message: Callable[[Any], None]
+    ) -> FramedConnection | None:
+        """Takes up an offer; None when its port cannot be reached.
+
+        Args:
+            on_message: called for each message of the service, on the event loop; must not block.
+        """
+        port, token, *hosts = offer.split(" ")
+        host = hosts[0] if hosts else self.host
+        parse = self.response_type.FromString
+        loop = asyncio.get_running_loop()
+        answered: asyncio.Future[None] = loop.create_future()
+
+        def first(_: bytes) -> None:
+            connection.max_bytes = MAX_MESSAGE_BYTES
+            connection.on_frame = lambda frame: on_message(parse(frame))
+            if not answered.done():
+                answered.set_result(None)
+
+        connection = FramedConnection(first, 0)
+        context = None if self.tls is None else client_context(self.tls, "tls")
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                # Certificates are for the name under which the service is known.
+                name = None if context is None else self.host
+                await loop.create_connection(
+                    lambda: connection, host, int(port), ssl=context, server_hostname=name
+                )
+                connection.greet(bytes.fromhex(token))
+                ends: set[asyncio.Future[Any]] = {answered, connection.closed}
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        except (OSError, ValueError, TimeoutError) as error:
+            log.info("stays_on_grpc", host=host, port=port, error=str(error) or "no answer")
+        if not answered.done() or connection.closed.done():
+            connection.abort()
+            return None
+        return connection
+
+
+async def wait_for_last_bytes(connection: FramedConnection) -> None:
+    """Lets a connection deliver what its peer sent before it ended the stream."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_LAST_BYTES_S):
+            await asyncio.shield(connection.closed)

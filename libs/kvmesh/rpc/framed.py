@@ -1,0 +1,135 @@
+"""Messages with their length before them, on one socket.
+
+Tests: tests/unit/rpc/test_framed.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import cast
+
+from google.protobuf.message import DecodeError, Message
+
+from kvmesh.core.errors import ProtocolError
+
+_HEAD_BYTES = 4
+
+
+class FramedConnection(asyncio.Protocol):
+    """Messages with their length before them, both ways.
+
+    Args:
+        on_frame: called for each message's bytes; must not block. ProtocolError and DecodeError
+            from it end the connection.
+        max_bytes: longest frame that is taken.
+
+    Attributes:
+        closed: why it ended, when it has.
+        failure: what the peer sent that cannot be read.
+        on_hold: told True when the peer reads too slowly, False when it has caught up.
+    """
+
+    def __init__(self, on_frame: Callable[[bytes], None], max_bytes: int) -> None:
+        self.on_frame = on_frame
+        self.max_bytes = max_bytes
+        self.closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.on_hold: Callable[[bool], None] | None = None
+        self.failure: ProtocolError | None = None
+        self._transport: asyncio.Transport | None = None
+        self._partial = bytearray()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See asyncio.Protocol."""
+        # Not a subclass under uvloop, but all that is needed of one.
+        self._transport = cast("asyncio.Transport", transport)
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio.Protocol."""
+        try:
+            if self._partial:
+                self._partial += data
+                if not self._has_frame(self._partial):
+                    return
+                data = bytes(self._partial)
+                self._partial.clear()
+            at = self._take_frames(data)
+        except ProtocolError as error:
+            self._fail(error)
+        except DecodeError as error:
+            self._fail(ProtocolError("damaged_message", str(error)))
+        else:
+            if at < len(data):
+                self._partial += data[at:]
+
+    def send(self, messages: Iterable[Message]) -> None:
+        """Sends or buffers; nothing happens after the end."""
+        if self._transport is None:
+            return
+        pieces: list[bytes] = []
+        for message in messages:
+            body = message.SerializeToString()
+            pieces.append(len(body).to_bytes(_HEAD_BYTES, "little"))
+            pieces.append(body)
+        self._transport.write(b"".join(pieces))
+
+    def greet(self, token: bytes) -> None:
+        """Sends a frame that is no message."""
+        assert self._transport is not None, "connected"
+        self._transport.write(len(token).to_bytes(_HEAD_BYTES, "little") + token)
+
+    def close(self) -> None:
+        """Ends it after what is buffered. May be called again."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def abort(self) -> None:
+        """Ends it at once. May be called again."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """See asyncio.Protocol."""
+        self._transport = None
+        if not self.closed.done():
+            self.closed.set_result("closed by peer" if error is None else str(error))
+
+    def pause_writing(self) -> None:
+        """See asyncio.Protocol."""
+        if self.on_hold is not None:
+            self.on_hold(True)
+
+    def resume_writing(self) -> None:
+        """See asyncio.Protocol."""
+        if self.on_hold is not None:
+            self.on_hold(False)
+
+    def _take_frames(self, data: bytes) -> int:
+        at, size = 0, len(data)
+        while size - at >= _HEAD_BYTES:
+            start = at + _HEAD_BYTES
+            end = start + self._length(data, at)
+            if end > size:
+                break
+            at = end
+            self.on_frame(data[start:end])
+        return at
+
+    def _has_frame(self, data: bytearray) -> bool:
+        return len(data) >= _HEAD_BYTES and len(data) >= _HEAD_BYTES + self._length(data, 0)
+
+    def _length(self, data: bytes | bytearray, at: int) -> int:
+        length = int.from_bytes(data[at : at + _HEAD_BYTES], "little")
+        if length > self.max_bytes:
+            raise ProtocolError("damaged_message", f"a frame of {length} bytes")
+        return length
+
+    def _fail(self, error: ProtocolError) -> None:
+        self.failure = error
+        if not self.closed.done():
+            self.closed.set_result(str(error))
+        self.abort()
+
+
+def ignore(_frame: bytes) -> None:
+    """Takes no notice of what comes after the end."""

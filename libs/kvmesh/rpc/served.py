@@ -1,0 +1,139 @@
+"""The server end of long-lived streams, over gRPC or over a socket of their own.
+
+Tests: tests/integration/test_rpc_direct.py, tests/integration/test_worker.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Generic
+
+import grpc
+from google.protobuf.message import Message
+
+from kvmesh.core.errors import ProtocolError
+from kvmesh.rpc.direct import DirectListener, DirectOffer
+from kvmesh.rpc.framed import FramedConnection
+from kvmesh.rpc.stream import ItemT, JoinableT, MessageT, Outbox, incoming, joined, parts
+
+
+@dataclass(frozen=True, slots=True)
+class DirectWay(Generic[ItemT]):
+    """How a served stream moves to a socket of its own.
+
+    Attributes:
+        request_type: class of the messages that come.
+        messages: what goes out for a batch of the outbox.
+    """
+
+    listener: DirectListener
+    request_type: type[Message]
+    messages: Callable[[list[ItemT]], Iterable[Message]]
+
+    def offer(
+        self, receive: Callable[[Any, Outbox[ItemT]], None], outbox: Outbox[ItemT]
+    ) -> DirectOffer:
+        """Expects the stream's client."""
+        parse = self.request_type.FromString
+
+        def connected(connection: FramedConnection) -> None:
+            connection.on_hold = outbox.hold
+            connection.closed.add_done_callback(lambda _: outbox.close())
+            outbox.divert(lambda batch: connection.send(self.messages(batch)))
+
+        return self.listener.offer(lambda frame: receive(parse(frame), outbox), connected)
+
+
+async def serve_stream(
+    requests: AsyncIterator[JoinableT],
+    context: grpc.aio.ServicerContext[Any, Any],
+    receive: Callable[[JoinableT, Outbox[ItemT]], None],
+    on_end: Callable[[Outbox[ItemT]], None],
+    direct: DirectWay[ItemT] | None = None,
+) -> AsyncIterator[list[ItemT]]:
+    """The server end of a long-lived stream: yields what `receive` puts into the outbox.
+
+    Args:
+        receive: called for each message, on the event loop; must not block.
+        on_end: called once, however the stream ends; releases all that belongs to it.
+        direct: offered to the client; what goes that way is not yielded.
+    """
+    outbox: Outbox[ItemT] = Outbox()
+    offer = None if direct is None else direct.offer(receive, outbox)
+
+    async def read() -> None:
+        try:
+            async for request in incoming(requests):
+                for part in parts(request):
+                    receive(part, outbox)
+        finally:
+            outbox.close()
+
+    reader: asyncio.Task[None] | None = None
+    try:
+        # Now, not with the first answer: the client counts as connected when this arrives.
+        await context.send_initial_metadata(() if offer is None else offer.metadata)
+        reader = asyncio.create_task(read())
+        async for events in outbox.batches():
+            yield events
+        if offer is not None and offer.failure is not None:
+            raise offer.failure
+        if reader.done():  # else the outbox was closed from elsewhere
+            await reader  # an error in `receive` breaks the stream, it is not swallowed
+    except ProtocolError as error:
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+    finally:
+        if offer is not None:
+            offer.withdraw()
+        if reader is not None:
+            reader.cancel()
+        on_end(outbox)
+
+
+async def serve_questions(
+    questions: AsyncIterator[JoinableT],
+    context: grpc.aio.ServicerContext[Any, Any],
+    answer: Callable[[JoinableT, Outbox[MessageT]], Awaitable[None]],
+    on_end: Callable[[Outbox[MessageT]], None],
+    direct: DirectWay[MessageT] | None = None,
+) -> AsyncIterator[MessageT]:
+    """The server end of a `Correlator`: a task for each question, cancelled with the stream.
+
+    Args:
+        answer: puts its answer into the outbox; ProtocolError says the question is none.
+        on_end: called once, however the stream ends.
+        direct: offered to the client; what goes that way is not yielded.
+    """
+    running: set[asyncio.Task[None]] = set()
+    failed: list[BaseException] = []
+    loop = asyncio.get_running_loop()
+
+    def receive(question: JoinableT, outbox: Outbox[MessageT]) -> None:
+        def done(task: asyncio.Task[None]) -> None:
+            running.discard(task)
+            error = None if task.cancelled() else task.exception()
+            if error is not None:  # breaks the stream, it is not swallowed
+                failed.append(error)
+                outbox.close()
+
+        async def work() -> None:
+            await answer(question, outbox)
+
+        task = loop.create_task(work())
+        running.add(task)
+        task.add_done_callback(done)
+
+    def end(outbox: Outbox[MessageT]) -> None:
+        for task in running:
+            task.cancel()
+        on_end(outbox)
+
+    async for batch in serve_stream(questions, context, receive, end, direct):
+        for message in joined(batch):
+            yield message
+    if failed:
+        if isinstance(failed[0], ProtocolError):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(failed[0]))
+        raise failed[0]

@@ -1,0 +1,106 @@
+"""What families make of keys as published checkpoints have them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvmesh.core.errors import CheckpointError
+from kvmesh.engine.checkpoint import parse_model_config
+from kvmesh.engine.config import LatentConfig, LinearConfig, ModelConfig
+from tests.unit.engine.tiny_checkpoint import CONFIG
+
+KIMI: dict[str, Any] = {
+    "model_type": "kimi_linear",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "head_dim": 72,
+    "model_max_length": 512,
+    "kv_lora_rank": 16,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "mla_use_nope": True,
+    "linear_attn_config": {
+        "full_attn_layers": [3],
+        "kda_layers": [1, 2, 4],
+        "head_dim": 8,
+        "num_heads": 2,
+        "short_conv_kernel_size": 3,
+    },
+    "first_k_dense_replace": 2,
+    "moe_intermediate_size": 16,
+    "moe_renormalize": False,
+    "moe_router_activation_func": "sigmoid",
+    "num_expert_group": 2,
+    "topk_group": 1,
+    "num_experts": 8,
+    "num_experts_per_token": 3,
+    "num_shared_experts": 2,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "routed_scaling_factor": 2.0,
+}
+
+
+def parse(raw: dict[str, Any], **changes: Any) -> ModelConfig:
+    return parse_model_config(raw | changes, {}, origin="config.json")
+
+
+def test_kimi_linear() -> None:
+    config = parse(KIMI)
+    assert config.max_position_embeddings == 512
+    assert config.linear == LinearConfig(frozenset({0, 1, 3}), 2, 2, 8, 8, 3)
+    assert config.latent == LatentConfig(0, 16, 4, 8, 8, interleaved=False)
+    assert config.attention_scale == 12**-0.5
+    moe = config.moe
+    assert moe is not None
+    assert (moe.num_experts, moe.top_k, moe.num_groups, moe.top_groups) == (8, 3, 2, 1)
+    assert (moe.sparse_layers, moe.shared_size) == (frozenset({2, 3}), 32)
+    assert (moe.normalize, moe.scale, moe.biased_choice) == (False, 2.0, True)
+
+
+def test_layers_of_kimi_linear_that_the_file_does_not_name() -> None:
+    config = parse(KIMI, linear_attn_config=None, num_hidden_layers=6)
+    assert config.linear == LinearConfig(frozenset({0, 1, 2, 3, 5}), 32, 32, 128, 128, 4)
+
+
+def test_minimax() -> None:
+    factors = {"linear_attn_alpha_factor": 3.5, "mlp_beta_factor": 2}
+    config = parse(CONFIG | factors, model_type="minimax", num_hidden_layers=3, sliding_window=8)
+    assert config.linear is not None
+    assert config.linear.layers == frozenset({1})
+    assert config.linear.state_values == config.num_heads * config.head_dim**2
+    assert config.residual_factors == ((1.0, 1.0), (3.5, 1.0), (1.0, 2.0))
+    assert config.windows == (8, 8, 8)
+
+
+def test_keys_of_a_seeing_model_lie_deeper() -> None:
+    text = CONFIG | {"model_type": "qwen3_5_text", "tie_word_embeddings": True, "eos_token_id": 5}
+    text["num_hidden_layers"] = 4
+    whole = {"tie_word_embeddings": False, "eos_token_id": None, "text_config": text}
+    config = parse(whole, model_type="qwen3_5")
+    assert (config.family, config.tie_word_embeddings) == ("qwen3_5", False)
+    assert config.eos_token_ids == frozenset({5})
+    assert config.hidden_size == CONFIG["hidden_size"]
+
+
+@pytest.mark.parametrize(
+    ("raw", "changes", "named"),
+    [
+        (KIMI, {"mla_use_nope": False}, "mla_use_nope"),
+        (KIMI, {"moe_router_activation_func": "softmax"}, "sigmoid"),
+        (KIMI, {"linear_attn_config": None}, "without an attention layer"),
+        (KIMI, {"attention_bias": True}, "attention_bias of latents"),
+        (CONFIG, {"model_type": "qwen3_5"}, "text_config is missing"),
+        (CONFIG, {"model_type": "qwen3_5_text", "attn_output_gate": False}, "attn_output_gate"),
+    ],
+)
+def test_the_unsupported_is_named(raw: dict[str, Any], changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(CheckpointError, match=named):
+        parse(raw, **changes)

@@ -1,0 +1,34 @@
+"""The kernel benchmark without a GPU: its cases in the interpreter, its targets from rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from benchmarks.kernels import targets
+from tests.unit.kernels.apart import run_apart
+
+
+def test_cases_in_the_interpreter(tmp_path: Path) -> None:
+    assert run_apart("interpreted_bench.py", tmp_path, interpret=True) >= 12
+
+
+def row(kernel: str, shape: str, ms: float, **others: Any) -> dict[str, Any]:
+    return {"kernel": kernel, "shape": shape, "ms": ms, "twin ms": 2.0, "rival ms": None} | others
+
+
+def test_targets() -> None:
+    rows = [
+        row("paged decode", "batch 32, context 8192", 1.0, **{"share of ceiling": 0.9}),
+        row("paged prefill", "1 chunks of 4096, 0 cached", 1.0, **{"rival ms": 0.5}),
+        row("sampling", "32 x 100", 4.0),
+    ]
+    found = {target.name: target.met for target in targets(rows)}
+    assert found == {
+        "paged decode, batch 32, context 8192, of copy": True,
+        "paged prefill, 1 chunks of 4096, 0 cached, x best rival": False,
+        "paged decode, batch 32, context 8192, x twin": True,
+        "paged prefill, 1 chunks of 4096, 0 cached, x twin": True,
+        "sampling, 32 x 100, x twin": False,
+    }
+    assert [target.met for target in targets([])] == [None]

@@ -1,0 +1,83 @@
+"""Frames on one socket, cut anywhere, and what is no frame."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from google.protobuf.message import DecodeError
+
+from kvmesh.core.errors import ProtocolError
+from kvmesh.rpc.framed import FramedConnection
+from kvmesh.v1.kv_manager_service_pb2 import MatchPrefixRequest
+
+
+class Wire:
+    """What a connection uses of a transport."""
+
+    def __init__(self) -> None:
+        self.written = b""
+        self.aborted = False
+
+    def write(self, data: bytes) -> None:
+        self.written += data
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+def connected(frames: list[bytes], max_bytes: int = 100) -> tuple[FramedConnection, Wire]:
+    connection, wire = FramedConnection(frames.append, max_bytes), Wire()
+    transport: Any = wire
+    connection.connection_made(transport)
+    return connection, wire
+
+
+async def test_frames_arrive_whole_wherever_the_bytes_are_cut() -> None:
+    sender, wire = connected([])
+    messages = [MatchPrefixRequest(namespace="n" * n) for n in (0, 1, 60)]
+    sender.send(messages)
+    for size in (1, 2, 3, 5, 7, 64, len(wire.written)):
+        frames: list[bytes] = []
+        receiver, _ = connected(frames)
+        for at in range(0, len(wire.written), size):
+            receiver.data_received(wire.written[at : at + size])
+        assert [MatchPrefixRequest.FromString(frame) for frame in frames] == messages
+
+
+@pytest.mark.parametrize("cut", [4, 1])
+async def test_a_frame_that_is_too_long_ends_the_connection(cut: int) -> None:
+    frames: list[bytes] = []
+    connection, wire = connected(frames, max_bytes=9)
+    data = (10).to_bytes(4, "little")
+    connection.data_received(data[:cut])
+    connection.data_received(data[cut:] + b"x")
+    assert wire.aborted
+    assert isinstance(connection.failure, ProtocolError)
+    assert "10 bytes" in connection.closed.result()
+    assert frames == []
+
+
+async def test_a_frame_that_is_no_message_ends_the_connection() -> None:
+    def parse(frame: bytes) -> None:
+        raise DecodeError("cannot be read")
+
+    connection, wire = connected([])
+    connection.on_frame = parse
+    connection.data_received(b"\1\0\0\0x")
+    assert wire.aborted
+    assert connection.failure is not None
+    assert connection.failure.reason == "damaged_message"
+
+
+async def test_after_the_end_nothing_is_sent_and_the_reason_stays() -> None:
+    connection, wire = connected([])
+    connection.connection_lost(OSError("reset"))
+    connection.connection_lost(None)
+    connection.send([MatchPrefixRequest(namespace="n")])
+    connection.close()
+    connection.abort()
+    assert wire.written == b""
+    assert not wire.aborted
+    assert await asyncio.wait_for(connection.closed, 1) == "reset"

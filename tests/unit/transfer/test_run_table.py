@@ -1,0 +1,115 @@
+"""Tables of runs against tuples of them."""
+
+import os
+import random
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from kvmesh.transfer.alignment import Run, split_runs, tabled
+from kvmesh.transfer.frames import BlockPart, BlockRun, PullFrame, PullRun, WriteClaim
+from kvmesh.transfer.memory import MappedPool, create_shared, run_views, write_views
+from kvmesh.transfer.native import PlacedViews, num_bytes_of, ranges_of
+from kvmesh.transfer.run_table import RunTable, as_runs, blocks_of, end_of, num_blocks_of
+
+BLOCK = 64
+
+
+class Shared:
+    """A pool in a memfd, of random bytes."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.fd, mapping = create_shared("test", num_blocks * BLOCK)
+        mapping[:] = random.Random(1).randbytes(num_blocks * BLOCK)
+        self._view = memoryview(mapping)
+
+    def read_view(self, first_block: int, num_blocks: int) -> memoryview:
+        return self._view[first_block * BLOCK : (first_block + num_blocks) * BLOCK]
+
+    write_view = read_view
+
+
+class Unmapped:
+    """The same pool, as one that no peer can map."""
+
+    def __init__(self, pool: Shared) -> None:
+        self.num_blocks = pool.num_blocks
+        self.read_view = self.write_view = pool.read_view
+
+
+def some_runs(count: int) -> list[Run]:
+    rng = random.Random(count)
+    return [Run(rng.randrange(90), rng.randrange(90), rng.randrange(1, 10)) for _ in range(count)]
+
+
+def test_a_table_reads_like_a_tuple() -> None:
+    runs = some_runs(20)
+    table = tabled(runs)
+    assert isinstance(table, RunTable)
+    assert tabled(table) is table
+    assert isinstance(tabled(runs[:3]), list)
+    assert table == tuple(runs) == table
+    assert table != tuple(runs[:-1])
+    assert hash(table) == hash(tuple(runs))
+    assert (table[3], table[-1], table[2:5]) == (runs[3], runs[-1], tuple(runs[2:5]))
+    assert type(table[0]) is Run
+    assert str(runs[0]) in repr(table)
+    assert num_blocks_of(table) == num_blocks_of(runs) == sum(run.count for run in runs)
+    assert end_of(table) == end_of(runs) == max(run.source_start + run.count for run in runs)
+    assert as_runs(Run._make, table.numbers[:2]) == tuple(runs[:2])
+
+
+def test_blocks_of_runs_in_order() -> None:
+    blocks = blocks_of(np.array([5, 0, 5]), np.array([2, 3, 1]))
+    assert blocks.tolist() == [5, 6, 0, 1, 2, 5]
+
+
+@pytest.mark.parametrize("part", [None, BlockPart(16, 8)])
+def test_bytes_of_a_table_are_those_of_its_runs(part: BlockPart | None) -> None:
+    pool, runs = Shared(100), some_runs(20)
+    views = run_views(pool, tabled(runs), BLOCK, part)
+    plain = run_views(Unmapped(pool), runs, BLOCK, part)
+    written = write_views(pool, [(run[0], run[2]) for run in runs], BLOCK, part)
+    assert isinstance(views, PlacedViews)
+    assert isinstance(written, PlacedViews)
+    assert isinstance(plain, list)
+    for placed in (views, written):
+        assert list(placed) == plain
+        assert ranges_of(placed).tolist() == ranges_of(plain).tolist()
+        assert num_bytes_of(placed) == num_bytes_of(plain)
+        assert (placed[1], list(placed[2:4])) == (plain[1], plain[2:4])
+    mapped = MappedPool(pool.fd, 100, BLOCK)
+    first = mapped.byte_ranges([(0, 1)])[0][0]
+    table, few = (np.array(mapped.byte_ranges(runs_, part)) for runs_ in (tabled(runs), runs))
+    assert table.tolist() == few.tolist()
+    assert table[0, 0] == first + runs[0][0] * BLOCK + (part.offset if part else 0)
+    with pytest.raises(AssertionError, match="outside"):
+        mapped.byte_ranges(tabled([Run(100, 0, 1)] * 20))
+    mapped.close()
+    os.close(pool.fd)
+
+
+@pytest.mark.parametrize("num_runs", [3, 40])
+def test_what_a_pull_writes_has_neighbours_joined(num_runs: int) -> None:
+    rng, runs, at = random.Random(2), list[PullRun](), 0
+    for _ in range(num_runs):
+        at += rng.choice([0, 0, 5])
+        runs.append(PullRun(rng.randrange(99), at, rng.randrange(1, 4)))
+        at += runs[-1].count
+    claim = WriteClaim(1, 2, 3, b"x")
+    tables = [tuple(runs), RunTable(PullRun._make, np.array(runs))]
+    few, many = (PullFrame(1, claim, table).as_put().runs for table in tables)
+    assert tuple(few) == tuple(many)
+    blocks = [i for first, count in few for i in range(first, first + count)]
+    assert blocks == [i for _, first, count in runs for i in range(first, first + count)]
+    assert all(a.first + a.count < b.first for a, b in pairwise(few))
+    assert type(many[0]) is BlockRun
+
+
+def test_a_cut_run_goes_on_in_the_next_group() -> None:
+    runs = [Run(10 * i, 7 * i, 7) for i in range(20)]
+    groups = split_runs(runs, 10, 1000)
+    assert groups[0] == (Run(0, 0, 7), Run(10, 7, 3))
+    assert groups[1] == (Run(13, 10, 4), Run(20, 14, 6))
