@@ -11,10 +11,11 @@ from kvmesh.core.errors import ConfigError
 from kvmesh.policy.transfer_mode import TransferMode
 from kvmesh.rpc.tls import client_context, server_context
 from kvmesh.runtime.worker_config import DataSection, WorkerConfig
-from kvmesh.transfer.channel import parse_kinds
+from kvmesh.transfer.channel import NIXL, parse_kinds
 from kvmesh.transfer.channel_pool import SendOptions
 from kvmesh.transfer.data_server import ReceiveOptions
 from kvmesh.transfer.frames import Checksum
+from kvmesh.transfer.nixl_process import is_installed
 from kvmesh.transfer.tls import DataTls
 
 _CHECKSUMS = {"none": Checksum.NONE, "crc32": Checksum.CRC32, "crc32c": Checksum.CRC32C}
@@ -36,7 +37,7 @@ def send_options(config: WorkerConfig) -> SendOptions:
     if not 0 <= data.poll_us <= MAX_POLL_US:
         raise ConfigError(f"data.poll_us must be 0 to {MAX_POLL_US}, got {data.poll_us}")
     return SendOptions(
-        kinds=parse_kinds(section.channels),
+        kinds=_kinds(section.channels),
         lanes=data.lanes,
         checksum=_checksum(data.checksum),
         budget_bytes_s=data.budget_mb_s * MEGABYTE,
@@ -56,7 +57,7 @@ def receive_options(config: WorkerConfig) -> ReceiveOptions:
     if data.copy_threads < 1:
         raise ConfigError(f"data.copy_threads must be at least 1, got {data.copy_threads}")
     return ReceiveOptions(
-        kinds=parse_kinds(section.channels),
+        kinds=_kinds(section.channels),
         host=config.server.host,
         port=section.data_port,
         checksum=_checksum(data.checksum),
@@ -80,6 +81,14 @@ def transfer_mode(word: str) -> TransferMode | None:
     except ValueError as error:
         known = ", ".join(["auto", *(mode.value for mode in TransferMode)])
         raise ConfigError(f"worker.transfer_mode must be one of {known}, got {word!r}") from error
+
+
+def _kinds(words: str) -> tuple[str, ...]:
+    kinds = parse_kinds(words)
+    if NIXL in kinds and not is_installed():
+        text = "worker.channels names nixl, which is not here: pip install 'kvmesh[nixl]'"
+        raise ConfigError(text)
+    return kinds
 
 
 def _data_tls(context: ssl.SSLContext | None, data: DataSection) -> DataTls | None:

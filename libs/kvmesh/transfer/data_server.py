@@ -21,11 +21,12 @@ from types import MappingProxyType
 
 from kvmesh.core.errors import LostError
 from kvmesh.core.types import Endpoint, HostRoute
-from kvmesh.transfer.channel import KINDS, LOCAL, SHM, TCP
+from kvmesh.transfer.channel import DEFAULT_KINDS, LOCAL, NIXL, SHM, TCP
 from kvmesh.transfer.frame_socket import FrameSocket
 from kvmesh.transfer.frames import Checksum, LinkTerms
 from kvmesh.transfer.host import host_id
 from kvmesh.transfer.local_channel import PROCESS_HUB, LocalEnd, LocalHub
+from kvmesh.transfer.memory import PoolMemory
 from kvmesh.transfer.meters import (
     LinkKey,
     LinkMeter,
@@ -34,6 +35,7 @@ from kvmesh.transfer.meters import (
     unobserved,
 )
 from kvmesh.transfer.native import load_native
+from kvmesh.transfer.nixl_reader import NixlReaders
 from kvmesh.transfer.protocol import ChannelIdentity, ReceiverMachine
 from kvmesh.transfer.server_channel import ServerChannel, ServerState
 from kvmesh.transfer.sockets import listen, listen_local, local_endpoint
@@ -65,7 +67,7 @@ class ReceiveOptions:
         copy_threads: that share one large copy out of a mapped pool.
     """
 
-    kinds: tuple[str, ...] = KINDS
+    kinds: tuple[str, ...] = DEFAULT_KINDS
     host: str = "127.0.0.1"
     port: int = 0
     checksum: Checksum = Checksum.NONE
@@ -93,6 +95,7 @@ class DataServer:
         options: ReceiveOptions | None = None,
         *,
         source: ReadSource | None = None,
+        memory: PoolMemory | None = None,
         hub: LocalHub = PROCESS_HUB,
         observer: TransferObserver = unobserved,
     ) -> None:
@@ -103,6 +106,7 @@ class DataServer:
                 layout are refused.
             target: where KV goes.
             source: where KV is read from; None gives nothing away.
+            memory: the pool that the target's grants lie in; NIXL needs to know it.
             hub: receivers of this process.
             observer: told of every frame that filled its blocks.
         """
@@ -120,6 +124,8 @@ class DataServer:
         self._serving: set[asyncio.Task[None]] = set()
         self._meters: dict[LinkKey, LinkMeter] = {}
         self._state = ServerState(copy_threads=self._options.copy_threads)
+        if NIXL in self._options.kinds:
+            self._state.readers = NixlReaders(memory, self._options.stall_timeout_s)
 
     async def start(self) -> DataAddress:
         """Listens; returns where.
@@ -156,6 +162,8 @@ class DataServer:
         for task in serving:
             task.cancel()
         await asyncio.gather(*serving, return_exceptions=True)
+        if self._state.readers is not None:
+            await self._state.readers.close()
         self._threads.shutdown(wait=False)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -243,5 +251,7 @@ class DataServer:
         self, kind: str, machine: ReceiverMachine
     ) -> tuple[LinkKey, LinkMeter, TransferObserver]:
         assert machine.peer is not None, "greeted"
+        if machine.offer is not None and machine.offer.segment is not None:
+            kind = NIXL
         key = LinkKey(machine.peer, kind, "received")
         return key, self._meters.setdefault(key, LinkMeter()), self._observer

@@ -8,7 +8,6 @@ tests/integration/test_transfer_failures.py.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -24,8 +23,8 @@ from kvmesh.transfer.memory import PoolMemory, run_views
 from kvmesh.transfer.meters import LinkMeter
 from kvmesh.transfer.protocol import ChannelIdentity
 from kvmesh.transfer.run_table import num_blocks_of
-from kvmesh.transfer.sockets import connect, tcp_facts
-from kvmesh.transfer.tls import DataTls, connect_tls
+from kvmesh.transfer.sockets import tcp_facts
+from kvmesh.transfer.tls import DataTls, connect_wire
 from kvmesh.transfer.wire import Wire
 
 MIN_PIECE_BYTES = 1 << 20
@@ -257,11 +256,4 @@ class TcpChannel:
             return lane
 
     async def _connect(self) -> Wire:
-        sock = await connect(self._endpoint)
-        if self._options.tls is None:
-            return sock
-        with contextlib.ExitStack() as on_failure:
-            on_failure.callback(sock.close)
-            wire = await connect_tls(sock, self._options.tls, self._endpoint.host)
-            on_failure.pop_all()
-        return wire
+        return await connect_wire(self._endpoint, self._options.tls)

@@ -7,6 +7,7 @@ decrypts in memory; never while a socket call waits. Tests: tests/contract/test_
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import ssl
 import threading
@@ -15,6 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvmesh.core.errors import LostError
+from kvmesh.core.types import Endpoint
+from kvmesh.transfer.sockets import connect
+from kvmesh.transfer.wire import Wire
 
 _CIPHER_BYTES = 256 << 10
 _PLAIN_BYTES = 256 << 10
@@ -162,6 +166,22 @@ class TlsWire:
                 return None
             except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
                 return 0
+
+
+async def connect_wire(endpoint: Endpoint, tls: DataTls | None) -> Wire:
+    """A connection, plain without TLS.
+
+    Raises:
+        LostError: nobody answers, or the handshake fails.
+    """
+    sock = await connect(endpoint)
+    if tls is None:
+        return sock
+    with contextlib.ExitStack() as on_failure:
+        on_failure.callback(sock.close)
+        wire = await connect_tls(sock, tls, endpoint.host)
+        on_failure.pop_all()
+    return wire
 
 
 async def connect_tls(sock: socket.socket, tls: DataTls, server_name: str) -> TlsWire:

@@ -22,6 +22,18 @@ def test_defaults_allow_every_channel_with_a_checksum() -> None:
     assert send.tls is receive.tls is None
 
 
+def test_an_engine_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = WorkerConfig(worker=WorkerSection(channels="nixl,tcp"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+
+    for options in (send_options, receive_options):
+        with pytest.raises(ConfigError, match=r"kvmesh\[nixl\]"):
+            options(config)
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "nixl_cu13")
+    assert send_options(config).kinds == receive_options(config).kinds == ("nixl", "tcp")
+
+
 def test_sizes_are_in_megabytes() -> None:
     data = DataSection(budget_mb_s=1.5, window_mb=2, lanes=3, copy_threads=2, poll_us=50)
     config = WorkerConfig(data=data)
@@ -36,7 +48,7 @@ def test_sizes_are_in_megabytes() -> None:
 @pytest.mark.parametrize(
     ("section", "data", "match"),
     [
-        (WorkerSection(channels="tcp,rdma"), DataSection(), "local, shm, tcp"),
+        (WorkerSection(channels="tcp,rdma"), DataSection(), "local, shm, nixl, tcp"),
         (WorkerSection(channels=" , "), DataSection(), "channels must be"),
         (WorkerSection(), DataSection(checksum="md5"), "md5"),
         (WorkerSection(), DataSection(lanes=0), "at least 1"),
