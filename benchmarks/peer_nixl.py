@@ -11,8 +11,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from nixl._api import nixl_agent, nixl_agent_config
 from peer_load import MIB, OtherEnd, Range, memory, quiet_stdout, rows, say
+
+try:
+    from nixl._api import nixl_agent, nixl_agent_config
+except ImportError:  # the extra brings the build for one CUDA, without the front
+    from nixl_cu12._api import nixl_agent, nixl_agent_config
 
 
 def agent(name: str) -> Any:
