@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-import os
 import random
 import signal
 import subprocess
@@ -26,7 +25,7 @@ import uvloop
 from kvmesh.core.types import Endpoint, HostRoute, KvLayout, Refusal, Reservation, WorkerId
 from kvmesh.transfer.channel import KINDS
 from kvmesh.transfer.data_server import DataAddress, DataServer, ReceiveOptions
-from kvmesh.transfer.frames import Checksum, CommitFrame, PutFrame
+from kvmesh.transfer.frames import CommitFrame, PutFrame
 from kvmesh.transfer.memory import create_shared, places_of
 from kvmesh.transfer.native import PlacedViews
 from kvmesh.transfer.protocol import ChannelIdentity
@@ -108,7 +107,7 @@ class ReceiverSpec:
     block_bytes: int
     num_blocks: int
     seed: int
-    checksum: int = int(Checksum.NONE)
+    copy_threads: int = 1
 
 
 def reservation(address: DataAddress, reservation_id: int, num_blocks: int) -> Reservation:
@@ -157,12 +156,6 @@ def receiver_process(spec: ReceiverSpec) -> Iterator[ReceiverProcess]:
         process.stdout.close()
 
 
-def cpu_seconds(pid: int) -> float:
-    """Processor time of a process so far, all threads, user and system."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 def processes_of(pids: Iterable[int]) -> tuple[int, ...]:
     """These processes and what they have started: engines run beside their workers."""
     found: dict[int, None] = {}
@@ -179,7 +172,7 @@ async def _serve(spec: ReceiverSpec) -> None:
     pool = Pool(spec.num_blocks, spec.block_bytes, spec.seed + 1)
     target = OpenTarget(pool, shuffled(spec.num_blocks, spec.seed))
     identity = ChannelIdentity(RECEIVER, 1, layout(spec.block_bytes))
-    options = ReceiveOptions(kinds=KINDS, checksum=Checksum(spec.checksum), stall_timeout_s=30)
+    options = ReceiveOptions(kinds=KINDS, copy_threads=spec.copy_threads, stall_timeout_s=30)
     server = DataServer(identity, target, options, memory=pool)
     address = await server.start()
     route = address.route
