@@ -108,6 +108,7 @@ class ReceiverSpec:
     num_blocks: int
     seed: int
     copy_threads: int = 1
+    poll_s: float = 0.0
 
 
 def reservation(address: DataAddress, reservation_id: int, num_blocks: int) -> Reservation:
@@ -172,7 +173,9 @@ async def _serve(spec: ReceiverSpec) -> None:
     pool = Pool(spec.num_blocks, spec.block_bytes, spec.seed + 1)
     target = OpenTarget(pool, shuffled(spec.num_blocks, spec.seed))
     identity = ChannelIdentity(RECEIVER, 1, layout(spec.block_bytes))
-    options = ReceiveOptions(kinds=KINDS, copy_threads=spec.copy_threads, stall_timeout_s=30)
+    options = ReceiveOptions(
+        kinds=KINDS, copy_threads=spec.copy_threads, poll_s=spec.poll_s, stall_timeout_s=30
+    )
     server = DataServer(identity, target, options, memory=pool)
     address = await server.start()
     route = address.route
