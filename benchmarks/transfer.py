@@ -201,7 +201,9 @@ async def latency(
 
 async def ours(channel: Ours, plan: Plan) -> list[Row]:
     """One channel between two processes."""
-    spec = ReceiverSpec(PIECE, plan.pool_blocks, plan.seed, channel.copy_threads)
+    spec = ReceiverSpec(
+        PIECE, plan.pool_blocks, plan.seed, channel.copy_threads, channel.options.poll_s
+    )
     source = Pool(plan.pool_blocks, PIECE, plan.seed)
     with receiver_process(spec) as receiver:
         pool = ChannelPool(ChannelIdentity(SENDER, 1, layout(PIECE)), source, channel.options)
@@ -325,7 +327,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     notes = [
         "gb_s, ms: min / median / max; GB is 1e9 bytes; cpu_s_per_gib: both ends together",
         "tcp channels set cubic, as iperf3 here; plain rows carry no checksum, as iperf3 does not",
-        f"polling: the sender looks for the answer for {POLL_S * 1e6:.0f} us before it sleeps",
+        f"polling: both ends look for the next frame for {POLL_S * 1e6:.0f} us before they sleep",
         f"blockwise and layerwise: one call per piece, {_IN_FLIGHT} under way",
     ]
     result = document(rows, targets_of(rows), plan.seed, notes)

@@ -106,6 +106,7 @@ class ReceiverSpec:
     num_blocks: int
     seed: int
     copy_threads: int = 1
+    poll_s: float = 0.0
 
 
 def reservation(address: DataAddress, reservation_id: int, num_blocks: int) -> Reservation:
@@ -158,7 +159,9 @@ async def _serve(spec: ReceiverSpec) -> None:
     pool = Pool(spec.num_blocks, spec.block_bytes, spec.seed + 1)
     target = OpenTarget(pool, shuffled(spec.num_blocks, spec.seed))
     identity = ChannelIdentity(RECEIVER, 1, layout(spec.block_bytes))
-    server = DataServer(identity, target, ReceiveOptions(copy_threads=spec.copy_threads))
+    server = DataServer(
+        identity, target, ReceiveOptions(copy_threads=spec.copy_threads, poll_s=spec.poll_s)
+    )
     address = await server.start()
     route = address.route
     said = {

@@ -34,8 +34,6 @@ def send_options(config: WorkerConfig) -> SendOptions:
     section, data = config.worker, config.data
     if data.lanes < 1:
         raise ConfigError(f"data.lanes must be at least 1, got {data.lanes}")
-    if not 0 <= data.poll_us <= MAX_POLL_US:
-        raise ConfigError(f"data.poll_us must be 0 to {MAX_POLL_US}, got {data.poll_us}")
     return SendOptions(
         kinds=_kinds(section.channels),
         lanes=data.lanes,
@@ -43,7 +41,7 @@ def send_options(config: WorkerConfig) -> SendOptions:
         budget_bytes_s=data.budget_mb_s * MEGABYTE,
         stall_timeout_s=section.stall_s,
         tls=_data_tls(client_context(data.tls, "data.tls"), data),
-        poll_s=data.poll_us / 1e6,
+        poll_s=_poll_s(data.poll_us),
     )
 
 
@@ -65,6 +63,7 @@ def receive_options(config: WorkerConfig) -> ReceiveOptions:
         stall_timeout_s=section.stall_s,
         tls=_data_tls(server_context(data.tls, "data.tls"), data),
         copy_threads=data.copy_threads,
+        poll_s=_poll_s(data.poll_us),
     )
 
 
@@ -96,6 +95,12 @@ def _data_tls(context: ssl.SSLContext | None, data: DataSection) -> DataTls | No
     if peers and not (data.tls.cert and data.tls.ca and data.tls.verify_callers):
         raise ConfigError("data.peers needs mTLS: data.tls.cert, data.tls.ca")
     return None if context is None else DataTls(context, peers)
+
+
+def _poll_s(microseconds: int) -> float:
+    if not 0 <= microseconds <= MAX_POLL_US:
+        raise ConfigError(f"data.poll_us must be 0 to {MAX_POLL_US}, got {microseconds}")
+    return microseconds / 1e6
 
 
 def _checksum(word: str) -> Checksum:

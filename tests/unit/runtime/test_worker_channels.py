@@ -40,7 +40,7 @@ def test_sizes_are_in_megabytes() -> None:
 
     assert send_options(config).budget_bytes_s == 1.5e6
     assert send_options(config).lanes == 3
-    assert send_options(config).poll_s == 5e-5
+    assert send_options(config).poll_s == receive_options(config).poll_s == 5e-5
     assert receive_options(config).window_bytes == 2_000_000
     assert receive_options(config).copy_threads == 2
 
