@@ -10,14 +10,12 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-import os
 import random
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +23,7 @@ import uvloop
 
 from kvmesh.core.types import Endpoint, HostRoute, KvLayout, Refusal, Reservation, WorkerId
 from kvmesh.transfer.data_server import DataAddress, DataServer, ReceiveOptions
-from kvmesh.transfer.frames import Checksum, CommitFrame, PutFrame
+from kvmesh.transfer.frames import CommitFrame, PutFrame
 from kvmesh.transfer.memory import create_shared, places_of
 from kvmesh.transfer.native import PlacedViews
 from kvmesh.transfer.protocol import ChannelIdentity
@@ -107,7 +105,8 @@ class ReceiverSpec:
     block_bytes: int
     num_blocks: int
     seed: int
-    checksum: int = int(Checksum.NONE)
+    copy_threads: int = 1
+    poll_s: float = 0.0
 
 
 def reservation(address: DataAddress, reservation_id: int, num_blocks: int) -> Reservation:
@@ -156,17 +155,13 @@ def receiver_process(spec: ReceiverSpec) -> Iterator[ReceiverProcess]:
         process.stdout.close()
 
 
-def cpu_seconds(pid: int) -> float:
-    """Processor time of a process so far, all threads, user and system."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 async def _serve(spec: ReceiverSpec) -> None:
     pool = Pool(spec.num_blocks, spec.block_bytes, spec.seed + 1)
     target = OpenTarget(pool, shuffled(spec.num_blocks, spec.seed))
     identity = ChannelIdentity(RECEIVER, 1, layout(spec.block_bytes))
-    server = DataServer(identity, target, ReceiveOptions(checksum=Checksum(spec.checksum)))
+    server = DataServer(
+        identity, target, ReceiveOptions(copy_threads=spec.copy_threads, poll_s=spec.poll_s)
+    )
     address = await server.start()
     route = address.route
     said = {

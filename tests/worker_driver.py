@@ -164,6 +164,17 @@ class Driver:
         self._decode[worker.worker_id].send(decode_pb.DecodeRequest(reserve=message))
         return await self.decode_event(key)
 
+    async def start(self, worker: Worker, key: Key, spec: SequenceSpec) -> decode_pb.DecodeEvent:
+        """Asks for blocks and for the prompt to be computed there; returns the answer."""
+        message = decode_pb.DecodeReserve(
+            request_id=key.request_id,
+            attempt=key.attempt,
+            sequence=sequence_spec_to_proto(spec),
+            start_within_ms=10_000,
+        )
+        self._decode[worker.worker_id].send(decode_pb.DecodeRequest(reserve=message))
+        return await self.decode_event(key)
+
     async def offer(
         self, worker: Worker, key: Key, spec: SequenceSpec, reservation: ReservationMessage
     ) -> prefill_pb.PrefillEvent:

@@ -32,11 +32,6 @@ class StopStrings:
         self._longest = max(map(len, stops), default=0)
         self._held = ""
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to look for."""
-        return not self._stops
-
     def push(self, piece: str) -> tuple[str, str | None]:
         """Adds text.
 
@@ -114,6 +109,7 @@ class Detokenizer:
         self._fast = fast
         self._stream = DecodeStream(list(prompt_ids[-PROMPT_TAIL_TOKENS:]), skip_special_tokens)
         self._stops = StopStrings(stops, include=include_stop)
+        self._is_plain = not stops
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._num_tokens = 0
@@ -143,7 +139,7 @@ class Detokenizer:
 
     def plain(self, token_ids: Sequence[int]) -> str:
         """Adds tokens that do not end generation, without stop strings: their text."""
-        assert self._stops.is_empty, "text may have to be held back"
+        assert self._is_plain, "text may have to be held back"
         self._num_tokens += len(token_ids)
         step, fast = self._stream.step, self._fast
         if len(token_ids) == 1:  # the hot path

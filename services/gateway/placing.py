@@ -214,14 +214,33 @@ class Placing:
         return None
 
     async def _round_aggregated(self, plan: RoutePlan) -> Placed | None:
-        """Reserve and offer at the same worker, one worker after the other."""
+        """Reserve and offer in one, one worker after the other."""
         for candidate in plan.prefill:
-            if await self._reserve(candidate):
-                if await self._offer(candidate):
-                    worker_id = candidate.worker_id
-                    return Placed(Placement.AGGREGATED, worker_id, worker_id, plan.cause)
-                self._work.cancel_decode()
+            if await self._start(candidate):
+                worker_id = candidate.worker_id
+                return Placed(Placement.AGGREGATED, worker_id, worker_id, plan.cause)
         return None
+
+    async def _start(self, candidate: Candidate) -> bool:
+        if candidate.worker_id in self._unfit:
+            return False
+        span = self._span("gateway.offer")
+        refused = await self._work.start(
+            candidate,
+            self._message,
+            span.traceparent,
+            ttft_budget_ms=self._budget_ms(),
+            timeout_s=self._remaining_s(),
+        )
+        if refused is not None:
+            self._num_offers += refused.by_prefill
+            stage = Stage.PREFILL if refused.by_prefill else Stage.DECODE
+            self._note(stage, refused.refusal, candidate, span)
+            return False
+        self._num_offers += 1
+        self._end_span("gateway.offer", candidate)
+        self._trace.note(Moment.RESERVED, self._now(), candidate.worker_id)
+        return True
 
     async def _reserve(self, candidate: Candidate) -> bool:
         if candidate.worker_id in self._unfit:

@@ -173,6 +173,8 @@ class _Life:
             _raise_if_error(event)
         else:
             self._decode_span = start_span("gateway.decode", self._request.traceparent)
+            if self._work.is_started:
+                self._now_decoding()
         logprobs = () if event.logprobs is None else (event.logprobs,)
         delta = self._delta((event.token_id,), logprobs, event.finish_reason)
         if self._request.sampling.num_prompt_logprobs >= 0:

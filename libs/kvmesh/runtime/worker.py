@@ -168,6 +168,7 @@ class Worker:
             self._channel_identity(),
             self.decode,
             receive_options(self._config),
+            memory=self._runner.kv,
             observer=self._metrics.observe_transfer,
         )
         try:
