@@ -70,7 +70,8 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def options_of(name: str, request: pytest.FixtureRequest) -> tuple[SendOptions, ReceiveOptions]:
-    send, receive = CHANNELS[name], ReceiveOptions(stall_timeout_s=5)
+    send = CHANNELS[name]
+    receive = ReceiveOptions(stall_timeout_s=5, poll_s=send.poll_s)
     if name == "nixl":
         if not is_installed():
             pytest.skip("needs the extra nixl")

@@ -45,10 +45,10 @@ def plan_offload(
         threshold_tokens: longer uncached prompts go there.
     """
     far = [w for w in view.workers if w.info.cluster == remote and _may_prefill(w)]
-    near = [w for w in view.workers if w.info.cluster != remote]
-    near_prefill = [w for w in near if _may_prefill(w)]
-    if not far or not near:
+    near = [w for w in view.workers if w.info.cluster != remote] if far else []
+    if not near:
         return OffloadPlan(plan_route(view, query, matches, now, rng, policy), None)
+    near_prefill = [w for w in near if _may_prefill(w)]
     choice = choose_cluster(
         query.num_tokens,
         _longest_match(far, query, matches),

@@ -9,6 +9,7 @@ import ssl
 
 from kvmesh.core.errors import ConfigError
 from kvmesh.policy.transfer_mode import TransferMode
+from kvmesh.rpc.channels import TlsConfig
 from kvmesh.rpc.tls import client_context, server_context
 from kvmesh.runtime.worker_config import DataSection, WorkerConfig
 from kvmesh.transfer.channel import NIXL, parse_kinds
@@ -28,22 +29,20 @@ def send_options(config: WorkerConfig) -> SendOptions:
     """How a worker sends.
 
     Raises:
-        ConfigError: an unknown channel or checksum, no lane, too long a look for answers, or a TLS
-            file that cannot be used.
+        ConfigError: a channel or checksum that is unknown or not to be had, no lane, too long a
+            look for answers, or a TLS file that cannot be used.
     """
     section, data = config.worker, config.data
     if data.lanes < 1:
         raise ConfigError(f"data.lanes must be at least 1, got {data.lanes}")
-    if not 0 <= data.poll_us <= MAX_POLL_US:
-        raise ConfigError(f"data.poll_us must be 0 to {MAX_POLL_US}, got {data.poll_us}")
     return SendOptions(
-        kinds=_kinds(section.channels),
+        kinds=_kinds(config),
         lanes=data.lanes,
         checksum=_checksum(data.checksum),
         budget_bytes_s=data.budget_mb_s * MEGABYTE,
         stall_timeout_s=section.stall_s,
         tls=_data_tls(client_context(data.tls, "data.tls"), data),
-        poll_s=data.poll_us / 1e6,
+        poll_s=_poll_s(data.poll_us),
     )
 
 
@@ -57,7 +56,7 @@ def receive_options(config: WorkerConfig) -> ReceiveOptions:
     if data.copy_threads < 1:
         raise ConfigError(f"data.copy_threads must be at least 1, got {data.copy_threads}")
     return ReceiveOptions(
-        kinds=_kinds(section.channels),
+        kinds=_kinds(config),
         host=config.server.host,
         port=section.data_port,
         checksum=_checksum(data.checksum),
@@ -65,6 +64,7 @@ def receive_options(config: WorkerConfig) -> ReceiveOptions:
         stall_timeout_s=section.stall_s,
         tls=_data_tls(server_context(data.tls, "data.tls"), data),
         copy_threads=data.copy_threads,
+        poll_s=_poll_s(data.poll_us),
     )
 
 
@@ -83,10 +83,13 @@ def transfer_mode(word: str) -> TransferMode | None:
         raise ConfigError(f"worker.transfer_mode must be one of {known}, got {word!r}") from error
 
 
-def _kinds(words: str) -> tuple[str, ...]:
-    kinds = parse_kinds(words)
+def _kinds(config: WorkerConfig) -> tuple[str, ...]:
+    kinds = parse_kinds(config.worker.channels)
     if NIXL in kinds and not is_installed():
         text = "worker.channels names nixl, which is not here: pip install 'kvmesh[nixl]'"
+        raise ConfigError(text)
+    if NIXL in kinds and config.data.tls != TlsConfig():
+        text = "worker.channels names nixl, which does not encrypt: leave it or data.tls.* out"
         raise ConfigError(text)
     return kinds
 
@@ -96,6 +99,12 @@ def _data_tls(context: ssl.SSLContext | None, data: DataSection) -> DataTls | No
     if peers and not (data.tls.cert and data.tls.ca and data.tls.verify_callers):
         raise ConfigError("data.peers needs mTLS: data.tls.cert, data.tls.ca")
     return None if context is None else DataTls(context, peers)
+
+
+def _poll_s(microseconds: int) -> float:
+    if not 0 <= microseconds <= MAX_POLL_US:
+        raise ConfigError(f"data.poll_us must be 0 to {MAX_POLL_US}, got {microseconds}")
+    return microseconds / 1e6
 
 
 def _checksum(word: str) -> Checksum:

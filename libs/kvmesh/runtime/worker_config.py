@@ -19,7 +19,7 @@ class DataSection:
     budget_mb_s: float = option(0.0, "TCP megabytes per second to one peer; 0: no bound")
     window_mb: int = option(64, "megabytes that one connection may be ahead of its answers")
     copy_threads: int = option(1, "that share a large copy out of shared memory")
-    poll_us: int = option(0, "microseconds to look for a small transfer's answer before other work")
+    poll_us: int = option(0, "microseconds to look for the next frame before other work")
     tls: TlsConfig = option(TlsConfig, "")
     peers: str = option(
         "", "names in certificates of workers to share KV with, comma-separated; empty: all"

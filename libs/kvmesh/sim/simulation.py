@@ -144,9 +144,9 @@ class Simulation:
 
     def run(self) -> Result:
         """Lets time pass until every request has an outcome."""
-        for trace in self._first_arrivals():
-            self._num_open += 1
-            self.events.at(trace.arrival_s, partial(self._arrive, trace))
+        first = sorted(self._first_arrivals(), key=lambda trace: trace.arrival_s)
+        self._num_open = len(first)
+        self.events.feed((trace.arrival_s, partial(self._arrive, trace)) for trace in first)
         for failure in self.scenario.failures:
             self.events.at(failure.at_s, partial(self._fail, failure))
         self.control.start()

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import NamedTuple
 
 from kvmesh.core.clock import SystemClock
 from kvmesh.core.errors import LostError, RefusedError
@@ -78,8 +79,7 @@ class SendOptions:
     poll_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Address:
+class _Address(NamedTuple):
     """Where and who a channel leads to."""
 
     peer: PeerKey

@@ -65,6 +65,8 @@ class ReceiveOptions:
             this long within a frame, is cut.
         tls: wraps TCP connections.
         copy_threads: that share one large copy out of a mapped pool.
+        poll_s: after a frame, the loop looks for the next one so long before it turns to other
+            work; 0: not at all.
     """
 
     kinds: tuple[str, ...] = DEFAULT_KINDS
@@ -75,6 +77,7 @@ class ReceiveOptions:
     stall_timeout_s: float = 10.0
     tls: DataTls | None = None
     copy_threads: int = 1
+    poll_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +232,7 @@ class DataServer:
             options.stall_timeout_s,
             self._threads,
             takes_fd=kind == SHM,
+            poll_s=options.poll_s,
         )
         # Nothing leaves the machine on a Unix socket: a sum would only cost time.
         wish = Checksum.NONE if kind == SHM else options.checksum

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from kvmesh.core.errors import LostError, ProtocolError, RefusedError
 from kvmesh.core.types import Reservation, WorkerId
@@ -48,8 +49,7 @@ from kvmesh.transfer.run_table import RunTable, num_blocks_of
 from kvmesh.transfer.wire import Wire
 
 
-@dataclass(frozen=True, slots=True)
-class PeerKey:
+class PeerKey(NamedTuple):
     """Who a channel leads to: one life of a worker."""
 
     worker_id: WorkerId

@@ -202,8 +202,12 @@ class TcpChannel:
         """The least busy connection among the first `width`, opened if it is not up."""
         if self._closed:
             raise LostError("data channels are closed")
-        wanted = range(min(max(width, 1), len(self._lanes)))
-        index = min(wanted, key=self._load)
+        index = 0
+        if width > 1:
+            index = min(range(min(width, len(self._lanes))), key=self._load)
+        lane = self._lanes[index]
+        if lane is not None and lane.is_open:
+            return lane
         try:
             return await self._lane(index)
         except LostError:

@@ -34,13 +34,26 @@ def test_an_engine_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatc
     assert send_options(config).kinds == receive_options(config).kinds == ("nixl", "tcp")
 
 
+def test_an_engine_that_does_not_encrypt_is_refused_with_tls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
+    config = WorkerConfig(
+        worker=WorkerSection(channels="nixl,tcp"), data=DataSection(tls=TlsConfig(ca="ca.pem"))
+    )
+
+    for options in (send_options, receive_options):
+        with pytest.raises(ConfigError, match="does not encrypt"):
+            options(config)
+
+
 def test_sizes_are_in_megabytes() -> None:
     data = DataSection(budget_mb_s=1.5, window_mb=2, lanes=3, copy_threads=2, poll_us=50)
     config = WorkerConfig(data=data)
 
     assert send_options(config).budget_bytes_s == 1.5e6
     assert send_options(config).lanes == 3
-    assert send_options(config).poll_s == 5e-5
+    assert send_options(config).poll_s == receive_options(config).poll_s == 5e-5
     assert receive_options(config).window_bytes == 2_000_000
     assert receive_options(config).copy_threads == 2
 
