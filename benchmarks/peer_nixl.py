@@ -9,8 +9,12 @@ import base64
 from collections.abc import Callable
 from typing import Any
 
-from nixl._api import nixl_agent, nixl_agent_config
 from peer_load import Range, Send, run
+
+try:
+    from nixl._api import nixl_agent, nixl_agent_config
+except ImportError:  # the extra brings the build for one CUDA, without the front
+    from nixl_cu12._api import nixl_agent, nixl_agent_config
 
 
 class Nixl:

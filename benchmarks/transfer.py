@@ -35,6 +35,7 @@ from benchmarks.transfer_ends import (
     Pool,
     ReceiverSpec,
     layout,
+    processes_of,
     receiver_process,
     reservation,
     shuffled,
@@ -48,6 +49,7 @@ from kvmesh.transfer.data_server import DataAddress, DataServer, ReceiveOptions
 from kvmesh.transfer.frames import Checksum
 from kvmesh.transfer.memory import copy_in_python
 from kvmesh.transfer.native import address_of
+from kvmesh.transfer.nixl_process import is_installed
 from kvmesh.transfer.protocol import ChannelIdentity
 
 MIB = 1 << 20
@@ -90,6 +92,10 @@ CHANNELS = (
     Ours("tcp x4", SendOptions(kinds=("tcp",), lanes=4, checksum=Checksum.NONE)),
     Ours("tcp x2 crc32c", SendOptions(kinds=("tcp",), lanes=2, checksum=Checksum.CRC32C)),
 )
+NIXL_CHANNEL = Ours(
+    "nixl channel (ours)", SendOptions(kinds=("nixl",), connect_timeout_s=20, stall_timeout_s=30)
+)
+"""By whatever UCX finds: within one host that is a copy from process to process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +213,8 @@ async def ours(channel: Ours, plan: Plan) -> list[Row]:
     source = Pool(plan.pool_blocks, PIECE, plan.seed)
     with receiver_process(spec) as receiver:
         pool = ChannelPool(ChannelIdentity(SENDER, 1, layout(PIECE)), source, channel.options)
-        pids = (os.getpid(), receiver.pid)
+        await pool.put(reservation(receiver.address, IN_ORDER, 1), [Run(0, 0, 1)])
+        pids = processes_of((os.getpid(), receiver.pid))
         rows = await latency(channel.name, pool, receiver.address, pids)
         if channel.sweeps:
             rows += await sweep(channel.name, pool, receiver.address, pids, plan)
@@ -305,6 +312,8 @@ async def run(plan: Plan, pythons: Mapping[str, Path]) -> list[Row]:
     add(await within_the_process(plan))
     for channel in CHANNELS:
         add(await ours(channel, plan))
+    if is_installed():
+        add(await ours(NIXL_CHANNEL, plan))
     add(iperf_rows(plan.sizes, plan.runs))
     add(await baselines(plan, [channel for channel in CHANNELS if channel.name in _BASELINES]))
     add(peer_rows(pythons, plan.sizes, plan.runs, plan.seed))
@@ -322,6 +331,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=RESULTS / "transfer.json")
     arguments = parser.parse_args(argv)
     plan = Plan(tuple(arguments.sizes), arguments.runs, arguments.seed)
+    if arguments.nixl_python is None and is_installed():
+        arguments.nixl_python = Path(sys.executable)
     found = {"nixl": arguments.nixl_python, "mooncake": arguments.mooncake_python}
     rows = uvloop.run(run(plan, {name: python for name, python in found.items() if python}))
     notes = [

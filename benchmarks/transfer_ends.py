@@ -14,14 +14,16 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import uvloop
 
 from kvmesh.core.types import Endpoint, HostRoute, KvLayout, Refusal, Reservation, WorkerId
+from kvmesh.transfer.channel import KINDS
 from kvmesh.transfer.data_server import DataAddress, DataServer, ReceiveOptions
 from kvmesh.transfer.frames import CommitFrame, PutFrame
 from kvmesh.transfer.memory import create_shared, places_of
@@ -155,13 +157,26 @@ def receiver_process(spec: ReceiverSpec) -> Iterator[ReceiverProcess]:
         process.stdout.close()
 
 
+def processes_of(pids: Iterable[int]) -> tuple[int, ...]:
+    """These processes and what they have started: engines run beside their workers."""
+    found: dict[int, None] = {}
+    left = list(pids)
+    while left:
+        pid = left.pop()
+        found[pid] = None
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            left += map(int, (task / "children").read_text().split())
+    return tuple(found)
+
+
 async def _serve(spec: ReceiverSpec) -> None:
     pool = Pool(spec.num_blocks, spec.block_bytes, spec.seed + 1)
     target = OpenTarget(pool, shuffled(spec.num_blocks, spec.seed))
     identity = ChannelIdentity(RECEIVER, 1, layout(spec.block_bytes))
-    server = DataServer(
-        identity, target, ReceiveOptions(copy_threads=spec.copy_threads, poll_s=spec.poll_s)
+    options = ReceiveOptions(
+        kinds=KINDS, copy_threads=spec.copy_threads, poll_s=spec.poll_s, stall_timeout_s=30
     )
+    server = DataServer(identity, target, options, memory=pool)
     address = await server.start()
     route = address.route
     said = {

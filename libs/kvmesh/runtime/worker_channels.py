@@ -9,6 +9,7 @@ import ssl
 
 from kvmesh.core.errors import ConfigError
 from kvmesh.policy.transfer_mode import TransferMode
+from kvmesh.rpc.channels import TlsConfig
 from kvmesh.rpc.tls import client_context, server_context
 from kvmesh.runtime.worker_config import DataSection, WorkerConfig
 from kvmesh.transfer.channel import NIXL, parse_kinds
@@ -28,14 +29,14 @@ def send_options(config: WorkerConfig) -> SendOptions:
     """How a worker sends.
 
     Raises:
-        ConfigError: an unknown channel or checksum, no lane, too long a look for answers, or a TLS
-            file that cannot be used.
+        ConfigError: a channel or checksum that is unknown or not to be had, no lane, too long a
+            look for answers, or a TLS file that cannot be used.
     """
     section, data = config.worker, config.data
     if data.lanes < 1:
         raise ConfigError(f"data.lanes must be at least 1, got {data.lanes}")
     return SendOptions(
-        kinds=_kinds(section.channels),
+        kinds=_kinds(config),
         lanes=data.lanes,
         checksum=_checksum(data.checksum),
         budget_bytes_s=data.budget_mb_s * MEGABYTE,
@@ -55,7 +56,7 @@ def receive_options(config: WorkerConfig) -> ReceiveOptions:
     if data.copy_threads < 1:
         raise ConfigError(f"data.copy_threads must be at least 1, got {data.copy_threads}")
     return ReceiveOptions(
-        kinds=_kinds(section.channels),
+        kinds=_kinds(config),
         host=config.server.host,
         port=section.data_port,
         checksum=_checksum(data.checksum),
@@ -82,10 +83,13 @@ def transfer_mode(word: str) -> TransferMode | None:
         raise ConfigError(f"worker.transfer_mode must be one of {known}, got {word!r}") from error
 
 
-def _kinds(words: str) -> tuple[str, ...]:
-    kinds = parse_kinds(words)
+def _kinds(config: WorkerConfig) -> tuple[str, ...]:
+    kinds = parse_kinds(config.worker.channels)
     if NIXL in kinds and not is_installed():
         text = "worker.channels names nixl, which is not here: pip install 'kvmesh[nixl]'"
+        raise ConfigError(text)
+    if NIXL in kinds and config.data.tls != TlsConfig():
+        text = "worker.channels names nixl, which does not encrypt: leave it or data.tls.* out"
         raise ConfigError(text)
     return kinds
 

@@ -62,6 +62,9 @@ class EngineSection:
     state_interval_tokens: int = option(
         0, "positions between cached states of linear layers; 0: as much room as their KV takes"
     )
+    swap_gib: float = option(
+        -1.0, "host memory for KV of preempted sequences, GiB; 0: none; -1: 4 with a device, else 0"
+    )
     fake_step_s: float = option(0.0, "length of a step of the fake engine")
 
 

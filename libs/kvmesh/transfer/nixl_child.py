@@ -34,6 +34,8 @@ APIS = ("nixl._api", "nixl_cu12._api", "nixl_cu13._api")
 
 _MEMORY = "DRAM"
 _IDLE_WAIT_S = 0.05
+_BUSY_WAIT_S = 50e-6
+"""Between two looks while peers read: adapters that read by themselves ask for few."""
 _POLLS_PER_LOOK = 4096
 
 
@@ -101,7 +103,7 @@ class Owner:
         """Until the worker goes. Some transports need this side's processor while they are read."""
         is_busy = False
         while True:
-            if other_end.has_question(0 if is_busy else _IDLE_WAIT_S):
+            if other_end.has_question(_BUSY_WAIT_S if is_busy else _IDLE_WAIT_S):
                 is_busy = other_end.hear()[0] == BUSY
             self._agent.get_new_notifs()
 

@@ -34,6 +34,19 @@ def test_an_engine_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatc
     assert send_options(config).kinds == receive_options(config).kinds == ("nixl", "tcp")
 
 
+def test_an_engine_that_does_not_encrypt_is_refused_with_tls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
+    config = WorkerConfig(
+        worker=WorkerSection(channels="nixl,tcp"), data=DataSection(tls=TlsConfig(ca="ca.pem"))
+    )
+
+    for options in (send_options, receive_options):
+        with pytest.raises(ConfigError, match="does not encrypt"):
+            options(config)
+
+
 def test_sizes_are_in_megabytes() -> None:
     data = DataSection(budget_mb_s=1.5, window_mb=2, lanes=3, copy_threads=2, poll_us=50)
     config = WorkerConfig(data=data)
