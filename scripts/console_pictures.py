@@ -67,7 +67,7 @@ def _save(picture: bytes, name: str) -> None:
 async def _under_load(gateway: str, console: str) -> None:
     load = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "kvmesh.cli", "bench", "serve", "--url", gateway),
-        *("--requests", "4000", "--rate", "5", "--input-tokens", "220", "--output-tokens", "90"),
+        *("--requests", "4000", "--rate", "3", "--input-tokens", "220", "--output-tokens", "90"),
         stdout=asyncio.subprocess.DEVNULL,
     )
     try:
