@@ -118,6 +118,7 @@ class _Life:
         self._lane = lane
         self._lane_at = 0.0
         self._trace = mesh.log.trace(request.request_id)
+        self._now = asyncio.get_running_loop().time
         now = self._now()
         self._deadline = now + mesh.limits.request_timeout_s
         self._phases = Phases(mesh.metrics, now)
@@ -332,6 +333,3 @@ class _Life:
             self._phases.finished(self._now())
         cached = self._cached_tokens or 0
         return TokenDelta(token_ids, logprobs, finish_reason, cached, self._where)
-
-    def _now(self) -> float:
-        return asyncio.get_running_loop().time()
