@@ -104,7 +104,7 @@ def test_bailing_hybrid() -> None:
 @pytest.mark.parametrize("bound", [-0.5, 0.0])
 def test_decays_of_bailing_hybrid(bound: float) -> None:
     shape = LinearConfig(frozenset({0}), 2, 2, 3, 3, 1)
-    weight = torch.arange(2.0 * 38).view(38, 2) / 10 - 3
+    weight = torch.arange(2.0 * 32).view(32, 2) / 10 - 3
     rate, bias = torch.tensor([[0.5], [2.0]]), torch.full((2, 3), 0.25)
     project = _Projection(Linear(weight, None, packed=False), rate, bias, bound, shape)
     h = torch.tensor([[1.0, -0.5]])
