@@ -44,7 +44,7 @@ lint-protos: setup
 	if git cat-file -e main:buf.yaml 2>/dev/null; then $(VENV)/bin/buf breaking --against '.git#branch=main'; fi
 
 test: setup ## all tests but those that need a GPU or containers
-	$(PY) -m pytest -q -m 'not gpu and not compose'
+	$(PY) -m pytest -q --durations=20 --durations-min=5 -m 'not gpu and not compose'
 
 test-fast: setup ## unit, property and contract tests without the slow ones
 	$(PY) -m pytest -q -m 'not gpu and not compose and not slow' tests/unit tests/property tests/contract

@@ -143,6 +143,9 @@ def plan_route(
     seats = [_Seat(call, worker) for worker in able]
     if query.placement is Placement.AGGREGATED:
         return _plan_aggregated(call, seats, RouteCause.ASKED, "asked for")
+    if query.placement is Placement.AUTO and all(each.info.role is Role.HYBRID for each in able):
+        # Nobody's role asks for them to be apart, so which side each would take does not matter.
+        return _plan_aggregated(call, seats, RouteCause.NO_PAIR, why_aggregated(able))
     sides = _split_sides(call, seats)
     if query.placement is Placement.DISAGGREGATED:
         return _plan_disaggregated(call, sides) or no_pair(query, able)

@@ -33,6 +33,7 @@ class WorkerSection:
     id: str = option("", "stable name; default: role, host and port")
     role: str = option("hybrid", "prefill, decode or hybrid: what the scheduler uses it for")
     cluster: str = option("local", "cluster (datacentre) name")
+    scenario: str = option("", "scenario whose requests it serves; empty: those without a group")
     scheduler_targets: str = option("127.0.0.1:7001", "schedulers, host:port, comma-separated")
     kvmanager_target: str = option("127.0.0.1:7002", "kvmanager, host:port; empty: do not publish")
     data_port: int = option(0, "data channel port; 0 picks a free one")
@@ -61,6 +62,9 @@ class EngineSection:
     growth_tokens: int = option(64, "room for new tokens that a reservation asks for")
     state_interval_tokens: int = option(
         0, "positions between cached states of linear layers; 0: as much room as their KV takes"
+    )
+    swap_gib: float = option(
+        -1.0, "host memory for KV of preempted sequences, GiB; 0: none; -1: 4 with a device, else 0"
     )
     fake_step_s: float = option(0.0, "length of a step of the fake engine")
 
