@@ -89,6 +89,16 @@ class Key:
     attempt: int = 1
 
 
+@asynccontextmanager
+async def driving(*workers: Worker) -> AsyncIterator[Driver]:
+    """A driver that is connected to these workers, and closed after."""
+    driver = Driver()
+    for worker in workers:
+        await driver.connect(worker)
+    yield driver
+    await driver.close()
+
+
 class Driver:
     """One gateway's streams to some workers; events land in a queue per attempt."""
 

@@ -121,13 +121,17 @@ class Detokenizer:
             ends_with_stop_token: the last token ended generation; its text is not output unless
                 stop strings are included.
         """
+        if self._is_plain:
+            drops_last = ends_with_stop_token and not self._include_stop
+            text = self.plain(token_ids[:-1] if drops_last else token_ids)
+            return TextPiece(text, len(token_ids))
         parts: list[str] = []
         for index, token_id in enumerate(token_ids):
             self._num_tokens += 1
             is_stop_token = ends_with_stop_token and index == len(token_ids) - 1
             if is_stop_token and not self._include_stop:
                 break
-            text: str = self._stream.step(self._fast, token_id) or ""
+            text = self._stream.step(self._fast, token_id) or ""
             if self._num_tokens < self._min_tokens:
                 parts.append(text)
                 continue

@@ -74,7 +74,6 @@ class RequestRecord:
             self._metrics.ttft_s.observe(self._ttft_s)
             self._last_at = now
             self._num_uncounted += len(delta.token_ids)
-            self._flush()
         else:
             self.tokens(len(delta.token_ids), now)
         self._last = delta
@@ -96,6 +95,8 @@ class RequestRecord:
 
     def _flush(self) -> None:
         """Lets metrics and console show what was gathered."""
+        if not (self._num_uncounted or self._gaps):
+            return
         self._metrics.itl_s.observe_all(self._gaps)
         self._gaps.clear()
         self._metrics.generation_tokens.inc(self._num_uncounted)

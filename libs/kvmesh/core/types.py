@@ -280,7 +280,8 @@ class WorkerInfo:
     """What a worker is; fixed for one incarnation.
 
     Attributes:
-        publishes: whether a kvmanager hears of its blocks; no prefix of others can be found.
+        scenario: that its P/D group serves; empty: any.
+        publishes: whether a kvmanager hears of its blocks; if not, nobody finds a prefix there.
     """
 
     worker_id: WorkerId
@@ -295,6 +296,7 @@ class WorkerInfo:
     prefill_slots: int
     decode_slots: int
     num_blocks: int
+    scenario: str = ""
     publishes: bool = True
 
 

@@ -37,7 +37,7 @@ _Key = tuple[float, float, float, WorkerId]
 
 @dataclass(slots=True)
 class _Bucket:
-    """Workers of one model, layout, cluster and role, least loaded first.
+    """Workers of one model, layout, cluster, role and scenario, least loaded first.
 
     Attributes:
         prefill, decode: by the load of that side; None is a side that the role does not serve.
@@ -71,7 +71,7 @@ class _Bucket:
             del self.decode[bisect_left(self.decode, entry.decode)]
 
 
-_BucketName = tuple[str, KvLayout, str, Role]
+_BucketName = tuple[str, KvLayout, str, Role, str]
 
 
 @dataclass(slots=True)
@@ -130,7 +130,7 @@ class FleetIndex:
             bucket.take_out(before)
         else:
             self.remove(view.worker_id)
-            name = (info.model, info.layout, info.cluster, info.role)
+            name = (info.model, info.layout, info.cluster, info.role, info.scenario)
             bucket = self._bucket(name)
         tie = self._rng.random()
         busy, load = self._prefill_load(view)
@@ -152,7 +152,7 @@ class FleetIndex:
         found = self._models.get(model)
         if found is None:
             roles: dict[tuple[KvLayout, str], set[Role]] = {}
-            for name, layout, cluster, role in self._buckets:
+            for name, layout, cluster, role, _ in self._buckets:
                 if name == model:
                     roles.setdefault((layout, cluster), set()).add(role)
             mixed = any(Role.HYBRID in each and len(each) > 1 for each in roles.values())

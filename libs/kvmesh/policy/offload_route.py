@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from kvmesh.core.types import Placement, Refusal, Role, RoutePlan, RouteQuery, WorkerId
 from kvmesh.policy.offload import OffloadChoice, Reach, choose_cluster
+from kvmesh.policy.pdserve import GroupChoice
 from kvmesh.policy.ranking import RoutePolicy
 from kvmesh.policy.routing import plan_route
 from kvmesh.policy.view import FleetView, WorkerView
@@ -20,10 +21,11 @@ from kvmesh.policy.view import FleetView, WorkerView
 
 @dataclass(frozen=True, slots=True)
 class OffloadPlan:
-    """A route and the choice of cluster behind it; None when there was none to choose."""
+    """A route, and the choices of cluster and group behind it; None when there was none."""
 
     route: RoutePlan | Refusal
     choice: OffloadChoice | None
+    group: GroupChoice | None = None
 
 
 def plan_offload(

@@ -202,6 +202,7 @@ class Worker:
             prefill_slots=section.prefill_slots,
             decode_slots=section.decode_slots,
             num_blocks=self._runner.kv.num_blocks,
+            scenario=section.scenario,
             publishes=bool(section.kvmanager_target),
         )
         targets = [target.strip() for target in section.scheduler_targets.split(",")]

@@ -33,6 +33,7 @@ class WorkerSection:
     id: str = option("", "stable name; default: role, host and port")
     role: str = option("hybrid", "prefill, decode or hybrid: what the scheduler uses it for")
     cluster: str = option("local", "cluster (datacentre) name")
+    scenario: str = option("", "scenario whose requests it serves; empty: those without a group")
     scheduler_targets: str = option("127.0.0.1:7001", "schedulers, host:port, comma-separated")
     kvmanager_target: str = option("127.0.0.1:7002", "kvmanager, host:port; empty: do not publish")
     data_port: int = option(0, "data channel port; 0 picks a free one")
