@@ -329,11 +329,17 @@ def worker_load_from_proto(message: types_pb2.WorkerLoad) -> WorkerLoad:
 
 
 def fleet_worker_to_proto(
-    worker: FleetWorker, *, with_detail: bool = False
+    worker: FleetWorker, *, with_detail: bool = False, with_info: bool = True
 ) -> scheduler_service_pb2.FleetWorker:
-    """FleetWorker as a message, its detail included where asked for."""
+    """FleetWorker as a message.
+
+    Args:
+        with_detail: for people.
+        with_info: else only its name.
+    """
     return scheduler_service_pb2.FleetWorker(
-        info=worker_info_to_proto(worker.info),
+        info=worker_info_to_proto(worker.info) if with_info else None,
+        worker_id="" if with_info else worker.info.worker_id,
         load=worker_load_to_proto(worker.load),
         detail=worker_detail_to_proto(worker.detail) if with_detail else None,
     )
