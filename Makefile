@@ -15,7 +15,7 @@ ARGS ?=
 ROUNDS ?= 20
 # One computing thread per test process: spinning OpenMP teams slow each other down tenfold.
 test test-fast: export OMP_NUM_THREADS := 1
-.PHONY: help setup proto fmt check test test-fast test-gpu up bench-serve bench-gateway bench-transfer bench-engine bench-kernels bench-allocator bench-fuzz bench-policies bench-routing bench-sim-error e2e-compose console-pictures manifests dashboard train-model clean
+.PHONY: help setup proto fmt check test test-fast test-gpu up bench-serve bench-gateway bench-transfer bench-engine bench-kernels bench-allocator bench-fuzz bench-policies bench-routing bench-sim-error bench-summary e2e-compose console-pictures manifests dashboard train-model clean
 
 help: ## list the verbs
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -44,7 +44,7 @@ lint-protos: setup
 	if git cat-file -e main:buf.yaml 2>/dev/null; then $(VENV)/bin/buf breaking --against '.git#branch=main'; fi
 
 test: setup ## all tests but those that need a GPU or containers
-	$(PY) -m pytest -q -m 'not gpu and not compose'
+	$(PY) -m pytest -q --durations=20 --durations-min=5 -m 'not gpu and not compose'
 
 test-fast: setup ## unit, property and contract tests without the slow ones
 	$(PY) -m pytest -q -m 'not gpu and not compose and not slow' tests/unit tests/property tests/contract
@@ -78,6 +78,9 @@ bench-engine: setup ## the CPU engine against transformers, a bare loop and the 
 
 bench-kernels: setup ## the Triton kernels on a CUDA device; writes bench/results/kernels.*
 	$(PY) -m benchmarks.kernels $(ARGS)
+
+bench-summary: setup ## one page of what all benchmarks measured last: bench/results/README.md
+	$(PY) -m benchmarks.summary
 
 bench-allocator: setup ## fragmentation over replayed traces: make bench-allocator ARGS="TRACE ..."
 	$(PY) -m benchmarks.allocator $(ARGS)

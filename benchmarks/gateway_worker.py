@@ -23,6 +23,7 @@ from kvmesh.rpc.direct import DirectListener
 from kvmesh.rpc.registration import SchedulerRegistration
 from kvmesh.rpc.served import DirectWay, serve_stream
 from kvmesh.rpc.stream import Outbox
+from kvmesh.runtime.local_start import PrefillOutbox, StartedOutbox
 from kvmesh.v1 import decode_service_pb2 as decode_pb
 from kvmesh.v1 import decode_service_pb2_grpc as decode_grpc
 from kvmesh.v1 import prefill_service_pb2 as prefill_pb
@@ -135,9 +136,21 @@ class Worker(prefill_grpc.PrefillServiceServicer, decode_grpc.DecodeServiceServi
     ) -> None:
         kind = request.WhichOneof("message")
         if kind == "reserve":
-            outbox.put(self._reserve(request.reserve, outbox))
+            reserve = request.reserve
+            if not reserve.start_within_ms:
+                outbox.put(self._reserve(reserve, outbox))
+                return
+            name = (reserve.request_id, reserve.attempt, id(outbox))
+            if self._is_busy:
+                event = decode_pb.DecodeEvent(request_id=name[0], attempt=name[1])
+                _reject(event.prefill)
+                outbox.put(event)
+                return
+            started = StartedOutbox(self._reserve(reserve, outbox), outbox)
+            self._accept(name, self._num_reserved, started)
         elif kind == "cancel":
             key = (request.cancel.request_id, request.cancel.attempt)
+            self._cancel((*key, id(outbox)))
             self._running.pop(key, None)
             for number in [n for n, held in self._held.items() if held.key == key]:
                 del self._held[number]
@@ -211,16 +224,22 @@ class Worker(prefill_grpc.PrefillServiceServicer, decode_grpc.DecodeServiceServi
             self._cancel((request.cancel.request_id, request.cancel.attempt, id(outbox)))
             return
         offer = request.offer
-        event = prefill_pb.PrefillEvent(request_id=offer.request_id, attempt=offer.attempt)
-        if len(self._offers) >= self.behaviour.slots:
-            event.rejected.reason = types_pb2.REFUSAL_REASON_BUSY
-            event.rejected.message = "all prefill slots are taken"
+        if self._is_busy:
+            event = prefill_pb.PrefillEvent(request_id=offer.request_id, attempt=offer.attempt)
+            _reject(event)
             outbox.put(event)
             return
+        name = (offer.request_id, offer.attempt, id(outbox))
+        self._accept(name, offer.reservation.reservation_id, outbox)
+
+    @property
+    def _is_busy(self) -> bool:
+        return len(self._offers) >= self.behaviour.slots
+
+    def _accept(self, name: tuple[str, int, int], number: int, outbox: PrefillOutbox) -> None:
+        event = prefill_pb.PrefillEvent(request_id=name[0], attempt=name[1])
         event.accepted.cached_tokens = 0
         outbox.put(event)
-        name = (offer.request_id, offer.attempt, id(outbox))
-        number = offer.reservation.reservation_id
         prefill_s = self.behaviour.prefill_s
         if prefill_s:
             loop = asyncio.get_running_loop()
@@ -228,7 +247,7 @@ class Worker(prefill_grpc.PrefillServiceServicer, decode_grpc.DecodeServiceServi
         else:
             self._first(name, number, outbox)
 
-    def _first(self, name: tuple[str, int, int], number: int, outbox: Outbox[Any]) -> None:
+    def _first(self, name: tuple[str, int, int], number: int, outbox: PrefillOutbox) -> None:
         """The first token, and the handoff at once: decode is here as well."""
         self._offers.pop(name, None)
         sequence = self._held.pop(number, None)
@@ -247,6 +266,11 @@ class Worker(prefill_grpc.PrefillServiceServicer, decode_grpc.DecodeServiceServi
         outbox.put(over)
         self._running[sequence.key] = sequence
         self._wake.set()
+
+
+def _reject(event: prefill_pb.PrefillEvent) -> None:
+    event.rejected.reason = types_pb2.REFUSAL_REASON_BUSY
+    event.rejected.message = "all prefill slots are taken"
 
 
 async def follow_commands(worker: Worker) -> None:

@@ -1,6 +1,7 @@
 """The load of `benchmarks.transfer` for engines that run under an interpreter of their own.
 
-Imports nothing of this project: those environments do not have it.
+Imports nothing of this project: those environments do not have it. An engine's script hands what is
+its own to `run`, which is both ends.
 """
 
 from __future__ import annotations
@@ -13,8 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 import numpy as np
 
@@ -27,26 +27,73 @@ Send = Callable[[list[Range], list[Range]], Callable[[], None]]
 """(local, remote) ranges as (address, bytes) to a transfer that can be repeated."""
 
 
-def quiet_stdout() -> IO[str]:
+class Engine(Protocol):
+    """One end of an engine."""
+
+    def register(self, address: int, num_bytes: int) -> dict[str, Any]:
+        """Makes memory known to it; gives what the other end must be told."""
+        ...
+
+    def sender(self, told: dict[str, Any]) -> Send:
+        """Writes into the other end, of which this was told."""
+        ...
+
+
+def run(engine: str, script: str, make: Callable[[str], Engine]) -> None:
+    """Either end, by the arguments of the script: rows are printed as one line of JSON.
+
+    Args:
+        engine: its name.
+        script: that called this; `SCRIPT KIND '[[sizes], runs, seed]'` sends and starts
+            `SCRIPT receive NUM_BYTES` itself.
+        make: from `sender` or `receiver` to that end.
+    """
+    kind, argument = sys.argv[1:]
+    out = _quiet_stdout()
+    if kind == "receive":
+        held, address = _memory(int(argument))
+        receiver = make("receiver")
+        _say(out, {**receiver.register(address, int(argument)), "address": address})
+        sys.stdin.read()
+        del held
+        return
+    sizes, runs, seed = json.loads(argument)
+    total = max(sizes) * MIB
+    other = _OtherEnd(script, total)
+    held, address = _memory(total)
+    sender = make("sender")
+    sender.register(address, total)
+    ends = (address, int(other.told["address"]))
+    send = sender.sender(other.told)
+    _say(out, {"rows": _rows(f"{engine} {kind}", sizes, runs, seed, ends, other.pid, send)})
+    other.close()
+    del held
+
+
+def cpu_seconds(pid: int) -> float:
+    """Processor time of a process so far, all threads, user and system."""
+    return time.clock_gettime((~pid << 3) | 2)  # what clock_getcpuclockid(3) gives
+
+
+def _quiet_stdout() -> IO[str]:
     """The real standard output; what the engine prints goes to standard error."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return out
 
 
-def say(out: IO[str], message: dict[str, Any]) -> None:
-    """One line of JSON."""
+def _say(out: IO[str], message: dict[str, Any]) -> None:
     out.write(json.dumps(message) + "\n")
     out.flush()
 
 
-def memory(num_bytes: int) -> tuple[Any, int]:
+def _memory(num_bytes: int) -> tuple[Any, int]:
     """Touched memory and its address."""
     array = np.ones(num_bytes, dtype=np.uint8)
     return array, int(array.ctypes.data)
 
 
-class OtherEnd:
+class _OtherEnd:
     """The receiving process: the same script, started with `receive`."""
 
     def __init__(self, script: str, num_bytes: int) -> None:
@@ -54,7 +101,7 @@ class OtherEnd:
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
         assert self._process.stdout is not None
-        self.said: dict[str, Any] = json.loads(self._process.stdout.readline())
+        self.told: dict[str, Any] = json.loads(self._process.stdout.readline())
         self.pid = self._process.pid
 
     def close(self) -> None:
@@ -62,7 +109,7 @@ class OtherEnd:
         self._process.communicate(timeout=30)
 
 
-def rows(
+def _rows(
     what: str, sizes: list[int], runs: int, seed: int, ends: tuple[int, int], pid: int, send: Send
 ) -> list[Row]:
     """All sizes and shapes.
@@ -84,12 +131,12 @@ def rows(
 
 def _measure(work: Callable[[], None], num_bytes: int, runs: int, pids: tuple[int, ...]) -> Row:
     work()
-    seconds, cpu = [], sum(_cpu_seconds(pid) for pid in pids)
+    seconds, cpu = [], sum(cpu_seconds(pid) for pid in pids)
     for _ in range(runs):
         started = time.perf_counter()
         work()
         seconds.append(time.perf_counter() - started)
-    cpu = sum(_cpu_seconds(pid) for pid in pids) - cpu
+    cpu = sum(cpu_seconds(pid) for pid in pids) - cpu
     return {
         "gb_s": _spread([num_bytes / second / 1e9 for second in seconds]),
         "ms": _spread([second * 1e3 for second in seconds]),
@@ -103,11 +150,6 @@ def _ranges(shape: str, base: int, count: int, seed: int) -> list[Range]:
     order = list(range(count))
     random.Random(seed).shuffle(order)
     return [(base + block * PIECE, PIECE) for block in order]
-
-
-def _cpu_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _spread(values: list[float]) -> Row:

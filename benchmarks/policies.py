@@ -16,6 +16,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 from benchmarks.policies_experiments import Experiment, Job, Outcome, experiments
+from benchmarks.policies_scale import million, scale
 from benchmarks.policies_traces import composition_and_pool
 from benchmarks.result import RESULTS, Row, Target, document, markdown, save
 from kvmesh.core.errors import KvMeshError
@@ -92,17 +93,22 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--size", type=float, default=1.0, help="factor on the requests per run")
     parser.add_argument("--processes", type=int, default=multiprocessing.cpu_count())
     parser.add_argument("--only", default="", help="experiments whose name contains this")
-    parser.add_argument("--full", action="store_true", help="scale: a million requests (minutes)")
+    parser.add_argument(
+        "--million", action="store_true", help="only the scale, all million requests of it"
+    )
     arguments = parser.parse_args(argv)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    found = experiments(arguments.size, SEED, full=arguments.full)
-    found += composition_and_pool(arguments.trace, arguments.size, SEED)
-    found = [each for each in found if arguments.only in each.name]
+    if arguments.million:
+        found, name = [million(SEED)], "policies_million"
+    else:
+        found = [*experiments(arguments.size, SEED), scale(arguments.size, SEED)]
+        found += composition_and_pool(arguments.trace, arguments.size, SEED)
+        found, name = [each for each in found if arguments.only in each.name], "policies"
     jobs = [job for experiment in found for job in experiment.jobs]
     outcomes = run_all(jobs, arguments.processes)
     rows, targets, notes = report(found, outcomes, arguments.out)
     result = document(rows, targets, SEED, notes)
-    save(result, arguments.out / "policies.json")
+    save(result, arguments.out / f"{name}.json")
     print(f"\n{markdown(result)}")
     return 0
 

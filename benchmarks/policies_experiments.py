@@ -1,4 +1,4 @@
-"""The experiments on made workloads: forwarding, ratio, offload, phases, scale.
+"""The experiments on made workloads: forwarding, ratio, offload, phases.
 
 Tests: tests/unit/benchmarks/test_policies.py.
 """
@@ -6,13 +6,12 @@ Tests: tests/unit/benchmarks/test_policies.py.
 from __future__ import annotations
 
 import dataclasses
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
 from benchmarks.result import Row, Target
-from kvmesh.core.types import Refusal, Role, RoutePlan, WorkerId
+from kvmesh.core.types import Role
 from kvmesh.policy.lengths import LengthDistribution
 from kvmesh.policy.pdserve import InstanceProfile, choose_ratio, decode_time_s
 from kvmesh.policy.prfaas import Hardware
@@ -21,9 +20,8 @@ from kvmesh.sim.plan import make_plan, plan_record
 from kvmesh.sim.plots import Series
 from kvmesh.sim.profile import load_profile
 from kvmesh.sim.report import Summary, summarize
-from kvmesh.sim.requests import SimRequest
 from kvmesh.sim.scenario import Scenario, parse_failures
-from kvmesh.sim.simulation import Simulation, simulate
+from kvmesh.sim.simulation import simulate
 from kvmesh.sim.systems import SYSTEMS
 from kvmesh.sim.workload import Workload, closed_loop, make_requests
 
@@ -101,7 +99,7 @@ def job(experiment: str, label: str, scenario: Scenario) -> Job:
     return Job(experiment, label, partial(run_scenario, label, scenario), weight)
 
 
-def experiments(size: float, seed: int, *, full: bool) -> list[Experiment]:
+def experiments(size: float, seed: int) -> list[Experiment]:
     """All of this file."""
     return [
         forwarding(size, seed),
@@ -110,7 +108,6 @@ def experiments(size: float, seed: int, *, full: bool) -> list[Experiment]:
         case_study(),
         offload(size, seed),
         phases(size, seed),
-        scale(size, seed, full=full),
     ]
 
 
@@ -332,78 +329,5 @@ def phases(size: float, seed: int) -> Experiment:
             for n in (2, 4, 6) for system in ("flowkv", "kvmesh")
         ]  # fmt: skip
         return Verdict(targets, ["`cache_load` is the fixed split"])
-
-    return Experiment(name, jobs, judge)
-
-
-# --- scale ---------------------------------------------------------------------------------------
-
-
-class _Timed(Simulation):
-    """Notes the CPU time of every route decision, lookup of the prefix included."""
-
-    def __init__(self, scenario: Scenario) -> None:
-        super().__init__(scenario)
-        self.route_s: list[float] = []
-
-    def route(self, request: SimRequest, avoid: frozenset[WorkerId]) -> RoutePlan | Refusal:
-        began = time.thread_time()
-        plan = super().route(request, avoid)
-        self.route_s.append(time.thread_time() - began)
-        return plan
-
-
-def _scaled(num_requests: int, num_workers: int, seed: int) -> Outcome:
-    lengths = LengthDistribution.log_normal(7.0, 0.8, 64, 8192)
-    workload = Workload(num_requests, 1.5 * num_workers, lengths, output_tokens=128, num_shared=64)
-    half = num_workers // 2
-    scenario = Scenario(
-        load_profile("flowkv"),
-        parse_fleet(f"home:a100:prefill:{half},home:a100:decode:{num_workers - half}"),
-        SYSTEMS["kvmesh"],
-        make_requests(workload, seed),
-        sample_s=60.0,
-    )
-    began = time.process_time()
-    simulation = _Timed(scenario)
-    result = simulation.run()
-    elapsed = time.process_time() - began
-    routes = sorted(simulation.route_s)
-    return Outcome(
-        {
-            **summary_row(summarize(result)),
-            "workers": num_workers,
-            "CPU s": round(elapsed, 1),
-            "events/s": round(result.num_events / elapsed),
-            "CPU min of a million": round(elapsed / num_requests * 1e6 / 60, 1),
-            "route p50 ms": round(routes[len(routes) // 2] * 1e3, 3),
-            "route p99 ms": round(routes[int(len(routes) * 0.99)] * 1e3, 3),
-        }
-    )
-
-
-def scale(size: float, seed: int, *, full: bool) -> Experiment:
-    """A thousand workers with as many requests as asked for, and ten thousand for the routes."""
-    name = "Scale"
-    many = 1_000_000 if full else int(30_000 * size)
-    sizes: Sequence[tuple[int, int]] = ((many, 1000), (int(10_000 * size), 10_000))
-    jobs = [
-        Job(name, f"{workers} workers", partial(_scaled, count, workers, seed), 1e5)
-        for count, workers in sizes
-    ]
-
-    def judge(rows: Rows) -> Verdict:
-        thousand, more = rows["1000 workers"], rows["10000 workers"]
-        return Verdict(
-            [
-                Target("scale: CPU minutes of a million requests on 1,000 workers",
-                       thousand["CPU min of a million"], 10.0, at_most=True),
-                Target("scale: route p99 at 1,000 workers, ms", thousand["route p99 ms"], 1.0,
-                       at_most=True),
-                Target("scale: route p99 at 10,000 workers, ms", more["route p99 ms"], 5.0,
-                       at_most=True),
-            ],
-            ["a million requests are run with --full; else their time is extrapolated"],
-        )  # fmt: skip
 
     return Experiment(name, jobs, judge)

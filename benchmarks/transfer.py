@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 import uvloop
 
+from benchmarks.peer_load import cpu_seconds
 from benchmarks.result import RESULTS, Row, document, markdown, save, spread, table
 from benchmarks.transfer_ends import (
     IN_ORDER,
@@ -33,8 +34,8 @@ from benchmarks.transfer_ends import (
     OpenTarget,
     Pool,
     ReceiverSpec,
-    cpu_seconds,
     layout,
+    processes_of,
     receiver_process,
     reservation,
     shuffled,
@@ -48,6 +49,7 @@ from kvmesh.transfer.data_server import DataAddress, DataServer, ReceiveOptions
 from kvmesh.transfer.frames import Checksum
 from kvmesh.transfer.memory import copy_in_python
 from kvmesh.transfer.native import address_of
+from kvmesh.transfer.nixl_process import is_installed
 from kvmesh.transfer.protocol import ChannelIdentity
 
 MIB = 1 << 20
@@ -57,28 +59,43 @@ LAYER_PIECE = 4 << 10
 LAYERS, TOKENS, BLOCK_TOKENS = 32, 8192, 16
 """The model of the baselines: 2 KV heads of 64, 16 tokens: 4 KiB per layer and K or V."""
 _IN_FLIGHT = 16
+_BASELINES = ("shm", "tcp x2")
 
 
 @dataclass(frozen=True, slots=True)
 class Ours:
-    """One of our channels under test."""
+    """One of our channels under test.
+
+    Attributes:
+        copy_threads: of the receiver.
+        sweeps: not only small handoffs are measured.
+    """
 
     name: str
     options: SendOptions
-
-    @property
-    def is_shm(self) -> bool:
-        """Whether it needs the host route."""
-        return self.options.kinds == ("shm",)
+    copy_threads: int = 1
+    sweeps: bool = True
 
 
+POLL_S = 100e-6
 CHANNELS = (
     Ours("shm", SendOptions(kinds=("shm",))),
+    Ours("shm, polling", SendOptions(kinds=("shm",), poll_s=POLL_S), sweeps=False),
+    Ours("shm, 2 copy threads", SendOptions(kinds=("shm",)), copy_threads=2),
     Ours("tcp x1", SendOptions(kinds=("tcp",), lanes=1, checksum=Checksum.NONE)),
     Ours("tcp x2", SendOptions(kinds=("tcp",), lanes=2, checksum=Checksum.NONE)),
+    Ours(
+        "tcp x2, polling",
+        SendOptions(kinds=("tcp",), lanes=2, checksum=Checksum.NONE, poll_s=POLL_S),
+        sweeps=False,
+    ),
     Ours("tcp x4", SendOptions(kinds=("tcp",), lanes=4, checksum=Checksum.NONE)),
     Ours("tcp x2 crc32c", SendOptions(kinds=("tcp",), lanes=2, checksum=Checksum.CRC32C)),
 )
+NIXL_CHANNEL = Ours(
+    "nixl channel (ours)", SendOptions(kinds=("nixl",), connect_timeout_s=20, stall_timeout_s=30)
+)
+"""By whatever UCX finds: within one host that is a copy from process to process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,13 +207,17 @@ async def latency(
 
 async def ours(channel: Ours, plan: Plan) -> list[Row]:
     """One channel between two processes."""
-    spec = ReceiverSpec(PIECE, plan.pool_blocks, plan.seed)
+    spec = ReceiverSpec(
+        PIECE, plan.pool_blocks, plan.seed, channel.copy_threads, channel.options.poll_s
+    )
     source = Pool(plan.pool_blocks, PIECE, plan.seed)
     with receiver_process(spec) as receiver:
         pool = ChannelPool(ChannelIdentity(SENDER, 1, layout(PIECE)), source, channel.options)
-        pids = (os.getpid(), receiver.pid)
+        await pool.put(reservation(receiver.address, IN_ORDER, 1), [Run(0, 0, 1)])
+        pids = processes_of((os.getpid(), receiver.pid))
         rows = await latency(channel.name, pool, receiver.address, pids)
-        rows += await sweep(channel.name, pool, receiver.address, pids, plan)
+        if channel.sweeps:
+            rows += await sweep(channel.name, pool, receiver.address, pids, plan)
         await pool.close()
     os.close(source.fd)
     return rows
@@ -291,8 +312,10 @@ async def run(plan: Plan, pythons: Mapping[str, Path]) -> list[Row]:
     add(await within_the_process(plan))
     for channel in CHANNELS:
         add(await ours(channel, plan))
+    if is_installed():
+        add(await ours(NIXL_CHANNEL, plan))
     add(iperf_rows(plan.sizes, plan.runs))
-    add(await baselines(plan, [CHANNELS[0], CHANNELS[2]]))
+    add(await baselines(plan, [channel for channel in CHANNELS if channel.name in _BASELINES]))
     add(peer_rows(pythons, plan.sizes, plan.runs, plan.seed))
     return rows
 
@@ -308,11 +331,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=RESULTS / "transfer.json")
     arguments = parser.parse_args(argv)
     plan = Plan(tuple(arguments.sizes), arguments.runs, arguments.seed)
+    if arguments.nixl_python is None and is_installed():
+        arguments.nixl_python = Path(sys.executable)
     found = {"nixl": arguments.nixl_python, "mooncake": arguments.mooncake_python}
     rows = uvloop.run(run(plan, {name: python for name, python in found.items() if python}))
     notes = [
         "gb_s, ms: min / median / max; GB is 1e9 bytes; cpu_s_per_gib: both ends together",
         "tcp channels set cubic, as iperf3 here; plain rows carry no checksum, as iperf3 does not",
+        f"polling: both ends look for the next frame for {POLL_S * 1e6:.0f} us before they sleep",
         f"blockwise and layerwise: one call per piece, {_IN_FLIGHT} under way",
     ]
     result = document(rows, targets_of(rows), plan.seed, notes)

@@ -10,12 +10,11 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-import os
 import random
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,9 @@ import numpy as np
 import uvloop
 
 from kvmesh.core.types import Endpoint, HostRoute, KvLayout, Refusal, Reservation, WorkerId
+from kvmesh.transfer.channel import KINDS
 from kvmesh.transfer.data_server import DataAddress, DataServer, ReceiveOptions
-from kvmesh.transfer.frames import Checksum, CommitFrame, PutFrame
+from kvmesh.transfer.frames import CommitFrame, PutFrame
 from kvmesh.transfer.memory import create_shared, places_of
 from kvmesh.transfer.native import PlacedViews
 from kvmesh.transfer.protocol import ChannelIdentity
@@ -107,7 +107,8 @@ class ReceiverSpec:
     block_bytes: int
     num_blocks: int
     seed: int
-    checksum: int = int(Checksum.NONE)
+    copy_threads: int = 1
+    poll_s: float = 0.0
 
 
 def reservation(address: DataAddress, reservation_id: int, num_blocks: int) -> Reservation:
@@ -156,17 +157,26 @@ def receiver_process(spec: ReceiverSpec) -> Iterator[ReceiverProcess]:
         process.stdout.close()
 
 
-def cpu_seconds(pid: int) -> float:
-    """Processor time of a process so far, all threads, user and system."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+def processes_of(pids: Iterable[int]) -> tuple[int, ...]:
+    """These processes and what they have started: engines run beside their workers."""
+    found: dict[int, None] = {}
+    left = list(pids)
+    while left:
+        pid = left.pop()
+        found[pid] = None
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            left += map(int, (task / "children").read_text().split())
+    return tuple(found)
 
 
 async def _serve(spec: ReceiverSpec) -> None:
     pool = Pool(spec.num_blocks, spec.block_bytes, spec.seed + 1)
     target = OpenTarget(pool, shuffled(spec.num_blocks, spec.seed))
     identity = ChannelIdentity(RECEIVER, 1, layout(spec.block_bytes))
-    server = DataServer(identity, target, ReceiveOptions(checksum=Checksum(spec.checksum)))
+    options = ReceiveOptions(
+        kinds=KINDS, copy_threads=spec.copy_threads, poll_s=spec.poll_s, stall_timeout_s=30
+    )
+    server = DataServer(identity, target, options, memory=pool)
     address = await server.start()
     route = address.route
     said = {

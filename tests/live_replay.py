@@ -85,6 +85,8 @@ class WorkerPlan:
     role: Role
     prefill_slots: int
     decode_slots: int
+    cluster: str = "home"
+    scenario: str = ""
 
 
 class LiveMesh:
@@ -165,7 +167,8 @@ async def _complete(
         "ignore_eos": True,
         "temperature": 0,
     }
-    async with session.post(url, json=body, headers={"x-request-id": name}) as response:
+    headers = {"x-request-id": name, "x-kvmesh-scenario": request.scenario}
+    async with session.post(url, json=body, headers=headers) as response:
         answer = await response.json()
         assert response.status == 200, answer
         assert answer["usage"]["completion_tokens"] == request.output_tokens
@@ -246,7 +249,8 @@ async def _worker(
     section = WorkerSection(
         id=plan.name,
         role=plan.role.value,
-        cluster="home",
+        cluster=plan.cluster,
+        scenario=plan.scenario,
         scheduler_targets=f"127.0.0.1:{scheduler_port}",
         kvmanager_target=f"127.0.0.1:{kvmanager_port}",
         prefill_slots=plan.prefill_slots,

@@ -44,12 +44,13 @@ def _content(num_bytes: int, seed: int) -> bytes:
 
 
 class SourcePool:
-    """A sender's blocks of random bytes in a memfd."""
+    """A sender's blocks of random bytes, or without a seed a receiver's of zeros, in a memfd."""
 
-    def __init__(self, num_blocks: int = NUM_BLOCKS, seed: int = 0) -> None:
+    def __init__(self, num_blocks: int = NUM_BLOCKS, seed: int | None = 0) -> None:
         self.num_blocks = num_blocks
         self.fd, self._map = create_shared("test-pool", num_blocks * BLOCK)
-        self._map[:] = _content(num_blocks * BLOCK, seed)
+        if seed is not None:
+            self._map[:] = _content(num_blocks * BLOCK, seed)
 
     def read_view(self, first_block: int, num_blocks: int) -> memoryview:
         return memoryview(self._map)[first_block * BLOCK : (first_block + num_blocks) * BLOCK]
@@ -65,7 +66,7 @@ class SourcePool:
 class RecordingTarget:
     """Blocks in reverse order, so that index and place differ; remembers all that happens."""
 
-    pool: bytearray = field(default_factory=lambda: bytearray(NUM_BLOCKS * BLOCK))
+    pool: SourcePool = field(default_factory=lambda: SourcePool(seed=None))
     capability: bytes = b"secret"
     refuse: Refusal | None = None
     granted: list[WriteGrant] = field(default_factory=list)
@@ -76,7 +77,7 @@ class RecordingTarget:
 
     def block(self, index: int) -> memoryview:
         place = NUM_BLOCKS - 1 - index
-        return memoryview(self.pool)[place * BLOCK : (place + 1) * BLOCK]
+        return self.pool.read_view(place, 1)
 
     def begin_write(self, put: PutFrame) -> WriteGrant | Refusal:
         if self.refuse is not None:
@@ -99,7 +100,7 @@ class RecordingTarget:
 
     @property
     def is_untouched(self) -> bool:
-        return self.pool.count(0) == len(self.pool)
+        return bytes(self.pool.read_view(0, NUM_BLOCKS)).count(0) == NUM_BLOCKS * BLOCK
 
     @staticmethod
     def _indexes(grant: WriteGrant) -> list[int]:
@@ -182,7 +183,7 @@ async def running_pair(
     send = replace(send, connect_timeout_s=5)
     hub = LocalHub()
     source, target = SourcePool(), RecordingTarget()
-    server = DataServer(RECEIVER, target, receive or ReceiveOptions(), hub=hub)
+    server = DataServer(RECEIVER, target, receive or ReceiveOptions(), memory=target.pool, hub=hub)
     samples: list[TransferSample] = []
     pool = ChannelPool(SENDER, source, send, hub=hub, observer=samples.append)
     try:
@@ -192,6 +193,7 @@ async def running_pair(
         await pool.close()
         await server.close()
         source.close()
+        target.pool.close()
         target.check_grants_ended_once()
 
 

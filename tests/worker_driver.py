@@ -89,6 +89,16 @@ class Key:
     attempt: int = 1
 
 
+@asynccontextmanager
+async def driving(*workers: Worker) -> AsyncIterator[Driver]:
+    """A driver that is connected to these workers, and closed after."""
+    driver = Driver()
+    for worker in workers:
+        await driver.connect(worker)
+    yield driver
+    await driver.close()
+
+
 class Driver:
     """One gateway's streams to some workers; events land in a queue per attempt."""
 
@@ -160,6 +170,17 @@ class Driver:
         """Sends a reserve and returns the answer."""
         message = decode_pb.DecodeReserve(
             request_id=key.request_id, attempt=key.attempt, sequence=sequence_spec_to_proto(spec)
+        )
+        self._decode[worker.worker_id].send(decode_pb.DecodeRequest(reserve=message))
+        return await self.decode_event(key)
+
+    async def start(self, worker: Worker, key: Key, spec: SequenceSpec) -> decode_pb.DecodeEvent:
+        """Asks for blocks and for the prompt to be computed there; returns the answer."""
+        message = decode_pb.DecodeReserve(
+            request_id=key.request_id,
+            attempt=key.attempt,
+            sequence=sequence_spec_to_proto(spec),
+            start_within_ms=10_000,
         )
         self._decode[worker.worker_id].send(decode_pb.DecodeRequest(reserve=message))
         return await self.decode_event(key)

@@ -19,6 +19,7 @@ from services.gateway.frontend import Choice, Frontend, usage_of
 from services.gateway.merge import merge
 from services.gateway.mesh import Placed
 from services.gateway.openai import ApiCall
+from services.gateway.reasoning import TAIL_TOKENS, Thinking, thinking_after
 from services.gateway.request_record import TextDelta
 from services.gateway.responses import Body, ChoiceText, Responses, usage_body
 from services.gateway.token_lane import ChunkTemplate, TokenLane, Writer
@@ -96,6 +97,7 @@ class Answer:
             frontend.served_name,
             int(time.time()),
             frontend.tokenizer.token_bytes,
+            self._thinking(),
         )
 
     async def whole(self) -> Whole:
@@ -132,6 +134,13 @@ class Answer:
                 if lane is not None:
                     lane.close()
 
+    def _thinking(self) -> Thinking | None:
+        if self._call.reasoning is None:
+            return None
+        tail = self._choices[0].request.prompt_ids[-TAIL_TOKENS:]  # a chat has one prompt
+        text = "".join(map(self._frontend.tokenizer.token_text, tail))
+        return thinking_after(self._call.reasoning, text)
+
     @property
     def _is_plain(self) -> bool:
         """Whether pieces in the middle differ in nothing but their text."""
@@ -140,6 +149,7 @@ class Answer:
             len(self._choices) > 1
             or call.stop
             or call.tools is not None
+            or call.reasoning is not None
             or call.continuous_usage
             or call.return_token_ids
             or call.sampling.num_logprobs >= 0

@@ -86,8 +86,10 @@ class Calls:
         frontend = self._frontend
         defaults = frontend.tokenizer.sampling_defaults
         if endpoint is Endpoint.CHAT:
-            family = frontend.tokenizer.chat.tool_family
-            return chat_call(parse_body(ChatBody, content), frontend.limits, defaults, family)
+            chat = frontend.tokenizer.chat
+            body = parse_body(ChatBody, content)
+            families = (chat.tool_family, chat.reasoning_family)
+            return chat_call(body, frontend.limits, defaults, *families)
         return completion_call(parse_body(CompletionBody, content), frontend.limits, defaults)
 
 

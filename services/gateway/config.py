@@ -44,6 +44,11 @@ class ModelConfig:
         "how the model writes tool calls: auto (by its chat template), hermes, llama3_json, "
         "mistral or none",
     )
+    reasoning_parser: str = option(
+        "auto",
+        "how the model marks its thinking: auto (by its chat template), qwen3, deepseek_r1, "
+        "mistral or none",
+    )
 
     @property
     def name(self) -> str:

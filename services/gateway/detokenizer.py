@@ -32,11 +32,6 @@ class StopStrings:
         self._longest = max(map(len, stops), default=0)
         self._held = ""
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to look for."""
-        return not self._stops
-
     def push(self, piece: str) -> tuple[str, str | None]:
         """Adds text.
 
@@ -114,6 +109,7 @@ class Detokenizer:
         self._fast = fast
         self._stream = DecodeStream(list(prompt_ids[-PROMPT_TAIL_TOKENS:]), skip_special_tokens)
         self._stops = StopStrings(stops, include=include_stop)
+        self._is_plain = not stops
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._num_tokens = 0
@@ -125,13 +121,17 @@ class Detokenizer:
             ends_with_stop_token: the last token ended generation; its text is not output unless
                 stop strings are included.
         """
+        if self._is_plain:
+            drops_last = ends_with_stop_token and not self._include_stop
+            text = self.plain(token_ids[:-1] if drops_last else token_ids)
+            return TextPiece(text, len(token_ids))
         parts: list[str] = []
         for index, token_id in enumerate(token_ids):
             self._num_tokens += 1
             is_stop_token = ends_with_stop_token and index == len(token_ids) - 1
             if is_stop_token and not self._include_stop:
                 break
-            text: str = self._stream.step(self._fast, token_id) or ""
+            text = self._stream.step(self._fast, token_id) or ""
             if self._num_tokens < self._min_tokens:
                 parts.append(text)
                 continue
@@ -143,7 +143,7 @@ class Detokenizer:
 
     def plain(self, token_ids: Sequence[int]) -> str:
         """Adds tokens that do not end generation, without stop strings: their text."""
-        assert self._stops.is_empty, "text may have to be held back"
+        assert self._is_plain, "text may have to be held back"
         self._num_tokens += len(token_ids)
         step, fast = self._stream.step, self._fast
         if len(token_ids) == 1:  # the hot path

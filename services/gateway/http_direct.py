@@ -26,6 +26,7 @@ from services.gateway.errors import ErrorAnswer, answer_for, plain_http_error
 from services.gateway.frontend import clean_request_id
 from services.gateway.http_guard import Factory
 from services.gateway.http_head import PlainHead, plain_head
+from services.gateway.joined_writer import JoinedWriter, Turn
 from services.gateway.token_lane import Writer
 
 log = event_logger(__name__)
@@ -46,6 +47,7 @@ class DirectHttp:
         self.calls = calls
         self.config = config
         self._open: set[_Connection] = set()
+        self.turn = Turn()
 
     def wrap(self, factory: Factory) -> Factory:
         """A factory of connections that begin on the direct way.
@@ -77,6 +79,7 @@ class _Connection(asyncio.Protocol):
         self._factory = factory
         self._inner: asyncio.Protocol | None = None  # has taken over
         self._transport: asyncio.Transport | None = None
+        self._writer: JoinedWriter | None = None
         self._buffer = bytearray()
         self._head: PlainHead | None = None  # its body is still to come
         self._task: asyncio.Task[None] | None = None
@@ -92,6 +95,7 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # Not a subclass under uvloop, but all that is needed of one.
         self._transport = cast("asyncio.Transport", transport)
+        self._writer = JoinedWriter(self._transport, self._front.turn)
         sock = transport.get_extra_info("socket")
         if sock is not None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -157,8 +161,8 @@ class _Connection(asyncio.Protocol):
         self._head = None
         body = bytes(memoryview(self._buffer)[head.num_bytes : end])
         del self._buffer[:end]
-        assert self._transport is not None, "connected"
-        self._exchange = _DirectExchange(self, self._transport, head, body)
+        assert self._writer is not None, "connected"
+        self._exchange = _DirectExchange(self, self._writer, head, body)
         self._task = asyncio.get_running_loop().create_task(self._answer(self._exchange, head))
         self._task.add_done_callback(self._ended)
 
@@ -236,14 +240,10 @@ class _DirectExchange:
     """One request and its answer, as `Calls` sees it."""
 
     def __init__(
-        self,
-        connection: _Connection,
-        transport: asyncio.Transport,
-        head: PlainHead,
-        body: bytes,
+        self, connection: _Connection, writer: JoinedWriter, head: PlainHead, body: bytes
     ) -> None:
         self._connection = connection
-        self._transport = transport
+        self._writer = writer
         self._head = head
         self._body = body
         self.request_id = clean_request_id(given_request_id(head.headers))
@@ -255,7 +255,7 @@ class _DirectExchange:
 
     @property
     def writer(self) -> Writer | None:
-        return self._transport
+        return self._writer
 
     async def body(self) -> bytes:
         return self._body
@@ -263,22 +263,22 @@ class _DirectExchange:
     async def start(self, headers: Mapping[str, str], data: bytes) -> None:
         more = {"Transfer-Encoding": "chunked"}
         self.has_begun = True
-        self._transport.write(self._head_bytes(HTTPStatus.OK, headers, more) + _chunk(data))
+        self._writer.write_now(self._head_bytes(HTTPStatus.OK, headers, more) + _chunk(data))
 
     async def write(self, data: bytes) -> None:
-        self._transport.write(_chunk(data))
+        self._writer.write(_chunk(data))
         drained = self._connection.drained
         if drained is not None:
             await drained
 
     async def end(self, data: bytes) -> None:
-        self._transport.write(_chunk(data) + b"0\r\n\r\n")
+        self._writer.write_now(_chunk(data) + b"0\r\n\r\n")
 
     def respond(self, status: HTTPStatus, headers: Mapping[str, str], content: bytes) -> None:
         """The whole answer."""
         more = {**_JSON, "Content-Length": str(len(content))}
         self.has_begun = True
-        self._transport.write(self._head_bytes(status, headers, more) + content)
+        self._writer.write_now(self._head_bytes(status, headers, more) + content)
 
     def refuse(self, answer: ErrorAnswer) -> None:
         """An error as the answer."""

@@ -30,6 +30,7 @@ from services.gateway.worker_events import (
     Refused,
     Reserved,
     ShortWay,
+    Started,
     Tokens,
     WorkerEvent,
 )
@@ -61,6 +62,7 @@ class _Open:
     session: WorkerSession
     key: AttemptKey
     reservation: Reservation | None = None
+    is_started: bool = False
 
 
 @dataclass(slots=True)
@@ -85,6 +87,11 @@ class OpenWork:
         held = self._decode is not None and self._decode.reservation is not None
         return self._decode.session.worker_id if held and self._decode is not None else None
 
+    @property
+    def is_started(self) -> bool:
+        """Whether a worker was asked for all in one; with the first token it decodes."""
+        return self._decode is not None and self._decode.is_started
+
     async def reserve(
         self, candidate: Candidate, sequence: SequenceSpec, traceparent: str, timeout_s: float
     ) -> Refusal | None:
@@ -93,31 +100,73 @@ class OpenWork:
         Returns:
             None when they are held, else why not.
         """
+        message = DecodeReserve(sequence=sequence, traceparent=traceparent)
+        answer = await self._reserve(candidate, message, timeout_s)
+        return answer.refusal if isinstance(answer, Refused) else None
+
+    async def start(
+        self,
+        candidate: Candidate,
+        sequence: SequenceSpec,
+        traceparent: str,
+        *,
+        ttft_budget_ms: int,
+        timeout_s: float,
+    ) -> Refused | None:
+        """Asks a worker to reserve and to compute the prompt there, in one message.
+
+        A worker that only reserves is offered the prompt afterwards.
+
+        Returns:
+            None when the worker took it, else why not; nothing is held then.
+        """
+        message = DecodeReserve(
+            sequence=sequence, traceparent=traceparent, start_within_ms=ttft_budget_ms
+        )
+        answer = await self._reserve(candidate, message, timeout_s)
+        if isinstance(answer, Started):
+            return None
+        if isinstance(answer, Reserved):
+            refusal = await self.offer(
+                candidate,
+                sequence,
+                traceparent,
+                ttft_budget_ms=ttft_budget_ms,
+                timeout_s=timeout_s,
+            )
+            if refusal is None:
+                return None
+            self.cancel_decode()
+            return Refused(refusal, by_prefill=True)
+        return answer
+
+    async def _reserve(
+        self, candidate: Candidate, message: DecodeReserve, timeout_s: float
+    ) -> Reserved | Started | Refused:
         self.cancel_decode()
         key = self._next_key()
-        message = DecodeReserve(
-            request_id=key[0],
-            attempt=key[1],
-            sequence=sequence,
-            traceparent=traceparent,
-        )
+        message.request_id, message.attempt = key
         try:
             session = self.sessions.session(candidate)
-            await session.connected(session.decode)
+            if not session.decode.stream.connected:
+                await session.connected(session.decode)
             session.reserve(message, self._mailbox)
         except LostError as error:
-            return _lost(str(error))
+            return Refused(_lost(str(error)))
         self._decode = _Open(session, key)
         answer = await self._answer(Side.DECODE, timeout_s)
-        if isinstance(answer, Reserved):
-            reservation = answer.reservation
-            if reservation.worker_id == candidate.worker_id:
-                self._decode.reservation = reservation
-                session.hold(key, reservation.lease_ms)
-                return None
+        if isinstance(answer, (Reserved, Started)):
+            held = answer.reservation if isinstance(answer, Reserved) else answer
+            if held.worker_id == candidate.worker_id:
+                if isinstance(answer, Reserved):
+                    self._decode.reservation = answer.reservation
+                else:
+                    self._decode.is_started = True
+                session.hold(key, held.lease_ms)
+                return answer
             # Another worker took over the address; the fleet view will catch up.
-            answer = _lost(f"{reservation.worker_id} answered for {candidate.worker_id}")
-        assert not isinstance(answer, Accepted), "decode answers with a reservation or a refusal"
+            answer = Refused(_lost(f"{held.worker_id} answered for {candidate.worker_id}"))
+        assert isinstance(answer, Refused), "decode answers with a reservation or a refusal"
         self.cancel_decode()
         return answer
 
@@ -161,9 +210,9 @@ class OpenWork:
         except ReservationLostError:
             self.close()
             raise
-        if isinstance(answer, Refusal):
+        if isinstance(answer, Refused):
             self.cancel_prefill()
-            return answer
+            return answer.refusal
         return None
 
     def open_short_way(self, way: ShortWay) -> None:
@@ -184,7 +233,9 @@ class OpenWork:
             if self._prefill is not None and attempt == self._prefill.key[1]:
                 return Side.PREFILL, event
             if self._decode is not None and attempt == self._decode.key[1]:
-                return Side.DECODE, event
+                # Both sides speak for an attempt that was started as one.
+                by_prefill = isinstance(event, Failed) and event.by_prefill
+                return Side.PREFILL if by_prefill else Side.DECODE, event
 
     def keep_early(self, tokens: Tokens) -> None:
         """Puts tokens aside until the first token is here."""
@@ -235,7 +286,9 @@ class OpenWork:
         self._last_attempt += 1
         return self.request_id, self._last_attempt
 
-    async def _answer(self, side: Side, timeout_s: float) -> Accepted | Reserved | Refusal:
+    async def _answer(
+        self, side: Side, timeout_s: float
+    ) -> Accepted | Reserved | Started | Refused:
         """Waits for yes or no."""
         loop = asyncio.get_running_loop()
         until = loop.time() + min(timeout_s, ANSWER_TIMEOUT_S)
@@ -245,15 +298,15 @@ class OpenWork:
             except TimeoutError:
                 if timeout_s < ANSWER_TIMEOUT_S:  # the request ran out of time, not the worker
                     message = "the deadline passed before the worker answered"
-                    return Refusal(RefusalReason.DEADLINE, message)
-                return _lost("the worker did not answer in time")
+                    return Refused(Refusal(RefusalReason.DEADLINE, message))
+                return Refused(_lost("the worker did not answer in time"))
             if isinstance(event, Tokens):
                 self.keep_early(event)
             elif isinstance(event, Failed) and source is not side:
                 raise ReservationLostError(event.refusal)
-            elif isinstance(event, (Refused, Failed)):
-                return event.refusal
-            elif isinstance(event, (Accepted, Reserved)):
+            elif isinstance(event, Failed):
+                return Refused(event.refusal, event.by_prefill)
+            elif isinstance(event, (Accepted, Refused, Reserved, Started)):
                 return event
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from kvmesh.core.errors import InvalidRequestError, ModelNotFoundError
 from kvmesh.core.types import SamplingParams
 from services.gateway.config import LimitsConfig
+from services.gateway.reasoning import ReasoningFamily
 from services.gateway.schema import ChatBody, CompletionBody
 from services.gateway.structured import structure_of
 from services.gateway.tool_parsers import ToolFamily
@@ -73,6 +74,8 @@ class ApiCall:
         truncate_prompt: only so many last tokens of the prompt are used; None for all.
         bad_words: as text; `sampling` gets their tokens later.
         tools: None when none may be called.
+        reasoning: how the thinking is marked; None where the text is not to be read for it.
+        include_reasoning: the thinking is part of the answer.
         priority: among the tenant's own requests; lower goes first.
         structure_field: the caller's name of what the structure is from, for errors.
     """
@@ -98,6 +101,8 @@ class ApiCall:
     truncate_prompt: int | None = None
     bad_words: tuple[str, ...] = ()
     tools: ToolUse | None = None
+    reasoning: ReasoningFamily | None = None
+    include_reasoning: bool = True
     priority: int = 0
     structure_field: str = ""
     request_id: str = ""
@@ -109,12 +114,14 @@ def chat_call(
     limits: LimitsConfig,
     defaults: Mapping[str, float] | None = None,
     family: ToolFamily | None = None,
+    reasoning: ReasoningFamily | None = None,
 ) -> ApiCall:
     """A chat completion call.
 
     Args:
         defaults: sampling defaults of the model, where it has them.
         family: how the model writes tool calls, where it does.
+        reasoning: how the model marks its thinking, where it does.
 
     Raises:
         InvalidRequestError: names the field and what is allowed.
@@ -143,7 +150,7 @@ def chat_call(
         tools=tools,
         **_common(body, limits, sampling, max_tokens, name),
     )
-    return _with_tools(call, body)
+    return _with_reasoning(_with_tools(call, body), body, reasoning)
 
 
 def completion_call(
@@ -177,6 +184,19 @@ def completion_call(
         max_tokens=max_tokens,
         echo=echo,
         **_common(body, limits, sampling, max_tokens, "max_tokens"),
+    )
+
+
+def _with_reasoning(call: ApiCall, body: ChatBody, family: ReasoningFamily | None) -> ApiCall:
+    """What the thinking asks of text and tokens."""
+    # A structure holds from the first token on and leaves no room for thinking.
+    if family is None or call.sampling.structure is not None:
+        return call
+    return replace(
+        call,
+        reasoning=family,
+        include_reasoning=body.include_reasoning is not False,
+        skip_special_tokens=call.skip_special_tokens and not family.keeps_special_tokens,
     )
 
 

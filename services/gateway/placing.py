@@ -57,6 +57,10 @@ def _sequence(
     return _Sequence(facts, hashes, sequence_spec_to_proto(spec))
 
 
+def _budget_ms(remaining_s: float) -> int:
+    return max(1, round(remaining_s * 1000))
+
+
 class Placing:
     """One search for workers.
 
@@ -89,6 +93,7 @@ class Placing:
         self._spans: dict[str, Span] = {}
         self._sequence: _Sequence | None = None
         self._trace = mesh.log.trace(request.request_id)
+        self._now = asyncio.get_running_loop().time
         self._last = StageRefusedError(
             Refusal(RefusalReason.DEADLINE, "the deadline passed before any worker was asked"),
             Stage.GATEWAY,
@@ -149,6 +154,7 @@ class Placing:
             self._sequence = _sequence(request, self._token_ids, facts)
         num_generated = len(self._token_ids) - len(request.prompt_ids)
         waits = self._num_rounds > 0  # it asks again, since nobody took it
+        remaining_s = self._remaining_s()
         query = RouteQuery(
             request_id=request.request_id,
             model=request.model,
@@ -157,13 +163,13 @@ class Placing:
             block_hashes=self._sequence.block_hashes,
             scenario=request.scenario,
             avoid=self._failed | self._refused,
-            ttft_budget_ms=self._budget_ms(),
+            ttft_budget_ms=_budget_ms(remaining_s),
             placement=request.placement,
             waiting=self._mesh.waiting.paused + waits,
             waiting_reserved=self._mesh.waiting.paused_reserved + (waits and self._holds),
         )
         with start_span("gateway.route", request.traceparent) as span:
-            plan = await self._mesh.router.route(query, span.traceparent, self._remaining_s())
+            plan = await self._mesh.router.route(query, span.traceparent, remaining_s)
             if isinstance(plan, Refusal):
                 span.event("refused", reason=plan.reason.value, message=plan.message)
             else:
@@ -185,7 +191,8 @@ class Placing:
         try_once = self._round_aggregated if aggregated else self._round_apart
         old_at = self._now() + REROUTE_AFTER_S
         for _ in range(rounds_per_route(plan.cause)):
-            self._check_fit(plan)
+            if self._unfit:
+                self._check_fit(plan)
             try:
                 placed = await try_once(plan)
             except ReservationLostError as error:
@@ -214,14 +221,34 @@ class Placing:
         return None
 
     async def _round_aggregated(self, plan: RoutePlan) -> Placed | None:
-        """Reserve and offer at the same worker, one worker after the other."""
+        """Reserve and offer in one, one worker after the other."""
         for candidate in plan.prefill:
-            if await self._reserve(candidate):
-                if await self._offer(candidate):
-                    worker_id = candidate.worker_id
-                    return Placed(Placement.AGGREGATED, worker_id, worker_id, plan.cause)
-                self._work.cancel_decode()
+            if await self._start(candidate):
+                worker_id = candidate.worker_id
+                return Placed(Placement.AGGREGATED, worker_id, worker_id, plan.cause)
         return None
+
+    async def _start(self, candidate: Candidate) -> bool:
+        if candidate.worker_id in self._unfit:
+            return False
+        span = self._span("gateway.offer")
+        remaining_s = self._remaining_s()
+        refused = await self._work.start(
+            candidate,
+            self._message,
+            span.traceparent,
+            ttft_budget_ms=_budget_ms(remaining_s),
+            timeout_s=remaining_s,
+        )
+        if refused is not None:
+            self._num_offers += refused.by_prefill
+            stage = Stage.PREFILL if refused.by_prefill else Stage.DECODE
+            self._note(stage, refused.refusal, candidate, span)
+            return False
+        self._num_offers += 1
+        self._end_span("gateway.offer", candidate)
+        self._trace.note(Moment.RESERVED, self._now(), candidate.worker_id)
+        return True
 
     async def _reserve(self, candidate: Candidate) -> bool:
         if candidate.worker_id in self._unfit:
@@ -242,12 +269,13 @@ class Placing:
             return False
         span = self._span("gateway.offer")
         self._num_offers += 1
+        remaining_s = self._remaining_s()
         refusal = await self._work.offer(
             candidate,
             self._message,
             span.traceparent,
-            ttft_budget_ms=self._budget_ms(),
-            timeout_s=self._remaining_s(),
+            ttft_budget_ms=_budget_ms(remaining_s),
+            timeout_s=remaining_s,
         )
         if refusal is not None:
             self._note(Stage.PREFILL, refusal, candidate, span)
@@ -298,9 +326,6 @@ class Placing:
         assert self._sequence is not None, "a plan comes before its sequence is sent"
         return self._sequence.message
 
-    def _now(self) -> float:
-        return asyncio.get_running_loop().time()
-
     def _remaining_s(self) -> float:
         """Time left, more than zero.
 
@@ -318,9 +343,6 @@ class Placing:
     @property
     def _holds(self) -> bool:
         return self._work.reserved_at is not None
-
-    def _budget_ms(self) -> int:
-        return max(1, round(self._remaining_s() * 1000))
 
     async def _pause(self, turn: Turn) -> None:
         """A short jittered wait after a full round, longer each time, and then for its turn."""

@@ -69,10 +69,14 @@ async def checked_sampling(tokenizer: TextTokenizer, call: ApiCall) -> SamplingP
     """
     sampling = call.sampling
     vocab_size = tokenizer.vocab_size
-    check_known((token_id for token_id, _ in sampling.logit_bias), vocab_size, "logit_bias")
-    check_known(sampling.allowed_token_ids, vocab_size, "allowed_token_ids")
+    if sampling.logit_bias:
+        check_known((token_id for token_id, _ in sampling.logit_bias), vocab_size, "logit_bias")
+    if sampling.allowed_token_ids:
+        check_known(sampling.allowed_token_ids, vocab_size, "allowed_token_ids")
     if sampling.structure is not None:
         await asyncio.to_thread(check_structure, sampling.structure, call.structure_field)
+    if not call.bad_words:
+        return sampling
     words: list[tuple[int, ...]] = list(sampling.bad_words)
     for word in call.bad_words:
         # A word begins a text or follows a space: both forms are tokens of their own.
@@ -80,7 +84,7 @@ async def checked_sampling(tokenizer: TextTokenizer, call: ApiCall) -> SamplingP
         words += sorted(forms)
     if not all(words):
         raise InvalidRequestError("bad_words: a word has no tokens", "bad_words")
-    return replace(sampling, bad_words=tuple(words)) if call.bad_words else sampling
+    return replace(sampling, bad_words=tuple(words))
 
 
 def _forms(word: str) -> tuple[str, str]:

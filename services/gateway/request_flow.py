@@ -7,7 +7,7 @@ Tests: tests/integration/test_gateway_http.py, test_gateway_moves.py.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 
 from kvmesh.console.request_log import Moment
@@ -118,6 +118,7 @@ class _Life:
         self._lane = lane
         self._lane_at = 0.0
         self._trace = mesh.log.trace(request.request_id)
+        self._now = asyncio.get_running_loop().time
         now = self._now()
         self._deadline = now + mesh.limits.request_timeout_s
         self._phases = Phases(mesh.metrics, now)
@@ -173,6 +174,8 @@ class _Life:
             _raise_if_error(event)
         else:
             self._decode_span = start_span("gateway.decode", self._request.traceparent)
+            if self._work.is_started:
+                self._now_decoding()
         logprobs = () if event.logprobs is None else (event.logprobs,)
         delta = self._delta((event.token_id,), logprobs, event.finish_reason)
         if self._request.sampling.num_prompt_logprobs >= 0:
@@ -255,20 +258,31 @@ class _Life:
                     raise
                 continue  # tokens went by on the lane meanwhile
             if isinstance(event, Tokens):
+                if self._handed_off and self._goes_by(event):
+                    continue
                 return event
             if isinstance(event, HandedOff):
                 self._now_decoding()
             self._raise_if_failed(side, event)
 
+    def _goes_by(self, event: Tokens) -> bool:
+        """Lets tokens that waited for this request's turn go the short way after all."""
+        if event.finish_reason is not None or event.logprobs:
+            return False
+        return self._to_lane(event.token_ids, event.first_position)
+
     def _take_short(self, tokens: DecodeTokens) -> bool:
+        """Lets tokens go the short way as they come off the wire."""
+        if tokens.finish_reason or tokens.logprobs:
+            return False
+        return self._to_lane(tokens.token_ids, tokens.first_position)
+
+    def _to_lane(self, token_ids: Sequence[int], first_position: int) -> bool:
         """Lets tokens through to the lane if they are simply the next ones."""
-        token_ids = tokens.token_ids
         if (
             self._lane is None
             or not token_ids
-            or tokens.finish_reason
-            or tokens.logprobs
-            or tokens.first_position != len(self._request.prompt_ids) + len(self._tokens)
+            or first_position != len(self._request.prompt_ids) + len(self._tokens)
         ):
             return False
         now = self._now()
@@ -319,6 +333,3 @@ class _Life:
             self._phases.finished(self._now())
         cached = self._cached_tokens or 0
         return TokenDelta(token_ids, logprobs, finish_reason, cached, self._where)
-
-    def _now(self) -> float:
-        return asyncio.get_running_loop().time()

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from kvmesh.console.request_log import RequestLog
 from kvmesh.core.errors import KvMeshError
 from kvmesh.core.types import FinishReason, TokenLogprobs
-from kvmesh.telemetry.batch_histogram import Gathered
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.telemetry.tracing import Span
 from services.gateway.errors import StageRefusedError
@@ -60,7 +59,7 @@ class RequestRecord:
         self._ttft_s = 0.0
         self._num_tokens = 0
         self._num_uncounted = 0
-        self._gaps = Gathered(metrics.itl_s)
+        self._gaps: list[float] = []
         self._finish = FinishReason.CANCELLED
         self._error = ""
         self._last: TextDelta | None = None
@@ -74,7 +73,7 @@ class RequestRecord:
             self._ttft_s = now - self._started_at
             self._metrics.ttft_s.observe(self._ttft_s)
             self._last_at = now
-            self._count(len(delta.token_ids))
+            self._num_uncounted += len(delta.token_ids)
         else:
             self.tokens(len(delta.token_ids), now)
         self._last = delta
@@ -88,22 +87,22 @@ class RequestRecord:
             now: when they came, on the loop's clock.
         """
         assert self._last_at is not None, "a first piece came"
-        self._gaps.observe(now - self._last_at)
+        self._gaps.append(now - self._last_at)
         self._last_at = now
-        self._count(count)
-        if self._gaps.num >= FLUSH_AFTER:
+        self._num_uncounted += count
+        if len(self._gaps) >= FLUSH_AFTER:
             self._flush()
 
-    def _count(self, count: int) -> None:
-        self._num_tokens += count
-        self._num_uncounted += count
-        self._trace.output_tokens = self._num_tokens
-
     def _flush(self) -> None:
-        """Lets the metrics show what was gathered."""
-        self._gaps.flush()
+        """Lets metrics and console show what was gathered."""
+        if not (self._num_uncounted or self._gaps):
+            return
+        self._metrics.itl_s.observe_all(self._gaps)
+        self._gaps.clear()
         self._metrics.generation_tokens.inc(self._num_uncounted)
+        self._num_tokens += self._num_uncounted
         self._num_uncounted = 0
+        self._trace.output_tokens = self._num_tokens
 
     def failed(self, error: KvMeshError) -> None:
         """Notes the error that ended it."""
@@ -113,6 +112,7 @@ class RequestRecord:
 
     def annotate(self, span: Span) -> None:
         """Adds the result to the request's span."""
+        self._flush()
         span.set(finish_reason=self._finish.value, completion_tokens=self._num_tokens)
 
     def close(self, trace_id: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from kvmesh.core.types import FinishReason, TokenLogprobs, Usage
 from services.gateway.openai import ApiCall, Endpoint
+from services.gateway.reasoning import Thinking, Thoughts
 from services.gateway.tools import ToolReader, whole_message
 
 TokenBytes = Callable[[int], bytes]
@@ -63,10 +64,17 @@ class Responses:
         model: served name.
         created: seconds since the epoch.
         token_bytes: for log-probabilities.
+        thinking: how the choices begin; None where the text is not read for thinking.
     """
 
     def __init__(
-        self, call: ApiCall, request_id: str, model: str, created: int, token_bytes: TokenBytes
+        self,
+        call: ApiCall,
+        request_id: str,
+        model: str,
+        created: int,
+        token_bytes: TokenBytes,
+        thinking: Thinking | None = None,
     ) -> None:
         self._call = call
         self._chat = call.endpoint is Endpoint.CHAT
@@ -76,6 +84,7 @@ class Responses:
         # Text before a piece, for `text_offset`.
         self._offsets: dict[int, int] = {}
         self._tools: dict[int, ToolReader] = {}
+        self._thoughts = Thoughts(thinking) if thinking is not None else None
 
     def whole(self, choices: Sequence[ChoiceText], usage: Body) -> Body:
         """The body of an answer that is not streamed."""
@@ -113,9 +122,14 @@ class Responses:
         finish_reason: FinishReason | None,
     ) -> Body | None:
         """The chunk for new text and tokens; None if there is nothing to say yet."""
+        thought = ""
+        if self._thoughts is not None:
+            thought, text = self._thoughts.told(index, text, last=finish_reason is not None)
         delta: Body = {"content": text} if text else {}
         if self._call.tools is not None:
             delta = self._reader(index).push(text, last=finish_reason is not None)
+        if thought and self._call.include_reasoning:
+            delta["reasoning_content"] = thought
         wants_tokens = self._call.return_token_ids or bool(logprobs)
         nothing = not delta and finish_reason is None
         if nothing and not (token_ids and (wants_tokens or self._call.continuous_usage)):
@@ -159,9 +173,14 @@ class Responses:
         return body
 
     def _whole_choice(self, index: int, choice: ChoiceText) -> Body:
-        message: Body = {"role": "assistant", "content": choice.text}
+        thought, text = "", choice.text
+        if self._thoughts is not None:
+            thought, text = self._thoughts.told(index, text, last=True)
+        message: Body = {"role": "assistant", "content": text}
         if self._call.tools is not None:
-            message = whole_message(self._reader(index), choice.text)
+            message = whole_message(self._reader(index), text)
+        if self._thoughts is not None and self._call.include_reasoning:
+            message["reasoning_content"] = thought or None
         echoed = self._echoed(index, choice)
         logprobs = self._logprobs(index, choice.token_ids, choice.logprobs)
         body: Body = {

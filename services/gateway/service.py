@@ -80,6 +80,7 @@ async def start_gateway(config: GatewayConfig, context: ServiceContext) -> Gatew
         folder,
         use_generation_config=config.model.use_generation_config,
         tool_calls=config.model.tool_calls,
+        reasoning_parser=config.model.reasoning_parser,
     )
     targets = [target.strip() for target in config.scheduler.targets.split(",") if target.strip()]
     if not targets:

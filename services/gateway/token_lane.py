@@ -72,12 +72,17 @@ class TokenLane:
         self.detokenizer: Detokenizer | None = None
         self.record: RequestRecord | None = None
         self._writer: Writer | None = None
-        self._template: ChunkTemplate | None = None
-        self._choice: ChoiceText | None = None
 
     def open(self, writer: Writer, template: ChunkTemplate, choice: ChoiceText) -> None:
         """Lets tokens through; all before them must be written."""
-        self._writer, self._template, self._choice = writer, template, choice
+        assert self.detokenizer is not None, "text was sent"
+        assert self.record is not None, "text was sent"
+        # What `push` calls for every token, looked up once.
+        self._text_of = self.detokenizer.plain
+        self._count = self.record.tokens
+        self._chunk = template.chunk
+        self._keep = choice.token_ids.extend
+        self._writer = writer
 
     def close(self) -> None:
         """Lets no more through. May be called again."""
@@ -99,13 +104,9 @@ class TokenLane:
             or writer.get_write_buffer_size() > MAX_UNSENT_BYTES
         ):
             return False
-        assert self.detokenizer is not None, "text was sent"
-        assert self.record is not None, "text was sent"
-        assert self._template is not None, "open"
-        assert self._choice is not None, "open"
-        text = self.detokenizer.plain(token_ids)
-        self._choice.token_ids.extend(token_ids)
+        text = self._text_of(token_ids)
+        self._keep(token_ids)
         if text:
-            writer.write(self._template.chunk(text))
-        self.record.tokens(len(token_ids), now)
+            writer.write(self._chunk(text))
+        self._count(len(token_ids), now)
         return True

@@ -19,7 +19,8 @@ import jinja2.sandbox
 import tokenizers
 
 from kvmesh.core.errors import CheckpointError, InvalidRequestError
-from services.gateway.tool_parsers import family_named
+from services.gateway.reasoning import ReasoningFamily, reasoning_named
+from services.gateway.tool_parsers import ToolFamily, family_named
 from services.gateway.word_encoder import word_encoder
 
 THREAD_THRESHOLD_CHARS = 4096
@@ -38,14 +39,16 @@ class ChatTemplate:
     Args:
         source: Jinja text; empty means that the model has none.
         special_tokens: names such as `bos_token` that templates may use.
-        tool_calls: how the model writes tool calls; `auto` reads it off the template.
-
-    Attributes:
         tool_family: how the model writes tool calls; None if it does not.
+        reasoning_family: how the model marks its thinking; None if it does not.
     """
 
     def __init__(
-        self, source: str, special_tokens: Mapping[str, str], tool_calls: str = "auto"
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        tool_family: ToolFamily | None = None,
+        reasoning_family: ReasoningFamily | None = None,
     ) -> None:
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
@@ -53,7 +56,8 @@ class ChatTemplate:
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
-        self.tool_family = family_named(tool_calls, source)
+        self.tool_family = tool_family
+        self.reasoning_family = reasoning_family
         try:
             template = environment.from_string(source) if source else None
         except jinja2.TemplateError as error:
@@ -166,17 +170,22 @@ class TextTokenizer:
 
 
 def load_tokenizer(
-    folder: Path, *, use_generation_config: bool = False, tool_calls: str = "auto"
+    folder: Path,
+    *,
+    use_generation_config: bool = False,
+    tool_calls: str = "auto",
+    reasoning_parser: str = "auto",
 ) -> TextTokenizer:
     """Reads the tokenizer, chat template and defaults of a model folder.
 
     Args:
         use_generation_config: take sampling defaults from generation_config.json.
-        tool_calls: how the model writes tool calls, as in the config.
+        tool_calls, reasoning_parser: how the model writes calls and thinking, as in the config;
+            `auto` reads it off the chat template.
 
     Raises:
         CheckpointError: tokenizer.json is missing or a file is malformed.
-        ConfigError: `tool_calls` names no family.
+        ConfigError: `tool_calls` or `reasoning_parser` names no family.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -192,7 +201,12 @@ def load_tokenizer(
     )
     return TextTokenizer(
         tokenizers.Tokenizer.from_file(str(path)),
-        ChatTemplate(source, _special_tokens(settings), tool_calls),
+        ChatTemplate(
+            source,
+            _special_tokens(settings),
+            family_named(tool_calls, source),
+            reasoning_named(reasoning_parser, source),
+        ),
         max_model_len=int(model.get("max_position_embeddings", 0)),
         sampling_defaults={
             name: generation[name]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvmesh.core.errors import ProtocolError
-from kvmesh.core.types import FinishReason, Refusal, Reservation, TokenLogprobs
+from kvmesh.core.types import FinishReason, Refusal, Reservation, TokenLogprobs, WorkerId
 from kvmesh.rpc.convert import (
     finish_reason_from_proto,
     refusal_from_proto,
@@ -29,9 +29,10 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The worker did not take the request."""
+    """The worker did not take the request; `by_prefill` says which of its sides."""
 
     refusal: Refusal
+    by_prefill: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,7 @@ class Failed:
     """The attempt is over: the worker lost it, or the connection to the worker broke."""
 
     refusal: Refusal
+    by_prefill: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,14 @@ class Reserved:
 
 
 @dataclass(frozen=True, slots=True)
+class Started:
+    """Blocks and a slot are held, and the prompt is being computed in them."""
+
+    worker_id: WorkerId
+    lease_ms: int
+
+
+@dataclass(frozen=True, slots=True)
 class Tokens:
     """Generated tokens; `first_position` counts from the start of the sequence."""
 
@@ -76,7 +86,7 @@ class Tokens:
     error: str = ""
 
 
-WorkerEvent = Accepted | Refused | Failed | FirstToken | HandedOff | Reserved | Tokens
+WorkerEvent = Accepted | Refused | Failed | FirstToken | HandedOff | Reserved | Started | Tokens
 
 
 def prefill_event(message: PrefillEvent) -> WorkerEvent:
@@ -89,7 +99,7 @@ def prefill_event(message: PrefillEvent) -> WorkerEvent:
         case "accepted":
             return Accepted()
         case "rejected":
-            return Refused(refusal_from_proto(message.rejected))
+            return Refused(refusal_from_proto(message.rejected), by_prefill=True)
         case "first_token":
             first = message.first_token
             return FirstToken(
@@ -103,7 +113,7 @@ def prefill_event(message: PrefillEvent) -> WorkerEvent:
         case "handed_off":
             return HandedOff()
         case "failed":
-            return Failed(refusal_from_proto(message.failed))
+            return Failed(refusal_from_proto(message.failed), by_prefill=True)
         case _:
             raise ProtocolError("empty_event", f"prefill event of {message.request_id}")
 
@@ -114,7 +124,12 @@ def decode_event(message: DecodeEvent) -> WorkerEvent:
     Raises:
         ProtocolError: the message holds no event that is known.
     """
-    match message.WhichOneof("event"):
+    kind = message.WhichOneof("event")
+    if message.HasField("prefill"):
+        if kind == "reserved":
+            return Started(WorkerId(message.reserved.worker_id), message.reserved.lease_ms)
+        return prefill_event(message.prefill)
+    match kind:
         case "reserved":
             return Reserved(reservation_from_proto(message.reserved))
         case "refused":

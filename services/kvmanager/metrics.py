@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge
 
-MATCH_SECONDS = Histogram(
+from kvmesh.telemetry.batch_histogram import BatchHistogram
+
+MATCH_SECONDS = BatchHistogram(
     "kvmesh_kvmanager_match_seconds",
     "Time to answer one prefix lookup",
     buckets=(0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1.0),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge
 
-ROUTE_SECONDS = Histogram(
+from kvmesh.telemetry.batch_histogram import BatchHistogram
+
+ROUTE_SECONDS = BatchHistogram(
     "kvmesh_scheduler_route_seconds",
     "Time to make a route plan, the prefix lookup included",
     buckets=(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1),
@@ -17,7 +19,7 @@ ROUTES = Counter(
 ROUTE_CAUSES = Counter(
     "kvmesh_scheduler_route_causes", "Route plans by what decided them", ("policy", "cause")
 )
-DECISION_SECONDS = Histogram(
+DECISION_SECONDS = BatchHistogram(
     "kvmesh_scheduler_decision_seconds",
     "Time to decide a route once the prefix matches are known",
     buckets=(0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05),

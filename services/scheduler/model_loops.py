@@ -26,6 +26,7 @@ from kvmesh.policy.offload import LinkState, Threshold, adjust_threshold
 from kvmesh.policy.prfaas import Hardware
 from services.scheduler.config import PlanningConfig
 from services.scheduler.demand import Demand
+from services.scheduler.group_loops import GroupLoops, GroupStep
 
 
 class ModelLoops:
@@ -43,6 +44,7 @@ class ModelLoops:
         self._allocation = AllocationLoop()
         self._roles: dict[str, RoleLoop] = {}
         self._sent: dict[WorkerId, int] = {}
+        self._groups = GroupLoops()
         self.threshold = _start(policy, config.threshold_tokens)
 
     @property
@@ -50,8 +52,9 @@ class ModelLoops:
         """What routes read."""
         return OffloadState(self._remote, self.threshold.tokens)
 
-    def note_prompt(self, uncached_tokens: int, max_new_tokens: int) -> None:
+    def note_prompt(self, uncached_tokens: int, max_new_tokens: int, scenario: str = "") -> None:
         """Takes a request that was routed for the first time into the distribution of lengths."""
+        self._groups.note_new(scenario)
         mean = self._meter.output_tokens
         output = max_new_tokens if mean is None else min(mean, max_new_tokens)
         self._allocation.note_prompt(uncached_tokens, output)
@@ -69,6 +72,11 @@ class ModelLoops:
         """
         self._meter.observe(workers, num_new, elapsed_s)
         self._allocation.observe(self._waiting(workers, demand))
+        self._groups.observe(self._home(workers), demand.reserved + demand.unreserved, elapsed_s)
+
+    def end_window(self, workers: Sequence[FleetWorker]) -> list[GroupStep]:
+        """What P/D-Serve's monitor says of each group at home; call it every `WINDOW_S`."""
+        return list(self._groups.end_window(self._home(workers)))
 
     def adjust(self, workers: Sequence[FleetWorker], demand: Demand, elapsed_s: float) -> bool:
         """Moves the threshold (PrfaaS 3.4.3 point 2); True if it is another now."""

@@ -26,6 +26,7 @@ from kvmesh.metadata.store import FleetStore, StoreUnavailableError
 from kvmesh.policy.composition import Composition, OffloadState
 from kvmesh.policy.control import CYCLE_S, Allocation
 from kvmesh.policy.fleet_index import SMALL_FLEET
+from kvmesh.policy.ratio_monitor import WINDOW_S
 from kvmesh.policy.role_switch import STEADY, ScaleSignal, Switch, scale_signal
 from kvmesh.telemetry.logs import event_logger
 from services.scheduler import metrics
@@ -89,6 +90,7 @@ class Planner:
         self._told: set[tuple[WorkerId, Role]] = set()
         self._last_cycle = clock.now()
         self._last_asked = -math.inf
+        self._window_ends = self._last_cycle + WINDOW_S
         self.demand = DemandBoard()
         self.give_role: GiveRole = lambda _worker, _role, _reason: False
         """Set by whoever is connected to the workers."""
@@ -122,7 +124,8 @@ class Planner:
         self.demand.note_cluster(query.request_id, remote)
         if is_new:
             uncached = query.num_tokens - plan.prefill[0].cached_tokens
-            self._loops(query.model).note_prompt(uncached, query.max_new_tokens)
+            loops = self._loops(query.model)
+            loops.note_prompt(uncached, query.max_new_tokens, query.scenario)
 
     def _loops(self, model: str) -> ModelLoops:
         if model not in self._models:
@@ -170,6 +173,9 @@ class Planner:
         elapsed_s = max(now - self._last_cycle, 1e-3)
         self._last_cycle = now
         models = self._workers_by_model()
+        ends_window = self._policy.monitor and now >= self._window_ends
+        if ends_window:
+            self._window_ends = now + WINDOW_S
         # Models without workers are forgotten with all that was learnt of them.
         self._models = {name: loops for name, loops in self._models.items() if name in models}
         for model, workers in models.items():
@@ -183,7 +189,24 @@ class Planner:
             metrics.THRESHOLD_TOKENS.labels(model).set(loops.threshold.tokens)
             if self._policy.switch_roles and self._changes is not RoleChanges.OFF:
                 await self._switch_roles(model, loops, workers, may_order=may_order)
+            if ends_window and self._changes is not RoleChanges.OFF:
+                self._move_ratios(model, loops, workers, may_order=may_order)
         self._show_details()
+
+    def _move_ratios(
+        self, model: str, loops: ModelLoops, workers: list[FleetWorker], *, may_order: bool
+    ) -> None:
+        """One instance of a group changes its role for good where the monitor says so."""
+        for found in loops.end_window(workers):
+            role, reason = found.step.grow, found.step.reason
+            giver = loops.giver(role, found.members)
+            if role is None or giver is None:
+                self._decisions.add_fleet(
+                    "ratio", reason.name.lower(), model=model, scenario=found.scenario
+                )
+                continue
+            moved = may_order and self.give_role(giver, role, reason.value)
+            self._note_role("ratio", reason.name.lower(), giver, role, applied=moved)
 
     def _show_details(self) -> None:
         details = self.details()

@@ -17,11 +17,14 @@ import uvloop
 from kvmesh.core.errors import LostError, RefusedError
 from kvmesh.core.types import Refusal, RefusalReason
 from kvmesh.transfer.alignment import Run
+from kvmesh.transfer.channel import KINDS
 from kvmesh.transfer.channel_pool import ChannelPool, SendOptions
 from kvmesh.transfer.data_server import ReceiveOptions
 from kvmesh.transfer.frames import BlockPart, Checksum
 from kvmesh.transfer.local_channel import LocalHub
+from kvmesh.transfer.nixl_process import is_installed
 from kvmesh.transfer.protocol import ChannelIdentity
+from kvmesh.transfer.tls import DataTls
 from tests.transfer_pair import (
     BLOCK,
     DECODE,
@@ -37,9 +40,13 @@ from tests.transfer_pair import (
 )
 
 PLAIN = SendOptions(stall_timeout_s=5)
+ENGINE_STALL_S = 25
+"""Two processes that load an engine, on a busy machine."""
 CHANNELS = {
     "local": replace(PLAIN, kinds=("local",)),
     "shm": replace(PLAIN, kinds=("shm",)),
+    "shm_polling": replace(PLAIN, kinds=("shm",), poll_s=1e-4),
+    "nixl": replace(PLAIN, kinds=("nixl",), stall_timeout_s=ENGINE_STALL_S),
     "tcp": replace(PLAIN, kinds=("tcp",)),
     "tcp_one_lane_crc32": replace(PLAIN, kinds=("tcp",), lanes=1, checksum=Checksum.CRC32),
     "tcp_four_lanes_no_checksum": replace(PLAIN, kinds=("tcp",), lanes=4, checksum=Checksum.NONE),
@@ -63,13 +70,19 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def options_of(name: str, request: pytest.FixtureRequest) -> tuple[SendOptions, ReceiveOptions]:
-    send, receive = CHANNELS[name], ReceiveOptions(stall_timeout_s=5)
+    send = CHANNELS[name]
+    receive = ReceiveOptions(stall_timeout_s=5, poll_s=send.poll_s)
+    if name == "nixl":
+        if not is_installed():
+            pytest.skip("needs the extra nixl")
+        receive = replace(receive, kinds=KINDS, stall_timeout_s=ENGINE_STALL_S)
     if name != "tcp_tls":
         return send, receive
     cert, key = request.getfixturevalue("certificate")
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server.load_cert_chain(cert, key)
-    return replace(send, tls=ssl.create_default_context(cafile=cert)), replace(receive, tls=server)
+    client = DataTls(ssl.create_default_context(cafile=cert), frozenset({"test"}))
+    return replace(send, tls=client), replace(receive, tls=DataTls(server))
 
 
 @pytest.fixture(params=CHANNELS)
@@ -111,7 +124,7 @@ async def test_runs_land_byte_for_byte_and_nothing_else_is_touched(pair: Pair) -
     assert sample.link == (DECODE, pair.kind, "sent")
 
 
-@pytest.mark.parametrize("name", ["shm", "tcp", "local", "tcp_tls"])
+@pytest.mark.parametrize("name", ["shm", "tcp", "local", "tcp_tls", "nixl"])
 def test_the_same_under_uvloop(name: str, request: pytest.FixtureRequest) -> None:
     send, receive = options_of(name, request)
 

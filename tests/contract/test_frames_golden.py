@@ -1,5 +1,6 @@
 """Bytes on the wire, pinned: a change here breaks workers that are not upgraded together."""
 
+import dataclasses
 import struct
 import zlib
 from dataclasses import replace
@@ -38,6 +39,7 @@ from kvmesh.transfer.frames import (
     PutFrame,
     PutOkFrame,
     QueryFrame,
+    SegmentOffer,
     WriteClaim,
 )
 
@@ -259,6 +261,39 @@ def test_the_newer_heads_written_by_hand() -> None:
     )
     assert heads[HelloOkFrame] == _head(kind=FrameType.HELLO_OK, body=terms).hex()
     assert heads[HelloFrame].endswith(struct.pack("<QHBI", 0x0102030405060708, 1, 2, 512).hex())
+
+
+def _hello_with(pool_blocks: int, engine: bytes, size: int, metadata: bytes) -> bytes:
+    body = struct.pack("<H2sQH2sQ", 2, b"p0", 3, 2, b"d0", 7)
+    body += struct.pack("<H7sH8s4I", 7, b"model-1", 8, b"bfloat16", 16, 2, 3, 8)
+    body += struct.pack("<QHBI", 0x0102030405060708, 1, 2, pool_blocks)
+    body += struct.pack(f"<H{len(engine)}sQH", len(engine), engine, 0x7F00, size) + metadata
+    return _head(kind=FrameType.HELLO, body=body)
+
+
+def test_a_hello_with_a_segment_written_by_hand() -> None:
+    segment = SegmentOffer("nixl", 0x7F00, b"keys")
+    link = dataclasses.replace(OFFER, segment=segment)
+    hello = HelloFrame(WorkerId("p0"), 3, WorkerId("d0"), 7, LAYOUT, link)
+    head = _hello_with(512, b"nixl", 4, b"keys")
+
+    assert encode_frame(hello) == head
+    assert _feed(FrameDecoder(BLOCK_BYTES), head) == [hello]
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        _hello_with(0, b"nixl", 4, b"keys"),
+        _hello_with(512, b"nixl", 5, b"keys"),
+        _hello_with(512, b"nixl", 3, b"keys"),
+        _hello_with(512, b"nixl", 32769, bytes(32769)),
+        _hello_with(512, b"\xff", 4, b"keys"),
+    ],
+    ids=["no blocks", "cut", "too long", "too large", "no text"],
+)
+def test_a_segment_that_makes_no_sense_is_a_bad_body(head: bytes) -> None:
+    assert _reason(head) == "bad_body"
 
 
 def test_a_flipped_payload_bit_is_told_at_its_end() -> None:

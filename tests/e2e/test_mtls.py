@@ -54,6 +54,7 @@ def mtls_flags(folder: Path) -> Flags:
         if name in ("prefill", "decode"):
             flags[name] |= {f"data.tls.{part}": path for part, path in files.items()}
             flags[name]["worker.channels"] = "tcp"
+            flags[name]["data.peers"] = "prefill,decode"
     return flags
 
 

@@ -41,6 +41,7 @@ from kvmesh.rpc.convert import (
 from kvmesh.rpc.convert_route import route_plan_to_proto, route_query_from_proto
 from kvmesh.rpc.convert_sampling import token_logprobs_to_proto
 from kvmesh.rpc.stream import Outbox, parts
+from kvmesh.runtime.local_start import StartedOutbox
 from kvmesh.v1 import decode_service_pb2_grpc as decode_grpc
 from kvmesh.v1 import prefill_service_pb2_grpc as prefill_grpc
 from kvmesh.v1 import scheduler_service_pb2_grpc as scheduler_grpc
@@ -50,6 +51,7 @@ from kvmesh.v1.prefill_service_pb2 import (
     PrefillEvent,
     PrefillFirstToken,
     PrefillHandedOff,
+    PrefillOffer,
     PrefillResponse,
 )
 from kvmesh.v1.scheduler_service_pb2 import RouteResponse, WatchFleetResponse
@@ -77,6 +79,7 @@ class Behaviour:
     tokens_per_message: int = 1
     decode_first: bool = False  # decode speaks before the first token
     lease_ms: int = 60_000
+    starts: bool = True  # reserve and offer in one; older workers only reserve
 
 
 @dataclass
@@ -200,6 +203,7 @@ class FakeWorker:
         self.load = WorkerLoad(blocks_free=256)
         self.reserves: list[tuple[str, int]] = []
         self.offers: list[tuple[str, int]] = []
+        self.started: list[tuple[str, int]] = []
         self.specs: list[SequenceSpec] = []
         self.traceparents: list[str] = []
         self.cancels: list[tuple[str, int]] = []
@@ -264,6 +268,25 @@ class FakeWorker:
         event.reserved.CopyFrom(reservation_to_proto(reservation))
         return event
 
+    def start(self, message: Any, outbox: Outbox[Any]) -> None:
+        """Reserves and offers the prompt to itself, as asked in one message."""
+        key = (message.request_id, message.attempt)
+        if take(self.does, "reject_offers"):
+            refusal = Refusal(self.does.offer_reason, "told to reject", retry_after_ms=2500)
+            event = DecodeEvent(request_id=key[0], attempt=key[1])
+            event.prefill.rejected.CopyFrom(refusal_to_proto(refusal))
+            outbox.put(DecodeResponse(events=[event]))
+            return
+        event = self.reserve(message, outbox)
+        if event.WhichOneof("event") != "reserved":
+            outbox.put(DecodeResponse(events=[event]))
+            return
+        offer = PrefillOffer(request_id=key[0], attempt=key[1], sequence=message.sequence)
+        offer.reservation.CopyFrom(event.reserved)
+        self.started.append(key)
+        started = StartedOutbox(event, _Responses(outbox))  # type: ignore[arg-type]
+        self.spawn(self.prefill(offer, _Events(started)))
+
     def commit(self, number: int) -> None:
         held = self.held.pop(number, None)
         if held is not None:
@@ -315,7 +338,7 @@ class FakeWorker:
 
     # --- prefill ---
 
-    async def prefill(self, offer: Any, outbox: Outbox[Any]) -> None:
+    async def prefill(self, offer: Any, outbox: Any) -> None:
         key = (offer.request_id, offer.attempt)
         reservation = reservation_from_proto(offer.reservation)
         decode = self.mesh.workers[reservation.worker_id]
@@ -355,6 +378,27 @@ class FakeWorker:
         if finish is None:
             decode.commit(reservation.reservation_id)
             say(handed_off=PrefillHandedOff(bytes=1, calls=1))
+
+
+@dataclass
+class _Responses:
+    """Takes events for an outbox of responses."""
+
+    outbox: Outbox[Any]
+
+    def put(self, event: DecodeEvent) -> None:
+        self.outbox.put(DecodeResponse(events=[event]))
+
+
+@dataclass
+class _Events:
+    """Takes prefill's responses for an outbox of events."""
+
+    started: StartedOutbox
+
+    def put(self, response: PrefillResponse) -> None:
+        for event in response.events:
+            self.started.put(event)
 
 
 def logprobs_of(token_id: int) -> Any:
@@ -399,12 +443,16 @@ class _Decode(decode_grpc.DecodeServiceServicer):
             match message.WhichOneof("message"):
                 case "reserve":
                     keys.add((message.reserve.request_id, message.reserve.attempt))
+                    if message.reserve.start_within_ms and worker.does.starts:
+                        worker.start(message.reserve, outbox)
+                        return
                     outbox.put(DecodeResponse(events=[worker.reserve(message.reserve, outbox)]))
                 case "renew":
                     worker.renewed.extend(message.renew.request_ids)
                 case "cancel":
                     key = (message.cancel.request_id, message.cancel.attempt)
                     worker.cancels.append(key)
+                    worker.prefilling.discard(key)
                     worker.drop(*key)
 
         try:

@@ -77,11 +77,12 @@ async def gateway_stack(
     if template := changes.pop("template", ""):
         (folder / "chat_template.jinja").write_text(template)
     limits = changes.pop("limits", {})
+    model = changes.pop("model", ModelConfig(path=str(folder), served_name=MODEL))
     http = changes.pop("http", HttpConfig(port=0, max_body_bytes=1 << 16))
     async with fake_mesh(tokenizer.encode(says).ids, EOS, roles or PAIR) as mesh:
         config = GatewayConfig(
             http=http,
-            model=ModelConfig(path=str(folder), served_name=MODEL),
+            model=model,
             scheduler=SchedulerConfig(targets=f"127.0.0.1:{mesh.port}", route_timeout_s=5.0),
             limits=LimitsConfig(**limits),
             **changes,

@@ -38,6 +38,9 @@ ROUND_S = 1000.0
 ROUND_SIZE = 6
 """As many as there are prefill slots: nobody has to wait."""
 
+GROUPS = "chat:d:prefill:2,chat:d:decode:2,code:d:prefill:2,code:d:decode:2"
+"""Each cluster is the P/D group of the scenario that it is named after."""
+
 MAX_BLOCKS = 30
 
 Decisions = list[DecisionFacts]
@@ -86,7 +89,7 @@ def synthetic(seed: int, count: int = 24) -> list[TraceRequest]:
     return requests
 
 
-def simulated(rounds: Sequence[Round], policy: str) -> None:
+def simulated(rounds: Sequence[Round], policy: str, fleet: str = FLEET) -> None:
     arrivals = [
         dataclasses.replace(request, arrival_s=number * ROUND_S + index)
         for number, requests in enumerate(rounds)
@@ -99,11 +102,14 @@ def simulated(rounds: Sequence[Round], policy: str) -> None:
         links=Links(1e12, 1e12, 0.0),
         plan=dataclasses.replace(profile.plan, remote="d", local="d"),
     )
-    system = dataclasses.replace(SYSTEMS[policy], switch_roles=False, reallocate=False)
+    grouped = fleet == GROUPS
+    system = dataclasses.replace(
+        SYSTEMS[policy], switch_roles=False, reallocate=False, grouped=grouped
+    )
     result = Simulation(
         Scenario(
             profile,
-            parse_fleet(FLEET),
+            parse_fleet(fleet),
             system,
             tuple(arrivals),
             objectives=Objectives((TimeoutTier(1 << 62, 1e6),)),
@@ -112,13 +118,23 @@ def simulated(rounds: Sequence[Round], policy: str) -> None:
     assert all(each.finished_s is not None for each in result.requests)
 
 
-def plans() -> list[WorkerPlan]:
-    """The workers of `FLEET` by the names that the simulator gives them."""
+def plans(fleet: str = FLEET) -> list[WorkerPlan]:
+    """The workers of a fleet by the names that the simulator gives them."""
     names: list[WorkerPlan] = []
-    for group in parse_fleet(FLEET):
+    for group in parse_fleet(fleet):
+        scenario = group.cluster if fleet == GROUPS else ""
         for _ in range(group.count):
             name = f"{group.cluster}-{group.role.value}-{len(names)}"
-            names.append(WorkerPlan(name, group.role, DEVICE.prefill_slots, DEVICE.decode_slots))
+            names.append(
+                WorkerPlan(
+                    name,
+                    group.role,
+                    DEVICE.prefill_slots,
+                    DEVICE.decode_slots,
+                    cluster=group.cluster,
+                    scenario=scenario,
+                )
+            )
     return names
 
 
@@ -133,15 +149,17 @@ def comparable(facts: DecisionFacts) -> DecisionFacts:
     )
 
 
-async def compare(rounds: Sequence[Round], policy: str, folder: Path, decided: Decisions) -> None:
+async def compare(
+    rounds: Sequence[Round], policy: str, folder: Path, decided: Decisions, fleet: str = FLEET
+) -> None:
     with redis_url(folder) as url:
         redis = RedisConfig(url, key_prefix=f"equal-{uuid.uuid4().hex}:")
-        async with live_mesh(folder, redis, policy, plans()) as mesh:
+        async with live_mesh(folder, redis, policy, plans(fleet)) as mesh:
             await mesh.replay(rounds)
             assert all(worker.is_idle for worker in mesh.workers)
     live = [comparable(each) for each in decided]
     decided.clear()
-    simulated(rounds, policy)
+    simulated(rounds, policy, fleet)
     assert len(live) == sum(len(each) for each in rounds), "one decision for each request"
     for lived, modelled in zip(live, map(comparable, decided), strict=True):
         assert lived == modelled
@@ -153,6 +171,20 @@ async def test_a_synthetic_trace(policy: str, tmp_path: Path, decided: Decisions
     if policy == "kvmesh":
         reasons = {each.reason for each in decided}
         assert {"prefix", "load", "short_prompt"} <= reasons, "all kinds of decisions were made"
+
+
+async def test_groups_by_scenario(tmp_path: Path, decided: Decisions) -> None:
+    scenarios = itertools.cycle(("chat", "code", "mail"))
+    requests = [
+        dataclasses.replace(each, scenario=scenario)
+        for each, scenario in zip(synthetic(2, 18), scenarios, strict=False)
+    ]
+    await compare(in_rounds(requests, ROUND_SIZE), "forwarding", tmp_path, decided, GROUPS)
+    for each in decided:
+        group = "" if each.scenario == "mail" else f"{each.scenario}@{each.scenario}"
+        assert each.group == group
+        for candidate in (*each.prefill, *each.decode):
+            assert not group or candidate.worker_id.startswith(each.scenario)
 
 
 async def test_the_start_of_a_recorded_trace(tmp_path: Path, decided: Decisions) -> None:

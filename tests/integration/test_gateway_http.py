@@ -223,7 +223,10 @@ async def test_first_token_may_be_the_last(stack: Stack) -> None:
     assert stack.mesh.workers["d1"].cancels == stack.mesh.workers["d1"].reserves
 
 
-async def test_aggregated_by_header(stack: Stack) -> None:
+@pytest.mark.parametrize("starts", [True, False])
+async def test_aggregated_by_header(stack: Stack, starts: bool) -> None:
+    worker = stack.mesh.workers["p1"]
+    worker.does.starts = starts
     raw = await stack.client.chat.completions.with_raw_response.create(
         model=MODEL, messages=HELLO, extra_headers={"x-kvmesh-placement": "aggregated"}
     )
@@ -232,6 +235,8 @@ async def test_aggregated_by_header(stack: Stack) -> None:
     assert raw.parse().choices[0].message.content == "one request, one handoff"
     assert stack.mesh.queries[0].placement is Placement.AGGREGATED
     assert stack.mesh.workers["d1"].reserves == []
+    # One message, or one after the other at a worker that only reserves.
+    assert [len(worker.started), len(worker.offers)] == ([1, 0] if starts else [0, 1])
     await stack.idle()
 
 

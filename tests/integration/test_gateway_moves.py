@@ -103,12 +103,29 @@ async def test_stop_string_over_a_move(tmp_path: Path) -> None:
         await stack.idle()
 
 
-async def test_aggregated_stream_moves(tmp_path: Path) -> None:
+@pytest.mark.parametrize("starts", [True, False])
+@pytest.mark.parametrize("fault", ["break_decode_after", "fail_decode_after", "fail_prefills"])
+async def test_aggregated_stream_moves(tmp_path: Path, fault: str, starts: bool) -> None:
     async with gateway_stack(tmp_path, TWO_PAIRS, SAYS) as stack:
         stack.mesh.placement = Placement.AGGREGATED
-        stack.mesh.workers["p1"].does.break_decode_after = 3
+        for worker in stack.mesh.workers.values():
+            worker.does.starts = starts
+        setattr(stack.mesh.workers["p1"].does, fault, 3 if fault != "fail_prefills" else 1)
         assert (await stream_text(stack))[0] == SAYS
-        assert [len(stack.mesh.workers[name].offers) for name in ("p1", "p2")] == [1, 1]
+        assert [len(stack.mesh.workers[name].reserves) for name in ("p1", "p2")] == [1, 1]
+        await stack.idle()
+
+
+@pytest.mark.parametrize("refusal", ["reject_offers", "refuse_reserves"])
+async def test_an_aggregated_request_goes_to_the_next_worker(tmp_path: Path, refusal: str) -> None:
+    async with gateway_stack(tmp_path, TWO_PAIRS, SAYS) as stack:
+        stack.mesh.placement = Placement.AGGREGATED
+        setattr(stack.mesh.workers["p1"].does, refusal, 1)
+        assert (await stream_text(stack))[0] == SAYS
+        assert [len(stack.mesh.workers[name].started) for name in ("p1", "p2")] == [0, 1]
+        stage = "prefill" if refusal == "reject_offers" else "decode"
+        reason = "busy" if refusal == "reject_offers" else "no_slots"
+        assert stack.gateway.metrics.refusals() == {(stage, reason): 1}
         await stack.idle()
 
 

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from kvmesh.core.clock import ManualClock
 from kvmesh.core.types import SamplingParams, SequenceSpec
 from kvmesh.engine.core import EngineCore
+from kvmesh.engine.host_arena import HostArena
+from kvmesh.engine.preemption import SwapSpace
 from kvmesh.engine.runner import TorchRunner
 from kvmesh.engine.sequence import Sequence
 from kvmesh.kv.groups import blocks_at_most
@@ -37,16 +40,20 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 class Worker:
     """A runner and the bookkeeping of its blocks."""
 
-    def __init__(self, checkpoint: Checkpoint, num_blocks: int) -> None:
+    def __init__(self, checkpoint: Checkpoint, num_blocks: int, *, swaps: bool = False) -> None:
         self.runner = TorchRunner.load(
             checkpoint.folder, served_name="tiny", num_blocks=num_blocks, block_size=BLOCK_SIZE
         )
+        block_bytes = self.runner.spec.layout.block_bytes
+        # On a clock that stands still copies are free.
+        space = SwapSpace(HostArena(self.runner.kv, block_bytes, num_blocks), ManualClock())
         self.core = EngineCore(
             self.runner.spec,
             num_blocks,
             BatchLimits(max_tokens=CHUNK),
             growth_tokens=0,
             state_interval_tokens=96,
+            swap=space if swaps else None,
         )
 
     def spec(self, tokens: list[int], sampling: SamplingParams = GREEDY) -> SequenceSpec:
@@ -95,21 +102,26 @@ def test_a_cached_prefix_gives_the_same_tokens(checkpoint: Checkpoint) -> None:
     assert worker.core.is_idle
 
 
-def test_preempted_sequences_get_the_same_tokens(checkpoint: Checkpoint) -> None:
+@pytest.mark.parametrize("swaps", [False, True])
+def test_preempted_sequences_get_the_same_tokens(checkpoint: Checkpoint, swaps: bool) -> None:
     prompts = [[(token + shift) % 320 for token in checkpoint.prompts[4]] for shift in range(3)]
     roomy = Worker(checkpoint, 600)
     held = [roomy.admit(prompt) for prompt in prompts]
     # Room for the prompts and nothing else: growth, or a window in front of a chunk, finds none.
     groups, size = roomy.core.spec.groups, roomy.core.block_size
     alone = blocks_at_most(groups, 250 + NEW_TOKENS, CHUNK, size)
-    tight = Worker(checkpoint, max(alone, 600 - roomy.core.pool.num_free))
+    tight = Worker(checkpoint, max(alone, 600 - roomy.core.pool.num_free), swaps=swaps)
     for sequence in held:
         roomy.core.release(sequence)
     sequences = [tight.admit(prompt) for prompt in prompts]
     for sequence in sequences:
         tight.core.run(sequence)
     tight.finish()
-    assert tight.core.statistics().preemptions_total > 0
+    now = tight.core.statistics()
+    assert now.preemptions_total > 0
+    assert now.swap.swapped_in_total == now.swap.swapped_out_total
+    assert (now.swap.swapped_in_total > 0) is swaps
+    assert now.swap.blocks_kept == 0
     for prompt, sequence in zip(prompts, sequences, strict=True):
         assert sequence.tokens[len(prompt) :] == checkpoint.continue_greedily(prompt)
     assert tight.core.is_idle

@@ -13,6 +13,7 @@ from kvmesh.runtime.worker_config import EngineSection, WorkerSection
 from tests.worker_driver import (
     Driver,
     Key,
+    driving,
     make_spec,
     reference_tokens,
     running_worker,
@@ -34,11 +35,8 @@ async def decode() -> AsyncIterator[Worker]:
 
 @pytest.fixture
 async def driver(prefill: Worker, decode: Worker) -> AsyncIterator[Driver]:
-    driver = Driver()
-    await driver.connect(prefill)
-    await driver.connect(decode)
-    yield driver
-    await driver.close()
+    async with driving(prefill, decode) as driver:
+        yield driver
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -62,10 +60,7 @@ async def test_any_channel_and_mode_gives_the_same_tokens(
 ) -> None:
     section = WorkerSection(id="p1", role="prefill", channels=channels, transfer_mode=mode)
     engine = EngineSection(kind="fake", max_batch_tokens=64)
-    async with running_worker(section, engine) as prefill:
-        driver = Driver()
-        await driver.connect(prefill)
-        await driver.connect(decode)
+    async with running_worker(section, engine) as prefill, driving(prefill, decode) as driver:
         spec = make_spec(prompt(300), max_tokens=8)
         assert await driver.generate(prefill, decode, Key("r"), spec) == reference_tokens(spec)
         await until_idle(prefill, decode)
@@ -73,7 +68,6 @@ async def test_any_channel_and_mode_gives_the_same_tokens(
         calls = prefill.channels.statistics().links[key].calls
         assert key == ("d0", channels, "sent")
         assert calls == 1 if mode == "whole" else calls > 1
-        await driver.close()
 
 
 @pytest.mark.parametrize("length", [1, 16, 100])
@@ -117,10 +111,10 @@ async def test_a_repeated_prompt_is_neither_computed_nor_sent_again(
 
 async def test_a_busy_prefill_rejects_and_never_queues(decode: Worker) -> None:
     slow = EngineSection(kind="fake", fake_step_s=0.2)
-    async with running_worker(WorkerSection(id="slow", role="prefill"), slow) as prefill:
-        driver = Driver()
-        await driver.connect(prefill)
-        await driver.connect(decode)
+    async with (
+        running_worker(WorkerSection(id="slow", role="prefill"), slow) as prefill,
+        driving(prefill, decode) as driver,
+    ):
         spec = make_spec(prompt(40), max_tokens=2)
         reservations = [await driver.reserve(decode, Key(name), spec) for name in ("a", "b")]
         answers = [
@@ -137,7 +131,6 @@ async def test_a_busy_prefill_rejects_and_never_queues(decode: Worker) -> None:
         driver.cancel_prefill(prefill, Key("b"))
         driver.cancel_decode(decode, Key("b"))
         await until_idle(prefill, decode)
-        await driver.close()
 
 
 @pytest.mark.parametrize("placement", ["disaggregated", "aggregated"])
@@ -148,11 +141,9 @@ async def test_cancel_at_any_stage_frees_everything(stage: str, how: str, placem
     async with (
         running_worker(WorkerSection(id="p", role="prefill"), engine) as other,
         running_worker(WorkerSection(id="d", role="decode"), engine) as decode,
+        driving(other, decode) as driver,
     ):
         prefill = other if placement == "disaggregated" else decode
-        driver = Driver()
-        for worker in {other, decode}:
-            await driver.connect(worker)
         key, spec = Key("r"), make_spec(prompt(500), max_tokens=200)
         reserved = await driver.reserve(decode, key, spec)
         if stage != "reserved":
@@ -168,7 +159,6 @@ async def test_cancel_at_any_stage_frees_everything(stage: str, how: str, placem
             await driver.disconnect(prefill, "prefill")
             await driver.disconnect(decode, "decode")
         await until_idle(other, decode)
-        await driver.close()
 
 
 @pytest.mark.parametrize("placement", ["disaggregated", "aggregated"])
@@ -177,25 +167,20 @@ async def test_a_cancel_that_comes_with_its_offer_frees_everything(placement: st
     async with (
         running_worker(WorkerSection(id="p", role="prefill"), engine) as other,
         running_worker(WorkerSection(id="d", role="decode"), engine) as decode,
+        driving(other, decode) as driver,
     ):
         prefill = other if placement == "disaggregated" else decode
-        driver = Driver()
-        for worker in {other, decode}:
-            await driver.connect(worker)
         key, spec = Key("r"), make_spec(prompt(500), max_tokens=200)
         reserved = await driver.reserve(decode, key, spec)
         accepted = await driver.offer_cancelled(prefill, key, spec, reserved.reserved)
         assert accepted.WhichOneof("event") == "accepted"
         driver.cancel_decode(decode, key)
         await until_idle(other, decode)
-        await driver.close()
 
 
 async def test_cancelled_reservation_frees_the_local_prefill_slot() -> None:
     engine = EngineSection(kind="fake", fake_step_s=0.05, max_batch_tokens=16)
-    async with running_worker(WorkerSection(id="w"), engine) as worker:
-        driver = Driver()
-        await driver.connect(worker)
+    async with running_worker(WorkerSection(id="w"), engine) as worker, driving(worker) as driver:
         spec = make_spec(prompt(200), max_tokens=5)
         reserved = await driver.reserve(worker, Key("r"), spec)
         await driver.offer(worker, Key("r"), spec, reserved.reserved)
@@ -203,13 +188,13 @@ async def test_cancelled_reservation_frees_the_local_prefill_slot() -> None:
         event = await driver.prefill_event(Key("r"))
         assert event.WhichOneof("event") == "failed"
         await until_idle(worker)
-        await driver.close()
 
 
 async def test_a_lease_that_nobody_renews_ends(prefill: Worker) -> None:
-    async with running_worker(WorkerSection(id="short", lease_s=0.3)) as decode:
-        driver = Driver()
-        await driver.connect(decode)
+    async with (
+        running_worker(WorkerSection(id="short", lease_s=0.3)) as decode,
+        driving(decode) as driver,
+    ):
         spec = make_spec(prompt(40))
         await driver.reserve(decode, Key("forgotten"), spec)
         await driver.reserve(decode, Key("kept"), spec)
@@ -222,7 +207,6 @@ async def test_a_lease_that_nobody_renews_ends(prefill: Worker) -> None:
         assert not driver.has_events("decode", Key("kept"))
         driver.cancel_decode(decode, Key("kept"))
         await until_idle(decode)
-        await driver.close()
 
 
 async def test_writes_without_the_right_claim_fail_and_change_nothing(
@@ -247,9 +231,10 @@ async def test_writes_without_the_right_claim_fail_and_change_nothing(
 
 async def test_decode_refuses_what_cannot_fit_and_what_has_no_slot() -> None:
     section = WorkerSection(id="small", decode_slots=1)
-    async with running_worker(section, EngineSection(kind="fake", num_blocks=8)) as decode:
-        driver = Driver()
-        await driver.connect(decode)
+    async with (
+        running_worker(section, EngineSection(kind="fake", num_blocks=8)) as decode,
+        driving(decode) as driver,
+    ):
         too_long = await driver.reserve(decode, Key("long"), make_spec(prompt(128)))
         assert "context of 128" in too_long.refused.message
         await driver.reserve(decode, Key("a"), make_spec(prompt(10)))
@@ -257,16 +242,12 @@ async def test_decode_refuses_what_cannot_fit_and_what_has_no_slot() -> None:
         assert "decode slots" in no_slot.refused.message
         driver.cancel_decode(decode, Key("a"))
         await until_idle(decode)
-        await driver.close()
 
 
 async def test_preempted_sequences_give_the_same_tokens(prefill: Worker) -> None:
     section = WorkerSection(id="tight", role="decode")
     engine = EngineSection(kind="fake", num_blocks=24, growth_tokens=0)
-    async with running_worker(section, engine) as decode:
-        driver = Driver()
-        await driver.connect(prefill)
-        await driver.connect(decode)
+    async with running_worker(section, engine) as decode, driving(prefill, decode) as driver:
         specs = {Key(f"r{n}"): make_spec(prompt(60, n), max_tokens=120) for n in range(4)}
         reserved = {key: await driver.reserve(decode, key, spec) for key, spec in specs.items()}
         tokens: dict[Key, list[int]] = {}
@@ -282,7 +263,6 @@ async def test_preempted_sequences_give_the_same_tokens(prefill: Worker) -> None
             assert tokens[key] == reference_tokens(spec)
         assert decode.core.statistics().preemptions_total > 0
         await until_idle(prefill, decode)
-        await driver.close()
 
 
 async def test_drain_waits_for_the_stream_and_refuses_new_work(

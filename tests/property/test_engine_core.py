@@ -6,9 +6,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kvmesh.core.clock import ManualClock
 from kvmesh.core.types import Refusal
 from kvmesh.engine.core import EngineCore
 from kvmesh.engine.fake import FakeRunner
+from kvmesh.engine.host_arena import HostArena
+from kvmesh.engine.preemption import SwapSpace
 from kvmesh.engine.protocol import SequenceChunk
 from kvmesh.engine.sequence import Sequence, SequenceState
 from kvmesh.kv.groups import KvGroups
@@ -21,14 +24,29 @@ class EngineMachine(RuleBasedStateMachine):
 
     groups = KvGroups()
     num_blocks = 12
+    swap_places = 0
+    growth_tokens = 2
 
     def __init__(self) -> None:
         super().__init__()
         self.runner = FakeRunner(num_blocks=self.num_blocks, block_size=4, groups=self.groups)
         limits = BatchLimits(max_tokens=10, max_sequences=3)
-        self.core = EngineCore(self.runner.spec, self.num_blocks, limits, growth_tokens=2)
+        self.core = EngineCore(
+            self.runner.spec,
+            self.num_blocks,
+            limits,
+            self.growth_tokens,
+            swap=self.swap_space(),
+        )
         self.sequences: list[Sequence] = []
         self.in_flight: list[SequenceChunk] | None = None
+
+    def swap_space(self) -> SwapSpace | None:
+        if not self.swap_places:
+            return None
+        block_bytes = self.runner.spec.layout.block_bytes
+        # On a clock that stands still copies are free, so all that fits is kept.
+        return SwapSpace(HostArena(self.runner.kv, block_bytes, self.swap_places), ManualClock())
 
     @rule(
         length=st.integers(1, 24),
@@ -98,6 +116,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.core.release(sequence)
         self.core.check_integrity()
         assert self.core.is_idle
+        assert self.core.statistics().swap.blocks_kept == 0
 
 
 class WindowMachine(EngineMachine):
@@ -121,10 +140,43 @@ class OnlyWindowMachine(EngineMachine):
     num_blocks = 14
 
 
+class SwapMachine(EngineMachine):
+    """Preempted sequences go to host memory, which is sometimes full."""
+
+    num_blocks = 10
+    swap_places = 8
+    growth_tokens = 0
+
+    @precondition(lambda self: self.in_flight is None)
+    @rule(stems=st.lists(st.integers(3, 9), min_size=3, max_size=5), count=st.integers(4, 12))
+    def crowd(self, stems: list[int], count: int) -> None:
+        """More sequences than there is room for, grown until some are preempted."""
+        for stem in stems:
+            self.admit(length=2 + stem, stem=stem, max_tokens=12, only_prefill=False)
+        for sequence in self.held():
+            self.core.run(sequence)
+        for _ in range(count):
+            self.begin_step()
+            if self.in_flight is not None:
+                self.end_step()
+
+
+class SwapGroupsMachine(SwapMachine):
+    """All kinds of groups in host memory."""
+
+    groups = KvGroups((0, 6), state_blocks=2)
+    num_blocks = 24
+    swap_places = 16
+
+
 TestEngine = EngineMachine.TestCase
 TestWindows = WindowMachine.TestCase
 TestStates = StateMachine.TestCase
 TestOnlyWindow = OnlyWindowMachine.TestCase
+TestSwap = SwapMachine.TestCase
+TestSwapGroups = SwapGroupsMachine.TestCase
 for _case in (TestEngine, TestWindows, TestStates, TestOnlyWindow):
     _case.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+for _case in (TestSwap, TestSwapGroups):  # each of their examples preempts
+    _case.settings = settings(max_examples=20, stateful_step_count=30, deadline=None)
 del _case  # a class in a module is collected under every name it has

@@ -36,6 +36,7 @@ from kvmesh.transfer.frames import (
     PullRun,
     PutFrame,
     PutOkFrame,
+    SegmentOffer,
     WriteClaim,
 )
 
@@ -49,7 +50,11 @@ claims = st.builds(WriteClaim, u64, u64, u32, st.binary(max_size=255))
 layouts = st.builds(KvLayout, text, text, u32, u32, u32, u32)
 runs = st.lists(st.builds(BlockRun, u32, st.integers(1, 5)), min_size=1, max_size=6).map(tuple)
 checksums = st.sampled_from(Checksum)
-offers = st.builds(LinkOffer, u64, st.integers(0, 2**16 - 1), checksums, u32)
+segments = st.builds(SegmentOffer, text, u64, st.binary(max_size=300))
+lanes = st.integers(0, 2**16 - 1)
+offers = st.builds(LinkOffer, u64, lanes, checksums, u32) | st.builds(
+    LinkOffer, u64, lanes, checksums, st.integers(1, 2**32 - 1), segments
+)
 terms = st.builds(LinkTerms, checksums, u64)
 parts = st.builds(BlockPart, u32, st.integers(1, 2**32 - 1))
 pull_runs = st.builds(PullRun, u32, u32, st.integers(1, 2**32 - 1))

@@ -22,6 +22,7 @@ from kvmesh.cli import bench_report
 from kvmesh.cli.bench_load import Load, LoadGenerator, find_model
 from kvmesh.cli.bench_metrics import RequestRecord, parse_goodput, summarize, targets
 from kvmesh.cli.flags import add_flag, add_list, count, new_parser, positive_int
+from kvmesh.cli.stack_state import add_state_flag, add_url_flag, gateway_url
 
 _ROOT = Path(__file__).resolve().parents[3]
 
@@ -34,7 +35,8 @@ def _parser() -> argparse.ArgumentParser:
         "example:\n  kvmesh bench serve --requests 200 --rate 4 --goodput ttft:2000 tpot:100",
     )
     parser.add_argument("what", choices=("serve",), help="what to measure")
-    add_flag(parser, "--url", "http://127.0.0.1:8000", "base URL of the gateway")
+    add_url_flag(parser)
+    add_state_flag(parser)
     add_flag(parser, "--model-name", "", "model to ask; default: the first that is served")
     add_flag(parser, "--requests", 200, "requests to send", kind=positive_int)
     add_flag(parser, "--rate", 4.0, "requests per second; 0: all at once", kind=float)
@@ -75,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
 async def _measure(
     arguments: argparse.Namespace, limits: dict[str, float], console: Console
 ) -> tuple[dict[str, Any], Counter[str]]:
-    url = arguments.url.rstrip("/")
+    url = gateway_url(arguments)
     load = Load(
         url=url,
         model=arguments.model_name or await find_model(url),

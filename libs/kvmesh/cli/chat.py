@@ -16,9 +16,8 @@ import aiohttp
 
 from kvmesh.cli.chat_api import Answer, ChatApi, ChatError, Conversation
 from kvmesh.cli.flags import add_flag, add_switch, count, new_parser
-from kvmesh.cli.stack_state import local_stack
+from kvmesh.cli.stack_state import add_state_flag, add_url_flag, gateway_url
 
-DEFAULT_URL = "http://127.0.0.1:8000"
 MAX_SILENCE_S = 120.0
 
 _HELP = """\
@@ -45,8 +44,8 @@ exit code: 0; 1 if an answer failed (on a terminal: only if no server was found)
 
 def _parser() -> argparse.ArgumentParser:
     parser = new_parser("kvmesh chat", "A conversation with the model, as it streams.", _EPILOG)
-    add_flag(parser, "--url", "", f"the gateway; default: that of `kvmesh up`, else {DEFAULT_URL}")
-    add_flag(parser, "--state-dir", "", "what `up` was given; default: .kvmesh", metavar="DIR")
+    add_url_flag(parser)
+    add_state_flag(parser)
     add_flag(parser, "--model", "", "name of the model; default: the first one served")
     add_flag(parser, "--system", "", "system message", metavar="TEXT")
     add_flag(parser, "--prompt", "", "ask this and leave", metavar="TEXT")
@@ -60,8 +59,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Talks until the input ends; exit code 1 if an answer failed."""
     arguments = _parser().parse_args(argv)
-    url = arguments.url or local_stack(arguments.state_dir).get("http", "") or DEFAULT_URL
-    arguments.url = url if "://" in url else f"http://{url}"
+    arguments.url = gateway_url(arguments)
     try:
         with asyncio.Runner() as runner:
             return _run(arguments, runner)

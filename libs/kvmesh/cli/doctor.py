@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -19,7 +18,8 @@ from kvmesh.cli import machine_checks, stack_checks
 from kvmesh.cli.findings import Finding, Level
 from kvmesh.cli.flags import add_flag, new_parser
 from kvmesh.cli.model_folder import embedded_models
-from kvmesh.cli.stack_state import read_description
+from kvmesh.cli.screen import terminal
+from kvmesh.cli.stack_state import add_state_flag, add_url_flag, gateway_url, read_description
 from kvmesh.cli.up import ROOT, usable_cores
 from kvmesh.core.config import environment
 from kvmesh.metadata.server_binary import find_redis_binary
@@ -34,17 +34,17 @@ def main(argv: Sequence[str]) -> int:
         "Checks this machine (Python, packages, Redis, cores, memory, kernel settings, model)\n"
         "and, if a stack runs, its gateway, scheduler and workers. Exit code 1 on any failure.",
     )
-    add_flag(parser, "--url", "http://127.0.0.1:8000", "base URL of the gateway")
+    add_url_flag(parser)
     add_flag(parser, "--redis-url", "", "a running Redis; default: what `up` would start")
     add_flag(parser, "--model", "", "model folder; default: the embedded model", metavar="DIR")
-    add_flag(parser, "--state-dir", "", "what `up` was given; default: .kvmesh", metavar="DIR")
+    add_state_flag(parser)
     arguments = parser.parse_args(argv)
     state = Path(arguments.state_dir) if arguments.state_dir else ROOT / ".kvmesh"
     embedded = embedded_models(ROOT)
     model = Path(arguments.model) if arguments.model else (embedded[0] if embedded else None)
     findings = _machine(model)
-    findings += asyncio.run(_network(arguments.url, arguments.redis_url, state))
-    Console().print(table_of(findings))
+    findings += asyncio.run(_network(gateway_url(arguments), arguments.redis_url, state))
+    terminal().print(table_of(findings))
     return 1 if any(finding.level is Level.FAIL for finding in findings) else 0
 
 

@@ -13,6 +13,7 @@ from kvmesh.core.config import ENV_PREFIX, environment
 
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"", "0", "false", "no", "off"}
+_METAVARS: dict[type, str] = {int: "N", float: "NUMBER"}
 
 
 def env_name(flag: str) -> str:
@@ -39,9 +40,13 @@ def add_flag(
     *,
     kind: Callable[[str], Any] = str,
     choices: Sequence[str] | None = None,
-    metavar: str = "VALUE",
+    metavar: str = "",
 ) -> None:
-    """Adds `flag VALUE`; a value from the environment is parsed and checked the same way."""
+    """Adds a flag with a value; one from the environment is parsed and checked the same way.
+
+    Args:
+        metavar: stands for the value in the help; empty derives it from the default's type.
+    """
     raw = environment(env_name(flag))
     shown = "" if default in (None, "") else f"default {default}, "
     parser.add_argument(
@@ -49,7 +54,7 @@ def add_flag(
         type=kind,
         default=default,
         choices=choices,
-        metavar=None if choices else metavar,
+        metavar=None if choices else metavar or _METAVARS.get(type(default), "VALUE"),
         help=f"{help_text} ({shown}env {env_name(flag)})".replace("%", "%%"),
     )
     if raw:

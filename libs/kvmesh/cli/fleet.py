@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from kvmesh.cli.flags import add_switch, new_parser
@@ -24,6 +23,7 @@ from kvmesh.cli.scheduler_access import (
     fleet_view,
     scheduler_access,
 )
+from kvmesh.cli.screen import terminal
 from kvmesh.core.types import FleetWorker, Role, WorkerId
 from kvmesh.rpc.convert import role_to_proto
 from kvmesh.v1.scheduler_service_pb2 import (
@@ -99,7 +99,7 @@ async def _list(access: SchedulerAccess, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps([described(each) for each in workers], indent=2))
     else:
-        Console().print(table_of(workers))
+        terminal().print(table_of(workers))
     return 0
 
 

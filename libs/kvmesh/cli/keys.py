@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from kvmesh.cli.flags import add_flag, new_parser
+from kvmesh.cli.screen import terminal
 from kvmesh.core.config import environment
 from kvmesh.metadata.redis_client import RedisClient, RedisConfig
 from kvmesh.metadata.store import StoreUnavailableError
@@ -121,7 +121,7 @@ def _show(directory: Directory) -> None:
     keys = Table("key id", "tenant", "created")
     for key in sorted(directory.keys.values(), key=lambda key: (key.tenant, key.created)):
         keys.add_row(key.key_id, key.tenant, key.created)
-    console = Console()
+    console = terminal()
     console.print(limits)
     console.print(keys)
 

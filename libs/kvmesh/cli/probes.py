@@ -99,6 +99,18 @@ def is_free(endpoint: Endpoint) -> bool:
         return True
 
 
+def port_after(port: int) -> int:
+    """The next port of this host, if it is free now; else 0, as after port 0."""
+    if not 0 < port < 65535:
+        return 0
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind(("127.0.0.1", port + 1))
+        except OSError:
+            return 0
+    return port + 1
+
+
 def free_ports(host: str, num_ports: int) -> list[int]:
     """Different ports that are free now; another program may still take one before it is used."""
     with contextlib.ExitStack() as stack:

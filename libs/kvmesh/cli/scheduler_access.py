@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import grpc
 
 from kvmesh.cli.flags import add_flag
-from kvmesh.cli.stack_state import local_stack
+from kvmesh.cli.stack_state import add_state_flag, local_stack
 from kvmesh.core.errors import KvMeshError
 from kvmesh.core.types import FleetWorker
 from kvmesh.rpc.channels import TlsConfig, open_channel
@@ -48,7 +48,7 @@ def add_scheduler_flags(parser: argparse.ArgumentParser, timeout_s: float) -> No
         f"schedulers, comma-separated; default: those of `kvmesh up`, else {DEFAULT_TARGET}",
         metavar="HOST:PORT",
     )
-    add_flag(parser, "--state-dir", "", "what `up` was given; default: .kvmesh", metavar="DIR")
+    add_state_flag(parser)
     add_flag(parser, "--timeout", timeout_s, "seconds to wait", kind=float)
     add_flag(parser, "--tls-ca", "", "CA (PEM) of schedulers that use TLS")
     add_flag(parser, "--tls-cert", "", "client certificate (PEM), where they ask for one")

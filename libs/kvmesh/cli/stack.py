@@ -26,6 +26,7 @@ class StackOptions:
     Attributes:
         redis_url: a server that runs already; empty starts one.
         console_port: admin port of the gateway, which has the console; 0 takes a free one.
+        grpc_port: of the gateway; 0 takes a free one.
         num_threads: computing threads of each engine.
         drain_s: how long a service may finish running work when it is stopped.
     """
@@ -46,6 +47,7 @@ class StackOptions:
     redis_url: str
     drain_s: float
     console_port: int = 0
+    grpc_port: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +118,16 @@ class _Planner:
         return Member(self._spec("redis", "redis", argv), Probe("redis", endpoint))
 
     def service(
-        self, kind: str, flags: Mapping[str, object], name: str = "", probe: Probe | None = None
+        self,
+        kind: str,
+        flags: Mapping[str, object],
+        name: str = "",
+        probe: Probe | None = None,
+        port: int = 0,
     ) -> tuple[Member, Endpoint]:
         """A service with the flags that all of them take, and its gRPC endpoint."""
         name = name or kind
-        endpoint = Endpoint(_LOCAL, self.next_port())
+        endpoint = Endpoint(_LOCAL, port or self.next_port())
         metrics_port = self.next_port()
         common = {
             "server.host": endpoint.host,
@@ -211,7 +218,9 @@ def plan_stack(
         "model.path": options.model,
         "model.served-name": options.model_name,
     }
-    member, grpc = planner.service("gateway", flags, probe=Probe("http", asked))
+    member, grpc = planner.service(
+        "gateway", flags, probe=Probe("http", asked), port=options.grpc_port
+    )
     members.append(member)
     has_chat = (options.model / "chat_template.jinja").is_file()
     return StackPlan(tuple(members), asked, grpc, options.model_name, has_chat, console)

@@ -6,6 +6,7 @@ are used again. Tests: tests/unit/cli/test_stack_state.py.
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import json
 from collections.abc import Iterator
@@ -13,10 +14,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from kvmesh.cli.flags import add_flag
 from kvmesh.core.errors import ConfigError
 
 DEFAULT_STATE = Path(__file__).resolve().parents[3] / ".kvmesh"
 """Folder of a stack that was not given another one."""
+
+DEFAULT_URL = "http://127.0.0.1:8000"
 
 _LOCK = "lock"
 _DESCRIPTION = "stack.json"
@@ -81,3 +85,20 @@ def local_stack(state_dir: str) -> dict[str, Any]:
         state_dir: as `kvmesh up` was given it; empty takes the default.
     """
     return read_description(Path(state_dir) if state_dir else DEFAULT_STATE) or {}
+
+
+def add_state_flag(parser: argparse.ArgumentParser) -> None:
+    """Adds `--state-dir`, which `local_stack` takes."""
+    add_flag(parser, "--state-dir", "", "what `up` was given; default: .kvmesh", metavar="DIR")
+
+
+def add_url_flag(parser: argparse.ArgumentParser) -> None:
+    """Adds `--url`; `gateway_url` reads it and `--state-dir`."""
+    text = f"the gateway; default: that of `kvmesh up`, else {DEFAULT_URL}"
+    add_flag(parser, "--url", "", text, metavar="URL")
+
+
+def gateway_url(arguments: argparse.Namespace) -> str:
+    """Base URL of the gateway that is meant."""
+    url: str = arguments.url or local_stack(arguments.state_dir).get("http", "") or DEFAULT_URL
+    return (url if "://" in url else f"http://{url}").rstrip("/")

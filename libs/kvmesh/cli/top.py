@@ -13,7 +13,7 @@ from typing import Any
 
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -27,13 +27,15 @@ from kvmesh.cli.scheduler_access import (
     fleet_view,
     scheduler_access,
 )
-from kvmesh.cli.stack_state import local_stack
+from kvmesh.cli.screen import terminal
+from kvmesh.cli.stack_state import add_url_flag, gateway_url
 from kvmesh.console.sampler import Sampler, WorkerRates
 from kvmesh.console.share import Share
 from kvmesh.core.types import FleetWorker
 
-DEFAULT_URL = "http://127.0.0.1:8000"
 _BAR = 20
+_WIDE = 104
+"""Columns that the table needs with its bars."""
 _SCRAPE_S = 2.0
 _ROLE_STYLES = {"prefill": "blue", "decode": "yellow", "hybrid": "green"}
 
@@ -99,7 +101,7 @@ def main(argv: Sequence[str]) -> int:
     """Shows the mesh until Ctrl-C; exit code 1 if no scheduler answers."""
     parser = new_parser("kvmesh top", "Workers and requests, live. Ctrl-C leaves.", _EPILOG)
     add_scheduler_flags(parser, 5.0)
-    add_flag(parser, "--url", "", f"the gateway; default: that of `kvmesh up`, else {DEFAULT_URL}")
+    add_url_flag(parser)
     add_flag(parser, "--interval", 1.0, "seconds between two pictures", kind=float)
     add_switch(parser, "--once", "one picture, then leave")
     add_switch(parser, "--json", "print JSON, one object per picture")
@@ -114,9 +116,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def _run(arguments: argparse.Namespace) -> int:
-    url = arguments.url or local_stack(arguments.state_dir).get("http", "") or DEFAULT_URL
-    url = url if "://" in url else f"http://{url}"
-    console = Console()
+    url = gateway_url(arguments)
+    console = terminal()
     live = None if arguments.once or arguments.json else Live(console=console, screen=True)
     timeout = aiohttp.ClientTimeout(_SCRAPE_S)
     async with (
@@ -134,9 +135,9 @@ async def _run(arguments: argparse.Namespace) -> int:
                 if arguments.json:
                     print(json.dumps(as_json(frame)), flush=True)
                 elif live is None:
-                    console.print(picture(frame))
+                    console.print(picture(frame, console.width))
                 else:
-                    live.update(picture(frame), refresh=True)
+                    live.update(picture(frame, console.width), refresh=True)
                 if arguments.once:
                     return 0
         finally:
@@ -211,9 +212,9 @@ def gateway_rates(before: GatewayTotals, now: GatewayTotals, elapsed_s: float) -
     )
 
 
-def picture(frame: Frame) -> Group:
-    """A frame for the terminal."""
-    return Group(_headline(frame), "", _workers(frame))
+def picture(frame: Frame, columns: int = _WIDE) -> Group:
+    """A frame for a terminal of so many columns; a narrow one gets no bars."""
+    return Group(_headline(frame), "", _workers(frame, with_bars=columns >= _WIDE))
 
 
 def _headline(frame: Frame) -> Text:
@@ -232,9 +233,9 @@ def _headline(frame: Frame) -> Text:
     return line
 
 
-def _workers(frame: Frame) -> Table:
+def _workers(frame: Frame, *, with_bars: bool) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("worker", "state", "KV"):
+    for heading in ("worker", "state", *(["KV"] if with_bars else [])):
         table.add_column(heading, no_wrap=True)
     for heading in ("used", "cached", "hits", "prefill", "decode", "prompt tok/s", "tok/s"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -247,7 +248,7 @@ def _workers(frame: Frame) -> Table:
         table.add_row(
             Text(info.worker_id, style=_ROLE_STYLES[info.role.value]),
             Text(state, style="" if state == "ready" else "yellow"),
-            bar(used, cached),
+            *([bar(used, cached)] if with_bars else []),
             f"{used:.0%}",
             f"{cached:.0%}",
             "–" if rates.hit_share is None else f"{rates.hit_share:.0%}",

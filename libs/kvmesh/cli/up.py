@@ -25,7 +25,7 @@ from kvmesh.cli.flags import (
 from kvmesh.cli.launcher import PORT_TAKEN, Launcher, LaunchSettings
 from kvmesh.cli.model_folder import embedded_models, read_model_folder
 from kvmesh.cli.preflight import problems
-from kvmesh.cli.probes import free_ports
+from kvmesh.cli.probes import free_ports, port_after
 from kvmesh.cli.processes import Supervisor
 from kvmesh.cli.stack import (
     StackOptions,
@@ -61,6 +61,8 @@ def _parser() -> argparse.ArgumentParser:
     add_flag(parser, "--decode", 2, "decode workers", kind=positive_int)
     add_flag(parser, "--host", "127.0.0.1", "address of the HTTP API")
     add_flag(parser, "--port", 8000, "port of the HTTP API; 0: a free one", kind=port_number)
+    text = "port of the gRPC API; 0: the one after --port, if it is free"
+    add_flag(parser, "--grpc-port", 0, text, kind=port_number)
     add_flag(parser, "--console-port", 0, "port of the console; 0: a free one", kind=port_number)
     add_flag(parser, "--engine", "torch", "what computes", choices=("torch", "fake"))
     dtypes = ("auto", "float32", "float16", "bfloat16")
@@ -116,6 +118,7 @@ def stack_options(arguments: argparse.Namespace, cores: int) -> StackOptions:
         redis_url=arguments.redis_url,
         drain_s=_DRAIN_S,
         console_port=arguments.console_port,
+        grpc_port=arguments.grpc_port or port_after(arguments.port),
     )
 
 

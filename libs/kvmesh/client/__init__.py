@@ -7,6 +7,7 @@ Needs grpcio and protobuf only. Tests: tests/unit/client, tests/integration/test
 """
 
 from kvmesh.client.aio import AsyncClient
+from kvmesh.client.calls import ClientOptions
 from kvmesh.client.connection import ClientTls
 from kvmesh.client.messages import (
     Delta,
@@ -25,6 +26,7 @@ __all__ = [
     "NO_RETRY",
     "AsyncClient",
     "Client",
+    "ClientOptions",
     "ClientTls",
     "Delta",
     "GenerateOptions",

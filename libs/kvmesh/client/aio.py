@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from types import TracebackType
 from typing import Self, Unpack
 
 import grpc
 
-from kvmesh.client.calls import CallSettings, failure_from
-from kvmesh.client.connection import CHANNEL_OPTIONS, ClientTls
+from kvmesh.client.calls import CallSettings, ClientOptions, failure_from
+from kvmesh.client.connection import CHANNEL_OPTIONS
 from kvmesh.client.messages import (
     Delta,
     GenerateOptions,
@@ -21,7 +21,6 @@ from kvmesh.client.messages import (
     generation_of,
     models_of,
 )
-from kvmesh.client.retry import RetryPolicy
 from kvmesh.v1 import inference_service_pb2 as pb
 from kvmesh.v1.inference_service_pb2_grpc import InferenceServiceStub
 
@@ -34,25 +33,17 @@ class AsyncClient:
     `AuthenticationError`, `RefusedError` (with the refusal), `DeadlineError`, `LostError`.
     """
 
-    def __init__(
-        self,
-        target: str,
-        *,
-        tls: ClientTls | None = None,
-        api_key: str | None = None,
-        default_model: str = "",
-        retry: RetryPolicy | None = None,
-        metadata: Mapping[str, str] | None = None,
-    ) -> None:
-        """Opens no connection yet; the arguments are those of `CallSettings`."""
-        self._calls = CallSettings(
-            target,
-            tls=tls,
-            api_key=api_key,
-            default_model=default_model,
-            retry=retry,
-            metadata=metadata,
-        )
+    def __init__(self, target: str, **options: Unpack[ClientOptions]) -> None:
+        """Opens no connection yet.
+
+        Args:
+            target: `host:port` of a gateway's gRPC port.
+            options: see `ClientOptions`.
+
+        Raises:
+            TypeError: an unknown option.
+        """
+        self._calls = CallSettings(target, **options)
         credentials = self._calls.credentials
         if credentials is None:
             self._channel = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from typing import TypedDict, Unpack
 
 import grpc
 
@@ -21,11 +22,10 @@ from kvmesh.v1 import inference_service_pb2 as pb
 Metadata = tuple[tuple[str, str], ...]
 
 
-class CallSettings:
-    """What all calls of one client share.
+class ClientOptions(TypedDict, total=False):
+    """Options of a client; each may be left out.
 
-    Args:
-        target: `host:port` of a gateway's gRPC port.
+    Keys:
         tls: None is plain text.
         api_key: sent as a bearer token.
         default_model: for calls that name none; empty lets a gateway with one model choose.
@@ -33,22 +33,41 @@ class CallSettings:
         metadata: goes with every call.
     """
 
+    tls: ClientTls | None
+    api_key: str | None
+    default_model: str
+    retry: RetryPolicy | None
+    metadata: Mapping[str, str] | None
+
+
+_KEYS = frozenset(ClientOptions.__annotations__)
+
+
+class CallSettings:
+    """What all calls of one client share.
+
+    Args:
+        target: `host:port` of a gateway's gRPC port.
+        clock: tells how much of a call's time is left.
+
+    Raises:
+        TypeError: an unknown option.
+    """
+
     def __init__(
-        self,
-        target: str,
-        *,
-        tls: ClientTls | None = None,
-        api_key: str | None = None,
-        default_model: str = "",
-        retry: RetryPolicy | None = None,
-        metadata: Mapping[str, str] | None = None,
-        clock: Clock | None = None,
+        self, target: str, *, clock: Clock | None = None, **options: Unpack[ClientOptions]
     ) -> None:
+        unknown = set(options) - _KEYS
+        if unknown:
+            raise TypeError(f"unknown options: {', '.join(sorted(unknown))}")
+        tls = options.get("tls")
         self.target = target
         self.credentials = None if tls is None else tls.credentials()
-        self.metadata: Metadata = call_metadata(api_key) + tuple((metadata or {}).items())
-        self._default_model = default_model
-        self._retry = RetryPolicy() if retry is None else retry
+        self.metadata: Metadata = call_metadata(options.get("api_key")) + tuple(
+            (options.get("metadata") or {}).items()
+        )
+        self._default_model = options.get("default_model", "")
+        self._retry = options.get("retry") or RetryPolicy()
         self._clock = SystemClock() if clock is None else clock
         self._rng = random.Random()
 

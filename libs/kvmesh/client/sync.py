@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from types import TracebackType
 from typing import Self, Unpack
 
 import grpc
 
-from kvmesh.client.calls import CallSettings, failure_from
-from kvmesh.client.connection import CHANNEL_OPTIONS, ClientTls
+from kvmesh.client.calls import CallSettings, ClientOptions, failure_from
+from kvmesh.client.connection import CHANNEL_OPTIONS
 from kvmesh.client.messages import (
     Delta,
     GenerateOptions,
@@ -20,7 +20,6 @@ from kvmesh.client.messages import (
     generation_of,
     models_of,
 )
-from kvmesh.client.retry import RetryPolicy
 from kvmesh.v1 import inference_service_pb2 as pb
 from kvmesh.v1.inference_service_pb2_grpc import InferenceServiceStub
 
@@ -31,25 +30,17 @@ class Client:
     Calls fail with the errors of `kvmesh.core.errors`, as those of `AsyncClient` do.
     """
 
-    def __init__(
-        self,
-        target: str,
-        *,
-        tls: ClientTls | None = None,
-        api_key: str | None = None,
-        default_model: str = "",
-        retry: RetryPolicy | None = None,
-        metadata: Mapping[str, str] | None = None,
-    ) -> None:
-        """Opens no connection yet; the arguments are those of `CallSettings`."""
-        self._calls = CallSettings(
-            target,
-            tls=tls,
-            api_key=api_key,
-            default_model=default_model,
-            retry=retry,
-            metadata=metadata,
-        )
+    def __init__(self, target: str, **options: Unpack[ClientOptions]) -> None:
+        """Opens no connection yet.
+
+        Args:
+            target: `host:port` of a gateway's gRPC port.
+            options: see `ClientOptions`.
+
+        Raises:
+            TypeError: an unknown option.
+        """
+        self._calls = CallSettings(target, **options)
         credentials = self._calls.credentials
         if credentials is None:
             self._channel = grpc.insecure_channel(target, options=CHANNEL_OPTIONS)

@@ -10,6 +10,7 @@ import enum
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvmesh.core.types import Placement, RequestId, WorkerId
 
@@ -53,8 +54,7 @@ _NEXT = {
 _REPEATED = frozenset({Moment.ROUTED, Moment.RESERVED, Moment.REFUSED})
 
 
-@dataclass(frozen=True, slots=True)
-class RequestEvent:
+class RequestEvent(NamedTuple):
     """One thing that happened.
 
     Attributes:

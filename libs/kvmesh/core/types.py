@@ -277,7 +277,11 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """What a worker is; fixed for one incarnation."""
+    """What a worker is; fixed for one incarnation.
+
+    Attributes:
+        scenario: that its P/D group serves; empty: any.
+    """
 
     worker_id: WorkerId
     incarnation: int
@@ -291,6 +295,7 @@ class WorkerInfo:
     prefill_slots: int
     decode_slots: int
     num_blocks: int
+    scenario: str = ""
 
 
 @dataclass(frozen=True, slots=True)

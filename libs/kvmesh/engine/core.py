@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from kvmesh.core.errors import OutOfBlocksError
 from kvmesh.core.types import FinishReason, Refusal, RefusalReason, SequenceSpec, Structure
+from kvmesh.engine.preemption import PreemptedSequences, SwapSpace, SwapStatistics
 from kvmesh.engine.protocol import (
     ModelSpec,
     SampledToken,
@@ -50,6 +51,7 @@ class EngineStatistics:
     generated_tokens_total: int
     preemptions_total: int
     steps_total: int
+    swap: SwapStatistics
 
 
 class EngineCore:
@@ -62,6 +64,7 @@ class EngineCore:
         growth_tokens: room for generated tokens that admission to decode asks for at once.
         state_interval_tokens: between saved states of linear layers; 0 for the cost rule.
         constrain: makes the constraint of a structure; without it structures are refused.
+        swap: host memory for preempted sequences; without it they are computed again.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class EngineCore:
         growth_tokens: int = 64,
         state_interval_tokens: int = 0,
         constrain: Callable[[Structure], TokenConstraint] | None = None,
+        swap: SwapSpace | None = None,
     ) -> None:
         self.spec = spec
         self.block_size = spec.layout.block_size
@@ -91,7 +95,8 @@ class EngineCore:
         self._next_id = 1
         self._held: set[Sequence] = set()
         self._running: list[Sequence] = []  # oldest first
-        self._preempted: list[Sequence] = []  # oldest first
+        self._swap = swap
+        self._preempted = PreemptedSequences(self._cache, self._num_reusable_again, swap)
         self._in_flight: frozenset[Sequence] = frozenset()
         self._released_in_flight: list[Sequence] = []
         self._prompt_tokens = self._cached_tokens = 0
@@ -224,7 +229,7 @@ class EngineCore:
         elif sequence.state is SequenceState.RUNNING:
             self._running.remove(sequence)
         elif sequence.state is SequenceState.PREEMPTED:
-            self._preempted.remove(sequence)
+            self._preempted.discard(sequence)
 
     def _free_blocks(self, sequence: Sequence) -> None:
         self._cache.release(sequence.kv, sequence.chain.hashes)
@@ -314,33 +319,19 @@ class EngineCore:
 
     def _preempt(self, victim: Sequence) -> None:
         self._running.remove(victim)
-        self._free_blocks(victim)
-        victim.num_computed = 0
-        victim.state = SequenceState.PREEMPTED
-        # Back in order of age: ids grow with time.
-        self._preempted.append(victim)
-        self._preempted.sort(key=lambda s: s.sequence_id)
+        self._preempted.add(victim)
         self._preemptions += 1
 
     def _readmit(self) -> None:
-        while self._preempted:
-            sequence = self._preempted[0]
-            reusable = self._num_reusable(len(sequence.tokens))
-            if sequence.scores_prompt:  # goes on where it has scored all before
-                reusable = min(reusable, len(sequence.prompt_logprobs) // self.block_size)
-            kv = self._cache.resume(sequence.chain.hashes[:reusable])
-            num_cached = kv.num_sealed * self.block_size
-            try:
-                self._cache.grow(kv, num_cached, len(sequence.tokens), whole=True)
-            except OutOfBlocksError:
-                self._cache.release(kv)
-                return
-            self._preempted.pop(0)
-            sequence.kv = kv
-            sequence.num_computed = num_cached
-            sequence.state = SequenceState.RUNNING
+        while (sequence := self._preempted.readmit()) is not None:
             self._running.append(sequence)
             self._running.sort(key=lambda s: s.sequence_id)
+
+    def _num_reusable_again(self, sequence: Sequence) -> int:
+        reusable = self._num_reusable(len(sequence.tokens))
+        if sequence.scores_prompt:  # goes on where it has scored all before
+            reusable = min(reusable, len(sequence.prompt_logprobs) // self.block_size)
+        return reusable
 
     def finish_step(self, chunks: SequenceOf[SequenceChunk], result: StepResult) -> None:
         """Takes the runner's result over and tells the sequences' listeners."""
@@ -462,16 +453,17 @@ class EngineCore:
             generated_tokens_total=self._generated_tokens,
             preemptions_total=self._preemptions,
             steps_total=self._steps,
+            swap=self._swap.statistics() if self._swap is not None else SwapStatistics(),
         )
 
     def check_integrity(self) -> None:
         """Raises AssertionError when bookkeeping is broken."""
         self.pool.check_integrity()
+        self._preempted.check_integrity()
         everyone = [*self._held, *self._running, *self._preempted]
         assert len({s.sequence_id for s in everyone}) == len(everyone), "a sequence is twice here"
         for sequence in everyone:
             if sequence.state is SequenceState.PREEMPTED:
-                assert sequence.kv.is_empty, "a preempted sequence holds blocks"
                 continue
             assert sequence.num_computed <= len(sequence.tokens)
             assert sequence.kv.num_sealed * self.block_size <= len(sequence.tokens)

@@ -25,19 +25,20 @@ class BitTree:
         """Puts a number in; it may be there."""
         assert 0 <= item < LIMIT, f"{item} is out of range"
         for level in self._levels:
-            word = level.get(item >> _SHIFT, 0)
-            level[item >> _SHIFT] = word | 1 << (item & _MASK)
+            index = item >> _SHIFT
+            word = level.get(index, 0)
+            level[index] = word | 1 << (item & _MASK)
             if word:
                 return
-            item >>= _SHIFT
+            item = index
 
     def remove(self, item: int) -> None:
         """Takes a number out; it must be there."""
-        assert item in self, f"{item} is not in the set"
         for level in self._levels:
-            word = level[item >> _SHIFT] & ~(1 << (item & _MASK))
-            if word:
-                level[item >> _SHIFT] = word
+            word, bit = level.get(item >> _SHIFT, 0), 1 << (item & _MASK)
+            assert word & bit, f"{item} is not in the set"
+            if word != bit:
+                level[item >> _SHIFT] = word ^ bit
                 return
             del level[item >> _SHIFT]
             item >>= _SHIFT

@@ -112,7 +112,8 @@ class BlockPool:
             raise OutOfBlocksError(
                 f"{n} blocks wanted, {self.num_free} of {self.num_blocks} are free"
             )
-        self._evict(n - self._empty.num_blocks)
+        if n > self._empty.num_blocks:
+            self._evict(n - self._empty.num_blocks)
         self._make_contiguous(n)
         blocks = self._empty.take(n, after)
         for block in blocks:
@@ -155,10 +156,12 @@ class BlockPool:
         """
         emptied: list[int] = []
         unreferenced: list[int] = []
+        references = self._references
         for block in reversed(blocks):
-            assert self._references[block] > 0, f"block {block} is not referenced"
-            self._references[block] -= 1
-            if self._references[block]:
+            left = references[block] - 1
+            assert left >= 0, f"block {block} is not referenced"
+            references[block] = left
+            if left:
                 continue
             unreferenced.append(block)
             if self._hash_of[block] is None:
@@ -187,6 +190,11 @@ class BlockPool:
     def clear_cached(self) -> int:
         """Empties all evictable blocks and returns how many there were."""
         return self._evict(len(self._evictable))
+
+    @property
+    def has_events(self) -> bool:
+        """Whether `take_events` has anything to tell."""
+        return bool(self._changes)
 
     def take_events(self) -> BlockEvents:
         """Hashes stored and removed since the last call, in order, net of what cancelled out."""

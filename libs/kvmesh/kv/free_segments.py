@@ -41,7 +41,8 @@ class FreeSegments:
         self._start_before: dict[int, int] = {}  # one past the last block -> first block
         self._heaps: dict[int, _Heap] = {}  # length -> where
         self._lengths = BitTree()  # keys of _heaps
-        self._starts = BitTree()  # keys of _length_at
+        self._starts: BitTree | None = None  # keys of _length_at, once `remove` needed them
+        self._largest: int | None = 0  # None: not known
         self._num_blocks = 0
 
     @property
@@ -57,7 +58,9 @@ class FreeSegments:
     @property
     def largest(self) -> int:
         """Length of the longest segment; 0 when there is none."""
-        return self._lengths.at_or_before(LIMIT - 1) or 0
+        if self._largest is None:
+            self._largest = self._lengths.at_or_before(LIMIT - 1) or 0
+        return self._largest
 
     def segments(self) -> list[tuple[int, int]]:
         """(first block, length) of every segment, by first block."""
@@ -65,8 +68,11 @@ class FreeSegments:
 
     def add(self, blocks: Iterable[int]) -> None:
         """Puts distinct blocks in, merging them with their neighbours."""
-        start = end = -1
-        for block in sorted(blocks):
+        ordered = sorted(blocks)
+        if not ordered:
+            return
+        start = end = ordered[0]
+        for block in ordered:
             if block != end:
                 self._insert(start, end)
                 start = block
@@ -102,13 +108,20 @@ class FreeSegments:
 
     def remove(self, first: int, count: int) -> None:
         """Takes exactly these blocks out; they lie in one segment."""
-        start = self._starts.at_or_before(first)
+        start = first if first in self._length_at else self._segment_before(first)
         assert start is not None, f"block {first} is not free"
         end = start + self._length_at[start]
         assert first + count <= end, f"blocks {first}+{count} are not free"
         self._drop(start)
         self._put(start, first)
         self._put(first + count, end)
+
+    def _segment_before(self, block: int) -> int | None:
+        if self._starts is None:
+            self._starts = BitTree()
+            for start in self._length_at:
+                self._starts.add(start)
+        return self._starts.at_or_before(block)
 
     def _cut(self, start: int, limit: int) -> range:
         """Takes up to `limit` blocks from the front of the segment at `start`."""
@@ -118,11 +131,10 @@ class FreeSegments:
         return range(start, start + count)
 
     def _insert(self, start: int, end: int) -> None:
-        if start == end:
-            return
-        if start in self._start_before:
-            start = self._start_before[start]
-            self._drop(start)
+        before = self._start_before.get(start)
+        if before is not None:
+            self._drop(before)
+            start = before
         if end in self._length_at:
             end += self._drop(end)
         self._put(start, end)
@@ -134,7 +146,10 @@ class FreeSegments:
         length = end - start
         self._length_at[start] = length
         self._start_before[end] = start
-        self._starts.add(start)
+        if self._starts is not None:
+            self._starts.add(start)
+        if self._largest is not None and length > self._largest:
+            self._largest = length
         heap = self._heaps.get(length)
         if heap is None:
             heap = self._heaps[length] = _Heap()
@@ -147,13 +162,16 @@ class FreeSegments:
         """Forgets the segment at `start`; gives its length."""
         length = self._length_at.pop(start)
         del self._start_before[start + length]
-        self._starts.remove(start)
+        if self._starts is not None:
+            self._starts.remove(start)
         self._num_blocks -= length
         heap = self._heaps[length]
         heap.num_live -= 1
         if heap.num_live == 0:
             del self._heaps[length]
             self._lengths.remove(length)
+            if length == self._largest:
+                self._largest = None
         elif len(heap.starts) > 2 * heap.num_live + _STALE_SLACK:
             heap.starts = [s for s in set(heap.starts) if self._length_at.get(s) == length]
             heapq.heapify(heap.starts)
@@ -178,9 +196,10 @@ class FreeSegments:
             assert here <= set(heap.starts), f"a segment of {length} cannot be found"
             assert len(heap.starts) <= 2 * heap.num_live + _STALE_SLACK, "too many are stale"
             assert length in self._lengths, f"length {length} cannot be found"
+        assert self.largest == max((length for _, length in segments), default=0)
         previous_end = -1
         for start, length in segments:
             assert length > 0, f"empty segment at {start}"
             assert start > previous_end, f"segment at {start} overlaps or touches the one before"
-            assert start in self._starts, f"segment at {start} cannot be found"
+            assert self._starts is None or start in self._starts, f"{start} cannot be found"
             previous_end = start + length

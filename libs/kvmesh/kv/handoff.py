@@ -156,6 +156,10 @@ class HandoffTable:
         self._outcomes[Outcome.TAKEN] += 1
         return Taken(entry.request_id, entry.blocks, entry.num_cached)
 
+    def forget(self, reservation_id: int) -> None:
+        """Drops a taken commit before its lease ends: its sender has the acknowledgement."""
+        self._taken.pop(reservation_id, None)
+
     def cancel(self, reservation_id: int) -> bool:
         """Ends a reservation in any state; False if it has ended before."""
         entry = self._entries.get(reservation_id)

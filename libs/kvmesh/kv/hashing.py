@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from hashlib import blake2b
 
 from kvmesh.core.errors import ProtocolError
@@ -20,6 +21,7 @@ from kvmesh.core.types import BLOCK_HASH_BYTES, BlockHash
 _ROOT_DOMAIN = b"kvmesh.root.1"
 
 
+@lru_cache(maxsize=1024)  # a few models and tenants, asked for with every request
 def root_hash(namespace: str, *, cache_salt: str = "", adapter: str = "") -> BlockHash:
     """The parent of a sequence's first block hash.
 

@@ -37,6 +37,22 @@ class SavedState:
     is_rolling: bool
 
 
+@dataclass(frozen=True, slots=True)
+class BlockSpot:
+    """Where a block is in a sequence.
+
+    Attributes:
+        group: token group, or `STATE`.
+        index: of its table, or among the blocks of the state.
+    """
+
+    group: int
+    index: int
+
+
+STATE = -1
+
+
 @dataclass(slots=True)
 class SequenceBlocks:
     """What one sequence holds; every block listed is a reference in the pool.
@@ -78,7 +94,7 @@ class GroupCache:
         self._pool = pool
         self._groups = groups
         self._interval = interval
-        self._size = pool.block_size
+        self._size = self.block_size = pool.block_size
 
     def resume(self, hashes: Sequence[BlockHash]) -> SequenceBlocks:
         """The longest cached prefix at which every group can go on, with references on it."""
@@ -242,6 +258,61 @@ class GroupCache:
             gone.append(table[index])
             table[index] = HOLE
         self._pool.release(gone[::-1])
+
+    def contents(self, blocks: SequenceBlocks, num_computed: int) -> dict[BlockSpot, int]:
+        """The blocks that a sequence needs to go on behind `num_computed` positions.
+
+        Empty when it has computed nothing of its own yet.
+        """
+        if not num_computed or blocks.source:
+            return {}
+        count = num_blocks_of(num_computed, self._size)
+        held = {
+            BlockSpot(group, index): table[index]
+            for group, (window, table) in enumerate(
+                zip(self._groups.windows, blocks.tables, strict=True)
+            )
+            for index in range(first_visible(window, num_computed, self._size), count)
+        }
+        return held | {BlockSpot(STATE, part): block for part, block in enumerate(blocks.state)}
+
+    def rebuild(
+        self, spots: Sequence[BlockSpot], num_sealed: int, hashes: Sequence[BlockHash]
+    ) -> tuple[SequenceBlocks, dict[BlockSpot, int]]:
+        """Holds blocks at spots of an earlier `contents`: those still cached, or fresh ones.
+
+        Args:
+            num_sealed: leading indices that were registered.
+
+        Returns:
+            The sequence's blocks, and the fresh ones among them, which hold nothing yet.
+
+        Raises:
+            OutOfBlocksError: nothing is held.
+        """
+        found: dict[BlockSpot, int] = {}
+        for spot in spots:
+            if spot.group != STATE and spot.index < num_sealed:
+                block = self._pool.find(group_key(hashes[spot.index], spot.group))
+                if block is not None:
+                    found[spot] = block
+        self._pool.acquire(list(found.values()))
+        missing = [spot for spot in spots if spot not in found]
+        try:
+            fresh = dict(zip(missing, self._pool.allocate(len(missing)), strict=True))
+        except OutOfBlocksError:
+            self._pool.release(list(found.values()))
+            raise
+        count = max((spot.index + 1 for spot in spots if spot.group != STATE), default=0)
+        blocks = SequenceBlocks([[HOLE] * count for _ in self._groups.windows])
+        blocks.state = [fresh[spot] for spot in spots if spot.group == STATE]
+        for spot in spots:
+            if spot.group != STATE:
+                blocks.tables[spot.group][spot.index] = found.get(spot, fresh.get(spot, HOLE))
+        copied = min((spot.index for spot in missing if spot.group != STATE), default=num_sealed)
+        # Copies are registered again, as if they had just been computed.
+        blocks.num_sealed = min(copied, num_sealed)
+        return blocks, fresh
 
     def drop_rolling(self, blocks: SequenceBlocks, hashes: Sequence[BlockHash]) -> bool:
         """Turns the rolling state into a cache entry, which room can be made from."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import hiredis
 import redis.asyncio as redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
@@ -15,6 +16,7 @@ from redis.exceptions import NoScriptError, RedisError
 
 from kvmesh.core.config import option, secret
 from kvmesh.core.errors import ConfigError
+from kvmesh.metadata.redis_line import RedisLines, script_name
 from kvmesh.metadata.store import StoreUnavailableError
 
 Argument = bytes | str | int
@@ -58,6 +60,8 @@ class RedisClient:
             raise ConfigError(f"redis.url: {error}") from error
         self._redis = redis.Redis(connection_pool=pool)
         self._pool = pool
+        self._lines = RedisLines(config.url, config.password, config.timeout_s)
+        self._names: dict[str, str] = {}
 
     async def run(self, script: str, *arguments: Argument) -> Any:
         """Runs a script with the key prefix and `arguments` as ARGV.
@@ -72,7 +76,27 @@ class RedisClient:
         except (RedisError, OSError) as error:
             raise StoreUnavailableError(f"{type(error).__name__}: {error}") from error
 
+    async def ask(self, script: str, *arguments: Argument) -> Any:
+        """As `run`, for scripts that every request needs: all on one connection, one after another.
+
+        Raises:
+            StoreUnavailableError: Redis cannot be reached, or refused.
+        """
+        if not self._lines.can_open:
+            return await self.run(script, *arguments)
+        name = self._names.get(script)
+        if name is None:
+            name = self._names[script] = script_name(script)
+        line = await self._lines.line()
+        reply = await line.ask("EVALSHA", name, 0, self.prefix, *arguments)
+        if not isinstance(reply, hiredis.ReplyError):
+            return reply
+        if str(reply).startswith("NOSCRIPT"):
+            return await self.run(script, *arguments)  # which loads it
+        raise StoreUnavailableError(str(reply))
+
     async def close(self) -> None:
         """Closes all connections. May be called again."""
+        self._lines.close()
         await self._redis.aclose()
         await self._pool.aclose()

@@ -116,7 +116,7 @@ class RedisMetadataStore:
 
     async def match(self, namespace: str, hashes: bytes) -> list[PrefixMatch]:
         """See `MetadataStore.match`."""
-        found = await self._client.run(scripts.MATCH, namespace, hashes)
+        found = await self._client.ask(scripts.MATCH, namespace, hashes)
         matches = [
             PrefixMatch(WorkerId(worker.decode()), int(incarnation), cluster.decode(), length)
             for worker, incarnation, cluster, length in found

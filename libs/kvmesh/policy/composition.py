@@ -1,6 +1,7 @@
 """Whole policies by name: which paper decides what, for the scheduler and the simulator alike.
 
-`kvmesh` is the composition. Per request: PrfaaS chooses the cluster (`offload_route.py`), then a
+`kvmesh` is the composition. Per request: P/D-Serve chooses the group, where workers have a scenario
+(`group_route.py`), PrfaaS chooses the cluster (`offload_route.py`), then a
 short prompt stays with its decode worker, else the prefill worker with the least expected work and
 the decode worker with the most room are taken (`routing.py`), and P/D-Serve's forwarding offers it
 to them in that order. Each second: PrfaaS moves the threshold, FlowKV switches roles. Each few
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 
 from kvmesh.core.types import RequestId, RouteCause, RoutePlan, RouteQuery, WorkerId
 from kvmesh.policy.baselines import CACHE_AWARE, CACHE_CENTRIC, LEAST_QUEUE, PENDING_TOKENS
+from kvmesh.policy.group_route import restrict_to_group
 from kvmesh.policy.offload import OffloadReason
 from kvmesh.policy.offload_route import OffloadPlan, plan_offload
 from kvmesh.policy.ranking import CACHE_LOAD, KVMESH, LEAST_LOADED, ROUND_ROBIN, RoutePolicy
@@ -42,6 +44,7 @@ class Composition:
     Attributes:
         switch_roles: idle workers help the other side (FlowKV).
         reallocate: workers change their role for good when the model says so (PrfaaS).
+        monitor: they do when the latencies say so (P/D-Serve 3.3).
     """
 
     name: str
@@ -49,6 +52,7 @@ class Composition:
     offload: Offload = Offload.ADAPTIVE
     switch_roles: bool = False
     reallocate: bool = False
+    monitor: bool = False
 
     @property
     def orders_by_load(self) -> bool:
@@ -61,6 +65,7 @@ COMPOSITIONS: dict[str, Composition] = {
     for each in (
         Composition(DEFAULT, KVMESH, switch_roles=True, reallocate=True),
         Composition("forwarding", LEAST_LOADED, Offload.STATIC),
+        Composition("pdserve", LEAST_LOADED, Offload.STATIC, monitor=True),
         Composition("prfaas", CACHE_LOAD, reallocate=True),
         Composition("flowkv", CACHE_LOAD, Offload.STATIC, switch_roles=True),
         Composition("cache_load", CACHE_LOAD, Offload.STATIC),
@@ -74,7 +79,8 @@ COMPOSITIONS: dict[str, Composition] = {
         Composition("all_local", CACHE_LOAD, Offload.NONE),
     )
 }
-"""`forwarding`, `prfaas` and `flowkv` are one paper each; the others below them are baselines."""
+"""`forwarding`, `pdserve`, `prfaas` and `flowkv` are one paper each; the others below them are
+baselines."""
 
 _OFFLOAD_CAUSES = {
     OffloadReason.LONG: RouteCause.LONG_PROMPT,
@@ -118,10 +124,11 @@ def decide_route(
         now: seconds on the clock of the view's `reported_at`.
 
     Returns:
-        A plan or a refusal, and the choice of cluster if there was one.
+        A plan or a refusal, and the choices of group and cluster if there were any.
     """
+    members, group = restrict_to_group(view, query, offload.remote)
     planned = plan_offload(
-        view,
+        members,
         query,
         matches,
         now,
@@ -130,6 +137,8 @@ def decide_route(
         remote=offload.remote,
         threshold_tokens=offload.threshold_tokens,
     )
+    if group is not None:
+        planned = dataclasses.replace(planned, group=group)
     cause = None if planned.choice is None else _OFFLOAD_CAUSES.get(planned.choice.reason)
     if cause is None or not isinstance(planned.route, RoutePlan):
         return planned

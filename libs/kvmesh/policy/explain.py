@@ -20,6 +20,7 @@ from kvmesh.core.types import (
 )
 from kvmesh.policy.composition import OffloadState
 from kvmesh.policy.offload_route import OffloadPlan
+from kvmesh.policy.pdserve import GroupReason
 from kvmesh.policy.ranking import RankFunction, RoutePolicy, Standing
 from kvmesh.policy.view import FleetView, WorkerView
 
@@ -57,7 +58,9 @@ class DecisionFacts:
         prefill, decode: the first candidates in order; `decode` is empty when aggregated.
         threshold_tokens: of the choice of cluster; None where there is no remote cluster.
         compared_tokens: uncached tokens that were compared with it, 0 where there was no choice.
-        num_seen: workers among which the policy chose.
+        num_seen: workers that were known.
+        scenario: of the request.
+        group: P/D group that serves it, and why that one; None where workers have no scenario.
     """
 
     request_id: RequestId
@@ -72,6 +75,9 @@ class DecisionFacts:
     compared_tokens: int
     cache_known: bool
     num_seen: int
+    scenario: str = ""
+    group: str = ""
+    group_reason: GroupReason | None = None
 
 
 def describe_decision(
@@ -97,6 +103,9 @@ def describe_decision(
         compared_tokens=decision.choice.uncached_tokens if decision.choice else 0,
         cache_known=False,
         num_seen=len(views),
+        scenario=query.scenario,
+        group=decision.group.group.name if decision.group and decision.group.group else "",
+        group_reason=decision.group.reason if decision.group else None,
     )
     route = decision.route
     if isinstance(route, Refusal):

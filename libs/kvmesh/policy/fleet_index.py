@@ -8,13 +8,13 @@ tests/property/test_policy_fleet_index.py.
 
 from __future__ import annotations
 
-import heapq
 import random
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from kvmesh.core.types import KvLayout, Role, RouteQuery, WorkerId
+from kvmesh.policy.holders import longest_holders
 from kvmesh.policy.ranking import BUSY_TOKENS, DECODE_CACHE_WEIGHT
 from kvmesh.policy.view import FleetView, WorkerView
 
@@ -37,27 +37,64 @@ _Key = tuple[float, float, float, WorkerId]
 
 @dataclass(slots=True)
 class _Bucket:
-    """Workers of one model, layout, cluster and role, least loaded first, once per side."""
+    """Workers of one model, layout, cluster, role and scenario, least loaded first.
 
-    prefill: list[_Key] = field(default_factory=list)
-    decode: list[_Key] = field(default_factory=list)
+    Attributes:
+        prefill, decode: by the load of that side; None is a side that the role does not serve.
+    """
+
+    prefill: list[_Key] | None
+    decode: list[_Key] | None
+
+    @classmethod
+    def of(cls, role: Role) -> _Bucket:
+        """An empty one."""
+        return cls(None if role is Role.DECODE else [], None if role is Role.PREFILL else [])
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody is in it."""
+        return not self.prefill and not self.decode
+
+    def put(self, entry: _Entry) -> None:
+        """Takes a worker's keys in."""
+        if self.prefill is not None:
+            insort(self.prefill, entry.prefill)
+        if self.decode is not None:
+            insort(self.decode, entry.decode)
 
     def take_out(self, entry: _Entry) -> None:
         """Removes a worker's keys."""
-        del self.prefill[bisect_left(self.prefill, entry.prefill)]
-        del self.decode[bisect_left(self.decode, entry.decode)]
+        if self.prefill is not None:
+            del self.prefill[bisect_left(self.prefill, entry.prefill)]
+        if self.decode is not None:
+            del self.decode[bisect_left(self.decode, entry.decode)]
 
 
-_BucketName = tuple[str, KvLayout, str, Role]
+_BucketName = tuple[str, KvLayout, str, Role, str]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Entry:
+    """A worker in its bucket; made for every report, and frozen it would take twice as long."""
+
     view: WorkerView
     name: _BucketName
     bucket: _Bucket
     prefill: _Key
     decode: _Key
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """The buckets of one model.
+
+    Attributes:
+        is_mixed: hybrid and dedicated workers share a group.
+    """
+
+    buckets: tuple[_Bucket, ...]
+    is_mixed: bool
 
 
 class FleetIndex:
@@ -78,6 +115,7 @@ class FleetIndex:
         self._by_tokens = by_tokens
         self._entries: dict[WorkerId, _Entry] = {}
         self._buckets: dict[_BucketName, _Bucket] = {}
+        self._models: dict[str, _Model] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -92,21 +130,35 @@ class FleetIndex:
             bucket.take_out(before)
         else:
             self.remove(view.worker_id)
-            name = (info.model, info.layout, info.cluster, info.role)
-            bucket = self._buckets.setdefault(name, _Bucket())
+            name = (info.model, info.layout, info.cluster, info.role, info.scenario)
+            bucket = self._bucket(name)
         tie = self._rng.random()
         busy, load = self._prefill_load(view)
         decode_share = _decode_share(view)
-        entry = _Entry(
-            view,
-            name,
-            bucket,
-            (busy, load, tie, view.worker_id),
-            (decode_share >= 1.0, decode_share, tie, view.worker_id),
-        )
-        self._entries[view.worker_id] = entry
-        insort(bucket.prefill, entry.prefill)
-        insort(bucket.decode, entry.decode)
+        prefill: _Key = (busy, load, tie, info.worker_id)
+        decode: _Key = (decode_share >= 1.0, decode_share, tie, info.worker_id)
+        entry = _Entry(view, name, bucket, prefill, decode)
+        self._entries[info.worker_id] = entry
+        bucket.put(entry)
+
+    def _bucket(self, name: _BucketName) -> _Bucket:
+        if name not in self._buckets:
+            self._buckets[name] = _Bucket.of(name[3])
+            self._models.pop(name[0], None)
+        return self._buckets[name]
+
+    def _model(self, model: str) -> _Model:
+        """The buckets of a model; worked out when one came or went, since layouts hash slowly."""
+        found = self._models.get(model)
+        if found is None:
+            roles: dict[tuple[KvLayout, str], set[Role]] = {}
+            for name, layout, cluster, role, _ in self._buckets:
+                if name == model:
+                    roles.setdefault((layout, cluster), set()).add(role)
+            mixed = any(Role.HYBRID in each and len(each) > 1 for each in roles.values())
+            buckets = [each for name, each in self._buckets.items() if name[0] == model]
+            found = self._models[model] = _Model(tuple(buckets), mixed)
+        return found
 
     def _prefill_load(self, view: WorkerView) -> tuple[bool, float]:
         """Whether it is full and how much waits; being full is part of what waits in tokens."""
@@ -122,8 +174,9 @@ class FleetIndex:
         if entry is None:
             return
         entry.bucket.take_out(entry)
-        if not entry.bucket.prefill:
+        if entry.bucket.is_empty:
             del self._buckets[entry.name]
+            self._models.pop(entry.name[0], None)
 
     def view(self, version: int = 0, num_routes: int = 0) -> FleetView:
         """The whole fleet."""
@@ -146,27 +199,15 @@ class FleetIndex:
             The whole fleet if nobody of the model can take the query now, so that a refusal can
             name what there is.
         """
-        names = [name for name in self._buckets if name[0] == query.model]
-        roles: dict[tuple[KvLayout, str], set[Role]] = {}
-        for _, layout, cluster, role in names:
-            roles.setdefault((layout, cluster), set()).add(role)
-        if any(Role.HYBRID in each and len(each) > 1 for each in roles.values()):
+        model = self._model(query.model)
+        if model.is_mixed:
             return self.view()
 
-        def counts(view: WorkerView) -> bool:
-            return (
-                view.worker_id not in query.avoid
-                and now - view.reported_at <= silent_after_s
-                and _can_hold(view, query)
-            )
-
         chosen: dict[WorkerId, WorkerView] = {}
-        for name in names:
-            bucket, role = self._buckets[name], name[3]
-            if role is not Role.DECODE:
-                chosen |= self._walk(bucket.prefill, counts)
-            if role is not Role.PREFILL:
-                chosen |= self._walk(bucket.decode, counts)
+        for bucket in model.buckets:
+            for keys in (bucket.prefill, bucket.decode):
+                if keys is not None:
+                    self._walk(keys, query, now - silent_after_s, chosen)
         for view in self._best_holders(query, matches or {}):
             chosen[view.worker_id] = view
         if not any(_can_hold(view, query) for view in chosen.values()):
@@ -174,48 +215,49 @@ class FleetIndex:
         return FleetView(tuple(chosen.values()))
 
     def _walk(
-        self, keys: list[_Key], counts: Callable[[WorkerView], bool]
-    ) -> dict[WorkerId, WorkerView]:
-        """From the least loaded on, until enough of those seen count."""
-        found: dict[WorkerId, WorkerView] = {}
-        left = WIDTH
-        for key in keys:
-            view = self._entries[key[3]].view
-            if counts(view):
-                found[view.worker_id] = view
-                left -= 1
-                if not left:
-                    break
-            elif len(found) < WIDTH:
-                # Tried last, but better than nobody.
-                found[view.worker_id] = view
-        return found
+        self,
+        keys: list[_Key],
+        query: RouteQuery,
+        heard_since: float,
+        chosen: dict[WorkerId, WorkerView],
+    ) -> None:
+        """Chooses from the least loaded on, until enough of those seen count."""
+        left, seen = WIDTH, 0
+        for _, _, _, worker_id in keys:
+            view = self._entries[worker_id].view
+            counts = (
+                worker_id not in query.avoid
+                and view.reported_at >= heard_since
+                and _can_hold(view, query)
+            )
+            # Who does not count is tried last, but is better than nobody.
+            if counts or seen < WIDTH:
+                chosen[worker_id] = view
+                seen += 1
+            left -= counts
+            if not left:
+                break
 
     def _best_holders(self, query: RouteQuery, matches: Mapping[WorkerId, int]) -> list[WorkerView]:
         """Holders of a prefix for whom it outweighs their load most, per side."""
         prefill: list[tuple[float, float, WorkerId]] = []
         decode: list[tuple[float, float, WorkerId]] = []
-        names: Iterable[WorkerId] = matches
-        if len(matches) > MAX_HOLDERS:
-            # By name too, so that the order of the map decides nothing.
-            longest = heapq.nlargest(MAX_HOLDERS, ((n, name) for name, n in matches.items()))
-            names = [name for _, name in longest]
-        for worker_id in names:
+        for blocks, worker_id in longest_holders(matches, MAX_HOLDERS):
             entry = self._entries.get(worker_id)
             if entry is None or entry.name[0] != query.model:
                 continue
-            size = entry.name[1].block_size
-            uncached = max(query.num_tokens - matches[worker_id] * size, 1)
-            role = entry.name[3]
-            if role is not Role.DECODE:
+            uncached = query.num_tokens - blocks * entry.name[1].block_size
+            uncached = max(uncached, 1)
+            bucket = entry.bucket
+            if bucket.prefill is not None:
                 busy, load, _, _ = entry.prefill
                 cost = load + uncached if self._by_tokens else uncached * (1.0 + load)
                 prefill.append((busy, cost, worker_id))
-            if role is not Role.PREFILL:
+            if bucket.decode is not None:
                 share = uncached / max(query.num_tokens, 1)
                 full, load, _, _ = entry.decode
                 decode.append((full, load + DECODE_CACHE_WEIGHT * share, worker_id))
-        best = (*heapq.nsmallest(WIDTH, prefill), *heapq.nsmallest(WIDTH, decode))
+        best = (*sorted(prefill)[:WIDTH], *sorted(decode)[:WIDTH])
         return [self._entries[worker_id].view for _, _, worker_id in best]
 
 
@@ -225,6 +267,9 @@ def _decode_share(view: WorkerView) -> float:
 
 
 def _can_hold(view: WorkerView, query: RouteQuery) -> bool:
-    info = view.info
-    longest = min(info.max_model_len, info.num_blocks * info.layout.block_size)
-    return not view.load.draining and longest >= query.num_tokens
+    info, needed = view.info, query.num_tokens
+    return (
+        not view.load.draining
+        and info.max_model_len >= needed
+        and info.num_blocks * info.layout.block_size >= needed
+    )

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from kvmesh.core.types import Placement, Refusal, Role, RoutePlan, RouteQuery, WorkerId
 from kvmesh.policy.offload import OffloadChoice, Reach, choose_cluster
+from kvmesh.policy.pdserve import GroupChoice
 from kvmesh.policy.ranking import RoutePolicy
 from kvmesh.policy.routing import plan_route
 from kvmesh.policy.view import FleetView, WorkerView
@@ -20,10 +21,11 @@ from kvmesh.policy.view import FleetView, WorkerView
 
 @dataclass(frozen=True, slots=True)
 class OffloadPlan:
-    """A route and the choice of cluster behind it; None when there was none to choose."""
+    """A route, and the choices of cluster and group behind it; None when there was none."""
 
     route: RoutePlan | Refusal
     choice: OffloadChoice | None
+    group: GroupChoice | None = None
 
 
 def plan_offload(
@@ -45,10 +47,10 @@ def plan_offload(
         threshold_tokens: longer uncached prompts go there.
     """
     far = [w for w in view.workers if w.info.cluster == remote and _may_prefill(w)]
-    near = [w for w in view.workers if w.info.cluster != remote]
-    near_prefill = [w for w in near if _may_prefill(w)]
-    if not far or not near:
+    near = [w for w in view.workers if w.info.cluster != remote] if far else []
+    if not near:
         return OffloadPlan(plan_route(view, query, matches, now, rng, policy), None)
+    near_prefill = [w for w in near if _may_prefill(w)]
     choice = choose_cluster(
         query.num_tokens,
         _longest_match(far, query, matches),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 
 from kvmesh.core.types import RouteCause, RouteQuery
 from kvmesh.policy.view import WorkerView
@@ -42,50 +43,61 @@ SLACK_TOKENS = 2048
 yet: a short wait for the holder of a long prefix beats computing the prefix again."""
 
 
-@dataclass(frozen=True, slots=True)
 class Standing:
-    """A worker with respect to one request.
+    """A worker with respect to one request; a value that nobody changes.
+
+    A route makes one for each worker it looks at and reads most of its numbers several times, so
+    they are computed once, here.
 
     Attributes:
         cached_tokens: leading prompt tokens whose KV the worker holds.
         turn: place in a rotation over the workers of the same list; 0 is next.
+        uncached_tokens: tokens to compute; at least one, since the last one is needed for its
+            logits.
+        prefill_busy: the worker would reject an offer: a prefill worker has slots and no queue.
+        prefill_share: prefill slots in use, as a share.
+        decode_full: the worker would refuse a reservation for want of a slot or blocks.
+        decode_share: decode slots or blocks in use, as a share, whichever is scarcer.
+        first_token: tokens computed until this request's first one, where prompts are computed one
+            after the other. Prompts on their way, which no report shows yet, are taken to be as
+            long as this one.
     """
 
-    worker: WorkerView
-    query: RouteQuery
-    cached_tokens: int
-    turn: int
+    __slots__ = (
+        "cached_tokens",
+        "decode_full",
+        "decode_share",
+        "first_token",
+        "prefill_busy",
+        "prefill_share",
+        "query",
+        "turn",
+        "uncached_tokens",
+        "worker",
+    )
 
-    @property
-    def uncached_tokens(self) -> int:
-        """Tokens to compute; at least one, since the last one is needed for its logits."""
-        return max(self.query.num_tokens - self.cached_tokens, 1)
-
-    @property
-    def prefill_busy(self) -> bool:
-        """The worker would reject an offer: a prefill worker has slots and no queue."""
-        return self.worker.prefill_used >= self.worker.info.prefill_slots
-
-    @property
-    def prefill_share(self) -> float:
-        """Prefill slots in use, as a share."""
-        return self.worker.prefill_used / max(self.worker.info.prefill_slots, 1)
-
-    @property
-    def decode_full(self) -> bool:
-        """The worker would refuse a reservation for want of a slot or blocks."""
-        worker = self.worker
+    def __init__(
+        self, worker: WorkerView, query: RouteQuery, cached_tokens: int, turn: int
+    ) -> None:
+        info, load = worker.info, worker.load
+        self.worker = worker
+        self.query = query
+        self.cached_tokens = cached_tokens
+        self.turn = turn
+        left = query.num_tokens - cached_tokens
+        self.uncached_tokens = uncached = left if left > 1 else 1
+        prefill_used = load.prefill_active + worker.prefill_in_flight
+        self.prefill_busy = busy = prefill_used >= info.prefill_slots
+        self.prefill_share = prefill_used / (info.prefill_slots or 1)
+        sent = worker.prefill_in_flight * query.num_tokens
+        self.first_token = worker.pending_tokens + sent + uncached + BUSY_TOKENS * busy
+        decode_used = worker.decode_used
+        slots = decode_used / (info.decode_slots or 1)
+        blocks = 1.0 - load.blocks_free / (info.num_blocks or 1)
+        self.decode_share = slots if slots > blocks else blocks
         # Those on their way are taken to be as long as this one.
-        needed = self._blocks_needed() * (1 + worker.decode_in_flight)
-        return worker.decode_used >= worker.info.decode_slots or worker.load.blocks_free < needed
-
-    @property
-    def decode_share(self) -> float:
-        """Decode slots or blocks in use, as a share, whichever is scarcer."""
-        worker = self.worker
-        slots = worker.decode_used / max(worker.info.decode_slots, 1)
-        blocks = 1.0 - worker.load.blocks_free / max(worker.info.num_blocks, 1)
-        return max(slots, blocks)
+        needed = (left // info.layout.block_size + 1) * (1 + worker.decode_in_flight)
+        self.decode_full = decode_used >= info.decode_slots or load.blocks_free < needed
 
     @property
     def may_help_prefill(self) -> bool:
@@ -100,10 +112,6 @@ class Standing:
             and not self.decode_full
             and self.decode_share <= AGGREGATE_SHARE
         )
-
-    def _blocks_needed(self) -> int:
-        block_size = self.worker.info.layout.block_size
-        return (self.query.num_tokens - self.cached_tokens) // block_size + 1
 
 
 Rank = tuple[float, ...]
@@ -157,22 +165,12 @@ def _cache_load_aggregated(standing: Standing) -> Rank:
     return (standing.prefill_busy or standing.decode_full, cost)
 
 
-def _first_token(standing: Standing) -> float:
-    """Tokens computed until the first one: prompts are computed one after the other.
-
-    Prompts on their way, which no report shows yet, are taken to be as long as this one.
-    """
-    worker = standing.worker
-    ahead = worker.pending_tokens + worker.prefill_in_flight * standing.query.num_tokens
-    return ahead + standing.uncached_tokens + BUSY_TOKENS * standing.prefill_busy
-
-
 def _first_token_prefill(standing: Standing) -> Rank:
-    return (_first_token(standing), standing.prefill_share)
+    return (standing.first_token, standing.prefill_share)
 
 
 def _first_token_aggregated(standing: Standing) -> Rank:
-    cost = _first_token(standing) * (1.0 + standing.decode_share)
+    cost = standing.first_token * (1.0 + standing.decode_share)
     return (standing.prefill_busy or standing.decode_full, cost)
 
 
@@ -222,7 +220,7 @@ KVMESH = RoutePolicy(
     _cache_load_decode,
     _first_token_aggregated,
     aggregate_tokens=AGGREGATE_TOKENS,
-    first_token=_first_token,
+    first_token=attrgetter("first_token"),
 )
 """The default: the worker whose first token comes soonest, queue and prefix counted (FlowKV B.2);
 short prompts where they are decoded; and decode workers help prefill while they are sooner."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from kvmesh.core.types import (
     Candidate,
@@ -47,13 +48,13 @@ from kvmesh.policy.view import FleetView, WorkerView
 SILENT_AFTER_S = 1.5
 """A worker without a report for this long (three intervals) is tried after the others."""
 
-Group = tuple[KvLayout, str]
-"""Workers of equal layout in one cluster: KV moves freely among them."""
+Group = tuple[int, str]
+"""Workers of equal layout (by number) in one cluster: KV moves freely among them."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Call:
-    """The arguments of one decision."""
+    """The arguments of one decision, and the layouts that it has met."""
 
     view: FleetView
     query: RouteQuery
@@ -61,17 +62,47 @@ class _Call:
     now: float
     rng: random.Random
     policy: RoutePolicy
-    known: dict[WorkerId, Standing] = field(default_factory=dict)
-    groups: dict[Group, int] = field(default_factory=dict)
-    group_of: dict[WorkerId, int] = field(default_factory=dict)
+    layouts: list[KvLayout] = field(default_factory=list)
+
+
+class _Seat(Standing):
+    """A worker's standing in one decision.
+
+    Attributes:
+        avoided: it refused, or failed.
+        silent: its last report is old.
+        layout: number of its KV layout; hashing one each time would be much of a decision's work.
+    """
+
+    __slots__ = ("avoided", "group", "layout", "silent")
+
+    def __init__(self, call: _Call, worker: WorkerView) -> None:
+        query, info = call.query, worker.info
+        blocks = call.matches.get(info.worker_id, 0) if call.matches else 0
+        cached = min(blocks * info.layout.block_size, query.num_tokens) if blocks else 0
+        super().__init__(worker, query, cached, 0)
+        self.avoided = info.worker_id in query.avoid
+        self.silent = call.now - worker.reported_at > SILENT_AFTER_S
+        layouts = call.layouts
+        is_first = layouts and layouts[0] is info.layout
+        self.layout = 0 if is_first else _layout_number(layouts, info.layout)
+        self.group: Group = (self.layout, info.cluster)
+
+
+def _layout_number(known: list[KvLayout], layout: KvLayout) -> int:
+    for number, each in enumerate(known):
+        if each is layout or each == layout:
+            return number
+    known.append(layout)
+    return len(known) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class _Sides:
-    """Who may prefill and who may decode; no worker is in both."""
+    """Who may prefill and who may decode, by name; no worker is in both."""
 
-    prefill: list[WorkerView]
-    decode: list[WorkerView]
+    prefill: list[_Seat]
+    decode: list[_Seat]
 
 
 def plan_route(
@@ -95,27 +126,31 @@ def plan_route(
         A plan whose first candidates are the choice and the rest the fallbacks, or a refusal that
         says what is there. Both carry the reason.
     """
-    call = _Call(view, query, matches, now, rng, policy)
     # Sorted, so that the order of the view decides nothing.
-    by_id = sorted(view.workers, key=lambda worker: worker.worker_id)
-    served = [worker for worker in by_id if worker.info.model == query.model]
-    awake = [worker for worker in served if not worker.load.draining]
-    if not awake:
-        return no_workers(query, served, by_id)
-    able = [worker for worker in awake if _longest_sequence(worker) >= query.num_tokens]
+    by_id = sorted(view.workers, key=_WORKER_ID)
+    needed = query.num_tokens
+    able = [
+        worker
+        for worker in by_id
+        if worker.info.model == query.model
+        and not worker.load.draining
+        and worker.info.max_model_len >= needed
+        and worker.info.num_blocks * worker.info.layout.block_size >= needed
+    ]
     if not able:
-        return Refusal(
-            RefusalReason.TOO_LONG,
-            f"{query.num_tokens} tokens; the workers of {query.model} hold at most "
-            f"{max(_longest_sequence(worker) for worker in awake)}",
-        )
+        return _nobody(query, by_id)
+    call = _Call(view, query, matches, now, rng, policy)
+    seats = [_Seat(call, worker) for worker in able]
     if query.placement is Placement.AGGREGATED:
-        return _plan_aggregated(call, able, RouteCause.ASKED, "asked for")
-    sides = _split_sides(call, able)
+        return _plan_aggregated(call, seats, RouteCause.ASKED, "asked for")
+    if query.placement is Placement.AUTO and all(each.info.role is Role.HYBRID for each in able):
+        # Nobody's role asks for them to be apart, so which side each would take does not matter.
+        return _plan_aggregated(call, seats, RouteCause.NO_PAIR, why_aggregated(able))
+    sides = _split_sides(call, seats)
     if query.placement is Placement.DISAGGREGATED:
         return _plan_disaggregated(call, sides) or no_pair(query, able)
-    if not _has_default_pair(call, sides):
-        return _plan_aggregated(call, able, RouteCause.NO_PAIR, why_aggregated(able))
+    if not _has_default_pair(sides):
+        return _plan_aggregated(call, seats, RouteCause.NO_PAIR, why_aggregated(able))
     plan = (
         _plan_short(call, sides.decode)
         or _plan_help(call, sides)
@@ -149,144 +184,112 @@ def plan_without_scheduler(
     return plan_route(FleetView(views), query, None, 0.0, rng, LEAST_CONNECTIONS)
 
 
+_WORKER_ID = attrgetter("info.worker_id")
+
+
 def _longest_sequence(worker: WorkerView) -> int:
     info = worker.info
     return min(info.max_model_len, info.num_blocks * info.layout.block_size)
 
 
-def _cached_tokens(call: _Call, worker: WorkerView) -> int:
-    blocks = (call.matches or {}).get(worker.worker_id, 0)
-    return min(blocks * worker.info.layout.block_size, call.query.num_tokens)
-
-
-def _standing(call: _Call, worker: WorkerView) -> Standing:
-    """Made once for each worker, since no rotation is asked for."""
-    found = call.known.get(worker.worker_id)
-    if found is None:
-        found = Standing(worker, call.query, _cached_tokens(call, worker), turn=0)
-        call.known[worker.worker_id] = found
-    return found
-
-
-def _standings(call: _Call, workers: list[WorkerView]) -> list[Standing]:
-    if call.policy.basis is not RouteCause.ROTATION:
-        return [_standing(call, worker) for worker in workers]
-    count = len(workers)
-    return [
-        Standing(
-            worker,
-            call.query,
-            _cached_tokens(call, worker),
-            turn=(index - call.view.num_routes) % count,
-        )
-        for index, worker in enumerate(workers)
-    ]
+def _nobody(query: RouteQuery, by_id: list[WorkerView]) -> Refusal:
+    """Why no worker takes the query."""
+    served = [worker for worker in by_id if worker.info.model == query.model]
+    awake = [worker for worker in served if not worker.load.draining]
+    if not awake:
+        return no_workers(query, served, by_id)
+    return Refusal(
+        RefusalReason.TOO_LONG,
+        f"{query.num_tokens} tokens; the workers of {query.model} hold at most "
+        f"{max(_longest_sequence(worker) for worker in awake)}",
+    )
 
 
 def _ordered(
-    call: _Call,
-    workers: list[WorkerView],
-    rank: RankFunction,
-    last_resort: Callable[[WorkerView], bool],
-) -> list[Standing]:
+    call: _Call, seats: list[_Seat], rank: RankFunction, last_resort: Callable[[_Seat], bool]
+) -> list[_Seat]:
     """Workers as they are to be tried; all of them, whatever speaks against one."""
+    if call.policy.basis is RouteCause.ROTATION:
+        for index, seat in enumerate(seats):
+            seat.turn = (index - call.view.num_routes) % len(seats)
+    tie = call.rng.random
     keyed = [
-        (
-            (
-                standing.worker.worker_id in call.query.avoid,
-                call.now - standing.worker.reported_at > SILENT_AFTER_S,
-                last_resort(standing.worker),
-                rank(standing),
-                call.rng.random(),
-            ),
-            standing,
-        )
-        for standing in _standings(call, workers)
+        (seat.avoided, seat.silent, last_resort(seat), rank(seat), tie(), index)
+        for index, seat in enumerate(seats)
     ]
-    keyed.sort(key=lambda pair: pair[0])
-    return [standing for _, standing in keyed]
+    keyed.sort()
+    return [seats[key[5]] for key in keyed]
 
 
-def _group(call: _Call, worker: WorkerView) -> int:
-    """A number for its group; hashing a layout each time would be most of a decision's work."""
-    number = call.group_of.get(worker.worker_id)
-    if number is None:
-        group = (worker.info.layout, worker.info.cluster)
-        number = call.groups.setdefault(group, len(call.groups))
-        call.group_of[worker.worker_id] = number
-    return number
+def _anyone(_: _Seat) -> bool:
+    return False
 
 
-def _split_sides(call: _Call, workers: list[WorkerView]) -> _Sides:
+def _split_sides(call: _Call, seats: list[_Seat]) -> _Sides:
     """Gives each hybrid worker the side that its group needs more for this request."""
-    groups: dict[int, list[WorkerView]] = {}
-    for worker in workers:
-        groups.setdefault(_group(call, worker), []).append(worker)
-    whole = _Sides([], [])
-    for members in groups.values():
+    whole = _Sides(
+        [seat for seat in seats if seat.worker.info.role is Role.PREFILL],
+        [seat for seat in seats if seat.worker.info.role is Role.DECODE],
+    )
+    if len(whole.prefill) + len(whole.decode) == len(seats):
+        return whole
+    for group in dict.fromkeys(seat.group for seat in seats):
+        members = [seat for seat in seats if seat.group == group]
+        hybrids = [seat for seat in members if seat.worker.info.role is Role.HYBRID]
         sides = _Sides(
-            [worker for worker in members if worker.info.role is Role.PREFILL],
-            [worker for worker in members if worker.info.role is Role.DECODE],
+            [seat for seat in members if seat.worker.info.role is Role.PREFILL],
+            [seat for seat in members if seat.worker.info.role is Role.DECODE],
         )
-        hybrids = [worker for worker in members if worker.info.role is Role.HYBRID]
-        for standing in _ordered(call, hybrids, call.policy.prefill, lambda _: False):
-            _needier_side(call, sides).append(standing.worker)
-        whole.prefill.extend(sides.prefill)
-        whole.decode.extend(sides.decode)
+        for seat in _ordered(call, hybrids, call.policy.prefill, _anyone):
+            side = _needier_side(sides)
+            side.append(seat)
+            (whole.prefill if side is sides.prefill else whole.decode).append(seat)
     # By name again, so that turns of a rotation do not depend on loads.
-    whole.prefill.sort(key=lambda worker: worker.worker_id)
-    whole.decode.sort(key=lambda worker: worker.worker_id)
+    for side in (whole.prefill, whole.decode):
+        side.sort(key=lambda seat: seat.worker.info.worker_id)
     return whole
 
 
-def _needier_side(call: _Call, sides: _Sides) -> list[WorkerView]:
+def _needier_side(sides: _Sides) -> list[_Seat]:
     if not sides.prefill or not sides.decode:
         return sides.decode if sides.prefill else sides.prefill
-    ready_prefill = sum(not each.prefill_busy for each in _standings(call, sides.prefill))
-    ready_decode = sum(not each.decode_full for each in _standings(call, sides.decode))
+    ready_prefill = sum(not seat.prefill_busy for seat in sides.prefill)
+    ready_decode = sum(not seat.decode_full for seat in sides.decode)
     return sides.prefill if ready_prefill < ready_decode else sides.decode
 
 
-def _has_default_pair(call: _Call, sides: _Sides) -> bool:
+def _has_default_pair(sides: _Sides) -> bool:
     """Whether a group has both sides and someone whose role asks for them to be apart."""
-    groups = {_group(call, worker) for worker in sides.prefill}
-    groups &= {_group(call, worker) for worker in sides.decode}
+    groups = {seat.group for seat in sides.prefill}
+    groups &= {seat.group for seat in sides.decode}
     return any(
-        _group(call, worker) in groups and worker.info.role is not Role.HYBRID
-        for worker in (*sides.prefill, *sides.decode)
+        seat.group in groups and seat.worker.info.role is not Role.HYBRID
+        for seat in (*sides.prefill, *sides.decode)
     )
 
 
 def _plan_disaggregated(call: _Call, sides: _Sides) -> RoutePlan | None:
-    ready = {
-        _group(call, standing.worker)
-        for standing in _standings(call, sides.decode)
-        if not standing.decode_full and standing.worker.worker_id not in call.query.avoid
-    }
-    decode_layouts = {worker.info.layout for worker in sides.decode}
-    paired = [worker for worker in sides.prefill if worker.info.layout in decode_layouts]
+    ready = {seat.group for seat in sides.decode if not seat.decode_full and not seat.avoided}
+    decode_layouts = {seat.layout for seat in sides.decode}
+    paired = [seat for seat in sides.prefill if seat.layout in decode_layouts]
     if not paired:
         return None
 
-    def is_crowded(worker: WorkerView) -> bool:
-        return _group(call, worker) not in ready
+    def is_crowded(seat: _Seat) -> bool:
+        return seat.group not in ready
 
     # The best prefill worker that has decode room beside it says where the request goes.
-    home = _ordered(call, paired, call.policy.prefill, is_crowded)
-    layout, cluster = home[0].worker.info.layout, home[0].worker.info.cluster
+    home = _ordered(call, paired, call.policy.prefill, is_crowded)[0]
+    layout, cluster = home.group
 
-    def is_far(worker: WorkerView) -> bool:
-        return worker.info.cluster != cluster
+    def is_far(seat: _Seat) -> bool:
+        return seat.group[1] != cluster
 
-    rest = [worker for worker in paired if worker.info.layout == layout]
-    rest.remove(home[0].worker)
-    prefill = [home[0], *_ordered(call, rest, call.policy.prefill, is_far)]
+    rest = [seat for seat in paired if seat.layout == layout and seat is not home]
+    prefill = [home, *_ordered(call, rest, call.policy.prefill, is_far)]
     prefill = _worth_asking(call, prefill)
     decode = _ordered(
-        call,
-        [worker for worker in sides.decode if worker.info.layout == layout],
-        call.policy.decode,
-        is_far,
+        call, [seat for seat in sides.decode if seat.layout == layout], call.policy.decode, is_far
     )
     reason = f"{prefill_reason(prefill[0])}; {decode_reason(decode[0])}"
     hit = call.policy.reads_cache and prefill[0].cached_tokens > 0
@@ -294,22 +297,21 @@ def _plan_disaggregated(call: _Call, sides: _Sides) -> RoutePlan | None:
     return _plan(call, prefill, decode, cause, reason)
 
 
-def _plan_short(call: _Call, decode: list[WorkerView]) -> RoutePlan | None:
+def _plan_short(call: _Call, decode: list[_Seat]) -> RoutePlan | None:
     """The prompt on a decode worker that has room for it, if little of it is left to compute.
 
     Nothing has to be transferred then. A follow-up of a conversation is the common case: the worker
     that generated the last answer holds all but the new words. None: no worker fits.
     """
+    most = call.policy.aggregate_tokens
     fitting = [
-        standing.worker
-        for standing in _standings(call, decode)
-        if standing.uncached_tokens <= call.policy.aggregate_tokens
-        and standing.takes_short_prompt
-        and _is_in_favour(call, standing)
+        seat
+        for seat in decode
+        if seat.uncached_tokens <= most and seat.takes_short_prompt and _is_in_favour(seat)
     ]
     if not fitting:
         return None
-    ordered = _ordered(call, fitting, call.policy.aggregated, lambda _: False)
+    ordered = _ordered(call, fitting, call.policy.aggregated, _anyone)
     reason = f"aggregated, a short prompt: {prefill_reason(ordered[0])}"
     return _plan(call, ordered, [], RouteCause.SHORT_PROMPT, reason)
 
@@ -319,63 +321,53 @@ def _plan_help(call: _Call, sides: _Sides) -> RoutePlan | None:
     cost = call.policy.first_token
     if cost is None or not call.policy.aggregate_tokens:
         return None
-    helpers = [
-        (cost(standing) * HELP_SLOWDOWN, standing.worker.worker_id, standing)
-        for standing in _standings(call, sides.decode)
-        if standing.may_help_prefill and _is_in_favour(call, standing)
-    ]
+    helpers = [seat for seat in sides.decode if seat.may_help_prefill and _is_in_favour(seat)]
     if not helpers:
         return None
-    there, _, best = min(helpers)
+    best = min(helpers, key=cost)  # the first by name of several
+    there = cost(best) * HELP_SLOWDOWN
     sending = TRANSFER_SHARE * call.query.num_tokens
-    if there >= sending + min(cost(standing) for standing in _standings(call, sides.prefill)):
+    if there >= sending + min(map(cost, sides.prefill)):
         return None
     reason = f"aggregated, prefill workers are later: {prefill_reason(best)}"
     return _plan(call, [best], [], RouteCause.HELP, reason)
 
 
-def _is_in_favour(call: _Call, standing: Standing) -> bool:
+def _is_in_favour(seat: _Seat) -> bool:
     """It has neither refused nor fallen silent."""
-    worker = standing.worker
-    is_awake = call.now - worker.reported_at <= SILENT_AFTER_S
-    return is_awake and worker.worker_id not in call.query.avoid
+    return not (seat.silent or seat.avoided)
 
 
-def _worth_asking(call: _Call, prefill: list[Standing]) -> list[Standing]:
+def _worth_asking(call: _Call, prefill: list[_Seat]) -> list[_Seat]:
     """Leaves out workers that are much later than the best of those that are left."""
     cost = call.policy.first_token
     if cost is None:
         return prefill
-    best = min(
-        (cost(standing) for standing in prefill if _is_in_favour(call, standing)),
-        default=math.inf,
-    )
-    return [standing for standing in prefill if cost(standing) <= best + SLACK_TOKENS]
+    best = min((cost(seat) for seat in prefill if _is_in_favour(seat)), default=math.inf)
+    return [seat for seat in prefill if cost(seat) <= best + SLACK_TOKENS]
 
 
-def _plan_aggregated(
-    call: _Call, workers: list[WorkerView], cause: RouteCause, why: str
-) -> RoutePlan:
-    def is_dedicated(worker: WorkerView) -> bool:
-        return worker.info.role is not Role.HYBRID
+def _plan_aggregated(call: _Call, seats: list[_Seat], cause: RouteCause, why: str) -> RoutePlan:
+    def is_dedicated(seat: _Seat) -> bool:
+        return seat.worker.info.role is not Role.HYBRID
 
-    ordered = _ordered(call, workers, call.policy.aggregated, is_dedicated)
+    ordered = _ordered(call, seats, call.policy.aggregated, is_dedicated)
     reason = f"aggregated, {why}: {prefill_reason(ordered[0])}"
     return _plan(call, ordered, [], cause, reason)
 
 
 def _plan(
     call: _Call,
-    prefill: Iterable[Standing],
-    decode: list[Standing],
+    prefill: list[_Seat],
+    decode: list[_Seat],
     cause: RouteCause,
     reason: str,
 ) -> RoutePlan:
     """A plan; aggregated without decode candidates."""
     return RoutePlan(
         placement=Placement.DISAGGREGATED if decode else Placement.AGGREGATED,
-        prefill=tuple(_candidate(standing) for standing in prefill),
-        decode=tuple(_candidate(standing) for standing in decode),
+        prefill=tuple(_candidate(seat) for seat in prefill),
+        decode=tuple(_candidate(seat) for seat in decode),
         cache_known=call.matches is not None,
         reason=reason,
         policy=call.policy.name,
@@ -383,8 +375,6 @@ def _plan(
     )
 
 
-def _candidate(standing: Standing) -> Candidate:
-    info = standing.worker.info
-    return Candidate(
-        info.worker_id, info.incarnation, info.control_endpoint, standing.cached_tokens
-    )
+def _candidate(seat: _Seat) -> Candidate:
+    info = seat.worker.info
+    return Candidate(info.worker_id, info.incarnation, info.control_endpoint, seat.cached_tokens)

@@ -255,6 +255,7 @@ def worker_info_to_proto(info: WorkerInfo) -> types_pb2.WorkerInfo:
         prefill_slots=info.prefill_slots,
         decode_slots=info.decode_slots,
         num_blocks=info.num_blocks,
+        scenario=info.scenario,
     )
 
 
@@ -279,6 +280,7 @@ def worker_info_from_proto(message: types_pb2.WorkerInfo) -> WorkerInfo:
         prefill_slots=message.prefill_slots,
         decode_slots=message.decode_slots,
         num_blocks=message.num_blocks,
+        scenario=message.scenario,
     )
 
 

@@ -100,8 +100,8 @@ def route_plan_from_proto(message: scheduler_service_pb2.RoutePlan) -> RoutePlan
     """RoutePlan from a message."""
     return RoutePlan(
         placement=placement_from_proto(message.placement),
-        prefill=tuple(candidate_from_proto(candidate) for candidate in message.prefill),
-        decode=tuple(candidate_from_proto(candidate) for candidate in message.decode),
+        prefill=tuple(map(candidate_from_proto, message.prefill)),
+        decode=tuple(map(candidate_from_proto, message.decode)),
         cache_known=message.cache_known,
         reason=message.reason,
         policy=message.policy,

@@ -6,7 +6,7 @@ Tests: tests/integration/test_rpc_direct.py, tests/integration/test_worker.py.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic
 
@@ -95,7 +95,7 @@ async def serve_stream(
 async def serve_questions(
     questions: AsyncIterator[JoinableT],
     context: grpc.aio.ServicerContext[Any, Any],
-    answer: Callable[[JoinableT, Outbox[MessageT]], Awaitable[None]],
+    answer: Callable[[JoinableT, Outbox[MessageT]], Coroutine[Any, Any, None]],
     on_end: Callable[[Outbox[MessageT]], None],
     direct: DirectWay[MessageT] | None = None,
 ) -> AsyncIterator[MessageT]:
@@ -118,10 +118,7 @@ async def serve_questions(
                 failed.append(error)
                 outbox.close()
 
-        async def work() -> None:
-            await answer(question, outbox)
-
-        task = loop.create_task(work())
+        task = loop.create_task(answer(question, outbox))
         running.add(task)
         task.add_done_callback(done)
 

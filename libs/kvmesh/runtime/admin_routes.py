@@ -13,7 +13,7 @@ from aiohttp import web
 
 from kvmesh.core.config import format_config
 from kvmesh.runtime.admin import AdminPort, json_body
-from kvmesh.telemetry.exposition import exposition
+from kvmesh.telemetry.exposition import CONTENT_TYPE, exposition
 from kvmesh.telemetry.logs import event_logger, set_level
 
 log = event_logger(__name__)
@@ -60,7 +60,7 @@ def metrics_answer(text: bytes) -> web.Response:
     """An exposition as an answer."""
     return web.Response(
         body=text,
-        headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
+        headers={"Content-Type": CONTENT_TYPE},
     )
 
 

@@ -29,6 +29,7 @@ from kvmesh.rpc.direct import DirectListener
 from kvmesh.runtime.admin import AdminConfig, AdminPort
 from kvmesh.runtime.admin_routes import add_common_routes
 from kvmesh.telemetry.config import TelemetryConfig
+from kvmesh.telemetry.exposition import start_exposition_server
 from kvmesh.telemetry.logs import configure_logging, event_logger
 from kvmesh.telemetry.tracing import configure_tracing
 
@@ -202,6 +203,8 @@ async def _main(name: str, config: ConfigT, build: Build[ConfigT]) -> int:
         # What is here now stays: later collections need not walk it, which costs 30 ms each time.
         gc.collect()
         gc.freeze()
+        # Little of a request is in cycles: seldom looked for, they cost 1 % and not 4.
+        gc.set_threshold(10_000, 20, 20)
         stopping: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())
         crashed: asyncio.Future[Any] = context.failure
         await asyncio.wait({stopping, crashed}, return_when=asyncio.FIRST_COMPLETED)
@@ -268,7 +271,7 @@ def metrics_server(
         ConfigError: the port is taken.
     """
     try:
-        server, thread = prometheus_client.start_http_server(port, addr=host, registry=registry)
+        server, thread = start_exposition_server(host, port, registry)
     except OSError as error:
         raise ConfigError(
             f"metrics port {port} is taken; choose another with --telemetry.metrics-port"

@@ -37,6 +37,7 @@ from kvmesh.rpc.convert import (
 from kvmesh.rpc.convert_sampling import token_logprobs_to_proto
 from kvmesh.rpc.served import DirectWay, serve_stream
 from kvmesh.rpc.stream import Outbox
+from kvmesh.runtime.local_start import LocalPrefill, StartedOutbox
 from kvmesh.runtime.worker_parts import WorkerParts
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.telemetry.tracing import Span, start_span
@@ -60,6 +61,7 @@ class DecodeTask:
     Attributes:
         arriving: blocks that the handoff writes, in order.
         reservation_id: None once decode has taken the blocks over.
+        stop_prefill: ends the prompt that was started with the reservation.
     """
 
     outbox: DecodeOutbox
@@ -70,6 +72,7 @@ class DecodeTask:
     arriving: list[int]
     reservation_id: int | None = None
     local_write: int | None = None
+    stop_prefill: Callable[[], None] | None = None
 
 
 class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
@@ -100,6 +103,8 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
         self.draining = False
         self.data_endpoint: Endpoint | None = None
         """Where reservations are written to; set when the data server listens."""
+        self.local_prefill: LocalPrefill | None = None
+        """Starts prompts with their reservation; sets itself."""
         self.host_route: HostRoute | None = None
         """The way there for senders on this host."""
 
@@ -144,18 +149,32 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
             request_id=request_id,
             worker_id=self._identity.worker_id,
         )
-        outcome = self._try_reserve(message, outbox, span)
+        prefill = self.local_prefill if message.start_within_ms else None
+        busy = None if prefill is None else prefill.turn_away()
+        outcome = busy or self._try_reserve(message, outbox, span)
         event = pb.DecodeEvent(request_id=request_id, attempt=message.attempt)
         if isinstance(outcome, Refusal):
             span.event("refused", reason=outcome.reason.value)
             span.end()
             self._metrics.reservations.labels("refused", outcome.reason.value).inc()
-            event.refused.CopyFrom(refusal_to_proto(outcome))
-        else:
-            span.event("reserved", blocks=outcome.num_blocks, cached=outcome.num_cached_blocks)
-            self._metrics.reservations.labels("reserved", "").inc()
+            refused = event.refused if busy is None else event.prefill.rejected
+            refused.CopyFrom(refusal_to_proto(outcome))
+            outbox.put(event)
+            return
+        span.event("reserved", blocks=outcome.num_blocks, cached=outcome.num_cached_blocks)
+        self._metrics.reservations.labels("reserved", "").inc()
+        if prefill is None:
             event.reserved.CopyFrom(reservation_to_proto(outcome))
-        outbox.put(event)
+            outbox.put(event)
+            return
+        # Nobody else writes there, so nobody is told how.
+        event.reserved.worker_id = outcome.worker_id
+        event.reserved.incarnation = outcome.incarnation
+        event.reserved.lease_ms = outcome.lease_ms
+        task = self._tasks[outbox, request_id, message.attempt]
+        task.stop_prefill = prefill.start_reserved(message, outcome, StartedOutbox(event, outbox))
+        if task.stop_prefill is None:
+            self._end(task, "rejected")
 
     def _try_reserve(
         self, message: pb.DecodeReserve, outbox: DecodeOutbox, span: Span
@@ -395,6 +414,8 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
             self._fenced[task.reservation_id] = task.sequence
             self._handoff.cancel(task.reservation_id)
             if task.local_write is not None:
+                if task.stop_prefill is not None:
+                    task.stop_prefill()
                 # The engine is this writer: it is out of the blocks when `release` frees them.
                 self._core.release(task.sequence)
                 self._handoff.end_write(task.local_write, ok=False)

@@ -7,7 +7,7 @@ holds one slot all that time (P/D-Serve 3.5). Tests: tests/integration/test_work
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 import grpc
@@ -24,8 +24,8 @@ from kvmesh.rpc.convert import (
 )
 from kvmesh.rpc.convert_sampling import token_logprobs_to_proto
 from kvmesh.rpc.served import DirectWay, serve_stream
-from kvmesh.rpc.stream import Outbox
 from kvmesh.runtime.decode_role import DecodeRole
+from kvmesh.runtime.local_start import PrefillOutbox, StartedOutbox
 from kvmesh.runtime.worker_parts import WorkerParts
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.telemetry.tracing import Span, start_span
@@ -35,10 +35,10 @@ from kvmesh.transfer.frames import BlockPart
 from kvmesh.transfer.memory import MappablePool
 from kvmesh.v1 import prefill_service_pb2 as pb
 from kvmesh.v1 import prefill_service_pb2_grpc
+from kvmesh.v1.decode_service_pb2 import DecodeReserve
 
 log = event_logger(__name__)
 
-PrefillOutbox = Outbox[pb.PrefillEvent]
 
 _BUSY_RETRY_MS = 20
 
@@ -111,6 +111,7 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         self._metrics = parts.metrics
         self._channels = channels
         self._decode = decode
+        decode.local_prefill = self
         self._slots = slots
         self._mode = mode
         self._attempts: dict[tuple[PrefillOutbox, RequestId, int], PrefillAttempt] = {}
@@ -152,14 +153,57 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
     # --- accept or reject --------------------------------------------------------------------
 
     def _offer(self, message: pb.PrefillOffer, outbox: PrefillOutbox) -> None:
-        span = start_span(
+        span = self._span(message)
+        outcome = self._try_accept(message, outbox, span)
+        event = pb.PrefillEvent(request_id=message.request_id, attempt=message.attempt)
+        self._answer(event, outcome, outbox, span)
+
+    def _span(self, message: pb.PrefillOffer | DecodeReserve) -> Span:
+        return start_span(
             "prefill.request",
             message.traceparent,
             request_id=message.request_id,
             worker_id=self._identity.worker_id,
         )
-        outcome = self._try_accept(message, outbox, span)
-        event = pb.PrefillEvent(request_id=message.request_id, attempt=message.attempt)
+
+    def turn_away(self) -> Refusal | None:
+        """Why no prompt is taken now, counted as a rejected offer; None if one may be."""
+        refusal = self._refusal()
+        if refusal is not None:
+            self._metrics.offers.labels("rejected", refusal.reason.value).inc()
+        return refusal
+
+    def start_reserved(
+        self, message: DecodeReserve, reservation: Reservation, outbox: StartedOutbox
+    ) -> Callable[[], None] | None:
+        """Computes a prompt in what was just reserved for it on this worker, and answers.
+
+        Returns:
+            Ends it without a word; None if it was rejected.
+        """
+        request_id = RequestId(message.request_id)
+        span = self._span(message)
+        attempt = PrefillAttempt(outbox, request_id, message.attempt, reservation, span)
+        outcome: PrefillAttempt | Refusal = attempt
+        sequence = self._decode.start_local(
+            reservation, lambda emission: self._first_token(attempt, emission)
+        )
+        if isinstance(sequence, Refusal):
+            outcome = sequence
+        else:
+            attempt.sequence = sequence
+            sequence.on_progress = attempt.progress.set
+        self._answer(pb.PrefillEvent(), outcome, outbox, span)
+        return None if attempt.work is None else lambda: self._cancel(attempt)
+
+    def _answer(
+        self,
+        event: pb.PrefillEvent,
+        outcome: PrefillAttempt | Refusal,
+        outbox: PrefillOutbox,
+        span: Span,
+    ) -> None:
+        """Says yes or no in `event`, and goes to work."""
         if isinstance(outcome, Refusal):
             span.event("rejected", reason=outcome.reason.value)
             span.end()
@@ -179,15 +223,21 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         outcome.work.add_done_callback(lambda _: self._finish(outcome))
         self._on_change()
 
-    def _try_accept(
-        self, message: pb.PrefillOffer, outbox: PrefillOutbox, span: Span
-    ) -> PrefillAttempt | Refusal:
-        request_id = RequestId(message.request_id)
+    def _refusal(self) -> Refusal | None:
         if self.draining:
             return Refusal(RefusalReason.DRAINING, "this worker is leaving")
         if len(self._attempts) >= self._slots:
             text = f"all {self._slots} prefill slots are taken"
             return Refusal(RefusalReason.BUSY, text, retry_after_ms=_BUSY_RETRY_MS)
+        return None
+
+    def _try_accept(
+        self, message: pb.PrefillOffer, outbox: PrefillOutbox, span: Span
+    ) -> PrefillAttempt | Refusal:
+        request_id = RequestId(message.request_id)
+        refusal = self._refusal()
+        if refusal is not None:
+            return refusal
         if message.ttft_budget_ms == 0:
             return Refusal(RefusalReason.DEADLINE, "no time is left to the first token")
         if (outbox, request_id, message.attempt) in self._attempts:

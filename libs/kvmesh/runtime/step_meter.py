@@ -48,6 +48,11 @@ class StepMeter:
         self._steps.append(_Step(now, seconds, has_prompt))
         self._forget(now)
 
+    @property
+    def last_prompt_tokens(self) -> int:
+        """Tokens of the last step if it had a part of a prompt, else 0."""
+        return self._last_tokens if self._steps and self._steps[-1].has_prompt else 0
+
     def budget_used(self, now: float) -> float:
         """Tokens of the last step as a share of the budget; 0 when there was none of late."""
         self._forget(now)

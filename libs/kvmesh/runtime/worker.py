@@ -34,6 +34,7 @@ from kvmesh.runtime.worker_detail import worker_detail
 from kvmesh.runtime.worker_metrics import EngineCollector, WorkerMetrics
 from kvmesh.runtime.worker_parts import WorkerIdentity, WorkerParts
 from kvmesh.runtime.worker_structures import load_structures
+from kvmesh.runtime.worker_swap import make_swap_space
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.transfer.channel_pool import ChannelPool
 from kvmesh.transfer.data_server import DataServer
@@ -107,6 +108,8 @@ class Worker:
         self.worker_id = WorkerId(name)
         # Milliseconds since 1970: a restarted worker's incarnation is always the larger one.
         self.incarnation = time.time_ns() // 1_000_000
+        self._clock = SystemClock()
+        self._swap = make_swap_space(config.engine, runner, self._clock)
         self.core = EngineCore(
             runner.spec,
             runner.kv.num_blocks,
@@ -114,10 +117,10 @@ class Worker:
             config.engine.growth_tokens,
             config.engine.state_interval_tokens,
             structures.constraint if structures is not None else None,
+            self._swap,
         )
         self._structures = structures
         self._loop = EngineLoop(self.core, runner, self._after_step)
-        self._clock = SystemClock()
         self._steps = StepMeter(config.engine.max_batch_tokens)
 
     async def start(self) -> None:
@@ -165,6 +168,7 @@ class Worker:
             self._channel_identity(),
             self.decode,
             receive_options(self._config),
+            memory=self._runner.kv,
             observer=self._metrics.observe_transfer,
         )
         try:
@@ -198,6 +202,7 @@ class Worker:
             prefill_slots=section.prefill_slots,
             decode_slots=section.decode_slots,
             num_blocks=self._runner.kv.num_blocks,
+            scenario=section.scenario,
         )
         targets = [target.strip() for target in section.scheduler_targets.split(",")]
         self._registration = SchedulerRegistration(
@@ -235,6 +240,8 @@ class Worker:
         self._metrics.step_seconds.observe(seconds)
         computed, generated = self.core.token_totals
         self._steps.add(seconds, computed, generated, self._clock.now())
+        if self._swap is not None and (num_tokens := self._steps.last_prompt_tokens):
+            self._swap.observe_step(num_tokens, seconds)
         if self._publisher is not None:
             self._publisher.notify()
         if self._kv_events is not None:

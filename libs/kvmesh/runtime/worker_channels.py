@@ -5,35 +5,44 @@ Tests: tests/unit/runtime/test_worker_channels.py, tests/integration/test_worker
 
 from __future__ import annotations
 
+import ssl
+
 from kvmesh.core.errors import ConfigError
 from kvmesh.policy.transfer_mode import TransferMode
+from kvmesh.rpc.channels import TlsConfig
 from kvmesh.rpc.tls import client_context, server_context
-from kvmesh.runtime.worker_config import WorkerConfig
-from kvmesh.transfer.channel import parse_kinds
+from kvmesh.runtime.worker_config import DataSection, WorkerConfig
+from kvmesh.transfer.channel import NIXL, parse_kinds
 from kvmesh.transfer.channel_pool import SendOptions
 from kvmesh.transfer.data_server import ReceiveOptions
 from kvmesh.transfer.frames import Checksum
+from kvmesh.transfer.nixl_process import is_installed
+from kvmesh.transfer.tls import DataTls
 
 _CHECKSUMS = {"none": Checksum.NONE, "crc32": Checksum.CRC32, "crc32c": Checksum.CRC32C}
 MEGABYTE = 1_000_000
+MAX_POLL_US = 1000
+"""The worker does nothing else meanwhile."""
 
 
 def send_options(config: WorkerConfig) -> SendOptions:
     """How a worker sends.
 
     Raises:
-        ConfigError: an unknown channel or checksum, no lane, or a TLS file that cannot be used.
+        ConfigError: a channel or checksum that is unknown or not to be had, no lane, too long a
+            look for answers, or a TLS file that cannot be used.
     """
     section, data = config.worker, config.data
     if data.lanes < 1:
         raise ConfigError(f"data.lanes must be at least 1, got {data.lanes}")
     return SendOptions(
-        kinds=parse_kinds(section.channels),
+        kinds=_kinds(config),
         lanes=data.lanes,
         checksum=_checksum(data.checksum),
         budget_bytes_s=data.budget_mb_s * MEGABYTE,
         stall_timeout_s=section.stall_s,
-        tls=client_context(data.tls, "data.tls"),
+        tls=_data_tls(client_context(data.tls, "data.tls"), data),
+        poll_s=_poll_s(data.poll_us),
     )
 
 
@@ -41,17 +50,21 @@ def receive_options(config: WorkerConfig) -> ReceiveOptions:
     """How a worker receives.
 
     Raises:
-        ConfigError: as `send_options`.
+        ConfigError: as `send_options`, or no thread to copy.
     """
     section, data = config.worker, config.data
+    if data.copy_threads < 1:
+        raise ConfigError(f"data.copy_threads must be at least 1, got {data.copy_threads}")
     return ReceiveOptions(
-        kinds=parse_kinds(section.channels),
+        kinds=_kinds(config),
         host=config.server.host,
         port=section.data_port,
         checksum=_checksum(data.checksum),
         window_bytes=data.window_mb * MEGABYTE,
         stall_timeout_s=section.stall_s,
-        tls=server_context(data.tls, "data.tls"),
+        tls=_data_tls(server_context(data.tls, "data.tls"), data),
+        copy_threads=data.copy_threads,
+        poll_s=_poll_s(data.poll_us),
     )
 
 
@@ -68,6 +81,30 @@ def transfer_mode(word: str) -> TransferMode | None:
     except ValueError as error:
         known = ", ".join(["auto", *(mode.value for mode in TransferMode)])
         raise ConfigError(f"worker.transfer_mode must be one of {known}, got {word!r}") from error
+
+
+def _kinds(config: WorkerConfig) -> tuple[str, ...]:
+    kinds = parse_kinds(config.worker.channels)
+    if NIXL in kinds and not is_installed():
+        text = "worker.channels names nixl, which is not here: pip install 'kvmesh[nixl]'"
+        raise ConfigError(text)
+    if NIXL in kinds and config.data.tls != TlsConfig():
+        text = "worker.channels names nixl, which does not encrypt: leave it or data.tls.* out"
+        raise ConfigError(text)
+    return kinds
+
+
+def _data_tls(context: ssl.SSLContext | None, data: DataSection) -> DataTls | None:
+    peers = frozenset(name.strip() for name in data.peers.split(",") if name.strip())
+    if peers and not (data.tls.cert and data.tls.ca and data.tls.verify_callers):
+        raise ConfigError("data.peers needs mTLS: data.tls.cert, data.tls.ca")
+    return None if context is None else DataTls(context, peers)
+
+
+def _poll_s(microseconds: int) -> float:
+    if not 0 <= microseconds <= MAX_POLL_US:
+        raise ConfigError(f"data.poll_us must be 0 to {MAX_POLL_US}, got {microseconds}")
+    return microseconds / 1e6
 
 
 def _checksum(word: str) -> Checksum:

@@ -18,7 +18,12 @@ class DataSection:
     checksum: str = option("crc32c", "of TCP payloads: crc32c, crc32 or none")
     budget_mb_s: float = option(0.0, "TCP megabytes per second to one peer; 0: no bound")
     window_mb: int = option(64, "megabytes that one connection may be ahead of its answers")
+    copy_threads: int = option(1, "that share a large copy out of shared memory")
+    poll_us: int = option(0, "microseconds to look for the next frame before other work")
     tls: TlsConfig = option(TlsConfig, "")
+    peers: str = option(
+        "", "names in certificates of workers to share KV with, comma-separated; empty: all"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +33,7 @@ class WorkerSection:
     id: str = option("", "stable name; default: role, host and port")
     role: str = option("hybrid", "prefill, decode or hybrid: what the scheduler uses it for")
     cluster: str = option("local", "cluster (datacentre) name")
+    scenario: str = option("", "scenario whose requests it serves; empty: those without a group")
     scheduler_targets: str = option("127.0.0.1:7001", "schedulers, host:port, comma-separated")
     kvmanager_target: str = option("127.0.0.1:7002", "kvmanager, host:port; empty: do not publish")
     data_port: int = option(0, "data channel port; 0 picks a free one")
@@ -56,6 +62,9 @@ class EngineSection:
     growth_tokens: int = option(64, "room for new tokens that a reservation asks for")
     state_interval_tokens: int = option(
         0, "positions between cached states of linear layers; 0: as much room as their KV takes"
+    )
+    swap_gib: float = option(
+        -1.0, "host memory for KV of preempted sequences, GiB; 0: none; -1: 4 with a device, else 0"
     )
     fake_step_s: float = option(0.0, "length of a step of the fake engine")
 

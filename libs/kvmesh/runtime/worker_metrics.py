@@ -43,6 +43,7 @@ class EngineCollector(Collector):
             "vllm:num_requests_waiting": ("Sequences put back by preemption", now.num_preempted),
             "vllm:kv_cache_usage_perc": ("Share of KV blocks in use, 0 to 1", used),
             "kvmesh_sequences_held": ("Sequences waiting for a transfer", now.num_held),
+            "kvmesh_swapped_blocks": ("Blocks in host memory", now.swap.blocks_kept),
             "kvmesh_prefill_slots_used": ("Prompts held for prefill", load.prefill_active),
             "kvmesh_decode_sequences": ("Sequences past their handoff", load.decode_running),
             "kvmesh_decode_reservations_open": (
@@ -56,6 +57,8 @@ class EngineCollector(Collector):
             "vllm:prompt_tokens": ("Prompt tokens admitted", now.prompt_tokens_total),
             "vllm:generation_tokens": ("Tokens generated", now.generated_tokens_total),
             "vllm:num_preemptions": ("Preemptions", now.preemptions_total),
+            "kvmesh_swaps_out": ("Preempted to host memory", now.swap.swapped_out_total),
+            "kvmesh_swaps_in": ("Brought back from host memory", now.swap.swapped_in_total),
             "kvmesh_engine_steps": ("Engine steps", now.steps_total),
         }
         for name, (text, value) in gauges.items():

@@ -23,9 +23,9 @@ from kvmesh.policy.control import (
 from kvmesh.policy.load_score import Capacity, LoadState, Queues
 from kvmesh.policy.offload import LinkState, Threshold, adjust_threshold
 from kvmesh.policy.prfaas import Hardware, ServingProfile, optimum, search, threshold_grid
+from kvmesh.policy.ratio_monitor import WINDOW_S, RatioMonitor
 from kvmesh.sim.events import EventQueue
 from kvmesh.sim.fleet import REMOTE, SimFleet
-from kvmesh.sim.monitor import WINDOW_S, Monitor
 from kvmesh.sim.placing import Desk
 from kvmesh.sim.requests import SimRequest
 from kvmesh.sim.scenario import Scenario
@@ -56,7 +56,7 @@ class Control:
         self._reasons = reasons
         self._roles = RoleLoop()
         self._allocation = AllocationLoop()
-        self._monitor = Monitor()
+        self._monitor = RatioMonitor()
         self._carried = 0.0
         self._threshold = self._start_threshold()
 

@@ -6,7 +6,7 @@ Tests: tests/unit/sim/test_events.py.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 Action = Callable[[], object]
 """Its result is not used."""
@@ -32,6 +32,8 @@ class EventQueue:
         self._heap: list[tuple[float, int, Timer]] = []
         self._now = 0.0
         self._num_scheduled = 0
+        self._feed: Iterator[tuple[float, Action]] = iter(())
+        self._fed: tuple[float, Action] | None = None
         self.num_events = 0
 
     def now(self) -> float:
@@ -49,14 +51,30 @@ class EventQueue:
         """Schedules an action `delay` seconds from now."""
         return self.at(self._now + delay, action)
 
+    def feed(self, events: Iterator[tuple[float, Action]]) -> None:
+        """Takes events that are known from the start, in order of time, one by one as time passes:
+        a million of them in the queue would make every other one slower.
+
+        At one moment they come before what was scheduled. Only one feed at a time.
+        """
+        assert self._fed is None, "the last feed is not at its end"
+        self._feed = events
+        self._fed = next(events, None)
+
     def run(self, until: Callable[[], bool]) -> None:
         """Lets events happen until the condition holds or none are left."""
-        while self._heap and not until():
-            time, _, timer = heapq.heappop(self._heap)
-            action = timer.action
-            if action is None:
-                continue
-            self._now = time
+        heap = self._heap
+        while (heap or self._fed is not None) and not until():
+            fed = self._fed
+            if fed is not None and (not heap or fed[0] <= heap[0][0]):
+                self._fed = next(self._feed, None)
+                self._now = max(fed[0], self._now)
+                action = fed[1]
+            else:
+                time, _, timer = heapq.heappop(heap)
+                if timer.action is None:
+                    continue
+                self._now = time
+                action, timer.action = timer.action, None
             self.num_events += 1
-            timer.action = None
             action()

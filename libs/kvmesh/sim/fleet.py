@@ -77,6 +77,7 @@ class SimFleet:
     Args:
         report_interval_s: age of the loads in the view; 0 shows them as they are.
         order: for fleets too large to look at whole.
+        grouped: a cluster is the P/D group of the scenario that it is named after.
 
     Attributes:
         openings: grows whenever a worker may accept what it refused before.
@@ -92,6 +93,7 @@ class SimFleet:
         report_interval_s: float,
         chunks: ChunkTokens,
         order: FleetIndex | None = None,
+        grouped: bool = False,
     ) -> None:
         self._events = events
         self._profile = profile
@@ -100,6 +102,7 @@ class SimFleet:
         self._report_interval_s = report_interval_s
         self._chunks = chunks
         self._order = order
+        self._grouped = grouped
         self.workers: dict[WorkerId, SimWorker] = {}
         self.openings = 0
         self.index = PrefixIndex()
@@ -125,7 +128,10 @@ class SimFleet:
             device = self._profile.devices[group.device]
             for _ in range(group.count):
                 name = WorkerId(f"{group.cluster}-{group.role.value}-{len(self.workers)}")
-                self._start(_info(name, group, device), device)
+                info = _info(name, group, device)
+                if self._grouped:
+                    info = dataclasses.replace(info, scenario=group.cluster)
+                self._start(info, device)
 
     def _start(self, info: WorkerInfo, device: Device) -> None:
         worker = SimWorker(

@@ -9,15 +9,18 @@ from collections.abc import Sequence
 
 from kvmesh.core.types import BlockHash, WorkerId
 from kvmesh.kv.block_pool import BlockPool
+from kvmesh.policy.holders import Holders
 
 
 class PrefixIndex:
-    """Holders by block hash."""
+    """Holders by block hash; a set of workers is an integer with their bits."""
 
     def __init__(self) -> None:
-        self._holders: dict[BlockHash, set[WorkerId]] = {}
+        self._holders: dict[BlockHash, int] = {}
         self._pools: dict[WorkerId, BlockPool] = {}
         self._changed: set[WorkerId] = set()
+        self._names: list[WorkerId] = []
+        self._places: dict[WorkerId, int] = {}
 
     def add(self, worker_id: WorkerId, pool: BlockPool) -> None:
         """Follows a worker's pool; it is new and empty."""
@@ -27,44 +30,61 @@ class PrefixIndex:
         """Forgets a worker that is gone."""
         self._take_events(worker_id)
         for block_hash in self._pools.pop(worker_id).held_hashes():
-            self._discard(block_hash, worker_id)
+            self._discard(block_hash, 1 << self._places[worker_id])
 
     def note_change(self, worker_id: WorkerId) -> None:
         """The worker's pool may have events."""
         self._changed.add(worker_id)
 
-    def match(self, hashes: Sequence[BlockHash]) -> dict[WorkerId, int]:
+    def match(self, hashes: Sequence[BlockHash]) -> Holders:
         """Leading blocks held by each worker; those that hold none are left out."""
         for worker_id in self._changed:
             self._take_events(worker_id)
         self._changed.clear()
-        matches: dict[WorkerId, int] = {}
-        left: set[WorkerId] | None = None
+        levels: list[tuple[int, int]] = []
+        left = 0
         for index, block_hash in enumerate(hashes):
-            holders = self._holders.get(block_hash, set())
-            stay = set(holders) if left is None else left & holders
-            for worker_id in (left or set()) - stay:
-                matches[worker_id] = index
-            left = stay
+            holders = self._holders.get(block_hash, 0)
+            stay = left & holders if index else holders
+            if stay != left:
+                if left:
+                    levels.append((index, left ^ stay))
+                left = stay
             if not left:
-                return matches
-        for worker_id in left or ():
-            matches[worker_id] = len(hashes)
-        return matches
+                break
+        if left:
+            levels.append((len(hashes), left))
+        levels.reverse()
+        return Holders(self._names, self._places, levels)
 
     def _take_events(self, worker_id: WorkerId) -> None:
         pool = self._pools.get(worker_id)
-        if pool is None:
+        if pool is None or not pool.has_events:
             return
+        if worker_id not in self._places:
+            self._place_all()
+        bit = 1 << self._places[worker_id]
         events = pool.take_events()
         for block_hash in events.stored:
-            self._holders.setdefault(block_hash, set()).add(worker_id)
+            self._holders[block_hash] = self._holders.get(block_hash, 0) | bit
         for block_hash in events.removed:
-            self._discard(block_hash, worker_id)
+            self._discard(block_hash, bit)
 
-    def _discard(self, block_hash: BlockHash, worker_id: WorkerId) -> None:
-        holders = self._holders.get(block_hash)
-        if holders is not None:
-            holders.discard(worker_id)
-            if not holders:
-                del self._holders[block_hash]
+    def _place_all(self) -> None:
+        """Gives every worker its place by name, and moves the bits of those that had one."""
+        before = self._names
+        self._names = sorted({*before, *self._pools})
+        self._places = {name: place for place, name in enumerate(self._names)}
+        if before == self._names[: len(before)]:
+            return
+        for block_hash, workers in self._holders.items():
+            self._holders[block_hash] = sum(
+                1 << self._places[name] for place, name in enumerate(before) if workers >> place & 1
+            )
+
+    def _discard(self, block_hash: BlockHash, bit: int) -> None:
+        left = self._holders.get(block_hash, 0) & ~bit
+        if left:
+            self._holders[block_hash] = left
+        else:
+            self._holders.pop(block_hash, None)

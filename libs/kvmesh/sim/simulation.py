@@ -6,7 +6,6 @@ Tests: tests/unit/sim/test_simulation.py.
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import random
 from collections import Counter, deque
@@ -17,8 +16,7 @@ from functools import partial
 from kvmesh.core.types import Refusal, RefusalReason, Role, RoutePlan, RouteQuery, WorkerId
 from kvmesh.policy.composition import OffloadState, decide_route
 from kvmesh.policy.fleet_index import FleetIndex
-from kvmesh.policy.pdserve import Group, choose_group, timeout_s
-from kvmesh.policy.view import FleetView, WorkerView
+from kvmesh.policy.pdserve import timeout_s
 from kvmesh.sim.control import Control
 from kvmesh.sim.events import EventQueue
 from kvmesh.sim.fleet import MODEL, REMOTE, SimFleet
@@ -99,11 +97,6 @@ def _index(system: System, rng: random.Random) -> FleetIndex | None:
     return FleetIndex(rng, by_tokens=system.route.first_token is not None)
 
 
-def _busy_share(workers: list[WorkerView]) -> float:
-    slots = sum(w.info.prefill_slots for w in workers if w.info.role is not Role.DECODE)
-    return sum(w.prefill_used for w in workers if w.info.role is not Role.DECODE) / max(slots, 1)
-
-
 class Simulation:
     """The parts of one run, and the way of a request through them (`WorkerListener`)."""
 
@@ -121,6 +114,7 @@ class Simulation:
             report_interval_s=system.report_interval_s,
             chunks=scenario.chunks,
             order=_index(system, self.rng),
+            grouped=system.grouped,
         )
         self.fleet.build(scenario.fleet)
         self.result = Result(scenario, [])
@@ -144,9 +138,9 @@ class Simulation:
 
     def run(self) -> Result:
         """Lets time pass until every request has an outcome."""
-        for trace in self._first_arrivals():
-            self._num_open += 1
-            self.events.at(trace.arrival_s, partial(self._arrive, trace))
+        first = sorted(self._first_arrivals(), key=lambda trace: trace.arrival_s)
+        self._num_open = len(first)
+        self.events.feed((trace.arrival_s, partial(self._arrive, trace)) for trace in first)
         for failure in self.scenario.failures:
             self.events.at(failure.at_s, partial(self._fail, failure))
         self.control.start()
@@ -197,11 +191,10 @@ class Simulation:
             request.remaining_tokens,
             request.hashes,
             avoid=avoid,
+            scenario=request.trace.scenario,
         )
         matches = self.fleet.index.match(request.reusable_hashes)
         view = self.fleet.view_for(query, matches)
-        if self.scenario.system.grouped:
-            view = self._group_of(view, request.trace.scenario)
         plan = decide_route(
             self.scenario.system,
             view,
@@ -210,25 +203,14 @@ class Simulation:
             self.events.now(),
             OffloadState(REMOTE, self.control.threshold_tokens),
         )
+        if plan.group is not None:
+            self.result.reasons[f"group: {plan.group.reason.value}"] += 1
         if plan.choice is not None:
             request.remote = plan.choice.remote
             self.result.reasons[f"offload: {plan.choice.reason.value}"] += 1
         if isinstance(plan.route, RoutePlan):
             self.fleet.note_route(plan.route)
         return plan.route
-
-    def _group_of(self, view: FleetView, scenario: str) -> FleetView:
-        """The workers of the scenario's group; all where no group serves it."""
-        clusters: dict[str, list[WorkerView]] = {}
-        for worker in view.workers:
-            clusters.setdefault(worker.info.cluster, []).append(worker)
-        choice = choose_group(
-            scenario, [Group(name, name, _busy_share(each)) for name, each in clusters.items()]
-        )
-        self.result.reasons[f"group: {choice.reason.value}"] += 1
-        if choice.group is None:
-            return view
-        return dataclasses.replace(view, workers=tuple(clusters[choice.group.name]))
 
     # --- the way of a request ----------------------------------------------------------------
 

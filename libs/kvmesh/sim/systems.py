@@ -22,14 +22,12 @@ class System(Composition):
         queue_offers: workers queue prompts instead of rejecting them.
         report_interval_s: age of the loads that routes see; 0 is at once.
         by_connections: gateways offer by their own connections, not in the plan's order.
-        monitor: instances change their role as the latencies say (P/D-Serve 3.3).
         grouped: a cluster is the group of the scenario that it is named after.
     """
 
     queue_offers: bool = False
     report_interval_s: float = 0.0
     by_connections: bool = False
-    monitor: bool = False
     grouped: bool = False
 
     @property
@@ -58,6 +56,4 @@ SYSTEMS: dict[str, System] = {name: _system(each) for name, each in COMPOSITIONS
 """The policies that a scheduler's config can name, in a fleet; and P/D-Serve as a whole, whose
 gateways decide more than ours."""
 
-SYSTEMS["pdserve"] = dataclasses.replace(
-    SYSTEMS["forwarding"], name="pdserve", by_connections=True, monitor=True, grouped=True
-)
+SYSTEMS["pdserve"] = dataclasses.replace(SYSTEMS["pdserve"], by_connections=True, grouped=True)

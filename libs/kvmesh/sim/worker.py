@@ -236,6 +236,7 @@ class SimWorker:
         assert not isinstance(done, Refusal), done
         taken = self.handoff.take(sequence.reservation)
         assert not isinstance(taken, Refusal), taken
+        self.handoff.forget(sequence.reservation)
         sequence.reservation = None
         self._num_reserved -= 1
 

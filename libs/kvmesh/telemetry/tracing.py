@@ -161,7 +161,7 @@ def start_span(name: str, parent: str = "", **attributes: AttributeValue) -> Spa
         parent: traceparent of the caller; empty starts a new trace.
     """
     if not _installed:
-        return _Untimed(parent) if _TRACEPARENT.fullmatch(parent) else _UNTIMED
+        return _Untimed(parent) if parent and _TRACEPARENT.fullmatch(parent) else _UNTIMED
     context = _PROPAGATOR.extract({"traceparent": parent}) if parent else None
     tracer = _installed[-1].get_tracer("kvmesh")
     return Span(tracer.start_span(name, context=context, attributes=attributes))

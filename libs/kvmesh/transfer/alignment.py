@@ -91,7 +91,7 @@ def split_runs(runs: Sequence[Run], max_blocks: int, max_runs: int) -> list[Sequ
     runs = tabled(runs)
     if len(runs) <= max_runs and num_blocks_of(runs) <= max_blocks:
         return [runs] if runs else []
-    if isinstance(runs, RunTable):
+    if type(runs) is RunTable:
         return _split_table(runs, max_blocks, max_runs)
     return [*_split_few(runs, max_blocks, max_runs)]
 

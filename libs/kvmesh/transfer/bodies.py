@@ -1,7 +1,7 @@
 """Bodies of frames: what stands between a header and a payload, by type. Pure.
 
-HELLO and HELLO_OK may end with an offer and its terms; with FLAG_PART, PUT and PULL end with the
-part of each block. `codec.py` puts headers before them.
+HELLO and HELLO_OK may end with an offer and its terms, the offer with a segment; with FLAG_PART,
+PUT and PULL end with the part of each block. `codec.py` puts headers before them.
 Tests: tests/contract/test_frames_golden.py, tests/property/test_frames_property.py.
 """
 
@@ -21,6 +21,7 @@ from kvmesh.transfer.frames import (
     FLAG_PART,
     MAX_ARGUMENT_BYTES,
     MAX_MESSAGE_BYTES,
+    MAX_METADATA_BYTES,
     MAX_OPERAND_BYTES,
     MAX_RUNS,
     BlockPart,
@@ -43,6 +44,7 @@ from kvmesh.transfer.frames import (
     PutFrame,
     PutOkFrame,
     QueryFrame,
+    SegmentOffer,
     WriteClaim,
 )
 from kvmesh.transfer.run_table import MANY_RUNS, RunT, RunTable
@@ -58,6 +60,7 @@ _PART = struct.Struct("<II")
 _LAYOUT = struct.Struct("<IIII")
 _QUERY = struct.Struct("<QHIH")
 _OFFER = struct.Struct("<QHBI")
+_SEGMENT = struct.Struct("<QH")
 _TERMS = struct.Struct("<BQ")
 
 
@@ -180,7 +183,7 @@ def _pack_head(frame: PutFrame | PullFrame | GetFrame | CommitFrame) -> bytes:
 
 def _pack_runs(code: struct.Struct, runs: Sequence[tuple[int, ...]]) -> bytes:
     assert 1 <= len(runs) <= MAX_RUNS, f"a frame has 1 to {MAX_RUNS} runs, not {len(runs)}"
-    if isinstance(runs, RunTable):
+    if type(runs) is RunTable:
         assert int(runs.numbers.max()) < 2**32, "a number of a run does not fit"
         return _U16.pack(len(runs)) + runs.numbers.astype("<u4").tobytes()
     return _U16.pack(len(runs)) + b"".join([code.pack(*run) for run in runs])
@@ -193,7 +196,17 @@ def _pack_part(part: BlockPart | None) -> bytes:
 def _pack_offer(link: LinkOffer | None) -> bytes:
     if link is None:
         return b""
-    return _OFFER.pack(link.link_id, link.lane, link.checksum, link.pool_blocks)
+    offer = _OFFER.pack(link.link_id, link.lane, link.checksum, link.pool_blocks)
+    return offer + _pack_segment(link.segment)
+
+
+def _pack_segment(segment: SegmentOffer | None) -> bytes:
+    if segment is None:
+        return b""
+    size = len(segment.metadata)
+    assert size <= MAX_METADATA_BYTES, f"{size} bytes of metadata"
+    head = _SEGMENT.pack(segment.address, size)
+    return _pack_text(segment.engine) + head + segment.metadata
 
 
 def _pack_layout(layout: KvLayout) -> bytes:
@@ -303,7 +316,19 @@ class _BodyReader:
         if self._at == len(self._body):
             return None
         link_id, lane, checksum, pool_blocks = self.unpack(_OFFER)
-        return LinkOffer(link_id, lane, _checksum(checksum), pool_blocks)
+        segment = self._segment()
+        if segment is not None and pool_blocks == 0:
+            raise ProtocolError("bad_body", "a segment of no blocks")
+        return LinkOffer(link_id, lane, _checksum(checksum), pool_blocks, segment)
+
+    def _segment(self) -> SegmentOffer | None:
+        if self._at == len(self._body):
+            return None
+        engine = self.text()
+        address, size = self.unpack(_SEGMENT)
+        if size > MAX_METADATA_BYTES:
+            raise ProtocolError("bad_body", f"{size} bytes of metadata")
+        return SegmentOffer(engine, address, self.take(size))
 
     def terms(self) -> LinkTerms | None:
         if self._at == len(self._body):

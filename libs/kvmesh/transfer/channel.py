@@ -16,9 +16,10 @@ from kvmesh.core.types import HostRoute, Reservation
 from kvmesh.transfer.alignment import Run
 from kvmesh.transfer.frames import BlockPart
 
-LOCAL, SHM, TCP = "local", "shm", "tcp"
-KINDS = (LOCAL, SHM, TCP)
-"""Fastest first."""
+LOCAL, SHM, NIXL, TCP = "local", "shm", "nixl", "tcp"
+KINDS = (LOCAL, SHM, NIXL, TCP)
+DEFAULT_KINDS = (LOCAL, SHM, TCP)
+"""Fastest first; those that need nothing that is not always there."""
 
 PieceT = TypeVar("PieceT")
 
@@ -84,6 +85,7 @@ def usable_kinds(
     *,
     same_process: bool,
     has_memfd: bool,
+    has_nixl: bool = False,
     here: str,
     there: HostRoute | None,
 ) -> tuple[str, ...]:
@@ -92,11 +94,17 @@ def usable_kinds(
     Args:
         same_process: the peer is served by this process.
         has_memfd: this worker's pool can be mapped by others.
+        has_nixl: this worker's engine is there, and nothing speaks against it with this peer.
         here: identity of this host.
         there: where the peer is reached on its host; None: by network only.
     """
     same_host = there is not None and there.host_id == here and here != ""
-    usable = {LOCAL: same_process, SHM: same_host and has_memfd, TCP: True}
+    usable = {
+        LOCAL: same_process,
+        SHM: same_host and has_memfd,
+        NIXL: has_nixl and has_memfd,
+        TCP: True,
+    }
     return tuple(kind for kind in allowed if usable[kind])
 
 

@@ -7,18 +7,25 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import ssl
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import NamedTuple
 
 from kvmesh.core.clock import SystemClock
 from kvmesh.core.errors import LostError, RefusedError
 from kvmesh.core.types import Endpoint, HostRoute, Reservation
 from kvmesh.policy.link import LinkView
 from kvmesh.transfer.alignment import Run, tabled
-from kvmesh.transfer.channel import KINDS, LOCAL, SHM, SendChannel, usable_kinds
+from kvmesh.transfer.channel import (
+    DEFAULT_KINDS,
+    LOCAL,
+    NIXL,
+    SHM,
+    SendChannel,
+    usable_kinds,
+)
 from kvmesh.transfer.frames import BlockPart, Checksum
 from kvmesh.transfer.host import host_id
 from kvmesh.transfer.lane import LaneOptions, PeerKey
@@ -33,11 +40,14 @@ from kvmesh.transfer.meters import (
     unobserved,
 )
 from kvmesh.transfer.native import load_native
+from kvmesh.transfer.nixl_channel import NixlChannel, NixlOwner
+from kvmesh.transfer.nixl_process import is_installed
 from kvmesh.transfer.pacing import Pacer
 from kvmesh.transfer.protocol import ChannelIdentity
 from kvmesh.transfer.run_table import num_blocks_of
 from kvmesh.transfer.shm_channel import ShmChannel
 from kvmesh.transfer.tcp_channel import TcpChannel, TcpOptions
+from kvmesh.transfer.tls import DataTls
 
 _MAX_THREADS = 32
 _LINK_ID_BITS = 64
@@ -55,19 +65,21 @@ class SendOptions:
         connect_timeout_s: for a new connection, greeting included.
         stall_timeout_s: a transfer fails when it makes no progress for this long.
         tls: wraps TCP connections.
+        poll_s: after something small was sent, and nothing else is under way on its connection, the
+            loop looks for the answer so long before it turns to other work; 0: not at all.
     """
 
-    kinds: tuple[str, ...] = KINDS
+    kinds: tuple[str, ...] = DEFAULT_KINDS
     lanes: int = 2
     checksum: Checksum = Checksum.CRC32C
     budget_bytes_s: float = 0.0
     connect_timeout_s: float = 2.0
     stall_timeout_s: float = 10.0
-    tls: ssl.SSLContext | None = None
+    tls: DataTls | None = None
+    poll_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Address:
+class _Address(NamedTuple):
     """Where and who a channel leads to."""
 
     peer: PeerKey
@@ -119,6 +131,10 @@ class ChannelPool:
         self._slots: dict[_Address, _Slot] = {}
         self._meters: dict[LinkKey, LinkMeter] = {}
         self._pacers: dict[Endpoint, Pacer] = {}
+        self._nixl: NixlOwner | None = None
+        if NIXL in self._options.kinds and is_installed() and isinstance(memory, MappablePool):
+            self._nixl = NixlOwner(memory)
+        self._out_of_nixl: set[PeerKey] = set()
         load_native()  # compiled at the first start on a machine, and not in the first transfer
         self._threads = ThreadPoolExecutor(_MAX_THREADS, "kv-send")
         self._closed = False
@@ -157,6 +173,9 @@ class ChannelPool:
             raise
         except LostError:
             meter.lost += 1
+            if isinstance(channel, NixlChannel) and channel.is_barren:
+                # The engines do not reach each other: this life of the peer gets another kind.
+                self._out_of_nixl.add(PeerKey(reservation.worker_id, reservation.incarnation))
             raise
         finally:
             meter.end(num_bytes, now())
@@ -198,6 +217,8 @@ class ChannelPool:
             async with slot.opening:
                 if slot.channel is not None:
                     await slot.channel.close()
+        if self._nixl is not None:
+            await self._nixl.close()
         self._threads.shutdown(wait=False)
 
     def statistics(self) -> TransferStatistics:
@@ -266,6 +287,7 @@ class ChannelPool:
             self._options.kinds,
             same_process=self._hub.find(address.peer) is not None,
             has_memfd=isinstance(self._memory, MappablePool),
+            has_nixl=self._nixl is not None and address.peer not in self._out_of_nixl,
             here=self._host_id,
             there=address.route,
         )
@@ -286,7 +308,10 @@ class ChannelPool:
         options, memory = self._options, self._memory
         link_id = secrets.randbits(_LINK_ID_BITS)
         lane = LaneOptions(
-            options.connect_timeout_s, options.stall_timeout_s, self._pacer(address.endpoint)
+            options.connect_timeout_s,
+            options.stall_timeout_s,
+            self._pacer(address.endpoint),
+            options.poll_s,
         )
         if kind == LOCAL:
             end = self._hub.find(peer)
@@ -299,6 +324,11 @@ class ChannelPool:
                 me, peer, address.route, link_id, lane, memory, meter, self._threads
             )
         tcp = TcpOptions(lane, options.lanes, options.checksum, options.tls)
+        if kind == NIXL:
+            assert self._nixl is not None, "usable with the engine only"
+            return await NixlChannel.open(
+                me, peer, address.endpoint, link_id, tcp, self._nixl, meter, self._threads
+            )
         channel = TcpChannel(me, peer, address.endpoint, link_id, tcp, memory, meter, self._threads)
         await channel.open()
         return channel

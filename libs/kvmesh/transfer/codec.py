@@ -40,6 +40,9 @@ TRAILER = struct.Struct("<I")
 
 _CHECKED = struct.Struct("<4sBBHIQI")
 _SUM = struct.Struct("<I")
+# Tuples: to join types by a bar is work at each call.
+_WITH_CHECKSUM = (PutFrame, QueryFrame, DataFrame)
+_WITH_PART = (PutFrame, PullFrame)
 
 
 class Header(NamedTuple):
@@ -103,10 +106,10 @@ def decode_body(header: Header, body: bytes) -> Frame:
 
 def _flags(frame: Frame) -> int:
     flags = 0
-    if isinstance(frame, PutFrame | QueryFrame | DataFrame) and frame.checksum:
+    if isinstance(frame, _WITH_CHECKSUM) and frame.checksum:
         flags |= FLAG_CHECKSUM
     if isinstance(frame, PutFrame) and frame.last:
         flags |= FLAG_LAST
-    if isinstance(frame, PutFrame | PullFrame) and frame.part is not None:
+    if isinstance(frame, _WITH_PART) and frame.part is not None:
         flags |= FLAG_PART
     return flags

@@ -12,7 +12,6 @@ import functools
 import logging
 import shutil
 import socket
-import ssl
 import tempfile
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -22,11 +21,12 @@ from types import MappingProxyType
 
 from kvmesh.core.errors import LostError
 from kvmesh.core.types import Endpoint, HostRoute
-from kvmesh.transfer.channel import KINDS, LOCAL, SHM, TCP
+from kvmesh.transfer.channel import DEFAULT_KINDS, LOCAL, NIXL, SHM, TCP
 from kvmesh.transfer.frame_socket import FrameSocket
 from kvmesh.transfer.frames import Checksum, LinkTerms
 from kvmesh.transfer.host import host_id
 from kvmesh.transfer.local_channel import PROCESS_HUB, LocalEnd, LocalHub
+from kvmesh.transfer.memory import PoolMemory
 from kvmesh.transfer.meters import (
     LinkKey,
     LinkMeter,
@@ -35,11 +35,12 @@ from kvmesh.transfer.meters import (
     unobserved,
 )
 from kvmesh.transfer.native import load_native
+from kvmesh.transfer.nixl_reader import NixlReaders
 from kvmesh.transfer.protocol import ChannelIdentity, ReceiverMachine
 from kvmesh.transfer.server_channel import ServerChannel, ServerState
 from kvmesh.transfer.sockets import listen, listen_local, local_endpoint
 from kvmesh.transfer.target import NothingToRead, ReadSource, WriteGrant, WriteTarget
-from kvmesh.transfer.tls import accept_tls
+from kvmesh.transfer.tls import DataTls, accept_tls
 from kvmesh.transfer.wire import Wire
 
 _log = logging.getLogger(__name__)
@@ -63,15 +64,20 @@ class ReceiveOptions:
         stall_timeout_s: a connection without a whole HELLO after this long, or without progress for
             this long within a frame, is cut.
         tls: wraps TCP connections.
+        copy_threads: that share one large copy out of a mapped pool.
+        poll_s: after a frame, the loop looks for the next one so long before it turns to other
+            work; 0: not at all.
     """
 
-    kinds: tuple[str, ...] = KINDS
+    kinds: tuple[str, ...] = DEFAULT_KINDS
     host: str = "127.0.0.1"
     port: int = 0
     checksum: Checksum = Checksum.NONE
     window_bytes: int = 64 << 20
     stall_timeout_s: float = 10.0
-    tls: ssl.SSLContext | None = None
+    tls: DataTls | None = None
+    copy_threads: int = 1
+    poll_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +98,7 @@ class DataServer:
         options: ReceiveOptions | None = None,
         *,
         source: ReadSource | None = None,
+        memory: PoolMemory | None = None,
         hub: LocalHub = PROCESS_HUB,
         observer: TransferObserver = unobserved,
     ) -> None:
@@ -102,6 +109,7 @@ class DataServer:
                 layout are refused.
             target: where KV goes.
             source: where KV is read from; None gives nothing away.
+            memory: the pool that the target's grants lie in; NIXL needs to know it.
             hub: receivers of this process.
             observer: told of every frame that filled its blocks.
         """
@@ -118,7 +126,9 @@ class DataServer:
         self._local: LocalEnd | None = None
         self._serving: set[asyncio.Task[None]] = set()
         self._meters: dict[LinkKey, LinkMeter] = {}
-        self._state = ServerState()
+        self._state = ServerState(copy_threads=self._options.copy_threads)
+        if NIXL in self._options.kinds:
+            self._state.readers = NixlReaders(memory, self._options.stall_timeout_s)
 
     async def start(self) -> DataAddress:
         """Listens; returns where.
@@ -155,6 +165,8 @@ class DataServer:
         for task in serving:
             task.cancel()
         await asyncio.gather(*serving, return_exceptions=True)
+        if self._state.readers is not None:
+            await self._state.readers.close()
         self._threads.shutdown(wait=False)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -220,6 +232,7 @@ class DataServer:
             options.stall_timeout_s,
             self._threads,
             takes_fd=kind == SHM,
+            poll_s=options.poll_s,
         )
         # Nothing leaves the machine on a Unix socket: a sum would only cost time.
         wish = Checksum.NONE if kind == SHM else options.checksum
@@ -242,5 +255,7 @@ class DataServer:
         self, kind: str, machine: ReceiverMachine
     ) -> tuple[LinkKey, LinkMeter, TransferObserver]:
         assert machine.peer is not None, "greeted"
+        if machine.offer is not None and machine.offer.segment is not None:
+            kind = NIXL
         key = LinkKey(machine.peer, kind, "received")
         return key, self._meters.setdefault(key, LinkMeter()), self._observer

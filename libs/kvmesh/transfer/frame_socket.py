@@ -68,12 +68,19 @@ class FrameSocket:
         threads: Executor,
         *,
         takes_fd: bool = False,
+        poll_s: float = 0.0,
     ) -> None:
-        """`takes_fd` accepts one descriptor from the peer."""
+        """Greets nobody yet.
+
+        Args:
+            takes_fd: accept one descriptor from the peer.
+            poll_s: `receive` blocks the loop so long for a next frame before it lets others work.
+        """
         self.wire = wire
         self.decoder = FrameDecoder(block_bytes)
         self.received_fd: int | None = None
         self._takes_fd = takes_fd
+        self._poll_s = poll_s
         self._loop = asyncio.get_running_loop()
         self._threads = threads
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
@@ -86,6 +93,7 @@ class FrameSocket:
         self._is_dry = False
         self._may_be_dry = isinstance(wire, socket.socket)
         self._reader: asyncio.Future[None] | None = None
+        self._read_on: Callable[[], None] | None = None
         # Calls outside of the interpreter count here what they moved; TLS has none of them.
         self._native = load_native() if isinstance(wire, socket.socket) else None
         self._sending, self._receiving = NativeState(), NativeState()
@@ -215,13 +223,18 @@ class FrameSocket:
         while not self._events:
             # Never more than wanted: the bytes of a payload stay in the socket.
             piece = self._scratch if greedy else self._scratch[: self.decoder.wanted]
-            if self._is_dry and self.decoder.at_boundary:
-                await self._readable()
             if self.decoder.at_boundary:
+                if self._poll_s > 0 and self._is_there_soon(self._poll_s):
+                    await asyncio.sleep(0)  # a peer that never rests must not have the loop alone
+                elif self._is_dry:
+                    await self._readable()
                 count = await self._receive_now([piece])
             else:
-                with self.watch.under_way():
+                self.watch.begin()
+                try:
                     count = await self._receive_now([piece])
+                finally:
+                    self.watch.end()
             if count == 0:
                 if self.decoder.at_boundary and self._cause is None:
                     return None
@@ -257,8 +270,20 @@ class FrameSocket:
                 self._unwatch()
                 ended(str(error))
 
+        self._read_on = on_readable
         self._watch(on_readable)
         self._loop.call_soon(on_readable)  # for what TLS has decrypted already
+
+    def read_soon(self, wait_s: float) -> None:
+        """Blocks the loop until bytes come, for so long at most, and hands their events over.
+
+        After `read_on`; does nothing for a socket without native calls.
+        """
+        if self._is_watched and self._read_on is not None and self._is_there_soon(wait_s):
+            self._read_on()
+
+    def _is_there_soon(self, wait_s: float) -> bool:
+        return self._native is not None and self._native.poll(self.wire.fileno(), wait_s)
 
     def _read_at_once(self) -> int | None:
         """Bytes now in the scratch memory, 0 at the end; None when there is nothing yet."""

@@ -23,6 +23,7 @@ MAX_RUNS = 4096
 MAX_MESSAGE_BYTES = 1024
 MAX_ARGUMENT_BYTES = 16 * 1024
 MAX_OPERAND_BYTES = 64 << 20
+MAX_METADATA_BYTES = 32 * 1024
 
 FLAG_CHECKSUM = 1
 """PUT, QUERY, DATA: the payload is followed by its checksum."""
@@ -97,6 +98,21 @@ class WriteClaim:
 
 
 @dataclass(frozen=True, slots=True)
+class SegmentOffer:
+    """The sender's pool as memory that a transfer engine has registered for reading.
+
+    Attributes:
+        engine: its name.
+        address: of block 0, in the engine's words.
+        metadata: by which the engine's other end reaches it; at most `MAX_METADATA_BYTES`.
+    """
+
+    engine: str
+    address: int
+    metadata: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class LinkOffer:
     """What the sender of a connection brings along; without it, crc32 and no window.
 
@@ -105,13 +121,15 @@ class LinkOffer:
             the same lane replaces the one before.
         lane: number of this connection within the channel.
         checksum: the sender's wish.
-        pool_blocks: blocks of the sender's pool whose memfd came with this frame; 0 is none.
+        pool_blocks: blocks of the sender's pool that the receiver may read; 0 is none.
+        segment: how it reads them; None: the pool's memfd came with this frame.
     """
 
     link_id: int
     lane: int
     checksum: Checksum
     pool_blocks: int = 0
+    segment: SegmentOffer | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +198,7 @@ class PutFrame:
 
 @dataclass(frozen=True, slots=True)
 class PullFrame:
-    """Asks the receiver to copy blocks out of the sender's pool, which it has mapped.
+    """Asks the receiver to copy blocks out of the sender's pool, which it can read.
 
     The sender leaves the blocks alone until the answer, a PUT_OK or an ERROR.
 
@@ -331,7 +349,7 @@ Frame = (
 
 def _joined(pulled: Sequence[PullRun]) -> Sequence[BlockRun]:
     """The runs that are written; those that follow each other are one."""
-    if isinstance(pulled, RunTable):
+    if type(pulled) is RunTable:
         first, count = pulled.numbers[:, 1], pulled.numbers[:, 2]
         end = first + count
         starts = np.flatnonzero(np.concatenate(([True], first[1:] != end[:-1])))

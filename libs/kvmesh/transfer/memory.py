@@ -133,7 +133,7 @@ class MappedPool:
         assert self._view is not None, "the mapping is closed"
         assert end_of(runs) <= self._num_blocks, "outside of the pool"
         base, size = self._address, self._block_bytes
-        if isinstance(runs, RunTable):
+        if type(runs) is RunTable:
             return ranges_at(base, places_of(runs.numbers, size, part))
         ranges = [(base + run[0] * size, run[-1] * size) for run in runs]
         if part is None:
@@ -169,7 +169,7 @@ def run_views(
     memory: PoolMemory, runs: Sequence[Run], block_bytes: int, part: BlockPart | None
 ) -> Sequence[memoryview]:
     """A sender's bytes of runs, in order; with `part` only these of each block."""
-    if isinstance(runs, RunTable) and isinstance(memory, MappablePool):
+    if type(runs) is RunTable and isinstance(memory, MappablePool):
         whole = memory.read_view(0, memory.num_blocks)
         return PlacedViews(whole, places_of(runs.numbers, block_bytes, part))
     views = [memory.read_view(run.source_start, run.count) for run in runs]
@@ -212,14 +212,18 @@ def copy_views(targets: Sequence[memoryview], sources: Sequence[memoryview]) -> 
 
     Gives the interpreter lock up at least once per MiB.
     """
-    if isinstance(sources, PlacedViews):
+    if type(sources) is PlacedViews:
         copy_ranges(targets, sources.ranges)
     else:
         copy_ranges(targets, [(address_of(view), view.nbytes) for view in sources])
 
 
-def copy_ranges(targets: Sequence[memoryview], sources: Places) -> None:
-    """As `copy_views` from (address, number of bytes); the caller holds the memory."""
+def copy_ranges(targets: Sequence[memoryview], sources: Places, *, num_threads: int = 1) -> None:
+    """As `copy_views` from (address, number of bytes); the caller holds the memory.
+
+    Args:
+        num_threads: that share what is large.
+    """
     num_bytes = num_bytes_at(sources)
     assert num_bytes == num_bytes_of(targets), "as many bytes here as there"
     # What is large goes through the native library for its stores that pass the cache by.
@@ -227,7 +231,7 @@ def copy_ranges(targets: Sequence[memoryview], sources: Places) -> None:
     if worth_it and (native := load_native()) is not None:
         is_short = num_bytes <= COPY_INLINE_BYTES
         from_ = sources if isinstance(sources, np.ndarray) else as_ranges(sources)
-        native.copy(ranges_of(targets), from_, is_short=is_short)
+        native.copy(ranges_of(targets), from_, is_short=is_short, num_threads=num_threads)
         return
     copy_in_python(targets, sources.tolist() if isinstance(sources, np.ndarray) else sources)
 

@@ -1,10 +1,15 @@
 // Moves bytes between memories and sockets without the interpreter. native.py is its only caller
 // and says what each function does; every one has a twin in Python.
 #include <cerrno>
+#include <chrono>
 #include <cstdint>
 #include <cstring>
+#include <sched.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
+#include <system_error>
+#include <thread>
+#include <vector>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -102,6 +107,10 @@ class Cursor {
 
   bool at_end() const { return next_ == end_; }
 
+  // Where it is, and the bytes left in that range; not at the end.
+  char* at() const { return static_cast<char*>(next_->iov_base) + done_; }
+  uint64_t left() const { return next_->iov_len - done_; }
+
   // The next bytes as buffers, at most `limit`; returns how many buffers.
   int batch(iovec* buffers, uint64_t limit) const {
     int count = 0;
@@ -147,6 +156,7 @@ uint32_t sum_of(uint32_t value, const iovec* buffers, int count, uint64_t size) 
 // does so from a size on that it takes from the processor's cache, and of which a virtual machine
 // hears too much.
 constexpr uint64_t kStreamedBytes = 2 << 20;
+constexpr uint64_t kSharedBytes = 4 << 20;  // smaller, a thread's start is a part of the whole
 constexpr uint64_t kLine = 64;
 constexpr uint64_t kPage = 4096;
 // One piece of four pages has its pages copied side by side: the processor fetches ahead within a
@@ -157,7 +167,6 @@ constexpr uint64_t kAheadInPage = 512;
 constexpr uint64_t kAheadInRun = 2048;
 
 #if defined(__AVX512F__) || defined(__AVX2__)
-#define KVMESH_STREAMS 1
 
 inline void stream_line(char* to, const char* from) {
 #if defined(__AVX512F__)
@@ -220,10 +229,28 @@ void stream(char* to, const char* from, uint64_t size, const char* next) {
 void end_streams() { _mm_sfence(); }
 
 #else
-#define KVMESH_STREAMS 0
 void stream(char* to, const char* from, uint64_t size, const char*) { std::memcpy(to, from, size); }
 void end_streams() {}
 #endif
+
+// Bytes from `begin` to `end` of two lists of ranges.
+void copy_part(Cursor target, Cursor source, uint64_t begin, uint64_t end, bool streams) {
+  target.advance(begin), source.advance(begin);
+  while (begin < end) {
+    char* to = target.at();
+    const char* from = source.at();
+    uint64_t size = target.left() < source.left() ? target.left() : source.left();
+    if (size > end - begin) size = end - begin;
+    begin += size;
+    target.advance(size), source.advance(size);
+    if (streams) {
+      stream(to, from, size, source.at_end() ? from : source.at());
+    } else {
+      std::memcpy(to, from, size);
+    }
+  }
+  if (streams) end_streams();
+}
 
 // Shared with the interpreter, which reads the one and writes the other meanwhile.
 struct State {
@@ -250,28 +277,40 @@ uint32_t kvmesh_crc32c(const void* at, uint64_t size, uint32_t value) {
   return crc32c(value, static_cast<const uint8_t*>(at), size);
 }
 
+// Several threads share what is large, this one among them.
 void kvmesh_copy(const iovec* targets, int64_t num_targets, const iovec* sources,
-                 int64_t num_sources) {
-  const bool streams = KVMESH_STREAMS && size_of(targets, num_targets) >= kStreamedBytes;
-  int64_t t = 0, s = 0;
-  uint64_t to = 0, from = 0;
-  while (t < num_targets && s < num_sources) {
-    char* target = static_cast<char*>(targets[t].iov_base) + to;
-    const char* source = static_cast<const char*>(sources[s].iov_base) + from;
-    const uint64_t room = targets[t].iov_len - to, left = sources[s].iov_len - from;
-    const uint64_t size = room < left ? room : left;
-    to += size, from += size;
-    if (to == targets[t].iov_len) ++t, to = 0;
-    if (from == sources[s].iov_len) ++s, from = 0;
-    if (streams) {
-      const char* next = s < num_sources ? static_cast<const char*>(sources[s].iov_base) + from
-                                         : source;
-      stream(target, source, size, next);
-    } else {
-      std::memcpy(target, source, size);
-    }
+                 int64_t num_sources, int64_t num_threads) {
+  const uint64_t size = size_of(targets, num_targets);
+  const Cursor target(targets, num_targets), source(sources, num_sources);
+  if (num_threads < 2 || size < kSharedBytes) {
+    copy_part(target, source, 0, size, size >= kStreamedBytes);
+    return;
   }
-  if (streams) end_streams();
+  const uint64_t part = (size / num_threads + kPage - 1) / kPage * kPage;
+  std::vector<std::thread> others;
+  uint64_t begin = 0;
+  try {
+    for (; begin + part < size; begin += part) {
+      others.emplace_back(copy_part, target, source, begin, begin + part, true);
+    }
+  } catch (const std::system_error&) {
+    // The machine has no more threads: the rest is this one's.
+  }
+  copy_part(target, source, begin, size, true);
+  for (std::thread& other : others) other.join();
+}
+
+// 1 as soon as the socket has something to say, 0 when it has not for so long. The processor is
+// offered to others meanwhile: one of them may be who answers.
+int kvmesh_poll(int fd, int64_t nanoseconds) {
+  using Clock = std::chrono::steady_clock;
+  const auto end = Clock::now() + std::chrono::nanoseconds(nanoseconds);
+  do {
+    char byte;
+    if (recv(fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT) >= 0 || errno != EAGAIN) return 1;
+    sched_yield();
+  } while (Clock::now() < end);
+  return 0;
 }
 
 int kvmesh_send(int fd, const iovec* ranges, int64_t count, int has_sum, uint32_t* sum,

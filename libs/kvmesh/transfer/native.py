@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from kvmesh.core.compiled import CompileError, load_compiled
 
 _SOURCE = Path(__file__).with_name("native.cpp")
-_FLAGS = ("-O3", "-march=native", "-fPIC", "-shared", "-std=c++17")
+_FLAGS = ("-O3", "-march=native", "-fPIC", "-shared", "-std=c++17", "-pthread")
 
 _log = logging.getLogger(__name__)
 
@@ -56,17 +56,28 @@ class NativeIo:
         # The second handle of the same library keeps the lock: cheaper for what is short.
         self._copy, self._copy_locked = library.kvmesh_copy, ctypes.PyDLL(library._name).kvmesh_copy
         for function in (self._copy, self._copy_locked):
-            function.argtypes, function.restype = (pointer, number, pointer, number), None
+            function.argtypes = (pointer, number, pointer, number, number)
+            function.restype = None
+        self._poll = library.kvmesh_poll
+        self._poll.argtypes, self._poll.restype = (ctypes.c_int, number), ctypes.c_int
         self.has_crc32c = bool(library.kvmesh_has_crc32c())
 
-    def copy(self, targets: Ranges, sources: Ranges, *, is_short: bool) -> None:
+    def copy(
+        self, targets: Ranges, sources: Ranges, *, is_short: bool, num_threads: int = 1
+    ) -> None:
         """Copies the bytes of `sources`, in order, into `targets`; both may be cut anywhere.
 
         Args:
             is_short: keep the interpreter lock.
+            num_threads: that share a copy of 4 MiB or more.
         """
         copy = self._copy_locked if is_short else self._copy
-        copy(targets.ctypes.data, len(targets), sources.ctypes.data, len(sources))
+        addresses = targets.ctypes.data, sources.ctypes.data
+        copy(addresses[0], len(targets), addresses[1], len(sources), num_threads)
+
+    def poll(self, fd: int, wait_s: float) -> bool:
+        """Whether the socket has bytes, or its end, or an error; looks for that for so long."""
+        return bool(self._poll(fd, int(wait_s * 1e9)))
 
     def crc32c(self, ranges: Ranges, value: int) -> int:
         """The running sum of these bytes; only with `has_crc32c`."""
@@ -155,7 +166,7 @@ class PlacedViews(Sequence[memoryview]):
 
 def num_bytes_of(views: Sequence[memoryview]) -> int:
     """Of all views together."""
-    if isinstance(views, PlacedViews):
+    if type(views) is PlacedViews:
         return views.num_bytes
     return sum([view.nbytes for view in views])
 
@@ -169,7 +180,7 @@ def ranges_at(address: int, places: NDArray[np.int64]) -> Ranges:
 
 def ranges_of(views: Iterable[memoryview]) -> Ranges:
     """Where contiguous views are, without the empty ones; the caller holds them meanwhile."""
-    if isinstance(views, PlacedViews):
+    if type(views) is PlacedViews:
         return views.ranges
     return as_ranges([(address_of(view), view.nbytes) for view in views if view.nbytes])
 

@@ -50,6 +50,7 @@ CHANNEL_REASONS = {
     "unsupported": RefusalReason.INVALID,
     "checksum": RefusalReason.LOST,
     "mapping": RefusalReason.INVALID,
+    "engine": RefusalReason.LOST,
 }
 """Words of the channel itself in ERROR frames, and what they mean to a request."""
 
@@ -144,7 +145,7 @@ class ReceiverMachine:
 
     @property
     def has_pool(self) -> bool:
-        """Whether the peer handed its pool over; such a channel carries no payloads."""
+        """Whether the peer's pool can be read; such a channel carries no payloads."""
         return self.offer is not None and self.offer.pool_blocks > 0
 
     def turn_away(self, reason: str, message: str) -> ErrorFrame:
@@ -163,7 +164,7 @@ class ReceiverMachine:
             return self._hello(frame)
         match frame:
             case PutFrame() | QueryFrame() if self.has_pool:
-                raise ProtocolError("unexpected_frame", "a payload on a shared memory channel")
+                raise ProtocolError("unexpected_frame", "a payload where blocks are pulled")
             case PutFrame():
                 return self._put(frame)
             case PullFrame():
@@ -250,7 +251,7 @@ class ReceiverMachine:
         if pull.claim.incarnation != self._identity.incarnation:
             return Reply(self._close(pull.transfer_id, self._stale()))
         if end_of(pull.runs) > pool_blocks:
-            message = f"a run ends outside of the sender's {pool_blocks} mapped blocks"
+            message = f"a run ends outside of the sender's {pool_blocks} blocks"
             refusal = Refusal(RefusalReason.INVALID, message)
             return Reply(self._close(pull.transfer_id, refusal))
         if pull.part is not None and pull.part.offset + pull.part.size > self.block_bytes:

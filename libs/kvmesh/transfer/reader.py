@@ -7,7 +7,6 @@ Tests: tests/contract/test_reads.py.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,7 @@ from functools import partial
 from kvmesh.core.errors import LostError, ProtocolError, RefusedError
 from kvmesh.core.types import Endpoint, HostRoute, Refusal, WorkerId
 from kvmesh.transfer.alignment import Run, split_runs
-from kvmesh.transfer.channel import LOCAL, SHM, carry_all, usable_kinds
+from kvmesh.transfer.channel import LOCAL, NIXL, SHM, TCP, carry_all, usable_kinds
 from kvmesh.transfer.channel_pool import SendOptions
 from kvmesh.transfer.checksums import checksum_function
 from kvmesh.transfer.codec import encode_frame
@@ -38,9 +37,9 @@ from kvmesh.transfer.protocol import (
     Refused,
     SenderMachine,
 )
-from kvmesh.transfer.sockets import connect, connect_local
+from kvmesh.transfer.sockets import connect_local
 from kvmesh.transfer.threads import run_to_end
-from kvmesh.transfer.tls import connect_tls
+from kvmesh.transfer.tls import connect_wire
 from kvmesh.transfer.wire import Wire
 
 PIECE_BYTES = 8 << 20
@@ -249,8 +248,10 @@ class BlockReader:
     async def _open(self, lease: ReadLease, index: int) -> _ReadLane:
         options = self._options
         peer = PeerKey(lease.worker_id, lease.incarnation)
+        # What is read by GET comes over a connection of ours in any case.
+        kinds = tuple(dict.fromkeys(TCP if kind == NIXL else kind for kind in options.kinds))
         usable = usable_kinds(
-            options.kinds,
+            kinds,
             same_process=False,
             has_memfd=True,
             here=self._host_id,
@@ -276,11 +277,4 @@ class BlockReader:
         if kind == SHM:
             assert lease.host_route is not None, "usable on the same host only"
             return await connect_local(lease.host_route.socket_path)
-        sock = await connect(lease.data_endpoint)
-        if self._options.tls is None:
-            return sock
-        with contextlib.ExitStack() as on_failure:
-            on_failure.callback(sock.close)
-            wire = await connect_tls(sock, self._options.tls, lease.data_endpoint.host)
-            on_failure.pop_all()
-        return wire
+        return await connect_wire(lease.data_endpoint, self._options.tls)

@@ -21,10 +21,12 @@ from kvmesh.transfer.memory import (
     MappedPool,
     MappingError,
     copy_ranges,
-    num_bytes_at,
+    places_of,
 )
 from kvmesh.transfer.meters import LinkKey, LinkMeter, TransferObserver, TransferSample
 from kvmesh.transfer.native import num_bytes_of
+from kvmesh.transfer.nixl_process import EngineError
+from kvmesh.transfer.nixl_reader import NixlReader, NixlReaders, is_hung_up
 from kvmesh.transfer.protocol import (
     Commit,
     Copy,
@@ -36,6 +38,7 @@ from kvmesh.transfer.protocol import (
     Write,
     last_word,
 )
+from kvmesh.transfer.run_table import numbers_of
 from kvmesh.transfer.target import ReadSource, WriteGrant, WriteTarget
 from kvmesh.transfer.threads import run_to_end
 
@@ -49,10 +52,14 @@ class ServerState:
     Attributes:
         filling: the connection that each open grant is filled by.
         lanes: the newest connection of each (peer, link id, lane).
+        copy_threads: that share one large copy out of a peer's pool.
+        readers: of peers' segments; None: no engine is to be used.
     """
 
     filling: dict[WriteGrant, FrameSocket] = field(default_factory=dict)
     lanes: dict[tuple[WorkerId, int, int], FrameSocket] = field(default_factory=dict)
+    copy_threads: int = 1
+    readers: NixlReaders | None = None
 
 
 class ServerChannel:
@@ -74,6 +81,7 @@ class ServerChannel:
         self._state = state
         self._threads = threads
         self._pool: MappedPool | None = None
+        self._reader: NixlReader | None = None
         self._lane: tuple[WorkerId, int, int] | None = None
 
     async def serve(self, hello_timeout_s: float, metering: Metering) -> str:
@@ -105,6 +113,8 @@ class ServerChannel:
         self._frames.close()
         if self._pool is not None:
             self._pool.close()
+        if self._reader is not None:
+            self._reader.kill()
         if self._lane is not None and self._state.lanes.get(self._lane) is self._frames:
             del self._state.lanes[self._lane]
 
@@ -119,18 +129,24 @@ class ServerChannel:
         answer = action.frame
         if self._machine.peer is not None:
             try:
-                self._take_offer(self._machine.peer)
+                await self._take_offer(self._machine.peer)
             except MappingError as error:
                 answer = self._machine.turn_away("mapping", str(error))
+            except EngineError as error:
+                answer = self._machine.turn_away("engine", str(error))
         await self._frames.send(encode_frame(answer))
         return self._machine.peer is not None
 
-    def _take_offer(self, peer: WorkerId) -> None:
+    async def _take_offer(self, peer: WorkerId) -> None:
         offer = self._machine.offer
         self._frames.decoder.sum = checksum_function(self._machine.terms.checksum)
         if offer is None:
             return
-        if offer.pool_blocks:
+        if offer.segment is not None:
+            if self._state.readers is None:
+                raise EngineError(f"no {offer.segment.engine} here")
+            self._reader = await self._state.readers.open(offer.segment)
+        elif offer.pool_blocks:
             if self._frames.received_fd is None:
                 raise MappingError("no descriptor came with the greeting")
             self._pool = MappedPool(
@@ -213,15 +229,15 @@ class ServerChannel:
             await self._frames.send(encode_frame(self._machine.pull_answered(pull, grant)))
             return
         started = asyncio.get_running_loop().time()
-        assert self._pool is not None, "runs of a pool that is not mapped are refused"
-        sources = self._pool.byte_ranges(pull.runs, pull.part)
-        num_bytes = num_bytes_at(sources)
+        num_bytes = num_bytes_of(grant.views)
         done = False
         try:
-            if num_bytes <= COPY_INLINE_BYTES:
-                copy_ranges(grant.views, sources)
+            if self._reader is not None:
+                await self._read_segment(self._reader, pull, grant)
+            elif num_bytes <= COPY_INLINE_BYTES:
+                self._copy_mapped(pull, grant)
             else:
-                await run_to_end(self._threads, partial(copy_ranges, grant.views, sources))
+                await run_to_end(self._threads, partial(self._copy_mapped, pull, grant))
             done = True
         finally:
             self._target.end_write(grant, done)
@@ -229,6 +245,22 @@ class ServerChannel:
         # The peer waits: its answer goes before the books are kept.
         await self._frames.send(encode_frame(self._machine.pull_answered(pull, None)))
         self._moved(grant, num_bytes, len(pull.runs), seconds)
+
+    def _copy_mapped(self, pull: PullFrame, grant: WriteGrant) -> None:
+        assert self._pool is not None, "runs of a pool that is not mapped are refused"
+        sources = self._pool.byte_ranges(pull.runs, pull.part)
+        copy_ranges(grant.views, sources, num_threads=self._state.copy_threads)
+
+    async def _read_segment(self, reader: NixlReader, pull: PullFrame, grant: WriteGrant) -> None:
+        sources = places_of(numbers_of(pull.runs), self._machine.block_bytes, pull.part)
+        fd = self._frames.wire.fileno()
+        self._state.filling[grant] = self._frames
+        try:
+            await reader.read(grant.views, sources, partial(is_hung_up, fd))
+        except EngineError as error:
+            raise ProtocolError("engine", str(error)) from error
+        finally:
+            del self._state.filling[grant]
 
     def _moved(self, grant: WriteGrant, num_bytes: int, num_runs: int, seconds: float) -> None:
         calls = max(num_runs, len(grant.views))

@@ -8,8 +8,6 @@ tests/integration/test_transfer_failures.py.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import ssl
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -25,8 +23,8 @@ from kvmesh.transfer.memory import PoolMemory, run_views
 from kvmesh.transfer.meters import LinkMeter
 from kvmesh.transfer.protocol import ChannelIdentity
 from kvmesh.transfer.run_table import num_blocks_of
-from kvmesh.transfer.sockets import connect, tcp_facts
-from kvmesh.transfer.tls import connect_tls
+from kvmesh.transfer.sockets import tcp_facts
+from kvmesh.transfer.tls import DataTls, connect_wire
 from kvmesh.transfer.wire import Wire
 
 MIN_PIECE_BYTES = 1 << 20
@@ -51,7 +49,7 @@ class TcpOptions:
     lane: LaneOptions
     lanes: int = 2
     checksum: Checksum = Checksum.CRC32C
-    tls: ssl.SSLContext | None = None
+    tls: DataTls | None = None
 
 
 class _Progress:
@@ -204,8 +202,12 @@ class TcpChannel:
         """The least busy connection among the first `width`, opened if it is not up."""
         if self._closed:
             raise LostError("data channels are closed")
-        wanted = range(min(max(width, 1), len(self._lanes)))
-        index = min(wanted, key=self._load)
+        index = 0
+        if width > 1:
+            index = min(range(min(width, len(self._lanes))), key=self._load)
+        lane = self._lanes[index]
+        if lane is not None and lane.is_open:
+            return lane
         try:
             return await self._lane(index)
         except LostError:
@@ -258,11 +260,4 @@ class TcpChannel:
             return lane
 
     async def _connect(self) -> Wire:
-        sock = await connect(self._endpoint)
-        if self._options.tls is None:
-            return sock
-        with contextlib.ExitStack() as on_failure:
-            on_failure.callback(sock.close)
-            wire = await connect_tls(sock, self._options.tls, self._endpoint.host)
-            on_failure.pop_all()
-        return wire
+        return await connect_wire(self._endpoint, self._options.tls)

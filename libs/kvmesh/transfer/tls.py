@@ -7,17 +7,37 @@ decrypts in memory; never while a socket call waits. Tests: tests/contract/test_
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import ssl
 import threading
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
 
 from kvmesh.core.errors import LostError
+from kvmesh.core.types import Endpoint
+from kvmesh.transfer.sockets import connect
+from kvmesh.transfer.wire import Wire
 
 _CIPHER_BYTES = 256 << 10
 _PLAIN_BYTES = 256 << 10
 
 Ancillary = list[tuple[int, int, bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class DataTls:
+    """TLS of one end.
+
+    Attributes:
+        context: what this end shows and trusts.
+        peers: names in certificates that the other end may show; empty takes all that the context
+            trusts.
+    """
+
+    context: ssl.SSLContext
+    peers: frozenset[str] = frozenset()
 
 
 class TlsWire:
@@ -65,6 +85,12 @@ class TlsWire:
                 self._incoming.write(self._cipher_in[:count])
         except (OSError, ssl.SSLError) as error:
             raise LostError(f"data channel: {error}") from error
+
+    def peer_name(self) -> str:
+        """Common name in the certificate that the other end has shown; empty without one."""
+        shown: dict[str, Any] = dict(self._tls.getpeercert() or {})
+        fields = (field for entry in shown.get("subject", ()) for field in entry)
+        return next((str(value) for key, value in fields if key == "commonName"), "")
 
     def sendmsg(self, buffers: Iterable[memoryview | bytes], ancdata: Ancillary, flags: int) -> int:
         """Sends some plaintext; after BlockingIOError call again with the same bytes."""
@@ -142,23 +168,42 @@ class TlsWire:
                 return 0
 
 
-async def connect_tls(sock: socket.socket, context: ssl.SSLContext, server_name: str) -> TlsWire:
-    """The client's end, after its handshake.
+async def connect_wire(endpoint: Endpoint, tls: DataTls | None) -> Wire:
+    """A connection, plain without TLS.
 
     Raises:
-        LostError: as `TlsWire.handshake`.
+        LostError: nobody answers, or the handshake fails.
     """
-    wire = TlsWire(sock, context, server_name)
-    await wire.handshake()
+    sock = await connect(endpoint)
+    if tls is None:
+        return sock
+    with contextlib.ExitStack() as on_failure:
+        on_failure.callback(sock.close)
+        wire = await connect_tls(sock, tls, endpoint.host)
+        on_failure.pop_all()
     return wire
 
 
-async def accept_tls(sock: socket.socket, context: ssl.SSLContext) -> TlsWire:
+async def connect_tls(sock: socket.socket, tls: DataTls, server_name: str) -> TlsWire:
+    """The client's end, after its handshake.
+
+    Raises:
+        LostError: as `TlsWire.handshake`, or the other end is none of the peers.
+    """
+    return await _greeted(TlsWire(sock, tls.context, server_name), tls.peers)
+
+
+async def accept_tls(sock: socket.socket, tls: DataTls) -> TlsWire:
     """The server's end, after its handshake.
 
     Raises:
-        LostError: as `TlsWire.handshake`.
+        LostError: as `connect_tls`.
     """
-    wire = TlsWire(sock, context, None)
+    return await _greeted(TlsWire(sock, tls.context, None), tls.peers)
+
+
+async def _greeted(wire: TlsWire, peers: frozenset[str]) -> TlsWire:
     await wire.handshake()
+    if peers and wire.peer_name() not in peers:
+        raise LostError(f"data channel: {wire.peer_name() or 'nobody'} is no peer of this worker")
     return wire

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from kvmesh.v1 import prefill_service_pb2 as _prefill_service_pb2
 from kvmesh.v1 import types_pb2 as _types_pb2
 import builtins as _builtins
 import sys
@@ -29,12 +30,17 @@ class DecodeReserve(_message.Message):
     ATTEMPT_FIELD_NUMBER: _builtins.int
     SEQUENCE_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    START_WITHIN_MS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Identity of the request."""
     attempt: _builtins.int
     """Attempt of the gateway; answers repeat it."""
     traceparent: _builtins.str
     """W3C trace context."""
+    start_within_ms: _builtins.int
+    """Not 0: the worker computes the prompt as well, right in what it reserves, and has this many milliseconds to the
+    first token. What its prefill side says comes in events of this attempt; one cancel ends both.
+    """
     @_builtins.property
     def sequence(self) -> _types_pb2.SequenceSpec:
         """The sequence that will be decoded."""
@@ -46,10 +52,11 @@ class DecodeReserve(_message.Message):
         attempt: _builtins.int = ...,
         sequence: _types_pb2.SequenceSpec | None = ...,
         traceparent: _builtins.str = ...,
+        start_within_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "request_id", b"request_id", "sequence", b"sequence", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "request_id", b"request_id", "sequence", b"sequence", "start_within_ms", b"start_within_ms", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -203,6 +210,7 @@ class DecodeEvent(_message.Message):
     REFUSED_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
+    PREFILL_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Identity of the request."""
     attempt: _builtins.int
@@ -223,6 +231,13 @@ class DecodeEvent(_message.Message):
     def failed(self) -> _types_pb2.Refusal:
         """Lost after it was reserved; the attempt is over."""
 
+    @_builtins.property
+    def prefill(self) -> _prefill_service_pb2.PrefillEvent:
+        """After `start_within_ms`, from the prefill side: `accepted` beside `reserved`, `rejected` without (the attempt is
+        over), then what comes of it, each alone, without a `handed_off`: with its first token a sequence decodes. Request and
+        attempt in it are empty. A worker that only reserves, as older ones do, sends `reserved` without.
+        """
+
     def __init__(
         self,
         *,
@@ -232,10 +247,11 @@ class DecodeEvent(_message.Message):
         refused: _types_pb2.Refusal | None = ...,
         tokens: Global___DecodeTokens | None = ...,
         failed: _types_pb2.Refusal | None = ...,
+        prefill: _prefill_service_pb2.PrefillEvent | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "failed", b"failed", "refused", b"refused", "reserved", b"reserved", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "failed", b"failed", "prefill", b"prefill", "refused", b"refused", "reserved", b"reserved", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "event", b"event", "failed", b"failed", "refused", b"refused", "request_id", b"request_id", "reserved", b"reserved", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "event", b"event", "failed", b"failed", "prefill", b"prefill", "refused", b"refused", "request_id", b"request_id", "reserved", b"reserved", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["reserved", "refused", "tokens", "failed"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015

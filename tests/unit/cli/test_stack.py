@@ -54,6 +54,14 @@ def _flags(member: Member) -> dict[str, str]:
     return dict(zip(words[::2], words[1::2], strict=True))
 
 
+def test_the_gateway_s_ports_are_those_asked_for() -> None:
+    plan = _plan(replace(OPTIONS, grpc_port=8001, console_port=8002))
+    flags = _flags(_member(plan, "gateway"))
+    assert (flags["--http.port"], flags["--server.port"]) == ("8000", "8001")
+    assert flags["--server.admin.port"] == "8002"
+    assert plan.grpc.port == 8001
+
+
 def test_members_start_from_below() -> None:
     names = [member.spec.name for member in _plan().members]
     below, workers = ["redis", "kvmanager", "scheduler"], ["prefill-0", "prefill-1", "decode-0"]

@@ -41,9 +41,9 @@ def test_no_time_and_no_request_are_no_error() -> None:
     assert (rates.finished_s, rates.ttft_s) == (0.0, None)
 
 
-def shown(frame: Frame) -> str:
-    console = Console(file=io.StringIO(), width=140)
-    console.print(picture(frame))
+def shown(frame: Frame, columns: int = 140) -> str:
+    console = Console(file=io.StringIO(), width=columns)
+    console.print(picture(frame, columns))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -57,6 +57,14 @@ def test_a_picture_names_what_is_wrong() -> None:
     assert "no scheduler" in text
     assert "cordoned" in text
     assert "p0" in text
+
+
+def test_a_narrow_terminal_cuts_nothing() -> None:
+    workers = (fleet_worker("prefill-0"), fleet_worker("decode-10", Role.DECODE, draining=True))
+    narrow = shown(Frame(workers, {}, None, fresh=True), 80)
+    assert "…" not in narrow
+    assert all(word in narrow for word in ("decode-10", "draining", "prompt tok/s"))
+    assert "·" in shown(Frame(workers, {}, None, fresh=True), 110)
 
 
 def test_json_has_the_same() -> None:

@@ -23,6 +23,7 @@ DEFAULTS: dict[str, Any] = {
     "max_model_len": 0,
     "redis_url": "",
     "console_port": 0,
+    "grpc_port": 0,
 }
 
 

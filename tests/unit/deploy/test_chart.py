@@ -32,6 +32,7 @@ VALUES: dict[str, dict[str, Any]] = {
         "tls": {"secret": "certificates"},
         "admin": {"secret": "admin-token"},
         "apiKeys": {"secret": "keys"},
+        "tenants": {"secret": "tenants"},
         "tracing": {"collector": "collector.monitoring:4317"},
     },
     "gpus": {
@@ -237,6 +238,17 @@ def test_secrets_come_as_files_or_references(manifests: list[Manifest]) -> None:
             if value.startswith("/etc/kvmesh/"):
                 assert value.rpartition("/")[0] in mounted, variable
             assert not variable.endswith(("PASSWORD", "TOKEN")) or value == "from elsewhere"
+
+
+def test_gateways_count_what_tenants_used_together(manifests: list[Manifest]) -> None:
+    urls = {
+        name: load_config(CONFIGS[name], environ=environment(container)).redis
+        for name, _, container in ours(manifests)
+        if name in ("gateway", "scheduler", "kvmanager")
+    }
+    assert urls["gateway"].url.startswith(("redis://", "rediss://"))
+    assert {each.url for each in urls.values()} == {urls["gateway"].url}
+    assert {each.password for each in urls.values()} == {urls["gateway"].password}
 
 
 def test_autoscalers_follow_metrics_that_are_exported() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -120,3 +122,40 @@ def test_services_of_the_profile_have_no_rights_and_read_what_is_there() -> None
             source, _, mode = volume.split(":")
             assert (ROOT / Path(source)).is_file()
             assert mode == "ro"
+
+
+needs_promtool = pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="promtool is not installed"
+)
+
+
+def _promtool(*arguments: str | Path) -> str:
+    """Runs Prometheus' own checker; what it says when it refuses."""
+    done = subprocess.run(["promtool", *arguments], capture_output=True, text=True, check=False)
+    return "" if done.returncode == 0 else done.stdout + done.stderr
+
+
+@needs_promtool
+def test_prometheus_takes_its_configuration(tmp_path: Path) -> None:
+    (tmp_path / "rules.yml").write_text((FOLDER / "rules.yml").read_text())
+    config = yaml_of("prometheus.yml")
+    config["rule_files"] = [str(tmp_path / Path(each).name) for each in config["rule_files"]]
+    file = tmp_path / "prometheus.yml"
+    file.write_text(yaml.safe_dump(config))
+    assert _promtool("check", "config", file) == ""
+
+
+@needs_promtool
+def test_prometheus_can_read_every_query_of_the_dashboard(tmp_path: Path) -> None:
+    def checked(queries: list[str]) -> str:
+        rules = [{"record": f"query:{n}", "expr": each} for n, each in enumerate(queries)]
+        file = tmp_path / "queries.yml"
+        file.write_text(yaml.safe_dump({"groups": [{"name": "queries", "rules": rules}]}))
+        return _promtool("check", "rules", file)
+
+    queries = [
+        each.replace("$__rate_interval", "1m").replace("$__range", "1h")
+        for each in expressions("grafana/kvmesh.json")
+    ]
+    assert checked(queries) == ""
+    assert "parse error" in checked([*queries, "sum(rate(x[1m]) by (y)"])

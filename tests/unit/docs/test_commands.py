@@ -76,7 +76,7 @@ def test_options_and_spans_exist(document: Path) -> None:
     options, spans = option_names(), span_names()
     sections = {name.split(".")[0] for name in (*options, *spans)}
     for name in code_spans(document):
-        is_file = name.endswith((".py", ".proto", ".md", ".json", ".jsonl", ".log"))
+        is_file = name.endswith((".py", ".proto", ".md", ".json", ".jsonl", ".log", ".h", ".cpp"))
         if _DOTTED.fullmatch(name) and name.split(".")[0] in sections and not is_file:
             assert name in options or name in spans, name
 

@@ -106,7 +106,7 @@ def test_chat_logprobs(fields: dict[str, Any], num_logprobs: int) -> None:
     assert chat(**fields).sampling.num_logprobs == num_logprobs
 
 
-def test_priority_is_a_place_in_the_tenants_queue() -> None:
+async def test_priority_is_a_place_in_the_tenants_queue() -> None:
     call = chat(priority=-3)
     assert call.priority == -3
     request = GenerationRequest(RequestId("r"), "m", (5, 6), SamplingParams(), 1.0, rank=-3)

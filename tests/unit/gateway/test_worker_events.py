@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from kvmesh.core.errors import ProtocolError
-from kvmesh.core.types import FinishReason, Refusal, RefusalReason, TokenLogprobs
+from kvmesh.core.types import FinishReason, Refusal, RefusalReason, TokenLogprobs, WorkerId
 from kvmesh.v1 import types_pb2
 from kvmesh.v1.decode_service_pb2 import DecodeEvent, DecodeTokens
 from kvmesh.v1.prefill_service_pb2 import (
@@ -22,6 +22,7 @@ from services.gateway.worker_events import (
     Mailbox,
     Refused,
     Reserved,
+    Started,
     Tokens,
     WorkerEvent,
     decode_event,
@@ -36,8 +37,8 @@ REFUSAL = Refusal(RefusalReason.BUSY, "busy")
     ("message", "event"),
     [
         (PrefillEvent(accepted=PrefillAccepted()), Accepted()),
-        (PrefillEvent(rejected=BUSY), Refused(REFUSAL)),
-        (PrefillEvent(failed=BUSY), Failed(REFUSAL)),
+        (PrefillEvent(rejected=BUSY), Refused(REFUSAL, by_prefill=True)),
+        (PrefillEvent(failed=BUSY), Failed(REFUSAL, by_prefill=True)),
         (PrefillEvent(handed_off=PrefillHandedOff()), HandedOff()),
         (
             PrefillEvent(
@@ -67,11 +68,23 @@ def test_decode_events() -> None:
     assert reserved.reservation.worker_id == "d1"
 
 
+def test_events_of_an_attempt_that_was_started_as_one() -> None:
+    reservation = types_pb2.Reservation(worker_id="w1", lease_ms=5000)
+    accepted = PrefillEvent(accepted=PrefillAccepted())
+    started = decode_event(DecodeEvent(reserved=reservation, prefill=accepted))
+    assert started == Started(WorkerId("w1"), 5000)
+    first = PrefillEvent(first_token=PrefillFirstToken(token_id=7))
+    for event in (first, PrefillEvent(rejected=BUSY), PrefillEvent(failed=BUSY)):
+        assert decode_event(DecodeEvent(prefill=event)) == prefill_event(event)
+
+
 def test_empty_events_break_the_contract() -> None:
     with pytest.raises(ProtocolError):
         prefill_event(PrefillEvent(request_id="r"))
     with pytest.raises(ProtocolError):
         decode_event(DecodeEvent(request_id="r"))
+    with pytest.raises(ProtocolError):
+        decode_event(DecodeEvent(prefill=PrefillEvent()))
 
 
 async def test_mailbox_keeps_order_and_wakes_who_waits() -> None:

@@ -79,6 +79,15 @@ def test_its_peers_are_services_at_the_port_they_listen_on(name: str) -> None:
             assert value.startswith("redis://redis:6379/")
 
 
+def test_gateways_count_what_tenants_used_where_the_mesh_keeps_its_state() -> None:
+    services = kvmesh_services()
+    urls = {
+        name: load_config(CONFIGS[name], environ=environment_of(services[name])).redis.url
+        for name in ("gateway", "scheduler", "kvmanager")
+    }
+    assert set(urls.values()) == {"redis://redis:6379/0"}, urls
+
+
 @pytest.mark.parametrize("name", kvmesh_services())
 def test_it_listens_for_others_and_says_under_which_name(name: str) -> None:
     service = kvmesh_services()[name]

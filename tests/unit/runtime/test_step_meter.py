@@ -8,7 +8,9 @@ from kvmesh.runtime.step_meter import WINDOW_S, StepMeter
 def test_shares_by_kind_of_step() -> None:
     meter = StepMeter(budget_tokens=100)
     meter.add(0.3, computed_total=80, generated_total=0, now=0.3)  # part of a prompt
+    assert meter.last_prompt_tokens == 80
     meter.add(0.2, computed_total=84, generated_total=4, now=0.5)  # four sequences decode
+    assert meter.last_prompt_tokens == 0
     assert meter.compute_used(0.5) == pytest.approx(0.3)
     assert meter.memory_bandwidth_used(0.5) == pytest.approx(0.2)
     assert meter.budget_used(0.5) == pytest.approx(0.04)

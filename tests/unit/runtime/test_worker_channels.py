@@ -22,27 +22,63 @@ def test_defaults_allow_every_channel_with_a_checksum() -> None:
     assert send.tls is receive.tls is None
 
 
+def test_an_engine_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = WorkerConfig(worker=WorkerSection(channels="nixl,tcp"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+
+    for options in (send_options, receive_options):
+        with pytest.raises(ConfigError, match=r"kvmesh\[nixl\]"):
+            options(config)
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "nixl_cu13")
+    assert send_options(config).kinds == receive_options(config).kinds == ("nixl", "tcp")
+
+
+def test_an_engine_that_does_not_encrypt_is_refused_with_tls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
+    config = WorkerConfig(
+        worker=WorkerSection(channels="nixl,tcp"), data=DataSection(tls=TlsConfig(ca="ca.pem"))
+    )
+
+    for options in (send_options, receive_options):
+        with pytest.raises(ConfigError, match="does not encrypt"):
+            options(config)
+
+
 def test_sizes_are_in_megabytes() -> None:
-    config = WorkerConfig(data=DataSection(budget_mb_s=1.5, window_mb=2, lanes=3))
+    data = DataSection(budget_mb_s=1.5, window_mb=2, lanes=3, copy_threads=2, poll_us=50)
+    config = WorkerConfig(data=data)
 
     assert send_options(config).budget_bytes_s == 1.5e6
     assert send_options(config).lanes == 3
+    assert send_options(config).poll_s == receive_options(config).poll_s == 5e-5
     assert receive_options(config).window_bytes == 2_000_000
+    assert receive_options(config).copy_threads == 2
 
 
 @pytest.mark.parametrize(
     ("section", "data", "match"),
     [
-        (WorkerSection(channels="tcp,rdma"), DataSection(), "local, shm, tcp"),
+        (WorkerSection(channels="tcp,rdma"), DataSection(), "local, shm, nixl, tcp"),
         (WorkerSection(channels=" , "), DataSection(), "channels must be"),
         (WorkerSection(), DataSection(checksum="md5"), "md5"),
         (WorkerSection(), DataSection(lanes=0), "at least 1"),
+        (WorkerSection(), DataSection(poll_us=-1), "0 to 1000"),
+        (WorkerSection(), DataSection(poll_us=1001), "0 to 1000"),
         (WorkerSection(), DataSection(tls=TlsConfig(ca="/nowhere.pem")), "data.tls"),
+        (WorkerSection(), DataSection(peers="prefill"), "data.peers needs mTLS"),
     ],
 )
 def test_mistakes_are_named(section: WorkerSection, data: DataSection, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         send_options(WorkerConfig(worker=section, data=data))
+
+
+def test_a_copy_has_a_thread() -> None:
+    with pytest.raises(ConfigError, match=r"data\.copy_threads"):
+        receive_options(WorkerConfig(data=DataSection(copy_threads=0)))
 
 
 def test_a_broken_certificate_is_named(tmp_path: Path) -> None:

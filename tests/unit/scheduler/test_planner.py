@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -47,7 +48,7 @@ class Mesh(Parts):
         self.clock.advance(1.0)
         await self.planner.cycle(may_order=True)
 
-    async def route(self, name: str, num_tokens: int = 320, **changes: int) -> RoutePlan:
+    async def route(self, name: str, num_tokens: int = 320, **changes: Any) -> RoutePlan:
         asked = query(num_tokens, request_id=RequestId(name), **changes)
         plan = await self.router.route(asked, "", "gateway")
         assert isinstance(plan, RoutePlan)

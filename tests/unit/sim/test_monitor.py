@@ -1,8 +1,7 @@
 from __future__ import annotations
 
-from kvmesh.core.types import Role, WorkerId
+from kvmesh.core.types import WorkerId
 from kvmesh.policy.pdserve import RatioReason, TimeoutTier
-from kvmesh.sim.monitor import Monitor
 from kvmesh.sim.placing import Connections
 from kvmesh.sim.scenario import Objectives
 from kvmesh.sim.simulation import Simulation, simulate
@@ -10,22 +9,6 @@ from tests.unit.sim.examples import scenario, trace
 
 PATIENT = Objectives((TimeoutTier(1 << 62, 1e6),))
 A, B, C = WorkerId("a"), WorkerId("b"), WorkerId("c")
-
-
-def test_two_windows_are_compared() -> None:
-    monitor = Monitor()
-    assert monitor.end_window(4, 4) is None, "nothing finished"
-    monitor.note(1.0, 4.0)
-    assert monitor.end_window(4, 4) is None, "nothing to compare with"
-    monitor.note(4.0, 7.0)
-    monitor.note(6.0, 9.0)
-    step = monitor.end_window(4, 4)
-    assert step is not None
-    assert (step.grow, step.reason) == (Role.PREFILL, RatioReason.PREFILL_GREW)
-    monitor.note(1.0, 20.0)
-    step = monitor.end_window(4, 4)
-    assert step is not None
-    assert step.grow is Role.DECODE
 
 
 def test_offers_go_to_the_batch_being_filled_then_by_connections() -> None:

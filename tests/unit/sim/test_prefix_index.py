@@ -49,3 +49,18 @@ def test_a_dead_worker_holds_nothing() -> None:
     index.note_change(A)
     index.remove(A)
     assert index.match(HASHES) == {}
+
+
+def test_a_worker_that_comes_late_moves_no_blocks_of_others() -> None:
+    index, late = PrefixIndex(), WorkerId("aa")
+    pools = {name: BlockPool(4, 512) for name in (A, B, late)}
+    for name in (A, B):
+        index.add(name, pools[name])
+        fill(pools[name], 0)
+        index.note_change(name)
+    assert index.match(HASHES[:1]) == {A: 1, B: 1}
+    index.add(late, pools[late])
+    fill(pools[late], 1)
+    index.note_change(late)
+    assert index.match(HASHES[:1]) == {A: 1, B: 1}
+    assert index.match(HASHES[1:2]) == {late: 1}

@@ -4,23 +4,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from kvmesh.telemetry.batch_histogram import BatchHistogram, Gathered
+from kvmesh.telemetry.batch_histogram import BatchHistogram
 
 BUCKETS = (0.1, 0.5, 2.0)
 AMOUNTS = st.sampled_from([0.0, 0.1, 0.25, 0.5, 1.0, 2.0, 64.0])
 
 
 @given(st.lists(st.lists(AMOUNTS)))
-def test_gathered_observations_are_those_made_one_by_one(batches: list[list[float]]) -> None:
+def test_observations_are_those_made_one_by_one(batches: list[list[float]]) -> None:
     expected, found = CollectorRegistry(), CollectorRegistry()
     single = Histogram("gap", "Gaps.", ["model"], registry=expected, buckets=BUCKETS).labels("m")
     batched = BatchHistogram("gap", "Gaps.", ["model"], registry=found, buckets=BUCKETS)
-    gathered = Gathered(batched.labels("m"))
-    for batch in batches:
+    found_at_once = batched.labels("m")
+    for number, batch in enumerate(batches):
         for amount in batch:
             single.observe(amount)
-            gathered.observe(amount)
-        gathered.flush()
+            if number % 2:
+                found_at_once.observe(amount)
+        if not number % 2:
+            found_at_once.observe_all(batch)
     for sample in ("gap_count", "gap_sum"):
         labels = {"model": "m"}
         value = expected.get_sample_value(sample, labels)
@@ -33,10 +35,10 @@ def _buckets(registry: CollectorRegistry) -> list[bytes]:
     return [line for line in lines if line.startswith(b"gap_bucket")]
 
 
-def test_nothing_shows_before_it_is_flushed() -> None:
+def test_an_observation_may_have_an_exemplar() -> None:
     registry = CollectorRegistry()
-    gathered = Gathered(BatchHistogram("gap", "Gaps.", registry=registry, buckets=BUCKETS))
-    gathered.observe(1.0)
-    assert (gathered.num, registry.get_sample_value("gap_count")) == (1, 0.0)
-    gathered.flush()
-    assert (gathered.num, registry.get_sample_value("gap_count")) == (0, 1.0)
+    histogram = BatchHistogram("gap", "Gaps.", registry=registry, buckets=BUCKETS)
+    histogram.observe(0.2, {"trace_id": "x"})
+    histogram.observe(0.3)
+    assert registry.get_sample_value("gap_bucket", {"le": "0.5"}) == 2.0
+    assert registry.get_sample_value("gap_sum") == 0.5

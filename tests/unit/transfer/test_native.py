@@ -49,6 +49,27 @@ def test_copy_is_the_copy_of_python(native: NativeIo, is_short: bool, size: int)
     assert fast == plain == source
 
 
+@pytest.mark.parametrize("num_threads", [2, 3, 7])
+def test_threads_share_a_copy(native: NativeIo, num_threads: int) -> None:
+    size = (5 << 20) + 12_345
+    source, target = bytearray(random.Random(1).randbytes(size)), bytearray(size)
+    ranges = ranges_of(cut(target, 2)), ranges_of(cut(source, 3))
+    native.copy(*ranges, is_short=False, num_threads=num_threads)
+    assert target == source
+
+
+def test_a_look_at_a_socket(native: NativeIo, sockets: tuple[socket.socket, socket.socket]) -> None:
+    fd = sockets[0].fileno()
+    assert not native.poll(fd, 0)
+    assert not native.poll(fd, 0.001)
+    sockets[1].send(b"x")
+    assert native.poll(fd, 0)
+    assert sockets[0].recv(9) == b"x", "nothing was taken"
+    assert not native.poll(fd, 0)
+    sockets[1].close()
+    assert native.poll(fd, 0), "the end is something to see"
+
+
 @pytest.mark.parametrize("size", [1, 7, 8, 9, 2048, 6143, 6144, 6145, 100_003])
 @pytest.mark.parametrize("value", [0, 0xDEADBEEF])
 def test_crc32c_is_the_one_of_the_package(native: NativeIo, size: int, value: int) -> None:

@@ -135,6 +135,9 @@
             {{- if .keys }}
             - { name: keys, mountPath: /etc/kvmesh/keys, readOnly: true }
             {{- end }}
+            {{- if .tenants }}
+            - { name: tenants, mountPath: /etc/kvmesh/tenants, readOnly: true }
+            {{- end }}
             {{- if .model }}
             - { name: models, mountPath: /models, readOnly: true }
             {{- end }}
@@ -151,6 +154,9 @@
         {{- end }}
         {{- if .keys }}
         - { name: keys, secret: { secretName: {{ .keys }}, defaultMode: 0440 } }
+        {{- end }}
+        {{- if .tenants }}
+        - { name: tenants, secret: { secretName: {{ .tenants }}, defaultMode: 0440 } }
         {{- end }}
         {{- if .model }}
         - { name: models, persistentVolumeClaim: { claimName: {{ .model }}, readOnly: true } }

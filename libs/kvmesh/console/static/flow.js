@@ -187,7 +187,7 @@ function clusterBox(box) {
     "g",
     {},
     svg("rect", { class: "cluster", x: COLUMNS.prefill - 26, y: box.y, width: WIDTH - COLUMNS.prefill + 16, height: box.height, rx: 14 }),
-    svg("text", { class: "cluster-name", x: COLUMNS.prefill - 12, y: box.y + 17 }, `cluster ${box.name}`),
+    svg("text", { class: "cluster-name", x: WIDTH - 22, y: box.y + 17, "text-anchor": "end" }, `cluster ${box.name}`),
   );
 }
 

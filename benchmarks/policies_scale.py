@@ -1,0 +1,148 @@
+"""What the simulator and its routes cost: a thousand workers, ten thousand, a million requests.
+
+Tests: tests/unit/benchmarks/test_policies.py.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+
+from benchmarks.policies_experiments import Experiment, Job, Outcome, Rows, Verdict, summary_row
+from benchmarks.result import Row, Target
+from kvmesh.core.types import Refusal, RoutePlan, WorkerId
+from kvmesh.policy.lengths import LengthDistribution
+from kvmesh.sim.fleet import parse_fleet
+from kvmesh.sim.profile import load_profile
+from kvmesh.sim.report import summarize
+from kvmesh.sim.requests import SimRequest
+from kvmesh.sim.scenario import Scenario
+from kvmesh.sim.simulation import Simulation
+from kvmesh.sim.systems import SYSTEMS
+from kvmesh.sim.workload import Workload, make_requests
+
+MILLION = 1_000_000
+PART = 30_000
+"""Requests that are run when a million are extrapolated."""
+
+CPU_MINUTES = 10.0
+ROUTE_MS = {1000: 1.0, 10_000: 5.0}
+"""99th percentile of a decision by the number of workers."""
+
+NOTIFY_EVERY = 10_000
+
+
+TIMED_ONE_IN = 8
+"""Reading the CPU's clock costs as much as a part of a decision, so most are not timed."""
+
+
+class _Timed(Simulation):
+    """Notes the CPU time of some route decisions, lookup of the prefix included."""
+
+    def __init__(self, scenario: Scenario, ended: Callable[[], object] | None) -> None:
+        super().__init__(scenario, ended)
+        self.route_s: list[float] = []
+        self._num_routed = 0
+
+    def route(self, request: SimRequest, avoid: frozenset[WorkerId]) -> RoutePlan | Refusal:
+        self._num_routed += 1
+        if self._num_routed % TIMED_ONE_IN:
+            return super().route(request, avoid)
+        began = time.thread_time()
+        plan = super().route(request, avoid)
+        self.route_s.append(time.thread_time() - began)
+        return plan
+
+
+class _Progress:
+    """A line for every ten thousand requests that ended."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def __call__(self) -> None:
+        self._count += 1
+        if self._count % NOTIFY_EVERY == 0:
+            used = time.process_time()
+            print(f"{self._count} requests, {used:.0f} s of CPU", file=sys.stderr, flush=True)
+
+
+def scenario_of(num_requests: int, num_workers: int, seed: int) -> Scenario:
+    """Prompts of about a thousand tokens, 64 of whose beginnings are common; half of the workers
+    prefill.
+    """
+    lengths = LengthDistribution.log_normal(7.0, 0.8, 64, 8192)
+    workload = Workload(num_requests, 1.5 * num_workers, lengths, output_tokens=128, num_shared=64)
+    half = num_workers // 2
+    return Scenario(
+        load_profile("flowkv"),
+        parse_fleet(f"home:a100:prefill:{half},home:a100:decode:{num_workers - half}"),
+        SYSTEMS["kvmesh"],
+        make_requests(workload, seed),
+        sample_s=60.0,
+    )
+
+
+def _scaled(
+    num_requests: int, num_workers: int, seed: int, ended: Callable[[], object] | None = None
+) -> Outcome:
+    began, began_wall = time.process_time(), time.perf_counter()
+    scenario = scenario_of(num_requests, num_workers, seed)
+    made = time.process_time()
+    simulation = _Timed(scenario, ended)
+    result = simulation.run()
+    ran = time.process_time()
+    routes = sorted(simulation.route_s)
+    row: Row = {
+        **summary_row(summarize(result)),
+        "workers": num_workers,
+        "CPU s": round(time.process_time() - began, 1),
+        "wall s": round(time.perf_counter() - began_wall, 1),
+        "events/s": round(result.num_events / (ran - made)),
+        "CPU min of a million": round((ran - began) / num_requests * MILLION / 60, 2),
+        "route p50 ms": round(routes[len(routes) // 2] * 1e3, 3),
+        "route p99 ms": round(routes[int(len(routes) * 0.99)] * 1e3, 3),
+        "peak MiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+    }
+    return Outcome(row)
+
+
+def _judge(rows: Rows) -> Verdict:
+    thousand = rows["1000 workers"]
+    targets = [
+        Target("scale: CPU minutes of a million requests on 1,000 workers",
+               thousand["CPU min of a million"], CPU_MINUTES, at_most=True),
+    ]  # fmt: skip
+    targets += [
+        Target(f"scale: route p99 at {row['workers']:,} workers, ms", row["route p99 ms"],
+               ROUTE_MS[row["workers"]], at_most=True)
+        for row in rows.values()
+    ]  # fmt: skip
+    note = (
+        f"{thousand['requests']:,} requests at {thousand['events/s']:,} events/s"
+        if thousand["requests"] == MILLION
+        else f"the time of a million requests is that of {thousand['requests']:,}, in proportion; "
+        "--million runs them all"
+    )
+    return Verdict(targets, [note])
+
+
+def scale(size: float, seed: int) -> Experiment:
+    """A thousand workers with a part of the million requests, and ten thousand for the routes."""
+    name = "Scale"
+    sizes = ((int(PART * size), 1000), (int(PART / 3 * size), 10_000))
+    jobs = [
+        Job(name, f"{workers} workers", partial(_scaled, count, workers, seed), 1e5)
+        for count, workers in sizes
+    ]
+    return Experiment(name, jobs, _judge)
+
+
+def million(seed: int) -> Experiment:
+    """All million requests on a thousand workers, with progress."""
+    name = "Scale: a million requests"
+    run = partial(_scaled, MILLION, 1000, seed, _Progress())
+    return Experiment(name, [Job(name, "1000 workers", run)], _judge)

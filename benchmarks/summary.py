@@ -1,0 +1,72 @@
+"""What all benchmarks measured last, on one page: bench/results/README.md.
+
+Tests: tests/unit/benchmarks/test_summary.py.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.result import RESULTS, table
+
+_HEAD = """# What was measured
+
+Each file is one run of one benchmark (`make help` lists their verbs), whose command, date, commit,
+machine and versions are in it; ratios are of values in the same run. `make bench-summary` writes
+this page.
+"""
+
+
+def main() -> None:
+    """Writes the page from the results that are there."""
+    files = sorted(RESULTS.glob("*.json"))
+    results = {file.stem: json.loads(file.read_text()) for file in files}
+    page = RESULTS / "README.md"
+    page.write_text(summary(results))
+    sys.stdout.write(f"{page.relative_to(Path.cwd())}\n")
+
+
+def summary(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """The page.
+
+    Args:
+        results: by the name of the benchmark.
+    """
+    overview = [
+        {
+            "benchmark": f"[{name}]({name}.md)",
+            "date": result["date"][:10],
+            "commit": result["commit"],
+            "targets met": _met(result.get("targets", [])),
+        }
+        for name, result in results.items()
+    ]
+    missed = [
+        {"benchmark": name, "target": each["name"], "value": each["value"], "goal": _goal(each)}
+        for name, result in results.items()
+        for each in result.get("targets", [])
+        if not each["met"]
+    ]
+    lines = [_HEAD, *table(overview)]
+    if missed:
+        lines += ["", "## Targets that are missed", "", *table(missed)]
+    return "\n".join(lines) + "\n"
+
+
+def _met(targets: Sequence[Mapping[str, Any]]) -> str | None:
+    if not targets:
+        return None
+    return f"{sum(bool(each['met']) for each in targets)} of {len(targets)}"
+
+
+def _goal(target: Mapping[str, Any]) -> str:
+    goal = target["goal"]
+    return goal if isinstance(goal, str) else f">= {goal}"
+
+
+if __name__ == "__main__":
+    main()

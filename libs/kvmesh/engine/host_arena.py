@@ -1,0 +1,72 @@
+"""Host memory for blocks that left the pool. Works on any pool, whatever device it is on.
+
+Tests: tests/unit/engine/test_host_arena.py.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+
+from kvmesh.engine.protocol import KvMemory
+from kvmesh.kv.runs import consecutive_runs
+
+
+class HostArena:
+    """A fixed number of places, each of a block's size.
+
+    Args:
+        memory: the pool.
+        block_bytes: of its blocks.
+        num_places: room for so many; the memory itself is taken when a place is first written.
+    """
+
+    def __init__(self, memory: KvMemory, block_bytes: int, num_places: int) -> None:
+        assert num_places > 0, "an arena has a place"
+        self._memory = memory
+        self.block_bytes = block_bytes
+        self.num_places = num_places
+        self._bytes = memoryview(mmap.mmap(-1, num_places * block_bytes))
+        self._free = list(range(num_places))
+
+    @property
+    def num_free(self) -> int:
+        """Places that `store` can take."""
+        return len(self._free)
+
+    def store(self, blocks: Sequence[int]) -> list[int]:
+        """Copies blocks out of the pool.
+
+        Args:
+            blocks: no more than `num_free`.
+
+        Returns:
+            Their places, in the same order.
+        """
+        assert len(blocks) <= len(self._free), "the arena is full"
+        places = [self._free.pop() for _ in blocks]
+        taken = iter(places)
+        for first, count in consecutive_runs(blocks):
+            view = self._memory.read_view(first, count)
+            for offset in range(count):
+                self._place(next(taken))[:] = self._part(view, offset)
+        return places
+
+    def load(self, places: Sequence[int], blocks: Sequence[int]) -> None:
+        """Copies places into blocks of the pool; the places stay taken."""
+        wanted = iter(places)
+        for first, count in consecutive_runs(blocks):
+            view = self._memory.write_view(first, count)
+            for offset in range(count):
+                self._part(view, offset)[:] = self._place(next(wanted))
+            self._memory.written(first, count)
+
+    def free(self, places: Sequence[int]) -> None:
+        """Gives places back."""
+        self._free += places
+
+    def _place(self, place: int) -> memoryview:
+        return self._part(self._bytes, place)
+
+    def _part(self, view: memoryview, index: int) -> memoryview:
+        return view[index * self.block_bytes : (index + 1) * self.block_bytes]

@@ -1,0 +1,203 @@
+"""NIXL to one peer: the receiver reads granted blocks out of this side's registered pool.
+
+Greeting, PULL, COMMIT and their answers go over a connection of ours, so every right is checked by
+the receiver before it reads; it gives nobody the keys of its own memory. For adapters that read by
+themselves (RDMA, or another process of the host); where UCX must emulate that over TCP, our TCP
+channel is the faster one.
+Tests: tests/contract/test_channels.py, tests/integration/test_nixl.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor
+
+from kvmesh.core.errors import LostError, RefusedError
+from kvmesh.core.types import Endpoint, RefusalReason, Reservation
+from kvmesh.transfer.alignment import Run, split_runs
+from kvmesh.transfer.channel import carry_all
+from kvmesh.transfer.frames import (
+    MAX_METADATA_BYTES,
+    BlockPart,
+    Checksum,
+    LinkOffer,
+    SegmentOffer,
+)
+from kvmesh.transfer.lane import Lane, PeerKey, claim_of, sender_machine
+from kvmesh.transfer.memory import MappablePool, PoolMemory
+from kvmesh.transfer.meters import LinkMeter
+from kvmesh.transfer.nixl_child import ADDRESS, BUSY, IDLE
+from kvmesh.transfer.nixl_process import EngineError, NixlProcess
+from kvmesh.transfer.nixl_reader import ENGINE
+from kvmesh.transfer.protocol import ChannelIdentity
+from kvmesh.transfer.tcp_channel import TcpOptions
+from kvmesh.transfer.tls import connect_wire
+from kvmesh.transfer.wire import Wire
+
+PIECE_BYTES = 16 << 20
+"""Most that one PULL moves; it must come over within the stall time."""
+_MAX_PULL_RUNS = 2048
+_DEPTH = 2
+
+
+class NixlOwner:
+    """This worker's pool as memory that peers may read. Its channels share it.
+
+    Attributes:
+        num_blocks: in the pool.
+    """
+
+    def __init__(self, memory: PoolMemory) -> None:
+        """Nothing is started before the first channel."""
+        assert isinstance(memory, MappablePool), "chosen only for pools with a memfd"
+        self._fd = memory.fd
+        self._num_bytes = memory.read_view(0, memory.num_blocks).nbytes
+        self.num_blocks = memory.num_blocks
+        self._opening = asyncio.Lock()
+        self._process: NixlProcess | None = None
+        self._segment: SegmentOffer | None = None
+        self._num_busy = 0
+        self._closed = False
+
+    async def segment(self) -> SegmentOffer:
+        """What a receiver needs to read the pool; starts the engine if it does not run.
+
+        Raises:
+            LostError: it does not start.
+        """
+        async with self._opening:
+            if self._closed:
+                raise LostError("data channels are closed")
+            if self._segment is not None and self._is_alive:
+                return self._segment
+            await self._end()
+            try:
+                self._process = await NixlProcess.start("own", self._fd, self._num_bytes)
+                said = await self._process.answer()
+            except EngineError as error:
+                raise LostError(str(error)) from error
+            metadata = said[ADDRESS.size :]
+            if len(metadata) > MAX_METADATA_BYTES:
+                raise LostError(f"NIXL has {len(metadata)} bytes of metadata")
+            self._segment = SegmentOffer(ENGINE, ADDRESS.unpack_from(said)[0], metadata)
+            if self._num_busy:
+                self._process.tell(BUSY)
+            return self._segment
+
+    def offers(self, segment: SegmentOffer) -> bool:
+        """Whether a segment can still be read: its engine runs."""
+        return self._segment is segment and self._is_alive
+
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        """While inside, peers read: transports that need this side's processor get it."""
+        self._num_busy += 1
+        if self._num_busy == 1 and self._process is not None:
+            self._process.tell(BUSY)
+        try:
+            yield
+        finally:
+            self._num_busy -= 1
+            if self._num_busy == 0 and self._process is not None:
+                self._process.tell(IDLE)
+
+    async def close(self) -> None:
+        """Nobody reads the pool any more. May be called again."""
+        self._closed = True
+        async with self._opening:
+            await self._end()
+
+    @property
+    def _is_alive(self) -> bool:
+        return self._process is not None and self._process.is_alive
+
+    async def _end(self) -> None:
+        if self._process is not None:
+            await self._process.killed()
+            self._process = None
+
+
+class NixlChannel:
+    """One connection to one life of a peer, which reads through its own engine."""
+
+    def __init__(
+        self, lane: Lane, owner: NixlOwner, segment: SegmentOffer, block_bytes: int
+    ) -> None:
+        """Use `open`."""
+        self._lane = lane
+        self._owner = owner
+        self._segment = segment
+        self._block_bytes = block_bytes
+        self._has_moved = False
+
+    @classmethod
+    async def open(
+        cls,
+        identity: ChannelIdentity,
+        peer: PeerKey,
+        endpoint: Endpoint,
+        link_id: int,
+        options: TcpOptions,
+        owner: NixlOwner,
+        meter: LinkMeter,
+        threads: Executor,
+    ) -> NixlChannel:
+        """Connects and names this side's pool.
+
+        Raises:
+            RefusedError, LostError: as `Lane.open`; lost also when either side has no engine.
+        """
+        segment = await owner.segment()
+
+        async def connected() -> Wire:
+            return await connect_wire(endpoint, options.tls)
+
+        offer = LinkOffer(link_id, 0, Checksum.NONE, owner.num_blocks, segment)
+        machine = sender_machine(identity, peer, offer)
+        try:
+            lane = await Lane.open(connected, machine, options.lane, meter, threads)
+        except RefusedError as error:
+            if error.refusal.reason is RefusalReason.LOST:  # another kind may lead there
+                raise LostError(str(error)) from error
+            raise
+        return cls(lane, owner, segment, identity.layout.block_bytes)
+
+    @property
+    def is_open(self) -> bool:
+        """See `SendChannel.is_open`."""
+        return self._lane.is_open and self._owner.offers(self._segment)
+
+    @property
+    def num_connections(self) -> int:
+        """See `SendChannel.num_connections`."""
+        return int(self._lane.is_open)
+
+    @property
+    def is_barren(self) -> bool:
+        """Whether nothing ever came over it, though the engine of this side runs."""
+        return not self._has_moved and self._owner.offers(self._segment)
+
+    async def put(
+        self, reservation: Reservation, runs: Sequence[Run], part: BlockPart | None = None
+    ) -> None:
+        """See `SendChannel.put`."""
+        claim = claim_of(reservation)
+        pieces = split_runs(runs, max(1, PIECE_BYTES // self._block_bytes), _MAX_PULL_RUNS)
+
+        async def carry(piece: Sequence[Run]) -> None:
+            await self._lane.pull(claim, piece, part)
+            self._has_moved = True
+
+        with self._owner.busy():
+            await carry_all(pieces, carry, _DEPTH)
+
+    async def commit(self, reservation: Reservation, first_token_id: int, num_tokens: int) -> None:
+        """See `SendChannel.commit`."""
+        claim = claim_of(reservation)
+        await self._lane.commit(claim, first_token_id, num_tokens, reservation.num_blocks)
+
+    async def close(self) -> None:
+        """See `SendChannel.close`."""
+        await self._lane.close()

@@ -1,0 +1,169 @@
+"""The receiving side of NIXL: reads granted blocks out of a peer's registered pool.
+
+One process per connection. A read that is cut, stalls or fails ends by killing its process, and
+the grant ends only after that: then no byte of it can arrive any more. A peer's metadata is given
+to the engine after a first claim of that peer was found right, never before.
+Tests: tests/contract/test_channels.py, tests/integration/test_nixl.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import select
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from kvmesh.core.errors import LostError
+from kvmesh.transfer.frames import SegmentOffer
+from kvmesh.transfer.memory import MappablePool, PoolMemory
+from kvmesh.transfer.native import address_of, ranges_of
+from kvmesh.transfer.nixl_child import ADDRESS, ATTACH, READ
+from kvmesh.transfer.nixl_process import EngineError, NixlProcess, is_installed
+from kvmesh.transfer.run_table import Numbers
+
+ENGINE = "nixl"
+MAX_READERS = 32
+"""Processes of one worker; peers beyond that use the next kind of channel."""
+_LOOK_S = 0.1
+"""How often a read looks whether somebody still waits for it."""
+
+
+def paired(targets: Numbers, sources: Numbers) -> Numbers:
+    """Cuts two lists of ranges of the same total at each other's borders.
+
+    Args:
+        targets, sources: [count, 2]: first byte and number of bytes, which is not 0.
+
+    Returns:
+        [count, 3]: target, source and number of bytes, in order.
+    """
+    target_ends, source_ends = np.cumsum(targets[:, 1]), np.cumsum(sources[:, 1])
+    assert target_ends[-1] == source_ends[-1], "as many bytes on both sides"
+    ends = np.union1d(target_ends, source_ends)
+    starts = np.concatenate([[0], ends[:-1]])
+    columns = []
+    for ranges, range_ends in ((targets, target_ends), (sources, source_ends)):
+        within = np.searchsorted(range_ends, starts, side="right")
+        columns.append(ranges[within, 0] + starts - (range_ends[within] - ranges[within, 1]))
+    return np.stack([*columns, ends - starts], axis=1)
+
+
+class NixlReader:
+    """Reads from one connection's peer, one read at a time."""
+
+    def __init__(
+        self, process: NixlProcess, segment: SegmentOffer, pool: memoryview, timeout_s: float
+    ) -> None:
+        """Use `NixlReaders.open`."""
+        self._process = process
+        self._segment = segment
+        self._base = address_of(pool)
+        self._num_bytes = pool.nbytes
+        self._timeout_s = timeout_s
+        self._is_attached = False
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its process runs."""
+        return self._process.is_alive
+
+    async def read(
+        self, views: Sequence[memoryview], sources: Numbers, is_cut: Callable[[], bool]
+    ) -> None:
+        """Fills views of this worker's pool; when it returns or raises, nobody writes them.
+
+        Args:
+            sources: [count, 2]: offset in the peer's pool and number of bytes.
+            is_cut: whether nobody waits for the read any more.
+
+        Raises:
+            LostError: it was cut.
+            EngineError: the engine failed, or took too long.
+        """
+        targets = ranges_of(views).astype(np.int64) - (self._base, 0)
+        assert targets[:, 0].min() >= 0, "grants are in the pool"
+        assert targets.sum(axis=1).max() <= self._num_bytes, "grants are in the pool"
+        work = asyncio.ensure_future(self._work(paired(targets, sources)))
+        now = asyncio.get_running_loop().time
+        deadline = now() + self._timeout_s
+        try:
+            while not work.done():
+                await asyncio.wait({work}, timeout=_LOOK_S)
+                if work.done():
+                    break
+                if is_cut():
+                    raise LostError("data channel: cut while its blocks were read")
+                if now() >= deadline:
+                    raise EngineError(f"no progress for {self._timeout_s:g} s")
+            work.result()
+        except BaseException:
+            work.cancel()
+            await self.close()
+            raise
+
+    def kill(self) -> None:
+        """Ends it soon; no read is under way."""
+        self._process.kill()
+
+    async def close(self) -> None:
+        """Ends it; afterwards nobody writes this worker's pool for it. May be called again."""
+        await self._process.killed()
+
+    async def _work(self, ranges: Numbers) -> None:
+        if not self._is_attached:
+            await self._process.answer()  # READY
+            address = ADDRESS.pack(self._segment.address)
+            await self._process.ask(ATTACH, address + self._segment.metadata)
+            self._is_attached = True
+        await self._process.ask(READ, ranges.astype(np.uint64).tobytes())
+
+
+class NixlReaders:
+    """The readers of one worker."""
+
+    def __init__(self, memory: PoolMemory | None, timeout_s: float) -> None:
+        """Nothing is started.
+
+        Args:
+            memory: this worker's pool; what is granted lies in it.
+        """
+        self._memory = memory
+        self._timeout_s = timeout_s
+        self._readers: set[NixlReader] = set()
+
+    async def open(self, segment: SegmentOffer) -> NixlReader:
+        """A reader for one connection; its process comes up meanwhile.
+
+        Raises:
+            EngineError: this worker has no such engine, or no room.
+        """
+        memory = self._memory
+        if segment.engine != ENGINE or not is_installed():
+            raise EngineError(f"no {segment.engine} here")
+        if memory is None or not isinstance(memory, MappablePool):
+            raise EngineError("the blocks of this worker are not in host memory")
+        running = [reader for reader in self._readers if reader.is_alive]
+        if len(running) >= MAX_READERS:
+            raise EngineError(f"{len(running)} readers are open")
+        pool = memory.read_view(0, memory.num_blocks)
+        process = await NixlProcess.start("read", memory.fd, pool.nbytes)
+        reader = NixlReader(process, segment, pool, self._timeout_s)
+        ended = [old for old in self._readers if not old.is_alive]
+        self._readers.add(reader)
+        for old in ended:
+            await old.close()
+            self._readers.discard(old)
+        return reader
+
+    async def close(self) -> None:
+        """Ends all; nothing is under way. May be called again."""
+        while self._readers:
+            await self._readers.pop().close()
+
+
+def is_hung_up(fd: int) -> bool:
+    """Whether a connected socket was shut down, by its peer or from here."""
+    poll = select.poll()
+    poll.register(fd, select.POLLRDHUP)
+    return bool(poll.poll(0))

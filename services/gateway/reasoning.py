@@ -1,0 +1,203 @@
+"""What a model thinks before it answers: told apart from the answer, one form per model family.
+
+Reads text in pieces of any size and says at once what is sure, so a stream and a whole answer are
+read by the same code. Names are those of vLLM's `--reasoning-parser`. Pure.
+Tests: tests/unit/gateway/test_reasoning.py.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvmesh.core.errors import ConfigError
+from services.gateway.tool_scanner import held_back
+
+TAIL_TOKENS = 8
+"""Last tokens of a prompt that say whether it has opened or closed the thinking."""
+
+
+class ReasoningFamily(enum.Enum):
+    """How a model marks its thinking."""
+
+    QWEN3 = "qwen3"
+    """`<think>…</think>`, where the prompt or the model opens it."""
+    DEEPSEEK_R1 = "deepseek_r1"
+    """As qwen3, but the answer begins with thinking also where nobody opens it."""
+    MISTRAL = "mistral"
+    """`[THINK]…[/THINK]`; the marks are special tokens."""
+
+    @property
+    def marks(self) -> tuple[str, str]:
+        """What opens the thinking and what closes it."""
+        return ("[THINK]", "[/THINK]") if self is ReasoningFamily.MISTRAL else _TAGS
+
+    @property
+    def keeps_special_tokens(self) -> bool:
+        """The marks are special tokens, which the text must then have."""
+        return self is ReasoningFamily.MISTRAL
+
+
+_TAGS = ("<think>", "</think>")
+
+
+def reasoning_of_template(source: str) -> ReasoningFamily | None:
+    """The family that a chat template is of; None if it knows no thinking."""
+    if "[THINK]" in source:
+        return ReasoningFamily.MISTRAL
+    if "</think>" not in source:
+        return None
+    # DeepSeek's own template: the model opens the thinking, or the newer prompt does.
+    is_deepseek = "<｜Assistant｜>" in source
+    return ReasoningFamily.DEEPSEEK_R1 if is_deepseek else ReasoningFamily.QWEN3
+
+
+def reasoning_named(word: str, source: str) -> ReasoningFamily | None:
+    """The family that a config names; `auto` reads it off the chat template.
+
+    Raises:
+        ConfigError: another word.
+    """
+    if word == "auto":
+        return reasoning_of_template(source)
+    if word == "none":
+        return None
+    words = {family.value: family for family in ReasoningFamily}
+    if word not in words:
+        allowed = ", ".join(["auto", *words, "none"])
+        raise ConfigError(f"model.reasoning_parser must be one of {allowed}, got {word!r}")
+    return words[word]
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """How the generations of one call begin.
+
+    Attributes:
+        is_open: they begin inside the thinking.
+    """
+
+    family: ReasoningFamily
+    is_open: bool
+
+    def parser(self) -> ReasoningParser:
+        """A parser for one generation."""
+        return ReasoningParser(*self.family.marks, is_open=self.is_open)
+
+
+def thinking_after(family: ReasoningFamily, tail: str) -> Thinking:
+    """How a generation begins after a prompt.
+
+    Args:
+        tail: the end of the prompt's text, special tokens included.
+    """
+    start, end = family.marks
+    tail = tail.rstrip()
+    if tail.endswith(end):  # the template closed it: this request is not to think
+        return Thinking(family, is_open=False)
+    return Thinking(family, tail.endswith(start) or family is ReasoningFamily.DEEPSEEK_R1)
+
+
+class Told(NamedTuple):
+    """What more text says; white space around either part is dropped."""
+
+    reasoning: str
+    answer: str
+
+
+class _Stage(enum.Enum):
+    OPENING = "opening"
+    THINKING = "thinking"
+    CLOSED = "closed"
+    ANSWER = "answer"
+
+
+class ReasoningParser:
+    """Reads one generation.
+
+    Args:
+        start, end: marks around the thinking.
+        is_open: the prompt has the start mark; the text may repeat it.
+    """
+
+    def __init__(self, start: str, end: str, *, is_open: bool) -> None:
+        self._start = start
+        self._end = end
+        self._is_open = is_open
+        self._stage = _Stage.OPENING
+        self._held = ""
+
+    def push(self, text: str) -> Told:
+        """What is sure after more text."""
+        if self._stage is _Stage.ANSWER:
+            return Told("", text)
+        self._held += text
+        if self._stage is _Stage.OPENING:
+            self._open()
+        reasoning = self._think() if self._stage is _Stage.THINKING else ""
+        return Told(reasoning, self._answer())
+
+    def finish(self) -> Told:
+        """What is left when the text ends."""
+        held, self._held = self._held, ""
+        if self._stage is _Stage.OPENING:
+            return Told(held, "") if self._is_open else Told("", held)
+        return Told(held, "") if self._stage is _Stage.THINKING else Told("", "")
+
+    def _open(self) -> None:
+        text = self._held.lstrip()
+        if not text or (len(text) < len(self._start) and self._start.startswith(text)):
+            return
+        if text.startswith(self._start):
+            self._held = text.removeprefix(self._start)
+        elif not self._is_open:
+            self._stage = _Stage.ANSWER
+            return
+        self._stage = _Stage.THINKING
+        self._is_open = False  # white space before the first thought is still to be dropped
+
+    def _think(self) -> str:
+        """Takes the thinking that is sure off what is held."""
+        if not self._is_open:
+            self._held = self._held.lstrip()
+            self._is_open = bool(self._held)
+        before, mark, after = self._held.partition(self._end)
+        if mark:
+            self._held, self._stage = after, _Stage.CLOSED
+            return before.rstrip()
+        sure = self._held[: len(self._held) - held_back(self._held, self._end)].rstrip()
+        self._held = self._held[len(sure) :]
+        return sure
+
+    def _answer(self) -> str:
+        """Takes the answer off what is held."""
+        if self._stage is _Stage.CLOSED:
+            self._held = self._held.lstrip()
+            if self._held:
+                self._stage = _Stage.ANSWER
+        if self._stage is not _Stage.ANSWER:
+            return ""
+        text, self._held = self._held, ""
+        return text
+
+
+class Thoughts:
+    """Reads all generations of one call."""
+
+    def __init__(self, thinking: Thinking) -> None:
+        self._thinking = thinking
+        self._parsers: dict[int, ReasoningParser] = {}
+
+    def told(self, index: int, text: str, *, last: bool) -> Told:
+        """What more text of one of them says.
+
+        Args:
+            last: no more follows.
+        """
+        if index not in self._parsers:
+            self._parsers[index] = self._thinking.parser()
+        parser = self._parsers[index]
+        told = parser.push(text)
+        rest = parser.finish() if last else Told("", "")
+        return Told(told.reasoning + rest.reasoning, told.answer + rest.answer)

@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+import pytest
+
+from kvmesh.policy.preemption import Speeds, choose_preemption, with_sample
+
+
+@pytest.mark.parametrize("speeds", [Speeds(), Speeds(token_s=1.0), Speeds(byte_s=1.0)])
+def test_what_is_unknown_is_tried(speeds: Speeds) -> None:
+    assert choose_preemption(1, 1 << 40, speeds).swap
+
+
+@pytest.mark.parametrize(("byte_s", "swap"), [(4.9e-7, True), (5.1e-7, False)])
+def test_the_cheaper_way_is_taken(byte_s: float, swap: bool) -> None:
+    # Twice a million bytes against a thousand tokens of a millisecond.
+    decision = choose_preemption(1000, 1_000_000, Speeds(token_s=1e-3, byte_s=byte_s))
+    assert decision.swap is swap
+    assert "computing again 1.0000 s" in decision.reason
+
+
+def test_samples_fade() -> None:
+    mean = with_sample(0.0, 5.0)
+    assert mean == 5.0
+    for _ in range(40):
+        mean = with_sample(mean, 1.0)
+    assert mean == pytest.approx(1.0, abs=1e-2)

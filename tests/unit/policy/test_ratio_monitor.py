@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+from kvmesh.core.types import Role
+from kvmesh.policy.pdserve import RatioReason
+from kvmesh.policy.ratio_monitor import RatioMonitor
+
+
+def test_two_windows_are_compared() -> None:
+    monitor = RatioMonitor()
+    assert monitor.end_window(4, 4) is None, "nothing finished"
+    monitor.note(1.0, 4.0)
+    assert monitor.end_window(4, 4) is None, "nothing to compare with"
+    monitor.note(4.0, 7.0)
+    monitor.note(6.0, 9.0)
+    step = monitor.end_window(4, 4)
+    assert step is not None
+    assert (step.grow, step.reason) == (Role.PREFILL, RatioReason.PREFILL_GREW)
+    monitor.note(1.0, 20.0)
+    step = monitor.end_window(4, 4)
+    assert step is not None
+    assert step.grow is Role.DECODE
+
+
+def test_counts_say_the_same_as_times() -> None:
+    """Ten requests per second, one second in prefill and three in decode; then five and three."""
+    timed, counted = RatioMonitor(), RatioMonitor()
+    for prefill_s in (1.0, 5.0):
+        for _ in range(20):
+            timed.note(prefill_s, prefill_s + 3.0)
+        for _ in range(2):
+            counted.observe(10 * prefill_s, 30.0, 10, 1.0)
+        ends = [each.end_window(4, 4) for each in (timed, counted)]
+    assert ends[0] == ends[1]
+    assert ends[0] is not None
+    assert ends[0].grow is Role.PREFILL

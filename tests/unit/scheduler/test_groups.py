@@ -1,0 +1,79 @@
+"""P/D groups by scenario in a live scheduler: who is routed where, and the monitor's direction."""
+
+from __future__ import annotations
+
+from kvmesh.core.types import Role
+from kvmesh.policy.pdserve import MIN_PER_ROLE
+from kvmesh.policy.ratio_monitor import WINDOW_S
+from services.scheduler.planner import RoleChanges
+from tests.unit.policy.fleet_examples import worker_info
+from tests.unit.scheduler.test_planner import IDLE, Mesh
+
+PER_ROLE = MIN_PER_ROLE + 1
+
+
+def groups(**changes: object) -> Mesh:
+    mesh = Mesh(policy="pdserve", **changes)  # type: ignore[arg-type]
+    for scenario in ("chat", ""):
+        name = scenario or "any"
+        for n in range(PER_ROLE):
+            mesh.join(
+                worker_info(f"{name}-p{n}", scenario=scenario),
+                worker_info(f"{name}-d{n}", Role.DECODE, scenario=scenario),
+            )
+    return mesh
+
+
+async def window(mesh: Mesh, number: int, prefilling: int) -> None:
+    """Fifteen seconds in which each second a request of each kind comes."""
+    for second in range(int(WINDOW_S)):
+        for n in range(PER_ROLE):
+            mesh.report(f"chat-p{n}", prefill_active=prefilling, blocks_free=512)
+            mesh.report(f"chat-d{n}", decode_running=2, blocks_free=512)
+        for scenario in ("chat", ""):
+            await mesh.route(f"{scenario}-{number}-{second}", scenario=scenario)
+        await mesh.second()
+
+
+async def test_routes_stay_in_the_group_and_say_so() -> None:
+    mesh = groups()
+    for scenario, name in (("chat", "chat"), ("", "any"), ("other", "any")):
+        plan = await mesh.route(f"r-{scenario}", scenario=scenario)
+        asked = [each.worker_id for each in (*plan.prefill, *plan.decode)]
+        assert len(asked) == 2 * PER_ROLE
+        assert all(each.startswith(name) for each in asked)
+    newest, general, first = mesh.decisions.as_json()["routes"]
+    assert (first["group"], first["group_reason"]) == ("chat@east", "serves the scenario")
+    assert general["group"] == newest["group"] == "any@east"
+    assert newest["group_reason"] == "no group serves the scenario, this one serves any"
+    assert newest["scenario"] == "other"
+
+
+async def test_prompts_that_pile_up_move_an_instance_of_their_group() -> None:
+    mesh = groups()
+    await window(mesh, 0, prefilling=1)
+    assert mesh.fleet_log("ratio") == [], "one window alone says nothing"
+    await window(mesh, 1, prefilling=4)
+    assert mesh.orders == [("chat-d0", "prefill")]
+    (moved,) = [each for each in mesh.fleet_log("ratio") if "worker_id" in each]
+    assert (moved["reason"], moved["outcome"]) == ("prefill_grew", "applied")
+    steady = [each for each in mesh.fleet_log("ratio") if "worker_id" not in each]
+    assert [each["scenario"] for each in steady] == [""], "the other group is as before"
+
+
+async def test_recommended_changes_are_told_and_not_ordered() -> None:
+    mesh = groups(changes=RoleChanges.OFF)
+    await window(mesh, 0, prefilling=1)
+    await window(mesh, 1, prefilling=4)
+    assert mesh.fleet_log("ratio") == []
+    assert mesh.orders == []
+
+
+async def test_other_policies_have_no_monitor() -> None:
+    mesh = Mesh(policy="forwarding")
+    mesh.join(worker_info("p"), worker_info("d", Role.DECODE))
+    for _ in range(2 * int(WINDOW_S)):
+        await mesh.route("r")
+        mesh.report("p", **IDLE)
+        await mesh.second()
+    assert mesh.fleet_log("ratio") == []
