@@ -1,4 +1,4 @@
-"""Weights in huge pieces of memory: a core reads them up to 1.7 times as fast as in pieces of 4 KiB.
+"""Weights in huge pieces of memory, which a core reads up to 1.7 times as fast as in small ones.
 
 Only Linux is asked, and only as a wish: memory that cannot be gathered stays as it is.
 Tests: tests/unit/kernels/test_huge_memory.py.
