@@ -67,14 +67,15 @@ def _save(picture: bytes, name: str) -> None:
 async def _under_load(gateway: str, console: str) -> None:
     load = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "kvmesh.cli", "bench", "serve", "--url", gateway),
-        *("--requests", "400", "--rate", "5", "--input-tokens", "220", "--output-tokens", "90"),
+        *("--requests", "4000", "--rate", "3", "--input-tokens", "220", "--output-tokens", "90"),
         stdout=asyncio.subprocess.DEVNULL,
     )
     try:
         await asyncio.sleep(LOAD_S)  # so that the charts have something to show
         await photograph(console)
     finally:
-        load.terminate()
+        if load.returncode is None:
+            load.terminate()
         await load.wait()
 
 
