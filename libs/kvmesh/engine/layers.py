@@ -231,8 +231,9 @@ class GatedMlp:
         if h.is_cuda or len(h) <= _CACHED_ROWS:
             return self.down(self.activation(self.gate_up(h)))
         out = torch.empty_like(h)
-        for part, rows in zip(out.split(_CACHED_ROWS), h.split(_CACHED_ROWS), strict=True):
-            part.copy_(self.down(self.activation(self.gate_up(rows))))
+        for first in range(0, len(h), _CACHED_ROWS):
+            rows = slice(first, first + _CACHED_ROWS)
+            out[rows] = self.down(self.activation(self.gate_up(h[rows])))
         return out
 
 
