@@ -1,4 +1,5 @@
-"""Pushes the fleet to watchers: who came or left at once, loads a few times a second.
+"""Pushes the fleet to watchers: who came or left at once, loads a few times a second. After a whole
+view follow only changes, since a large fleet many times a second would keep everybody busy.
 
 Tests: tests/unit/scheduler/test_feed.py.
 """
@@ -13,7 +14,7 @@ from kvmesh.core.types import ModelDetail
 from kvmesh.rpc.convert import fleet_worker_to_proto
 from kvmesh.rpc.convert_detail import model_detail_to_proto
 from kvmesh.v1.scheduler_service_pb2 import WatchFleetResponse
-from services.scheduler.fleet import Fleet
+from services.scheduler.fleet import Fleet, FleetChange, FleetChanges
 
 LOAD_INTERVAL_S = 0.1
 """Least time between two messages to one watcher when only loads changed."""
@@ -26,7 +27,7 @@ class FleetFeed:
         self._fleet = fleet
         self._woken_at = fleet.version
         self._change = asyncio.Event()
-        self._messages: dict[bool, WatchFleetResponse] = {}
+        self._messages: dict[tuple[bool, int], WatchFleetResponse] = {}
         self.models: Callable[[], Iterable[ModelDetail]] = tuple
         """Reads what the planner says, for watchers that want details."""
 
@@ -48,7 +49,7 @@ class FleetFeed:
             await self._change.wait()
 
     async def views(
-        self, hold_empty_s: float, *, with_detail: bool = False
+        self, hold_empty_s: float, *, with_detail: bool = False, changes: bool = False
     ) -> AsyncIterator[WatchFleetResponse]:
         """The fleet now, then again after every change.
 
@@ -56,27 +57,47 @@ class FleetFeed:
             hold_empty_s: how long an empty first view is held back: a scheduler that has just
                 started knows nobody yet, which is not news to a gateway with an older view.
             with_detail: whether to send what is of use to people only.
+            changes: whether later views tell only what is other than in the one before.
         """
         if not len(self._fleet):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(hold_empty_s):
                     await self.wait_past(self._fleet.version)
+        base = 0
         while True:
             version = self._fleet.version
-            yield self._current_message(with_detail)
+            yield self._message(with_detail, base)
+            if changes:
+                base = version
             await self.wait_past(version)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOAD_INTERVAL_S):
                     await self.wait_urgent_past(version)
 
-    def _current_message(self, with_detail: bool) -> WatchFleetResponse:
-        # One message per version for all watchers of a kind.
-        message = self._messages.get(with_detail)
-        if message is None or message.version != self._fleet.version:
-            workers = self._fleet.workers()
-            message = self._messages[with_detail] = WatchFleetResponse(
-                version=self._fleet.version,
-                workers=[fleet_worker_to_proto(each, with_detail=with_detail) for each in workers],
+    def _message(self, with_detail: bool, base: int) -> WatchFleetResponse:
+        """The fleet now, or what changed since a version.
+
+        Watchers of a kind that are equally far share one message.
+        """
+        version = self._fleet.version
+        if any(message.version != version for message in self._messages.values()):
+            self._messages.clear()
+        message = self._messages.get((with_detail, base))
+        if message is None:
+            message = WatchFleetResponse(
+                version=version,
                 models=map(model_detail_to_proto, self.models()) if with_detail else (),
             )
+            changes = self._fleet.changes_since(base) if base else None
+            if changes is None:
+                whole = (FleetChange(each, is_new=True) for each in self._fleet.workers())
+                changes = FleetChanges(tuple(whole), ())
+            else:
+                message.base_version = base
+            message.gone.extend(changes.gone)
+            message.workers.extend(
+                fleet_worker_to_proto(each.worker, with_detail=with_detail, with_info=each.is_new)
+                for each in changes.workers
+            )
+            self._messages[with_detail, base] = message
         return message

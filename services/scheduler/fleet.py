@@ -35,6 +35,9 @@ IN_FLIGHT_S = 0.5
 SETTLE_S = 0.05
 """A report shows what was routed at least this long before it: the way over the gateway."""
 
+MAX_GONE = 1024
+"""Departures that are remembered; a watcher that is further behind gets the whole fleet."""
+
 _RESTORED = 0
 """Session of a member that was remembered but has not registered yet."""
 
@@ -47,6 +50,22 @@ class Membership:
     session: int
 
 
+@dataclass(frozen=True, slots=True)
+class FleetChange:
+    """A worker that is other than before; `is_new` if not only in its load."""
+
+    worker: FleetWorker
+    is_new: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FleetChanges:
+    """What is other than in an earlier version."""
+
+    workers: tuple[FleetChange, ...]
+    gone: tuple[WorkerId, ...]
+
+
 @dataclass(slots=True)
 class _Member:
     info: WorkerInfo
@@ -54,6 +73,8 @@ class _Member:
     session: int
     reported_at: float
     expires_at: float
+    came_at: int
+    changed_at: int
     detail: WorkerDetail = WorkerDetail()
     prefill_routes: deque[float] = field(default_factory=deque)
     decode_routes: deque[float] = field(default_factory=deque)
@@ -85,6 +106,7 @@ class Fleet:
         self._roles = dict.fromkeys(Role, 0)
         self._fingerprints: dict[str, set[str]] = {}
         self._last_session = _RESTORED
+        self._gone: deque[tuple[int, WorkerId]] = deque(maxlen=MAX_GONE)
         self._num_routes = 0
         self.version = 0
         self.urgent_version = 0
@@ -106,7 +128,7 @@ class Fleet:
         self._last_session += 1
         self._insert(info, self._last_session, reported_at=now, now=now)
         if known is not None and known.info.incarnation == info.incarnation:
-            self._members[info.worker_id].detail = known.detail
+            self._members[info.worker_id].detail = known.detail  # told with all that is new
         return Membership(info.worker_id, self._last_session)
 
     def restore(self, info: WorkerInfo, now: float) -> bool:
@@ -130,6 +152,7 @@ class Fleet:
         self._index.update(_view_of(member))
         if changed:
             self._note_change(urgent=urgent)
+            member.changed_at = self.version
         return True
 
     def note_detail(self, membership: Membership, detail: WorkerDetail) -> None:
@@ -138,6 +161,7 @@ class Fleet:
         if member is not None and member.detail != detail:
             member.detail = detail
             self._note_change(urgent=False)
+            member.changed_at = self.version
 
     def note_planned(self) -> None:
         """What is planned for the fleet changed: watchers get another view."""
@@ -197,16 +221,33 @@ class Fleet:
         members = self._members.values()
         return tuple(FleetWorker(each.info, each.load, each.detail) for each in members)
 
+    def changes_since(self, version: int) -> FleetChanges | None:
+        """What is other now than in a version; None if that is too long ago to know."""
+        if len(self._gone) == MAX_GONE and version < self._gone[0][0]:
+            return None
+        changed = (each for each in self._members.values() if each.changed_at > version)
+        workers = (
+            FleetChange(FleetWorker(each.info, each.load, each.detail), each.came_at > version)
+            for each in changed
+        )
+        gone = {name: None for at, name in self._gone if at > version}
+        return FleetChanges(tuple(workers), tuple(gone.keys() - self._members.keys()))
+
     def confirmed(self) -> Iterator[WorkerInfo]:
         """Members that registered here."""
         return (each.info for each in self._members.values() if each.session != _RESTORED)
 
     def fingerprints(self, model: str) -> set[str]:
-        """Fingerprints of the checkpoints that serve `model`: the namespaces of its blocks."""
+        """Fingerprints of the checkpoints that serve `model`: the namespaces of its blocks.
+
+        Those that nobody publishes blocks of are left out: nothing can be found there.
+        """
         if model not in self._fingerprints:
             infos = (member.info for member in self._members.values())
             self._fingerprints[model] = {
-                info.layout.model_fingerprint for info in infos if info.model == model
+                info.layout.model_fingerprint
+                for info in infos
+                if info.model == model and info.publishes
             }
         return self._fingerprints[model]
 
@@ -227,12 +268,14 @@ class Fleet:
         self._roles[self._members.pop(worker_id).info.role] -= 1
         self._index.remove(worker_id)
         self._note_change(urgent=True)
+        self._gone.append((self.version, worker_id))
 
     def _insert(self, info: WorkerInfo, session: int, *, reported_at: float, now: float) -> None:
         before = self._members.get(info.worker_id)
         if before is not None:
             self._roles[before.info.role] -= 1
         self._roles[info.role] += 1
+        self._note_change(urgent=True)
         member = self._members[info.worker_id] = _Member(
             info=info,
             # Until the first report a worker counts as idle and empty: it has just started.
@@ -240,9 +283,10 @@ class Fleet:
             session=session,
             reported_at=reported_at,
             expires_at=now + self._lease_s,
+            came_at=self.version,
+            changed_at=self.version,
         )
         self._index.update(_view_of(member))
-        self._note_change(urgent=True)
 
     def _current(self, membership: Membership) -> _Member | None:
         member = self._members.get(membership.worker_id)

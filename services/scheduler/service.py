@@ -122,7 +122,10 @@ class SchedulerServicer(SchedulerServiceServicer):
         await context.send_initial_metadata(())
         log.info("watcher_connected", watcher=request.watcher)
         hold_empty_s = max(0.0, self._warm_at - self._clock.now())
-        async for view in self._feed.views(hold_empty_s, with_detail=request.with_detail):
+        views = self._feed.views(
+            hold_empty_s, with_detail=request.with_detail, changes=request.accepts_changes
+        )
+        async for view in views:
             yield view
 
     async def OrderWorker(

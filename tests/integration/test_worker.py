@@ -244,9 +244,10 @@ async def test_decode_refuses_what_cannot_fit_and_what_has_no_slot() -> None:
         await until_idle(decode)
 
 
-async def test_preempted_sequences_give_the_same_tokens(prefill: Worker) -> None:
+@pytest.mark.parametrize("swap_gib", [0.0, 0.001])
+async def test_preempted_sequences_give_the_same_tokens(prefill: Worker, swap_gib: float) -> None:
     section = WorkerSection(id="tight", role="decode")
-    engine = EngineSection(kind="fake", num_blocks=24, growth_tokens=0)
+    engine = EngineSection(kind="fake", num_blocks=24, growth_tokens=0, swap_gib=swap_gib)
     async with running_worker(section, engine) as decode, driving(prefill, decode) as driver:
         specs = {Key(f"r{n}"): make_spec(prompt(60, n), max_tokens=120) for n in range(4)}
         reserved = {key: await driver.reserve(decode, key, spec) for key, spec in specs.items()}
@@ -261,7 +262,10 @@ async def test_preempted_sequences_give_the_same_tokens(prefill: Worker) -> None
                 assert event.tokens.first_position == 60 + len(tokens[key])
                 tokens[key] += event.tokens.token_ids
             assert tokens[key] == reference_tokens(spec)
-        assert decode.core.statistics().preemptions_total > 0
+        now = decode.core.statistics()
+        assert now.preemptions_total > 0
+        assert (now.swap.swapped_in_total > 0) is (swap_gib > 0)
+        assert now.swap.blocks_kept == 0
         await until_idle(prefill, decode)
 
 

@@ -256,6 +256,7 @@ def worker_info_to_proto(info: WorkerInfo) -> types_pb2.WorkerInfo:
         decode_slots=info.decode_slots,
         num_blocks=info.num_blocks,
         scenario=info.scenario,
+        unpublished=not info.publishes,
     )
 
 
@@ -281,6 +282,7 @@ def worker_info_from_proto(message: types_pb2.WorkerInfo) -> WorkerInfo:
         decode_slots=message.decode_slots,
         num_blocks=message.num_blocks,
         scenario=message.scenario,
+        publishes=not message.unpublished,
     )
 
 
@@ -327,11 +329,17 @@ def worker_load_from_proto(message: types_pb2.WorkerLoad) -> WorkerLoad:
 
 
 def fleet_worker_to_proto(
-    worker: FleetWorker, *, with_detail: bool = False
+    worker: FleetWorker, *, with_detail: bool = False, with_info: bool = True
 ) -> scheduler_service_pb2.FleetWorker:
-    """FleetWorker as a message, its detail included where asked for."""
+    """FleetWorker as a message.
+
+    Args:
+        with_detail: for people.
+        with_info: else only its name.
+    """
     return scheduler_service_pb2.FleetWorker(
-        info=worker_info_to_proto(worker.info),
+        info=worker_info_to_proto(worker.info) if with_info else None,
+        worker_id="" if with_info else worker.info.worker_id,
         load=worker_load_to_proto(worker.load),
         detail=worker_detail_to_proto(worker.detail) if with_detail else None,
     )

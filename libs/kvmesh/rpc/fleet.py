@@ -16,13 +16,11 @@ import grpc
 from kvmesh.core.errors import LostError, ProtocolError
 from kvmesh.core.types import FleetWorker, ModelDetail, Refusal, RoutePlan, RouteQuery
 from kvmesh.rpc.channels import TlsConfig, open_channel
-from kvmesh.rpc.convert import (
-    fleet_worker_from_proto,
-    refusal_from_proto,
-)
+from kvmesh.rpc.convert import refusal_from_proto
 from kvmesh.rpc.convert_detail import model_detail_from_proto
 from kvmesh.rpc.convert_route import route_plan_from_proto, route_query_to_proto
 from kvmesh.rpc.direct import DirectClient
+from kvmesh.rpc.fleet_view import FleetMirror
 from kvmesh.rpc.stream import Correlator, PeerStream
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.v1.scheduler_service_pb2 import (
@@ -88,12 +86,16 @@ class FleetWatch:
         reason = "closed by peer"
         async with open_channel(target, self._tls) as channel:
             call = SchedulerServiceStub(channel).WatchFleet(
-                WatchFleetRequest(watcher=self._watcher, with_detail=self._with_detail)
+                WatchFleetRequest(
+                    watcher=self._watcher, with_detail=self._with_detail, accepts_changes=True
+                )
             )
+            mirror = FleetMirror()
             try:
                 async for message in call:
                     self.models = tuple(map(model_detail_from_proto, message.models))
-                    self._take(tuple(fleet_worker_from_proto(each) for each in message.workers))
+                    mirror.take(message)
+                    self._take(mirror.workers)
             except grpc.aio.AioRpcError as error:
                 reason = f"{error.code().name}: {error.details()}"
             except ProtocolError as error:

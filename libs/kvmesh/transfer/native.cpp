@@ -20,8 +20,9 @@
 namespace {
 
 constexpr int kMaxBuffers = 512;
-// One call moves so much at most: progress shows in time, and a sum finds its bytes in the cache.
-constexpr uint64_t kPieceBytes = 1 << 20;
+// One call moves so much at most, and ends with the socket's timeout if that comes first, so that
+// progress shows in time. What is summed is in pieces that stay in the cache.
+constexpr uint64_t kPieceBytes = 1 << 23;
 constexpr uint64_t kSummedBytes = 256 << 10;
 
 // --- crc32c ----------------------------------------------------------------------------------

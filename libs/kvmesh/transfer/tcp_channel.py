@@ -28,7 +28,7 @@ from kvmesh.transfer.tls import DataTls, connect_wire
 from kvmesh.transfer.wire import Wire
 
 MIN_PIECE_BYTES = 1 << 20
-MAX_PIECE_BYTES = 8 << 20
+MAX_PIECE_BYTES = 16 << 20
 """Payload of one PUT, unless one block is larger."""
 _DEPTH = 2
 """Pieces of one transfer on a lane at once: one is sent while the other's answer comes."""

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvmesh.v1 import types_pb2 as kvmesh_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!kvmesh/v1/scheduler_service.proto\x12\tkvmesh.v1\x1a\x15kvmesh/v1/types.proto\"\xe3\x02\n\x0cRouteRequest\x12\x16\n\x0e\x63orrelation_id\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x16\n\x0emax_new_tokens\x18\x05 \x01(\r\x12\x14\n\x0c\x62lock_hashes\x18\x06 \x01(\x0c\x12\x10\n\x08scenario\x18\x07 \x01(\t\x12\x18\n\x10\x61void_worker_ids\x18\x08 \x03(\t\x12\x16\n\x0ettft_budget_ms\x18\t \x01(\r\x12+\n\tplacement\x18\n \x01(\x0e\x32\x18.kvmesh.v1.PlacementMode\x12\x13\n\x0btraceparent\x18\x0b \x01(\t\x12\x0f\n\x07waiting\x18\x0c \x01(\r\x12\x18\n\x10waiting_reserved\x18\r \x01(\r\x12%\n\x04more\x18\x0e \x03(\x0b\x32\x17.kvmesh.v1.RouteRequest\"y\n\tCandidate\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12-\n\x10\x63ontrol_endpoint\x18\x03 \x01(\x0b\x32\x13.kvmesh.v1.Endpoint\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\"\xc9\x01\n\tRoutePlan\x12+\n\tplacement\x18\x01 \x01(\x0e\x32\x18.kvmesh.v1.PlacementMode\x12%\n\x07prefill\x18\x02 \x03(\x0b\x32\x14.kvmesh.v1.Candidate\x12$\n\x06\x64\x65\x63ode\x18\x03 \x03(\x0b\x32\x14.kvmesh.v1.Candidate\x12\x13\n\x0b\x63\x61\x63he_known\x18\x04 \x01(\x08\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x0e\n\x06policy\x18\x06 \x01(\t\x12\r\n\x05\x63\x61use\x18\x07 \x01(\t\"\xa7\x01\n\rRouteResponse\x12\x16\n\x0e\x63orrelation_id\x18\x01 \x01(\x04\x12$\n\x04plan\x18\x02 \x01(\x0b\x32\x14.kvmesh.v1.RoutePlanH\x00\x12%\n\x07refusal\x18\x03 \x01(\x0b\x32\x12.kvmesh.v1.RefusalH\x00\x12&\n\x04more\x18\x04 \x03(\x0b\x32\x18.kvmesh.v1.RouteResponseB\t\n\x07outcome\"9\n\x11WatchFleetRequest\x12\x0f\n\x07watcher\x18\x01 \x01(\t\x12\x13\n\x0bwith_detail\x18\x02 \x01(\x08\"\x80\x01\n\x0b\x46leetWorker\x12#\n\x04info\x18\x01 \x01(\x0b\x32\x15.kvmesh.v1.WorkerInfo\x12#\n\x04load\x18\x02 \x01(\x0b\x32\x15.kvmesh.v1.WorkerLoad\x12\'\n\x06\x64\x65tail\x18\x03 \x01(\x0b\x32\x17.kvmesh.v1.WorkerDetail\"\xc2\x01\n\nLinkDetail\x12\x16\n\x0epeer_worker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x63hannel\x18\x02 \x01(\t\x12\x13\n\x0b\x62ytes_total\x18\x03 \x01(\x04\x12\x14\n\x0cqueued_bytes\x18\x04 \x01(\x04\x12\x0e\n\x06\x62usy_s\x18\x05 \x01(\x01\x12\x16\n\x0e\x62udget_bytes_s\x18\x06 \x01(\x01\x12\r\n\x05rtt_s\x18\x07 \x01(\x01\x12\x13\n\x0bretransmits\x18\x08 \x01(\x04\x12\x14\n\x0c\x66\x61iled_total\x18\t \x01(\x04\"\x97\x01\n\x0cWorkerDetail\x12\x10\n\x08\x63ordoned\x18\x01 \x01(\x08\x12\x15\n\rblocks_cached\x18\x02 \x01(\r\x12\x1b\n\x13prompt_tokens_total\x18\x03 \x01(\x04\x12\x1b\n\x13\x63\x61\x63hed_tokens_total\x18\x04 \x01(\x04\x12$\n\x05links\x18\x05 \x03(\x0b\x32\x15.kvmesh.v1.LinkDetail\"v\n\x12WatchFleetResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\'\n\x07workers\x18\x02 \x03(\x0b\x32\x16.kvmesh.v1.FleetWorker\x12&\n\x06models\x18\x03 \x03(\x0b\x32\x16.kvmesh.v1.ModelDetail\"h\n\x0bModelDetail\x12\r\n\x05model\x18\x01 \x01(\t\x12\x16\n\x0eremote_cluster\x18\x02 \x01(\t\x12\x1d\n\x10threshold_tokens\x18\x03 \x01(\x01H\x00\x88\x01\x01\x42\x13\n\x11_threshold_tokens\"\xc7\x01\n\x15RegisterWorkerRequest\x12%\n\x04info\x18\x01 \x01(\x0b\x32\x15.kvmesh.v1.WorkerInfoH\x00\x12%\n\x04load\x18\x02 \x01(\x0b\x32\x15.kvmesh.v1.WorkerLoadH\x00\x12+\n\x07goodbye\x18\x03 \x01(\x0b\x32\x18.kvmesh.v1.WorkerGoodbyeH\x00\x12)\n\x06\x64\x65tail\x18\x04 \x01(\x0b\x32\x17.kvmesh.v1.WorkerDetailH\x00\x42\x08\n\x06report\"\x1f\n\rWorkerGoodbye\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\xcb\x01\n\x16RegisterWorkerResponse\x12-\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x19.kvmesh.v1.WorkerAcceptedH\x00\x12\'\n\x05\x64rain\x18\x02 \x01(\x0b\x32\x16.kvmesh.v1.WorkerDrainH\x00\x12)\n\x06\x63ordon\x18\x03 \x01(\x0b\x32\x17.kvmesh.v1.WorkerCordonH\x00\x12%\n\x04role\x18\x04 \x01(\x0b\x32\x15.kvmesh.v1.WorkerRoleH\x00\x42\x07\n\x05order\">\n\x0eWorkerAccepted\x12\x1a\n\x12report_interval_ms\x18\x01 \x01(\r\x12\x10\n\x08lease_ms\x18\x02 \x01(\r\"\x1d\n\x0bWorkerDrain\x12\x0e\n\x06reason\x18\x01 \x01(\t\"0\n\x0cWorkerCordon\x12\x10\n\x08\x63ordoned\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t\";\n\nWorkerRole\x12\x1d\n\x04role\x18\x01 \x01(\x0e\x32\x0f.kvmesh.v1.Role\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\xab\x01\n\x12OrderWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\'\n\x05\x64rain\x18\x02 \x01(\x0b\x32\x16.kvmesh.v1.WorkerDrainH\x00\x12)\n\x06\x63ordon\x18\x03 \x01(\x0b\x32\x17.kvmesh.v1.WorkerCordonH\x00\x12%\n\x04role\x18\x04 \x01(\x0b\x32\x15.kvmesh.v1.WorkerRoleH\x00\x42\x07\n\x05order\"\x15\n\x13OrderWorkerResponse2\xc8\x02\n\x10SchedulerService\x12>\n\x05Route\x12\x17.kvmesh.v1.RouteRequest\x1a\x18.kvmesh.v1.RouteResponse(\x01\x30\x01\x12K\n\nWatchFleet\x12\x1c.kvmesh.v1.WatchFleetRequest\x1a\x1d.kvmesh.v1.WatchFleetResponse0\x01\x12Y\n\x0eRegisterWorker\x12 .kvmesh.v1.RegisterWorkerRequest\x1a!.kvmesh.v1.RegisterWorkerResponse(\x01\x30\x01\x12L\n\x0bOrderWorker\x12\x1d.kvmesh.v1.OrderWorkerRequest\x1a\x1e.kvmesh.v1.OrderWorkerResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!kvmesh/v1/scheduler_service.proto\x12\tkvmesh.v1\x1a\x15kvmesh/v1/types.proto\"\xe3\x02\n\x0cRouteRequest\x12\x16\n\x0e\x63orrelation_id\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x16\n\x0emax_new_tokens\x18\x05 \x01(\r\x12\x14\n\x0c\x62lock_hashes\x18\x06 \x01(\x0c\x12\x10\n\x08scenario\x18\x07 \x01(\t\x12\x18\n\x10\x61void_worker_ids\x18\x08 \x03(\t\x12\x16\n\x0ettft_budget_ms\x18\t \x01(\r\x12+\n\tplacement\x18\n \x01(\x0e\x32\x18.kvmesh.v1.PlacementMode\x12\x13\n\x0btraceparent\x18\x0b \x01(\t\x12\x0f\n\x07waiting\x18\x0c \x01(\r\x12\x18\n\x10waiting_reserved\x18\r \x01(\r\x12%\n\x04more\x18\x0e \x03(\x0b\x32\x17.kvmesh.v1.RouteRequest\"y\n\tCandidate\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12-\n\x10\x63ontrol_endpoint\x18\x03 \x01(\x0b\x32\x13.kvmesh.v1.Endpoint\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\"\xc9\x01\n\tRoutePlan\x12+\n\tplacement\x18\x01 \x01(\x0e\x32\x18.kvmesh.v1.PlacementMode\x12%\n\x07prefill\x18\x02 \x03(\x0b\x32\x14.kvmesh.v1.Candidate\x12$\n\x06\x64\x65\x63ode\x18\x03 \x03(\x0b\x32\x14.kvmesh.v1.Candidate\x12\x13\n\x0b\x63\x61\x63he_known\x18\x04 \x01(\x08\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x0e\n\x06policy\x18\x06 \x01(\t\x12\r\n\x05\x63\x61use\x18\x07 \x01(\t\"\xa7\x01\n\rRouteResponse\x12\x16\n\x0e\x63orrelation_id\x18\x01 \x01(\x04\x12$\n\x04plan\x18\x02 \x01(\x0b\x32\x14.kvmesh.v1.RoutePlanH\x00\x12%\n\x07refusal\x18\x03 \x01(\x0b\x32\x12.kvmesh.v1.RefusalH\x00\x12&\n\x04more\x18\x04 \x03(\x0b\x32\x18.kvmesh.v1.RouteResponseB\t\n\x07outcome\"R\n\x11WatchFleetRequest\x12\x0f\n\x07watcher\x18\x01 \x01(\t\x12\x13\n\x0bwith_detail\x18\x02 \x01(\x08\x12\x17\n\x0f\x61\x63\x63\x65pts_changes\x18\x03 \x01(\x08\"\x93\x01\n\x0b\x46leetWorker\x12#\n\x04info\x18\x01 \x01(\x0b\x32\x15.kvmesh.v1.WorkerInfo\x12#\n\x04load\x18\x02 \x01(\x0b\x32\x15.kvmesh.v1.WorkerLoad\x12\'\n\x06\x64\x65tail\x18\x03 \x01(\x0b\x32\x17.kvmesh.v1.WorkerDetail\x12\x11\n\tworker_id\x18\x04 \x01(\t\"\xc2\x01\n\nLinkDetail\x12\x16\n\x0epeer_worker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x63hannel\x18\x02 \x01(\t\x12\x13\n\x0b\x62ytes_total\x18\x03 \x01(\x04\x12\x14\n\x0cqueued_bytes\x18\x04 \x01(\x04\x12\x0e\n\x06\x62usy_s\x18\x05 \x01(\x01\x12\x16\n\x0e\x62udget_bytes_s\x18\x06 \x01(\x01\x12\r\n\x05rtt_s\x18\x07 \x01(\x01\x12\x13\n\x0bretransmits\x18\x08 \x01(\x04\x12\x14\n\x0c\x66\x61iled_total\x18\t \x01(\x04\"\x97\x01\n\x0cWorkerDetail\x12\x10\n\x08\x63ordoned\x18\x01 \x01(\x08\x12\x15\n\rblocks_cached\x18\x02 \x01(\r\x12\x1b\n\x13prompt_tokens_total\x18\x03 \x01(\x04\x12\x1b\n\x13\x63\x61\x63hed_tokens_total\x18\x04 \x01(\x04\x12$\n\x05links\x18\x05 \x03(\x0b\x32\x15.kvmesh.v1.LinkDetail\"\x9a\x01\n\x12WatchFleetResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\'\n\x07workers\x18\x02 \x03(\x0b\x32\x16.kvmesh.v1.FleetWorker\x12&\n\x06models\x18\x03 \x03(\x0b\x32\x16.kvmesh.v1.ModelDetail\x12\x14\n\x0c\x62\x61se_version\x18\x04 \x01(\x04\x12\x0c\n\x04gone\x18\x05 \x03(\t\"h\n\x0bModelDetail\x12\r\n\x05model\x18\x01 \x01(\t\x12\x16\n\x0eremote_cluster\x18\x02 \x01(\t\x12\x1d\n\x10threshold_tokens\x18\x03 \x01(\x01H\x00\x88\x01\x01\x42\x13\n\x11_threshold_tokens\"\xc7\x01\n\x15RegisterWorkerRequest\x12%\n\x04info\x18\x01 \x01(\x0b\x32\x15.kvmesh.v1.WorkerInfoH\x00\x12%\n\x04load\x18\x02 \x01(\x0b\x32\x15.kvmesh.v1.WorkerLoadH\x00\x12+\n\x07goodbye\x18\x03 \x01(\x0b\x32\x18.kvmesh.v1.WorkerGoodbyeH\x00\x12)\n\x06\x64\x65tail\x18\x04 \x01(\x0b\x32\x17.kvmesh.v1.WorkerDetailH\x00\x42\x08\n\x06report\"\x1f\n\rWorkerGoodbye\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\xcb\x01\n\x16RegisterWorkerResponse\x12-\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x19.kvmesh.v1.WorkerAcceptedH\x00\x12\'\n\x05\x64rain\x18\x02 \x01(\x0b\x32\x16.kvmesh.v1.WorkerDrainH\x00\x12)\n\x06\x63ordon\x18\x03 \x01(\x0b\x32\x17.kvmesh.v1.WorkerCordonH\x00\x12%\n\x04role\x18\x04 \x01(\x0b\x32\x15.kvmesh.v1.WorkerRoleH\x00\x42\x07\n\x05order\">\n\x0eWorkerAccepted\x12\x1a\n\x12report_interval_ms\x18\x01 \x01(\r\x12\x10\n\x08lease_ms\x18\x02 \x01(\r\"\x1d\n\x0bWorkerDrain\x12\x0e\n\x06reason\x18\x01 \x01(\t\"0\n\x0cWorkerCordon\x12\x10\n\x08\x63ordoned\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t\";\n\nWorkerRole\x12\x1d\n\x04role\x18\x01 \x01(\x0e\x32\x0f.kvmesh.v1.Role\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\xab\x01\n\x12OrderWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\'\n\x05\x64rain\x18\x02 \x01(\x0b\x32\x16.kvmesh.v1.WorkerDrainH\x00\x12)\n\x06\x63ordon\x18\x03 \x01(\x0b\x32\x17.kvmesh.v1.WorkerCordonH\x00\x12%\n\x04role\x18\x04 \x01(\x0b\x32\x15.kvmesh.v1.WorkerRoleH\x00\x42\x07\n\x05order\"\x15\n\x13OrderWorkerResponse2\xc8\x02\n\x10SchedulerService\x12>\n\x05Route\x12\x17.kvmesh.v1.RouteRequest\x1a\x18.kvmesh.v1.RouteResponse(\x01\x30\x01\x12K\n\nWatchFleet\x12\x1c.kvmesh.v1.WatchFleetRequest\x1a\x1d.kvmesh.v1.WatchFleetResponse0\x01\x12Y\n\x0eRegisterWorker\x12 .kvmesh.v1.RegisterWorkerRequest\x1a!.kvmesh.v1.RegisterWorkerResponse(\x01\x30\x01\x12L\n\x0bOrderWorker\x12\x1d.kvmesh.v1.OrderWorkerRequest\x1a\x1e.kvmesh.v1.OrderWorkerResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,35 +41,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ROUTERESPONSE']._serialized_start=757
   _globals['_ROUTERESPONSE']._serialized_end=924
   _globals['_WATCHFLEETREQUEST']._serialized_start=926
-  _globals['_WATCHFLEETREQUEST']._serialized_end=983
-  _globals['_FLEETWORKER']._serialized_start=986
-  _globals['_FLEETWORKER']._serialized_end=1114
-  _globals['_LINKDETAIL']._serialized_start=1117
-  _globals['_LINKDETAIL']._serialized_end=1311
-  _globals['_WORKERDETAIL']._serialized_start=1314
-  _globals['_WORKERDETAIL']._serialized_end=1465
-  _globals['_WATCHFLEETRESPONSE']._serialized_start=1467
-  _globals['_WATCHFLEETRESPONSE']._serialized_end=1585
-  _globals['_MODELDETAIL']._serialized_start=1587
-  _globals['_MODELDETAIL']._serialized_end=1691
-  _globals['_REGISTERWORKERREQUEST']._serialized_start=1694
-  _globals['_REGISTERWORKERREQUEST']._serialized_end=1893
-  _globals['_WORKERGOODBYE']._serialized_start=1895
-  _globals['_WORKERGOODBYE']._serialized_end=1926
-  _globals['_REGISTERWORKERRESPONSE']._serialized_start=1929
-  _globals['_REGISTERWORKERRESPONSE']._serialized_end=2132
-  _globals['_WORKERACCEPTED']._serialized_start=2134
-  _globals['_WORKERACCEPTED']._serialized_end=2196
-  _globals['_WORKERDRAIN']._serialized_start=2198
-  _globals['_WORKERDRAIN']._serialized_end=2227
-  _globals['_WORKERCORDON']._serialized_start=2229
-  _globals['_WORKERCORDON']._serialized_end=2277
-  _globals['_WORKERROLE']._serialized_start=2279
-  _globals['_WORKERROLE']._serialized_end=2338
-  _globals['_ORDERWORKERREQUEST']._serialized_start=2341
-  _globals['_ORDERWORKERREQUEST']._serialized_end=2512
-  _globals['_ORDERWORKERRESPONSE']._serialized_start=2514
-  _globals['_ORDERWORKERRESPONSE']._serialized_end=2535
-  _globals['_SCHEDULERSERVICE']._serialized_start=2538
-  _globals['_SCHEDULERSERVICE']._serialized_end=2866
+  _globals['_WATCHFLEETREQUEST']._serialized_end=1008
+  _globals['_FLEETWORKER']._serialized_start=1011
+  _globals['_FLEETWORKER']._serialized_end=1158
+  _globals['_LINKDETAIL']._serialized_start=1161
+  _globals['_LINKDETAIL']._serialized_end=1355
+  _globals['_WORKERDETAIL']._serialized_start=1358
+  _globals['_WORKERDETAIL']._serialized_end=1509
+  _globals['_WATCHFLEETRESPONSE']._serialized_start=1512
+  _globals['_WATCHFLEETRESPONSE']._serialized_end=1666
+  _globals['_MODELDETAIL']._serialized_start=1668
+  _globals['_MODELDETAIL']._serialized_end=1772
+  _globals['_REGISTERWORKERREQUEST']._serialized_start=1775
+  _globals['_REGISTERWORKERREQUEST']._serialized_end=1974
+  _globals['_WORKERGOODBYE']._serialized_start=1976
+  _globals['_WORKERGOODBYE']._serialized_end=2007
+  _globals['_REGISTERWORKERRESPONSE']._serialized_start=2010
+  _globals['_REGISTERWORKERRESPONSE']._serialized_end=2213
+  _globals['_WORKERACCEPTED']._serialized_start=2215
+  _globals['_WORKERACCEPTED']._serialized_end=2277
+  _globals['_WORKERDRAIN']._serialized_start=2279
+  _globals['_WORKERDRAIN']._serialized_end=2308
+  _globals['_WORKERCORDON']._serialized_start=2310
+  _globals['_WORKERCORDON']._serialized_end=2358
+  _globals['_WORKERROLE']._serialized_start=2360
+  _globals['_WORKERROLE']._serialized_end=2419
+  _globals['_ORDERWORKERREQUEST']._serialized_start=2422
+  _globals['_ORDERWORKERREQUEST']._serialized_end=2593
+  _globals['_ORDERWORKERRESPONSE']._serialized_start=2595
+  _globals['_ORDERWORKERRESPONSE']._serialized_end=2616
+  _globals['_SCHEDULERSERVICE']._serialized_start=2619
+  _globals['_SCHEDULERSERVICE']._serialized_end=2947
 # @@protoc_insertion_point(module_scope)

@@ -233,19 +233,23 @@ class WatchFleetRequest(_message.Message):
 
     WATCHER_FIELD_NUMBER: _builtins.int
     WITH_DETAIL_FIELD_NUMBER: _builtins.int
+    ACCEPTS_CHANGES_FIELD_NUMBER: _builtins.int
     watcher: _builtins.str
     """Name of the watcher, for logs."""
     with_detail: _builtins.bool
     """Also send what is of use to people only."""
+    accepts_changes: _builtins.bool
+    """The watcher understands `base_version`; else every message has the whole fleet."""
     def __init__(
         self,
         *,
         watcher: _builtins.str = ...,
         with_detail: _builtins.bool = ...,
+        accepts_changes: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["watcher", b"watcher", "with_detail", b"with_detail"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepts_changes", b"accepts_changes", "watcher", b"watcher", "with_detail", b"with_detail"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -260,6 +264,9 @@ class FleetWorker(_message.Message):
     INFO_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """Whose load it is, where `info` is left out because it is as it was."""
     @_builtins.property
     def info(self) -> _types_pb2.WorkerInfo:
         """What it is."""
@@ -278,10 +285,11 @@ class FleetWorker(_message.Message):
         info: _types_pb2.WorkerInfo | None = ...,
         load: _types_pb2.WorkerLoad | None = ...,
         detail: Global___WorkerDetail | None = ...,
+        worker_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "info", b"info", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "info", b"info", "load", b"load"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "info", b"info", "load", b"load", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -383,22 +391,30 @@ Global___WorkerDetail: _TypeAlias = WorkerDetail  # noqa: Y015
 
 @_typing.final
 class WatchFleetResponse(_message.Message):
-    """The whole fleet."""
+    """The fleet, or what is other than in the message before."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     VERSION_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
     MODELS_FIELD_NUMBER: _builtins.int
+    BASE_VERSION_FIELD_NUMBER: _builtins.int
+    GONE_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Grows with every change."""
+    base_version: _builtins.int
+    """Version of the message that this one changes; 0: this is the whole fleet."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___FleetWorker]:
-        """All live workers."""
+        """All live workers; with a `base_version`, those that are new or other."""
 
     @_builtins.property
     def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelDetail]:
         """For people; empty unless asked for."""
+
+    @_builtins.property
+    def gone(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """With a `base_version`, ids of workers that are no longer there."""
 
     def __init__(
         self,
@@ -406,10 +422,12 @@ class WatchFleetResponse(_message.Message):
         version: _builtins.int = ...,
         workers: _abc.Iterable[Global___FleetWorker] | None = ...,
         models: _abc.Iterable[Global___ModelDetail] | None = ...,
+        base_version: _builtins.int = ...,
+        gone: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["models", b"models", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "gone", b"gone", "models", b"models", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
 import asyncio
+import random
+
+import pytest
 
 from kvmesh.core.types import ModelDetail, WorkerDetail, WorkerLoad
+from kvmesh.rpc.fleet_view import FleetMirror
 from services.scheduler.feed import FleetFeed
-from services.scheduler.fleet import Fleet, Membership
+from services.scheduler.fleet import MAX_GONE, Fleet, Membership
 from tests.unit.policy.fleet_examples import worker_info
 
 
@@ -72,4 +76,74 @@ async def test_empty_first_view_waits_for_the_first_worker() -> None:
 async def test_empty_first_view_comes_in_the_end() -> None:
     views = FleetFeed(Fleet(3.0)).views(hold_empty_s=0.001)
     assert len((await anext(views)).workers) == 0
+    await views.aclose()  # type: ignore[attr-defined]
+
+
+async def test_after_the_first_view_only_changes_are_sent() -> None:
+    fleet, members = Fleet(3.0), {}
+    feed = FleetFeed(fleet)
+    for name in ("p", "q", "r"):
+        member = fleet.register(worker_info(name), 0.0)
+        assert isinstance(member, Membership)
+        members[name] = member
+    views = feed.views(hold_empty_s=0.0, changes=True)
+    first = await anext(views)
+    assert (first.base_version, len(first.workers)) == (0, 3)
+    fleet.report(members["q"], WorkerLoad(prefill_active=1), 1.0)
+    fleet.leave(members["r"])
+    fleet.register(worker_info("s"), 1.0)
+    feed.changed()
+    second = await anext(views)
+    assert second.base_version == first.version
+    assert list(second.gone) == ["r"]
+    load, new = second.workers
+    assert (load.worker_id, load.HasField("info"), load.load.prefill_active) == ("q", False, 1)
+    assert new.info.worker_id == "s"
+    assert second.ByteSize() < first.ByteSize()
+    await views.aclose()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_changes_add_up_to_the_fleet(seed: int) -> None:
+    draw, fleet, mirror = random.Random(seed), Fleet(3.0), FleetMirror()
+    feed, members = FleetFeed(fleet), dict[str, Membership]()
+    views = feed.views(hold_empty_s=0.0, changes=True)
+    for step in range(60):
+        name = f"w{draw.randrange(6)}"
+        if name not in members or draw.random() < 0.2:
+            joined = fleet.register(worker_info(name), step)
+            assert isinstance(joined, Membership)
+            members[name] = joined
+        elif draw.random() < 0.3:
+            fleet.leave(members.pop(name))
+        else:
+            fleet.report(members[name], WorkerLoad(prefill_active=step), step)
+        feed.changed()
+        if draw.random() < 0.4:
+            version = fleet.version
+            message = await anext(views)
+            assert message.version == version
+            mirror.take(message)
+            by_name = {each.info.worker_id: each for each in mirror.workers}
+            assert by_name == {each.info.worker_id: each for each in fleet.workers()}
+            fleet.note_planned()
+            feed.changed()
+    await views.aclose()  # type: ignore[attr-defined]
+
+
+async def test_who_is_too_far_behind_gets_the_whole_fleet() -> None:
+    fleet = Fleet(3.0)
+    feed = FleetFeed(fleet)
+    fleet.register(worker_info("p"), 0.0)
+    views = feed.views(hold_empty_s=0.0, changes=True)
+    first = await anext(views)
+    for n in range(MAX_GONE + 1):
+        joined = fleet.register(worker_info(f"w{n}"), 0.0)
+        assert isinstance(joined, Membership)
+        fleet.leave(joined)
+    assert fleet.changes_since(first.version) is None
+    feed.changed()
+    second = await anext(views)
+    assert second.base_version == 0
+    assert [each.info.worker_id for each in second.workers] == ["p"]
     await views.aclose()  # type: ignore[attr-defined]

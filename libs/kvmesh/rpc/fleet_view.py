@@ -1,0 +1,56 @@
+"""The fleet as a watcher keeps it: a whole view first, then what is other than in the one before.
+
+Tests: tests/unit/rpc/test_fleet_view.py, tests/unit/scheduler/test_feed.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from kvmesh.core.errors import ProtocolError
+from kvmesh.core.types import FleetWorker, WorkerId
+from kvmesh.rpc.convert import fleet_worker_from_proto, worker_load_from_proto
+from kvmesh.rpc.convert_detail import worker_detail_from_proto
+from kvmesh.v1.scheduler_service_pb2 import WatchFleetResponse
+
+
+class FleetMirror:
+    """What one stream of views has told."""
+
+    def __init__(self) -> None:
+        self._workers: dict[WorkerId, FleetWorker] = {}
+        self._version = 0
+
+    @property
+    def workers(self) -> tuple[FleetWorker, ...]:
+        """The fleet after the last message."""
+        return tuple(self._workers.values())
+
+    def take(self, message: WatchFleetResponse) -> None:
+        """Takes the next message in.
+
+        Raises:
+            ProtocolError: it changes another version than the last one, or a worker that is not
+                known; a new stream begins with a whole view.
+        """
+        if not message.base_version:
+            self._workers.clear()
+        elif message.base_version != self._version:
+            text = f"changes of version {message.base_version}, this is {self._version}"
+            raise ProtocolError("bad_fleet", text)
+        for name in message.gone:
+            self._workers.pop(WorkerId(name), None)
+        for each in message.workers:
+            if each.HasField("info"):
+                worker = fleet_worker_from_proto(each)
+                self._workers[worker.info.worker_id] = worker
+                continue
+            known = self._workers.get(WorkerId(each.worker_id))
+            if known is None:
+                raise ProtocolError("bad_fleet", f"nobody knows {each.worker_id!r}")
+            self._workers[known.info.worker_id] = dataclasses.replace(
+                known,
+                load=worker_load_from_proto(each.load),
+                detail=worker_detail_from_proto(each.detail),
+            )
+        self._version = message.version
