@@ -38,6 +38,8 @@ NOTES = (
     " included\n"
     f"- overload: {CAPACITY:g} prompts/s can be taken, offered is a multiple; per s counts first"
     f" tokens within {TTFT_LIMIT_MS} ms; p50 and p99 are of all that were served\n"
+    "- workers hold no KV and publish none, so no prefix is looked up; Dynamo and the routers take"
+    " turns\n"
     "- failed: neither a whole answer nor a refusal with 429 or 503"
 ).split("\n- ")
 

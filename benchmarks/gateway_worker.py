@@ -82,7 +82,7 @@ class Worker(prefill_grpc.PrefillServiceServicer, decode_grpc.DecodeServiceServi
         endpoint = Endpoint("127.0.0.1", port)
         self.info = WorkerInfo(
             WorkerId(name), os.getpid(), Role.HYBRID, "local", endpoint, endpoint, "fake", LAYOUT,
-            MAX_LEN, SLOTS, SLOTS, NUM_BLOCKS,
+            MAX_LEN, SLOTS, SLOTS, NUM_BLOCKS, publishes=False,
         )  # fmt: skip
         self.reservation = types_pb2.Reservation(
             worker_id=name,

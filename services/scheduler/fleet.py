@@ -238,11 +238,16 @@ class Fleet:
         return (each.info for each in self._members.values() if each.session != _RESTORED)
 
     def fingerprints(self, model: str) -> set[str]:
-        """Fingerprints of the checkpoints that serve `model`: the namespaces of its blocks."""
+        """Fingerprints of the checkpoints that serve `model`: the namespaces of its blocks.
+
+        Those that nobody publishes blocks of are left out: nothing can be found there.
+        """
         if model not in self._fingerprints:
             infos = (member.info for member in self._members.values())
             self._fingerprints[model] = {
-                info.layout.model_fingerprint for info in infos if info.model == model
+                info.layout.model_fingerprint
+                for info in infos
+                if info.model == model and info.publishes
             }
         return self._fingerprints[model]
 

@@ -16,13 +16,15 @@ from prometheus_client import CollectorRegistry
 from kvmesh.cli.certs import main as make_certs
 from kvmesh.cli.health import SERVING, HealthTls, check_health
 from kvmesh.core.errors import ConfigError
+from kvmesh.core.types import Refusal, RefusalReason, RequestId, RouteQuery
 from kvmesh.rpc.channels import TlsConfig, open_channel
-from kvmesh.rpc.fleet import FleetWatch
+from kvmesh.rpc.direct import DirectClient
+from kvmesh.rpc.fleet import FleetWatch, RouteClient
 from kvmesh.runtime.app import ServerConfig, ServiceContext, serving
 from kvmesh.runtime.worker import build_worker
 from kvmesh.runtime.worker_config import EngineSection, WorkerConfig, WorkerSection
 from kvmesh.runtime.worker_metrics import WorkerMetrics
-from kvmesh.v1.scheduler_service_pb2 import OrderWorkerRequest, WatchFleetRequest
+from kvmesh.v1.scheduler_service_pb2 import OrderWorkerRequest, RouteResponse, WatchFleetRequest
 from kvmesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.service import build as build_scheduler
@@ -76,6 +78,24 @@ async def test_a_worker_joins_over_mtls_and_strangers_stay_out(tls: TlsConfig) -
                 assert await _health(address, own) == SERVING
                 assert await _health(address, HealthTls(ca=tls.ca)) != SERVING
                 assert await _health(address, HealthTls()) != SERVING
+
+
+async def test_routes_travel_encrypted_on_a_socket_of_their_own(tls: TlsConfig) -> None:
+    config = SchedulerConfig(server=ServerConfig(tls=tls))
+    async with serving("scheduler", config, build_scheduler) as scheduler:
+        client = RouteClient([f"127.0.0.1:{scheduler.port}"], tls)
+        scheduler.spawn(client.run(), "routes")
+        assert await client.wait_connected(10)
+        assert scheduler.direct.num_open == 1
+        query = RouteQuery(RequestId("r"), "m", 5, 5, (), "", frozenset(), 1000)
+        refusal = await client.route(query, timeout_s=10)
+        assert isinstance(refusal, Refusal)
+        assert refusal.reason is RefusalReason.NO_WORKERS
+        # Who speaks no TLS gets no further than to be cut.
+        stranger = DirectClient("127.0.0.1", RouteResponse)
+        offer = f"{scheduler.direct.port} {'00' * 16}"
+        assert await stranger.connect(offer, lambda _: None) is None
+        assert scheduler.direct.num_open == 1
 
 
 async def test_callers_may_be_let_in_without_a_certificate(tls: TlsConfig) -> None:

@@ -281,6 +281,7 @@ class WorkerInfo:
 
     Attributes:
         scenario: that its P/D group serves; empty: any.
+        publishes: whether a kvmanager hears of its blocks; if not, nobody finds a prefix there.
     """
 
     worker_id: WorkerId
@@ -296,6 +297,7 @@ class WorkerInfo:
     decode_slots: int
     num_blocks: int
     scenario: str = ""
+    publishes: bool = True
 
 
 @dataclass(frozen=True, slots=True)

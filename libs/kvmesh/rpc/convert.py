@@ -256,6 +256,7 @@ def worker_info_to_proto(info: WorkerInfo) -> types_pb2.WorkerInfo:
         decode_slots=info.decode_slots,
         num_blocks=info.num_blocks,
         scenario=info.scenario,
+        unpublished=not info.publishes,
     )
 
 
@@ -281,6 +282,7 @@ def worker_info_from_proto(message: types_pb2.WorkerInfo) -> WorkerInfo:
         decode_slots=message.decode_slots,
         num_blocks=message.num_blocks,
         scenario=message.scenario,
+        publishes=not message.unpublished,
     )
 
 

@@ -28,7 +28,7 @@ log = event_logger(__name__)
 OFFER_KEY = "kvmesh-direct"
 """Metadata of a stream's answer: port, token, and perhaps the host, apart by blanks."""
 
-CONNECT_TIMEOUT_S = 0.5
+CONNECT_TIMEOUT_S = 1.0
 """A port that does not answer for this long is behind something; the stream stays on gRPC."""
 
 _TOKEN_BYTES = 16
@@ -154,7 +154,7 @@ class DirectListener:
         loop = asyncio.get_running_loop()
 
         def greeted(token: bytes) -> None:
-            timer.cancel()
+            timers[0].cancel()
             offer = self._offers.pop(token, None)
             if offer is None:
                 raise ProtocolError("unknown_token", "no stream waits for this connection")
@@ -165,13 +165,17 @@ class DirectListener:
             connection.greet(b"")
 
         def ended(_: asyncio.Future[str]) -> None:
-            timer.cancel()
+            timers.pop().cancel()
             self._open.discard(connection)
 
+        def made() -> None:
+            timers.append(loop.call_later(_GREETING_S, connection.abort))
+            connection.closed.add_done_callback(ended)
+            self._open.add(connection)
+
+        timers: list[asyncio.TimerHandle] = []
         connection = FramedConnection(greeted, _TOKEN_BYTES)
-        timer = loop.call_later(_GREETING_S, connection.abort)
-        connection.closed.add_done_callback(ended)
-        self._open.add(connection)
+        connection.on_made = made
         return connection
 
 

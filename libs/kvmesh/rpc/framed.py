@@ -27,6 +27,7 @@ class FramedConnection(asyncio.Protocol):
     Attributes:
         closed: why it ended, when it has.
         failure: what the peer sent that cannot be read.
+        on_made: told when it stands, after TLS has let the peer in.
         on_hold: told True when the peer reads too slowly, False when it has caught up.
     """
 
@@ -35,6 +36,7 @@ class FramedConnection(asyncio.Protocol):
         self.max_bytes = max_bytes
         self.closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.on_hold: Callable[[bool], None] | None = None
+        self.on_made: Callable[[], None] | None = None
         self.failure: ProtocolError | None = None
         self._transport: asyncio.Transport | None = None
         self._partial = bytearray()
@@ -43,6 +45,8 @@ class FramedConnection(asyncio.Protocol):
         """See asyncio.Protocol."""
         # Not a subclass under uvloop, but all that is needed of one.
         self._transport = cast("asyncio.Transport", transport)
+        if self.on_made is not None:
+            self.on_made()
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""

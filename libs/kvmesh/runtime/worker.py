@@ -203,6 +203,7 @@ class Worker:
             decode_slots=section.decode_slots,
             num_blocks=self._runner.kv.num_blocks,
             scenario=section.scenario,
+            publishes=bool(section.kvmanager_target),
         )
         targets = [target.strip() for target in section.scheduler_targets.split(",")]
         self._registration = SchedulerRegistration(

@@ -660,6 +660,7 @@ class WorkerInfo(_message.Message):
     DECODE_SLOTS_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     SCENARIO_FIELD_NUMBER: _builtins.int
+    UNPUBLISHED_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable name."""
     incarnation: _builtins.int
@@ -680,6 +681,8 @@ class WorkerInfo(_message.Message):
     """KV blocks."""
     scenario: _builtins.str
     """Scenario that its P/D group serves; empty: any."""
+    unpublished: _builtins.bool
+    """The global index never hears of its blocks, so nobody asks there for them."""
     @_builtins.property
     def control_endpoint(self) -> Global___Endpoint:
         """Address of the worker's gRPC services."""
@@ -708,10 +711,11 @@ class WorkerInfo(_message.Message):
         decode_slots: _builtins.int = ...,
         num_blocks: _builtins.int = ...,
         scenario: _builtins.str = ...,
+        unpublished: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["control_endpoint", b"control_endpoint", "data_endpoint", b"data_endpoint", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "control_endpoint", b"control_endpoint", "data_endpoint", b"data_endpoint", "decode_slots", b"decode_slots", "incarnation", b"incarnation", "layout", b"layout", "max_model_len", b"max_model_len", "model", b"model", "num_blocks", b"num_blocks", "prefill_slots", b"prefill_slots", "role", b"role", "scenario", b"scenario", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "control_endpoint", b"control_endpoint", "data_endpoint", b"data_endpoint", "decode_slots", b"decode_slots", "incarnation", b"incarnation", "layout", b"layout", "max_model_len", b"max_model_len", "model", b"model", "num_blocks", b"num_blocks", "prefill_slots", b"prefill_slots", "role", b"role", "scenario", b"scenario", "unpublished", b"unpublished", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

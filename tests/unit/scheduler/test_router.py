@@ -3,7 +3,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
@@ -79,6 +79,15 @@ async def test_every_namespace_of_the_model_is_asked() -> None:
     assert plan.prefill[0].worker_id == "h2"
     assert plan.prefill[0].cached_tokens == 7 * 16
     assert prefixes.asked == [("fingerprint", 0.05), ("new", 0.05)]
+
+
+async def test_what_nobody_publishes_is_not_looked_up() -> None:
+    prefixes = Prefixes()
+    alone = [replace(worker_info(name), publishes=False) for name in ("a", "b")]
+    plan = await make_router(fleet_of(*alone), prefixes).route(query(block_hashes=HASHES), "")
+    assert isinstance(plan, RoutePlan)
+    assert plan.cache_known
+    assert prefixes.asked == []
 
 
 async def test_unknown_matches_make_a_plan_without_cache_knowledge() -> None:
