@@ -18,7 +18,7 @@ test test-fast: export OMP_NUM_THREADS := 1
 .PHONY: help setup proto fmt check test test-fast test-gpu up bench-serve bench-gateway bench-transfer bench-engine bench-kernels bench-allocator bench-fuzz bench-policies bench-routing bench-sim-error bench-summary e2e-compose console-pictures manifests dashboard train-model clean
 
 help: ## list the verbs
-	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
 setup: $(STAMP) ## make .venv with everything; again only when pyproject.toml or constraints.txt change
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol
@@ -128,11 +128,26 @@ class Answer:
             with contextlib.suppress(ConnectionResetError):
                 head = SSE_HEADERS | placement_headers(first.placed)
                 await sink.start(head, self._events(first))
-                if lane is not None and writer is not None:
-                    lane.open(writer, ChunkTemplate(self._body_with), self._texts[0])
-                await self._send_rest(sink, deltas)
+                open_lane = self._opening(lane, writer)
+                open_lane()
+                await self._send_rest(sink, deltas, open_lane)
                 if lane is not None:
                     lane.close()
+
+    def _opening(self, lane: TokenLane | None, writer: Writer | None) -> Callable[[], None]:
+        """What opens the lane, when called after a piece that ends the thinking."""
+        is_open = lane is None
+
+        def open_lane() -> None:
+            nonlocal is_open
+            if is_open or not self._responses.is_answer(0):
+                return
+            is_open = True
+            assert lane is not None, "checked before"
+            assert writer is not None, "a lane has one"
+            lane.open(writer, ChunkTemplate(self._body_with), self._texts[0])
+
+        return open_lane
 
     def _thinking(self) -> Thinking | None:
         if self._call.reasoning is None:
@@ -149,7 +164,6 @@ class Answer:
             len(self._choices) > 1
             or call.stop
             or call.tools is not None
-            or call.reasoning is not None
             or call.continuous_usage
             or call.return_token_ids
             or call.sampling.num_logprobs >= 0
@@ -158,13 +172,19 @@ class Answer:
     def _body_with(self, text: str) -> Body | None:
         return self._responses.piece(0, text, (), (), None)
 
-    async def _send_rest(self, sink: EventSink, deltas: AsyncGenerator[TextDelta, None]) -> None:
+    async def _send_rest(
+        self,
+        sink: EventSink,
+        deltas: AsyncGenerator[TextDelta, None],
+        open_lane: Callable[[], None],
+    ) -> None:
         ending = b""
         try:
             async for delta in deltas:
                 self._note(delta)
                 if events := self._events(delta):
                     await sink.write(events)
+                open_lane()
             if self._call.include_usage:
                 ending = _event(self._responses.closing_usage(self._usage()))
         except KvMeshError as error:

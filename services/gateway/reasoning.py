@@ -128,6 +128,11 @@ class ReasoningParser:
         self._stage = _Stage.OPENING
         self._held = ""
 
+    @property
+    def is_answer(self) -> bool:
+        """Whether all that follows is the answer, as it is."""
+        return self._stage is _Stage.ANSWER
+
     def push(self, text: str) -> Told:
         """What is sure after more text."""
         if self._stage is _Stage.ANSWER:
@@ -188,6 +193,10 @@ class Thoughts:
     def __init__(self, thinking: Thinking) -> None:
         self._thinking = thinking
         self._parsers: dict[int, ReasoningParser] = {}
+
+    def is_answer(self, index: int) -> bool:
+        """Whether the thinking of one of them is over, and the answer has begun."""
+        return index in self._parsers and self._parsers[index].is_answer
 
     def told(self, index: int, text: str, *, last: bool) -> Told:
         """What more text of one of them says.

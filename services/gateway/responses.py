@@ -147,6 +147,10 @@ class Responses:
             choice["token_ids"] = list(token_ids)
         return self._chunk(choice)
 
+    def is_answer(self, index: int) -> bool:
+        """Whether more text of a choice is content, whatever it says."""
+        return self._thoughts is None or self._thoughts.is_answer(index)
+
     def _reader(self, index: int) -> ToolReader:
         """The reader of a choice's tool calls."""
         if index not in self._tools:

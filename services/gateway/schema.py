@@ -88,12 +88,18 @@ class ChatBody(_SamplingBody):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
+# A long prompt fails all forms but one, and each would tell of every single token.
+_Texts = Annotated[list[str], Field(fail_fast=True)]
+_TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+_TokenLists = Annotated[list[list[TokenId]], Field(fail_fast=True)]
+
+
 class CompletionBody(_SamplingBody):
     """POST /v1/completions."""
 
     max_tokens: int | None = Field(None, ge=0, lt=2**32)
     echo: bool | None = None
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    prompt: str | _Texts | _TokenIds | _TokenLists
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     add_special_tokens: bool | None = None
 

@@ -72,6 +72,20 @@ async def test_the_bytes_are_those_of_the_long_way(
     await stack.idle()
 
 
+@pytest.mark.parametrize("thinks", ["<think>well, well</think>\n\n", ""])
+async def test_an_answer_goes_the_short_way_once_the_thinking_is_over(
+    tmp_path: Path, num_short: list[int], thinks: str
+) -> None:
+    template = "{{ messages[0].content }}{# </think> #}"
+    async with gateway_stack(tmp_path, TWO_PAIRS, thinks + SAYS, template=template) as stack:
+        long = await _raw(stack, "chat/completions", **CHAT, stop=[NEVER_SAID])
+        assert num_short == []
+        assert (b'"reasoning_content":' in long) == bool(thinks)
+        assert await _raw(stack, "chat/completions", **CHAT) == long
+        assert sum(num_short) > 0
+        await stack.idle()
+
+
 @pytest.mark.parametrize("trouble", ["break_decode_after", "fail_decode_after"])
 async def test_a_stream_that_moves_goes_on_without_loss(
     stack: Stack, num_short: list[int], trouble: str

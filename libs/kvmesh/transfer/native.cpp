@@ -24,6 +24,7 @@ constexpr int kMaxBuffers = 512;
 // progress shows in time. What is summed is in pieces that stay in the cache.
 constexpr uint64_t kPieceBytes = 1 << 23;
 constexpr uint64_t kSummedBytes = 256 << 10;
+constexpr uint64_t kScatteredBytes = 512 << 10;
 
 // --- crc32c ----------------------------------------------------------------------------------
 
@@ -100,6 +101,12 @@ uint32_t crc32c(uint32_t value, const uint8_t*, uint64_t) { return value; }
 #endif
 
 // --- ranges ----------------------------------------------------------------------------------
+
+uint64_t size_of(const iovec* buffers, int64_t count) {
+  uint64_t size = 0;
+  for (int64_t i = 0; i < count; ++i) size += buffers[i].iov_len;
+  return size;
+}
 
 // A place in a list of ranges.
 class Cursor {
@@ -253,6 +260,22 @@ void copy_part(Cursor target, Cursor source, uint64_t begin, uint64_t end, bool 
   if (streams) end_streams();
 }
 
+// What is received waits in the kernel's copy at each page for its address and its first bytes.
+// When a call has many small ranges, asking for all of them before it lets these waits overlap.
+bool is_scattered(const iovec* ranges, int64_t count) {
+  return count > 1 && size_of(ranges, count) / count < kLongBytes;
+}
+
+void fetch_pages(const iovec* buffers, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    const char* begin = static_cast<const char*>(buffers[i].iov_base);
+    for (uint64_t at = 0; at < buffers[i].iov_len; at += kPage) {
+      __builtin_prefetch(begin + at, 1);
+      __builtin_prefetch(begin + at + kLine, 1);
+    }
+  }
+}
+
 // Shared with the interpreter, which reads the one and writes the other meanwhile.
 struct State {
   int64_t moved;
@@ -261,12 +284,6 @@ struct State {
   bool is_stopped() const { return __atomic_load_n(&stop, __ATOMIC_RELAXED) != 0; }
   void add_moved(int64_t bytes) { __atomic_add_fetch(&moved, bytes, __ATOMIC_RELAXED); }
 };
-
-uint64_t size_of(const iovec* buffers, int64_t count) {
-  uint64_t size = 0;
-  for (int64_t i = 0; i < count; ++i) size += buffers[i].iov_len;
-  return size;
-}
 
 }  // namespace
 
@@ -344,11 +361,14 @@ int kvmesh_send(int fd, const iovec* ranges, int64_t count, int has_sum, uint32_
 int kvmesh_receive(int fd, const iovec* ranges, int64_t count, int has_sum, uint32_t* sum,
                    State* state) {
   iovec buffers[kMaxBuffers];
+  const bool scattered = is_scattered(ranges, count);
   for (Cursor cursor(ranges, count); !cursor.at_end();) {
     if (state->is_stopped()) return ECANCELED;
     msghdr message{};
     message.msg_iov = buffers;
-    message.msg_iovlen = cursor.batch(buffers, has_sum ? kSummedBytes : kPieceBytes);
+    const uint64_t limit = scattered ? kScatteredBytes : kPieceBytes;
+    message.msg_iovlen = cursor.batch(buffers, has_sum ? kSummedBytes : limit);
+    if (scattered) fetch_pages(buffers, message.msg_iovlen);
     const ssize_t received = recvmsg(fd, &message, MSG_WAITALL);
     if (received == 0) return ECONNRESET;
     if (received < 0) {

@@ -8,11 +8,10 @@ tests/integration/test_nixl.py.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib.util
-import os
+import socket
+import subprocess
 import sys
-from asyncio.subprocess import PIPE, Process
 from pathlib import Path
 from typing import Literal
 
@@ -20,6 +19,8 @@ from kvmesh.transfer.nixl_child import APIS, FAILED, HEAD
 
 MAX_ANSWER_BYTES = 64 << 10
 
+_REAP_S = 0.002
+"""Between two looks whether a process that was killed is gone."""
 _CHILD = Path(__file__).with_name("nixl_child.py")
 
 
@@ -35,9 +36,16 @@ def is_installed() -> bool:
 class NixlProcess:
     """A running one. After a call that was cancelled it must be killed."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
         """Use `start`."""
         self._process = process
+        self._reader = reader
+        self._writer = writer
 
     @classmethod
     async def start(cls, role: Literal["own", "read"], fd: int, num_bytes: int) -> NixlProcess:
@@ -46,26 +54,25 @@ class NixlProcess:
         Raises:
             EngineError: no process can be started.
         """
-        # -P: the folder of the script is not one to import from.
-        command = [sys.executable, "-P", str(_CHILD), role, str(fd), str(num_bytes)]
+        here, there = socket.socketpair()
         try:
-            process = await asyncio.create_subprocess_exec(
-                *command, stdin=PIPE, stdout=PIPE, pass_fds=(fd,)
-            )
+            with there:
+                process = _spawn(role, fd, num_bytes, there.fileno())
         except OSError as error:
+            here.close()
             raise EngineError(f"no process for NIXL: {error}") from error
-        return cls(process)
+        here.setblocking(False)
+        try:
+            return cls(process, *await asyncio.open_connection(sock=here))
+        except BaseException:
+            here.close()
+            _end(process)
+            raise
 
     @property
     def is_alive(self) -> bool:
-        """Whether it runs, as the kernel knows it: the event loop hears of its end later."""
-        if self._process.returncode is not None:
-            return False
-        look = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        try:
-            return os.waitid(os.P_PID, self._process.pid, look) is None
-        except ChildProcessError:
-            return False
+        """Whether it runs, as the kernel knows it."""
+        return self._process.poll() is None
 
     async def answer(self) -> bytes:
         """What it says next.
@@ -73,14 +80,15 @@ class NixlProcess:
         Raises:
             EngineError: it failed or ended.
         """
-        assert self._process.stdout is not None, "piped"
         try:
-            kind, size = HEAD.unpack(await self._process.stdout.readexactly(HEAD.size))
+            kind, size = HEAD.unpack(await self._reader.readexactly(HEAD.size))
             if size > MAX_ANSWER_BYTES:
                 raise EngineError(f"{size} bytes of answer")
-            body = await self._process.stdout.readexactly(size)
+            body = await self._reader.readexactly(size)
         except (asyncio.IncompleteReadError, OSError) as error:
-            raise EngineError("the process of NIXL has ended") from error
+            await self.killed()  # without its pipe it is of no use
+            code = self._process.returncode
+            raise EngineError(f"the process of NIXL has ended with {code}") from error
         if kind == FAILED:
             raise EngineError(f"NIXL: {body.decode(errors='replace')}")
         return body
@@ -96,26 +104,35 @@ class NixlProcess:
 
     def tell(self, kind: int, body: bytes = b"") -> None:
         """Says something that has no answer; nothing happens when it has ended."""
-        assert self._process.stdin is not None, "piped"
-        if self.is_alive and not self._process.stdin.is_closing():
-            self._process.stdin.write(HEAD.pack(kind, len(body)) + body)
+        if self.is_alive and not self._writer.is_closing():
+            self._writer.write(HEAD.pack(kind, len(body)) + body)
 
     def kill(self) -> None:
         """Ends it soon. May be called again."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+        self._process.kill()
 
     async def killed(self) -> None:
         """Ends it; nothing of it touches the pool any more, even if the caller is cancelled."""
         self.kill()
-        over = asyncio.ensure_future(self._process.wait())
         cancelled = False
-        while not over.done():
+        while self.is_alive:
             try:
-                await asyncio.wait({over})
+                await asyncio.sleep(_REAP_S)
             except asyncio.CancelledError:
                 cancelled = True
-        if self._process.stdin is not None:
-            self._process.stdin.close()
+        self._writer.close()
         if cancelled:
             raise asyncio.CancelledError
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """For one that has hardly begun: it is gone in a moment."""
+    process.kill()
+    process.wait()
+
+
+def _spawn(role: str, fd: int, num_bytes: int, pipe: int) -> subprocess.Popen[bytes]:
+    # Not by the event loop: libuv forks, which runs what gRPC has put around a fork.
+    # -P: the folder of the script is not one to import from.
+    command = [sys.executable, "-P", str(_CHILD), role, str(fd), str(num_bytes)]
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, pass_fds=(fd,))
