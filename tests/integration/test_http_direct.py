@@ -109,7 +109,7 @@ async def test_refusals_have_their_headers(tmp_path: Path) -> None:
         status, headers, _ = await answer(reader)
         assert (status, headers["www-authenticate"]) == (b"HTTP/1.1 401 Unauthorized", "Bearer")
         stack.mesh.workers["p1"].does.reject_offers = -1
-        writer.write(request(WHOLE, "Authorization: Bearer right", "x-slo-ttft-ms: 50"))
+        writer.write(request(WHOLE, "Authorization: Bearer right", "x-slo-ttft-ms: 500"))
         status, headers, body = await answer(reader)
         assert status == b"HTTP/1.1 503 Service Unavailable"
         assert headers["x-kvmesh-refusal"] == "prefill-busy"
