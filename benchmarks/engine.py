@@ -44,6 +44,8 @@ from kvmesh.engine.sequence import Sequence
 from kvmesh.kv.hashing import root_hash
 
 ROOT = Path(__file__).resolve().parents[1]
+# Turns of a cell end after this many seconds, but not before there are two.
+_CELL_SECONDS = 15.0
 
 
 def main() -> None:
@@ -106,23 +108,29 @@ def _measure(
         "hand loop": HandLoop(folder, shape, dtype),
     }
     limits = measure_limits(dtype, options.repeats)
+    label = f"{shape.name} {dtype}"
     found: dict[str, dict[str, float]] = {}
+
+    def tell(name: str) -> None:
+        numbers = ", ".join(f"{engine} {value:.0f}" for engine, value in found[name].items())
+        sys.stdout.write(f"{label} {name}: {numbers} tokens/s\n")
+        sys.stdout.flush()
+
     for tokens in options.prefill:
         runs = {name: engine.prefill(tokens) for name, engine in engines.items()}
         cell = {name: tokens / s for name, s in _take_turns(runs, options.repeats).items()}
         cell["floor"] = floor_tokens_per_s(shape, limits, tokens, 1, 0)
         found[f"prefill {tokens}"] = cell
+        tell(f"prefill {tokens}")
     for batch in options.batch:
         runs = {name: engine.decode(batch, options.context) for name, engine in engines.items()}
         cell = {name: batch / s for name, s in _take_turns(runs, options.repeats).items()}
         cell["floor"] = floor_tokens_per_s(shape, limits, 1, batch, options.context)
         found[f"decode {batch}"] = cell
+        tell(f"decode {batch}")
     for name, value in _openvino(folder, dtype, options).items():
         found[name]["openvino"] = value
-    label = f"{shape.name} {dtype}"
-    for name, cell in found.items():
-        numbers = ", ".join(f"{engine} {value:.0f}" for engine, value in cell.items())
-        sys.stdout.write(f"{label} {name}: {numbers} tokens/s\n")
+        tell(name)
     rows = [
         {"model": shape.name, "dtype": dtype, "cell": name, "tokens_per_s": cell}
         for name, cell in found.items()
@@ -143,7 +151,10 @@ def _take_turns(runs: Mapping[str, Run], repeats: int) -> dict[str, float]:
     times: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
         run()
-    for _ in range(repeats):
+    begun = time.perf_counter()
+    for turn in range(repeats):
+        if turn >= 2 and time.perf_counter() - begun > _CELL_SECONDS:
+            break
         for name, run in runs.items():
             started = time.perf_counter()
             run()
@@ -191,6 +202,7 @@ def _openvino(folder: Path, dtype: str, options: argparse.Namespace) -> dict[str
     command = [options.openvino_python, str(script), str(folder), dtype]
     for name in ("threads", "context", "repeats"):
         command += [f"--{name}", str(getattr(options, name))]
+    command += ["--seconds", str(_CELL_SECONDS / 2)]
     command += ["--prefill", *map(str, options.prefill), "--batch", *map(str, options.batch)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     cells: dict[str, float] = json.loads(done.stdout.splitlines()[-1])

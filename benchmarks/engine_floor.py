@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.random_llama import Shape
+from kvmesh.kernels import huge_memory
 from kvmesh.kernels.linear import make_linear
 
 
@@ -40,6 +41,7 @@ def measure_limits(dtype: str, repeats: int) -> Limits:
     product = make_linear(torch.randn(size, size).to(kind))
     flops = 2 * 512 * size * size / best_seconds(lambda: product(x), repeats)
     memory = torch.ones(64 << 20)
+    huge_memory.gather(memory.data_ptr(), memory.numel() * 4)
     read = memory.numel() * 4 / best_seconds(memory.sum, repeats)
     return Limits(flops, read, kind.itemsize)
 

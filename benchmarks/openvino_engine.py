@@ -37,6 +37,7 @@ def main() -> None:
     parser.add_argument("--prefill", type=int, nargs="*", required=True)
     parser.add_argument("--batch", type=int, nargs="*", required=True)
     parser.add_argument("--repeats", type=int, required=True)
+    parser.add_argument("--seconds", type=float, required=True, help="of a cell, but two repeats")
     options = parser.parse_args()
     steps = _load(export(options.folder, options.dtype), options)
 
@@ -44,7 +45,10 @@ def main() -> None:
         """Seconds of the first step, or of those after it when there is more than one token."""
         steps(batch, tokens, new)
         times: list[float] = []
-        for _ in range(options.repeats if new == 1 else 2):
+        begun = time.perf_counter()
+        for repeat in range(options.repeats if new == 1 else 2):
+            if repeat >= 2 and time.perf_counter() - begun > options.seconds:
+                break
             found = steps(batch, tokens, new)
             times += found if new == 1 else found[1:]
         return statistics.median(times)

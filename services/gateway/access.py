@@ -48,6 +48,7 @@ class KeyRing:
     ) -> None:
         self._digests = frozenset(digest_of(key) for key in keys)
         self._defaults = defaults or TenantLimits()
+        self._nobody = Tenant("", self._defaults)
         self._has_directory = has_directory
         self._directory: Directory | None = None
 
@@ -66,13 +67,15 @@ class KeyRing:
             StageRefusedError: the directory could not be read yet.
         """
         key = bearer_key(authorization)
-        digest = digest_of(key)
         is_demanded = bool(self._digests) or self._has_directory
+        if not key and not is_demanded:
+            return self._nobody
+        digest = digest_of(key)
         if digest in self._digests:
             # A tenant of the directory cannot have this name: it is longer than theirs may be.
             return Tenant(digest[:16], self._defaults, namespace=digest + ":")
         if not is_demanded:
-            return Tenant(digest[:16] if key else "", self._defaults)
+            return Tenant(digest[:16], self._defaults)
         if not key:
             raise AuthenticationError("no API key: send Authorization: Bearer")
         if self._directory is None and self._has_directory:

@@ -153,14 +153,19 @@ class Admission:
         return usage
 
     def _charge_request(self, usage: TenantUsage, tenant: Tenant, count: int) -> None:
-        rate = Rate(tenant.limits.requests_per_min, self._burst_s)
-        usage.requests_until = charge(usage.requests_until, rate, count, self._clock())
+        per_min = tenant.limits.requests_per_min
+        if per_min:
+            rate = Rate(per_min, self._burst_s)
+            usage.requests_until = charge(usage.requests_until, rate, count, self._clock())
 
     def _use(self, tenant: Tenant, num_tokens: int) -> None:
+        limits = tenant.limits
+        if limits.is_open:  # counted by the caller alone
+            return
         usage = self._usage[tenant.name]
-        rate = Rate(tenant.limits.tokens_per_min, self._burst_s)
+        rate = Rate(limits.tokens_per_min, self._burst_s)
         usage.tokens_until = charge(usage.tokens_until, rate, num_tokens, self._clock())
-        if self._shared is not None and not tenant.limits.is_open:
+        if self._shared is not None:
             self._shared.used(tenant, usage.num_open, num_tokens)
 
     def _release(self, usage: TenantUsage, tenant: Tenant) -> None:

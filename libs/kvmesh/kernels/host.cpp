@@ -257,12 +257,17 @@ inline float widened(Bf16 value) { return bits_as<float>(static_cast<uint32_t>(v
 inline void multiply_add(const Bf16* weights, const Bf16* x, int64_t x_stride, int rows,
                          Floats (*sums)[kMostRows]) {
   for (int v = 0; v < kPanel / kWidth; ++v) {
+#ifdef __AVX512BF16__
+    for (int row = 0; row < rows; ++row)
+      sums[v][row] = multiply_add(sums[v][row], weights + v * 2 * kWidth, x + row * x_stride);
+#else
     // Weights of two inputs lie side by side in each lane.
     Words pairs;
     std::memcpy(&pairs, weights + v * 2 * kWidth, sizeof pairs);
     const Floats even = bits_as<Floats>(pairs << 16), odd = bits_as<Floats>(pairs & 0xffff0000u);
     for (int row = 0; row < rows; ++row)
       sums[v][row] += even * widened(x[row * x_stride]) + odd * widened(x[row * x_stride + 1]);
+#endif
   }
 }
 
@@ -271,17 +276,12 @@ inline void multiply_add(const Bf16* weights, const Bf16* x, int64_t x_stride, i
 template <typename T, int R>
 void few_rows(const T* x, const T* weights, const T* bias, T* out, int64_t outputs, int64_t inputs,
               int threads) {
-  constexpr int kLane = sizeof(float) / sizeof(T);
-  constexpr int64_t kAhead = 4096 / sizeof(T);
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
   for (int64_t panel = 0; panel < outputs / kPanel; ++panel) {
     const T* const own = weights + panel * kPanel * inputs;
     Floats sums[kPanel / kWidth][kMostRows] = {};
-    for (int64_t i = 0; i < inputs; i += kLane) {
-      for (int line = 0; line < kPanel / kWidth; ++line)
-        __builtin_prefetch(own + i * kPanel + line * kWidth * kLane + kAhead);
+    for (int64_t i = 0; i < inputs; i += kLane<T>)
       multiply_add(own + i * kPanel, x + i, inputs, R, sums);
-    }
     for (int v = 0; v < kPanel / kWidth; ++v)
       for (int row = 0; row < R; ++row) {
         const int64_t at = panel * kPanel + v * kWidth;

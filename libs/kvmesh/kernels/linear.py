@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvmesh.kernels import host
+from kvmesh.kernels import host, huge_memory
 
 # Rows that the layout is chosen for; one that suits a decode batch also suits one row and many.
 _TYPICAL_ROWS = 32
@@ -60,17 +60,23 @@ def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
         return Linear(weight, bias, packed=False)
     plain = weight.contiguous()
     packed = torch.ops.mkldnn._reorder_linear_weight(plain, _TYPICAL_ROWS)
-    return Linear(packed, bias, packed=True, panels=_address_of_panels(packed, plain))
+    address, size = _memory_of(packed)
+    if size:
+        huge_memory.gather(address, size)
+    return Linear(packed, bias, packed=True, panels=_address_of_panels(address, size, plain))
 
 
-def _address_of_panels(packed: Tensor, plain: Tensor) -> int:
-    panels = host.in_panels(plain)
+def _memory_of(packed: Tensor) -> tuple[int, int]:
+    """Address and bytes; 0 and 0 where torch does not tell."""
     operators = torch.ops.mkldnn
-    if panels is None or not (hasattr(operators, "data_ptr") and hasattr(operators, "_nbytes")):
-        return 0
-    address: int = operators.data_ptr(packed)
-    size: int = operators._nbytes(packed)
-    if size != panels.numel() * panels.element_size():
+    if not (hasattr(operators, "data_ptr") and hasattr(operators, "_nbytes")):
+        return 0, 0
+    return operators.data_ptr(packed), operators._nbytes(packed)
+
+
+def _address_of_panels(address: int, size: int, plain: Tensor) -> int:
+    panels = host.in_panels(plain)
+    if panels is None or size != panels.numel() * panels.element_size():
         return 0
     # oneDNN chooses the layout by the CPU, so it is looked at instead of assumed.
     memory = torch.frombuffer((ctypes.c_ubyte * size).from_address(address), dtype=torch.uint8)

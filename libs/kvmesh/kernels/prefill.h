@@ -41,7 +41,7 @@ constexpr float kLog2E = 1.44269504f;
 constexpr int kTile = 64;
 constexpr int kVectors = kTile / kWidth;
 // Rows of queries that share them, about.
-constexpr int64_t kTileRows = 192;
+constexpr int64_t kTileRows = 384;
 // Rows whose sums fit the registers, beside four vectors of each.
 #ifdef __AVX512F__
 constexpr int kRows = 6;
@@ -111,8 +111,18 @@ inline void multiply(const C* x, int64_t x_stride, const C* weights, int64_t wid
   }
 }
 
-// 2^x of each lane, relative error about 2e-7; below -126 the result is about 1e-38.
+// 2^x of each lane, relative error about 2e-7; below -126 the result is at most about 1e-38.
 inline Floats power_of_two(Floats x) {
+#ifdef __AVX512DQ__
+  // What is over the next lower integer, which `scalef` then takes as the power.
+  const auto r = bits_as<Floats>(_mm512_reduce_ps(bits_as<__m512>(x), _MM_FROUND_TO_NEG_INF));
+  Floats p = r * 1.87757658e-3f + 8.98934063e-3f;
+  p = p * r + 5.58263175e-2f;
+  p = p * r + 2.40153611e-1f;
+  p = p * r + 6.93153083e-1f;
+  p = p * r + 9.99999940e-1f;
+  return bits_as<Floats>(_mm512_scalef_ps(bits_as<__m512>(p), bits_as<__m512>(x)));
+#else
   x = x < -126.0f ? splat(-126.0f) : x;
   // Adding 1.5 * 2^23 rounds to an integer, which is then in the low mantissa bits.
   const Floats shifted = x + 12582912.0f;
@@ -123,6 +133,7 @@ inline Floats power_of_two(Floats x) {
   p = p * r + 6.93146944e-1f;
   p = p * r + 1.00000006f;
   return bits_as<Floats>(bits_as<Ints>(p) + (bits_as<Ints>(shifted) << 23));
+#endif
 }
 
 inline float power_of_two(float x) { return power_of_two(splat(x))[0]; }
@@ -240,7 +251,6 @@ inline void weigh(Rows<C>& rows, int64_t row, Floats (&scores)[V], float scale, 
   const bool whole = from <= 0 && to >= V * kWidth;
   Floats peak = splat(kNothing);
   for (int v = 0; v < V; ++v) {
-    scores[v] *= scale;
     if (!whole) {
       constexpr Ints kCount{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
       const Ints at = kCount + v * kWidth;
@@ -250,8 +260,8 @@ inline void weigh(Rows<C>& rows, int64_t row, Floats (&scores)[V], float scale, 
     peak = scores[v] > peak ? scores[v] : peak;
   }
   Floats total = load(&rows.totals[row * kWidth]);
-  if (any_above(peak, rows.peaks[row] + kSlack)) {
-    const float risen = highest_of(peak);
+  if (any_above(peak * scale, rows.peaks[row] + kSlack)) {
+    const float risen = highest_of(peak) * scale;
     const float rescale = power_of_two(rows.peaks[row] - risen);
     rows.peaks[row] = risen;
     total *= rescale;
@@ -260,8 +270,9 @@ inline void weigh(Rows<C>& rows, int64_t row, Floats (&scores)[V], float scale, 
       store(part, load(part) * rescale);
     }
   }
+  const float highest = rows.peaks[row];
   for (int v = 0; v < V; ++v) {
-    Floats weight = power_of_two(scores[v] - rows.peaks[row]);
+    Floats weight = power_of_two(scores[v] * scale - highest);
     if (!whole) weight = scores[v] > kNothing ? weight : Floats{};
     total += weight;
     store(weights + v * kWidth, weight);
@@ -379,12 +390,14 @@ void attend_queries(const Prefill& call, const QueryTile& queries, int64_t kv_he
   const int64_t begin = call.window > 0 ? std::max<int64_t>(0, first + 1 - call.window) : 0;
   for (int64_t at = begin / kTile * kTile; at < end; at += kTile) {
     const T* positions[kTile];
+    int64_t block = at / pool.block_size, offset = at % pool.block_size;
     for (int64_t i = 0; i < kTile; ++i) {
-      const int64_t position = at + i;
-      positions[i] = position < begin || position >= end
-                         ? nullptr
-                         : kv + table[position / pool.block_size] * pool.block_stride +
-                               (position % pool.block_size * pool.kv_heads + kv_head) * dim;
+      const bool is_seen = at + i >= begin && at + i < end;
+      positions[i] = is_seen ? kv + table[block] * pool.block_stride +
+                                   (offset * pool.kv_heads + kv_head) * dim
+                             : nullptr;
+      offset = offset + 1 == pool.block_size ? 0 : offset + 1;
+      block += offset == 0;
     }
     tile.fill(positions, pool.value_offset);
     const int64_t from = call.window > 0 ? first + 1 - call.window - at : kFar;

@@ -31,6 +31,8 @@ needs_compiler = pytest.mark.skipif(
     shutil.which("c++") is None and shutil.which("g++") is None, reason="no C++ compiler"
 )
 DTYPES = [torch.float32, torch.bfloat16]
+# A compiler takes seconds alone, and a minute on a machine that is busy.
+pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.fixture(autouse=True)
