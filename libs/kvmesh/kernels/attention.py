@@ -3,7 +3,7 @@
 Operands stay in the pool's dtype on a device; under the interpreter, whose bf16 arithmetic is
 wrong, they are upcast to fp32. Accumulators are fp32, products of fp32 operands are three tf32 ones
 (plain fp32 takes ptxas ten times as long). Positions find their block one by one, so any block size
-works. Twins: reference.py. Tests: tests/unit/kernels/test_attention_kernels.py, tests/gpu.
+works. Twins: reference.py. Tests: tests/unit/kernels/test_triton_kernels.py, tests/gpu.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Triton kernels of the gated delta rule: one position of many sequences, many of one sequence.
 
 One decay per head (gated delta net) or one per channel (KDA). Twins: linear_reference.py.
-Tests: tests/unit/kernels/test_hybrid_kernels.py.
+Tests: tests/unit/kernels/test_triton_kernels.py.
 """
 
 from __future__ import annotations

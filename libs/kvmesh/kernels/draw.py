@@ -1,6 +1,6 @@
 """Triton draw from logits: noise and argmax in one pass, so no noise is written to memory.
 
-Twin: `engine/noise.py`, whose integers these are. Tests: tests/unit/kernels/test_draw_kernel.py.
+Twin: `engine/noise.py`, whose integers these are. Tests: tests/unit/kernels/test_triton_kernels.py.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 rotary embedding with the KV write.
 
 Everything is computed in fp32 and rounded once. Twins: reference.py.
-Tests: tests/unit/kernels/test_fused_kernels.py.
+Tests: tests/unit/kernels/test_triton_kernels.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Products of rows with the weights of their experts, as one launch on CUDA.
 
 Rows are cut into tiles of one expert each on the device, so that nothing waits for counts. Twin:
-`grouped_product` on the host. Tests: tests/unit/kernels/test_hybrid_kernels.py.
+`grouped_product` on the host. Tests: tests/unit/kernels/test_triton_kernels.py.
 """
 
 from __future__ import annotations

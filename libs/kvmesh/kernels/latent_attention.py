@@ -1,6 +1,6 @@
 """Triton decode over latents (MLA): all heads of a sequence read each position's vector once.
 
-Twin: `latent.latent_decode_attention`. Tests: tests/unit/kernels/test_hybrid_kernels.py.
+Twin: `latent.latent_decode_attention`. Tests: tests/unit/kernels/test_triton_kernels.py.
 """
 
 from __future__ import annotations

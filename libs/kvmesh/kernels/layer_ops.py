@@ -1,7 +1,7 @@
 """Steps of a layer between its matrix products: Triton on CUDA, `host.cpp` on the CPU where it
 could be built, the torch twins everywhere else.
 
-Tests: tests/unit/kernels/test_host.py, tests/unit/kernels/test_fused_kernels.py.
+Tests: tests/unit/kernels/test_host.py, tests/unit/kernels/test_triton_kernels.py.
 """
 
 from __future__ import annotations

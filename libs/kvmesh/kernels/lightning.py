@@ -1,6 +1,6 @@
 """Triton kernels of lightning attention: one position of many sequences, many of one sequence.
 
-Twins: lightning_reference.py. Tests: tests/unit/kernels/test_hybrid_kernels.py.
+Twins: lightning_reference.py. Tests: tests/unit/kernels/test_triton_kernels.py.
 """
 
 from __future__ import annotations

@@ -6,14 +6,15 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 
 
-def run_apart(module: str, cache: Path, interpret: bool) -> int:
-    """Runs a test module of this folder; the number of tests that passed."""
+def run_apart(modules: Iterable[str], cache: Path, interpret: bool) -> int:
+    """Runs test modules of this folder; the number of tests that passed."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
     # Triton 3.9 warns where it is not said.
@@ -22,7 +23,7 @@ def run_apart(module: str, cache: Path, interpret: bool) -> int:
         environment["TRITON_INTERPRET"] = "1"
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        [*command, str(HERE / module)],
+        [*command, *(str(HERE / module) for module in modules)],
         cwd=ROOT,
         env=environment,
         capture_output=True,

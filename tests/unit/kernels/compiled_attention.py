@@ -1,5 +1,5 @@
 """The Triton kernels compile for sm_90 in every dtype, with no device. Run by
-test_attention_kernels.py in a process of its own, without the interpreter.
+test_triton_kernels.py in a process of its own, without the interpreter.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The draw kernel compiles for sm_90, with no device. Run by test_draw_kernel.py in a process of
+"""The draw kernel compiles for sm_90, with no device. Run by test_triton_kernels.py in a process of
 its own, without the interpreter.
 """
 

@@ -1,5 +1,5 @@
 """Triton kernels of latents, states and experts compile for sm_90, with no device. Run by
-test_hybrid_kernels.py in a process of its own, without the interpreter.
+test_triton_kernels.py in a process of its own, without the interpreter.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The Triton kernels' numbers, under the interpreter. Run by test_attention_kernels.py, because
+"""The Triton kernels' numbers, under the interpreter. Run by test_triton_kernels.py, because
 TRITON_INTERPRET has to be set before a kernel is defined.
 """
 

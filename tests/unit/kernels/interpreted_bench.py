@@ -1,5 +1,5 @@
 """The cases of the kernel benchmark, small, under the interpreter: both sides compute the same.
-Run by test_kernel_bench.py.
+Run by test_triton_kernels.py.
 """
 
 from __future__ import annotations

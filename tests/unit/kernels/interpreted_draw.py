@@ -1,4 +1,4 @@
-"""The draw kernel against its twin, under the interpreter. Run by test_draw_kernel.py."""
+"""The draw kernel against its twin, under the interpreter. Run by test_triton_kernels.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fused Triton kernels' numbers, under the interpreter. Run by test_fused_kernels.py."""
+"""The fused Triton kernels' numbers, under the interpreter. Run by test_triton_kernels.py."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Triton kernels of latents, states and experts, under the interpreter. Run by
-test_hybrid_kernels.py.
+test_triton_kernels.py.
 """
 
 from __future__ import annotations

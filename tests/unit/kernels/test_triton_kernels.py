@@ -1,0 +1,38 @@
+"""The Triton kernels without a GPU: numbers in the interpreter, compilation for sm_90.
+
+All modules of a kind share a process: to start one costs more than most of them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.unit.kernels.apart import run_apart
+
+INTERPRETED = {
+    "interpreted_attention.py": 31,
+    "interpreted_bench.py": 14,
+    "interpreted_draw.py": 6,
+    "interpreted_fused.py": 10,
+    "interpreted_hybrid.py": 25,
+}
+COMPILED = {
+    "compiled_attention.py": 6,
+    "compiled_draw.py": 1,
+    "compiled_fused.py": 9,
+    "compiled_hybrid.py": 11,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_numbers_in_the_interpreter(tmp_path: Path) -> None:
+    assert run_apart(INTERPRETED, tmp_path, interpret=True) == sum(INTERPRETED.values())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_compilation_for_sm_90(tmp_path: Path) -> None:
+    assert run_apart(COMPILED, tmp_path, interpret=False) == sum(COMPILED.values())
