@@ -136,7 +136,8 @@ def forwarding(size: float, seed: int) -> Experiment:
             f"at 4x local queues keep {success['4x local_queues']:.1%}, forwarding alone "
             f"{success['4x forwarding']:.1%}, the default {success['4x kvmesh']:.1%}: the six "
             "prefill workers are over their capacity there, which no order of offers changes; "
-            "decode workers that help do"
+            "decode workers that help do. Users wait for their answers (a closed loop), so the "
+            "load gives way while local queues grow, which keeps them from falling further"
         )
         return Verdict(
             [

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BailingHybridConfig,
     DeepseekV2Config,
     DeepseekV3Config,
     Gemma3TextConfig,
@@ -81,6 +82,7 @@ LATENT: dict[str, Any] = {
     "n_shared_experts": 2,
     "first_k_dense_replace": 1,
 }
+BAILING_OTHER_KEYS = ("q_lora_rank", "n_routed_experts")
 KIMI_KEYS = LATENT.keys() - {"q_lora_rank", "n_group", "topk_group", "first_k_dense_replace"}
 DELTA: dict[str, Any] = {
     "linear_num_key_heads": 2,
@@ -167,6 +169,14 @@ CONFIGS: dict[str, Any] = {
         linear_num_heads=3,
         linear_head_dim=16,
         linear_conv_kernel_dim=3,
+    ),
+    "bailing-hybrid": BailingHybridConfig(
+        **{key: value for key, value in LATENT.items() if key not in BAILING_OTHER_KEYS},
+        pad_token_id=0,
+        head_dim=LATENT["qk_rope_head_dim"],
+        num_local_experts=8,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        num_mtp_layers=0,
     ),
     "minimax": MiniMaxConfig(
         **SHAPE,

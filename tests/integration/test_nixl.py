@@ -120,7 +120,7 @@ async def test_engines_that_do_not_reach_each_other_are_given_up_for_this_peer(
         assert pair.pool.statistics().links[DECODE, "tcp", "sent"].bytes == BLOCK  # type: ignore[index]
 
 
-async def test_keys_of_a_peer_that_is_refused_never_reach_the_engine() -> None:
+async def test_a_peer_that_is_refused_starts_nothing_and_its_keys_reach_no_engine() -> None:
     async with running_pair(SEND, RECEIVE) as pair:
         pair.target.refuse = Refusal(RefusalReason.STALE, "no")
         asked: list[int] = []
@@ -137,6 +137,7 @@ async def test_keys_of_a_peer_that_is_refused_never_reach_the_engine() -> None:
 
         assert pair.sent.refused == 1
         assert asked == []
+        assert engines("read") == []
 
 
 async def test_the_sender_s_pool_cannot_be_written_with_the_keys_it_gave_away() -> None:
@@ -235,11 +236,11 @@ async def test_a_receiver_has_no_more_readers_than_it_may(monkeypatch: pytest.Mo
         await second.close()
 
 
-async def test_readers_without_a_pool_or_of_another_engine_are_refused() -> None:
+def test_readers_without_a_pool_or_of_another_engine_are_refused() -> None:
     with pytest.raises(EngineError, match="not in host memory"):
-        await NixlReaders(None, 1).open(SegmentOffer("nixl", 0, b""))
+        NixlReaders(None, 1).open(SegmentOffer("nixl", 0, b""))
     with pytest.raises(EngineError, match="no mooncake here"):
-        await NixlReaders(None, 1).open(SegmentOffer("mooncake", 0, b""))
+        NixlReaders(None, 1).open(SegmentOffer("mooncake", 0, b""))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import grpc
 import pytest
 
 from kvmesh.core.errors import ConfigError, LostError, ProtocolError
+from kvmesh.rpc import direct
 from kvmesh.rpc.channels import bind_server, make_server, open_channel
 from kvmesh.rpc.direct import DirectClient, DirectListener
 from kvmesh.rpc.framed import FramedConnection
@@ -187,6 +188,14 @@ async def test_who_has_no_token_is_cut(greeting: bytes) -> None:
     async with served() as (echo, _):
         stranger = await _raw(echo.direct.port)
         stranger.greet(greeting)
+        await asyncio.wait_for(stranger.closed, 10)
+        assert echo.direct.num_open == 0
+
+
+async def test_who_says_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "_GREETING_S", 0.01)
+    async with served() as (echo, _):
+        stranger = await _raw(echo.direct.port)
         await asyncio.wait_for(stranger.closed, 10)
         assert echo.direct.num_open == 0
 

@@ -130,6 +130,7 @@ class ModelConfig:
         linear: of layers that keep a state.
         residual_factors: of the stream and of what is added to it, where a family scales them: by
             attention, by linear attention, by the MLP.
+        decay_bound: logarithm of the fastest decay of a state, where a family bounds it; or 0.
     """
 
     family: str
@@ -159,6 +160,7 @@ class ModelConfig:
     latent: LatentConfig | None = None
     linear: LinearConfig | None = None
     residual_factors: tuple[tuple[float, float], ...] = ()
+    decay_bound: float = 0.0
 
     @property
     def num_parameters(self) -> int:

@@ -48,6 +48,7 @@ class LatentAttention:
         key_up: [heads, nope_dim, rank], absorbed into queries.
         value_up: [heads, rank, value_dim], applied to mixed latents.
         rotates: whether positions are rotated at all.
+        gate: to one factor per head of the output, before its sigmoid; or None.
     """
 
     query: Linear | CompressedQuery
@@ -62,6 +63,7 @@ class LatentAttention:
     scale: float
     eps: float
     rotates: bool
+    gate: Linear | None = None
 
     def run(self, h: Tensor, step: Step, keep: Tensor | None) -> Tensor:
         """[rows, hidden], normalised, to [rows or kept, hidden]."""
@@ -87,7 +89,9 @@ class LatentAttention:
             outs.append(causal_attention(queries, *self._expand(vectors), self.scale))
         out = outs[0] if len(outs) == 1 else torch.cat(outs)
         if keep is not None:
-            out = out[keep]
+            out, h = out[keep], h[keep]
+        if self.gate is not None:
+            out = out * torch.sigmoid(self.gate(h).float()).to(out.dtype).unsqueeze(-1)
         return self.output(out.flatten(1))
 
     def _rotate(self, x: Tensor, rope: RopeRows) -> Tensor:
@@ -116,9 +120,12 @@ def halves_first(rows: Tensor, rope_dim: int) -> Tensor:
 
 
 def load_latent_attention(
-    weights: LayerWeights, config: ModelConfig, *, rotates: bool = True
+    weights: LayerWeights, config: ModelConfig, *, rotates: bool = True, gate: Linear | None = None
 ) -> LatentAttention:
     """Reads latent attention by its usual names.
+
+    Args:
+        gate: of `LatentAttention`.
 
     Raises:
         CheckpointError: a tensor is missing or of the wrong shape.
@@ -164,4 +171,5 @@ def load_latent_attention(
         scale=config.attention_scale,
         eps=1e-6,
         rotates=rotates,
+        gate=gate,
     )

@@ -25,6 +25,7 @@ from kvmesh.engine.memory import (
     resolve_dtype,
 )
 from kvmesh.engine.model import DecoderModel, load_model
+from kvmesh.engine.models import FAMILIES
 from kvmesh.engine.protocol import ModelSpec, SampledToken, SequenceChunk, StepResult
 from kvmesh.engine.sampler import sample, score_tokens
 from kvmesh.engine.weights import WeightFiles, fingerprint
@@ -81,7 +82,7 @@ class TorchRunner:
         config = load_model_config(folder)
         resolved = resolve_dtype(config, dtype)
         length = _model_len(config, max_model_len)
-        files = WeightFiles(folder)
+        files = WeightFiles(folder, FAMILIES[config.family].tensor_names)
         need = memory_needed(folder, dtype=dtype, num_blocks=num_blocks, block_size=block_size)
         require_memory(need, available_bytes(device))
         torch.set_num_threads(num_threads)

@@ -30,8 +30,11 @@ _SAMPLES_PER_FILE = 16
 class WeightFiles:
     """The safetensors files of a folder, open for reading while the context is entered."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, names: tuple[tuple[str, str], ...] = ()) -> None:
         """Finds the files; reads none yet.
+
+        Args:
+            names: parts of usual names and what the files have for them, replaced in this order.
 
         Raises:
             CheckpointError: no weights, a malformed index, or a shard that is not there.
@@ -39,6 +42,7 @@ class WeightFiles:
         self.paths = find_weight_files(folder)
         self._handles: list[Any] = []
         self._owner: dict[str, Any] = {}
+        self._names = names
 
     def __enter__(self) -> WeightFiles:
         for path in self.paths:
@@ -63,7 +67,12 @@ class WeightFiles:
 
     def has(self, name: str) -> bool:
         """Whether a tensor of this name is in the files."""
-        return name in self._owner
+        return self._own_name(name) in self._owner
+
+    def _own_name(self, name: str) -> str:
+        for usual, own in self._names:
+            name = name.replace(usual, own)
+        return name
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """One tensor in host memory, in the file's dtype.
@@ -71,6 +80,7 @@ class WeightFiles:
         Raises:
             CheckpointError: it is missing, truncated or of another shape.
         """
+        name = self._own_name(name)
         if name not in self._owner:
             raise CheckpointError(f"{self.paths[0].parent}: tensor {name} is missing")
         try:

@@ -26,6 +26,9 @@ from kvmesh.kv.runs import consecutive_runs
 CONTIGUITY_SHARE = 1 / 8
 """Part of a pool that may stand empty so that requests get one run; cached blocks go for it."""
 
+MAX_MOVED = 4096
+"""Blocks that may have moved before the record of runs follows: bounds what one call catches up."""
+
 
 @dataclass(frozen=True, slots=True)
 class BlockEvents:
@@ -72,8 +75,11 @@ class BlockPool:
         self._empty = FreeSegments()
         self._empty.add(range(num_blocks))
         # Empty and evictable blocks together: where a run could be had by evicting what is in it.
+        # Few allocations ask for it, so it follows what moved only when one does.
         self._unreferenced = FreeSegments()
         self._unreferenced.add(range(num_blocks))
+        self._was_unreferenced = bytearray(b"\x01" * num_blocks)
+        self._moved: set[int] = set()
         self._references = [0] * num_blocks
         self._hash_of: list[BlockHash | None] = [None] * num_blocks
         self._block_of: dict[BlockHash, int] = {}
@@ -118,7 +124,7 @@ class BlockPool:
         blocks = self._empty.take(n, after)
         for block in blocks:
             self._references[block] = 1
-        self._leave_unreferenced(blocks)
+        self._move(blocks)
         self._allocated_total += n
         return blocks
 
@@ -138,14 +144,12 @@ class BlockPool:
 
     def acquire(self, blocks: Sequence[int]) -> None:
         """Takes one reference on each block; every one is referenced or evictable."""
-        woken: list[int] = []
         for block in blocks:
             if self._references[block] == 0:
                 assert block in self._evictable, f"block {block} is empty"
                 del self._evictable[block]
-                woken.append(block)
             self._references[block] += 1
-        self._leave_unreferenced(woken)
+        self._move(blocks)
 
     def release(self, blocks: Sequence[int]) -> None:
         """Gives back one reference on each block.
@@ -155,7 +159,6 @@ class BlockPool:
                 are evicted earlier.
         """
         emptied: list[int] = []
-        unreferenced: list[int] = []
         references = self._references
         for block in reversed(blocks):
             left = references[block] - 1
@@ -163,13 +166,12 @@ class BlockPool:
             references[block] = left
             if left:
                 continue
-            unreferenced.append(block)
             if self._hash_of[block] is None:
                 emptied.append(block)
             else:
                 self._evictable[block] = None
         self._empty.add(emptied)
-        self._unreferenced.add(unreferenced)
+        self._move(blocks)
 
     def seal(self, block: int, block_hash: BlockHash) -> bool:
         """Makes a full block findable by its hash. The caller holds it and writes it no more.
@@ -234,7 +236,7 @@ class BlockPool:
         bound = n + int(self.num_blocks * CONTIGUITY_SHARE)
         while self._evictable and self._empty.largest < n and self._empty.num_blocks < bound:
             self._evict(min(max(n // 4, 1), bound - self._empty.num_blocks))
-        if self._empty.largest < n and (run := self._unreferenced.find(n)) is not None:
+        if self._empty.largest < n and (run := self._runs().find(n)) is not None:
             # Its end, since parents come before their children as a rule.
             end = run.stop
             cached = [block for block in range(end - n, end) if block in self._evictable]
@@ -259,9 +261,26 @@ class BlockPool:
         self._empty.add(victims)
         self._evicted_total += len(victims)
 
-    def _leave_unreferenced(self, blocks: Sequence[int]) -> None:
-        for first, count in consecutive_runs(blocks):
+    def _move(self, blocks: Sequence[int]) -> None:
+        """Notes that references of blocks changed."""
+        self._moved.update(blocks)
+        if len(self._moved) > MAX_MOVED:
+            self._runs()
+
+    def _runs(self) -> FreeSegments:
+        """The unreferenced blocks as they are now."""
+        came: list[int] = []
+        went: list[int] = []
+        for block in sorted(self._moved):
+            is_unreferenced = not self._references[block]
+            if is_unreferenced != bool(self._was_unreferenced[block]):
+                self._was_unreferenced[block] = is_unreferenced
+                (came if is_unreferenced else went).append(block)
+        self._moved.clear()
+        for first, count in consecutive_runs(went):
             self._unreferenced.remove(first, count)
+        self._unreferenced.add(came)
+        return self._unreferenced
 
     def _note(self, block_hash: BlockHash, *, stored: bool) -> None:
         if not _is_announced(block_hash):
@@ -276,10 +295,9 @@ class BlockPool:
     def check_integrity(self) -> None:
         """Raises AssertionError if the records contradict each other. Costs O(num_blocks)."""
         self._empty.check_integrity()
-        self._unreferenced.check_integrity()
+        self._runs().check_integrity()
         empty = set(_blocks_of(self._empty))
         unreferenced = set(_blocks_of(self._unreferenced))
-        assert unreferenced == empty | set(self._evictable), "what is unreferenced is not known"
         assert empty <= set(range(self.num_blocks)), "a free segment is outside of the pool"
         for block, (references, block_hash) in enumerate(
             zip(self._references, self._hash_of, strict=True)
@@ -293,6 +311,7 @@ class BlockPool:
                 assert block_hash is not None, f"evictable block {block} has no hash"
             if block_hash is not None:
                 assert self._block_of.get(block_hash) == block, f"block {block} cannot be found"
+        assert unreferenced == empty | set(self._evictable), "what is unreferenced is not known"
         num_hashed = sum(block_hash is not None for block_hash in self._hash_of)
         assert len(self._block_of) == num_hashed, "a hash names a block that does not have it"
         for block_hash, stored in self._changes.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterable
 
 import crc32c
 
@@ -23,6 +24,13 @@ def checksum_function(kind: Checksum) -> Sum:
 def is_crc32c(sum_: Sum) -> bool:
     """Whether a function of `checksum_function` sums as `NativeIo` does."""
     return sum_ is _crc32c
+
+
+def sum_of(views: Iterable[memoryview], sum_: Sum, value: int) -> int:
+    """The running sum of several views."""
+    for view in views:
+        value = sum_(view, value)
+    return value
 
 
 def agree_checksum(sender: Checksum, receiver: Checksum) -> Checksum:

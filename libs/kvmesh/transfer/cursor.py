@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-_MAX_BUFFERS = 512
+MAX_BUFFERS = 512
 """Buffers of one gather or scatter call; the kernel's limit is 1024."""
 
 
@@ -24,7 +24,7 @@ class ViewCursor:
         """The next bytes as views, at most `max_bytes`; does not move."""
         taken: list[memoryview] = []
         for view in self._left:
-            if len(view) >= max_bytes or len(taken) == _MAX_BUFFERS - 1:
+            if len(view) >= max_bytes or len(taken) == MAX_BUFFERS - 1:
                 taken.append(view[:max_bytes])
                 break
             taken.append(view)

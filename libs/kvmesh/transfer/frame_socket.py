@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 
 from kvmesh.core.errors import LostError, ProtocolError
-from kvmesh.transfer.checksums import is_crc32c
+from kvmesh.transfer.checksums import is_crc32c, sum_of
 from kvmesh.transfer.codec import TRAILER
-from kvmesh.transfer.cursor import ViewCursor
+from kvmesh.transfer.cursor import MAX_BUFFERS, ViewCursor
 from kvmesh.transfer.decoder import (
     FrameDecoder,
     FrameEvent,
@@ -117,17 +117,11 @@ class FrameSocket:
         """
         if fd is not None:
             rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, _DESCRIPTOR.pack(fd))
-            await self._send_now([memoryview(head)], [rights])
+            await self._send_rest(ViewCursor([memoryview(head)]), [rights])
             return
-        try:
-            count = self.wire.sendmsg([head], [], _NOW)
-        except BlockingIOError:
-            count = 0
-        except OSError as error:
-            raise self._lost(error) from error
-        self.watch.progress()
+        count = self._send_at_once([head], [])
         if count < len(head):
-            await self._send_now([memoryview(head)[count:]], [])
+            await self._send_rest(ViewCursor([memoryview(head)[count:]]), [])
 
     async def send_payload(
         self, head: bytes, views: Sequence[memoryview], sum_: Sum | None, pacer: Pacer | None
@@ -139,32 +133,44 @@ class FrameSocket:
         Raises:
             LostError: the socket failed or was cut.
         """
-        if pacer is None and num_bytes_of(views) <= INLINE_BYTES:
+        num_bytes = num_bytes_of(views)
+        if pacer is None and num_bytes <= INLINE_BYTES:
             buffers = [memoryview(head), *views]
             if sum_ is not None:
-                buffers.append(memoryview(TRAILER.pack(_sum_of(views, sum_, 0))))
-            await self._send_now(buffers, [])
+                buffers.append(memoryview(TRAILER.pack(sum_of(views, sum_, 0))))
+                num_bytes += TRAILER.size
+            count = self._send_at_once(buffers[:MAX_BUFFERS], [])
+            if count < len(head) + num_bytes:
+                cursor = ViewCursor(buffers)
+                cursor.advance(count)
+                await self._send_rest(cursor, [])
             return
         with self.watch.under_way():
             await self._in_thread(lambda: self._send_in_thread(head, views, sum_, pacer))
 
-    async def _send_now(
-        self, buffers: Iterable[memoryview], ancillary: list[tuple[int, int, bytes]]
-    ) -> None:
-        cursor = ViewCursor(buffers)
+    def _send_at_once(
+        self, buffers: Iterable[memoryview | bytes], ancillary: list[tuple[int, int, bytes]]
+    ) -> int:
+        """Bytes that went; 0 when there is no room."""
+        try:
+            count = self.wire.sendmsg(buffers, ancillary, _NOW)
+        except BlockingIOError:
+            self._raise_if_cut()
+            return 0
+        except OSError as error:
+            raise self._lost(error) from error
+        self.watch.progress()
+        return count
+
+    async def _send_rest(self, cursor: ViewCursor, ancillary: list[tuple[int, int, bytes]]) -> None:
         with self.watch.under_way():
             while not cursor.at_end:
-                try:
-                    count = self.wire.sendmsg(cursor.batch(PIECE_BYTES), ancillary, _NOW)
-                except BlockingIOError:
-                    self._raise_if_cut()
+                count = self._send_at_once(cursor.batch(PIECE_BYTES), ancillary)
+                if count == 0:
                     await self._writable()
                     continue
-                except OSError as error:
-                    raise self._lost(error) from error
                 cursor.advance(count)
                 ancillary = []
-                self.watch.progress()
 
     def _send_in_thread(
         self, head: bytes, views: Sequence[memoryview], sum_: Sum | None, pacer: Pacer | None
@@ -186,7 +192,7 @@ class FrameSocket:
         while batch := cursor.batch(piece_bytes):
             num_bytes = sum(len(view) for view in batch)
             if sum_ is not None:
-                value = _sum_of(batch, sum_, value)
+                value = sum_of(batch, sum_, value)
             if pacer is not None and self._is_cut.wait(pacer.delay(num_bytes)):
                 raise self._lost("cut")
             self._push(batch)
@@ -230,11 +236,8 @@ class FrameSocket:
                     await self._readable()
                 count = await self._receive_now([piece])
             else:
-                self.watch.begin()
-                try:
+                with self.watch.under_way():
                     count = await self._receive_now([piece])
-                finally:
-                    self.watch.end()
             if count == 0:
                 if self.decoder.at_boundary and self._cause is None:
                     return None
@@ -486,12 +489,6 @@ class FrameSocket:
 
     def _lost(self, what: object) -> LostError:
         return LostError(f"data channel: {self._cause or what}")
-
-
-def _sum_of(views: Iterable[memoryview], sum_: Sum, value: int) -> int:
-    for view in views:
-        value = sum_(view, value)
-    return value
 
 
 def _wake(ready: asyncio.Future[None]) -> None:

@@ -62,7 +62,12 @@ class NixlProcess:
             here.close()
             raise EngineError(f"no process for NIXL: {error}") from error
         here.setblocking(False)
-        return cls(process, *await asyncio.open_connection(sock=here))
+        try:
+            return cls(process, *await asyncio.open_connection(sock=here))
+        except BaseException:
+            here.close()
+            _end(process)
+            raise
 
     @property
     def is_alive(self) -> bool:
@@ -118,6 +123,12 @@ class NixlProcess:
         self._writer.close()
         if cancelled:
             raise asyncio.CancelledError
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """For one that has hardly begun: it is gone in a moment."""
+    process.kill()
+    process.wait()
 
 
 def _spawn(role: str, fd: int, num_bytes: int, pipe: int) -> subprocess.Popen[bytes]:

@@ -1,8 +1,8 @@
 """The receiving side of NIXL: reads granted blocks out of a peer's registered pool.
 
 One process per connection. A read that is cut, stalls or fails ends by killing its process, and
-the grant ends only after that: then no byte of it can arrive any more. A peer's metadata is given
-to the engine after a first claim of that peer was found right, never before.
+the grant ends only after that: then no byte of it can arrive any more. Processes are started, and
+given a peer's metadata, after a first claim of that peer was found right, never before.
 Tests: tests/contract/test_channels.py, tests/integration/test_nixl.py.
 """
 
@@ -52,21 +52,29 @@ def paired(targets: Numbers, sources: Numbers) -> Numbers:
 class NixlReader:
     """Reads from one connection's peer, one read at a time."""
 
-    def __init__(
-        self, process: NixlProcess, segment: SegmentOffer, pool: memoryview, timeout_s: float
-    ) -> None:
-        """Use `NixlReaders.open`."""
-        self._process = process
-        self._segment = segment
+    def __init__(self, fd: int, pool: memoryview, segment: SegmentOffer, timeout_s: float) -> None:
+        """Starts nothing before the first read: a greeting needs no secret.
+
+        Args:
+            fd: of this worker's pool, whose mapping here is `pool`.
+        """
+        self._fd = fd
         self._base = address_of(pool)
         self._num_bytes = pool.nbytes
+        self._segment = segment
         self._timeout_s = timeout_s
-        self._is_attached = False
+        self._process: NixlProcess | None = None
+        self._is_over = False
 
     @property
-    def is_alive(self) -> bool:
-        """Whether its process runs."""
-        return self._process.is_alive
+    def is_running(self) -> bool:
+        """Whether it has a process."""
+        return self._process is not None and self._process.is_alive
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it was ended, and its process is no more."""
+        return self._is_over and not self.is_running
 
     async def read(
         self, views: Sequence[memoryview], sources: Numbers, is_cut: Callable[[], bool]
@@ -100,22 +108,29 @@ class NixlReader:
         except BaseException:
             work.cancel()
             await self.close()
+            await asyncio.wait({work})
+            if not work.cancelled():
+                work.exception()  # of no interest beside the one that ends the read
             raise
 
     def kill(self) -> None:
         """Ends it soon; no read is under way."""
-        self._process.kill()
+        self._is_over = True
+        if self._process is not None:
+            self._process.kill()
 
     async def close(self) -> None:
         """Ends it; afterwards nobody writes this worker's pool for it. May be called again."""
-        await self._process.killed()
+        self._is_over = True
+        if self._process is not None:
+            await self._process.killed()
 
     async def _work(self, ranges: Numbers) -> None:
-        if not self._is_attached:
+        if self._process is None:
+            self._process = await NixlProcess.start("read", self._fd, self._num_bytes)
             await self._process.answer()  # READY
             address = ADDRESS.pack(self._segment.address)
             await self._process.ask(ATTACH, address + self._segment.metadata)
-            self._is_attached = True
         await self._process.ask(READ, ranges.astype(np.uint64).tobytes())
 
 
@@ -132,8 +147,8 @@ class NixlReaders:
         self._timeout_s = timeout_s
         self._readers: set[NixlReader] = set()
 
-    async def open(self, segment: SegmentOffer) -> NixlReader:
-        """A reader for one connection; its process comes up meanwhile.
+    def open(self, segment: SegmentOffer) -> NixlReader:
+        """A reader for one connection, which kills it in the end.
 
         Raises:
             EngineError: this worker has no such engine, or no room.
@@ -143,17 +158,13 @@ class NixlReaders:
             raise EngineError(f"no {segment.engine} here")
         if memory is None or not isinstance(memory, MappablePool):
             raise EngineError("the blocks of this worker are not in host memory")
-        running = [reader for reader in self._readers if reader.is_alive]
-        if len(running) >= MAX_READERS:
-            raise EngineError(f"{len(running)} readers are open")
+        self._readers = {reader for reader in self._readers if not reader.is_gone}
+        num_running = sum(reader.is_running for reader in self._readers)
+        if num_running >= MAX_READERS:
+            raise EngineError(f"{num_running} readers are at work")
         pool = memory.read_view(0, memory.num_blocks)
-        process = await NixlProcess.start("read", memory.fd, pool.nbytes)
-        reader = NixlReader(process, segment, pool, self._timeout_s)
-        ended = [old for old in self._readers if not old.is_alive]
+        reader = NixlReader(memory.fd, pool, segment, self._timeout_s)
         self._readers.add(reader)
-        for old in ended:
-            await old.close()
-            self._readers.discard(old)
         return reader
 
     async def close(self) -> None:

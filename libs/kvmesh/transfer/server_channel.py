@@ -129,7 +129,7 @@ class ServerChannel:
         answer = action.frame
         if self._machine.peer is not None:
             try:
-                await self._take_offer(self._machine.peer)
+                self._take_offer(self._machine.peer)
             except MappingError as error:
                 answer = self._machine.turn_away("mapping", str(error))
             except EngineError as error:
@@ -137,7 +137,7 @@ class ServerChannel:
         await self._frames.send(encode_frame(answer))
         return self._machine.peer is not None
 
-    async def _take_offer(self, peer: WorkerId) -> None:
+    def _take_offer(self, peer: WorkerId) -> None:
         offer = self._machine.offer
         self._frames.decoder.sum = checksum_function(self._machine.terms.checksum)
         if offer is None:
@@ -145,7 +145,7 @@ class ServerChannel:
         if offer.segment is not None:
             if self._state.readers is None:
                 raise EngineError(f"no {offer.segment.engine} here")
-            self._reader = await self._state.readers.open(offer.segment)
+            self._reader = self._state.readers.open(offer.segment)
         elif offer.pool_blocks:
             if self._frames.received_fd is None:
                 raise MappingError("no descriptor came with the greeting")

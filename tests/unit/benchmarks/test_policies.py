@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import policies_scale
 from benchmarks.policies import main
 from benchmarks.policies_experiments import Verdict, case_study, ratio
 
@@ -46,3 +47,17 @@ def test_all_experiments_write_their_results(
     assert "| experiment |" in (out / "policies.md").read_text()
     assert len(list(out.glob("*.html"))) == 7
     assert "P/D-Serve: forwarding" in capsys.readouterr().out
+
+
+def test_all_requests_of_the_scale_are_run_with_progress(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(policies_scale, "MILLION", 400)
+    monkeypatch.setattr(policies_scale, "NOTIFY_EVERY", 200)
+    found = policies_scale.million(seed=1)
+    rows = {job.label: job.run().row for job in found.jobs}
+    assert (rows["1000 workers"]["requests"], rows["1000 workers"]["success"]) == (400, 1.0)
+    assert capsys.readouterr().err.startswith("200 requests, ")
+    verdict = found.judge(rows)
+    assert [target.name.split(":")[0] for target in verdict.targets] == ["scale", "scale"]
+    assert verdict.notes[0].startswith("400 requests at ")

@@ -21,7 +21,7 @@ from tests.unit.deploy.metric_names import known_metrics
 from tests.unit.packaging.compose_file import CONFIGS, ROOT
 
 KUBERNETES = ("1.31", "1.37")
-FOREIGN_VARIABLES = {"POD_NAME", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}
+FOREIGN_VARIABLES = {"POD_NAME", "POD_IP", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}
 AUTOSCALED: dict[str, Any] = {
     name: {"autoscaling": {"enabled": True}} for name in ("gateway", "prefill", "decode")
 }
@@ -173,7 +173,10 @@ def test_peers_are_found_under_names_that_exist(manifests: list[Manifest]) -> No
             if variable.endswith("TARGETS"):
                 assert len(value.split(",")) == replicas
         advertised = environment(container).get("KVMESH_SERVER__ADVERTISE_HOST")
-        if advertised is not None:
+        if advertised == "$(POD_IP)":
+            sources = {each["name"]: each.get("valueFrom") for each in container["env"]}
+            assert sources["POD_IP"] == {"fieldRef": {"fieldPath": "status.podIP"}}
+        elif advertised is not None:
             headless = services[advertised.removeprefix("$(POD_NAME).")]
             assert headless["spec"]["clusterIP"] == "None"
 
@@ -249,6 +252,18 @@ def test_gateways_count_what_tenants_used_together(manifests: list[Manifest]) ->
     assert urls["gateway"].url.startswith(("redis://", "rediss://"))
     assert {each.url for each in urls.values()} == {urls["gateway"].url}
     assert {each.password for each in urls.values()} == {urls["gateway"].password}
+
+
+def test_a_direct_stream_reaches_the_replica_that_offered_it(manifests: list[Manifest]) -> None:
+    shared = {
+        each["metadata"]["name"]
+        for each in of_kind(manifests, "Service")
+        if each["spec"].get("clusterIP") != "None"
+        and any(port["name"] == "direct" for port in each["spec"]["ports"])
+    }
+    assert shared == {f"{RELEASE}-kvmanager"}
+    (container,) = (each for name, _, each in ours(manifests) if name == "kvmanager")
+    assert environment(container)["KVMESH_SERVER__ADVERTISE_HOST"] == "$(POD_IP)"
 
 
 def test_autoscalers_follow_metrics_that_are_exported() -> None:

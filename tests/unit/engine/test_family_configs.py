@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from kvmesh.core.errors import CheckpointError
 from kvmesh.engine.checkpoint import parse_model_config
 from kvmesh.engine.config import LatentConfig, LinearConfig, ModelConfig
+from kvmesh.engine.models.bailing_hybrid import _Projection
+from kvmesh.kernels.linear import Linear
 from tests.unit.engine.tiny_checkpoint import CONFIG
 
 KIMI: dict[str, Any] = {
@@ -68,6 +71,46 @@ def test_kimi_linear() -> None:
 def test_layers_of_kimi_linear_that_the_file_does_not_name() -> None:
     config = parse(KIMI, linear_attn_config=None, num_hidden_layers=6)
     assert config.linear == LinearConfig(frozenset({0, 1, 2, 3, 5}), 32, 32, 128, 128, 4)
+
+
+BAILING: dict[str, Any] = {
+    "model_type": "bailing_hybrid",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "layer_group_size": 3,
+    "kda_lower_bound": -4.0,
+}
+
+
+def test_bailing_hybrid() -> None:
+    config = parse(BAILING)
+    assert config.linear == LinearConfig(frozenset({0, 1, 3, 4}), 4, 4, 16, 16, 4)
+    assert (config.head_dim, config.rope.theta) == (4, 6e6)
+    assert config.moe is not None
+    assert config.moe.sparse_layers == frozenset({2, 3, 4})
+    assert config.decay_bound == -4.0
+    assert parse(BAILING, kda_safe_gate=False).decay_bound == 0.0
+
+
+@pytest.mark.parametrize("bound", [-0.5, 0.0])
+def test_decays_of_bailing_hybrid(bound: float) -> None:
+    shape = LinearConfig(frozenset({0}), 2, 2, 3, 3, 1)
+    weight = torch.arange(2.0 * 32).view(32, 2) / 10 - 3
+    rate, bias = torch.tensor([[0.5], [2.0]]), torch.full((2, 3), 0.25)
+    project = _Projection(Linear(weight, None, packed=False), rate, bias, bound, shape)
+    h = torch.tensor([[1.0, -0.5]])
+    time = (h @ weight.T)[:, 20:26].view(1, 2, 3) + 0.25
+    wanted = bound * torch.sigmoid(rate * time) if bound else -rate * torch.log1p(time.exp())
+    torch.testing.assert_close(project(h).decay, wanted)
 
 
 def test_minimax() -> None:

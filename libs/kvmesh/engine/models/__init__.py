@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvmesh.engine.models import (
+    bailing_hybrid,
     deepseek,
     gemma3,
     gpt_oss,
@@ -33,6 +34,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_moe": qwen3_5.SEEING_SPARSE,
     "gemma3_text": gemma3.FAMILY,
     "gpt_oss": gpt_oss.FAMILY,
+    "bailing_hybrid": bailing_hybrid.FAMILY,
     "kimi_linear": kimi_linear.FAMILY,
     "minimax": minimax.FAMILY,
     "deepseek_v2": deepseek.V2,

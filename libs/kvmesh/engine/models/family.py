@@ -29,6 +29,7 @@ class Family:
         aliases: own names of config.json's keys, and the usual ones.
         nested: key of config.json under which the decoder's keys are; empty when they lie open.
         weight_prefix: of the decoder's tensors.
+        tensor_names: parts of tensors' usual names and the family's own, replaced in this order.
     """
 
     configure: Callable[[Fields, ModelConfig], ModelConfig]
@@ -42,6 +43,7 @@ class Family:
     aliases: tuple[tuple[str, str], ...] = ()
     nested: str = ""
     weight_prefix: str = "model"
+    tensor_names: tuple[tuple[str, str], ...] = ()
 
     def usual_keys(self, raw: Mapping[str, Any], origin: str) -> Mapping[str, Any]:
         """A config.json's keys as other families name them.

@@ -6,9 +6,7 @@ Source: Kimi Linear, arXiv 2510.26692.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +16,10 @@ from kvmesh.core.errors import CheckpointError
 from kvmesh.engine.config import LinearConfig, ModelConfig, MoeConfig
 from kvmesh.engine.experts import W1_W3_W2, load_group_routed, load_mlp
 from kvmesh.engine.json_fields import Fields
+from kvmesh.engine.kda import load_kda, sparse_layers
 from kvmesh.engine.latent import load_latent_attention
 from kvmesh.engine.layers import Mixer, MixerLayer, load_mixer_layer
-from kvmesh.engine.linear_attention import DeltaAttention, DeltaInputs, load_taps
+from kvmesh.engine.linear_attention import DeltaAttention, DeltaInputs
 from kvmesh.engine.models.family import Family, latent_shape
 from kvmesh.engine.weights import LayerWeights
 from kvmesh.kernels.linear import Linear, make_linear
@@ -67,28 +66,19 @@ def _linear(fields: Fields, num_layers: int) -> LinearConfig:
 
 
 def _moe(fields: Fields, num_layers: int) -> MoeConfig:
-    types = fields.raw.get("mlp_layer_types")
     size = fields.number("moe_intermediate_size", int, default=1024)
     return MoeConfig(
         num_experts=fields.number("num_experts", int, default=256),
         top_k=fields.number("num_experts_per_tok", int, default=8),
         intermediate_size=size,
         normalize=fields.flag("norm_topk_prob", default=True),
-        sparse_layers=_sparse_layers(fields.raw, types, num_layers),
+        sparse_layers=sparse_layers(fields.raw, num_layers, usual_dense=1),
         shared_size=size * fields.number("n_shared_experts", int, default=1),
         num_groups=fields.number("n_group", int, default=1),
         top_groups=fields.number("topk_group", int, default=1),
         scale=fields.number("routed_scaling_factor", float, default=2.446),
         biased_choice=True,
     )
-
-
-def _sparse_layers(
-    raw: Mapping[str, Any], types: list[str] | None, num_layers: int
-) -> frozenset[int]:
-    if types is None:
-        return frozenset(range(int(raw.get("first_k_dense_replace", 1)), num_layers))
-    return frozenset(layer for layer, kind in enumerate(types) if kind == "sparse")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,27 +122,15 @@ def _load_delta(weights: LayerWeights, config: ModelConfig) -> DeltaAttention:
     main = [(f"self_attn.{name}_proj.weight", values) for name in "qkv"]
     main.append(("self_attn.b_proj.weight", heads))
     main += [(f"self_attn.{name}_a_proj.weight", dim) for name in "fg"]
-    taps = [
-        weights.tensor(f"self_attn.{name}_conv1d.weight", (values, 1, shape.conv_kernel))
-        for name in "qkv"
-    ]
-    return DeltaAttention(
-        project=_Projection(
-            make_linear(weights.stacked(main, hidden)),
-            weights.linear("self_attn.f_b_proj.weight", values, dim),
-            weights.linear("self_attn.g_b_proj.weight", values, dim),
-            weights.exact("self_attn.A_log", (1, 1, heads, 1)).view(heads, 1).exp(),
-            weights.exact("self_attn.dt_bias", (values,)).view(heads, dim),
-            shape,
-        ),
-        taps=load_taps(torch.cat(taps)),
-        norm=weights.vector("self_attn.o_norm.weight", dim),
-        activate=torch.sigmoid,
-        output=weights.linear("self_attn.o_proj.weight", hidden, values),
-        place=weights.place,
-        shape=shape,
-        eps=config.rms_norm_eps,
+    project = _Projection(
+        make_linear(weights.stacked(main, hidden)),
+        weights.linear("self_attn.f_b_proj.weight", values, dim),
+        weights.linear("self_attn.g_b_proj.weight", values, dim),
+        weights.exact("self_attn.A_log", (1, 1, heads, 1)).view(heads, 1).exp(),
+        weights.exact("self_attn.dt_bias", (values,)).view(heads, dim),
+        shape,
     )
+    return load_kda(weights, config, project)
 
 
 def _load_layer(weights: LayerWeights, config: ModelConfig) -> MixerLayer:

@@ -1,0 +1,160 @@
+"""Bailing hybrid (Ling 3.0): KDA in most layers, latent attention with a gate per head in the
+others, DeepSeek's choice of experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kvmesh.engine.config import LinearConfig, ModelConfig, MoeConfig
+from kvmesh.engine.experts import load_group_routed
+from kvmesh.engine.json_fields import Fields
+from kvmesh.engine.kda import load_kda, sparse_layers
+from kvmesh.engine.latent import load_latent_attention
+from kvmesh.engine.layers import DENSE_MLP, Mixer, MixerLayer, load_gated_mlp, load_mixer_layer
+from kvmesh.engine.linear_attention import DeltaInputs
+from kvmesh.engine.models.family import Family, latent_shape
+from kvmesh.engine.weights import LayerWeights
+from kvmesh.kernels.linear import Linear, make_linear
+
+
+def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
+    latent = latent_shape(fields, interleaved=True)
+    scale = (latent.nope_dim + latent.rope_dim) ** -0.5
+    bound = float(fields.raw.get("kda_lower_bound", -5.0))
+    return replace(
+        config,
+        head_dim=latent.rope_dim,
+        latent=latent,
+        linear=_linear(fields, config),
+        moe=_moe(fields, config.num_layers),
+        attention_scale=scale * fields.yarn_scale() ** 2,
+        decay_bound=bound if fields.flag("kda_safe_gate", default=True) else 0.0,
+    )
+
+
+def _linear(fields: Fields, config: ModelConfig) -> LinearConfig:
+    types = fields.layer_types(config.num_layers)
+    if types is None:
+        every = fields.number("layer_group_size", int, default=6)
+        layers = frozenset(i for i in range(config.num_layers) if (i + 1) % every)
+    else:
+        layers = frozenset(i for i, kind in enumerate(types) if kind == "linear_attention")
+    heads = fields.number("linear_num_heads", int, default=config.num_heads)
+    size = fields.number("linear_head_dim", int, default=config.head_dim)
+    return LinearConfig(
+        layers=layers,
+        num_key_heads=heads,
+        num_value_heads=heads,
+        key_dim=size,
+        value_dim=size,
+        conv_kernel=fields.number("short_conv_kernel_size", int, default=4),
+    )
+
+
+def _moe(fields: Fields, num_layers: int) -> MoeConfig:
+    size = fields.number("moe_intermediate_size", int, default=768)
+    return MoeConfig(
+        num_experts=fields.number("num_experts", int, default=512),
+        top_k=fields.number("num_experts_per_tok", int, default=8),
+        intermediate_size=size,
+        normalize=fields.flag("norm_topk_prob", default=True),
+        sparse_layers=sparse_layers(fields.raw, num_layers, usual_dense=2),
+        shared_size=size * fields.number("n_shared_experts", int, default=1),
+        num_groups=fields.number("n_group", int, default=8),
+        top_groups=fields.number("topk_group", int, default=4),
+        scale=fields.number("routed_scaling_factor", float, default=2.5),
+        biased_choice=True,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Projection:
+    """Inputs of the delta rule.
+
+    Attributes:
+        main: to queries, keys, values, shares, decays and gates.
+        rate: [heads, 1] fp32, how fast a state decays.
+        bias: [heads, key_dim] fp32, of the decay.
+        bound: the fastest decay, a logarithm; 0 where there is none.
+    """
+
+    main: Linear
+    rate: Tensor
+    bias: Tensor
+    bound: float
+    shape: LinearConfig
+
+    def __call__(self, h: Tensor) -> DeltaInputs:
+        shape = self.shape
+        heads, dim = shape.num_value_heads, shape.key_dim
+        sizes = [shape.conv_channels, heads, heads * dim, heads * dim]
+        mixed, share, time, gate = torch.split(self.main(h), sizes, dim=1)
+        time = time.float().view(len(h), heads, dim) + self.bias
+        if self.bound:
+            decay = self.bound * torch.sigmoid(self.rate * time)
+        else:
+            decay = -self.rate * functional.softplus(time)
+        return DeltaInputs(
+            mixed=mixed,
+            decay=decay,
+            beta=torch.sigmoid(share.float()),
+            gate=gate.view(len(h), heads, dim),
+        )
+
+
+def _project(weights: LayerWeights, config: ModelConfig) -> _Projection:
+    shape = config.linear
+    assert shape is not None
+    heads, dim = shape.num_value_heads, shape.key_dim
+    parts = [(f"self_attn.{name}_proj.weight", heads * dim) for name in "qkv"]
+    parts.append(("self_attn.b_proj.weight", heads))
+    parts += [(f"self_attn.{name}_proj.weight", heads * dim) for name in "fg"]
+    return _Projection(
+        make_linear(weights.stacked(parts, config.hidden_size)),
+        weights.exact("self_attn.A_log", (heads,)).view(heads, 1).exp(),
+        weights.exact("self_attn.dt_bias", (heads * dim,)).view(heads, dim),
+        config.decay_bound,
+        shape,
+    )
+
+
+def _load_layer(weights: LayerWeights, config: ModelConfig) -> MixerLayer:
+    moe, hidden = config.moe, config.hidden_size
+    assert moe is not None
+    mixer: Mixer
+    if config.is_linear(weights.layer):
+        mixer = load_kda(weights, config, _project(weights, config))
+    else:
+        gate = weights.linear("self_attn.g_proj.weight", config.num_heads, hidden)
+        mixer = load_latent_attention(weights, config, gate=gate)
+    if weights.layer in moe.sparse_layers:
+        mlp = load_group_routed(weights, config)
+    else:
+        mlp = load_gated_mlp(weights, DENSE_MLP, hidden, config.intermediate_size)
+    return load_mixer_layer(weights, config, mixer, mlp)
+
+
+FAMILY = Family(
+    _configure,
+    _load_layer,
+    head_dim=128,
+    rope_theta=6e6,
+    aliases=(
+        ("model_max_length", "max_position_embeddings"),
+        ("moe_renormalize", "norm_topk_prob"),
+        ("num_expert_group", "n_group"),
+        ("num_experts_per_token", "num_experts_per_tok"),
+        ("num_shared_experts", "n_shared_experts"),
+    ),
+    tensor_names=(
+        ("model.embed_tokens.", "model.word_embeddings."),
+        (".self_attn.o_proj.", ".self_attn.dense."),
+        (".self_attn.", ".attention."),
+        (".gate.e_score_correction_bias", ".gate.expert_bias"),
+    ),
+)

@@ -1,0 +1,48 @@
+"""Hybrids on a device against transformers on the host, and blocks in host memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvmesh.core.types import KvLayout
+from kvmesh.engine.host_arena import HostArena
+from kvmesh.engine.kv_cache import DeviceKvPool
+from kvmesh.engine.runner import TorchRunner
+from tests.integration.families import BLOCK_SIZE, NUM_BLOCKS, PROMPT_LENGTHS, Checkpoint
+from tests.integration.test_transformers_equality import Homes, Stream, run
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+]
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3-next", "qwen3.5", "kimi-linear", "bailing-hybrid", "minimax", "deepseek-v3"]
+)
+def test_tokens_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
+    checkpoint = Checkpoint(name, tmp_path)
+    runner = TorchRunner.load(
+        tmp_path, served_name="tiny", device="cuda", num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE
+    )
+    homes = Homes(runner).homes(PROMPT_LENGTHS)
+    streams = [Stream(*pair) for pair in zip(checkpoint.prompts, homes, strict=True)]
+    run(runner, streams, chunk=256)
+    assert [stream.output for stream in streams] == checkpoint.expected
+    runner.close()
+
+
+def test_blocks_leave_a_device_and_come_back() -> None:
+    layout = KvLayout("f", "float32", 4, 1, 1, 2)
+    pool = DeviceKvPool(layout, 8, "cuda")
+    content = torch.arange(pool.tensor.numel(), dtype=torch.float32).view(pool.tensor.shape)
+    pool.tensor.copy_(content)
+    arena = HostArena(pool, layout.block_bytes, 8)
+    places = arena.store([2, 3, 6])
+    pool.tensor.zero_()
+    arena.load(places, [0, 1, 7])
+    assert torch.equal(pool.tensor[[0, 1, 7]].cpu(), content[[2, 3, 6]])
+    pool.close()
