@@ -46,6 +46,8 @@ from kvmesh.kv.hashing import root_hash
 ROOT = Path(__file__).resolve().parents[1]
 # Turns of a cell end after this many seconds, but not before there are two.
 _CELL_SECONDS = 15.0
+# Sequences of the step whose overhead is measured, whatever the cells.
+_OVERHEAD_BATCH = 8
 
 
 def main() -> None:
@@ -99,7 +101,7 @@ def _measure(
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """All cells of one model in one dtype, and the limits that they are held against."""
     longest = max([options.context + 1, *options.prefill])
-    most = max([1, *options.batch])
+    most = max([_OVERHEAD_BATCH, *options.batch])
     num_blocks = most * -(-(options.context + 1) // BLOCK_SIZE) + -(-longest // BLOCK_SIZE)
     ours = Ours(folder, shape, dtype, num_blocks, options.threads)
     engines: dict[str, Engine] = {
@@ -166,10 +168,10 @@ def _overhead_share(ours: Ours, context: int, repeats: int) -> float:
     """Part of a step at batch 8 that is planning it, making the batch, choosing tokens and
     telling who waits for them.
     """
-    core = _running_core(ours, 8, context)
-    result = StepResult([SampledToken(1)] * 8)
-    chunks = ours.decode_chunks(8, context)
-    logits = torch.randn(8, ours.runner.spec.vocab_size)
+    core = _running_core(ours, _OVERHEAD_BATCH, context)
+    result = StepResult([SampledToken(1)] * _OVERHEAD_BATCH)
+    chunks = ours.decode_chunks(_OVERHEAD_BATCH, context)
+    logits = torch.randn(_OVERHEAD_BATCH, ours.runner.spec.vocab_size)
     times = _take_turns(
         {
             "step": lambda: ours.runner.execute(chunks),
