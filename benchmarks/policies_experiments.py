@@ -6,7 +6,9 @@ Tests: tests/unit/benchmarks/test_policies.py.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import statistics
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -97,6 +99,32 @@ def job(experiment: str, label: str, scenario: Scenario) -> Job:
     """A job that simulates a scenario."""
     weight = len(scenario.requests)
     return Job(experiment, label, partial(run_scenario, label, scenario), weight)
+
+
+def run_scenarios(label: str, scenarios: Sequence[Scenario]) -> Outcome:
+    """Simulates the same at several seeds: means, all refusals, the first one's series."""
+    results = [simulate(scenario) for scenario in scenarios]
+    summaries = [summarize(result) for result in results]
+    rows = [summary_row(summary) for summary in summaries]
+    refused: Counter[str] = Counter()
+    for summary in summaries:
+        refused.update(summary.refusals)
+    row: Row = {
+        name: round(statistics.mean(each[name] for each in rows), 4)
+        for name, value in rows[0].items()
+        if not isinstance(value, str)
+    }
+    words = (f"{reason}:{count}" for reason, count in sorted(refused.items()))
+    row["refused"] = " ".join(words) or "0"
+    goodputs = [each["goodput/s"] for each in rows]
+    row["goodput/s by seed"] = f"{min(goodputs)} to {max(goodputs)}"
+    return Outcome(row, Series.of(label, results[0]))
+
+
+def job_of_seeds(experiment: str, label: str, scenarios: Sequence[Scenario]) -> Job:
+    """A job that simulates one load at several seeds."""
+    weight = sum(len(scenario.requests) for scenario in scenarios)
+    return Job(experiment, label, partial(run_scenarios, label, scenarios), weight)
 
 
 def experiments(size: float, seed: int) -> list[Experiment]:
