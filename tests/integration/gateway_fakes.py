@@ -271,6 +271,7 @@ class FakeWorker:
     def start(self, message: Any, outbox: Outbox[Any]) -> None:
         """Reserves and offers the prompt to itself, as asked in one message."""
         key = (message.request_id, message.attempt)
+        self.specs.append(sequence_spec_from_proto(message.sequence))
         if take(self.does, "reject_offers"):
             refusal = Refusal(self.does.offer_reason, "told to reject", retry_after_ms=2500)
             event = DecodeEvent(request_id=key[0], attempt=key[1])

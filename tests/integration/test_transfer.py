@@ -425,7 +425,8 @@ async def test_a_put_that_is_cancelled_twice_cuts_the_channel(source: SourcePool
         await released.wait()
 
     async with _listening(serve) as endpoint:
-        pool = _pool(source, stall_timeout_s=30)
+        # Longer than the test may take: nothing but the second cancellation ends it.
+        pool = _pool(source, stall_timeout_s=300)
         task = asyncio.create_task(pool.put(reservation_behind(endpoint), whole(300)))
         await greeted.wait()
         await until(lambda: pool.statistics().open_channels == 1)

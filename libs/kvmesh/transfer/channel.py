@@ -134,8 +134,11 @@ async def carry_all(
         try:
             await asyncio.wait(workers)
         except asyncio.CancelledError:
-            for worker in workers:
-                worker.cancel()
+            # Twice: one that waits for its answer takes the first as this function does.
+            for _ in range(2):
+                for worker in workers:
+                    worker.cancel()
+                await asyncio.wait(workers, timeout=0)
             await asyncio.wait(workers)
         raise
     finally:
