@@ -22,6 +22,8 @@ from kvmesh.kernels import (
     grouped_gemm,
     latent,
     latent_attention,
+    lightning,
+    lightning_reference,
     linear_reference,
     reference,
 )
@@ -111,8 +113,10 @@ def kernel_cases(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> list
         _add_rms_norm(sizes, dtype, device),
         _silu_and_mul(sizes, dtype, device),
         *(_experts(sizes, rows, dtype, device) for rows in (min(32, sizes.rows), sizes.rows)),
-        _delta_step(sizes, device),
-        _delta_scan(sizes, device),
+        *(_delta_step(sizes, device, per_channel=each) for each in (False, True)),
+        *(_delta_scan(sizes, device, per_channel=each) for each in (False, True)),
+        _lightning_step(sizes, device),
+        _lightning_scan(sizes, device),
         _draw(sizes, device),
     ]
 
@@ -299,7 +303,7 @@ def _experts(sizes: Sizes, rows: int, dtype: torch.dtype, device: torch.device) 
 
 
 def _rule(
-    sizes: Sizes, count: int, device: torch.device
+    sizes: Sizes, count: int, device: torch.device, *, per_channel: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     heads, dim = sizes.state
     q, k = (
@@ -307,15 +311,19 @@ def _rule(
         for _ in range(2)
     )
     v, beta = torch.randn(count, heads, dim, device=device), torch.rand(count, heads, device=device)
-    return q, k, v, -torch.rand(count, heads, 1, device=device), beta
+    return q, k, v, -torch.rand(count, heads, dim if per_channel else 1, device=device), beta
 
 
-def _delta_step(sizes: Sizes, device: torch.device) -> KernelCase:
+def _rule_name(per_channel: bool) -> str:
+    return "KDA" if per_channel else "gated delta rule"
+
+
+def _delta_step(sizes: Sizes, device: torch.device, *, per_channel: bool) -> KernelCase:
     count, (heads, dim) = min(32, sizes.rows), sizes.state
-    inputs = _rule(sizes, count, device)
+    inputs = _rule(sizes, count, device, per_channel=per_channel)
     state = torch.randn(count, heads, dim, dim, device=device)
     return KernelCase(
-        "gated delta rule, step",
+        f"{_rule_name(per_channel)}, step",
         f"batch {count}, {heads} heads of {dim} x {dim}",
         lambda: delta_rule.delta_step(*inputs, state),
         lambda: linear_reference.delta_step(*inputs, state),
@@ -323,17 +331,46 @@ def _delta_step(sizes: Sizes, device: torch.device) -> KernelCase:
     )
 
 
-def _delta_scan(sizes: Sizes, device: torch.device) -> KernelCase:
+def _delta_scan(sizes: Sizes, device: torch.device, *, per_channel: bool) -> KernelCase:
     heads, dim = sizes.state
-    inputs = _rule(sizes, sizes.positions, device)
+    inputs = _rule(sizes, sizes.positions, device, per_channel=per_channel)
     state = torch.zeros(heads, dim, dim, device=device)
     return KernelCase(
-        "gated delta rule, prefill",
+        f"{_rule_name(per_channel)}, prefill",
         f"{sizes.positions} positions, {heads} heads of {dim} x {dim}",
         lambda: delta_rule.delta_scan(*inputs, state),
         lambda: linear_reference.delta_scan(*inputs, state),
         num_bytes=4 * inputs[0].nbytes,
         flops=8 * sizes.positions * heads * dim * dim,
+    )
+
+
+def _lightning_step(sizes: Sizes, device: torch.device) -> KernelCase:
+    count, (heads, dim) = min(32, sizes.rows), sizes.state
+    q, k, v, _, _ = _rule(sizes, count, device)
+    slopes = torch.rand(heads, device=device)
+    state = torch.randn(count, heads, dim, dim, device=device)
+    return KernelCase(
+        "lightning attention, step",
+        f"batch {count}, {heads} heads of {dim} x {dim}",
+        lambda: lightning.lightning_step(q, k, v, slopes, state),
+        lambda: lightning_reference.lightning_step(q, k, v, slopes, state),
+        num_bytes=2 * state.nbytes,
+    )
+
+
+def _lightning_scan(sizes: Sizes, device: torch.device) -> KernelCase:
+    heads, dim = sizes.state
+    q, k, v, _, _ = _rule(sizes, sizes.positions, device)
+    slopes = torch.rand(heads, device=device)
+    state = torch.zeros(heads, dim, dim, device=device)
+    return KernelCase(
+        "lightning attention, prefill",
+        f"{sizes.positions} positions, {heads} heads of {dim} x {dim}",
+        lambda: lightning.lightning_scan(q, k, v, slopes, state),
+        lambda: lightning_reference.lightning_scan(q, k, v, slopes, state),
+        num_bytes=4 * q.nbytes,
+        flops=4 * sizes.positions * heads * dim * dim,
     )
 
 

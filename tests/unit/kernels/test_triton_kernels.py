@@ -13,7 +13,7 @@ from tests.unit.kernels.apart import run_apart
 
 INTERPRETED = {
     "interpreted_attention.py": 31,
-    "interpreted_bench.py": 14,
+    "interpreted_bench.py": 18,
     "interpreted_draw.py": 6,
     "interpreted_fused.py": 10,
     "interpreted_hybrid.py": 25,
