@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_VALUE_TILE = 32
+from kvmesh.kernels.state_tiles import state_tiles
+
 _CHUNK = 16
 
 
@@ -157,17 +158,16 @@ def delta_step(
     """See `linear_reference.delta_step`; takes either kind of decay."""
     sequences, heads, key_dim = q.shape
     value_dim = v.shape[-1]
-    out, new_state = torch.empty_like(v), torch.empty_like(state)
-    tile = max(16, min(_VALUE_TILE, triton.next_power_of_2(value_dim)))
-    _step_kernel[(sequences, heads, triton.cdiv(value_dim, tile))](
+    # Contiguous whatever the strides of `v` are: the kernel writes it so.
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    new_state = torch.empty(state.shape, dtype=state.dtype, device=state.device)
+    tiles = state_tiles(key_dim, value_dim)
+    _step_kernel[(sequences, heads, triton.cdiv(value_dim, tiles["VALUE_TILE"]))](
         *(each.contiguous() for each in (q, k, v, decay, beta, state)),
         out,
         new_state,
         heads,
-        KEY_DIM=key_dim,
-        KEY_TILE=max(16, triton.next_power_of_2(key_dim)),
-        VALUE_DIM=value_dim,
-        VALUE_TILE=tile,
+        **tiles,
         PER_CHANNEL=decay.shape[-1] > 1,
         num_warps=4,
     )
@@ -182,17 +182,14 @@ def delta_scan(
     value_dim = v.shape[-1]
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     new_state = torch.empty(state.shape, dtype=state.dtype, device=state.device)
-    tile = max(16, min(_VALUE_TILE, triton.next_power_of_2(value_dim)))
-    _scan_kernel[(heads, triton.cdiv(value_dim, tile))](
+    tiles = state_tiles(key_dim, value_dim)
+    _scan_kernel[(heads, triton.cdiv(value_dim, tiles["VALUE_TILE"]))](
         *(each.contiguous() for each in (q, k, v, decay, beta, state)),
         out,
         new_state,
         positions,
         heads,
-        KEY_DIM=key_dim,
-        KEY_TILE=max(16, triton.next_power_of_2(key_dim)),
-        VALUE_DIM=value_dim,
-        VALUE_TILE=tile,
+        **tiles,
         CHUNK=_CHUNK,
         PER_CHANNEL=decay.shape[-1] > 1,
         num_warps=4,

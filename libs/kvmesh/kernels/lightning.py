@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_VALUE_TILE = 32
+from kvmesh.kernels.state_tiles import state_tiles
+
 _CHUNK = 16
 
 
@@ -107,16 +108,13 @@ def lightning_step(
     value_dim = v.shape[-1]
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     new_state = torch.empty(state.shape, dtype=state.dtype, device=state.device)
-    tile = max(16, min(_VALUE_TILE, triton.next_power_of_2(value_dim)))
-    _step_kernel[(sequences, heads, triton.cdiv(value_dim, tile))](
+    tiles = state_tiles(key_dim, value_dim)
+    _step_kernel[(sequences, heads, triton.cdiv(value_dim, tiles["VALUE_TILE"]))](
         *(each.contiguous() for each in (q, k, v, slopes, state)),
         out,
         new_state,
         heads,
-        KEY_DIM=key_dim,
-        KEY_TILE=max(16, triton.next_power_of_2(key_dim)),
-        VALUE_DIM=value_dim,
-        VALUE_TILE=tile,
+        **tiles,
         num_warps=4,
     )
     return out, new_state
@@ -130,17 +128,14 @@ def lightning_scan(
     value_dim = v.shape[-1]
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     new_state = torch.empty(state.shape, dtype=state.dtype, device=state.device)
-    tile = max(16, min(_VALUE_TILE, triton.next_power_of_2(value_dim)))
-    _scan_kernel[(heads, triton.cdiv(value_dim, tile))](
+    tiles = state_tiles(key_dim, value_dim)
+    _scan_kernel[(heads, triton.cdiv(value_dim, tiles["VALUE_TILE"]))](
         *(each.contiguous() for each in (q, k, v, slopes, state)),
         out,
         new_state,
         positions,
         heads,
-        KEY_DIM=key_dim,
-        KEY_TILE=max(16, triton.next_power_of_2(key_dim)),
-        VALUE_DIM=value_dim,
-        VALUE_TILE=tile,
+        **tiles,
         CHUNK=_CHUNK,
         num_warps=4,
     )
