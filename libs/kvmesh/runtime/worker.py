@@ -74,7 +74,8 @@ def load_runner(config: EngineSection) -> ModelRunner:
     # Only a worker with the real engine pays for importing torch.
     from kvmesh.engine.runner import TorchRunner  # noqa: PLC0415
 
-    return TorchRunner.load(
+    static_batch = static_batch_of(config)
+    runner = TorchRunner.load(
         Path(config.model),
         served_name=name,
         device=config.device,
@@ -84,6 +85,23 @@ def load_runner(config: EngineSection) -> ModelRunner:
         max_model_len=config.max_model_len or None,
         num_threads=config.num_threads,
     )
+    runner.use_static_steps(static_batch)
+    return runner
+
+
+def static_batch_of(config: EngineSection) -> int:
+    """Sequences of the largest static decode step; 0 when all steps are plain.
+
+    Raises:
+        ConfigError: an unknown word, or a size below one.
+    """
+    word = config.cuda_graphs
+    if word not in {"auto", "on", "off"}:
+        raise ConfigError(f"engine.cuda_graphs must be auto, on or off, got {word!r}")
+    if config.max_graph_batch < 1:
+        raise ConfigError(f"engine.max_graph_batch must be at least 1: {config.max_graph_batch}")
+    wanted = config.device != "cpu" if word == "auto" else word == "on"
+    return config.max_graph_batch if wanted else 0
 
 
 class Worker:
