@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from kvmesh.core.errors import ConfigError
@@ -18,15 +20,16 @@ def test_options_become_limits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("section", "name"),
+    ("make", "section", "name"),
     [
-        (FetchSection(lease_s=0), "lease_s"),
-        (FetchSection(max_leases=-1), "max_leases"),
-        (FetchSection(max_share=1.5), "max_share"),
-        (FetchSection(timeout_s=0), "timeout_s"),
+        (lease_limits, FetchSection(lease_s=0), "lease_s"),
+        (lease_limits, FetchSection(max_leases=-1), "max_leases"),
+        (lease_limits, FetchSection(max_share=1.5), "max_share"),
+        (fetch_options, FetchSection(timeout_s=0), "timeout_s"),
     ],
 )
-def test_what_cannot_be_is_refused(section: FetchSection, name: str) -> None:
+def test_what_cannot_be_is_refused(
+    make: Callable[[FetchSection], object], section: FetchSection, name: str
+) -> None:
     with pytest.raises(ConfigError, match=f"fetch.{name}"):
-        lease_limits(section)
-        fetch_options(section)
+        make(section)
