@@ -48,7 +48,7 @@ class Side:
         assert self.pool.is_idle
 
 
-@pytest.fixture(params=GROUPS.values(), ids=GROUPS.keys())
+@pytest.fixture(params=list(GROUPS.values()), ids=list(GROUPS))
 def groups(request: pytest.FixtureRequest) -> KvGroups:
     found = request.param
     assert isinstance(found, KvGroups)
