@@ -252,7 +252,7 @@ class TestMembership:
             _, running = await gateway.join(worker_info("p"))
             await gateway.until_names("p")
             running.cancel()
-            async with asyncio.timeout(1.0):
+            async with asyncio.timeout(SOON_S):
                 await gateway.until_names()
 
     async def test_goodbye_is_over_when_the_worker_is_out(self) -> None:
@@ -310,17 +310,17 @@ class TestMembership:
                 await call.read()
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
-    async def test_watch_sees_who_comes_and_leaves_within_a_second(self) -> None:
+    async def test_watch_sees_who_comes_and_leaves(self) -> None:
         async with scheduler() as context, mesh(address(context)) as gateway:
             worker, _ = await gateway.join(worker_info("p"))
-            async with asyncio.timeout(1.0):
+            async with asyncio.timeout(SOON_S):
                 await gateway.until_names("p")
             assert gateway.watch.fresh
             worker.report(draining=True)
-            async with asyncio.timeout(1.0):
+            async with asyncio.timeout(SOON_S):
                 await gateway.until(lambda seen: seen[0].load.draining)
             await worker.registration.goodbye("test")
-            async with asyncio.timeout(1.0):
+            async with asyncio.timeout(SOON_S):
                 await gateway.until_names()
 
 

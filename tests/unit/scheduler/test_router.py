@@ -172,4 +172,4 @@ async def test_a_thousand_workers_cost_a_route_little_more_than_forty() -> None:
     """A ratio, since a busy machine slows both. Looking at all would cost 25 times as much."""
     few, many = await median_decision_s(40), await median_decision_s(1000)
     assert many < 5 * few
-    assert many < 0.01
+    assert many < 0.05
