@@ -467,8 +467,13 @@ class PrefixMatch:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of a finished generation."""
+    """Token counts of a finished generation.
+
+    Attributes:
+        reasoning_tokens: generated tokens that are thinking; they are completion tokens too.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    reasoning_tokens: int = 0
