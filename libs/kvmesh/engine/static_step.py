@@ -2,8 +2,8 @@
 
 `StaticStep.compute` is what a CUDA graph captures; on the CPU it is called as it is. Steps with
 prompts, with more rows than the largest bucket or with scores of prompts go the plain way
-(docs/adr/0012-static-decode-step.md). Tests: tests/unit/engine/test_static_step.py,
-tests/integration/test_static_families.py.
+(docs/adr/0015-static-decode-step.md). Tests: tests/unit/engine/test_static_step.py,
+tests/integration/test_transformers_equality.py, tests/gpu/test_graphs.py.
 """
 
 from __future__ import annotations

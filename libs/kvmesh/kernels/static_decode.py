@@ -3,7 +3,8 @@
 Each class stands for the one of the same purpose that is planned per step (`dispatch.py`,
 `latent.py`, `states.py`), but what it reads are views of buffers that are filled before the step,
 so a step can be captured once and replayed. Rows are one token of one sequence each; rows beyond
-the batch point to a block that belongs to nobody. Tests: tests/unit/kernels/test_static_decode.py.
+the batch point to a block that belongs to nobody.
+Tests: tests/integration/test_transformers_equality.py.
 """
 
 from __future__ import annotations

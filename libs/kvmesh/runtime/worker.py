@@ -37,6 +37,7 @@ from kvmesh.runtime.worker_detail import worker_detail
 from kvmesh.runtime.worker_metrics import EngineCollector, WorkerMetrics
 from kvmesh.runtime.worker_parts import WorkerIdentity, WorkerParts
 from kvmesh.runtime.worker_pool import lease_limits, start_fetcher
+from kvmesh.runtime.worker_static import static_batch_of
 from kvmesh.runtime.worker_structures import load_structures
 from kvmesh.runtime.worker_swap import make_swap_space
 from kvmesh.telemetry.logs import event_logger
@@ -95,21 +96,6 @@ def load_runner(config: EngineSection) -> ModelRunner:
     )
     runner.use_static_steps(static_batch)
     return runner
-
-
-def static_batch_of(config: EngineSection) -> int:
-    """Sequences of the largest static decode step; 0 when all steps are plain.
-
-    Raises:
-        ConfigError: an unknown word, or a size below one.
-    """
-    word = config.cuda_graphs
-    if word not in {"auto", "on", "off"}:
-        raise ConfigError(f"engine.cuda_graphs must be auto, on or off, got {word!r}")
-    if config.max_graph_batch < 1:
-        raise ConfigError(f"engine.max_graph_batch must be at least 1: {config.max_graph_batch}")
-    wanted = config.device != "cpu" if word == "auto" else word == "on"
-    return config.max_graph_batch if wanted else 0
 
 
 class Worker:
