@@ -16,6 +16,8 @@ from torch import Tensor
 from kvmesh.engine import noise
 from kvmesh.kernels import (
     attention,
+    block_copy,
+    block_ops,
     delta_rule,
     draw,
     fused,
@@ -47,6 +49,7 @@ class Sizes:
     prefill: tuple[tuple[int, int, int], ...]
     rows: int
     positions: int
+    layers: int = 32
     heads: int = 32
     kv_heads: int = 8
     head_dim: int = 128
@@ -69,6 +72,7 @@ SMALL = Sizes(
     prefill=((2, 0, 9), (1, 20, 5)),
     rows=3,
     positions=20,
+    layers=2,
     heads=4,
     kv_heads=2,
     head_dim=16,
@@ -118,6 +122,7 @@ def kernel_cases(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> list
         _lightning_step(sizes, device),
         _lightning_scan(sizes, device),
         _draw(sizes, device),
+        *(_block_copy(sizes, dtype, device, scatters=each) for each in (False, True)),
     ]
 
 
@@ -387,4 +392,36 @@ def _draw(sizes: Sizes, device: torch.device) -> KernelCase:
         lambda: draw.draw(logits, low, high, ones),
         lambda: (logits + noise.gumbel_noise(keys, sizes.vocab, device)).argmax(dim=-1),
         num_bytes=logits.nbytes,
+    )
+
+
+def _block_copy(
+    sizes: Sizes, dtype: torch.dtype, device: torch.device, *, scatters: bool
+) -> KernelCase:
+    """Every other block of a pool of whole blocks (all layers), out of order, and a buffer."""
+    count = max(2, sizes.rows // BLOCK_SIZE)
+    block = sizes.layers * 2 * BLOCK_SIZE * sizes.kv_heads * sizes.head_dim * dtype.itemsize
+    like: dict[str, Any] = {"dtype": torch.uint8, "device": device}
+    pool, buffer = (torch.randint(256, (each * block,), **like) for each in (2 * count, count))
+    there = 2 * block * torch.randperm(count, generator=torch.Generator().manual_seed(0))
+    here = block * torch.arange(count)
+    target, source, places = buffer, pool, torch.stack([here, there], dim=1)
+    if scatters:
+        target, source, places = pool, buffer, places.flip(1)
+
+    def case_of(copy: Callable[[Tensor, Tensor, Tensor, int], None]) -> Compute:
+        own = target.clone()  # so that a comparison sees what this side has written
+
+        def compute() -> Tensor:
+            copy(own, source, places, block)
+            return own
+
+        return compute
+
+    return KernelCase(
+        "block scatter" if scatters else "block gather",
+        f"{count} blocks of {block >> 10} KiB",
+        case_of(block_copy.copy_pieces),
+        case_of(block_ops.copy_one_by_one),
+        num_bytes=2 * buffer.nbytes,
     )

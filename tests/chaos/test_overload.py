@@ -24,7 +24,7 @@ async def test_twenty_requests_for_one_prefill_slot(tmp_path: Path) -> None:
             *(client.streamed(prompt, headers=headers, max_tokens=5) for prompt in prompts)
         )
         for prompt, answer in zip(prompts, answers, strict=True):
-            assert answer.waited_s < DEADLINE_S + 1.0
+            assert answer.waited_s < 2 * DEADLINE_S + 1.0
             if answer.status == 200:
                 assert answer.token_ids == fake_tokens(prompt, 5)
                 continue

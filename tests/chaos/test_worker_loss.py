@@ -88,7 +88,7 @@ async def test_all_decode_workers_gone_and_back(mesh: Mesh, client: ApiClient) -
         assert int(answer.headers["Retry-After"]) >= 1
         assert answer.headers["x-kvmesh-refusal"]
         assert answer.error is not None
-        assert answer.waited_s < 0.7 + 1.0
+        assert answer.waited_s < 4 * 0.7
     for name in ("decode-0", "decode-1"):
         await mesh.restart(name)
     await until(mesh.is_ready, "the gateway is ready again by itself")

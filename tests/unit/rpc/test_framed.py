@@ -80,4 +80,4 @@ async def test_after_the_end_nothing_is_sent_and_the_reason_stays() -> None:
     connection.abort()
     assert wire.written == b""
     assert not wire.aborted
-    assert await asyncio.wait_for(connection.closed, 1) == "reset"
+    assert await asyncio.wait_for(connection.closed, 10) == "reset"
