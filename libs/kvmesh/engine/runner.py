@@ -140,6 +140,7 @@ class TorchRunner:
             None if all_rows else keep,
             self._after_layer(chunks),
         )
+        self._pool.computed()
         if batch.sample_rows:
             logits = self._model.logits(hidden[:num_sampled])
             tokens = sample(logits, [chunks[index] for index in batch.sample_chunks])
