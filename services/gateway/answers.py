@@ -19,9 +19,10 @@ from services.gateway.frontend import Choice, Frontend, usage_of
 from services.gateway.merge import merge
 from services.gateway.mesh import Placed
 from services.gateway.openai import ApiCall
-from services.gateway.reasoning import TAIL_TOKENS, Thinking, thinking_after
+from services.gateway.reasoning import thinking_at
 from services.gateway.request_record import TextDelta
 from services.gateway.responses import Body, ChoiceText, Responses, usage_body
+from services.gateway.thinking_count import ThinkingCount
 from services.gateway.token_lane import ChunkTemplate, TokenLane, Writer
 
 SSE_HEADERS = {
@@ -91,13 +92,20 @@ class Answer:
         self._call = call
         self._choices = choices
         self._texts = [ChoiceText(each.request.prompt_ids, echo=each.echo) for each in choices]
+        tokenizer = frontend.tokenizer
+        # Where there is thinking, the call is a chat, which has one prompt.
+        prompt_ids = choices[0].request.prompt_ids
+        thinking = thinking_at(call.reasoning, prompt_ids, tokenizer.token_text)
+        self._counts = [
+            ThinkingCount(thinking, tokenizer.token_bytes) for _ in choices if thinking is not None
+        ]
         self._responses = Responses(
             call,
             request_id,
             frontend.served_name,
             int(time.time()),
-            frontend.tokenizer.token_bytes,
-            self._thinking(),
+            tokenizer.token_bytes,
+            thinking,
         )
 
     async def whole(self) -> Whole:
@@ -148,13 +156,6 @@ class Answer:
             lane.open(writer, ChunkTemplate(self._body_with), self._texts[0])
 
         return open_lane
-
-    def _thinking(self) -> Thinking | None:
-        if self._call.reasoning is None:
-            return None
-        tail = self._choices[0].request.prompt_ids[-TAIL_TOKENS:]  # a chat has one prompt
-        text = "".join(map(self._frontend.tokenizer.token_text, tail))
-        return thinking_after(self._call.reasoning, text)
 
     @property
     def _is_plain(self) -> bool:
@@ -231,14 +232,15 @@ class Answer:
     def _usage(self) -> Body:
         seen: set[int] = set()
         usages = []
-        for choice, text in zip(self._choices, self._texts, strict=True):
+        for index, (choice, text) in enumerate(zip(self._choices, self._texts, strict=True)):
             # Choices of one prompt share it: it counts once.
             shared = choice.prompt_index in seen
             seen.add(choice.prompt_index)
             num_prompt = 0 if shared else len(text.prompt_ids)
             # `usage_of` limits cached tokens to the prompt's, so they count once as well.
-            usages.append(usage_of(num_prompt, len(text.token_ids), text.cached_tokens))
-        return usage_body(usages)
+            reasoning = self._counts[index].of(text.token_ids) if self._counts else 0
+            usages.append(usage_of(num_prompt, len(text.token_ids), text.cached_tokens, reasoning))
+        return usage_body(usages, has_reasoning=bool(self._counts))
 
 
 def _event(body: Body) -> bytes:

@@ -300,6 +300,12 @@ def _text_delta(
     )
 
 
-def usage_of(num_prompt_tokens: int, num_completion_tokens: int, cached_tokens: int) -> Usage:
+def usage_of(
+    num_prompt_tokens: int,
+    num_completion_tokens: int,
+    cached_tokens: int,
+    reasoning_tokens: int = 0,
+) -> Usage:
     """Token counts of a generation; a prompt cannot be cached beyond its length."""
-    return Usage(num_prompt_tokens, num_completion_tokens, min(cached_tokens, num_prompt_tokens))
+    cached_tokens = min(cached_tokens, num_prompt_tokens)
+    return Usage(num_prompt_tokens, num_completion_tokens, cached_tokens, reasoning_tokens)

@@ -20,7 +20,9 @@ from services.gateway.openai import (
     TextPrompt,
     TokenPrompt,
     check_stop,
+    with_reasoning,
 )
+from services.gateway.reasoning import ReasoningFamily
 from services.gateway.schema import (
     MAX_ALLOWED_TOKENS,
     MAX_BAD_WORDS,
@@ -30,11 +32,16 @@ from services.gateway.schema import (
 from services.gateway.structured import check_length
 
 
-def call_from_proto(request: GenerateRequest, max_stop: int) -> ApiCall:
+def call_from_proto(
+    request: GenerateRequest, max_stop: int, family: ReasoningFamily | None = None
+) -> ApiCall:
     """A checked call from a message.
 
     In `sampling`, fields for which 0 makes no sense take their default when they are 0:
     top_p, repetition_penalty, max_tokens (what the context leaves) and seed (a random one).
+
+    Args:
+        family: how the model marks its thinking, where it does.
 
     Raises:
         InvalidRequestError: names the field and what is allowed.
@@ -51,7 +58,7 @@ def call_from_proto(request: GenerateRequest, max_stop: int) -> ApiCall:
             repetition_penalty=given.repetition_penalty or 1.0,
         )
         check_sampling(sampling)
-    return ApiCall(
+    call = ApiCall(
         endpoint=Endpoint.COMPLETION,
         model=request.model,
         prompts=(_prompt(request),),
@@ -66,6 +73,11 @@ def call_from_proto(request: GenerateRequest, max_stop: int) -> ApiCall:
         cache_salt=request.cache_salt,
         structure_field="sampling.structure",
     )
+    # Only a chat's template says where thinking begins; other prompts go on as raw text.
+    if request.WhichOneof("prompt") != "chat":
+        return call
+    include = request.include_reasoning if request.HasField("include_reasoning") else True
+    return with_reasoning(call, family, include=include)
 
 
 def placement_of(request: GenerateRequest) -> Placement:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeAlias
 import grpc
 
 from kvmesh.core.errors import InvalidRequestError, KvMeshError, RefusedError
-from kvmesh.core.types import RefusalReason
+from kvmesh.core.types import RefusalReason, Usage
 from kvmesh.rpc.convert import (
     finish_reason_to_proto,
     placement_to_proto,
@@ -33,6 +33,10 @@ from services.gateway.errors import QUOTA_HEADER, REFUSAL_HEADER, QuotaError, St
 from services.gateway.frontend import Caller, Choice, Frontend, clean_request_id, usage_of
 from services.gateway.grpc_call import call_from_proto, placement_of
 from services.gateway.mesh import Placed
+from services.gateway.reasoning import Thoughts, Told, thinking_at
+from services.gateway.request_record import TextDelta
+from services.gateway.thinking_count import ThinkingCount
+from services.gateway.tokenizer import TextTokenizer
 
 ServerContext: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
@@ -73,7 +77,9 @@ class InferenceServicer(InferenceServiceServicer):
     async def _prepare(
         self, request: GenerateRequest, request_id: str, metadata: dict[str, str], ticket: Ticket
     ) -> Choice:
-        call = call_from_proto(request, self._frontend.limits.max_stop)
+        chat = self._frontend.tokenizer.chat
+        limits = self._frontend.limits
+        call = call_from_proto(request, limits.max_stop, chat.reasoning_family)
         caller = Caller(
             request_id=request_id,
             scenario=request.scenario,
@@ -86,13 +92,14 @@ class InferenceServicer(InferenceServiceServicer):
         return choice
 
     async def _responses(self, choice: Choice, request_id: str) -> AsyncIterator[GenerateResponse]:
-        num_tokens = 0
+        text = _Text(choice, self._frontend.tokenizer)
         async with aclosing(self._frontend.run(choice)) as deltas:
             async for delta in deltas:
-                num_tokens += len(delta.token_ids)
+                told = text.push(delta)
                 response = GenerateResponse(
                     request_id=request_id,
-                    text=delta.text,
+                    text=told.answer,
+                    reasoning=told.reasoning if choice.call.include_reasoning else "",
                     token_ids=delta.token_ids,
                     logprobs=[token_logprobs_to_proto(entry) for entry in delta.logprobs],
                     finish_reason=finish_reason_to_proto(delta.finish_reason),
@@ -100,10 +107,32 @@ class InferenceServicer(InferenceServiceServicer):
                     placed=placed_to_proto(delta.placed),
                 )
                 if delta.finish_reason is not None:
-                    num_prompt = len(choice.request.prompt_ids)
-                    usage = usage_of(num_prompt, num_tokens, delta.cached_tokens)
-                    response.usage.CopyFrom(usage_to_proto(usage))
+                    response.usage.CopyFrom(usage_to_proto(text.usage(delta)))
                 yield response
+
+
+class _Text:
+    """What one generation says, and its token counts."""
+
+    def __init__(self, choice: Choice, tokenizer: TextTokenizer) -> None:
+        self._prompt_ids = choice.request.prompt_ids
+        self._token_ids: list[int] = []
+        thinking = thinking_at(choice.call.reasoning, self._prompt_ids, tokenizer.token_text)
+        self._thoughts = None if thinking is None else Thoughts(thinking)
+        self._count = None if thinking is None else ThinkingCount(thinking, tokenizer.token_bytes)
+
+    def push(self, delta: TextDelta) -> Told:
+        """More text, told apart."""
+        self._token_ids += delta.token_ids
+        if self._thoughts is None:
+            return Told("", delta.text)
+        return self._thoughts.told(0, delta.text, last=delta.finish_reason is not None)
+
+    def usage(self, last: TextDelta) -> Usage:
+        """The counts of all of it."""
+        reasoning = 0 if self._count is None else self._count.of(self._token_ids)
+        num_tokens = len(self._token_ids)
+        return usage_of(len(self._prompt_ids), num_tokens, last.cached_tokens, reasoning)
 
 
 def placed_to_proto(placed: Placed) -> PlacedAt:

@@ -108,8 +108,10 @@ class HttpFront:
         """POST /v1/responses."""
         async with self._frontend.admit(_authorization(request)) as ticket:
             body = parse_body(ResponsesBody, await self._json(request), RESPONSES_UNSUPPORTED)
-            defaults = self._frontend.tokenizer.sampling_defaults
-            call = chat_call(as_chat(body), self._frontend.limits, defaults)
+            tokenizer = self._frontend.tokenizer
+            families = (tokenizer.chat.tool_family, tokenizer.chat.reasoning_family)
+            defaults = tokenizer.sampling_defaults
+            call = chat_call(as_chat(body), self._frontend.limits, defaults, *families)
             call = replace(call, prompt_field="input", max_tokens_field="max_output_tokens")
             if call.request_id and not given_request_id(request.headers):
                 request[_REQUEST_ID] = clean_request_id(call.request_id)

@@ -129,7 +129,7 @@ def chat_call(
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs to be true", "top_logprobs")
     tools = tool_use(body, family)
-    arguments = dict(body.chat_template_kwargs or {})
+    arguments = _template_arguments(body)
     if tools is not None:
         arguments["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
     prompt = ChatPrompt(
@@ -150,7 +150,8 @@ def chat_call(
         tools=tools,
         **_common(body, limits, sampling, max_tokens, name),
     )
-    return _with_reasoning(_with_tools(call, body), body, reasoning)
+    include = body.include_reasoning is not False
+    return with_reasoning(_with_tools(call, body), reasoning, include=include)
 
 
 def completion_call(
@@ -187,15 +188,30 @@ def completion_call(
     )
 
 
-def _with_reasoning(call: ApiCall, body: ChatBody, family: ReasoningFamily | None) -> ApiCall:
-    """What the thinking asks of text and tokens."""
+def _template_arguments(body: ChatBody) -> dict[str, Any]:
+    """What the chat template is told: the caller's own arguments come before the effort."""
+    arguments: dict[str, Any] = {}
+    if body.reasoning_effort is not None:
+        arguments["reasoning_effort"] = body.reasoning_effort
+        if body.reasoning_effort == "none":
+            arguments["enable_thinking"] = False  # what templates with a switch call it
+    return {**arguments, **(body.chat_template_kwargs or {})}
+
+
+def with_reasoning(call: ApiCall, family: ReasoningFamily | None, *, include: bool) -> ApiCall:
+    """A chat whose thinking is told apart from the answer.
+
+    Args:
+        family: how the model marks it; None if it does not.
+        include: it is part of what is sent.
+    """
     # A structure holds from the first token on and leaves no room for thinking.
     if family is None or call.sampling.structure is not None:
         return call
     return replace(
         call,
         reasoning=family,
-        include_reasoning=body.include_reasoning is not False,
+        include_reasoning=include,
         skip_special_tokens=call.skip_special_tokens and not family.keeps_special_tokens,
     )
 

@@ -8,6 +8,7 @@ Tests: tests/unit/gateway/test_reasoning.py.
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -84,6 +85,15 @@ class Thinking:
     def parser(self) -> ReasoningParser:
         """A parser for one generation."""
         return ReasoningParser(*self.family.marks, is_open=self.is_open)
+
+
+def thinking_at(
+    family: ReasoningFamily | None, prompt_ids: Sequence[int], token_text: Callable[[int], str]
+) -> Thinking | None:
+    """How a generation begins after a prompt; None where its text is not read for thinking."""
+    if family is None:
+        return None
+    return thinking_after(family, "".join(map(token_text, prompt_ids[-TAIL_TOKENS:])))
 
 
 def thinking_after(family: ReasoningFamily, tail: str) -> Thinking:

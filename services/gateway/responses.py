@@ -39,12 +39,17 @@ class ChoiceText:
     echo: str = ""
 
 
-def usage_body(usages: Sequence[Usage]) -> Body:
+def usage_body(usages: Sequence[Usage], *, has_reasoning: bool = False) -> Body:
     """Token counts of a call.
 
     Args:
         usages: of each choice, with prompt_tokens 0 where the prompt is another choice's too.
+        has_reasoning: the text is read for thinking, whether there is any or not.
     """
+    details: Body = {}
+    if has_reasoning:
+        reasoning = sum(usage.reasoning_tokens for usage in usages)
+        details["completion_tokens_details"] = {"reasoning_tokens": reasoning}
     prompt = sum(usage.prompt_tokens for usage in usages)
     completion = sum(usage.completion_tokens for usage in usages)
     return {
@@ -52,6 +57,7 @@ def usage_body(usages: Sequence[Usage]) -> Body:
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in usages)},
+        **details,
     }
 
 

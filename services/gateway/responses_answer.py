@@ -1,6 +1,6 @@
 """One call of the Responses API answered over HTTP, whole or as events.
 
-Tests: tests/integration/test_gateway_api.py.
+Tests: tests/integration/test_gateway_responses.py.
 """
 
 from __future__ import annotations
@@ -13,12 +13,16 @@ from contextlib import aclosing
 from aiohttp import web
 
 from kvmesh.core.errors import KvMeshError
-from kvmesh.core.types import FinishReason, Usage
+from kvmesh.core.types import Usage
 from services.gateway.answers import SSE_HEADERS, dumps, placement_headers
 from services.gateway.errors import answer_for
 from services.gateway.frontend import Choice, Frontend, usage_of
+from services.gateway.reasoning import Thoughts, thinking_at
 from services.gateway.request_record import TextDelta
-from services.gateway.responses_api import Body, ResponseObject, ResponsesBody
+from services.gateway.responses_api import Body, ResponsesBody
+from services.gateway.responses_output import ResponseObject
+from services.gateway.thinking_count import ThinkingCount
+from services.gateway.tools import ToolReader
 
 
 class ResponsesAnswer:
@@ -29,24 +33,34 @@ class ResponsesAnswer:
     ) -> None:
         self._frontend = frontend
         self._choice = choice
-        self._object = ResponseObject(body, request_id, frontend.served_name, int(time.time()))
-        self._text: list[str] = []
-        self._num_tokens = 0
+        call, tokenizer = choice.call, frontend.tokenizer
+        thinking = thinking_at(call.reasoning, choice.request.prompt_ids, tokenizer.token_text)
+        self._count = None if thinking is None else ThinkingCount(thinking, tokenizer.token_bytes)
+        self._object = ResponseObject(
+            body,
+            request_id,
+            frontend.served_name,
+            int(time.time()),
+            thoughts=None if thinking is None else Thoughts(thinking),
+            tools=None if call.tools is None else ToolReader(call.tools, request_id),
+        )
+        self._token_ids: list[int] = []
         self._cached_tokens = 0
-        self._finish: FinishReason | None = None
 
     async def whole(self) -> web.Response:
         """The answer as one body."""
         headers: dict[str, str] = {}
-        async with aclosing(self._deltas()) as deltas:
+        events: list[Body] = []
+        async with aclosing(self._frontend.run(self._choice)) as deltas:
             async for delta in deltas:
                 headers = placement_headers(delta.placed)
-        body = self._object.whole("".join(self._text), self._finish, self._usage())
-        return web.json_response(body, dumps=dumps, headers=headers)
+                events = self._events(delta)
+        # The last event has the whole response.
+        return web.json_response(events[-1]["response"], dumps=dumps, headers=headers)
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
         """The answer as events; until the first tokens a refusal is still possible."""
-        async with aclosing(self._deltas()) as deltas:
+        async with aclosing(self._frontend.run(self._choice)) as deltas:
             first = await anext(deltas)
             response = web.StreamResponse(headers=SSE_HEADERS | placement_headers(first.placed))
             with contextlib.suppress(ConnectionResetError):
@@ -61,32 +75,33 @@ class ResponsesAnswer:
         deltas: AsyncGenerator[TextDelta, None],
     ) -> None:
         try:
-            for event in [*self._object.opening(), self._object.delta(first.text)]:
-                await _send(response, event)
+            await _send(response, self._object.opening() + self._events(first))
             async for delta in deltas:
-                if delta.text:
-                    await _send(response, self._object.delta(delta.text))
-            ending = self._object.closing("".join(self._text), self._finish, self._usage())
+                await _send(response, self._events(delta))
         except KvMeshError as error:
-            ending = self._object.failed(answer_for(error).body["error"])
-        for event in ending:
-            await _send(response, event)
+            await _send(response, self._object.failed(answer_for(error).body["error"]))
         await response.write_eof()
 
-    async def _deltas(self) -> AsyncGenerator[TextDelta, None]:
-        async with aclosing(self._frontend.run(self._choice)) as deltas:
-            async for delta in deltas:
-                self._text.append(delta.text)
-                self._num_tokens += len(delta.token_ids)
-                self._cached_tokens = delta.cached_tokens
-                self._finish = delta.finish_reason
-                yield delta
+    def _events(self, delta: TextDelta) -> list[Body]:
+        """The events of one piece, and after the last one those of the end."""
+        self._token_ids += delta.token_ids
+        self._cached_tokens = delta.cached_tokens
+        is_last = delta.finish_reason is not None
+        events = self._object.push(delta.text, last=is_last)
+        if is_last:
+            events += self._object.closing(delta.finish_reason, self._usage())
+        return events
 
     def _usage(self) -> Usage:
         num_prompt = len(self._choice.request.prompt_ids)
-        return usage_of(num_prompt, self._num_tokens, self._cached_tokens)
+        reasoning = 0 if self._count is None else self._count.of(self._token_ids)
+        return usage_of(num_prompt, len(self._token_ids), self._cached_tokens, reasoning)
 
 
-async def _send(response: web.StreamResponse, event: Body) -> None:
-    name = event["type"].encode()
-    await response.write(b"event: " + name + b"\ndata: " + dumps(event).encode() + b"\n\n")
+async def _send(response: web.StreamResponse, events: list[Body]) -> None:
+    if events:
+        await response.write(b"".join(map(_encoded, events)))
+
+
+def _encoded(event: Body) -> bytes:
+    return f"event: {event['type']}\ndata: {dumps(event)}\n\n".encode()

@@ -1,7 +1,7 @@
-"""OpenAI's Responses API, text in and text out: bodies to calls, generations to answers and events.
+"""Bodies of OpenAI's Responses API as chats: text, function calls and their results.
 
 Nothing is stored: every call carries its whole input. Pure.
-Tests: tests/unit/gateway/test_responses_api.py.
+Tests: tests/integration/test_gateway_responses.py.
 """
 
 from __future__ import annotations
@@ -10,38 +10,12 @@ from typing import Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from kvmesh.core.types import FinishReason, Usage
-from services.gateway.messages import Message
-from services.gateway.schema import ChatBody
+from services.gateway.messages import FunctionName, Message
+from services.gateway.responses_input import InputItem, messages_of
+from services.gateway.schema import MAX_TOOLS, ChatBody, Effort
 from services.gateway.structured import JsonSchema, JsonSchemaFormat, ResponseFormat
 
 Body: TypeAlias = dict[str, Any]
-
-
-class InputText(BaseModel):
-    """A part of an input message."""
-
-    type: Literal["input_text", "output_text", "text"]
-    text: str
-
-
-class InputMessage(BaseModel):
-    """One item of the input."""
-
-    model_config = ConfigDict(extra="ignore", hide_input_in_errors=True)
-
-    type: Literal["message"] | None = None
-    role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[InputText]
-
-    def as_message(self) -> Message:
-        """The item as a chat message."""
-        content = self.content
-        if not isinstance(content, str):
-            content = "".join(part.text for part in content)
-        # Chat templates know the older word.
-        role = "system" if self.role == "developer" else self.role
-        return Message(role=role, content=content)
 
 
 class TextFormat(BaseModel):
@@ -63,18 +37,53 @@ class TextOptions(BaseModel):
     format: TextFormat | None = None
 
 
+class FunctionTool(BaseModel):
+    """A function that the model may call; further fields are for the chat template."""
+
+    model_config = ConfigDict(extra="allow", hide_input_in_errors=True)
+
+    type: Literal["function"]
+    name: str = Field(min_length=1, max_length=256)
+    description: str | None = None
+    parameters: JsonSchema | None = None
+    strict: bool | None = None
+
+    def for_chat(self) -> Body:
+        """The tool as chat completions have it."""
+        return {"type": self.type, "function": self.model_dump(exclude={"type"}, exclude_none=True)}
+
+
+class NamedTool(FunctionName):
+    """`tool_choice` for one function."""
+
+    type: Literal["function"]
+
+
+class ReasoningOptions(BaseModel):
+    """`reasoning`; there are no summaries: the thinking itself is in the answer."""
+
+    model_config = ConfigDict(extra="ignore", hide_input_in_errors=True)
+
+    effort: Effort | None = None
+    summary: Literal["auto"] | None = None
+
+
 class ResponsesBody(BaseModel):
     """POST /v1/responses."""
 
     model_config = ConfigDict(extra="ignore", hide_input_in_errors=True)
 
     model: str | None = None
-    input: str | list[InputMessage] = Field(min_length=1)
+    input: str | list[InputItem] = Field(min_length=1)
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, lt=2**32)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     text: TextOptions | None = None
+    tools: list[FunctionTool] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningOptions | None = None
     stream: bool | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     ignore_eos: bool | None = None
@@ -86,14 +95,13 @@ class ResponsesBody(BaseModel):
 RESPONSES_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "background": (False,),
     "conversation": (),
-    "include": ([],),
+    # Thinking is not encrypted: it is in the items as it is, and is taken back as it is.
+    "include": ([], ["reasoning.encrypted_content"]),
     "max_tool_calls": (),
     "previous_response_id": (),
     "prompt": (),
-    "reasoning": ({}, {"effort": "none"}),
-    "stream_options": ({},),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
+    "store": (False,),
+    "stream_options": ({}, {"include_obfuscation": False}),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
@@ -106,8 +114,10 @@ def as_chat(body: ResponsesBody) -> ChatBody:
     if isinstance(body.input, str):
         messages.append(Message(role="user", content=body.input))
     else:
-        messages += [item.as_message() for item in body.input]
+        messages += messages_of(body.input)
     same = ("model", "temperature", "top_p", "seed", "ignore_eos", "stream", "cache_salt")
+    choice = body.tool_choice
+    named = {"type": "function", "function": choice} if isinstance(choice, NamedTool) else choice
     return ChatBody.model_validate(
         {
             **{name: getattr(body, name) for name in same},
@@ -115,6 +125,10 @@ def as_chat(body: ResponsesBody) -> ChatBody:
             "max_completion_tokens": body.max_output_tokens,
             "response_format": _response_format(body.text),
             "request_id": body.request_id,
+            "tools": [tool.for_chat() for tool in body.tools] if body.tools else None,
+            "tool_choice": named,
+            "parallel_tool_calls": body.parallel_tool_calls,
+            "reasoning_effort": body.reasoning.effort if body.reasoning is not None else None,
         }
     )
 
@@ -127,123 +141,3 @@ def _response_format(text: TextOptions | None) -> ResponseFormat | None:
     if given.json_schema is not None:
         schema = JsonSchemaFormat(name=given.name, schema=given.json_schema, strict=given.strict)
     return ResponseFormat(type=given.type, json_schema=schema)
-
-
-class ResponseObject:
-    """Makes the bodies and events of one response.
-
-    Args:
-        created: seconds since the epoch.
-    """
-
-    def __init__(self, body: ResponsesBody, request_id: str, model: str, created: int) -> None:
-        self._body = body
-        self._model = model
-        self._created = created
-        self._id = f"resp_{request_id}"
-        self._item = f"msg_{request_id}"
-        self._sequence = 0
-
-    def whole(self, text: str, finish: FinishReason | None, usage: Usage) -> Body:
-        """The response when it is complete."""
-        cut = finish is FinishReason.LENGTH
-        body = self._head("incomplete" if cut else "completed")
-        body["incomplete_details"] = {"reason": "max_output_tokens"} if cut else None
-        body["output"] = [self._message(text, finish)]
-        body["usage"] = {
-            "input_tokens": usage.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": usage.cached_tokens},
-            "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        }
-        return body
-
-    def opening(self) -> list[Body]:
-        """Events before the first text."""
-        item = {**self._message("", None), "content": []}
-        return [
-            self._event("response.created", response=self._head("in_progress")),
-            self._event("response.in_progress", response=self._head("in_progress")),
-            self._event("response.output_item.added", output_index=0, item=item),
-            self._event("response.content_part.added", **self._part(), part=_text_part("")),
-        ]
-
-    def delta(self, text: str) -> Body:
-        """The event for more text."""
-        return self._event("response.output_text.delta", **self._part(), delta=text, logprobs=[])
-
-    def closing(self, text: str, finish: FinishReason | None, usage: Usage) -> list[Body]:
-        """Events after the last text."""
-        whole = self.whole(text, finish, usage)
-        last = f"response.{whole['status']}"
-        item = self._message(text, finish)
-        return [
-            self._event("response.output_text.done", **self._part(), text=text, logprobs=[]),
-            self._event("response.content_part.done", **self._part(), part=_text_part(text)),
-            self._event("response.output_item.done", output_index=0, item=item),
-            self._event(last, response=whole),
-        ]
-
-    def failed(self, error: Body) -> list[Body]:
-        """Events of a stream that an error ends.
-
-        Args:
-            error: `error` of OpenAI's error body.
-        """
-        code = error["code"] or "server_error"
-        response = {**self._head("failed"), "error": {"code": code, "message": error["message"]}}
-        plain = {"code": code, "message": error["message"], "param": error["param"]}
-        return [self._event("error", **plain), self._event("response.failed", response=response)]
-
-    def _event(self, kind: str, **fields: Any) -> Body:
-        event = {"type": kind, "sequence_number": self._sequence, **fields}
-        self._sequence += 1
-        return event
-
-    def _part(self) -> Body:
-        return {"item_id": self._item, "output_index": 0, "content_index": 0}
-
-    def _message(self, text: str, finish: FinishReason | None) -> Body:
-        status = "in_progress" if finish is None else "completed"
-        if finish is FinishReason.LENGTH:
-            status = "incomplete"
-        return {
-            "id": self._item,
-            "type": "message",
-            "role": "assistant",
-            "status": status,
-            "content": [_text_part(text)],
-        }
-
-    def _head(self, status: str) -> Body:
-        body = self._body
-        given = body.text.format if body.text is not None else None
-        form = given.model_dump(by_alias=True, exclude_none=True) if given else {"type": "text"}
-        return {
-            "id": self._id,
-            "object": "response",
-            "created_at": self._created,
-            "status": status,
-            "error": None,
-            "incomplete_details": None,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "metadata": body.metadata or {},
-            "model": self._model,
-            "output": [],
-            "parallel_tool_calls": True,
-            "previous_response_id": None,
-            "store": False,
-            "temperature": body.temperature,
-            "text": {"format": form},
-            "tool_choice": "auto",
-            "tools": [],
-            "top_p": body.top_p,
-            "truncation": "disabled",
-            "usage": None,
-        }
-
-
-def _text_part(text: str) -> Body:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

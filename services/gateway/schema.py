@@ -24,6 +24,9 @@ MAX_ALLOWED_TOKENS = 4096
 MAX_BAD_WORDS = 64
 MAX_TOOLS = 128
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+"""How much a model is to think before it answers."""
+
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 
 
@@ -85,6 +88,7 @@ class ChatBody(_SamplingBody):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     add_generation_prompt: bool | None = None
     include_reasoning: bool | None = None
+    reasoning_effort: Effort | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 

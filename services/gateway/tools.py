@@ -23,7 +23,7 @@ from services.gateway.tool_parsers import (
     ToolParser,
     parser_for,
 )
-from services.gateway.tool_scanner import CallArguments, CallStart, Content, Piece
+from services.gateway.tool_scanner import CallStart, Content, Piece
 
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
@@ -150,6 +150,7 @@ class ToolReader:
         self._parser = use.parser()
         self._label = label
         self._num_calls = 0
+        self._num_told = 0
 
     @property
     def finish_word(self) -> str | None:
@@ -158,10 +159,23 @@ class ToolReader:
 
     def push(self, text: str, *, last: bool) -> dict[str, Any]:
         """The delta for more text; empty if nothing is sure yet."""
+        return self._delta(self.read(text, last=last))
+
+    def read(self, text: str, *, last: bool) -> list[Piece]:
+        """What more text says, in order and without calls that are not allowed.
+
+        Args:
+            last: no more follows.
+        """
         pieces = self._parser.push(text)
         if last:
             pieces += self._parser.finish()
-        return self._delta(pieces)
+        kept: list[Piece] = []
+        for piece in pieces:
+            self._num_calls += isinstance(piece, CallStart)
+            if isinstance(piece, Content) or self._num_calls <= 1 or self._use.parallel:
+                kept.append(piece)
+        return kept
 
     def _delta(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         content = ""
@@ -170,19 +184,16 @@ class ToolReader:
             if isinstance(piece, Content):
                 content += piece.text
                 continue
-            if isinstance(piece, CallStart):
-                self._num_calls += 1
-            if self._num_calls > 1 and not self._use.parallel:
-                continue  # one call was allowed
-            index = self._num_calls - 1
+            self._num_told += isinstance(piece, CallStart)
+            index = self._num_told - 1
             if isinstance(piece, CallStart):
                 calls[index] = {
                     "index": index,
-                    "id": self._call_id(index),
+                    "id": self.call_id(index),
                     "type": "function",
                     "function": {"name": piece.name, "arguments": ""},
                 }
-            elif isinstance(piece, CallArguments):
+            else:
                 call = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
                 call["function"]["arguments"] += piece.text
         delta: dict[str, Any] = {"content": content} if content else {}
@@ -190,7 +201,8 @@ class ToolReader:
             delta["tool_calls"] = list(calls.values())
         return delta
 
-    def _call_id(self, index: int) -> str:
+    def call_id(self, index: int) -> str:
+        """The name of a call; an answer to it is sent under this name."""
         # Nine letters or digits: what the strictest chat templates take back.
         return hashlib.blake2s(f"{self._label}/{index}".encode()).hexdigest()[:9]
 

@@ -54,7 +54,8 @@ def test_a_gather_waits_for_what_a_step_writes() -> None:
     _, memory = create_shared("test", NUM_BLOCKS * BLOCK)
     view = memoryview(memory)
     staging = pool.staging(view)
-    torch.cuda._sleep(200_000_000)  # clock cycles: a tenth of a second before the write
+    # Clock cycles: a tenth of a second before the write.
+    torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
     pool.tensor.fill_(1.5)
     pool.computed()
     staging.gather(pieces_of([(0, NUM_BLOCKS)], BLOCK, None), 0, BLOCK)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import openai
 import pytest
 
 from kvmesh.core.types import Structure, StructureKind
@@ -280,84 +279,6 @@ async def test_tokenize_and_back(stack: Stack) -> None:
     ):
         status, answer = await post(stack, path, body)
         assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
-
-
-async def test_a_response(stack: Stack) -> None:
-    answer = await stack.client.responses.create(
-        model=MODEL, instructions="be brief", input="hello", max_output_tokens=50
-    )
-    assert answer.output_text == "one request, one handoff"
-    assert (answer.status, answer.error) == ("completed", None)
-    assert answer.usage is not None
-    assert answer.usage.output_tokens == len(stack.mesh.output) + 1
-    (spec,) = stack.mesh.workers["p1"].specs
-    chat = "<|start|>system\nbe brief<|end|>\n<|start|>user\nhello<|end|>\n<|start|>assistant\n"
-    assert list(spec.token_ids) == stack.tokenizer.encode(chat).ids
-    cut = await stack.client.responses.create(
-        model=MODEL,
-        input=[{"role": "user", "content": [{"type": "input_text", "text": "hello"}]}],
-        max_output_tokens=2,
-        text={"format": {"type": "json_object"}},
-    )
-    assert cut.status == "incomplete"
-    assert cut.incomplete_details is not None
-    assert cut.incomplete_details.reason == "max_output_tokens"
-    assert stack.mesh.workers["p1"].specs[-1].sampling.structure is not None
-
-
-async def test_a_streamed_response(stack: Stack) -> None:
-    stream = await stack.client.responses.create(model=MODEL, input="hello", stream=True)
-    events = [event async for event in stream]
-    kinds = [event.type for event in events]
-    deltas = kinds.count("response.output_text.delta")
-    assert deltas > 3
-    assert kinds[:4] == [
-        "response.created",
-        "response.in_progress",
-        "response.output_item.added",
-        "response.content_part.added",
-    ]
-    assert kinds[4 + deltas :] == [
-        "response.output_text.done",
-        "response.content_part.done",
-        "response.output_item.done",
-        "response.completed",
-    ]
-    assert [event.sequence_number for event in events] == list(range(len(events)))
-    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
-    last = events[-1]
-    assert last.type == "response.completed"
-    assert last.response.output_text == text == "one request, one handoff"
-
-
-@pytest.mark.parametrize(
-    ("change", "param"),
-    [
-        ({"previous_response_id": "x"}, "previous_response_id"),
-        ({"tools": [{"type": "web_search"}]}, "tools"),
-        ({"background": True}, "background"),
-        ({"input": ""}, "input"),
-        ({"input": [{"type": "function_call"}]}, "input"),
-        ({"max_output_tokens": 9999}, "max_output_tokens"),
-    ],
-)
-async def test_bad_responses_fields(stack: Stack, change: dict[str, Any], param: str) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        await stack.client.responses.create(**{"model": MODEL, "input": "a", **change})
-    assert str(caught.value.param).startswith(param)
-
-
-async def test_a_response_that_is_lost_ends_with_an_event(tmp_path: Path) -> None:
-    async with gateway_stack(tmp_path, limits={"max_moves": 0}) as stack:
-        stack.mesh.workers["d1"].does.fail_decode_after = 2
-        stack.mesh.go.clear()  # the stream begins before anything is lost
-        stream = await stack.client.responses.create(model=MODEL, input="hello", stream=True)
-        kinds = [(await anext(stream)).type]
-        stack.mesh.go.set()
-        kinds += [event.type async for event in stream]
-        assert kinds.count("response.output_text.delta") >= 1
-        assert kinds[-2:] == ["error", "response.failed"]
-        await stack.idle()
 
 
 async def test_the_openapi_page(stack: Stack) -> None:

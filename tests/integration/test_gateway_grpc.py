@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 
+from kvmesh.client import AsyncClient
 from kvmesh.core.types import RefusalReason
 from kvmesh.rpc.channels import open_channel
 from kvmesh.v1.inference_service_pb2 import (
@@ -34,6 +35,7 @@ from kvmesh.v1.types_pb2 import (
 from services.gateway.config import AccessConfig
 from tests.integration.gateway_fakes import MODEL
 from tests.integration.gateway_stack import Stack, gateway_stack
+from tests.integration.test_gateway_reasoning import TEMPLATE as THINKING
 
 if TYPE_CHECKING:  # the stub files know it, the generated modules do not
     from kvmesh.v1.inference_service_pb2_grpc import InferenceServiceAsyncStub
@@ -71,6 +73,28 @@ async def test_generate_chat(stack: Stack, stub: InferenceServiceAsyncStub) -> N
     assert last.usage.completion_tokens == len(stack.mesh.output) + 1
     assert last.usage.cached_tokens == 3
     await stack.idle()
+
+
+async def test_thinking_of_a_chat_is_told_apart(tmp_path: Path) -> None:
+    async with gateway_stack(tmp_path, template=THINKING) as stack:
+        tokens = stack.says("<think>\nlet me see\n</think>\n\nyes")
+        async with AsyncClient(f"127.0.0.1:{stack.context.port}") as client:
+            chat = [{"role": "user", "content": "hello"}]
+            deltas = [delta async for delta in client.stream(chat)]
+            assert "".join(delta.text for delta in deltas) == "yes"
+            assert sum(bool(delta.reasoning) for delta in deltas) > 3
+            usage = deltas[-1].usage
+            assert usage is not None
+            assert len(tokens) - 4 <= usage.reasoning_tokens < usage.completion_tokens
+            whole = await client.generate(chat)
+            assert (whole.reasoning, whole.text) == ("let me see", "yes")
+            assert whole.usage.reasoning_tokens == usage.reasoning_tokens
+            short = await client.generate(chat, include_reasoning=False)
+            assert (short.reasoning, short.text) == ("", "yes")
+            raw = await client.generate("hello")
+            assert raw.reasoning == ""
+            assert raw.text.startswith("<think>"), "a text prompt goes on as raw text"
+        await stack.idle()
 
 
 async def test_generate_tokens_with_sampling(stack: Stack, stub: InferenceServiceAsyncStub) -> None:

@@ -72,6 +72,7 @@ class GenerateOptions(SamplingOptions, total=False):
         scenario: routing class of the request.
         cache_salt: keeps cached prefixes of callers with other salts apart.
         placement: override for tests and debugging.
+        include_reasoning: whether the thinking of a chat is sent; default true.
         metadata: goes with this call, besides the client's own; `traceparent` for example.
     """
 
@@ -83,6 +84,7 @@ class GenerateOptions(SamplingOptions, total=False):
     scenario: str
     cache_salt: str
     placement: Placement
+    include_reasoning: bool
     metadata: Mapping[str, str]
 
 
@@ -110,6 +112,7 @@ class Delta:
         usage: set on the last piece.
         prompt_logprobs: on the first piece when asked for, of all prompt tokens but the first.
         placed: where it came from; None from a gateway that does not say.
+        reasoning: what the model thinks before it answers a chat; comes before the text.
     """
 
     request_id: str
@@ -120,11 +123,12 @@ class Delta:
     usage: Usage | None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     placed: PlacedAt | None = None
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A finished generation."""
+    """A finished generation; its fields are those of all `Delta`s together."""
 
     request_id: str
     text: str
@@ -134,6 +138,7 @@ class Generation:
     usage: Usage
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     placed: PlacedAt | None = None
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +170,7 @@ def request_message(
         scenario=options.get("scenario", ""),
         cache_salt=options.get("cache_salt", ""),
         placement=placement_to_proto(options.get("placement", Placement.AUTO)),
+        include_reasoning=options.get("include_reasoning"),
     )
     _set_prompt(message, prompt)
     _set_sampling(message, options)
@@ -224,6 +230,7 @@ def delta_of(message: pb.GenerateResponse) -> Delta:
         usage=usage_from_proto(message.usage) if message.HasField("usage") else None,
         prompt_logprobs=tuple(token_logprobs_from_proto(each) for each in message.prompt_logprobs),
         placed=_placed_of(message),
+        reasoning=message.reasoning,
     )
 
 
@@ -256,6 +263,7 @@ def generation_of(deltas: Iterable[Delta]) -> Generation:
         usage=last.usage or Usage(0, len(tokens), 0),
         prompt_logprobs=pieces[0].prompt_logprobs,
         placed=last.placed,
+        reasoning="".join(piece.reasoning for piece in pieces),
     )
 
 

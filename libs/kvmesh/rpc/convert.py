@@ -377,9 +377,15 @@ def usage_to_proto(usage: Usage) -> inference_service_pb2.Usage:
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
         cached_tokens=usage.cached_tokens,
+        reasoning_tokens=usage.reasoning_tokens,
     )
 
 
 def usage_from_proto(message: inference_service_pb2.Usage) -> Usage:
     """Usage from a message."""
-    return Usage(message.prompt_tokens, message.completion_tokens, message.cached_tokens)
+    return Usage(
+        message.prompt_tokens,
+        message.completion_tokens,
+        message.cached_tokens,
+        message.reasoning_tokens,
+    )

@@ -110,6 +110,7 @@ class GenerateRequest(_message.Message):
     SCENARIO_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     PLACEMENT_FIELD_NUMBER: _builtins.int
+    INCLUDE_REASONING_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model name; empty takes the only one."""
     text: _builtins.str
@@ -124,6 +125,8 @@ class GenerateRequest(_message.Message):
     """Keeps cached prefixes of callers with other salts apart."""
     placement: _types_pb2.PlacementMode.ValueType
     """Placement override for tests and debugging."""
+    include_reasoning: _builtins.bool
+    """Whether the thinking of a chat is part of the answer; unset says yes. It is told apart from the text either way."""
     @_builtins.property
     def tokens(self) -> Global___TokenPrompt:
         """Token ids."""
@@ -156,13 +159,19 @@ class GenerateRequest(_message.Message):
         scenario: _builtins.str = ...,
         cache_salt: _builtins.str = ...,
         placement: _types_pb2.PlacementMode.ValueType = ...,
+        include_reasoning: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_include_reasoning", b"_include_reasoning", "chat", b"chat", "include_reasoning", b"include_reasoning", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "model", b"model", "placement", b"placement", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "scenario", b"scenario", "stop", b"stop", "text", b"text", "tokens", b"tokens", "ttft_deadline_ms", b"ttft_deadline_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_include_reasoning", b"_include_reasoning", "cache_salt", b"cache_salt", "chat", b"chat", "include_reasoning", b"include_reasoning", "model", b"model", "placement", b"placement", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "scenario", b"scenario", "stop", b"stop", "text", b"text", "tokens", b"tokens", "ttft_deadline_ms", b"ttft_deadline_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__include_reasoning: _TypeAlias = _typing.Literal["include_reasoning"]  # noqa: Y015
+    _WhichOneofArgType__include_reasoning: _TypeAlias = _typing.Literal["_include_reasoning", b"_include_reasoning"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "tokens", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__include_reasoning) -> _WhichOneofReturnType__include_reasoning | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
@@ -176,22 +185,26 @@ class Usage(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    REASONING_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """Prompt tokens."""
     completion_tokens: _builtins.int
     """Generated tokens."""
     cached_tokens: _builtins.int
     """Prompt tokens whose KV was already cached."""
+    reasoning_tokens: _builtins.int
+    """Generated tokens that are thinking; they are completion tokens too."""
     def __init__(
         self,
         *,
         prompt_tokens: _builtins.int = ...,
         completion_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
+        reasoning_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens", "reasoning_tokens", b"reasoning_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -211,12 +224,15 @@ class GenerateResponse(_message.Message):
     USAGE_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     PLACED_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Identity of the request."""
     text: _builtins.str
     """New text; may be empty while a character is incomplete."""
     finish_reason: _types_pb2.FinishReason.ValueType
     """Set on the last message."""
+    reasoning: _builtins.str
+    """New text of what the model thinks before it answers a chat; comes before the text."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """New token ids."""
@@ -248,10 +264,11 @@ class GenerateResponse(_message.Message):
         usage: Global___Usage | None = ...,
         prompt_logprobs: _abc.Iterable[_types_pb2.TokenLogprobs] | None = ...,
         placed: Global___PlacedAt | None = ...,
+        reasoning: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["placed", b"placed", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "placed", b"placed", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "text", b"text", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "placed", b"placed", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "request_id", b"request_id", "text", b"text", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
