@@ -180,7 +180,7 @@ def one_input(rng: random.Random, outcomes: Counter[str]) -> None:
             elif isinstance(action, Copy):
                 receiver.pull_answered(action.pull, None)
             elif isinstance(action, Read):
-                receiver.get_answered(action.get, checksum=False)
+                receiver.answered(action.get, action.get.num_blocks * BLOCK, checksum=False)
     except ProtocolError as error:
         outcomes[error.reason] += 1
 

@@ -26,6 +26,15 @@ class LimitConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolConfig:
+    budget_mb_s: float = option(100.0, "megabytes per second that copies may take; 0: no copies")
+    window_s: float = option(10.0, "pause between plans; reads count half after each")
+    min_reads: float = option(8.0, "a prefix that was read less often of late is not copied")
+    segment_blocks: int = option(16, "blocks per segment, for which reads are counted")
+    max_segments: int = option(16_384, "segments whose reads are remembered, per model")
+
+
+@dataclass(frozen=True, slots=True)
 class KvManagerConfig:
     """Where KV is: which worker holds which cached block."""
 
@@ -34,3 +43,4 @@ class KvManagerConfig:
     redis: RedisConfig = option(RedisConfig, "")
     index: IndexConfig = option(IndexConfig, "")
     limits: LimitConfig = option(LimitConfig, "")
+    pool: PoolConfig = option(PoolConfig, "")

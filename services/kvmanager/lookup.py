@@ -6,6 +6,7 @@ Tests: tests/unit/kvmanager/test_guard.py, tests/integration/test_kvmanager.py.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from kvmesh.core.types import PrefixMatch
 from kvmesh.metadata.store import StoreUnavailableError
@@ -15,13 +16,21 @@ from services.kvmanager import metrics
 from services.kvmanager.config import LimitConfig
 from services.kvmanager.guard import StoreGuard
 
+NoteRead = Callable[[str, bytes, int], None]
+"""Told of a lookup: namespace, hashes asked for, leading blocks that somebody holds."""
+
 
 class PrefixLookups:
-    """Asks the store for prefix matches."""
+    """Asks the store for prefix matches.
 
-    def __init__(self, guard: StoreGuard, limits: LimitConfig) -> None:
+    Args:
+        note_read: called for each lookup that found something; returns at once.
+    """
+
+    def __init__(self, guard: StoreGuard, limits: LimitConfig, note_read: NoteRead) -> None:
         self._guard = guard
         self._limits = limits
+        self._note_read = note_read
         self._active = 0
 
     async def answer(self, request: pb.MatchPrefixRequest) -> pb.MatchPrefixResponse:
@@ -33,6 +42,8 @@ class PrefixLookups:
             return pb.MatchPrefixResponse(correlation_id=request.correlation_id, degraded=True)
         metrics.MATCHES.labels("hit" if matches else "miss").inc()
         metrics.MATCH_SECONDS.observe(time.perf_counter() - begin)
+        if matches:
+            self._note_read(request.namespace, request.block_hashes, matches[0].num_blocks)
         return pb.MatchPrefixResponse(
             correlation_id=request.correlation_id, matches=map(prefix_match_to_proto, matches)
         )

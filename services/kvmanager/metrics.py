@@ -25,3 +25,26 @@ STREAMS = Gauge("kvmesh_kvmanager_streams", "Workers connected to this replica")
 PUBLISHERS = Gauge("kvmesh_kvmanager_publishers", "Workers with a lease, over all replicas")
 BLOCKS = Gauge("kvmesh_kvmanager_blocks", "Blocks known; one held by two workers counts twice")
 SWEPT = Counter("kvmesh_kvmanager_swept_blocks", "Entries of dead workers that were removed")
+POOL_ORDERS = Counter(
+    "kvmesh_kvmanager_pool_orders",
+    "Orders to workers planned by this replica: copy, evict_first",
+    ["order"],
+)
+POOL_COPIES = Counter(
+    "kvmesh_kvmanager_pool_copies",
+    "Copy orders that workers of this replica answered: done, refused, failed",
+    ["outcome", "reason"],
+)
+POOL_COPIED_BYTES = Counter("kvmesh_kvmanager_pool_copied_bytes", "Bytes that copies took")
+POOL_HOT_RUNS = Gauge(
+    "kvmesh_kvmanager_pool_hot_prefixes", "Prefixes read often of late; 0 on who does not plan"
+)
+POOL_READS_CV = Gauge(
+    "kvmesh_kvmanager_pool_reads_cv",
+    "Coefficient of variation of cached blocks read per worker of late",
+    ["cluster", "role"],
+)
+POOL_PLANNING = Gauge("kvmesh_kvmanager_pool_planning", "1 on the replica that plans copies")
+HEAT_NOTES_DROPPED = Counter(
+    "kvmesh_kvmanager_heat_notes_dropped", "Lookups that came too fast for their reads to count"
+)

@@ -6,6 +6,7 @@ Tests: tests/integration/test_kvmanager.py.
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -15,6 +16,7 @@ import grpc
 from kvmesh.core.clock import SystemClock
 from kvmesh.core.errors import ConfigError, ProtocolError
 from kvmesh.metadata.memory_store import MemoryMetadataStore
+from kvmesh.metadata.pool_store import MemoryPoolStore, PoolStore, RedisPoolStore
 from kvmesh.metadata.redis_client import RedisClient
 from kvmesh.metadata.redis_store import RedisMetadataStore
 from kvmesh.metadata.store import MetadataStore, StoreUnavailableError
@@ -29,6 +31,8 @@ from services.kvmanager import metrics
 from services.kvmanager.config import IndexConfig, KvManagerConfig
 from services.kvmanager.guard import StoreGuard
 from services.kvmanager.lookup import PrefixLookups
+from services.kvmanager.pool import Pool
+from services.kvmanager.pool_seat import PoolSeat
 from services.kvmanager.session import PublisherSession, check_hashes, publisher_from_hello
 
 log = event_logger(__name__)
@@ -41,10 +45,15 @@ class KvManagerServicer(pb_grpc.KvManagerServiceServicer):
     """Serves workers (Publish) and schedulers (MatchPrefix)."""
 
     def __init__(
-        self, config: KvManagerConfig, store: MetadataStore, direct: DirectListener
+        self,
+        config: KvManagerConfig,
+        store: MetadataStore,
+        pool_store: PoolStore,
+        direct: DirectListener,
     ) -> None:
         self.guard = StoreGuard(store, config.limits.probe_interval_s, self._store_recovered)
-        self._lookups = PrefixLookups(self.guard, config.limits)
+        self.pool = Pool(config.pool, pool_store, self.guard, SystemClock(), uuid.uuid4().hex)
+        self._lookups = PrefixLookups(self.guard, config.limits, self.pool.heat.note)
         self._writes = asyncio.Semaphore(MAX_WRITES)
         self._sessions: set[PublisherSession] = set()
         self._direct: DirectWay[pb.MatchPrefixResponse] = DirectWay(
@@ -70,14 +79,18 @@ class KvManagerServicer(pb_grpc.KvManagerServiceServicer):
 
     async def _follow(self, requests: Any, outbox: Outbox[pb.PublishResponse]) -> None:
         session: PublisherSession | None = None
+        seat: PoolSeat | None = None
         try:
             async for message in incoming(requests):
-                if session is not None:
-                    await session.handle(message)
+                if session is not None and seat is not None:
+                    if not seat.handle(message):
+                        await session.handle(message)
                     continue
                 publisher = publisher_from_hello(message)
                 session = PublisherSession(publisher, self.guard, outbox, self._writes)
                 self._sessions.add(session)
+                seat = PoolSeat(publisher, outbox)
+                self.pool.join(seat)
                 metrics.STREAMS.set(len(self._sessions))
                 log.info(
                     "publisher_connected",
@@ -88,6 +101,8 @@ class KvManagerServicer(pb_grpc.KvManagerServiceServicer):
                 await session.open()
         finally:
             # The worker's lease goes on: it may be back before it ends.
+            if seat is not None:
+                self.pool.leave(seat)
             if session is not None:
                 self._sessions.discard(session)
                 metrics.STREAMS.set(len(self._sessions))
@@ -139,26 +154,30 @@ async def sweep_forever(guard: StoreGuard, config: IndexConfig) -> None:
         await asyncio.sleep(config.sweep_interval_s)
 
 
-def open_store(config: KvManagerConfig) -> MetadataStore:
-    """The configured store; nothing is connected yet.
+def open_stores(config: KvManagerConfig) -> tuple[MetadataStore, PoolStore]:
+    """The configured stores; nothing is connected yet. Closing the first closes both.
 
     Raises:
         ConfigError: an unknown kind of store, or a bad URL.
     """
     if config.index.store == "memory":
-        return MemoryMetadataStore(SystemClock(), config.index.lease_s)
+        clock = SystemClock()
+        return MemoryMetadataStore(clock, config.index.lease_s), MemoryPoolStore(clock)
     if config.index.store == "redis":
-        return RedisMetadataStore(RedisClient(config.redis), config.index.lease_s)
+        client = RedisClient(config.redis)
+        return RedisMetadataStore(client, config.index.lease_s), RedisPoolStore(client)
     raise ConfigError(f"index.store must be redis or memory, not {config.index.store!r}")
 
 
 async def build(config: KvManagerConfig, context: ServiceContext) -> None:
     """Constructs the service."""
-    store = open_store(config)
+    store, pool_store = open_stores(config)
     context.stack.push_async_callback(store.close)
     await context.direct.start()
-    servicer = KvManagerServicer(config, store, context.direct)
+    servicer = KvManagerServicer(config, store, pool_store, context.direct)
     await servicer.guard.start()
     pb_grpc.add_KvManagerServiceServicer_to_server(servicer, context.server)
     context.spawn(servicer.guard.run(), "store-guard")
     context.spawn(sweep_forever(servicer.guard, config.index), "store-sweep")
+    context.spawn(servicer.pool.run(), "pool")
+    context.admin.route("GET", "/debug/segments", servicer.pool.show)

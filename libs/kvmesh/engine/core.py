@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from kvmesh.core.errors import OutOfBlocksError
 from kvmesh.core.types import FinishReason, Refusal, RefusalReason, SequenceSpec, Structure
 from kvmesh.engine.preemption import PreemptedSequences, SwapSpace, SwapStatistics
+from kvmesh.engine.prefix_fill import PrefixFill, PrefixFills
 from kvmesh.engine.protocol import (
     ModelSpec,
     SampledToken,
@@ -23,6 +24,7 @@ from kvmesh.engine.protocol import (
     StepResult,
     TokenConstraint,
 )
+from kvmesh.engine.remote import come_back
 from kvmesh.engine.sequence import Emission, Sequence, SequenceState
 from kvmesh.kv.block_pool import BlockPool
 from kvmesh.kv.groups import (
@@ -97,6 +99,8 @@ class EngineCore:
         self._running: list[Sequence] = []  # oldest first
         self._swap = swap
         self._preempted = PreemptedSequences(self._cache, self._num_reusable_again, swap)
+        self.fills = PrefixFills(self._cache, self.pool, spec.groups, self._free_blocks)
+        """Prefixes that arrive from other workers."""
         self._in_flight: frozenset[Sequence] = frozenset()
         self._released_in_flight: list[Sequence] = []
         self._prompt_tokens = self._cached_tokens = 0
@@ -105,14 +109,18 @@ class EngineCore:
 
     # --- admission ---------------------------------------------------------------------------
 
-    def admit_prefill(self, spec: SequenceSpec) -> Sequence | Refusal:
+    def admit_prefill(self, spec: SequenceSpec, *, held: bool = False) -> Sequence | Refusal:
         """Admits a prompt whose KV goes to another worker; it runs at once and stops after the
         first token.
+
+        Args:
+            held: it runs when the caller says so.
         """
         sequence = self._admit(spec, None)
         if isinstance(sequence, Sequence):
             sequence.hold_after_first = True
-            self.run(sequence)
+            if not held:
+                self.run(sequence)
         return sequence
 
     def admit_decode(self, spec: SequenceSpec) -> Sequence | Refusal:
@@ -187,6 +195,11 @@ class EngineCore:
         text = f"{detail}; {self.pool.num_free} are free"
         return Refusal(RefusalReason.NO_BLOCKS, text, retry_after_ms=50)
 
+    def begin_fill(self, sequence: Sequence) -> PrefixFill:
+        """Lets a prefix from another worker into a sequence that has not started to compute."""
+        reusable = 0 if sequence.scores_prompt else self._num_reusable(len(sequence.tokens))
+        return self.fills.begin_for(sequence, reusable)
+
     def _num_reusable(self, num_tokens: int) -> int:
         # The last token is always computed, or there would be no logits to sample from.
         return (num_tokens - 1) // self.block_size
@@ -220,7 +233,7 @@ class EngineCore:
         sequence.state = SequenceState.GONE
         if sequence in self._in_flight:
             self._released_in_flight.append(sequence)
-        else:
+        elif not self.fills.defers(sequence):
             self._free_blocks(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
@@ -293,6 +306,7 @@ class EngineCore:
             constraint=sequence.constraint,
             score_prompt=sequence.scores_prompt,
             on_layers=sequence.on_layers if end == len(sequence.tokens) else None,
+            remote=sequence.remote,
         )
 
     def _grow(self, sequence: Sequence, end: int, protected: SequenceOf[Sequence]) -> bool:
@@ -319,6 +333,9 @@ class EngineCore:
 
     def _preempt(self, victim: Sequence) -> None:
         self._running.remove(victim)
+        if victim.remote is not None:
+            come_back(victim, self.block_size)
+            victim.num_computed = 0  # with holes, there is nothing to keep
         self._preempted.add(victim)
         self._preemptions += 1
 
@@ -343,6 +360,9 @@ class EngineCore:
         for index, (chunk, token) in enumerate(zip(chunks, result.tokens, strict=True)):
             sequence = members[chunk.sequence_id]
             self._computed_tokens += chunk.end - chunk.start
+            if index in result.lost:
+                come_back(sequence, self.block_size)
+                continue
             known = len(sequence.prompt_logprobs) - chunk.start  # computed again after preemption
             sequence.prompt_logprobs += result.prompt_logprobs.get(index, ())[known:]
             if sequence.state is SequenceState.RUNNING:
@@ -386,6 +406,8 @@ class EngineCore:
 
     def _settle(self, sequence: Sequence) -> None:
         """Lets others share what became complete, and gives back what is behind a window."""
+        if sequence.remote is not None:
+            return  # blocks behind a hole are found by nobody
         num_sealed = sequence.kv.num_sealed
         self._cache.finish_step(sequence.kv, sequence.num_computed, sequence.chain.hashes)
         if self.on_sealed is not None and sequence.kv.num_sealed > num_sealed:
@@ -463,7 +485,7 @@ class EngineCore:
         everyone = [*self._held, *self._running, *self._preempted]
         assert len({s.sequence_id for s in everyone}) == len(everyone), "a sequence is twice here"
         for sequence in everyone:
-            if sequence.state is SequenceState.PREEMPTED:
+            if sequence.state is SequenceState.PREEMPTED or sequence.remote is not None:
                 continue
             assert sequence.num_computed <= len(sequence.tokens)
             assert sequence.kv.num_sealed * self.block_size <= len(sequence.tokens)

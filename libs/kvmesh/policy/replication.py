@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvmesh.core.types import BlockHash, WorkerId
@@ -30,11 +30,16 @@ class Copy:
     reason: CopyReason
 
 
+def _anywhere(_segment: Segment, _worker: WorkerId) -> bool:
+    return True
+
+
 def plan_copies(
     hitters: Sequence[Segment],
     loads: Mapping[WorkerId, float],
     overload: float = 1.15,
     max_copies: int = 64,
+    fits: Callable[[Segment, WorkerId], bool] = _anywhere,
 ) -> list[Copy]:
     """Copies heavy hitters of overloaded workers to the least loaded ones that have none.
 
@@ -46,6 +51,7 @@ def plan_copies(
         loads: reads of every live worker of late, in the unit of the segments' counts.
         overload: a worker above this many times the mean is overloaded.
         max_copies: bounds the traffic that one call causes.
+        fits: whether a worker has room for a segment.
     """
     if not loads:
         return []
@@ -57,7 +63,9 @@ def plan_copies(
         if not holders or len(copies) >= max_copies:
             continue
         source = max(holders, key=lambda holder: (expected[holder], holder))
-        free = [worker for worker in expected if worker not in segment.copies]
+        free = [
+            worker for worker in expected if worker not in segment.copies and fits(segment, worker)
+        ]
         if expected[source] <= limit or not free:
             continue
         target = min(free, key=lambda worker: (expected[worker], worker))

@@ -37,6 +37,7 @@ from kvmesh.transfer.meters import (
 from kvmesh.transfer.native import load_native
 from kvmesh.transfer.nixl_reader import NixlReaders
 from kvmesh.transfer.protocol import ChannelIdentity, ReceiverMachine
+from kvmesh.transfer.query_ops import QueryOps
 from kvmesh.transfer.server_channel import ServerChannel, ServerState
 from kvmesh.transfer.sockets import listen, listen_local, local_endpoint
 from kvmesh.transfer.target import NothingToRead, ReadSource, WriteGrant, WriteTarget
@@ -98,6 +99,7 @@ class DataServer:
         options: ReceiveOptions | None = None,
         *,
         source: ReadSource | None = None,
+        queries: QueryOps | None = None,
         memory: PoolMemory | None = None,
         hub: LocalHub = PROCESS_HUB,
         observer: TransferObserver = unobserved,
@@ -109,6 +111,7 @@ class DataServer:
                 layout are refused.
             target: where KV goes.
             source: where KV is read from; None gives nothing away.
+            queries: what is computed for others; None answers no query.
             memory: the pool that the target's grants lie in; NIXL needs to know it.
             hub: receivers of this process.
             observer: told of every frame that filled its blocks.
@@ -116,6 +119,7 @@ class DataServer:
         self._identity = identity
         self._target = target
         self._source = source or NothingToRead()
+        self._queries = queries
         self._options = options or ReceiveOptions()
         self._hub = hub
         self._observer = observer
@@ -236,9 +240,11 @@ class DataServer:
         )
         # Nothing leaves the machine on a Unix socket: a sum would only cost time.
         wish = Checksum.NONE if kind == SHM else options.checksum
-        machine = ReceiverMachine(self._identity, LinkTerms(wish, options.window_bytes))
+        terms = LinkTerms(wish, options.window_bytes)
+        ops = frozenset[int]() if self._queries is None else self._queries.ops
+        machine = ReceiverMachine(self._identity, terms, ops)
         channel = ServerChannel(
-            frames, machine, self._target, self._state, self._threads, self._source
+            frames, machine, self._target, self._state, self._threads, self._source, self._queries
         )
         cause = "closed"
         try:

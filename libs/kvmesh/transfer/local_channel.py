@@ -17,10 +17,11 @@ from kvmesh.transfer.alignment import Run, split_runs
 from kvmesh.transfer.channel import carry_all
 from kvmesh.transfer.frames import BlockPart, CommitFrame, PutFrame
 from kvmesh.transfer.lane import PeerKey, block_runs_of, claim_of
+from kvmesh.transfer.layouts import layout_difference
 from kvmesh.transfer.memory import COPY_INLINE_BYTES, PoolMemory, copy_views, run_views
 from kvmesh.transfer.meters import LinkMeter
 from kvmesh.transfer.native import num_bytes_of
-from kvmesh.transfer.protocol import ChannelIdentity, layout_difference
+from kvmesh.transfer.protocol import ChannelIdentity
 from kvmesh.transfer.target import ReadSource, WriteTarget
 from kvmesh.transfer.threads import run_to_end
 

@@ -11,7 +11,7 @@ up is told from an invented one. Tests: tests/unit/transfer/test_protocol.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from kvmesh.core.errors import ProtocolError
 from kvmesh.core.types import KvLayout, Refusal, RefusalReason, WorkerId
@@ -34,6 +34,7 @@ from kvmesh.transfer.frames import (
     PutOkFrame,
     QueryFrame,
 )
+from kvmesh.transfer.layouts import layout_difference
 from kvmesh.transfer.run_table import end_of
 
 CHANNEL = 0
@@ -94,6 +95,13 @@ class Read:
 
 
 @dataclass(frozen=True, slots=True)
+class Ask:
+    """Compute what is asked, once its operands are here, and send it."""
+
+    query: QueryFrame
+
+
+@dataclass(frozen=True, slots=True)
 class Drain:
     """Answer if there is something to say, then read and drop the payload."""
 
@@ -113,7 +121,7 @@ class Forget:
     """Nothing to do."""
 
 
-ReceiverAction = Reply | Write | Copy | Read | Drain | Commit | Forget
+ReceiverAction = Reply | Write | Copy | Read | Ask | Drain | Commit | Forget
 
 
 @dataclass(slots=True)
@@ -132,9 +140,14 @@ class ReceiverMachine:
         block_bytes: of one KV block, on both sides.
     """
 
-    def __init__(self, identity: ChannelIdentity, terms: LinkTerms = PLAIN_TERMS) -> None:
-        """`terms` are this end's wishes."""
-        self._identity = identity
+    def __init__(
+        self,
+        identity: ChannelIdentity,
+        terms: LinkTerms = PLAIN_TERMS,
+        ops: frozenset[int] = frozenset(),
+    ) -> None:
+        """`terms` are this end's wishes, `ops` the computations that it knows."""
+        self._identity, self._ops = identity, ops
         self.block_bytes = identity.layout.block_bytes
         self._wishes = terms
         self.offer: LinkOffer | None = None
@@ -169,6 +182,9 @@ class ReceiverMachine:
                 return self._put(frame)
             case PullFrame():
                 return self._pull(frame)
+            case QueryFrame() if frame.op in self._ops:
+                self._open(frame.transfer_id)
+                return Ask(frame)
             case QueryFrame():
                 message = f"op {frame.op} is not computed here"
                 return Drain(frame, ErrorFrame(frame.transfer_id, "unsupported", message))
@@ -210,15 +226,14 @@ class ReceiverMachine:
         each = self.block_bytes if pull.part is None else pull.part.size
         return PutOkFrame(pull.transfer_id, pull.num_blocks * each)
 
-    def get_refused(self, get: GetFrame, refusal: Refusal) -> Frame:
-        """The source said no."""
-        return self._close(get.transfer_id, refusal)
+    def refused(self, frame: GetFrame | QueryFrame, refusal: Refusal) -> ErrorFrame:
+        """What was asked for is not given."""
+        return self._close(frame.transfer_id, refusal)
 
-    def get_answered(self, get: GetFrame, *, checksum: bool) -> tuple[Frame, int]:
-        """The source gave the blocks: what to send, and the size of its payload."""
-        del self._transfers[get.transfer_id]
-        num_bytes = get.num_blocks * self.block_bytes
-        return DataFrame(get.transfer_id, num_bytes, checksum), num_bytes
+    def answered(self, frame: GetFrame | QueryFrame, num_bytes: int, *, checksum: bool) -> Frame:
+        """What was asked for is here, so many bytes: what to send before them."""
+        del self._transfers[frame.transfer_id]
+        return DataFrame(frame.transfer_id, num_bytes, checksum)
 
     def commit_answered(self, frame: CommitFrame, refusal: Refusal | None) -> Frame:
         """The target answered a commit."""
@@ -472,16 +487,6 @@ def refusal_of(frame: ErrorFrame) -> Refusal:
     except ValueError:
         reason = CHANNEL_REASONS.get(frame.reason, RefusalReason.INVALID)
         return Refusal(reason, f"{frame.reason}: {frame.message}", frame.work_done)
-
-
-def layout_difference(theirs: KvLayout, ours: KvLayout) -> str:
-    """Names the fields that differ."""
-    differences = [
-        f"{field.name} {getattr(theirs, field.name)} there, {getattr(ours, field.name)} here"
-        for field in fields(KvLayout)
-        if getattr(theirs, field.name) != getattr(ours, field.name)
-    ]
-    return "; ".join(differences)
 
 
 def _error(transfer_id: int, refusal: Refusal) -> ErrorFrame:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
 
 from kvmesh.core.errors import LostError, ProtocolError
-from kvmesh.core.types import Refusal, WorkerId
+from kvmesh.core.types import Refusal, RefusalReason, WorkerId
 from kvmesh.transfer.checksums import checksum_function
 from kvmesh.transfer.codec import encode_frame
 from kvmesh.transfer.decoder import PayloadStart
 from kvmesh.transfer.frame_socket import FrameSocket
-from kvmesh.transfer.frames import Checksum, GetFrame, PullFrame, PutFrame
+from kvmesh.transfer.frames import Checksum, GetFrame, PullFrame, PutFrame, QueryFrame
 from kvmesh.transfer.memory import (
     COPY_INLINE_BYTES,
     MappedPool,
@@ -28,6 +28,7 @@ from kvmesh.transfer.native import num_bytes_of
 from kvmesh.transfer.nixl_process import EngineError
 from kvmesh.transfer.nixl_reader import NixlReader, NixlReaders, is_hung_up
 from kvmesh.transfer.protocol import (
+    Ask,
     Commit,
     Copy,
     Drain,
@@ -38,6 +39,7 @@ from kvmesh.transfer.protocol import (
     Write,
     last_word,
 )
+from kvmesh.transfer.query_ops import QueryGrant, QueryOps
 from kvmesh.transfer.run_table import numbers_of
 from kvmesh.transfer.target import ReadSource, WriteGrant, WriteTarget
 from kvmesh.transfer.threads import run_to_end
@@ -73,8 +75,9 @@ class ServerChannel:
         state: ServerState,
         threads: Executor,
         source: ReadSource,
+        queries: QueryOps | None = None,
     ) -> None:
-        self._source = source
+        self._source, self._queries = source, queries
         self._frames = frames
         self._machine = machine
         self._target = target
@@ -174,6 +177,8 @@ class ServerChannel:
                 await self._copy(pull)
             case Read(get):
                 await self._read(get)
+            case Ask(query):
+                await self._ask(query)
             case Drain() as drain:
                 await self._drain(drain)
             case Commit(commit):
@@ -210,17 +215,57 @@ class ServerChannel:
         grant = self._source.begin_read(get)
         if isinstance(grant, Refusal):
             self._meter.refused += 1
-            await self._frames.send(encode_frame(self._machine.get_refused(get, grant)))
+            await self._frames.send(encode_frame(self._machine.refused(get, grant)))
             return
-        kind = self._machine.terms.checksum
-        sum_ = None if kind is Checksum.NONE else checksum_function(kind)
-        frame, num_bytes = self._machine.get_answered(get, checksum=sum_ is not None)
+        num_bytes = get.num_blocks * self._machine.block_bytes
         try:
-            head = encode_frame(frame, num_bytes)
-            await self._frames.send_payload(head, grant.views, sum_, pacer=None)
+            await self._give(get, num_bytes, grant.views)
         finally:
             self._source.end_read(grant)
         self._meter.served_bytes += num_bytes
+
+    async def _give(
+        self, frame: GetFrame | QueryFrame, num_bytes: int, views: Sequence[memoryview]
+    ) -> None:
+        kind = self._machine.terms.checksum
+        sum_ = None if kind is Checksum.NONE else checksum_function(kind)
+        head = encode_frame(
+            self._machine.answered(frame, num_bytes, checksum=sum_ is not None), num_bytes
+        )
+        await self._frames.send_payload(head, views, sum_, pacer=None)
+
+    async def _ask(self, query: QueryFrame) -> None:
+        ops = self._queries
+        assert ops is not None, "the machine knows no ops then"
+        grant = ops.begin(query)
+        if isinstance(grant, Refusal):
+            await self._drain(Drain(query, self._machine.refused(query, grant)))
+            return
+        try:
+            answer = await self._computed(ops, grant)
+        finally:
+            ops.end(grant)
+        if not isinstance(answer, Refusal):
+            await self._give(query, grant.answer_bytes, answer)
+            self._meter.served_bytes += grant.answer_bytes
+            return
+        refused = self._machine.refused(query, answer)
+        if self._frames.decoder.in_payload:
+            await self._drain(Drain(query, refused))
+            return
+        self._meter.refused += 1
+        await self._frames.send(encode_frame(refused))
+
+    async def _computed(self, ops: QueryOps, grant: QueryGrant) -> Sequence[memoryview] | Refusal:
+        """The answer to a query whose operands are read here, away if there is no room for it."""
+        query = grant.query
+        if grant.answer_bytes > query.answer_bytes:
+            text = f"room: the answer has {grant.answer_bytes} bytes, not {query.answer_bytes}"
+            return Refusal(RefusalReason.INVALID, text)
+        operands = memoryview(bytearray(query.operand_bytes))
+        if not await self._frames.receive_payload([operands]):
+            return Refusal(RefusalReason.LOST, "checksum: the operands' sum is wrong")
+        return await run_to_end(self._threads, partial(ops.compute, grant, operands))
 
     async def _copy(self, pull: PullFrame) -> None:
         grant = self._target.begin_write(pull.as_put())

@@ -86,6 +86,26 @@ class TlsWire:
         except (OSError, ssl.SSLError) as error:
             raise LostError(f"data channel: {error}") from error
 
+    def handshake_blocking(self) -> None:
+        """As `handshake`, for a socket that blocks."""
+        try:
+            while True:
+                try:
+                    self._tls.do_handshake()
+                    done = True
+                except ssl.SSLWantReadError:
+                    done = False
+                if self._outgoing.pending:
+                    self._sock.sendall(self._outgoing.read())
+                if done:
+                    return
+                count = self._sock.recv_into(self._cipher_in)
+                if count == 0:
+                    raise LostError("data channel: closed in the TLS handshake")
+                self._incoming.write(self._cipher_in[:count])
+        except (OSError, ssl.SSLError) as error:
+            raise LostError(f"data channel: {error}") from error
+
     def peer_name(self) -> str:
         """Common name in the certificate that the other end has shown; empty without one."""
         shown: dict[str, Any] = dict(self._tls.getpeercert() or {})
@@ -204,6 +224,21 @@ async def accept_tls(sock: socket.socket, tls: DataTls) -> TlsWire:
 
 async def _greeted(wire: TlsWire, peers: frozenset[str]) -> TlsWire:
     await wire.handshake()
+    _check_peer(wire, peers)
+    return wire
+
+
+def connect_tls_blocking(sock: socket.socket, tls: DataTls, server_name: str) -> TlsWire:
+    """As `connect_tls`, for a socket that blocks; a socket that is refused is closed."""
+    with contextlib.ExitStack() as on_failure:
+        on_failure.callback(sock.close)
+        wire = TlsWire(sock, tls.context, server_name)
+        wire.handshake_blocking()
+        _check_peer(wire, tls.peers)
+        on_failure.pop_all()
+    return wire
+
+
+def _check_peer(wire: TlsWire, peers: frozenset[str]) -> None:
     if peers and wire.peer_name() not in peers:
         raise LostError(f"data channel: {wire.peer_name() or 'nobody'} is no peer of this worker")
-    return wire

@@ -22,37 +22,38 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from kvmesh.v1 import pool_types_pb2 as kvmesh_dot_v1_dot_pool__types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"kvmesh/v1/kv_manager_service.proto\x12\tkvmesh.v1\"p\n\x0ePublisherHello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0f\n\x07\x63luster\x18\x03 \x01(\t\x12\x11\n\tnamespace\x18\x04 \x01(\t\x12\x12\n\nblock_size\x18\x05 \x01(\r\"@\n\x0b\x42lockEvents\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0e\n\x06stored\x18\x02 \x01(\x0c\x12\x0f\n\x07removed\x18\x03 \x01(\x0c\"L\n\rBlockSnapshot\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0c\n\x04held\x18\x02 \x01(\x0c\x12\r\n\x05\x66irst\x18\x03 \x01(\x08\x12\x0c\n\x04last\x18\x04 \x01(\x08\"&\n\x12PublisherHeartbeat\x12\x10\n\x08sequence\x18\x01 \x01(\x04\"\xd3\x01\n\x0ePublishRequest\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.kvmesh.v1.PublisherHelloH\x00\x12(\n\x06\x65vents\x18\x02 \x01(\x0b\x32\x16.kvmesh.v1.BlockEventsH\x00\x12,\n\x08snapshot\x18\x03 \x01(\x0b\x32\x18.kvmesh.v1.BlockSnapshotH\x00\x12\x32\n\theartbeat\x18\x04 \x01(\x0b\x32\x1d.kvmesh.v1.PublisherHeartbeatH\x00\x42\t\n\x07message\"l\n\x0fPublishResponse\x12$\n\x03\x61\x63k\x18\x01 \x01(\x0b\x32\x15.kvmesh.v1.PublishAckH\x00\x12(\n\x06resync\x18\x02 \x01(\x0b\x32\x16.kvmesh.v1.ResyncOrderH\x00\x42\t\n\x07message\"\x1e\n\nPublishAck\x12\x10\n\x08sequence\x18\x01 \x01(\x04\"\x1d\n\x0bResyncOrder\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x82\x01\n\x12MatchPrefixRequest\x12\x16\n\x0e\x63orrelation_id\x18\x01 \x01(\x04\x12\x11\n\tnamespace\x18\x02 \x01(\t\x12\x14\n\x0c\x62lock_hashes\x18\x03 \x01(\x0c\x12+\n\x04more\x18\x04 \x03(\x0b\x32\x1d.kvmesh.v1.MatchPrefixRequest\"Z\n\x0bPrefixMatch\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x63luster\x18\x02 \x01(\t\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x13\n\x0bincarnation\x18\x04 \x01(\x04\"\x96\x01\n\x13MatchPrefixResponse\x12\x16\n\x0e\x63orrelation_id\x18\x01 \x01(\x04\x12\'\n\x07matches\x18\x02 \x03(\x0b\x32\x16.kvmesh.v1.PrefixMatch\x12\x10\n\x08\x64\x65graded\x18\x03 \x01(\x08\x12,\n\x04more\x18\x04 \x03(\x0b\x32\x1e.kvmesh.v1.MatchPrefixResponse2\xaa\x01\n\x10KvManagerService\x12\x44\n\x07Publish\x12\x19.kvmesh.v1.PublishRequest\x1a\x1a.kvmesh.v1.PublishResponse(\x01\x30\x01\x12P\n\x0bMatchPrefix\x12\x1d.kvmesh.v1.MatchPrefixRequest\x1a\x1e.kvmesh.v1.MatchPrefixResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"kvmesh/v1/kv_manager_service.proto\x12\tkvmesh.v1\x1a\x1akvmesh/v1/pool_types.proto\"p\n\x0ePublisherHello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0f\n\x07\x63luster\x18\x03 \x01(\t\x12\x11\n\tnamespace\x18\x04 \x01(\t\x12\x12\n\nblock_size\x18\x05 \x01(\r\"@\n\x0b\x42lockEvents\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0e\n\x06stored\x18\x02 \x01(\x0c\x12\x0f\n\x07removed\x18\x03 \x01(\x0c\"L\n\rBlockSnapshot\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0c\n\x04held\x18\x02 \x01(\x0c\x12\r\n\x05\x66irst\x18\x03 \x01(\x08\x12\x0c\n\x04last\x18\x04 \x01(\x08\"&\n\x12PublisherHeartbeat\x12\x10\n\x08sequence\x18\x01 \x01(\x04\"\xa3\x02\n\x0ePublishRequest\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.kvmesh.v1.PublisherHelloH\x00\x12(\n\x06\x65vents\x18\x02 \x01(\x0b\x32\x16.kvmesh.v1.BlockEventsH\x00\x12,\n\x08snapshot\x18\x03 \x01(\x0b\x32\x18.kvmesh.v1.BlockSnapshotH\x00\x12\x32\n\theartbeat\x18\x04 \x01(\x0b\x32\x1d.kvmesh.v1.PublisherHeartbeatH\x00\x12%\n\x04pool\x18\x05 \x01(\x0b\x32\x15.kvmesh.v1.PoolReportH\x00\x12\'\n\x06\x63opied\x18\x06 \x01(\x0b\x32\x15.kvmesh.v1.CopyResultH\x00\x42\t\n\x07message\"\x93\x01\n\x0fPublishResponse\x12$\n\x03\x61\x63k\x18\x01 \x01(\x0b\x32\x15.kvmesh.v1.PublishAckH\x00\x12(\n\x06resync\x18\x02 \x01(\x0b\x32\x16.kvmesh.v1.ResyncOrderH\x00\x12%\n\x05order\x18\x03 \x01(\x0b\x32\x14.kvmesh.v1.PoolOrderH\x00\x42\t\n\x07message\"\x1e\n\nPublishAck\x12\x10\n\x08sequence\x18\x01 \x01(\x04\"\x1d\n\x0bResyncOrder\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x82\x01\n\x12MatchPrefixRequest\x12\x16\n\x0e\x63orrelation_id\x18\x01 \x01(\x04\x12\x11\n\tnamespace\x18\x02 \x01(\t\x12\x14\n\x0c\x62lock_hashes\x18\x03 \x01(\x0c\x12+\n\x04more\x18\x04 \x03(\x0b\x32\x1d.kvmesh.v1.MatchPrefixRequest\"Z\n\x0bPrefixMatch\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x63luster\x18\x02 \x01(\t\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x13\n\x0bincarnation\x18\x04 \x01(\x04\"\x96\x01\n\x13MatchPrefixResponse\x12\x16\n\x0e\x63orrelation_id\x18\x01 \x01(\x04\x12\'\n\x07matches\x18\x02 \x03(\x0b\x32\x16.kvmesh.v1.PrefixMatch\x12\x10\n\x08\x64\x65graded\x18\x03 \x01(\x08\x12,\n\x04more\x18\x04 \x03(\x0b\x32\x1e.kvmesh.v1.MatchPrefixResponse2\xaa\x01\n\x10KvManagerService\x12\x44\n\x07Publish\x12\x19.kvmesh.v1.PublishRequest\x1a\x1a.kvmesh.v1.PublishResponse(\x01\x30\x01\x12P\n\x0bMatchPrefix\x12\x1d.kvmesh.v1.MatchPrefixRequest\x1a\x1e.kvmesh.v1.MatchPrefixResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvmesh.v1.kv_manager_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PUBLISHERHELLO']._serialized_start=49
-  _globals['_PUBLISHERHELLO']._serialized_end=161
-  _globals['_BLOCKEVENTS']._serialized_start=163
-  _globals['_BLOCKEVENTS']._serialized_end=227
-  _globals['_BLOCKSNAPSHOT']._serialized_start=229
-  _globals['_BLOCKSNAPSHOT']._serialized_end=305
-  _globals['_PUBLISHERHEARTBEAT']._serialized_start=307
-  _globals['_PUBLISHERHEARTBEAT']._serialized_end=345
-  _globals['_PUBLISHREQUEST']._serialized_start=348
-  _globals['_PUBLISHREQUEST']._serialized_end=559
-  _globals['_PUBLISHRESPONSE']._serialized_start=561
-  _globals['_PUBLISHRESPONSE']._serialized_end=669
-  _globals['_PUBLISHACK']._serialized_start=671
-  _globals['_PUBLISHACK']._serialized_end=701
-  _globals['_RESYNCORDER']._serialized_start=703
-  _globals['_RESYNCORDER']._serialized_end=732
-  _globals['_MATCHPREFIXREQUEST']._serialized_start=735
-  _globals['_MATCHPREFIXREQUEST']._serialized_end=865
-  _globals['_PREFIXMATCH']._serialized_start=867
-  _globals['_PREFIXMATCH']._serialized_end=957
-  _globals['_MATCHPREFIXRESPONSE']._serialized_start=960
-  _globals['_MATCHPREFIXRESPONSE']._serialized_end=1110
-  _globals['_KVMANAGERSERVICE']._serialized_start=1113
-  _globals['_KVMANAGERSERVICE']._serialized_end=1283
+  _globals['_PUBLISHERHELLO']._serialized_start=77
+  _globals['_PUBLISHERHELLO']._serialized_end=189
+  _globals['_BLOCKEVENTS']._serialized_start=191
+  _globals['_BLOCKEVENTS']._serialized_end=255
+  _globals['_BLOCKSNAPSHOT']._serialized_start=257
+  _globals['_BLOCKSNAPSHOT']._serialized_end=333
+  _globals['_PUBLISHERHEARTBEAT']._serialized_start=335
+  _globals['_PUBLISHERHEARTBEAT']._serialized_end=373
+  _globals['_PUBLISHREQUEST']._serialized_start=376
+  _globals['_PUBLISHREQUEST']._serialized_end=667
+  _globals['_PUBLISHRESPONSE']._serialized_start=670
+  _globals['_PUBLISHRESPONSE']._serialized_end=817
+  _globals['_PUBLISHACK']._serialized_start=819
+  _globals['_PUBLISHACK']._serialized_end=849
+  _globals['_RESYNCORDER']._serialized_start=851
+  _globals['_RESYNCORDER']._serialized_end=880
+  _globals['_MATCHPREFIXREQUEST']._serialized_start=883
+  _globals['_MATCHPREFIXREQUEST']._serialized_end=1013
+  _globals['_PREFIXMATCH']._serialized_start=1015
+  _globals['_PREFIXMATCH']._serialized_end=1105
+  _globals['_MATCHPREFIXRESPONSE']._serialized_start=1108
+  _globals['_MATCHPREFIXRESPONSE']._serialized_end=1258
+  _globals['_KVMANAGERSERVICE']._serialized_start=1261
+  _globals['_KVMANAGERSERVICE']._serialized_end=1431
 # @@protoc_insertion_point(module_scope)

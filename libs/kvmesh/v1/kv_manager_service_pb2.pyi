@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from kvmesh.v1 import pool_types_pb2 as _pool_types_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -152,6 +153,8 @@ class PublishRequest(_message.Message):
     EVENTS_FIELD_NUMBER: _builtins.int
     SNAPSHOT_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
+    COPIED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___PublisherHello:
         """Opens the stream."""
@@ -168,6 +171,14 @@ class PublishRequest(_message.Message):
     def heartbeat(self) -> Global___PublisherHeartbeat:
         """Nothing new."""
 
+    @_builtins.property
+    def pool(self) -> _pool_types_pb2.PoolReport:
+        """Makes the worker a member of the pool: without one it gets no orders."""
+
+    @_builtins.property
+    def copied(self) -> _pool_types_pb2.CopyResult:
+        """Answers an order."""
+
     def __init__(
         self,
         *,
@@ -175,12 +186,14 @@ class PublishRequest(_message.Message):
         events: Global___BlockEvents | None = ...,
         snapshot: Global___BlockSnapshot | None = ...,
         heartbeat: Global___PublisherHeartbeat | None = ...,
+        pool: _pool_types_pb2.PoolReport | None = ...,
+        copied: _pool_types_pb2.CopyResult | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "snapshot", b"snapshot"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["copied", b"copied", "events", b"events", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "pool", b"pool", "snapshot", b"snapshot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "snapshot", b"snapshot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copied", b"copied", "events", b"events", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "pool", b"pool", "snapshot", b"snapshot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "events", "snapshot", "heartbeat"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "events", "snapshot", "heartbeat", "pool", "copied"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -188,12 +201,13 @@ Global___PublishRequest: _TypeAlias = PublishRequest  # noqa: Y015
 
 @_typing.final
 class PublishResponse(_message.Message):
-    """Sent after each applied message, and whenever a snapshot is needed."""
+    """Sent after each applied message, whenever a snapshot is needed, and with orders for the pool."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     ACK_FIELD_NUMBER: _builtins.int
     RESYNC_FIELD_NUMBER: _builtins.int
+    ORDER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ack(self) -> Global___PublishAck:
         """Applied up to here."""
@@ -202,17 +216,22 @@ class PublishResponse(_message.Message):
     def resync(self) -> Global___ResyncOrder:
         """Send a snapshot."""
 
+    @_builtins.property
+    def order(self) -> _pool_types_pb2.PoolOrder:
+        """Do this, if you can."""
+
     def __init__(
         self,
         *,
         ack: Global___PublishAck | None = ...,
         resync: Global___ResyncOrder | None = ...,
+        order: _pool_types_pb2.PoolOrder | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "message", b"message", "resync", b"resync"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "message", b"message", "order", b"order", "resync", b"resync"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "message", b"message", "resync", b"resync"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "message", b"message", "order", b"order", "resync", b"resync"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["ack", "resync"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["ack", "resync", "order"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 

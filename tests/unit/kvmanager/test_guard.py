@@ -124,7 +124,7 @@ async def test_failure_during_recovery_is_followed_by_another_recovery() -> None
 async def test_lookup_that_takes_too_long_is_degraded_and_trips_the_guard() -> None:
     store = FaultyStore()
     guard = StoreGuard(store, 0.001, Recoveries())
-    lookups = PrefixLookups(guard, LimitConfig(lookup_timeout_s=0.01))
+    lookups = PrefixLookups(guard, LimitConfig(lookup_timeout_s=0.01), lambda *_: None)
     store.gate.clear()
     answer = await lookups.answer(pb.MatchPrefixRequest(correlation_id=4, namespace="n"))
     assert (answer.correlation_id, answer.degraded) == (4, True)
@@ -136,7 +136,9 @@ async def test_lookups_beyond_the_limit_are_degraded_and_do_not_wait() -> None:
     slot = (await store.register(Publisher(WorkerId("w"), 1, "east", "n"))).slot
     await store.apply_events(slot, 1, HASH, b"")
     guard = StoreGuard(store, 0.001, Recoveries())
-    lookups = PrefixLookups(guard, LimitConfig(lookup_timeout_s=10.0, max_lookups=2))
+    lookups = PrefixLookups(
+        guard, LimitConfig(lookup_timeout_s=10.0, max_lookups=2), lambda *_: None
+    )
     question = pb.MatchPrefixRequest(correlation_id=1, namespace="n", block_hashes=HASH)
     store.gate.clear()
     waiting = [asyncio.ensure_future(lookups.answer(question)) for _ in range(2)]

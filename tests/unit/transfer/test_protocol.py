@@ -287,12 +287,12 @@ def test_a_get_is_read_and_answered() -> None:
 
     assert machine.receive(get) == Read(get)
     num_bytes = 3 * machine.block_bytes
-    assert machine.get_answered(get, checksum=True) == (DataFrame(5, num_bytes), num_bytes)
+    assert machine.answered(get, num_bytes, checksum=True) == DataFrame(5, num_bytes)
 
     again = dataclasses.replace(get, transfer_id=6)
     assert machine.receive(again) == Read(again)
     refusal = Refusal(RefusalReason.STALE, "gone")
-    assert machine.get_refused(again, refusal) == ErrorFrame(6, "stale", "gone")
+    assert machine.refused(again, refusal) == ErrorFrame(6, "stale", "gone")
     with pytest.raises(ProtocolError, match="reordered_transfer"):
         machine.receive(get)
 

@@ -1,0 +1,127 @@
+"""How often each segment of the pool is read of late, in bounded memory.
+
+A segment is named by the hash of its last block and knows its own blocks and the segment before it,
+so a table needs as much room for a long prompt as the prompt has segments, however many requests
+share its beginning. Reading a segment reads all before it: a parent's count is never below a
+child's, what is dropped for want of room has no children left, and what `hottest` gives is closed
+under parents. Source: TokenLake 4.3. Tests: tests/unit/policy/test_heat.py.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvmesh.core.types import BLOCK_HASH_BYTES, BlockHash
+
+FADED_READS = 0.05
+"""A segment read less than so often of late is forgotten."""
+
+KEPT_SHARE = 3 / 4
+"""Part of the table that stays when it is full."""
+
+
+@dataclass(slots=True)
+class SegmentHeat:
+    """A segment and its reads.
+
+    Attributes:
+        parent: the segment before it; None for the first of a prefix.
+        blocks: its own block hashes, joined.
+        depth: segments before it.
+        reads: of late; see `HeatTable.fade`.
+    """
+
+    name: BlockHash
+    parent: BlockHash | None
+    blocks: bytes
+    depth: int
+    reads: float
+
+
+class HeatTable:
+    """Reads by segment.
+
+    Args:
+        segment_blocks: blocks per segment; what fills none is not counted.
+        max_segments: bound of the table; beyond it the least read quarter is dropped.
+    """
+
+    def __init__(self, segment_blocks: int, max_segments: int) -> None:
+        assert segment_blocks > 0, f"{segment_blocks} blocks per segment"
+        assert max_segments > 0, f"{max_segments} segments"
+        self._segment_bytes = segment_blocks * BLOCK_HASH_BYTES
+        self._max_segments = max_segments
+        self._segments: dict[BlockHash, SegmentHeat] = {}
+
+    def __len__(self) -> int:
+        return len(self._segments)
+
+    def get(self, name: BlockHash) -> SegmentHeat | None:
+        """The segment, if it was read of late."""
+        return self._segments.get(name)
+
+    def note(self, prefix: bytes, weight: float = 1.0) -> None:
+        """Counts a read of a prefix.
+
+        Args:
+            prefix: hashes of the blocks that were found, joined, from the first one.
+        """
+        size, segments = self._segment_bytes, self._segments
+        parent: BlockHash | None = None
+        for depth, start in enumerate(range(0, len(prefix) - size + 1, size)):
+            end = start + size
+            name = BlockHash(prefix[end - BLOCK_HASH_BYTES : end])
+            segment = segments.get(name)
+            if segment is None:
+                segments[name] = SegmentHeat(name, parent, prefix[start:end], depth, weight)
+            else:
+                segment.reads += weight
+            parent = name
+        if len(segments) > self._max_segments:
+            self._drop_coldest()
+
+    def merge(self, segments: Iterable[SegmentHeat]) -> None:
+        """Adds what another table gave as `hottest`."""
+        for other in segments:
+            mine = self._segments.get(other.name)
+            if mine is not None:
+                mine.reads += other.reads
+            elif other.parent is None or other.parent in self._segments:
+                self._segments[other.name] = SegmentHeat(
+                    other.name, other.parent, other.blocks, other.depth, other.reads
+                )
+        if len(self._segments) > self._max_segments:
+            self._drop_coldest()
+
+    def fade(self, factor: float) -> None:
+        """Multiplies all counts, and forgets what is hardly read any more."""
+        for segment in self._segments.values():
+            segment.reads *= factor
+        self._segments = {
+            name: each for name, each in self._segments.items() if each.reads >= FADED_READS
+        }
+
+    def hottest(self, count: int) -> list[SegmentHeat]:
+        """The `count` most read segments; each comes after its parent."""
+        return heapq.nsmallest(count, self._segments.values(), key=_heat_order)
+
+    def prefix(self, name: BlockHash) -> bytes:
+        """Hashes of all blocks up to the end of a segment of the table, joined."""
+        parts: list[bytes] = []
+        at: BlockHash | None = name
+        while at is not None:
+            segment = self._segments[at]
+            parts.append(segment.blocks)
+            at = segment.parent
+        return b"".join(reversed(parts))
+
+    def _drop_coldest(self) -> None:
+        keep = int(self._max_segments * KEPT_SHARE)
+        self._segments = {each.name: each for each in self.hottest(keep)}
+
+
+def _heat_order(segment: SegmentHeat) -> tuple[float, int, bytes]:
+    # Of equal counts the parent comes first; the name makes equal tables give equal answers.
+    return -segment.reads, segment.depth, segment.name

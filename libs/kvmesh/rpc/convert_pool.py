@@ -1,0 +1,209 @@
+"""Messages of the pool to and from what the code inside uses.
+
+Tests: tests/unit/rpc/test_convert_pool.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from kvmesh.core.errors import ProtocolError
+from kvmesh.core.pool import (
+    CopyOrder,
+    CopyOutcome,
+    CopyResult,
+    EvictionHint,
+    PoolMember,
+    PoolOrder,
+    PoolReport,
+)
+from kvmesh.core.types import BLOCK_HASH_BYTES, BlockHash, WorkerId
+from kvmesh.policy.heat import SegmentHeat
+from kvmesh.rpc.convert import (
+    endpoint_from_proto,
+    endpoint_to_proto,
+    role_from_proto,
+    role_to_proto,
+)
+from kvmesh.v1 import pool_types_pb2 as pb
+
+_OUTCOMES = {
+    CopyOutcome.DONE: pb.COPY_OUTCOME_DONE,
+    CopyOutcome.REFUSED: pb.COPY_OUTCOME_REFUSED,
+    CopyOutcome.FAILED: pb.COPY_OUTCOME_FAILED,
+}
+_OUTCOMES_BACK = {value: outcome for outcome, value in _OUTCOMES.items()}
+
+
+def split_hashes(joined: bytes) -> tuple[BlockHash, ...]:
+    """Joined hashes apart.
+
+    Raises:
+        ProtocolError: the last one is cut off.
+    """
+    if len(joined) % BLOCK_HASH_BYTES:
+        raise ProtocolError("hash_length", f"{len(joined)} bytes of {BLOCK_HASH_BYTES}-byte hashes")
+    return tuple(
+        BlockHash(joined[start : start + BLOCK_HASH_BYTES])
+        for start in range(0, len(joined), BLOCK_HASH_BYTES)
+    )
+
+
+def pool_report_to_proto(report: PoolReport) -> pb.PoolReport:
+    """PoolReport as a message."""
+    return pb.PoolReport(
+        role=role_to_proto(report.role),
+        endpoint=endpoint_to_proto(report.endpoint),
+        block_bytes=report.block_bytes,
+        room_blocks=report.room_blocks,
+        read_blocks_total=report.read_blocks_total,
+    )
+
+
+def pool_report_from_proto(message: pb.PoolReport) -> PoolReport:
+    """PoolReport from a message.
+
+    Raises:
+        ProtocolError: a role that is none.
+    """
+    role = role_from_proto(message.role)
+    if role is None:
+        raise ProtocolError("bad_role", f"role {message.role}")
+    return PoolReport(
+        role,
+        endpoint_from_proto(message.endpoint),
+        message.block_bytes,
+        message.room_blocks,
+        message.read_blocks_total,
+    )
+
+
+def pool_order_to_proto(order: PoolOrder) -> pb.PoolOrder:
+    """PoolOrder as a message."""
+    hashes = b"".join(order.hashes)
+    if isinstance(order, EvictionHint):
+        return pb.PoolOrder(evict_first=pb.EvictionHint(block_hashes=hashes))
+    return pb.PoolOrder(
+        copy=pb.CopyOrder(
+            order_id=order.order_id,
+            source_worker_id=order.source,
+            source_incarnation=order.source_incarnation,
+            source=endpoint_to_proto(order.endpoint),
+            block_hashes=hashes,
+        )
+    )
+
+
+def pool_order_from_proto(message: pb.PoolOrder) -> PoolOrder | None:
+    """PoolOrder from a message; None if it is of a kind that is not known here.
+
+    Raises:
+        ProtocolError: a hash is cut off.
+    """
+    match message.WhichOneof("order"):
+        case "copy":
+            copy = message.copy
+            return CopyOrder(
+                copy.order_id,
+                WorkerId(copy.source_worker_id),
+                copy.source_incarnation,
+                endpoint_from_proto(copy.source),
+                split_hashes(copy.block_hashes),
+            )
+        case "evict_first":
+            return EvictionHint(split_hashes(message.evict_first.block_hashes))
+        case _:
+            return None
+
+
+def copy_result_to_proto(result: CopyResult) -> pb.CopyResult:
+    """CopyResult as a message."""
+    return pb.CopyResult(
+        order_id=result.order_id,
+        outcome=_OUTCOMES[result.outcome],
+        reason=result.reason,
+        num_blocks=result.num_blocks,
+        num_bytes=result.num_bytes,
+    )
+
+
+def copy_result_from_proto(message: pb.CopyResult) -> CopyResult:
+    """CopyResult from a message.
+
+    Raises:
+        ProtocolError: an outcome that is none.
+    """
+    outcome = _OUTCOMES_BACK.get(message.outcome)
+    if outcome is None:
+        raise ProtocolError("bad_outcome", f"outcome {message.outcome}")
+    return CopyResult(
+        message.order_id, outcome, message.reason, message.num_blocks, message.num_bytes
+    )
+
+
+def knowledge_to_proto(
+    heat: Mapping[str, Sequence[SegmentHeat]], members: Iterable[PoolMember]
+) -> pb.PoolKnowledge:
+    """What a kvmanager knows of reads, as a message.
+
+    Args:
+        heat: by namespace, as `HeatTable.hottest` gives it.
+    """
+    return pb.PoolKnowledge(
+        heat=[
+            pb.NamespaceReads(
+                namespace=namespace,
+                segments=[
+                    pb.SegmentReads(
+                        blocks=each.blocks,
+                        parent=each.parent or b"",
+                        depth=each.depth,
+                        reads=each.reads,
+                    )
+                    for each in segments
+                ],
+            )
+            for namespace, segments in heat.items()
+        ],
+        members=[
+            pb.PoolMember(
+                worker_id=member.worker_id,
+                incarnation=member.incarnation,
+                cluster=member.cluster,
+                namespace=member.namespace,
+                report=pool_report_to_proto(member.report),
+                read_blocks=member.read_blocks,
+            )
+            for member in members
+        ],
+    )
+
+
+def heat_from_proto(message: pb.NamespaceReads) -> list[SegmentHeat]:
+    """The segments of a namespace from a message; those before them are in front of them."""
+    return [
+        SegmentHeat(
+            BlockHash(each.blocks[-BLOCK_HASH_BYTES:]),
+            BlockHash(each.parent) if each.parent else None,
+            each.blocks,
+            each.depth,
+            each.reads,
+        )
+        for each in message.segments
+    ]
+
+
+def pool_member_from_proto(message: pb.PoolMember) -> PoolMember:
+    """PoolMember from a message.
+
+    Raises:
+        ProtocolError: a role that is none.
+    """
+    return PoolMember(
+        WorkerId(message.worker_id),
+        message.incarnation,
+        message.cluster,
+        message.namespace,
+        pool_report_from_proto(message.report),
+        message.read_blocks,
+    )

@@ -1,0 +1,316 @@
+"""QUERY: has other workers compute next to their KV, for a thread that waits for the answers.
+
+All questions are asked by one thread, the engine's, one line per holder. Questions of one layer go
+out before the first answer is waited for. A line that died is opened once more: a question changes
+nothing at the holder, so it may be asked twice. Tests: tests/contract/test_queries.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import secrets
+import socket
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvmesh.core.clock import Clock
+from kvmesh.core.errors import LostError, RefusedError
+from kvmesh.core.types import Endpoint, HostRoute, Reservation
+from kvmesh.policy.query_cost import QuerySpeed
+from kvmesh.transfer.attend import ATTEND, AttendArguments, ClaimKind, most_queries
+from kvmesh.transfer.channel import LOCAL, NIXL, SHM, TCP, usable_kinds
+from kvmesh.transfer.channel_pool import SendOptions
+from kvmesh.transfer.frames import Checksum, LinkOffer, WriteClaim
+from kvmesh.transfer.host import host_id
+from kvmesh.transfer.lane import PeerKey, claim_of, sender_machine
+from kvmesh.transfer.protocol import ChannelIdentity
+from kvmesh.transfer.query_line import QueryLine, Question
+from kvmesh.transfer.reader import ReadLease
+from kvmesh.transfer.remote_attention import PartialAnswer
+from kvmesh.transfer.sockets import tune
+from kvmesh.transfer.tls import connect_tls_blocking
+from kvmesh.transfer.wire import Wire
+
+_LINK_ID_BITS = 64
+_LSE_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who is asked, and by what right.
+
+    Attributes:
+        peer: one life of a worker.
+        kind, claim: what names the blocks there.
+    """
+
+    peer: PeerKey
+    data_endpoint: Endpoint
+    host_route: HostRoute | None
+    kind: ClaimKind
+    claim: WriteClaim
+
+    @classmethod
+    def of_reservation(cls, reservation: Reservation) -> Holder:
+        """The worker that has reserved, for the blocks that it had cached."""
+        return cls(
+            PeerKey(reservation.worker_id, reservation.incarnation),
+            reservation.data_endpoint,
+            reservation.host_route,
+            ClaimKind.RESERVATION,
+            claim_of(reservation),
+        )
+
+    @classmethod
+    def of_lease(cls, lease: ReadLease) -> Holder:
+        """The worker that leases some of its blocks."""
+        return cls(
+            PeerKey(lease.worker_id, lease.incarnation),
+            lease.data_endpoint,
+            lease.host_route,
+            ClaimKind.LEASE,
+            lease.claim,
+        )
+
+
+class Asker:
+    """Lines to holders, opened when first used and kept.
+
+    Attributes:
+        asked, lost: questions so far, and those without an answer.
+    """
+
+    def __init__(self, identity: ChannelIdentity, options: SendOptions, clock: Clock) -> None:
+        """Nothing is opened yet.
+
+        Args:
+            identity: this worker.
+            options: kinds, checksum, timeouts and TLS are those of a sender.
+        """
+        self.layout = identity.layout
+        self._identity = identity
+        self._options = options
+        self._clock = clock
+        self._host_id = host_id()
+        self._lines: dict[tuple[PeerKey, Endpoint], QueryLine] = {}
+        self._speeds: dict[PeerKey, QuerySpeed] = {}
+        # Held while the asking thread is in a line; `close` comes from another one.
+        self._busy = threading.Lock()
+        self._closed = False
+        self.asked = self.lost = 0
+
+    def speed(self, peer: PeerKey) -> QuerySpeed:
+        """What was measured with a holder, or what is assumed of it."""
+        return self._speeds.get(peer, QuerySpeed())
+
+    def close(self) -> None:
+        """Ends all lines; who waits gets LostError. Blocks shortly; may be called again."""
+        self._closed = True
+        for line in list(self._lines.values()):
+            line.cut()
+        with self._busy:
+            for line in self._lines.values():
+                line.close()
+            self._lines.clear()
+
+    def send(self, holder: Holder, questions: Sequence[Question]) -> None:
+        """Sends questions, on a new line if the present one is dead.
+
+        Raises:
+            RefusedError: the holder's life or layout is another one.
+            LostError: it cannot be reached.
+        """
+        with self._busy:
+            line = self._line(holder)
+            try:
+                for question in questions:
+                    line.ask(question)
+                    self.asked += 1
+            except LostError:
+                self._again(holder, line, questions)
+
+    def receive(self, holder: Holder, questions: Sequence[Question]) -> None:
+        """Waits for the answers; a line that dies is opened once more.
+
+        Raises:
+            RefusedError: the holder said no to one of them.
+            LostError: it is gone, or a second line died.
+        """
+        with self._busy:
+            line = self._lines.get((holder.peer, holder.data_endpoint))
+            for question in questions:
+                try:
+                    if line is None or not line.is_open:
+                        raise question.error or LostError("queries: the line was closed")
+                    line.hear(question)
+                except LostError:
+                    self._again(holder, line, questions)
+                    line = self._line(holder)
+                    line.hear(question)
+
+    def observe(self, peer: PeerKey, num_units: int, seconds: float) -> None:
+        """Takes a measured exchange: its work in units of `QuerySpeed`, and its time."""
+        self._speeds[peer] = self.speed(peer).with_sample(num_units, seconds)
+
+    def now(self) -> float:
+        """The clock's time, in seconds."""
+        return self._clock.now()
+
+    def _again(self, holder: Holder, line: QueryLine | None, questions: Sequence[Question]) -> None:
+        """Asks what has no answer on a new line."""
+        if line is not None:
+            line.close()
+        self._lines.pop((holder.peer, holder.data_endpoint), None)
+        fresh = self._line(holder)
+        for question in questions:
+            if not question.is_answered:
+                question.error = None
+                fresh.ask(question)
+
+    def _line(self, holder: Holder) -> QueryLine:
+        key = (holder.peer, holder.data_endpoint)
+        line = self._lines.get(key)
+        if self._closed:
+            raise LostError("queries: closed by this side")
+        if line is None or not line.is_open:
+            if line is not None:
+                line.close()
+            line = self._lines[key] = self._open(holder)
+        return line
+
+    def _open(self, holder: Holder) -> QueryLine:
+        options = self._options
+        # Operands and answers come over a connection of ours in any case.
+        there = {NIXL: TCP, LOCAL: SHM}
+        kinds = tuple(dict.fromkeys(there.get(kind, kind) for kind in options.kinds))
+        usable = usable_kinds(
+            kinds, same_process=False, has_memfd=True, here=self._host_id, there=holder.host_route
+        )
+        failure = LostError(f"no channel of {', '.join(options.kinds)} leads to the holder")
+        for kind in usable:
+            # Nothing leaves the machine on a Unix socket: a sum would only cost time.
+            checksum = Checksum.NONE if kind == SHM else options.checksum
+            offer = LinkOffer(secrets.randbits(_LINK_ID_BITS), 0, checksum)
+            machine = sender_machine(self._identity, holder.peer, offer)
+            with contextlib.ExitStack() as on_failure:
+                try:
+                    wire = self._connect(holder, kind)
+                    on_failure.callback(wire.close)
+                    line = QueryLine(wire, machine, options.stall_timeout_s)
+                    line.greet()
+                except LostError as error:
+                    failure = error
+                    continue
+                on_failure.pop_all()
+                return line
+        raise failure
+
+    def _connect(self, holder: Holder, kind: str) -> Wire:
+        try:
+            if kind == SHM:
+                assert holder.host_route is not None, "usable on the same host only"
+                sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                address: str | tuple[str, int] = holder.host_route.socket_path
+                return _connected(sock, address, self._options.connect_timeout_s)
+            endpoint = holder.data_endpoint
+            found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
+            family, type_, protocol, _, where = found[0]
+            sock = _connected(
+                socket.socket(family, type_, protocol), where, self._options.connect_timeout_s
+            )
+        except OSError as error:
+            raise LostError(f"queries: {error}") from error
+        if self._options.tls is None:
+            return sock
+        return connect_tls_blocking(sock, self._options.tls, endpoint.host)
+
+
+def _connected(sock: socket.socket, address: object, timeout_s: float) -> socket.socket:
+    try:
+        tune(sock)
+        sock.settimeout(timeout_s)
+        sock.connect(address)  # type: ignore[arg-type]
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+class PendingAnswer:
+    """Attention that is being computed elsewhere (`PendingAttention`)."""
+
+    def __init__(
+        self, asker: Asker, holder: Holder, questions: Sequence[Question], units: int
+    ) -> None:
+        """The questions were sent; their pieces of the answer are in the order of the rows."""
+        self._asker = asker
+        self._holder = holder
+        self._questions = questions
+        self._units = units
+        self._started = asker.now()
+
+    def wait(self) -> PartialAnswer:
+        """See `PendingAttention.wait`."""
+        try:
+            self._asker.receive(self._holder, self._questions)
+        except (LostError, RefusedError):
+            self._asker.lost += 1
+            raise
+        seconds = self._asker.now() - self._started
+        self._asker.observe(self._holder.peer, self._units, seconds)
+        outputs, sums = zip(*(question.into for question in self._questions), strict=True)
+        return PartialAnswer(_whole(outputs), _whole(sums))
+
+
+def _whole(pieces: Sequence[memoryview]) -> memoryview:
+    return pieces[0] if len(pieces) == 1 else memoryview(bytearray().join(pieces))
+
+
+class RemoteBlocks:
+    """Blocks of one holder, to attend to from here (`RemoteAttention`)."""
+
+    def __init__(self, asker: Asker, holder: Holder, blocks: range) -> None:
+        """`blocks` are indexes of what the holder's claim names."""
+        self._asker = asker
+        self._holder = holder
+        layout = asker.layout
+        self._num_positions = len(blocks) * layout.block_size
+        self._template = AttendArguments(
+            kind=holder.kind,
+            claim=holder.claim,
+            first=blocks.start,
+            count=len(blocks),
+            layer=0,
+            num_queries=0,
+            num_heads=0,
+            head_dim=layout.head_dim,
+            dtype=layout.dtype,
+            scale=1.0,
+        )
+
+    def ask(
+        self, layer: int, queries: memoryview, shape: Sequence[int], scale: float
+    ) -> PendingAnswer:
+        """See `RemoteAttention.ask`."""
+        num_queries, num_heads, head_dim = shape
+        step = most_queries(num_heads, head_dim, self._template.dtype)
+        queries = queries.cast("B")
+        row_bytes = queries.nbytes // num_queries
+        questions = []
+        for first in range(0, num_queries, step):
+            count = min(step, num_queries - first)
+            arguments = dataclasses.replace(
+                self._template, layer=layer, num_queries=count, num_heads=num_heads, scale=scale
+            )
+            operands = queries[first * row_bytes : (first + count) * row_bytes]
+            into = [
+                memoryview(bytearray(arguments.operand_bytes)),
+                memoryview(bytearray(count * num_heads * _LSE_BYTES)),
+            ]
+            questions.append(Question(ATTEND, arguments.encode(), operands, into))
+        units = num_queries * num_heads * head_dim * self._num_positions
+        pending = PendingAnswer(self._asker, self._holder, questions, units)
+        self._asker.send(self._holder, questions)
+        return pending

@@ -1,0 +1,238 @@
+"""One connection on which queries are asked, used by one thread that may block.
+
+The engine's thread asks between two layers: it needs the answer before anything else, so it waits
+in the socket itself, and no event loop stands between. Frames and states are those of all channels.
+Tests: tests/contract/test_queries.py.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections import deque
+from collections.abc import Sequence
+
+from kvmesh.core.errors import LostError, ProtocolError, RefusedError
+from kvmesh.transfer.checksums import checksum_function, sum_of
+from kvmesh.transfer.codec import TRAILER, encode_frame
+from kvmesh.transfer.cursor import ViewCursor
+from kvmesh.transfer.decoder import FrameDecoder, FrameEvent, PayloadBytes, PayloadEnd, PayloadStart
+from kvmesh.transfer.frames import Checksum, QueryFrame
+from kvmesh.transfer.native import num_bytes_of
+from kvmesh.transfer.protocol import Arriving, Ended, Late, Opened, Refused, SenderMachine
+from kvmesh.transfer.wire import Wire
+
+PIECE_BYTES = 1 << 20
+"""Most that one socket call moves."""
+AHEAD_BYTES = 64 << 10
+"""Answers that may be on their way while the next query is sent.
+
+They fit into the sockets' buffers; a holder that could not send its answer would not read on, and
+both sides would wait for each other.
+"""
+_SCRATCH_BYTES = 4096
+
+
+class Question:
+    """A query and where its answer goes.
+
+    Attributes:
+        error: why there will be no answer.
+        is_answered: `into` is filled.
+    """
+
+    __slots__ = ("arguments", "error", "into", "is_answered", "op", "operands", "transfer_id")
+
+    def __init__(
+        self, op: int, arguments: bytes, operands: memoryview, into: Sequence[memoryview]
+    ) -> None:
+        """`operands` are read, and `into` is written, until it is answered or failed."""
+        self.op = op
+        self.arguments = arguments
+        self.operands = operands
+        self.into = into
+        self.transfer_id = 0
+        self.is_answered = False
+        self.error: LostError | RefusedError | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether an answer may still come."""
+        return not self.is_answered and self.error is None
+
+
+class QueryLine:
+    """A connected socket; answers come in the order of the questions."""
+
+    def __init__(self, wire: Wire, machine: SenderMachine, stall_timeout_s: float) -> None:
+        """`greet` follows.
+
+        Args:
+            stall_timeout_s: a peer that sends or takes nothing for so long is lost.
+        """
+        self._wire = wire
+        self._machine = machine
+        self._decoder = FrameDecoder(machine.block_bytes)
+        self._events: deque[FrameEvent] = deque()
+        self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
+        self._asked: deque[Question] = deque()
+        self.is_open = True
+        limit = struct.pack("ll", *divmod(max(1, int(stall_timeout_s * 1e6)), 1_000_000))
+        wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        wire.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        wire.setblocking(True)
+
+    def greet(self) -> None:
+        """Says who asks, and hears who answers.
+
+        Raises:
+            RefusedError: it is another worker, another life of it, or has another layout.
+            LostError: nobody answers.
+        """
+        try:
+            self._send([memoryview(encode_frame(self._machine.hello()))])
+            event = self._next()
+            assert not isinstance(event, PayloadBytes | PayloadEnd), "no payload has begun"
+            outcome = self._machine.receive(
+                event.frame if isinstance(event, PayloadStart) else event
+            )
+        except ProtocolError as error:
+            raise LostError(f"queries: {error}") from error
+        if isinstance(outcome, Ended):
+            raise RefusedError(outcome.refusal)
+        self._decoder.sum = checksum_function(self._machine.terms.checksum)
+
+    def ask(self, question: Question) -> None:
+        """Sends a question; `hear` brings its answer.
+
+        Raises:
+            LostError: the connection is gone, and with it all questions on it.
+        """
+        room = num_bytes_of(question.into)
+        try:
+            while self._asked and self._ahead_bytes() + room > AHEAD_BYTES:
+                self._hear_next()
+            kind = self._machine.terms.checksum
+            question.transfer_id = self._machine.open_get(room)
+            size = question.operands.nbytes
+            frame = QueryFrame(
+                question.transfer_id,
+                question.op,
+                room,
+                question.arguments,
+                size,
+                kind is not Checksum.NONE,
+            )
+            views = [memoryview(encode_frame(frame, size)), question.operands]
+            if kind is not Checksum.NONE:
+                value = sum_of([question.operands], checksum_function(kind), 0)
+                views.append(memoryview(TRAILER.pack(value)))
+            self._asked.append(question)
+            self._send(views)
+        except LostError as error:
+            self._lose(error)
+            raise
+
+    def hear(self, question: Question) -> None:
+        """Waits until a question is answered or refused, and with it all before it.
+
+        Raises:
+            RefusedError: the holder said no.
+            LostError: the connection is gone.
+        """
+        while question.is_open:
+            try:
+                self._hear_next()
+            except LostError as error:
+                self._lose(error)
+        if question.error is not None:
+            raise question.error
+
+    def cut(self) -> None:
+        """Wakes who waits on it, from any thread."""
+        self.is_open = False
+        try:
+            self._wire.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return
+
+    def close(self) -> None:
+        """Frees the socket; nobody waits on it. May be called again."""
+        self._lose(LostError("queries: closed by this side"))
+        self._wire.close()
+
+    def _ahead_bytes(self) -> int:
+        return sum(num_bytes_of(each.into) for each in self._asked)
+
+    def _hear_next(self) -> None:
+        """Takes the next answer.
+
+        Raises:
+            LostError: there will be none.
+        """
+        try:
+            event = self._next()
+            assert not isinstance(event, PayloadBytes | PayloadEnd), "nothing reads past a payload"
+            outcome = self._machine.receive(
+                event.frame if isinstance(event, PayloadStart) else event
+            )
+            question = self._asked[0]
+            if isinstance(outcome, Arriving):
+                if outcome.transfer_id != question.transfer_id:
+                    raise ProtocolError("reordered_transfer", f"answer {outcome.transfer_id}")
+                intact = self._fill(question.into)
+                outcome = self._machine.data_received(outcome.transfer_id, intact=intact)
+        except ProtocolError as error:
+            raise LostError(f"queries: {error}") from error
+        if isinstance(outcome, Ended):
+            raise LostError(f"queries: ended by the peer: {outcome.refusal.message}")
+        if isinstance(outcome, Late | Opened) or outcome.transfer_id != question.transfer_id:
+            raise LostError("queries: an answer out of turn")
+        self._asked.popleft()
+        if isinstance(outcome, Refused):
+            question.error = RefusedError(outcome.refusal)
+        else:
+            question.is_answered = True
+
+    def _lose(self, error: LostError) -> None:
+        self.is_open = False
+        for question in self._asked:
+            question.error = error
+        self._asked.clear()
+
+    def _send(self, views: list[memoryview]) -> None:
+        cursor = ViewCursor(views)
+        while batch := cursor.batch(PIECE_BYTES):
+            try:
+                cursor.advance(self._wire.sendmsg(batch, [], 0))
+            except OSError as error:  # BlockingIOError is the socket's time limit
+                raise LostError(f"queries: {error}") from error
+
+    def _receive(self, buffers: list[memoryview], flags: int = 0) -> int:
+        try:
+            count = self._wire.recvmsg_into(buffers, 0, flags)[0]
+        except OSError as error:
+            raise LostError(f"queries: {error}") from error
+        if count == 0:
+            raise LostError("queries: closed by the peer")
+        return count
+
+    def _next(self) -> FrameEvent:
+        while not self._events:
+            piece = self._scratch[: self._decoder.wanted]
+            self._events.extend(self._decoder.feed(piece[: self._receive([piece])]))
+        return self._events.popleft()
+
+    def _fill(self, into: Sequence[memoryview]) -> bool:
+        """Receives the payload; returns whether it was intact."""
+        cursor = ViewCursor(into)
+        while not cursor.at_end:
+            batch = cursor.batch(PIECE_BYTES)
+            count = self._receive(batch, socket.MSG_WAITALL)
+            cursor.advance(count)
+            end = self._decoder.take_payload(batch, count)
+        if end is None:
+            event = self._next()
+            assert isinstance(event, PayloadEnd), "the trailer follows"
+            end = event
+        return end.intact

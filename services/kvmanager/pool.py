@@ -1,0 +1,200 @@
+"""The kvmanager as manager of the pool: counts reads, shares them, plans when it has the lease,
+and hands orders to the workers that are connected to it.
+
+Nothing here is on the way of a lookup or of block events, and all of it may fail: workers then keep
+the copies that they have. Tests: tests/unit/kvmanager/test_pool.py, tests/integration/test_pool.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+
+from aiohttp import web
+from google.protobuf.message import DecodeError
+
+from kvmesh.core.clock import Clock
+from kvmesh.core.errors import ProtocolError
+from kvmesh.core.pool import PoolMember
+from kvmesh.core.types import PrefixMatch, WorkerId
+from kvmesh.metadata.pool_store import PoolStore
+from kvmesh.metadata.store import StoreUnavailableError
+from kvmesh.policy.heat import HeatTable
+from kvmesh.policy.pool_plan import reads_cv
+from kvmesh.rpc.convert_pool import (
+    heat_from_proto,
+    knowledge_to_proto,
+    pool_member_from_proto,
+    pool_order_to_proto,
+)
+from kvmesh.telemetry.logs import event_logger
+from kvmesh.v1 import pool_types_pb2
+from services.kvmanager import metrics
+from services.kvmanager.config import PoolConfig
+from services.kvmanager.guard import StoreGuard
+from services.kvmanager.heat import HeatBoard
+from services.kvmanager.pool_planner import MAX_HOT_SEGMENTS, PoolPlanner
+from services.kvmanager.pool_seat import PoolSeat
+
+FADE = 0.5
+"""What a count keeps from one window to the next, as in the simulator."""
+
+TICKS_PER_WINDOW = 20
+"""Orders are fetched and notes counted so often."""
+
+KEPT_WINDOWS = 3
+"""Windows after which the knowledge of a silent replica, an order and the lease end."""
+
+log = event_logger(__name__)
+
+
+class Pool:
+    """The pool as one replica manages it.
+
+    Args:
+        store: shared by all replicas.
+        replica: this one's name.
+
+    Attributes:
+        heat: lookups note their reads here.
+        planning: whether this replica made the last plan.
+    """
+
+    def __init__(
+        self, config: PoolConfig, store: PoolStore, guard: StoreGuard, clock: Clock, replica: str
+    ) -> None:
+        self._config = config
+        self._store = store
+        self._guard = guard
+        self._replica = replica
+        self._seats: set[PoolSeat] = set()
+        self._planner = PoolPlanner(config, self._match, clock)
+        self.heat = HeatBoard(self._make_table)
+        self.planning = False
+
+    def _make_table(self) -> HeatTable:
+        return HeatTable(self._config.segment_blocks, self._config.max_segments)
+
+    async def _match(self, namespace: str, prefix: bytes) -> Sequence[PrefixMatch]:
+        return await self._guard.call(lambda store: store.match(namespace, prefix))
+
+    def join(self, seat: PoolSeat) -> None:
+        """A worker is connected."""
+        self._seats.add(seat)
+
+    def leave(self, seat: PoolSeat) -> None:
+        """A worker is connected no longer."""
+        self._seats.discard(seat)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        try:
+            while True:
+                for _ in range(TICKS_PER_WINDOW):
+                    await asyncio.sleep(self._config.window_s / TICKS_PER_WINDOW)
+                    await self.heat.count()
+                    await self._safely(self._hand_out)
+                await self._safely(self.end_window)
+        finally:
+            with contextlib.suppress(StoreUnavailableError):
+                await self._store.end_plan(self._replica)
+
+    async def _safely(self, work: Callable[[], Awaitable[None]]) -> None:
+        # While the store is down nobody else should ask it; the guard reports it and asks again.
+        if not self._guard.up:
+            self.planning = False
+            return
+        with contextlib.suppress(StoreUnavailableError):
+            await work()
+
+    async def end_window(self) -> None:
+        """Shares what was read, plans if nobody else does, and lets old reads fade.
+
+        Raises:
+            StoreUnavailableError: the store could not be asked; reads have faded all the same.
+        """
+        heat = self.heat.hottest(MAX_HOT_SEGMENTS)
+        members = [seat.member for seat in self._seats]
+        knowledge = knowledge_to_proto(heat, [member for member in members if member is not None])
+        self.heat.fade(FADE)
+        for seat in self._seats:
+            seat.fade(FADE)
+        self.planning = False
+        kept_s = self._config.window_s * KEPT_WINDOWS
+        if self._config.budget_mb_s > 0:
+            await self._store.put_knowledge(self._replica, knowledge.SerializeToString(), kept_s)
+            self.planning = await self._store.may_plan(self._replica, kept_s)
+            if self.planning:
+                await self._plan(kept_s)
+        metrics.POOL_PLANNING.set(self.planning)
+
+    async def _plan(self, kept_s: float) -> None:
+        tables, members = merge_knowledge(await self._store.all_knowledge(), self._make_table)
+        for worker_id, orders in (await self._planner.plan(tables, members)).items():
+            encoded = [pool_order_to_proto(order).SerializeToString() for order in orders]
+            await self._store.put_orders(worker_id, encoded, kept_s)
+
+    async def _hand_out(self) -> None:
+        """Sends the orders that wait for workers connected here."""
+        seats = {seat.publisher.worker_id: seat for seat in self._seats if seat.member is not None}
+        if not seats:
+            return
+        for worker_id, orders in (await self._store.take_orders(list(seats))).items():
+            for order in orders:
+                seats[worker_id].order(pool_types_pb2.PoolOrder.FromString(order))
+
+    async def show(self, _request: web.Request) -> web.StreamResponse:
+        """`/debug/segments`: hot prefixes with their holders, reads per worker, the last orders."""
+        view = self._planner.view
+        return web.json_response(
+            {
+                "planning": self.planning,
+                "reads_cv": round(reads_cv(view.members), 4),
+                "workers": [
+                    {
+                        "worker_id": member.worker_id,
+                        "cluster": member.cluster,
+                        "role": member.report.role.value,
+                        "read_blocks": round(member.read_blocks, 2),
+                        "room_blocks": member.report.room_blocks,
+                    }
+                    for member in view.members
+                ],
+                "segments": view.segments,
+                "orders": list(view.orders),
+            }
+        )
+
+
+def merge_knowledge(
+    told: Iterable[bytes], make_table: Callable[[], HeatTable]
+) -> tuple[dict[str, HeatTable], list[PoolMember]]:
+    """Adds up what all replicas told: heat by namespace, and the members of the pool.
+
+    A worker that two replicas tell of changed from one to the other; its newer life counts, and of
+    one life the replica that counted more reads. What cannot be read is left out.
+    """
+    tables: dict[str, HeatTable] = {}
+    members: dict[WorkerId, PoolMember] = {}
+    for encoded in told:
+        try:
+            knowledge = pool_types_pb2.PoolKnowledge.FromString(encoded)
+            found = [pool_member_from_proto(each) for each in knowledge.members]
+        except (DecodeError, ProtocolError) as error:
+            log.warning("pool_knowledge_damaged", error=str(error))
+            continue
+        for heat in knowledge.heat:
+            table = tables.get(heat.namespace)
+            if table is None:
+                table = tables[heat.namespace] = make_table()
+            table.merge(heat_from_proto(heat))
+        for member in found:
+            known = members.get(member.worker_id)
+            if known is None or _age(member) > _age(known):
+                members[member.worker_id] = member
+    return tables, list(members.values())
+
+
+def _age(member: PoolMember) -> tuple[int, float]:
+    return member.incarnation, member.read_blocks

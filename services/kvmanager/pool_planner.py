@@ -1,0 +1,258 @@
+"""Plans for the pool, from what all replicas know: which prefixes to copy where, what may go first.
+
+Asks the store who holds the hot prefixes, lets `policy/pool_plan.py` decide, and remembers what is
+on its way. Tests: tests/unit/kvmanager/test_pool_planner.py.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+from kvmesh.core.clock import Clock
+from kvmesh.core.pool import CopyOrder, EvictionHint, PoolMember, PoolOrder
+from kvmesh.core.types import BlockHash, PrefixMatch, WorkerId
+from kvmesh.policy.heat import HeatTable
+from kvmesh.policy.heavy_hitters import num_heavy_hitters
+from kvmesh.policy.pool_plan import (
+    CopyLimits,
+    HotRun,
+    held_runs,
+    hot_runs,
+    leaves,
+    plan_hints,
+    plan_prefix_copies,
+    reads_cv,
+)
+from kvmesh.rpc.convert_pool import split_hashes
+from services.kvmanager import metrics
+from services.kvmanager.config import PoolConfig
+
+MAX_HOT_SEGMENTS = 256
+"""Of each namespace that a plan looks at."""
+
+MAX_REMEMBERED = 1024
+"""Prefixes with several copies that are watched until nobody reads them."""
+
+MAX_COLD = 32
+"""Prefixes of one plan about which the store is asked for hints."""
+
+COLD_READS = 1.0
+
+BURST_WINDOWS = 3
+"""Budget that may be saved up, and windows for which an order counts as on its way."""
+
+MAX_SHOWN = 64
+
+Match = Callable[[str, bytes], Awaitable[Sequence[PrefixMatch]]]
+"""Who holds how much of a prefix, of a namespace and joined hashes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Copied:
+    """A prefix with several copies: its run when it was hot, and all its hashes."""
+
+    namespace: str
+    run: HotRun
+    prefix: bytes
+
+
+@dataclass(slots=True)
+class PoolView:
+    """What the last plan saw and ordered, for people."""
+
+    members: list[PoolMember] = field(default_factory=list)
+    segments: list[dict[str, Any]] = field(default_factory=list)
+    orders: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MAX_SHOWN))
+
+
+class PoolPlanner:
+    """One plan after another.
+
+    Args:
+        match: asks the store; may raise StoreUnavailableError, which ends the plan.
+    """
+
+    def __init__(self, config: PoolConfig, match: Match, clock: Clock) -> None:
+        self._config = config
+        self._match = match
+        self._clock = clock
+        self._allowance = 0.0
+        self._ordered: dict[tuple[BlockHash, WorkerId], float] = {}
+        self._copied: dict[BlockHash, _Copied] = {}
+        self.view = PoolView()
+
+    async def plan(
+        self, tables: Mapping[str, HeatTable], members: Sequence[PoolMember]
+    ) -> dict[WorkerId, list[PoolOrder]]:
+        """What each worker is ordered to do now.
+
+        Args:
+            tables: heat by namespace, of all replicas.
+            members: of all replicas.
+
+        Raises:
+            StoreUnavailableError: the store could not be asked; nothing is ordered.
+        """
+        now = self._clock.now()
+        bytes_s = self._config.budget_mb_s * 1e6
+        self._allowance = min(
+            self._allowance + bytes_s * self._config.window_s,
+            bytes_s * self._config.window_s * BURST_WINDOWS,
+        )
+        self._ordered = {key: end for key, end in self._ordered.items() if now < end}
+        self.view.members = sorted(members, key=lambda member: member.worker_id)
+        self.view.segments = []
+        orders: dict[WorkerId, list[PoolOrder]] = {}
+        for namespace, same in _grouped(members, lambda member: member.namespace):
+            table = tables.get(namespace)
+            if table is not None:
+                await self._plan_copies(namespace, same, table, orders)
+            await self._plan_hints(namespace, same, table, orders)
+        metrics.POOL_HOT_RUNS.set(len(self.view.segments))
+        return orders
+
+    # --- copies ------------------------------------------------------------------------------
+
+    async def _plan_copies(
+        self,
+        namespace: str,
+        members: Sequence[PoolMember],
+        table: HeatTable,
+        orders: dict[WorkerId, list[PoolOrder]],
+    ) -> None:
+        runs = hot_runs(table.hottest(MAX_HOT_SEGMENTS), self._config.min_reads)
+        runs = runs[: num_heavy_hitters(len(members))]
+        known = {
+            leaf.name: await self._lengths(namespace, table.prefix(leaf.name), members)
+            for leaf in leaves(runs)
+        }
+        held = held_runs(runs, known)
+        self._note(namespace, runs, held, table)
+        for cluster, near in _grouped(members, lambda member: member.cluster):
+            # Workers of one role do the same work; of others a prefix is only read for the copy.
+            for role, readers in _grouped(near, lambda member: member.report.role.value):
+                metrics.POOL_READS_CV.labels(cluster, role).set(reads_cv(readers))
+                limits = CopyLimits(self._allowance)
+                for copy in plan_prefix_copies(runs, held, readers, near, self._ordered, limits):
+                    self._allowance -= copy.num_bytes
+                    end = self._clock.now() + BURST_WINDOWS * self._config.window_s
+                    self._ordered[copy.run, copy.target] = end
+                    source = next(each for each in near if each.worker_id == copy.source)
+                    order = CopyOrder(
+                        uuid.uuid4().hex,
+                        source.worker_id,
+                        source.incarnation,
+                        source.report.endpoint,
+                        split_hashes(table.prefix(copy.run)),
+                    )
+                    orders.setdefault(copy.target, []).append(order)
+                    metrics.POOL_ORDERS.labels("copy").inc()
+                    self.view.orders.append(
+                        {
+                            "order": "copy",
+                            "order_id": order.order_id,
+                            "prefix": copy.run.hex(),
+                            "source": copy.source,
+                            "target": copy.target,
+                            "num_blocks": copy.num_blocks,
+                            "num_bytes": copy.num_bytes,
+                            "reason": copy.reason.name.lower(),
+                        }
+                    )
+
+    async def _lengths(
+        self, namespace: str, prefix: bytes, members: Sequence[PoolMember]
+    ) -> dict[WorkerId, int]:
+        lives = {member.worker_id: member.incarnation for member in members}
+        return {
+            found.worker_id: found.num_blocks
+            for found in await self._match(namespace, prefix)
+            if lives.get(found.worker_id) == found.incarnation
+        }
+
+    def _note(
+        self,
+        namespace: str,
+        runs: Sequence[HotRun],
+        held: Mapping[BlockHash, Mapping[WorkerId, int]],
+        table: HeatTable,
+    ) -> None:
+        """Remembers prefixes with several copies, and shows all."""
+        for run in runs:
+            holders = sorted(
+                worker for worker, length in held[run.name].items() if length >= run.num_blocks
+            )
+            self.view.segments.append(
+                {
+                    "namespace": namespace,
+                    "prefix": run.name.hex(),
+                    "num_blocks": run.num_blocks,
+                    "own_blocks": run.own_blocks,
+                    "reads": round(run.reads, 2),
+                    "holders": holders,
+                }
+            )
+            if len(holders) > 1:
+                self._copied.pop(run.name, None)
+                self._copied[run.name] = _Copied(namespace, run, table.prefix(run.name))
+        while len(self._copied) > MAX_REMEMBERED:
+            del self._copied[next(iter(self._copied))]
+
+    # --- hints -------------------------------------------------------------------------------
+
+    async def _plan_hints(
+        self,
+        namespace: str,
+        members: Sequence[PoolMember],
+        table: HeatTable | None,
+        orders: dict[WorkerId, list[PoolOrder]],
+    ) -> None:
+        """Tells workers of copies that nobody reads any more; each is told of once."""
+        cold = [
+            copied
+            for copied in self._copied.values()
+            if copied.namespace == namespace and _reads(table, copied.run.name) < COLD_READS
+        ][:MAX_COLD]
+        if not cold:
+            return
+        cold.sort(key=lambda copied: copied.run.num_blocks)  # parents before children
+        runs = [copied.run for copied in cold]
+        held = {
+            copied.run.name: await self._lengths(namespace, copied.prefix, members)
+            for copied in cold
+        }
+        for copied in cold:
+            del self._copied[copied.run.name]
+        by_name = {copied.run.name: copied for copied in cold}
+        for _, near in _grouped(members, lambda member: member.cluster):
+            for worker, names in plan_hints(runs, held, near).items():
+                for name in names:
+                    copied = by_name[name]
+                    own = split_hashes(copied.prefix)[-copied.run.own_blocks :]
+                    orders.setdefault(worker, []).append(EvictionHint(own))
+                    metrics.POOL_ORDERS.labels("evict_first").inc()
+                    self.view.orders.append(
+                        {
+                            "order": "evict_first",
+                            "prefix": name.hex(),
+                            "target": worker,
+                            "num_blocks": len(own),
+                        }
+                    )
+
+
+def _reads(table: HeatTable | None, name: BlockHash) -> float:
+    found = None if table is None else table.get(name)
+    return 0.0 if found is None else found.reads
+
+
+def _grouped(
+    members: Iterable[PoolMember], key: Callable[[PoolMember], str]
+) -> list[tuple[str, list[PoolMember]]]:
+    ordered = sorted(members, key=lambda member: (key(member), member.worker_id))
+    return [(name, list(group)) for name, group in groupby(ordered, key)]

@@ -1,0 +1,291 @@
+"""QUERY over every kind of channel: what an asker may rely on, whatever carries the bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from kvmesh.core.clock import SystemClock
+from kvmesh.core.errors import LostError, RefusedError
+from kvmesh.core.types import Refusal, RefusalReason
+from kvmesh.transfer.asker import Asker, Holder, RemoteBlocks
+from kvmesh.transfer.attend import ATTEND, AttendArguments, ClaimKind, decode_attend
+from kvmesh.transfer.channel_pool import SendOptions
+from kvmesh.transfer.data_server import DataServer, ReceiveOptions
+from kvmesh.transfer.frames import QueryFrame, WriteClaim
+from kvmesh.transfer.lane import PeerKey
+from kvmesh.transfer.local_channel import LocalHub
+from kvmesh.transfer.query_line import Question
+from kvmesh.transfer.query_ops import QueryGrant
+from kvmesh.transfer.remote_attention import PartialAnswer
+from tests.contract.test_channels import CHANNELS, certificate, options_of
+from tests.faulty_link import Faults, faulty_link
+from tests.transfer_pair import LAYOUT, RECEIVER, SENDER, STALL_S, RecordingTarget, until
+
+__all__ = ["certificate"]
+
+KINDS = [name for name in CHANNELS if name not in {"tcp_with_budget", "local", "nixl"}]
+HEADS, DIM = 2 * LAYOUT.num_kv_heads, LAYOUT.head_dim
+ROW = HEADS * DIM * 4
+
+
+@dataclass
+class Echo:
+    """Answers with the queries backwards, and sums that name the layer; remembers all."""
+
+    ops: frozenset[int] = frozenset({ATTEND})
+    refuse: Refusal | None = None
+    begun: list[QueryGrant] = field(default_factory=list)
+    ended: list[QueryGrant] = field(default_factory=list)
+    threads: set[int] = field(default_factory=set)
+    on_begin: Callable[[], None] = lambda: None
+    may_compute: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.may_compute.set()
+
+    def begin(self, query: QueryFrame) -> QueryGrant | Refusal:
+        arguments = decode_attend(query.arguments, query.operand_bytes, LAYOUT)
+        if isinstance(arguments, Refusal):
+            return arguments
+        if not hmac.compare_digest(arguments.claim.capability, b"secret"):
+            return Refusal(RefusalReason.STALE, "capability")
+        if self.refuse is not None:
+            return self.refuse
+        grant = QueryGrant(query, arguments.answer_bytes, arguments)
+        self.begun.append(grant)
+        self.on_begin()
+        return grant
+
+    def compute(self, grant: QueryGrant, operands: memoryview) -> Sequence[memoryview] | Refusal:
+        self.may_compute.wait(10)
+        self.threads.add(threading.get_ident())
+        sums = bytes([grant.work.layer]) * (grant.answer_bytes - operands.nbytes)
+        return [memoryview(bytes(operands)[::-1]), memoryview(sums)]
+
+    def end(self, grant: QueryGrant) -> None:
+        self.ended.append(grant)
+
+
+@dataclass
+class Asking:
+    """An asker, a holder, and the blocks between them."""
+
+    echo: Echo
+    server: DataServer
+    asker: Asker
+    holder: Holder
+
+    def attend(self, rows: int = 3, layer: int = 1, holder: Holder | None = None) -> PartialAnswer:
+        """Asks and waits, in the caller's thread."""
+        blocks = RemoteBlocks(self.asker, holder or self.holder, range(2, 7))
+        queries = memoryview(content(rows, layer))
+        return blocks.ask(layer, queries, (rows, HEADS, DIM), 0.5).wait()
+
+
+def content(rows: int, layer: int) -> bytes:
+    return (bytes(range(256)) * (rows * ROW // 256 + 1))[layer : layer + rows * ROW]
+
+
+def expect(answer: PartialAnswer, rows: int, layer: int) -> None:
+    assert bytes(answer.output) == content(rows, layer)[::-1]
+    assert bytes(answer.lse) == bytes([layer]) * (rows * HEADS * 4)
+
+
+async def running(send: SendOptions, receive: ReceiveOptions) -> AsyncIterator[Asking]:
+    echo = Echo()
+    server = DataServer(RECEIVER, RecordingTarget(), receive, queries=echo, hub=LocalHub())
+    address = await server.start()
+    asker = Asker(SENDER, replace(send, connect_timeout_s=5), SystemClock())
+    holder = Holder(
+        PeerKey(RECEIVER.worker_id, RECEIVER.incarnation),
+        address.endpoint,
+        address.route,
+        ClaimKind.LEASE,
+        WriteClaim(11, RECEIVER.incarnation, 1, b"secret"),
+    )
+    yield Asking(echo, server, asker, holder)
+    echo.may_compute.set()
+    asker.close()
+    await server.close()
+    assert len(set(echo.ended)) == len(echo.ended)
+    assert set(echo.ended) == set(echo.begun)
+
+
+@pytest.fixture(params=KINDS)
+async def asking(request: pytest.FixtureRequest) -> AsyncIterator[Asking]:
+    send, receive = options_of(request.param, request)
+    async for asking in running(send, receive):
+        yield asking
+
+
+@pytest.fixture
+async def over_tcp() -> AsyncIterator[Asking]:
+    send = SendOptions(kinds=("tcp",), stall_timeout_s=STALL_S)
+    async for asking in running(send, ReceiveOptions(stall_timeout_s=STALL_S)):
+        yield asking
+
+
+async def test_answers_are_those_of_the_questions(asking: Asking) -> None:
+    for rows, layer in ((1, 0), (3, 1), (1000, 2)):  # the last one is 2 MB
+        expect(await asyncio.to_thread(asking.attend, rows, layer), rows, layer)
+    assert threading.get_ident() not in asking.echo.threads, "the event loop stays free"
+    assert asking.asker.asked == 3
+
+
+async def test_questions_may_be_ahead_of_their_answers(asking: Asking) -> None:
+    def ask_all() -> list[PartialAnswer]:
+        blocks = RemoteBlocks(asking.asker, asking.holder, range(2))
+        # Some fit in a row, and with some an answer has to be taken before the next goes out.
+        pending = [
+            blocks.ask(layer, memoryview(content(rows, layer)), (rows, HEADS, DIM), 1.0)
+            for layer, rows in enumerate((5, 5, 300, 300))
+        ]
+        return [each.wait() for each in pending]
+
+    answers = await asyncio.to_thread(ask_all)
+    for layer, (rows, answer) in enumerate(zip((5, 5, 300, 300), answers, strict=True)):
+        expect(answer, rows, layer)
+
+
+async def test_a_refusal_is_the_holders_and_the_next_question_goes_on(asking: Asking) -> None:
+    refusal = Refusal(RefusalReason.STALE, "the lease ended", work_done=True, retry_after_ms=70)
+    asking.echo.refuse = refusal
+    with pytest.raises(RefusedError) as caught:
+        await asyncio.to_thread(asking.attend)
+    assert caught.value.refusal == refusal
+
+    asking.echo.refuse = None
+    expect(await asyncio.to_thread(asking.attend), 3, 1)
+    assert asking.asker.lost == 1
+
+
+async def test_questions_without_right_are_refused(asking: Asking) -> None:
+    claim = replace(asking.holder.claim, capability=b"guess")
+    with pytest.raises(RefusedError, match="capability"):
+        await asyncio.to_thread(asking.attend, 3, 1, replace(asking.holder, claim=claim))
+    assert asking.echo.begun == []
+
+
+async def test_another_life_of_the_holder_is_not_asked(asking: Asking) -> None:
+    peer = PeerKey(RECEIVER.worker_id, RECEIVER.incarnation + 1)
+    with pytest.raises((RefusedError, LostError)):
+        await asyncio.to_thread(asking.attend, 3, 1, replace(asking.holder, peer=peer))
+    assert asking.echo.begun == []
+
+
+ARGUMENTS = AttendArguments(
+    kind=ClaimKind.LEASE,
+    claim=WriteClaim(11, RECEIVER.incarnation, 1, b"secret"),
+    first=0,
+    count=2,
+    layer=1,
+    num_queries=3,
+    num_heads=HEADS,
+    head_dim=DIM,
+    dtype=LAYOUT.dtype,
+    scale=1.0,
+)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "room", "word"),
+    [
+        (replace(ARGUMENTS, num_queries=4).encode(), 10_000, "operand"),
+        (replace(ARGUMENTS, layer=LAYOUT.num_layers).encode(), 10_000, "layer"),
+        (ARGUMENTS.encode()[:-1], 10_000, "arguments"),
+        (ARGUMENTS.encode(), ARGUMENTS.answer_bytes - 1, "room"),
+    ],
+)
+async def test_what_does_not_fit_is_refused_by_name_and_the_line_lives(
+    asking: Asking, arguments: bytes, room: int, word: str
+) -> None:
+    into = [memoryview(bytearray(room))]
+    bad = Question(ATTEND, arguments, memoryview(content(3, 0)), into)
+
+    def ask() -> None:
+        asking.asker.send(asking.holder, [bad])
+        asking.asker.receive(asking.holder, [bad])
+
+    with pytest.raises(RefusedError, match=f"^{word}:"):
+        await asyncio.to_thread(ask)
+    expect(await asyncio.to_thread(asking.attend), 3, 1)
+    assert not any(into[0]), "a refused question writes nothing"
+
+
+async def test_an_op_that_is_not_known_is_unsupported(over_tcp: Asking) -> None:
+    question = Question(99, b"", memoryview(b"1234"), [memoryview(bytearray(8))])
+
+    def ask() -> None:
+        over_tcp.asker.send(over_tcp.holder, [question])
+        over_tcp.asker.receive(over_tcp.holder, [question])
+
+    with pytest.raises(RefusedError, match="unsupported: op 99"):
+        await asyncio.to_thread(ask)
+
+
+async def test_a_worker_that_computes_for_nobody_says_unsupported() -> None:
+    server = DataServer(RECEIVER, RecordingTarget(), hub=LocalHub())
+    endpoint = (await server.start()).endpoint
+    asker = Asker(SENDER, SendOptions(kinds=("tcp",)), SystemClock())
+    peer = PeerKey(RECEIVER.worker_id, RECEIVER.incarnation)
+    asking = Asking(
+        Echo(), server, asker, Holder(peer, endpoint, None, ClaimKind.LEASE, ARGUMENTS.claim)
+    )
+    with pytest.raises(RefusedError, match="unsupported"):
+        await asyncio.to_thread(asking.attend)
+    asker.close()
+    await server.close()
+
+
+async def test_a_holder_that_closes_is_lost_and_its_grants_end(asking: Asking) -> None:
+    asking.echo.may_compute.clear()
+    task = asyncio.create_task(asyncio.to_thread(asking.attend))
+    await until(lambda: bool(asking.echo.begun))
+    closing = asyncio.create_task(asking.server.close())
+    asking.echo.may_compute.set()
+    await closing
+
+    async def ask_again() -> None:  # the answer may have gone out before the close
+        await task
+        await asyncio.to_thread(asking.attend)
+
+    with pytest.raises(LostError):
+        await ask_again()
+
+
+async def test_an_asker_that_closes_wakes_who_waits(asking: Asking) -> None:
+    asking.echo.may_compute.clear()
+    task = asyncio.create_task(asyncio.to_thread(asking.attend))
+    await until(lambda: bool(asking.echo.begun))
+    await asyncio.to_thread(asking.asker.close)
+    with pytest.raises(LostError, match="closed"):
+        await task
+    asking.echo.may_compute.set()
+    await until(lambda: len(asking.echo.ended) == 1)
+
+
+async def test_a_line_that_was_cut_is_opened_once_more(over_tcp: Asking) -> None:
+    expect(await asyncio.to_thread(over_tcp.attend), 3, 1)
+    # What passes towards the holder are the greeting and questions: the second question is cut.
+    faults = Faults(cut_at=[4000])
+    async with faulty_link(over_tcp.holder.data_endpoint, faults) as endpoint:
+        holder = replace(over_tcp.holder, data_endpoint=endpoint)
+        for layer in (0, 1):
+            expect(await asyncio.to_thread(over_tcp.attend, 3, layer, holder), 3, layer)
+        over_tcp.asker.close()
+    assert faults.cut_at == []
+
+
+async def test_a_holder_that_goes_silent_is_noticed_in_the_stall_time(over_tcp: Asking) -> None:
+    faults = Faults(stall_at=250)
+    async with faulty_link(over_tcp.holder.data_endpoint, faults) as endpoint:
+        holder = replace(over_tcp.holder, data_endpoint=endpoint)
+        with pytest.raises(LostError):
+            await asyncio.to_thread(over_tcp.attend, 3, 1, holder)
+        over_tcp.asker.close()

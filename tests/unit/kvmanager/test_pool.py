@@ -1,0 +1,239 @@
+"""The pool of one or two kvmanagers over stores in memory; windows are ended by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from kvmesh.core.clock import ManualClock
+from kvmesh.core.pool import CopyOrder, EvictionHint, PoolOrder, PoolReport
+from kvmesh.core.types import Endpoint, Role, WorkerId
+from kvmesh.metadata.memory_store import MemoryMetadataStore
+from kvmesh.metadata.pool_store import MemoryPoolStore
+from kvmesh.metadata.store import Publisher, StoreUnavailableError
+from kvmesh.policy.heat import HeatTable
+from kvmesh.rpc.convert_pool import pool_order_from_proto, pool_report_to_proto
+from kvmesh.rpc.stream import Outbox
+from kvmesh.v1 import kv_manager_service_pb2 as pb
+from services.kvmanager import heat, metrics
+from services.kvmanager.config import PoolConfig
+from services.kvmanager.guard import StoreGuard
+from services.kvmanager.pool import KEPT_WINDOWS, Pool, merge_knowledge
+from services.kvmanager.pool_seat import PoolSeat
+from tests.unit.policy.test_heat import SIZE, name, prefix
+
+CONFIG = PoolConfig(
+    budget_mb_s=1.0, window_s=10.0, min_reads=2.0, segment_blocks=SIZE, max_segments=100
+)
+BLOCK_BYTES = 1000
+A, B = WorkerId("a"), WorkerId("b")
+
+
+class FaultyPoolStore(MemoryPoolStore):
+    """Refuses to take knowledge when told to."""
+
+    fails = False
+
+    async def put_knowledge(self, replica: str, knowledge: bytes, ttl_s: float) -> None:
+        if self.fails:
+            raise StoreUnavailableError("told to")
+        await super().put_knowledge(replica, knowledge, ttl_s)
+
+
+class Stage:
+    """Stores that replicas share, and workers that are connected to one of them each."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.store = MemoryMetadataStore(self.clock, 1e9)
+        self.shared = FaultyPoolStore(self.clock)
+        self.guard = StoreGuard(self.store, 0.0, self._recovered)
+        self._outboxes: dict[WorkerId, Outbox[pb.PublishResponse]] = {}
+        self._read: dict[WorkerId, int] = {}
+
+    async def _recovered(self) -> None:
+        """No sessions here."""
+
+    def replica(self, label: str, config: PoolConfig = CONFIG) -> Pool:
+        return Pool(config, self.shared, self.guard, self.clock, label)
+
+    async def worker(self, pool: Pool, worker_id: WorkerId, *held: str) -> PoolSeat:
+        """A worker that holds the prefixes of these paths."""
+        publisher = Publisher(worker_id, 1, "east", "m")
+        slot = (await self.store.register(publisher)).slot
+        for number, path in enumerate(held):
+            await self.store.apply_events(slot, number + 1, prefix(path), b"")
+        outbox = self._outboxes[worker_id] = Outbox()
+        seat = PoolSeat(publisher, outbox)
+        pool.join(seat)
+        self.report(seat, 0)
+        return seat
+
+    def report(self, seat: PoolSeat, more: int, room: int = 1000) -> None:
+        """The worker read so many blocks more."""
+        who = seat.publisher.worker_id
+        self._read[who] = self._read.get(who, 100) + more
+        report = PoolReport(Role.HYBRID, Endpoint(who, 1), BLOCK_BYTES, room, self._read[who])
+        assert seat.handle(pb.PublishRequest(pool=pool_report_to_proto(report)))
+
+    async def orders(self, pool: Pool, worker_id: WorkerId) -> Sequence[PoolOrder | None]:
+        """What the worker is told; nothing can be told after it."""
+        await pool._hand_out()
+        self._outboxes[worker_id].close()
+        return [pool_order_from_proto(m.order) async for m in self._outboxes[worker_id]]
+
+    async def window(self, *pools: Pool) -> None:
+        for pool in pools:
+            await pool.heat.count()
+            await pool.end_window()
+        self.clock.advance(CONFIG.window_s)
+
+
+@pytest.fixture
+def stage() -> Stage:
+    return Stage()
+
+
+async def test_a_hot_prefix_is_copied_to_who_reads_less(stage: Stage) -> None:
+    pool = stage.replica("one")
+    busy = await stage.worker(pool, A, "abcd")
+    await stage.worker(pool, B)
+    stage.report(busy, 80)
+    for _ in range(10):
+        pool.heat.note("m", prefix("abcd") + b"asked for, not found", 4 * SIZE)
+    await stage.window(pool)
+    assert pool.planning
+    (order,) = await stage.orders(pool, B)
+    assert isinstance(order, CopyOrder)
+    assert (order.source, order.source_incarnation, order.endpoint) == (A, 1, Endpoint("a", 1))
+    assert b"".join(order.hashes) == prefix("abcd")
+    assert await stage.orders(pool, A) == []
+
+
+async def test_a_copy_on_its_way_is_ordered_once(stage: Stage) -> None:
+    pool = stage.replica("one")
+    busy = await stage.worker(pool, A, "ab")
+    await stage.worker(pool, B)
+    for _ in range(KEPT_WINDOWS - 1):
+        stage.report(busy, 80)
+        for _ in range(10):
+            pool.heat.note("m", prefix("ab"), 2 * SIZE)
+        await stage.window(pool)
+    assert len(await stage.orders(pool, B)) == 1
+
+
+async def test_reads_of_two_replicas_count_together_and_one_of_them_plans(stage: Stage) -> None:
+    one, two = stage.replica("one"), stage.replica("two")
+    busy = await stage.worker(one, A, "ab")
+    await stage.worker(two, B)
+    await stage.window(two, one)
+    assert (one.planning, two.planning) == (False, True)
+    stage.report(busy, 40)
+    # Neither saw enough alone.
+    one.heat.note("m", prefix("ab"), 2 * SIZE)
+    two.heat.note("m", prefix("ab"), 2 * SIZE)
+    await stage.window(one, two)
+    assert (one.planning, two.planning) == (False, True)
+    assert await stage.orders(one, A) == []
+    (order,) = await stage.orders(two, B)
+    assert isinstance(order, CopyOrder)
+
+
+async def test_another_replica_plans_when_the_lease_of_a_dead_one_ends(stage: Stage) -> None:
+    one, two = stage.replica("one"), stage.replica("two")
+    await stage.window(one, two)
+    assert (one.planning, two.planning) == (True, False)
+    stage.clock.advance(CONFIG.window_s * KEPT_WINDOWS)
+    await stage.window(two)
+    assert two.planning
+
+
+async def test_the_budget_holds_over_windows(stage: Stage) -> None:
+    # 20 bytes per window: a copy of 4 kB is made on credit, and paid back in 200 windows.
+    config = PoolConfig(2e-6, CONFIG.window_s, CONFIG.min_reads, SIZE, CONFIG.max_segments)
+    pool = stage.replica("one", config)
+    busy = await stage.worker(pool, A, "ab", "xy")
+    await stage.worker(pool, B)
+    ordered = metrics.POOL_ORDERS.labels("copy")._value
+    before = ordered.get()
+    for _ in range(10):
+        stage.report(busy, 100)
+        for path in ("ab", "xy"):
+            for _ in range(10):
+                pool.heat.note("m", prefix(path), 2 * SIZE)
+        await stage.window(pool)
+    assert ordered.get() == before + 1
+
+
+async def test_a_copy_that_nobody_reads_any_more_leaves_first(stage: Stage) -> None:
+    pool = stage.replica("one")
+    full = await stage.worker(pool, A, "abcd")
+    await stage.worker(pool, B, "abcd")
+    stage.report(full, 0, room=1)
+    for _ in range(4):
+        pool.heat.note("m", prefix("abcd"), 4 * SIZE)
+    for _ in range(4):
+        await stage.window(pool)
+    assert await stage.orders(pool, B) == []
+    (hint,) = await stage.orders(pool, A)
+    assert isinstance(hint, EvictionHint)
+    assert b"".join(hint.hashes) == prefix("abcd")
+
+
+async def test_without_a_budget_nothing_is_planned(stage: Stage) -> None:
+    pool = stage.replica("one", PoolConfig(budget_mb_s=0.0))
+    await stage.window(pool)
+    assert not pool.planning
+    assert await stage.shared.all_knowledge() == []
+
+
+async def test_a_failure_of_the_store_costs_a_window(stage: Stage) -> None:
+    pool = stage.replica("one")
+    stage.shared.fails = True
+    await pool._safely(pool.end_window)
+    assert not pool.planning
+    stage.shared.fails = False
+    await pool._safely(pool.end_window)
+    assert pool.planning
+
+
+async def test_who_left_is_no_member(stage: Stage) -> None:
+    pool = stage.replica("one")
+    seat = await stage.worker(pool, A, "ab")
+    await stage.window(pool)
+    _, members = merge_knowledge(await stage.shared.all_knowledge(), pool._make_table)
+    assert [member.worker_id for member in members] == [A]
+    pool.leave(seat)
+    await stage.window(pool)
+    _, members = merge_knowledge(await stage.shared.all_knowledge(), pool._make_table)
+    assert members == []
+
+
+async def test_what_a_worker_read_counts_from_its_second_report(stage: Stage) -> None:
+    pool = stage.replica("one")
+    seat = await stage.worker(pool, A)
+    assert seat.member is not None
+    assert seat.member.read_blocks == 0
+    stage.report(seat, 30)
+    stage.report(seat, 10)
+    seat.fade(0.5)
+    assert seat.member.read_blocks == 20
+
+
+def test_knowledge_that_cannot_be_read_is_left_out() -> None:
+    assert merge_knowledge([b"\xff\xff\xff"], lambda: HeatTable(1, 1)) == ({}, [])
+
+
+async def test_lookups_that_come_too_fast_are_not_all_counted(stage: Stage) -> None:
+    pool = stage.replica("one")
+    before = metrics.HEAT_NOTES_DROPPED._value.get()
+    for _ in range(heat.MAX_NOTES + 5):
+        pool.heat.note("m", prefix("a"), SIZE)
+    await pool.heat.count()
+    assert metrics.HEAT_NOTES_DROPPED._value.get() == before + 5
+    (segment,) = pool.heat.hottest(10)["m"]
+    assert (segment.name, segment.reads) == (name("a"), heat.MAX_NOTES)
+    for _ in range(20):
+        pool.heat.fade(0.5)
+    assert pool.heat.hottest(10) == {}

@@ -1,0 +1,55 @@
+"""When queries travel instead of KV."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvmesh.policy.query_cost import QuerySpeed, QueryTask, choose_query
+
+TASK = QueryTask(new_tokens=16, remote_tokens=4096, num_layers=16, num_heads=32, head_dim=64)
+FAST = QuerySpeed(round_trip_s=0.0005, unit_s=1e-11)
+
+
+def test_few_new_tokens_behind_a_long_prefix_are_asked() -> None:
+    made = choose_query(TASK, FAST, compute_token_s=1e-3)
+    assert made.query
+    assert "asking" in made.reason
+    assert "computing 4096.0 ms" in made.reason
+
+
+def test_a_short_prefix_is_computed() -> None:
+    """Its round trips alone take longer."""
+    short = replace(TASK, remote_tokens=4)
+    assert not choose_query(short, FAST, compute_token_s=1e-3).query
+
+
+def test_many_new_tokens_are_not_asked() -> None:
+    """Attention at the holder and a round trip for each chunk cost more than the prefix."""
+    many = replace(TASK, new_tokens=16384, num_chunks=32)
+    assert not choose_query(many, FAST, compute_token_s=1e-4).query
+
+
+def test_a_fast_link_fetches() -> None:
+    assert not choose_query(TASK, FAST, compute_token_s=1e-3, fetch_s=0.001).query
+    assert choose_query(TASK, FAST, compute_token_s=1e-3, fetch_s=0.5).query
+
+
+def test_without_a_measured_step_nothing_is_asked() -> None:
+    assert not choose_query(TASK, FAST, compute_token_s=0.0).query
+
+
+@pytest.mark.parametrize("true", [QuerySpeed(1e-4, 1e-11), QuerySpeed(0.02, 4e-10)])
+def test_samples_lead_to_what_was_measured(true: QuerySpeed) -> None:
+    speed, sizes = QuerySpeed(), (1_000, 100_000_000)
+    for _ in range(80):
+        for units in sizes:
+            speed = speed.with_sample(units, true.estimate_s(1, units))
+    for units in sizes:
+        assert speed.estimate_s(1, units) == pytest.approx(true.estimate_s(1, units), rel=0.1)
+
+
+def test_one_odd_sample_moves_little() -> None:
+    odd = FAST.with_sample(1_000, 1e6)
+    assert odd.round_trip_s < 4 * FAST.round_trip_s
