@@ -21,7 +21,13 @@ from kvmesh.rpc.convert import sequence_spec_to_proto
 from kvmesh.rpc.stream import PeerStream
 from kvmesh.runtime.app import ServiceContext, serving
 from kvmesh.runtime.worker import Worker, build_worker
-from kvmesh.runtime.worker_config import EngineSection, EventsSection, WorkerConfig, WorkerSection
+from kvmesh.runtime.worker_config import (
+    EngineSection,
+    EventsSection,
+    FetchSection,
+    WorkerConfig,
+    WorkerSection,
+)
 from kvmesh.runtime.worker_metrics import WorkerMetrics
 from kvmesh.v1 import decode_service_pb2 as decode_pb
 from kvmesh.v1 import prefill_service_pb2 as prefill_pb
@@ -64,6 +70,7 @@ async def running_worker(
     worker: WorkerSection | None = None,
     engine: EngineSection | None = None,
     events: EventsSection | None = None,
+    fetch: FetchSection | None = None,
 ) -> AsyncIterator[Worker]:
     """A worker in this process, on free ports, without a scheduler."""
     section = replace(worker or WorkerSection(), scheduler_targets="", kvmanager_target="")
@@ -71,6 +78,7 @@ async def running_worker(
         worker=section,
         engine=engine or EngineSection(kind="fake"),
         events=events or EventsSection(),
+        fetch=fetch or FetchSection(),
     )
     made: list[Worker] = []
 

@@ -31,8 +31,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 CALLERS = {
     "scheduler": "gateway,prefill,decode",
     "kvmanager": "scheduler,prefill,decode",
-    "prefill": "gateway",
-    "decode": "gateway",
+    "prefill": "gateway,prefill,decode",
+    "decode": "gateway,prefill,decode",
 }
 
 Flags = dict[str, dict[str, object]]

@@ -401,6 +401,20 @@ class FleetWorker:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixSource:
+    """A worker that holds more of a prompt than the one that is to compute it.
+
+    Attributes:
+        num_blocks: leading blocks that it is said to hold.
+    """
+
+    worker_id: WorkerId
+    incarnation: int
+    control_endpoint: Endpoint
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class Candidate:
     """A worker to try for a request."""
 

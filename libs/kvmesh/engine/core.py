@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from kvmesh.core.errors import OutOfBlocksError
 from kvmesh.core.types import FinishReason, Refusal, RefusalReason, SequenceSpec, Structure
 from kvmesh.engine.preemption import PreemptedSequences, SwapSpace, SwapStatistics
+from kvmesh.engine.prefix_fill import PrefixFill, PrefixFills
 from kvmesh.engine.protocol import (
     ModelSpec,
     SampledToken,
@@ -97,6 +98,8 @@ class EngineCore:
         self._running: list[Sequence] = []  # oldest first
         self._swap = swap
         self._preempted = PreemptedSequences(self._cache, self._num_reusable_again, swap)
+        self.fills = PrefixFills(self._cache, self.pool, spec.groups, self._free_blocks)
+        """Prefixes that arrive from other workers."""
         self._in_flight: frozenset[Sequence] = frozenset()
         self._released_in_flight: list[Sequence] = []
         self._prompt_tokens = self._cached_tokens = 0
@@ -105,14 +108,18 @@ class EngineCore:
 
     # --- admission ---------------------------------------------------------------------------
 
-    def admit_prefill(self, spec: SequenceSpec) -> Sequence | Refusal:
+    def admit_prefill(self, spec: SequenceSpec, *, held: bool = False) -> Sequence | Refusal:
         """Admits a prompt whose KV goes to another worker; it runs at once and stops after the
         first token.
+
+        Args:
+            held: it runs when the caller says so.
         """
         sequence = self._admit(spec, None)
         if isinstance(sequence, Sequence):
             sequence.hold_after_first = True
-            self.run(sequence)
+            if not held:
+                self.run(sequence)
         return sequence
 
     def admit_decode(self, spec: SequenceSpec) -> Sequence | Refusal:
@@ -187,6 +194,11 @@ class EngineCore:
         text = f"{detail}; {self.pool.num_free} are free"
         return Refusal(RefusalReason.NO_BLOCKS, text, retry_after_ms=50)
 
+    def begin_fill(self, sequence: Sequence) -> PrefixFill:
+        """Lets a prefix from another worker into a sequence that has not started to compute."""
+        reusable = 0 if sequence.scores_prompt else self._num_reusable(len(sequence.tokens))
+        return self.fills.begin_for(sequence, reusable)
+
     def _num_reusable(self, num_tokens: int) -> int:
         # The last token is always computed, or there would be no logits to sample from.
         return (num_tokens - 1) // self.block_size
@@ -220,7 +232,7 @@ class EngineCore:
         sequence.state = SequenceState.GONE
         if sequence in self._in_flight:
             self._released_in_flight.append(sequence)
-        else:
+        elif not self.fills.defers(sequence):
             self._free_blocks(sequence)
 
     def _leave(self, sequence: Sequence) -> None:

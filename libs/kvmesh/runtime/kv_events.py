@@ -61,7 +61,7 @@ def start_kv_events(
         log.stored(sequence.chain.hashes[: sequence.kv.num_sealed], sequence.tokens, first)
         publisher.notify()
 
-    core.on_sealed = sealed
+    core.on_sealed = core.fills.on_filled = sealed
     core.pool.on_removed = log.removed
     context.spawn(publisher.run(), "kv events")
     return publisher

@@ -26,20 +26,28 @@ from kvmesh.rpc.registration import OperatorHooks, SchedulerRegistration
 from kvmesh.runtime.app import ServiceContext
 from kvmesh.runtime.decode_role import DecodeRole
 from kvmesh.runtime.kv_events import start_kv_events
+from kvmesh.runtime.kv_pool import KvPool
+from kvmesh.runtime.pool_metrics import PoolMetrics
 from kvmesh.runtime.prefill_role import PrefillRole
+from kvmesh.runtime.prefix_fetch import PrefixFetcher
 from kvmesh.runtime.step_meter import StepMeter
 from kvmesh.runtime.worker_channels import MEGABYTE, receive_options, send_options, transfer_mode
 from kvmesh.runtime.worker_config import EngineSection, WorkerConfig
 from kvmesh.runtime.worker_detail import worker_detail
 from kvmesh.runtime.worker_metrics import EngineCollector, WorkerMetrics
 from kvmesh.runtime.worker_parts import WorkerIdentity, WorkerParts
+from kvmesh.runtime.worker_pool import lease_limits, start_fetcher
 from kvmesh.runtime.worker_structures import load_structures
 from kvmesh.runtime.worker_swap import make_swap_space
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.transfer.channel_pool import ChannelPool
 from kvmesh.transfer.data_server import DataServer
 from kvmesh.transfer.protocol import ChannelIdentity
-from kvmesh.v1 import decode_service_pb2_grpc, prefill_service_pb2_grpc
+from kvmesh.v1 import (
+    decode_service_pb2_grpc,
+    kv_pool_service_pb2_grpc,
+    prefill_service_pb2_grpc,
+)
 
 log = event_logger(__name__)
 
@@ -144,6 +152,12 @@ class Worker:
             observer=self._metrics.observe_transfer,
         )
         context.stack.push_async_callback(self.channels.close)
+        self.pool = KvPool(parts, lease_limits(self._config.fetch))
+        pool_metrics = PoolMetrics(self._metrics.registry)
+        pool_metrics.watch_leases(self.pool.statistics)
+        self.fetcher: PrefixFetcher = start_fetcher(
+            context, self._config, parts, self._channel_identity(), pool_metrics, self._publish
+        )
         self.decode = DecodeRole(parts, slots=section.decode_slots, lease_s=section.lease_s)
         self.prefill = PrefillRole(
             parts,
@@ -155,12 +169,14 @@ class Worker:
         data_endpoint = await self._listen_for_kv()
         prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server(self.prefill, context.server)
         decode_service_pb2_grpc.add_DecodeServiceServicer_to_server(self.decode, context.server)
+        kv_pool_service_pb2_grpc.add_KvPoolServiceServicer_to_server(self.pool, context.server)
         self._join_mesh(data_endpoint)
         if self._structures is not None:
             wake = partial(asyncio.get_running_loop().call_soon_threadsafe, self._loop.wake)
             self._structures.on_compiled = wake
         context.spawn(self._loop.run(), "engine")
         context.spawn(self.decode.watch_leases(), "leases")
+        context.spawn(self.pool.watch_leases(), "read leases")
         context.on_drain(self._drain)
 
     async def _listen_for_kv(self) -> Endpoint:
@@ -168,6 +184,7 @@ class Worker:
             self._channel_identity(),
             self.decode,
             receive_options(self._config),
+            source=self.pool,
             memory=self._runner.kv,
             observer=self._metrics.observe_transfer,
         )
@@ -181,7 +198,8 @@ class Worker:
         self._context.stack.push_async_callback(server.close)
         self._metrics.watch_links(self.channels.statistics, server.statistics)
         self.decode.data_endpoint = Endpoint(self._context.host, bound.endpoint.port)
-        self.decode.host_route = bound.route
+        self.decode.host_route = self.pool.host_route = bound.route
+        self.pool.data_endpoint = self.decode.data_endpoint
         return self.decode.data_endpoint
 
     def _channel_identity(self) -> ChannelIdentity:
@@ -243,10 +261,13 @@ class Worker:
         self._steps.add(seconds, computed, generated, self._clock.now())
         if self._swap is not None and (num_tokens := self._steps.last_prompt_tokens):
             self._swap.observe_step(num_tokens, seconds)
-        if self._publisher is not None:
-            self._publisher.notify()
+        self._publish()
         if self._kv_events is not None:
             self._kv_events.notify()
+
+    def _publish(self) -> None:
+        if self._publisher is not None:
+            self._publisher.notify()
 
     def _ordered_to_drain(self, reason: str) -> None:
         log.info("drain_ordered", reason=reason)
@@ -275,7 +296,7 @@ class Worker:
     async def _drain(self) -> None:
         """Prefill first: its KV must be taken before the process may go."""
         # Both at once, so that the next load report keeps routes away from either side.
-        self.decode.draining = self.prefill.draining = True
+        self.decode.draining = self.prefill.draining = self.pool.draining = True
         await self.prefill.drain()
         await self.decode.drain()
         await self._registration.goodbye("drained")
@@ -312,8 +333,9 @@ class Worker:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is held: no block, slot, reservation, write or attempt."""
-        return self.core.is_idle and self.decode.is_idle and self.prefill.num_attempts == 0
+        """Nothing is held: no block, slot, reservation, lease, read, write or attempt."""
+        roles = self.decode.is_idle and self.prefill.num_attempts == 0
+        return self.core.is_idle and roles and self.pool.is_idle and self.fetcher.is_idle
 
 
 def _parse_role(word: str) -> Role:

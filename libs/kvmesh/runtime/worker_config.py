@@ -70,6 +70,17 @@ class EngineSection:
 
 
 @dataclass(frozen=True, slots=True)
+class FetchSection:
+    """KV that workers read from each other's prefix caches."""
+
+    enabled: bool = option(True, "fetch prefixes that routes say other workers hold")
+    timeout_s: float = option(10.0, "a fetch that takes longer is given up, the rest is computed")
+    lease_s: float = option(5.0, "blocks leased to a reader are free again so long after its reads")
+    max_leases: int = option(64, "leases given at once; 0: nothing is given away")
+    max_share: float = option(0.5, "of all blocks, in leases at once")
+
+
+@dataclass(frozen=True, slots=True)
 class EventsSection:
     """KV events for outside indexers, as vLLM publishes them; needs the extra `events`."""
 
@@ -91,3 +102,4 @@ class WorkerConfig:
     data: DataSection = option(DataSection, "")
     engine: EngineSection = option(EngineSection, "")
     events: EventsSection = option(EventsSection, "")
+    fetch: FetchSection = option(FetchSection, "")

@@ -295,6 +295,9 @@ def test_only_those_who_call_may_call() -> None:
     # Gateways find workers through the scheduler.
     called["prefill"].add("gateway")
     called["decode"].add("gateway")
+    # Workers lease blocks from each other.
+    for worker in ("prefill", "decode"):
+        called[worker] |= {"prefill", "decode"}
     for policy in of_kind(manifests, "NetworkPolicy"):
         name = policy["metadata"]["labels"]["app.kubernetes.io/component"]
         if name == "gateway":

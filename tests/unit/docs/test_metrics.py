@@ -12,6 +12,8 @@ from prometheus_client.metrics_core import Metric
 from kvmesh.core.types import WorkerLoad
 from kvmesh.engine.core import EngineCore
 from kvmesh.engine.fake import FakeRunner
+from kvmesh.kv.read_leases import ReadLeaseTable
+from kvmesh.runtime.pool_metrics import PoolMetrics
 from kvmesh.runtime.worker_metrics import EngineCollector, WorkerMetrics
 from services.gateway.metrics import GatewayMetrics
 from services.kvmanager import metrics as kvmanager_metrics
@@ -47,6 +49,8 @@ def of_worker() -> dict[str, str]:
     registry = CollectorRegistry()
     registry.register(EngineCollector(EngineCore(runner.spec, 4), "m", WorkerLoad))
     WorkerMetrics(registry).watch_links()
+    leases = ReadLeaseTable(1, 1.0, max_leases=1, max_blocks=1)
+    PoolMetrics(registry).watch_leases(leases.statistics)
     return exported(registry.collect())
 
 

@@ -1,0 +1,140 @@
+"""Prefixes that arrive from other workers: in a sequence that waits, or for the cache alone.
+
+While a prefix arrives, somebody outside of the engine writes into a sequence's blocks. The sequence
+is HELD then, and if it is released meanwhile, its blocks are freed when the writer is out of them.
+Tests: tests/unit/engine/test_prefix_fill.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+
+from kvmesh.core.errors import OutOfBlocksError
+from kvmesh.core.types import BlockHash
+from kvmesh.engine.sequence import Sequence, SequenceState
+from kvmesh.kv.block_pool import BlockPool
+from kvmesh.kv.groups import KvGroups
+from kvmesh.kv.prefix_room import PrefixRoom, PrefixRooms
+from kvmesh.kv.sequence_blocks import GroupCache, SequenceBlocks
+
+
+class PrefixFill:
+    """One prefix on its way: `open`, fill `blocks`, `close`, then `end`, in this order.
+
+    Args:
+        sequence: that waits for it; None fills the cache alone.
+
+    Attributes:
+        hashes: of what may arrive, from the sequence's first block on.
+    """
+
+    def __init__(
+        self,
+        fills: PrefixFills,
+        kv: SequenceBlocks,
+        hashes: SequenceOf[BlockHash],
+        sequence: Sequence | None,
+    ) -> None:
+        self.hashes = tuple(hashes)
+        self._fills = fills
+        self._kv = kv
+        self._sequence = sequence
+        self._room: PrefixRoom | None = None
+
+    @property
+    def num_held(self) -> int:
+        """Leading blocks that are here, and stay until `end`."""
+        return self._kv.num_sealed
+
+    def open(self, length: int) -> SequenceOf[int] | None:
+        """The blocks that a prefix of `length` blocks is to be written into, in order.
+
+        Returns:
+            None if there is no room, or nobody waits for the prefix any more.
+        """
+        if self._sequence is not None and self._sequence.state is SequenceState.GONE:
+            return None
+        try:
+            self._room = self._fills.rooms.open(self._kv, length)
+        except OutOfBlocksError:
+            return None
+        return self._room.blocks
+
+    def close(self, num_filled: int) -> None:
+        """Nobody writes any more; of the blocks, so many leading ones hold their KV."""
+        room, self._room = self._room, None
+        assert room is not None, "opened before"
+        length = self._fills.rooms.close(room, self.hashes, num_filled)
+        if self._sequence is not None and length > room.num_held:
+            self._fills.filled(self._sequence, room.num_held, length)
+
+    def end(self) -> None:
+        """Lets go of the blocks; they stay cached until their room is needed."""
+        assert self._room is None, "closed before"
+        self._fills.end(self._kv, self._sequence)
+
+
+class PrefixFills:
+    """All prefixes on their way to one worker.
+
+    Args:
+        free: gives back what a sequence holds.
+    """
+
+    def __init__(
+        self,
+        cache: GroupCache,
+        pool: BlockPool,
+        groups: KvGroups,
+        free: Callable[[Sequence], None],
+    ) -> None:
+        self.rooms = PrefixRooms(cache, pool, groups)
+        self._cache = cache
+        self._size = pool.block_size
+        self._free = free
+        self._filling: set[Sequence] = set()
+        self._num_loose = 0
+        self.on_filled: Callable[[Sequence, int], None] | None = None
+        """Told of a sequence and the index of the first block that arrived."""
+
+    @property
+    def num_open(self) -> int:
+        """Prefixes on their way."""
+        return len(self._filling) + self._num_loose
+
+    def begin(self, hashes: SequenceOf[BlockHash]) -> PrefixFill:
+        """For the cache alone."""
+        self._num_loose += 1
+        return PrefixFill(self, self._cache.resume(hashes), hashes, None)
+
+    def begin_for(self, sequence: Sequence, num_reusable: int) -> PrefixFill:
+        """For a sequence that is HELD and has not started to compute.
+
+        Args:
+            num_reusable: leading blocks that it would take from a cache at most.
+        """
+        assert sequence.state is SequenceState.HELD, sequence.state
+        assert sequence not in self._filling, "one prefix at a time"
+        self._filling.add(sequence)
+        return PrefixFill(self, sequence.kv, sequence.chain.hashes[:num_reusable], sequence)
+
+    def defers(self, sequence: Sequence) -> bool:
+        """Whether a sequence that is released must keep its blocks for a writer."""
+        return sequence in self._filling
+
+    def filled(self, sequence: Sequence, first: int, length: int) -> None:
+        """A sequence can go on behind `length` blocks."""
+        sequence.num_computed = sequence.num_cached = length * self._size
+        if self.on_filled is not None:
+            self.on_filled(sequence, first)
+
+    def end(self, kv: SequenceBlocks, sequence: Sequence | None) -> None:
+        """A prefix is on its way no longer."""
+        if sequence is None:
+            self._num_loose -= 1
+            self._cache.release(kv)
+            return
+        self._filling.remove(sequence)
+        if sequence.state is SequenceState.GONE:
+            self._free(sequence)

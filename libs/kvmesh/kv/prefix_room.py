@@ -1,0 +1,139 @@
+"""Room for the KV of a prefix that arrives from another worker. No I/O, no torch.
+
+What arrives is what makes the prefix resumable in every group, in the order of a handoff
+(`groups.arriving_blocks`), so holder and reader agree on it from lengths alone.
+Tests: tests/unit/kv/test_prefix_room.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvmesh.core.errors import OutOfBlocksError
+from kvmesh.core.types import BlockHash
+from kvmesh.kv.block_pool import BlockPool
+from kvmesh.kv.groups import HOLE, KvGroups, arriving_blocks, first_visible, state_key
+from kvmesh.kv.sequence_blocks import GroupCache, SequenceBlocks
+
+
+@dataclass(slots=True)
+class PrefixRoom:
+    """Blocks that a prefix is about to arrive in; all of them are held by `kv` or listed here.
+
+    Attributes:
+        num_held: leading block indices that were there before.
+        length: block indices of the prefix, those included.
+        blocks: to be filled, in the order of a handoff.
+        state: those among them that are a state.
+        before: the tables as they were.
+        had_state: `kv` held a live state already.
+    """
+
+    kv: SequenceBlocks
+    num_held: int
+    length: int
+    before: list[list[int]]
+    had_state: bool
+    state: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+
+
+class PrefixRooms:
+    """Opens rooms over the blocks of sequences, and makes what arrived a cached prefix."""
+
+    def __init__(self, cache: GroupCache, pool: BlockPool, groups: KvGroups) -> None:
+        self._cache = cache
+        self._pool = pool
+        self._groups = groups
+        self._size = pool.block_size
+
+    def leased(self, hashes: Sequence[BlockHash], num_held: int) -> tuple[int, list[int]]:
+        """The cached blocks with which others, who hold `num_held` indices, can resume a prefix.
+
+        Returns:
+            The prefix's length in blocks, at most `num_held` when nothing is gained, and the
+            blocks in the order of a handoff, with a reference on each.
+        """
+        kv = self._cache.resume(hashes)
+        length = kv.num_sealed
+        blocks = self._arriving(kv, kv.source, num_held, length) if length > num_held else []
+        self._pool.acquire(blocks)
+        self._cache.release(kv)
+        return length, blocks
+
+    def open(self, kv: SequenceBlocks, length: int) -> PrefixRoom:
+        """Makes `kv` hold what resuming at `length` blocks needs.
+
+        Raises:
+            OutOfBlocksError: `kv` is as it was.
+        """
+        assert length > kv.num_sealed, "nothing would arrive"
+        before = [list(table) for table in kv.tables]
+        room = PrefixRoom(kv, kv.num_sealed, length, before, bool(kv.state))
+        try:
+            self._cache.reserve(kv, length * self._size, 0)
+            room.state = self._pool.allocate(self._groups.state_blocks)
+        except OutOfBlocksError:
+            self._undo(room)
+            raise
+        room.blocks = self._arriving(kv, room.state, room.num_held, length)
+        return room
+
+    def close(self, room: PrefixRoom, hashes: Sequence[BlockHash], num_filled: int) -> int:
+        """Registers what arrived, so that `kv` and others go on behind it, and undoes the rest.
+
+        Args:
+            hashes: of the prefix, from the first block on.
+            num_filled: leading blocks of the room that hold their KV.
+
+        Returns:
+            Leading blocks of the prefix that `kv` can be resumed behind now.
+        """
+        if num_filled < len(room.blocks) and not (num_filled and self._groups == KvGroups()):
+            # A part of a window or of a state is worth nothing.
+            self._undo(room)
+            return room.num_held
+        kv = room.kv
+        length = room.length
+        if num_filled < len(room.blocks):
+            length = room.num_held + num_filled
+        self._cache.seal(kv, length * self._size, hashes)
+        self._forget_windows(kv, length)
+        if self._groups.state_blocks:
+            for part, block in enumerate(room.state):
+                self._pool.seal(block, state_key(hashes[length - 1], part))
+            self._pool.release(kv.source)
+            kv.source = room.state
+        return length
+
+    def _arriving(
+        self, kv: SequenceBlocks, state: Sequence[int], num_held: int, length: int
+    ) -> list[int]:
+        span, num_tokens = range(num_held, length), length * self._size
+        groups, size = self._groups, self._size
+        found = arriving_blocks(groups, kv.tables, state, span, num_tokens, size)
+        return [each.block for each in found]
+
+    def _forget_windows(self, kv: SequenceBlocks, length: int) -> None:
+        """Gives back what is behind the windows of the new position."""
+        for window, table in zip(self._groups.windows, kv.tables, strict=True):
+            first = first_visible(window, length * self._size, self._size)
+            self._pool.release([block for block in table[:first] if block != HOLE])
+            table[:first] = [HOLE] * min(first, len(table))
+
+    def _undo(self, room: PrefixRoom) -> None:
+        kv = room.kv
+        for table, old in zip(kv.tables, room.before, strict=True):
+            added = [
+                block
+                for index, block in enumerate(table)
+                if block != HOLE and (index >= len(old) or old[index] == HOLE)
+            ]
+            table[:] = old
+            self._pool.release(added)
+        self._pool.release(room.state)
+        room.state = []
+        if not room.had_state:
+            self._pool.release(kv.state)
+            kv.state = []

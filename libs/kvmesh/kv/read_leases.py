@@ -1,0 +1,242 @@
+"""Who may read cached blocks of this worker, and until when: the holder's side of a prefix fetch.
+
+A lease keeps blocks where they are. It ends when the reader gives it back or has not read for its
+time; blocks go when, besides, nobody is reading them any more:
+
+    state   event                              next    effect
+    ------  ---------------------------------  ------  ---------------------------------------
+    (none)  open, within the limits            OPEN    generation 1
+    (none)  open, too many leases or blocks    (none)  refused BUSY
+    OPEN    begin_read, current and in range   OPEN    read granted, lease renewed
+    OPEN    close / expire, nobody reading     (none)  released
+    OPEN    close / expire, a read under way   ENDED   blocks stay
+    ENDED   end_read, the last one             (none)  released
+    ENDED   anything else                      ENDED   refused STALE
+
+Reads renew a lease, so one that makes progress goes on, but not beyond `MAX_RENEWALS` of its times.
+No I/O and no clock: `now` is an argument, in seconds that never go back. One thread.
+Why: docs/adr/0012-prefix-fetch.md. Tests: tests/unit/kv/test_read_leases.py.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvmesh.core.types import Refusal, RefusalReason
+
+MAX_RENEWALS = 12
+"""A reader that is slower than this many lease times holds room that others need."""
+
+_GENERATION = 1
+_RETRY_MS = 100
+
+
+class OpenedLease(NamedTuple):
+    """A new lease."""
+
+    lease_id: int
+    generation: int
+
+
+class ReadTicket(NamedTuple):
+    """Leave to read these blocks, in this order, until `end_read`."""
+
+    read_id: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadLeaseStatistics:
+    """Counts now, and totals since the start.
+
+    Attributes:
+        num_ended: ended, but somebody still reads.
+        num_blocks: held by all of them; a block counts once per lease.
+    """
+
+    num_open: int
+    num_ended: int
+    num_blocks: int
+    num_reads: int
+    opened_total: int
+    expired_total: int
+    refused_total: int
+
+
+@dataclass(slots=True, eq=False)
+class _Lease:
+    lease_id: int
+    blocks: tuple[int, ...]
+    capability: bytes = field(repr=False)
+    deadline: float
+    last_deadline: float
+    num_reads: int = 0
+    is_open: bool = True
+
+
+class ReadLeaseTable:
+    """All leases that one worker has given in one life of it.
+
+    Args:
+        incarnation: of this worker; messages that name another are refused.
+        lease_s: a lease without a read ends after this many seconds.
+        max_leases: open at once.
+        max_blocks: held at once by all leases.
+    """
+
+    def __init__(
+        self, incarnation: int, lease_s: float, *, max_leases: int, max_blocks: int
+    ) -> None:
+        assert lease_s > 0
+        self.incarnation = incarnation
+        self.lease_s = lease_s
+        self._max_leases = max_leases
+        self._max_blocks = max_blocks
+        self._leases: dict[int, _Lease] = {}
+        self._reads: dict[int, _Lease] = {}
+        self._released: list[tuple[int, ...]] = []
+        self._num_blocks = 0
+        self._next_lease_id = self._next_read_id = 1
+        self._expired_total = self._refused_total = 0
+
+    def open(self, blocks: Sequence[int], capability: bytes, now: float) -> OpenedLease | Refusal:
+        """Takes blocks that the caller has references on; they come back by `drain_released`.
+
+        Returns:
+            The lease, or BUSY; then the references stay the caller's.
+        """
+        if len(self._leases) >= self._max_leases:
+            return self._refuse(RefusalReason.BUSY, f"{len(self._leases)} leases are open")
+        if self._num_blocks + len(blocks) > self._max_blocks:
+            text = f"{self._num_blocks} of at most {self._max_blocks} blocks are leased"
+            return self._refuse(RefusalReason.BUSY, text)
+        lease = _Lease(
+            self._next_lease_id,
+            tuple(blocks),
+            capability,
+            now + self.lease_s,
+            now + MAX_RENEWALS * self.lease_s,
+        )
+        self._next_lease_id += 1
+        self._leases[lease.lease_id] = lease
+        self._num_blocks += len(blocks)
+        return OpenedLease(lease.lease_id, _GENERATION)
+
+    def begin_read(
+        self,
+        lease_id: int,
+        incarnation: int,
+        generation: int,
+        capability: bytes,
+        runs: Sequence[tuple[int, int]],
+        now: float,
+    ) -> ReadTicket | Refusal:
+        """Lets a reader in; the blocks stay until its `end_read`.
+
+        Args:
+            runs: (first index, count) among the blocks of the lease.
+
+        Returns:
+            The ticket, or STALE (another life or generation, or the lease has ended) or INVALID
+            (capability, or outside of the lease).
+        """
+        lease = self._admit(lease_id, incarnation, capability, now)
+        if isinstance(lease, Refusal):
+            return lease
+        if generation != _GENERATION:
+            return self._refuse(RefusalReason.STALE, f"generation {generation}")
+        if any(first < 0 or first + count > len(lease.blocks) for first, count in runs):
+            text = f"a run ends behind the {len(lease.blocks)} leased blocks"
+            return self._refuse(RefusalReason.INVALID, text)
+        lease.deadline = min(now + self.lease_s, lease.last_deadline)
+        lease.num_reads += 1
+        read_id = self._next_read_id
+        self._next_read_id += 1
+        self._reads[read_id] = lease
+        chosen = (block for first, n in runs for block in lease.blocks[first : first + n])
+        return ReadTicket(read_id, tuple(chosen))
+
+    def end_read(self, read_id: int) -> None:
+        """A reader is out of the blocks; called once for each ticket."""
+        lease = self._reads.pop(read_id)
+        lease.num_reads -= 1
+        self._release_if_quiet(lease)
+
+    def close(self, lease_id: int, incarnation: int, capability: bytes, now: float) -> bool:
+        """The reader gives a lease back; False if there is none, or it is not his."""
+        lease = self._admit(lease_id, incarnation, capability, now)
+        if isinstance(lease, Refusal):
+            return False
+        self._end(lease)
+        return True
+
+    def expire(self, now: float) -> int:
+        """Ends the leases whose time is over; returns how many."""
+        over = [each for each in self._leases.values() if each.is_open and each.deadline <= now]
+        for lease in over:
+            self._end(lease)
+        self._expired_total += len(over)
+        return len(over)
+
+    def drain_released(self) -> list[tuple[int, ...]]:
+        """Blocks, by lease, whose references are the caller's again."""
+        released, self._released = self._released, []
+        return released
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no block is held."""
+        return not (self._leases or self._reads or self._released)
+
+    def statistics(self) -> ReadLeaseStatistics:
+        """The counts of this moment."""
+        num_open = sum(lease.is_open for lease in self._leases.values())
+        return ReadLeaseStatistics(
+            num_open=num_open,
+            num_ended=len(self._leases) - num_open,
+            num_blocks=self._num_blocks,
+            num_reads=len(self._reads),
+            opened_total=self._next_lease_id - 1,
+            expired_total=self._expired_total,
+            refused_total=self._refused_total,
+        )
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if the records contradict each other."""
+        held = sum(len(lease.blocks) for lease in self._leases.values())
+        assert held == self._num_blocks, "blocks are counted wrong"
+        readers = sum(lease.num_reads for lease in self._leases.values())
+        assert readers == len(self._reads), "a read has no lease"
+        for lease in self._leases.values():
+            assert lease.is_open or lease.num_reads, "ended without a reader, and still here"
+
+    def _admit(
+        self, lease_id: int, incarnation: int, capability: bytes, now: float
+    ) -> _Lease | Refusal:
+        if incarnation != self.incarnation:
+            text = f"incarnation {incarnation}, this is {self.incarnation}"
+            return self._refuse(RefusalReason.STALE, text)
+        lease = self._leases.get(lease_id)
+        if lease is None or not lease.is_open or lease.deadline <= now:
+            return self._refuse(RefusalReason.STALE, f"lease {lease_id} has ended")
+        if not hmac.compare_digest(capability, lease.capability):
+            return self._refuse(RefusalReason.INVALID, "wrong capability")
+        return lease
+
+    def _refuse(self, reason: RefusalReason, message: str) -> Refusal:
+        self._refused_total += 1
+        retry_after_ms = _RETRY_MS if reason is RefusalReason.BUSY else 0
+        return Refusal(reason, message, retry_after_ms=retry_after_ms)
+
+    def _end(self, lease: _Lease) -> None:
+        lease.is_open = False
+        self._release_if_quiet(lease)
+
+    def _release_if_quiet(self, lease: _Lease) -> None:
+        if not lease.is_open and not lease.num_reads:
+            del self._leases[lease.lease_id]
+            self._num_blocks -= len(lease.blocks)
+            self._released.append(lease.blocks)

@@ -1,0 +1,102 @@
+"""The caller's end of `KvPoolService`: asks other workers to hold blocks for this one.
+
+Tests: tests/integration/test_prefix_fetch.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import grpc
+
+from kvmesh.core.errors import LostError, RefusedError
+from kvmesh.core.types import Endpoint
+from kvmesh.rpc.channels import TlsConfig, open_channel
+from kvmesh.rpc.convert import refusal_from_proto
+from kvmesh.v1 import kv_pool_service_pb2 as pb
+from kvmesh.v1.kv_pool_service_pb2_grpc import KvPoolServiceStub
+
+if TYPE_CHECKING:  # the name that a stub of an asyncio channel has for type checkers
+    from kvmesh.v1.kv_pool_service_pb2_grpc import KvPoolServiceAsyncStub
+
+MAX_CHANNELS = 32
+"""Kept open to workers that were asked of late."""
+
+
+@dataclass(slots=True)
+class _Peer:
+    channel: grpc.aio.Channel
+    stub: KvPoolServiceAsyncStub
+    num_calls: int = 0
+
+
+class PoolClient:
+    """Calls other workers, keeping connections to a few of them."""
+
+    def __init__(self, tls: TlsConfig | None = None) -> None:
+        self._tls = tls
+        self._peers: OrderedDict[Endpoint, _Peer] = OrderedDict()
+
+    async def lease(
+        self, holder: Endpoint, request: pb.LeaseBlocksRequest, timeout_s: float
+    ) -> pb.ReadLease:
+        """Asks for a lease.
+
+        Raises:
+            RefusedError: the holder said no.
+            LostError: no answer in time, or one that says nothing.
+        """
+        async with contextlib.AsyncExitStack() as stack:
+            stub = stack.enter_context(self._calling(holder))
+            try:
+                response = await stub.LeaseBlocks(request, timeout=timeout_s)
+            except grpc.aio.AioRpcError as error:
+                text = f"{holder} leases no blocks: {error.code().name} {error.details() or ''}"
+                raise LostError(text.rstrip()) from error
+        await self._trim()
+        outcome = response.WhichOneof("outcome")
+        if outcome == "refusal":
+            raise RefusedError(refusal_from_proto(response.refusal))
+        if outcome is None:
+            raise LostError(f"{holder} neither leased nor refused")
+        return response.lease
+
+    async def release(
+        self, holder: Endpoint, request: pb.ReleaseBlocksRequest, timeout_s: float
+    ) -> bool:
+        """Gives a lease back; False if the holder did not hear it, so that the lease runs out."""
+        with self._calling(holder) as stub:
+            try:
+                await stub.ReleaseBlocks(request, timeout=timeout_s)
+            except grpc.aio.AioRpcError:
+                return False
+        return True
+
+    async def close(self) -> None:
+        """Ends all connections. May be called again."""
+        while self._peers:
+            _, peer = self._peers.popitem()
+            await peer.channel.close()
+
+    @contextlib.contextmanager
+    def _calling(self, holder: Endpoint) -> Iterator[KvPoolServiceAsyncStub]:
+        peer = self._peers.get(holder)
+        if peer is None:
+            channel = open_channel(str(holder), self._tls)
+            peer = self._peers[holder] = _Peer(channel, KvPoolServiceStub(channel))
+        self._peers.move_to_end(holder)
+        peer.num_calls += 1
+        try:
+            yield peer.stub
+        finally:
+            peer.num_calls -= 1
+
+    async def _trim(self) -> None:
+        """Closes connections that were not used for longest."""
+        idle = [holder for holder, peer in self._peers.items() if not peer.num_calls]
+        for holder in idle[: max(0, len(self._peers) - MAX_CHANNELS)]:
+            await self._peers.pop(holder).channel.close()

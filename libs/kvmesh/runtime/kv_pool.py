@@ -1,0 +1,205 @@
+"""The holder's side of a worker's KV: leases cached blocks to other workers, who read them by GET.
+
+Who leases what and until when is in `kv/read_leases.py`; this is the shell that gives it a clock,
+memory and peers. Tests: tests/contract/test_prefix_lease.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from dataclasses import dataclass
+
+import grpc
+
+from kvmesh.core.errors import ProtocolError
+from kvmesh.core.types import Endpoint, HostRoute, KvLayout, Refusal, RefusalReason
+from kvmesh.kv.hashing import split_hashes
+from kvmesh.kv.read_leases import ReadLeaseStatistics, ReadLeaseTable
+from kvmesh.kv.runs import consecutive_runs
+from kvmesh.rpc.convert import endpoint_to_proto, kv_layout_from_proto, refusal_to_proto
+from kvmesh.runtime.worker_parts import WorkerParts
+from kvmesh.telemetry.logs import event_logger
+from kvmesh.transfer.frames import GetFrame
+from kvmesh.transfer.target import ReadGrant
+from kvmesh.v1 import kv_pool_service_pb2 as pb
+from kvmesh.v1 import kv_pool_service_pb2_grpc, types_pb2
+
+log = event_logger(__name__)
+
+_EXPIRY_INTERVAL_S = 0.25
+_CAPABILITY_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseLimits:
+    """What a worker gives to readers.
+
+    Attributes:
+        lease_s: a lease without a read ends after this.
+        max_leases: open at once.
+        max_share: of the pool's blocks, in all leases together.
+    """
+
+    lease_s: float = 5.0
+    max_leases: int = 64
+    max_share: float = 0.5
+
+
+class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
+    """Serves `KvPoolService` and gives KV away (`transfer.target.ReadSource`)."""
+
+    def __init__(self, parts: WorkerParts, limits: LeaseLimits) -> None:
+        self._identity = parts.identity
+        self._core = parts.core
+        self._memory = parts.memory
+        self._clock = parts.clock
+        self._lease_ms = round(limits.lease_s * 1000)
+        self._table = ReadLeaseTable(
+            parts.identity.incarnation,
+            limits.lease_s,
+            max_leases=limits.max_leases,
+            max_blocks=int(limits.max_share * parts.core.pool.num_blocks),
+        )
+        self._reads: dict[ReadGrant, int] = {}
+        self.draining = False
+        self.data_endpoint: Endpoint | None = None
+        """Where leases are read from; set when the data server listens."""
+        self.host_route: HostRoute | None = None
+        """The way there for readers on this host."""
+
+    # --- the service -------------------------------------------------------------------------
+
+    async def LeaseBlocks(
+        self,
+        request: pb.LeaseBlocksRequest,
+        context: grpc.aio.ServicerContext[pb.LeaseBlocksRequest, pb.LeaseBlocksResponse],
+    ) -> pb.LeaseBlocksResponse:
+        """Holds the blocks with which a cached prefix can be resumed."""
+        outcome = self._lease(request)
+        if isinstance(outcome, Refusal):
+            log.debug(
+                "lease_refused",
+                reader=request.reader_worker_id,
+                reason=outcome.reason.value,
+                message=outcome.message,
+            )
+            return pb.LeaseBlocksResponse(refusal=refusal_to_proto(outcome))
+        return pb.LeaseBlocksResponse(lease=outcome)
+
+    async def ReleaseBlocks(
+        self,
+        request: pb.ReleaseBlocksRequest,
+        context: grpc.aio.ServicerContext[pb.ReleaseBlocksRequest, pb.ReleaseBlocksResponse],
+    ) -> pb.ReleaseBlocksResponse:
+        """Ends a lease before its time."""
+        self._table.close(
+            request.lease_id, request.incarnation, request.capability, self._clock.now()
+        )
+        self._release()
+        return pb.ReleaseBlocksResponse()
+
+    def _lease(self, request: pb.LeaseBlocksRequest) -> pb.ReadLease | Refusal:
+        if self.draining:
+            return Refusal(RefusalReason.DRAINING, "this worker is leaving")
+        here = self._identity
+        if request.incarnation != here.incarnation:
+            text = f"incarnation {request.incarnation}, this is {here.incarnation}"
+            return Refusal(RefusalReason.STALE, text)
+        layout: KvLayout = kv_layout_from_proto(request.layout)
+        if layout != self._core.spec.layout:
+            return Refusal(RefusalReason.INVALID, "the reader's KV layout is another one")
+        try:
+            hashes = split_hashes(request.block_hashes)
+        except ProtocolError as error:
+            return Refusal(RefusalReason.INVALID, str(error))
+        if len(hashes) > self._core.pool.num_blocks:
+            return Refusal(RefusalReason.INVALID, f"{len(hashes)} hashes")
+        rooms = self._core.fills.rooms
+        length, blocks = rooms.leased(hashes, request.num_held)
+        if not blocks:
+            text = f"{length} leading blocks are here, the reader has {request.num_held}"
+            return Refusal(RefusalReason.NO_BLOCKS, text)
+        capability = secrets.token_bytes(_CAPABILITY_BYTES)
+        opened = self._table.open(blocks, capability, self._clock.now())
+        if isinstance(opened, Refusal):
+            self._core.pool.release(blocks)
+            return opened
+        assert self.data_endpoint is not None, "the data server is not up"
+        return pb.ReadLease(
+            lease_id=opened.lease_id,
+            worker_id=here.worker_id,
+            incarnation=here.incarnation,
+            generation=opened.generation,
+            capability=capability,
+            data_endpoint=endpoint_to_proto(self.data_endpoint),
+            host_route=_route_to_proto(self.host_route),
+            num_blocks=length,
+            num_leased=len(blocks),
+            lease_ms=self._lease_ms,
+        )
+
+    # --- reads (ReadSource) ------------------------------------------------------------------
+
+    def begin_read(self, get: GetFrame) -> ReadGrant | Refusal:
+        """Memory of the runs of a GET, if the table lets it in."""
+        claim = get.claim
+        ticket = self._table.begin_read(
+            claim.reservation_id,
+            claim.incarnation,
+            claim.generation,
+            claim.capability,
+            [(run.first, run.count) for run in get.runs],
+            self._clock.now(),
+        )
+        if isinstance(ticket, Refusal):
+            return ticket
+        runs = consecutive_runs(ticket.blocks)
+        grant = ReadGrant(get, [self._memory.read_view(first, count) for first, count in runs])
+        self._reads[grant] = ticket.read_id
+        return grant
+
+    def end_read(self, grant: ReadGrant) -> None:
+        """The channel is done with the memory."""
+        self._table.end_read(self._reads.pop(grant))
+        self._release()
+
+    # --- ends --------------------------------------------------------------------------------
+
+    async def watch_leases(self) -> None:
+        """Ends leases that nobody reads by."""
+        while True:
+            await asyncio.sleep(_EXPIRY_INTERVAL_S)
+            self.expire_leases()
+
+    def expire_leases(self) -> None:
+        """Ends the leases whose time is over."""
+        if num_expired := self._table.expire(self._clock.now()):
+            log.warning("leases_expired", num_leases=num_expired)
+            self._release()
+
+    def _release(self) -> None:
+        for blocks in self._table.drain_released():
+            self._core.pool.release(blocks)
+
+    # --- state -------------------------------------------------------------------------------
+
+    @property
+    def is_idle(self) -> bool:
+        """No lease, and nobody reads."""
+        return self._table.is_idle and not self._reads
+
+    def statistics(self) -> ReadLeaseStatistics:
+        """Of the leases."""
+        return self._table.statistics()
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the records contradict each other."""
+        self._table.check_integrity()
+        assert self._table.statistics().num_reads == len(self._reads)
+
+
+def _route_to_proto(route: HostRoute | None) -> types_pb2.HostRoute | None:
+    if route is None:
+        return None
+    return types_pb2.HostRoute(host_id=route.host_id, socket_path=route.socket_path)

@@ -1,0 +1,248 @@
+"""Brings cached prefixes from other workers: lease at the holder, GET into blocks, give it back.
+
+The blocks that are read into are those of the sequence that waits, or fresh ones that go to the
+prefix cache. Whatever happens on the way, nothing is held afterwards, and a fetch never fails: it
+says how many leading blocks are here now, and what is missing is computed.
+Tests: tests/contract/test_prefix_lease.py, tests/integration/test_prefix_fetch.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvmesh.core.clock import Clock
+from kvmesh.core.errors import LostError, RefusedError
+from kvmesh.core.types import BlockHash, HostRoute, PrefixSource, WorkerId
+from kvmesh.engine.core import EngineCore
+from kvmesh.engine.prefix_fill import PrefixFill
+from kvmesh.engine.protocol import KvMemory
+from kvmesh.engine.sequence import Sequence as EngineSequence
+from kvmesh.kv.hashing import join_hashes
+from kvmesh.kv.runs import consecutive_runs
+from kvmesh.rpc.convert import endpoint_from_proto, kv_layout_to_proto
+from kvmesh.rpc.pool_client import PoolClient
+from kvmesh.runtime.pool_metrics import PoolMetrics
+from kvmesh.runtime.worker_parts import WorkerIdentity, WorkerParts
+from kvmesh.telemetry.logs import event_logger
+from kvmesh.transfer.frames import BlockRun
+from kvmesh.transfer.memory import write_views
+from kvmesh.transfer.reader import BlockReader, ReadLease
+from kvmesh.v1 import kv_pool_service_pb2 as pb
+
+log = event_logger(__name__)
+
+SLICE_BYTES = 64 << 20
+"""Of a plain layout, what has arrived counts from slice to slice, should the rest be lost."""
+
+_RELEASE_TIMEOUT_S = 1.0
+
+
+class FetchOutcome(enum.Enum):
+    """How a fetch ended."""
+
+    FETCHED = "fetched"
+    HELD = "held"
+    """Nothing was missing, or the holder has no more than this worker."""
+    NO_ROOM = "no_room"
+    """This worker has too few free blocks."""
+    REFUSED = "refused"
+    LOST = "lost"
+    """The holder is gone, stalled, or says what cannot be."""
+    TIMEOUT = "timeout"
+
+
+@dataclass(frozen=True, slots=True)
+class FetchResult:
+    """What a fetch came to.
+
+    Attributes:
+        num_blocks: leading blocks that are here now, those that were here before included.
+        num_fetched: of these, block indices that came from the holder.
+        num_bytes: that were read.
+        reason: of a refusal, in a word.
+    """
+
+    outcome: FetchOutcome
+    num_blocks: int
+    num_fetched: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FetchOptions:
+    """How a worker fetches.
+
+    Attributes:
+        timeout_s: for a whole fetch; then the rest is computed.
+        lease_timeout_s: for the holder's answer to a lease.
+    """
+
+    timeout_s: float = 10.0
+    lease_timeout_s: float = 2.0
+
+
+class _NoRoomError(Exception):
+    """This worker's blocks do not suffice."""
+
+
+class PrefixFetcher:
+    """Fetches prefixes into the blocks of one worker.
+
+    Args:
+        reader: of the same layout; closed by its owner.
+        client: likewise.
+        on_stored: told when blocks came into the prefix cache.
+    """
+
+    def __init__(
+        self,
+        parts: WorkerParts,
+        reader: BlockReader,
+        client: PoolClient,
+        options: FetchOptions,
+        metrics: PoolMetrics,
+        on_stored: Callable[[], None],
+    ) -> None:
+        self._identity: WorkerIdentity = parts.identity
+        self._core: EngineCore = parts.core
+        self._memory: KvMemory = parts.memory
+        self._clock: Clock = parts.clock
+        self._reader = reader
+        self._client = client
+        self._options = options
+        self._metrics = metrics
+        self._on_stored = on_stored
+        self._block_bytes = parts.core.spec.layout.block_bytes
+        self._releases: set[asyncio.Task[bool]] = set()
+
+    async def fetch(self, source: PrefixSource, hashes: Sequence[BlockHash]) -> FetchResult:
+        """Brings a prefix into the prefix cache.
+
+        Args:
+            hashes: chained, from the root on; blocks behind the last one are left alone.
+        """
+        return await self._run(source, self._core.fills.begin(hashes))
+
+    async def fill(self, source: PrefixSource, sequence: EngineSequence) -> FetchResult:
+        """Brings what a sequence would have to compute into its blocks.
+
+        The sequence is HELD and runs only afterwards; it may be released at any time. When this is
+        cancelled, nobody writes into its blocks any more.
+        """
+        return await self._run(source, self._core.begin_fill(sequence))
+
+    async def _run(self, source: PrefixSource, fill: PrefixFill) -> FetchResult:
+        started = self._clock.now()
+        held = fill.num_held
+        try:
+            outcome, num_bytes, reason = await self._try(source, fill)
+            now_here = fill.num_held
+        finally:
+            fill.end()
+        seconds = self._clock.now() - started
+        result = FetchResult(outcome, now_here, now_here - held, num_bytes, seconds, reason)
+        self._metrics.fetches.labels(outcome.value, reason).inc()
+        self._metrics.fetch_seconds.labels(outcome.value).observe(seconds)
+        if result.num_fetched:
+            self._metrics.fetched_tokens.inc(result.num_fetched * self._core.block_size)
+            self._on_stored()
+        return result
+
+    async def _try(self, source: PrefixSource, fill: PrefixFill) -> tuple[FetchOutcome, int, str]:
+        """The outcome, bytes read, and the reason of a refusal."""
+        if fill.num_held >= len(fill.hashes) or source.worker_id == self._identity.worker_id:
+            return FetchOutcome.HELD, 0, ""
+        try:
+            async with asyncio.timeout(self._options.timeout_s):
+                return FetchOutcome.FETCHED, await self._bring(source, fill), ""
+        except RefusedError as error:
+            return FetchOutcome.REFUSED, 0, error.refusal.reason.value
+        except _NoRoomError:
+            return FetchOutcome.NO_ROOM, 0, ""
+        except TimeoutError:
+            log.warning("fetch_timed_out", holder=source.worker_id)
+            return FetchOutcome.TIMEOUT, 0, ""
+        except LostError as error:
+            log.warning("fetch_lost", holder=source.worker_id, error=str(error))
+            return FetchOutcome.LOST, 0, ""
+
+    async def _bring(self, source: PrefixSource, fill: PrefixFill) -> int:
+        """Leases, reads, gives back; returns the bytes read."""
+        request = pb.LeaseBlocksRequest(
+            incarnation=source.incarnation,
+            reader_worker_id=self._identity.worker_id,
+            layout=kv_layout_to_proto(self._core.spec.layout),
+            block_hashes=join_hashes(fill.hashes),
+            num_held=fill.num_held,
+        )
+        message = await self._client.lease(
+            source.control_endpoint, request, self._options.lease_timeout_s
+        )
+        try:
+            if not fill.num_held < message.num_blocks <= len(fill.hashes):
+                raise LostError(f"{message.num_blocks} of {len(fill.hashes)} blocks are leased")
+            blocks = fill.open(message.num_blocks)
+            if blocks is None:
+                raise _NoRoomError
+            return await self._read(_lease_of(message), fill, blocks, message.num_leased)
+        finally:
+            self._give_back(source, message)
+
+    async def _read(
+        self, lease: ReadLease, fill: PrefixFill, blocks: Sequence[int], num_leased: int
+    ) -> int:
+        num_filled = 0
+        try:
+            if num_leased != len(blocks):
+                raise LostError(f"{num_leased} blocks are leased, {len(blocks)} are missing")
+            step = max(1, SLICE_BYTES // self._block_bytes)
+            for first in range(0, len(blocks), step):
+                runs = consecutive_runs(blocks[first : first + step])
+                count = sum(length for _, length in runs)
+                views = write_views(self._memory, runs, self._block_bytes, None)
+                await self._reader.get(lease, [BlockRun(first, count)], views)
+                for block, length in runs:
+                    self._memory.written(block, length)
+                num_filled += count
+        finally:
+            fill.close(num_filled)
+        return num_filled * self._block_bytes
+
+    def _give_back(self, source: PrefixSource, lease: pb.ReadLease) -> None:
+        """Tells the holder, whoever waits for the prefix; unheard, the lease runs out by itself."""
+        request = pb.ReleaseBlocksRequest(
+            incarnation=lease.incarnation, lease_id=lease.lease_id, capability=lease.capability
+        )
+        told = self._client.release(source.control_endpoint, request, _RELEASE_TIMEOUT_S)
+        task = asyncio.create_task(told)
+        self._releases.add(task)
+        task.add_done_callback(self._releases.discard)
+
+    async def close(self) -> None:
+        """Waits until holders know what was given back. May be called again."""
+        await asyncio.gather(*self._releases)
+
+    @property
+    def is_idle(self) -> bool:
+        """No prefix is on its way, and every lease was given back."""
+        return not self._releases and not self._core.fills.num_open
+
+
+def _lease_of(message: pb.ReadLease) -> ReadLease:
+    route = None
+    if message.HasField("host_route"):
+        route = HostRoute(message.host_route.host_id, message.host_route.socket_path)
+    return ReadLease(
+        lease_id=message.lease_id,
+        worker_id=WorkerId(message.worker_id),
+        incarnation=message.incarnation,
+        generation=message.generation,
+        capability=message.capability,
+        data_endpoint=endpoint_from_proto(message.data_endpoint),
+        host_route=route,
+    )

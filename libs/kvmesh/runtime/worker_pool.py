@@ -1,0 +1,68 @@
+"""Makes both ends of a worker's prefix fetch from its configuration.
+
+Tests: tests/unit/runtime/test_worker_pool.py, tests/integration/test_prefix_fetch.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvmesh.core.errors import ConfigError
+from kvmesh.rpc.pool_client import PoolClient
+from kvmesh.runtime.app import ServiceContext
+from kvmesh.runtime.kv_pool import LeaseLimits
+from kvmesh.runtime.pool_metrics import PoolMetrics
+from kvmesh.runtime.prefix_fetch import FetchOptions, PrefixFetcher
+from kvmesh.runtime.worker_channels import send_options
+from kvmesh.runtime.worker_config import FetchSection, WorkerConfig
+from kvmesh.runtime.worker_parts import WorkerParts
+from kvmesh.transfer.protocol import ChannelIdentity
+from kvmesh.transfer.reader import BlockReader
+
+
+def lease_limits(section: FetchSection) -> LeaseLimits:
+    """What this worker gives to readers.
+
+    Raises:
+        ConfigError: a limit that cannot be.
+    """
+    if section.lease_s <= 0:
+        raise ConfigError(f"fetch.lease_s must be more than 0, got {section.lease_s:g}")
+    if section.max_leases < 0:
+        raise ConfigError(f"fetch.max_leases must be at least 0, got {section.max_leases}")
+    if not 0 <= section.max_share <= 1:
+        raise ConfigError(f"fetch.max_share must be 0 to 1, got {section.max_share:g}")
+    return LeaseLimits(section.lease_s, section.max_leases, section.max_share)
+
+
+def fetch_options(section: FetchSection) -> FetchOptions:
+    """How this worker fetches.
+
+    Raises:
+        ConfigError: a time that cannot be.
+    """
+    if section.timeout_s <= 0:
+        raise ConfigError(f"fetch.timeout_s must be more than 0, got {section.timeout_s:g}")
+    return FetchOptions(section.timeout_s)
+
+
+def start_fetcher(
+    context: ServiceContext,
+    config: WorkerConfig,
+    parts: WorkerParts,
+    identity: ChannelIdentity,
+    metrics: PoolMetrics,
+    on_stored: Callable[[], None],
+) -> PrefixFetcher:
+    """A fetcher that ends with the service.
+
+    Raises:
+        ConfigError: as `fetch_options` and `send_options`.
+    """
+    reader = BlockReader(identity, send_options(config))
+    context.stack.push_async_callback(reader.close)
+    client = PoolClient(config.server.tls)
+    context.stack.push_async_callback(client.close)
+    fetcher = PrefixFetcher(parts, reader, client, fetch_options(config.fetch), metrics, on_stored)
+    context.stack.push_async_callback(fetcher.close)
+    return fetcher

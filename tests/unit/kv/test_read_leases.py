@@ -1,0 +1,132 @@
+"""The holder's table of leases: who may read, what stays, and when it is given back."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvmesh.core.types import Refusal, RefusalReason
+from kvmesh.kv.read_leases import MAX_RENEWALS, OpenedLease, ReadLeaseTable, ReadTicket
+
+LIFE = 7
+
+
+def make_table(max_leases: int = 4, max_blocks: int = 10) -> ReadLeaseTable:
+    return ReadLeaseTable(LIFE, 2.0, max_leases=max_leases, max_blocks=max_blocks)
+
+
+def opened(table: ReadLeaseTable, *blocks: int, now: float = 0.0) -> int:
+    lease = table.open(blocks, b"secret", now)
+    assert isinstance(lease, OpenedLease)
+    return lease.lease_id
+
+
+def read(
+    table: ReadLeaseTable,
+    lease_id: int,
+    *runs: tuple[int, int],
+    now: float = 1.0,
+    incarnation: int = LIFE,
+    generation: int = 1,
+    capability: bytes = b"secret",
+) -> ReadTicket | Refusal:
+    answer = table.begin_read(lease_id, incarnation, generation, capability, runs, now)
+    table.check_integrity()
+    return answer
+
+
+def granted(answer: ReadTicket | Refusal) -> ReadTicket:
+    assert isinstance(answer, ReadTicket), answer
+    return answer
+
+
+def reason(answer: object) -> RefusalReason:
+    assert isinstance(answer, Refusal), answer
+    return answer.reason
+
+
+def test_runs_name_blocks_of_the_lease_by_index() -> None:
+    table = make_table()
+    lease = opened(table, 40, 7, 8, 30)
+    assert granted(read(table, lease, (2, 2), (0, 1))).blocks == (8, 30, 40)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"incarnation": LIFE - 1}, RefusalReason.STALE),
+        ({"generation": 2}, RefusalReason.STALE),
+        ({"now": 2.0}, RefusalReason.STALE),
+        ({"capability": b"guess"}, RefusalReason.INVALID),
+    ],
+)
+def test_a_read_without_right_is_refused(
+    change: dict[str, object], expected: RefusalReason
+) -> None:
+    table = make_table()
+    lease = opened(table, 1, 2)
+    assert reason(read(table, lease, (0, 1), **change)) is expected  # type: ignore[arg-type]
+    assert table.statistics().num_reads == 0
+    assert table.statistics().refused_total == 1
+
+
+def test_a_run_beyond_the_lease_is_refused() -> None:
+    table = make_table()
+    lease = opened(table, 1, 2)
+    for run in ((1, 2), (2**32 - 1, 1), (-1, 1)):
+        assert reason(read(table, lease, run)) is RefusalReason.INVALID
+
+
+def test_what_is_given_back_stays_while_it_is_read() -> None:
+    table = make_table()
+    lease = opened(table, 1, 2)
+    first, second = (granted(read(table, lease, (0, 1))) for _ in range(2))
+    assert table.close(lease, LIFE, b"secret", 1.0)
+    assert reason(read(table, lease, (0, 1))) is RefusalReason.STALE
+    assert not table.close(lease, LIFE, b"secret", 1.0)
+
+    table.end_read(first.read_id)
+    assert table.drain_released() == []
+    table.end_read(second.read_id)
+    assert table.drain_released() == [(1, 2)]
+    assert table.is_idle
+
+
+def test_only_who_knows_the_secret_gives_back() -> None:
+    table = make_table()
+    lease = opened(table, 1)
+    assert not table.close(lease, LIFE, b"guess", 0.0)
+    assert not table.close(lease, LIFE + 1, b"secret", 0.0)
+    assert table.statistics().num_open == 1
+
+
+def test_a_lease_that_nobody_reads_by_ends() -> None:
+    table = make_table()
+    opened(table, 1)
+    assert table.expire(1.9) == 0
+    assert table.expire(2.0) == 1
+    assert table.drain_released() == [(1,)]
+    assert table.statistics().expired_total == 1
+
+
+def test_reads_renew_a_lease_but_not_for_ever() -> None:
+    table = make_table()
+    lease = opened(table, 1)
+    now = 0.0
+    while isinstance(ticket := read(table, lease, (0, 1), now=now), ReadTicket):
+        table.end_read(ticket.read_id)
+        assert table.expire(now) == 0
+        now += 1.0
+    assert now == MAX_RENEWALS * table.lease_s
+
+
+def test_more_leases_or_blocks_than_allowed_are_refused_until_some_end() -> None:
+    table = make_table(max_leases=2, max_blocks=5)
+    first = opened(table, 1, 2, 3)
+    refused = table.open((4, 5, 6), b"secret", 0.0)
+    assert reason(refused) is RefusalReason.BUSY
+    assert isinstance(refused, Refusal)
+    assert refused.retry_after_ms > 0
+    opened(table, 4, 5)
+    assert reason(table.open((), b"secret", 0.0)) is RefusalReason.BUSY
+    table.close(first, LIFE, b"secret", 0.0)
+    opened(table, 6)
