@@ -37,6 +37,9 @@ MAX_UNACKED_BATCHES = 32
 """With more on the way the service is too slow: changes are dropped, and when all acks are here a
 snapshot replaces them."""
 
+REPORT_S = 0.5
+"""Pause between two looks at what the worker has to report to the pool."""
+
 FLUSH_DELAY_S = 0.005
 """How long the first change waits for others to share its message."""
 
@@ -89,8 +92,7 @@ class BlockPublisher:
         target: the kvmanager's `host:port`.
         take_events: called on the event loop; returns and forgets the changes so far.
         held_hashes: called on the event loop; all hashes held now.
-        interval_s: longest time between two messages, and pause between two reports to the pool;
-            well below the service's lease.
+        interval_s: longest time between two messages; well below the service's lease.
         pool: without one the worker is no member of the pool and gets no orders.
     """
 
@@ -159,7 +161,7 @@ class BlockPublisher:
 
     async def _report_often(self, pool: PoolEnd) -> None:
         while True:
-            await asyncio.sleep(self._interval_s)
+            await asyncio.sleep(REPORT_S)
             report = pool.report()
             if self.connected and report != self._reported:
                 self._reported = report

@@ -127,19 +127,24 @@ class PoolCopies:
             self._wake.clear()
 
     async def _carry_out(self, order: CopyOrder, waited_s: float) -> None:
-        if self._draining():
-            return self._tell(order, CopyOutcome.REFUSED, "draining")
-        if waited_s > MAX_WAIT_S:
-            return self._tell(order, CopyOutcome.REFUSED, "late")
-        missing = len(order.hashes) - len(self._core.pool.match(order.hashes))
-        if self.room(missing) < missing:
-            return self._tell(order, CopyOutcome.REFUSED, "no_room")
+        refusal = self._refusal(order, waited_s)
+        if refusal is not None:
+            self._tell(order, CopyOutcome.REFUSED, refusal)
+            return
         source = PrefixSource(
             order.source, order.source_incarnation, order.endpoint, len(order.hashes)
         )
         result = await self._fetch(source, order.hashes)
         outcome, reason = judge(result, len(order.hashes))
         self._tell(order, outcome, reason, result)
+
+    def _refusal(self, order: CopyOrder, waited_s: float) -> str | None:
+        if self._draining():
+            return "draining"
+        if waited_s > MAX_WAIT_S:
+            return "late"
+        missing = len(order.hashes) - len(self._core.pool.match(order.hashes))
+        return "no_room" if self.room(missing) < missing else None
 
     def _tell(
         self,
