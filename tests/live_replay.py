@@ -226,7 +226,9 @@ async def live_mesh(
             server=server,
             http=HttpConfig(port=0),
             model=ModelConfig(path=str(folder), served_name=MODEL),
-            scheduler=SchedulerTargets(targets=target, route_timeout_s=2 * PATIENCE_S),
+            scheduler=SchedulerTargets(
+                targets=target, route_timeout_s=2 * PATIENCE_S, plans_ahead=0
+            ),
         )
         await stack.enter_async_context(serving("gateway", front, build_gateway))
         stack.callback(gate.set)

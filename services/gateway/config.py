@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvmesh.core.config import option, secret
+from kvmesh.policy.plans_ahead import MAX_AHEAD
 from kvmesh.rpc.channels import TlsConfig
 from kvmesh.runtime.app import ServerConfig
 from kvmesh.telemetry.config import TelemetryConfig
@@ -62,6 +63,9 @@ class SchedulerConfig:
 
     targets: str = option("127.0.0.1:7001", "host:port of the schedulers, comma-separated")
     route_timeout_s: float = option(0.5, "longest wait for a route plan")
+    plans_ahead: int = option(
+        MAX_AHEAD, "most route plans made before their requests come; 0 asks for every request"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from kvmesh.console.request_log import Moment
 from kvmesh.core.errors import InvalidRequestError
@@ -39,13 +40,18 @@ _NEVER = frozenset({RefusalReason.TOO_LONG, RefusalReason.INVALID})
 """Refusals that the same worker would repeat for ever."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Sequence:
     """What workers are asked to work on; made once, since it may be long and is sent often."""
 
     facts: ModelFacts
-    block_hashes: tuple[BlockHash, ...]
+    spec: SequenceSpec
     message: types_pb2.SequenceSpec
+
+    @cached_property
+    def block_hashes(self) -> tuple[BlockHash, ...]:
+        """Of its full blocks; only a scheduler that is asked looks at them."""
+        return tuple(chain_hashes(self.spec.root_hash, self.spec.token_ids, self.facts.block_size))
 
 
 def _sequence(
@@ -53,8 +59,7 @@ def _sequence(
 ) -> _Sequence:
     root = root_hash(facts.fingerprint, cache_salt=request.cache_salt)
     spec = SequenceSpec(token_ids, len(request.prompt_ids), request.sampling, root)
-    hashes = tuple(chain_hashes(root, token_ids, facts.block_size))
-    return _Sequence(facts, hashes, sequence_spec_to_proto(spec))
+    return _Sequence(facts, spec, sequence_spec_to_proto(spec))
 
 
 def _budget_ms(remaining_s: float) -> int:
@@ -150,26 +155,16 @@ class Placing:
             self._note(Stage.GATEWAY, Refusal(RefusalReason.NO_WORKERS, message))
             return None
         request = self._request
-        if self._sequence is None or self._sequence.facts != facts:
-            self._sequence = _sequence(request, self._token_ids, facts)
-        num_generated = len(self._token_ids) - len(request.prompt_ids)
-        waits = self._num_rounds > 0  # it asks again, since nobody took it
+        sequence = self._sequence
+        if sequence is None or sequence.facts != facts:
+            self._sequence = sequence = _sequence(request, self._token_ids, facts)
         remaining_s = self._remaining_s()
-        query = RouteQuery(
-            request_id=request.request_id,
-            model=request.model,
-            num_tokens=len(self._token_ids),
-            max_new_tokens=request.sampling.max_tokens - num_generated,
-            block_hashes=self._sequence.block_hashes,
-            scenario=request.scenario,
-            avoid=self._failed | self._refused,
-            ttft_budget_ms=_budget_ms(remaining_s),
-            placement=request.placement,
-            waiting=self._mesh.waiting.paused + waits,
-            waiting_reserved=self._mesh.waiting.paused_reserved + (waits and self._holds),
-        )
+        query = self._query(remaining_s)
         with start_span("gateway.route", request.traceparent) as span:
-            plan = await self._mesh.router.route(query, span.traceparent, remaining_s)
+            plan: RoutePlan | Refusal | None = self._mesh.router.planned(query)
+            if plan is None:
+                query = replace(query, block_hashes=sequence.block_hashes)
+                plan = await self._mesh.router.route(query, span.traceparent, remaining_s)
             if isinstance(plan, Refusal):
                 span.event("refused", reason=plan.reason.value, message=plan.message)
             else:
@@ -182,6 +177,25 @@ class Placing:
         if plan.reason in _NEVER:
             raise InvalidRequestError(plan.message, code="context_length_exceeded")
         return None
+
+    def _query(self, remaining_s: float) -> RouteQuery:
+        """The question to the scheduler, without the hashes."""
+        request = self._request
+        waits = self._num_rounds > 0  # it asks again, since nobody took it
+        waiting = self._mesh.waiting
+        num_generated = len(self._token_ids) - len(request.prompt_ids)
+        return RouteQuery(
+            request_id=request.request_id,
+            model=request.model,
+            num_tokens=len(self._token_ids),
+            max_new_tokens=request.sampling.max_tokens - num_generated,
+            scenario=request.scenario,
+            avoid=self._failed | self._refused,
+            ttft_budget_ms=_budget_ms(remaining_s),
+            placement=request.placement,
+            waiting=waiting.paused + waits,
+            waiting_reserved=waiting.paused_reserved + (waits and self._holds),
+        )
 
     # --- asking workers ---
 
@@ -305,6 +319,7 @@ class Placing:
             reason = refusal.reason.value
             span.event("refused", worker=candidate.worker_id, reason=reason)
         self._refused.add(candidate.worker_id)
+        self._mesh.router.note_refused()
         if refusal.reason in _NEVER:
             self._unfit[candidate.worker_id] = refusal
 

@@ -1,11 +1,12 @@
 """Where the gateway gets route plans from, and what it knows about the fleet.
 
-Asks the scheduler; without one it ranks the last known fleet itself.
+Asks the scheduler, which also makes plans ahead; without one it ranks the last known fleet itself.
 Tests: tests/unit/gateway/test_routing.py.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,10 +22,14 @@ from kvmesh.core.types import (
     RouteQuery,
     WorkerId,
 )
+from kvmesh.policy.plans_ahead import PlanKind, PlansAhead, PlanStock, Wish, kind_of
 from kvmesh.policy.routing import plan_without_scheduler
 from kvmesh.telemetry.logs import event_logger
 
 log = event_logger(__name__)
+
+_Seat = tuple[WorkerId, int, bool]
+"""A worker, its life, and whether it drains."""
 
 
 class Fleet(Protocol):
@@ -40,7 +45,7 @@ class RouteSource(Protocol):
     """Whoever makes route plans."""
 
     async def route(
-        self, query: RouteQuery, traceparent: str, timeout_s: float
+        self, query: RouteQuery, traceparent: str, timeout_s: float, wish: Wish | None = None
     ) -> RoutePlan | Refusal:
         """A plan or a refusal; raises LostError without an answer."""
         ...
@@ -108,6 +113,8 @@ class Router:
         source: the scheduler.
         in_flight: this gateway's open attempts per worker.
         timeout_s: longest wait for the scheduler.
+        clock: seconds, only ever forward; for the age of plans made ahead.
+        stock: plans made ahead; the default wants none.
     """
 
     def __init__(
@@ -117,12 +124,17 @@ class Router:
         source: RouteSource,
         in_flight: Callable[[], Mapping[WorkerId, int]],
         timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        stock: PlanStock | None = None,
     ) -> None:
         self._model = model
         self._fleet = fleet
         self._source = source
         self._in_flight = in_flight
         self._timeout_s = timeout_s
+        self._clock = clock
+        self._stock = PlanStock(0) if stock is None else stock
+        self._seats: frozenset[_Seat] = frozenset()
         self._alone = False
         self._facts: tuple[tuple[FleetWorker, ...], ModelFacts | None] = ((), None)
 
@@ -139,6 +151,15 @@ class Router:
         """Why the fleet cannot serve; empty if it can."""
         return missing_role(self._fleet.workers, self._model)
 
+    def planned(self, query: RouteQuery) -> RoutePlan | None:
+        """The scheduler's plan for such a request, made before it came; None: `route` asks.
+
+        Args:
+            query: its hashes are not looked at, prefixes are of no account where plans are ahead.
+        """
+        kind = self._kind(query)
+        return None if kind is None else self._stock.take(kind, query.num_tokens, self._clock())
+
     async def route(
         self, query: RouteQuery, traceparent: str, longest_s: float
     ) -> RoutePlan | Refusal:
@@ -148,8 +169,10 @@ class Router:
             longest_s: time left; the scheduler gets no more than its own timeout.
         """
         timeout_s = min(self._timeout_s, longest_s)
+        kind = self._kind(query)
+        wish = None if kind is None else self._stock.wish(kind, self._clock())
         try:
-            plan = await self._source.route(query, traceparent, timeout_s)
+            plan = await self._source.route(query, traceparent, timeout_s, wish)
         except LostError as error:
             if not self._alone:  # said once, not once per request
                 log.warning("routing_without_scheduler", error=str(error))
@@ -159,3 +182,24 @@ class Router:
             log.info("routing_by_scheduler_again")
         self._alone = False
         return plan
+
+    def take_ahead(self, ahead: PlansAhead) -> None:
+        """Takes in plans that were wished for."""
+        self._stock.put(ahead.kind, ahead.plans, self._clock())
+
+    def note_refused(self) -> None:
+        """A worker did not do what was planned: plans made before know nothing of it."""
+        self._stock.clear()
+
+    def note_fleet(self, workers: tuple[FleetWorker, ...]) -> None:
+        """Drops plans made ahead when a worker has come, gone or begun to drain."""
+        seats = frozenset(
+            (each.info.worker_id, each.info.incarnation, each.load.draining) for each in workers
+        )
+        if seats != self._seats:
+            self._seats = seats
+            self._stock.clear()
+
+    def _kind(self, query: RouteQuery) -> PlanKind | None:
+        facts = self.facts
+        return None if facts is None else kind_of(query, facts.max_model_len)

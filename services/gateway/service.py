@@ -16,6 +16,7 @@ from kvmesh.console.request_log import RequestLog
 from kvmesh.core.errors import ConfigError
 from kvmesh.core.types import FleetWorker
 from kvmesh.policy.crowd import Crowd
+from kvmesh.policy.plans_ahead import PlanStock
 from kvmesh.rpc.fleet import FleetWatch, RouteClient
 from kvmesh.rpc.tls import server_context
 from kvmesh.runtime.app import ServiceContext
@@ -99,8 +100,15 @@ async def start_gateway(config: GatewayConfig, context: ServiceContext) -> Gatew
     prometheus_client.REGISTRY.register(metrics)
     context.stack.callback(prometheus_client.REGISTRY.unregister, metrics)
     router = Router(
-        served_name, fleet, routes, sessions.in_flight, config.scheduler.route_timeout_s
+        served_name,
+        fleet,
+        routes,
+        sessions.in_flight,
+        config.scheduler.route_timeout_s,
+        stock=PlanStock(config.scheduler.plans_ahead),
     )
+    routes.on_ahead = router.take_ahead
+    fleet.on_change(router.note_fleet)
     shown = RequestLog(time.time() - asyncio.get_running_loop().time())
     mesh = Mesh(router, sessions, metrics, config.limits, random.Random(), log=shown)
     context.spawn(_watch_lag(mesh.crowd), "lag watch")

@@ -71,6 +71,10 @@ class DemandBoard:
         self._num_new[query.model] = self._num_new.get(query.model, 0) + 1
         return True
 
+    def note_used(self, model: str, count: int) -> None:
+        """So many requests came that did not have to ask: their plans were made ahead."""
+        self._num_new[model] = self._num_new.get(model, 0) + count
+
     def note_cluster(self, request_id: RequestId, remote: bool) -> None:
         """Notes which cluster was chosen to prefill a request."""
         self._asked[request_id].remote = remote

@@ -24,6 +24,7 @@ DECISION_SECONDS = BatchHistogram(
     "Time to decide a route once the prefix matches are known",
     buckets=(0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05),
 )
+PLANS_AHEAD = Counter("kvmesh_scheduler_plans_ahead", "Route plans made before their requests came")
 THRESHOLD_TOKENS = Gauge(
     "kvmesh_scheduler_threshold_tokens",
     "Uncached tokens above which prompts go to the remote cluster",

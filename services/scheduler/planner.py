@@ -26,6 +26,7 @@ from kvmesh.metadata.store import FleetStore, StoreUnavailableError
 from kvmesh.policy.composition import Composition, OffloadState
 from kvmesh.policy.control import CYCLE_S, Allocation
 from kvmesh.policy.fleet_index import SMALL_FLEET
+from kvmesh.policy.plans_ahead import MAX_AHEAD, MAX_KINDS, Wish
 from kvmesh.policy.ratio_monitor import WINDOW_S
 from kvmesh.policy.role_switch import STEADY, ScaleSignal, Switch, scale_signal
 from kvmesh.telemetry.logs import event_logger
@@ -126,6 +127,19 @@ class Planner:
             uncached = query.num_tokens - plan.prefill[0].cached_tokens
             loops = self._loops(query.model)
             loops.note_prompt(uncached, query.max_new_tokens, query.scenario)
+
+    def note_used(self, query: RouteQuery, wish: Wish) -> None:
+        """Takes in requests that came since the last question and used plans made ahead.
+
+        They are taken to be as long as their mean, with as much to generate as `query`.
+        """
+        if not wish.used:
+            return
+        self.demand.note_used(query.model, wish.used)
+        loops, mean_tokens = self._loops(query.model), wish.used_tokens // wish.used
+        # A gateway has no more plans than that between two questions.
+        for _ in range(min(wish.used, MAX_AHEAD * MAX_KINDS)):
+            loops.note_prompt(mean_tokens, query.max_new_tokens, query.scenario)
 
     def _loops(self, model: str) -> ModelLoops:
         if model not in self._models:

@@ -18,11 +18,13 @@ from kvmesh.core.types import (
     Placement,
     PrefixMatch,
     Refusal,
+    RequestId,
     RoutePlan,
     RouteQuery,
 )
 from kvmesh.policy.composition import Composition, decide_route
 from kvmesh.policy.explain import describe_decision
+from kvmesh.policy.plans_ahead import MAX_AHEAD, Wish
 from kvmesh.policy.view import FleetView
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.telemetry.tracing import Span, start_span
@@ -116,6 +118,37 @@ class Router:
             _describe(span, query, outcome)
         metrics.ROUTE_SECONDS.observe(time.perf_counter() - started)
         return outcome
+
+    def plan_ahead(self, query: RouteQuery, wish: Wish) -> tuple[RoutePlan, ...]:
+        """Decides on requests like this one that may come next, as if they had come one by one.
+
+        None where prefixes are looked up: each request may have been cached somewhere else.
+        """
+        if self._prefixes is not None and self._fleet.fingerprints(query.model):
+            return ()
+        known: list[PrefixMatch] | None = None if self._prefixes is None else []
+        placement = wish.kind.placement
+        if placement is Placement.AUTO:
+            placement = self._settings.placement
+        plans: list[RoutePlan] = []
+        for number in range(1, min(wish.count, MAX_AHEAD) + 1):
+            each = dataclasses.replace(
+                query,
+                request_id=RequestId(f"{query.request_id}+{number}"),
+                num_tokens=wish.kind.num_tokens,
+                block_hashes=(),
+                placement=placement,
+            )
+            outcome = self._decide(each, known)
+            if not isinstance(outcome, RoutePlan):
+                break
+            plans.append(outcome)
+        metrics.PLANS_AHEAD.inc(len(plans))
+        return tuple(plans)
+
+    def note_used(self, query: RouteQuery, wish: Wish) -> None:
+        """Takes requests that used plans made ahead into what the planner knows."""
+        self._planner.note_used(query, wish)
 
     def forget(self, gateway: Hashable) -> None:
         """A gateway is gone, and with it what waited there."""

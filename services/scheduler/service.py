@@ -18,11 +18,13 @@ from kvmesh.core.types import (
     RefusalReason,
     Role,
     RoutePlan,
+    RouteQuery,
     WorkerId,
     WorkerInfo,
 )
 from kvmesh.metadata.redis_client import RedisClient, RedisConfig
 from kvmesh.metadata.redis_fleet import RedisFleetStore
+from kvmesh.policy.plans_ahead import PlansAhead, Wish
 from kvmesh.rpc.convert import (
     refusal_to_proto,
     role_to_proto,
@@ -30,7 +32,12 @@ from kvmesh.rpc.convert import (
     worker_load_from_proto,
 )
 from kvmesh.rpc.convert_detail import worker_detail_from_proto, worker_order
-from kvmesh.rpc.convert_route import route_plan_to_proto, route_query_from_proto
+from kvmesh.rpc.convert_route import (
+    plans_ahead_to_proto,
+    route_plan_to_proto,
+    route_query_from_proto,
+    wish_from_proto,
+)
 from kvmesh.rpc.direct import DirectListener
 from kvmesh.rpc.prefix_lookup import PrefixLookup
 from kvmesh.rpc.served import DirectWay, serve_questions
@@ -177,18 +184,35 @@ class SchedulerServicer(SchedulerServiceServicer):
 
     async def _answer(self, request: RouteRequest, answers: Outbox[RouteResponse]) -> None:
         outcome: RoutePlan | Refusal
+        wish: Wish | None = None
         try:
             query = route_query_from_proto(request)
+            wish = wish_from_proto(request)
         except ProtocolError as error:
             outcome = Refusal(RefusalReason.INVALID, str(error))
         else:
             outcome = await self._router.route(query, request.traceparent, answers)
-        response = RouteResponse(correlation_id=request.correlation_id)
+        correlation_id = request.correlation_id
         if isinstance(outcome, RoutePlan):
-            response.plan.CopyFrom(route_plan_to_proto(outcome))
+            plan = route_plan_to_proto(outcome)
+            answers.put(RouteResponse(correlation_id=correlation_id, plan=plan))
         else:
-            response.refusal.CopyFrom(refusal_to_proto(outcome))
-        answers.put(response)
+            refusal = refusal_to_proto(outcome)
+            answers.put(RouteResponse(correlation_id=correlation_id, refusal=refusal))
+        if wish is not None:
+            self._router.note_used(query, wish)
+            if wish.count and isinstance(outcome, RoutePlan):
+                # Later, so that the answer leaves first: who asked waits for nothing else.
+                loop = asyncio.get_running_loop()
+                loop.call_soon(self._plan_ahead, correlation_id, query, wish, answers)
+
+    def _plan_ahead(
+        self, correlation_id: int, query: RouteQuery, wish: Wish, answers: Outbox[RouteResponse]
+    ) -> None:
+        plans = self._router.plan_ahead(query, wish)
+        if plans:
+            ahead = plans_ahead_to_proto(PlansAhead(wish.kind, plans))
+            answers.put(RouteResponse(correlation_id=correlation_id, ahead=ahead))
 
     async def _follow_worker(
         self, requests: AsyncIterator[RegisterWorkerRequest], orders: Orders

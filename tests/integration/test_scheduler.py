@@ -27,6 +27,7 @@ from kvmesh.core.types import (
 )
 from kvmesh.metadata.redis_client import RedisClient, RedisConfig
 from kvmesh.metadata.redis_fleet import RedisFleetStore
+from kvmesh.policy.plans_ahead import PlanKind, PlansAhead, Wish
 from kvmesh.rpc.channels import open_channel
 from kvmesh.rpc.convert import worker_info_to_proto
 from kvmesh.rpc.fleet import FleetWatch, RouteClient
@@ -159,6 +160,21 @@ class TestRoutes:
             assert (first_names(avoiding), avoiding.cause) == (["d"], RouteCause.HELP)
             aggregated = await gateway.plan(query(placement=Placement.AGGREGATED))
             assert aggregated.decode == ()
+
+    async def test_plans_that_are_wished_for_come_after_the_answer(self) -> None:
+        kind = PlanKind("m", "", Placement.AUTO, 511)
+        async with scheduler() as context, mesh(address(context)) as gateway:
+            for name in ("a", "b"):
+                await gateway.join(worker_info(name, Role.HYBRID))
+            ahead: asyncio.Future[PlansAhead] = asyncio.get_running_loop().create_future()
+            gateway.routes.on_ahead = ahead.set_result
+            first = await gateway.routes.route(query(), "", SOON_S, Wish(kind, 3))
+            assert isinstance(first, RoutePlan)
+            came = await asyncio.wait_for(ahead, SOON_S)
+            assert came.kind == kind
+            names = [first_names(plan)[0] for plan in (first, *came.plans)]
+            assert sorted(names) == ["a", "a", "b", "b"]  # each is load of its worker
+            assert (names[0], names[2]) != (names[1], names[3])
 
     async def test_routes_go_on_without_a_kvmanager(self) -> None:
         hashes = (BlockHash(bytes(16)),)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvmesh.engine.protocol import SequenceChunk
+from kvmesh.engine.protocol import RemotePrefix, SequenceChunk
 from kvmesh.kernels.plan import RaggedBatch
 from kvmesh.kernels.states import SequenceState
 from kvmesh.kv.groups import HOLE, first_visible, num_blocks_of
@@ -30,6 +30,8 @@ class StepBatch:
         sample_rows: rows whose logits are wanted.
         sample_chunks: for each of them, the index of its chunk in the step.
         scored: (index of the chunk, its first row) of chunks with prompt tokens to score.
+        remote_chunks, remotes: indexes of the chunks with a remote prefix, and the prefixes; their
+            sequences come last, and contexts and tables are without it.
     """
 
     token_ids: Tensor
@@ -39,6 +41,8 @@ class StepBatch:
     sample_rows: list[int]
     sample_chunks: list[int]
     scored: list[tuple[int, int]]
+    remote_chunks: list[int]
+    remotes: list[RemotePrefix]
 
 
 def build_batch(
@@ -53,11 +57,13 @@ def build_batch(
     assert chunks, "a step has a chunk"
     for chunk in chunks:
         _check(chunk, block_size, windows)
-    single = [index for index, chunk in enumerate(chunks) if chunk.end - chunk.start == 1]
-    longer = [index for index, chunk in enumerate(chunks) if chunk.end - chunk.start > 1]
+    remote = [index for index, chunk in enumerate(chunks) if chunk.remote is not None]
+    local = [(i, chunk) for i, chunk in enumerate(chunks) if chunk.remote is None]
+    single = [index for index, chunk in local if chunk.end - chunk.start == 1]
+    longer = [index for index, chunk in local if chunk.end - chunk.start > 1]
     # Neighbours of similar length share a gather (`decode_buckets`).
     single.sort(key=lambda index: -chunks[index].end)
-    order = single + longer
+    order = single + longer + remote
 
     starts = [0]
     for index in order:
@@ -92,6 +98,8 @@ def build_batch(
         sample_rows=[starts[place + 1] - 1 for place in sampled],
         sample_chunks=[order[place] for place in sampled],
         scored=[(index, starts[at]) for at, index in enumerate(order) if chunks[index].num_scored],
+        remote_chunks=remote,
+        remotes=[prefix for chunk in chunks if (prefix := chunk.remote) is not None],
     )
 
 
@@ -107,15 +115,29 @@ def _group_batch(
     return RaggedBatch(
         query_starts=starts,
         context_lens=[
-            chunk.end - skipped * block_size for chunk, skipped in zip(chunks, first, strict=True)
+            chunk.end - (skipped + _num_elsewhere(chunk)) * block_size
+            for chunk, skipped in zip(chunks, first, strict=True)
         ],
         block_tables=[
-            chunk.tables[group][begin:end]
+            _table(chunk, group, begin, end)
             for chunk, begin, end in zip(chunks, first, ends, strict=True)
         ],
-        num_decode=sum(chunk.end - chunk.start == 1 for chunk in chunks),
+        num_decode=sum(chunk.end - chunk.start == 1 and chunk.remote is None for chunk in chunks),
         block_size=block_size,
     )
+
+
+def _num_elsewhere(chunk: SequenceChunk) -> int:
+    return 0 if chunk.remote is None else len(chunk.remote.blocks)
+
+
+def _table(chunk: SequenceChunk, group: int, begin: int, end: int) -> Sequence[int]:
+    """Blocks that hold a chunk's context here."""
+    table = chunk.tables[group]
+    if chunk.remote is None:
+        return table[begin:end]
+    elsewhere = chunk.remote.blocks
+    return [*table[: elsewhere.start], *table[elsewhere.stop : end]]
 
 
 def _check(chunk: SequenceChunk, block_size: int, windows: Sequence[int]) -> None:
@@ -126,4 +148,5 @@ def _check(chunk: SequenceChunk, block_size: int, windows: Sequence[int]) -> Non
         first = first_visible(window, chunk.start, block_size)
         seen = table[first : num_blocks_of(chunk.end, block_size)]
         assert not window or HOLE not in seen, "a block that is seen is not held"
+        assert not window or chunk.remote is None, "a window is not asked for elsewhere"
     assert not chunk.sample or chunk.end == len(chunk.token_ids), "tokens follow the sampled one"

@@ -24,6 +24,7 @@ from kvmesh.engine.protocol import (
     StepResult,
     TokenConstraint,
 )
+from kvmesh.engine.remote import come_back
 from kvmesh.engine.sequence import Emission, Sequence, SequenceState
 from kvmesh.kv.block_pool import BlockPool
 from kvmesh.kv.groups import (
@@ -305,6 +306,7 @@ class EngineCore:
             constraint=sequence.constraint,
             score_prompt=sequence.scores_prompt,
             on_layers=sequence.on_layers if end == len(sequence.tokens) else None,
+            remote=sequence.remote,
         )
 
     def _grow(self, sequence: Sequence, end: int, protected: SequenceOf[Sequence]) -> bool:
@@ -331,6 +333,9 @@ class EngineCore:
 
     def _preempt(self, victim: Sequence) -> None:
         self._running.remove(victim)
+        if victim.remote is not None:
+            come_back(victim, self.block_size)
+            victim.num_computed = 0  # with holes, there is nothing to keep
         self._preempted.add(victim)
         self._preemptions += 1
 
@@ -355,6 +360,9 @@ class EngineCore:
         for index, (chunk, token) in enumerate(zip(chunks, result.tokens, strict=True)):
             sequence = members[chunk.sequence_id]
             self._computed_tokens += chunk.end - chunk.start
+            if index in result.lost:
+                come_back(sequence, self.block_size)
+                continue
             known = len(sequence.prompt_logprobs) - chunk.start  # computed again after preemption
             sequence.prompt_logprobs += result.prompt_logprobs.get(index, ())[known:]
             if sequence.state is SequenceState.RUNNING:
@@ -398,6 +406,8 @@ class EngineCore:
 
     def _settle(self, sequence: Sequence) -> None:
         """Lets others share what became complete, and gives back what is behind a window."""
+        if sequence.remote is not None:
+            return  # blocks behind a hole are found by nobody
         num_sealed = sequence.kv.num_sealed
         self._cache.finish_step(sequence.kv, sequence.num_computed, sequence.chain.hashes)
         if self.on_sealed is not None and sequence.kv.num_sealed > num_sealed:
@@ -475,7 +485,7 @@ class EngineCore:
         everyone = [*self._held, *self._running, *self._preempted]
         assert len({s.sequence_id for s in everyone}) == len(everyone), "a sequence is twice here"
         for sequence in everyone:
-            if sequence.state is SequenceState.PREEMPTED:
+            if sequence.state is SequenceState.PREEMPTED or sequence.remote is not None:
                 continue
             assert sequence.num_computed <= len(sequence.tokens)
             assert sequence.kv.num_sealed * self.block_size <= len(sequence.tokens)

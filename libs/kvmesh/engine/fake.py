@@ -141,6 +141,11 @@ class FakeRunner:
         """The KV pool."""
         return self._memory
 
+    @property
+    def partial_attention(self) -> None:
+        """It has no attention."""
+        return
+
     def execute(self, chunks: Sequence[SequenceChunk]) -> StepResult:
         """Writes the KV of all chunks, then samples."""
         if self._step_s:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvmesh.core.types import KvLayout, SamplingParams, TokenLogprobs
 from kvmesh.kv.groups import KvGroups
+from kvmesh.transfer.remote_attention import RemoteAttention
 
 if TYPE_CHECKING:  # the contract itself needs no numpy
     import numpy as np
@@ -49,6 +50,19 @@ class StateChunk:
     live: Sequence[int]
     source: Sequence[int]
     saves: Sequence[tuple[int, Sequence[int]]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RemotePrefix:
+    """Blocks of a sequence that another worker holds.
+
+    Attributes:
+        blocks: indexes in the sequence; those before them are here.
+        attention: asks their holder, from the thread that computes.
+    """
+
+    blocks: range
+    attention: RemoteAttention
 
 
 class TokenConstraint(Protocol):
@@ -93,6 +107,7 @@ class SequenceChunk:
         score_prompt: report log-probabilities of the prompt's tokens that follow these positions.
         on_layers: told, in the thread that computes, how many layers have written the chunk's KV;
             a runner may tell it seldom or never.
+        remote: blocks of the prefix that are holes in `block_table`, and whom to ask instead.
     """
 
     sequence_id: int
@@ -115,6 +130,7 @@ class SequenceChunk:
     constraint: TokenConstraint | None = None
     score_prompt: bool = False
     on_layers: Callable[[int], None] | None = None
+    remote: RemotePrefix | None = None
 
     @property
     def num_scored(self) -> int:
@@ -144,10 +160,12 @@ class StepResult:
     Attributes:
         tokens: per chunk the sampled token, or None where `sample` was False.
         prompt_logprobs: by index of the chunk, `num_scored` entries, of positions start + 1 on.
+        lost: indexes of chunks whose remote prefix did not answer; nothing of them counts.
     """
 
     tokens: list[SampledToken | None] = field(default_factory=list)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    lost: frozenset[int] = frozenset()
 
 
 class KvMemory(Protocol):
@@ -175,6 +193,29 @@ class KvMemory(Protocol):
         ...
 
 
+class PartialAttention(Protocol):
+    """Attention for sequences of other workers, over blocks that are here."""
+
+    @property
+    def num_heads(self) -> int:
+        """Of the model's queries."""
+        ...
+
+    def attend(
+        self, layer: int, blocks: Sequence[int], queries: memoryview, scale: float
+    ) -> tuple[memoryview, memoryview]:
+        """Attention over all positions of some blocks. Called in any thread but the loop's.
+
+        Args:
+            queries: writable bytes of [queries, heads, head_dim] in the pool's dtype, rotated.
+
+        Returns:
+            Bytes of the output, as `queries`, and of [queries, heads] fp32, the log of the sums
+            of exponentials.
+        """
+        ...
+
+
 class ModelRunner(Protocol):
     """Computes steps. `execute` is called from one thread at a time, never the event loop's."""
 
@@ -186,6 +227,14 @@ class ModelRunner(Protocol):
     @property
     def kv(self) -> KvMemory:
         """The KV pool."""
+        ...
+
+    @property
+    def partial_attention(self) -> PartialAttention | None:
+        """For queries of other workers; None: this model's attention cannot be cut in parts.
+
+        With it, chunks may have a remote prefix.
+        """
         ...
 
     def execute(self, chunks: Sequence[SequenceChunk]) -> StepResult:

@@ -26,11 +26,13 @@ from kvmesh.engine.memory import (
 )
 from kvmesh.engine.model import DecoderModel, load_model
 from kvmesh.engine.models import FAMILIES
+from kvmesh.engine.partial import PoolAttention, can_be_parted
 from kvmesh.engine.protocol import ModelSpec, SampledToken, SequenceChunk, StepResult
 from kvmesh.engine.sampler import sample, score_tokens
 from kvmesh.engine.weights import WeightFiles, fingerprint
 from kvmesh.kernels.dispatch import plan_attention
 from kvmesh.kernels.latent import StepLatent
+from kvmesh.kernels.split_attention import RemotePart, SplitAttention
 from kvmesh.kernels.states import StepStates
 
 _SCORED_ROWS = 128
@@ -48,6 +50,8 @@ class TorchRunner:
         self._model: DecoderModel | None = model
         self._pool = pool
         self._keeps_latents = model.config.latent is not None
+        can_part = can_be_parted(model, plan.groups)
+        self._partial = PoolAttention(pool, model.config.num_heads) if can_part else None
         self._device = device
 
     @classmethod
@@ -118,6 +122,11 @@ class TorchRunner:
         """See `ModelRunner.kv`."""
         return self._pool
 
+    @property
+    def partial_attention(self) -> PoolAttention | None:
+        """See `ModelRunner.partial_attention`."""
+        return self._partial
+
     @torch.inference_mode()
     def execute(self, chunks: Sequence[SequenceChunk]) -> StepResult:
         """See `ModelRunner.execute`.
@@ -129,6 +138,7 @@ class TorchRunner:
         if not chunks:
             return StepResult(result)
         batch = build_batch(chunks, self._plan.block_size, self._plan.groups.windows)
+        remote = [RemotePart(each.attention) for each in batch.remotes]
         rows = batch.sample_rows + _scored_rows(batch, chunks)
         num_sampled = len(batch.sample_rows)
         all_rows = rows == list(range(len(batch.token_ids)))
@@ -136,7 +146,7 @@ class TorchRunner:
         hidden = self._model.forward(
             batch.token_ids.to(self._device),
             batch.positions.to(self._device),
-            self._memory_of(batch),
+            self._memory_of(batch, remote),
             None if all_rows else keep,
             self._after_layer(chunks),
         )
@@ -145,7 +155,9 @@ class TorchRunner:
             tokens = sample(logits, [chunks[index] for index in batch.sample_chunks])
             for index, token in zip(batch.sample_chunks, tokens, strict=True):
                 result[index] = token
-        return StepResult(result, self._score(chunks, batch, hidden[num_sampled:]))
+        failed = zip(batch.remote_chunks, remote, strict=True)
+        lost = frozenset(index for index, part in failed if part.failure is not None)
+        return StepResult(result, self._score(chunks, batch, hidden[num_sampled:]), lost)
 
     def _after_layer(self, chunks: Sequence[SequenceChunk]) -> Callable[[int], None] | None:
         """Tells the chunks that listen; nobody on a device, whose work is behind its calls."""
@@ -184,7 +196,7 @@ class TorchRunner:
             first += len(after)
         return found
 
-    def _memory_of(self, batch: StepBatch) -> StepMemory:
+    def _memory_of(self, batch: StepBatch, remote: Sequence[RemotePart]) -> StepMemory:
         pool, plan, shape = self._pool.tensor, self._plan, self._spec.layout
         states = None
         if batch.states:
@@ -195,6 +207,9 @@ class TorchRunner:
                 first.num_decode,
                 pool.view(len(pool), -1).view(torch.float32),
             )
+        if remote:
+            (group,) = batch.groups
+            return StepMemory(attention=(SplitAttention(group, pool, remote),))
         if not self._keeps_latents:
             attention = tuple(plan_attention(group, pool) for group in batch.groups)
             return StepMemory(attention=attention, states=states)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvmesh.core.types import FinishReason, SequenceSpec, TokenLogprobs
-from kvmesh.engine.protocol import TokenConstraint
+from kvmesh.engine.protocol import RemotePrefix, TokenConstraint
 from kvmesh.kv.hashing import HashChain
 from kvmesh.kv.sequence_blocks import SequenceBlocks
 
@@ -69,6 +69,7 @@ class Sequence:
         constraint: limits what may be generated.
         scores_prompt: log-probabilities of the prompt's tokens are still to be found or told.
         prompt_logprobs: those found so far, from the prompt's second token on.
+        remote: a part of the prefix whose KV another worker holds.
         on_emission, on_progress: called on the event loop after a step.
         on_layers: called in the engine's thread while it computes the step that gives the first
             token, with the number of layers whose KV is written.
@@ -86,6 +87,7 @@ class Sequence:
     constraint: TokenConstraint | None = None
     scores_prompt: bool = False
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    remote: RemotePrefix | None = None
     on_emission: Callable[[Emission], None] = field(default=_no_emission)
     on_progress: Callable[[], None] = field(default=_no_progress)
     on_layers: Callable[[int], None] | None = None

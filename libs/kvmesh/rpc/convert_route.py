@@ -14,6 +14,7 @@ from kvmesh.core.types import (
     WorkerId,
 )
 from kvmesh.kv.hashing import join_hashes, split_hashes
+from kvmesh.policy.plans_ahead import PlanKind, PlansAhead, Wish
 from kvmesh.rpc.convert import (
     endpoint_from_proto,
     endpoint_to_proto,
@@ -46,10 +47,10 @@ def candidate_from_proto(message: scheduler_service_pb2.Candidate) -> Candidate:
 
 
 def route_query_to_proto(
-    query: RouteQuery, correlation_id: int, traceparent: str = ""
+    query: RouteQuery, correlation_id: int, traceparent: str = "", wish: Wish | None = None
 ) -> scheduler_service_pb2.RouteRequest:
-    """RouteQuery as a message."""
-    return scheduler_service_pb2.RouteRequest(
+    """RouteQuery as a message, with what it says about plans beforehand."""
+    message = scheduler_service_pb2.RouteRequest(
         correlation_id=correlation_id,
         request_id=query.request_id,
         model=query.model,
@@ -64,6 +65,25 @@ def route_query_to_proto(
         waiting=query.waiting,
         waiting_reserved=query.waiting_reserved,
     )
+    if wish is not None:
+        message.num_ahead = wish.count
+        message.ahead_tokens = wish.kind.num_tokens
+        message.ahead_used = wish.used
+        message.ahead_used_tokens = wish.used_tokens
+    return message
+
+
+def wish_from_proto(message: scheduler_service_pb2.RouteRequest) -> Wish | None:
+    """What a question says about plans beforehand; None if it says nothing."""
+    if not message.ahead_tokens:
+        return None
+    kind = PlanKind(
+        message.model,
+        message.scenario,
+        placement_from_proto(message.placement),
+        message.ahead_tokens,
+    )
+    return Wish(kind, message.num_ahead, message.ahead_used, message.ahead_used_tokens)
 
 
 def route_query_from_proto(message: scheduler_service_pb2.RouteRequest) -> RouteQuery:
@@ -108,3 +128,26 @@ def route_plan_from_proto(message: scheduler_service_pb2.RoutePlan) -> RoutePlan
         # A newer scheduler may know more words; an older one says none.
         cause=_CAUSES.get(message.cause, RouteCause.LOAD),
     )
+
+
+def plans_ahead_to_proto(ahead: PlansAhead) -> scheduler_service_pb2.PlansAhead:
+    """PlansAhead as a message."""
+    kind = ahead.kind
+    return scheduler_service_pb2.PlansAhead(
+        model=kind.model,
+        scenario=kind.scenario,
+        placement=placement_to_proto(kind.placement),
+        num_tokens=kind.num_tokens,
+        plans=map(route_plan_to_proto, ahead.plans),
+    )
+
+
+def plans_ahead_from_proto(message: scheduler_service_pb2.PlansAhead) -> PlansAhead:
+    """PlansAhead from a message."""
+    kind = PlanKind(
+        message.model,
+        message.scenario,
+        placement_from_proto(message.placement),
+        message.num_tokens,
+    )
+    return PlansAhead(kind, tuple(map(route_plan_from_proto, message.plans)))

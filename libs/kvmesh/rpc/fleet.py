@@ -7,6 +7,7 @@ Tests: tests/integration/test_scheduler.py.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import random
 from collections.abc import Callable, Sequence
@@ -15,13 +16,18 @@ import grpc
 
 from kvmesh.core.errors import LostError, ProtocolError
 from kvmesh.core.types import FleetWorker, ModelDetail, Refusal, RoutePlan, RouteQuery
+from kvmesh.policy.plans_ahead import PlansAhead, Wish
 from kvmesh.rpc.channels import TlsConfig, open_channel
 from kvmesh.rpc.convert import refusal_from_proto
 from kvmesh.rpc.convert_detail import model_detail_from_proto
-from kvmesh.rpc.convert_route import route_plan_from_proto, route_query_to_proto
+from kvmesh.rpc.convert_route import (
+    plans_ahead_from_proto,
+    route_plan_from_proto,
+    route_query_to_proto,
+)
 from kvmesh.rpc.direct import DirectClient
 from kvmesh.rpc.fleet_view import FleetMirror
-from kvmesh.rpc.stream import Correlator, PeerStream
+from kvmesh.rpc.stream import Correlator, PeerStream, parts
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.v1.scheduler_service_pb2 import (
     RouteRequest,
@@ -36,6 +42,7 @@ MAX_BACKOFF_S = 1.0
 log = event_logger(__name__)
 
 FleetCallback = Callable[[tuple[FleetWorker, ...]], None]
+AheadCallback = Callable[[PlansAhead], None]
 
 
 class FleetWatch:
@@ -118,10 +125,14 @@ class RouteClient:
 
     Args:
         targets: `host:port` of every scheduler replica, the preferred one first.
+
+    Attributes:
+        on_ahead: called with plans that were wished for, on the event loop; must not block.
     """
 
     def __init__(self, targets: Sequence[str], tls: TlsConfig | None = None) -> None:
-        self._lines = [_RouteLine(target, tls) for target in targets]
+        self.on_ahead: AheadCallback = lambda _: None
+        self._lines = [_RouteLine(target, tls, self._take_ahead) for target in targets]
 
     @property
     def connected(self) -> bool:
@@ -144,12 +155,17 @@ class RouteClient:
                 lines.create_task(line.run())
 
     async def route(
-        self, query: RouteQuery, traceparent: str = "", timeout_s: float = 1.0
+        self,
+        query: RouteQuery,
+        traceparent: str = "",
+        timeout_s: float = 1.0,
+        wish: Wish | None = None,
     ) -> RoutePlan | Refusal:
         """Asks the first scheduler that is connected, and the next ones if it fails to answer.
 
         Args:
             timeout_s: for all schedulers together.
+            wish: for plans beforehand, which come to `on_ahead` after the answer.
 
         Raises:
             LostError: no scheduler answered.
@@ -158,18 +174,22 @@ class RouteClient:
         reason = "no scheduler is connected"
         for line in connected:
             try:
-                return await line.ask(query, traceparent, timeout_s / len(connected))
+                return await line.ask(query, traceparent, timeout_s / len(connected), wish)
             except LostError as error:
                 reason = str(error)
         raise LostError(reason)
+
+    def _take_ahead(self, ahead: PlansAhead) -> None:
+        self.on_ahead(ahead)
 
 
 class _RouteLine:
     """The route stream to one scheduler."""
 
-    def __init__(self, target: str, tls: TlsConfig | None) -> None:
+    def __init__(self, target: str, tls: TlsConfig | None, on_ahead: AheadCallback) -> None:
         self._target = target
         self._tls = tls
+        self._on_ahead = on_ahead
         self._answers: Correlator[RouteRequest, RouteResponse] = Correlator(
             lambda response: response.correlation_id
         )
@@ -181,7 +201,7 @@ class _RouteLine:
             self._stream = PeerStream(
                 f"scheduler@{self._target}",
                 SchedulerServiceStub(channel).Route,
-                self._answers.receive_joined,
+                self._receive,
                 on_up=self.up.set,
                 on_down=self._on_down,
                 joins=True,
@@ -190,11 +210,11 @@ class _RouteLine:
             await self._stream.run()
 
     async def ask(
-        self, query: RouteQuery, traceparent: str, timeout_s: float
+        self, query: RouteQuery, traceparent: str, timeout_s: float, wish: Wish | None
     ) -> RoutePlan | Refusal:
         assert self._stream is not None, "up, so there is a stream"
         correlation_id = self._answers.next_id()
-        question = route_query_to_proto(query, correlation_id, traceparent)
+        question = route_query_to_proto(query, correlation_id, traceparent, wish)
         answer = await self._answers.ask(self._stream, correlation_id, question, timeout_s)
         try:
             if answer.WhichOneof("outcome") == "plan":
@@ -202,6 +222,15 @@ class _RouteLine:
         except ProtocolError as error:
             raise LostError(f"{self._stream.name} sent a plan that cannot be read") from error
         return refusal_from_proto(answer.refusal)
+
+    def _receive(self, message: RouteResponse) -> None:
+        for answer in parts(message):
+            if answer.HasField("ahead"):
+                # Whoever cannot read them does without: the next request asks.
+                with contextlib.suppress(ProtocolError):
+                    self._on_ahead(plans_ahead_from_proto(answer.ahead))
+            else:
+                self._answers.receive(answer)
 
     def _on_down(self, reason: str) -> None:
         self.up.clear()

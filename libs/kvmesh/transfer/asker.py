@@ -265,7 +265,7 @@ class PendingAnswer:
 
 
 def _whole(pieces: Sequence[memoryview]) -> memoryview:
-    return pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
+    return pieces[0] if len(pieces) == 1 else memoryview(bytearray().join(pieces))
 
 
 class RemoteBlocks:

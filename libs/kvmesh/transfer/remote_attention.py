@@ -1,6 +1,6 @@
 """Attention over KV that lies elsewhere, as a step of the engine sees it. Torch-free.
 
-Tests: tests/unit/kernels/test_split_attention.py.
+Tests: tests/integration/test_remote_prefix.py.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from kvmesh.core.types import (
     WorkerInfo,
     WorkerLoad,
 )
+from kvmesh.policy.plans_ahead import AHEAD_S, PlanKind, PlansAhead, PlanStock, Wish
 from services.gateway.routing import Router, candidate_of, missing_role, model_facts
 
 LAYOUT = KvLayout("fp", "float32", 16, 2, 2, 8)
@@ -46,10 +47,12 @@ class Fleet:
 class Source:
     answer: RoutePlan | Refusal | None
     timeouts: list[float] = field(default_factory=list)
+    wishes: list[Wish | None] = field(default_factory=list)
 
     async def route(
-        self, query: RouteQuery, traceparent: str, timeout_s: float
+        self, query: RouteQuery, traceparent: str, timeout_s: float, wish: Wish | None = None
     ) -> RoutePlan | Refusal:
+        self.wishes.append(wish)
         self.timeouts.append(timeout_s)
         if self.answer is None:
             raise LostError("no scheduler")
@@ -111,3 +114,82 @@ async def test_without_a_scheduler_the_least_used_comes_first() -> None:
     assert isinstance(plan, RoutePlan)
     assert [candidate.worker_id for candidate in plan.prefill] == ["p2", "p1"]
     assert not plan.cache_known
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Ahead:
+    """A router with a stock, and a scheduler whose one plan it gets when it asks."""
+
+    def __init__(self) -> None:
+        self.plan = RoutePlan(Placement.AGGREGATED, (candidate_of(P),), (), True, "asked", "p")
+        self.early = replace(self.plan, reason="ahead")
+        self.source = Source(self.plan)
+        self.clock = Clock()
+        self.router = Router(
+            "tiny", Fleet((P, D)), self.source, dict, 0.5, self.clock, PlanStock(4)
+        )
+        self.router.note_fleet((P, D))
+
+    async def request(self, query: RouteQuery = QUERY) -> RoutePlan | Refusal:
+        """As a request goes about it."""
+        return self.router.planned(query) or await self.router.route(query, "", 1.0)
+
+    async def stocked(self) -> None:
+        """Two requests have come, and plans for two more are here."""
+        await self.request()
+        await self.request()
+        wish = self.source.wishes[-1]
+        assert wish is not None
+        assert (wish.count, wish.kind) == (1, PlanKind("tiny", "", Placement.AUTO, 15))
+        self.router.take_ahead(PlansAhead(wish.kind, (self.early,) * 2))
+
+
+async def test_plans_made_ahead_are_used_and_then_told_of() -> None:
+    ahead = Ahead()
+    await ahead.stocked()
+    plans = [await ahead.request() for _ in range(3)]
+    assert plans == [ahead.early, ahead.early, ahead.plan]
+    wish = ahead.source.wishes[-1]
+    assert wish is not None
+    assert (wish.used, wish.used_tokens, wish.count) == (2, 20, 4)
+
+
+async def test_who_asks_again_or_sees_others_wait_asks_the_scheduler() -> None:
+    ahead = Ahead()
+    await ahead.stocked()
+    for changes in ({"avoid": frozenset({WorkerId("x")})}, {"waiting": 1}):
+        query = replace(QUERY, **changes)
+        assert await ahead.request(query) is ahead.plan
+        assert ahead.source.wishes[-1] is None
+
+
+@pytest.mark.parametrize("happens", ["refusal", "drain", "departure", "time"])
+async def test_plans_made_ahead_are_void_when_things_are_other_than_they_were(happens: str) -> None:
+    ahead = Ahead()
+    await ahead.stocked()
+    ahead.router.note_fleet((P, FleetWorker(D.info, WorkerLoad(decode_running=1))))  # only a load
+    if happens == "refusal":
+        ahead.router.note_refused()
+    elif happens == "drain":
+        ahead.router.note_fleet((FleetWorker(P.info, WorkerLoad(draining=True)), D))
+    elif happens == "departure":
+        ahead.router.note_fleet((D,))
+    else:
+        ahead.clock.now = AHEAD_S
+    assert await ahead.request() is ahead.plan
+
+
+async def test_a_router_without_a_stock_wishes_for_nothing() -> None:
+    plan = RoutePlan(Placement.AGGREGATED, (candidate_of(P),), (), True, "r", "p")
+    source = Source(plan)
+    router = Router("tiny", Fleet((P, D)), source, dict, 0.5)
+    for _ in range(3):
+        assert router.planned(QUERY) is None
+        await router.route(QUERY, "", 1.0)
+    assert all(wish is not None and wish.count == 0 for wish in source.wishes)

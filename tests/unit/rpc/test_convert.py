@@ -32,6 +32,7 @@ from kvmesh.core.types import (
     WorkerInfo,
     WorkerLoad,
 )
+from kvmesh.policy.plans_ahead import PlanKind, PlansAhead, Wish
 from kvmesh.rpc import convert, convert_route, convert_sampling
 from kvmesh.v1 import types_pb2
 from kvmesh.v1.scheduler_service_pb2 import RouteRequest
@@ -96,6 +97,14 @@ VALUES: list[tuple[Any, Callable[..., Any], Callable[..., Any]]] = [
         convert_route.route_plan_from_proto,
     ),
     (
+        PlansAhead(
+            PlanKind("m", "s", Placement.AGGREGATED, 63),
+            (RoutePlan(Placement.AGGREGATED, (CANDIDATE,), (), False, "why", "p"),) * 2,
+        ),
+        convert_route.plans_ahead_to_proto,
+        convert_route.plans_ahead_from_proto,
+    ),
+    (
         PrefixMatch(WorkerId("w"), 9, "c", 4),
         convert.prefix_match_to_proto,
         convert.prefix_match_from_proto,
@@ -128,6 +137,15 @@ def test_route_query_round_trip() -> None:
     assert message.correlation_id == 7
     assert message.traceparent == "00-trace"
     assert convert_route.route_query_from_proto(message) == query
+
+
+def test_a_wish_for_plans_goes_with_the_question() -> None:
+    query = RouteQuery(RequestId("r"), "m", 40, 8, scenario="s")
+    wish = Wish(PlanKind("m", "s", Placement.AUTO, 63), 3, 2, 90)
+    message = convert_route.route_query_to_proto(query, 7, "", wish)
+    assert convert_route.wish_from_proto(message) == wish
+    assert convert_route.route_query_from_proto(message) == query
+    assert convert_route.wish_from_proto(convert_route.route_query_to_proto(query, 7)) is None
 
 
 @pytest.mark.parametrize("reason", [None, *FinishReason])

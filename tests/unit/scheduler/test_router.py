@@ -13,6 +13,7 @@ from prometheus_client import REGISTRY
 
 from kvmesh.core.types import (
     BlockHash,
+    Placement,
     PrefixMatch,
     Refusal,
     RequestId,
@@ -22,6 +23,7 @@ from kvmesh.core.types import (
     WorkerInfo,
     WorkerLoad,
 )
+from kvmesh.policy.plans_ahead import MAX_AHEAD, PlanKind, Wish
 from kvmesh.telemetry import tracing
 from services.scheduler.fleet import Fleet, Membership
 from services.scheduler.router import Router
@@ -134,6 +136,45 @@ async def test_every_decision_is_kept_with_its_numbers() -> None:
     assert (refused.request_id, refused.reason) == ("long", "too_long")
     assert (short.request_id, short.reason) == ("short", plan.cause.value)
     assert short.prefill[0].worker_id == plan.prefill[0].worker_id
+
+
+def wish(count: int, **changes: int) -> Wish:
+    return replace(Wish(PlanKind("m", "", Placement.AUTO, 511), count), **changes)  # type: ignore[arg-type]
+
+
+async def test_plans_ahead_are_what_as_many_questions_would_have_got() -> None:
+    infos = [worker_info(name, Role.HYBRID) for name in ("a", "b", "c")]
+    ahead, asked = Parts(fleet_of(*infos)), Parts(fleet_of(*infos))
+    plans = ahead.router.plan_ahead(query(511), wish(5))
+    for number, plan in enumerate(plans, 1):
+        like = query(511, request_id=RequestId(f"r+{number}"), block_hashes=HASHES)
+        assert plan == await asked.router.route(like, "")
+    assert len(plans) == 5
+    assert {plan.prefill[0].worker_id for plan in plans[:3]} == {"a", "b", "c"}  # each is load
+    now = ahead.clock.now()
+    assert ahead.fleet.view(now) == asked.fleet.view(now)
+
+
+async def test_no_plans_ahead_where_prefixes_are_looked_up() -> None:
+    fleet = fleet_of(worker_info("h", Role.HYBRID))
+    assert make_router(fleet, Prefixes()).plan_ahead(query(), wish(2)) == ()
+    alone = fleet_of(replace(worker_info("h", Role.HYBRID), publishes=False))
+    assert len(make_router(alone, Prefixes()).plan_ahead(query(), wish(2))) == 2
+
+
+async def test_plans_ahead_have_a_limit_and_end_where_nobody_is() -> None:
+    fleet = fleet_of(worker_info("h", Role.HYBRID))
+    assert len(make_router(fleet).plan_ahead(query(), wish(2**32 - 1))) == MAX_AHEAD
+    assert make_router(fleet_of()).plan_ahead(query(), wish(2)) == ()
+
+
+async def test_requests_that_used_plans_ahead_count_as_if_they_had_asked() -> None:
+    parts = Parts(fleet_of(worker_info("h", Role.HYBRID)))
+    parts.router.note_used(query(), wish(0))
+    assert parts.planner.demand.take_new("m") == 0
+    parts.router.note_used(query(), wish(0, used=3, used_tokens=900))
+    assert parts.planner.demand.take_new("m") == 3
+    parts.router.note_used(query(), wish(0, used=2**32 - 1, used_tokens=1))  # ends soon
 
 
 async def median_decision_s(num_workers: int) -> float:

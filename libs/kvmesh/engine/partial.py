@@ -1,0 +1,49 @@
+"""A model's attention over blocks of its pool, for queries of other workers (TokenLake §3.3).
+
+Tests: tests/integration/test_remote_prefix.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kvmesh.engine.kv_cache import KvPool
+from kvmesh.engine.layers import MixerLayer, SelfAttention
+from kvmesh.engine.model import DecoderModel
+from kvmesh.kernels.partial import bytes_of, gather_part, partial_prefill
+from kvmesh.kv.groups import KvGroups
+
+
+def can_be_parted(model: DecoderModel, groups: KvGroups) -> bool:
+    """Whether the model's attention over a context is that over its parts, joined.
+
+    It is for full attention over keys and values. Not so where a window depends on positions, a
+    sink belongs to the whole context, or something else stands for attention.
+    """
+    return groups == KvGroups() and all(
+        isinstance(layer, MixerLayer)
+        and isinstance(layer.mixer, SelfAttention)
+        and layer.mixer.spec.sinks is None
+        for layer in model.layers
+    )
+
+
+class PoolAttention:
+    """`PartialAttention` over a runner's pool."""
+
+    def __init__(self, pool: KvPool, num_heads: int) -> None:
+        self._pool = pool
+        self.num_heads = num_heads
+
+    @torch.inference_mode()
+    def attend(
+        self, layer: int, blocks: Sequence[int], queries: memoryview, scale: float
+    ) -> tuple[memoryview, memoryview]:
+        """See `PartialAttention.attend`."""
+        kv = self._pool.tensor
+        q = torch.frombuffer(queries, dtype=kv.dtype).view(-1, self.num_heads, kv.shape[5])
+        k, v = gather_part(kv, layer, blocks, len(blocks) * kv.shape[3])
+        out, lse = partial_prefill(q.to(kv.device), k, v, scale, causal=False)
+        return bytes_of(out), bytes_of(lse)

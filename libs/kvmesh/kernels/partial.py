@@ -1,0 +1,134 @@
+"""Attention of many queries of one sequence over a part of its context, with its log-sum-exp.
+
+`kv` is the whole pool, as in `reference.py`. On the CPU torch's own flash attention computes it and
+gives the sums as well; elsewhere the plain twin does, which is also the oracle.
+Tests: tests/unit/kernels/test_partial.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+# Scores that are in memory at once, in the twin.
+_SCORES = 8 << 20
+
+
+def gather_part(
+    kv: Tensor, layer: int, blocks: Sequence[int], num_positions: int
+) -> tuple[Tensor, Tensor]:
+    """Keys and values of a run of positions.
+
+    Args:
+        blocks: that hold the positions, in order.
+
+    Returns:
+        Both [positions, kv_heads, head_dim], copies.
+    """
+    ids = torch.tensor(blocks, dtype=torch.int64, device=kv.device)
+    kv_heads, head_dim = kv.shape[4:]
+    k, v = kv[:, layer, 0], kv[:, layer, 1]
+    return tuple(  # type: ignore[return-value]
+        each.index_select(0, ids).view(-1, kv_heads, head_dim)[:num_positions] for each in (k, v)
+    )
+
+
+def partial_prefill(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Attention over one part of a context, normalised over that part.
+
+    Args:
+        q: [queries, heads, head_dim].
+        k, v: [positions, kv_heads, head_dim], the dtype of `q`.
+        scale: factor of the scores.
+        causal: the queries are those of the last positions, and see none after their own.
+
+    Returns:
+        [queries, heads, head_dim] in the dtype of `q`, and [queries, heads] fp32, the log of each
+        sum of exponentials, for `join_parts`.
+
+    Source: TokenLake §3.3 (a query travels to the KV); FlashInfer, arXiv 2501.01005 §2.2.
+    """
+    queries, heads, head_dim = q.shape
+    kv_heads = k.shape[1]
+    # KV heads take the batch axis: keys and values are not repeated for their query heads.
+    grouped = q.view(queries, kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+    keys, values = k.transpose(0, 1)[:, None], v.transpose(0, 1)[:, None]
+    mask = _causal_mask(queries, len(k), q) if causal else None
+    attend = _flash if q.device.type == "cpu" else partial_reference
+    out, lse = attend(grouped, keys, values, mask, scale)
+    out = out.permute(2, 0, 1, 3).reshape(q.shape)
+    return out, lse.permute(2, 0, 1).reshape(queries, heads)
+
+
+def join_parts(
+    first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], dtype: torch.dtype
+) -> Tensor:
+    """Attention over two parts of a context as attention over both.
+
+    Args:
+        first, second: outputs [queries, heads, head_dim] and sums [queries, heads] fp32, of which
+            one may be -inf: an empty part.
+
+    Returns:
+        [queries, heads, head_dim]; the weights and the sum are fp32.
+    """
+    share = torch.sigmoid(second[1] - first[1])[..., None]
+    return torch.lerp(first[0].float(), second[0].float(), share).to(dtype)
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """A tensor's bytes in host memory: itself where it lies there in one piece, else a copy."""
+    flat = tensor.contiguous().cpu().view(-1).view(torch.uint8)
+    view: memoryview = flat.numpy().data
+    return view
+
+
+def _causal_mask(queries: int, positions: int, like: Tensor) -> Tensor:
+    mask = torch.full((queries, positions), -torch.inf, dtype=like.dtype, device=like.device)
+    return mask.triu_(positions - queries + 1)
+
+
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    kv_heads, group, queries, head_dim = q.shape
+    if mask is None:
+        # All query heads of a KV head as rows of one matrix.
+        q = q.reshape(kv_heads, 1, group * queries, head_dim)
+    else:
+        shape = (kv_heads, group, k.shape[2], head_dim)
+        k, v = k.expand(shape), v.expand(shape)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = flash(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
+    return out.reshape(kv_heads, group, queries, head_dim), lse.reshape(kv_heads, group, queries)
+
+
+def partial_reference(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The plain twin.
+
+    Args:
+        q: [kv_heads, group, queries, head_dim].
+        k, v: [kv_heads, 1, positions, head_dim].
+        mask: [queries, positions], 0 or -inf, or None.
+
+    Returns:
+        As `q`, and [kv_heads, group, queries] fp32.
+    """
+    keys, values = k.float().transpose(-1, -2), v.float()
+    out, sums = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    step = max(1, _SCORES // (q.shape[0] * q.shape[1] * k.shape[2]))
+    for first in range(0, q.shape[2], step):
+        rows = slice(first, first + step)
+        scores = q[:, :, rows].float() @ keys * scale
+        if mask is not None:
+            scores += mask[rows]
+        lse = scores.logsumexp(dim=-1)
+        sums[:, :, rows] = lse
+        out[:, :, rows] = (torch.exp(scores - lse[..., None]) @ values).to(q.dtype)
+    return out, sums

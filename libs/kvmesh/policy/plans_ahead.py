@@ -1,0 +1,151 @@
+"""Route plans that a scheduler makes before their requests come, and a gateway's stock of them.
+
+A gateway that is asked often tells the scheduler how many requests like the last one it expects
+within `AHEAD_S`. The scheduler decides on those as if they had come, one after the other, and the
+gateway uses each plan once. So the scheduler still decides on every request, and its view counts
+every plan as load. Plans are as old as `AHEAD_S` at most and void as soon as a worker refuses.
+Why: docs/adr/0012-plans-ahead.md. Tests: tests/unit/policy/test_plans_ahead.py.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from kvmesh.core.types import Placement, RoutePlan, RouteQuery
+
+AHEAD_S = 0.1
+"""A plan is used within this time: a fifth of the interval at which workers report their loads."""
+
+MAX_AHEAD = 16
+"""Plans made at a time; one takes a scheduler less than 0.1 ms, and others wait meanwhile."""
+
+MAX_KINDS = 64
+"""Kinds of which a gateway remembers how often they come."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanKind:
+    """Requests for which the same plan is as good.
+
+    Attributes:
+        num_tokens: longest prompt; the shortest has more than half of it.
+    """
+
+    model: str
+    scenario: str
+    placement: Placement
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlansAhead:
+    """Plans for the next requests of a kind, each for one."""
+
+    kind: PlanKind
+    plans: tuple[RoutePlan, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a question says about plans beforehand.
+
+    Attributes:
+        count: wanted now.
+        used: requests since the last question that took one.
+        used_tokens: of their prompts.
+    """
+
+    kind: PlanKind
+    count: int
+    used: int = 0
+    used_tokens: int = 0
+
+
+def kind_of(query: RouteQuery, longest: int) -> PlanKind | None:
+    """The kind of a query; None for one that needs a plan of its own.
+
+    That is who was refused or lost, and everybody while others wait: the scheduler must hear of it.
+
+    Args:
+        longest: longest sequence that workers take.
+    """
+    if query.avoid or query.waiting:
+        return None
+    num_tokens = min((1 << query.num_tokens.bit_length()) - 1, longest)
+    return PlanKind(query.model, query.scenario, query.placement, num_tokens)
+
+
+@dataclass(slots=True)
+class _Shelf:
+    """One kind: what is there, until when, and when its last requests came."""
+
+    plans: deque[RoutePlan] = field(default_factory=deque)
+    until: float = 0.0
+    expected_until: float = 0.0
+    arrivals: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_AHEAD + 1))
+
+
+class PlanStock:
+    """A gateway's plans for requests that have not come yet.
+
+    Args:
+        most: plans wanted at a time; 0 wants none.
+    """
+
+    def __init__(self, most: int = MAX_AHEAD) -> None:
+        self._most = min(most, MAX_AHEAD)
+        self._shelves: dict[PlanKind, _Shelf] = {}
+        self._used = 0
+        self._used_tokens = 0
+
+    def __len__(self) -> int:
+        return sum(len(shelf.plans) for shelf in self._shelves.values())
+
+    def take(self, kind: PlanKind, num_tokens: int, now: float) -> RoutePlan | None:
+        """A plan for a request that comes now; None if the scheduler has to be asked.
+
+        Args:
+            num_tokens: of its prompt.
+            now: seconds on any clock that only goes forward.
+        """
+        shelf = self._shelves.get(kind)
+        if shelf is None:
+            if len(self._shelves) >= MAX_KINDS:
+                self._shelves.clear()
+            shelf = self._shelves[kind] = _Shelf()
+        shelf.arrivals.append(now)
+        if not shelf.plans:
+            return None
+        if now >= shelf.until:
+            shelf.plans.clear()
+            return None
+        self._used += 1
+        self._used_tokens += num_tokens
+        return shelf.plans.popleft()
+
+    def wish(self, kind: PlanKind, now: float) -> Wish:
+        """What to ask for together with the plan of a request that found none here."""
+        count = 0
+        shelf = self._shelves.get(kind)
+        if shelf is not None and now >= shelf.expected_until:
+            recent = sum(at > now - AHEAD_S for at in shelf.arrivals)
+            count = min(recent - 1, self._most)  # as many as before it will come after it
+            if count > 0:
+                shelf.expected_until = now + AHEAD_S
+        used, self._used = self._used, 0
+        tokens, self._used_tokens = self._used_tokens, 0
+        return Wish(kind, max(count, 0), used, tokens)
+
+    def put(self, kind: PlanKind, plans: Iterable[RoutePlan], now: float) -> None:
+        """Takes plans in; those of a kind that is not expected are dropped."""
+        shelf = self._shelves.get(kind)
+        if shelf is not None and shelf.expected_until > now:
+            shelf.plans = deque(plans)
+            shelf.until = now + AHEAD_S
+            shelf.expected_until = 0.0
+
+    def clear(self) -> None:
+        """Drops all plans, and those on their way: the fleet is other than they took it to be."""
+        self._shelves.clear()

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvmesh.core.types import Placement, RequestId, RoutePlan, RouteQuery, WorkerId
+from kvmesh.policy.plans_ahead import (
+    AHEAD_S,
+    MAX_AHEAD,
+    MAX_KINDS,
+    PlanKind,
+    PlanStock,
+    kind_of,
+)
+
+QUERY = RouteQuery(RequestId("r"), "m", 100, 10)
+KIND = PlanKind("m", "", Placement.AUTO, 127)
+
+
+def plan(name: str) -> RoutePlan:
+    return RoutePlan(Placement.AGGREGATED, (), (), cache_known=False, reason=name, policy="p")
+
+
+def came(stock: PlanStock, times: int, now: float = 0.0) -> None:
+    """So many requests came, and none found a plan."""
+    for _ in range(times):
+        assert stock.take(KIND, 100, now) is None
+
+
+def stocked(count: int, now: float = 0.0) -> PlanStock:
+    stock = PlanStock()
+    came(stock, count + 1, now)
+    assert stock.wish(KIND, now).count == count
+    stock.put(KIND, [plan(str(number)) for number in range(count)], now)
+    return stock
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "longest", "expected"),
+    [(64, 4096, 127), (127, 4096, 127), (128, 4096, 255), (1, 4096, 1), (100, 110, 110)],
+)
+def test_prompts_of_up_to_twice_the_length_are_of_one_kind(
+    num_tokens: int, longest: int, expected: int
+) -> None:
+    assert kind_of(replace(QUERY, num_tokens=num_tokens), longest) == replace(
+        KIND, num_tokens=expected
+    )
+
+
+@pytest.mark.parametrize("needs", [{"avoid": frozenset({WorkerId("w")})}, {"waiting": 1}])
+def test_who_was_refused_or_sees_others_wait_needs_a_plan_of_its_own(needs: dict[str, int]) -> None:
+    assert kind_of(replace(QUERY, **needs), 4096) is None  # type: ignore[arg-type]
+
+
+def test_as_many_are_wished_for_as_came_lately() -> None:
+    stock = PlanStock()
+    came(stock, 1)
+    assert stock.wish(KIND, 0.0).count == 0
+    came(stock, 2, 0.01)
+    assert stock.wish(KIND, 0.01).count == 2
+    came(stock, 1, AHEAD_S + 0.005)  # the first one was too long ago
+    assert stock.wish(KIND, AHEAD_S + 0.005).count == 0  # an answer is on its way
+    assert stock.wish(KIND, AHEAD_S + 0.02).count == 0  # only the last one was lately
+
+
+@pytest.mark.parametrize(("most", "expected"), [(3, 3), (100, MAX_AHEAD), (0, 0)])
+def test_a_wish_has_a_limit(most: int, expected: int) -> None:
+    stock = PlanStock(most)
+    came(stock, 50)
+    assert stock.wish(KIND, 0.0).count == expected
+
+
+def test_each_plan_is_used_once_in_order_and_told_of() -> None:
+    stock = stocked(2)
+    taken = [stock.take(KIND, 100, AHEAD_S / 2), stock.take(KIND, 80, AHEAD_S / 2)]
+    assert [each.reason for each in taken if each] == ["0", "1"]
+    assert stock.take(KIND, 100, AHEAD_S / 2) is None
+    wish = stock.wish(KIND, AHEAD_S / 2)
+    assert (wish.used, wish.used_tokens) == (2, 180)
+    assert stock.wish(KIND, AHEAD_S / 2).used == 0
+
+
+def test_old_plans_are_not_used() -> None:
+    stock = stocked(2)
+    assert stock.take(KIND, 100, AHEAD_S) is None
+    assert len(stock) == 0
+
+
+def test_plans_are_for_their_kind_alone() -> None:
+    stock = stocked(2)
+    assert stock.take(replace(KIND, scenario="other"), 100, 0.0) is None
+    assert stock.take(replace(KIND, num_tokens=63), 60, 0.0) is None
+    assert len(stock) == 2
+
+
+def test_a_cleared_stock_takes_nothing_that_was_on_its_way() -> None:
+    stock = PlanStock()
+    came(stock, 3)
+    assert stock.wish(KIND, 0.0).count == 2
+    stock.clear()
+    stock.put(KIND, [plan("late")], 0.0)
+    assert len(stock) == 0
+    came(stock, 1)
+    stock.put(KIND, [plan("late")], 0.0)  # nobody asked for them since
+    assert len(stock) == 0
+
+
+def test_kinds_are_bounded() -> None:
+    stock = stocked(2)
+    for number in range(MAX_KINDS):
+        assert stock.take(replace(KIND, scenario=str(number)), 100, 0.0) is None
+    assert len(stock) == 0  # begun anew
