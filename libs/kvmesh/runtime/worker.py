@@ -38,6 +38,7 @@ from kvmesh.runtime.worker_detail import worker_detail
 from kvmesh.runtime.worker_metrics import EngineCollector, WorkerMetrics
 from kvmesh.runtime.worker_parts import WorkerIdentity, WorkerParts
 from kvmesh.runtime.worker_pool import lease_limits, start_fetcher
+from kvmesh.runtime.worker_static import static_batch_of
 from kvmesh.runtime.worker_structures import load_structures
 from kvmesh.runtime.worker_swap import make_swap_space
 from kvmesh.telemetry.logs import event_logger
@@ -83,7 +84,8 @@ def load_runner(config: EngineSection) -> ModelRunner:
     # Only a worker with the real engine pays for importing torch.
     from kvmesh.engine.runner import TorchRunner  # noqa: PLC0415
 
-    return TorchRunner.load(
+    static_batch = static_batch_of(config)
+    runner = TorchRunner.load(
         Path(config.model),
         served_name=name,
         device=config.device,
@@ -93,6 +95,8 @@ def load_runner(config: EngineSection) -> ModelRunner:
         max_model_len=config.max_model_len or None,
         num_threads=config.num_threads,
     )
+    runner.use_static_steps(static_batch)
+    return runner
 
 
 class Worker:
