@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvmesh.core.types import KvLayout
 from kvmesh.engine.device_driver import DeviceDriver
-from kvmesh.engine.kv_shape import TORCH_DTYPES, pool_shape
+from kvmesh.engine.kv_shape import SPARE_BLOCKS, TORCH_DTYPES, pool_shape
 from kvmesh.kernels.block_ops import copy_pieces
 from kvmesh.transfer.device import Pieces
 
@@ -89,7 +89,9 @@ class DeviceKvPool:
         self._num_blocks = num_blocks
         self._driver = driver
         self._tensor: Tensor | None = torch.zeros(
-            pool_shape(layout, num_blocks), dtype=TORCH_DTYPES[layout.dtype], device=driver.device
+            pool_shape(layout, num_blocks + SPARE_BLOCKS),
+            dtype=TORCH_DTYPES[layout.dtype],
+            device=driver.device,
         )
         # Runs that are being received, until `written` copies them over.
         self._arriving: dict[tuple[int, int], Tensor] = {}
@@ -103,6 +105,11 @@ class DeviceKvPool:
     @property
     def tensor(self) -> Tensor:
         """See `KvPool.tensor`."""
+        return self.with_spare[: self._num_blocks]
+
+    @property
+    def with_spare(self) -> Tensor:
+        """See `KvPool.with_spare`."""
         assert self._tensor is not None, "the pool is closed"
         return self._tensor
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvmesh.core.types import KvLayout
 from kvmesh.engine.device_driver import CudaDriver
 from kvmesh.engine.device_pool import DeviceKvPool
-from kvmesh.engine.kv_shape import TORCH_DTYPES, pool_shape
+from kvmesh.engine.kv_shape import SPARE_BLOCKS, TORCH_DTYPES, pool_shape
 from kvmesh.transfer.memory import create_shared
 
 __all__ = ["TORCH_DTYPES", "HostKvPool", "KvPool", "allocate_pool"]
@@ -32,6 +32,11 @@ class KvPool(Protocol):
     @property
     def tensor(self) -> Tensor:
         """[num_blocks, layers, 2, block_size, kv_heads, head_dim], contiguous."""
+        ...
+
+    @property
+    def with_spare(self) -> Tensor:
+        """`tensor` and one block more, which nobody is given."""
         ...
 
     def read_view(self, first_block: int, num_blocks: int) -> memoryview:
@@ -69,12 +74,12 @@ class HostKvPool:
         assert num_blocks > 0, "a pool needs a block"
         self._num_blocks = num_blocks
         self._block_bytes = layout.block_bytes
-        size = num_blocks * layout.block_bytes
+        size = (num_blocks + SPARE_BLOCKS) * layout.block_bytes
         self.fd, memory = create_shared("kvmesh-kv", size)
         self._bytes: memoryview | None = memoryview(memory)
         self._tensor: Tensor | None = torch.frombuffer(
             memory, dtype=TORCH_DTYPES[layout.dtype]
-        ).view(pool_shape(layout, num_blocks))
+        ).view(pool_shape(layout, num_blocks + SPARE_BLOCKS))
 
     @property
     def num_blocks(self) -> int:
@@ -84,6 +89,11 @@ class HostKvPool:
     @property
     def tensor(self) -> Tensor:
         """See `KvPool.tensor`."""
+        return self.with_spare[: self._num_blocks]
+
+    @property
+    def with_spare(self) -> Tensor:
+        """See `KvPool.with_spare`."""
         assert self._tensor is not None, "the pool is closed"
         return self._tensor
 

@@ -12,6 +12,9 @@ TORCH_DTYPES = {
     "bfloat16": torch.bfloat16,
 }
 
+SPARE_BLOCKS = 1
+"""Behind those that count: where rows of a static step that are nobody's write."""
+
 
 def pool_shape(layout: KvLayout, num_blocks: int) -> tuple[int, ...]:
     """(num_blocks, layers, 2, block_size, kv_heads, head_dim)."""

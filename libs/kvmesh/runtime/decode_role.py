@@ -313,12 +313,17 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
     # --- prefill on this worker --------------------------------------------------------------
 
     def start_local(
-        self, reservation: Reservation, on_first: Callable[[Emission], None]
+        self,
+        reservation: Reservation,
+        on_first: Callable[[Emission], None],
+        *,
+        held: bool = False,
     ) -> Sequence | Refusal:
         """Computes a reserved prompt right in its blocks (aggregated placement).
 
         Args:
             on_first: called with the first token; the handoff is committed by then.
+            held: the caller lets it run.
         """
         task = self._by_reservation.get(reservation.reservation_id)
         now = self._clock.now()
@@ -338,8 +343,9 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
         task.sequence.on_emission = lambda emission: self._first_local(
             task, reservation, emission, on_first
         )
-        self._core.run(task.sequence)
-        self._wake_engine()
+        if not held:
+            self._core.run(task.sequence)
+            self._wake_engine()
         return task.sequence
 
     def _first_local(
