@@ -64,7 +64,7 @@ def test_sizes_are_in_megabytes() -> None:
 @pytest.mark.parametrize(
     ("section", "data", "match"),
     [
-        (WorkerSection(channels="tcp,rdma"), DataSection(), "local, shm, nixl, tcp"),
+        (WorkerSection(channels="tcp,rdma"), DataSection(), "local, ipc, shm, nixl, tcp"),
         (WorkerSection(channels=" , "), DataSection(), "channels must be"),
         (WorkerSection(), DataSection(checksum="md5"), "md5"),
         (WorkerSection(), DataSection(lanes=0), "at least 1"),
