@@ -11,10 +11,12 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
 import jinja2.sandbox
 import tokenizers
 
@@ -31,6 +33,17 @@ WORDS_THRESHOLD_CHARS = 16_384
 
 THREAD_THRESHOLD_TOKENS = 4096
 """As many tokens are decoded in a thread, for the same reason."""
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}…{% endgeneration %}`, which marks for training what a model wrote."""
+
+    tags: ClassVar[set[str]] = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        """The block's content alone."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 class ChatTemplate:
@@ -51,7 +64,7 @@ class ChatTemplate:
         reasoning_family: ReasoningFamily | None = None,
     ) -> None:
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
@@ -64,7 +77,7 @@ class ChatTemplate:
             raise CheckpointError(f"the chat template cannot be compiled: {error}") from error
         self._template = template
         # DeepSeek R1's shows calls only where there is no content, which text of no length is.
-        self._wants_none = "message['content'] is none" in source
+        self._wants_none = "'assistant' and message['content'] is none" in source
         # What every rendering sees; `Template.render` would copy it together each time, twice.
         self._known = {} if template is None else {**template.globals, **special_tokens}
 

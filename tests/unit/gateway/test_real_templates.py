@@ -144,7 +144,7 @@ def test_calls_are_read_back(template: ChatTemplate) -> None:
 def test_what_a_call_gave_is_rendered(template: ChatTemplate) -> None:
     turn = {"role": "assistant", "content": None, "tool_calls": CALLS[:1]}
     result = {"role": "tool", "tool_call_id": CALLS[0]["id"], "name": "weather", "content": "sunny"}
-    chat = [{"role": "user", "content": "What?"}, turn, result]
+    chat: list[dict[str, Any]] = [{"role": "user", "content": "What?"}, turn, result]
     prompt = rendered(template, chat, asks=True)
     assert "sunny" in prompt
     assert "Röm" in prompt, "the call itself is there too"
@@ -154,7 +154,11 @@ def test_thinking_of_a_past_turn_with_calls_is_rendered() -> None:
     source = (FOLDER / "gpt-oss.jinja").read_text()
     template = ChatTemplate(source, {}, ToolFamily.OPENAI, reasoning_of_template(source))
     turn = {"role": "assistant", "reasoning_content": "Let me see.", "tool_calls": CALLS[:1]}
-    chat = [{"role": "user", "content": "What?"}, turn, {"role": "tool", "content": "sunny"}]
+    chat: list[dict[str, Any]] = [
+        {"role": "user", "content": "What?"},
+        turn,
+        {"role": "tool", "content": "sunny"},
+    ]
     assert "<|channel|>analysis<|message|>Let me see.<|end|>" in rendered(template, chat, asks=True)
 
 
