@@ -26,6 +26,7 @@ from kvmesh.rpc.convert_sampling import token_logprobs_to_proto
 from kvmesh.rpc.served import DirectWay, serve_stream
 from kvmesh.runtime.decode_role import DecodeRole
 from kvmesh.runtime.local_start import PrefillOutbox, StartedOutbox
+from kvmesh.runtime.prefix_queries import PrefixQueries
 from kvmesh.runtime.worker_parts import WorkerParts
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.telemetry.tracing import Span, start_span
@@ -92,8 +93,10 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         *,
         slots: int,
         mode: TransferMode | None = None,
+        queries: PrefixQueries | None = None,
     ) -> None:
         """`mode` is for all requests; None lets the policy choose for each."""
+        self._queries = queries
         self._identity = parts.identity
         self._direct: DirectWay[pb.PrefillEvent] = DirectWay(
             parts.direct, pb.PrefillRequest, lambda events: (pb.PrefillResponse(events=events),)
@@ -255,7 +258,8 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         sequence.on_progress = attempt.progress.set
         if not self._is_local(reservation):
             attempt.mode = self._choose_mode(attempt)
-        if attempt.mode is TransferMode.LAYERED:
+        # Asking for a prefix may fail in any layer, and those before it would have left.
+        if attempt.mode is TransferMode.LAYERED and sequence.remote is None:
             self._watch_layers(attempt)  # before the engine plans its first step
         self._wake_engine()
         return attempt
@@ -275,6 +279,8 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         sequence = self._core.admit_prefill(spec)
         if isinstance(sequence, Sequence):
             sequence.on_emission = on_first
+            if self._queries is not None:
+                self._queries.consider(sequence, attempt.reservation, attempt.span)
         return sequence
 
     # --- work --------------------------------------------------------------------------------

@@ -1,0 +1,54 @@
+"""Prometheus series of attention over KV of other workers.
+
+Tests: tests/integration/test_prefix_queries.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvmesh.transfer.asker import Asker
+
+
+class _AskerCollector(Collector):
+    """Reads an asker's counters at scrape time."""
+
+    def __init__(self, asker: Asker) -> None:
+        self._asker = asker
+
+    def collect(self) -> Iterator[Metric]:
+        yield CounterMetricFamily("kvmesh_queries_asked", "Questions asked", self._asker.asked)
+        yield CounterMetricFamily("kvmesh_queries_lost", "Without an answer", self._asker.lost)
+
+
+class QueryMetrics:
+    """Series of both ends."""
+
+    def __init__(self, registry: CollectorRegistry = prometheus_client.REGISTRY) -> None:
+        self._register: Callable[[Collector], None] = registry.register
+        self.answers = Counter(
+            "kvmesh_queries_answered",
+            "Questions of other workers by outcome",
+            ["outcome", "reason"],
+            registry=registry,
+        )
+        self.prefixes = Counter(
+            "kvmesh_prefix_queries",
+            "Prompts whose prefix another worker held, by what was done",
+            ["outcome"],
+            registry=registry,
+        )
+        self.tokens = Counter(
+            "kvmesh_prefix_queried_tokens",
+            "Prompt tokens whose KV stayed with another worker",
+            registry=registry,
+        )
+
+    def watch(self, asker: Asker) -> None:
+        """Exports an asker's counters."""
+        self._register(_AskerCollector(asker))
