@@ -71,9 +71,10 @@ async def running_worker(
     engine: EngineSection | None = None,
     events: EventsSection | None = None,
     fetch: FetchSection | None = None,
+    kvmanager: str = "",
 ) -> AsyncIterator[Worker]:
     """A worker in this process, on free ports, without a scheduler."""
-    section = replace(worker or WorkerSection(), scheduler_targets="", kvmanager_target="")
+    section = replace(worker or WorkerSection(), scheduler_targets="", kvmanager_target=kvmanager)
     config = WorkerConfig(
         worker=section,
         engine=engine or EngineSection(kind="fake"),

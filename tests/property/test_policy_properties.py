@@ -12,18 +12,26 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from kvmesh.core.types import BlockHash, RequestId, WorkerId
+from kvmesh.core.types import BlockHash, RequestId, Role, WorkerId
 from kvmesh.policy.curves import Quadratic
 from kvmesh.policy.dispatch import BatchTraffic, dispatch, volume
 from kvmesh.policy.elastic import Batch, ElasticReason, Prompt, plan_elastic
 from kvmesh.policy.heavy_hitters import heavy_hitters
 from kvmesh.policy.lengths import LengthDistribution
-from kvmesh.policy.load_score import Regime, RegimeLimits, Score, classify
+from kvmesh.policy.load_score import (
+    Regime,
+    RegimeLimits,
+    Score,
+    ScoredWorker,
+    classify,
+    fleet_score,
+)
 from kvmesh.policy.offload import AdjustReason, LinkState, Threshold, adjust_threshold
 from kvmesh.policy.pdserve import InstanceProfile, choose_ratio
 from kvmesh.policy.pool_eviction import plan_eviction
 from kvmesh.policy.prfaas import Hardware, ServingProfile, operating_point, optimum, search
 from kvmesh.policy.replication import choose_copy, plan_copies
+from kvmesh.policy.role_switch import SwitchLimits, plan_switches
 from kvmesh.policy.segment_tree import Segment, SegmentTree
 
 WORKERS = [WorkerId(f"w{i}") for i in range(4)]
@@ -54,6 +62,30 @@ def test_regimes_are_algorithm_1(prefill: float, decode: float, low: float, gap:
         else Regime.EXTREME
     )
     assert classify(Score(prefill, decode), limits) is expected
+
+
+own_scores = st.lists(st.floats(0.0, 5.0), min_size=1, max_size=8)
+
+
+@given(own_scores, own_scores)
+def test_no_switch_takes_what_the_giving_side_needs(
+    prefill: list[float], decode: list[float]
+) -> None:
+    """Spread over the workers that stay, the work of their side is within their capacity."""
+    limits = SwitchLimits()
+    workers = [
+        *(ScoredWorker(WorkerId(f"p{n}"), True, Score(x, 0.0)) for n, x in enumerate(prefill)),
+        *(ScoredWorker(WorkerId(f"d{n}"), False, Score(0.0, x)) for n, x in enumerate(decode)),
+    ]
+    fleet = fleet_score(workers)
+    switches = plan_switches(workers, fleet, classify(fleet), {}, limits)
+    if not switches:
+        return
+    (role,) = {each.role for each in switches}
+    home, helped = (decode, prefill) if role is Role.PREFILL else (prefill, decode)
+    stay = sum(home) / (len(home) - len(switches))
+    assert stay <= limits.needy + 1e-9
+    assert stay + limits.margin <= sum(helped) / (len(helped) + len(switches)) + 1e-9
 
 
 # --- PrfaaS --------------------------------------------------------------------------------------

@@ -22,6 +22,10 @@ TORCH_DTYPES = {
 }
 
 
+_SPARE_BLOCKS = 1
+"""Behind those that count: where rows of a static step that are nobody's write."""
+
+
 class KvPool(Protocol):
     """`KvMemory` together with the tensor that the model computes on."""
 
@@ -33,6 +37,11 @@ class KvPool(Protocol):
     @property
     def tensor(self) -> Tensor:
         """[num_blocks, layers, 2, block_size, kv_heads, head_dim], contiguous."""
+        ...
+
+    @property
+    def with_spare(self) -> Tensor:
+        """`tensor` and one block more, which nobody is given."""
         ...
 
     def read_view(self, first_block: int, num_blocks: int) -> memoryview:
@@ -79,12 +88,12 @@ class HostKvPool:
         assert num_blocks > 0, "a pool needs a block"
         self._num_blocks = num_blocks
         self._block_bytes = layout.block_bytes
-        size = num_blocks * layout.block_bytes
+        size = (num_blocks + _SPARE_BLOCKS) * layout.block_bytes
         self.fd, memory = create_shared("kvmesh-kv", size)
         self._bytes: memoryview | None = memoryview(memory)
         self._tensor: Tensor | None = torch.frombuffer(
             memory, dtype=TORCH_DTYPES[layout.dtype]
-        ).view(_shape(layout, num_blocks))
+        ).view(_shape(layout, num_blocks + _SPARE_BLOCKS))
 
     @property
     def num_blocks(self) -> int:
@@ -94,6 +103,11 @@ class HostKvPool:
     @property
     def tensor(self) -> Tensor:
         """See `KvPool.tensor`."""
+        return self.with_spare[: self._num_blocks]
+
+    @property
+    def with_spare(self) -> Tensor:
+        """See `KvPool.with_spare`."""
         assert self._tensor is not None, "the pool is closed"
         return self._tensor
 
@@ -127,7 +141,9 @@ class DeviceKvPool:
         assert num_blocks > 0, "a pool needs a block"
         self._num_blocks = num_blocks
         self._tensor: Tensor | None = torch.zeros(
-            _shape(layout, num_blocks), dtype=TORCH_DTYPES[layout.dtype], device=device
+            _shape(layout, num_blocks + _SPARE_BLOCKS),
+            dtype=TORCH_DTYPES[layout.dtype],
+            device=device,
         )
         # Runs that are being received, until `written` copies them over.
         self._arriving: dict[tuple[int, int], Tensor] = {}
@@ -140,6 +156,11 @@ class DeviceKvPool:
     @property
     def tensor(self) -> Tensor:
         """See `KvPool.tensor`."""
+        return self.with_spare[: self._num_blocks]
+
+    @property
+    def with_spare(self) -> Tensor:
+        """See `KvPool.with_spare`."""
         assert self._tensor is not None, "the pool is closed"
         return self._tensor
 

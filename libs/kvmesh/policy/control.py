@@ -37,7 +37,13 @@ from kvmesh.policy.prfaas import (
     threshold_grid,
 )
 from kvmesh.policy.reallocation import Reallocation, StageQueues, plan_reallocation
-from kvmesh.policy.role_switch import Help, Switch, plan_switches
+from kvmesh.policy.role_switch import (
+    Help,
+    Switch,
+    SwitchLimits,
+    SwitchReason,
+    plan_switches,
+)
 
 CYCLE_S = 1.0
 """Fast scale: threshold and role switches."""
@@ -136,9 +142,12 @@ class RoleCycle:
 class RoleLoop:
     """FlowKV's controller: scores over a window, a regime, and who helps the other side."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: SwitchLimits | None = None) -> None:
+        self._limits = limits or SwitchLimits()
         self._windows: dict[WorkerId, ScoreWindow] = {}
         self._helping: dict[WorkerId, Help] = {}
+        self._rest = 0
+        self._next_rest = self._limits.rest_cycles
 
     @property
     def is_helping(self) -> bool:
@@ -160,10 +169,14 @@ class RoleLoop:
             for name, help_ in self._helping.items()
             if roles.get(name) is help_.role
         }
+        self._rest = max(self._rest - 1, 0)
         scored = [self._score(each, now) for each in readings]
         fleet = fleet_score(scored)
         regime = classify(fleet)
-        return RoleCycle(regime, fleet, tuple(plan_switches(scored, fleet, regime, self._helping)))
+        switches = plan_switches(
+            scored, fleet, regime, self._helping, self._limits, resting=self._rest > 0
+        )
+        return RoleCycle(regime, fleet, tuple(switches))
 
     def carried_out(self, switch: Switch) -> None:
         """Takes note that a worker was told; one that was not asks again in the next cycle."""
@@ -171,6 +184,16 @@ class RoleLoop:
             self._helping[switch.worker_id] = Help(switch.role, switch.cycles)
         else:
             self._helping.pop(switch.worker_id, None)
+            self._begin_rest(switch.reason)
+
+    def _begin_rest(self, why: SwitchReason) -> None:
+        """Where help was a mistake it would be one again: each one doubles the time to the next."""
+        limits = self._limits
+        if why is SwitchReason.NEEDED_AT_HOME:
+            self._next_rest = min(2 * self._next_rest, limits.max_rest_cycles)
+        else:
+            self._next_rest = limits.rest_cycles
+        self._rest = self._next_rest
 
     def _score(self, reading: WorkerReading, now: float) -> ScoredWorker:
         window = self._windows.setdefault(reading.worker_id, ScoreWindow(SCORE_WINDOW_S))

@@ -1,13 +1,15 @@
 """FlowKV's answer to uneven load: idle workers of one side help the other for some cycles, and when
 the load of the fleet stays beyond its size, a signal to change the size.
 
-Source: FlowKV 3.4 and Algorithm 1. Which idle side helps, how long, when help ends, and help in the
-extreme regime are ours, the paper leaves them open. Tests: tests/unit/policy/test_role_switch.py.
+Source: FlowKV 3.4 and Algorithm 1. Which idle side helps, how long, when help ends, that a
+move must pay, and help in the extreme regime are ours, the paper leaves them open.
+Tests: tests/unit/policy/test_role_switch.py.
 """
 
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,7 +24,7 @@ class SwitchReason(enum.Enum):
     HELPS_DECODE = "idle, and decode is above its capacity"
     NO_LONGER_NEEDED = "the side it helped is within its capacity"
     NEEDED_AT_HOME = "its own side is above its capacity"
-    CYCLES_OVER = "it helped for as long as it was told to"
+    CYCLES_OVER = "it helped for its turn, and the side it helped can do without"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,7 @@ class Help:
     """A worker that works for the other side.
 
     Attributes:
-        cycles_left: after these it returns, unless told before (terminate signal).
+        cycles_left: of its turn; below zero it stays on because the side would ask again at once.
     """
 
     role: Role
@@ -56,20 +58,48 @@ class Switch:
 class SwitchLimits:
     """When workers help.
 
+    A move must leave the side that gives a worker less loaded than the side that gets it, by
+    `margin`: else the next cycle would want it back. Where both are full no move does that, so
+    nobody moves.
+
     Attributes:
         idle: a worker with a lower score of its own side is idle.
         needy: a side with a higher mean asks for help.
         settled: a helped side with a lower mean needs it no more; below `needy`, so that help does
             not flap.
         cycles: length of one turn.
+        min_cycles: nobody returns before: what a move brings shows when the window has passed.
+        rest_cycles: after a return nobody begins to help for so long; twice as long after each
+            further one in a row to whom its own side called.
+        max_rest_cycles: at most.
         max_share: at most this share of a side helps at once.
+        margin: of scores; what a move costs in routes and prefixes that lie on the wrong side.
     """
 
     idle: float = 0.35
     needy: float = 0.7
     settled: float = 0.5
     cycles: int = 20
-    max_share: float = 0.5
+    min_cycles: int = 5
+    rest_cycles: int = 5
+    max_rest_cycles: int = 160
+    max_share: float = 0.67
+    margin: float = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """Workers of one side and their mean score; a move spreads the same work over fewer or more."""
+
+    num: int
+    mean: float
+
+    def without_one(self) -> _Side:
+        left = self.num - 1
+        return _Side(left, self.mean * self.num / left if left else math.inf)
+
+    def with_one(self) -> _Side:
+        return _Side(self.num + 1, self.mean * self.num / (self.num + 1))
 
 
 def plan_switches(
@@ -78,6 +108,8 @@ def plan_switches(
     regime: Regime,
     helping: Mapping[WorkerId, Help],
     limits: SwitchLimits | None = None,
+    *,
+    resting: bool = False,
 ) -> list[Switch]:
     """The workers to tell in this cycle.
 
@@ -87,62 +119,91 @@ def plan_switches(
     Args:
         workers: all live ones, with the side they work for now.
         helping: who helps, with the cycles that are left before this one.
+        resting: somebody has just returned, so nobody begins to help.
     """
     limits = limits or SwitchLimits()
-    ends = _ends(workers, fleet, helping, limits)
-    if ends or regime is Regime.NORMAL:
+    num_prefill = sum(worker.prefills for worker in workers)
+    sides = {
+        Role.PREFILL: _Side(num_prefill, fleet.prefill),
+        Role.DECODE: _Side(len(workers) - num_prefill, fleet.decode),
+    }
+    ends = _ends(workers, sides, helping, limits)
+    if ends or resting or regime is Regime.NORMAL:
         return ends
-    return _starts(workers, fleet, helping, limits)
+    return _starts(workers, sides, helping, limits)
+
+
+def _other(role: Role) -> Role:
+    return Role.DECODE if role is Role.PREFILL else Role.PREFILL
+
+
+def _balances(giver: _Side, taker: _Side, limits: SwitchLimits) -> bool:
+    """Whether one worker more evens the sides out and does not turn the tables."""
+    return giver.without_one().mean + limits.margin <= taker.with_one().mean
 
 
 def _ends(
     workers: Sequence[ScoredWorker],
-    fleet: Score,
+    sides: dict[Role, _Side],
     helping: Mapping[WorkerId, Help],
     limits: SwitchLimits,
 ) -> list[Switch]:
     switches: list[Switch] = []
+    sides = dict(sides)
     for worker in workers:
         help_ = helping.get(worker.worker_id)
-        if help_ is None:
+        if help_ is None or limits.cycles - help_.cycles_left < limits.min_cycles:
             continue
-        to_prefill = help_.role is Role.PREFILL
-        helped, home = (
-            (fleet.prefill, fleet.decode) if to_prefill else (fleet.decode, fleet.prefill)
-        )
-        if home > limits.needy and home > helped:
-            reason = SwitchReason.NEEDED_AT_HOME
-        elif helped < limits.settled:
-            reason = SwitchReason.NO_LONGER_NEEDED
-        elif help_.cycles_left <= 0:
-            reason = SwitchReason.CYCLES_OVER
-        else:
+        own = _other(help_.role)
+        reason = _why_end(help_, sides[help_.role], sides[own], limits)
+        if reason is None:
             continue
-        own = Role.DECODE if to_prefill else Role.PREFILL
+        # Each return counts for the next one, so that not all go where one is enough.
+        sides[help_.role] = sides[help_.role].without_one()
+        sides[own] = sides[own].with_one()
         switches.append(Switch(worker.worker_id, own, 0, reason))
     return switches
 
 
+def _why_end(help_: Help, helped: _Side, home: _Side, limits: SwitchLimits) -> SwitchReason | None:
+    if home.mean > limits.needy and _balances(helped, home, limits):
+        return SwitchReason.NEEDED_AT_HOME
+    if helped.without_one().mean > limits.needy:
+        return None  # it would ask for help again
+    if helped.mean < limits.settled:
+        return SwitchReason.NO_LONGER_NEEDED
+    return SwitchReason.CYCLES_OVER if help_.cycles_left <= 0 else None
+
+
 def _starts(
     workers: Sequence[ScoredWorker],
-    fleet: Score,
+    sides: dict[Role, _Side],
     helping: Mapping[WorkerId, Help],
     limits: SwitchLimits,
 ) -> list[Switch]:
-    to_prefill = fleet.prefill >= fleet.decode
-    if max(fleet.prefill, fleet.decode) <= limits.needy:
+    prefill, decode = sides[Role.PREFILL], sides[Role.DECODE]
+    role = Role.PREFILL if prefill.mean >= decode.mean else Role.DECODE
+    helped, home = sides[role], sides[_other(role)]
+    # Who is away comes back before others go the other way.
+    if helped.mean <= limits.needy or any(help_.role is not role for help_ in helping.values()):
         return []
+    to_prefill = role is Role.PREFILL
     side = [worker for worker in workers if worker.prefills is not to_prefill]
-    num_away = sum((help_.role is Role.PREFILL) is to_prefill for help_ in helping.values())
+    num_away = len(helping)
     room = int((len(side) + num_away) * limits.max_share) - num_away
     idle = sorted(
         (worker.own_score, worker.worker_id)
         for worker in side
         if worker.own_score < limits.idle and worker.worker_id not in helping
     )
-    role = Role.PREFILL if to_prefill else Role.DECODE
     reason = SwitchReason.HELPS_PREFILL if to_prefill else SwitchReason.HELPS_DECODE
-    return [Switch(name, role, limits.cycles, reason) for _, name in idle[: max(room, 0)]]
+    switches: list[Switch] = []
+    for _, name in idle[: max(room, 0)]:
+        if not _balances(home, helped, limits) or home.without_one().mean > limits.needy:
+            break
+        home, helped = home.without_one(), helped.with_one()
+        switches.append(Switch(name, role, limits.cycles, reason))
+    return switches
 
 
 # --- scaling -------------------------------------------------------------------------------------

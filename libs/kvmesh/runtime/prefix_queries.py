@@ -68,7 +68,7 @@ class PrefixQueries:
         self._mode = mode
         self._metrics = metrics
         self._token_s = 0.0
-        metrics.watch(asker)
+        metrics.watch(lambda: (asker.asked, asker.lost))
 
     def observe_step(self, num_tokens: int, seconds: float) -> None:
         """Takes a step with prompts. Small ones do not tell what a long prefix costs."""

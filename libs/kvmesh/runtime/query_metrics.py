@@ -12,18 +12,17 @@ from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvmesh.transfer.asker import Asker
-
 
 class _AskerCollector(Collector):
     """Reads an asker's counters at scrape time."""
 
-    def __init__(self, asker: Asker) -> None:
-        self._asker = asker
+    def __init__(self, counts: Callable[[], tuple[int, int]]) -> None:
+        self._counts = counts
 
     def collect(self) -> Iterator[Metric]:
-        yield CounterMetricFamily("kvmesh_queries_asked", "Questions asked", self._asker.asked)
-        yield CounterMetricFamily("kvmesh_queries_lost", "Without an answer", self._asker.lost)
+        asked, lost = self._counts()
+        yield CounterMetricFamily("kvmesh_queries_asked", "Questions asked", asked)
+        yield CounterMetricFamily("kvmesh_queries_lost", "Without an answer", lost)
 
 
 class QueryMetrics:
@@ -49,6 +48,6 @@ class QueryMetrics:
             registry=registry,
         )
 
-    def watch(self, asker: Asker) -> None:
-        """Exports an asker's counters."""
-        self._register(_AskerCollector(asker))
+    def watch(self, counts: Callable[[], tuple[int, int]]) -> None:
+        """Exports how many questions were asked, and how many had no answer."""
+        self._register(_AskerCollector(counts))

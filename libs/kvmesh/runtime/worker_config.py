@@ -63,6 +63,10 @@ class EngineSection:
     state_interval_tokens: int = option(
         0, "positions between cached states of linear layers; 0: as much room as their KV takes"
     )
+    cuda_graphs: str = option(
+        "auto", "static decode steps: auto (with a device), on (on the CPU uncaptured) or off"
+    )
+    max_graph_batch: int = option(64, "sequences of the largest static decode step")
     swap_gib: float = option(
         -1.0, "host memory for KV of preempted sequences, GiB; 0: none; -1: 4 with a device, else 0"
     )

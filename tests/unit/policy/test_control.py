@@ -17,7 +17,7 @@ from kvmesh.policy.load_score import Regime
 from kvmesh.policy.offload import Threshold
 from kvmesh.policy.prfaas import Hardware, ServingProfile
 from kvmesh.policy.reallocation import ReallocationReason
-from kvmesh.policy.role_switch import SwitchReason
+from kvmesh.policy.role_switch import SwitchLimits, SwitchReason
 from tests.unit.policy.fleet_examples import worker_info
 
 IDLE = WorkerLoad(blocks_free=512)
@@ -79,11 +79,33 @@ class TestRoles:
             read_worker(worker_info(n, r), IDLE, Waiting(0, 0))
             for n, r in (("d0", Role.PREFILL), ("d1", Role.DECODE), ("p0", Role.PREFILL))
         ]
-        (back,) = loop.cycle(quiet, 10.0).switches
+        for now in range(1, SwitchLimits().min_cycles):
+            assert loop.cycle(quiet, 10.0 + now).switches == (), "not before what it brings shows"
+        (back,) = loop.cycle(quiet, 20.0).switches
         assert (back.worker_id, back.role, back.cycles) == ("d0", Role.DECODE, 0)
         assert back.reason is SwitchReason.NO_LONGER_NEEDED
         loop.carried_out(back)
         assert not loop.is_helping
+
+    def test_each_mistake_doubles_the_rest(self) -> None:
+        """Decode never recovers from the loss of a worker, whatever its score was before."""
+        loop, limits = RoleLoop(), SwitchLimits()
+        starved = [
+            read_worker(worker_info("d0", Role.PREFILL), IDLE, Waiting(0, 0)),
+            *(read_worker(worker_info(f"p{n}"), IDLE, Waiting(0, 0)) for n in range(2)),
+            read_worker(worker_info("d1", Role.DECODE), IDLE, Waiting(0, 90)),
+        ]
+        rests: list[int] = []
+        now, ended_at = 0.0, 0.0
+        while len(rests) < 7:
+            now += 1.0
+            cycle = loop.cycle(starved if loop.is_helping else self.readings(), now)
+            for switch in cycle.switches:
+                loop.carried_out(switch)
+                if switch.cycles:
+                    rests.append(int(now - ended_at))
+                ended_at = now
+        assert rests == [1, 10, 20, 40, 80, limits.max_rest_cycles, limits.max_rest_cycles]
 
     def test_who_was_not_told_is_asked_for_again(self) -> None:
         loop = RoleLoop()

@@ -51,28 +51,81 @@ class TestHelp:
         workers = (*side("abcd", True, 1.2), *side("ef", False, 0.1))
         assert plan_switches(workers, Score(1.2, 0.1), Regime.IMBALANCED, helping) == []
 
+    def test_no_more_move_than_it_takes(self) -> None:
+        workers = (*side("ab", True, 0.75), *side("cdef", False, 0.3))
+        switches = plan_switches(workers, Score(0.75, 0.3), Regime.IMBALANCED, {})
+        assert [s.worker_id for s in switches] == ["c"], "0.5 against 0.4 now; one more turns it"
+
+    @pytest.mark.parametrize(
+        ("num_home", "home", "helped", "why"),
+        [
+            (2, 0.4, 1.0, "0.8 at home afterwards: it would be called back"),
+            (4, 0.3, 0.72, "0.4 against 0.36: the tables would turn"),
+            (1, 0.1, 3.0, "the last one of a side stays"),
+        ],
+    )
+    def test_nobody_moves_who_would_be_called_back(
+        self, num_home: int, home: float, helped: float, why: str
+    ) -> None:
+        num_helped = 1 if num_home == 4 else 2
+        workers = (*side("abcd"[:num_home], True, 0.2), *side("yz"[:num_helped], False, helped))
+        fleet = Score(home, helped)
+        assert plan_switches(workers, fleet, Regime.IMBALANCED, {}) == [], why
+
+    def test_nobody_moves_where_both_sides_are_full(self) -> None:
+        workers = (*side("abc", True, 0.2), *side("xyz", False, 4.0))
+        assert plan_switches(workers, Score(0.9, 4.0), Regime.EXTREME, {}) == []
+
+    def test_who_is_away_comes_back_before_others_go_the_other_way(self) -> None:
+        workers = (*side("abc", True, 0.1), *side("xy", False, 1.2))
+        fleet = Score(0.1, 1.2)
+        assert plan_switches(workers, fleet, Regime.IMBALANCED, {}) != []
+        helping = {WorkerId("c"): Help(Role.PREFILL, SwitchLimits().cycles - 1)}
+        assert plan_switches(workers, fleet, Regime.IMBALANCED, helping) == []
+
+    def test_nobody_begins_right_after_a_return(self) -> None:
+        fleet = Score(1.2, 0.1)
+        assert plan_switches(self.WORKERS, fleet, Regime.IMBALANCED, {}, resting=True) == []
+
     @pytest.mark.parametrize(
         ("fleet", "cycles_left", "reason"),
         [
             (Score(0.4, 0.2), 5, SwitchReason.NO_LONGER_NEEDED),
-            (Score(0.8, 0.9), 5, SwitchReason.NEEDED_AT_HOME),
-            (Score(0.8, 0.2), 0, SwitchReason.CYCLES_OVER),
+            (Score(0.3, 1.2), 5, SwitchReason.NEEDED_AT_HOME),
+            (Score(0.55, 0.2), 0, SwitchReason.CYCLES_OVER),
         ],
     )
     def test_help_ends_with_the_terminate_signal(
         self, fleet: Score, cycles_left: int, reason: SwitchReason
     ) -> None:
-        workers = (*side("abc", True, fleet.prefill), *side("d", False, fleet.decode))
+        workers = (*side("abcgh", True, fleet.prefill), *side("d", False, fleet.decode))
         helping = {WorkerId("c"): Help(Role.PREFILL, cycles_left)}
         switches = plan_switches(workers, fleet, Regime.IMBALANCED, helping)
         assert [(s.worker_id, s.role, s.cycles, s.reason) for s in switches] == [
             ("c", Role.DECODE, 0, reason)
         ]
 
-    def test_help_goes_on_between(self) -> None:
-        workers = (*side("abc", True, 0.6), *side("d", False, 0.6))
-        helping = {WorkerId("c"): Help(Role.PREFILL, 3)}
-        assert plan_switches(workers, Score(0.6, 0.6), Regime.NORMAL, helping) == []
+    @pytest.mark.parametrize(
+        ("fleet", "cycles_left", "why"),
+        [
+            (Score(0.6, 0.6), 3, "neither side is needy"),
+            (Score(0.1, 0.1), SwitchLimits().cycles - 1, "what the move brought does not show yet"),
+            (Score(0.9, 0.2), -7, "the helped side would ask again"),
+            (Score(1.5, 1.6), 3, "both are full: a return gains nothing"),
+        ],
+    )
+    def test_help_goes_on_between(self, fleet: Score, cycles_left: int, why: str) -> None:
+        workers = (*side("abc", True, fleet.prefill), *side("d", False, fleet.decode))
+        helping = {WorkerId("c"): Help(Role.PREFILL, cycles_left)}
+        assert plan_switches(workers, fleet, Regime.IMBALANCED, helping) == [], why
+
+    def test_no_more_return_than_it_takes(self) -> None:
+        helping = {WorkerId("b"): Help(Role.PREFILL, 3), WorkerId("c"): Help(Role.PREFILL, 3)}
+        workers = (*side("abc", True, 0.5), *side("xy", False, 0.9))
+        switches = plan_switches(workers, Score(0.5, 0.9), Regime.IMBALANCED, helping)
+        assert switches == [], "0.75 against 0.6 would be"
+        switches = plan_switches(workers, Score(0.3, 0.9), Regime.IMBALANCED, helping)
+        assert [s.worker_id for s in switches] == ["b"], "0.45 against 0.6 now"
 
     def test_a_helper_that_died_gets_no_signal(self) -> None:
         helping = {WorkerId("gone"): Help(Role.PREFILL, 0)}

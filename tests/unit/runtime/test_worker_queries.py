@@ -13,5 +13,5 @@ def test_modes_have_names() -> None:
 
 
 def test_another_word_is_an_error_that_says_which_are_known() -> None:
-    with pytest.raises(ConfigError, match="fetch.query must be auto, always or never"):
+    with pytest.raises(ConfigError, match=r"fetch\.query must be auto, always or never"):
         parse_query_mode("sometimes")

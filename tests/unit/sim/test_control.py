@@ -3,10 +3,14 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from kvmesh.policy.lengths import LengthDistribution
 from kvmesh.policy.pdserve import TimeoutTier
+from kvmesh.sim.fleet import parse_fleet
+from kvmesh.sim.profile import load_profile
 from kvmesh.sim.scenario import Objectives, Scenario, parse_failures
 from kvmesh.sim.simulation import Simulation, simulate
 from kvmesh.sim.systems import SYSTEMS, Offload
+from kvmesh.sim.workload import Workload, make_requests
 from tests.unit.sim.examples import scenario, trace
 
 PATIENT = Objectives((TimeoutTier(1 << 62, 1e6),))
@@ -73,6 +77,22 @@ class TestRoles:
             mean_ttft([each.ttft_s for each in result.requests[:200]]) for result in (fixed, helped)
         ]
         assert waits[1] < 0.7 * waits[0]
+
+    def test_roles_do_not_flap_where_both_sides_are_full(self) -> None:
+        """More than two and two can decode: what prefill can spare is never enough for long."""
+        lengths = LengthDistribution.log_normal(6.5, 0.8, 64, 16_384)
+        system = dataclasses.replace(SYSTEMS["kvmesh"], reallocate=False)
+        result = simulate(
+            Scenario(
+                load_profile("flowkv"),
+                parse_fleet("home:a100:prefill:2,home:a100:decode:2"),
+                system,
+                make_requests(Workload(800, 20.0, lengths, output_tokens=600), 1),
+            )
+        )
+        begun = sum(n for reason, n in result.reasons.items() if "idle, and" in reason)
+        assert result.finished_s > 60, "it was overloaded all the while"
+        assert 1 <= begun <= 3
 
     def test_reallocation_follows_the_lengths(self) -> None:
         system = dataclasses.replace(SYSTEMS["prfaas"], offload=Offload.NONE)
