@@ -11,15 +11,14 @@ from __future__ import annotations
 import enum
 
 from kvmesh.core.errors import ConfigError
-from kvmesh.core.types import Reservation
 from kvmesh.engine.core import EngineCore
 from kvmesh.engine.protocol import PartialAttention, RemotePrefix
 from kvmesh.engine.remote import leave_remote
-from kvmesh.engine.sequence import Sequence
+from kvmesh.policy.link import LinkView
 from kvmesh.policy.preemption import with_sample
 from kvmesh.policy.query_cost import QueryDecision, QueryTask, choose_query
+from kvmesh.runtime.prefill_attempt import PrefillAttempt
 from kvmesh.runtime.query_metrics import QueryMetrics
-from kvmesh.telemetry.tracing import Span
 from kvmesh.transfer.asker import Asker, Holder, RemoteBlocks
 
 _FULL_STEPS = 4
@@ -75,28 +74,42 @@ class PrefixQueries:
         if num_tokens * _FULL_STEPS >= self._core.max_step_tokens:
             self._token_s = with_sample(self._token_s, seconds / num_tokens)
 
-    def consider(self, sequence: Sequence, reservation: Reservation, span: Span) -> None:
+    def consider(self, attempt: PrefillAttempt, link: LinkView | None) -> None:
         """Leaves what the reserving worker has of a prompt with it, if that pays.
 
         Args:
-            sequence: just admitted; it has computed nothing.
-            span: told of what was decided, where there is something to decide.
+            attempt: whose sequence was just admitted and has computed nothing. If it asks, it runs
+                at once and needs no source any more.
+            link: to that worker, for what it would cost to fetch instead, where it can be.
         """
+        sequence, reservation = attempt.sequence, attempt.reservation
+        assert sequence is not None, "admitted"
         size = self._core.block_size
         most = (len(sequence.tokens) - 1) // size  # the last token is computed here
         blocks = range(sequence.num_computed // size, min(reservation.num_cached_blocks, most))
         holder = Holder.of_reservation(reservation)
         if not blocks or sequence.scores_prompt or not self._asker.answers(holder.peer):
             return
-        decision = self._decide(len(sequence.tokens) - blocks.stop * size, len(blocks), holder)
-        self._metrics.prefixes.labels("asked" if decision.query else "computed").inc()
-        if decision.query:
-            self._metrics.tokens.inc(len(blocks) * size)
-            remote = RemotePrefix(blocks, RemoteBlocks(self._asker, holder, blocks))
-            leave_remote(sequence, remote, self._core.pool)
-        span.event("prefix_query", query=decision.query, reason=decision.reason)
+        fetch_s = None
+        if attempt.source is not None and link is not None:
+            fetch_s = link.estimate_s(len(blocks) * self._core.spec.layout.block_bytes)
+        new_tokens = len(sequence.tokens) - blocks.stop * size
+        decision = self._decide(new_tokens, len(blocks), holder, fetch_s)
+        attempt.span.event("prefix_query", query=decision.query, reason=decision.reason)
+        if not decision.query:
+            self._metrics.prefixes.labels("left").inc()
+            return
+        self._metrics.prefixes.labels("asked").inc()
+        self._metrics.tokens.inc(len(blocks) * size)
+        remote = RemotePrefix(blocks, RemoteBlocks(self._asker, holder, blocks))
+        leave_remote(sequence, remote, self._core.pool)
+        if attempt.source is not None:
+            attempt.source = None
+            self._core.run(sequence)
 
-    def _decide(self, new_tokens: int, num_blocks: int, holder: Holder) -> QueryDecision:
+    def _decide(
+        self, new_tokens: int, num_blocks: int, holder: Holder, fetch_s: float | None
+    ) -> QueryDecision:
         if self._mode is not QueryMode.AUTO:
             return QueryDecision(self._mode is QueryMode.ALWAYS, f"fetch.query={self._mode.value}")
         layout = self._core.spec.layout
@@ -109,4 +122,4 @@ class PrefixQueries:
             num_chunks=-(-new_tokens // self._core.max_step_tokens),
         )
         speed = self._asker.speed(holder.peer)
-        return choose_query(task, speed, compute_token_s=self._token_s)
+        return choose_query(task, speed, compute_token_s=self._token_s, fetch_s=fetch_s)
