@@ -9,6 +9,8 @@ import enum
 from dataclasses import dataclass, field
 from typing import NewType
 
+from kvmesh.core.values import quick
+
 WorkerId = NewType("WorkerId", str)
 RequestId = NewType("RequestId", str)
 BlockHash = NewType("BlockHash", bytes)
@@ -491,3 +493,7 @@ class Usage:
     completion_tokens: int
     cached_tokens: int
     reasoning_tokens: int = 0
+
+
+for _often_made in (Candidate, Endpoint, RoutePlan, RouteQuery, SamplingParams, SequenceSpec):
+    quick(_often_made)

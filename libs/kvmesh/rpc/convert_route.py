@@ -5,8 +5,11 @@ Tests: tests/unit/rpc/test_convert.py.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from kvmesh.core.types import (
     Candidate,
+    Endpoint,
     RequestId,
     RouteCause,
     RoutePlan,
@@ -16,7 +19,6 @@ from kvmesh.core.types import (
 from kvmesh.kv.hashing import join_hashes, split_hashes
 from kvmesh.policy.plans_ahead import PlanKind, PlansAhead, Wish
 from kvmesh.rpc.convert import (
-    endpoint_from_proto,
     endpoint_to_proto,
     placement_from_proto,
     placement_to_proto,
@@ -38,12 +40,22 @@ def candidate_to_proto(candidate: Candidate) -> scheduler_service_pb2.Candidate:
 
 def candidate_from_proto(message: scheduler_service_pb2.Candidate) -> Candidate:
     """Candidate from a message."""
-    return Candidate(
-        WorkerId(message.worker_id),
+    endpoint = message.control_endpoint
+    return _candidate(
+        message.worker_id,
         message.incarnation,
-        endpoint_from_proto(message.control_endpoint),
+        endpoint.host,
+        endpoint.port,
         message.cached_tokens,
     )
+
+
+@lru_cache(maxsize=4096)
+def _candidate(
+    worker_id: str, incarnation: int, host: str, port: int, cached_tokens: int
+) -> Candidate:
+    """The same value again where plans name the same workers again, as most do."""
+    return Candidate(WorkerId(worker_id), incarnation, Endpoint(host, port), cached_tokens)
 
 
 def route_query_to_proto(
