@@ -380,20 +380,6 @@ class WorkerDetail:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelDetail:
-    """What the scheduler's planner says about one model, for people.
-
-    Attributes:
-        remote_cluster: that long prompts are sent to; empty: none.
-        threshold_tokens: longer uncached prompts go there; None without a remote cluster.
-    """
-
-    model: str
-    remote_cluster: str = ""
-    threshold_tokens: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class FleetWorker:
     """A worker with its load."""
 
@@ -418,12 +404,17 @@ class PrefixSource:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A worker to try for a request."""
+    """A worker to try for a request.
+
+    Attributes:
+        source: whom it should fetch a prefix from before it computes the prompt.
+    """
 
     worker_id: WorkerId
     incarnation: int
     control_endpoint: Endpoint
     cached_tokens: int = 0
+    source: PrefixSource | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from kvmesh.core.pool import (
     PoolReport,
 )
 from kvmesh.core.types import BLOCK_HASH_BYTES, BlockHash, WorkerId
+from kvmesh.kv.hashing import split_hashes
 from kvmesh.policy.heat import SegmentHeat
 from kvmesh.rpc.convert import (
     endpoint_from_proto,
@@ -33,20 +34,6 @@ _OUTCOMES = {
     CopyOutcome.FAILED: pb.COPY_OUTCOME_FAILED,
 }
 _OUTCOMES_BACK = {value: outcome for outcome, value in _OUTCOMES.items()}
-
-
-def split_hashes(joined: bytes) -> tuple[BlockHash, ...]:
-    """Joined hashes apart.
-
-    Raises:
-        ProtocolError: the last one is cut off.
-    """
-    if len(joined) % BLOCK_HASH_BYTES:
-        raise ProtocolError("hash_length", f"{len(joined)} bytes of {BLOCK_HASH_BYTES}-byte hashes")
-    return tuple(
-        BlockHash(joined[start : start + BLOCK_HASH_BYTES])
-        for start in range(0, len(joined), BLOCK_HASH_BYTES)
-    )
 
 
 def pool_report_to_proto(report: PoolReport) -> pb.PoolReport:
@@ -108,10 +95,10 @@ def pool_order_from_proto(message: pb.PoolOrder) -> PoolOrder | None:
                 WorkerId(copy.source_worker_id),
                 copy.source_incarnation,
                 endpoint_from_proto(copy.source),
-                split_hashes(copy.block_hashes),
+                tuple(split_hashes(copy.block_hashes)),
             )
         case "evict_first":
-            return EvictionHint(split_hashes(message.evict_first.block_hashes))
+            return EvictionHint(tuple(split_hashes(message.evict_first.block_hashes)))
         case _:
             return None
 

@@ -27,6 +27,7 @@ from kvmesh.runtime.app import ServiceContext
 from kvmesh.runtime.decode_role import DecodeRole
 from kvmesh.runtime.kv_events import start_kv_events
 from kvmesh.runtime.kv_pool import KvPool
+from kvmesh.runtime.pool_copies import PoolCopies
 from kvmesh.runtime.pool_metrics import PoolMetrics
 from kvmesh.runtime.prefill_role import PrefillRole
 from kvmesh.runtime.prefix_fetch import PrefixFetcher
@@ -37,6 +38,7 @@ from kvmesh.runtime.worker_detail import worker_detail
 from kvmesh.runtime.worker_metrics import EngineCollector, WorkerMetrics
 from kvmesh.runtime.worker_parts import WorkerIdentity, WorkerParts
 from kvmesh.runtime.worker_pool import lease_limits, start_fetcher
+from kvmesh.runtime.worker_static import static_batch_of
 from kvmesh.runtime.worker_structures import load_structures
 from kvmesh.runtime.worker_swap import make_swap_space
 from kvmesh.telemetry.logs import event_logger
@@ -82,7 +84,8 @@ def load_runner(config: EngineSection) -> ModelRunner:
     # Only a worker with the real engine pays for importing torch.
     from kvmesh.engine.runner import TorchRunner  # noqa: PLC0415
 
-    return TorchRunner.load(
+    static_batch = static_batch_of(config)
+    runner = TorchRunner.load(
         Path(config.model),
         served_name=name,
         device=config.device,
@@ -92,6 +95,8 @@ def load_runner(config: EngineSection) -> ModelRunner:
         max_model_len=config.max_model_len or None,
         num_threads=config.num_threads,
     )
+    runner.use_static_steps(static_batch)
+    return runner
 
 
 class Worker:
@@ -163,6 +168,7 @@ class Worker:
             parts,
             self.channels,
             self.decode,
+            self.fetcher if self._config.fetch.enabled else None,
             slots=section.prefill_slots,
             mode=transfer_mode(section.transfer_mode),
         )
@@ -235,6 +241,14 @@ class Worker:
         self._context.spawn(self._registration.run(), "registration")
         self._publisher: BlockPublisher | None = None
         if section.kvmanager_target:
+            self.copies = PoolCopies(
+                self.core,
+                self._info.control_endpoint,
+                lambda: self.role,
+                self.fetcher.fetch,
+                lambda: self.pool.draining or self.cordoned,
+                self._clock,
+            )
             self._publisher = BlockPublisher(
                 section.kvmanager_target,
                 PublisherFacts(
@@ -247,8 +261,11 @@ class Worker:
                 take_events=self.core.pool.take_events,
                 held_hashes=self.core.pool.held_hashes,
                 tls=self._config.server.tls,
+                pool=self.copies,
             )
+            self.copies.on_result = self._publisher.report_copy
             self._context.spawn(self._publisher.run(), "publisher")
+            self._context.spawn(self.copies.run(), "pool copies")
 
         self._kv_events = start_kv_events(self._context, self._config, self.core)
 
