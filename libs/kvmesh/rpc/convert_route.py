@@ -21,6 +21,7 @@ from kvmesh.core.types import (
 from kvmesh.kv.hashing import join_hashes, split_hashes
 from kvmesh.policy.plans_ahead import PlanKind, PlansAhead, Wish
 from kvmesh.rpc.convert import (
+    endpoint_from_proto,
     endpoint_to_proto,
     placement_from_proto,
     placement_to_proto,
