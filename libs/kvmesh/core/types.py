@@ -416,12 +416,17 @@ class PrefixSource:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A worker to try for a request."""
+    """A worker to try for a request.
+
+    Attributes:
+        source: whom it should fetch a prefix from before it computes the prompt.
+    """
 
     worker_id: WorkerId
     incarnation: int
     control_endpoint: Endpoint
     cached_tokens: int = 0
+    source: PrefixSource | None = None
 
 
 @dataclass(frozen=True, slots=True)

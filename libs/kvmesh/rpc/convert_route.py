@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from kvmesh.core.types import (
     Candidate,
+    PrefixSource,
     RequestId,
     RouteCause,
     RoutePlan,
@@ -21,9 +22,29 @@ from kvmesh.rpc.convert import (
     placement_from_proto,
     placement_to_proto,
 )
-from kvmesh.v1 import scheduler_service_pb2
+from kvmesh.v1 import scheduler_service_pb2, types_pb2
 
 _CAUSES = {cause.value: cause for cause in RouteCause}
+
+
+def prefix_source_to_proto(source: PrefixSource) -> types_pb2.PrefixSource:
+    """PrefixSource as a message."""
+    return types_pb2.PrefixSource(
+        worker_id=source.worker_id,
+        incarnation=source.incarnation,
+        control_endpoint=endpoint_to_proto(source.control_endpoint),
+        num_blocks=source.num_blocks,
+    )
+
+
+def prefix_source_from_proto(message: types_pb2.PrefixSource) -> PrefixSource:
+    """PrefixSource from a message."""
+    return PrefixSource(
+        WorkerId(message.worker_id),
+        message.incarnation,
+        endpoint_from_proto(message.control_endpoint),
+        message.num_blocks,
+    )
 
 
 def candidate_to_proto(candidate: Candidate) -> scheduler_service_pb2.Candidate:
@@ -33,6 +54,7 @@ def candidate_to_proto(candidate: Candidate) -> scheduler_service_pb2.Candidate:
         incarnation=candidate.incarnation,
         control_endpoint=endpoint_to_proto(candidate.control_endpoint),
         cached_tokens=candidate.cached_tokens,
+        source=None if candidate.source is None else prefix_source_to_proto(candidate.source),
     )
 
 
@@ -43,6 +65,7 @@ def candidate_from_proto(message: scheduler_service_pb2.Candidate) -> Candidate:
         message.incarnation,
         endpoint_from_proto(message.control_endpoint),
         message.cached_tokens,
+        prefix_source_from_proto(message.source) if message.HasField("source") else None,
     )
 
 

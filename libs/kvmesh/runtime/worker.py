@@ -168,6 +168,7 @@ class Worker:
             parts,
             self.channels,
             self.decode,
+            self.fetcher if self._config.fetch.enabled else None,
             slots=section.prefill_slots,
             mode=transfer_mode(section.transfer_mode),
         )

@@ -20,6 +20,9 @@ class DataSection:
     window_mb: int = option(64, "megabytes that one connection may be ahead of its answers")
     copy_threads: int = option(1, "that share a large copy out of shared memory")
     poll_us: int = option(0, "microseconds to look for the next frame before other work")
+    staging_mb: int = option(
+        64, "pinned host memory per direction for blocks of a device, megabytes"
+    )
     tls: TlsConfig = option(TlsConfig, "")
     peers: str = option(
         "", "names in certificates of workers to share KV with, comma-separated; empty: all"
