@@ -67,9 +67,7 @@ def plan_copies(
         if expected[source] <= limit:
             continue
         free = [
-            worker
-            for worker in expected
-            if worker not in segment.copies and fits(segment, worker)
+            worker for worker in expected if worker not in segment.copies and fits(segment, worker)
         ]
         if not free:
             continue
