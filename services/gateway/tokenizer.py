@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
@@ -38,7 +38,9 @@ THREAD_THRESHOLD_TOKENS = 4096
 class _Generation(jinja2.ext.Extension):
     """`{% generation %}…{% endgeneration %}`, which marks for training what a model wrote."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    def __init__(self, environment: jinja2.Environment) -> None:
+        super().__init__(environment)
+        self.tags = {"generation"}
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         """The block's content alone."""
