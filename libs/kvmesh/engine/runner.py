@@ -180,7 +180,9 @@ class TorchRunner:
         if not chunks:
             return StepResult(result)
         if self._static is not None and self._static.takes(chunks):
-            return StepResult(self._static.execute(chunks))
+            chosen = self._static.execute(chunks)
+            self._pool.computed()
+            return StepResult(chosen)
         batch = build_batch(chunks, self._plan.block_size, self._plan.groups.windows)
         remote = [RemotePart(each.attention) for each in batch.remotes]
         rows = batch.sample_rows + _scored_rows(batch, chunks)
@@ -194,6 +196,7 @@ class TorchRunner:
             None if all_rows else keep,
             self._after_layer(chunks),
         )
+        self._pool.computed()
         if batch.sample_rows:
             logits = self._model.logits(hidden[:num_sampled])
             tokens = sample(logits, [chunks[index] for index in batch.sample_chunks])

@@ -20,6 +20,9 @@ class DataSection:
     window_mb: int = option(64, "megabytes that one connection may be ahead of its answers")
     copy_threads: int = option(1, "that share a large copy out of shared memory")
     poll_us: int = option(0, "microseconds to look for the next frame before other work")
+    staging_mb: int = option(
+        64, "pinned host memory per direction for blocks of a device, megabytes"
+    )
     tls: TlsConfig = option(TlsConfig, "")
     peers: str = option(
         "", "names in certificates of workers to share KV with, comma-separated; empty: all"
@@ -41,7 +44,9 @@ class WorkerSection:
     decode_slots: int = option(32, "sequences held at once, reservations included")
     lease_s: float = option(10.0, "a reservation without renewal or progress ends after this")
     stall_s: float = option(5.0, "a transfer without progress fails after this")
-    channels: str = option("local,shm,tcp", "kinds of data channel that may be used, best first")
+    channels: str = option(
+        "local,ipc,shm,tcp", "kinds of data channel that may be used, best first"
+    )
     transfer_mode: str = option("auto", "when KV leaves: auto, whole, chunked or layered")
 
 
@@ -82,6 +87,9 @@ class FetchSection:
     lease_s: float = option(5.0, "blocks leased to a reader are free again so long after its reads")
     max_leases: int = option(64, "leases given at once; 0: nothing is given away")
     max_share: float = option(0.5, "of all blocks, in leases at once")
+    query: str = option(
+        "auto", "ask where a prefix is instead of computing it: auto (by cost), always, never"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,10 +21,12 @@ from types import MappingProxyType
 
 from kvmesh.core.errors import LostError
 from kvmesh.core.types import Endpoint, HostRoute
-from kvmesh.transfer.channel import DEFAULT_KINDS, LOCAL, NIXL, SHM, TCP
+from kvmesh.transfer.channel import DEFAULT_KINDS, IPC, LOCAL, NIXL, SHM, TCP
+from kvmesh.transfer.device import DevicePool
 from kvmesh.transfer.frame_socket import FrameSocket
 from kvmesh.transfer.frames import Checksum, LinkTerms
 from kvmesh.transfer.host import host_id
+from kvmesh.transfer.ipc_channel import ENGINE
 from kvmesh.transfer.local_channel import PROCESS_HUB, LocalEnd, LocalHub
 from kvmesh.transfer.memory import PoolMemory
 from kvmesh.transfer.meters import (
@@ -40,6 +42,7 @@ from kvmesh.transfer.protocol import ChannelIdentity, ReceiverMachine
 from kvmesh.transfer.query_ops import QueryOps
 from kvmesh.transfer.server_channel import ServerChannel, ServerState
 from kvmesh.transfer.sockets import listen, listen_local, local_endpoint
+from kvmesh.transfer.staging import DEFAULT_STAGING_BYTES, StagingRing
 from kvmesh.transfer.target import NothingToRead, ReadSource, WriteGrant, WriteTarget
 from kvmesh.transfer.tls import DataTls, accept_tls
 from kvmesh.transfer.wire import Wire
@@ -68,6 +71,8 @@ class ReceiveOptions:
         copy_threads: that share one large copy out of a mapped pool.
         poll_s: after a frame, the loop looks for the next one so long before it turns to other
             work; 0: not at all.
+        staging_bytes: host memory that blocks of a device pool arrive through; a frame with more
+            is refused.
     """
 
     kinds: tuple[str, ...] = DEFAULT_KINDS
@@ -79,6 +84,7 @@ class ReceiveOptions:
     tls: DataTls | None = None
     copy_threads: int = 1
     poll_s: float = 0.0
+    staging_bytes: int = DEFAULT_STAGING_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +118,7 @@ class DataServer:
             target: where KV goes.
             source: where KV is read from; None gives nothing away.
             queries: what is computed for others; None answers no query.
-            memory: the pool that the target's grants lie in; NIXL needs to know it.
+            memory: the pool that the target's grants lie in; NIXL and device pools need it.
             hub: receivers of this process.
             observer: told of every frame that filled its blocks.
         """
@@ -131,6 +137,11 @@ class DataServer:
         self._serving: set[asyncio.Task[None]] = set()
         self._meters: dict[LinkKey, LinkMeter] = {}
         self._state = ServerState(copy_threads=self._options.copy_threads)
+        if IPC in self._options.kinds:
+            self._state.pool = memory
+        if isinstance(memory, DevicePool):
+            size = self._options.staging_bytes
+            self._state.staging = StagingRing(memory, identity.layout.block_bytes, size)
         if NIXL in self._options.kinds:
             self._state.readers = NixlReaders(memory, self._options.stall_timeout_s)
 
@@ -146,14 +157,16 @@ class DataServer:
         tcp = await listen(options.host, options.port)
         self._listen(tcp, self._serve_tcp)
         route = None
-        if SHM in options.kinds and (here := host_id()):
+        if {SHM, IPC} & set(options.kinds) and (here := host_id()):
             # A folder that only this user may enter: its peers are let into each other's memory.
             self._folder = Path(tempfile.mkdtemp(prefix="kvmesh-"))
             route = HostRoute(here, str(self._folder / _SOCKET_NAME))
             self._listen(listen_local(route.socket_path), self._serve_unix)
         if LOCAL in options.kinds:
             loop = asyncio.get_running_loop()
-            self._local = LocalEnd(self._identity, self._target, self._source, loop)
+            self._local = LocalEnd(
+                self._identity, self._target, self._source, loop, self._state.staging
+            )
             self._hub.join(self._local)
         return DataAddress(local_endpoint(tcp, options.host), route)
 
@@ -172,6 +185,8 @@ class DataServer:
         if self._state.readers is not None:
             await self._state.readers.close()
         self._threads.shutdown(wait=False)
+        if self._state.staging is not None:
+            await self._state.staging.close()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -262,6 +277,6 @@ class DataServer:
     ) -> tuple[LinkKey, LinkMeter, TransferObserver]:
         assert machine.peer is not None, "greeted"
         if machine.offer is not None and machine.offer.segment is not None:
-            kind = NIXL
+            kind = IPC if machine.offer.segment.engine == ENGINE else NIXL
         key = LinkKey(machine.peer, kind, "received")
         return key, self._meters.setdefault(key, LinkMeter()), self._observer

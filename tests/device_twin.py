@@ -1,0 +1,110 @@
+"""A device in host memory, in a memfd of its own: what `CudaDriver` does, without CUDA.
+
+Pools on it are the product's `DeviceKvPool`, whose bytes channels reach through kernels' twins and
+staging memory alone; what is not copied properly does not arrive.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import threading
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kvmesh.core.errors import LostError
+from kvmesh.core.types import KvLayout
+from kvmesh.engine.device_pool import DeviceKvPool
+from kvmesh.transfer.device import HANDLE_BYTES
+from kvmesh.transfer.memory import create_shared
+
+_HANDLE = struct.Struct(f"<QI{HANDLE_BYTES - 12}x")
+_BEFORE = 4096
+
+
+class TwinDriver:
+    """Runs copies in the calling thread, one after the other.
+
+    Attributes:
+        num_marks: calls of `mark`.
+        pinned_bytes: reachable by the device now.
+        is_broken: copies fail as those of a device that fell off its bus.
+        is_private: its memory cannot be shared.
+        num_open: memory of others that is mapped.
+    """
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.num_marks = 0
+        self.pinned_bytes = 0
+        self.is_broken = False
+        self.is_private = False
+        self.num_open = 0
+        self.threads: set[str] = set()
+        self._queue = threading.Lock()
+
+    def mark(self) -> None:
+        self.num_marks += 1
+
+    def run(self, work: Callable[[], None]) -> None:
+        with self._queue:
+            if self.is_broken:
+                raise LostError("the device is gone")
+            work()
+            self.threads.add(threading.current_thread().name)
+
+    def pin(self, memory: memoryview) -> Tensor:
+        self.pinned_bytes += memory.nbytes
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+    def unpin(self, pinned: Tensor) -> None:
+        self.pinned_bytes -= pinned.nbytes
+
+    def zeros(self, num_bytes: int) -> Tensor:
+        # The pool does not begin where its memory does, as in an allocation shared with others.
+        self._fd, memory = create_shared("twin", _BEFORE + num_bytes)
+        self._finalizer = weakref.finalize(self, os.close, self._fd)
+        return torch.frombuffer(memory, dtype=torch.uint8)[_BEFORE:]
+
+    def export(self, memory: Tensor) -> tuple[bytes, int]:
+        if self.is_private:
+            raise LostError("this memory cannot be shared")
+        return _HANDLE.pack(os.getpid(), self._fd), _BEFORE
+
+    def open(self, handle: bytes, num_bytes: int) -> Tensor:
+        pid, number = _HANDLE.unpack(handle)
+        try:
+            fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
+        except OSError as error:
+            raise LostError(f"no such memory: {error}") from error
+        try:
+            mapped = mmap.mmap(fd, num_bytes)
+        except (OSError, ValueError) as error:
+            raise LostError(f"smaller than announced: {error}") from error
+        finally:
+            os.close(fd)
+        self.num_open += 1
+        return torch.frombuffer(mapped, dtype=torch.uint8)
+
+    def close(self, handle: bytes) -> None:
+        self.num_open -= 1
+
+
+class TwinPool(DeviceKvPool):
+    """A pool on the twin, of given bytes or of zeros, with the tests' own view of it."""
+
+    def __init__(self, layout: KvLayout, num_blocks: int, content: bytes | None = None) -> None:
+        self.driver = TwinDriver()
+        super().__init__(layout, num_blocks, self.driver)
+        if content is not None:
+            self.tensor.view(torch.uint8).view(-1).copy_(
+                torch.frombuffer(bytearray(content), dtype=torch.uint8)
+            )
+
+    def fill(self, byte: int) -> None:
+        """Sets every byte of the pool."""
+        self.tensor.view(torch.uint8).fill_(byte)
