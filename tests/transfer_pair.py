@@ -22,12 +22,14 @@ from kvmesh.core.types import (
 from kvmesh.transfer.alignment import Run
 from kvmesh.transfer.channel_pool import ChannelPool, SendOptions
 from kvmesh.transfer.data_server import DataAddress, DataServer, ReceiveOptions
+from kvmesh.transfer.device import pieces_of
 from kvmesh.transfer.frames import CommitFrame, PutFrame
 from kvmesh.transfer.local_channel import LocalHub
 from kvmesh.transfer.memory import create_shared
 from kvmesh.transfer.meters import LinkKey, LinkMeter, TransferSample
 from kvmesh.transfer.protocol import ChannelIdentity
 from kvmesh.transfer.target import WriteGrant
+from tests.device_twin import TwinPool
 
 LAYOUT = KvLayout("model", "float32", 16, 4, 2, 64)
 BLOCK = LAYOUT.block_bytes  # 64 KiB
@@ -66,7 +68,7 @@ class SourcePool:
 class RecordingTarget:
     """Blocks in reverse order, so that index and place differ; remembers all that happens."""
 
-    pool: SourcePool = field(default_factory=lambda: SourcePool(seed=None))
+    pool: SourcePool | TwinPool = field(default_factory=lambda: SourcePool(seed=None))
     capability: bytes = b"secret"
     refuse: Refusal | None = None
     granted: list[WriteGrant] = field(default_factory=list)
@@ -89,14 +91,20 @@ class RecordingTarget:
         indexes = [run.first + i for run in put.runs for i in range(run.count)]
         if any(set(indexes) & set(self._indexes(grant)) for grant in self.open_grants):
             return Refusal(RefusalReason.BUSY, "another writer is in these blocks")
+        grant = self._grant(put, indexes)
+        self.granted.append(grant)
+        self.on_grant()
+        return grant
+
+    def _grant(self, put: PutFrame, indexes: list[int]) -> WriteGrant:
+        if isinstance(self.pool, TwinPool):
+            runs = [(NUM_BLOCKS - 1 - index, 1) for index in indexes]
+            return WriteGrant(put, (), pieces_of(runs, BLOCK, put.part))
         blocks = [self.block(index) for index in indexes]
         if put.part is not None:
             start, size = put.part
             blocks = [block[start : start + size] for block in blocks]
-        grant = WriteGrant(put, tuple(blocks))
-        self.granted.append(grant)
-        self.on_grant()
-        return grant
+        return WriteGrant(put, tuple(blocks))
 
     @property
     def is_untouched(self) -> bool:
@@ -136,7 +144,7 @@ class RecordingTarget:
 class Pair:
     """A sender and a receiver that see each other."""
 
-    source: SourcePool
+    source: SourcePool | TwinPool
     target: RecordingTarget
     server: DataServer
     pool: ChannelPool
@@ -176,13 +184,26 @@ def reservation_behind(endpoint: Endpoint, incarnation: int = 7) -> Reservation:
 
 @contextlib.asynccontextmanager
 async def running_pair(
-    send: SendOptions | None = None, receive: ReceiveOptions | None = None
+    send: SendOptions | None = None,
+    receive: ReceiveOptions | None = None,
+    devices: tuple[bool, bool] = (False, False),
 ) -> AsyncIterator[Pair]:
-    """Both ends; checks at the end that each grant ended exactly once."""
+    """Both ends; checks at the end that each grant ended exactly once.
+
+    Args:
+        devices: whether the sender's pool, and the receiver's, is on the twin of a device.
+    """
     send = send or SendOptions(kinds=("tcp",))
     send = replace(send, connect_timeout_s=5)
     hub = LocalHub()
-    source, target = SourcePool(), RecordingTarget()
+    source: SourcePool | TwinPool = SourcePool()
+    target = RecordingTarget()
+    if devices[0]:
+        source.close()
+        source = TwinPool(LAYOUT, NUM_BLOCKS, _content(NUM_BLOCKS * BLOCK, 0))
+    if devices[1]:
+        target.pool.close()
+        target.pool = TwinPool(LAYOUT, NUM_BLOCKS)
     server = DataServer(RECEIVER, target, receive or ReceiveOptions(), memory=target.pool, hub=hub)
     samples: list[TransferSample] = []
     pool = ChannelPool(SENDER, source, send, hub=hub, observer=samples.append)
@@ -192,8 +213,9 @@ async def running_pair(
     finally:
         await pool.close()
         await server.close()
-        source.close()
-        target.pool.close()
+        for each in (source, target.pool):
+            each.close()
+            assert not isinstance(each, TwinPool) or each.driver.pinned_bytes == 0
         target.check_grants_ended_once()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from kvmesh.core.types import BlockHash, SamplingParams, SequenceSpec
+from kvmesh.core.types import BlockHash, PrefixSource, SamplingParams, SequenceSpec
 from kvmesh.engine.core import EngineCore
 from kvmesh.engine.fake import FakeRunner
 from kvmesh.engine.sequence import Sequence
@@ -18,6 +18,7 @@ from kvmesh.kv.groups import KvGroups
 from kvmesh.kv.hashing import root_hash
 from kvmesh.rpc.channels import open_channel
 from kvmesh.rpc.convert import sequence_spec_to_proto
+from kvmesh.rpc.convert_route import prefix_source_to_proto
 from kvmesh.rpc.stream import PeerStream
 from kvmesh.runtime.app import ServiceContext, serving
 from kvmesh.runtime.worker import Worker, build_worker
@@ -71,9 +72,10 @@ async def running_worker(
     engine: EngineSection | None = None,
     events: EventsSection | None = None,
     fetch: FetchSection | None = None,
+    kvmanager: str = "",
 ) -> AsyncIterator[Worker]:
     """A worker in this process, on free ports, without a scheduler."""
-    section = replace(worker or WorkerSection(), scheduler_targets="", kvmanager_target="")
+    section = replace(worker or WorkerSection(), scheduler_targets="", kvmanager_target=kvmanager)
     config = WorkerConfig(
         worker=section,
         engine=engine or EngineSection(kind="fake"),
@@ -116,6 +118,7 @@ class Driver:
         self._queues: dict[tuple[str, Key], asyncio.Queue[object]] = {}
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._channels: list[object] = []
+        self._num_fetches = 0
 
     async def connect(self, worker: Worker) -> None:
         """Opens both streams to a worker."""
@@ -182,13 +185,16 @@ class Driver:
         self._decode[worker.worker_id].send(decode_pb.DecodeRequest(reserve=message))
         return await self.decode_event(key)
 
-    async def start(self, worker: Worker, key: Key, spec: SequenceSpec) -> decode_pb.DecodeEvent:
+    async def start(
+        self, worker: Worker, key: Key, spec: SequenceSpec, source: PrefixSource | None = None
+    ) -> decode_pb.DecodeEvent:
         """Asks for blocks and for the prompt to be computed there; returns the answer."""
         message = decode_pb.DecodeReserve(
             request_id=key.request_id,
             attempt=key.attempt,
             sequence=sequence_spec_to_proto(spec),
             start_within_ms=10_000,
+            source=None if source is None else prefix_source_to_proto(source),
         )
         self._decode[worker.worker_id].send(decode_pb.DecodeRequest(reserve=message))
         return await self.decode_event(key)
@@ -198,6 +204,20 @@ class Driver:
     ) -> prefill_pb.PrefillEvent:
         """Sends an offer and returns the answer."""
         self._prefill[worker.worker_id].send(_offer(key, spec, reservation))
+        return await self.prefill_event(key)
+
+    async def offer_from(
+        self,
+        source: PrefixSource,
+        worker: Worker,
+        key: Key,
+        spec: SequenceSpec,
+        reservation: ReservationMessage,
+    ) -> prefill_pb.PrefillEvent:
+        """As `offer`, naming who holds a prefix."""
+        message = _offer(key, spec, reservation)
+        message.offer.source.CopyFrom(prefix_source_to_proto(source))
+        self._prefill[worker.worker_id].send(message)
         return await self.prefill_event(key)
 
     async def offer_cancelled(
@@ -245,6 +265,42 @@ class Driver:
             finish = event.tokens.finish_reason
         handed = await self.prefill_event(key)
         assert handed.WhichOneof("event") == "handed_off", handed
+        return tokens
+
+    async def generate_from(
+        self, source: PrefixSource, prefill: Worker, decode: Worker, spec: SequenceSpec
+    ) -> tuple[list[int], int]:
+        """The whole path with a prefix of another worker; the tokens, and how many were cached."""
+        self._num_fetches += 1
+        key = Key(f"fetch-{self._num_fetches}")
+        reserved = await self.reserve(decode, key, spec)
+        accepted = await self.offer_from(source, prefill, key, spec, reserved.reserved)
+        assert accepted.WhichOneof("event") == "accepted", accepted
+        first = (await self.prefill_event(key)).first_token
+        tokens = [first.token_id]
+        tokens += await self._rest(key, first.finish_reason)
+        handed = await self.prefill_event(key)
+        assert handed.WhichOneof("event") == "handed_off", handed
+        return tokens, first.cached_tokens
+
+    async def start_from(
+        self, source: PrefixSource, worker: Worker, spec: SequenceSpec
+    ) -> tuple[list[int], int]:
+        """As `generate_from` on one worker, asked for in one message."""
+        self._num_fetches += 1
+        key = Key(f"fetch-{self._num_fetches}")
+        answer = await self.start(worker, key, spec, source)
+        assert answer.prefill.WhichOneof("event") == "accepted", answer
+        first = (await self.decode_event(key)).prefill.first_token
+        return [first.token_id, *await self._rest(key, first.finish_reason)], first.cached_tokens
+
+    async def _rest(self, key: Key, finish: int) -> list[int]:
+        tokens: list[int] = []
+        while not finish:
+            event = await self.decode_event(key)
+            assert event.WhichOneof("event") == "tokens", event
+            tokens += event.tokens.token_ids
+            finish = event.tokens.finish_reason
         return tokens
 
 

@@ -43,12 +43,12 @@ class ModelConfig:
     tool_calls: str = option(
         "auto",
         "how the model writes tool calls: auto (by its chat template), hermes, llama3_json, "
-        "mistral or none",
+        "mistral, qwen3_coder, deepseek_v3, kimi_k2, glm45, minimax, openai or none",
     )
     reasoning_parser: str = option(
         "auto",
         "how the model marks its thinking: auto (by its chat template), qwen3, deepseek_r1, "
-        "mistral or none",
+        "mistral, openai_gptoss or none",
     )
 
     @property

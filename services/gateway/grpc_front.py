@@ -33,10 +33,11 @@ from services.gateway.errors import QUOTA_HEADER, REFUSAL_HEADER, QuotaError, St
 from services.gateway.frontend import Caller, Choice, Frontend, clean_request_id, usage_of
 from services.gateway.grpc_call import call_from_proto, placement_of
 from services.gateway.mesh import Placed
-from services.gateway.reasoning import Thoughts, Told, thinking_at
+from services.gateway.reasoning import Thoughts, thinking_at
 from services.gateway.request_record import TextDelta
 from services.gateway.thinking_count import ThinkingCount
 from services.gateway.tokenizer import TextTokenizer
+from services.gateway.told import Told
 
 ServerContext: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 

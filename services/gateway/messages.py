@@ -6,6 +6,7 @@ Pure. Tests: tests/unit/gateway/test_openai.py, test_tools.py.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -27,6 +28,29 @@ class PastFunction(BaseModel):
     arguments: str | dict[str, Any] = "{}"
 
 
+class Arguments(dict[str, Any]):
+    """Arguments of a call for chat templates: an object, and where one is written its JSON.
+
+    Most templates go through the object, some put it into a text, and some add it to one.
+
+    Args:
+        text: the JSON, as the model wrote it.
+    """
+
+    def __init__(self, values: Mapping[str, Any], text: str) -> None:
+        super().__init__(values)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __add__(self, text: str) -> str:
+        return self._text + text
+
+    def __radd__(self, text: str) -> str:
+        return text + self._text
+
+
 class PastCall(BaseModel):
     """A call in an assistant's message."""
 
@@ -36,14 +60,16 @@ class PastCall(BaseModel):
 
     def for_template(self) -> dict[str, Any]:
         """The call as chat templates expect it: arguments are an object."""
-        arguments = self.function.arguments
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments or "{}")
-            except ValueError as error:
-                raise InvalidRequestError(
-                    f"messages: arguments of {self.function.name} are not JSON: {error}", "messages"
-                ) from error
+        given = self.function.arguments
+        text = (given or "{}") if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        try:
+            arguments = json.loads(text)
+        except ValueError as error:
+            raise InvalidRequestError(
+                f"messages: arguments of {self.function.name} are not JSON: {error}", "messages"
+            ) from error
+        if isinstance(arguments, dict):
+            arguments = Arguments(arguments, text)
         function = {"name": self.function.name, "arguments": arguments}
         return {"type": "function", **(self.model_extra or {}), "function": function}
 

@@ -20,9 +20,10 @@ from kvmesh.core.types import (
     WorkerId,
 )
 from kvmesh.rpc.convert import reservation_to_proto
+from kvmesh.rpc.convert_route import prefix_source_to_proto
 from kvmesh.v1.decode_service_pb2 import DecodeReserve
 from kvmesh.v1.prefill_service_pb2 import PrefillOffer
-from kvmesh.v1.types_pb2 import SequenceSpec
+from kvmesh.v1.types_pb2 import PrefixSource, SequenceSpec
 from services.gateway.worker_events import (
     Accepted,
     Failed,
@@ -121,7 +122,10 @@ class OpenWork:
             None when the worker took it, else why not; nothing is held then.
         """
         message = DecodeReserve(
-            sequence=sequence, traceparent=traceparent, start_within_ms=ttft_budget_ms
+            sequence=sequence,
+            traceparent=traceparent,
+            start_within_ms=ttft_budget_ms,
+            source=_source_of(candidate),
         )
         answer = await self._reserve(candidate, message, timeout_s)
         if isinstance(answer, Started):
@@ -197,6 +201,7 @@ class OpenWork:
             reservation=reservation_to_proto(self._decode.reservation),
             ttft_budget_ms=ttft_budget_ms,
             traceparent=traceparent,
+            source=_source_of(candidate),
         )
         try:
             session = self.sessions.session(candidate)
@@ -308,6 +313,10 @@ class OpenWork:
                 return Refused(event.refusal, event.by_prefill)
             elif isinstance(event, (Accepted, Refused, Reserved, Started)):
                 return event
+
+
+def _source_of(candidate: Candidate) -> PrefixSource | None:
+    return None if candidate.source is None else prefix_source_to_proto(candidate.source)
 
 
 def _lost(message: str) -> Refusal:

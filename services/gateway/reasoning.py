@@ -10,9 +10,11 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Protocol
 
 from kvmesh.core.errors import ConfigError
+from services.gateway.harmony import ANALYSIS, HarmonyReader
+from services.gateway.told import Told
 from services.gateway.tool_scanner import held_back
 
 TAIL_TOKENS = 8
@@ -28,25 +30,34 @@ class ReasoningFamily(enum.Enum):
     """As qwen3, but the answer begins with thinking also where nobody opens it."""
     MISTRAL = "mistral"
     """`[THINK]…[/THINK]`; the marks are special tokens."""
+    OPENAI_GPTOSS = "openai_gptoss"
+    """Harmony's channel `analysis`; the marks are special tokens."""
 
     @property
     def marks(self) -> tuple[str, str]:
         """What opens the thinking and what closes it."""
-        return ("[THINK]", "[/THINK]") if self is ReasoningFamily.MISTRAL else _TAGS
+        return _MARKS.get(self, _TAGS)
 
     @property
     def keeps_special_tokens(self) -> bool:
         """The marks are special tokens, which the text must then have."""
-        return self is ReasoningFamily.MISTRAL
+        return self in _MARKS
 
 
 _TAGS = ("<think>", "</think>")
+_MARKS = {
+    ReasoningFamily.MISTRAL: ("[THINK]", "[/THINK]"),
+    ReasoningFamily.OPENAI_GPTOSS: (ANALYSIS, "<|end|>"),
+}
+_AFTER_TOOLS = ("<｜tool▁output▁end｜>", "<｜tool▁outputs▁end｜>")
 
 
 def reasoning_of_template(source: str) -> ReasoningFamily | None:
     """The family that a chat template is of; None if it knows no thinking."""
     if "[THINK]" in source:
         return ReasoningFamily.MISTRAL
+    if "<|channel|>analysis" in source:
+        return ReasoningFamily.OPENAI_GPTOSS
     if "</think>" not in source:
         return None
     # DeepSeek's own template: the model opens the thinking, or the newer prompt does.
@@ -82,8 +93,10 @@ class Thinking:
     family: ReasoningFamily
     is_open: bool
 
-    def parser(self) -> ReasoningParser:
-        """A parser for one generation."""
+    def parser(self) -> ThinkingReader:
+        """A reader of one generation."""
+        if self.family is ReasoningFamily.OPENAI_GPTOSS:
+            return HarmonyReader()
         return ReasoningParser(*self.family.marks, is_open=self.is_open)
 
 
@@ -104,16 +117,28 @@ def thinking_after(family: ReasoningFamily, tail: str) -> Thinking:
     """
     start, end = family.marks
     tail = tail.rstrip()
-    if tail.endswith(end):  # the template closed it: this request is not to think
+    # The template closed it: this request is not to think. What tools gave DeepSeek's models
+    # answer at once.
+    if tail.endswith((end, *_AFTER_TOOLS)):
         return Thinking(family, is_open=False)
     return Thinking(family, tail.endswith(start) or family is ReasoningFamily.DEEPSEEK_R1)
 
 
-class Told(NamedTuple):
-    """What more text says; white space around either part is dropped."""
+class ThinkingReader(Protocol):
+    """Reads one generation."""
 
-    reasoning: str
-    answer: str
+    @property
+    def is_answer(self) -> bool:
+        """Whether all that follows is the answer, as it is."""
+        ...
+
+    def push(self, text: str) -> Told:
+        """What is sure after more text."""
+        ...
+
+    def finish(self) -> Told:
+        """What is left when the text ends."""
+        ...
 
 
 class _Stage(enum.Enum):
@@ -202,7 +227,7 @@ class Thoughts:
 
     def __init__(self, thinking: Thinking) -> None:
         self._thinking = thinking
-        self._parsers: dict[int, ReasoningParser] = {}
+        self._parsers: dict[int, ThinkingReader] = {}
 
     def is_answer(self, index: int) -> bool:
         """Whether the thinking of one of them is over, and the answer has begun."""

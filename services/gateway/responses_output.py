@@ -117,7 +117,7 @@ class ResponseObject:
             return events + self._write(ItemKind.MESSAGE, text)
         for piece in self._tools.read(text, last=last):
             if isinstance(piece, CallStart):
-                events += self._open(ItemKind.CALL, piece.name)
+                events += self._open(ItemKind.CALL, piece)
             elif isinstance(piece, CallArguments):
                 events += self._write(ItemKind.CALL, piece.text)
             else:
@@ -167,13 +167,14 @@ class ResponseObject:
         item.text += text
         return [*events, self._text_event("delta", item, delta=text)]
 
-    def _open(self, kind: ItemKind, name: str = "") -> list[Body]:
+    def _open(self, kind: ItemKind, call: CallStart | None = None) -> list[Body]:
         events = self._close("completed")
         number = len(self._items)
-        item = Item(kind, f"{kind.value}_{self._request_id}_{number}", name=name)
-        if kind is ItemKind.CALL:
+        item = Item(kind, f"{kind.value}_{self._request_id}_{number}")
+        if call is not None:
             assert self._tools is not None, "who found the call"
-            item.call_id = self._tools.call_id(self._num_calls)
+            item.name = call.name
+            item.call_id = call.call_id or self._tools.call_id(self._num_calls)
             self._num_calls += 1
         self._items.append(item)
         added = self._event("response.output_item.added", output_index=number, item=item.body())

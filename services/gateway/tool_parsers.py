@@ -7,41 +7,78 @@ are read by the same code. Pure. Tests: tests/unit/gateway/test_tool_parsers.py.
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 from kvmesh.core.errors import ConfigError
+from services.gateway.harmony import HarmonyCalls
+from services.gateway.tool_glm import GlmParser
 from services.gateway.tool_scanner import (
     CallArguments,
     CallScanner,
     CallStart,
     Content,
     JsonSpan,
+    MarkedText,
     Piece,
-    held_back,
+    content_of,
 )
+from services.gateway.tool_sections import SectionMarks, SectionParser, TaggedListParser
+from services.gateway.tool_xml import QwenXmlParser, Schemas
 
 
 class ToolFamily(enum.Enum):
-    """How a model writes calls."""
+    """How a model writes calls; the values are those of vLLM's `--tool-call-parser`."""
 
     HERMES = "hermes"
-    """`<tool_call>{"name": …, "arguments": …}</tool_call>`: Hermes, Qwen."""
+    """`<tool_call>{"name": …, "arguments": …}</tool_call>`: Hermes, Qwen, Ling."""
     LLAMA3_JSON = "llama3_json"
     """The whole answer is `{"name": …, "parameters": …}`: Llama 3."""
     MISTRAL = "mistral"
     """`[TOOL_CALLS][{"name": …, "arguments": …}]`, or `[TOOL_CALLS]name{…}`: Mistral."""
+    QWEN3_CODER = "qwen3_coder"
+    """`<tool_call><function=name><parameter=key>value</parameter>…`: Qwen3-Coder, Qwen3.5."""
+    DEEPSEEK_V3 = "deepseek_v3"
+    """`<｜tool▁calls▁begin｜>…`, a name and an object for each: DeepSeek V3, R1, V3.1."""
+    KIMI_K2 = "kimi_k2"
+    """`<|tool_calls_section_begin|>…functions.name:0…{…}`: Kimi."""
+    MINIMAX = "minimax"
+    """`<tool_calls>`, a line for each, `</tool_calls>`: MiniMax."""
+    GLM45 = "glm45"
+    """`<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value>…`: Ling, GLM."""
+    OPENAI = "openai"
+    """A message `to=functions.name` in the channel commentary: gpt-oss."""
+
+    @property
+    def has_special_marks(self) -> bool:
+        """The marks of calls may be special tokens, which the text must then have."""
+        return self not in _PLAIN_MARKS
+
+
+_PLAIN_MARKS = (
+    *(ToolFamily.HERMES, ToolFamily.QWEN3_CODER),
+    *(ToolFamily.GLM45, ToolFamily.MINIMAX),
+)
+
+_SIGNS: tuple[tuple[tuple[str, ...], ToolFamily], ...] = (
+    # Some forms have the mark of Hermes around another one.
+    (("<tool_call>", "<arg_key>"), ToolFamily.GLM45),
+    (("<tool_call>", "<function="), ToolFamily.QWEN3_CODER),
+    (("<tool_call>",), ToolFamily.HERMES),
+    (("<｜tool▁calls▁begin｜>",), ToolFamily.DEEPSEEK_V3),
+    (("<|tool_calls_section_begin|>",), ToolFamily.KIMI_K2),
+    (("<tool_calls>",), ToolFamily.MINIMAX),
+    (("[TOOL_CALLS]",), ToolFamily.MISTRAL),
+    (("<|channel|>commentary",), ToolFamily.OPENAI),
+    (("<|python_tag|>",), ToolFamily.LLAMA3_JSON),
+    (('"parameters": dictionary',), ToolFamily.LLAMA3_JSON),
+)
 
 
 def family_of_template(source: str) -> ToolFamily | None:
     """The family that a chat template is of; None if it knows no tools."""
-    if "<tool_call>" in source:
-        return ToolFamily.HERMES
-    if "[TOOL_CALLS]" in source:
-        return ToolFamily.MISTRAL
-    if "<|python_tag|>" in source or '"parameters": dictionary' in source:
-        return ToolFamily.LLAMA3_JSON
-    return None
+    found = (family for signs, family in _SIGNS if all(sign in source for sign in signs))
+    return next(found, None)
 
 
 def family_named(word: str, source: str) -> ToolFamily | None:
@@ -73,51 +110,20 @@ class ToolParser(Protocol):
         ...
 
 
-def parser_for(family: ToolFamily, names: Collection[str]) -> ToolParser:
+def parser_for(family: ToolFamily, schemas: Schemas) -> ToolParser:
     """A parser for free text with calls in it.
 
     Args:
-        names: of the tools that there are.
+        schemas: of the parameters of the tools that there are.
     """
-    if family is ToolFamily.HERMES:
-        return HermesParser()
-    return MistralParser() if family is ToolFamily.MISTRAL else LlamaParser(names)
-
-
-class _MarkedText:
-    """Text up to a marker; white space right before the marker is dropped."""
-
-    def __init__(self, marker: str) -> None:
-        self._marker = marker
-        self._held = ""
-
-    def push(self, text: str) -> tuple[list[Piece], str | None]:
-        """What may be shown, and what follows the marker once it came."""
-        text = self._held + text
-        before, found, after = text.partition(self._marker)
-        if found:
-            self._held = ""
-            return _content(before.rstrip()), after
-        sure = len(text) - held_back(text, self._marker)
-        shown = text[:sure].rstrip()
-        self._held = text[len(shown) :]
-        return _content(shown), None
-
-    def finish(self) -> list[Piece]:
-        """No marker came any more."""
-        held, self._held = self._held, ""
-        return _content(held)
-
-
-def _content(text: str) -> list[Piece]:
-    return [Content(text)] if text else []
+    return _PARSERS[family](schemas)
 
 
 def _unfinished(scanner: CallScanner | None, marker: str = "") -> list[Piece]:
     """What to do with a call that never ended: without a name it was text."""
     if scanner is None or scanner.name or scanner.done:
         return []
-    return _content(marker + scanner.raw)
+    return content_of(marker + scanner.raw)
 
 
 class HermesParser:
@@ -126,7 +132,7 @@ class HermesParser:
     _START, _END = "<tool_call>", "</tool_call>"
 
     def __init__(self) -> None:
-        self._text = _MarkedText(self._START)
+        self._text = MarkedText(self._START)
         self._scanner: CallScanner | None = None
         self._inside = False
         self._tail = ""  # text inside the marks before or after the object
@@ -179,7 +185,7 @@ class HermesParser:
 
     def _give_up(self) -> tuple[list[Piece], str]:
         """No object follows the mark: it was text."""
-        pieces = _content(self._START + self._tail)
+        pieces = content_of(self._START + self._tail)
         self._inside, self._tail = False, ""
         return pieces, ""
 
@@ -208,7 +214,7 @@ class LlamaParser:
     def push(self, text: str) -> list[Piece]:
         """See `ToolParser.push`."""
         if self._is_text:
-            return _content(text)
+            return content_of(text)
         if self._start is not None:
             self._start += text
             ready = self._start.lstrip()
@@ -219,7 +225,7 @@ class LlamaParser:
                 return []
             if text[0] != "{":
                 self._is_text = True
-                return _content(self._start)
+                return content_of(self._start)
             self._start = None
         return self._read_calls(text)
 
@@ -246,10 +252,10 @@ class LlamaParser:
     def finish(self) -> list[Piece]:
         """See `ToolParser.finish`."""
         if self._start is not None:
-            return [] if self._is_text else _content(self._start)
+            return [] if self._is_text else content_of(self._start)
         if self._scanner is None or self._scanner.done or self._scanner.name in self._names:
             return []
-        return _content(self._scanner.raw)
+        return content_of(self._scanner.raw)
 
 
 class CallList:
@@ -327,7 +333,7 @@ class MistralParser:
     _SEPARATORS = ("[CALL_ID]", "[ARGS]")
 
     def __init__(self) -> None:
-        self._text = _MarkedText(self._START)
+        self._text = MarkedText(self._START)
         self._inside = False
         self._head = ""  # a name that is not complete yet
         self._list: CallList | None = None
@@ -370,12 +376,10 @@ class MistralParser:
 
     def _arguments(self, text: str) -> tuple[list[Piece], str]:
         assert self._span is not None
-        for index, char in enumerate(text):
-            self._span.step(char)
-            if self._span.depth == 0:
-                self._inside, self._span = False, None
-                return [CallArguments(text[: index + 1])], text[index + 1 :]
-        return [CallArguments(text)], ""
+        length = self._span.length_in(text)
+        if self._span.depth == 0:
+            self._inside, self._span = False, None
+        return [CallArguments(text[:length])], text[length:]
 
     def finish(self) -> list[Piece]:
         """See `ToolParser.finish`."""
@@ -383,4 +387,17 @@ class MistralParser:
             return self._text.finish()
         if self._list is not None:
             return self._list.finish()
-        return _content(self._START + self._head) if self._head else []
+        return content_of(self._START + self._head) if self._head else []
+
+
+_PARSERS: Mapping[ToolFamily, Callable[[Schemas], ToolParser]] = {
+    ToolFamily.HERMES: lambda _: HermesParser(),
+    ToolFamily.LLAMA3_JSON: LlamaParser,
+    ToolFamily.MISTRAL: lambda _: MistralParser(),
+    ToolFamily.QWEN3_CODER: QwenXmlParser,
+    ToolFamily.DEEPSEEK_V3: lambda _: SectionParser(SectionMarks.DEEPSEEK),
+    ToolFamily.KIMI_K2: lambda _: SectionParser(SectionMarks.KIMI),
+    ToolFamily.MINIMAX: lambda _: TaggedListParser(),
+    ToolFamily.GLM45: GlmParser,
+    ToolFamily.OPENAI: lambda _: HarmonyCalls(),
+}

@@ -22,9 +22,14 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
-    """A call begins; what comes next of arguments belongs to it."""
+    """A call begins; what comes next of arguments belongs to it.
+
+    Attributes:
+        call_id: where the model names the call itself.
+    """
 
     name: str
+    call_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,14 @@ class JsonSpan:
             self.depth += 1
         elif char in "}]":
             self.depth -= 1
+
+    def length_in(self, text: str) -> int:
+        """Goes on to the end, and says how much of a text comes before it."""
+        for index, char in enumerate(text):
+            self.step(char)
+            if self.depth == 0:
+                return index + 1
+        return len(text)
 
 
 class CallScanner:
@@ -158,3 +171,33 @@ def held_back(text: str, marker: str) -> int:
         if marker.startswith(text[-length:]):
             return length
     return 0
+
+
+class MarkedText:
+    """Text up to a marker; white space right before the marker is dropped."""
+
+    def __init__(self, marker: str) -> None:
+        self._marker = marker
+        self._held = ""
+
+    def push(self, text: str) -> tuple[list[Piece], str | None]:
+        """What may be shown, and what follows the marker once it came."""
+        text = self._held + text
+        before, found, after = text.partition(self._marker)
+        if found:
+            self._held = ""
+            return content_of(before.rstrip()), after
+        sure = len(text) - held_back(text, self._marker)
+        shown = text[:sure].rstrip()
+        self._held = text[len(shown) :]
+        return content_of(shown), None
+
+    def finish(self) -> list[Piece]:
+        """No marker came any more."""
+        held, self._held = self._held, ""
+        return content_of(held)
+
+
+def content_of(text: str) -> list[Piece]:
+    """Text for the reader, if there is any."""
+    return [Content(text)] if text else []

@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvmesh.core.errors import InvalidRequestError
@@ -24,6 +24,7 @@ from services.gateway.tool_parsers import (
     parser_for,
 )
 from services.gateway.tool_scanner import CallStart, Content, Piece
+from services.gateway.tool_xml import Schemas
 
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
@@ -44,6 +45,7 @@ class ToolUse:
         names: of all tools.
         family: how the model writes calls when it decides by itself.
         chosen: the function of NAMED.
+        schemas: of the tools' parameters, by name.
         parallel: more than one call is allowed.
     """
 
@@ -52,11 +54,12 @@ class ToolUse:
     family: ToolFamily | None = None
     chosen: str = ""
     parallel: bool = True
+    schemas: Schemas = field(default_factory=dict)
 
     @property
     def keeps_special_tokens(self) -> bool:
         """The marks of calls are special tokens, which the text must then have."""
-        return self.mode is ToolMode.AUTO and self.family is not ToolFamily.HERMES
+        return self.family is not None and self.family.has_special_marks
 
     def parser(self) -> ToolParser:
         """A parser for one generation."""
@@ -65,7 +68,7 @@ class ToolUse:
         if self.mode is ToolMode.REQUIRED:
             return RequiredParser()
         assert self.family is not None, "checked by tool_use"
-        return parser_for(self.family, self.names)
+        return parser_for(self.family, self.schemas)
 
 
 def tool_use(body: ChatBody, family: ToolFamily | None) -> ToolUse | None:
@@ -103,7 +106,8 @@ def tool_use(body: ChatBody, family: ToolFamily | None) -> ToolUse | None:
             "required, or a function by name",
             "tool_choice",
         )
-    return ToolUse(ToolMode.AUTO, names, family, parallel=parallel)
+    schemas = {tool.function.name: tool.function.parameters or {} for tool in tools}
+    return ToolUse(ToolMode.AUTO, names, family, parallel=parallel, schemas=schemas)
 
 
 def tool_structure(use: ToolUse, tools: Sequence[Tool]) -> Structure | None:
@@ -189,7 +193,7 @@ class ToolReader:
             if isinstance(piece, CallStart):
                 calls[index] = {
                     "index": index,
-                    "id": self.call_id(index),
+                    "id": piece.call_id or self.call_id(index),
                     "type": "function",
                     "function": {"name": piece.name, "arguments": ""},
                 }

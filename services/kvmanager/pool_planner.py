@@ -16,6 +16,7 @@ from typing import Any
 from kvmesh.core.clock import Clock
 from kvmesh.core.pool import CopyOrder, EvictionHint, PoolMember, PoolOrder
 from kvmesh.core.types import BlockHash, PrefixMatch, WorkerId
+from kvmesh.kv.hashing import split_hashes
 from kvmesh.policy.heat import HeatTable
 from kvmesh.policy.heavy_hitters import num_heavy_hitters
 from kvmesh.policy.pool_plan import (
@@ -28,7 +29,6 @@ from kvmesh.policy.pool_plan import (
     plan_prefix_copies,
     reads_cv,
 )
-from kvmesh.rpc.convert_pool import split_hashes
 from services.kvmanager import metrics
 from services.kvmanager.config import PoolConfig
 
@@ -148,7 +148,7 @@ class PoolPlanner:
                         source.worker_id,
                         source.incarnation,
                         source.report.endpoint,
-                        split_hashes(table.prefix(copy.run)),
+                        tuple(split_hashes(table.prefix(copy.run))),
                     )
                     orders.setdefault(copy.target, []).append(order)
                     metrics.POOL_ORDERS.labels("copy").inc()
@@ -233,7 +233,7 @@ class PoolPlanner:
             for worker, names in plan_hints(runs, held, near).items():
                 for name in names:
                     copied = by_name[name]
-                    own = split_hashes(copied.prefix)[-copied.run.own_blocks :]
+                    own = tuple(split_hashes(copied.prefix)[-copied.run.own_blocks :])
                     orders.setdefault(worker, []).append(EvictionHint(own))
                     metrics.POOL_ORDERS.labels("evict_first").inc()
                     self.view.orders.append(

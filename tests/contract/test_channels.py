@@ -42,6 +42,8 @@ from tests.transfer_pair import (
 PLAIN = SendOptions(stall_timeout_s=5)
 ENGINE_STALL_S = 25
 """Two processes that load an engine, on a busy machine."""
+STAGING = 48 * BLOCK
+"""Less than most transfers here, so that their pieces take turns in it."""
 CHANNELS = {
     "local": replace(PLAIN, kinds=("local",)),
     "shm": replace(PLAIN, kinds=("shm",)),
@@ -52,6 +54,9 @@ CHANNELS = {
     "tcp_four_lanes_no_checksum": replace(PLAIN, kinds=("tcp",), lanes=4, checksum=Checksum.NONE),
     "tcp_with_budget": replace(PLAIN, kinds=("tcp",), budget_bytes_s=400e6),
     "tcp_tls": replace(PLAIN, kinds=("tcp",)),
+    "local_device_to_device": replace(PLAIN, kinds=("local",), staging_bytes=STAGING),
+    "shm_device_to_device": replace(PLAIN, kinds=("shm",), staging_bytes=STAGING),
+    "tcp_device_to_device": replace(PLAIN, kinds=("tcp",)),
 }
 
 
@@ -71,7 +76,9 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def options_of(name: str, request: pytest.FixtureRequest) -> tuple[SendOptions, ReceiveOptions]:
     send = CHANNELS[name]
-    receive = ReceiveOptions(stall_timeout_s=5, poll_s=send.poll_s)
+    receive = ReceiveOptions(
+        stall_timeout_s=5, poll_s=send.poll_s, staging_bytes=send.staging_bytes
+    )
     if name == "nixl":
         if not is_installed():
             pytest.skip("needs the extra nixl")
@@ -88,7 +95,8 @@ def options_of(name: str, request: pytest.FixtureRequest) -> tuple[SendOptions, 
 @pytest.fixture(params=CHANNELS)
 async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
     send, receive = options_of(request.param, request)
-    async with running_pair(send, receive) as pair:
+    devices = (True, True) if "device" in request.param else (False, False)
+    async with running_pair(send, receive, devices) as pair:
         yield pair
 
 

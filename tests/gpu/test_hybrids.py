@@ -9,7 +9,7 @@ import torch
 
 from kvmesh.core.types import KvLayout
 from kvmesh.engine.host_arena import HostArena
-from kvmesh.engine.kv_cache import DeviceKvPool
+from kvmesh.engine.kv_cache import allocate_pool
 from kvmesh.engine.runner import TorchRunner
 from tests.integration.families import BLOCK_SIZE, NUM_BLOCKS, PROMPT_LENGTHS, Checkpoint
 from tests.integration.test_transformers_equality import Homes, Stream, run
@@ -37,7 +37,7 @@ def test_tokens_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
 
 def test_blocks_leave_a_device_and_come_back() -> None:
     layout = KvLayout("f", "float32", 4, 1, 1, 2)
-    pool = DeviceKvPool(layout, 8, "cuda")
+    pool = allocate_pool(layout, 8, "cuda")
     content = torch.arange(pool.tensor.numel(), dtype=torch.float32).view(pool.tensor.shape)
     pool.tensor.copy_(content)
     arena = HostArena(pool, layout.block_bytes, 8)

@@ -239,11 +239,12 @@ class Checkpoint:
             logprobs = torch.log_softmax(model(ids).logits[0, :-1].float(), -1)
         return logprobs.gather(1, ids[0, 1:, None])[:, 0]
 
-    def runner(self, dtype: str = "auto") -> TorchRunner:
+    def runner(self, dtype: str = "auto", max_model_len: int | None = None) -> TorchRunner:
         return TorchRunner.load(
             self.folder,
             served_name="tiny",
             num_blocks=NUM_BLOCKS,
             block_size=BLOCK_SIZE,
             dtype=dtype,
+            max_model_len=max_model_len,
         )

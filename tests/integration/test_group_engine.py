@@ -38,12 +38,14 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 class Worker:
-    """A runner and the bookkeeping of its blocks."""
+    """A runner and the bookkeeping of its blocks; one that swaps has static steps too."""
 
     def __init__(self, checkpoint: Checkpoint, num_blocks: int, *, swaps: bool = False) -> None:
         self.runner = TorchRunner.load(
             checkpoint.folder, served_name="tiny", num_blocks=num_blocks, block_size=BLOCK_SIZE
         )
+        if swaps:
+            self.runner.use_static_steps(4)
         block_bytes = self.runner.spec.layout.block_bytes
         # On a clock that stands still copies are free.
         space = SwapSpace(HostArena(self.runner.kv, block_bytes, num_blocks), ManualClock())

@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from kvmesh.core.types import SequenceSpec
+from kvmesh.core.types import Refusal, RefusalReason, SequenceSpec
 from kvmesh.engine.protocol import SequenceChunk
 from kvmesh.engine.runner import TorchRunner
 from kvmesh.kv.hashing import root_hash
 from kvmesh.runtime.worker import Worker
 from kvmesh.runtime.worker_config import EngineSection, WorkerSection
-from kvmesh.transfer.frames import BlockPart
-from kvmesh.transfer.memory import MappablePool
+from kvmesh.transfer.frames import BlockPart, PutFrame
 from kvmesh.transfer.target import WriteGrant
 from tests.integration.families import GREEDY, NEW_TOKENS, Checkpoint
 from tests.worker_driver import Driver, Key, running_worker, until_idle
@@ -116,13 +115,16 @@ async def test_layers_arrive_before_the_prompt_is_done_and_give_the_same_tokens(
 
 
 async def test_a_receiver_that_takes_blocks_whole_gets_them_whole(
-    checkpoint: Checkpoint, decode: Worker, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Checkpoint, decode: Worker
 ) -> None:
     arrivals = Arrivals()
     arrivals.watch(decode)
-    monkeypatch.setattr(
-        "kvmesh.runtime.decode_role.MappablePool", type("NoPool", (MappablePool,), {})
-    )
+    plain = decode.decode.begin_write
+
+    def whole_only(put: PutFrame) -> WriteGrant | Refusal:
+        return plain(put) if put.part is None else Refusal(RefusalReason.INVALID, "whole blocks")
+
+    decode.decode.begin_write = whole_only  # type: ignore[method-assign]
     section = WorkerSection(id="p1", role="prefill", transfer_mode="layered", channels="tcp")
     async with running_worker(section, engine(checkpoint.folder)) as prefill:
         driver = Driver()

@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 
-from kvmesh.core.types import BlockHash, WorkerId
+from kvmesh.core.pool import CopyOutcome, CopyResult, EvictionHint, PoolOrder, PoolReport
+from kvmesh.core.types import BlockHash, Endpoint, Role, WorkerId
 from kvmesh.rpc import publisher as module
 from kvmesh.rpc.channels import bind_server, make_server
+from kvmesh.rpc.convert_pool import pool_order_to_proto
 from kvmesh.rpc.publisher import BlockPublisher, PublisherFacts
 from kvmesh.v1 import kv_manager_service_pb2 as pb
 from kvmesh.v1 import kv_manager_service_pb2_grpc as pb_grpc
+from kvmesh.v1 import pool_types_pb2
 
 
 def block(number: int) -> BlockHash:
@@ -98,14 +101,31 @@ async def listening(kvmanager: ScriptedKvManager, port: int = 0) -> AsyncIterato
         await server.stop(grace=None)
 
 
+class Member:
+    """The worker's end of the cluster's pool."""
+
+    def __init__(self) -> None:
+        self.room = 5
+        self.taken: list[PoolOrder] = []
+
+    def report(self) -> PoolReport:
+        return PoolReport(Role.HYBRID, Endpoint("h", 1), 4096, self.room, 7)
+
+    def take(self, order: PoolOrder) -> None:
+        self.taken.append(order)
+
+
 @contextlib.asynccontextmanager
-async def publishing(pool: Pool, port: int) -> AsyncIterator[BlockPublisher]:
+async def publishing(
+    pool: Pool, port: int, member: Member | None = None
+) -> AsyncIterator[BlockPublisher]:
     publisher = BlockPublisher(
         f"127.0.0.1:{port}",
         PublisherFacts(WorkerId("w"), 3, "east", "model-a", 16),
         take_events=pool.take,
         held_hashes=lambda: pool.held,
         interval_s=0.02,
+        pool=member,
     )
     task = asyncio.ensure_future(publisher.run())
     try:
@@ -254,3 +274,28 @@ async def test_quiet_reconnect_asks_with_a_heartbeat_only() -> None:
             assert kvmanager.of_kind("heartbeat")[0].sequence == 1
             assert not kvmanager.of_kind("snapshot")
             await stack.aclose()
+
+
+async def test_a_member_of_the_pool_reports_changes_takes_orders_and_answers() -> None:
+    kvmanager, pool, member = ScriptedKvManager(), Pool(), Member()
+    hint = EvictionHint((BlockHash(block(1)),))
+    async with (
+        listening(kvmanager) as port,
+        publishing(pool, port, member) as publisher,
+    ):
+        await eventually(lambda: len(kvmanager.of_kind("heartbeat")) >= 3)
+        assert [report.room_blocks for report in kvmanager.of_kind("pool")] == [5]
+        member.room = 4
+        await eventually(lambda: len(kvmanager.of_kind("pool")) == 2)
+        await kvmanager.tell(pb.PublishResponse(order=pool_types_pb2.PoolOrder()))
+        cut_off = pool_types_pb2.PoolOrder(
+            evict_first=pool_types_pb2.EvictionHint(block_hashes=b"x")
+        )
+        await kvmanager.tell(pb.PublishResponse(order=cut_off))
+        await kvmanager.tell(pb.PublishResponse(order=pool_order_to_proto(hint)))
+        await eventually(lambda: bool(member.taken))
+        assert member.taken == [hint]
+        publisher.report_copy(CopyResult("o", CopyOutcome.FAILED, "lost"))
+        await eventually(lambda: bool(kvmanager.of_kind("copied")))
+        assert kvmanager.of_kind("copied")[0].reason == "lost"
+    publisher.report_copy(CopyResult("o", CopyOutcome.DONE, "fetched"))  # nobody hears it

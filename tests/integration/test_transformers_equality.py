@@ -9,9 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvmesh.core.types import SamplingParams
-from kvmesh.engine.protocol import ModelRunner, SequenceChunk, StateChunk
+from kvmesh.engine import layers
+from kvmesh.engine.protocol import ModelRunner, SampledToken, SequenceChunk, StateChunk
+from kvmesh.kernels import host, linear
 from tests.integration.families import (
     CONFIGS,
     GREEDY,
@@ -212,3 +216,94 @@ def test_recomputed_elsewhere_goes_on_with_the_same_tokens(checkpoint: Checkpoin
     moved.tokens += stay.output[:7]
     run(runner, [moved], chunk=64)
     assert moved.output == stay.output
+
+
+SHORT = (95, 80, 33, 17)
+"""Prompts whose longest fills the blocks that a static step's tables have room for."""
+
+
+def short_streams(checkpoint: Checkpoint, homes: Homes) -> list[Stream]:
+    prompt = checkpoint.prompts[4]
+    params = [
+        replace(GREEDY, num_logprobs=5),
+        SEEDED[0],
+        replace(SEEDED[2], num_logprobs=5),
+        replace(SEEDED[3], num_logprobs=0),
+    ]
+    return [
+        Stream(prompt[:length], homes.home(length), sampling)
+        for length, sampling in zip(SHORT, params, strict=True)
+    ]
+
+
+def test_static_steps_are_plain_steps_bit_for_bit(checkpoint: Checkpoint) -> None:
+    runner = checkpoint.runner(max_model_len=SHORT[0] + 1)
+    homes = Homes(runner)
+    streams = short_streams(checkpoint, homes)
+    saved = homes.take(runner.spec.groups.state_blocks)
+    run(runner, streams, chunk=100, num_tokens=1)
+    streams[2].saves = [(SHORT[2] + 1, saved)]
+    before, after = runner.kv.tensor.clone(), []
+    found: list[list[SampledToken | None]] = []
+    for batch in (4, 3):
+        chunks = [stream.next_chunk(1) for stream in streams[:batch]]
+        for max_batch in (0, 4):
+            runner.kv.tensor.copy_(before)
+            runner.use_static_steps(max_batch)
+            found.append(runner.execute(chunks).tokens)
+            after.append(runner.kv.tensor.clone())
+    assert found[1] == found[0]
+    assert torch.equal(after[1], after[0])
+    # A row that is nobody's writes nowhere; what is computed beside it may round otherwise.
+    untouched = streams[3].home.all_blocks
+    assert torch.equal(after[3][untouched], before[untouched])
+    torch.testing.assert_close(after[3], after[2], rtol=1e-4, atol=1e-4)
+    for token, plain in zip(found[3], found[2], strict=True):
+        assert token is not None
+        assert plain is not None
+        assert token.token_id == plain.token_id
+
+
+def test_static_steps_among_steps_with_prompts(checkpoint: Checkpoint) -> None:
+    runner = checkpoint.runner()
+    homes = Homes(runner).homes(PROMPT_LENGTHS[:5])
+    plain = [Stream(*parts) for parts in zip(checkpoint.prompts, homes, SEEDED, strict=False)]
+    run(runner, plain, chunk=100)
+    runner.use_static_steps(4)
+    static = [Stream(*parts) for parts in zip(checkpoint.prompts, homes, SEEDED, strict=False)]
+    run(runner, static, chunk=100)
+    assert [stream.output for stream in static] == [stream.output for stream in plain]
+
+
+class NoCopiesFromTheHost(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses tensors made of lists, and copies between devices."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = str(func)
+        assert not name.startswith(("aten.lift_fresh", "aten.pin_memory", "aten.to.device"))
+        if name.startswith("aten._to_copy"):
+            assert "device" not in (kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_static_step_never_looks_at_values(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As on a device: plain weights, experts stacked, nothing that reads memory by its address.
+    monkeypatch.setattr(linear, "can_pack", lambda _: False)
+    monkeypatch.setattr(host, "has_vectors", lambda _: False)
+    monkeypatch.setattr(layers, "stacks_experts", lambda _: True)
+    runner = checkpoint.runner(max_model_len=64)
+    runner.use_static_steps(4)
+    stream = Stream(checkpoint.prompts[3], Homes(runner).home(33))
+    run(runner, [stream], chunk=64, num_tokens=4)
+    assert stream.output == checkpoint.expected[3][:4]
+    step = runner._static
+    assert step is not None
+    # These tensors have shapes and no values: to wait for one is an error.
+    watch = NoCopiesFromTheHost()  # type: ignore[no-untyped-call]
+    with torch.inference_mode(), FakeTensorMode(allow_non_fake_inputs=True), watch:
+        for bucket in step.buckets:
+            step.compute(bucket)

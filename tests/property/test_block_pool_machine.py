@@ -142,6 +142,13 @@ class BlockPoolMachine(RuleBasedStateMachine):
         self.block_of = {h: b for h, b in self.block_of.items() if b not in self.released}
         self.released = []
 
+    @rule(hashes=st.lists(st.sampled_from(HASHES), max_size=4, unique=True))
+    def hint(self, hashes: list[BlockHash]) -> None:
+        found = [self.block_of[each] for each in hashes if each in self.block_of]
+        first = [block for block in found if block in self.released]
+        assert self.pool.evict_first(hashes) == len(first)
+        self.released = first[::-1] + [block for block in self.released if block not in first]
+
     @rule()
     def publish(self) -> None:
         events = self.pool.take_events()

@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from kvmesh.core.types import KvLayout
+from kvmesh.engine.device_driver import CudaDriver
+from kvmesh.engine.device_pool import DeviceKvPool
+from kvmesh.engine.kv_shape import SPARE_BLOCKS, TORCH_DTYPES, pool_shape
 from kvmesh.transfer.memory import create_shared
 
-TORCH_DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
+__all__ = ["TORCH_DTYPES", "HostKvPool", "KvPool", "allocate_pool"]
 
 
 class KvPool(Protocol):
@@ -35,6 +34,11 @@ class KvPool(Protocol):
         """[num_blocks, layers, 2, block_size, kv_heads, head_dim], contiguous."""
         ...
 
+    @property
+    def with_spare(self) -> Tensor:
+        """`tensor` and one block more, which nobody is given."""
+        ...
+
     def read_view(self, first_block: int, num_blocks: int) -> memoryview:
         """See `KvMemory.read_view`."""
         ...
@@ -47,25 +51,16 @@ class KvPool(Protocol):
         """See `KvMemory.written`."""
         ...
 
+    def computed(self) -> None:
+        """Says that a step's writes were launched; whoever reads blocks elsewhere waits for them.
+
+        Called in the thread that launches.
+        """
+        ...
+
     def close(self) -> None:
         """Frees memory once no view is left. May be called again."""
         ...
-
-
-def _shape(layout: KvLayout, num_blocks: int) -> tuple[int, ...]:
-    return (
-        num_blocks,
-        layout.num_layers,
-        2,
-        layout.block_size,
-        layout.num_kv_heads,
-        layout.head_dim,
-    )
-
-
-def _bytes_of(staged: Tensor) -> memoryview:
-    view: memoryview = staged.numpy().data
-    return view
 
 
 class HostKvPool:
@@ -79,12 +74,12 @@ class HostKvPool:
         assert num_blocks > 0, "a pool needs a block"
         self._num_blocks = num_blocks
         self._block_bytes = layout.block_bytes
-        size = num_blocks * layout.block_bytes
+        size = (num_blocks + SPARE_BLOCKS) * layout.block_bytes
         self.fd, memory = create_shared("kvmesh-kv", size)
         self._bytes: memoryview | None = memoryview(memory)
         self._tensor: Tensor | None = torch.frombuffer(
             memory, dtype=TORCH_DTYPES[layout.dtype]
-        ).view(_shape(layout, num_blocks))
+        ).view(pool_shape(layout, num_blocks + SPARE_BLOCKS))
 
     @property
     def num_blocks(self) -> int:
@@ -94,6 +89,11 @@ class HostKvPool:
     @property
     def tensor(self) -> Tensor:
         """See `KvPool.tensor`."""
+        return self.with_spare[: self._num_blocks]
+
+    @property
+    def with_spare(self) -> Tensor:
+        """See `KvPool.with_spare`."""
         assert self._tensor is not None, "the pool is closed"
         return self._tensor
 
@@ -111,6 +111,9 @@ class HostKvPool:
     def written(self, first_block: int, num_blocks: int) -> None:
         """Nothing to do: the bytes lie where the model reads them."""
 
+    def computed(self) -> None:
+        """Nothing to do: a step on the host has written when it returns."""
+
     def close(self) -> None:
         """See `KvPool.close`. The mapping goes with its last view."""
         if self._bytes is None:
@@ -120,59 +123,8 @@ class HostKvPool:
         os.close(self.fd)
 
 
-class DeviceKvPool:
-    """A pool in CUDA memory. Views are pinned host copies."""
-
-    def __init__(self, layout: KvLayout, num_blocks: int, device: str) -> None:
-        assert num_blocks > 0, "a pool needs a block"
-        self._num_blocks = num_blocks
-        self._tensor: Tensor | None = torch.zeros(
-            _shape(layout, num_blocks), dtype=TORCH_DTYPES[layout.dtype], device=device
-        )
-        # Runs that are being received, until `written` copies them over.
-        self._arriving: dict[tuple[int, int], Tensor] = {}
-
-    @property
-    def num_blocks(self) -> int:
-        """See `KvPool.num_blocks`."""
-        return self._num_blocks
-
-    @property
-    def tensor(self) -> Tensor:
-        """See `KvPool.tensor`."""
-        assert self._tensor is not None, "the pool is closed"
-        return self._tensor
-
-    def read_view(self, first_block: int, num_blocks: int) -> memoryview:
-        """A copy of the run as it is after all steps launched so far."""
-        run = self._run(first_block, num_blocks)
-        staged = torch.empty(run.shape, dtype=torch.uint8, pin_memory=True)
-        staged.copy_(run)
-        return _bytes_of(staged)
-
-    def write_view(self, first_block: int, num_blocks: int) -> memoryview:
-        """Staging memory for the run; the pool does not change before `written`."""
-        run = self._run(first_block, num_blocks)
-        staged = torch.empty(run.shape, dtype=torch.uint8, pin_memory=True)
-        self._arriving[first_block, num_blocks] = staged
-        return _bytes_of(staged)
-
-    def written(self, first_block: int, num_blocks: int) -> None:
-        """Copies a filled `write_view` of exactly this run into the pool."""
-        self._run(first_block, num_blocks).copy_(self._arriving.pop((first_block, num_blocks)))
-
-    def close(self) -> None:
-        """See `KvPool.close`."""
-        self._tensor = None
-        self._arriving.clear()
-
-    def _run(self, first_block: int, num_blocks: int) -> Tensor:
-        assert 0 <= first_block <= first_block + num_blocks <= self._num_blocks
-        return self.tensor[first_block : first_block + num_blocks].view(torch.uint8).view(-1)
-
-
 def allocate_pool(layout: KvLayout, num_blocks: int, device: str) -> KvPool:
     """An empty pool on the device."""
     if device == "cpu":
         return HostKvPool(layout, num_blocks)
-    return DeviceKvPool(layout, num_blocks, device)
+    return DeviceKvPool(layout, num_blocks, CudaDriver(device))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -16,11 +17,11 @@ from torch import Tensor
 from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.kv_plan import KvPlace
 from kvmesh.engine.weights import LayerWeights
-from kvmesh.kernels import layer_ops
+from kvmesh.kernels import layer_ops, reference
 from kvmesh.kernels.dispatch import HeadSpec, RopeRows, StepAttention
-from kvmesh.kernels.latent import StepLatent
+from kvmesh.kernels.latent import LatentMemory
 from kvmesh.kernels.linear import Linear, make_linear
-from kvmesh.kernels.states import StepStates
+from kvmesh.kernels.states import States
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +35,8 @@ class StepMemory:
     """
 
     attention: tuple[StepAttention, ...] = ()
-    latent: tuple[StepLatent, ...] = ()
-    states: StepStates | None = None
+    latent: tuple[LatentMemory, ...] = ()
+    states: States | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,24 +270,44 @@ class StackedExperts:
     Attributes:
         gate_up: [experts, 2 * intermediate, hidden].
         down: [experts, hidden, intermediate].
+        gate_up_bias, down_bias: [experts, outputs], or None.
     """
 
     gate_up: Tensor
     down: Tensor
     activation: Callable[[Tensor], Tensor]
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
 
     def run(self, h: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """[rows, hidden] with weights and ids of the chosen, [rows, top_k], to [rows, hidden]."""
+        order, product = self._sort(chosen)
+        experts, rows = chosen.flatten()[order], order // chosen.shape[1]
+        inner = product(h, self.gate_up, rows)
+        if self.gate_up_bias is not None:
+            inner = inner + self.gate_up_bias[experts]
+        out = product(self.activation(inner), self.down, torch.arange(len(rows), device=h.device))
+        if self.down_bias is not None:
+            out = out + self.down_bias[experts]
+        shares = weights.flatten()[order][:, None]
+        return torch.zeros_like(h).index_add_(0, rows, (out * shares).to(h.dtype))
+
+    def _sort(self, chosen: Tensor) -> tuple[Tensor, Callable[[Tensor, Tensor, Tensor], Tensor]]:
+        """Choices in the order of their experts, and the product of rows in that order."""
+        if not chosen.is_cuda:
+            order = torch.argsort(chosen.flatten(), stable=True)
+            experts = chosen.flatten()[order]
+            return order, partial(reference.chosen_product, experts=experts)
         # Triton costs half a second to import and is only needed where there is a device.
         from kvmesh.kernels.grouped_gemm import grouped_gemm, plan_tiles  # noqa: PLC0415
 
         tiles = plan_tiles(chosen, len(self.gate_up))
-        rows = tiles.order // chosen.shape[1]
-        inner = self.activation(grouped_gemm(h, self.gate_up, rows, tiles))
-        in_order = torch.arange(len(rows), device=h.device)
-        out = grouped_gemm(inner, self.down, in_order, tiles)
-        shares = weights.flatten()[tiles.order][:, None]
-        return torch.zeros_like(h).index_add_(0, rows, (out * shares).to(h.dtype))
+        return tiles.order, partial(grouped_gemm, tiles=tiles)
+
+
+def stacks_experts(weight: Tensor) -> bool:
+    """Whether experts become two tensors: on the CPU only those with rows are read."""
+    return weight.is_cuda
 
 
 def make_sparse_mlp(
@@ -294,16 +315,23 @@ def make_sparse_mlp(
     route: Callable[[Tensor], tuple[Tensor, Tensor]],
     experts: Sequence[GatedMlp],
 ) -> SparseMlp:
-    """A mixture of experts; on CUDA those without biases are stacked."""
+    """A mixture of experts, stacked where the device wants it."""
     first = experts[0]
-    if not first.gate_up.weight.is_cuda or first.gate_up.bias is not None:
+    if not stacks_experts(first.gate_up.weight):
         return SparseMlp(router, route, tuple(experts))
     stacked = StackedExperts(
         torch.stack([each.gate_up.weight for each in experts]),
         torch.stack([each.down.weight for each in experts]),
         first.activation,
+        _stacked_biases([each.gate_up.bias for each in experts]),
+        _stacked_biases([each.down.bias for each in experts]),
     )
     return SparseMlp(router, route, (), stacked)
+
+
+def _stacked_biases(biases: Sequence[Tensor | None]) -> Tensor | None:
+    known = [each for each in biases if each is not None]
+    return torch.stack(known) if known else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,19 @@ def shape_row(row: Tensor, chunk: SequenceChunk) -> None:
         forbid_stop(row, chunk)
 
 
+def shapes_row(chunk: SequenceChunk) -> bool:
+    """Whether `shape_row` changes anything."""
+    sampling = chunk.sampling
+    return bool(
+        sampling.logit_bias
+        or sampling.allowed_token_ids
+        or sampling.bad_words
+        or sampling.has_penalties
+        or chunk.constraint is not None
+        or _is_too_short(chunk)
+    )
+
+
 def _is_too_short(chunk: SequenceChunk) -> bool:
     return chunk.end - chunk.num_prompt_tokens < chunk.sampling.min_tokens
 

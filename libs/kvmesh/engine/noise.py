@@ -54,6 +54,11 @@ def _scramble(x: Tensor) -> Tensor:
     return x.bitwise_xor_(_shift_right(x, 16))
 
 
+def key_halves(key: int) -> tuple[int, int]:
+    """A key as two signed 32-bit integers, low half first: what tensors hold of it."""
+    return _signed_32(key), _signed_32(key >> 32)
+
+
 def uniform_noise(keys: Sequence[int], vocab_size: int, device: torch.device) -> Tensor:
     """Uniform numbers in (0, 1) for each key and token.
 
@@ -63,26 +68,66 @@ def uniform_noise(keys: Sequence[int], vocab_size: int, device: torch.device) ->
     Returns:
         [keys, vocab] fp32.
     """
-    low = [[_signed_32(key)] for key in keys]
-    high = [[_signed_32(key >> 32)] for key in keys]
-    x = torch.arange(vocab_size, dtype=torch.int32, device=device) * _signed_32(_TOKEN_STEP)
-    x = x + torch.tensor(low, dtype=torch.int32, device=device)
+    halves = torch.tensor([key_halves(key) for key in keys], dtype=torch.int32, device=device)
+    return uniform_of(halves[:, 0], halves[:, 1], vocab_size)
+
+
+def uniform_of(low: Tensor, high: Tensor, vocab_size: int) -> Tensor:
+    """As `uniform_noise`, from the halves of keys.
+
+    Args:
+        low, high: [rows] int32, see `key_halves`.
+    """
+    x = torch.arange(vocab_size, dtype=torch.int32, device=low.device) * _signed_32(_TOKEN_STEP)
+    x = x + low[:, None]
     # Two rounds with a half of the key each: streams whose low halves agree still differ.
-    x = _scramble(x).bitwise_xor_(torch.tensor(high, dtype=torch.int32, device=device))
+    x = _scramble(x).bitwise_xor_(high[:, None])
     x = _shift_right(_scramble(x), 1)
     return x.float().add_(0.5).mul_(2.0**-31).clamp_(max=_LARGEST_UNIFORM)
 
 
-def gumbel_noise(keys: Sequence[int], vocab_size: int, device: torch.device) -> Tensor:
+def gumbel_of(low: Tensor, high: Tensor, vocab_size: int) -> Tensor:
     """Standard Gumbel numbers: argmax of logits plus these is a draw from their softmax.
 
+    Args:
+        low, high: [rows] int32, see `key_halves`.
+
     Returns:
-        [keys, vocab] fp32, finite.
+        [rows, vocab] fp32, finite.
     """
-    uniform = uniform_noise(keys, vocab_size, device)
+    uniform = uniform_of(low, high, vocab_size)
     # -log(1 - u), not -log(u): the winners have small exponentials, and small u are exact.
     exponential = uniform.neg_().log1p_().neg_()
     return exponential.log_().neg_()
+
+
+def gumbel_noise(keys: Sequence[int], vocab_size: int, device: torch.device) -> Tensor:
+    """As `gumbel_of`, from keys."""
+    halves = torch.tensor([key_halves(key) for key in keys], dtype=torch.int32, device=device)
+    return gumbel_of(halves[:, 0], halves[:, 1], vocab_size)
+
+
+def draw_rows(logits: Tensor, low: Tensor, high: Tensor, is_random: Tensor) -> Tensor:
+    """The highest logit of each row, with Gumbel noise where the row is random.
+
+    Waits for nothing, and its shapes do not depend on what the tensors hold.
+
+    Args:
+        logits: [rows, vocab] fp32.
+        low, high: [rows] int32, see `key_halves`.
+        is_random: [rows] int32, 0 for plain argmax.
+
+    Returns:
+        [rows] int64 token ids.
+    """
+    if logits.is_cuda:
+        # Triton costs half a second to import and is only needed where there is a device.
+        from kvmesh.kernels import draw as kernel  # noqa: PLC0415
+
+        drawn: Tensor = kernel.draw(logits, low, high, is_random)
+        return drawn
+    noisy = logits + gumbel_of(low, high, logits.shape[1])
+    return torch.where(is_random[:, None] != 0, noisy, logits).argmax(dim=-1)
 
 
 def draw(logits: Tensor, keys: Mapping[int, int]) -> Tensor:
@@ -96,18 +141,11 @@ def draw(logits: Tensor, keys: Mapping[int, int]) -> Tensor:
         [rows] int64 token ids.
     """
     if logits.is_cuda:
-        # Triton costs half a second to import and is only needed where there is a device.
-        from kvmesh.kernels import draw as kernel  # noqa: PLC0415
-
-        rows = range(len(logits))
-        table = [
-            [_signed_32(keys.get(row, 0)) for row in rows],
-            [_signed_32(keys.get(row, 0) >> 32) for row in rows],
-            [int(row in keys) for row in rows],
-        ]
-        low, high, is_random = torch.tensor(table, dtype=torch.int32, device=logits.device)
-        drawn: Tensor = kernel.draw(logits, low, high, is_random)
-        return drawn
+        table = [[*key_halves(keys.get(row, 0)), int(row in keys)] for row in range(len(logits))]
+        low, high, is_random = (
+            torch.tensor(table, dtype=torch.int32).T.contiguous().to(logits.device)
+        )
+        return draw_rows(logits, low, high, is_random)
     if keys:
         noise = gumbel_noise(list(keys.values()), logits.shape[1], logits.device)
         if len(keys) == len(logits):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from kvmesh.core.clock import SystemClock
 from kvmesh.core.errors import ConfigError
 from kvmesh.core.types import TokenLogprobs
 from kvmesh.engine.batch import StepBatch, build_batch
@@ -29,6 +30,9 @@ from kvmesh.engine.models import FAMILIES
 from kvmesh.engine.partial import PoolAttention, can_be_parted
 from kvmesh.engine.protocol import ModelSpec, SampledToken, SequenceChunk, StepResult
 from kvmesh.engine.sampler import sample, score_tokens
+from kvmesh.engine.static_inputs import InputShape, StaticInputs
+from kvmesh.engine.static_step import StaticStep
+from kvmesh.engine.step_graphs import CaptureBounds, CudaGraphDevice, StepGraphs
 from kvmesh.engine.weights import WeightFiles, fingerprint
 from kvmesh.kernels.dispatch import plan_attention
 from kvmesh.kernels.latent import StepLatent
@@ -53,6 +57,7 @@ class TorchRunner:
         can_part = can_be_parted(model, plan.groups)
         self._partial = PoolAttention(pool, model.config.num_heads) if can_part else None
         self._device = device
+        self._static: StaticStep | None = None
 
     @classmethod
     def load(
@@ -112,6 +117,43 @@ class TorchRunner:
         )
         return cls(spec, model, plan, allocate_pool(layout, num_blocks, device), device)
 
+    @torch.inference_mode()
+    def use_static_steps(self, max_batch: int, bounds: CaptureBounds | None = None) -> None:
+        """Computes decode steps without the host from now on; captures them on a CUDA device.
+
+        Args:
+            max_batch: larger batches are computed the plain way; 0 for all of them.
+            bounds: of the capture.
+        """
+        assert self._model is not None, "the runner is closed"
+        self._static = None
+        if not max_batch:
+            return
+        plan, spec = self._plan, self._spec
+        inputs = StaticInputs(
+            InputShape(
+                max_batch=max_batch,
+                max_tokens=spec.max_model_len,
+                block_size=plan.block_size,
+                groups=plan.groups,
+                spare_block=self._pool.num_blocks,
+            ),
+            self._device,
+        )
+        latent_layers = plan.block_layers if self._keeps_latents else 0
+        step = StaticStep(self._model, inputs, self._pool.with_spare, latent_layers)
+        if self._device != "cpu":
+            inputs.send(max_batch)
+            graphs = StepGraphs()
+            device = CudaGraphDevice(self._device)
+            graphs.capture(
+                step.compute, step.buckets, device, SystemClock(), bounds or CaptureBounds()
+            )
+            if not graphs.buckets:
+                return
+            step.replay_with(graphs)
+        self._static = step
+
     @property
     def spec(self) -> ModelSpec:
         """See `ModelRunner.spec`."""
@@ -137,6 +179,10 @@ class TorchRunner:
         result: list[SampledToken | None] = [None] * len(chunks)
         if not chunks:
             return StepResult(result)
+        if self._static is not None and self._static.takes(chunks):
+            chosen = self._static.execute(chunks)
+            self._pool.computed()
+            return StepResult(chosen)
         batch = build_batch(chunks, self._plan.block_size, self._plan.groups.windows)
         remote = [RemotePart(each.attention) for each in batch.remotes]
         rows = batch.sample_rows + _scored_rows(batch, chunks)
@@ -150,6 +196,7 @@ class TorchRunner:
             None if all_rows else keep,
             self._after_layer(chunks),
         )
+        self._pool.computed()
         if batch.sample_rows:
             logits = self._model.logits(hidden[:num_sampled])
             tokens = sample(logits, [chunks[index] for index in batch.sample_chunks])
@@ -219,7 +266,7 @@ class TorchRunner:
 
     def close(self) -> None:
         """See `ModelRunner.close`."""
-        self._model = None
+        self._model = self._static = None
         self._pool.close()
 
 

@@ -17,12 +17,19 @@ from torch import Tensor
 
 from kvmesh.core.errors import StructureError
 from kvmesh.core.types import SamplingParams, TokenLogprobs
-from kvmesh.engine.logits import shape_row
+from kvmesh.engine.logits import shape_row, shapes_row
 from kvmesh.engine.noise import draw, stream_key
 from kvmesh.engine.protocol import SampledToken, SequenceChunk
 
 # Best candidates that top_p looks at before it sorts a whole vocabulary.
 _TOP_P_CANDIDATES = 1024
+
+
+def is_plain_draw(chunk: SequenceChunk) -> bool:
+    """Whether the token follows from logits, temperature and noise alone, and nothing is told."""
+    params = chunk.sampling
+    filters = params.temperature > 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
+    return not (filters or params.num_logprobs >= 0 or shapes_row(chunk))
 
 
 def sample(logits: Tensor, chunks: Sequence[SequenceChunk]) -> list[SampledToken]:

@@ -69,7 +69,10 @@ def _decode_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device 
     if UPCAST:
         q = q.to(tl.float32)
 
-    context_len = tl.load(lens_ptr + sequence)
+    context_len = tl.load(lens_ptr + sequence).to(tl.int32)
+    # Unless it is given, every context is cut by its own length.
+    own_len = tl.cdiv(tl.cdiv(context_len, num_splits), TILE) * TILE
+    split_len = tl.where(split_len > 0, split_len, own_len)
     # Positions before the window are neither read nor seen.
     seen = tl.maximum(context_len - window, 0)
     first = tl.maximum(split * split_len, seen // TILE * TILE)
@@ -246,9 +249,10 @@ def paged_decode_attention(
     Args:
         q: [sequences, heads, head_dim], last axis contiguous.
         kv: [num_blocks, layers, 2, block_size, kv_heads, head_dim], contiguous, dtype of `q`.
-        block_tables: [sequences, blocks] int32.
-        context_lens: [sequences] int32, at least 1.
-        max_context_len: at least the largest of them.
+        block_tables: [sequences, blocks] int32 or int64.
+        context_lens: [sequences] int32 or int64, at least 1.
+        max_context_len: at least the largest of them; 0 cuts every context by its own length,
+            which a captured launch needs.
         num_splits: parts that a context is cut into, see `num_decode_splits`.
         scale: factor of the scores.
         window: latest positions that a query sees, its own among them; 0 for all.

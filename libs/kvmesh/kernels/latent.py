@@ -7,6 +7,7 @@ latent, then the rotated key. Tests: tests/unit/kernels/test_latent.py.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -66,6 +67,25 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return out[0].transpose(0, 1)[..., : v.shape[-1]]
 
 
+class LatentMemory(Protocol):
+    """The latents of one step."""
+
+    num_decode: int
+    """Leading rows that are one token of a sequence each."""
+
+    def write(self, vectors: Tensor, layer: int) -> None:
+        """Writes the rows' vectors, [rows, width], to their slots."""
+        ...
+
+    def decode(self, q: Tensor, layer: int, *, scale: float, rank: int) -> Tensor:
+        """See `latent_decode_attention`; `q` has the decode rows."""
+        ...
+
+    def chunks(self, layer: int) -> Iterator[tuple[slice, Tensor]]:
+        """Rows of each prefill chunk, and the vectors of its context: [positions, width]."""
+        ...
+
+
 class StepLatent:
     """Latent attention of one step, planned once and run per layer.
 
@@ -94,12 +114,12 @@ class StepLatent:
         ]
 
     def write(self, vectors: Tensor, layer: int) -> None:
-        """Writes the rows' vectors, [rows, width], to their slots."""
+        """See `LatentMemory.write`."""
         size, width = self._kv.shape[2:]
         self._kv.view(-1, width).index_copy_(0, self._rows + layer * size, vectors)
 
     def decode(self, q: Tensor, layer: int, *, scale: float, rank: int) -> Tensor:
-        """See `latent_decode_attention`; `q` has the decode rows."""
+        """See `LatentMemory.decode`."""
         attend = latent_decode_attention
         if self._kv.is_cuda:
             # Triton costs half a second to import and is only needed where there is a device.
@@ -113,7 +133,7 @@ class StepLatent:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def chunks(self, layer: int) -> Iterator[tuple[slice, Tensor]]:
-        """Rows of each prefill chunk, and the vectors of its context: [positions, width]."""
+        """See `LatentMemory.chunks`."""
         batch = self._batch
         for index in range(batch.num_decode, batch.num_sequences):
             table = torch.tensor(batch.block_tables[index], device=self._kv.device)

@@ -61,6 +61,9 @@ def _latent_decode_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a 
         q_rope = q_rope.to(tl.float32)
 
     context_len = tl.load(lens_ptr + sequence).to(tl.int32)
+    # Unless it is given, every context is cut by its own length.
+    own_len = tl.cdiv(tl.cdiv(context_len, num_splits), TILE) * TILE
+    split_len = tl.where(split_len > 0, split_len, own_len)
     first = split * split_len
     last = tl.minimum(first + split_len, context_len)
     highest = tl.full((HEAD_TILE,), float("-inf"), tl.float32)
@@ -114,11 +117,13 @@ def latent_decode_attention(
     scale: float,
     rank: int,
     num_splits: int = 0,
+    by_length: bool = False,
 ) -> Tensor:
     """See `latent.latent_decode_attention`; `q` is contiguous in its last axis.
 
     Args:
         num_splits: parts that a context is cut into; 0 to fill the device.
+        by_length: cut every context by its own length, not by that of the tables.
     """
     sequences, heads, width = q.shape
     pool = kv[:, layer]
@@ -127,7 +132,7 @@ def latent_decode_attention(
     if not num_splits:
         wanted = triton.cdiv(_TARGET_PROGRAMS, sequences * head_tiles)
         num_splits = max(1, min(wanted, span // (4 * _TILE)))
-    split_len = triton.cdiv(triton.cdiv(span, num_splits), _TILE) * _TILE
+    split_len = 0 if by_length else triton.cdiv(triton.cdiv(span, num_splits), _TILE) * _TILE
     parts = torch.empty((sequences, heads, num_splits, rank), dtype=torch.float32, device=q.device)
     lse = torch.empty((sequences, heads, num_splits), dtype=torch.float32, device=q.device)
     _latent_decode_kernel[(sequences, head_tiles, num_splits)](

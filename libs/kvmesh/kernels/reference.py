@@ -393,3 +393,19 @@ def merge_partials(out: Tensor, lse: Tensor) -> Tensor:
     Source: FlashInfer, arXiv 2501.01005 §2.2.
     """
     return (torch.softmax(lse, dim=-1).unsqueeze(-1) * out).sum(dim=-2)
+
+
+def chosen_product(x: Tensor, weights: Tensor, rows: Tensor, experts: Tensor) -> Tensor:
+    """Each choice's row times its expert's weight; shapes do not depend on what is chosen.
+
+    Every weight that is chosen is copied, once per choice: for few and small ones.
+
+    Args:
+        x: [any, depth].
+        weights: [experts, columns, depth].
+        rows, experts: [choices] int64.
+
+    Returns:
+        [choices, columns].
+    """
+    return (weights[experts] @ x[rows].unsqueeze(-1)).squeeze(-1)

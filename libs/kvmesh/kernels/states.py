@@ -54,8 +54,25 @@ class Recurrence(Protocol):
         ...
 
 
+class States(Protocol):
+    """The states of one step."""
+
+    def run(self, part: int, slot: int, values: int, recurrence: Recurrence) -> Tensor:
+        """Carries one layer's states over the rows.
+
+        Args:
+            part: which of a state's blocks the layer is in.
+            slot: place in that block.
+            values: of the layer's state.
+
+        Returns:
+            [rows, ...] of the recurrence.
+        """
+        ...
+
+
 class StepStates:
-    """The states of one step.
+    """The states of a step that is planned from lists.
 
     Args:
         sequences: those with one row first.
@@ -90,16 +107,7 @@ class StepStates:
             self._save_blocks = on_device([blocks for _, blocks in saves]) if saves else None
 
     def run(self, part: int, slot: int, values: int, recurrence: Recurrence) -> Tensor:
-        """Carries one layer's states over the rows.
-
-        Args:
-            part: which of a state's blocks the layer is in.
-            slot: place in that block.
-            values: of the layer's state.
-
-        Returns:
-            [rows, ...] of the recurrence.
-        """
+        """See `States.run`."""
         field = self._pool[:, slot * values : (slot + 1) * values]
         outs = []
         if self._num_decode:

@@ -86,7 +86,9 @@ class BlockPool:
         # Next to evict first. A sequence's blocks enter tail first, so a parent outlives its
         # children and what stays cached can still be matched from the root.
         # An OrderedDict: deleting from a plain dict's front makes the next look at it slow.
-        self._evictable: OrderedDict[int, None] = OrderedDict()
+        # The value is the turn in which the block was released.
+        self._evictable: OrderedDict[int, int] = OrderedDict()
+        self._turn = 0
         # Net changes since the last `take_events`: True is stored, False is removed.
         self._changes: dict[BlockHash, bool] = {}
         self._allocated_total = 0
@@ -160,6 +162,7 @@ class BlockPool:
         """
         emptied: list[int] = []
         references = self._references
+        self._turn += 1
         for block in reversed(blocks):
             left = references[block] - 1
             assert left >= 0, f"block {block} is not referenced"
@@ -169,7 +172,7 @@ class BlockPool:
             if self._hash_of[block] is None:
                 emptied.append(block)
             else:
-                self._evictable[block] = None
+                self._evictable[block] = self._turn
         self._empty.add(emptied)
         self._move(blocks)
 
@@ -188,6 +191,38 @@ class BlockPool:
             self._hash_of[block] = block_hash
             self._note(block_hash, stored=True)
         return True
+
+    @property
+    def turn(self) -> int:
+        """Grows by one with each release: a mark in time for `num_room`."""
+        return self._turn
+
+    def num_room(self, turn: int, limit: int) -> int:
+        """Blocks that can be had without evicting what was released after `turn`; at most `limit`.
+
+        Costs as much as there are evictable blocks among them.
+        """
+        room = min(self._empty.num_blocks, limit)
+        for released in islice(self._evictable.values(), limit - room):
+            if released > turn:
+                break
+            room += 1
+        return room
+
+    def evict_first(self, hashes: Sequence[BlockHash]) -> int:
+        """Makes evictable blocks the next ones to evict, the last of `hashes` before the others.
+
+        Returns:
+            How many there are; the rest is in use, or not cached.
+        """
+        found = 0
+        for block_hash in hashes:
+            block = self._block_of.get(block_hash)
+            if block is not None and block in self._evictable:
+                self._evictable[block] = 0
+                self._evictable.move_to_end(block, last=False)
+                found += 1
+        return found
 
     def clear_cached(self) -> int:
         """Empties all evictable blocks and returns how many there were."""

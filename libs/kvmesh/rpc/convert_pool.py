@@ -18,6 +18,7 @@ from kvmesh.core.pool import (
     PoolReport,
 )
 from kvmesh.core.types import BLOCK_HASH_BYTES, BlockHash, WorkerId
+from kvmesh.kv.hashing import split_hashes
 from kvmesh.policy.heat import SegmentHeat
 from kvmesh.rpc.convert import (
     endpoint_from_proto,
@@ -35,20 +36,6 @@ _OUTCOMES = {
 _OUTCOMES_BACK = {value: outcome for outcome, value in _OUTCOMES.items()}
 
 
-def split_hashes(joined: bytes) -> tuple[BlockHash, ...]:
-    """Joined hashes apart.
-
-    Raises:
-        ProtocolError: the last one is cut off.
-    """
-    if len(joined) % BLOCK_HASH_BYTES:
-        raise ProtocolError("hash_length", f"{len(joined)} bytes of {BLOCK_HASH_BYTES}-byte hashes")
-    return tuple(
-        BlockHash(joined[start : start + BLOCK_HASH_BYTES])
-        for start in range(0, len(joined), BLOCK_HASH_BYTES)
-    )
-
-
 def pool_report_to_proto(report: PoolReport) -> pb.PoolReport:
     """PoolReport as a message."""
     return pb.PoolReport(
@@ -57,6 +44,7 @@ def pool_report_to_proto(report: PoolReport) -> pb.PoolReport:
         block_bytes=report.block_bytes,
         room_blocks=report.room_blocks,
         read_blocks_total=report.read_blocks_total,
+        leaving=report.leaving,
     )
 
 
@@ -75,6 +63,7 @@ def pool_report_from_proto(message: pb.PoolReport) -> PoolReport:
         message.block_bytes,
         message.room_blocks,
         message.read_blocks_total,
+        message.leaving,
     )
 
 
@@ -108,10 +97,10 @@ def pool_order_from_proto(message: pb.PoolOrder) -> PoolOrder | None:
                 WorkerId(copy.source_worker_id),
                 copy.source_incarnation,
                 endpoint_from_proto(copy.source),
-                split_hashes(copy.block_hashes),
+                tuple(split_hashes(copy.block_hashes)),
             )
         case "evict_first":
-            return EvictionHint(split_hashes(message.evict_first.block_hashes))
+            return EvictionHint(tuple(split_hashes(message.evict_first.block_hashes)))
         case _:
             return None
 

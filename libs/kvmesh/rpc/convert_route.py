@@ -5,8 +5,13 @@ Tests: tests/unit/rpc/test_convert.py.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import lru_cache
+
 from kvmesh.core.types import (
     Candidate,
+    Endpoint,
+    PrefixSource,
     RequestId,
     RouteCause,
     RoutePlan,
@@ -21,9 +26,29 @@ from kvmesh.rpc.convert import (
     placement_from_proto,
     placement_to_proto,
 )
-from kvmesh.v1 import scheduler_service_pb2
+from kvmesh.v1 import scheduler_service_pb2, types_pb2
 
 _CAUSES = {cause.value: cause for cause in RouteCause}
+
+
+def prefix_source_to_proto(source: PrefixSource) -> types_pb2.PrefixSource:
+    """PrefixSource as a message."""
+    return types_pb2.PrefixSource(
+        worker_id=source.worker_id,
+        incarnation=source.incarnation,
+        control_endpoint=endpoint_to_proto(source.control_endpoint),
+        num_blocks=source.num_blocks,
+    )
+
+
+def prefix_source_from_proto(message: types_pb2.PrefixSource) -> PrefixSource:
+    """PrefixSource from a message."""
+    return PrefixSource(
+        WorkerId(message.worker_id),
+        message.incarnation,
+        endpoint_from_proto(message.control_endpoint),
+        message.num_blocks,
+    )
 
 
 def candidate_to_proto(candidate: Candidate) -> scheduler_service_pb2.Candidate:
@@ -33,17 +58,31 @@ def candidate_to_proto(candidate: Candidate) -> scheduler_service_pb2.Candidate:
         incarnation=candidate.incarnation,
         control_endpoint=endpoint_to_proto(candidate.control_endpoint),
         cached_tokens=candidate.cached_tokens,
+        source=None if candidate.source is None else prefix_source_to_proto(candidate.source),
     )
 
 
 def candidate_from_proto(message: scheduler_service_pb2.Candidate) -> Candidate:
     """Candidate from a message."""
-    return Candidate(
-        WorkerId(message.worker_id),
+    endpoint = message.control_endpoint
+    known = _candidate(
+        message.worker_id,
         message.incarnation,
-        endpoint_from_proto(message.control_endpoint),
+        endpoint.host,
+        endpoint.port,
         message.cached_tokens,
     )
+    if not message.HasField("source"):
+        return known
+    return replace(known, source=prefix_source_from_proto(message.source))
+
+
+@lru_cache(maxsize=4096)
+def _candidate(
+    worker_id: str, incarnation: int, host: str, port: int, cached_tokens: int
+) -> Candidate:
+    """The same value again where plans name the same workers again, as most do."""
+    return Candidate(WorkerId(worker_id), incarnation, Endpoint(host, port), cached_tokens)
 
 
 def route_query_to_proto(

@@ -13,12 +13,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvmesh.core.errors import ProtocolError
+from kvmesh.core.pool import CopyResult, PoolOrder, PoolReport
 from kvmesh.core.types import BlockHash, WorkerId
 from kvmesh.rpc.channels import TlsConfig, open_channel
+from kvmesh.rpc.convert_pool import (
+    copy_result_to_proto,
+    pool_order_from_proto,
+    pool_report_to_proto,
+)
 from kvmesh.rpc.stream import PeerStream
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.v1 import kv_manager_service_pb2 as pb
 from kvmesh.v1 import kv_manager_service_pb2_grpc as pb_grpc
+from kvmesh.v1 import pool_types_pb2
 
 log = event_logger(__name__)
 
@@ -28,6 +36,9 @@ MAX_HASHES_PER_MESSAGE = 64 * 1024
 MAX_UNACKED_BATCHES = 32
 """With more on the way the service is too slow: changes are dropped, and when all acks are here a
 snapshot replaces them."""
+
+REPORT_S = 0.5
+"""Pause between two looks at what the worker has to report to the pool."""
 
 FLUSH_DELAY_S = 0.005
 """How long the first change waits for others to share its message."""
@@ -62,6 +73,18 @@ class PublisherFacts:
     block_size: int
 
 
+class PoolEnd(Protocol):
+    """The worker as a member of the pool; called on the event loop."""
+
+    def report(self) -> PoolReport:
+        """What it has room for and has read."""
+        ...
+
+    def take(self, order: PoolOrder) -> None:
+        """Takes an order; returns at once."""
+        ...
+
+
 class BlockPublisher:
     """Publishes one worker's blocks until its `run` is cancelled.
 
@@ -70,6 +93,7 @@ class BlockPublisher:
         take_events: called on the event loop; returns and forgets the changes so far.
         held_hashes: called on the event loop; all hashes held now.
         interval_s: longest time between two messages; well below the service's lease.
+        pool: without one the worker is no member of the pool and gets no orders.
     """
 
     def __init__(
@@ -81,7 +105,10 @@ class BlockPublisher:
         held_hashes: Callable[[], Sequence[BlockHash]],
         interval_s: float = 2.0,
         tls: TlsConfig | None = None,
+        pool: PoolEnd | None = None,
     ) -> None:
+        self._pool = pool
+        self._reported: PoolReport | None = None
         self._target = target
         self._facts = facts
         self._tls = tls
@@ -124,6 +151,21 @@ class BlockPublisher:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._stream.run(), name="publisher-stream")
                 group.create_task(self._flush_often(), name="publisher-flush")
+                if self._pool is not None:
+                    group.create_task(self._report_often(self._pool), name="publisher-pool")
+
+    def report_copy(self, result: CopyResult) -> None:
+        """Answers a copy order; nothing happens without a connection."""
+        if self.connected:
+            self._send(copied=copy_result_to_proto(result))
+
+    async def _report_often(self, pool: PoolEnd) -> None:
+        while True:
+            await asyncio.sleep(REPORT_S)
+            report = pool.report()
+            if self.connected and report != self._reported:
+                self._reported = report
+                self._send(pool=pool_report_to_proto(report))
 
     async def _flush_often(self) -> None:
         while True:
@@ -191,10 +233,19 @@ class BlockPublisher:
         events: pb.BlockEvents | None = None,
         snapshot: pb.BlockSnapshot | None = None,
         heartbeat: pb.PublisherHeartbeat | None = None,
+        pool: pool_types_pb2.PoolReport | None = None,
+        copied: pool_types_pb2.CopyResult | None = None,
     ) -> None:
         assert self._stream is not None, "run has not begun"
         self._stream.send(
-            pb.PublishRequest(hello=hello, events=events, snapshot=snapshot, heartbeat=heartbeat)
+            pb.PublishRequest(
+                hello=hello,
+                events=events,
+                snapshot=snapshot,
+                heartbeat=heartbeat,
+                pool=pool,
+                copied=copied,
+            )
         )
 
     def _greet(self) -> None:
@@ -208,6 +259,9 @@ class BlockPublisher:
                 block_size=facts.block_size,
             )
         )
+        if self._pool is not None:
+            self._reported = self._pool.report()
+            self._send(pool=pool_report_to_proto(self._reported))
         # With all acks the heartbeat finds out whether the service remembers; without them nobody
         # knows what arrived.
         if self._acked != self._sequence:
@@ -229,3 +283,14 @@ class BlockPublisher:
             case "resync":
                 log.info("resync_ordered", reason=message.resync.reason)
                 self._order_snapshot()
+            case "order":
+                self._take_order(message.order)
+
+    def _take_order(self, message: pool_types_pb2.PoolOrder) -> None:
+        try:
+            order = pool_order_from_proto(message)
+        except ProtocolError as error:
+            log.warning("bad_order", error=str(error))
+            return
+        if self._pool is not None and order is not None:
+            self._pool.take(order)

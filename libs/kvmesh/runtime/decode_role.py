@@ -41,8 +41,9 @@ from kvmesh.runtime.local_start import LocalPrefill, StartedOutbox
 from kvmesh.runtime.worker_parts import WorkerParts
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.telemetry.tracing import Span, start_span
-from kvmesh.transfer.frames import CommitFrame, PutFrame
-from kvmesh.transfer.memory import MappablePool, write_views
+from kvmesh.transfer.device import DevicePool, pieces_of
+from kvmesh.transfer.frames import CommitFrame, PutFrame, WriteClaim
+from kvmesh.transfer.memory import write_views
 from kvmesh.transfer.target import WriteGrant
 from kvmesh.v1 import decode_service_pb2 as pb
 from kvmesh.v1 import decode_service_pb2_grpc
@@ -237,9 +238,6 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
         write_ids: list[int] = []
         granted_runs: list[tuple[int, int]] = []
         part = None if put.part is None else Part(*put.part)
-        if part is not None and not isinstance(self._memory, MappablePool):
-            text = "this worker's blocks are received whole"  # they are staged and copied over
-            return Refusal(RefusalReason.INVALID, text)
         for run in put.runs:
             granted = self._handoff.begin_write(
                 put.claim.reservation_id,
@@ -258,15 +256,18 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
                 return granted
             write_ids.append(granted.write_id)
             granted_runs += consecutive_runs(granted.blocks)
-        views = write_views(self._memory, granted_runs, self._block_bytes, put.part)
-        grant = WriteGrant(put, views)
+        if isinstance(self._memory, DevicePool):
+            grant = WriteGrant(put, (), pieces_of(granted_runs, self._block_bytes, put.part))
+        else:
+            views = write_views(self._memory, granted_runs, self._block_bytes, put.part)
+            grant = WriteGrant(put, views)
         self._grants[grant] = write_ids
         return grant
 
     def end_write(self, grant: WriteGrant, ok: bool) -> None:
         """The channel left the memory."""
         task = self._by_reservation.get(grant.put.claim.reservation_id)
-        if ok and task is not None:
+        if ok and task is not None and grant.pieces is None:
             for run in grant.put.runs:
                 blocks = task.arriving[run.first : run.first + run.count]
                 for first, count in consecutive_runs(blocks):
@@ -296,6 +297,22 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
             self._wake_engine()
         return None
 
+    def claimed_blocks(self, claim: WriteClaim) -> list[int] | Refusal:
+        """The blocks that a reservation found cached here, for queries about them."""
+        refusal = self._handoff.check_claim(
+            claim.reservation_id,
+            claim.incarnation,
+            claim.generation,
+            claim.capability,
+            self._clock.now(),
+        )
+        if refusal is not None:
+            return refusal
+        task = self._by_reservation.get(claim.reservation_id)
+        if task is None:
+            return Refusal(RefusalReason.STALE, "decode has taken the blocks over")
+        return task.sequence.blocks[: task.sequence.num_cached // self._core.block_size]
+
     def peer_lost(self, worker_id: WorkerId) -> None:
         """Nothing to undo: unfinished writes were ended, and leases end what is left."""
         log.info("data_peer_lost", peer=worker_id)
@@ -312,12 +329,17 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
     # --- prefill on this worker --------------------------------------------------------------
 
     def start_local(
-        self, reservation: Reservation, on_first: Callable[[Emission], None]
+        self,
+        reservation: Reservation,
+        on_first: Callable[[Emission], None],
+        *,
+        held: bool = False,
     ) -> Sequence | Refusal:
         """Computes a reserved prompt right in its blocks (aggregated placement).
 
         Args:
             on_first: called with the first token; the handoff is committed by then.
+            held: the caller lets it run.
         """
         task = self._by_reservation.get(reservation.reservation_id)
         now = self._clock.now()
@@ -337,8 +359,9 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
         task.sequence.on_emission = lambda emission: self._first_local(
             task, reservation, emission, on_first
         )
-        self._core.run(task.sequence)
-        self._wake_engine()
+        if not held:
+            self._core.run(task.sequence)
+            self._wake_engine()
         return task.sequence
 
     def _first_local(

@@ -8,12 +8,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
 
 import grpc
 
 from kvmesh.core.errors import LostError, ProtocolError, RefusedError
-from kvmesh.core.types import Refusal, RefusalReason, RequestId, Reservation, SequenceSpec
+from kvmesh.core.types import (
+    PrefixSource,
+    Refusal,
+    RefusalReason,
+    RequestId,
+    Reservation,
+    SequenceSpec,
+)
 from kvmesh.engine.sequence import Emission, Sequence, SequenceState
 from kvmesh.policy.transfer_mode import TransferMode, TransferTask, choose_transfer_mode
 from kvmesh.rpc.convert import (
@@ -22,10 +28,14 @@ from kvmesh.rpc.convert import (
     reservation_from_proto,
     sequence_spec_from_proto,
 )
+from kvmesh.rpc.convert_route import prefix_source_from_proto
 from kvmesh.rpc.convert_sampling import token_logprobs_to_proto
 from kvmesh.rpc.served import DirectWay, serve_stream
 from kvmesh.runtime.decode_role import DecodeRole
 from kvmesh.runtime.local_start import PrefillOutbox, StartedOutbox
+from kvmesh.runtime.prefill_attempt import PrefillAttempt
+from kvmesh.runtime.prefix_fetch import PrefixFetcher
+from kvmesh.runtime.prefix_queries import PrefixQueries
 from kvmesh.runtime.worker_parts import WorkerParts
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.telemetry.tracing import Span, start_span
@@ -43,44 +53,6 @@ log = event_logger(__name__)
 _BUSY_RETRY_MS = 20
 
 
-@dataclass(slots=True)
-class LayerProgress:
-    """How far the layers of a prompt's last chunk are.
-
-    Attributes:
-        is_refused: the receiver takes whole blocks only.
-    """
-
-    num_computed: int = 0
-    num_sent: int = 0
-    is_refused: bool = False
-
-
-@dataclass(eq=False, slots=True)
-class PrefillAttempt:
-    """One request on this worker, from acceptance until its KV is taken.
-
-    Attributes:
-        outcome: how it ended, or would if it were cancelled now.
-    """
-
-    outbox: PrefillOutbox
-    request_id: RequestId
-    attempt: int
-    reservation: Reservation
-    span: Span
-    sequence: Sequence | None = None
-    first: Emission | None = None
-    progress: asyncio.Event = field(default_factory=asyncio.Event)
-    work: asyncio.Task[None] | None = None
-    outcome: str = "cancelled"
-    sent_bytes: int = 0
-    sent_calls: int = 0
-    sending_s: float = 0.0
-    mode: TransferMode = TransferMode.WHOLE
-    layers: LayerProgress = field(default_factory=LayerProgress)
-
-
 class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
     """Serves `PrefillService`."""
 
@@ -89,11 +61,18 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         parts: WorkerParts,
         channels: ChannelPool,
         decode: DecodeRole,
+        fetcher: PrefixFetcher | None,
         *,
         slots: int,
         mode: TransferMode | None = None,
+        queries: PrefixQueries | None = None,
     ) -> None:
-        """`mode` is for all requests; None lets the policy choose for each."""
+        """`mode` is for all requests; None lets the policy choose for each.
+
+        Args:
+            fetcher: None computes what other workers are said to hold.
+            queries: None asks nobody for a prefix.
+        """
         self._identity = parts.identity
         self._direct: DirectWay[pb.PrefillEvent] = DirectWay(
             parts.direct, pb.PrefillRequest, lambda events: (pb.PrefillResponse(events=events),)
@@ -111,6 +90,7 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         self._metrics = parts.metrics
         self._channels = channels
         self._decode = decode
+        self._fetcher, self._queries = fetcher, queries
         decode.local_prefill = self
         self._slots = slots
         self._mode = mode
@@ -183,11 +163,10 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         """
         request_id = RequestId(message.request_id)
         span = self._span(message)
-        attempt = PrefillAttempt(outbox, request_id, message.attempt, reservation, span)
+        source = self._source(message)
+        attempt = PrefillAttempt(outbox, request_id, message.attempt, reservation, span, source)
         outcome: PrefillAttempt | Refusal = attempt
-        sequence = self._decode.start_local(
-            reservation, lambda emission: self._first_token(attempt, emission)
-        )
+        sequence = self._start_local(attempt)
         if isinstance(sequence, Refusal):
             outcome = sequence
         else:
@@ -247,18 +226,34 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         except ProtocolError as error:
             return Refusal(RefusalReason.INVALID, str(error))
         reservation = reservation_from_proto(message.reservation)
-        attempt = PrefillAttempt(outbox, request_id, message.attempt, reservation, span)
+        source = self._source(message)
+        attempt = PrefillAttempt(outbox, request_id, message.attempt, reservation, span, source)
         sequence = self._start(attempt, spec)
         if isinstance(sequence, Refusal):
             return sequence
         attempt.sequence = sequence
         sequence.on_progress = attempt.progress.set
-        if not self._is_local(reservation):
-            attempt.mode = self._choose_mode(attempt)
-        if attempt.mode is TransferMode.LAYERED:
-            self._watch_layers(attempt)  # before the engine plans its first step
+        if self._queries is not None and not self._is_local(reservation):
+            self._queries.consider(attempt, self._channels.link_view(reservation))
+        if attempt.source is None:
+            self._choose_way(attempt)
         self._wake_engine()
         return attempt
+
+    def _source(self, message: pb.PrefillOffer | DecodeReserve) -> PrefixSource | None:
+        """Whom to fetch a prefix from before computing."""
+        if self._fetcher is None or not message.HasField("source"):
+            return None
+        return prefix_source_from_proto(message.source)
+
+    def _choose_way(self, attempt: PrefillAttempt) -> None:
+        """How the KV leaves; before the engine plans the first step."""
+        if not self._is_local(attempt.reservation):
+            attempt.mode = self._choose_mode(attempt)
+        assert attempt.sequence is not None
+        # Asking for a prefix may fail in any layer, and those before it would have left.
+        if attempt.mode is TransferMode.LAYERED and attempt.sequence.remote is None:
+            attempt.watch_layers()
 
     def _is_local(self, reservation: Reservation) -> bool:
         return (
@@ -267,15 +262,19 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         )
 
     def _start(self, attempt: PrefillAttempt, spec: SequenceSpec) -> Sequence | Refusal:
-        def on_first(emission: Emission) -> None:
-            self._first_token(attempt, emission)
-
         if self._is_local(attempt.reservation):
-            return self._decode.start_local(attempt.reservation, on_first)
-        sequence = self._core.admit_prefill(spec)
+            return self._start_local(attempt)
+        sequence = self._core.admit_prefill(spec, held=attempt.source is not None)
         if isinstance(sequence, Sequence):
-            sequence.on_emission = on_first
+            sequence.on_emission = lambda emission: self._first_token(attempt, emission)
         return sequence
+
+    def _start_local(self, attempt: PrefillAttempt) -> Sequence | Refusal:
+        return self._decode.start_local(
+            attempt.reservation,
+            lambda emission: self._first_token(attempt, emission),
+            held=attempt.source is not None,
+        )
 
     # --- work --------------------------------------------------------------------------------
 
@@ -298,6 +297,8 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
 
     async def _carry_out(self, attempt: PrefillAttempt) -> None:
         try:
+            if attempt.source is not None:
+                await self._bring_prefix(attempt, attempt.source)
             if self._is_local(attempt.reservation):
                 await self._wait_first(attempt)
             else:
@@ -310,6 +311,25 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         except LostError as error:
             attempt.outcome = "lost"
             self._put_failed(attempt, Refusal(RefusalReason.LOST, str(error)))
+
+    async def _bring_prefix(self, attempt: PrefillAttempt, source: PrefixSource) -> None:
+        """Fetches what another worker holds; what is missing then is computed."""
+        sequence = attempt.sequence
+        assert sequence is not None
+        assert self._fetcher is not None, "a source is taken by who can fetch"
+        result = await self._fetcher.fill(source, sequence)
+        attempt.span.event(
+            "prefix_fetch",
+            holder=source.worker_id,
+            outcome=result.outcome.value,
+            fetched_tokens=result.num_fetched * self._core.block_size,
+            seconds=result.seconds,
+        )
+        if sequence.state is SequenceState.GONE:
+            raise RefusedError(Refusal(RefusalReason.STALE, "the reservation was cancelled"))
+        self._choose_way(attempt)
+        self._core.run(sequence)
+        self._wake_engine()
 
     async def _wait_first(self, attempt: PrefillAttempt) -> None:
         """Waits for a prompt that is computed in its reservation on this worker."""
@@ -343,20 +363,6 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         started = self._clock.now()
         await self._channels.commit(attempt.reservation, attempt.first.token_id, num_tokens)
         attempt.sending_s += self._clock.now() - started
-
-    def _watch_layers(self, attempt: PrefillAttempt) -> None:
-        """Lets the engine wake the attempt when layers of the last chunk are computed."""
-        assert attempt.sequence is not None
-        loop = asyncio.get_running_loop()
-
-        def computed(num_layers: int) -> None:
-            attempt.layers.num_computed = max(attempt.layers.num_computed, num_layers)
-            attempt.progress.set()
-
-        def on_layers(num_layers: int) -> None:  # in the engine's thread
-            loop.call_soon_threadsafe(computed, num_layers)
-
-        attempt.sequence.on_layers = on_layers
 
     async def _send_layers(self, attempt: PrefillAttempt, begin: int) -> None:
         """Sends the layers that are computed and not sent of all blocks from `begin` on."""

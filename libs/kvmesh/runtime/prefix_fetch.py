@@ -155,7 +155,8 @@ class PrefixFetcher:
 
     async def _try(self, source: PrefixSource, fill: PrefixFill) -> tuple[FetchOutcome, int, str]:
         """The outcome, bytes read, and the reason of a refusal."""
-        if fill.num_held >= len(fill.hashes) or source.worker_id == self._identity.worker_id:
+        most = min(len(fill.hashes), source.num_blocks)
+        if fill.num_held >= most or source.worker_id == self._identity.worker_id:
             return FetchOutcome.HELD, 0, ""
         try:
             async with asyncio.timeout(self._options.timeout_s):

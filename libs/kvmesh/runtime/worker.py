@@ -27,9 +27,11 @@ from kvmesh.runtime.app import ServiceContext
 from kvmesh.runtime.decode_role import DecodeRole
 from kvmesh.runtime.kv_events import start_kv_events
 from kvmesh.runtime.kv_pool import KvPool
+from kvmesh.runtime.pool_copies import PoolCopies
 from kvmesh.runtime.pool_metrics import PoolMetrics
 from kvmesh.runtime.prefill_role import PrefillRole
 from kvmesh.runtime.prefix_fetch import PrefixFetcher
+from kvmesh.runtime.query_metrics import QueryMetrics
 from kvmesh.runtime.step_meter import StepMeter
 from kvmesh.runtime.worker_channels import MEGABYTE, receive_options, send_options, transfer_mode
 from kvmesh.runtime.worker_config import EngineSection, WorkerConfig
@@ -37,6 +39,8 @@ from kvmesh.runtime.worker_detail import worker_detail
 from kvmesh.runtime.worker_metrics import EngineCollector, WorkerMetrics
 from kvmesh.runtime.worker_parts import WorkerIdentity, WorkerParts
 from kvmesh.runtime.worker_pool import lease_limits, start_fetcher
+from kvmesh.runtime.worker_queries import answer_queries, start_queries
+from kvmesh.runtime.worker_static import static_batch_of
 from kvmesh.runtime.worker_structures import load_structures
 from kvmesh.runtime.worker_swap import make_swap_space
 from kvmesh.telemetry.logs import event_logger
@@ -82,7 +86,8 @@ def load_runner(config: EngineSection) -> ModelRunner:
     # Only a worker with the real engine pays for importing torch.
     from kvmesh.engine.runner import TorchRunner  # noqa: PLC0415
 
-    return TorchRunner.load(
+    static_batch = static_batch_of(config)
+    runner = TorchRunner.load(
         Path(config.model),
         served_name=name,
         device=config.device,
@@ -92,6 +97,8 @@ def load_runner(config: EngineSection) -> ModelRunner:
         max_model_len=config.max_model_len or None,
         num_threads=config.num_threads,
     )
+    runner.use_static_steps(static_batch)
+    return runner
 
 
 class Worker:
@@ -158,13 +165,24 @@ class Worker:
         self.fetcher: PrefixFetcher = start_fetcher(
             context, self._config, parts, self._channel_identity(), pool_metrics, self._publish
         )
+        self.query_metrics = QueryMetrics(self._metrics.registry)
+        self.queries = start_queries(
+            context,
+            self._config,
+            parts,
+            self._runner,
+            self._channel_identity(),
+            self.query_metrics,
+        )
         self.decode = DecodeRole(parts, slots=section.decode_slots, lease_s=section.lease_s)
         self.prefill = PrefillRole(
             parts,
             self.channels,
             self.decode,
+            self.fetcher if self._config.fetch.enabled else None,
             slots=section.prefill_slots,
             mode=transfer_mode(section.transfer_mode),
+            queries=self.queries,
         )
         data_endpoint = await self._listen_for_kv()
         prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server(self.prefill, context.server)
@@ -185,6 +203,7 @@ class Worker:
             self.decode,
             receive_options(self._config),
             source=self.pool,
+            queries=answer_queries(self._runner, self.core, self.decode, self.query_metrics),
             memory=self._runner.kv,
             observer=self._metrics.observe_transfer,
         )
@@ -235,6 +254,14 @@ class Worker:
         self._context.spawn(self._registration.run(), "registration")
         self._publisher: BlockPublisher | None = None
         if section.kvmanager_target:
+            self.copies = PoolCopies(
+                self.core,
+                self._info.control_endpoint,
+                lambda: self.role,
+                self.fetcher.fetch,
+                lambda: self.pool.draining or self.cordoned,
+                self._clock,
+            )
             self._publisher = BlockPublisher(
                 section.kvmanager_target,
                 PublisherFacts(
@@ -247,8 +274,11 @@ class Worker:
                 take_events=self.core.pool.take_events,
                 held_hashes=self.core.pool.held_hashes,
                 tls=self._config.server.tls,
+                pool=self.copies,
             )
+            self.copies.on_result = self._publisher.report_copy
             self._context.spawn(self._publisher.run(), "publisher")
+            self._context.spawn(self.copies.run(), "pool copies")
 
         self._kv_events = start_kv_events(self._context, self._config, self.core)
 
@@ -259,6 +289,8 @@ class Worker:
         self._metrics.step_seconds.observe(seconds)
         computed, generated = self.core.token_totals
         self._steps.add(seconds, computed, generated, self._clock.now())
+        if self.queries is not None and self._steps.last_prompt_tokens:
+            self.queries.observe_step(self._steps.last_prompt_tokens, seconds)
         if self._swap is not None and (num_tokens := self._steps.last_prompt_tokens):
             self._swap.observe_step(num_tokens, seconds)
         self._publish()

@@ -43,6 +43,7 @@ def send_options(config: WorkerConfig) -> SendOptions:
         stall_timeout_s=section.stall_s,
         tls=_data_tls(client_context(data.tls, "data.tls"), data),
         poll_s=_poll_s(data.poll_us),
+        staging_bytes=_staging_bytes(data),
     )
 
 
@@ -65,6 +66,7 @@ def receive_options(config: WorkerConfig) -> ReceiveOptions:
         tls=_data_tls(server_context(data.tls, "data.tls"), data),
         copy_threads=data.copy_threads,
         poll_s=_poll_s(data.poll_us),
+        staging_bytes=_staging_bytes(data),
     )
 
 
@@ -105,6 +107,12 @@ def _poll_s(microseconds: int) -> float:
     if not 0 <= microseconds <= MAX_POLL_US:
         raise ConfigError(f"data.poll_us must be 0 to {MAX_POLL_US}, got {microseconds}")
     return microseconds / 1e6
+
+
+def _staging_bytes(data: DataSection) -> int:
+    if data.staging_mb < 1:
+        raise ConfigError(f"data.staging_mb must be at least 1, got {data.staging_mb}")
+    return data.staging_mb * MEGABYTE
 
 
 def _checksum(word: str) -> Checksum:

@@ -20,6 +20,9 @@ class DataSection:
     window_mb: int = option(64, "megabytes that one connection may be ahead of its answers")
     copy_threads: int = option(1, "that share a large copy out of shared memory")
     poll_us: int = option(0, "microseconds to look for the next frame before other work")
+    staging_mb: int = option(
+        64, "pinned host memory per direction for blocks of a device, megabytes"
+    )
     tls: TlsConfig = option(TlsConfig, "")
     peers: str = option(
         "", "names in certificates of workers to share KV with, comma-separated; empty: all"
@@ -63,6 +66,10 @@ class EngineSection:
     state_interval_tokens: int = option(
         0, "positions between cached states of linear layers; 0: as much room as their KV takes"
     )
+    cuda_graphs: str = option(
+        "auto", "static decode steps: auto (with a device), on (on the CPU uncaptured) or off"
+    )
+    max_graph_batch: int = option(64, "sequences of the largest static decode step")
     swap_gib: float = option(
         -1.0, "host memory for KV of preempted sequences, GiB; 0: none; -1: 4 with a device, else 0"
     )
@@ -78,6 +85,9 @@ class FetchSection:
     lease_s: float = option(5.0, "blocks leased to a reader are free again so long after its reads")
     max_leases: int = option(64, "leases given at once; 0: nothing is given away")
     max_share: float = option(0.5, "of all blocks, in leases at once")
+    query: str = option(
+        "auto", "ask where a prefix is instead of computing it: auto (by cost), always, never"
+    )
 
 
 @dataclass(frozen=True, slots=True)

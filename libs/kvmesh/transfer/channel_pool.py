@@ -26,6 +26,7 @@ from kvmesh.transfer.channel import (
     SendChannel,
     usable_kinds,
 )
+from kvmesh.transfer.device import DevicePool
 from kvmesh.transfer.frames import BlockPart, Checksum
 from kvmesh.transfer.host import host_id
 from kvmesh.transfer.lane import LaneOptions, PeerKey
@@ -46,6 +47,7 @@ from kvmesh.transfer.pacing import Pacer
 from kvmesh.transfer.protocol import ChannelIdentity
 from kvmesh.transfer.run_table import num_blocks_of
 from kvmesh.transfer.shm_channel import ShmChannel
+from kvmesh.transfer.staging import DEFAULT_STAGING_BYTES, SendMemory, StagingRing
 from kvmesh.transfer.tcp_channel import TcpChannel, TcpOptions
 from kvmesh.transfer.tls import DataTls
 
@@ -67,6 +69,7 @@ class SendOptions:
         tls: wraps TCP connections.
         poll_s: after something small was sent, and nothing else is under way on its connection, the
             loop looks for the answer so long before it turns to other work; 0: not at all.
+        staging_bytes: host memory that blocks of a device pool leave through.
     """
 
     kinds: tuple[str, ...] = DEFAULT_KINDS
@@ -77,6 +80,7 @@ class SendOptions:
     stall_timeout_s: float = 10.0
     tls: DataTls | None = None
     poll_s: float = 0.0
+    staging_bytes: int = DEFAULT_STAGING_BYTES
 
 
 class _Address(NamedTuple):
@@ -123,8 +127,12 @@ class ChannelPool:
         """
         self._identity = identity
         self._block_bytes = identity.layout.block_bytes
-        self._memory = memory
         self._options = options or SendOptions()
+        self._staging: StagingRing | None = None
+        if isinstance(memory, DevicePool):
+            size = self._options.staging_bytes
+            self._staging = StagingRing(memory, self._block_bytes, size)
+        self._memory: SendMemory = self._staging or memory
         self._hub = hub
         self._observer = observer
         self._host_id = host_id()
@@ -220,6 +228,8 @@ class ChannelPool:
         if self._nixl is not None:
             await self._nixl.close()
         self._threads.shutdown(wait=False)
+        if self._staging is not None:
+            await self._staging.close()
 
     def statistics(self) -> TransferStatistics:
         """What was sent; round trips and retransmits are asked of the kernel now."""

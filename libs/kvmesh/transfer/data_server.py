@@ -22,6 +22,7 @@ from types import MappingProxyType
 from kvmesh.core.errors import LostError
 from kvmesh.core.types import Endpoint, HostRoute
 from kvmesh.transfer.channel import DEFAULT_KINDS, LOCAL, NIXL, SHM, TCP
+from kvmesh.transfer.device import DevicePool
 from kvmesh.transfer.frame_socket import FrameSocket
 from kvmesh.transfer.frames import Checksum, LinkTerms
 from kvmesh.transfer.host import host_id
@@ -40,6 +41,7 @@ from kvmesh.transfer.protocol import ChannelIdentity, ReceiverMachine
 from kvmesh.transfer.query_ops import QueryOps
 from kvmesh.transfer.server_channel import ServerChannel, ServerState
 from kvmesh.transfer.sockets import listen, listen_local, local_endpoint
+from kvmesh.transfer.staging import DEFAULT_STAGING_BYTES, StagingRing
 from kvmesh.transfer.target import NothingToRead, ReadSource, WriteGrant, WriteTarget
 from kvmesh.transfer.tls import DataTls, accept_tls
 from kvmesh.transfer.wire import Wire
@@ -68,6 +70,8 @@ class ReceiveOptions:
         copy_threads: that share one large copy out of a mapped pool.
         poll_s: after a frame, the loop looks for the next one so long before it turns to other
             work; 0: not at all.
+        staging_bytes: host memory that blocks of a device pool arrive through; a frame with more
+            is refused.
     """
 
     kinds: tuple[str, ...] = DEFAULT_KINDS
@@ -79,6 +83,7 @@ class ReceiveOptions:
     tls: DataTls | None = None
     copy_threads: int = 1
     poll_s: float = 0.0
+    staging_bytes: int = DEFAULT_STAGING_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +117,7 @@ class DataServer:
             target: where KV goes.
             source: where KV is read from; None gives nothing away.
             queries: what is computed for others; None answers no query.
-            memory: the pool that the target's grants lie in; NIXL needs to know it.
+            memory: the pool that the target's grants lie in; NIXL and device pools need it.
             hub: receivers of this process.
             observer: told of every frame that filled its blocks.
         """
@@ -131,6 +136,9 @@ class DataServer:
         self._serving: set[asyncio.Task[None]] = set()
         self._meters: dict[LinkKey, LinkMeter] = {}
         self._state = ServerState(copy_threads=self._options.copy_threads)
+        if isinstance(memory, DevicePool):
+            size = self._options.staging_bytes
+            self._state.staging = StagingRing(memory, identity.layout.block_bytes, size)
         if NIXL in self._options.kinds:
             self._state.readers = NixlReaders(memory, self._options.stall_timeout_s)
 
@@ -153,7 +161,9 @@ class DataServer:
             self._listen(listen_local(route.socket_path), self._serve_unix)
         if LOCAL in options.kinds:
             loop = asyncio.get_running_loop()
-            self._local = LocalEnd(self._identity, self._target, self._source, loop)
+            self._local = LocalEnd(
+                self._identity, self._target, self._source, loop, self._state.staging
+            )
             self._hub.join(self._local)
         return DataAddress(local_endpoint(tcp, options.host), route)
 
@@ -172,6 +182,8 @@ class DataServer:
         if self._state.readers is not None:
             await self._state.readers.close()
         self._threads.shutdown(wait=False)
+        if self._state.staging is not None:
+            await self._state.staging.close()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -6,6 +6,7 @@ Tests: tests/contract/test_channels.py.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -18,11 +19,12 @@ from kvmesh.transfer.channel import carry_all
 from kvmesh.transfer.frames import BlockPart, CommitFrame, PutFrame
 from kvmesh.transfer.lane import PeerKey, block_runs_of, claim_of
 from kvmesh.transfer.layouts import layout_difference
-from kvmesh.transfer.memory import COPY_INLINE_BYTES, PoolMemory, copy_views, run_views
+from kvmesh.transfer.memory import COPY_INLINE_BYTES, copy_views, run_views
 from kvmesh.transfer.meters import LinkMeter
 from kvmesh.transfer.native import num_bytes_of
 from kvmesh.transfer.protocol import ChannelIdentity
-from kvmesh.transfer.target import ReadSource, WriteTarget
+from kvmesh.transfer.staging import SendMemory, StagingRing
+from kvmesh.transfer.target import ReadSource, WriteGrant, WriteTarget
 from kvmesh.transfer.threads import run_to_end
 
 PIECE_BYTES = 32 << 20
@@ -31,12 +33,17 @@ _MAX_RUNS = 4096
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalEnd:
-    """A receiver in this process."""
+    """A receiver in this process.
+
+    Attributes:
+        staging: where pieces for its device pool land first.
+    """
 
     identity: ChannelIdentity
     target: WriteTarget
     source: ReadSource
     loop: asyncio.AbstractEventLoop
+    staging: StagingRing | None = None
 
 
 class LocalHub:
@@ -74,7 +81,7 @@ class LocalChannel:
         identity: ChannelIdentity,
         end: LocalEnd,
         hub: LocalHub,
-        memory: PoolMemory,
+        memory: SendMemory,
         meter: LinkMeter,
         threads: Executor,
     ) -> None:
@@ -93,6 +100,8 @@ class LocalChannel:
         self._memory = memory
         self._meter = meter
         self._threads = threads
+        rings = [each for each in (memory, end.staging) if isinstance(each, StagingRing)]
+        self._piece_bytes = min([PIECE_BYTES, *(ring.piece_bytes for ring in rings)])
         self._block_bytes = identity.layout.block_bytes
         self._next_transfer_id = 1
         self._closed = False
@@ -112,7 +121,7 @@ class LocalChannel:
         self, reservation: Reservation, runs: Sequence[Run], part: BlockPart | None = None
     ) -> None:
         """See `SendChannel.put`."""
-        pieces = split_runs(runs, max(1, PIECE_BYTES // self._block_bytes), _MAX_RUNS)
+        pieces = split_runs(runs, max(1, self._piece_bytes // self._block_bytes), _MAX_RUNS)
 
         async def carry(piece: Sequence[Run]) -> None:
             await self._copy(reservation, piece, part)
@@ -151,17 +160,33 @@ class LocalChannel:
             raise RefusedError(grant)
         done = False
         try:
-            sources = run_views(self._memory, runs, self._block_bytes, part)
-            if num_bytes_of(sources) <= COPY_INLINE_BYTES:
-                copy_views(grant.views, sources)
-            else:
-                await run_to_end(self._threads, partial(copy_views, grant.views, sources))
+            await self._move(grant, runs, part)
             done = True
         finally:
             self._end.target.end_write(grant, done)
         self._meter.frames += 1
         if self._closed:
             raise LostError("data channels are closed")
+
+    async def _move(self, grant: WriteGrant, runs: Sequence[Run], part: BlockPart | None) -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            if isinstance(self._memory, StagingRing):
+                sources = await stack.enter_async_context(self._memory.views(runs, part))
+            else:
+                sources = run_views(self._memory, runs, self._block_bytes, part)
+            if grant.pieces is None:
+                await self._fill(grant.views, sources)
+                return
+            assert self._end.staging is not None, "a target with a device pool has staging"
+            landing = await stack.enter_async_context(self._end.staging.landing(grant.pieces))
+            await self._fill(landing.views, sources)
+            await landing.land()
+
+    async def _fill(self, targets: Sequence[memoryview], sources: Sequence[memoryview]) -> None:
+        if num_bytes_of(sources) <= COPY_INLINE_BYTES:
+            copy_views(targets, sources)
+        else:
+            await run_to_end(self._threads, partial(copy_views, targets, sources))
 
     def _transfer_id(self) -> int:
         self._next_transfer_id += 1

@@ -11,11 +11,13 @@ from functools import partial
 
 from kvmesh.core.errors import LostError, ProtocolError
 from kvmesh.core.types import Refusal, RefusalReason, WorkerId
+from kvmesh.transfer.channel import carry_all
 from kvmesh.transfer.checksums import checksum_function
 from kvmesh.transfer.codec import encode_frame
 from kvmesh.transfer.decoder import PayloadStart
+from kvmesh.transfer.device import Pieces
 from kvmesh.transfer.frame_socket import FrameSocket
-from kvmesh.transfer.frames import Checksum, GetFrame, PullFrame, PutFrame, QueryFrame
+from kvmesh.transfer.frames import BlockPart, Checksum, GetFrame, PullFrame, PutFrame, QueryFrame
 from kvmesh.transfer.memory import (
     COPY_INLINE_BYTES,
     MappedPool,
@@ -24,7 +26,6 @@ from kvmesh.transfer.memory import (
     places_of,
 )
 from kvmesh.transfer.meters import LinkKey, LinkMeter, TransferObserver, TransferSample
-from kvmesh.transfer.native import num_bytes_of
 from kvmesh.transfer.nixl_process import EngineError
 from kvmesh.transfer.nixl_reader import NixlReader, NixlReaders, is_hung_up
 from kvmesh.transfer.protocol import (
@@ -41,8 +42,12 @@ from kvmesh.transfer.protocol import (
 )
 from kvmesh.transfer.query_ops import QueryGrant, QueryOps
 from kvmesh.transfer.run_table import numbers_of
+from kvmesh.transfer.staging import StagingRing
 from kvmesh.transfer.target import ReadSource, WriteGrant, WriteTarget
 from kvmesh.transfer.threads import run_to_end
+
+_STAGED_DEPTH = 2
+"""Parts of one copy into a device pool at once."""
 
 Metering = Callable[[ReceiverMachine], tuple[LinkKey, LinkMeter, TransferObserver]]
 
@@ -56,12 +61,14 @@ class ServerState:
         lanes: the newest connection of each (peer, link id, lane).
         copy_threads: that share one large copy out of a peer's pool.
         readers: of peers' segments; None: no engine is to be used.
+        staging: what blocks of a device pool arrive through; None: the pool is in host memory.
     """
 
     filling: dict[WriteGrant, FrameSocket] = field(default_factory=dict)
     lanes: dict[tuple[WorkerId, int, int], FrameSocket] = field(default_factory=dict)
     copy_threads: int = 1
     readers: NixlReaders | None = None
+    staging: StagingRing | None = None
 
 
 class ServerChannel:
@@ -192,7 +199,7 @@ class ServerChannel:
         return True
 
     async def _write(self, put: PutFrame) -> None:
-        grant = self._target.begin_write(put)
+        grant = self._too_large(put) or self._target.begin_write(put)
         if isinstance(grant, Refusal):
             await self._drain(self._machine.write_refused(put, grant))
             return
@@ -200,16 +207,35 @@ class ServerChannel:
         intact = False
         self._state.filling[grant] = self._frames
         try:
-            intact = await self._frames.receive_payload(grant.views)
+            intact = await self._fill(grant)
         finally:
             del self._state.filling[grant]
             self._target.end_write(grant, intact)
-        num_bytes = num_bytes_of(grant.views)
+        num_bytes = grant.num_bytes
         seconds = asyncio.get_running_loop().time() - started
         # The peer waits: its answer goes before the books are kept.
         await self._answer(put, num_bytes, intact=intact)
         if intact:
             self._moved(grant, num_bytes, len(put.runs), seconds)
+
+    def _too_large(self, put: PutFrame) -> Refusal | None:
+        staging, part = self._state.staging, put.part
+        each = self._machine.block_bytes if part is None else part.size
+        if staging is None or put.num_blocks * each <= staging.num_bytes:
+            return None
+        text = f"{put.num_blocks * each} bytes at once for {staging.num_bytes} of staging"
+        return Refusal(RefusalReason.INVALID, text)
+
+    async def _fill(self, grant: WriteGrant) -> bool:
+        """Reads a payload to where it belongs; whether it is intact and there."""
+        if grant.pieces is None:
+            return await self._frames.receive_payload(grant.views)
+        assert self._state.staging is not None, "a target with a device pool has staging"
+        async with self._state.staging.landing(grant.pieces) as landing:
+            intact = await self._frames.receive_payload(landing.views)
+            if intact:
+                await landing.land()
+            return intact
 
     async def _read(self, get: GetFrame) -> None:
         grant = self._source.begin_read(get)
@@ -274,11 +300,13 @@ class ServerChannel:
             await self._frames.send(encode_frame(self._machine.pull_answered(pull, grant)))
             return
         started = asyncio.get_running_loop().time()
-        num_bytes = num_bytes_of(grant.views)
+        num_bytes = grant.num_bytes
         done = False
         try:
             if self._reader is not None:
                 await self._read_segment(self._reader, pull, grant)
+            elif grant.pieces is not None:
+                await self._copy_staged(pull, grant.pieces)
             elif num_bytes <= COPY_INLINE_BYTES:
                 self._copy_mapped(pull, grant)
             else:
@@ -295,6 +323,24 @@ class ServerChannel:
         assert self._pool is not None, "runs of a pool that is not mapped are refused"
         sources = self._pool.byte_ranges(pull.runs, pull.part)
         copy_ranges(grant.views, sources, num_threads=self._state.copy_threads)
+
+    async def _copy_staged(self, pull: PullFrame, pieces: Pieces) -> None:
+        """Out of the mapped pool into a device pool: while one part is copied another lands."""
+        staging, pool = self._state.staging, self._pool
+        assert staging is not None, "a target with a device pool has staging"
+        assert pool is not None, "runs of a pool that is not mapped are refused"
+        each = BlockPart(0, self._machine.block_bytes)
+        sources = pool.byte_ranges(pull.runs, pull.part or each)
+        count = max(1, staging.piece_bytes // pieces.size)
+
+        async def carry(first: int) -> None:
+            arriving = pieces.cut(first, count)
+            async with staging.landing(arriving) as landing:
+                copy = partial(copy_ranges, landing.views, sources[first : first + count])
+                await run_to_end(self._threads, copy)
+                await landing.land()
+
+        await carry_all(range(0, len(pieces.starts), count), carry, _STAGED_DEPTH)
 
     async def _read_segment(self, reader: NixlReader, pull: PullFrame, grant: WriteGrant) -> None:
         sources = places_of(numbers_of(pull.runs), self._machine.block_bytes, pull.part)

@@ -1,7 +1,8 @@
 """Shared memory to one peer on this host: the receiver copies out of this side's mapped pool.
 
 The pool's memfd goes over a Unix socket once; afterwards frames carry block numbers only. The
-receiver decides which of its blocks are written and makes the only copy.
+receiver decides which of its blocks are written and makes the only copy. Of a device pool it maps
+the staging memory instead.
 Tests: tests/contract/test_channels.py, tests/integration/test_transfer_failures.py.
 """
 
@@ -15,10 +16,11 @@ from kvmesh.transfer.alignment import Run, split_runs
 from kvmesh.transfer.channel import carry_all
 from kvmesh.transfer.frames import BlockPart, Checksum, LinkOffer
 from kvmesh.transfer.lane import Lane, LaneOptions, PeerKey, claim_of, sender_machine
-from kvmesh.transfer.memory import MappablePool, PoolMemory
+from kvmesh.transfer.memory import MappablePool
 from kvmesh.transfer.meters import LinkMeter
 from kvmesh.transfer.protocol import ChannelIdentity
 from kvmesh.transfer.sockets import connect_local
+from kvmesh.transfer.staging import SendMemory, StagingRing
 from kvmesh.transfer.wire import Wire
 
 PIECE_BYTES = 32 << 20
@@ -30,10 +32,12 @@ _DEPTH = 2
 class ShmChannel:
     """One Unix socket to one life of a peer."""
 
-    def __init__(self, lane: Lane, block_bytes: int) -> None:
+    def __init__(self, lane: Lane, block_bytes: int, staging: StagingRing | None) -> None:
         """Use `open`."""
         self._lane = lane
-        self._block_bytes = block_bytes
+        self._staging = staging
+        most = PIECE_BYTES if staging is None else min(PIECE_BYTES, staging.piece_bytes)
+        self._piece_blocks = max(1, most // block_bytes)
 
     @classmethod
     async def open(
@@ -43,7 +47,7 @@ class ShmChannel:
         route: HostRoute,
         link_id: int,
         options: LaneOptions,
-        memory: PoolMemory,
+        memory: SendMemory,
         meter: LinkMeter,
         threads: Executor,
     ) -> ShmChannel:
@@ -60,7 +64,8 @@ class ShmChannel:
         offer = LinkOffer(link_id, 0, Checksum.NONE, memory.num_blocks)
         machine = sender_machine(identity, peer, offer)
         lane = await Lane.open(connected, machine, options, meter, threads, memory.fd)
-        return cls(lane, identity.layout.block_bytes)
+        staging = memory if isinstance(memory, StagingRing) else None
+        return cls(lane, identity.layout.block_bytes, staging)
 
     @property
     def is_open(self) -> bool:
@@ -77,10 +82,14 @@ class ShmChannel:
     ) -> None:
         """See `SendChannel.put`."""
         claim = claim_of(reservation)
-        pieces = split_runs(runs, max(1, PIECE_BYTES // self._block_bytes), _MAX_PULL_RUNS)
+        pieces = split_runs(runs, self._piece_blocks, _MAX_PULL_RUNS)
 
         async def carry(piece: Sequence[Run]) -> None:
-            await self._lane.pull(claim, piece, part)
+            if self._staging is None:
+                await self._lane.pull(claim, piece, part)
+                return
+            async with self._staging.copied(piece, part) as staged:
+                await self._lane.pull(claim, staged, part)
 
         if len(pieces) == 1:
             await carry(pieces[0])

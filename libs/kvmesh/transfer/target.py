@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvmesh.core.types import Refusal, RefusalReason, WorkerId
+from kvmesh.transfer.device import Pieces
 from kvmesh.transfer.frames import CommitFrame, GetFrame, PutFrame
+from kvmesh.transfer.native import num_bytes_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,10 +23,17 @@ class WriteGrant:
         put: the frame that it answers.
         views: writable, contiguous; filled in order. Their sizes add up to the frame's blocks, or
             to the parts of them that it names. Many of them are best `PlacedViews`.
+        pieces: of a device pool, instead of views.
     """
 
     put: PutFrame
     views: Sequence[memoryview]
+    pieces: Pieces | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """That it takes."""
+        return num_bytes_of(self.views) if self.pieces is None else self.pieces.num_bytes
 
 
 class WriteTarget(Protocol):

@@ -19,11 +19,12 @@ from kvmesh.transfer.channel import carry_all
 from kvmesh.transfer.frame_socket import INLINE_BYTES
 from kvmesh.transfer.frames import MAX_RUNS, BlockPart, Checksum, LinkOffer
 from kvmesh.transfer.lane import Lane, LaneOptions, PeerKey, claim_of, sender_machine
-from kvmesh.transfer.memory import PoolMemory, run_views
+from kvmesh.transfer.memory import run_views
 from kvmesh.transfer.meters import LinkMeter
 from kvmesh.transfer.protocol import ChannelIdentity
 from kvmesh.transfer.run_table import num_blocks_of
 from kvmesh.transfer.sockets import tcp_facts
+from kvmesh.transfer.staging import SendMemory, StagingRing
 from kvmesh.transfer.tls import DataTls, connect_wire
 from kvmesh.transfer.wire import Wire
 
@@ -85,7 +86,7 @@ class TcpChannel:
         endpoint: Endpoint,
         link_id: int,
         options: TcpOptions,
-        memory: PoolMemory,
+        memory: SendMemory,
         meter: LinkMeter,
         threads: Executor,
     ) -> None:
@@ -176,8 +177,23 @@ class TcpChannel:
         width: int,
     ) -> None:
         """Sends one piece, on another connection if one is cut."""
-        claim = claim_of(reservation)
+        if isinstance(self._memory, StagingRing):
+            async with self._memory.views(runs, part) as staged:
+                await self._send(reservation, runs, staged, part, progress, width)
+            return
         views = run_views(self._memory, runs, self._identity.layout.block_bytes, part)
+        await self._send(reservation, runs, views, part, progress, width)
+
+    async def _send(
+        self,
+        reservation: Reservation,
+        runs: Sequence[Run],
+        views: Sequence[memoryview],
+        part: BlockPart | None,
+        progress: _Progress,
+        width: int,
+    ) -> None:
+        claim = claim_of(reservation)
         tries = 0
         while True:
             lane = await self._any_lane(width)
@@ -225,7 +241,10 @@ class TcpChannel:
         goodput = self._meter.goodput_bytes_s
         patience_s = self._options.lane.stall_timeout_s / (4 * self._options.lanes * _DEPTH)
         most = min(MAX_PIECE_BYTES, int(goodput * patience_s))
-        return max(min(even, most), MIN_PIECE_BYTES)
+        size = max(min(even, most), MIN_PIECE_BYTES)
+        return (
+            min(size, self._memory.piece_bytes) if isinstance(self._memory, StagingRing) else size
+        )
 
     def _load(self, index: int) -> int:
         lane = self._lanes[index]

@@ -31,6 +31,7 @@ class DecodeReserve(_message.Message):
     SEQUENCE_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     START_WITHIN_MS_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Identity of the request."""
     attempt: _builtins.int
@@ -45,6 +46,10 @@ class DecodeReserve(_message.Message):
     def sequence(self) -> _types_pb2.SequenceSpec:
         """The sequence that will be decoded."""
 
+    @_builtins.property
+    def source(self) -> _types_pb2.PrefixSource:
+        """With `start_within_ms`, whom to fetch a prefix from before computing."""
+
     def __init__(
         self,
         *,
@@ -53,10 +58,11 @@ class DecodeReserve(_message.Message):
         sequence: _types_pb2.SequenceSpec | None = ...,
         traceparent: _builtins.str = ...,
         start_within_ms: _builtins.int = ...,
+        source: _types_pb2.PrefixSource | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "request_id", b"request_id", "sequence", b"sequence", "start_within_ms", b"start_within_ms", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "request_id", b"request_id", "sequence", b"sequence", "source", b"source", "start_within_ms", b"start_within_ms", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

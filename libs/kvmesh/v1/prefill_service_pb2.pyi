@@ -31,6 +31,7 @@ class PrefillOffer(_message.Message):
     RESERVATION_FIELD_NUMBER: _builtins.int
     TTFT_BUDGET_MS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Identity of the request."""
     attempt: _builtins.int
@@ -47,6 +48,10 @@ class PrefillOffer(_message.Message):
     def reservation(self) -> _types_pb2.Reservation:
         """Where the KV goes."""
 
+    @_builtins.property
+    def source(self) -> _types_pb2.PrefixSource:
+        """Whom to fetch a prefix from before computing; if that fails, all of it is computed."""
+
     def __init__(
         self,
         *,
@@ -56,10 +61,11 @@ class PrefillOffer(_message.Message):
         reservation: _types_pb2.Reservation | None = ...,
         ttft_budget_ms: _builtins.int = ...,
         traceparent: _builtins.str = ...,
+        source: _types_pb2.PrefixSource | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["reservation", b"reservation", "sequence", b"sequence"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["reservation", b"reservation", "sequence", b"sequence", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "request_id", b"request_id", "reservation", b"reservation", "sequence", b"sequence", "traceparent", b"traceparent", "ttft_budget_ms", b"ttft_budget_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "request_id", b"request_id", "reservation", b"reservation", "sequence", b"sequence", "source", b"source", "traceparent", b"traceparent", "ttft_budget_ms", b"ttft_budget_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

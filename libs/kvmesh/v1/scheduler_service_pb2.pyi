@@ -123,6 +123,7 @@ class Candidate(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     CONTROL_ENDPOINT_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Which worker."""
     incarnation: _builtins.int
@@ -133,6 +134,10 @@ class Candidate(_message.Message):
     def control_endpoint(self) -> _types_pb2.Endpoint:
         """Where its gRPC services are."""
 
+    @_builtins.property
+    def source(self) -> _types_pb2.PrefixSource:
+        """Who holds more, where fetching that is sooner than computing it; unset: compute."""
+
     def __init__(
         self,
         *,
@@ -140,10 +145,11 @@ class Candidate(_message.Message):
         incarnation: _builtins.int = ...,
         control_endpoint: _types_pb2.Endpoint | None = ...,
         cached_tokens: _builtins.int = ...,
+        source: _types_pb2.PrefixSource | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["control_endpoint", b"control_endpoint"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["control_endpoint", b"control_endpoint", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "control_endpoint", b"control_endpoint", "incarnation", b"incarnation", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "control_endpoint", b"control_endpoint", "incarnation", b"incarnation", "source", b"source", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

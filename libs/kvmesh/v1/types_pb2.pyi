@@ -642,6 +642,42 @@ class Reservation(_message.Message):
 Global___Reservation: _TypeAlias = Reservation  # noqa: Y015
 
 @_typing.final
+class PrefixSource(_message.Message):
+    """A worker that holds more of a prompt than the one that is to compute it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    CONTROL_ENDPOINT_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """Which worker."""
+    incarnation: _builtins.int
+    """Which life of it."""
+    num_blocks: _builtins.int
+    """Leading blocks that it is said to hold."""
+    @_builtins.property
+    def control_endpoint(self) -> Global___Endpoint:
+        """Where its gRPC services are."""
+
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
+        control_endpoint: Global___Endpoint | None = ...,
+        num_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["control_endpoint", b"control_endpoint"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["control_endpoint", b"control_endpoint", "incarnation", b"incarnation", "num_blocks", b"num_blocks", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefixSource: _TypeAlias = PrefixSource  # noqa: Y015
+
+@_typing.final
 class WorkerInfo(_message.Message):
     """What a worker is, told once at registration."""
 

@@ -10,11 +10,11 @@ from kvmesh.core.errors import ConfigError
 from services.gateway.reasoning import (
     ReasoningFamily,
     Thinking,
-    Told,
     reasoning_named,
     reasoning_of_template,
     thinking_after,
 )
+from services.gateway.told import Told
 
 QWEN3, R1, MISTRAL = ReasoningFamily.QWEN3, ReasoningFamily.DEEPSEEK_R1, ReasoningFamily.MISTRAL
 
@@ -88,6 +88,8 @@ def test_a_stream_is_told_without_delay() -> None:
         (R1, "<｜Assistant｜>", True),
         (R1, "<｜Assistant｜><think>\n", True),
         (R1, "<｜Assistant｜></think>", False),
+        (R1, "sun<｜tool▁output▁end｜>", False),
+        (R1, "sun<｜tool▁output▁end｜><｜tool▁outputs▁end｜>", False),
         (MISTRAL, "[/INST]", False),
     ],
 )
@@ -105,5 +107,5 @@ def test_the_template_says_which_family_it_is() -> None:
     assert reasoning_named("auto", "</think>") is QWEN3
     assert reasoning_named("none", "</think>") is None
     assert reasoning_named("deepseek_r1", "") is R1
-    with pytest.raises(ConfigError, match="auto, qwen3, deepseek_r1, mistral, none"):
+    with pytest.raises(ConfigError, match="auto, qwen3, deepseek_r1, mistral, openai_gptoss, none"):
         reasoning_named("granite", "")

@@ -213,3 +213,33 @@ def test_a_fresh_pool_gives_every_request_one_run() -> None:
     for n in (1, 7, 31, 64, 100):
         blocks = pool.allocate(n)
         assert blocks == list(range(blocks[0], blocks[0] + n))
+
+
+def test_room_is_what_is_empty_or_was_released_before_a_turn() -> None:
+    pool = BlockPool(8, 4)
+    cached(pool, 1, 2)
+    turn = pool.turn
+    cached(pool, 3)
+    assert pool.num_room(turn, 100) == 5 + 2
+    assert pool.num_room(pool.turn, 100) == 8
+    assert pool.num_room(0, 100) == 5
+    assert pool.num_room(pool.turn, 6) == 6
+    pool.acquire(pool.match([name(1)]))
+    assert pool.num_room(turn, 100) == 5 + 1
+
+
+def test_what_is_to_leave_first_does_and_its_end_before_the_rest() -> None:
+    pool = BlockPool(6, 4)
+    cached(pool, 1)
+    cached(pool, 2, 3, 4)
+    used = pool.match([name(2)])
+    pool.acquire(used)
+    assert pool.evict_first([name(2), name(3), name(4), name(9)]) == 2
+    assert pool.num_room(0, 100) == 2 + 2, "what leaves first makes room at once"
+    pool.take_events()
+    pool.allocate(3)
+    assert pool.take_events().removed == [name(4)]
+    pool.allocate(1)
+    assert pool.take_events().removed == [name(3)]
+    assert pool.match([name(1)]), "younger ones left before it"
+    pool.check_integrity()

@@ -15,6 +15,7 @@ from kvmesh.core.types import (
     KvLayout,
     Placement,
     PrefixMatch,
+    PrefixSource,
     Refusal,
     RefusalReason,
     RequestId,
@@ -62,7 +63,8 @@ INFO = WorkerInfo(
     64,
 )
 LOAD = WorkerLoad(1, 2, 3, 4, 5, True, 6, 7)
-CANDIDATE = Candidate(WorkerId("w"), 9, Endpoint("h", 1), 32)
+SOURCE = PrefixSource(WorkerId("s"), 4, Endpoint("s", 2), 7)
+CANDIDATE = Candidate(WorkerId("w"), 9, Endpoint("h", 1), 32, SOURCE)
 
 VALUES: list[tuple[Any, Callable[..., Any], Callable[..., Any]]] = [
     (

@@ -24,13 +24,12 @@ from kvmesh.rpc.convert_pool import (
     pool_order_to_proto,
     pool_report_from_proto,
     pool_report_to_proto,
-    split_hashes,
 )
 from kvmesh.v1 import pool_types_pb2 as pb
 from tests.unit.policy.test_heat import SIZE, prefix
 
 HASHES = (BlockHash(b"a" * 16), BlockHash(b"b" * 16))
-REPORT = PoolReport(Role.DECODE, Endpoint("h", 7), 4096, 12, 345)
+REPORT = PoolReport(Role.DECODE, Endpoint("h", 7), 4096, 12, 345, leaving=True)
 
 
 @pytest.mark.parametrize(
@@ -71,4 +70,4 @@ def test_what_breaks_the_contract_is_refused() -> None:
     with pytest.raises(ProtocolError, match="outcome"):
         copy_result_from_proto(pb.CopyResult(order_id="o"))
     with pytest.raises(ProtocolError, match="17 bytes"):
-        split_hashes(b"x" * 17)
+        pool_order_from_proto(pb.PoolOrder(evict_first=pb.EvictionHint(block_hashes=b"x" * 17)))

@@ -1,0 +1,94 @@
+"""The few things that a device pool asks of its device; the rest is torch and kernels.
+
+Not tried on a device so far: tests use a twin in host memory.
+Tests: tests/gpu/test_device_pool.py, tests/unit/engine/test_device_pool.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kvmesh.core.errors import LostError
+
+
+class DeviceDriver(Protocol):
+    """A device's queue for copies, beside the one that steps are computed in.
+
+    Attributes:
+        device: where pools are.
+    """
+
+    device: torch.device
+
+    def mark(self) -> None:
+        """Says that what was launched so far, in the calling thread's queue, matters to copies."""
+        ...
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Launches work in the queue for copies, behind what `mark` marked, and waits for its end.
+
+        The waiting thread sleeps and leaves the interpreter lock alone. Any thread may call.
+
+        Raises:
+            LostError: the device failed.
+        """
+        ...
+
+    def pin(self, memory: memoryview) -> Tensor:
+        """Host memory as a tensor of bytes that the device reaches without a copy in between.
+
+        Raises:
+            LostError: the device refuses.
+        """
+        ...
+
+    def unpin(self, pinned: Tensor) -> None:
+        """Undoes `pin`."""
+        ...
+
+
+class CudaDriver:
+    """A CUDA device. Copies run on a stream of higher priority than the steps'."""
+
+    def __init__(self, device: str) -> None:
+        """Args: device: "cuda" or "cuda:N"."""
+        index = torch.device(device).index
+        self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+        self._stream = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
+        self._marked = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def mark(self) -> None:
+        """See `DeviceDriver.mark`. Records an event: no host waits."""
+        self._marked.record(torch.cuda.current_stream(self.device))
+
+    def run(self, work: Callable[[], None]) -> None:
+        """See `DeviceDriver.run`."""
+        try:
+            with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+                self._stream.wait_event(self._marked)
+                work()
+                done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+                done.record(self._stream)
+            done.synchronize()
+        except RuntimeError as error:  # torch's error for whatever the device says
+            raise LostError(f"{self.device}: {error}") from error
+
+    def pin(self, memory: memoryview) -> Tensor:
+        """See `DeviceDriver.pin`. Registers the pages, which takes a while: once, at the start."""
+        pinned = torch.frombuffer(memory, dtype=torch.uint8)
+        with torch.cuda.device(self.device):
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            code = runtime.cudaHostRegister(pinned.data_ptr(), pinned.nbytes, 0)
+        if int(code) != 0:
+            raise LostError(f"{self.device}: cannot pin {pinned.nbytes} bytes, CUDA error {code}")
+        return pinned
+
+    def unpin(self, pinned: Tensor) -> None:
+        """See `DeviceDriver.unpin`."""
+        with torch.cuda.device(self.device):
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            runtime.cudaHostUnregister(pinned.data_ptr())

@@ -1,0 +1,167 @@
+"""A KV pool in device memory: blocks reach the host through staging memory, by kernels.
+
+The pool itself is never mapped by the host. Data channels gather blocks into memory that both sides
+reach and scatter out of it (`transfer.device`); single runs have a copy of their own.
+Tests: tests/unit/engine/test_device_pool.py, tests/gpu/test_device_pool.py.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvmesh.core.types import KvLayout
+from kvmesh.engine.device_driver import DeviceDriver
+from kvmesh.engine.kv_shape import SPARE_BLOCKS, TORCH_DTYPES, pool_shape
+from kvmesh.kernels.block_ops import copy_pieces
+from kvmesh.transfer.device import Pieces
+
+
+class PinnedStaging:
+    """Host memory that a device pool's blocks pass through (`transfer.device.StagingMemory`)."""
+
+    def __init__(self, driver: DeviceDriver, pool: Tensor, memory: memoryview) -> None:
+        """Args: pool: [bytes] uint8, the pool's memory on the device."""
+        self._driver = driver
+        self._pool = pool
+        self._host: Tensor | None = driver.pin(memory)
+        self._bounce = torch.empty(0, dtype=torch.uint8)
+        driver.run(self._take_bounce)
+
+    def gather(self, pieces: Pieces, at: int, stride: int) -> None:
+        """See `StagingMemory.gather`: one kernel on the device, then one copy to the host."""
+        assert self._host is not None, "the staging memory is closed"
+        host, size, num_bytes = self._host, pieces.size, pieces.num_bytes
+        assert size <= stride, "pieces do not overlap"
+        begin = int(pieces.starts[0])
+
+        def launch() -> None:
+            if stride == size and _is_one_range(pieces):
+                packed = self._pool[begin : begin + num_bytes]
+            else:
+                packed = self._bounce[at : at + num_bytes]
+                copy_pieces(packed, self._pool, _places(pieces).flip(1), size)
+            if stride == size:
+                host[at : at + num_bytes].copy_(packed, non_blocking=True)
+                return
+            for index in range(len(pieces.starts)):
+                to = at + index * stride
+                part = packed[index * size : (index + 1) * size]
+                host[to : to + size].copy_(part, non_blocking=True)
+
+        self._driver.run(launch)
+
+    def scatter(self, at: int, pieces: Pieces) -> None:
+        """See `StagingMemory.scatter`: one copy to the device, then one kernel."""
+        assert self._host is not None, "the staging memory is closed"
+        arrived = self._host[at : at + pieces.num_bytes]
+        begin, num_bytes = int(pieces.starts[0]), pieces.num_bytes
+
+        def launch() -> None:
+            if _is_one_range(pieces):
+                self._pool[begin : begin + num_bytes].copy_(arrived, non_blocking=True)
+                return
+            packed = self._bounce[at : at + num_bytes]
+            packed.copy_(arrived, non_blocking=True)
+            copy_pieces(self._pool, packed, _places(pieces), pieces.size)
+
+        self._driver.run(launch)
+
+    def close(self) -> None:
+        """See `StagingMemory.close`."""
+        if self._host is not None:
+            self._driver.unpin(self._host)
+            self._host = None
+            self._bounce = torch.empty(0, dtype=torch.uint8)
+
+    def _take_bounce(self) -> None:
+        # Taken in the queue for copies: the allocator gives memory that no other queue still uses.
+        assert self._host is not None, "the staging memory is closed"
+        self._bounce = torch.empty(self._host.nbytes, dtype=torch.uint8, device=self._driver.device)
+
+
+class DeviceKvPool:
+    """A pool that only its device reaches (`transfer.device.DevicePool`)."""
+
+    def __init__(self, layout: KvLayout, num_blocks: int, driver: DeviceDriver) -> None:
+        assert num_blocks > 0, "a pool needs a block"
+        self._num_blocks = num_blocks
+        self._driver = driver
+        self._tensor: Tensor | None = torch.zeros(
+            pool_shape(layout, num_blocks + SPARE_BLOCKS),
+            dtype=TORCH_DTYPES[layout.dtype],
+            device=driver.device,
+        )
+        # Runs that are being received, until `written` copies them over.
+        self._arriving: dict[tuple[int, int], Tensor] = {}
+        self.computed()
+
+    @property
+    def num_blocks(self) -> int:
+        """See `KvPool.num_blocks`."""
+        return self._num_blocks
+
+    @property
+    def tensor(self) -> Tensor:
+        """See `KvPool.tensor`."""
+        return self.with_spare[: self._num_blocks]
+
+    @property
+    def with_spare(self) -> Tensor:
+        """See `KvPool.with_spare`."""
+        assert self._tensor is not None, "the pool is closed"
+        return self._tensor
+
+    def computed(self) -> None:
+        """See `KvPool.computed`."""
+        self._driver.mark()
+
+    def staging(self, memory: memoryview) -> PinnedStaging:
+        """See `DevicePool.staging`."""
+        return PinnedStaging(self._driver, self._bytes, memory)
+
+    def read_view(self, first_block: int, num_blocks: int) -> memoryview:
+        """A copy of the run as it is after all steps launched so far."""
+        run = self._run(first_block, num_blocks)
+        staged = self._host_memory(run.nbytes)
+        staged.copy_(run)
+        view: memoryview = staged.numpy().data
+        return view
+
+    def write_view(self, first_block: int, num_blocks: int) -> memoryview:
+        """Memory for the run; the pool does not change before `written`."""
+        staged = self._host_memory(self._run(first_block, num_blocks).nbytes)
+        self._arriving[first_block, num_blocks] = staged
+        view: memoryview = staged.numpy().data
+        return view
+
+    def written(self, first_block: int, num_blocks: int) -> None:
+        """Copies a filled `write_view` of exactly this run into the pool."""
+        self._run(first_block, num_blocks).copy_(self._arriving.pop((first_block, num_blocks)))
+
+    def close(self) -> None:
+        """See `KvPool.close`. Memory that was staged for channels is closed by its holders."""
+        self._tensor = None
+        self._arriving.clear()
+
+    @property
+    def _bytes(self) -> Tensor:
+        return self.tensor.view(torch.uint8).view(-1)
+
+    def _run(self, first_block: int, num_blocks: int) -> Tensor:
+        assert 0 <= first_block <= first_block + num_blocks <= self._num_blocks
+        return self.tensor[first_block : first_block + num_blocks].view(torch.uint8).view(-1)
+
+    def _host_memory(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.tensor.is_cuda)
+
+
+def _places(pieces: Pieces) -> Tensor:
+    """[pieces, 2]: in the pool, and in memory where they lie one after the other."""
+    packed = np.arange(len(pieces.starts), dtype=np.int64) * pieces.size
+    return torch.from_numpy(np.stack([pieces.starts, packed], axis=1))
+
+
+def _is_one_range(pieces: Pieces) -> bool:
+    return bool((np.diff(pieces.starts) == pieces.size).all())

@@ -1,0 +1,148 @@
+"""The decode step that is computed without the host: fixed buffers in, fixed buffers out.
+
+`StaticStep.compute` is what a CUDA graph captures; on the CPU it is called as it is. Steps with
+prompts, with more rows than the largest bucket or with scores of prompts go the plain way
+(docs/adr/0015-static-decode-step.md). Tests: tests/unit/engine/test_static_step.py,
+tests/integration/test_transformers_equality.py, tests/gpu/test_graphs.py.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from kvmesh.engine.layers import StepMemory
+from kvmesh.engine.model import DecoderModel
+from kvmesh.engine.noise import draw_rows
+from kvmesh.engine.protocol import SampledToken, SequenceChunk
+from kvmesh.engine.sampler import is_plain_draw, sample
+from kvmesh.engine.static_inputs import StaticInputs
+from kvmesh.engine.step_graphs import StepGraphs
+from kvmesh.kernels.static_decode import StaticAttention, StaticLatent, StaticStates
+
+
+def bucket_sizes(max_batch: int) -> tuple[int, ...]:
+    """Batch sizes that steps are rounded up to: powers of two, and the largest batch itself."""
+    assert max_batch > 0, "a step has a row"
+    powers = [1 << power for power in range(max_batch.bit_length())]
+    return tuple(sorted({*powers, max_batch}))
+
+
+class StaticStep:
+    """Computes batches of one token per sequence.
+
+    Args:
+        kv: the pool, the spare block included.
+        latent_layers: layers in a block where it keeps latents, else 0.
+    """
+
+    def __init__(
+        self, model: DecoderModel, inputs: StaticInputs, kv: Tensor, latent_layers: int
+    ) -> None:
+        self._model = model
+        self._inputs = inputs
+        self._kv = kv
+        self._latent_layers = latent_layers
+        shape = inputs.shape
+        self.buckets = bucket_sizes(shape.max_batch)
+        self._run: Callable[[int], None] = self.compute
+        vocab = model.config.vocab_size
+        self._logits = torch.zeros(
+            (shape.max_batch, vocab), dtype=model.embedding.dtype, device=kv.device
+        )
+        self._drawn = torch.zeros(shape.max_batch, dtype=torch.int64, device=kv.device)
+        self._results = torch.zeros(shape.max_batch, dtype=torch.int64, pin_memory=kv.is_cuda)
+        self._done: torch.cuda.Event | None = None
+        if kv.is_cuda:
+            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def replay_with(self, graphs: StepGraphs) -> None:
+        """Replays captured graphs from now on, and takes only batches that have one."""
+        self._run = graphs.replay
+        self.buckets = graphs.buckets
+
+    def takes(self, chunks: Sequence[SequenceChunk]) -> bool:
+        """Whether a step can be computed this way."""
+        return len(chunks) <= self.buckets[-1] and all(
+            chunk.end - chunk.start == 1 and not chunk.num_scored and chunk.remote is None
+            for chunk in chunks
+        )
+
+    def execute(self, chunks: Sequence[SequenceChunk]) -> list[SampledToken | None]:
+        """Computes a step that it takes; see `ModelRunner.execute`."""
+        bucket = self.buckets[bisect_left(self.buckets, len(chunks))]
+        rows = self._inputs.fill(chunks, bucket)
+        # What needs more than noise and an argmax is chosen from the step's logits.
+        others = [
+            index for index, chunk in enumerate(chunks) if chunk.sample and not is_plain_draw(chunk)
+        ]
+        picked = self._inputs.pick([rows[index] for index in others])
+        self._inputs.send(bucket)
+        self._run(bucket)
+        self._save_states(chunks)
+        chosen: list[SampledToken] = []
+        if others:
+            logits = self._logits.index_select(0, picked).float()
+            chosen = sample(logits, [chunks[index] for index in others])
+        drawn = self._read(bucket)
+        tokens: list[SampledToken | None] = [
+            SampledToken(drawn[row]) if chunk.sample else None
+            for row, chunk in zip(rows, chunks, strict=True)
+        ]
+        for index, token in zip(others, chosen, strict=True):
+            tokens[index] = token
+        return tokens
+
+    def compute(self, bucket: int) -> None:
+        """One step over the input buffers; waits for nothing, and every shape is the bucket's."""
+        inputs = self._inputs
+        hidden = self._model.forward(
+            inputs.token_ids(bucket), inputs.positions(bucket), self._memory(bucket)
+        )
+        logits = self._model.head(hidden)
+        self._logits[:bucket] = logits
+        temperature, low, high, is_random = inputs.sampling(bucket)
+        self._drawn[:bucket] = draw_rows(logits.float() / temperature, low, high, is_random)
+
+    def _memory(self, bucket: int) -> StepMemory:
+        inputs, kv = self._inputs, self._kv
+        groups = inputs.shape.groups
+        rows = [inputs.group(group, bucket) for group in range(len(groups.windows))]
+        states = None
+        if groups.state_blocks:
+            live, source, fresh = inputs.states(bucket)
+            states = StaticStates(live, source, fresh, kv.view(len(kv), -1).view(torch.float32))
+        if not self._latent_layers:
+            attention = tuple(StaticAttention(each, kv) for each in rows)
+            return StepMemory(attention=attention, states=states)
+        vectors = kv.view(len(kv), self._latent_layers, inputs.shape.block_size, -1)
+        latent = tuple(StaticLatent(each, vectors) for each in rows)
+        return StepMemory(latent=latent, states=states)
+
+    def _save_states(self, chunks: Sequence[SequenceChunk]) -> None:
+        """Copies states that are to be kept beside the live ones, whole blocks at once."""
+        live: list[int] = []
+        saved: list[int] = []
+        for chunk in chunks:
+            if chunk.state is not None:
+                for _, blocks in chunk.state.saves:
+                    live += chunk.state.live
+                    saved += blocks
+        if saved:
+            pairs = torch.tensor([live, saved], dtype=torch.int64)
+            if self._kv.is_cuda:
+                pairs = pairs.pin_memory().to(self._kv.device, non_blocking=True)
+            self._kv[pairs[1]] = self._kv[pairs[0]]
+
+    def _read(self, bucket: int) -> list[int]:
+        """The drawn tokens, once the device is done; this thread alone waits for it."""
+        results = self._results[:bucket]
+        results.copy_(self._drawn[:bucket], non_blocking=True)
+        if self._done is not None:
+            self._done.record()
+            self._done.synchronize()
+        found: list[int] = results.tolist()
+        return found

@@ -1,0 +1,177 @@
+"""The worker as a member of the pool: carries out copies that the kvmanager orders, one at a time,
+and lets copies that others hold too leave first.
+
+A copy takes empty blocks, and cached ones that nobody has read for a while: what is ordered is hot,
+so it is hotter than those. Nobody waits for a copy, and none is begun again: an order that is lost
+is given again if it still helps. Tests: tests/unit/runtime/test_pool_copies.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+
+from kvmesh.core.clock import Clock
+from kvmesh.core.pool import (
+    CopyOrder,
+    CopyOutcome,
+    CopyResult,
+    EvictionHint,
+    PoolOrder,
+    PoolReport,
+)
+from kvmesh.core.types import BlockHash, Endpoint, PrefixSource, Role
+from kvmesh.engine.core import EngineCore
+from kvmesh.runtime.prefix_fetch import FetchOutcome, FetchResult
+from kvmesh.telemetry.logs import event_logger
+
+log = event_logger(__name__)
+
+COLD_S = 30.0
+"""A cached block that nobody has used for so long makes room for a copy."""
+
+MARK_S = 1.0
+"""Resolution of COLD_S."""
+
+MAX_WAITING = 64
+"""Orders that wait; one more is refused."""
+
+MAX_WAIT_S = 30.0
+"""An order that waited longer is refused: what it is based on is over."""
+
+MAX_ROOM = 8192
+"""Room is counted up to here: a report must not cost more."""
+
+Fetch = Callable[[PrefixSource, Sequence[BlockHash]], Awaitable[FetchResult]]
+
+
+class PoolCopies:
+    """Orders of one worker; a `PoolEnd` of the publisher.
+
+    Args:
+        endpoint: where this worker leases its blocks.
+        role: what it is used for now.
+        fetch: brings a prefix from a source into the prefix cache.
+        leaving: whether this worker gets no new requests and will be gone.
+    """
+
+    def __init__(
+        self,
+        core: EngineCore,
+        endpoint: Endpoint,
+        role: Callable[[], Role],
+        fetch: Fetch,
+        leaving: Callable[[], bool],
+        clock: Clock,
+    ) -> None:
+        self._core = core
+        self._endpoint = endpoint
+        self._role = role
+        self._fetch = fetch
+        self._leaving = leaving
+        self._clock = clock
+        self._waiting: deque[tuple[CopyOrder, float]] = deque()
+        self._wake = asyncio.Event()
+        # Turns of the pool's releases with their times, oldest first: the first is COLD_S ago.
+        self._marks: deque[tuple[float, int]] = deque([(clock.now(), 0)])
+        self.on_result: Callable[[CopyResult], None] = lambda _result: None
+        """Told what became of each copy."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Copies that are not done yet, the one on its way included."""
+        return len(self._waiting)
+
+    def report(self) -> PoolReport:
+        """See `PoolEnd.report`."""
+        core = self._core
+        return PoolReport(
+            role=self._role(),
+            endpoint=self._endpoint,
+            block_bytes=core.spec.layout.block_bytes,
+            room_blocks=self.room(MAX_ROOM),
+            read_blocks_total=core.statistics().cached_tokens_total // core.block_size,
+            leaving=self._leaving(),
+        )
+
+    def room(self, limit: int) -> int:
+        """Blocks that a copy may take, at most `limit`."""
+        now, marks, pool = self._clock.now(), self._marks, self._core.pool
+        if now - marks[-1][0] >= MARK_S:
+            marks.append((now, pool.turn))
+        while len(marks) > 1 and marks[1][0] <= now - COLD_S:
+            marks.popleft()
+        at, turn = marks[0]
+        return pool.num_room(turn if at <= now - COLD_S else 0, limit)
+
+    def take(self, order: PoolOrder) -> None:
+        """See `PoolEnd.take`."""
+        if isinstance(order, EvictionHint):
+            self._core.pool.evict_first(order.hashes)
+        elif len(self._waiting) >= MAX_WAITING:
+            self._tell(order, CopyOutcome.REFUSED, "busy")
+        else:
+            self._waiting.append((order, self._clock.now()))
+            self._wake.set()
+
+    async def run(self) -> None:
+        """Carries out orders until cancelled."""
+        while True:
+            await self._wake.wait()
+            while self._waiting:
+                order, since = self._waiting[0]
+                try:
+                    await self._carry_out(order, self._clock.now() - since)
+                finally:
+                    self._waiting.popleft()
+            self._wake.clear()
+
+    async def _carry_out(self, order: CopyOrder, waited_s: float) -> None:
+        refusal = self._refusal(order, waited_s)
+        if refusal is not None:
+            self._tell(order, CopyOutcome.REFUSED, refusal)
+            return
+        source = PrefixSource(
+            order.source, order.source_incarnation, order.endpoint, len(order.hashes)
+        )
+        result = await self._fetch(source, order.hashes)
+        outcome, reason = judge(result, len(order.hashes))
+        self._tell(order, outcome, reason, result)
+
+    def _refusal(self, order: CopyOrder, waited_s: float) -> str | None:
+        if self._leaving():
+            return "leaving"
+        if waited_s > MAX_WAIT_S:
+            return "late"
+        missing = len(order.hashes) - len(self._core.pool.match(order.hashes))
+        return "no_room" if self.room(missing) < missing else None
+
+    def _tell(
+        self,
+        order: CopyOrder,
+        outcome: CopyOutcome,
+        reason: str,
+        result: FetchResult | None = None,
+    ) -> None:
+        num_blocks, num_bytes = (result.num_fetched, result.num_bytes) if result else (0, 0)
+        log.info(
+            "copy_ordered",
+            order_id=order.order_id,
+            source=order.source,
+            outcome=outcome.value,
+            reason=reason,
+            num_blocks=num_blocks,
+        )
+        self.on_result(CopyResult(order.order_id, outcome, reason, num_blocks, num_bytes))
+
+
+def judge(result: FetchResult, wanted: int) -> tuple[CopyOutcome, str]:
+    """What a fetch came to, seen from the order of `wanted` blocks."""
+    if result.num_blocks >= wanted:
+        return CopyOutcome.DONE, result.outcome.value
+    if result.outcome in (FetchOutcome.FETCHED, FetchOutcome.HELD):
+        return CopyOutcome.FAILED, "partial"  # the source evicted the rest
+    if result.outcome is FetchOutcome.NO_ROOM:
+        return CopyOutcome.REFUSED, "no_room"
+    return CopyOutcome.FAILED, result.reason or result.outcome.value

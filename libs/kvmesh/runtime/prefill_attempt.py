@@ -1,0 +1,69 @@
+"""What the prefill side of a worker knows of one request.
+
+Tests: tests/integration/test_worker.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from kvmesh.core.types import PrefixSource, RequestId, Reservation
+from kvmesh.engine.sequence import Emission, Sequence
+from kvmesh.policy.transfer_mode import TransferMode
+from kvmesh.runtime.local_start import PrefillOutbox
+from kvmesh.telemetry.tracing import Span
+
+
+@dataclass(slots=True)
+class LayerProgress:
+    """How far the layers of a prompt's last chunk are.
+
+    Attributes:
+        is_refused: the receiver takes whole blocks only.
+    """
+
+    num_computed: int = 0
+    num_sent: int = 0
+    is_refused: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class PrefillAttempt:
+    """One request on this worker, from acceptance until its KV is taken.
+
+    Attributes:
+        source: whom a prefix is fetched from first.
+        outcome: how it ended, or would if it were cancelled now.
+    """
+
+    outbox: PrefillOutbox
+    request_id: RequestId
+    attempt: int
+    reservation: Reservation
+    span: Span
+    source: PrefixSource | None = None
+    sequence: Sequence | None = None
+    first: Emission | None = None
+    progress: asyncio.Event = field(default_factory=asyncio.Event)
+    work: asyncio.Task[None] | None = None
+    outcome: str = "cancelled"
+    sent_bytes: int = 0
+    sent_calls: int = 0
+    sending_s: float = 0.0
+    mode: TransferMode = TransferMode.WHOLE
+    layers: LayerProgress = field(default_factory=LayerProgress)
+
+    def watch_layers(self) -> None:
+        """Lets the engine wake the attempt when layers of the last chunk are computed."""
+        assert self.sequence is not None
+        loop = asyncio.get_running_loop()
+
+        def computed(num_layers: int) -> None:
+            self.layers.num_computed = max(self.layers.num_computed, num_layers)
+            self.progress.set()
+
+        def on_layers(num_layers: int) -> None:  # in the engine's thread
+            loop.call_soon_threadsafe(computed, num_layers)
+
+        self.sequence.on_layers = on_layers

@@ -1,0 +1,26 @@
+"""How many sequences a worker's static decode steps take, as its config says.
+
+Tests: tests/unit/runtime/test_worker_static.py.
+"""
+
+from __future__ import annotations
+
+from kvmesh.core.errors import ConfigError
+from kvmesh.runtime.worker_config import EngineSection
+
+
+def static_batch_of(config: EngineSection) -> int:
+    """Sequences of the largest static decode step; 0 when all steps are plain.
+
+    On the CPU there is nothing to capture, and a plain step does less for the same tokens.
+
+    Raises:
+        ConfigError: an unknown word, or a size below one.
+    """
+    word = config.cuda_graphs
+    if word not in {"auto", "on", "off"}:
+        raise ConfigError(f"engine.cuda_graphs must be auto, on or off, got {word!r}")
+    if config.max_graph_batch < 1:
+        raise ConfigError(f"engine.max_graph_batch must be at least 1: {config.max_graph_batch}")
+    wanted = config.device != "cpu" if word == "auto" else word == "on"
+    return config.max_graph_batch if wanted else 0

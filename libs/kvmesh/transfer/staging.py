@@ -1,0 +1,234 @@
+"""The host memory that blocks of a device pool pass through, piece by piece.
+
+A transfer is cut into pieces in any case; each takes space here, and while one is on a socket or is
+copied by a peer, the device fills or empties others. The memory is a memfd, so that a peer on the
+host can map it in place of the pool. Tests: tests/unit/transfer/test_staging.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import contextlib
+import os
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from kvmesh.core.errors import LostError
+from kvmesh.transfer.alignment import Run
+from kvmesh.transfer.device import DevicePool, Pieces, pieces_of
+from kvmesh.transfer.frames import BlockPart
+from kvmesh.transfer.memory import PoolMemory, create_shared
+from kvmesh.transfer.run_table import as_runs, numbers_of
+from kvmesh.transfer.threads import run_to_end
+
+SendMemory: TypeAlias = "PoolMemory | StagingRing"
+"""What a channel sends from: the pool, or in place of a device pool what it is staged in."""
+
+DEFAULT_STAGING_BYTES = 64 << 20
+_MIN_BLOCKS = 4
+"""Two pieces of a block each way may be under way at the same time, whatever a block's size."""
+_PIECES = 4
+_MAX_THREADS = 4
+"""They wait for the device, which works in the order of their calls."""
+
+
+class Landing(NamedTuple):
+    """Memory for pieces that arrive.
+
+    Attributes:
+        views: to be filled in order.
+        land: copies what was filled into the pool; raises LostError when the device fails.
+    """
+
+    views: Sequence[memoryview]
+    land: Callable[[], Awaitable[None]]
+
+
+class Spaces:
+    """Which blocks of the memory are taken. First come, first served; no I/O."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._free: list[tuple[int, int]] = [(0, num_blocks)]  # first, count; in order
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody has."""
+        return sum(count for _, count in self._free)
+
+    def take(self, num_blocks: int) -> int | None:
+        """The first of so many free blocks in a row; None when there are none now."""
+        for index, (first, count) in enumerate(self._free):
+            if count >= num_blocks:
+                rest = (first + num_blocks, count - num_blocks)
+                self._free[index : index + 1] = [rest] if rest[1] else []
+                return first
+        return None
+
+    def give_back(self, first: int, num_blocks: int) -> None:
+        """Frees what `take` gave."""
+        index = bisect.bisect(self._free, (first, 0))
+        before, after = self._free[:index], self._free[index:]
+        assert not before or sum(before[-1]) <= first, "freed twice"
+        assert not after or first + num_blocks <= after[0][0], "freed twice"
+        if before and sum(before[-1]) == first:
+            first, num_blocks = before[-1][0], before[-1][1] + num_blocks
+            before.pop()
+        if after and first + num_blocks == after[0][0]:
+            num_blocks += after.pop(0)[1]
+        self._free = [*before, (first, num_blocks), *after]
+
+
+class StagingRing:
+    """Staging memory of one direction of a worker, shared by its channels.
+
+    Attributes:
+        fd: its memfd, block 0 of it at offset 0.
+        num_blocks: in the memfd.
+        piece_bytes: most that one piece of a transfer should take.
+    """
+
+    def __init__(self, pool: DevicePool, block_bytes: int, num_bytes: int) -> None:
+        """Takes the memory.
+
+        Raises:
+            LostError: the device cannot reach host memory.
+        """
+        self.num_blocks = max(_MIN_BLOCKS, num_bytes // block_bytes)
+        self.piece_bytes = max(1, self.num_blocks // _PIECES) * block_bytes
+        self._block_bytes = block_bytes
+        self.fd, memory = create_shared("kvmesh-staging", self.num_blocks * block_bytes)
+        self._view = memoryview(memory)
+        try:
+            self._staging = pool.staging(self._view)
+        except BaseException:
+            os.close(self.fd)
+            raise
+        self._spaces = Spaces(self.num_blocks)
+        self._waiting: deque[tuple[int, asyncio.Future[int]]] = deque()
+        self._threads = ThreadPoolExecutor(_MAX_THREADS, "kv-device")
+        self._idle = asyncio.Event()
+        self._closed = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the memory."""
+        return self.num_blocks * self._block_bytes
+
+    @property
+    def num_free(self) -> int:
+        """Blocks of it that nobody has."""
+        return self._spaces.num_free
+
+    @contextlib.asynccontextmanager
+    async def landing(self, pieces: Pieces) -> AsyncIterator[Landing]:
+        """Memory for pieces that arrive."""
+        async with self._space(pieces.num_bytes) as at:
+            views = [self._view[at : at + pieces.num_bytes]]
+            yield Landing(views, partial(self._land, at, pieces))
+
+    @contextlib.asynccontextmanager
+    async def views(
+        self, runs: Sequence[Run], part: BlockPart | None
+    ) -> AsyncIterator[Sequence[memoryview]]:
+        """The bytes of runs of the pool, or of a part of each of their blocks.
+
+        Raises:
+            LostError: the device failed.
+        """
+        pieces = pieces_of(runs, self._block_bytes, part)
+        async with self._space(pieces.num_bytes) as at:
+            await self._run(partial(self._staging.gather, pieces, at, pieces.size))
+            yield [self._view[at : at + pieces.num_bytes]]
+
+    @contextlib.asynccontextmanager
+    async def copied(
+        self, runs: Sequence[Run], part: BlockPart | None
+    ) -> AsyncIterator[Sequence[Run]]:
+        """The same runs with their blocks in the memfd in place of the pool.
+
+        Raises:
+            LostError: the device failed.
+        """
+        pieces = pieces_of(runs, self._block_bytes, part)
+        async with self._space(len(pieces.starts) * self._block_bytes) as at:
+            begin = at + (0 if part is None else part.offset)
+            await self._run(partial(self._staging.gather, pieces, begin, self._block_bytes))
+            numbers = numbers_of(runs).copy()
+            ends = np.cumsum(numbers[:, -1])
+            numbers[:, 0] = at // self._block_bytes + ends - numbers[:, -1]
+            yield as_runs(Run._make, numbers)
+
+    async def _land(self, at: int, pieces: Pieces) -> None:
+        await self._run(partial(self._staging.scatter, at, pieces))
+
+    async def _run(self, work: Callable[[], None]) -> None:
+        await run_to_end(self._threads, work)
+
+    @contextlib.asynccontextmanager
+    async def _space(self, num_bytes: int) -> AsyncIterator[int]:
+        """Where so many bytes are free; held while inside."""
+        num_blocks = -(-num_bytes // self._block_bytes)
+        assert num_blocks <= self.num_blocks, "pieces are smaller than the memory"
+        if self._closed:
+            raise LostError("data channels are closed")
+        first = None if self._waiting else self._spaces.take(num_blocks)
+        if first is None:
+            first = await self._turn(num_blocks)
+        try:
+            yield first * self._block_bytes
+        finally:
+            self._spaces.give_back(first, num_blocks)
+            self._serve()
+            self._idle.set()
+
+    async def _turn(self, num_blocks: int) -> int:
+        came: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        entry = (num_blocks, came)
+        self._waiting.append(entry)
+        try:
+            return await came
+        except asyncio.CancelledError:
+            if came.done() and not came.cancelled() and came.exception() is None:
+                self._spaces.give_back(came.result(), num_blocks)
+            with contextlib.suppress(ValueError):
+                self._waiting.remove(entry)
+            self._serve()
+            self._idle.set()
+            raise
+
+    def _serve(self) -> None:
+        """Gives space to those who wait, in their order."""
+        while self._waiting:
+            num_blocks, came = self._waiting[0]
+            if not came.cancelled():
+                first = self._spaces.take(num_blocks)
+                if first is None:
+                    return
+                came.set_result(first)
+            self._waiting.popleft()
+
+    async def close(self) -> None:
+        """Frees the memory once nobody holds any; who waits for some gets LostError.
+
+        May be called again.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        for _, came in self._waiting:
+            if not came.done():
+                came.set_exception(LostError("data channels are closed"))
+        self._waiting.clear()
+        while self.num_free < self.num_blocks:
+            self._idle.clear()
+            await self._idle.wait()
+        self._threads.shutdown(wait=False)
+        self._staging.close()
+        os.close(self.fd)

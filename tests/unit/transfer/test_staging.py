@@ -1,0 +1,142 @@
+"""Staging memory: who gets which part of it when, and what its ends leave behind."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import numpy as np
+import pytest
+
+from kvmesh.core.errors import LostError
+from kvmesh.core.types import RefusalReason
+from kvmesh.transfer.alignment import Run
+from kvmesh.transfer.channel_pool import SendOptions
+from kvmesh.transfer.data_server import ReceiveOptions
+from kvmesh.transfer.device import Pieces, pieces_of
+from kvmesh.transfer.frames import BlockPart
+from kvmesh.transfer.staging import Spaces, StagingRing
+from tests.device_twin import TwinPool
+from tests.transfer_pair import BLOCK, LAYOUT, NUM_BLOCKS, running_pair, until, whole
+
+
+def pieces(num_blocks: int) -> Pieces:
+    return pieces_of([(0, num_blocks)], BLOCK, None)
+
+
+def test_spaces_never_overlap_and_merge_when_all_is_free() -> None:
+    draw, spaces = random.Random(5), Spaces(64)
+    held: list[tuple[int, int]] = []
+    for _ in range(500):
+        count = draw.randint(1, 20)
+        first = spaces.take(count)
+        if first is not None:
+            assert all(first + count <= f or f + n <= first for f, n in held)
+            held.append((first, count))
+        elif held:
+            spaces.give_back(*held.pop(draw.randrange(len(held))))
+        assert spaces.num_free == 64 - sum(count for _, count in held)
+    for each in held:
+        spaces.give_back(*each)
+    assert spaces.take(64) == 0
+
+
+def test_what_is_freed_twice_is_noticed() -> None:
+    spaces = Spaces(4)
+    first = spaces.take(2)
+    assert first == 0
+    spaces.give_back(first, 2)
+    with pytest.raises(AssertionError, match="freed twice"):
+        spaces.give_back(first, 2)
+
+
+def test_pieces_of_runs_are_their_blocks_or_the_same_part_of_each() -> None:
+    assert pieces_of([(5, 2), (1, 1)], 100, None).starts.tolist() == [500, 600, 100]
+    part = pieces_of([(5, 0, 2)], 100, BlockPart(10, 30))
+    assert (part.starts.tolist(), part.size, part.num_bytes) == ([510, 610], 30, 60)
+    assert part.cut(1, 5).starts.tolist() == [610]
+
+
+async def test_space_is_given_in_the_order_of_asking_and_after_a_cancelled_wait() -> None:
+    pool = TwinPool(LAYOUT, 8)
+    ring = StagingRing(pool, BLOCK, 8 * BLOCK)
+    order: list[int] = []
+
+    async def hold(size: int, until_set: asyncio.Event) -> None:
+        async with ring.landing(pieces(size)):
+            order.append(size)
+            await until_set.wait()
+
+    free_first, free_rest = asyncio.Event(), asyncio.Event()
+    first = asyncio.create_task(hold(6, free_first))
+    await until(lambda: order == [6])
+    large, small, given_up = (asyncio.create_task(hold(size, free_rest)) for size in (5, 1, 2))
+    await until(lambda: len(ring._waiting) == 3)
+    assert order == [6], "a small one does not overtake a large one"
+
+    given_up.cancel()
+    free_first.set()
+    await until(lambda: order == [6, 5, 1])
+    free_rest.set()
+    await asyncio.gather(first, large, small)
+
+    assert ring.num_free == ring.num_blocks
+    await ring.close()
+    assert pool.driver.pinned_bytes == 0
+
+
+async def test_who_waits_at_the_close_is_told_and_who_holds_is_waited_for() -> None:
+    ring = StagingRing(TwinPool(LAYOUT, 8), BLOCK, 4 * BLOCK)
+    async with ring.landing(pieces(3)) as landing:
+        waiting = asyncio.create_task(ring.landing(pieces(2)).__aenter__())
+        await until(lambda: len(ring._waiting) == 1)
+        closing = asyncio.create_task(ring.close())
+        with pytest.raises(LostError, match="closed"):
+            await waiting
+        assert not closing.done()
+        landing.views[0][:] = bytes([7]) * landing.views[0].nbytes
+        await landing.land()
+    await closing
+    await ring.close()
+    with pytest.raises(LostError, match="closed"):
+        await ring.landing(pieces(1)).__aenter__()
+
+
+async def test_a_part_keeps_its_place_in_blocks_that_a_peer_maps() -> None:
+    content = random.Random(1).randbytes(8 * BLOCK)
+    ring = StagingRing(TwinPool(LAYOUT, 8, content), BLOCK, 8 * BLOCK)
+    part = BlockPart(100, 999)
+    async with ring.copied([Run(6, 40, 2), Run(1, 42, 1)], part) as runs:
+        assert list(runs) == [Run(0, 40, 2), Run(2, 42, 1)]
+        staged = np.frombuffer(ring._view, dtype=np.uint8).reshape(-1, BLOCK)[:3, 100:1099]
+        wanted = np.frombuffer(content, dtype=np.uint8).reshape(-1, BLOCK)[[6, 7, 1], 100:1099]
+        assert np.array_equal(staged, wanted)
+        del staged
+    await ring.close()
+
+
+async def test_more_at_once_than_there_is_staging_for_is_refused_with_a_reason() -> None:
+    receive = ReceiveOptions(staging_bytes=4 * BLOCK)
+    async with running_pair(SendOptions(kinds=("tcp",)), receive, (False, True)) as pair:
+        with pytest.raises(Exception, match="of staging") as caught:
+            await pair.pool.put(pair.reservation, whole(16))
+        assert caught.value.refusal.reason is RefusalReason.INVALID  # type: ignore[attr-defined]
+        await pair.pool.put(pair.reservation, whole(4))
+        assert pair.target.content(0, 4) == pair.source.read_view(0, 4)
+
+
+@pytest.mark.parametrize("kinds", [("tcp",), ("shm",)])
+@pytest.mark.parametrize("broken", ["sender", "receiver"])
+async def test_a_device_that_fails_loses_the_transfer_and_holds_nothing(
+    kinds: tuple[str, ...], broken: str
+) -> None:
+    async with running_pair(SendOptions(kinds=kinds), devices=(True, True)) as pair:
+        for side, pool in (("sender", pair.source), ("receiver", pair.target.pool)):
+            assert isinstance(pool, TwinPool)
+            pool.driver.is_broken = side == broken
+        with pytest.raises(LostError):
+            await pair.pool.put(pair.reservation, whole(NUM_BLOCKS))
+        for ring in (pair.pool._staging, pair.server._state.staging):
+            assert ring is not None
+            await until(lambda ring=ring: ring.num_free == ring.num_blocks)  # type: ignore[misc]
+        assert not any(ok for _, ok in pair.target.ended)
