@@ -266,8 +266,7 @@ class FleetIndex:
             if entry is None or entry.name[0] != model:
                 continue
             uncached = num_tokens - blocks * entry.name[1].block_size
-            if uncached < 1:
-                uncached = 1
+            uncached = max(uncached, 1)
             bucket = entry.bucket
             if bucket.prefill is not None:
                 busy, load, _, _ = entry.prefill
