@@ -115,7 +115,9 @@ class LiveMesh:
                             lambda before=before: self._num_accepted() == before + 1,  # type: ignore[misc]
                             "the request is accepted",
                         )
+                        await until(self._fetches_are_over, "what is fetched is there")
                         await until(self._view_is_exact, "the scheduler knows all loads")
+                        await until(self._match_is_exact(request), "and who holds what")
                     self.gate.set()
                 await until_idle(*self.workers)
                 await until(self._view_is_exact, "the scheduler knows that all are idle")
@@ -124,6 +126,9 @@ class LiveMesh:
 
     def _num_accepted(self) -> int:
         return sum(worker.prefill.num_attempts for worker in self.workers)
+
+    def _fetches_are_over(self) -> bool:
+        return all(worker.fetcher.is_idle and worker.pool.is_idle for worker in self.workers)
 
     def _view_is_exact(self) -> bool:
         """The fleet shows what is there, and nothing that was routed counts twice."""

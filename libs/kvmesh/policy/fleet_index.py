@@ -210,6 +210,11 @@ class FleetIndex:
                     self._walk(keys, query, now - silent_after_s, chosen)
         for view in self._best_holders(query, matches or {}):
             chosen[view.worker_id] = view
+        # Whatever its load: others may fetch from it.
+        for _, worker_id in longest_holders(matches or {}, 1):
+            entry = self._entries.get(worker_id)
+            if entry is not None and entry.name[0] == query.model:
+                chosen[worker_id] = entry.view
         if not any(_can_hold(view, query) for view in chosen.values()):
             return self.view()
         return FleetView(tuple(chosen.values()))
