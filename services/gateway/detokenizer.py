@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
+from kvmesh.core.values import quick
+
 PROMPT_TAIL_TOKENS = 8
 """Prompt tokens that the decoder sees first, so that the first one keeps its leading space."""
 
@@ -67,6 +69,7 @@ class StopStrings:
         return 0
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class TextPiece:
     """What pushing tokens gave.

@@ -19,6 +19,7 @@ from kvmesh.core.types import (
     RequestId,
     Usage,
 )
+from kvmesh.core.values import quick
 from kvmesh.policy.quota import Tenant
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.telemetry.tracing import start_span
@@ -43,6 +44,7 @@ log = event_logger(__name__)
 MAX_REQUEST_ID_CHARS = 128
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Caller:
     """What the transport says about a call, apart from its body.
@@ -62,6 +64,7 @@ class Caller:
     ticket: Ticket | None = None
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Choice:
     """One generation of a call.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from kvmesh.core.values import quick
 from services.gateway.calls import PATHS
 from services.gateway.openai import Endpoint
 
@@ -24,6 +25,7 @@ _NOT_PLAIN = frozenset(
 )
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class PlainHead:
     """A head that was understood.

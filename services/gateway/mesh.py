@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from kvmesh.console.request_log import RequestLog
 from kvmesh.core.types import Placement, RequestId, RouteCause, SamplingParams, WorkerId
+from kvmesh.core.values import quick
 from kvmesh.policy.crowd import Crowd
 from kvmesh.policy.prefill_times import PrefillTimes
 from kvmesh.policy.quota import Tenant
@@ -17,6 +18,7 @@ from services.gateway.turnstile import Turnstile
 from services.gateway.worker_sessions import WorkerSessions
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One generation, as the mesh sees it.
@@ -42,6 +44,7 @@ class GenerationRequest:
     rank: int = 0
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Placed:
     """Where a request runs.

@@ -12,6 +12,7 @@ from typing import Any
 
 from kvmesh.core.errors import InvalidRequestError, ModelNotFoundError
 from kvmesh.core.types import SamplingParams
+from kvmesh.core.values import quick
 from services.gateway.config import LimitsConfig
 from services.gateway.reasoning import ReasoningFamily
 from services.gateway.schema import ChatBody, CompletionBody
@@ -32,6 +33,7 @@ class Endpoint(enum.Enum):
     COMPLETION = "text_completion"
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
     """A chat to be rendered with the model's template."""
@@ -59,6 +61,7 @@ class TokenPrompt:
 Prompt = ChatPrompt | TextPrompt | TokenPrompt
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class ApiCall:
     """One call of the public API, checked but not yet tokenised.

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from kvmesh.console.request_log import Moment
 from kvmesh.core.errors import DeadlineError, LostError, StructureError
 from kvmesh.core.types import FinishReason, TokenLogprobs, WorkerId
+from kvmesh.core.values import quick
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.telemetry.tracing import Span, start_span
 from kvmesh.v1.decode_service_pb2 import DecodeTokens
@@ -26,6 +27,7 @@ from services.gateway.worker_events import Failed, FirstToken, HandedOff, Tokens
 log = event_logger(__name__)
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
     """Tokens in order, each exactly once.

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from kvmesh.console.request_log import RequestLog
 from kvmesh.core.errors import KvMeshError
 from kvmesh.core.types import FinishReason, TokenLogprobs
+from kvmesh.core.values import quick
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.telemetry.tracing import Span
 from services.gateway.errors import StageRefusedError
@@ -23,6 +24,7 @@ FLUSH_AFTER = 16
 """Pieces of a stream that are counted together."""
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class TextDelta:
     """A piece of one choice.

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from kvmesh.core.errors import ProtocolError
 from kvmesh.core.types import FinishReason, Refusal, Reservation, TokenLogprobs, WorkerId
+from kvmesh.core.values import quick
 from kvmesh.rpc.convert import (
     finish_reason_from_proto,
     refusal_from_proto,
@@ -43,6 +44,7 @@ class Failed:
     by_prefill: bool = False
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class FirstToken:
     """The prompt was computed; the token's position is the length of the sequence sent."""
@@ -67,6 +69,7 @@ class Reserved:
     reservation: Reservation
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Started:
     """Blocks and a slot are held, and the prompt is being computed in them."""
@@ -75,6 +78,7 @@ class Started:
     lease_ms: int
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Tokens:
     """Generated tokens; `first_position` counts from the start of the sequence."""

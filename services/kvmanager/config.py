@@ -31,7 +31,7 @@ class PoolConfig:
     window_s: float = option(10.0, "pause between plans; reads count half after each")
     min_reads: float = option(8.0, "a prefix that was read less often of late is not copied")
     segment_blocks: int = option(16, "blocks per segment, for which reads are counted")
-    max_segments: int = option(16_384, "segments whose reads are remembered, per model")
+    max_segments: int = option(8192, "segments whose reads are remembered, per model")
 
 
 @dataclass(frozen=True, slots=True)

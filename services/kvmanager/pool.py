@@ -158,6 +158,7 @@ class Pool:
                         "role": member.report.role.value,
                         "read_blocks": round(member.read_blocks, 2),
                         "room_blocks": member.report.room_blocks,
+                        "leaving": member.report.leaving,
                     }
                     for member in view.members
                 ],

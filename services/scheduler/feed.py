@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterable
 
-from kvmesh.core.types import ModelDetail
+from kvmesh.core.details import ModelDetail
 from kvmesh.rpc.convert import fleet_worker_to_proto
 from kvmesh.rpc.convert_detail import model_detail_to_proto
 from kvmesh.v1.scheduler_service_pb2 import WatchFleetResponse

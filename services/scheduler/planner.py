@@ -13,9 +13,9 @@ import math
 from collections.abc import Callable, Hashable
 
 from kvmesh.core.clock import Clock
+from kvmesh.core.details import ModelDetail
 from kvmesh.core.types import (
     FleetWorker,
-    ModelDetail,
     Role,
     RouteCause,
     RoutePlan,

@@ -24,7 +24,7 @@ from kvmesh.core.types import (
 )
 from kvmesh.policy.composition import Composition, decide_route
 from kvmesh.policy.explain import describe_decision
-from kvmesh.policy.plans_ahead import MAX_AHEAD, Wish
+from kvmesh.policy.plans_ahead import BATCH, MAX_AHEAD, Wish
 from kvmesh.policy.view import FleetView
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.telemetry.tracing import Span, start_span
@@ -119,10 +119,13 @@ class Router:
         metrics.ROUTE_SECONDS.observe(time.perf_counter() - started)
         return outcome
 
-    def plan_ahead(self, query: RouteQuery, wish: Wish) -> tuple[RoutePlan, ...]:
+    def plan_ahead(self, query: RouteQuery, wish: Wish, begin: int = 0) -> tuple[RoutePlan, ...]:
         """Decides on requests like this one that may come next, as if they had come one by one.
 
         None where prefixes are looked up: each request may have been cached somewhere else.
+
+        Args:
+            begin: number of the first one; a batch from there on is decided.
         """
         if self._prefixes is not None and self._fleet.fingerprints(query.model):
             return ()
@@ -131,15 +134,12 @@ class Router:
         if placement is Placement.AUTO:
             placement = self._settings.placement
         plans: list[RoutePlan] = []
-        for number in range(1, min(wish.count, MAX_AHEAD) + 1):
-            each = dataclasses.replace(
-                query,
-                request_id=RequestId(f"{query.request_id}+{number}"),
-                num_tokens=wish.kind.num_tokens,
-                block_hashes=(),
-                placement=placement,
-            )
-            outcome = self._decide(each, known)
+        like = dataclasses.replace(
+            query, num_tokens=wish.kind.num_tokens, block_hashes=(), placement=placement
+        )
+        for number in range(begin, min(begin + BATCH, wish.count, MAX_AHEAD)):
+            name = RequestId(f"{query.request_id}+{number + 1}")
+            outcome = self._decide(dataclasses.replace(like, request_id=name), known)
             if not isinstance(outcome, RoutePlan):
                 break
             plans.append(outcome)

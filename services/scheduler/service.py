@@ -204,15 +204,24 @@ class SchedulerServicer(SchedulerServiceServicer):
             if wish.count and isinstance(outcome, RoutePlan):
                 # Later, so that the answer leaves first: who asked waits for nothing else.
                 loop = asyncio.get_running_loop()
-                loop.call_soon(self._plan_ahead, correlation_id, query, wish, answers)
+                loop.call_soon(self._plan_ahead, correlation_id, query, wish, 0, answers)
 
     def _plan_ahead(
-        self, correlation_id: int, query: RouteQuery, wish: Wish, answers: Outbox[RouteResponse]
+        self,
+        correlation_id: int,
+        query: RouteQuery,
+        wish: Wish,
+        begin: int,
+        answers: Outbox[RouteResponse],
     ) -> None:
-        plans = self._router.plan_ahead(query, wish)
-        if plans:
-            ahead = plans_ahead_to_proto(PlansAhead(wish.kind, plans))
-            answers.put(RouteResponse(correlation_id=correlation_id, ahead=ahead))
+        """Makes and sends the plans from number `begin` on, a batch in each turn of the loop."""
+        plans = self._router.plan_ahead(query, wish, begin)
+        if not plans:
+            return
+        ahead = plans_ahead_to_proto(PlansAhead(wish.kind, plans))
+        answers.put(RouteResponse(correlation_id=correlation_id, ahead=ahead))
+        loop, begin = asyncio.get_running_loop(), begin + len(plans)
+        loop.call_soon(self._plan_ahead, correlation_id, query, wish, begin, answers)
 
     async def _follow_worker(
         self, requests: AsyncIterator[RegisterWorkerRequest], orders: Orders

@@ -54,7 +54,7 @@ async def kvmanager(redis: RedisProcess, port: int = 0) -> AsyncIterator[Service
         server=ServerConfig(port=port, admin=AdminConfig(port=0)),
         redis=RedisConfig(url=redis.url, timeout_s=2.0),
         limits=LimitConfig(lookup_timeout_s=2.0),
-        pool=PoolConfig(window_s=0.25, min_reads=2.0, segment_blocks=2),
+        pool=PoolConfig(window_s=0.15, min_reads=2.0, segment_blocks=2),
     )
     async with serving("kvmanager", config, build) as context:
         yield context
@@ -104,6 +104,12 @@ async def seen(context: ServiceContext) -> dict[str, Any]:
         return found
 
 
+def num_first_to_leave(worker: Worker) -> int:
+    """Cached blocks that leave before all others."""
+    pool = worker.core.pool
+    return pool.num_room(0, pool.num_blocks) - pool.statistics().num_empty
+
+
 async def eventually(fact: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
         while not fact():
@@ -142,9 +148,31 @@ async def test_a_hot_prefix_is_copied_by_one_of_two_kvmanagers_and_read_there(
                 await holders(lookup, a, spec)
                 plan = next(v for v in (await seen(one), await seen(two)) if v["planning"])
         assert {each["worker_id"] for each in plan["workers"]} == {"a", "b"}
+        # Nobody asks any more: one of the copies is what leaves first.
+        await eventually(lambda: num_first_to_leave(a) + num_first_to_leave(b) == NUM_BLOCKS)
         await until_idle(a, b)
     for worker in (a, b):
         worker.pool.check_integrity()
+
+
+async def test_what_a_cordoned_worker_alone_holds_goes_elsewhere(redis: RedisProcess) -> None:
+    spec = prompt(4)
+    async with (
+        kvmanager(redis) as service,
+        running_worker(WorkerSection(id="a"), kvmanager=target_of(service)) as a,
+        running_worker(WorkerSection(id="b"), kvmanager=target_of(service)) as b,
+        looking(service) as lookup,
+        driving(a, b) as driver,
+    ):
+        await read(driver, a, "a", spec)
+        a._ordered_to_cordon(True, "an upgrade")
+        async with asyncio.timeout(30):
+            while await holders(lookup, a, spec) != {"a", "b"}:
+                await asyncio.sleep(0.02)
+        assert b.core.statistics().computed_tokens_total == 0
+        orders = (await seen(service))["orders"]
+        assert {each["reason"] for each in orders} == {"leaving_holder"}
+        await until_idle(a, b)
 
 
 async def test_a_source_that_is_gone_costs_nothing_but_the_copy(redis: RedisProcess) -> None:

@@ -43,6 +43,16 @@ def engines(folder: Path) -> Iterator[tuple[TinyEngine, TinyEngine]]:
     asker.close()
 
 
+def test_static_decode_steps_leave_out_who_asks(engines: tuple[TinyEngine, TinyEngine]) -> None:
+    holder, asker = engines
+    asker.runner.use_static_steps(4)
+    spec = spec_of(PROMPT)
+    sequence = asker.admit(spec)
+    asker.behind(sequence, 10, holder.hold(spec))
+    asker.run(sequence)
+    assert generated(sequence) == holder.generate(spec)
+
+
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
 @pytest.mark.parametrize("num_blocks", [1, 5, 10])
 def test_tokens_are_those_of_computing_all_of_it(

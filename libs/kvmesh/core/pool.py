@@ -20,6 +20,7 @@ class PoolReport:
         block_bytes: of one block, all layers.
         room_blocks: empty blocks, and cached ones that nobody has read for a while.
         read_blocks_total: cached blocks that requests used instead of computing them.
+        leaving: it gets no new requests and will be gone; what it alone holds should go elsewhere.
     """
 
     role: Role
@@ -27,6 +28,7 @@ class PoolReport:
     block_bytes: int
     room_blocks: int
     read_blocks_total: int
+    leaving: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,8 @@ import enum
 from dataclasses import dataclass, field
 from typing import NewType
 
+from kvmesh.core.values import quick
+
 WorkerId = NewType("WorkerId", str)
 RequestId = NewType("RequestId", str)
 BlockHash = NewType("BlockHash", bytes)
@@ -395,20 +397,6 @@ class WorkerDetail:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelDetail:
-    """What the scheduler's planner says about one model, for people.
-
-    Attributes:
-        remote_cluster: that long prompts are sent to; empty: none.
-        threshold_tokens: longer uncached prompts go there; None without a remote cluster.
-    """
-
-    model: str
-    remote_cluster: str = ""
-    threshold_tokens: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class FleetWorker:
     """A worker with its load."""
 
@@ -517,3 +505,7 @@ class Usage:
     completion_tokens: int
     cached_tokens: int
     reasoning_tokens: int = 0
+
+
+for _often_made in (Candidate, Endpoint, RoutePlan, RouteQuery, SamplingParams, SequenceSpec):
+    quick(_often_made)

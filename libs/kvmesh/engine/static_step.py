@@ -67,7 +67,8 @@ class StaticStep:
     def takes(self, chunks: Sequence[SequenceChunk]) -> bool:
         """Whether a step can be computed this way."""
         return len(chunks) <= self.buckets[-1] and all(
-            chunk.end - chunk.start == 1 and not chunk.num_scored for chunk in chunks
+            chunk.end - chunk.start == 1 and not chunk.num_scored and chunk.remote is None
+            for chunk in chunks
         )
 
     def execute(self, chunks: Sequence[SequenceChunk]) -> list[SampledToken | None]:

@@ -272,6 +272,13 @@ class HandoffTable:
         """Writes in flight that no longer matter, for the channel to cut off and end."""
         return [write_id for write_id in self._writes if not self.is_write_current(write_id)]
 
+    def check_claim(
+        self, reservation_id: int, incarnation: int, generation: int, capability: bytes, now: float
+    ) -> Refusal | None:
+        """Whether a message may speak for a reservation; None is yes."""
+        entry = self._admit(reservation_id, incarnation, generation, capability, now)
+        return self._refuse(entry) if isinstance(entry, Refusal) else None
+
     def commit(
         self,
         reservation_id: int,

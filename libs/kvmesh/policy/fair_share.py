@@ -16,11 +16,14 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
+from kvmesh.core.values import quick
+
 MIN_HEADS = 4
 MAX_HEADS = 64
 """Bounds of how many requests look for workers at once while prefill is scarce."""
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Claim:
     """A request that wants a worker.

@@ -45,7 +45,8 @@ class HeatTable:
 
     Args:
         segment_blocks: blocks per segment; what fills none is not counted.
-        max_segments: bound of the table; beyond it the least read quarter is dropped.
+        max_segments: bound of the table; beyond it the least read quarter is dropped, and deeper
+            segments before those that they follow.
     """
 
     def __init__(self, segment_blocks: int, max_segments: int) -> None:
@@ -97,15 +98,21 @@ class HeatTable:
 
     def fade(self, factor: float) -> None:
         """Multiplies all counts, and forgets what is hardly read any more."""
-        for segment in self._segments.values():
+        kept: dict[BlockHash, SegmentHeat] = {}
+        for name, segment in self._segments.items():
             segment.reads *= factor
-        self._segments = {
-            name: each for name, each in self._segments.items() if each.reads >= FADED_READS
-        }
+            if segment.reads >= FADED_READS:
+                kept[name] = segment
+        self._segments = kept
 
     def hottest(self, count: int) -> list[SegmentHeat]:
         """The `count` most read segments; each comes after its parent."""
-        return heapq.nsmallest(count, self._segments.values(), key=_heat_order)
+        # Plain numbers first: comparing whole segments would take as long as all else together.
+        reads = heapq.nlargest(count, [each.reads for each in self._segments.values()])
+        least = reads[-1] if reads else 0.0
+        found = [each for each in self._segments.values() if each.reads >= least]
+        found.sort(key=_heat_order)
+        return found[:count]
 
     def prefix(self, name: BlockHash) -> bytes:
         """Hashes of all blocks up to the end of a segment of the table, joined."""
@@ -118,8 +125,17 @@ class HeatTable:
         return b"".join(reversed(parts))
 
     def _drop_coldest(self) -> None:
-        keep = int(self._max_segments * KEPT_SHARE)
-        self._segments = {each.name: each for each in self.hottest(keep)}
+        """Drops a quarter of the table, and with the least cold of it all that is as cold."""
+        ranks = sorted(map(_rank, self._segments.values()))
+        limit = ranks[len(ranks) - int(self._max_segments * KEPT_SHARE) - 1]
+        self._segments = {
+            name: each for name, each in self._segments.items() if _rank(each) > limit
+        }
+
+
+def _rank(segment: SegmentHeat) -> float:
+    """Grows with the reads; of two segments of a prefix the first is always above the second."""
+    return segment.reads - segment.depth * 1e-7
 
 
 def _heat_order(segment: SegmentHeat) -> tuple[float, int, bytes]:

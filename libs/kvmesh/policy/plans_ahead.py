@@ -18,8 +18,14 @@ from kvmesh.core.types import Placement, RoutePlan, RouteQuery
 AHEAD_S = 0.1
 """A plan is used within this time: a fifth of the interval at which workers report their loads."""
 
-MAX_AHEAD = 16
-"""Plans made at a time; one takes a scheduler less than 0.1 ms, and others wait meanwhile."""
+MAX_AHEAD = 32
+"""Plans that a gateway has of a kind at a time."""
+
+BATCH = 8
+"""Plans that a scheduler makes in one go; others wait meanwhile, less than 1 ms."""
+
+LOW_SHARE = 4
+"""Who finds a part of the last plans that is no more than one in so many asks for the next ones."""
 
 MAX_KINDS = 64
 """Kinds of which a gateway remembers how often they come."""
@@ -79,12 +85,21 @@ def kind_of(query: RouteQuery, longest: int) -> PlanKind | None:
 
 @dataclass(slots=True)
 class _Shelf:
-    """One kind: what is there, until when, and when its last requests came."""
+    """One kind: what is there and on its way, until when, and when its last requests came.
 
-    plans: deque[RoutePlan] = field(default_factory=deque)
-    until: float = 0.0
+    Attributes:
+        low: with so many or fewer it is time to ask for more.
+    """
+
+    plans: deque[tuple[float, RoutePlan]] = field(default_factory=deque)
+    num_expected: int = 0
     expected_until: float = 0.0
+    low: int = 0
     arrivals: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_AHEAD + 1))
+
+    def is_expecting(self, now: float) -> bool:
+        """Whether plans are on their way."""
+        return self.num_expected > 0 and now < self.expected_until
 
 
 class PlanStock:
@@ -106,6 +121,8 @@ class PlanStock:
     def take(self, kind: PlanKind, num_tokens: int, now: float) -> RoutePlan | None:
         """A plan for a request that comes now; None if the scheduler has to be asked.
 
+        Few are left: this one asks, with a wish for more, and leaves them to those that come now.
+
         Args:
             num_tokens: of its prompt.
             now: seconds on any clock that only goes forward.
@@ -116,35 +133,37 @@ class PlanStock:
                 self._shelves.clear()
             shelf = self._shelves[kind] = _Shelf()
         shelf.arrivals.append(now)
-        if not shelf.plans:
-            return None
-        if now >= shelf.until:
-            shelf.plans.clear()
+        plans = shelf.plans
+        while plans and plans[0][0] <= now:
+            plans.popleft()
+        if not plans or (len(plans) <= shelf.low and not shelf.is_expecting(now)):
             return None
         self._used += 1
         self._used_tokens += num_tokens
-        return shelf.plans.popleft()
+        return plans.popleft()[1]
 
     def wish(self, kind: PlanKind, now: float) -> Wish:
         """What to ask for together with the plan of a request that found none here."""
         count = 0
         shelf = self._shelves.get(kind)
-        if shelf is not None and now >= shelf.expected_until:
+        if shelf is not None and not shelf.is_expecting(now):
             recent = sum(at > now - AHEAD_S for at in shelf.arrivals)
-            count = min(recent - 1, self._most)  # as many as before it will come after it
-            if count > 0:
-                shelf.expected_until = now + AHEAD_S
+            # As many as before this one will come after it, and some of them find a plan here.
+            count = max(min(recent - 1, self._most) - len(shelf.plans), 0)
+            shelf.num_expected, shelf.expected_until = count, now + AHEAD_S
+            shelf.low = (count + len(shelf.plans)) // LOW_SHARE
         used, self._used = self._used, 0
         tokens, self._used_tokens = self._used_tokens, 0
-        return Wish(kind, max(count, 0), used, tokens)
+        return Wish(kind, count, used, tokens)
 
     def put(self, kind: PlanKind, plans: Iterable[RoutePlan], now: float) -> None:
-        """Takes plans in; those of a kind that is not expected are dropped."""
+        """Takes plans in; those that are not expected are dropped."""
         shelf = self._shelves.get(kind)
-        if shelf is not None and shelf.expected_until > now:
-            shelf.plans = deque(plans)
-            shelf.until = now + AHEAD_S
-            shelf.expected_until = 0.0
+        if shelf is None or not shelf.is_expecting(now):
+            return
+        before = len(shelf.plans)
+        shelf.plans.extend((now + AHEAD_S, plan) for plan in plans)
+        shelf.num_expected -= len(shelf.plans) - before
 
     def clear(self) -> None:
         """Drops all plans, and those on their way: the fleet is other than they took it to be."""

@@ -1,5 +1,5 @@
 """What the kvmanager orders for the pool of the workers' caches: copies of hot prefixes to less
-loaded workers, and hints which copies of cold ones may leave first.
+loaded workers and away from leaving ones, and hints which copies of cold ones may leave first.
 
 A worker can use a block only if it has all before it, so what is copied is a whole prefix, less
 what the target has. Segments that are read together are one run, and a run goes to one place:
@@ -160,6 +160,60 @@ class CopyLimits:
     max_copies: int = 64
 
 
+class _CopyPlan:
+    """Copies planned so far, and what they leave of room and budget."""
+
+    def __init__(
+        self,
+        runs: Sequence[HotRun],
+        held: Held,
+        readers: Sequence[PoolMember],
+        holders: Sequence[PoolMember],
+        limits: CopyLimits,
+    ) -> None:
+        self.copies: list[PrefixCopy] = []
+        self._runs = {run.name: run for run in runs}
+        self._held = held
+        self._readers = {member.worker_id: member for member in readers}
+        self._holders = holders
+        self._room = {member.worker_id: member.report.room_blocks for member in readers}
+        self._left = limits.budget_bytes
+        self._planned: set[tuple[BlockHash, WorkerId]] = set()
+
+    def full_holders(self, run: HotRun) -> list[PoolMember]:
+        """Members that hold all of a run's prefix."""
+        held = self._held[run.name]
+        return [each for each in self._holders if held.get(each.worker_id, 0) >= run.num_blocks]
+
+    def missing(self, name: BlockHash, worker: WorkerId) -> int:
+        """Blocks that a worker lacks when the copies planned so far are made."""
+        run = self._runs[name]
+        has = self._held[name].get(worker, 0)
+        if run.parent is not None and (run.parent, worker) in self._planned:
+            shared = min(run.num_blocks - run.own_blocks, self._runs[run.parent].num_blocks)
+            has = max(has, shared)
+        return run.num_blocks - has
+
+    def fits(self, segment: Segment, worker: WorkerId) -> bool:
+        """Whether a worker has room for a run's prefix."""
+        return self.missing(segment.name, worker) <= self._room[worker]
+
+    def add(self, name: BlockHash, target: WorkerId, reason: CopyReason) -> None:
+        """Plans a copy from the least loaded holder, if there is one and the bounds allow it."""
+        sources = [m for m in self.full_holders(self._runs[name]) if m.worker_id != target]
+        num_blocks = self.missing(name, target)
+        if not sources or self._left <= 0 or not 0 < num_blocks <= self._room[target]:
+            return
+        source = min(sources, key=lambda member: (member.read_blocks, member.worker_id))
+        num_bytes = num_blocks * self._readers[target].report.block_bytes
+        self._left -= num_bytes
+        self._room[target] -= num_blocks
+        self._planned.add((name, target))
+        self.copies.append(
+            PrefixCopy(name, source.worker_id, target, num_blocks, num_bytes, reason)
+        )
+
+
 def plan_prefix_copies(
     runs: Sequence[HotRun],
     held: Held,
@@ -168,7 +222,8 @@ def plan_prefix_copies(
     ordered: Collection[tuple[BlockHash, WorkerId]],
     limits: CopyLimits,
 ) -> list[PrefixCopy]:
-    """Copies of hot prefixes from overloaded workers to less loaded ones.
+    """Copies of hot prefixes: from workers about to leave that hold the last copy, and from
+    overloaded workers to less loaded ones.
 
     Args:
         runs: most read first.
@@ -176,48 +231,25 @@ def plan_prefix_copies(
         holders: workers that may be read from, `readers` among them; the least loaded is.
         ordered: runs and targets of copies on their way; they count as held.
     """
-    by_name = {run.name: run for run in runs}
-    members = {member.worker_id: member for member in readers}
-    room = {member.worker_id: member.report.room_blocks for member in readers}
-    planned: dict[tuple[BlockHash, WorkerId], int] = {}
-
-    def missing(name: BlockHash, worker: WorkerId) -> int:
-        run = by_name[name]
-        has = held[name].get(worker, 0)
-        if run.parent in by_name:
-            before = run.num_blocks - run.own_blocks
-            has = max(has, min(before, planned.get((run.parent, worker), 0)))
-        return run.num_blocks - has
-
-    def fits(segment: Segment, worker: WorkerId) -> bool:
-        return missing(segment.name, worker) <= room[worker]
-
+    plan = _CopyPlan(runs, held, readers, holders, limits)
+    loads = {
+        member.worker_id: member.read_blocks for member in readers if not member.report.leaving
+    }
     hitters = [_as_segment(run, held[run.name], ordered) for run in runs]
-    loads = {member.worker_id: member.read_blocks for member in readers}
-    copies: list[PrefixCopy] = []
-    left = limits.budget_bytes
-    for copy in plan_copies(hitters, loads, limits.overload, limits.max_copies, fits):
-        full = by_name[copy.segment].num_blocks
-        sources = [
-            member
-            for member in holders
-            if held[copy.segment].get(member.worker_id, 0) >= full
-            and member.worker_id != copy.target
-        ]
-        num_blocks = missing(copy.segment, copy.target)
-        if not sources or left <= 0 or not 0 < num_blocks <= room[copy.target]:
-            continue
-        source = min(sources, key=lambda member: (member.read_blocks, member.worker_id))
-        num_bytes = num_blocks * members[copy.target].report.block_bytes
-        left -= num_bytes
-        room[copy.target] -= num_blocks
-        planned[copy.segment, copy.target] = full
-        copies.append(
-            PrefixCopy(
-                copy.segment, source.worker_id, copy.target, num_blocks, num_bytes, copy.reason
-            )
-        )
-    return copies
+    for run, segment in zip(runs, hitters, strict=True):
+        last = plan.full_holders(run)
+        if (
+            any(member in readers for member in last)
+            and all(member.report.leaving for member in last)
+            and not any(worker in loads for worker in segment.copies)  # none is on its way
+        ):
+            free = [worker for worker in loads if plan.fits(segment, worker)]
+            if free:
+                target = min(free, key=lambda worker: (loads[worker], worker))
+                plan.add(run.name, target, CopyReason.LEAVING_HOLDER)
+    for copy in plan_copies(hitters, loads, limits.overload, limits.max_copies, plan.fits):
+        plan.add(copy.segment, copy.target, copy.reason)
+    return plan.copies
 
 
 def _as_segment(
@@ -238,8 +270,9 @@ def plan_hints(
 
     Args:
         runs: that are read no more; parents before children.
-        members: the fullest ones give their copies up first.
+        members: the fullest ones give their copies up first; those about to leave do not count.
     """
+    members = [member for member in members if not member.report.leaving]
     live = {member.worker_id for member in members}
     tree = SegmentTree()
     for run in runs:

@@ -18,6 +18,7 @@ class CopyReason(enum.Enum):
     """Why a segment is copied."""
 
     OVERLOADED_HOLDER = "a heavy hitter lies on an overloaded worker"
+    LEAVING_HOLDER = "all who hold a heavy hitter are about to leave"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +64,12 @@ def plan_copies(
         if not holders or len(copies) >= max_copies:
             continue
         source = max(holders, key=lambda holder: (expected[holder], holder))
+        if expected[source] <= limit:
+            continue
         free = [
             worker for worker in expected if worker not in segment.copies and fits(segment, worker)
         ]
-        if expected[source] <= limit or not free:
+        if not free:
             continue
         target = min(free, key=lambda worker: (expected[worker], worker))
         gap = expected[source] - expected[target]

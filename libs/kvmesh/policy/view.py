@@ -8,9 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvmesh.core.types import WorkerId, WorkerInfo, WorkerLoad
+from kvmesh.core.values import quick
 from kvmesh.policy.prefix_source import FetchPace
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class WorkerView:
     """One worker as a decision sees it.
@@ -47,6 +49,7 @@ class WorkerView:
         return listed + self.decode_in_flight
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class FleetView:
     """All live workers.

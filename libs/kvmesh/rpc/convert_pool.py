@@ -44,6 +44,7 @@ def pool_report_to_proto(report: PoolReport) -> pb.PoolReport:
         block_bytes=report.block_bytes,
         room_blocks=report.room_blocks,
         read_blocks_total=report.read_blocks_total,
+        leaving=report.leaving,
     )
 
 
@@ -62,6 +63,7 @@ def pool_report_from_proto(message: pb.PoolReport) -> PoolReport:
         message.block_bytes,
         message.room_blocks,
         message.read_blocks_total,
+        message.leaving,
     )
 
 

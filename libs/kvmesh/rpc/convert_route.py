@@ -5,8 +5,12 @@ Tests: tests/unit/rpc/test_convert.py.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import lru_cache
+
 from kvmesh.core.types import (
     Candidate,
+    Endpoint,
     PrefixSource,
     RequestId,
     RouteCause,
@@ -60,13 +64,25 @@ def candidate_to_proto(candidate: Candidate) -> scheduler_service_pb2.Candidate:
 
 def candidate_from_proto(message: scheduler_service_pb2.Candidate) -> Candidate:
     """Candidate from a message."""
-    return Candidate(
-        WorkerId(message.worker_id),
+    endpoint = message.control_endpoint
+    known = _candidate(
+        message.worker_id,
         message.incarnation,
-        endpoint_from_proto(message.control_endpoint),
+        endpoint.host,
+        endpoint.port,
         message.cached_tokens,
-        prefix_source_from_proto(message.source) if message.HasField("source") else None,
     )
+    if not message.HasField("source"):
+        return known
+    return replace(known, source=prefix_source_from_proto(message.source))
+
+
+@lru_cache(maxsize=4096)
+def _candidate(
+    worker_id: str, incarnation: int, host: str, port: int, cached_tokens: int
+) -> Candidate:
+    """The same value again where plans name the same workers again, as most do."""
+    return Candidate(WorkerId(worker_id), incarnation, Endpoint(host, port), cached_tokens)
 
 
 def route_query_to_proto(

@@ -42,7 +42,7 @@ from kvmesh.runtime.worker_parts import WorkerParts
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.telemetry.tracing import Span, start_span
 from kvmesh.transfer.device import DevicePool, pieces_of
-from kvmesh.transfer.frames import CommitFrame, PutFrame
+from kvmesh.transfer.frames import CommitFrame, PutFrame, WriteClaim
 from kvmesh.transfer.memory import write_views
 from kvmesh.transfer.target import WriteGrant
 from kvmesh.v1 import decode_service_pb2 as pb
@@ -296,6 +296,22 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
             self._core.start_decode(task.sequence, frame.first_token_id)
             self._wake_engine()
         return None
+
+    def claimed_blocks(self, claim: WriteClaim) -> list[int] | Refusal:
+        """The blocks that a reservation found cached here, for queries about them."""
+        refusal = self._handoff.check_claim(
+            claim.reservation_id,
+            claim.incarnation,
+            claim.generation,
+            claim.capability,
+            self._clock.now(),
+        )
+        if refusal is not None:
+            return refusal
+        task = self._by_reservation.get(claim.reservation_id)
+        if task is None:
+            return Refusal(RefusalReason.STALE, "decode has taken the blocks over")
+        return task.sequence.blocks[: task.sequence.num_cached // self._core.block_size]
 
     def peer_lost(self, worker_id: WorkerId) -> None:
         """Nothing to undo: unfinished writes were ended, and leases end what is left."""

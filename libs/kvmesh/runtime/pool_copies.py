@@ -53,7 +53,7 @@ class PoolCopies:
         endpoint: where this worker leases its blocks.
         role: what it is used for now.
         fetch: brings a prefix from a source into the prefix cache.
-        draining: whether this worker is about to leave.
+        leaving: whether this worker gets no new requests and will be gone.
     """
 
     def __init__(
@@ -62,14 +62,14 @@ class PoolCopies:
         endpoint: Endpoint,
         role: Callable[[], Role],
         fetch: Fetch,
-        draining: Callable[[], bool],
+        leaving: Callable[[], bool],
         clock: Clock,
     ) -> None:
         self._core = core
         self._endpoint = endpoint
         self._role = role
         self._fetch = fetch
-        self._draining = draining
+        self._leaving = leaving
         self._clock = clock
         self._waiting: deque[tuple[CopyOrder, float]] = deque()
         self._wake = asyncio.Event()
@@ -90,8 +90,9 @@ class PoolCopies:
             role=self._role(),
             endpoint=self._endpoint,
             block_bytes=core.spec.layout.block_bytes,
-            room_blocks=0 if self._draining() else self.room(MAX_ROOM),
+            room_blocks=self.room(MAX_ROOM),
             read_blocks_total=core.statistics().cached_tokens_total // core.block_size,
+            leaving=self._leaving(),
         )
 
     def room(self, limit: int) -> int:
@@ -139,8 +140,8 @@ class PoolCopies:
         self._tell(order, outcome, reason, result)
 
     def _refusal(self, order: CopyOrder, waited_s: float) -> str | None:
-        if self._draining():
-            return "draining"
+        if self._leaving():
+            return "leaving"
         if waited_s > MAX_WAIT_S:
             return "late"
         missing = len(order.hashes) - len(self._core.pool.match(order.hashes))

@@ -35,6 +35,7 @@ from kvmesh.runtime.decode_role import DecodeRole
 from kvmesh.runtime.local_start import PrefillOutbox, StartedOutbox
 from kvmesh.runtime.prefill_attempt import PrefillAttempt
 from kvmesh.runtime.prefix_fetch import PrefixFetcher
+from kvmesh.runtime.prefix_queries import PrefixQueries
 from kvmesh.runtime.worker_parts import WorkerParts
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.telemetry.tracing import Span, start_span
@@ -64,11 +65,13 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         *,
         slots: int,
         mode: TransferMode | None = None,
+        queries: PrefixQueries | None = None,
     ) -> None:
         """`mode` is for all requests; None lets the policy choose for each.
 
         Args:
             fetcher: None computes what other workers are said to hold.
+            queries: None asks nobody for a prefix.
         """
         self._identity = parts.identity
         self._direct: DirectWay[pb.PrefillEvent] = DirectWay(
@@ -87,7 +90,7 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         self._metrics = parts.metrics
         self._channels = channels
         self._decode = decode
-        self._fetcher = fetcher
+        self._fetcher, self._queries = fetcher, queries
         decode.local_prefill = self
         self._slots = slots
         self._mode = mode
@@ -230,6 +233,8 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
             return sequence
         attempt.sequence = sequence
         sequence.on_progress = attempt.progress.set
+        if self._queries is not None and not self._is_local(reservation):
+            self._queries.consider(attempt, self._channels.link_view(reservation))
         if attempt.source is None:
             self._choose_way(attempt)
         self._wake_engine()
@@ -245,7 +250,9 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         """How the KV leaves; before the engine plans the first step."""
         if not self._is_local(attempt.reservation):
             attempt.mode = self._choose_mode(attempt)
-        if attempt.mode is TransferMode.LAYERED:
+        assert attempt.sequence is not None
+        # Asking for a prefix may fail in any layer, and those before it would have left.
+        if attempt.mode is TransferMode.LAYERED and attempt.sequence.remote is None:
             attempt.watch_layers()
 
     def _is_local(self, reservation: Reservation) -> bool:

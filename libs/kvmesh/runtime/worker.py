@@ -31,6 +31,7 @@ from kvmesh.runtime.pool_copies import PoolCopies
 from kvmesh.runtime.pool_metrics import PoolMetrics
 from kvmesh.runtime.prefill_role import PrefillRole
 from kvmesh.runtime.prefix_fetch import PrefixFetcher
+from kvmesh.runtime.query_metrics import QueryMetrics
 from kvmesh.runtime.step_meter import StepMeter
 from kvmesh.runtime.worker_channels import MEGABYTE, receive_options, send_options, transfer_mode
 from kvmesh.runtime.worker_config import EngineSection, WorkerConfig
@@ -38,6 +39,7 @@ from kvmesh.runtime.worker_detail import worker_detail
 from kvmesh.runtime.worker_metrics import EngineCollector, WorkerMetrics
 from kvmesh.runtime.worker_parts import WorkerIdentity, WorkerParts
 from kvmesh.runtime.worker_pool import lease_limits, start_fetcher
+from kvmesh.runtime.worker_queries import answer_queries, start_queries
 from kvmesh.runtime.worker_static import static_batch_of
 from kvmesh.runtime.worker_structures import load_structures
 from kvmesh.runtime.worker_swap import make_swap_space
@@ -163,6 +165,15 @@ class Worker:
         self.fetcher: PrefixFetcher = start_fetcher(
             context, self._config, parts, self._channel_identity(), pool_metrics, self._publish
         )
+        self.query_metrics = QueryMetrics(self._metrics.registry)
+        self.queries = start_queries(
+            context,
+            self._config,
+            parts,
+            self._runner,
+            self._channel_identity(),
+            self.query_metrics,
+        )
         self.decode = DecodeRole(parts, slots=section.decode_slots, lease_s=section.lease_s)
         self.prefill = PrefillRole(
             parts,
@@ -171,6 +182,7 @@ class Worker:
             self.fetcher if self._config.fetch.enabled else None,
             slots=section.prefill_slots,
             mode=transfer_mode(section.transfer_mode),
+            queries=self.queries,
         )
         data_endpoint = await self._listen_for_kv()
         prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server(self.prefill, context.server)
@@ -191,6 +203,7 @@ class Worker:
             self.decode,
             receive_options(self._config),
             source=self.pool,
+            queries=answer_queries(self._runner, self.core, self.decode, self.query_metrics),
             memory=self._runner.kv,
             observer=self._metrics.observe_transfer,
         )
@@ -278,6 +291,8 @@ class Worker:
         self._metrics.step_seconds.observe(seconds)
         computed, generated = self.core.token_totals
         self._steps.add(seconds, computed, generated, self._clock.now())
+        if self.queries is not None and self._steps.last_prompt_tokens:
+            self.queries.observe_step(self._steps.last_prompt_tokens, seconds)
         if self._swap is not None and (num_tokens := self._steps.last_prompt_tokens):
             self._swap.observe_step(num_tokens, seconds)
         self._publish()

@@ -85,6 +85,9 @@ class FetchSection:
     lease_s: float = option(5.0, "blocks leased to a reader are free again so long after its reads")
     max_leases: int = option(64, "leases given at once; 0: nothing is given away")
     max_share: float = option(0.5, "of all blocks, in leases at once")
+    query: str = option(
+        "auto", "ask where a prefix is instead of computing it: auto (by cost), always, never"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from kvmesh.core.clock import Clock
 from kvmesh.core.errors import LostError, RefusedError
-from kvmesh.core.types import Endpoint, HostRoute, Reservation
+from kvmesh.core.types import Endpoint, HostRoute, RefusalReason, Reservation
 from kvmesh.policy.query_cost import QuerySpeed
 from kvmesh.transfer.attend import ATTEND, AttendArguments, ClaimKind, most_queries
 from kvmesh.transfer.channel import LOCAL, NIXL, SHM, TCP, usable_kinds
@@ -96,10 +96,15 @@ class Asker:
         self._host_id = host_id()
         self._lines: dict[tuple[PeerKey, Endpoint], QueryLine] = {}
         self._speeds: dict[PeerKey, QuerySpeed] = {}
+        self._mute: set[PeerKey] = set()
         # Held while the asking thread is in a line; `close` comes from another one.
         self._busy = threading.Lock()
         self._closed = False
         self.asked = self.lost = 0
+
+    def answers(self, peer: PeerKey) -> bool:
+        """Whether a holder has not said that it computes nothing like this."""
+        return peer not in self._mute
 
     def speed(self, peer: PeerKey) -> QuerySpeed:
         """What was measured with a holder, or what is assumed of it."""
@@ -153,6 +158,12 @@ class Asker:
     def observe(self, peer: PeerKey, num_units: int, seconds: float) -> None:
         """Takes a measured exchange: its work in units of `QuerySpeed`, and its time."""
         self._speeds[peer] = self.speed(peer).with_sample(num_units, seconds)
+
+    def note_failure(self, peer: PeerKey, error: LostError | RefusedError) -> None:
+        """Counts a question without an answer; one that no claim can mend is not asked again."""
+        self.lost += 1
+        if isinstance(error, RefusedError) and error.refusal.reason is RefusalReason.INVALID:
+            self._mute.add(peer)
 
     def now(self) -> float:
         """The clock's time, in seconds."""
@@ -255,8 +266,8 @@ class PendingAnswer:
         """See `PendingAttention.wait`."""
         try:
             self._asker.receive(self._holder, self._questions)
-        except (LostError, RefusedError):
-            self._asker.lost += 1
+        except (LostError, RefusedError) as error:
+            self._asker.note_failure(self._holder.peer, error)
             raise
         seconds = self._asker.now() - self._started
         self._asker.observe(self._holder.peer, self._units, seconds)

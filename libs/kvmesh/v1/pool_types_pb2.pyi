@@ -59,6 +59,7 @@ class PoolReport(_message.Message):
     BLOCK_BYTES_FIELD_NUMBER: _builtins.int
     ROOM_BLOCKS_FIELD_NUMBER: _builtins.int
     READ_BLOCKS_TOTAL_FIELD_NUMBER: _builtins.int
+    LEAVING_FIELD_NUMBER: _builtins.int
     role: _types_pb2.Role.ValueType
     """What it is used for now."""
     block_bytes: _builtins.int
@@ -67,6 +68,8 @@ class PoolReport(_message.Message):
     """Empty blocks, and cached ones that nobody has read for a while."""
     read_blocks_total: _builtins.int
     """Cached blocks that requests used instead of computing them, since the start."""
+    leaving: _builtins.bool
+    """It gets no new requests and will be gone: what it alone holds should go elsewhere."""
     @_builtins.property
     def endpoint(self) -> _types_pb2.Endpoint:
         """Where others lease blocks of it."""
@@ -79,10 +82,11 @@ class PoolReport(_message.Message):
         block_bytes: _builtins.int = ...,
         room_blocks: _builtins.int = ...,
         read_blocks_total: _builtins.int = ...,
+        leaving: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "endpoint", b"endpoint", "read_blocks_total", b"read_blocks_total", "role", b"role", "room_blocks", b"room_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "endpoint", b"endpoint", "leaving", b"leaving", "read_blocks_total", b"read_blocks_total", "role", b"role", "room_blocks", b"room_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

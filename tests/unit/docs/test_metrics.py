@@ -14,6 +14,7 @@ from kvmesh.engine.core import EngineCore
 from kvmesh.engine.fake import FakeRunner
 from kvmesh.kv.read_leases import ReadLeaseTable
 from kvmesh.runtime.pool_metrics import PoolMetrics
+from kvmesh.runtime.query_metrics import QueryMetrics
 from kvmesh.runtime.worker_metrics import EngineCollector, WorkerMetrics
 from services.gateway.metrics import GatewayMetrics
 from services.kvmanager import metrics as kvmanager_metrics
@@ -51,6 +52,7 @@ def of_worker() -> dict[str, str]:
     WorkerMetrics(registry).watch_links()
     leases = ReadLeaseTable(1, 1.0, max_leases=1, max_blocks=1)
     PoolMetrics(registry).watch_leases(leases.statistics)
+    QueryMetrics(registry).watch(lambda: (0, 0))
     return exported(registry.collect())
 
 

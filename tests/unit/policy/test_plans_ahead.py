@@ -71,6 +71,29 @@ def test_a_wish_has_a_limit(most: int, expected: int) -> None:
     assert stock.wish(KIND, 0.0).count == expected
 
 
+def test_who_finds_few_asks_and_leaves_them_to_the_next() -> None:
+    stock = stocked(8)
+    for number in range(6):
+        taken = stock.take(KIND, 100, 0.01)
+        assert taken is not None
+        assert taken.reason == str(number)
+    assert stock.take(KIND, 100, 0.01) is None  # a quarter is left
+    assert stock.wish(KIND, 0.01).count == 15 - 2
+    assert stock.take(KIND, 100, 0.01) is not None  # more are on their way
+    stock.put(KIND, [plan("a")] * 8, 0.02)
+    stock.put(KIND, [plan("b")] * 5, 0.02)
+    stock.put(KIND, [plan("too many")], 0.02)
+    assert len(stock) == 1 + 8 + 5
+
+
+def test_plans_that_never_come_are_wished_for_again() -> None:
+    stock = PlanStock()
+    came(stock, 3)
+    assert stock.wish(KIND, 0.0).count == 2
+    came(stock, 3, AHEAD_S)
+    assert stock.wish(KIND, AHEAD_S).count == 2
+
+
 def test_each_plan_is_used_once_in_order_and_told_of() -> None:
     stock = stocked(2)
     taken = [stock.take(KIND, 100, AHEAD_S / 2), stock.take(KIND, 80, AHEAD_S / 2)]

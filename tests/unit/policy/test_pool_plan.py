@@ -25,8 +25,10 @@ MUCH = CopyLimits(1e12)
 BLOCK_BYTES = 100
 
 
-def member(worker: WorkerId, read_blocks: float, room: int = 1000) -> PoolMember:
-    report = PoolReport(Role.PREFILL, Endpoint("h", 1), BLOCK_BYTES, room, 0)
+def member(
+    worker: WorkerId, read_blocks: float, room: int = 1000, *, leaving: bool = False
+) -> PoolMember:
+    report = PoolReport(Role.PREFILL, Endpoint("h", 1), BLOCK_BYTES, room, 0, leaving)
     return PoolMember(worker, 1, "east", "m", report, read_blocks)
 
 
@@ -142,32 +144,54 @@ class TestCopies:
         assert found[0] == (name("ab"), A, B, 4)
         assert all(each[3] == 2 for each in found[1:])
 
+    def test_the_last_copy_of_a_leaving_worker_goes_elsewhere(self) -> None:
+        runs = runs_of({"ab": 20, "xy": 10})
+        held = {name("ab"): {A: 4}, name("xy"): {A: 4, B: 4}}
+        members = member(A, 80, leaving=True), member(B, 40), member(C, 30)
+        assert plan(runs, held, *members) == [(name("ab"), A, C, 4)]
+        ordered = frozenset({(name("ab"), C)})
+        assert plan(runs, held, *members, ordered=ordered) == []
+
+    def test_nothing_goes_to_a_leaving_worker(self) -> None:
+        runs = runs_of({"ab": 20})
+        members = member(A, 80, leaving=True), member(B, 0, leaving=True)
+        assert plan(runs, {name("ab"): {A: 4}}, *members) == []
+
     @settings(max_examples=40, deadline=None)
     @given(
         st.dictionaries(st.text("ab", min_size=1, max_size=4), st.integers(1, 50), min_size=1),
-        st.lists(st.tuples(st.integers(0, 500), st.integers(0, 20)), min_size=1, max_size=5),
+        st.lists(
+            st.tuples(st.integers(0, 500), st.integers(0, 20), st.booleans()),
+            min_size=1,
+            max_size=5,
+        ),
         st.integers(0, 3000),
         st.randoms(use_true_random=False),
     )
     def test_every_copy_is_possible(
         self,
         reads: dict[str, float],
-        workers: list[tuple[int, int]],
+        workers: list[tuple[int, int, bool]],
         budget: int,
         rng: random.Random,
     ) -> None:
         runs = runs_of(reads)
-        members = [member(WorkerId(f"w{i}"), *each) for i, each in enumerate(workers)]
+        members = [
+            member(WorkerId(f"w{i}"), load, room, leaving=leaving)
+            for i, (load, room, leaving) in enumerate(workers)
+        ]
         held = {
             run.name: {each.worker_id: rng.randrange(run.num_blocks + 1) for each in members}
             for run in runs
         }
         copies = plan_prefix_copies(runs, held, members, members, (), CopyLimits(budget))
         room = {each.worker_id: each.report.room_blocks for each in members}
+        gone = {each.worker_id for each in members if each.report.leaving}
         lengths = {run.name: run.num_blocks for run in runs}
         for copy in copies:
             assert copy.source != copy.target
             assert held[copy.run][copy.source] == lengths[copy.run] > held[copy.run][copy.target]
+            assert copy.target not in gone
             room[copy.target] -= copy.num_blocks
         assert all(left >= 0 for left in room.values())
         assert sum(copy.num_bytes for copy in copies[:-1]) < max(budget, 1)
@@ -188,6 +212,8 @@ class TestHints:
         # A part of a copy, and a copy on a worker that is gone, do not count.
         held = {name("ab"): {A: 4, B: 3, C: 4}}
         assert plan_hints(runs, held, [member(A, 0), member(B, 0)]) == {}
+        leaving = member(C, 0, leaving=True)
+        assert plan_hints(runs, held, [member(A, 0), member(B, 0), leaving]) == {}
 
     def test_one_of_three_stays(self) -> None:
         runs = runs_of({"ab": 6})

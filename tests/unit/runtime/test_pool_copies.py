@@ -34,7 +34,7 @@ class Stage:
         runner = FakeRunner(num_blocks=NUM_BLOCKS)
         self.core = EngineCore(runner.spec, NUM_BLOCKS)
         self.clock = ManualClock()
-        self.draining = False
+        self.leaving = False
         self.asked: list[tuple[PrefixSource, tuple[BlockHash, ...]]] = []
         self.results: asyncio.Queue[CopyResult] = asyncio.Queue()
         self.fetched = FetchResult(FetchOutcome.FETCHED, 2, 2, 2000)
@@ -45,7 +45,7 @@ class Stage:
             Endpoint("here", 2),
             lambda: Role.PREFILL,
             self._fetch,
-            lambda: self.draining,
+            lambda: self.leaving,
             self.clock,
         )
         self.copies.on_result = self.results.put_nowait
@@ -130,9 +130,10 @@ async def test_orders_wait_for_each_other_and_for_a_while_only(
 
 
 async def test_who_is_leaving_takes_nothing(stage: Stage) -> None:
-    stage.draining = True
-    assert stage.copies.report().room_blocks == 0
-    assert await stage.told(copy_order("o", 1, 2)) == (CopyOutcome.REFUSED, "draining")
+    assert not stage.copies.report().leaving
+    stage.leaving = True
+    assert stage.copies.report().leaving
+    assert await stage.told(copy_order("o", 1, 2)) == (CopyOutcome.REFUSED, "leaving")
     assert stage.asked == []
 
 

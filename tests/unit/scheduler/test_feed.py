@@ -5,7 +5,8 @@ import random
 
 import pytest
 
-from kvmesh.core.types import ModelDetail, WorkerDetail, WorkerLoad
+from kvmesh.core.details import ModelDetail
+from kvmesh.core.types import WorkerDetail, WorkerLoad
 from kvmesh.rpc.fleet_view import FleetMirror
 from services.scheduler.feed import FleetFeed
 from services.scheduler.fleet import MAX_GONE, Fleet, Membership

@@ -1,0 +1,53 @@
+"""Frozen dataclasses that are made for every request.
+
+Tests: tests/unit/core/test_values.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TypeVar
+
+ClassT = TypeVar("ClassT", bound=type)
+
+_ABSENT = object()
+
+
+def quick(cls: ClassT) -> ClassT:
+    """Gives a frozen dataclass with slots an `__init__` that takes about half the time.
+
+    The one that `dataclass` makes looks up `object.__setattr__` and the field's slot for every
+    field, 0.2 us each; a request makes a hundred of them. This one calls the slots themselves. What
+    it takes and what it does is the same.
+
+    Args:
+        cls: the class that `@dataclass(frozen=True, slots=True)` made; it is changed in place.
+    """
+    fields = [field for field in dataclasses.fields(cls) if field.init]
+    assert len(fields) == len(dataclasses.fields(cls)), "all fields are arguments"
+    assert not any(field.kw_only for field in fields), "arguments have places"
+    names: dict[str, Any] = {"_absent": _ABSENT}
+    arguments, lines = ["self"], []
+    for field in fields:
+        name = field.name
+        names[f"_set_{name}"] = cls.__dict__[name].__set__
+        value = name
+        if field.default is not dataclasses.MISSING:
+            names[f"_default_{name}"] = field.default
+            arguments.append(f"{name}=_default_{name}")
+        elif field.default_factory is not dataclasses.MISSING:
+            names[f"_make_{name}"] = field.default_factory
+            arguments.append(f"{name}=_absent")
+            value = f"_make_{name}() if {name} is _absent else {name}"
+        else:
+            arguments.append(name)
+        lines.append(f"    _set_{name}(self, {value})\n")
+    if hasattr(cls, "__post_init__"):
+        lines.append("    self.__post_init__()\n")
+    # As dataclasses do; nothing in it comes from outside.
+    source = f"def __init__({', '.join(arguments)}):\n{''.join(lines) or '    pass'}"
+    exec(source, names)
+    made, plain = names["__init__"], cls.__dict__["__init__"]
+    made.__qualname__, made.__annotations__ = plain.__qualname__, plain.__annotations__
+    type.__setattr__(cls, "__init__", made)
+    return cls

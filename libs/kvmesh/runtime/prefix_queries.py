@@ -1,0 +1,125 @@
+"""The asker's side of queries: prompts go on behind a prefix that stays where it is.
+
+The decode worker that a prompt is computed for often holds more of it than the prefill worker: the
+last turn of a conversation ended there. Its reservation is the right to ask about the blocks that
+it found cached. They need not move: decode goes on with them where they are.
+Tests: tests/integration/test_prefix_queries.py.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from kvmesh.core.errors import ConfigError
+from kvmesh.engine.core import EngineCore
+from kvmesh.engine.protocol import PartialAttention, RemotePrefix
+from kvmesh.engine.remote import leave_remote
+from kvmesh.policy.link import LinkView
+from kvmesh.policy.preemption import with_sample
+from kvmesh.policy.query_cost import QueryDecision, QueryTask, choose_query
+from kvmesh.runtime.prefill_attempt import PrefillAttempt
+from kvmesh.runtime.query_metrics import QueryMetrics
+from kvmesh.transfer.asker import Asker, Holder, RemoteBlocks
+
+_FULL_STEPS = 4
+
+
+class QueryMode(enum.Enum):
+    """Whether prefixes are asked for."""
+
+    AUTO = "auto"
+    """Where it is estimated to be the fastest way."""
+    ALWAYS = "always"
+    NEVER = "never"
+
+
+def parse_query_mode(word: str) -> QueryMode:
+    """A mode by its name.
+
+    Raises:
+        ConfigError: there is none of this name.
+    """
+    try:
+        return QueryMode(word)
+    except ValueError as error:
+        raise ConfigError(f"fetch.query must be auto, always or never, got {word!r}") from error
+
+
+class PrefixQueries:
+    """Chooses which prompts ask for their prefix.
+
+    Args:
+        partial: of this worker's model, whose shape the holder's has.
+        asker: closed by its owner.
+    """
+
+    def __init__(
+        self,
+        core: EngineCore,
+        partial: PartialAttention,
+        asker: Asker,
+        mode: QueryMode,
+        metrics: QueryMetrics,
+    ) -> None:
+        self._core = core
+        self._num_heads = partial.num_heads
+        self._asker = asker
+        self._mode = mode
+        self._metrics = metrics
+        self._token_s = 0.0
+        metrics.watch(lambda: (asker.asked, asker.lost))
+
+    def observe_step(self, num_tokens: int, seconds: float) -> None:
+        """Takes a step with prompts. Small ones do not tell what a long prefix costs."""
+        if num_tokens * _FULL_STEPS >= self._core.max_step_tokens:
+            self._token_s = with_sample(self._token_s, seconds / num_tokens)
+
+    def consider(self, attempt: PrefillAttempt, link: LinkView | None) -> None:
+        """Leaves what the reserving worker has of a prompt with it, if that pays.
+
+        Args:
+            attempt: whose sequence was just admitted and has computed nothing. If it asks, it runs
+                at once and needs no source any more.
+            link: to that worker, for what it would cost to fetch instead, where it can be.
+        """
+        sequence, reservation = attempt.sequence, attempt.reservation
+        assert sequence is not None, "admitted"
+        size = self._core.block_size
+        most = (len(sequence.tokens) - 1) // size  # the last token is computed here
+        blocks = range(sequence.num_computed // size, min(reservation.num_cached_blocks, most))
+        holder = Holder.of_reservation(reservation)
+        if not blocks or sequence.scores_prompt or not self._asker.answers(holder.peer):
+            return
+        fetch_s = None
+        if attempt.source is not None and link is not None:
+            fetch_s = link.estimate_s(len(blocks) * self._core.spec.layout.block_bytes)
+        new_tokens = len(sequence.tokens) - blocks.stop * size
+        decision = self._decide(new_tokens, len(blocks), holder, fetch_s)
+        attempt.span.event("prefix_query", query=decision.query, reason=decision.reason)
+        if not decision.query:
+            self._metrics.prefixes.labels("left").inc()
+            return
+        self._metrics.prefixes.labels("asked").inc()
+        self._metrics.tokens.inc(len(blocks) * size)
+        remote = RemotePrefix(blocks, RemoteBlocks(self._asker, holder, blocks))
+        leave_remote(sequence, remote, self._core.pool)
+        if attempt.source is not None:
+            attempt.source = None
+            self._core.run(sequence)
+
+    def _decide(
+        self, new_tokens: int, num_blocks: int, holder: Holder, fetch_s: float | None
+    ) -> QueryDecision:
+        if self._mode is not QueryMode.AUTO:
+            return QueryDecision(self._mode is QueryMode.ALWAYS, f"fetch.query={self._mode.value}")
+        layout = self._core.spec.layout
+        task = QueryTask(
+            new_tokens=new_tokens,
+            remote_tokens=num_blocks * layout.block_size,
+            num_layers=layout.num_layers,
+            num_heads=self._num_heads,
+            head_dim=layout.head_dim,
+            num_chunks=-(-new_tokens // self._core.max_step_tokens),
+        )
+        speed = self._asker.speed(holder.peer)
+        return choose_query(task, speed, compute_token_s=self._token_s, fetch_s=fetch_s)

@@ -1,0 +1,109 @@
+"""The holder's side of queries: attention over blocks of this worker for others (TokenLake §4.2).
+
+Claims are checked by those who gave them: reservations for the blocks that they found cached, read
+leases for theirs. The blocks are held while the answer is computed.
+Tests: tests/integration/test_prefix_queries.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvmesh.core.types import KvLayout, Refusal, RefusalReason
+from kvmesh.engine.protocol import PartialAttention
+from kvmesh.kv.block_pool import BlockPool
+from kvmesh.runtime.query_metrics import QueryMetrics
+from kvmesh.telemetry.logs import event_logger
+from kvmesh.transfer.attend import ATTEND, AttendArguments, ClaimKind, decode_attend
+from kvmesh.transfer.frames import QueryFrame, WriteClaim
+from kvmesh.transfer.query_ops import QueryGrant
+
+log = event_logger(__name__)
+
+
+class GivesBlocks(Protocol):
+    """Who knows what a claim names."""
+
+    def claimed_blocks(self, claim: WriteClaim) -> Sequence[int] | Refusal:
+        """The blocks behind a claim, in the order of its indexes, if it is good now."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    arguments: AttendArguments
+    blocks: Sequence[int]
+
+
+class QueryAnswers:
+    """Answers ATTEND (`transfer.query_ops.QueryOps`).
+
+    Args:
+        partial: what computes.
+        givers: by kind of claim; a kind without one is refused.
+    """
+
+    def __init__(
+        self,
+        layout: KvLayout,
+        pool: BlockPool,
+        partial: PartialAttention,
+        givers: Mapping[ClaimKind, GivesBlocks],
+        metrics: QueryMetrics,
+    ) -> None:
+        self._layout = layout
+        self._pool = pool
+        self._partial = partial
+        self._givers = givers
+        self._metrics = metrics
+
+    @property
+    def ops(self) -> frozenset[int]:
+        """See `QueryOps.ops`."""
+        return frozenset({ATTEND})
+
+    def begin(self, query: QueryFrame) -> QueryGrant | Refusal:
+        """See `QueryOps.begin`."""
+        outcome = self._begin(query)
+        if isinstance(outcome, Refusal):
+            self._metrics.answers.labels("refused", outcome.reason.value).inc()
+        return outcome
+
+    def _begin(self, query: QueryFrame) -> QueryGrant | Refusal:
+        arguments = decode_attend(query.arguments, query.operand_bytes, self._layout)
+        if isinstance(arguments, Refusal):
+            return arguments
+        if arguments.num_heads != self._partial.num_heads:
+            text = f"heads: {arguments.num_heads}, the model has {self._partial.num_heads}"
+            return Refusal(RefusalReason.INVALID, text)
+        giver = self._givers.get(arguments.kind)
+        if giver is None:
+            return Refusal(RefusalReason.INVALID, f"kind: {arguments.kind.name} names nothing here")
+        claimed = giver.claimed_blocks(arguments.claim)
+        if isinstance(claimed, Refusal):
+            return claimed
+        end = arguments.first + arguments.count
+        if end > len(claimed):
+            text = f"blocks: {arguments.first}+{arguments.count} of {len(claimed)}"
+            return Refusal(RefusalReason.INVALID, text)
+        blocks = claimed[arguments.first : end]
+        self._pool.acquire(blocks)
+        return QueryGrant(query, arguments.answer_bytes, _Work(arguments, blocks))
+
+    def compute(self, grant: QueryGrant, operands: memoryview) -> Sequence[memoryview] | Refusal:
+        """See `QueryOps.compute`."""
+        work: _Work = grant.work
+        arguments = work.arguments
+        try:
+            return self._partial.attend(arguments.layer, work.blocks, operands, arguments.scale)
+        except (RuntimeError, MemoryError) as error:  # a device without room says so in these
+            log.warning("query_failed", error=str(error))
+            return Refusal(RefusalReason.LOST, "attention could not be computed")
+
+    def end(self, grant: QueryGrant) -> None:
+        """See `QueryOps.end`."""
+        work: _Work = grant.work
+        self._pool.release(work.blocks)
+        self._metrics.answers.labels("answered", "").inc()

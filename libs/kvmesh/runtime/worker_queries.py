@@ -1,0 +1,59 @@
+"""Makes both ends of a worker's queries from its configuration.
+
+Tests: tests/unit/runtime/test_worker_queries.py, tests/integration/test_prefix_queries.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from kvmesh.engine.core import EngineCore
+from kvmesh.engine.protocol import ModelRunner
+from kvmesh.runtime.app import ServiceContext
+from kvmesh.runtime.decode_role import DecodeRole
+from kvmesh.runtime.prefix_queries import PrefixQueries, QueryMode, parse_query_mode
+from kvmesh.runtime.query_answers import QueryAnswers
+from kvmesh.runtime.query_metrics import QueryMetrics
+from kvmesh.runtime.worker_channels import send_options
+from kvmesh.runtime.worker_config import WorkerConfig
+from kvmesh.runtime.worker_parts import WorkerParts
+from kvmesh.transfer.asker import Asker
+from kvmesh.transfer.attend import ClaimKind
+from kvmesh.transfer.protocol import ChannelIdentity
+
+
+def start_queries(
+    context: ServiceContext,
+    config: WorkerConfig,
+    parts: WorkerParts,
+    runner: ModelRunner,
+    identity: ChannelIdentity,
+    metrics: QueryMetrics,
+) -> PrefixQueries | None:
+    """What asks other workers; None where that is switched off, or the model's attention is whole.
+
+    Raises:
+        ConfigError: an unknown mode, or as `send_options`.
+    """
+    mode = parse_query_mode(config.fetch.query)
+    partial = runner.partial_attention
+    if partial is None or mode is QueryMode.NEVER:
+        return None
+    asker = Asker(identity, send_options(config), parts.clock)
+
+    async def close() -> None:
+        await asyncio.to_thread(asker.close)  # it waits for the engine's thread to leave a line
+
+    context.stack.push_async_callback(close)
+    return PrefixQueries(parts.core, partial, asker, mode, metrics)
+
+
+def answer_queries(
+    runner: ModelRunner, core: EngineCore, decode: DecodeRole, metrics: QueryMetrics
+) -> QueryAnswers | None:
+    """What answers other workers; None where the model's attention cannot be cut in parts."""
+    partial = runner.partial_attention
+    if partial is None:
+        return None
+    givers = {ClaimKind.RESERVATION: decode}
+    return QueryAnswers(runner.spec.layout, core.pool, partial, givers, metrics)
