@@ -72,7 +72,11 @@ class Fetches:
         size = max(kv_bytes(held * TRACE_BLOCK) - before, 0.0) * self._stretch()
         arrived = partial(self._arrived, worker, sequence, holder, lent, held)
         latency = _MESSAGES * self._profile.links.latency_s
-        self._fleet.link(holder, worker).send(size, lambda: self._events.after(latency, arrived))
+
+        def left() -> None:
+            self._events.after(latency, arrived)
+
+        self._fleet.link(holder, worker).send(size, left)
 
     def _arrived(
         self,
