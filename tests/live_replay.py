@@ -32,7 +32,7 @@ from kvmesh.sim.trace import TRACE_BLOCK, TraceRequest
 from services.gateway.config import GatewayConfig, HttpConfig, ModelConfig
 from services.gateway.config import SchedulerConfig as SchedulerTargets
 from services.gateway.service import Gateway, start_gateway
-from services.kvmanager.config import KvManagerConfig, LimitConfig
+from services.kvmanager.config import KvManagerConfig, LimitConfig, PoolConfig
 from services.kvmanager.service import build as build_kvmanager
 from services.scheduler.config import FleetConfig, PlanningConfig, RoutingConfig, SchedulerConfig
 from services.scheduler.config import (
@@ -186,7 +186,9 @@ PATIENCE_S = 10.0
 def _kvmanager(server: ServerConfig, redis: RedisConfig) -> KvManagerConfig:
     limits = LimitConfig(lookup_timeout_s=PATIENCE_S)
     patient = replace(redis, timeout_s=PATIENCE_S)
-    return KvManagerConfig(server=server, redis=patient, limits=limits)
+    # Copies of hot prefixes come when time has passed, and the simulator has none of them.
+    pool = PoolConfig(budget_mb_s=0.0)
+    return KvManagerConfig(server=server, redis=patient, limits=limits, pool=pool)
 
 
 @asynccontextmanager
