@@ -86,12 +86,14 @@ class Standing:
         self.turn = turn
         left = query.num_tokens - cached_tokens
         self.uncached_tokens = uncached = left if left > 1 else 1
-        prefill_used = load.prefill_active + worker.prefill_in_flight
-        self.prefill_busy = busy = prefill_used >= info.prefill_slots
-        self.prefill_share = prefill_used / (info.prefill_slots or 1)
-        sent = worker.prefill_in_flight * query.num_tokens
+        in_flight, prefill_slots = worker.prefill_in_flight, info.prefill_slots
+        prefill_used = load.prefill_active + in_flight
+        self.prefill_busy = busy = prefill_used >= prefill_slots
+        self.prefill_share = prefill_used / (prefill_slots or 1)
+        sent = in_flight * query.num_tokens
         self.first_token = worker.pending_tokens + sent + uncached + BUSY_TOKENS * busy
-        decode_used = worker.decode_used
+        listed = load.decode_running + load.decode_reserved + load.decode_preempted
+        decode_used = listed + worker.decode_in_flight
         slots = decode_used / (info.decode_slots or 1)
         blocks = 1.0 - load.blocks_free / (info.num_blocks or 1)
         self.decode_share = slots if slots > blocks else blocks

@@ -32,6 +32,7 @@ from kvmesh.policy.ranking import (
     LEAST_CONNECTIONS,
     SLACK_TOKENS,
     TRANSFER_SHARE,
+    Rank,
     RankFunction,
     RoutePolicy,
     Standing,
@@ -76,17 +77,32 @@ class _Seat(Standing):
 
     __slots__ = ("avoided", "group", "layout", "silent")
 
-    def __init__(self, call: _Call, worker: WorkerView) -> None:
-        query, info = call.query, worker.info
-        blocks = call.matches.get(info.worker_id, 0) if call.matches else 0
-        cached = min(blocks * info.layout.block_size, query.num_tokens) if blocks else 0
-        super().__init__(worker, query, cached, 0)
-        self.avoided = info.worker_id in query.avoid
-        self.silent = call.now - worker.reported_at > SILENT_AFTER_S
-        layouts = call.layouts
-        is_first = layouts and layouts[0] is info.layout
-        self.layout = 0 if is_first else _layout_number(layouts, info.layout)
-        self.group: Group = (self.layout, info.cluster)
+    avoided: bool
+    silent: bool
+    layout: int
+    group: Group
+
+
+def _take_seats(call: _Call, able: list[WorkerView]) -> list[_Seat]:
+    """The standings of all workers; in one loop, since a route spends most of its time here."""
+    query, layouts = call.query, call.layouts
+    num_tokens, avoid = query.num_tokens, query.avoid
+    heard_since = call.now - SILENT_AFTER_S
+    matches = call.matches or {}
+    seats: list[_Seat] = []
+    for worker in able:
+        info = worker.info
+        layout = info.layout
+        blocks = matches.get(info.worker_id, 0)
+        cached = min(blocks * layout.block_size, num_tokens) if blocks else 0
+        seat = _Seat(worker, query, cached, 0)
+        seat.avoided = info.worker_id in avoid
+        seat.silent = worker.reported_at < heard_since
+        is_first = layouts and layouts[0] is layout
+        seat.layout = number = 0 if is_first else _layout_number(layouts, layout)
+        seat.group = (number, info.cluster)
+        seats.append(seat)
+    return seats
 
 
 def _layout_number(known: list[KvLayout], layout: KvLayout) -> int:
@@ -140,7 +156,7 @@ def plan_route(
     if not able:
         return _nobody(query, by_id)
     call = _Call(view, query, matches, now, rng, policy)
-    seats = [_Seat(call, worker) for worker in able]
+    seats = _take_seats(call, able)
     if query.placement is Placement.AGGREGATED:
         return _plan_aggregated(call, seats, RouteCause.ASKED, "asked for")
     if query.placement is Placement.AUTO and all(each.info.role is Role.HYBRID for each in able):
@@ -209,16 +225,30 @@ def _ordered(
     call: _Call, seats: list[_Seat], rank: RankFunction, last_resort: Callable[[_Seat], bool]
 ) -> list[_Seat]:
     """Workers as they are to be tried; all of them, whatever speaks against one."""
+    keyed = _keyed(call, seats, rank, last_resort)
+    keyed.sort()
+    return [seats[key[5]] for key in keyed]
+
+
+def _first(
+    call: _Call, seats: list[_Seat], rank: RankFunction, last_resort: Callable[[_Seat], bool]
+) -> _Seat:
+    """The one that is to be tried first."""
+    return seats[min(_keyed(call, seats, rank, last_resort))[5]]
+
+
+def _keyed(
+    call: _Call, seats: list[_Seat], rank: RankFunction, last_resort: Callable[[_Seat], bool]
+) -> list[tuple[bool, bool, bool, Rank, float, int]]:
+    """What says which worker is tried before which; the last number is its place in `seats`."""
     if call.policy.basis is RouteCause.ROTATION:
         for index, seat in enumerate(seats):
             seat.turn = (index - call.view.num_routes) % len(seats)
     tie = call.rng.random
-    keyed = [
+    return [
         (seat.avoided, seat.silent, last_resort(seat), rank(seat), tie(), index)
         for index, seat in enumerate(seats)
     ]
-    keyed.sort()
-    return [seats[key[5]] for key in keyed]
 
 
 def _anyone(_: _Seat) -> bool:
@@ -279,7 +309,7 @@ def _plan_disaggregated(call: _Call, sides: _Sides) -> RoutePlan | None:
         return seat.group not in ready
 
     # The best prefill worker that has decode room beside it says where the request goes.
-    home = _ordered(call, paired, call.policy.prefill, is_crowded)[0]
+    home = _first(call, paired, call.policy.prefill, is_crowded)
     layout, cluster = home.group
 
     def is_far(seat: _Seat) -> bool:
@@ -343,8 +373,10 @@ def _worth_asking(call: _Call, prefill: list[_Seat]) -> list[_Seat]:
     cost = call.policy.first_token
     if cost is None:
         return prefill
-    best = min((cost(seat) for seat in prefill if _is_in_favour(seat)), default=math.inf)
-    return [seat for seat in prefill if cost(seat) <= best + SLACK_TOKENS]
+    costs = [cost(seat) for seat in prefill]
+    favoured = [each for each, seat in zip(costs, prefill, strict=True) if _is_in_favour(seat)]
+    latest = min(favoured, default=math.inf) + SLACK_TOKENS
+    return [seat for each, seat in zip(costs, prefill, strict=True) if each <= latest]
 
 
 def _plan_aggregated(call: _Call, seats: list[_Seat], cause: RouteCause, why: str) -> RoutePlan:

@@ -328,6 +328,8 @@ class SimWorker:
     @property
     def waiting_tokens(self) -> int:
         """Prompt tokens that are accepted and not computed."""
+        if not self._prefills and not self._waiting:
+            return 0
         accepted = (*self._prefills, *self._waiting)
         return sum(each.remaining for each in accepted if not each.has_first)
 
