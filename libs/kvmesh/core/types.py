@@ -362,7 +362,7 @@ class LinkDetail:
     """A worker's way to another worker, for people.
 
     Attributes:
-        channel: kind of channel: local, shm or tcp; get for what is read from the other worker.
+        channel: kind of channel: local, ipc, shm, nixl or tcp; get for what is read from the other.
         bytes_total: KV bytes that arrived since start.
         queued_bytes: asked for and not ended.
         busy_s: time with a transfer under way since start.
