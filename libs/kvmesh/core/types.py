@@ -345,7 +345,7 @@ class LinkDetail:
     """A worker's way to another worker, for people.
 
     Attributes:
-        channel: kind of channel: local, shm or tcp.
+        channel: kind of channel: local, ipc, shm, nixl or tcp.
         bytes_total: KV bytes that arrived since start.
         queued_bytes: asked for and not ended.
         busy_s: time with a transfer under way since start.

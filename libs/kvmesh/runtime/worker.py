@@ -15,6 +15,7 @@ from pathlib import Path
 from kvmesh.core.clock import SystemClock
 from kvmesh.core.errors import ConfigError
 from kvmesh.core.types import Endpoint, Role, WorkerDetail, WorkerId, WorkerInfo, WorkerLoad
+from kvmesh.engine.copier import ThreadCopier
 from kvmesh.engine.core import EngineCore
 from kvmesh.engine.fake import FakeRunner
 from kvmesh.engine.loop import EngineLoop
@@ -124,7 +125,8 @@ class Worker:
         # Milliseconds since 1970: a restarted worker's incarnation is always the larger one.
         self.incarnation = time.time_ns() // 1_000_000
         self._clock = SystemClock()
-        self._swap = make_swap_space(config.engine, runner, self._clock)
+        self._copier = ThreadCopier()
+        self._swap = make_swap_space(config.engine, runner, self._clock, self._copier)
         self.core = EngineCore(
             runner.spec,
             runner.kv.num_blocks,
@@ -136,6 +138,7 @@ class Worker:
         )
         self._structures = structures
         self._loop = EngineLoop(self.core, runner, self._after_step)
+        self._copier.on_done = self._loop.wake
         self._steps = StepMeter(config.engine.max_batch_tokens)
 
     async def start(self) -> None:
@@ -193,6 +196,7 @@ class Worker:
             wake = partial(asyncio.get_running_loop().call_soon_threadsafe, self._loop.wake)
             self._structures.on_compiled = wake
         context.spawn(self._loop.run(), "engine")
+        context.spawn(self._copier.run(), "swap")
         context.spawn(self.decode.watch_leases(), "leases")
         context.spawn(self.pool.watch_leases(), "read leases")
         context.on_drain(self._drain)
