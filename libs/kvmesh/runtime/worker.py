@@ -263,6 +263,7 @@ class Worker:
                 self._info.control_endpoint,
                 lambda: self.role,
                 self.fetcher.fetch,
+                lambda: self.pool.read_blocks_total + self.query_metrics.read_blocks_total,
                 lambda: self.pool.draining or self.cordoned,
                 self._clock,
             )
