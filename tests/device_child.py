@@ -10,7 +10,7 @@ import sys
 
 from kvmesh.engine.device_driver import CudaDriver
 from kvmesh.transfer.ipc_channel import segment_of
-from tests.device_twin import TestedPool, TwinDriver
+from tests.device_twin import FilledPool, TwinDriver
 from tests.transfer_pair import BLOCK, LAYOUT
 
 
@@ -19,7 +19,7 @@ def main() -> None:
     device, num_blocks, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     content = random.Random(seed).randbytes(num_blocks * BLOCK)
     driver = TwinDriver() if device == "twin" else CudaDriver(device)
-    pool = TestedPool(driver, LAYOUT, num_blocks, content)
+    pool = FilledPool(driver, LAYOUT, num_blocks, content)
     pool.settle()
     segment = segment_of(pool.share())
     sys.stdout.write(f"{segment.address} {segment.metadata.hex()}\n")

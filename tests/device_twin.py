@@ -95,7 +95,7 @@ class TwinDriver:
         self.num_open -= 1
 
 
-class TestedPool(DeviceKvPool):
+class FilledPool(DeviceKvPool):
     """A pool on any device, of given bytes or of zeros, with the tests' own view of it."""
 
     def __init__(
@@ -117,7 +117,7 @@ class TestedPool(DeviceKvPool):
         self.tensor.view(torch.uint8).fill_(byte)
 
 
-class TwinPool(TestedPool):
+class TwinPool(FilledPool):
     """A pool on the twin."""
 
     def __init__(self, layout: KvLayout, num_blocks: int, content: bytes | None = None) -> None:

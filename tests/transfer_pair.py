@@ -29,7 +29,7 @@ from kvmesh.transfer.memory import create_shared
 from kvmesh.transfer.meters import LinkKey, LinkMeter, TransferSample
 from kvmesh.transfer.protocol import ChannelIdentity
 from kvmesh.transfer.target import WriteGrant
-from tests.device_twin import TestedPool, TwinPool
+from tests.device_twin import FilledPool, TwinPool
 
 LAYOUT = KvLayout("model", "float32", 16, 4, 2, 64)
 BLOCK = LAYOUT.block_bytes  # 64 KiB
@@ -68,7 +68,7 @@ class SourcePool:
 class RecordingTarget:
     """Blocks in reverse order, so that index and place differ; remembers all that happens."""
 
-    pool: SourcePool | TestedPool = field(default_factory=lambda: SourcePool(seed=None))
+    pool: SourcePool | FilledPool = field(default_factory=lambda: SourcePool(seed=None))
     capability: bytes = b"secret"
     refuse: Refusal | None = None
     granted: list[WriteGrant] = field(default_factory=list)
@@ -97,7 +97,7 @@ class RecordingTarget:
         return grant
 
     def _grant(self, put: PutFrame, indexes: list[int]) -> WriteGrant:
-        if isinstance(self.pool, TestedPool):
+        if isinstance(self.pool, FilledPool):
             runs = [(NUM_BLOCKS - 1 - index, 1) for index in indexes]
             return WriteGrant(put, (), pieces_of(runs, BLOCK, put.part))
         blocks = [self.block(index) for index in indexes]
@@ -144,7 +144,7 @@ class RecordingTarget:
 class Pair:
     """A sender and a receiver that see each other."""
 
-    source: SourcePool | TestedPool
+    source: SourcePool | FilledPool
     target: RecordingTarget
     server: DataServer
     pool: ChannelPool
@@ -187,7 +187,7 @@ async def running_pair(
     send: SendOptions | None = None,
     receive: ReceiveOptions | None = None,
     devices: tuple[bool, bool] = (False, False),
-    device_pool: Callable[..., TestedPool] = TwinPool,
+    device_pool: Callable[..., FilledPool] = TwinPool,
 ) -> AsyncIterator[Pair]:
     """Both ends; checks at the end that each grant ended exactly once.
 
@@ -198,7 +198,7 @@ async def running_pair(
     send = send or SendOptions(kinds=("tcp",))
     send = replace(send, connect_timeout_s=5)
     hub = LocalHub()
-    source: SourcePool | TestedPool = SourcePool()
+    source: SourcePool | FilledPool = SourcePool()
     target = RecordingTarget()
     if devices[0]:
         source.close()

@@ -11,7 +11,7 @@ from kvmesh.engine.device_driver import CudaDriver
 from kvmesh.transfer.alignment import Run
 from kvmesh.transfer.channel_pool import SendOptions
 from kvmesh.transfer.frames import BlockPart
-from tests.device_twin import TestedPool
+from tests.device_twin import FilledPool
 from tests.transfer_pair import BLOCK, running_pair, whole
 
 pytestmark = [
@@ -24,7 +24,7 @@ SCATTERED = [Run((7 * index) % 320, index, 1) for index in range(300)]
 @pytest.mark.parametrize("kind", ["local", "shm", "tcp"])
 @pytest.mark.parametrize("devices", [(True, True), (True, False), (False, True)])
 async def test_blocks_land(kind: str, devices: tuple[bool, bool]) -> None:
-    device_pool = partial(TestedPool, CudaDriver("cuda"))
+    device_pool = partial(FilledPool, CudaDriver("cuda"))
     send = SendOptions(kinds=(kind,), staging_bytes=48 * BLOCK)
     async with running_pair(send, None, devices, device_pool) as pair:
         for runs in (whole(300), SCATTERED):
