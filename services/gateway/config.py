@@ -43,7 +43,7 @@ class ModelConfig:
     tool_calls: str = option(
         "auto",
         "how the model writes tool calls: auto (by its chat template), hermes, llama3_json, "
-        "mistral, qwen3_coder, deepseek_v3, kimi_k2, minimax, openai or none",
+        "mistral, qwen3_coder, deepseek_v3, kimi_k2, glm45, minimax, openai or none",
     )
     reasoning_parser: str = option(
         "auto",

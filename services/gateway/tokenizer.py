@@ -15,6 +15,8 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
 import jinja2.sandbox
 import tokenizers
 
@@ -31,6 +33,19 @@ WORDS_THRESHOLD_CHARS = 16_384
 
 THREAD_THRESHOLD_TOKENS = 4096
 """As many tokens are decoded in a thread, for the same reason."""
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}…{% endgeneration %}`, which marks for training what a model wrote."""
+
+    def __init__(self, environment: jinja2.Environment) -> None:
+        super().__init__(environment)
+        self.tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        """The block's content alone."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 class ChatTemplate:
@@ -51,7 +66,7 @@ class ChatTemplate:
         reasoning_family: ReasoningFamily | None = None,
     ) -> None:
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
@@ -63,6 +78,8 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise CheckpointError(f"the chat template cannot be compiled: {error}") from error
         self._template = template
+        # DeepSeek R1's shows calls only where there is no content, which text of no length is.
+        self._wants_none = "'assistant' and message['content'] is none" in source
         # What every rendering sees; `Template.render` would copy it together each time, twice.
         self._known = {} if template is None else {**template.globals, **special_tokens}
 
@@ -89,7 +106,7 @@ class ChatTemplate:
         variables = {
             **self._known,
             **(arguments or {}),
-            "messages": list(messages),
+            "messages": [self._adapted(message) for message in messages],
             "add_generation_prompt": add_generation_prompt,
         }
         try:
@@ -98,6 +115,19 @@ class ChatTemplate:
         except (jinja2.TemplateError, TypeError) as error:
             message = f"the chat template does not accept these messages: {error}"
             raise InvalidRequestError(message, "messages") from error
+
+    def _adapted(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A message as this template expects it, where templates differ."""
+        if message["role"] != "assistant":
+            return message
+        thought = message.get("reasoning_content")
+        has_both = bool(message["content"] and message.get("tool_calls"))
+        if thought and not has_both and self.reasoning_family is ReasoningFamily.OPENAI_GPTOSS:
+            # The same under another name; a message with calls may have text or thinking.
+            message = {**message, "thinking": thought}
+        if self._wants_none and not message["content"] and message.get("tool_calls"):
+            message = {**message, "content": None}
+        return message
 
 
 class TextTokenizer:
@@ -262,8 +292,21 @@ def _byte_level_table() -> dict[str, int]:
     return table | {chr(256 + offset): byte for offset, byte in enumerate(others)}
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """The filter `tojson` with transformers' arguments."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
 
 
 def _raise_exception(message: str) -> NoReturn:

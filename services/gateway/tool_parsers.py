@@ -7,11 +7,12 @@ are read by the same code. Pure. Tests: tests/unit/gateway/test_tool_parsers.py.
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 from kvmesh.core.errors import ConfigError
 from services.gateway.harmony import HarmonyCalls
+from services.gateway.tool_glm import GlmParser
 from services.gateway.tool_scanner import (
     CallArguments,
     CallScanner,
@@ -43,32 +44,41 @@ class ToolFamily(enum.Enum):
     """`<|tool_calls_section_begin|>…functions.name:0…{…}`: Kimi."""
     MINIMAX = "minimax"
     """`<tool_calls>`, a line for each, `</tool_calls>`: MiniMax."""
+    GLM45 = "glm45"
+    """`<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value>…`: Ling, GLM."""
     OPENAI = "openai"
     """A message `to=functions.name` in the channel commentary: gpt-oss."""
 
     @property
     def has_special_marks(self) -> bool:
         """The marks of calls may be special tokens, which the text must then have."""
-        return self not in (ToolFamily.HERMES, ToolFamily.QWEN3_CODER, ToolFamily.MINIMAX)
+        return self not in _PLAIN_MARKS
 
 
-_SIGNS: tuple[tuple[str, ToolFamily | None], ...] = (
-    ("<arg_key>", None),  # GLM's form has the mark of Hermes around another one
-    ("<｜tool▁calls▁begin｜>", ToolFamily.DEEPSEEK_V3),
-    ("<|tool_calls_section_begin|>", ToolFamily.KIMI_K2),
-    ("<tool_calls>", ToolFamily.MINIMAX),
-    ("<function=", ToolFamily.QWEN3_CODER),
-    ("<tool_call>", ToolFamily.HERMES),
-    ("[TOOL_CALLS]", ToolFamily.MISTRAL),
-    ("<|constrain|>", ToolFamily.OPENAI),
-    ("<|python_tag|>", ToolFamily.LLAMA3_JSON),
-    ('"parameters": dictionary', ToolFamily.LLAMA3_JSON),
+_PLAIN_MARKS = (
+    *(ToolFamily.HERMES, ToolFamily.QWEN3_CODER),
+    *(ToolFamily.GLM45, ToolFamily.MINIMAX),
+)
+
+_SIGNS: tuple[tuple[tuple[str, ...], ToolFamily], ...] = (
+    # Some forms have the mark of Hermes around another one.
+    (("<tool_call>", "<arg_key>"), ToolFamily.GLM45),
+    (("<tool_call>", "<function="), ToolFamily.QWEN3_CODER),
+    (("<tool_call>",), ToolFamily.HERMES),
+    (("<｜tool▁calls▁begin｜>",), ToolFamily.DEEPSEEK_V3),
+    (("<|tool_calls_section_begin|>",), ToolFamily.KIMI_K2),
+    (("<tool_calls>",), ToolFamily.MINIMAX),
+    (("[TOOL_CALLS]",), ToolFamily.MISTRAL),
+    (("<|channel|>commentary",), ToolFamily.OPENAI),
+    (("<|python_tag|>",), ToolFamily.LLAMA3_JSON),
+    (('"parameters": dictionary',), ToolFamily.LLAMA3_JSON),
 )
 
 
 def family_of_template(source: str) -> ToolFamily | None:
     """The family that a chat template is of; None if it knows no tools."""
-    return next((family for sign, family in _SIGNS if sign in source), None)
+    found = (family for signs, family in _SIGNS if all(sign in source for sign in signs))
+    return next(found, None)
 
 
 def family_named(word: str, source: str) -> ToolFamily | None:
@@ -106,23 +116,7 @@ def parser_for(family: ToolFamily, schemas: Schemas) -> ToolParser:
     Args:
         schemas: of the parameters of the tools that there are.
     """
-    match family:
-        case ToolFamily.HERMES:
-            return HermesParser()
-        case ToolFamily.MISTRAL:
-            return MistralParser()
-        case ToolFamily.LLAMA3_JSON:
-            return LlamaParser(schemas)
-        case ToolFamily.QWEN3_CODER:
-            return QwenXmlParser(schemas)
-        case ToolFamily.DEEPSEEK_V3:
-            return SectionParser(SectionMarks.DEEPSEEK)
-        case ToolFamily.KIMI_K2:
-            return SectionParser(SectionMarks.KIMI)
-        case ToolFamily.MINIMAX:
-            return TaggedListParser()
-        case ToolFamily.OPENAI:
-            return HarmonyCalls()
+    return _PARSERS[family](schemas)
 
 
 def _unfinished(scanner: CallScanner | None, marker: str = "") -> list[Piece]:
@@ -394,3 +388,16 @@ class MistralParser:
         if self._list is not None:
             return self._list.finish()
         return content_of(self._START + self._head) if self._head else []
+
+
+_PARSERS: Mapping[ToolFamily, Callable[[Schemas], ToolParser]] = {
+    ToolFamily.HERMES: lambda _: HermesParser(),
+    ToolFamily.LLAMA3_JSON: LlamaParser,
+    ToolFamily.MISTRAL: lambda _: MistralParser(),
+    ToolFamily.QWEN3_CODER: QwenXmlParser,
+    ToolFamily.DEEPSEEK_V3: lambda _: SectionParser(SectionMarks.DEEPSEEK),
+    ToolFamily.KIMI_K2: lambda _: SectionParser(SectionMarks.KIMI),
+    ToolFamily.MINIMAX: lambda _: TaggedListParser(),
+    ToolFamily.GLM45: GlmParser,
+    ToolFamily.OPENAI: lambda _: HarmonyCalls(),
+}

@@ -43,7 +43,8 @@ class QwenXmlParser:
         self._types: Mapping[str, Any] = {}
         self._num_written = 0  # parameters of the call
         self._is_open = False  # a call that its end mark has not closed
-        self._value: _Value | None = None
+        self._value: PlainValue | None = None
+        self._has_begun = False  # the value's first line break is read
 
     def push(self, text: str) -> list[Piece]:
         """See `ToolParser.push`."""
@@ -95,8 +96,7 @@ class QwenXmlParser:
 
     def _open_function(self, name: str) -> list[Piece]:
         pieces = self._close()
-        types = self._schemas.get(name, {}).get("properties")
-        self._types = types if isinstance(types, Mapping) else {}
+        self._types = types_of(self._schemas, name)
         self._num_written, self._is_open = 0, True
         return [*pieces, CallStart(name)]
 
@@ -105,15 +105,18 @@ class QwenXmlParser:
             return []
         lead = ", " if self._num_written else "{"
         self._num_written += 1
-        self._value = _Value(is_text_only(self._types.get(name)))
+        self._has_begun = False
+        self._value = PlainValue(is_text_only(self._types.get(name)))
         return [CallArguments(f"{lead}{json.dumps(name, ensure_ascii=False)}: ")]
 
-    def _read_value(self, value: _Value) -> list[Piece] | None:
+    def _read_value(self, value: PlainValue) -> list[Piece] | None:
         raw, is_complete, rest = self._held.partition(_PARAMETER_END)
+        if not self._has_begun:  # the value has lines of its own
+            self._has_begun = bool(raw) or bool(is_complete)
+            raw = raw.removeprefix("\n")
         if is_complete:
             self._held, self._value = rest, None
-            return [CallArguments(value.last(raw))]
-        # White space at the end may be the line break before the mark.
+            return [CallArguments(value.last(raw.removesuffix("\n")))]
         sure = len(raw) - held_back(raw, _PARAMETER_END)
         sure = len(raw[:sure].removesuffix("\n"))
         self._held = raw[sure:]
@@ -131,8 +134,12 @@ class QwenXmlParser:
         return [] if self._inside else self._text.finish()
 
 
-class _Value:
-    """One value on its way from plain text to JSON."""
+class PlainValue:
+    """One value on its way from plain text to JSON.
+
+    Args:
+        is_text: it is a string, whatever it looks like.
+    """
 
     def __init__(self, is_text: bool) -> None:
         self._is_text = is_text
@@ -140,25 +147,28 @@ class _Value:
         self._raw = ""
 
     def more(self, raw: str) -> str:
-        """What may be passed on of a part of it."""
+        """What may be passed on after a part of it."""
         if not raw:
             return ""
         if not self._is_text:
             self._raw += raw
             return ""
         lead = "" if self._has_begun else '"'
-        raw = raw if self._has_begun else raw.removeprefix("\n")
         self._has_begun = True
         return lead + _escaped(raw)
 
     def last(self, raw: str) -> str:
         """What is left of it with its end."""
-        raw = raw.removesuffix("\n")
         if not self._is_text:
-            return _as_json((self._raw + raw).removeprefix("\n"))
-        if self._has_begun:
-            return _escaped(raw) + '"'
-        return json.dumps(raw.removeprefix("\n"), ensure_ascii=False)
+            return _as_json(self._raw + raw)
+        lead = "" if self._has_begun else '"'
+        return lead + _escaped(raw) + '"'
+
+
+def types_of(schemas: Schemas, name: str) -> Mapping[str, Any]:
+    """The schema of each of a function's parameters, as far as they are known."""
+    types = schemas.get(name, {}).get("properties")
+    return types if isinstance(types, Mapping) else {}
 
 
 def is_text_only(schema: Any) -> bool:

@@ -5,8 +5,7 @@ Source: Kimi Linear, arXiv 2510.26692. Tests: tests/integration/test_transformer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -14,18 +13,6 @@ from torch import Tensor
 from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.linear_attention import DeltaAttention, DeltaInputs, load_taps
 from kvmesh.engine.weights import LayerWeights
-
-
-def sparse_layers(raw: Mapping[str, Any], num_layers: int, usual_dense: int) -> frozenset[int]:
-    """Layers with experts: as the file lists them, or all behind the first few.
-
-    Args:
-        usual_dense: how many the first few are where the file does not say.
-    """
-    types = raw.get("mlp_layer_types")
-    if types is None:
-        return frozenset(range(int(raw.get("first_k_dense_replace", usual_dense)), num_layers))
-    return frozenset(layer for layer, kind in enumerate(types) if kind == "sparse")
 
 
 def load_kda(

@@ -44,6 +44,9 @@ def test_token_bytes_are_exact_for_parts_of_characters(tokenizer: TextTokenizer)
     assert tokenizer.token_bytes(EOS) == b"<|end|>"
 
 
+_JSON = '{"a": 1, "b": "\\u00e9"}'
+
+
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
@@ -53,6 +56,8 @@ def test_token_bytes_are_exact_for_parts_of_characters(tokenizer: TextTokenizer)
             "x",
         ),
         ("{{ messages[0] | tojson }}", '{"role": "user", "content": "hi"}'),
+        ("{{ {'b': 'é', 'a': 1} | tojson(ensure_ascii=True, sort_keys=True) }}", _JSON),
+        ("{% generation %}{{ messages[0].role }}{% endgeneration %}.", "user."),
         ("{{ flag }}", "True"),
     ],
 )

@@ -83,6 +83,12 @@ V3 = V31.replace("weather<｜tool▁sep｜>", "function<｜tool▁sep｜>weather
 )
 KIMI, KIMI_SEP = "<|tool_call_begin|>functions.weather", "<|tool_call_argument_begin|>"
 KIMI_SECTION, KIMI_REST = "<|tool_calls_section_begin|>", f"{KIMI_SEP}{WEATHER}<|tool_call_end|>"
+GLM = (
+    '<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Pa"r}is\n\n2</arg_value>'
+    '<arg_key>days</arg_key>\n<arg_value>[1, {"a": null}]</arg_value>\n'
+    "<arg_key>far</arg_key><arg_value>None</arg_value></tool_call>"
+)
+
 HARMONY = "<|channel|>commentary to=functions."
 
 CASES = [
@@ -172,6 +178,10 @@ CASES = [
         "Hm.",
         [CALL, CALL],
     ),
+    ("glm45", f"Hm.\n{GLM}\n<tool_call>time\n</tool_call> end", "Hm.end", [XML_CALL, TIME]),
+    ("glm45", "<tool_call>time</tool_call><tool_call></tool_call>", "", [TIME]),
+    ("glm45", "a <tool", "a <tool", []),
+    ("glm45", f"{GLM[:58]}", "", [("weather", '{"city": "Pa\\"r')]),
     ("minimax", f"a\n<tool_calls>\n{OBJECT}\n{OBJECT}\n</tool_calls>\nb", "ab", [CALL, CALL]),
     ("minimax", "<tool_calls>\n</tool_calls>", "", []),
     ("minimax", '<tool_calls>{"a": 1', '{"a": 1', []),
@@ -259,7 +269,8 @@ def test_values_without_quotes_are_what_the_schema_says(schema: Any, text: str, 
         ("{% if builtin_tools %}<|python_tag|>{% endif %}", ToolFamily.LLAMA3_JSON),
         ("{% for tool in tools %}{{ tool.parameters }}{% endfor %}", None),
         ("<tool_call>\\n<function=name>", ToolFamily.QWEN3_CODER),
-        ("<tool_call>name\\n<arg_key>", None),
+        ("<tool_call>name\\n<arg_key>", ToolFamily.GLM45),
+        ("<other:tool_call><function=name>", None),
         ("{{ '<｜tool▁calls▁begin｜>' }}", ToolFamily.DEEPSEEK_V3),
         ("{{ '<|tool_calls_section_begin|>' }}", ToolFamily.KIMI_K2),
         ("within <tool_calls></tool_calls> tags", ToolFamily.MINIMAX),

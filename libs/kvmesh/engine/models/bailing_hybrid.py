@@ -13,11 +13,16 @@ from torch.nn import functional
 from kvmesh.engine.config import LinearConfig, ModelConfig, MoeConfig
 from kvmesh.engine.experts import load_group_routed
 from kvmesh.engine.json_fields import Fields
-from kvmesh.engine.kda import load_kda, sparse_layers
+from kvmesh.engine.kda import load_kda
 from kvmesh.engine.latent import load_latent_attention
 from kvmesh.engine.layers import DENSE_MLP, Mixer, MixerLayer, load_gated_mlp, load_mixer_layer
 from kvmesh.engine.linear_attention import DeltaInputs
-from kvmesh.engine.models.family import Family, latent_shape
+from kvmesh.engine.models.family import (
+    EXPERT_ALIASES,
+    Family,
+    grouped_experts,
+    latent_shape,
+)
 from kvmesh.engine.weights import LayerWeights
 from kvmesh.kernels.linear import Linear, make_linear
 
@@ -31,7 +36,7 @@ def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
         head_dim=latent.rope_dim,
         latent=latent,
         linear=_linear(fields, config),
-        moe=_moe(fields, config.num_layers),
+        moe=grouped_experts(fields, config.num_layers, _EXPERTS, usual_dense=2),
         attention_scale=scale * fields.yarn_scale() ** 2,
         decay_bound=bound if fields.flag("kda_safe_gate", default=True) else 0.0,
     )
@@ -56,20 +61,19 @@ def _linear(fields: Fields, config: ModelConfig) -> LinearConfig:
     )
 
 
-def _moe(fields: Fields, num_layers: int) -> MoeConfig:
-    size = fields.number("moe_intermediate_size", int, default=768)
-    return MoeConfig(
-        num_experts=fields.number("num_experts", int, default=512),
-        top_k=fields.number("num_experts_per_tok", int, default=8),
-        intermediate_size=size,
-        normalize=fields.flag("norm_topk_prob", default=True),
-        sparse_layers=sparse_layers(fields.raw, num_layers, usual_dense=2),
-        shared_size=size * fields.number("n_shared_experts", int, default=1),
-        num_groups=fields.number("n_group", int, default=8),
-        top_groups=fields.number("topk_group", int, default=4),
-        scale=fields.number("routed_scaling_factor", float, default=2.5),
-        biased_choice=True,
-    )
+_EXPERTS = MoeConfig(
+    num_experts=512,
+    top_k=8,
+    intermediate_size=768,
+    normalize=True,
+    sparse_layers=frozenset(),
+    shared_size=768,
+    num_groups=8,
+    top_groups=4,
+    scale=2.5,
+    biased_choice=True,
+)
+"""What the published files may leave out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,13 +148,7 @@ FAMILY = Family(
     _load_layer,
     head_dim=128,
     rope_theta=6e6,
-    aliases=(
-        ("model_max_length", "max_position_embeddings"),
-        ("moe_renormalize", "norm_topk_prob"),
-        ("num_expert_group", "n_group"),
-        ("num_experts_per_token", "num_experts_per_tok"),
-        ("num_shared_experts", "n_shared_experts"),
-    ),
+    aliases=EXPERT_ALIASES,
     tensor_names=(
         ("model.embed_tokens.", "model.word_embeddings."),
         (".self_attn.o_proj.", ".self_attn.dense."),

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvmesh.core.errors import CheckpointError
-from kvmesh.engine.config import LatentConfig, ModelConfig
+from kvmesh.engine.config import LatentConfig, ModelConfig, MoeConfig
 from kvmesh.engine.json_fields import Fields
 from kvmesh.engine.layers import Layer
 from kvmesh.engine.weights import LayerWeights
@@ -109,3 +109,52 @@ def latent_shape(fields: Fields, *, interleaved: bool) -> LatentConfig:
         value_dim=fields.number("v_head_dim", int, default=128),
         interleaved=interleaved,
     )
+
+
+EXPERT_ALIASES = (
+    ("model_max_length", "max_position_embeddings"),
+    ("moe_renormalize", "norm_topk_prob"),
+    ("num_expert_group", "n_group"),
+    ("num_experts_per_token", "num_experts_per_tok"),
+    ("num_shared_experts", "n_shared_experts"),
+)
+"""What published files of Kimi Linear and Ling call keys that transformers names otherwise."""
+
+
+def grouped_experts(
+    fields: Fields, num_layers: int, usual: MoeConfig, *, usual_dense: int
+) -> MoeConfig:
+    """Experts in groups, chosen by biased scores.
+
+    Args:
+        usual: where config.json leaves something out.
+        usual_dense: how many of the first layers have no experts where it does not say.
+
+    Raises:
+        CheckpointError: a value is malformed.
+    """
+    size = fields.number("moe_intermediate_size", int, default=usual.intermediate_size)
+    return replace(
+        usual,
+        num_experts=fields.number("num_experts", int, default=usual.num_experts),
+        top_k=fields.number("num_experts_per_tok", int, default=usual.top_k),
+        intermediate_size=size,
+        normalize=fields.flag("norm_topk_prob", default=usual.normalize),
+        sparse_layers=sparse_layers(fields.raw, num_layers, usual_dense),
+        shared_size=size * fields.number("n_shared_experts", int, default=1),
+        num_groups=fields.number("n_group", int, default=usual.num_groups),
+        top_groups=fields.number("topk_group", int, default=usual.top_groups),
+        scale=fields.number("routed_scaling_factor", float, default=usual.scale),
+    )
+
+
+def sparse_layers(raw: Mapping[str, Any], num_layers: int, usual_dense: int) -> frozenset[int]:
+    """Layers with experts: as the file lists them, or all behind the first few.
+
+    Args:
+        usual_dense: how many the first few are where the file does not say.
+    """
+    types = raw.get("mlp_layer_types")
+    if types is None:
+        return frozenset(range(int(raw.get("first_k_dense_replace", usual_dense)), num_layers))
+    return frozenset(layer for layer, kind in enumerate(types) if kind == "sparse")

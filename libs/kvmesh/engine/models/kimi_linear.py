@@ -16,11 +16,16 @@ from kvmesh.core.errors import CheckpointError
 from kvmesh.engine.config import LinearConfig, ModelConfig, MoeConfig
 from kvmesh.engine.experts import W1_W3_W2, load_group_routed, load_mlp
 from kvmesh.engine.json_fields import Fields
-from kvmesh.engine.kda import load_kda, sparse_layers
+from kvmesh.engine.kda import load_kda
 from kvmesh.engine.latent import load_latent_attention
 from kvmesh.engine.layers import Mixer, MixerLayer, load_mixer_layer
 from kvmesh.engine.linear_attention import DeltaAttention, DeltaInputs
-from kvmesh.engine.models.family import Family, latent_shape
+from kvmesh.engine.models.family import (
+    EXPERT_ALIASES,
+    Family,
+    grouped_experts,
+    latent_shape,
+)
 from kvmesh.engine.weights import LayerWeights
 from kvmesh.kernels.linear import Linear, make_linear
 
@@ -36,7 +41,7 @@ def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
         head_dim=latent.rope_dim,
         latent=latent,
         linear=_linear(fields, config.num_layers),
-        moe=_moe(fields, config.num_layers),
+        moe=grouped_experts(fields, config.num_layers, _EXPERTS, usual_dense=1),
         attention_scale=(latent.nope_dim + latent.rope_dim) ** -0.5,
     )
 
@@ -65,20 +70,19 @@ def _linear(fields: Fields, num_layers: int) -> LinearConfig:
     )
 
 
-def _moe(fields: Fields, num_layers: int) -> MoeConfig:
-    size = fields.number("moe_intermediate_size", int, default=1024)
-    return MoeConfig(
-        num_experts=fields.number("num_experts", int, default=256),
-        top_k=fields.number("num_experts_per_tok", int, default=8),
-        intermediate_size=size,
-        normalize=fields.flag("norm_topk_prob", default=True),
-        sparse_layers=sparse_layers(fields.raw, num_layers, usual_dense=1),
-        shared_size=size * fields.number("n_shared_experts", int, default=1),
-        num_groups=fields.number("n_group", int, default=1),
-        top_groups=fields.number("topk_group", int, default=1),
-        scale=fields.number("routed_scaling_factor", float, default=2.446),
-        biased_choice=True,
-    )
+_EXPERTS = MoeConfig(
+    num_experts=256,
+    top_k=8,
+    intermediate_size=1024,
+    normalize=True,
+    sparse_layers=frozenset(),
+    shared_size=1024,
+    num_groups=1,
+    top_groups=1,
+    scale=2.446,
+    biased_choice=True,
+)
+"""What the published files may leave out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,11 +157,5 @@ def _load_layer(weights: LayerWeights, config: ModelConfig) -> MixerLayer:
 FAMILY = Family(
     _configure,
     _load_layer,
-    aliases=(
-        ("model_max_length", "max_position_embeddings"),
-        ("moe_renormalize", "norm_topk_prob"),
-        ("num_expert_group", "n_group"),
-        ("num_experts_per_token", "num_experts_per_tok"),
-        ("num_shared_experts", "n_shared_experts"),
-    ),
+    aliases=EXPERT_ALIASES,
 )
