@@ -12,14 +12,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from kvmesh.core.types import Refusal, RefusalReason, SamplingParams, SequenceSpec
-from kvmesh.kv.hashing import root_hash
+from kvmesh.core.errors import RefusedError
+from kvmesh.core.types import Endpoint, Refusal, RefusalReason, SamplingParams, SequenceSpec
+from kvmesh.kv.hashing import HashChain, join_hashes, root_hash
+from kvmesh.rpc.channels import TlsConfig
+from kvmesh.rpc.convert import kv_layout_to_proto
+from kvmesh.rpc.pool_client import PoolClient
 from kvmesh.runtime.prefix_queries import PrefixQueries
 from kvmesh.runtime.query_answers import QueryAnswers
 from kvmesh.runtime.worker import Worker
 from kvmesh.runtime.worker_config import EngineSection, FetchSection, WorkerSection
+from kvmesh.transfer.asker import Holder, RemoteBlocks
 from kvmesh.transfer.query_ops import QueryGrant
+from kvmesh.transfer.reader import ReadLease
+from kvmesh.transfer.remote_attention import PartialAnswer
+from kvmesh.v1.kv_pool_service_pb2 import LeaseBlocksRequest
 from tests.remote_prefix import TinyEngine
 from tests.unit.engine.tiny_checkpoint import write_checkpoint
 from tests.worker_driver import Driver, Key, driving, running_worker, until_idle
@@ -219,4 +228,57 @@ async def test_a_worker_that_must_not_ask_computes(folder: Path) -> None:
         spec = spec_of([*prompt(30), *prompt(10, seed=1)])
         assert await driver.generate(p0, d0, Key("second"), spec) == reference(folder, spec)
         assert p0.queries is None
+        await until_idle(p0, d0)
+
+
+async def test_a_read_lease_is_a_right_to_ask_while_it_lasts(folder: Path) -> None:
+    async with workers(folder) as (p0, d0, driver):
+        spec = spec_of(prompt(30))
+        await driver.generate(d0, d0, Key("first"), spec)
+        hashes = HashChain(spec.root_hash, BLOCK, spec.token_ids).hashes
+        client = PoolClient(TlsConfig())
+        port = d0._context.port
+        request = LeaseBlocksRequest(
+            incarnation=d0.incarnation,
+            reader_worker_id="p0",
+            layout=kv_layout_to_proto(d0.core.spec.layout),
+            block_hashes=join_hashes(hashes),
+        )
+        message = await client.lease(Endpoint("127.0.0.1", port), request, 5)
+        lease = ReadLease(
+            message.lease_id,
+            d0.worker_id,
+            message.incarnation,
+            message.generation,
+            message.capability,
+            Endpoint(message.data_endpoint.host, message.data_endpoint.port),
+        )
+        asker = queries_of(p0)._asker
+        queries = torch.randn(3, 4, 8)
+        operand = queries.view(torch.uint8).numpy().data.cast("B")
+
+        def ask(claimed: ReadLease, blocks: range) -> PartialAnswer:
+            remote = RemoteBlocks(asker, Holder.of_lease(claimed), blocks)
+            return remote.ask(1, operand, queries.shape, 0.5).wait()
+
+        answer = await asyncio.to_thread(ask, lease, range(2, 7))
+        partial = d0._runner.partial_attention
+        assert partial is not None
+        held = d0.core.pool.match(hashes)[2:7]
+        assert (bytes(answer.output), bytes(answer.lse)) == tuple(
+            bytes(part) for part in partial.attend(1, held, operand, 0.5)
+        )
+        with pytest.raises(RefusedError, match=r"^blocks: 2\+6 of 7"):
+            await asyncio.to_thread(ask, lease, range(2, 8))
+        for wrong in (
+            replace(lease, capability=b"guess"),
+            replace(lease, generation=2),
+            replace(lease, lease_id=99),
+        ):
+            with pytest.raises(RefusedError):
+                await asyncio.to_thread(ask, wrong, range(2))
+        d0.pool._table.close(lease.lease_id, lease.incarnation, lease.capability, 0.0)
+        d0.pool.expire_leases()
+        d0.pool._release()
+        await client.close()
         await until_idle(p0, d0)

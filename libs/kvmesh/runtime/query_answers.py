@@ -42,7 +42,7 @@ class QueryAnswers:
 
     Args:
         partial: what computes.
-        givers: by kind of claim; a kind without one is refused.
+        givers: of each kind of claim.
     """
 
     def __init__(
@@ -78,10 +78,7 @@ class QueryAnswers:
         if arguments.num_heads != self._partial.num_heads:
             text = f"heads: {arguments.num_heads}, the model has {self._partial.num_heads}"
             return Refusal(RefusalReason.INVALID, text)
-        giver = self._givers.get(arguments.kind)
-        if giver is None:
-            return Refusal(RefusalReason.INVALID, f"kind: {arguments.kind.name} names nothing here")
-        claimed = giver.claimed_blocks(arguments.claim)
+        claimed = self._givers[arguments.kind].claimed_blocks(arguments.claim)
         if isinstance(claimed, Refusal):
             return claimed
         end = arguments.first + arguments.count

@@ -191,8 +191,16 @@ class Asker:
             line = self._lines[key] = self._open(holder)
         return line
 
+    def _forget_earlier_lives(self, peer: PeerKey) -> None:
+        """A worker that was started again is another one, and its old line is dead."""
+        for key in [k for k in self._lines if k[0].worker_id == peer.worker_id and k[0] != peer]:
+            self._lines.pop(key).close()
+            self._speeds.pop(key[0], None)
+            self._mute.discard(key[0])
+
     def _open(self, holder: Holder) -> QueryLine:
         options = self._options
+        self._forget_earlier_lives(holder.peer)
         # Operands and answers come over a connection of ours in any case.
         there = {NIXL: TCP, LOCAL: SHM}
         kinds = tuple(dict.fromkeys(there.get(kind, kind) for kind in options.kinds))
