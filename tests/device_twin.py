@@ -1,4 +1,4 @@
-"""A device in host memory: what `CudaDriver` does, without CUDA.
+"""A device in host memory, in a memfd of its own: what `CudaDriver` does, without CUDA.
 
 Pools on it are the product's `DeviceKvPool`, whose bytes channels reach through kernels' twins and
 staging memory alone; what is not copied properly does not arrive.
@@ -6,7 +6,11 @@ staging memory alone; what is not copied properly does not arrive.
 
 from __future__ import annotations
 
+import mmap
+import os
+import struct
 import threading
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -15,6 +19,11 @@ from torch import Tensor
 from kvmesh.core.errors import LostError
 from kvmesh.core.types import KvLayout
 from kvmesh.engine.device_pool import DeviceKvPool
+from kvmesh.transfer.device import HANDLE_BYTES
+from kvmesh.transfer.memory import create_shared
+
+_HANDLE = struct.Struct(f"<QI{HANDLE_BYTES - 12}x")
+_BEFORE = 4096
 
 
 class TwinDriver:
@@ -24,6 +33,8 @@ class TwinDriver:
         num_marks: calls of `mark`.
         pinned_bytes: reachable by the device now.
         is_broken: copies fail as those of a device that fell off its bus.
+        is_private: its memory cannot be shared.
+        num_open: memory of others that is mapped.
     """
 
     def __init__(self) -> None:
@@ -31,6 +42,8 @@ class TwinDriver:
         self.num_marks = 0
         self.pinned_bytes = 0
         self.is_broken = False
+        self.is_private = False
+        self.num_open = 0
         self.threads: set[str] = set()
         self._queue = threading.Lock()
 
@@ -50,6 +63,35 @@ class TwinDriver:
 
     def unpin(self, pinned: Tensor) -> None:
         self.pinned_bytes -= pinned.nbytes
+
+    def zeros(self, num_bytes: int) -> Tensor:
+        # The pool does not begin where its memory does, as in an allocation shared with others.
+        self._fd, memory = create_shared("twin", _BEFORE + num_bytes)
+        self._finalizer = weakref.finalize(self, os.close, self._fd)
+        return torch.frombuffer(memory, dtype=torch.uint8)[_BEFORE:]
+
+    def export(self, memory: Tensor) -> tuple[bytes, int]:
+        if self.is_private:
+            raise LostError("this memory cannot be shared")
+        return _HANDLE.pack(os.getpid(), self._fd), _BEFORE
+
+    def open(self, handle: bytes, num_bytes: int) -> Tensor:
+        pid, number = _HANDLE.unpack(handle)
+        try:
+            fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
+        except OSError as error:
+            raise LostError(f"no such memory: {error}") from error
+        try:
+            mapped = mmap.mmap(fd, num_bytes)
+        except (OSError, ValueError) as error:
+            raise LostError(f"smaller than announced: {error}") from error
+        finally:
+            os.close(fd)
+        self.num_open += 1
+        return torch.frombuffer(mapped, dtype=torch.uint8)
+
+    def close(self, handle: bytes) -> None:
+        self.num_open -= 1
 
 
 class TwinPool(DeviceKvPool):

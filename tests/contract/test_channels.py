@@ -55,6 +55,7 @@ CHANNELS = {
     "tcp_with_budget": replace(PLAIN, kinds=("tcp",), budget_bytes_s=400e6),
     "tcp_tls": replace(PLAIN, kinds=("tcp",)),
     "local_device_to_device": replace(PLAIN, kinds=("local",), staging_bytes=STAGING),
+    "ipc_device_to_device": replace(PLAIN, kinds=("ipc",)),
     "shm_device_to_device": replace(PLAIN, kinds=("shm",), staging_bytes=STAGING),
     "tcp_device_to_device": replace(PLAIN, kinds=("tcp",)),
 }

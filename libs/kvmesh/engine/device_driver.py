@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvmesh.core.errors import LostError
+from kvmesh.engine.cuda_ipc import CudaIpc
 
 
 class DeviceDriver(Protocol):
@@ -50,15 +51,48 @@ class DeviceDriver(Protocol):
         """Undoes `pin`."""
         ...
 
+    def zeros(self, num_bytes: int) -> Tensor:
+        """Memory of the device: [bytes] uint8."""
+        ...
+
+    def export(self, memory: Tensor) -> tuple[bytes, int]:
+        """Handle of the allocation that memory lies in, and the memory's offset in it.
+
+        Raises:
+            LostError: it cannot be shared.
+        """
+        ...
+
+    def open(self, handle: bytes, num_bytes: int) -> Tensor:
+        """The first so many bytes of an allocation of another process: [bytes] uint8.
+
+        Raises:
+            LostError: it cannot be mapped, or is smaller.
+        """
+        ...
+
+    def close(self, handle: bytes) -> None:
+        """Undoes one `open`; its tensor is gone, and nothing is under way.
+
+        Raises:
+            LostError: the device refuses.
+        """
+        ...
+
 
 class CudaDriver:
     """A CUDA device. Copies run on a stream of higher priority than the steps'."""
 
     def __init__(self, device: str) -> None:
-        """Args: device: "cuda" or "cuda:N"."""
+        """Starts nothing.
+
+        Args:
+            device: "cuda" or "cuda:N".
+        """
         index = torch.device(device).index
         self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
         self._stream = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
+        self._ipc: CudaIpc | None = None
         self._marked = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def mark(self) -> None:
@@ -92,3 +126,47 @@ class CudaDriver:
         with torch.cuda.device(self.device):
             runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             runtime.cudaHostUnregister(pinned.data_ptr())
+
+    def zeros(self, num_bytes: int) -> Tensor:
+        """See `DeviceDriver.zeros`."""
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
+
+    def export(self, memory: Tensor) -> tuple[bytes, int]:
+        """See `DeviceDriver.export`. Memory of torch's expandable segments cannot be shared."""
+        return self._calls().export(memory.data_ptr(), memory.nbytes)
+
+    def open(self, handle: bytes, num_bytes: int) -> Tensor:
+        """See `DeviceDriver.open`."""
+        calls = self._calls()
+        address = calls.open(handle, num_bytes)
+        try:
+            # Asked for on the device where it is: anywhere else torch would make a copy.
+            device = torch.device("cuda", calls.ordinal_of(address))
+            opened = torch.as_tensor(_CudaBytes(address, num_bytes), device=device)
+            if opened.data_ptr() != address:
+                raise LostError(f"{self.device}: memory of {device} is out of reach")
+        except (LostError, RuntimeError) as error:
+            calls.close(handle)
+            raise LostError(str(error)) from error
+        return opened
+
+    def close(self, handle: bytes) -> None:
+        """See `DeviceDriver.close`."""
+        self._calls().close(handle)
+
+    def _calls(self) -> CudaIpc:
+        if self._ipc is None:
+            self._ipc = CudaIpc(self.device.index)
+        return self._ipc
+
+
+class _CudaBytes:
+    """Memory by its address, in the words of the CUDA array interface."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }

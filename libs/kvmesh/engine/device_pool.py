@@ -15,7 +15,7 @@ from kvmesh.core.types import KvLayout
 from kvmesh.engine.device_driver import DeviceDriver
 from kvmesh.engine.kv_shape import SPARE_BLOCKS, TORCH_DTYPES, pool_shape
 from kvmesh.kernels.block_ops import copy_pieces
-from kvmesh.transfer.device import Pieces
+from kvmesh.transfer.device import Pieces, SharedMemory
 
 
 class PinnedStaging:
@@ -81,6 +81,41 @@ class PinnedStaging:
         self._bounce = torch.empty(self._host.nbytes, dtype=torch.uint8, device=self._driver.device)
 
 
+class MappedPeer:
+    """A pool of another process (`transfer.device.PeerMemory`)."""
+
+    def __init__(self, driver: DeviceDriver, pool: Tensor, memory: SharedMemory) -> None:
+        """Maps it.
+
+        Args:
+            pool: [bytes] uint8, this side's memory.
+
+        Raises:
+            LostError: it cannot be mapped.
+        """
+        self._driver = driver
+        self._pool = pool
+        self._handle = memory.handle
+        end = memory.offset + memory.num_bytes
+        self._peer: Tensor | None = driver.open(memory.handle, end)[memory.offset :]
+
+    def copy(self, targets: Pieces, sources: Pieces) -> None:
+        """See `PeerMemory.copy`: one kernel, straight from block to block."""
+        assert self._peer is not None, "the mapping is closed"
+        assert targets.size == sources.size, "pieces fit"
+        assert len(targets.starts) == len(sources.starts), "as many pieces here as there"
+        peer = self._peer
+        assert int(sources.starts.max()) + sources.size <= peer.nbytes, "outside of the pool"
+        places = torch.from_numpy(np.stack([targets.starts, sources.starts], axis=1))
+        self._driver.run(lambda: copy_pieces(self._pool, peer, places, targets.size))
+
+    def close(self) -> None:
+        """See `PeerMemory.close`."""
+        if self._peer is not None:
+            self._peer = None
+            self._driver.close(self._handle)
+
+
 class DeviceKvPool:
     """A pool that only its device reaches (`transfer.device.DevicePool`)."""
 
@@ -88,11 +123,9 @@ class DeviceKvPool:
         assert num_blocks > 0, "a pool needs a block"
         self._num_blocks = num_blocks
         self._driver = driver
-        self._tensor: Tensor | None = torch.zeros(
-            pool_shape(layout, num_blocks + SPARE_BLOCKS),
-            dtype=TORCH_DTYPES[layout.dtype],
-            device=driver.device,
-        )
+        memory = driver.zeros((num_blocks + SPARE_BLOCKS) * layout.block_bytes)
+        shape = pool_shape(layout, num_blocks + SPARE_BLOCKS)
+        self._tensor: Tensor | None = memory.view(TORCH_DTYPES[layout.dtype]).view(shape)
         # Runs that are being received, until `written` copies them over.
         self._arriving: dict[tuple[int, int], Tensor] = {}
         self.computed()
@@ -120,6 +153,20 @@ class DeviceKvPool:
     def staging(self, memory: memoryview) -> PinnedStaging:
         """See `DevicePool.staging`."""
         return PinnedStaging(self._driver, self._bytes, memory)
+
+    def share(self) -> SharedMemory:
+        """See `SharedPool.share`."""
+        memory = self._bytes
+        handle, offset = self._driver.export(memory)
+        return SharedMemory(handle, offset, memory.nbytes)
+
+    def settle(self) -> None:
+        """See `SharedPool.settle`."""
+        self._driver.run(lambda: None)
+
+    def map_peer(self, memory: SharedMemory) -> MappedPeer:
+        """See `SharedPool.map_peer`."""
+        return MappedPeer(self._driver, self._bytes, memory)
 
     def read_view(self, first_block: int, num_blocks: int) -> memoryview:
         """A copy of the run as it is after all steps launched so far."""

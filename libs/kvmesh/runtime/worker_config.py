@@ -44,7 +44,9 @@ class WorkerSection:
     decode_slots: int = option(32, "sequences held at once, reservations included")
     lease_s: float = option(10.0, "a reservation without renewal or progress ends after this")
     stall_s: float = option(5.0, "a transfer without progress fails after this")
-    channels: str = option("local,shm,tcp", "kinds of data channel that may be used, best first")
+    channels: str = option(
+        "local,ipc,shm,tcp", "kinds of data channel that may be used, best first"
+    )
     transfer_mode: str = option("auto", "when KV leaves: auto, whole, chunked or layered")
 
 

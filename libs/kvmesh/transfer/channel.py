@@ -16,9 +16,9 @@ from kvmesh.core.types import HostRoute, Reservation
 from kvmesh.transfer.alignment import Run
 from kvmesh.transfer.frames import BlockPart
 
-LOCAL, SHM, NIXL, TCP = "local", "shm", "nixl", "tcp"
-KINDS = (LOCAL, SHM, NIXL, TCP)
-DEFAULT_KINDS = (LOCAL, SHM, TCP)
+LOCAL, IPC, SHM, NIXL, TCP = "local", "ipc", "shm", "nixl", "tcp"
+KINDS = (LOCAL, IPC, SHM, NIXL, TCP)
+DEFAULT_KINDS = (LOCAL, IPC, SHM, TCP)
 """Fastest first; those that need nothing that is not always there."""
 
 PieceT = TypeVar("PieceT")
@@ -85,6 +85,7 @@ def usable_kinds(
     *,
     same_process: bool,
     has_memfd: bool,
+    has_ipc: bool = False,
     has_nixl: bool = False,
     here: str,
     there: HostRoute | None,
@@ -94,6 +95,7 @@ def usable_kinds(
     Args:
         same_process: the peer is served by this process.
         has_memfd: this worker's pool can be mapped by others.
+        has_ipc: this worker's pool is on a device, and nothing speaks against that with this peer.
         has_nixl: this worker's engine is there, and nothing speaks against it with this peer.
         here: identity of this host.
         there: where the peer is reached on its host; None: by network only.
@@ -101,6 +103,7 @@ def usable_kinds(
     same_host = there is not None and there.host_id == here and here != ""
     usable = {
         LOCAL: same_process,
+        IPC: same_host and has_ipc,
         SHM: same_host and has_memfd,
         NIXL: has_nixl and has_memfd,
         TCP: True,

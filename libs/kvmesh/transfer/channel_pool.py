@@ -20,15 +20,17 @@ from kvmesh.policy.link import LinkView
 from kvmesh.transfer.alignment import Run, tabled
 from kvmesh.transfer.channel import (
     DEFAULT_KINDS,
+    IPC,
     LOCAL,
     NIXL,
     SHM,
     SendChannel,
     usable_kinds,
 )
-from kvmesh.transfer.device import DevicePool
+from kvmesh.transfer.device import DevicePool, SharedPool
 from kvmesh.transfer.frames import BlockPart, Checksum
 from kvmesh.transfer.host import host_id
+from kvmesh.transfer.ipc_channel import IpcChannel
 from kvmesh.transfer.lane import LaneOptions, PeerKey
 from kvmesh.transfer.local_channel import PROCESS_HUB, LocalChannel, LocalHub
 from kvmesh.transfer.memory import MappablePool, PoolMemory
@@ -129,6 +131,7 @@ class ChannelPool:
         self._block_bytes = identity.layout.block_bytes
         self._options = options or SendOptions()
         self._staging: StagingRing | None = None
+        self._shared = memory if isinstance(memory, SharedPool) else None
         if isinstance(memory, DevicePool):
             size = self._options.staging_bytes
             self._staging = StagingRing(memory, self._block_bytes, size)
@@ -142,7 +145,7 @@ class ChannelPool:
         self._nixl: NixlOwner | None = None
         if NIXL in self._options.kinds and is_installed() and isinstance(memory, MappablePool):
             self._nixl = NixlOwner(memory)
-        self._out_of_nixl: set[PeerKey] = set()
+        self._barren: set[tuple[PeerKey, str]] = set()
         load_native()  # compiled at the first start on a machine, and not in the first transfer
         self._threads = ThreadPoolExecutor(_MAX_THREADS, "kv-send")
         self._closed = False
@@ -181,9 +184,10 @@ class ChannelPool:
             raise
         except LostError:
             meter.lost += 1
-            if isinstance(channel, NixlChannel) and channel.is_barren:
+            if isinstance(channel, NixlChannel | IpcChannel) and channel.is_barren:
                 # The engines do not reach each other: this life of the peer gets another kind.
-                self._out_of_nixl.add(PeerKey(reservation.worker_id, reservation.incarnation))
+                peer = PeerKey(reservation.worker_id, reservation.incarnation)
+                self._barren.add((peer, key.channel))
             raise
         finally:
             meter.end(num_bytes, now())
@@ -297,7 +301,8 @@ class ChannelPool:
             self._options.kinds,
             same_process=self._hub.find(address.peer) is not None,
             has_memfd=isinstance(self._memory, MappablePool),
-            has_nixl=self._nixl is not None and address.peer not in self._out_of_nixl,
+            has_ipc=self._shared is not None and (address.peer, IPC) not in self._barren,
+            has_nixl=self._nixl is not None and (address.peer, NIXL) not in self._barren,
             here=self._host_id,
             there=address.route,
         )
@@ -328,6 +333,12 @@ class ChannelPool:
             if end is None:
                 raise LostError(f"{peer.worker_id} has left this process")
             return LocalChannel(me, end, self._hub, memory, meter, self._threads)
+        if kind == IPC:
+            assert address.route is not None, "usable on the same host only"
+            assert self._shared is not None, "usable with a device only"
+            return await IpcChannel.open(
+                me, peer, address.route, link_id, lane, self._shared, meter, self._threads
+            )
         if kind == SHM:
             assert address.route is not None, "usable on the same host only"
             return await ShmChannel.open(

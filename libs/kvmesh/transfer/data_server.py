@@ -21,11 +21,12 @@ from types import MappingProxyType
 
 from kvmesh.core.errors import LostError
 from kvmesh.core.types import Endpoint, HostRoute
-from kvmesh.transfer.channel import DEFAULT_KINDS, LOCAL, NIXL, SHM, TCP
+from kvmesh.transfer.channel import DEFAULT_KINDS, IPC, LOCAL, NIXL, SHM, TCP
 from kvmesh.transfer.device import DevicePool
 from kvmesh.transfer.frame_socket import FrameSocket
 from kvmesh.transfer.frames import Checksum, LinkTerms
 from kvmesh.transfer.host import host_id
+from kvmesh.transfer.ipc_channel import ENGINE
 from kvmesh.transfer.local_channel import PROCESS_HUB, LocalEnd, LocalHub
 from kvmesh.transfer.memory import PoolMemory
 from kvmesh.transfer.meters import (
@@ -136,6 +137,8 @@ class DataServer:
         self._serving: set[asyncio.Task[None]] = set()
         self._meters: dict[LinkKey, LinkMeter] = {}
         self._state = ServerState(copy_threads=self._options.copy_threads)
+        if IPC in self._options.kinds:
+            self._state.pool = memory
         if isinstance(memory, DevicePool):
             size = self._options.staging_bytes
             self._state.staging = StagingRing(memory, identity.layout.block_bytes, size)
@@ -154,7 +157,7 @@ class DataServer:
         tcp = await listen(options.host, options.port)
         self._listen(tcp, self._serve_tcp)
         route = None
-        if SHM in options.kinds and (here := host_id()):
+        if {SHM, IPC} & set(options.kinds) and (here := host_id()):
             # A folder that only this user may enter: its peers are let into each other's memory.
             self._folder = Path(tempfile.mkdtemp(prefix="kvmesh-"))
             route = HostRoute(here, str(self._folder / _SOCKET_NAME))
@@ -274,6 +277,6 @@ class DataServer:
     ) -> tuple[LinkKey, LinkMeter, TransferObserver]:
         assert machine.peer is not None, "greeted"
         if machine.offer is not None and machine.offer.segment is not None:
-            kind = NIXL
+            kind = IPC if machine.offer.segment.engine == ENGINE else NIXL
         key = LinkKey(machine.peer, kind, "received")
         return key, self._meters.setdefault(key, LinkMeter()), self._observer

@@ -15,6 +15,9 @@ from numpy.typing import NDArray
 from kvmesh.transfer.frames import BlockPart
 from kvmesh.transfer.run_table import blocks_of, numbers_of
 
+HANDLE_BYTES = 64
+"""Of the name by which a device knows memory of another process."""
+
 Starts: TypeAlias = NDArray[np.int64]
 
 
@@ -93,5 +96,70 @@ class DevicePool(Protocol):
 
         Raises:
             LostError: the device refuses.
+        """
+        ...
+
+
+class SharedMemory(NamedTuple):
+    """A pool's memory as another process of the host finds it.
+
+    Attributes:
+        handle: of the allocation it lies in; `HANDLE_BYTES` of the device's own words.
+        offset: of the pool's first byte in the allocation.
+        num_bytes: of the pool.
+    """
+
+    handle: bytes
+    offset: int
+    num_bytes: int
+
+
+class PeerMemory(Protocol):
+    """A pool of another process, mapped into this pool's device."""
+
+    def copy(self, targets: Pieces, sources: Pieces) -> None:
+        """Copies pieces of the peer's pool into as many of this one; as `StagingMemory.scatter`.
+
+        Blocks its thread until the device is done; several threads may call it at once.
+
+        Raises:
+            LostError: the device failed.
+        """
+        ...
+
+    def close(self) -> None:
+        """Unmaps it; nothing is under way. May be called again.
+
+        Raises:
+            LostError: the device failed.
+        """
+        ...
+
+
+@runtime_checkable
+class SharedPool(DevicePool, Protocol):
+    """A device pool that devices of other processes may read. The methods block."""
+
+    def share(self) -> SharedMemory:
+        """How they find it.
+
+        Raises:
+            LostError: this device, or this memory, cannot be shared.
+        """
+        ...
+
+    def settle(self) -> None:
+        """Returns when every step that was launched so far has written.
+
+        Raises:
+            LostError: the device failed.
+        """
+        ...
+
+    def map_peer(self, memory: SharedMemory) -> PeerMemory:
+        """Maps the pool of another process.
+
+        Raises:
+            LostError: it is not there, or out of this device's reach.
         """
         ...

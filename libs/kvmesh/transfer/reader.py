@@ -16,7 +16,7 @@ from functools import partial
 from kvmesh.core.errors import LostError, ProtocolError, RefusedError
 from kvmesh.core.types import Endpoint, HostRoute, Refusal, WorkerId
 from kvmesh.transfer.alignment import Run, split_runs
-from kvmesh.transfer.channel import LOCAL, NIXL, SHM, TCP, carry_all, usable_kinds
+from kvmesh.transfer.channel import IPC, LOCAL, NIXL, SHM, TCP, carry_all, usable_kinds
 from kvmesh.transfer.channel_pool import SendOptions
 from kvmesh.transfer.checksums import checksum_function
 from kvmesh.transfer.codec import encode_frame
@@ -44,6 +44,8 @@ from kvmesh.transfer.wire import Wire
 
 PIECE_BYTES = 8 << 20
 """Payload of one answer, unless one block is larger."""
+_READ_OVER = {IPC: SHM, NIXL: TCP}
+"""What stands in for channels that only write."""
 _MAX_THREADS = 16
 _MAX_TRIES = 3
 _LINK_ID_BITS = 64
@@ -249,7 +251,7 @@ class BlockReader:
         options = self._options
         peer = PeerKey(lease.worker_id, lease.incarnation)
         # What is read by GET comes over a connection of ours in any case.
-        kinds = tuple(dict.fromkeys(TCP if kind == NIXL else kind for kind in options.kinds))
+        kinds = tuple(dict.fromkeys(_READ_OVER.get(kind, kind) for kind in options.kinds))
         usable = usable_kinds(
             kinds,
             same_process=False,

@@ -18,10 +18,13 @@ from kvmesh.transfer.decoder import PayloadStart
 from kvmesh.transfer.device import Pieces
 from kvmesh.transfer.frame_socket import FrameSocket
 from kvmesh.transfer.frames import BlockPart, Checksum, GetFrame, PullFrame, PutFrame, QueryFrame
+from kvmesh.transfer.ipc_channel import ENGINE as IPC_ENGINE
+from kvmesh.transfer.ipc_channel import IpcReader
 from kvmesh.transfer.memory import (
     COPY_INLINE_BYTES,
     MappedPool,
     MappingError,
+    PoolMemory,
     copy_ranges,
     places_of,
 )
@@ -61,6 +64,7 @@ class ServerState:
         lanes: the newest connection of each (peer, link id, lane).
         copy_threads: that share one large copy out of a peer's pool.
         readers: of peers' segments; None: no engine is to be used.
+        pool: that grants lie in, for peers whose devices read each other's; None: for no peer.
         staging: what blocks of a device pool arrive through; None: the pool is in host memory.
     """
 
@@ -68,6 +72,7 @@ class ServerState:
     lanes: dict[tuple[WorkerId, int, int], FrameSocket] = field(default_factory=dict)
     copy_threads: int = 1
     readers: NixlReaders | None = None
+    pool: PoolMemory | None = None
     staging: StagingRing | None = None
 
 
@@ -92,6 +97,7 @@ class ServerChannel:
         self._threads = threads
         self._pool: MappedPool | None = None
         self._reader: NixlReader | None = None
+        self._device: IpcReader | None = None
         self._lane: tuple[WorkerId, int, int] | None = None
 
     async def serve(self, hello_timeout_s: float, metering: Metering) -> str:
@@ -125,6 +131,8 @@ class ServerChannel:
             self._pool.close()
         if self._reader is not None:
             self._reader.kill()
+        if self._device is not None:
+            self._device.close()
         if self._lane is not None and self._state.lanes.get(self._lane) is self._frames:
             del self._state.lanes[self._lane]
 
@@ -139,7 +147,7 @@ class ServerChannel:
         answer = action.frame
         if self._machine.peer is not None:
             try:
-                self._take_offer(self._machine.peer)
+                await self._take_offer(self._machine.peer)
             except MappingError as error:
                 answer = self._machine.turn_away("mapping", str(error))
             except EngineError as error:
@@ -147,12 +155,20 @@ class ServerChannel:
         await self._frames.send(encode_frame(answer))
         return self._machine.peer is not None
 
-    def _take_offer(self, peer: WorkerId) -> None:
+    async def _take_offer(self, peer: WorkerId) -> None:
         offer = self._machine.offer
         self._frames.decoder.sum = checksum_function(self._machine.terms.checksum)
         if offer is None:
             return
-        if offer.segment is not None:
+        if offer.segment is not None and offer.segment.engine == IPC_ENGINE:
+            self._device = await IpcReader.open(
+                self._state.pool,
+                offer.segment,
+                offer.pool_blocks,
+                self._machine.block_bytes,
+                self._threads,
+            )
+        elif offer.segment is not None:
             if self._state.readers is None:
                 raise EngineError(f"no {offer.segment.engine} here")
             self._reader = self._state.readers.open(offer.segment)
@@ -305,6 +321,9 @@ class ServerChannel:
         try:
             if self._reader is not None:
                 await self._read_segment(self._reader, pull, grant)
+            elif self._device is not None:
+                assert grant.pieces is not None, "the pool is on a device, or was not mapped"
+                await self._device.read(grant.pieces, pull)
             elif grant.pieces is not None:
                 await self._copy_staged(pull, grant.pieces)
             elif num_bytes <= COPY_INLINE_BYTES:

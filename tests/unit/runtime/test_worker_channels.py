@@ -16,7 +16,7 @@ from kvmesh.transfer.frames import Checksum
 def test_defaults_allow_every_channel_with_a_checksum() -> None:
     send, receive = send_options(WorkerConfig()), receive_options(WorkerConfig())
 
-    assert send.kinds == receive.kinds == ("local", "shm", "tcp")
+    assert send.kinds == receive.kinds == ("local", "ipc", "shm", "tcp")
     assert send.checksum is receive.checksum is Checksum.CRC32C
     assert send.budget_bytes_s == 0
     assert send.tls is receive.tls is None
@@ -64,7 +64,7 @@ def test_sizes_are_in_megabytes() -> None:
 @pytest.mark.parametrize(
     ("section", "data", "match"),
     [
-        (WorkerSection(channels="tcp,rdma"), DataSection(), "local, shm, nixl, tcp"),
+        (WorkerSection(channels="tcp,rdma"), DataSection(), "local, ipc, shm, nixl, tcp"),
         (WorkerSection(channels=" , "), DataSection(), "channels must be"),
         (WorkerSection(), DataSection(checksum="md5"), "md5"),
         (WorkerSection(), DataSection(lanes=0), "at least 1"),

@@ -1,0 +1,219 @@
+"""Device memory to one peer on this host: its device copies from this pool's blocks into its own.
+
+The name of this side's memory goes over a Unix socket once; afterwards frames carry block numbers
+only. As on shared memory the receiver checks each claim and makes the only copy, by one kernel, so
+nobody writes another's pool. What it reads is not written meanwhile: the sender waits for its steps
+before it asks, and leaves its blocks alone until the answer.
+Tests: tests/contract/test_channels.py, tests/integration/test_device_ipc.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import struct
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from functools import partial
+
+from kvmesh.core.errors import LostError, RefusedError
+from kvmesh.core.types import HostRoute, RefusalReason, Reservation
+from kvmesh.transfer.alignment import Run, split_runs
+from kvmesh.transfer.channel import carry_all
+from kvmesh.transfer.device import (
+    HANDLE_BYTES,
+    PeerMemory,
+    Pieces,
+    SharedMemory,
+    SharedPool,
+    pieces_of,
+)
+from kvmesh.transfer.frames import BlockPart, Checksum, LinkOffer, PullFrame, SegmentOffer
+from kvmesh.transfer.lane import Lane, LaneOptions, PeerKey, claim_of, sender_machine
+from kvmesh.transfer.meters import LinkMeter
+from kvmesh.transfer.nixl_process import EngineError
+from kvmesh.transfer.protocol import ChannelIdentity
+from kvmesh.transfer.sockets import connect_local
+from kvmesh.transfer.threads import run_to_end
+from kvmesh.transfer.wire import Wire
+
+ENGINE = "cuda-ipc"
+PIECE_BYTES = 64 << 20
+"""Most that one PULL moves: what a cancelled transfer waits for."""
+_MAX_PULL_RUNS = 2048
+_DEPTH = 2
+_VERSION = 1
+_METADATA = struct.Struct(f"<HQ{HANDLE_BYTES}s")
+
+_log = logging.getLogger(__name__)
+
+
+def segment_of(memory: SharedMemory) -> SegmentOffer:
+    """A pool's memory in the words of a greeting."""
+    metadata = _METADATA.pack(_VERSION, memory.num_bytes, memory.handle)
+    return SegmentOffer(ENGINE, memory.offset, metadata)
+
+
+def memory_of(segment: SegmentOffer, num_bytes: int) -> SharedMemory:
+    """What a greeting says of a pool of so many bytes.
+
+    Raises:
+        EngineError: it is of another version, cut, or of another size.
+    """
+    if len(segment.metadata) != _METADATA.size:
+        raise EngineError(f"{len(segment.metadata)} bytes name no device memory")
+    version, size, handle = _METADATA.unpack(segment.metadata)
+    if version != _VERSION or size != num_bytes:
+        raise EngineError(f"version {version} of {size} bytes for a pool of {num_bytes}")
+    return SharedMemory(handle, segment.address, size)
+
+
+class IpcChannel:
+    """One Unix socket to one life of a peer whose device reads this side's pool."""
+
+    def __init__(self, lane: Lane, pool: SharedPool, block_bytes: int, threads: Executor) -> None:
+        """Use `open`."""
+        self._lane = lane
+        self._pool = pool
+        self._piece_blocks = max(1, PIECE_BYTES // block_bytes)
+        self._threads = threads
+        self._has_moved = False
+
+    @classmethod
+    async def open(
+        cls,
+        identity: ChannelIdentity,
+        peer: PeerKey,
+        route: HostRoute,
+        link_id: int,
+        options: LaneOptions,
+        pool: SharedPool,
+        meter: LinkMeter,
+        threads: Executor,
+    ) -> IpcChannel:
+        """Connects and names this side's memory.
+
+        Raises:
+            RefusedError, LostError: as `Lane.open`; lost also when either side has no such device,
+                or the peer's does not reach the memory.
+        """
+        memory = await run_to_end(threads, pool.share)
+
+        async def connected() -> Wire:
+            return await connect_local(route.socket_path)
+
+        offer = LinkOffer(link_id, 0, Checksum.NONE, pool.num_blocks, segment_of(memory))
+        machine = sender_machine(identity, peer, offer)
+        try:
+            lane = await Lane.open(connected, machine, options, meter, threads)
+        except RefusedError as error:
+            if error.refusal.reason is RefusalReason.LOST:  # another kind may lead there
+                raise LostError(str(error)) from error
+            raise
+        return cls(lane, pool, identity.layout.block_bytes, threads)
+
+    @property
+    def is_open(self) -> bool:
+        """See `SendChannel.is_open`."""
+        return self._lane.is_open
+
+    @property
+    def num_connections(self) -> int:
+        """See `SendChannel.num_connections`."""
+        return int(self._lane.is_open)
+
+    @property
+    def is_barren(self) -> bool:
+        """Whether nothing ever came over it."""
+        return not self._has_moved
+
+    async def put(
+        self, reservation: Reservation, runs: Sequence[Run], part: BlockPart | None = None
+    ) -> None:
+        """See `SendChannel.put`."""
+        claim = claim_of(reservation)
+        pieces = split_runs(runs, self._piece_blocks, _MAX_PULL_RUNS)
+
+        async def carry(piece: Sequence[Run]) -> None:
+            await self._lane.pull(claim, piece, part)
+            self._has_moved = True
+
+        # The peer's queue knows nothing of this device's.
+        await run_to_end(self._threads, self._pool.settle)
+        await carry_all(pieces, carry, _DEPTH)
+
+    async def commit(self, reservation: Reservation, first_token_id: int, num_tokens: int) -> None:
+        """See `SendChannel.commit`."""
+        claim = claim_of(reservation)
+        await self._lane.commit(claim, first_token_id, num_tokens, reservation.num_blocks)
+
+    async def close(self) -> None:
+        """See `SendChannel.close`."""
+        await self._lane.close()
+
+
+class IpcReader:
+    """The receiving side of one connection: a peer's pool, mapped while the connection lives."""
+
+    def __init__(self, peer: PeerMemory, block_bytes: int, threads: Executor) -> None:
+        """Use `open`."""
+        self._peer = peer
+        self._block_bytes = block_bytes
+        self._threads = threads
+
+    @classmethod
+    async def open(
+        cls,
+        pool: object,
+        segment: SegmentOffer,
+        num_blocks: int,
+        block_bytes: int,
+        threads: Executor,
+    ) -> IpcReader:
+        """Maps what a greeting names.
+
+        Args:
+            pool: this side's; of any kind.
+            num_blocks: of the peer's pool, whose blocks have so many bytes as this one's.
+
+        Raises:
+            EngineError: this side has no device, or it does not reach the memory.
+        """
+        if not isinstance(pool, SharedPool):
+            raise EngineError("the blocks of this worker are not on a device")
+        memory = memory_of(segment, num_blocks * block_bytes)
+        mapped: list[IpcReader] = []
+
+        def map_peer() -> None:
+            mapped.append(cls(pool.map_peer(memory), block_bytes, threads))
+
+        try:
+            await run_to_end(threads, map_peer)
+        except LostError as error:
+            raise EngineError(str(error)) from error
+        except asyncio.CancelledError:
+            for reader in mapped:
+                reader.close()
+            raise
+        return mapped[0]
+
+    async def read(self, pieces: Pieces, pull: PullFrame) -> None:
+        """Copies the blocks that a PULL names into pieces of this pool.
+
+        When it returns or raises, cancellation included, nobody writes them.
+
+        Raises:
+            LostError: the device failed.
+        """
+        sources = pieces_of(pull.runs, self._block_bytes, pull.part)
+        await run_to_end(self._threads, partial(self._peer.copy, pieces, sources))
+
+    def close(self) -> None:
+        """Unmaps the peer's pool, in a thread; nothing is under way."""
+        self._threads.submit(self._unmap)
+
+    def _unmap(self) -> None:
+        try:
+            self._peer.close()
+        except LostError as error:
+            _log.warning("device_unmap_failed", extra={"error": str(error)})
