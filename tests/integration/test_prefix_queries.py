@@ -25,6 +25,7 @@ from kvmesh.runtime.query_answers import QueryAnswers
 from kvmesh.runtime.worker import Worker
 from kvmesh.runtime.worker_config import EngineSection, FetchSection, WorkerSection
 from kvmesh.transfer.asker import Holder, RemoteBlocks
+from kvmesh.transfer.data_server import DataAddress, DataServer
 from kvmesh.transfer.query_ops import QueryGrant
 from kvmesh.transfer.reader import ReadLease
 from kvmesh.transfer.remote_attention import PartialAnswer
@@ -202,6 +203,52 @@ async def test_a_cancel_under_a_question_leaves_nothing(
         if side == "prefill":
             driver.cancel_decode(d0, Key("second"))
         await until_idle(p0, d0)
+
+
+async def test_a_holder_that_dies_under_a_question_costs_the_attempt_and_no_token(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a gateway does then: the same prompt with a reservation elsewhere."""
+    computing, may_go_on = threading.Event(), threading.Event()
+
+    def compute(self: QueryAnswers, grant: QueryGrant, operands: memoryview) -> Refusal:
+        computing.set()
+        may_go_on.wait(10)
+        return Refusal(RefusalReason.LOST, "too late")
+
+    servers: list[DataServer] = []
+
+    class Kept(DataServer):
+        async def start(self) -> DataAddress:
+            servers.append(self)
+            return await super().start()
+
+    engine = EngineSection(model=str(folder), num_blocks=64, block_size=BLOCK)
+    spec = spec_of([*prompt(30), *prompt(10, seed=1)], SAMPLED)
+    monkeypatch.setattr("kvmesh.runtime.worker.DataServer", Kept)
+    async with (
+        workers(folder) as (p0, d0, driver),
+        running_worker(WorkerSection(id="d1", role="decode"), engine) as dying,
+    ):
+        await driver.connect(dying)
+        await driver.generate(dying, dying, Key("first"), spec_of(prompt(30)))
+        with monkeypatch.context() as patch:
+            patch.setattr(QueryAnswers, "compute", compute)
+            reserved = await driver.reserve(dying, Key("second"), spec)
+            await driver.offer(p0, Key("second"), spec, reserved.reserved)
+            assert await asyncio.to_thread(computing.wait, 10)
+            closing = asyncio.create_task(servers[-1].close())
+            await asyncio.sleep(0)
+            may_go_on.set()
+            await closing
+        event = await driver.prefill_event(Key("second"))
+        if event.WhichOneof("event") == "first_token":  # else a chunk could not leave before it
+            event = await driver.prefill_event(Key("second"))
+        assert event.WhichOneof("event") == "failed"
+        driver.cancel_decode(dying, Key("second"))
+        again = Key("second", attempt=2)
+        assert await driver.generate(p0, d0, again, spec) == reference(folder, spec)
+        await until_idle(p0, d0, dying)
 
 
 async def test_by_cost_a_prefix_is_asked_for_once_steps_are_known_to_be_slow(

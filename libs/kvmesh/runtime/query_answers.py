@@ -94,13 +94,15 @@ class QueryAnswers:
         work: _Work = grant.work
         arguments = work.arguments
         try:
-            return self._partial.attend(arguments.layer, work.blocks, operands, arguments.scale)
+            answer = self._partial.attend(arguments.layer, work.blocks, operands, arguments.scale)
         except (RuntimeError, MemoryError) as error:  # a device without room says so in these
             log.warning("query_failed", error=str(error))
+            self._metrics.answers.labels("failed", "").inc()
             return Refusal(RefusalReason.LOST, "attention could not be computed")
+        self._metrics.answers.labels("answered", "").inc()
+        return answer
 
     def end(self, grant: QueryGrant) -> None:
         """See `QueryOps.end`."""
         work: _Work = grant.work
         self._pool.release(work.blocks)
-        self._metrics.answers.labels("answered", "").inc()
