@@ -15,7 +15,7 @@ ARGS ?=
 ROUNDS ?= 20
 # One computing thread per test process: spinning OpenMP teams slow each other down tenfold.
 test test-fast: export OMP_NUM_THREADS := 1
-.PHONY: help setup proto fmt check test test-fast test-gpu up bench-serve bench-gateway bench-transfer bench-engine bench-kernels bench-queries bench-allocator bench-fuzz bench-policies bench-routing bench-sim-error bench-summary e2e-compose console-pictures manifests dashboard train-model clean
+.PHONY: help setup proto fmt check test test-fast test-gpu up bench-serve bench-gateway bench-transfer bench-engine bench-kernels bench-allocator bench-fuzz bench-policies bench-routing bench-pool bench-queries bench-sim-error bench-summary e2e-compose console-pictures manifests dashboard train-model clean
 
 help: ## list the verbs
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -63,6 +63,9 @@ bench-policies: setup ## compare policies in the simulator: make bench-policies 
 
 bench-routing: setup ## what a route decision costs by the size of the fleet; writes bench/results/routing.*
 	$(PY) -m benchmarks.routing $(ARGS)
+
+bench-pool: setup ## copies of hot prefixes over live workers; writes bench/results/pool.*
+	$(PY) -m benchmarks.pool $(ARGS)
 
 bench-sim-error: setup ## the simulator against a real stack under the same load; writes bench/results/sim_error.*
 	$(PY) -m kvmesh.cli up --prefill 1 --decode 1 --port 0 --run '$(PY) -m benchmarks.sim_error $(ARGS)'

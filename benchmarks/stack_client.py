@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import aiohttp
@@ -60,9 +60,16 @@ class StackClient:
         Args:
             placement: asked for; empty leaves it to the policy.
         """
+        prompt = [self._draw.randrange(*VOCAB) for _ in range(input_tokens)]
+        return await self.complete_prompt(prompt, output_tokens, placement)
+
+    async def complete_prompt(
+        self, prompt: Sequence[int], output_tokens: int, placement: str = ""
+    ) -> Timing | None:
+        """As `complete`, of these tokens."""
         body = {
             "model": self._model,
-            "prompt": [self._draw.randrange(*VOCAB) for _ in range(input_tokens)],
+            "prompt": list(prompt),
             "max_tokens": output_tokens,
             "ignore_eos": True,
             "temperature": 0,

@@ -13,7 +13,8 @@ from kvmesh.core.types import Placement
 from services.gateway.admission import Ticket
 from services.gateway.answers import Answer, EventSink, Whole
 from services.gateway.frontend import Caller, Frontend, clean_request_id
-from services.gateway.openai import ApiCall, Endpoint, chat_call, completion_call
+from services.gateway.openai import ApiCall, Endpoint, chat_call, completion_call, with_reasoning
+from services.gateway.plain_call import plain_chat_call
 from services.gateway.schema import ChatBody, CompletionBody, parse_body
 
 REQUEST_ID_HEADERS = ("x-request-id", "x-correlation-id", "request-id")
@@ -87,6 +88,8 @@ class Calls:
         defaults = frontend.tokenizer.sampling_defaults
         if endpoint is Endpoint.CHAT:
             chat = frontend.tokenizer.chat
+            if (call := plain_chat_call(content, defaults)) is not None:
+                return with_reasoning(call, chat.reasoning_family, include=True)
             body = parse_body(ChatBody, content)
             families = (chat.tool_family, chat.reasoning_family)
             return chat_call(body, frontend.limits, defaults, *families)

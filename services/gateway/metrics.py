@@ -137,10 +137,15 @@ class GatewayMetrics(Collector):
             registry=registry,
         )
         self._model = model
+        self._finished: dict[FinishReason, Counter] = {}
 
     def finished(self, reason: FinishReason) -> None:
         """Counts a finished request."""
-        self._success.labels(self._model, _FINISHED[reason]).inc()
+        counter = self._finished.get(reason)
+        if counter is None:
+            counter = self._success.labels(self._model, _FINISHED[reason])
+            self._finished[reason] = counter
+        counter.inc()
 
     def refused(self, reason: str, stage: str) -> None:
         """Counts a refusal."""

@@ -128,6 +128,10 @@ class RequestRecord:
         self._shown.end(
             self._request.request_id, self._loop.time(), self._finish.value, self._error
         )
+        if log.tells_info:
+            self._log(trace_id, elapsed_s)
+
+    def _log(self, trace_id: str, elapsed_s: float) -> None:
         last = self._last
         log.info(
             "request_finished",

@@ -22,6 +22,8 @@ MAX_UNSENT_BYTES = 64 * 1024
 """A client that has this much to read yet is slow: its tokens wait for it on the long way."""
 
 _MARK = "\0text\0"
+_MARK_AS_JSON = json.dumps(_MARK)
+_to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 class Writer(Protocol):
@@ -48,9 +50,8 @@ class ChunkTemplate:
     """
 
     def __init__(self, body_with: Callable[[str], Any]) -> None:
-        body = json.dumps(body_with(_MARK), ensure_ascii=False, separators=(",", ":"))
         # The text is the last field that a caller has a say in, so the last mark is ours.
-        head, mark, self._tail = body.rpartition(json.dumps(_MARK))
+        head, mark, self._tail = _to_json(body_with(_MARK)).rpartition(_MARK_AS_JSON)
         assert mark, "the text is part of the body"
         self._head = "data: " + head
         self._tail += "\n\n"

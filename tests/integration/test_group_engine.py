@@ -11,9 +11,9 @@ from kvmesh.core.clock import ManualClock
 from kvmesh.core.types import SamplingParams, SequenceSpec
 from kvmesh.engine.core import EngineCore
 from kvmesh.engine.host_arena import HostArena
-from kvmesh.engine.preemption import SwapSpace
 from kvmesh.engine.runner import TorchRunner
 from kvmesh.engine.sequence import Sequence
+from kvmesh.engine.swap_space import SwapSpace
 from kvmesh.kv.groups import blocks_at_most
 from kvmesh.kv.hashing import root_hash
 from kvmesh.policy.batching import BatchLimits

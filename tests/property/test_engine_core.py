@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
+
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvmesh.core.clock import ManualClock
 from kvmesh.core.types import Refusal
+from kvmesh.engine.copier import Copier, InlineCopier
 from kvmesh.engine.core import EngineCore
 from kvmesh.engine.fake import FakeRunner
 from kvmesh.engine.host_arena import HostArena
-from kvmesh.engine.preemption import SwapSpace
 from kvmesh.engine.protocol import SequenceChunk
 from kvmesh.engine.sequence import Sequence, SequenceState
+from kvmesh.engine.swap_space import SwapSpace
 from kvmesh.kv.groups import KvGroups
 from kvmesh.policy.batching import BatchLimits
 from tests.worker_driver import make_spec, reference_tokens
@@ -46,7 +51,11 @@ class EngineMachine(RuleBasedStateMachine):
             return None
         block_bytes = self.runner.spec.layout.block_bytes
         # On a clock that stands still copies are free, so all that fits is kept.
-        return SwapSpace(HostArena(self.runner.kv, block_bytes, self.swap_places), ManualClock())
+        arena = HostArena(self.runner.kv, block_bytes, self.swap_places)
+        return SwapSpace(arena, ManualClock(), self.copier())
+
+    def copier(self) -> Copier:
+        return InlineCopier()
 
     @rule(
         length=st.integers(1, 24),
@@ -169,14 +178,86 @@ class SwapGroupsMachine(SwapMachine):
     swap_places = 16
 
 
+class LateCopier:
+    """Copies when it is told to."""
+
+    def __init__(self) -> None:
+        self.jobs: deque[tuple[Callable[[], None], Callable[[], None]]] = deque()
+
+    def start(self, copy: Callable[[], None], done: Callable[[], None]) -> None:
+        self.jobs.append((copy, done))
+
+    def run_one(self) -> None:
+        copy, done = self.jobs.popleft()
+        copy()
+        done()
+
+
+class LateSwapMachine(SwapMachine):
+    """Copies are made some time after they were started, steps and cancels between them."""
+
+    def copier(self) -> Copier:
+        self.late = LateCopier()
+        return self.late
+
+    @precondition(lambda self: self.late.jobs)
+    @rule()
+    def copy(self) -> None:
+        self.late.run_one()
+
+    @precondition(lambda self: self.in_flight is None)
+    @rule()
+    def finish_all(self) -> None:
+        """With copies made as soon as nothing else can be done, everybody ends."""
+        for sequence in [each for each in self.sequences if each.hold_after_first]:
+            # It would keep its blocks for somebody to take.
+            self.core.release(sequence)
+            self.sequences.remove(sequence)
+        for sequence in self.held():
+            self.core.run(sequence)
+        for _ in range(1000):
+            if not self.core.has_work:
+                return
+            self.begin_step()
+            if self.in_flight is not None:
+                self.end_step()
+            else:
+                self.late.run_one()
+        pytest.fail("they take room from each other for ever")
+
+    def teardown(self) -> None:
+        if self.in_flight is not None:
+            self.end_step()
+        for sequence in self.sequences:
+            self.core.release(sequence)
+        while self.late.jobs:
+            self.late.run_one()
+        super().teardown()
+
+
+class LateSwapGroupsMachine(LateSwapMachine):
+    """The same with all kinds of groups."""
+
+    groups = KvGroups((0, 6), state_blocks=2)
+    num_blocks = 24
+    swap_places = 16
+
+
 TestEngine = EngineMachine.TestCase
 TestWindows = WindowMachine.TestCase
 TestStates = StateMachine.TestCase
 TestOnlyWindow = OnlyWindowMachine.TestCase
 TestSwap = SwapMachine.TestCase
 TestSwapGroups = SwapGroupsMachine.TestCase
+TestLateSwap = LateSwapMachine.TestCase
+TestLateSwapGroups = LateSwapGroupsMachine.TestCase
 for _case in (TestEngine, TestWindows, TestStates, TestOnlyWindow):
     _case.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-for _case in (TestSwap, TestSwapGroups):  # each of their examples preempts
+for _case in (
+    TestSwap,
+    TestSwapGroups,
+    TestLateSwap,
+    TestLateSwapGroups,
+):  # each of their examples preempts
     _case.settings = settings(max_examples=20, stateful_step_count=30, deadline=None)
 del _case  # a class in a module is collected under every name it has

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from kvmesh.core.errors import OutOfBlocksError
 from kvmesh.core.types import FinishReason, Refusal, RefusalReason, SequenceSpec, Structure
-from kvmesh.engine.preemption import PreemptedSequences, SwapSpace, SwapStatistics
+from kvmesh.engine.preemption import PreemptedSequences
 from kvmesh.engine.prefix_fill import PrefixFill, PrefixFills
 from kvmesh.engine.protocol import (
     ModelSpec,
@@ -26,6 +26,7 @@ from kvmesh.engine.protocol import (
 )
 from kvmesh.engine.remote import come_back
 from kvmesh.engine.sequence import Emission, Sequence, SequenceState
+from kvmesh.engine.swap_space import SwapSpace, SwapStatistics
 from kvmesh.kv.block_pool import BlockPool
 from kvmesh.kv.groups import (
     ArrivingBlock,
@@ -223,10 +224,7 @@ class EngineCore:
         self.run(sequence)
 
     def release(self, sequence: Sequence) -> None:
-        """Ends a sequence and gives its blocks back (after the step in flight, if it is in it).
-
-        May be called again.
-        """
+        """Ends a sequence, again if need be; its blocks are free after the step in flight."""
         if sequence.state is SequenceState.GONE:
             return
         self._leave(sequence)
@@ -310,14 +308,17 @@ class EngineCore:
         )
 
     def _grow(self, sequence: Sequence, end: int, protected: SequenceOf[Sequence]) -> bool:
-        """Makes the blocks reach `end`, preempting younger sequences when they run out."""
+        """Makes the blocks reach `end`, preempting younger sequences; False when it cannot yet."""
         while True:
             try:
                 self._cache.grow(sequence.kv, sequence.num_computed, end)
+                self._preempted.served(sequence)
                 return True
             except OutOfBlocksError:
                 if self._drop_rolling():
                     continue
+                if self._preempted.makes_room_for(sequence):
+                    return False
                 victim = self._youngest(protected)
                 self._preempt(victim)
                 if victim is sequence:

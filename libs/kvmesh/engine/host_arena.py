@@ -34,26 +34,24 @@ class HostArena:
         """Places that `store` can take."""
         return len(self._free)
 
-    def store(self, blocks: Sequence[int]) -> list[int]:
-        """Copies blocks out of the pool.
+    def take(self, count: int) -> list[int]:
+        """Takes places, no more than `num_free`."""
+        assert count <= len(self._free), "the arena is full"
+        return [self._free.pop() for _ in range(count)]
 
-        Args:
-            blocks: no more than `num_free`.
-
-        Returns:
-            Their places, in the same order.
-        """
-        assert len(blocks) <= len(self._free), "the arena is full"
-        places = [self._free.pop() for _ in blocks]
+    def store(self, blocks: Sequence[int], places: Sequence[int]) -> None:
+        """Copies blocks of the pool to places; may be called in any thread."""
         taken = iter(places)
         for first, count in consecutive_runs(blocks):
             view = self._memory.read_view(first, count)
             for offset in range(count):
                 self._place(next(taken))[:] = self._part(view, offset)
-        return places
 
     def load(self, places: Sequence[int], blocks: Sequence[int]) -> None:
-        """Copies places into blocks of the pool; the places stay taken."""
+        """Copies places into blocks of the pool; may be called in any thread.
+
+        The places stay taken.
+        """
         wanted = iter(places)
         for first, count in consecutive_runs(blocks):
             view = self._memory.write_view(first, count)

@@ -1,135 +1,37 @@
-"""Sequences that lost their blocks, and what is kept of them in host memory.
+"""Sequences that lost their blocks, and how they come back.
 
 A preempted sequence's KV is either dropped, and computed again as far as the prefix cache lost it
-too, or copied to host memory and back. Copies are made between steps, on the event loop: blocks
-may be given away, and written by others, as soon as they are released.
-Tests: tests/unit/engine/test_preemption.py, tests/property/test_engine_core.py.
+too, or copied to host memory and back. Its blocks return to the pool when they are copied, and it
+runs again when they are copied back. Tests: tests/unit/engine/test_preemption.py,
+tests/property/test_engine_core.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
-from kvmesh.core.clock import Clock
 from kvmesh.core.errors import OutOfBlocksError
-from kvmesh.engine.host_arena import HostArena
 from kvmesh.engine.sequence import Sequence, SequenceState
-from kvmesh.kv.sequence_blocks import BlockSpot, GroupCache, SequenceBlocks
-from kvmesh.policy.preemption import Speeds, choose_preemption, with_sample
+from kvmesh.engine.swap_space import SwapSpace
+from kvmesh.kv.sequence_blocks import GroupCache, SequenceBlocks
 
 
-@dataclass(frozen=True, slots=True)
-class SwapStatistics:
-    """Counters since start, and places that are taken now."""
-
-    blocks_kept: int = 0
-    swapped_out_total: int = 0
-    swapped_in_total: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """One sequence's KV in host memory.
+@dataclass(slots=True)
+class _Arrival:
+    """A sequence's KV on its way back.
 
     Attributes:
-        places: by where the block was.
-        num_computed, num_sealed: as they were.
+        num_computed: positions that it will hold.
+        is_here: whether it is copied.
+        is_dropped: nobody wants it any more.
     """
 
-    places: dict[BlockSpot, int]
+    kv: SequenceBlocks
     num_computed: int
-    num_sealed: int
-
-
-class SwapSpace:
-    """KV of preempted sequences in host memory.
-
-    Args:
-        clock: measures the copies.
-    """
-
-    def __init__(self, arena: HostArena, clock: Clock) -> None:
-        self._arena = arena
-        self._clock = clock
-        self._kept: dict[Sequence, _Kept] = {}
-        self._speeds = Speeds()
-        self._out = self._in = 0
-
-    def observe_step(self, num_tokens: int, seconds: float) -> None:
-        """Takes a step with prompts, for what computing again would cost."""
-        token_s = with_sample(self._speeds.token_s, seconds / num_tokens)
-        self._speeds = Speeds(token_s, self._speeds.byte_s)
-
-    def keep(self, sequence: Sequence, cache: GroupCache) -> None:
-        """Copies what a sequence goes on from, where that pays and there is room."""
-        spots = cache.contents(sequence.kv, sequence.num_computed)
-        num_bytes = len(spots) * self._arena.block_bytes
-        decision = choose_preemption(sequence.num_computed, num_bytes, self._speeds)
-        if not spots or len(spots) > self._arena.num_free or not decision.swap:
-            return
-        started = self._clock.now()
-        places = self._arena.store(list(spots.values()))
-        self._observe_copy(num_bytes, started)
-        self._kept[sequence] = _Kept(
-            dict(zip(spots, places, strict=True)), sequence.num_computed, sequence.kv.num_sealed
-        )
-        self._out += 1
-
-    @property
-    def num_sequences(self) -> int:
-        """Sequences of which something is kept."""
-        return len(self._kept)
-
-    def has(self, sequence: Sequence) -> bool:
-        """Whether something is kept of a sequence."""
-        return sequence in self._kept
-
-    def restore(self, sequence: Sequence, cache: GroupCache) -> tuple[SequenceBlocks, int]:
-        """Puts a sequence's KV back, with room for its tokens; nothing of it is kept any more.
-
-        Returns:
-            Its blocks and how many positions they hold.
-
-        Raises:
-            OutOfBlocksError: all is as it was.
-        """
-        kept = self._kept[sequence]
-        kv, missing = cache.rebuild(list(kept.places), kept.num_sealed, sequence.chain.hashes)
-        try:
-            cache.grow(kv, kept.num_computed, len(sequence.tokens), whole=True)
-        except OutOfBlocksError:
-            cache.release(kv)
-            raise
-        started = self._clock.now()
-        self._arena.load([kept.places[spot] for spot in missing], list(missing.values()))
-        self._observe_copy(len(missing) * self._arena.block_bytes, started)
-        self.forget(sequence)
-        self._in += 1
-        return kv, kept.num_computed
-
-    def forget(self, sequence: Sequence) -> None:
-        """Gives up what is kept of a sequence, if anything is."""
-        kept = self._kept.pop(sequence, None)
-        if kept is not None:
-            self._arena.free(list(kept.places.values()))
-
-    def _observe_copy(self, num_bytes: int, started: float) -> None:
-        if num_bytes:
-            sample = (self._clock.now() - started) / num_bytes
-            byte_s = with_sample(self._speeds.byte_s, sample)
-            self._speeds = Speeds(self._speeds.token_s, byte_s)
-
-    def statistics(self) -> SwapStatistics:
-        """The counts of this moment."""
-        kept = self._arena.num_places - self._arena.num_free
-        return SwapStatistics(kept, self._out, self._in)
-
-    def check_integrity(self) -> None:
-        """Raises AssertionError when places were lost or are taken twice."""
-        places = [place for kept in self._kept.values() for place in kept.places.values()]
-        assert len(set(places)) == len(places), "a place is taken twice"
-        assert self._arena.num_free + len(places) == self._arena.num_places, "a place is lost"
+    is_here: bool = False
+    is_dropped: bool = False
 
 
 class PreemptedSequences:
@@ -150,6 +52,9 @@ class PreemptedSequences:
         self._num_reusable = num_reusable
         self._swap = swap
         self._waiting: list[Sequence] = []
+        self._leaving: dict[Sequence, SequenceBlocks] = {}
+        self._arriving: dict[Sequence, _Arrival] = {}
+        self._starved: Sequence | None = None
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -157,40 +62,100 @@ class PreemptedSequences:
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._waiting)
 
+    def makes_room_for(self, sequence: Sequence) -> bool:
+        """Whether blocks are on their way back to the pool, for which a running sequence waits.
+
+        If they are not enough it asks again, and the next victim follows.
+        """
+        if not self._leaving:
+            return False
+        self._starved = self._starved or sequence
+        return True
+
+    def served(self, sequence: Sequence) -> None:
+        """Says that a running sequence has the blocks that it asked for."""
+        if sequence is self._starved:
+            self._starved = None
+
     def add(self, victim: Sequence) -> None:
-        """Takes a sequence's blocks; it is in no step."""
-        if self._swap is not None:
-            self._swap.keep(victim, self._cache)
-        self._cache.release(victim.kv, victim.chain.hashes)
+        """Takes a sequence's blocks, at once or when they are copied; it is in no step."""
+        kv = victim.kv
+        victim.kv = SequenceBlocks([[] for _ in kv.tables])
+        self._leaving[victim] = kv
+        left = partial(self._left, victim)
+        if self._swap is None or not self._swap.keep(victim, kv, self._cache, left):
+            left()
         victim.num_computed = 0
         victim.state = SequenceState.PREEMPTED
         # Back in order of age: ids grow with time.
         self._waiting.append(victim)
         self._waiting.sort(key=lambda s: s.sequence_id)
 
+    def _left(self, victim: Sequence) -> None:
+        self._cache.release(self._leaving.pop(victim), victim.chain.hashes)
+
     def discard(self, sequence: Sequence) -> None:
         """Forgets a sequence that ended while it waited."""
         self._waiting.remove(sequence)
         if self._swap is not None:
             self._swap.forget(sequence)
+        arrival = self._arriving.get(sequence)
+        if arrival is None:
+            return
+        arrival.is_dropped = True
+        if arrival.is_here:
+            self._give_back(sequence)
 
     def readmit(self) -> Sequence | None:
-        """The oldest one, running again; None while its blocks are not there."""
-        if not self._waiting:
+        """The oldest one, running again; None while its blocks or their content are not there."""
+        if not self._waiting or self._waiting[0] in self._leaving or self._is_starving():
             return None
         sequence = self._waiting[0]
         try:
-            if self._swap is not None and self._swap.has(sequence):
-                kv, num_computed = self._swap.restore(sequence, self._cache)
-            else:
-                kv, num_computed = self._resume(sequence)
+            if sequence not in self._arriving:
+                self._bring_back(sequence)
         except OutOfBlocksError:
             return None
+        arrival = self._arriving[sequence]
+        if not arrival.is_here:
+            return None
+        del self._arriving[sequence]
         self._waiting.pop(0)
-        sequence.kv = kv
-        sequence.num_computed = num_computed
+        sequence.kv = arrival.kv
+        sequence.num_computed = arrival.num_computed
         sequence.state = SequenceState.RUNNING
         return sequence
+
+    def _is_starving(self) -> bool:
+        """What was taken for a running sequence must not go back to the victim."""
+        if self._starved is not None and self._starved.state is not SequenceState.RUNNING:
+            self._starved = None
+        return self._starved is not None
+
+    def _bring_back(self, sequence: Sequence) -> None:
+        here: list[Sequence] = []
+        if self._swap is None or not self._swap.has(sequence):
+            kv, num_computed = self._resume(sequence)
+            here.append(sequence)
+        else:
+
+            def arrived() -> None:
+                here.append(sequence)
+                self._arrived(sequence)
+
+            kv, num_computed = self._swap.restore(sequence, self._cache, arrived)
+        self._arriving[sequence] = _Arrival(kv, num_computed, is_here=bool(here))
+
+    def _arrived(self, sequence: Sequence) -> None:
+        arrival = self._arriving.get(sequence)
+        if arrival is None:  # copied before anybody could wait for it
+            return
+        arrival.is_here = True
+        if arrival.is_dropped:
+            self._give_back(sequence)
+
+    def _give_back(self, sequence: Sequence) -> None:
+        self._cache.release(self._arriving.pop(sequence).kv)
 
     def _resume(self, sequence: Sequence) -> tuple[SequenceBlocks, int]:
         kv = self._cache.resume(sequence.chain.hashes[: self._num_reusable(sequence)])

@@ -74,15 +74,28 @@ class _Bucket:
 _BucketName = tuple[str, KvLayout, str, Role, str]
 
 
+_UNKNOWN: _Key = (0.0, 0.0, 0.0, WorkerId(""))
+"""Of a side that the worker's role does not serve."""
+
+
 @dataclass(slots=True)
 class _Entry:
-    """A worker in its bucket; made for every report, and frozen it would take twice as long."""
+    """A worker in its bucket; changed with every report, of which there are many.
+
+    Attributes:
+        longest: tokens of a sequence that fits.
+    """
 
     view: WorkerView
     name: _BucketName
     bucket: _Bucket
-    prefill: _Key
-    decode: _Key
+    longest: int
+    prefill: _Key = _UNKNOWN
+    decode: _Key = _UNKNOWN
+
+    def can_hold(self, num_tokens: int) -> bool:
+        """Whether the worker takes sequences of that length."""
+        return self.longest >= num_tokens and not self.view.load.draining
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,22 +136,25 @@ class FleetIndex:
     def update(self, view: WorkerView) -> None:
         """Takes a worker in, or its new load."""
         info = view.info
-        before = self._entries.get(view.worker_id)
+        worker_id = info.worker_id
+        entry = self._entries.get(worker_id)
         # Hashing a bucket's name costs more than all the rest; most updates are of the load alone.
-        if before is not None and before.view.info is info:
-            name, bucket = before.name, before.bucket
-            bucket.take_out(before)
+        if entry is not None and entry.view.info is info:
+            entry.bucket.take_out(entry)
+            entry.view = view
         else:
-            self.remove(view.worker_id)
+            self.remove(worker_id)
             name = (info.model, info.layout, info.cluster, info.role, info.scenario)
-            bucket = self._bucket(name)
+            longest = min(info.max_model_len, info.num_blocks * info.layout.block_size)
+            entry = self._entries[worker_id] = _Entry(view, name, self._bucket(name), longest)
         tie = self._rng.random()
-        busy, load = self._prefill_load(view)
-        decode_share = _decode_share(view)
-        prefill: _Key = (busy, load, tie, info.worker_id)
-        decode: _Key = (decode_share >= 1.0, decode_share, tie, info.worker_id)
-        entry = _Entry(view, name, bucket, prefill, decode)
-        self._entries[info.worker_id] = entry
+        bucket = entry.bucket
+        if bucket.prefill is not None:
+            busy, load = self._prefill_load(view)
+            entry.prefill = (busy, load, tie, worker_id)
+        if bucket.decode is not None:
+            share = _decode_share(view)
+            entry.decode = (share >= 1.0, share, tie, worker_id)
         bucket.put(entry)
 
     def _bucket(self, name: _BucketName) -> _Bucket:
@@ -203,50 +219,58 @@ class FleetIndex:
         if model.is_mixed:
             return self.view()
 
-        chosen: dict[WorkerId, WorkerView] = {}
+        chosen: dict[WorkerId, _Entry] = {}
         for bucket in model.buckets:
             for keys in (bucket.prefill, bucket.decode):
                 if keys is not None:
                     self._walk(keys, query, now - silent_after_s, chosen)
-        for view in self._best_holders(query, matches or {}):
-            chosen[view.worker_id] = view
-        if not any(_can_hold(view, query) for view in chosen.values()):
+        for worker_id in self._best_holders(query, matches or {}):
+            chosen[worker_id] = self._entries[worker_id]
+        # Whatever its load: others may fetch from it.
+        for _, worker_id in longest_holders(matches or {}, 1):
+            entry = self._entries.get(worker_id)
+            if entry is not None and entry.name[0] == query.model:
+                chosen[worker_id] = entry
+        if not any(entry.can_hold(query.num_tokens) for entry in chosen.values()):
             return self.view()
-        return FleetView(tuple(chosen.values()))
+        return FleetView(tuple([entry.view for entry in chosen.values()]))
 
     def _walk(
         self,
         keys: list[_Key],
         query: RouteQuery,
         heard_since: float,
-        chosen: dict[WorkerId, WorkerView],
+        chosen: dict[WorkerId, _Entry],
     ) -> None:
         """Chooses from the least loaded on, until enough of those seen count."""
         left, seen = WIDTH, 0
+        entries, avoid, num_tokens = self._entries, query.avoid, query.num_tokens
         for _, _, _, worker_id in keys:
-            view = self._entries[worker_id].view
+            entry = entries[worker_id]
             counts = (
-                worker_id not in query.avoid
-                and view.reported_at >= heard_since
-                and _can_hold(view, query)
+                worker_id not in avoid
+                and entry.view.reported_at >= heard_since
+                and entry.can_hold(num_tokens)
             )
             # Who does not count is tried last, but is better than nobody.
             if counts or seen < WIDTH:
-                chosen[worker_id] = view
+                chosen[worker_id] = entry
                 seen += 1
             left -= counts
             if not left:
                 break
 
-    def _best_holders(self, query: RouteQuery, matches: Mapping[WorkerId, int]) -> list[WorkerView]:
+    def _best_holders(self, query: RouteQuery, matches: Mapping[WorkerId, int]) -> list[WorkerId]:
         """Holders of a prefix for whom it outweighs their load most, per side."""
         prefill: list[tuple[float, float, WorkerId]] = []
         decode: list[tuple[float, float, WorkerId]] = []
+        entries, model, num_tokens = self._entries, query.model, query.num_tokens
+        weight = DECODE_CACHE_WEIGHT / (num_tokens or 1)
         for blocks, worker_id in longest_holders(matches, MAX_HOLDERS):
-            entry = self._entries.get(worker_id)
-            if entry is None or entry.name[0] != query.model:
+            entry = entries.get(worker_id)
+            if entry is None or entry.name[0] != model:
                 continue
-            uncached = query.num_tokens - blocks * entry.name[1].block_size
+            uncached = num_tokens - blocks * entry.name[1].block_size
             uncached = max(uncached, 1)
             bucket = entry.bucket
             if bucket.prefill is not None:
@@ -254,22 +278,15 @@ class FleetIndex:
                 cost = load + uncached if self._by_tokens else uncached * (1.0 + load)
                 prefill.append((busy, cost, worker_id))
             if bucket.decode is not None:
-                share = uncached / max(query.num_tokens, 1)
                 full, load, _, _ = entry.decode
-                decode.append((full, load + DECODE_CACHE_WEIGHT * share, worker_id))
-        best = (*sorted(prefill)[:WIDTH], *sorted(decode)[:WIDTH])
-        return [self._entries[worker_id].view for _, _, worker_id in best]
+                decode.append((full, load + weight * uncached, worker_id))
+        prefill.sort()
+        decode.sort()
+        return [worker_id for _, _, worker_id in (*prefill[:WIDTH], *decode[:WIDTH])]
 
 
 def _decode_share(view: WorkerView) -> float:
-    slots = view.decode_used / max(view.info.decode_slots, 1)
-    return max(slots, 1.0 - view.load.blocks_free / max(view.info.num_blocks, 1))
-
-
-def _can_hold(view: WorkerView, query: RouteQuery) -> bool:
-    info, needed = view.info, query.num_tokens
-    return (
-        not view.load.draining
-        and info.max_model_len >= needed
-        and info.num_blocks * info.layout.block_size >= needed
-    )
+    info = view.info
+    slots = view.decode_used / (info.decode_slots or 1)
+    blocks = 1.0 - view.load.blocks_free / (info.num_blocks or 1)
+    return slots if slots > blocks else blocks

@@ -29,7 +29,10 @@ def restrict_to_group(
         The group's part of the view and why it was chosen. The whole view if nobody serves the
         scenario: better an answer from elsewhere than none. None where no worker has a label.
     """
-    if not any(worker.info.scenario for worker in view.workers):
+    for worker in view.workers:
+        if worker.info.scenario:
+            break
+    else:
         return view, None
     members: dict[str, list[WorkerView]] = {}
     groups: dict[str, Group] = {}

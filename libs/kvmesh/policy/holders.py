@@ -56,11 +56,12 @@ class Holders(Mapping[WorkerId, int]):
         return (name for _, name in self._pairs())
 
     def _pairs(self) -> Iterator[tuple[int, WorkerId]]:
+        names = self._names
         for blocks, workers in self._levels:
             left = workers
             while left:
                 place = left.bit_length() - 1
-                yield blocks, self._names[place]
+                yield blocks, names[place]
                 left ^= 1 << place
 
     def __len__(self) -> int:

@@ -26,12 +26,14 @@ from kvmesh.core.types import (
     WorkerId,
     WorkerLoad,
 )
+from kvmesh.policy.fetch_route import fetch_words, weigh_fetches
 from kvmesh.policy.ranking import (
     CACHE_LOAD,
     HELP_SLOWDOWN,
     LEAST_CONNECTIONS,
     SLACK_TOKENS,
     TRANSFER_SHARE,
+    Rank,
     RankFunction,
     RoutePolicy,
     Standing,
@@ -76,17 +78,32 @@ class _Seat(Standing):
 
     __slots__ = ("avoided", "group", "layout", "silent")
 
-    def __init__(self, call: _Call, worker: WorkerView) -> None:
-        query, info = call.query, worker.info
-        blocks = call.matches.get(info.worker_id, 0) if call.matches else 0
-        cached = min(blocks * info.layout.block_size, query.num_tokens) if blocks else 0
-        super().__init__(worker, query, cached, 0)
-        self.avoided = info.worker_id in query.avoid
-        self.silent = call.now - worker.reported_at > SILENT_AFTER_S
-        layouts = call.layouts
-        is_first = layouts and layouts[0] is info.layout
-        self.layout = 0 if is_first else _layout_number(layouts, info.layout)
-        self.group: Group = (self.layout, info.cluster)
+    avoided: bool
+    silent: bool
+    layout: int
+    group: Group
+
+
+def _take_seats(call: _Call, able: list[WorkerView]) -> list[_Seat]:
+    """The standings of all workers; in one loop, since a route spends most of its time here."""
+    query, layouts = call.query, call.layouts
+    num_tokens, avoid = query.num_tokens, query.avoid
+    heard_since = call.now - SILENT_AFTER_S
+    matches = call.matches or {}
+    seats: list[_Seat] = []
+    for worker in able:
+        info = worker.info
+        layout = info.layout
+        blocks = matches.get(info.worker_id, 0)
+        cached = min(blocks * layout.block_size, num_tokens) if blocks else 0
+        seat = _Seat(worker, query, cached, 0)
+        seat.avoided = info.worker_id in avoid
+        seat.silent = worker.reported_at < heard_since
+        is_first = layouts and layouts[0] is layout
+        seat.layout = number = 0 if is_first else _layout_number(layouts, layout)
+        seat.group = (number, info.cluster)
+        seats.append(seat)
+    return seats
 
 
 def _layout_number(known: list[KvLayout], layout: KvLayout) -> int:
@@ -140,7 +157,12 @@ def plan_route(
     if not able:
         return _nobody(query, by_id)
     call = _Call(view, query, matches, now, rng, policy)
-    seats = [_Seat(call, worker) for worker in able]
+    seats = _take_seats(call, able)
+    if policy.fetches and matches:
+        for layout in range(len(call.layouts)):
+            members = [seat for seat in seats if seat.layout == layout]
+            holders = [seat for seat in members if not seat.silent]
+            weigh_fetches(members, holders, view.pace, rng)
     if query.placement is Placement.AGGREGATED:
         return _plan_aggregated(call, seats, RouteCause.ASKED, "asked for")
     if query.placement is Placement.AUTO and all(each.info.role is Role.HYBRID for each in able):
@@ -209,16 +231,30 @@ def _ordered(
     call: _Call, seats: list[_Seat], rank: RankFunction, last_resort: Callable[[_Seat], bool]
 ) -> list[_Seat]:
     """Workers as they are to be tried; all of them, whatever speaks against one."""
+    keyed = _keyed(call, seats, rank, last_resort)
+    keyed.sort()
+    return [seats[key[5]] for key in keyed]
+
+
+def _first(
+    call: _Call, seats: list[_Seat], rank: RankFunction, last_resort: Callable[[_Seat], bool]
+) -> _Seat:
+    """The one that is to be tried first."""
+    return seats[min(_keyed(call, seats, rank, last_resort))[5]]
+
+
+def _keyed(
+    call: _Call, seats: list[_Seat], rank: RankFunction, last_resort: Callable[[_Seat], bool]
+) -> list[tuple[bool, bool, bool, Rank, float, int]]:
+    """What says which worker is tried before which; the last number is its place in `seats`."""
     if call.policy.basis is RouteCause.ROTATION:
         for index, seat in enumerate(seats):
             seat.turn = (index - call.view.num_routes) % len(seats)
     tie = call.rng.random
-    keyed = [
+    return [
         (seat.avoided, seat.silent, last_resort(seat), rank(seat), tie(), index)
         for index, seat in enumerate(seats)
     ]
-    keyed.sort()
-    return [seats[key[5]] for key in keyed]
 
 
 def _anyone(_: _Seat) -> bool:
@@ -279,7 +315,7 @@ def _plan_disaggregated(call: _Call, sides: _Sides) -> RoutePlan | None:
         return seat.group not in ready
 
     # The best prefill worker that has decode room beside it says where the request goes.
-    home = _ordered(call, paired, call.policy.prefill, is_crowded)[0]
+    home = _first(call, paired, call.policy.prefill, is_crowded)
     layout, cluster = home.group
 
     def is_far(seat: _Seat) -> bool:
@@ -291,9 +327,13 @@ def _plan_disaggregated(call: _Call, sides: _Sides) -> RoutePlan | None:
     decode = _ordered(
         call, [seat for seat in sides.decode if seat.layout == layout], call.policy.decode, is_far
     )
-    reason = f"{prefill_reason(prefill[0])}; {decode_reason(decode[0])}"
-    hit = call.policy.reads_cache and prefill[0].cached_tokens > 0
-    cause = RouteCause.PREFIX if hit else call.policy.basis
+    first = prefill[0]
+    reason = f"{prefill_reason(first)}{fetch_words(first)}; {decode_reason(decode[0])}"
+    cause = call.policy.basis
+    if first.source is not None:
+        cause = RouteCause.FETCH
+    elif call.policy.reads_cache and first.cached_tokens > 0:
+        cause = RouteCause.PREFIX
     return _plan(call, prefill, decode, cause, reason)
 
 
@@ -329,7 +369,7 @@ def _plan_help(call: _Call, sides: _Sides) -> RoutePlan | None:
     sending = TRANSFER_SHARE * call.query.num_tokens
     if there >= sending + min(map(cost, sides.prefill)):
         return None
-    reason = f"aggregated, prefill workers are later: {prefill_reason(best)}"
+    reason = f"aggregated, prefill workers are later: {prefill_reason(best)}{fetch_words(best)}"
     return _plan(call, [best], [], RouteCause.HELP, reason)
 
 
@@ -343,8 +383,10 @@ def _worth_asking(call: _Call, prefill: list[_Seat]) -> list[_Seat]:
     cost = call.policy.first_token
     if cost is None:
         return prefill
-    best = min((cost(seat) for seat in prefill if _is_in_favour(seat)), default=math.inf)
-    return [seat for seat in prefill if cost(seat) <= best + SLACK_TOKENS]
+    costs = [cost(seat) for seat in prefill]
+    favoured = [each for each, seat in zip(costs, prefill, strict=True) if _is_in_favour(seat)]
+    latest = min(favoured, default=math.inf) + SLACK_TOKENS
+    return [seat for each, seat in zip(costs, prefill, strict=True) if each <= latest]
 
 
 def _plan_aggregated(call: _Call, seats: list[_Seat], cause: RouteCause, why: str) -> RoutePlan:
@@ -352,7 +394,7 @@ def _plan_aggregated(call: _Call, seats: list[_Seat], cause: RouteCause, why: st
         return seat.worker.info.role is not Role.HYBRID
 
     ordered = _ordered(call, seats, call.policy.aggregated, is_dedicated)
-    reason = f"aggregated, {why}: {prefill_reason(ordered[0])}"
+    reason = f"aggregated, {why}: {prefill_reason(ordered[0])}{fetch_words(ordered[0])}"
     return _plan(call, ordered, [], cause, reason)
 
 
@@ -377,4 +419,12 @@ def _plan(
 
 def _candidate(seat: _Seat) -> Candidate:
     info = seat.worker.info
-    return Candidate(info.worker_id, info.incarnation, info.control_endpoint, seat.cached_tokens)
+    return Candidate(
+        info.worker_id,
+        info.incarnation,
+        info.control_endpoint,
+        seat.cached_tokens,
+        seat.source,
+        seat.fetch,
+        seat.saved_tokens,
+    )

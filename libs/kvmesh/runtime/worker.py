@@ -15,6 +15,7 @@ from pathlib import Path
 from kvmesh.core.clock import SystemClock
 from kvmesh.core.errors import ConfigError
 from kvmesh.core.types import Endpoint, Role, WorkerDetail, WorkerId, WorkerInfo, WorkerLoad
+from kvmesh.engine.copier import ThreadCopier
 from kvmesh.engine.core import EngineCore
 from kvmesh.engine.fake import FakeRunner
 from kvmesh.engine.loop import EngineLoop
@@ -124,7 +125,8 @@ class Worker:
         # Milliseconds since 1970: a restarted worker's incarnation is always the larger one.
         self.incarnation = time.time_ns() // 1_000_000
         self._clock = SystemClock()
-        self._swap = make_swap_space(config.engine, runner, self._clock)
+        self._copier = ThreadCopier()
+        self._swap = make_swap_space(config.engine, runner, self._clock, self._copier)
         self.core = EngineCore(
             runner.spec,
             runner.kv.num_blocks,
@@ -136,6 +138,7 @@ class Worker:
         )
         self._structures = structures
         self._loop = EngineLoop(self.core, runner, self._after_step)
+        self._copier.on_done = self._loop.wake
         self._steps = StepMeter(config.engine.max_batch_tokens)
 
     async def start(self) -> None:
@@ -193,6 +196,7 @@ class Worker:
             wake = partial(asyncio.get_running_loop().call_soon_threadsafe, self._loop.wake)
             self._structures.on_compiled = wake
         context.spawn(self._loop.run(), "engine")
+        context.spawn(self._copier.run(), "swap")
         context.spawn(self.decode.watch_leases(), "leases")
         context.spawn(self.pool.watch_leases(), "read leases")
         context.on_drain(self._drain)
@@ -217,7 +221,9 @@ class Worker:
                 f"data port {port}: {error.strerror}; choose another with --worker.data-port"
             ) from error
         self._context.stack.push_async_callback(server.close)
-        self._metrics.watch_links(self.channels.statistics, server.statistics)
+        self._metrics.watch_links(
+            self.channels.statistics, server.statistics, self.fetcher.statistics
+        )
         self.decode.data_endpoint = Endpoint(self._context.host, bound.endpoint.port)
         self.decode.host_route = self.pool.host_route = bound.route
         self.pool.data_endpoint = self.decode.data_endpoint
@@ -261,6 +267,7 @@ class Worker:
                 self._info.control_endpoint,
                 lambda: self.role,
                 self.fetcher.fetch,
+                lambda: self.pool.read_blocks_total + self.query_metrics.read_blocks_total,
                 lambda: self.pool.draining or self.cordoned,
                 self._clock,
             )
@@ -360,7 +367,7 @@ class Worker:
         """What people want to see of this worker now."""
         return worker_detail(
             self.core,
-            self.channels.statistics(),
+            {**self.channels.statistics().links, **self.fetcher.statistics().links},
             cordoned=self.cordoned,
             budget_bytes_s=self._config.data.budget_mb_s * MEGABYTE,
         )

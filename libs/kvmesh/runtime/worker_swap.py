@@ -7,16 +7,19 @@ from __future__ import annotations
 
 from kvmesh.core.clock import Clock
 from kvmesh.core.errors import ConfigError
+from kvmesh.engine.copier import Copier
 from kvmesh.engine.host_arena import HostArena
-from kvmesh.engine.preemption import SwapSpace
 from kvmesh.engine.protocol import ModelRunner
+from kvmesh.engine.swap_space import SwapSpace
 from kvmesh.runtime.worker_config import EngineSection
 
 _GIB = 1 << 30
 _DEVICE_GIB = 4.0
 
 
-def make_swap_space(config: EngineSection, runner: ModelRunner, clock: Clock) -> SwapSpace | None:
+def make_swap_space(
+    config: EngineSection, runner: ModelRunner, clock: Clock, copier: Copier
+) -> SwapSpace | None:
     """Where preempted sequences' KV is kept; None where it is computed again.
 
     On the CPU the pool itself is host memory, which is better spent on more blocks.
@@ -35,4 +38,4 @@ def make_swap_space(config: EngineSection, runner: ModelRunner, clock: Clock) ->
         raise ConfigError(
             f"engine.swap_gib {gib:g} holds no block of {block_bytes} bytes: give more, or 0"
         )
-    return SwapSpace(HostArena(runner.kv, block_bytes, num_places), clock)
+    return SwapSpace(HostArena(runner.kv, block_bytes, num_places), clock, copier)

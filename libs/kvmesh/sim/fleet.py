@@ -203,13 +203,12 @@ class SimFleet:
         if self._order is None or len(self.workers) <= SMALL_FLEET:
             return self.view()
         # Sorted, since the index draws a random number for each.
+        workers, update = self.workers, self._order.update
         for worker_id in sorted(self._changed):
-            worker = self.workers[worker_id]
+            worker = workers[worker_id]
             if worker.alive:
-                self._order.update(
-                    WorkerView(
-                        worker.info, worker.load(), math.inf, pending_tokens=worker.waiting_tokens
-                    )
+                update(
+                    WorkerView(worker.info, worker.load(), math.inf, 0, 0, worker.waiting_tokens)
                 )
         self._changed.clear()
         return self._order.shortlist(query, matches, self._events.now(), SILENT_AFTER_S)

@@ -27,6 +27,11 @@ class EventLogger:
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
 
+    @property
+    def tells_info(self) -> bool:
+        """Whether `info` writes anything; for what is costly to say and said for every request."""
+        return self._logger.isEnabledFor(logging.INFO)
+
     def debug(self, event: str, /, **fields: Any) -> None:
         """Detail for developers."""
         self._emit(logging.DEBUG, event, fields)

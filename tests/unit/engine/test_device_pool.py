@@ -54,7 +54,8 @@ def test_what_is_gathered_and_scattered_is_the_same(
 def test_blocks_leave_for_the_host_and_come_back() -> None:
     pool = TwinPool(LAYOUT, 6, CONTENT)
     arena = HostArena(pool, BLOCK, 4)
-    places = arena.store([2, 3, 5])
+    places = arena.take(3)
+    arena.store([2, 3, 5], places)
     pool.tensor.zero_()
     arena.load(places, [0, 1, 4])
     for to, begin in zip((0, 1, 4), (2, 3, 5), strict=True):

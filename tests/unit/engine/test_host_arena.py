@@ -14,7 +14,9 @@ def test_blocks_come_back_as_they_were() -> None:
     memory.view[:] = content
     arena = HostArena(memory, BLOCK_BYTES, 10)
     blocks, others = [3, 4, 5, 11, 0], [9, 10]
-    places, more = arena.store(blocks), arena.store(others)
+    places, more = arena.take(len(blocks)), arena.take(len(others))
+    arena.store(blocks, places)
+    arena.store(others, more)
     assert arena.num_free == 3
     memory.view[:] = bytes(len(content))
     # To other blocks, in another order of runs.

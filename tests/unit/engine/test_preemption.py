@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
+
 import pytest
 
 from kvmesh.core.clock import ManualClock
 from kvmesh.engine.core import EngineCore
 from kvmesh.engine.fake import FakeRunner
 from kvmesh.engine.host_arena import HostArena
-from kvmesh.engine.preemption import SwapSpace, SwapStatistics
 from kvmesh.engine.sequence import Sequence, SequenceState
+from kvmesh.engine.swap_space import SwapSpace, SwapStatistics
 from tests.worker_driver import make_spec, reference_tokens
 
 PROMPTS = [[100 * number + position % 90 for position in range(60)] for number in range(1, 4)]
@@ -21,9 +23,9 @@ class SlowArena(HostArena):
 
     clock: ManualClock
 
-    def store(self, blocks: list[int]) -> list[int]:  # type: ignore[override]
+    def store(self, blocks: SequenceOf[int], places: SequenceOf[int]) -> None:
         self.clock.advance(1.0)
-        return super().store(blocks)
+        super().store(blocks, places)
 
 
 class Bench:

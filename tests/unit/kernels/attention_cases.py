@@ -117,15 +117,17 @@ def expected(inputs: Inputs, scale: float, window: int) -> Tensor:
     return out
 
 
-def check_decode(case: Case, dtype: torch.dtype, device: str) -> None:
+def check_decode(case: Case, dtype: torch.dtype, device: str, *, static: bool = False) -> None:
+    """`static`: as a captured step launches it, which does not know how long contexts are."""
+    ids = torch.int64 if static else torch.int32
     inputs, scale = make_inputs(case, dtype, device), case.head_dim**-0.5
     out = paged_decode_attention(
         inputs.q,
         inputs.kv,
         LAYER,
-        torch.tensor(padded_tables(inputs.tables), dtype=torch.int32, device=device),
-        torch.tensor(inputs.lens, dtype=torch.int32, device=device),
-        max_context_len=max(inputs.lens),
+        torch.tensor(padded_tables(inputs.tables), dtype=ids, device=device),
+        torch.tensor(inputs.lens, dtype=ids, device=device),
+        max_context_len=0 if static else max(inputs.lens),
         num_splits=case.num_splits,
         scale=scale,
         window=case.window,

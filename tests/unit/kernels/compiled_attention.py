@@ -23,6 +23,7 @@ CONSTANTS: dict[str, Any] = {
 }
 KERNELS = {
     "decode": (attention._decode_kernel, {"GROUP_TILE": 16, "TILE": attention.DECODE_TILE}),
+    "static decode": (attention._decode_kernel, {"GROUP_TILE": 16, "TILE": attention.DECODE_TILE}),
     "prefill": (attention._prefill_kernel, {"TILE": attention.PREFILL_TILE, "HAS_SINKS": True}),
 }
 POINTERS = {
@@ -32,6 +33,7 @@ POINTERS = {
     "lse_ptr": "*fp32",
     "sinks_ptr": "*fp32",
 }
+STATIC_POINTERS = POINTERS | {"tables_ptr": "*i64", "lens_ptr": "*i64"}
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
@@ -39,14 +41,15 @@ POINTERS = {
 def test_compiles(name: str, dtype: str) -> None:
     kernel, tiles = KERNELS[name]
     constants = CONSTANTS | tiles
+    pointers = STATIC_POINTERS if name == "static decode" else POINTERS
     signature = {}
     for argument in kernel.arg_names:
         if argument in constants:
             signature[argument] = "constexpr"
         elif argument.endswith("_ptr"):
             # Partial results of decode are fp32 whatever the pool holds.
-            parts = argument == "out_ptr" and name == "decode"
-            signature[argument] = "*fp32" if parts else POINTERS.get(argument, f"*{dtype}")
+            parts = argument == "out_ptr" and name != "prefill"
+            signature[argument] = "*fp32" if parts else pointers.get(argument, f"*{dtype}")
         else:
             signature[argument] = "fp32" if argument == "scale_log2" else "i32"
     source = ASTSource(kernel, signature, constants)

@@ -28,6 +28,11 @@ def test_decode(case: cases.Case, dtype: torch.dtype) -> None:
     cases.check_decode(case, dtype, "cpu")
 
 
+def test_contexts_cut_by_their_own_length() -> None:
+    case = cases.Case("own", ((1, 1), (70, 1), (200, 1)), kv_heads=1, num_splits=3)
+    cases.check_decode(case, torch.float32, "cpu", static=True)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", cases.PREFILL_CASES, ids=str)
 def test_prefill(case: cases.Case, dtype: torch.dtype) -> None:

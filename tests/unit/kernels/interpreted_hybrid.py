@@ -28,8 +28,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:Deprecati
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("num_splits", [1, 3])
-def test_latent_decode(num_splits: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("num_splits", "by_length"), [(1, False), (3, False), (3, True)])
+def test_latent_decode(num_splits: int, by_length: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     size, rank, rope, heads = 8, 24, 8, 18
     tables, lens = torch.tensor([[3, 9, 1, 7], [5, 2, 0, 0]]), torch.tensor([29, 9])
@@ -40,7 +40,15 @@ def test_latent_decode(num_splits: int, dtype: torch.dtype) -> None:
             kv[block, 1, position % size] = torch.randn(rank + rope).to(dtype)
     q = torch.randn(2, heads, rank + rope).to(dtype)
     found = latent_attention.latent_decode_attention(
-        q, kv, 1, tables, lens, scale=0.2, rank=rank, num_splits=num_splits
+        q,
+        kv,
+        1,
+        tables,
+        lens,
+        scale=0.2,
+        rank=rank,
+        num_splits=num_splits,
+        by_length=by_length,
     )
     wanted = latent.latent_decode_attention(q, kv, 1, tables, lens, scale=0.2, rank=rank)
     tolerance = 1e-5 if dtype == torch.float32 else 4e-3

@@ -6,6 +6,7 @@ import pytest
 
 from kvmesh.core.clock import ManualClock
 from kvmesh.core.errors import ConfigError
+from kvmesh.engine.copier import InlineCopier
 from kvmesh.engine.fake import FakeRunner
 from kvmesh.runtime.worker_config import EngineSection
 from kvmesh.runtime.worker_swap import make_swap_space
@@ -17,7 +18,7 @@ from kvmesh.runtime.worker_swap import make_swap_space
 )
 def test_when_there_is_one(device: str, swap_gib: float, has_space: bool) -> None:
     config = EngineSection(device=device, swap_gib=swap_gib)
-    space = make_swap_space(config, FakeRunner(num_blocks=4), ManualClock())
+    space = make_swap_space(config, FakeRunner(num_blocks=4), ManualClock(), InlineCopier())
     assert (space is not None) is has_space
 
 
@@ -25,4 +26,4 @@ def test_when_there_is_one(device: str, swap_gib: float, has_space: bool) -> Non
 def test_a_size_without_a_block_is_refused(swap_gib: float) -> None:
     config = replace(EngineSection(), swap_gib=swap_gib)
     with pytest.raises(ConfigError, match=r"engine\.swap_gib"):
-        make_swap_space(config, FakeRunner(num_blocks=4), ManualClock())
+        make_swap_space(config, FakeRunner(num_blocks=4), ManualClock(), InlineCopier())

@@ -42,3 +42,8 @@ def test_a_line_has_the_time_it_was_logged() -> None:
     assert at(0.25) == "1970-01-01T00:00:00.250Z"
     assert at(86_400.5) == "1970-01-02T00:00:00.500Z"
     assert at(0.75) == "1970-01-01T00:00:00.750Z"
+
+
+def test_what_is_costly_to_say_is_asked_for_first() -> None:
+    assert EventLogger(logging.Logger("asked", logging.INFO)).tells_info
+    assert not EventLogger(logging.Logger("asked", logging.WARNING)).tells_info

@@ -1,0 +1,125 @@
+"""Copies beside the event loop: what waits for whom."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence as SequenceOf
+
+import pytest
+
+from kvmesh.core.clock import SystemClock
+from kvmesh.engine.copier import ThreadCopier
+from kvmesh.engine.core import EngineCore
+from kvmesh.engine.fake import FakeRunner
+from kvmesh.engine.host_arena import HostArena
+from kvmesh.engine.loop import EngineLoop
+from kvmesh.engine.sequence import Sequence
+from kvmesh.engine.swap_space import SwapSpace
+from tests.worker_driver import make_spec, reference_tokens
+
+NEW_TOKENS = 30
+
+
+class GatedArena(HostArena):
+    """An arena whose copies wait until the event loop lets them go on."""
+
+    def __init__(self, runner: FakeRunner, num_places: int) -> None:
+        super().__init__(runner.kv, runner.spec.layout.block_bytes, num_places)
+        self.open = threading.Event()
+        self.entered = threading.Event()
+        self.threads: set[str] = set()
+
+    def _pass(self) -> None:
+        self.threads.add(threading.current_thread().name)
+        self.entered.set()
+        assert self.open.wait(10), "the event loop does not turn while a copy is made"
+
+    def store(self, blocks: SequenceOf[int], places: SequenceOf[int]) -> None:
+        self._pass()
+        super().store(blocks, places)
+
+    def load(self, places: SequenceOf[int], blocks: SequenceOf[int]) -> None:
+        self._pass()
+        super().load(places, blocks)
+
+
+async def test_the_loop_and_the_steps_go_on_while_a_copy_is_made() -> None:
+    runner = FakeRunner(num_blocks=12)
+    arena, copier = GatedArena(runner, 12), ThreadCopier()
+    core = EngineCore(
+        runner.spec, 12, growth_tokens=0, swap=SwapSpace(arena, SystemClock(), copier)
+    )
+    loop = EngineLoop(core, runner)
+    copier.on_done = loop.wake
+    specs = [
+        make_spec([100 * number + position % 90 for position in range(60)], NEW_TOKENS)
+        for number in range(1, 4)
+    ]
+    sequences = [core.admit_decode(spec) for spec in specs]
+    tasks = [asyncio.create_task(loop.run()), asyncio.create_task(copier.run())]
+    for sequence in sequences:
+        assert isinstance(sequence, Sequence)
+        core.run(sequence)
+    loop.wake()
+    async with asyncio.timeout(10):
+        while not arena.entered.is_set():
+            await asyncio.sleep(0)
+        # The copy stands still; this loop turns, and a short sequence computes beside it.
+        taken = core.pool.num_free
+        short = core.admit_prefill(make_spec([5, 6, 7], 1))
+        if isinstance(short, Sequence):
+            loop.wake()
+            while short.num_remaining > 1:
+                await asyncio.sleep(0)
+            core.release(short)
+        assert core.pool.num_free == taken
+        assert core.statistics().num_preempted > 0
+        assert not core.is_idle
+        arena.open.set()
+        while core.has_work:
+            await asyncio.sleep(0)
+    for spec, sequence in zip(specs, sequences, strict=True):
+        assert isinstance(sequence, Sequence)
+        assert sequence.tokens[60:] == reference_tokens(spec)
+    swapped = core.statistics().swap
+    assert swapped.swapped_in_total == swapped.swapped_out_total > 0
+    assert swapped.blocks_kept == 0
+    assert core.is_idle
+    assert arena.threads == {"swap_0"}
+    for task in tasks:
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
+async def test_an_error_of_a_copy_ends_it() -> None:
+    copier = ThreadCopier()
+
+    def fail() -> None:
+        raise MemoryError("no room")
+
+    copier.start(fail, lambda: pytest.fail("it is not done"))
+    with pytest.raises(MemoryError, match="no room"):
+        await copier.run()
+
+
+async def test_a_copy_that_is_made_is_waited_for_at_the_end() -> None:
+    copier, entered, go_on = ThreadCopier(), threading.Event(), threading.Event()
+    made: list[bool] = []
+
+    def copy() -> None:
+        entered.set()
+        assert go_on.wait(10)
+        made.append(True)
+
+    task = asyncio.create_task(copier.run())
+    copier.start(copy, lambda: None)
+    assert await asyncio.to_thread(entered.wait, 10)
+    asyncio.get_running_loop().call_soon(go_on.set)
+    task.cancel()
+    # Its end waits in this thread, so the gate is opened before.
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert made == [True]
