@@ -217,6 +217,28 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
         ),
         Panel("Blocks known", "short", (("blocks", "max(kvmesh_kvmanager_blocks)"),)),
         Panel("Redis answers", "bool", (("{{instance}}", "kvmesh_kvmanager_redis_up"),)),
+        Panel(
+            "Unevenness of cache reads",
+            "short",
+            (
+                (
+                    "{{cluster}} {{role}}",
+                    "max by (cluster, role) (kvmesh_kvmanager_pool_reads_cv "
+                    "and on (instance) kvmesh_kvmanager_pool_planning == 1)",
+                ),
+            ),
+        ),
+        Panel(
+            "Copies of hot prefixes",
+            "short",
+            (
+                (
+                    "{{outcome}} {{reason}}",
+                    rate("kvmesh_kvmanager_pool_copies_total", "outcome, reason"),
+                ),
+            ),
+            stacked=True,
+        ),
     ),
 }
 
