@@ -60,6 +60,8 @@ def rate(metric: str, by: str, where: str = "") -> str:
     return f"sum by ({by}) (rate({metric}{where}[{RATE}]))"
 
 
+READS_CV = "kvmesh_kvmanager_pool_reads_cv and on (instance) kvmesh_kvmanager_pool_planning == 1"
+
 SECTIONS: dict[str, tuple[Panel, ...]] = {
     "Requests": (
         Panel("Time to first token", "s", quantiles("vllm:time_to_first_token_seconds")),
@@ -223,8 +225,7 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
             (
                 (
                     "{{cluster}} {{role}}",
-                    "max by (cluster, role) (kvmesh_kvmanager_pool_reads_cv "
-                    "and on (instance) kvmesh_kvmanager_pool_planning == 1)",
+                    f"max by (cluster, role) ({READS_CV})",
                 ),
             ),
         ),
