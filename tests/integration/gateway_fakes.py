@@ -49,6 +49,7 @@ class FakeMesh:
     eos: int
     workers: dict[str, FakeWorker] = field(default_factory=dict)
     queries: list[RouteQuery] = field(default_factory=list)
+    plans_ahead: bool = False  # as where no prefixes are looked up
     num_used_ahead: int = 0
     refuse_routes: Refusal | None = None
     placement: Placement = Placement.DISAGGREGATED
@@ -106,7 +107,7 @@ class FakeScheduler(scheduler_grpc.SchedulerServiceServicer):
                 yield self.answer(message)
                 wish = wish_from_proto(message)
                 self.mesh.num_used_ahead += 0 if wish is None else wish.used
-                if wish is not None and wish.count and self.mesh.refuse_routes is None:
+                if wish is not None and wish.count and self.mesh.plans_ahead:
                     yield self.ahead(message.correlation_id, wish)
 
     def ahead(self, correlation_id: int, wish: Wish) -> RouteResponse:
