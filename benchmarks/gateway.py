@@ -38,8 +38,8 @@ NOTES = (
     " included\n"
     f"- overload: {CAPACITY:g} prompts/s can be taken, offered is a multiple; per s counts first"
     f" tokens within {TTFT_LIMIT_MS} ms; p50 and p99 are of all that were served\n"
-    "- workers hold no KV and publish none, so no prefix is looked up; Dynamo and the routers take"
-    " turns\n"
+    "- workers hold no KV and publish none, so no prefix is looked up, except where it is said;"
+    " Dynamo and the routers take turns\n"
     "- failed: neither a whole answer nor a refusal with 429 or 503"
 ).split("\n- ")
 
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=RESULTS / "gateway.json")
     arguments = parser.parse_args(argv)
     plan = Plan(arguments.seconds, arguments.streams, arguments.seed)
-    starts: list[Start] = [] if arguments.peers_only else [ours()]
+    starts: list[Start] = [] if arguments.peers_only else [ours(), ours(prefixes=True)]
     if arguments.processes > 1:
         starts.append(ours(arguments.processes))
     if arguments.dynamo_python:

@@ -182,7 +182,7 @@ async def killed_worker(bench: Bench, num_streams: int = 24) -> Row:
 
 
 async def measure(system: System, plan: Plan, note: Callable[[Row], None]) -> list[Row]:
-    """All phases of one system; the last one costs it a worker.
+    """The phases of one system; the last one costs it a worker.
 
     Args:
         note: told each row as soon as it is there.
@@ -192,15 +192,15 @@ async def measure(system: System, plan: Plan, note: Callable[[Row], None]) -> li
     phases: Sequence[Callable[[], Awaitable[Row]]] = (
         lambda: requests(bench, 1),
         lambda: requests(bench, 32),
-        lambda: tokens(bench),
         lambda: first_token(bench),
+        lambda: tokens(bench),
         lambda: overload(bench, 4),
         lambda: overload(bench, 7),
         lambda: killed_worker(bench),
     )
     rows = []
     try:
-        for phase in phases:
+        for phase in phases if system.is_compared else phases[:3]:
             rows.append(await phase())
             note(rows[-1])
     finally:

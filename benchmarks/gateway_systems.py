@@ -111,6 +111,7 @@ class System:
     Attributes:
         front: the processes that clients talk to, and that a rival is compared by.
         control: processes behind them that take part in each request, workers apart.
+        is_compared: beside rivals, in all phases; else a few are measured.
     """
 
     name: str
@@ -119,6 +120,7 @@ class System:
     workers: list[Process]
     control: list[Process] = field(default_factory=list)
     redis_pid: int | None = None
+    is_compared: bool = True
 
     async def behave(self, **behaviour: object) -> None:
         """Sets how fast the workers that live are."""
@@ -152,8 +154,12 @@ async def _answers(system: System) -> None:
         loader.close()
 
 
-def ours(num_processes: int = 1) -> Start:
-    """Our gateway, scheduler, kvmanager and Redis before workers that speak our protocol."""
+def ours(num_processes: int = 1, *, prefixes: bool = False) -> Start:
+    """Our gateway, scheduler, kvmanager and Redis before workers that speak our protocol.
+
+    Args:
+        prefixes: workers say that they publish their blocks, so each prompt's prefix is looked up.
+    """
 
     @asynccontextmanager
     async def start(folder: Path) -> AsyncIterator[System]:
@@ -182,7 +188,14 @@ def ours(num_processes: int = 1) -> Start:
                 ),
             ]
             workers = [
-                _python(stack, folder, "gateway_worker", f"worker-{number}", str(scheduler))
+                _python(
+                    stack,
+                    folder,
+                    "gateway_worker",
+                    f"worker-{number}",
+                    str(scheduler),
+                    "publishes" if prefixes else "",
+                )
                 for number in range(NUM_WORKERS)
             ]
             flags: dict[str, object] = {
@@ -195,7 +208,8 @@ def ours(num_processes: int = 1) -> Start:
                 flags["http.processes"] = num_processes
             front = [service("gateway", flags)]
             name = "kvmesh" if num_processes == 1 else f"kvmesh x{num_processes}"
-            system = System(name, http, front, workers, control, redis.pid)
+            name = f"{name}, prefixes looked up" if prefixes else name
+            system = System(name, http, front, workers, control, redis.pid, not prefixes)
             for worker in workers:
                 await worker.line()
             await _answers(system)

@@ -75,14 +75,14 @@ class Sequence:
 class Worker(prefill_grpc.PrefillServiceServicer, decode_grpc.DecodeServiceServicer):
     """Both services of one worker."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, publishes: bool = False) -> None:
         self.behaviour = Behaviour()
         self.server = make_server()
         port = bind_server(self.server, "127.0.0.1", 0)
         endpoint = Endpoint("127.0.0.1", port)
         self.info = WorkerInfo(
             WorkerId(name), os.getpid(), Role.HYBRID, "local", endpoint, endpoint, "fake", LAYOUT,
-            MAX_LEN, SLOTS, SLOTS, NUM_BLOCKS, publishes=False,
+            MAX_LEN, SLOTS, SLOTS, NUM_BLOCKS, publishes=publishes,
         )  # fmt: skip
         self.reservation = types_pb2.Reservation(
             worker_id=name,
@@ -284,9 +284,9 @@ async def follow_commands(worker: Worker) -> None:
         sys.stdout.flush()
 
 
-async def main(name: str, scheduler: str) -> None:
+async def main(name: str, scheduler: str, publishes: str = "") -> None:
     """Serves until standard input ends."""
-    worker = Worker(name)
+    worker = Worker(name, publishes == "publishes")
     await worker.direct.start()
     await worker.server.start()
     registration = SchedulerRegistration([scheduler], worker.info, worker.load, lambda _: None)

@@ -49,7 +49,7 @@ WORKERS = 4
 """That run prompts; one more generates."""
 
 PREFIXES, PREFIX_TOKENS, TAIL_TOKENS, OUTPUT_TOKENS = 12, 2048, 32, 4
-SKEW = 1.2
+SKEW = 2.0
 """Exponent of the popularity of prefixes (Zipf)."""
 
 STEP_S, STEP_TOKENS = 0.01, 128

@@ -32,7 +32,7 @@ from kvmesh.sim.trace import TRACE_BLOCK, TraceRequest
 from services.gateway.config import GatewayConfig, HttpConfig, ModelConfig
 from services.gateway.config import SchedulerConfig as SchedulerTargets
 from services.gateway.service import Gateway, start_gateway
-from services.kvmanager.config import KvManagerConfig, LimitConfig
+from services.kvmanager.config import KvManagerConfig, LimitConfig, PoolConfig
 from services.kvmanager.service import build as build_kvmanager
 from services.scheduler.config import FleetConfig, PlanningConfig, RoutingConfig, SchedulerConfig
 from services.scheduler.config import (
@@ -115,7 +115,9 @@ class LiveMesh:
                             lambda before=before: self._num_accepted() == before + 1,  # type: ignore[misc]
                             "the request is accepted",
                         )
+                        await until(self._fetches_are_over, "what is fetched is there")
                         await until(self._view_is_exact, "the scheduler knows all loads")
+                        await until(self._match_is_exact(request), "and who holds what")
                     self.gate.set()
                 await until_idle(*self.workers)
                 await until(self._view_is_exact, "the scheduler knows that all are idle")
@@ -124,6 +126,9 @@ class LiveMesh:
 
     def _num_accepted(self) -> int:
         return sum(worker.prefill.num_attempts for worker in self.workers)
+
+    def _fetches_are_over(self) -> bool:
+        return all(worker.fetcher.is_idle and worker.pool.is_idle for worker in self.workers)
 
     def _view_is_exact(self) -> bool:
         """The fleet shows what is there, and nothing that was routed counts twice."""
@@ -181,7 +186,9 @@ PATIENCE_S = 10.0
 def _kvmanager(server: ServerConfig, redis: RedisConfig) -> KvManagerConfig:
     limits = LimitConfig(lookup_timeout_s=PATIENCE_S)
     patient = replace(redis, timeout_s=PATIENCE_S)
-    return KvManagerConfig(server=server, redis=patient, limits=limits)
+    # Copies of hot prefixes come when time has passed, and the simulator has none of them.
+    pool = PoolConfig(budget_mb_s=0.0)
+    return KvManagerConfig(server=server, redis=patient, limits=limits, pool=pool)
 
 
 @asynccontextmanager

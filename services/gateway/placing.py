@@ -8,6 +8,7 @@ Tests: tests/integration/test_gateway_refusals.py.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -71,7 +72,7 @@ class Placing:
 
     Args:
         token_ids: prompt and the tokens generated before.
-        deadline: on the loop's clock.
+        deadline: says when it has to end, on the loop's clock; that may change while it waits.
         avoid: workers that lost this request before.
     """
 
@@ -82,14 +83,15 @@ class Placing:
         request: GenerationRequest,
         *,
         token_ids: tuple[int, ...],
-        deadline: float,
+        deadline: Callable[[], float],
         avoid: frozenset[WorkerId],
     ) -> None:
         self._mesh = mesh
         self._work = work
         self._request = request
         self._token_ids = token_ids
-        self._deadline = deadline
+        self._deadline_now = deadline
+        self._deadline = deadline()
         self._failed = avoid
         self._refused: set[WorkerId] = set()
         self._unfit: dict[WorkerId, Refusal] = {}
@@ -372,6 +374,7 @@ class Placing:
         waiting.paused_reserved += holds
         try:
             await asyncio.sleep(min(wait_s, self._remaining_s()))
+            self._deadline = self._deadline_now()
             await self._my_turn(turn)
         finally:
             waiting.paused -= 1

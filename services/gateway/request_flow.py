@@ -124,15 +124,23 @@ class _Life:
         now = self._now()
         self._deadline = now + mesh.limits.request_timeout_s
         self._phases = Phases(mesh.metrics, now)
-        patience_s = mesh.prefill_times.patience_s(len(request.prompt_ids), request.ttft_s)
-        # It has waited for this process as long as this process is late.
-        late_s = min(mesh.crowd.lag_s, patience_s / 2)
-        self._place_until = min(self._deadline, now + patience_s - late_s)
+        self._arrived_at = now
+        self._place_again_until: float | None = None
 
     @property
     def _where(self) -> Placed:
         assert self._placed is not None, "tokens come after placing"
         return self._placed
+
+    def _place_until(self) -> float:
+        """When the search for workers has to end, by what is known now."""
+        if self._place_again_until is not None:
+            return self._place_again_until
+        mesh, request = self._mesh, self._request
+        patience_s = mesh.prefill_times.patience_s(len(request.prompt_ids), request.ttft_s)
+        # It has waited for this process as long as this is late, and its first token may have to.
+        late_s = min(mesh.crowd.lag_s + mesh.crowd.peak_lag_s, patience_s / 2)
+        return min(self._deadline, self._arrived_at + patience_s - late_s)
 
     async def place(self) -> None:
         """Finds workers for the sequence as it is now."""
@@ -232,7 +240,7 @@ class _Life:
             # The client is already reading: what counts is that the stream goes on at all.
             default_s = self._mesh.limits.ttft_deadline_ms / 1000
             patience_s = max(self._request.ttft_s, default_s)
-            self._place_until = min(self._deadline, self._now() + patience_s)
+            self._place_again_until = min(self._deadline, self._now() + patience_s)
 
     def close(self) -> None:
         """Cancels what is open. May be called again."""

@@ -102,11 +102,14 @@ class Pool:
 
     async def _safely(self, work: Callable[[], Awaitable[None]]) -> None:
         # While the store is down nobody else should ask it; the guard reports it and asks again.
-        if not self._guard.up:
-            self.planning = False
-            return
-        with contextlib.suppress(StoreUnavailableError):
-            await work()
+        if self._guard.up:
+            try:
+                await work()
+            except StoreUnavailableError as error:
+                log.debug("pool_store_failed", error=str(error))
+            else:
+                return
+        self._set_planning(False)
 
     async def end_window(self) -> None:
         """Shares what was read, plans if nobody else does, and lets old reads fade.
@@ -120,14 +123,16 @@ class Pool:
         self.heat.fade(FADE)
         for seat in self._seats:
             seat.fade(FADE)
-        self.planning = False
-        kept_s = self._config.window_s * KEPT_WINDOWS
         if self._config.budget_mb_s > 0:
+            kept_s = self._config.window_s * KEPT_WINDOWS
             await self._store.put_knowledge(self._replica, knowledge.SerializeToString(), kept_s)
-            self.planning = await self._store.may_plan(self._replica, kept_s)
+            self._set_planning(await self._store.may_plan(self._replica, kept_s))
             if self.planning:
                 await self._plan(kept_s)
-        metrics.POOL_PLANNING.set(self.planning)
+
+    def _set_planning(self, planning: bool) -> None:
+        self.planning = planning
+        metrics.POOL_PLANNING.set(planning)
 
     async def _plan(self, kept_s: float) -> None:
         tables, members = merge_knowledge(await self._store.all_knowledge(), self._make_table)

@@ -1,7 +1,7 @@
 """Plans for the pool, from what all replicas know: which prefixes to copy where, what may go first.
 
 Asks the store who holds the hot prefixes, lets `policy/pool_plan.py` decide, and remembers what is
-on its way. Tests: tests/unit/kvmanager/test_pool_planner.py.
+on its way. Tests: tests/unit/kvmanager/test_pool.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A connected worker's place in the pool: its reports, its reads, and the way of orders to it.
 
-Tests: tests/unit/kvmanager/test_pool_seat.py.
+Tests: tests/unit/kvmanager/test_pool.py.
 """
 
 from __future__ import annotations

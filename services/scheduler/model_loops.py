@@ -23,6 +23,8 @@ from kvmesh.policy.control import (
 )
 from kvmesh.policy.measurement import ServingMeter
 from kvmesh.policy.offload import LinkState, Threshold, adjust_threshold
+from kvmesh.policy.path_meter import PathMeter
+from kvmesh.policy.prefix_source import FetchPace
 from kvmesh.policy.prfaas import Hardware
 from services.scheduler.config import PlanningConfig
 from services.scheduler.demand import Demand
@@ -45,12 +47,19 @@ class ModelLoops:
         self._roles: dict[str, RoleLoop] = {}
         self._sent: dict[WorkerId, int] = {}
         self._groups = GroupLoops()
+        self._paths = PathMeter()
+        self._pace = FetchPace()
         self.threshold = _start(policy, config.threshold_tokens)
 
     @property
     def offload(self) -> OffloadState:
         """What routes read."""
         return OffloadState(self._remote, self.threshold.tokens)
+
+    @property
+    def pace(self) -> FetchPace:
+        """What fetches are decided by."""
+        return self._pace
 
     def note_prompt(self, uncached_tokens: int, max_new_tokens: int, scenario: str = "") -> None:
         """Takes a request that was routed for the first time into the distribution of lengths."""
@@ -71,6 +80,8 @@ class ModelLoops:
             elapsed_s: since the last cycle.
         """
         self._meter.observe(workers, num_new, elapsed_s)
+        self._paths.observe(workers)
+        self._pace = self._paths.pace(self._meter.prompt_token_s)
         self._allocation.observe(self._waiting(workers, demand))
         self._groups.observe(self._home(workers), demand.reserved + demand.unreserved, elapsed_s)
 

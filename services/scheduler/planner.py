@@ -27,6 +27,7 @@ from kvmesh.policy.composition import Composition, OffloadState
 from kvmesh.policy.control import CYCLE_S, Allocation
 from kvmesh.policy.fleet_index import SMALL_FLEET
 from kvmesh.policy.plans_ahead import MAX_AHEAD, MAX_KINDS, Wish
+from kvmesh.policy.prefix_source import FetchPace
 from kvmesh.policy.ratio_monitor import WINDOW_S
 from kvmesh.policy.role_switch import STEADY, ScaleSignal, Switch, scale_signal
 from kvmesh.telemetry.logs import event_logger
@@ -104,6 +105,10 @@ class Planner:
     def offload(self, model: str) -> OffloadState:
         """The remote cluster and the threshold in force for a model."""
         return self._loops(model).offload
+
+    def pace(self, model: str) -> FetchPace:
+        """How fast a model's workers compute and its KV travels, as measured so far."""
+        return self._loops(model).pace
 
     def details(self) -> list[ModelDetail]:
         """What is in force for every model, for people."""

@@ -163,6 +163,8 @@ class Router:
             view = self._fleet.view_for(query, matches, now)
         else:
             view = self._fleet.view(now)
+        if matches and policy.route.fetches:
+            view = dataclasses.replace(view, pace=self._planner.pace(query.model))
         offload = self._planner.offload(query.model)
         decision = decide_route(policy, view, query, matches, now, offload)
         # Described when somebody looks: that costs a fifth of the decision.

@@ -19,9 +19,10 @@ from kvmesh.policy import composition
 from kvmesh.policy.curves import Quadratic
 from kvmesh.policy.explain import CandidateFacts, DecisionFacts, describe_decision
 from kvmesh.policy.pdserve import TimeoutTier
+from kvmesh.policy.prefix_source import FetchPace
 from kvmesh.sim import simulation
 from kvmesh.sim.fleet import SimFleet, parse_fleet
-from kvmesh.sim.profile import DecodeCost, Device, Links, load_profile
+from kvmesh.sim.profile import DecodeCost, Device, Links, Profile, load_profile
 from kvmesh.sim.scenario import Objectives, Scenario
 from kvmesh.sim.simulation import Simulation
 from kvmesh.sim.systems import SYSTEMS
@@ -54,6 +55,8 @@ def decided(monkeypatch: pytest.MonkeyPatch) -> Decisions:
     def decide(policy: Any, view: Any, query: Any, matches: Any, now: Any, offload: Any) -> Any:
         # A gateway makes the name of a request unique; ties fall by the name.
         query = dataclasses.replace(query, request_id=RequestId(query.request_id.split("-")[0]))
+        # Live engines stand still and links are this machine's: what was measured means nothing.
+        view = dataclasses.replace(view, pace=FetchPace())
         made = composition.decide_route(policy, view, query, matches, now, offload)
         kept.append(describe_decision(view, query, made, policy.route, offload))
         return made
@@ -89,26 +92,29 @@ def synthetic(seed: int, count: int = 24) -> list[TraceRequest]:
     return requests
 
 
+def profile() -> Profile:
+    known = load_profile("flowkv")
+    return dataclasses.replace(
+        known,
+        devices={"d": DEVICE},
+        links=Links(1e12, 1e12, 0.0),
+        plan=dataclasses.replace(known.plan, remote="d", local="d"),
+    )
+
+
 def simulated(rounds: Sequence[Round], policy: str, fleet: str = FLEET) -> None:
     arrivals = [
         dataclasses.replace(request, arrival_s=number * ROUND_S + index)
         for number, requests in enumerate(rounds)
         for index, request in enumerate(requests)
     ]
-    profile = load_profile("flowkv")
-    profile = dataclasses.replace(
-        profile,
-        devices={"d": DEVICE},
-        links=Links(1e12, 1e12, 0.0),
-        plan=dataclasses.replace(profile.plan, remote="d", local="d"),
-    )
     grouped = fleet == GROUPS
     system = dataclasses.replace(
         SYSTEMS[policy], switch_roles=False, reallocate=False, grouped=grouped
     )
     result = Simulation(
         Scenario(
-            profile,
+            profile(),
             parse_fleet(fleet),
             system,
             tuple(arrivals),
@@ -170,7 +176,8 @@ async def test_a_synthetic_trace(policy: str, tmp_path: Path, decided: Decisions
     await compare(in_rounds(synthetic(1), ROUND_SIZE), policy, tmp_path, decided)
     if policy == "kvmesh":
         reasons = {each.reason for each in decided}
-        assert {"prefix", "load", "short_prompt"} <= reasons, "all kinds of decisions were made"
+        kinds = {"prefix", "fetch", "load", "short_prompt"}
+        assert kinds <= reasons, "all kinds of decisions were made"
 
 
 async def test_groups_by_scenario(tmp_path: Path, decided: Decisions) -> None:
@@ -204,13 +211,6 @@ async def test_the_start_of_a_recorded_trace(tmp_path: Path, decided: Decisions)
 
 
 def test_the_fleet_has_the_names_of_the_simulator() -> None:
-    run = Simulation(
-        Scenario(
-            dataclasses.replace(load_profile("flowkv"), devices={"d": DEVICE}),
-            parse_fleet(FLEET),
-            SYSTEMS["all_local"],
-            (),
-        )
-    )
+    run = Simulation(Scenario(profile(), parse_fleet(FLEET), SYSTEMS["all_local"], ()))
     fleet: SimFleet = run.fleet
     assert [plan.name for plan in plans()] == list(fleet.workers)

@@ -65,7 +65,9 @@ def choice_rank(
     if not side:
         return None
     view = views[side[0].worker_id]
-    standing = Standing(view, asked, side[0].cached_tokens, turn=0)
+    first = side[0]
+    saved = first.saved_tokens
+    standing = Standing(view, asked, first.cached_tokens, turn=0, saved_tokens=saved)
     silent = NOW - view.reported_at > SILENT_AFTER_S
     return (view.worker_id in asked.avoid, silent, getattr(policy, rank)(standing))
 

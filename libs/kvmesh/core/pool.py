@@ -19,7 +19,8 @@ class PoolReport:
         endpoint: where others lease blocks of it.
         block_bytes: of one block, all layers.
         room_blocks: empty blocks, and cached ones that nobody has read for a while.
-        read_blocks_total: cached blocks that requests used instead of computing them.
+        read_blocks_total: cached blocks that requests used here instead of computing them, and that
+            other workers read.
         leaving: it gets no new requests and will be gone; what it alone holds should go elsewhere.
     """
 

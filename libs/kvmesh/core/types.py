@@ -53,6 +53,8 @@ class RouteCause(enum.Enum):
 
     PREFIX = "prefix"
     """The prefill worker holds the start of the prompt."""
+    FETCH = "fetch"
+    """The prefill worker fetches the start of the prompt from another one that holds it."""
     LOAD = "load"
     """Nobody holds a prefix that counts; the least loaded worker."""
     ROTATION = "rotation"
@@ -73,6 +75,21 @@ class RouteCause(enum.Enum):
     """There is no prefill and decode worker to keep apart."""
     NO_SCHEDULER = "no_scheduler"
     """A gateway decided alone."""
+
+
+class FetchReason(enum.Enum):
+    """Why a candidate fetches a prefix, or does not."""
+
+    NOBODY = "nobody"
+    """Nobody holds any of the prompt, or nobody knows."""
+    HELD = "held"
+    """Nobody holds more than the candidate itself."""
+    SHORT = "short"
+    """What it lacks is computed before it could be asked for."""
+    SLOW = "slow"
+    """What it lacks is computed before it would be here."""
+    FETCH = "fetch"
+    """What it lacks is here before it would be computed."""
 
 
 class Role(enum.Enum):
@@ -345,7 +362,7 @@ class LinkDetail:
     """A worker's way to another worker, for people.
 
     Attributes:
-        channel: kind of channel: local, shm or tcp.
+        channel: kind of channel: local, ipc, shm, nixl or tcp; get for what is read from the other.
         bytes_total: KV bytes that arrived since start.
         queued_bytes: asked for and not ended.
         busy_s: time with a transfer under way since start.
@@ -412,6 +429,8 @@ class Candidate:
 
     Attributes:
         source: whom it should fetch a prefix from before it computes the prompt.
+        fetch: why it should, or not; known where it was decided only.
+        saved_tokens: by which its first token comes sooner through the fetch; likewise.
     """
 
     worker_id: WorkerId
@@ -419,6 +438,8 @@ class Candidate:
     control_endpoint: Endpoint
     cached_tokens: int = 0
     source: PrefixSource | None = None
+    fetch: FetchReason = FetchReason.NOBODY
+    saved_tokens: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,8 @@ MIN_LAG_S = 0.25
 
 _GAIN = 1 / 16
 _LAG_GAIN = 1 / 4
+# Noted twenty times a second, a peak is down to half after a second.
+_PEAK_KEPT = 0.97
 
 
 class Crowd:
@@ -24,6 +26,7 @@ class Crowd:
 
     Attributes:
         lag_s: how late the process is with what it has to do, smoothed.
+        peak_lag_s: how late it has been of late, at most.
     """
 
     def __init__(self) -> None:
@@ -31,6 +34,7 @@ class Crowd:
         self._interval_s = 0.0
         self._last_busy_at: float | None = None
         self.lag_s = 0.0
+        self.peak_lag_s = 0.0
 
     @property
     def num_waiting(self) -> int:
@@ -60,6 +64,7 @@ class Crowd:
     def note_lag(self, seconds: float) -> None:
         """Something was done so long after it was due."""
         self.lag_s += _LAG_GAIN * (seconds - self.lag_s)
+        self.peak_lag_s = max(seconds, _PEAK_KEPT * self.peak_lag_s)
 
     def wait_s(self, tenant: str) -> float:
         """How long one more request of a tenant would wait, at least; 0 while nobody knows.

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from kvmesh.core.types import (
     Candidate,
+    FetchReason,
     Placement,
     Refusal,
     RequestId,
@@ -35,6 +36,9 @@ class CandidateFacts:
     Attributes:
         score: the policy's rank; smaller is better, and the first entry that differs decides.
         pending_tokens: prompt tokens that it has accepted and not computed.
+        fetch: why it fetches a prefix, or does not: a `FetchReason`.
+        source: whom it fetches from; empty: nobody.
+        saved_tokens: of `score`, by the fetch.
     """
 
     worker_id: WorkerId
@@ -46,6 +50,9 @@ class CandidateFacts:
     decode_slots: int
     blocks_free: int
     pending_tokens: int
+    fetch: str = FetchReason.NOBODY.value
+    source: str = ""
+    saved_tokens: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,18 +137,19 @@ def _facts(
     rank: RankFunction,
 ) -> tuple[CandidateFacts, ...]:
     return tuple(
-        _fact(views[each.worker_id], each.cached_tokens, query, rank)
-        for each in candidates[:MAX_EXPLAINED]
+        _fact(views[each.worker_id], each, query, rank) for each in candidates[:MAX_EXPLAINED]
     )
 
 
 def _fact(
-    worker: WorkerView, cached_tokens: int, query: RouteQuery, rank: RankFunction
+    worker: WorkerView, candidate: Candidate, query: RouteQuery, rank: RankFunction
 ) -> CandidateFacts:
-    standing = Standing(worker, query, cached_tokens, turn=0)
+    standing = Standing(
+        worker, query, candidate.cached_tokens, turn=0, saved_tokens=candidate.saved_tokens
+    )
     return CandidateFacts(
         worker_id=worker.worker_id,
-        cached_tokens=cached_tokens,
+        cached_tokens=candidate.cached_tokens,
         score=tuple(float(value) for value in rank(standing)),
         prefill_used=worker.prefill_used,
         prefill_slots=worker.info.prefill_slots,
@@ -149,4 +157,7 @@ def _fact(
         decode_slots=worker.info.decode_slots,
         blocks_free=worker.load.blocks_free,
         pending_tokens=worker.pending_tokens,
+        fetch=candidate.fetch.value,
+        source=candidate.source.worker_id if candidate.source else "",
+        saved_tokens=candidate.saved_tokens,
     )

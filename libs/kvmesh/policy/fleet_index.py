@@ -226,6 +226,11 @@ class FleetIndex:
                     self._walk(keys, query, now - silent_after_s, chosen)
         for worker_id in self._best_holders(query, matches or {}):
             chosen[worker_id] = self._entries[worker_id]
+        # Whatever its load: others may fetch from it.
+        for _, worker_id in longest_holders(matches or {}, 1):
+            entry = self._entries.get(worker_id)
+            if entry is not None and entry.name[0] == query.model:
+                chosen[worker_id] = entry
         if not any(entry.can_hold(query.num_tokens) for entry in chosen.values()):
             return self.view()
         return FleetView(tuple([entry.view for entry in chosen.values()]))

@@ -12,7 +12,7 @@ class LinkView:
     """What one sender knows of its way to one receiver.
 
     Attributes:
-        channel: kind of channel: local, shm or tcp.
+        channel: kind of channel: local, ipc, shm, nixl or tcp.
         goodput_bytes_s: KV bytes per second while something was under way; 0 is not known yet.
         rtt_s: smoothed round trip; 0 is not known.
         retransmits: TCP segments sent again since start.

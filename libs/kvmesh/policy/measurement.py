@@ -93,6 +93,11 @@ class ServingMeter:
             self._batch_s += busy_s * load.decode_running
 
     @property
+    def prompt_token_s(self) -> float | None:
+        """Seconds to compute a token of a prompt at home, else anywhere; None while unknown."""
+        return self._near.token_s or self._far.token_s
+
+    @property
     def output_tokens(self) -> float | None:
         """Mean tokens generated per request; None while unknown."""
         return self._generated / self._requests if self._requests >= 1 else None

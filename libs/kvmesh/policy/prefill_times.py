@@ -12,6 +12,9 @@ from dataclasses import dataclass
 _GAIN, _DEVIATION_GAIN = 1 / 8, 1 / 4
 # TCP takes 4; a first token that comes too late is worse than a resend that comes too early.
 _DEVIATIONS = 6.0
+WAY_SHARE = 0.01
+"""This share of a request's time is set aside for the way to the client and back."""
+
 MAX_SHARE = 0.5
 """At most this share of a request's time is set aside for its prompt."""
 
@@ -54,4 +57,5 @@ class PrefillTimes:
 
     def patience_s(self, num_tokens: int, ttft_s: float) -> float:
         """How long to look for a worker so that the first token still comes within `ttft_s`."""
-        return ttft_s - min(self.expected_s(num_tokens), MAX_SHARE * ttft_s)
+        expected_s = self.expected_s(num_tokens) + WAY_SHARE * ttft_s
+        return ttft_s - min(expected_s, MAX_SHARE * ttft_s)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 
-from kvmesh.core.types import RouteCause, RouteQuery
+from kvmesh.core.types import FetchReason, PrefixSource, RouteCause, RouteQuery
 from kvmesh.policy.view import WorkerView
 
 DECODE_CACHE_WEIGHT = 0.25
@@ -44,7 +44,7 @@ yet: a short wait for the holder of a long prefix beats computing the prefix aga
 
 
 class Standing:
-    """A worker with respect to one request; a value that nobody changes.
+    """A worker with respect to one request; nobody changes it but `fetch_route.weigh_fetches`.
 
     A route makes one for each worker it looks at and reads most of its numbers several times, so
     they are computed once, here.
@@ -58,6 +58,9 @@ class Standing:
         prefill_share: prefill slots in use, as a share.
         decode_full: the worker would refuse a reservation for want of a slot or blocks.
         decode_share: decode slots or blocks in use, as a share, whichever is scarcer.
+        fetch: why the worker fetches a prefix, or does not.
+        source: whom it fetches from.
+        saved_tokens: by which the first token comes sooner because a prefix is fetched.
         first_token: tokens computed until this request's first one, where prompts are computed one
             after the other. Prompts on their way, which no report shows yet, are taken to be as
             long as this one.
@@ -67,17 +70,25 @@ class Standing:
         "cached_tokens",
         "decode_full",
         "decode_share",
+        "fetch",
         "first_token",
         "prefill_busy",
         "prefill_share",
         "query",
+        "saved_tokens",
+        "source",
         "turn",
         "uncached_tokens",
         "worker",
     )
 
     def __init__(
-        self, worker: WorkerView, query: RouteQuery, cached_tokens: int, turn: int
+        self,
+        worker: WorkerView,
+        query: RouteQuery,
+        cached_tokens: int,
+        turn: int,
+        saved_tokens: float = 0.0,
     ) -> None:
         info, load = worker.info, worker.load
         self.worker = worker
@@ -91,7 +102,11 @@ class Standing:
         self.prefill_busy = busy = prefill_used >= prefill_slots
         self.prefill_share = prefill_used / (prefill_slots or 1)
         sent = in_flight * query.num_tokens
-        self.first_token = worker.pending_tokens + sent + uncached + BUSY_TOKENS * busy
+        wait = worker.pending_tokens + sent + uncached + BUSY_TOKENS * busy
+        self.first_token = wait - saved_tokens
+        self.fetch = FetchReason.NOBODY
+        self.source: PrefixSource | None = None
+        self.saved_tokens = saved_tokens
         listed = load.decode_running + load.decode_reserved + load.decode_preempted
         decode_used = listed + worker.decode_in_flight
         slots = decode_used / (info.decode_slots or 1)
@@ -131,6 +146,7 @@ class RoutePolicy:
             worker that has room for it; 0 keeps all prompts away from decode workers.
         first_token: tokens computed on a worker until the request's first one. With it, workers
             much later than the best are not asked, and decode workers help when they are sooner.
+        fetches: workers bring prefixes from others that hold them, where that is sooner.
     """
 
     name: str
@@ -141,6 +157,7 @@ class RoutePolicy:
     reads_cache: bool = True
     aggregate_tokens: int = 0
     first_token: Callable[[Standing], float] | None = None
+    fetches: bool = False
 
 
 def _expected_prefill(standing: Standing) -> float:
@@ -223,8 +240,10 @@ KVMESH = RoutePolicy(
     _first_token_aggregated,
     aggregate_tokens=AGGREGATE_TOKENS,
     first_token=attrgetter("first_token"),
+    fetches=True,
 )
-"""The default: the worker whose first token comes soonest, queue and prefix counted (FlowKV B.2);
+"""The default: the worker whose first token comes soonest, queue, prefix and fetch counted
+(FlowKV B.2);
 short prompts where they are decoded; and decode workers help prefill while they are sooner."""
 
 LEAST_LOADED = RoutePolicy(

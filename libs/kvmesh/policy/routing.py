@@ -26,6 +26,7 @@ from kvmesh.core.types import (
     WorkerId,
     WorkerLoad,
 )
+from kvmesh.policy.fetch_route import fetch_words, weigh_fetches
 from kvmesh.policy.ranking import (
     CACHE_LOAD,
     HELP_SLOWDOWN,
@@ -157,6 +158,11 @@ def plan_route(
         return _nobody(query, by_id)
     call = _Call(view, query, matches, now, rng, policy)
     seats = _take_seats(call, able)
+    if policy.fetches and matches:
+        for layout in range(len(call.layouts)):
+            members = [seat for seat in seats if seat.layout == layout]
+            holders = [seat for seat in members if not seat.silent]
+            weigh_fetches(members, holders, view.pace, rng)
     if query.placement is Placement.AGGREGATED:
         return _plan_aggregated(call, seats, RouteCause.ASKED, "asked for")
     if query.placement is Placement.AUTO and all(each.info.role is Role.HYBRID for each in able):
@@ -321,9 +327,13 @@ def _plan_disaggregated(call: _Call, sides: _Sides) -> RoutePlan | None:
     decode = _ordered(
         call, [seat for seat in sides.decode if seat.layout == layout], call.policy.decode, is_far
     )
-    reason = f"{prefill_reason(prefill[0])}; {decode_reason(decode[0])}"
-    hit = call.policy.reads_cache and prefill[0].cached_tokens > 0
-    cause = RouteCause.PREFIX if hit else call.policy.basis
+    first = prefill[0]
+    reason = f"{prefill_reason(first)}{fetch_words(first)}; {decode_reason(decode[0])}"
+    cause = call.policy.basis
+    if first.source is not None:
+        cause = RouteCause.FETCH
+    elif call.policy.reads_cache and first.cached_tokens > 0:
+        cause = RouteCause.PREFIX
     return _plan(call, prefill, decode, cause, reason)
 
 
@@ -359,7 +369,7 @@ def _plan_help(call: _Call, sides: _Sides) -> RoutePlan | None:
     sending = TRANSFER_SHARE * call.query.num_tokens
     if there >= sending + min(map(cost, sides.prefill)):
         return None
-    reason = f"aggregated, prefill workers are later: {prefill_reason(best)}"
+    reason = f"aggregated, prefill workers are later: {prefill_reason(best)}{fetch_words(best)}"
     return _plan(call, [best], [], RouteCause.HELP, reason)
 
 
@@ -384,7 +394,7 @@ def _plan_aggregated(call: _Call, seats: list[_Seat], cause: RouteCause, why: st
         return seat.worker.info.role is not Role.HYBRID
 
     ordered = _ordered(call, seats, call.policy.aggregated, is_dedicated)
-    reason = f"aggregated, {why}: {prefill_reason(ordered[0])}"
+    reason = f"aggregated, {why}: {prefill_reason(ordered[0])}{fetch_words(ordered[0])}"
     return _plan(call, ordered, [], cause, reason)
 
 
@@ -409,4 +419,12 @@ def _plan(
 
 def _candidate(seat: _Seat) -> Candidate:
     info = seat.worker.info
-    return Candidate(info.worker_id, info.incarnation, info.control_endpoint, seat.cached_tokens)
+    return Candidate(
+        info.worker_id,
+        info.incarnation,
+        info.control_endpoint,
+        seat.cached_tokens,
+        seat.source,
+        seat.fetch,
+        seat.saved_tokens,
+    )

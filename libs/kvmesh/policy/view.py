@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from kvmesh.core.types import WorkerId, WorkerInfo, WorkerLoad
 from kvmesh.core.values import quick
+from kvmesh.policy.prefix_source import FetchPace
 
 
 @quick
@@ -56,8 +57,10 @@ class FleetView:
     Attributes:
         version: grows with every change of the fleet.
         num_routes: plans made before this one; the turn of a rotation.
+        pace: of computing and of moving KV.
     """
 
     workers: tuple[WorkerView, ...]
     version: int = 0
     num_routes: int = 0
+    pace: FetchPace = FetchPace()

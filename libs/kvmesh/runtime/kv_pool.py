@@ -63,6 +63,8 @@ class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
         )
         self._reads: dict[ReadGrant, int] = {}
         self.draining = False
+        self.read_blocks_total = 0
+        """Blocks that others have read by GET."""
         self.data_endpoint: Endpoint | None = None
         """Where leases are read from; set when the data server listens."""
         self.host_route: HostRoute | None = None
@@ -157,6 +159,7 @@ class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
         runs = consecutive_runs(ticket.blocks)
         grant = ReadGrant(get, [self._memory.read_view(first, count) for first, count in runs])
         self._reads[grant] = ticket.read_id
+        self.read_blocks_total += len(ticket.blocks)
         return grant
 
     def end_read(self, grant: ReadGrant) -> None:

@@ -53,6 +53,7 @@ class PoolCopies:
         endpoint: where this worker leases its blocks.
         role: what it is used for now.
         fetch: brings a prefix from a source into the prefix cache.
+        lent: cached blocks that other workers have read here since the start.
         leaving: whether this worker gets no new requests and will be gone.
     """
 
@@ -62,6 +63,7 @@ class PoolCopies:
         endpoint: Endpoint,
         role: Callable[[], Role],
         fetch: Fetch,
+        lent: Callable[[], int],
         leaving: Callable[[], bool],
         clock: Clock,
     ) -> None:
@@ -69,6 +71,7 @@ class PoolCopies:
         self._endpoint = endpoint
         self._role = role
         self._fetch = fetch
+        self._lent = lent
         self._leaving = leaving
         self._clock = clock
         self._waiting: deque[tuple[CopyOrder, float]] = deque()
@@ -86,12 +89,13 @@ class PoolCopies:
     def report(self) -> PoolReport:
         """See `PoolEnd.report`."""
         core = self._core
+        used = core.statistics().cached_tokens_total // core.block_size
         return PoolReport(
             role=self._role(),
             endpoint=self._endpoint,
             block_bytes=core.spec.layout.block_bytes,
             room_blocks=self.room(MAX_ROOM),
-            read_blocks_total=core.statistics().cached_tokens_total // core.block_size,
+            read_blocks_total=used + self._lent(),
             leaving=self._leaving(),
         )
 

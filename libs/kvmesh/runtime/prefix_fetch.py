@@ -12,6 +12,7 @@ import asyncio
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from kvmesh.core.clock import Clock
 from kvmesh.core.errors import LostError, RefusedError
@@ -29,6 +30,7 @@ from kvmesh.runtime.worker_parts import WorkerIdentity, WorkerParts
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.transfer.frames import BlockRun
 from kvmesh.transfer.memory import write_views
+from kvmesh.transfer.meters import LinkKey, LinkMeter, TransferStatistics
 from kvmesh.transfer.reader import BlockReader, ReadLease
 from kvmesh.v1 import kv_pool_service_pb2 as pb
 
@@ -36,6 +38,9 @@ log = event_logger(__name__)
 
 SLICE_BYTES = 64 << 20
 """Of a plain layout, what has arrived counts from slice to slice, should the rest be lost."""
+
+GET = "get"
+"""The kind of channel under which links show what was read, whatever carried it."""
 
 _RELEASE_TIMEOUT_S = 1.0
 
@@ -119,6 +124,7 @@ class PrefixFetcher:
         self._on_stored = on_stored
         self._block_bytes = parts.core.spec.layout.block_bytes
         self._releases: set[asyncio.Task[bool]] = set()
+        self._links: dict[LinkKey, LinkMeter] = {}
 
     async def fetch(self, source: PrefixSource, hashes: Sequence[BlockHash]) -> FetchResult:
         """Brings a prefix into the prefix cache.
@@ -190,7 +196,16 @@ class PrefixFetcher:
             blocks = fill.open(message.num_blocks)
             if blocks is None:
                 raise _NoRoomError
-            return await self._read(_lease_of(message), fill, blocks, message.num_leased)
+            meter = self._links.setdefault(LinkKey(source.worker_id, GET, "received"), LinkMeter())
+            num_bytes = len(blocks) * self._block_bytes
+            meter.begin(num_bytes, self._clock.now())
+            try:
+                num_read = await self._read(_lease_of(message), fill, blocks, message.num_leased)
+            finally:
+                meter.end(num_bytes, self._clock.now())
+            meter.bytes += num_read
+            meter.frames += 1
+            return num_read
         finally:
             self._give_back(source, message)
 
@@ -227,6 +242,10 @@ class PrefixFetcher:
     async def close(self) -> None:
         """Waits until holders know what was given back. May be called again."""
         await asyncio.gather(*self._releases)
+
+    def statistics(self) -> TransferStatistics:
+        """What was read, by holder."""
+        return TransferStatistics(0, MappingProxyType(self._links))
 
     @property
     def is_idle(self) -> bool:

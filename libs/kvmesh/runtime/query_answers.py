@@ -106,4 +106,6 @@ class QueryAnswers:
         """See `QueryOps.end`."""
         work: _Work = grant.work
         self._pool.release(work.blocks)
+        if work.arguments.layer == 0:  # the others read the same blocks
+            self._metrics.read_blocks_total += len(work.blocks)
         self._metrics.answers.labels("answered", "").inc()

@@ -29,6 +29,8 @@ class QueryMetrics:
     """Series of both ends."""
 
     def __init__(self, registry: CollectorRegistry = prometheus_client.REGISTRY) -> None:
+        self.read_blocks_total = 0
+        """Blocks that others' questions have read here, each once for all layers of a chunk."""
         self._register: Callable[[Collector], None] = registry.register
         self.answers = Counter(
             "kvmesh_queries_answered",

@@ -219,7 +219,9 @@ class Worker:
                 f"data port {port}: {error.strerror}; choose another with --worker.data-port"
             ) from error
         self._context.stack.push_async_callback(server.close)
-        self._metrics.watch_links(self.channels.statistics, server.statistics)
+        self._metrics.watch_links(
+            self.channels.statistics, server.statistics, self.fetcher.statistics
+        )
         self.decode.data_endpoint = Endpoint(self._context.host, bound.endpoint.port)
         self.decode.host_route = self.pool.host_route = bound.route
         self.pool.data_endpoint = self.decode.data_endpoint
@@ -263,6 +265,7 @@ class Worker:
                 self._info.control_endpoint,
                 lambda: self.role,
                 self.fetcher.fetch,
+                lambda: self.pool.read_blocks_total + self.query_metrics.read_blocks_total,
                 lambda: self.pool.draining or self.cordoned,
                 self._clock,
             )
@@ -362,7 +365,7 @@ class Worker:
         """What people want to see of this worker now."""
         return worker_detail(
             self.core,
-            self.channels.statistics(),
+            {**self.channels.statistics().links, **self.fetcher.statistics().links},
             cordoned=self.cordoned,
             budget_bytes_s=self._config.data.budget_mb_s * MEGABYTE,
         )

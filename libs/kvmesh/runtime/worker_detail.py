@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from kvmesh.core.types import LinkDetail, WorkerDetail
 from kvmesh.engine.core import EngineCore
-from kvmesh.transfer.meters import TransferStatistics
+from kvmesh.transfer.meters import LinkKey, LinkMeter
 
 TCP = "tcp"
 """The kind of channel that a budget is for."""
 
 
 def worker_detail(
-    core: EngineCore, sent: TransferStatistics, *, cordoned: bool, budget_bytes_s: float
+    core: EngineCore,
+    meters: Mapping[LinkKey, LinkMeter],
+    *,
+    cordoned: bool,
+    budget_bytes_s: float,
 ) -> WorkerDetail:
     """What people want to see of a worker now.
 
     Args:
-        sent: the sending side of its data plane.
+        meters: of what it sends and of what it fetches.
         budget_bytes_s: bound on each TCP link; 0 is none.
     """
     engine = core.statistics()
@@ -32,7 +38,7 @@ def worker_detail(
             retransmits=meter.retransmits,
             failed_total=meter.refused + meter.lost,
         )
-        for key, meter in sent.links.items()
+        for key, meter in meters.items()
     ]
     return WorkerDetail(
         cordoned=cordoned,

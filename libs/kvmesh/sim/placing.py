@@ -10,7 +10,15 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvmesh.core.types import Placement, Refusal, RefusalReason, RoutePlan, WorkerId
+from kvmesh.core.types import (
+    Candidate,
+    Placement,
+    PrefixSource,
+    Refusal,
+    RefusalReason,
+    RoutePlan,
+    WorkerId,
+)
 from kvmesh.policy.forwarding import (
     REROUTE_AFTER_S,
     ForwardReason,
@@ -75,6 +83,10 @@ class Connections:
         return self._open.total()
 
 
+def _no_fetch(worker: SimWorker, sequence: SimSequence, _source: PrefixSource) -> None:
+    worker.go_on(sequence, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Desk:
     """What every search uses.
@@ -82,6 +94,7 @@ class Desk:
     Attributes:
         route: asks the scheduler; the workers are to be avoided.
         placed, refused: take the search's end.
+        fetch: brings a prefix to a worker before it computes.
         searching: requests that look for workers now.
         connections: None where gateways offer in the plan's order.
     """
@@ -94,6 +107,7 @@ class Desk:
     refused: Callable[[SimRequest, RefusalReason], None]
     searching: dict[SimRequest, Placing]
     connections: Connections | None = None
+    fetch: Callable[[SimWorker, SimSequence, PrefixSource], None] = _no_fetch
 
 
 class Placing:
@@ -164,13 +178,14 @@ class Placing:
 
     def _try(self, plan: RoutePlan) -> bool:
         if plan.placement is Placement.AGGREGATED:
-            return any(self._try_aggregated(each.worker_id) for each in plan.prefill)
+            return any(self._try_aggregated(each) for each in plan.prefill)
         if not self._reserve_one_of([each.worker_id for each in plan.decode]):
             return False
-        names = [each.worker_id for each in plan.prefill]
+        candidates = {each.worker_id: each for each in plan.prefill}
+        names = list(candidates)
         if self._desk.connections is not None:
             names = self._desk.connections.order(names)
-        return any(self._offer(name) for name in names)
+        return any(self._offer(candidates[name]) for name in names)
 
     def _reserve_one_of(self, names: list[WorkerId]) -> bool:
         if self._reserved is not None:
@@ -180,12 +195,12 @@ class Placing:
             self._drop()
         return any(self._reserve(name) for name in names)
 
-    def _try_aggregated(self, name: WorkerId) -> bool:
+    def _try_aggregated(self, candidate: Candidate) -> bool:
         if self._reserved is not None:
             self._drop()
-        if not self._reserve(name):
+        if not self._reserve(candidate.worker_id):
             return False
-        if self._offer(name):
+        if self._offer(candidate):
             return True
         self._drop()
         return False
@@ -199,12 +214,13 @@ class Placing:
         self._reserved = (worker, outcome)
         return True
 
-    def _offer(self, name: WorkerId) -> bool:
+    def _offer(self, candidate: Candidate) -> bool:
         assert self._reserved is not None, "a prompt is offered with a reservation"
         self._request.num_offers += 1
         decode_worker, decode = self._reserved
+        name, source = candidate.worker_id, candidate.source
         worker = self._desk.fleet.workers[name]
-        outcome = worker.offer(self._request, decode)
+        outcome = worker.offer(self._request, decode, held=source is not None)
         if isinstance(outcome, Refusal):
             self._note(name, outcome)
             if self._desk.connections is not None:
@@ -214,6 +230,8 @@ class Placing:
             self._desk.connections.accepted(name)
         self._desk.searching.pop(self._request, None)
         self._desk.placed(Placed(self._request, decode_worker, decode, worker, outcome))
+        if source is not None:
+            self._desk.fetch(worker, outcome, source)
         return True
 
     def _note(self, name: WorkerId, refusal: Refusal) -> None:

@@ -6,6 +6,7 @@ Tests: tests/unit/sim/test_simulation.py.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import random
 from collections import Counter, deque
@@ -19,6 +20,7 @@ from kvmesh.policy.fleet_index import FleetIndex
 from kvmesh.policy.pdserve import timeout_s
 from kvmesh.sim.control import Control
 from kvmesh.sim.events import EventQueue
+from kvmesh.sim.fetch import Fetches, profile_pace
 from kvmesh.sim.fleet import MODEL, REMOTE, SimFleet
 from kvmesh.sim.placing import Connections, Desk, Placed, Placing
 from kvmesh.sim.requests import Outcome, SimRequest, SimSequence, blocks_for
@@ -122,6 +124,8 @@ class Simulation:
         self._sessions: dict[str, deque[TraceRequest]] = {}
         self._handoffs: dict[SimSequence, _Handoff] = {}
         self._placements: dict[SimRequest, Placed] = {}
+        self.fetches = Fetches(self.events, self.fleet, scenario.profile, self._stretch)
+        self._pace = profile_pace(scenario.profile)
         self._desk = Desk(
             self.events,
             self.rng,
@@ -131,6 +135,7 @@ class Simulation:
             self._refused,
             {},
             Connections() if system.by_connections else None,
+            self.fetches.begin,
         )
         self.control = Control(scenario, self.events, self.fleet, self._desk, self.result.reasons)
         self._computed: dict[WorkerId, int] = {}
@@ -194,7 +199,7 @@ class Simulation:
             scenario=request.trace.scenario,
         )
         matches = self.fleet.index.match(request.reusable_hashes)
-        view = self.fleet.view_for(query, matches)
+        view = dataclasses.replace(self.fleet.view_for(query, matches), pace=self._pace)
         plan = decide_route(
             self.scenario.system,
             view,
@@ -251,13 +256,16 @@ class Simulation:
             placed.decode, begin - num_cached, end - begin
         )
         handoff.sent_blocks = end
-        size = self._kv_bytes(begin, end) * (1 + self.scenario.jitter * self.rng.random())
+        size = self._kv_bytes(begin, end) * self._stretch()
         link = self.fleet.link(worker, placed.decode_worker)
         link.send(size, partial(self._left, handoff))
 
     def _left(self, handoff: _Handoff) -> None:
         latency = self.scenario.profile.links.latency_s
         self.events.after(latency, partial(self._arrived, handoff))
+
+    def _stretch(self) -> float:
+        return 1 + self.scenario.jitter * self.rng.random()
 
     def _kv_bytes(self, begin: int, end: int) -> float:
         kv_bytes = self.scenario.profile.kv_bytes

@@ -5,9 +5,10 @@ real ones. Tests: tests/unit/sim/test_worker.py.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Protocol
 
-from kvmesh.core.types import Refusal, RefusalReason, Role, WorkerInfo, WorkerLoad
+from kvmesh.core.types import BlockHash, Refusal, RefusalReason, Role, WorkerInfo, WorkerLoad
 from kvmesh.kv.block_pool import BlockPool
 from kvmesh.kv.handoff import HandoffTable
 from kvmesh.policy.batching import BatchLimits
@@ -119,13 +120,17 @@ class SimWorker:
         self._changed()
         return sequence
 
-    def offer(self, request: SimRequest, reserved: SimSequence) -> SimSequence | Refusal:
+    def offer(
+        self, request: SimRequest, reserved: SimSequence, *, held: bool = False
+    ) -> SimSequence | Refusal:
         """Offers a prompt; accepted if a slot and blocks are free (P/D-Serve 3.5).
 
         Args:
             reserved: the request's reservation; if it is on this worker, the prompt is computed in
                 its blocks.
+            held: a prefix is to come from another worker first; `go_on` follows.
         """
+        assert not (held and self._queue_offers), "policies that fetch have no local queues"
         if not self.alive:
             return Refusal(RefusalReason.LOST, "the worker is down")
         is_busy = bool(self._waiting) or len(self._prefills) >= self.info.prefill_slots
@@ -133,11 +138,11 @@ class SimWorker:
             return Refusal(RefusalReason.BUSY, "all prefill slots are taken")
         if reserved in self._decodes:
             self._end_reservation(reserved, written=False)
-            return self._start_prefill(reserved)
+            return self._start_prefill(reserved, held=held)
         sequence = None if is_busy else self._admit(request, 0)
         if isinstance(sequence, SimSequence):
             sequence.hold_after_first = True
-            return self._start_prefill(sequence)
+            return self._start_prefill(sequence, held=held)
         if sequence is not None and not self._may_queue(sequence):
             return sequence
         waiting = self._new_sequence(request)
@@ -166,12 +171,43 @@ class SimWorker:
             request, self._num_sequences, request.remaining_tokens, request.num_tokens
         )
 
-    def _start_prefill(self, sequence: SimSequence) -> SimSequence:
+    def _start_prefill(self, sequence: SimSequence, *, held: bool = False) -> SimSequence:
         self.cached_tokens += sequence.num_cached
         self._prefills.add(sequence)
         self._changed()
-        self.steps.join(sequence)
+        if not held:
+            self.steps.join(sequence)
         return sequence
+
+    def go_on(self, sequence: SimSequence, num_blocks: int) -> None:
+        """Computes a prompt that was held.
+
+        Args:
+            num_blocks: leading ones that another worker held, and that are here now.
+        """
+        num_tokens = num_blocks * TRACE_BLOCK
+        if num_tokens > sequence.num_cached:
+            self.cached_tokens += num_tokens - sequence.num_cached
+            sequence.num_computed = sequence.num_cached = num_tokens
+            self.steps.seal(sequence)
+        self._changed()
+        self.steps.join(sequence)
+
+    # --- what others read --------------------------------------------------------------------
+
+    def lend(self, hashes: Sequence[BlockHash], num_held: int) -> list[int]:
+        """Holds the leading blocks that are cached here beyond `num_held`, until `take_back`."""
+        blocks = self.pool.match(hashes)[num_held:]
+        self.pool.acquire(blocks)
+        self._changed()
+        return blocks
+
+    def take_back(self, blocks: list[int]) -> None:
+        """The reader is done, or gone."""
+        self.pool.release(blocks)
+        self._changed()
+        self._listener.on_opening()
+        self.steps.resume()
 
     def _admit_waiting(self) -> None:
         while self._waiting and len(self._prefills) < self.info.prefill_slots:

@@ -67,7 +67,7 @@ class PoolReport(_message.Message):
     room_blocks: _builtins.int
     """Empty blocks, and cached ones that nobody has read for a while."""
     read_blocks_total: _builtins.int
-    """Cached blocks that requests used instead of computing them, since the start."""
+    """Cached blocks that requests used here instead of computing them, and that other workers read, since the start."""
     leaving: _builtins.bool
     """It gets no new requests and will be gone: what it alone holds should go elsewhere."""
     @_builtins.property

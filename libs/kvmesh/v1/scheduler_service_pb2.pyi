@@ -381,7 +381,7 @@ class LinkDetail(_message.Message):
     peer_worker_id: _builtins.str
     """The other worker."""
     channel: _builtins.str
-    """Kind of channel: local, shm or tcp."""
+    """Kind of channel: local, shm or tcp; get for what is read from the other worker."""
     bytes_total: _builtins.int
     """KV bytes that arrived since start."""
     queued_bytes: _builtins.int

@@ -111,7 +111,9 @@ async def test_priority_is_a_place_in_the_tenants_queue() -> None:
     assert call.priority == -3
     request = GenerationRequest(RequestId("r"), "m", (5, 6), SamplingParams(), 1.0, rank=-3)
     nothing = MagicMock()
-    placing = Placing(nothing, nothing, request, token_ids=(5, 6), deadline=0, avoid=frozenset())
+    placing = Placing(
+        nothing, nothing, request, token_ids=(5, 6), deadline=lambda: 0.0, avoid=frozenset()
+    )
     claim = placing._claim()
     assert claim is not None
     assert (claim.rank, claim.cost) == (-3, 2)

@@ -81,3 +81,13 @@ def test_a_process_that_is_late_itself_takes_nothing_on() -> None:
     for _ in range(40):
         crowd.note_lag(0.0)
     assert not crowd.is_hopeless("a", 1.0)
+
+
+def test_the_worst_lag_is_remembered_for_a_while() -> None:
+    crowd = Crowd()
+    crowd.note_lag(0.2)
+    for _ in range(20):
+        crowd.note_lag(0.01)
+    assert 0.08 < crowd.peak_lag_s < 0.14
+    crowd.note_lag(0.3)
+    assert crowd.peak_lag_s == 0.3

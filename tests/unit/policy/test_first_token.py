@@ -6,12 +6,15 @@ import dataclasses
 import random
 
 from kvmesh.core.types import Placement, Role, RouteCause, RoutePlan, RouteQuery, WorkerId
+from kvmesh.policy.prefix_source import FetchPace
 from kvmesh.policy.ranking import BUSY_TOKENS, KVMESH, SLACK_TOKENS
 from kvmesh.policy.routing import plan_route
 from kvmesh.policy.view import WorkerView
 from tests.unit.policy.fleet_examples import NOW, fleet, query, worker
 
 LONG = 4000
+NO_FETCH = FetchPace(token_s=0.001, inside_token_s=0.01, between_token_s=0.01)
+"""KV travels so slowly that all is computed where it is not held."""
 
 
 def pending(name: str, tokens: int, role: Role = Role.PREFILL, active: int = 1) -> WorkerView:
@@ -24,7 +27,8 @@ def plan(
 ) -> RoutePlan:
     matches = {WorkerId(name): blocks for name, blocks in (held or {}).items()}
     asked = asked or query(LONG)
-    made = plan_route(fleet(*workers), asked, matches, NOW, random.Random(0), KVMESH)
+    view = dataclasses.replace(fleet(*workers), pace=NO_FETCH)
+    made = plan_route(view, asked, matches, NOW, random.Random(0), KVMESH)
     assert isinstance(made, RoutePlan), made
     return made
 

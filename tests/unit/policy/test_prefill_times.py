@@ -4,11 +4,11 @@ import random
 
 import pytest
 
-from kvmesh.policy.prefill_times import MAX_SHARE, PrefillTimes
+from kvmesh.policy.prefill_times import MAX_SHARE, WAY_SHARE, PrefillTimes
 
 
-def test_nothing_known_takes_no_time() -> None:
-    assert PrefillTimes().patience_s(100, 1.0) == 1.0
+def test_nothing_known_takes_no_time_but_the_way() -> None:
+    assert PrefillTimes().patience_s(100, 1.0) == 1.0 - WAY_SHARE
 
 
 def test_most_prompts_stay_under_what_is_expected() -> None:

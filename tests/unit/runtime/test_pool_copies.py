@@ -35,6 +35,7 @@ class Stage:
         self.core = EngineCore(runner.spec, NUM_BLOCKS)
         self.clock = ManualClock()
         self.leaving = False
+        self.lent = 0
         self.asked: list[tuple[PrefixSource, tuple[BlockHash, ...]]] = []
         self.results: asyncio.Queue[CopyResult] = asyncio.Queue()
         self.fetched = FetchResult(FetchOutcome.FETCHED, 2, 2, 2000)
@@ -45,6 +46,7 @@ class Stage:
             Endpoint("here", 2),
             lambda: Role.PREFILL,
             self._fetch,
+            lambda: self.lent,
             lambda: self.leaving,
             self.clock,
         )
@@ -127,6 +129,12 @@ async def test_orders_wait_for_each_other_and_for_a_while_only(
         ("first", CopyOutcome.DONE, "fetched"),
         ("second", CopyOutcome.REFUSED, "late"),
     ]
+
+
+async def test_what_others_read_here_counts(stage: Stage) -> None:
+    assert stage.copies.report().read_blocks_total == 0
+    stage.lent = 5
+    assert stage.copies.report().read_blocks_total == 5
 
 
 async def test_who_is_leaving_takes_nothing(stage: Stage) -> None:

@@ -1,0 +1,75 @@
+"""How fast KV travels inside and between clusters, from the links that workers show.
+
+Tests: tests/unit/policy/test_path_meter.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvmesh.core.types import FleetWorker, LinkDetail, WorkerId
+from kvmesh.policy.measurement import KEEP
+from kvmesh.policy.prefix_source import FetchPace
+
+MIN_BYTES = 1 << 20
+"""Fewer say more about waiting than about the way."""
+
+
+@dataclass(slots=True)
+class _Carried:
+    """Bytes, and the time in which they were under way, both fading."""
+
+    bytes: float = 0.0
+    busy_s: float = 0.0
+
+    def token_s(self, token_bytes: float) -> float:
+        """Seconds that the KV of a token travels; 0 while unknown."""
+        if self.bytes < MIN_BYTES:
+            return 0.0
+        return token_bytes * self.busy_s / self.bytes
+
+
+_LinkName = tuple[WorkerId, int, WorkerId, str]
+
+
+class PathMeter:
+    """Measures one model's workers, by handoffs and fetches alike."""
+
+    def __init__(self) -> None:
+        self._seen: dict[_LinkName, tuple[int, float]] = {}
+        self._inside, self._between = _Carried(), _Carried()
+        self._token_bytes = 0.0
+
+    def observe(self, workers: Sequence[FleetWorker]) -> None:
+        """Takes what the links carried since the last call."""
+        for carried in (self._inside, self._between):
+            carried.bytes *= KEEP
+            carried.busy_s *= KEEP
+        clusters = {each.info.worker_id: each.info.cluster for each in workers}
+        before, self._seen = self._seen, {}
+        for worker in workers:
+            info = worker.info
+            self._token_bytes = info.layout.block_bytes / info.layout.block_size
+            for link in worker.detail.links:
+                name = (info.worker_id, info.incarnation, link.peer, link.channel)
+                self._seen[name] = (link.bytes_total, link.busy_s)
+                if link.peer in clusters:
+                    same = clusters[link.peer] == info.cluster
+                    self._add(self._inside if same else self._between, link, before.get(name))
+
+    def _add(self, carried: _Carried, link: LinkDetail, before: tuple[int, float] | None) -> None:
+        last_bytes, last_busy_s = before or (0, 0.0)
+        carried.bytes += max(link.bytes_total - last_bytes, 0)
+        carried.busy_s += max(link.busy_s - last_busy_s, 0.0)
+
+    def pace(self, token_s: float | None) -> FetchPace:
+        """What routes read.
+
+        Args:
+            token_s: to compute a token of a prompt; None while unknown.
+        """
+        inside, between = (
+            each.token_s(self._token_bytes) for each in (self._inside, self._between)
+        )
+        return FetchPace(token_s or 0.0, inside, between)

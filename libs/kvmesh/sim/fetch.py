@@ -1,0 +1,94 @@
+"""Prefixes on their way between simulated workers: what `runtime/prefix_fetch.py` does, in virtual
+time. Tests: tests/unit/sim/test_fetch.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from kvmesh.core.types import PrefixSource
+from kvmesh.policy.prefix_source import FetchPace
+from kvmesh.sim.events import EventQueue
+from kvmesh.sim.fleet import SimFleet
+from kvmesh.sim.profile import Profile
+from kvmesh.sim.requests import SimSequence
+from kvmesh.sim.trace import TRACE_BLOCK
+from kvmesh.sim.worker import SimWorker
+
+_MESSAGES = 3
+"""Lease, its answer, and the request for the bytes."""
+
+_TYPICAL_TOKENS = 8192
+"""A prompt whose mean costs stand for all in what routes see."""
+
+
+def profile_pace(profile: Profile) -> FetchPace:
+    """What a scheduler would measure of a fleet with this profile."""
+    device, links = profile.devices[profile.plan.local], profile.links
+    token_bytes = profile.kv_bytes(_TYPICAL_TOKENS) / _TYPICAL_TOKENS
+    return FetchPace(
+        device.prefill_s(_TYPICAL_TOKENS) / _TYPICAL_TOKENS,
+        token_bytes / links.inside_bytes_per_s,
+        token_bytes / links.between_bytes_per_s,
+    )
+
+
+class Fetches:
+    """All fetches of a run.
+
+    Args:
+        stretch: by how much the next transfer takes longer than its bytes.
+
+    Attributes:
+        tokens: that came from other workers.
+    """
+
+    def __init__(
+        self,
+        events: EventQueue,
+        fleet: SimFleet,
+        profile: Profile,
+        stretch: Callable[[], float],
+    ) -> None:
+        self._events = events
+        self._fleet = fleet
+        self._profile = profile
+        self._stretch = stretch
+        self.tokens = 0
+
+    def begin(self, worker: SimWorker, sequence: SimSequence, source: PrefixSource) -> None:
+        """Brings what the source holds; then the worker computes the rest."""
+        holder = self._fleet.workers[source.worker_id]
+        have = sequence.num_cached // TRACE_BLOCK
+        hashes = sequence.request.reusable_hashes
+        lent = holder.lend(hashes, have) if holder.alive else []
+        if not lent:
+            worker.go_on(sequence, 0)
+            return
+        kv_bytes = self._profile.kv_bytes
+        held = have + len(lent)
+        before = kv_bytes(have * TRACE_BLOCK) if have else 0.0
+        size = max(kv_bytes(held * TRACE_BLOCK) - before, 0.0) * self._stretch()
+        arrived = partial(self._arrived, worker, sequence, holder, lent, held)
+        latency = _MESSAGES * self._profile.links.latency_s
+
+        def left() -> None:
+            self._events.after(latency, arrived)
+
+        self._fleet.link(holder, worker).send(size, left)
+
+    def _arrived(
+        self,
+        worker: SimWorker,
+        sequence: SimSequence,
+        holder: SimWorker,
+        lent: list[int],
+        held: int,
+    ) -> None:
+        holder.take_back(lent)
+        if sequence.gone:
+            return
+        # Of a holder that died meanwhile nothing counts: it may have died before the last byte.
+        self.tokens += len(lent) * TRACE_BLOCK if holder.alive else 0
+        worker.go_on(sequence, held if holder.alive else 0)

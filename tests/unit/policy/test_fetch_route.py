@@ -1,0 +1,128 @@
+"""Routes that bring a prefix from where it is, so that load may go elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+from kvmesh.core.types import (
+    FetchReason,
+    Placement,
+    Role,
+    RouteCause,
+    RoutePlan,
+    RouteQuery,
+    WorkerId,
+)
+from kvmesh.policy.composition import COMPOSITIONS, OffloadState, decide_route
+from kvmesh.policy.explain import describe_decision
+from kvmesh.policy.prefix_source import FetchPace
+from kvmesh.policy.ranking import CACHE_LOAD, KVMESH, RoutePolicy
+from kvmesh.policy.routing import SILENT_AFTER_S, plan_route
+from kvmesh.policy.view import FleetView, WorkerView
+from tests.unit.policy.fleet_examples import LAYOUT, NOW, fleet, query, worker
+
+LONG = 3200
+BLOCKS = LONG // LAYOUT.block_size
+DECODE = worker("d", Role.DECODE, decode_running=7)
+"""Too full to help."""
+
+
+def pending(name: str, tokens: int, **changes: Any) -> WorkerView:
+    return dataclasses.replace(worker(name, **changes), pending_tokens=tokens)
+
+
+def plan(
+    *workers: WorkerView,
+    held: dict[str, int],
+    asked: RouteQuery | None = None,
+    policy: RoutePolicy = KVMESH,
+    pace: FetchPace | None = None,
+) -> RoutePlan:
+    matches = {WorkerId(name): blocks for name, blocks in held.items()}
+    view: FleetView = dataclasses.replace(fleet(*workers), pace=pace or FetchPace())
+    made = plan_route(view, asked or query(LONG), matches, NOW, random.Random(0), policy)
+    assert isinstance(made, RoutePlan), made
+    return made
+
+
+def test_load_spreads_away_from_the_holder() -> None:
+    made = plan(pending("a", 1500), pending("b", 0), DECODE, held={"a": BLOCKS})
+    first = made.prefill[0]
+    assert first.worker_id == "b"
+    assert first.source is not None
+    assert (first.source.worker_id, first.source.num_blocks) == ("a", BLOCKS)
+    assert first.fetch is FetchReason.FETCH
+    assert made.cause is RouteCause.FETCH
+    assert "fetches up to 3200 from a" in made.reason
+    holder = next(each for each in made.prefill if each.worker_id == "a")
+    assert (holder.source, holder.fetch) == (None, FetchReason.HELD)
+
+
+def test_an_idle_holder_computes_itself() -> None:
+    made = plan(pending("a", 0), pending("b", 0), DECODE, held={"a": BLOCKS})
+    assert made.prefill[0].worker_id == "a"
+    assert made.cause is RouteCause.PREFIX
+    # Who is asked when it refuses would fetch.
+    assert made.prefill[1].source is not None
+
+
+def test_decode_workers_are_read_from_and_fetch_where_they_prefill() -> None:
+    made = plan(pending("a", 0), DECODE, held={"d": BLOCKS})
+    assert made.prefill[0].source is not None
+    assert made.prefill[0].source.worker_id == "d"
+    assert [each.source for each in made.decode] == [None]
+    hybrids = [pending("a", 9000, role=Role.HYBRID), pending("b", 0, role=Role.HYBRID)]
+    alone = plan(*hybrids, held={"a": BLOCKS})
+    assert alone.placement is Placement.AGGREGATED
+    assert alone.prefill[0].source is not None
+
+
+def test_the_rest_of_a_prefix_is_fetched_too() -> None:
+    made = plan(pending("a", 9000), pending("b", 0), DECODE, held={"a": BLOCKS, "b": BLOCKS // 2})
+    assert made.prefill[0].worker_id == "b"
+    assert made.prefill[0].cached_tokens == LONG // 2
+    assert made.prefill[0].source is not None
+
+
+def test_reasons_not_to_fetch() -> None:
+    busy = pending("a", 9000)
+    short = plan(busy, pending("b", 0), DECODE, held={"a": 5})
+    assert short.prefill[0].fetch is FetchReason.SHORT
+    nobody = plan(busy, pending("b", 0), DECODE, held={})
+    assert nobody.prefill[0].fetch is FetchReason.NOBODY
+    slow_way = FetchPace(token_s=0.001, inside_token_s=0.002)
+    slow = plan(busy, pending("b", 0), DECODE, held={"a": BLOCKS}, pace=slow_way)
+    assert slow.prefill[0].fetch is FetchReason.SLOW
+    queue = 100 * LAYOUT.block_bytes * BLOCKS
+    full_line = pending("a", 9000, sending_bytes=queue)
+    assert plan(full_line, pending("b", 0), DECODE, held={"a": BLOCKS}).prefill[0].source is None
+
+
+def test_who_is_silent_or_of_another_layout_is_not_read_from() -> None:
+    silent = pending("a", 0, reported_at=NOW - 2 * SILENT_AFTER_S)
+    assert plan(silent, pending("b", 0), DECODE, held={"a": BLOCKS}).prefill[0].source is None
+    other = dataclasses.replace(LAYOUT, dtype="bfloat16")
+    strange = pending("a", 9000, layout=other)
+    made = plan(strange, pending("b", 0), DECODE, held={"a": BLOCKS})
+    assert made.prefill[0].worker_id == "b"
+    assert made.prefill[0].source is None
+
+
+def test_policies_of_other_systems_do_not_fetch() -> None:
+    made = plan(pending("a", 9000), pending("b", 0), DECODE, held={"a": BLOCKS}, policy=CACHE_LOAD)
+    assert {each.source for each in made.prefill} == {None}
+
+
+def test_the_decision_shows_the_fetch() -> None:
+    policy, offload = COMPOSITIONS["kvmesh"], OffloadState()
+    view, asked = fleet(pending("a", 9000), pending("b", 0), DECODE), query(LONG)
+    decision = decide_route(policy, view, asked, {WorkerId("a"): BLOCKS}, NOW, offload)
+    facts = describe_decision(view, asked, decision, policy.route, offload)
+    first = facts.prefill[0]
+    assert facts.reason == "fetch"
+    assert (first.worker_id, first.fetch, first.source) == ("b", "fetch", "a")
+    # Of 3200 tokens, all but the last block and what the fetch costs are saved.
+    assert first.score[0] == LONG - first.saved_tokens
+    assert 0.9 * LONG < first.saved_tokens < LONG

@@ -1,0 +1,53 @@
+"""The speed of the ways between workers, from the totals that their links show."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from kvmesh.core.types import FleetWorker, LinkDetail, WorkerDetail, WorkerId, WorkerLoad
+from kvmesh.policy.path_meter import MIN_BYTES, PathMeter
+from kvmesh.policy.prefix_source import FetchPace
+from tests.unit.policy.fleet_examples import LAYOUT, worker_info
+
+TOKEN_BYTES = LAYOUT.block_bytes / LAYOUT.block_size
+
+
+def seen(name: str, *links: tuple[str, int, float], cluster: str = "east") -> FleetWorker:
+    details = [
+        LinkDetail(WorkerId(peer), "tcp", bytes_total=total, busy_s=busy)
+        for peer, total, busy in links
+    ]
+    info = dataclasses.replace(worker_info(name), cluster=cluster)
+    return FleetWorker(info, WorkerLoad(), WorkerDetail(links=tuple(details)))
+
+
+def test_ways_inside_and_between_are_apart() -> None:
+    meter = PathMeter()
+    far = seen("c", cluster="west")
+    meter.observe(
+        [seen("a", ("b", 10 * MIN_BYTES, 2.0), ("c", 2 * MIN_BYTES, 4.0)), seen("b"), far]
+    )
+    pace = meter.pace(0.5)
+    assert pace.token_s == 0.5
+    assert pace.inside_token_s == pytest.approx(TOKEN_BYTES * 2.0 / (10 * MIN_BYTES))
+    assert pace.between_token_s == pytest.approx(TOKEN_BYTES * 4.0 / (2 * MIN_BYTES))
+
+
+def test_totals_count_once() -> None:
+    meter = PathMeter()
+    fleet = [seen("a", ("b", 8 * MIN_BYTES, 1.0)), seen("b")]
+    meter.observe(fleet)
+    first = meter.pace(None)
+    for _ in range(3):
+        meter.observe(fleet)
+    assert meter.pace(None).inside_token_s == pytest.approx(first.inside_token_s)
+    meter.observe([seen("a", ("b", 16 * MIN_BYTES, 9.0)), seen("b")])
+    assert meter.pace(None).inside_token_s > 3 * first.inside_token_s
+
+
+def test_little_says_nothing() -> None:
+    meter = PathMeter()
+    meter.observe([seen("a", ("b", MIN_BYTES - 1, 1.0), ("gone", 1 << 40, 1.0)), seen("b")])
+    assert meter.pace(None) == FetchPace()

@@ -1,0 +1,75 @@
+"""Fetch or compute: by what travels and what is computed, in one unit."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from kvmesh.core.types import FetchReason
+from kvmesh.policy.prefix_source import (
+    BETWEEN_SHARE,
+    INSIDE_SHARE,
+    MIN_FETCH_TOKENS,
+    OVERHEAD_TOKENS,
+    WORTH,
+    FetchPace,
+    choose_holder,
+    decide_fetch,
+)
+
+PACE = FetchPace(token_s=0.001, inside_token_s=0.0001, between_token_s=0.0005)
+
+
+def test_what_is_not_measured_has_a_default() -> None:
+    unknown = FetchPace()
+    assert unknown.share(inside=True) == INSIDE_SHARE
+    assert unknown.share(inside=False) == BETWEEN_SHARE
+    assert unknown.overhead_tokens == OVERHEAD_TOKENS
+    half = FetchPace(token_s=0.001, inside_token_s=0.0001)
+    assert half.share(inside=True) == pytest.approx(0.1)
+    assert half.share(inside=False) == BETWEEN_SHARE
+
+
+def test_a_fetch_saves_what_it_does_not_cost() -> None:
+    choice = decide_fetch(1000, 0, PACE, inside=True)
+    # Five milliseconds are five tokens, and each token that travels is a tenth of one.
+    assert choice.reason is FetchReason.FETCH
+    assert choice.saved_tokens == pytest.approx(1000 - 5 - 100)
+    queued = decide_fetch(1000, 2000, PACE, inside=True)
+    assert queued.saved_tokens == pytest.approx(1000 - 5 - 300)
+
+
+def test_a_short_piece_is_computed_however_fast_the_way() -> None:
+    free = FetchPace(token_s=1.0, inside_token_s=1e-9)
+    assert decide_fetch(MIN_FETCH_TOKENS - 1, 0, free, inside=True).reason is FetchReason.SHORT
+    assert decide_fetch(MIN_FETCH_TOKENS, 0, free, inside=True).reason is FetchReason.FETCH
+
+
+@pytest.mark.parametrize(
+    ("queued", "inside", "reason"),
+    [
+        (0, True, FetchReason.FETCH),
+        (0, False, FetchReason.FETCH),
+        (7000, True, FetchReason.SLOW),
+        (1000, False, FetchReason.SLOW),
+    ],
+)
+def test_a_slow_way_or_a_busy_holder_is_left_alone(
+    queued: float, inside: bool, reason: FetchReason
+) -> None:
+    choice = decide_fetch(1000, queued, PACE, inside=inside)
+    assert choice.reason is reason
+    assert (choice.saved_tokens > 0) == (reason is FetchReason.FETCH)
+    assert choice.saved_tokens == 0 or choice.saved_tokens >= 1000 * (1 - WORTH)
+
+
+def test_of_two_holders_at_random_the_less_loaded_is_read() -> None:
+    loads = {"a": 5.0, "b": 1.0}
+    assert choose_holder(["a", "b"], lambda name: loads[name], random.Random(0)) == "b"
+    many = {f"w{index}": float(index) for index in range(8)}
+    rng = random.Random(0)
+    taken = Counter(choose_holder(list(many), lambda name: many[name], rng) for _ in range(800))
+    assert taken["w7"] == 0, "the most loaded one is never the better of two"
+    assert taken["w0"] > taken["w6"] > 0
