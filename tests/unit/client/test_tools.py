@@ -6,19 +6,19 @@ from typing import Any
 import pytest
 
 from kvmesh.client.messages import GenerateOptions, Prompt, request_message
-from kvmesh.client.tools import Tool, ToolCall, ToolCallDelta, joined_calls
+from kvmesh.client.tools import Message, Tool, ToolCall, ToolCallDelta, joined_calls
 from kvmesh.core.errors import InvalidRequestError
 from kvmesh.v1 import inference_service_pb2 as pb
 
-CHAT: Prompt = [
-    {"role": "user", "content": "What?"},
-    {
-        "role": "assistant",
-        "content": "",
-        "reasoning": "hm",
-        "tool_calls": [ToolCall("a", "weather", "{}")],
-    },
-    {"role": "tool", "content": "sun", "tool_call_id": "a"},
+CHAT = [
+    Message(role="user", content="What?"),
+    Message(
+        role="assistant",
+        content="",
+        reasoning="hm",
+        tool_calls=[ToolCall("a", "weather", "{}")],
+    ),
+    Message(role="tool", content="sun", tool_call_id="a"),
 ]
 WEATHER = Tool("weather", "Tells the weather.", {"type": "object"})
 
