@@ -207,7 +207,9 @@ class Worker:
             self.decode,
             receive_options(self._config),
             source=self.pool,
-            queries=answer_queries(self._runner, self.core, self.decode, self.query_metrics),
+            queries=answer_queries(
+                self._runner, self.core, self.decode, self.pool, self.query_metrics
+            ),
             memory=self._runner.kv,
             observer=self._metrics.observe_transfer,
         )
