@@ -34,7 +34,7 @@ from kvmesh.v1.types_pb2 import (
     TokenSequence,
 )
 from services.gateway.config import AccessConfig
-from tests.integration.gateway_fakes import MODEL
+from tests.integration.gateway_fake_worker import MODEL
 from tests.integration.gateway_stack import Stack, gateway_stack
 from tests.integration.test_gateway_api import ARGUMENTS, CALL, WEATHER
 from tests.integration.test_gateway_reasoning import TEMPLATE as THINKING

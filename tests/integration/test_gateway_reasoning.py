@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 
 from services.gateway.config import ModelConfig
-from tests.integration.gateway_fakes import MODEL
+from tests.integration.gateway_fake_worker import MODEL
 from tests.integration.gateway_stack import Stack, gateway_stack
 from tests.integration.test_gateway_api import ARGUMENTS, CALL, HELLO, WEATHER
 from tests.unit.gateway.tiny_model import TOOL_TEMPLATE

@@ -13,7 +13,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
 from kvmesh.core.types import Structure, StructureKind
-from tests.integration.gateway_fakes import MODEL
+from tests.integration.gateway_fake_worker import MODEL
 from tests.integration.gateway_stack import Stack, gateway_stack
 from tests.integration.test_gateway_api import ARGUMENTS, CALL
 from tests.integration.test_gateway_reasoning import TEMPLATE as THINKING
