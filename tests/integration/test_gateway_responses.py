@@ -37,7 +37,7 @@ TEMPLATE = THINKING.replace(
 {%- for call in message.tool_calls or [] %}
 {{- '<call ' + call.id + ' ' + call.function.name + ' ' + call.function.arguments | tojson + '>' }}
 {%- endfor %}
-{{- '<of ' + message.tool_call_id + ' ' + message.name + '>' if message.tool_call_id else '' }}
+{{- '<of ' + message.tool_call_id + ' ' ~ message.name + '>' if message.tool_call_id else '' }}
 {{- '<|start|>'""",
 ) + ("{{ '<effort ' + reasoning_effort + '>' if reasoning_effort else '' }}")
 _EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
