@@ -60,6 +60,8 @@ def rate(metric: str, by: str, where: str = "") -> str:
     return f"sum by ({by}) (rate({metric}{where}[{RATE}]))"
 
 
+READS_CV = "kvmesh_kvmanager_pool_reads_cv and on (instance) kvmesh_kvmanager_pool_planning == 1"
+
 SECTIONS: dict[str, tuple[Panel, ...]] = {
     "Requests": (
         Panel("Time to first token", "s", quantiles("vllm:time_to_first_token_seconds")),
@@ -217,6 +219,27 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
         ),
         Panel("Blocks known", "short", (("blocks", "max(kvmesh_kvmanager_blocks)"),)),
         Panel("Redis answers", "bool", (("{{instance}}", "kvmesh_kvmanager_redis_up"),)),
+        Panel(
+            "Unevenness of cache reads",
+            "short",
+            (
+                (
+                    "{{cluster}} {{role}}",
+                    f"max by (cluster, role) ({READS_CV})",
+                ),
+            ),
+        ),
+        Panel(
+            "Copies of hot prefixes",
+            "short",
+            (
+                (
+                    "{{outcome}} {{reason}}",
+                    rate("kvmesh_kvmanager_pool_copies_total", "outcome, reason"),
+                ),
+            ),
+            stacked=True,
+        ),
     ),
 }
 

@@ -29,7 +29,7 @@ from tests.transfer_pair import LAYOUT, RECEIVER, SENDER, STALL_S, RecordingTarg
 
 __all__ = ["certificate"]
 
-KINDS = [name for name in CHANNELS if name not in {"tcp_with_budget", "local", "nixl"}]
+KINDS = [name for name in CHANNELS if name.startswith(("shm", "tcp")) and name != "tcp_with_budget"]
 HEADS, DIM = 2 * LAYOUT.num_kv_heads, LAYOUT.head_dim
 ROW = HEADS * DIM * 4
 
@@ -289,3 +289,13 @@ async def test_a_holder_that_goes_silent_is_noticed_in_the_stall_time(over_tcp: 
         with pytest.raises(LostError):
             await asyncio.to_thread(over_tcp.attend, 3, 1, holder)
         over_tcp.asker.close()
+
+
+async def test_a_holder_that_does_not_answer_is_waited_for_once(over_tcp: Asking) -> None:
+    over_tcp.echo.may_compute.clear()
+    with pytest.raises(LostError, match="silent"):
+        await asyncio.to_thread(over_tcp.attend)
+    assert len(over_tcp.echo.begun) == 1, "a second line would wait as long"
+    over_tcp.echo.may_compute.set()
+    await until(lambda: len(over_tcp.echo.ended) == 1)
+    expect(await asyncio.to_thread(over_tcp.attend), 3, 1)

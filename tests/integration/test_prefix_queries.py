@@ -12,14 +12,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from kvmesh.core.types import Refusal, RefusalReason, SamplingParams, SequenceSpec
-from kvmesh.kv.hashing import root_hash
+from kvmesh.core.errors import RefusedError
+from kvmesh.core.types import Endpoint, Refusal, RefusalReason, SamplingParams, SequenceSpec
+from kvmesh.kv.hashing import HashChain, join_hashes, root_hash
+from kvmesh.rpc.channels import TlsConfig
+from kvmesh.rpc.convert import kv_layout_to_proto, reservation_from_proto
+from kvmesh.rpc.pool_client import PoolClient
 from kvmesh.runtime.prefix_queries import PrefixQueries
 from kvmesh.runtime.query_answers import QueryAnswers
 from kvmesh.runtime.worker import Worker
 from kvmesh.runtime.worker_config import EngineSection, FetchSection, WorkerSection
+from kvmesh.transfer.asker import Holder, RemoteBlocks
+from kvmesh.transfer.attend import ATTEND, AttendArguments
+from kvmesh.transfer.data_server import DataAddress, DataServer
+from kvmesh.transfer.query_line import Question
 from kvmesh.transfer.query_ops import QueryGrant
+from kvmesh.transfer.reader import ReadLease
+from kvmesh.transfer.remote_attention import PartialAnswer
+from kvmesh.v1.kv_pool_service_pb2 import LeaseBlocksRequest
 from tests.remote_prefix import TinyEngine
 from tests.unit.engine.tiny_checkpoint import write_checkpoint
 from tests.worker_driver import Driver, Key, driving, running_worker, until_idle
@@ -195,6 +207,52 @@ async def test_a_cancel_under_a_question_leaves_nothing(
         await until_idle(p0, d0)
 
 
+async def test_a_holder_that_dies_under_a_question_costs_the_attempt_and_no_token(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a gateway does then: the same prompt with a reservation elsewhere."""
+    computing, may_go_on = threading.Event(), threading.Event()
+
+    def compute(self: QueryAnswers, grant: QueryGrant, operands: memoryview) -> Refusal:
+        computing.set()
+        may_go_on.wait(10)
+        return Refusal(RefusalReason.LOST, "too late")
+
+    servers: list[DataServer] = []
+
+    class Kept(DataServer):
+        async def start(self) -> DataAddress:
+            servers.append(self)
+            return await super().start()
+
+    engine = EngineSection(model=str(folder), num_blocks=64, block_size=BLOCK)
+    spec = spec_of([*prompt(30), *prompt(10, seed=1)], SAMPLED)
+    monkeypatch.setattr("kvmesh.runtime.worker.DataServer", Kept)
+    async with (
+        workers(folder) as (p0, d0, driver),
+        running_worker(WorkerSection(id="d1", role="decode"), engine) as dying,
+    ):
+        await driver.connect(dying)
+        await driver.generate(dying, dying, Key("first"), spec_of(prompt(30)))
+        with monkeypatch.context() as patch:
+            patch.setattr(QueryAnswers, "compute", compute)
+            reserved = await driver.reserve(dying, Key("second"), spec)
+            await driver.offer(p0, Key("second"), spec, reserved.reserved)
+            assert await asyncio.to_thread(computing.wait, 10)
+            closing = asyncio.create_task(servers[-1].close())
+            await asyncio.sleep(0)
+            may_go_on.set()
+            await closing
+        event = await driver.prefill_event(Key("second"))
+        if event.WhichOneof("event") == "first_token":  # else a chunk could not leave before it
+            event = await driver.prefill_event(Key("second"))
+        assert event.WhichOneof("event") == "failed"
+        driver.cancel_decode(dying, Key("second"))
+        again = Key("second", attempt=2)
+        assert await driver.generate(p0, d0, again, spec) == reference(folder, spec)
+        await until_idle(p0, d0, dying)
+
+
 async def test_by_cost_a_prefix_is_asked_for_once_steps_are_known_to_be_slow(
     folder: Path,
 ) -> None:
@@ -219,4 +277,117 @@ async def test_a_worker_that_must_not_ask_computes(folder: Path) -> None:
         spec = spec_of([*prompt(30), *prompt(10, seed=1)])
         assert await driver.generate(p0, d0, Key("second"), spec) == reference(folder, spec)
         assert p0.queries is None
+        await until_idle(p0, d0)
+
+
+async def test_a_read_lease_is_a_right_to_ask_while_it_lasts(folder: Path) -> None:
+    async with workers(folder) as (p0, d0, driver):
+        spec = spec_of(prompt(30))
+        await driver.generate(d0, d0, Key("first"), spec)
+        hashes = HashChain(spec.root_hash, BLOCK, spec.token_ids).hashes
+        client = PoolClient(TlsConfig())
+        port = d0._context.port
+        request = LeaseBlocksRequest(
+            incarnation=d0.incarnation,
+            reader_worker_id="p0",
+            layout=kv_layout_to_proto(d0.core.spec.layout),
+            block_hashes=join_hashes(hashes),
+        )
+        message = await client.lease(Endpoint("127.0.0.1", port), request, 5)
+        lease = ReadLease(
+            message.lease_id,
+            d0.worker_id,
+            message.incarnation,
+            message.generation,
+            message.capability,
+            Endpoint(message.data_endpoint.host, message.data_endpoint.port),
+        )
+        asker = queries_of(p0)._asker
+        queries = torch.randn(3, 4, 8)
+        operand = queries.view(torch.uint8).numpy().data.cast("B")
+
+        def ask(claimed: ReadLease, blocks: range) -> PartialAnswer:
+            remote = RemoteBlocks(asker, Holder.of_lease(claimed), blocks)
+            return remote.ask(1, operand, queries.shape, 0.5).wait()
+
+        answer = await asyncio.to_thread(ask, lease, range(2, 7))
+        partial = d0._runner.partial_attention
+        assert partial is not None
+        held = d0.core.pool.match(hashes)[2:7]
+        assert (bytes(answer.output), bytes(answer.lse)) == tuple(
+            bytes(part) for part in partial.attend(1, held, operand, 0.5)
+        )
+        with pytest.raises(RefusedError, match=r"^blocks: 2\+6 of 7"):
+            await asyncio.to_thread(ask, lease, range(2, 8))
+        for wrong in (
+            replace(lease, capability=b"guess"),
+            replace(lease, generation=2),
+            replace(lease, lease_id=99),
+        ):
+            with pytest.raises(RefusedError):
+                await asyncio.to_thread(ask, wrong, range(2))
+        d0.pool._table.close(lease.lease_id, lease.incarnation, lease.capability, 0.0)
+        d0.pool.expire_leases()
+        d0.pool._release()
+        await client.close()
+        await until_idle(p0, d0)
+
+
+async def test_damaged_arguments_are_answered_or_refused_and_the_worker_goes_on(
+    folder: Path,
+) -> None:
+    rng = random.Random(7)
+    async with workers(folder) as (p0, d0, driver):
+        await driver.generate(d0, d0, Key("first"), spec_of(prompt(30)))
+        reserved = await driver.reserve(d0, Key("second"), spec_of([*prompt(30), 5, 6]))
+        holder = Holder.of_reservation(reservation_from_proto(reserved.reserved))
+        good = AttendArguments(
+            kind=holder.kind,
+            claim=holder.claim,
+            first=0,
+            count=7,
+            layer=1,
+            num_queries=3,
+            num_heads=4,
+            head_dim=8,
+            dtype="float32",
+            scale=0.5,
+        )
+        asker = queries_of(p0)._asker
+
+        def ask(arguments: bytes) -> str:
+            into = [memoryview(bytearray(good.answer_bytes))]
+            operands = memoryview(bytearray(rng.randbytes(good.operand_bytes)))
+            question = Question(ATTEND, arguments, operands, into)
+            try:
+                asker.send(holder, [question])
+                asker.receive(holder, [question])
+            except RefusedError as error:
+                return error.refusal.reason.value
+            return "answered"
+
+        outcomes = {"answered": 0, "invalid": 0, "stale": 0}
+        for _ in range(150):
+            damaged = bytearray(good.encode())
+            damaged[rng.randrange(len(damaged))] ^= 1 << rng.randrange(8)
+            outcomes[await asyncio.to_thread(ask, bytes(damaged))] += 1
+        assert all(outcomes.values()), outcomes
+        assert await asyncio.to_thread(ask, good.encode()) == "answered"
+        driver.cancel_decode(d0, Key("second"))
+        while d0.decode.num_tasks:
+            await asyncio.sleep(0)
+        assert await asyncio.to_thread(ask, good.encode()) == "stale"
+        await until_idle(p0, d0)
+
+
+async def test_steps_that_wait_for_answers_tell_nothing_about_computing(folder: Path) -> None:
+    async with workers(folder) as (p0, d0, _):
+        queries = queries_of(p0)
+        queries.observe_step(CHUNK // 8, 1.0)
+        assert queries._token_s == 0.0, "too small"
+        queries.observe_step(CHUNK, 0.8)
+        assert queries._token_s == 0.1
+        queries._asker.asked += 1
+        queries.observe_step(CHUNK, 99.0)
+        assert queries._token_s == 0.1
         await until_idle(p0, d0)

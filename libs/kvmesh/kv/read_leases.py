@@ -159,6 +159,24 @@ class ReadLeaseTable:
         chosen = (block for first, n in runs for block in lease.blocks[first : first + n])
         return ReadTicket(read_id, tuple(chosen))
 
+    def claimed(
+        self, lease_id: int, incarnation: int, generation: int, capability: bytes, now: float
+    ) -> tuple[int, ...] | Refusal:
+        """All blocks of a lease, for one who asks about them; it is renewed as by a read.
+
+        The caller takes references of its own while it is in them.
+
+        Returns:
+            The blocks, or STALE or INVALID as `begin_read`.
+        """
+        lease = self._admit(lease_id, incarnation, capability, now)
+        if isinstance(lease, Refusal):
+            return lease
+        if generation != _GENERATION:
+            return self._refuse(RefusalReason.STALE, f"generation {generation}")
+        lease.deadline = min(now + self.lease_s, lease.last_deadline)
+        return lease.blocks
+
     def end_read(self, read_id: int) -> None:
         """A reader is out of the blocks; called once for each ticket."""
         lease = self._reads.pop(read_id)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -20,7 +21,8 @@ from kvmesh.kv.runs import consecutive_runs
 from kvmesh.rpc.convert import endpoint_to_proto, kv_layout_from_proto, refusal_to_proto
 from kvmesh.runtime.worker_parts import WorkerParts
 from kvmesh.telemetry.logs import event_logger
-from kvmesh.transfer.frames import GetFrame
+from kvmesh.transfer.device import DevicePool, pieces_of
+from kvmesh.transfer.frames import GetFrame, WriteClaim
 from kvmesh.transfer.target import ReadGrant
 from kvmesh.v1 import kv_pool_service_pb2 as pb
 from kvmesh.v1 import kv_pool_service_pb2_grpc, types_pb2
@@ -157,7 +159,10 @@ class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
         if isinstance(ticket, Refusal):
             return ticket
         runs = consecutive_runs(ticket.blocks)
-        grant = ReadGrant(get, [self._memory.read_view(first, count) for first, count in runs])
+        if isinstance(self._memory, DevicePool):
+            grant = ReadGrant(get, (), pieces_of(runs, self._core.spec.layout.block_bytes, None))
+        else:
+            grant = ReadGrant(get, [self._memory.read_view(first, count) for first, count in runs])
         self._reads[grant] = ticket.read_id
         self.read_blocks_total += len(ticket.blocks)
         return grant
@@ -166,6 +171,16 @@ class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
         """The channel is done with the memory."""
         self._table.end_read(self._reads.pop(grant))
         self._release()
+
+    def claimed_blocks(self, claim: WriteClaim) -> Sequence[int] | Refusal:
+        """The blocks of a lease, for queries about them."""
+        return self._table.claimed(
+            claim.reservation_id,
+            claim.incarnation,
+            claim.generation,
+            claim.capability,
+            self._clock.now(),
+        )
 
     # --- ends --------------------------------------------------------------------------------
 

@@ -42,7 +42,7 @@ class QueryAnswers:
 
     Args:
         partial: what computes.
-        givers: by kind of claim; a kind without one is refused.
+        givers: of each kind of claim.
     """
 
     def __init__(
@@ -78,10 +78,7 @@ class QueryAnswers:
         if arguments.num_heads != self._partial.num_heads:
             text = f"heads: {arguments.num_heads}, the model has {self._partial.num_heads}"
             return Refusal(RefusalReason.INVALID, text)
-        giver = self._givers.get(arguments.kind)
-        if giver is None:
-            return Refusal(RefusalReason.INVALID, f"kind: {arguments.kind.name} names nothing here")
-        claimed = giver.claimed_blocks(arguments.claim)
+        claimed = self._givers[arguments.kind].claimed_blocks(arguments.claim)
         if isinstance(claimed, Refusal):
             return claimed
         end = arguments.first + arguments.count
@@ -97,10 +94,13 @@ class QueryAnswers:
         work: _Work = grant.work
         arguments = work.arguments
         try:
-            return self._partial.attend(arguments.layer, work.blocks, operands, arguments.scale)
+            answer = self._partial.attend(arguments.layer, work.blocks, operands, arguments.scale)
         except (RuntimeError, MemoryError) as error:  # a device without room says so in these
             log.warning("query_failed", error=str(error))
+            self._metrics.answers.labels("failed", "").inc()
             return Refusal(RefusalReason.LOST, "attention could not be computed")
+        self._metrics.answers.labels("answered", "").inc()
+        return answer
 
     def end(self, grant: QueryGrant) -> None:
         """See `QueryOps.end`."""
@@ -108,4 +108,3 @@ class QueryAnswers:
         self._pool.release(work.blocks)
         if work.arguments.layer == 0:  # the others read the same blocks
             self._metrics.read_blocks_total += len(work.blocks)
-        self._metrics.answers.labels("answered", "").inc()

@@ -166,7 +166,13 @@ class Worker:
         pool_metrics = PoolMetrics(self._metrics.registry)
         pool_metrics.watch_leases(self.pool.statistics)
         self.fetcher: PrefixFetcher = start_fetcher(
-            context, self._config, parts, self._channel_identity(), pool_metrics, self._publish
+            context,
+            self._config,
+            parts,
+            self._channel_identity(),
+            pool_metrics,
+            self._publish,
+            self.channels.staging,
         )
         self.query_metrics = QueryMetrics(self._metrics.registry)
         self.queries = start_queries(
@@ -207,7 +213,9 @@ class Worker:
             self.decode,
             receive_options(self._config),
             source=self.pool,
-            queries=answer_queries(self._runner, self.core, self.decode, self.query_metrics),
+            queries=answer_queries(
+                self._runner, self.core, self.decode, self.pool, self.query_metrics
+            ),
             memory=self._runner.kv,
             observer=self._metrics.observe_transfer,
         )

@@ -11,8 +11,9 @@ from kvmesh.engine.core import EngineCore
 from kvmesh.engine.protocol import ModelRunner
 from kvmesh.runtime.app import ServiceContext
 from kvmesh.runtime.decode_role import DecodeRole
+from kvmesh.runtime.kv_pool import KvPool
 from kvmesh.runtime.prefix_queries import PrefixQueries, QueryMode, parse_query_mode
-from kvmesh.runtime.query_answers import QueryAnswers
+from kvmesh.runtime.query_answers import GivesBlocks, QueryAnswers
 from kvmesh.runtime.query_metrics import QueryMetrics
 from kvmesh.runtime.worker_channels import send_options
 from kvmesh.runtime.worker_config import WorkerConfig
@@ -49,11 +50,14 @@ def start_queries(
 
 
 def answer_queries(
-    runner: ModelRunner, core: EngineCore, decode: DecodeRole, metrics: QueryMetrics
+    runner: ModelRunner, core: EngineCore, decode: DecodeRole, pool: KvPool, metrics: QueryMetrics
 ) -> QueryAnswers | None:
     """What answers other workers; None where the model's attention cannot be cut in parts."""
     partial = runner.partial_attention
     if partial is None:
         return None
-    givers = {ClaimKind.RESERVATION: decode}
+    givers: dict[ClaimKind, GivesBlocks] = {
+        ClaimKind.RESERVATION: decode,
+        ClaimKind.LEASE: pool,
+    }
     return QueryAnswers(runner.spec.layout, core.pool, partial, givers, metrics)

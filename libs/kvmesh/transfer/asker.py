@@ -20,7 +20,7 @@ from kvmesh.core.errors import LostError, RefusedError
 from kvmesh.core.types import Endpoint, HostRoute, RefusalReason, Reservation
 from kvmesh.policy.query_cost import QuerySpeed
 from kvmesh.transfer.attend import ATTEND, AttendArguments, ClaimKind, most_queries
-from kvmesh.transfer.channel import LOCAL, NIXL, SHM, TCP, usable_kinds
+from kvmesh.transfer.channel import IPC, LOCAL, NIXL, SHM, TCP, usable_kinds
 from kvmesh.transfer.channel_pool import SendOptions
 from kvmesh.transfer.frames import Checksum, LinkOffer, WriteClaim
 from kvmesh.transfer.host import host_id
@@ -34,6 +34,8 @@ from kvmesh.transfer.tls import connect_tls_blocking
 from kvmesh.transfer.wire import Wire
 
 _LINK_ID_BITS = 64
+_ASKED_OVER = {LOCAL: SHM, IPC: SHM, NIXL: TCP}
+"""Operands and answers come over a connection of ours in any case."""
 _LSE_BYTES = 4
 
 
@@ -170,10 +172,12 @@ class Asker:
         return self._clock.now()
 
     def _again(self, holder: Holder, line: QueryLine | None, questions: Sequence[Question]) -> None:
-        """Asks what has no answer on a new line."""
+        """Asks what has no answer on a new line, unless its holder was silent for too long."""
+        self._lines.pop((holder.peer, holder.data_endpoint), None)
         if line is not None:
             line.close()
-        self._lines.pop((holder.peer, holder.data_endpoint), None)
+            if line.has_stalled:
+                raise LostError("queries: the holder is silent")
         fresh = self._line(holder)
         for question in questions:
             if not question.is_answered:
@@ -191,11 +195,17 @@ class Asker:
             line = self._lines[key] = self._open(holder)
         return line
 
+    def _forget_earlier_lives(self, peer: PeerKey) -> None:
+        """A worker that was started again is another one, and its old line is dead."""
+        for key in [k for k in self._lines if k[0].worker_id == peer.worker_id and k[0] != peer]:
+            self._lines.pop(key).close()
+            self._speeds.pop(key[0], None)
+            self._mute.discard(key[0])
+
     def _open(self, holder: Holder) -> QueryLine:
         options = self._options
-        # Operands and answers come over a connection of ours in any case.
-        there = {NIXL: TCP, LOCAL: SHM}
-        kinds = tuple(dict.fromkeys(there.get(kind, kind) for kind in options.kinds))
+        self._forget_earlier_lives(holder.peer)
+        kinds = tuple(dict.fromkeys(_ASKED_OVER.get(kind, kind) for kind in options.kinds))
         usable = usable_kinds(
             kinds, same_process=False, has_memfd=True, here=self._host_id, there=holder.host_route
         )

@@ -77,6 +77,8 @@ class QueryLine:
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
         self._asked: deque[Question] = deque()
         self.is_open = True
+        self.has_stalled = False
+        """It was given up because the peer was silent, and another line would not be answered."""
         limit = struct.pack("ll", *divmod(max(1, int(stall_timeout_s * 1e6)), 1_000_000))
         wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         wire.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
@@ -205,14 +207,20 @@ class QueryLine:
         while batch := cursor.batch(PIECE_BYTES):
             try:
                 cursor.advance(self._wire.sendmsg(batch, [], 0))
-            except OSError as error:  # BlockingIOError is the socket's time limit
-                raise LostError(f"queries: {error}") from error
+            except OSError as error:
+                raise self._lost(error) from error
+
+    def _lost(self, error: OSError) -> LostError:
+        if isinstance(error, BlockingIOError):  # the socket's time limit
+            self.has_stalled = True
+            return LostError("queries: the peer is silent")
+        return LostError(f"queries: {error}")
 
     def _receive(self, buffers: list[memoryview], flags: int = 0) -> int:
         try:
             count = self._wire.recvmsg_into(buffers, 0, flags)[0]
         except OSError as error:
-            raise LostError(f"queries: {error}") from error
+            raise self._lost(error) from error
         if count == 0:
             raise LostError("queries: closed by the peer")
         return count

@@ -1,0 +1,149 @@
+"""`kvmesh pool`: hot prefixes, who holds them, and what was ordered, as a kvmanager sees them.
+
+Tests: tests/unit/cli/test_pool.py.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+
+from kvmesh.cli.flags import add_flag, add_switch, new_parser
+from kvmesh.cli.screen import terminal
+from kvmesh.core.errors import KvMeshError
+
+_NAME_CHARS = 12
+"""Of a prefix's hash that are shown."""
+
+_EPILOG = """\
+Asks the admin port of a kvmanager (--server.admin.port). With several replicas the one that plans
+knows most; another one shows what it saw when it planned last.
+
+examples:
+  kvmesh pool --admin-url http://127.0.0.1:7102
+  kvmesh pool --admin-url http://127.0.0.1:7102 --admin-token-file admin.token --json
+
+exit code: 0; 1 if nobody answers; 2 wrong usage
+"""
+
+
+class NoViewError(KvMeshError):
+    """The admin port did not answer, or not with a view of the pool."""
+
+    grpc_status = "UNAVAILABLE"
+    retry_safe = True
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the view once."""
+    parser = new_parser("kvmesh pool", "Shows hot prefixes and the copies of them.", _EPILOG)
+    add_flag(parser, "--admin-url", "", "admin port of a kvmanager, http://HOST:PORT")
+    add_flag(parser, "--admin-token-file", "", "file with the token of that port")
+    add_flag(parser, "--timeout", 5.0, "seconds to wait for the answer", kind=float)
+    add_switch(parser, "--json", "print JSON")
+    arguments = parser.parse_args(argv)
+    url = arguments.admin_url
+    if not url.startswith(("http://", "https://")):
+        parser.error("--admin-url must be http://HOST:PORT")
+    try:
+        path = arguments.admin_token_file
+        token = Path(path).read_text().strip() if path else ""
+    except OSError as error:
+        parser.error(f"{error.filename}: {error.strerror}")
+    view = fetch_view(url, token, arguments.timeout)
+    if arguments.json:
+        sys.stdout.write(json.dumps(view, indent=2) + "\n")
+    else:
+        terminal().print(picture(view))
+    return 0
+
+
+def fetch_view(url: str, token: str, timeout_s: float) -> dict[str, Any]:
+    """What `/debug/segments` says.
+
+    Raises:
+        NoViewError: nobody answers there, or not what is asked for.
+    """
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    request = urllib.request.Request(f"{url.rstrip('/')}/debug/segments", headers=headers)
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(request, timeout=timeout_s) as answer:
+            view = json.load(answer)
+    except urllib.error.HTTPError as error:
+        with error:
+            raise NoViewError(f"{url} answers {error.code}: {error.reason}") from error
+    except (OSError, ValueError) as error:
+        raise NoViewError(f"{url}: {error}") from error
+    if not isinstance(view, dict) or "segments" not in view:
+        raise NoViewError(f"{url} is not the admin port of a kvmanager")
+    return view
+
+
+def picture(view: Mapping[str, Any]) -> Group:
+    """The view for the terminal."""
+    who = "this replica plans" if view["planning"] else "another replica plans, or nobody"
+    return Group(
+        f"{who}; unevenness of reads (CV) {view['reads_cv']:g}",
+        "",
+        _table(
+            ("worker", "role", "cluster", "reads", "room", "state"),
+            [
+                (
+                    each["worker_id"],
+                    each["role"],
+                    each["cluster"],
+                    f"{each['read_blocks']:g}",
+                    str(each["room_blocks"]),
+                    "leaving" if each["leaving"] else "",
+                )
+                for each in view["workers"]
+            ],
+        ),
+        "",
+        _table(
+            ("prefix", "reads", "blocks", "holders"),
+            [
+                (
+                    each["prefix"][:_NAME_CHARS],
+                    f"{each['reads']:g}",
+                    str(each["num_blocks"]),
+                    ", ".join(each["holders"]) or "-",
+                )
+                for each in view["segments"]
+            ],
+        ),
+        "",
+        _table(
+            ("order", "prefix", "from", "to", "blocks", "reason"),
+            [
+                (
+                    each["order"],
+                    each["prefix"][:_NAME_CHARS],
+                    each.get("source", ""),
+                    each["target"],
+                    str(each["num_blocks"]),
+                    each.get("reason", ""),
+                )
+                for each in view["orders"]
+            ],
+        ),
+    )
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in headings:
+        is_number = heading in ("reads", "room", "blocks")
+        table.add_column(heading, justify="right" if is_number else "left")
+    for row in rows:
+        table.add_row(*row)
+    return table
