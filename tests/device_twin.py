@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvmesh.core.errors import LostError
 from kvmesh.core.types import KvLayout
+from kvmesh.engine.device_driver import DeviceDriver
 from kvmesh.engine.device_pool import DeviceKvPool
 from kvmesh.transfer.device import HANDLE_BYTES
 from kvmesh.transfer.memory import create_shared
@@ -94,17 +95,31 @@ class TwinDriver:
         self.num_open -= 1
 
 
-class TwinPool(DeviceKvPool):
-    """A pool on the twin, of given bytes or of zeros, with the tests' own view of it."""
+class FilledPool(DeviceKvPool):
+    """A pool on any device, of given bytes or of zeros, with the tests' own view of it."""
 
-    def __init__(self, layout: KvLayout, num_blocks: int, content: bytes | None = None) -> None:
-        self.driver = TwinDriver()
-        super().__init__(layout, num_blocks, self.driver)
+    def __init__(
+        self,
+        driver: DeviceDriver,
+        layout: KvLayout,
+        num_blocks: int,
+        content: bytes | None = None,
+    ) -> None:
+        super().__init__(layout, num_blocks, driver)
         if content is not None:
             self.tensor.view(torch.uint8).view(-1).copy_(
                 torch.frombuffer(bytearray(content), dtype=torch.uint8)
             )
+            self.computed()
 
     def fill(self, byte: int) -> None:
         """Sets every byte of the pool."""
         self.tensor.view(torch.uint8).fill_(byte)
+
+
+class TwinPool(FilledPool):
+    """A pool on the twin."""
+
+    def __init__(self, layout: KvLayout, num_blocks: int, content: bytes | None = None) -> None:
+        self.driver = TwinDriver()
+        super().__init__(self.driver, layout, num_blocks, content)

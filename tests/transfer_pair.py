@@ -29,7 +29,7 @@ from kvmesh.transfer.memory import create_shared
 from kvmesh.transfer.meters import LinkKey, LinkMeter, TransferSample
 from kvmesh.transfer.protocol import ChannelIdentity
 from kvmesh.transfer.target import WriteGrant
-from tests.device_twin import TwinPool
+from tests.device_twin import FilledPool, TwinPool
 
 LAYOUT = KvLayout("model", "float32", 16, 4, 2, 64)
 BLOCK = LAYOUT.block_bytes  # 64 KiB
@@ -68,7 +68,7 @@ class SourcePool:
 class RecordingTarget:
     """Blocks in reverse order, so that index and place differ; remembers all that happens."""
 
-    pool: SourcePool | TwinPool = field(default_factory=lambda: SourcePool(seed=None))
+    pool: SourcePool | FilledPool = field(default_factory=lambda: SourcePool(seed=None))
     capability: bytes = b"secret"
     refuse: Refusal | None = None
     granted: list[WriteGrant] = field(default_factory=list)
@@ -97,7 +97,7 @@ class RecordingTarget:
         return grant
 
     def _grant(self, put: PutFrame, indexes: list[int]) -> WriteGrant:
-        if isinstance(self.pool, TwinPool):
+        if isinstance(self.pool, FilledPool):
             runs = [(NUM_BLOCKS - 1 - index, 1) for index in indexes]
             return WriteGrant(put, (), pieces_of(runs, BLOCK, put.part))
         blocks = [self.block(index) for index in indexes]
@@ -144,7 +144,7 @@ class RecordingTarget:
 class Pair:
     """A sender and a receiver that see each other."""
 
-    source: SourcePool | TwinPool
+    source: SourcePool | FilledPool
     target: RecordingTarget
     server: DataServer
     pool: ChannelPool
@@ -187,23 +187,25 @@ async def running_pair(
     send: SendOptions | None = None,
     receive: ReceiveOptions | None = None,
     devices: tuple[bool, bool] = (False, False),
+    device_pool: Callable[..., FilledPool] = TwinPool,
 ) -> AsyncIterator[Pair]:
     """Both ends; checks at the end that each grant ended exactly once.
 
     Args:
-        devices: whether the sender's pool, and the receiver's, is on the twin of a device.
+        devices: whether the sender's pool, and the receiver's, is on a device.
+        device_pool: makes such a pool of a layout, a number of blocks and, it may be, content.
     """
     send = send or SendOptions(kinds=("tcp",))
     send = replace(send, connect_timeout_s=5)
     hub = LocalHub()
-    source: SourcePool | TwinPool = SourcePool()
+    source: SourcePool | FilledPool = SourcePool()
     target = RecordingTarget()
     if devices[0]:
         source.close()
-        source = TwinPool(LAYOUT, NUM_BLOCKS, _content(NUM_BLOCKS * BLOCK, 0))
+        source = device_pool(LAYOUT, NUM_BLOCKS, _content(NUM_BLOCKS * BLOCK, 0))
     if devices[1]:
         target.pool.close()
-        target.pool = TwinPool(LAYOUT, NUM_BLOCKS)
+        target.pool = device_pool(LAYOUT, NUM_BLOCKS)
     server = DataServer(RECEIVER, target, receive or ReceiveOptions(), memory=target.pool, hub=hub)
     samples: list[TransferSample] = []
     pool = ChannelPool(SENDER, source, send, hub=hub, observer=samples.append)

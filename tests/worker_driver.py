@@ -6,11 +6,17 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry
 
-from kvmesh.core.types import BlockHash, PrefixSource, SamplingParams, SequenceSpec
+from kvmesh.core.types import (
+    BlockHash,
+    PrefixSource,
+    SamplingParams,
+    SequenceSpec,
+    WorkerId,
+)
 from kvmesh.engine.core import EngineCore
 from kvmesh.engine.fake import FakeRunner
 from kvmesh.engine.sequence import Sequence
@@ -109,6 +115,15 @@ async def driving(*workers: Worker) -> AsyncIterator[Driver]:
     await driver.close()
 
 
+class Named(Protocol):
+    """A worker as a driver knows it."""
+
+    @property
+    def worker_id(self) -> WorkerId:
+        """Its stable name."""
+        ...
+
+
 class Driver:
     """One gateway's streams to some workers; events land in a queue per attempt."""
 
@@ -122,7 +137,10 @@ class Driver:
 
     async def connect(self, worker: Worker) -> None:
         """Opens both streams to a worker."""
-        target = f"127.0.0.1:{worker._context.port}"
+        await self.connect_to(worker.worker_id, f"127.0.0.1:{worker._context.port}")
+
+    async def connect_to(self, worker_id: WorkerId, target: str) -> None:
+        """As `connect`, to a worker that may be in another process."""
         channel = open_channel(target)
         self._channels.append(channel)
         prefill: PeerStream[prefill_pb.PrefillRequest, prefill_pb.PrefillResponse] = PeerStream(
@@ -133,10 +151,10 @@ class Driver:
         decode: PeerStream[decode_pb.DecodeRequest, decode_pb.DecodeResponse] = PeerStream(
             "decode", DecodeServiceStub(channel).Decode, lambda m: self._take("decode", m.events)
         )
-        self._prefill[worker.worker_id] = prefill  # type: ignore[assignment]
-        self._decode[worker.worker_id] = decode  # type: ignore[assignment]
-        self._tasks[worker.worker_id, "prefill"] = asyncio.create_task(prefill.run())
-        self._tasks[worker.worker_id, "decode"] = asyncio.create_task(decode.run())
+        self._prefill[worker_id] = prefill  # type: ignore[assignment]
+        self._decode[worker_id] = decode  # type: ignore[assignment]
+        self._tasks[worker_id, "prefill"] = asyncio.create_task(prefill.run())
+        self._tasks[worker_id, "decode"] = asyncio.create_task(decode.run())
         assert await prefill.wait_connected(5)
         assert await decode.wait_connected(5)
 
@@ -186,7 +204,7 @@ class Driver:
         return await self.decode_event(key)
 
     async def start(
-        self, worker: Worker, key: Key, spec: SequenceSpec, source: PrefixSource | None = None
+        self, worker: Named, key: Key, spec: SequenceSpec, source: PrefixSource | None = None
     ) -> decode_pb.DecodeEvent:
         """Asks for blocks and for the prompt to be computed there; returns the answer."""
         message = decode_pb.DecodeReserve(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvmesh.core.types import KvLayout
+from kvmesh.core.types import KvLayout, PrefixSource
 from kvmesh.engine.kv_cache import HostKvPool, KvPool
 from kvmesh.runtime.worker import Worker
 from kvmesh.runtime.worker_config import EngineSection, WorkerSection
@@ -44,8 +44,8 @@ def check_nothing_is_held(worker: Worker) -> None:
         assert staging is not None
         assert staging.num_free == staging.num_blocks
         assert pool.driver.num_marks > 1
-        # Copies wait for the device in threads of their own.
-        assert any(name.startswith("kv-device") for name in pool.driver.threads)
+        # Copies wait for the device in threads of their own; the first makes the memory.
+        assert {name.split("_")[0] for name in pool.driver.threads} == {"MainThread", "kv-device"}
     else:
         assert worker.channels._staging is None
 
@@ -78,4 +78,32 @@ async def test_tokens_over_the_handoff_equal_those_of_transformers(
         assert await driver.generate(prefill, decode, Key("turn"), turn) == answer
         await until_idle(prefill, decode)
         for worker in (prefill, decode):
+            check_nothing_is_held(worker)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "channels"),
+    [(("device", "device"), "local"), (("device", "host"), "tcp"), (("host", "device"), "shm")],
+)
+async def test_a_prefix_is_fetched_from_a_device_or_to_one(
+    checkpoint: Checkpoint, kinds: tuple[str, str], channels: str
+) -> None:
+    prompt, expected = checkpoint.prompts[4], checkpoint.expected[4]
+    spec = make_spec(prompt, max_tokens=NEW_TOKENS)
+    async with (
+        running_worker(WorkerSection(id="h0"), engine(checkpoint.folder)) as holder,
+        running_worker(
+            WorkerSection(id="r0", channels=channels), engine(checkpoint.folder)
+        ) as reader,
+        driving(holder, reader) as driver,
+    ):
+        await driver.generate(holder, holder, Key("prime"), spec)
+        info = holder._info
+        source = PrefixSource(info.worker_id, info.incarnation, info.control_endpoint, 100)
+        tokens, cached = await driver.generate_from(source, reader, reader, spec)
+        assert tokens == expected
+        assert cached == len(prompt) // 16 * 16
+        assert holder.pool.statistics().opened_total == 1
+        await until_idle(holder, reader)
+        for worker in (holder, reader):
             check_nothing_is_held(worker)

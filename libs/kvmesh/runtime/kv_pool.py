@@ -21,6 +21,7 @@ from kvmesh.kv.runs import consecutive_runs
 from kvmesh.rpc.convert import endpoint_to_proto, kv_layout_from_proto, refusal_to_proto
 from kvmesh.runtime.worker_parts import WorkerParts
 from kvmesh.telemetry.logs import event_logger
+from kvmesh.transfer.device import DevicePool, pieces_of
 from kvmesh.transfer.frames import GetFrame, WriteClaim
 from kvmesh.transfer.target import ReadGrant
 from kvmesh.v1 import kv_pool_service_pb2 as pb
@@ -158,7 +159,10 @@ class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
         if isinstance(ticket, Refusal):
             return ticket
         runs = consecutive_runs(ticket.blocks)
-        grant = ReadGrant(get, [self._memory.read_view(first, count) for first, count in runs])
+        if isinstance(self._memory, DevicePool):
+            grant = ReadGrant(get, (), pieces_of(runs, self._core.spec.layout.block_bytes, None))
+        else:
+            grant = ReadGrant(get, [self._memory.read_view(first, count) for first, count in runs])
         self._reads[grant] = ticket.read_id
         self.read_blocks_total += len(ticket.blocks)
         return grant

@@ -28,10 +28,12 @@ from kvmesh.rpc.pool_client import PoolClient
 from kvmesh.runtime.pool_metrics import PoolMetrics
 from kvmesh.runtime.worker_parts import WorkerIdentity, WorkerParts
 from kvmesh.telemetry.logs import event_logger
+from kvmesh.transfer.device import pieces_of
 from kvmesh.transfer.frames import BlockRun
 from kvmesh.transfer.memory import write_views
 from kvmesh.transfer.meters import LinkKey, LinkMeter, TransferStatistics
 from kvmesh.transfer.reader import BlockReader, ReadLease
+from kvmesh.transfer.staging import StagingRing
 from kvmesh.v1 import kv_pool_service_pb2 as pb
 
 log = event_logger(__name__)
@@ -102,6 +104,7 @@ class PrefixFetcher:
         reader: of the same layout; closed by its owner.
         client: likewise.
         on_stored: told when blocks came into the prefix cache.
+        staging: where blocks for a device pool land first; None for a pool in host memory.
     """
 
     def __init__(
@@ -112,7 +115,9 @@ class PrefixFetcher:
         options: FetchOptions,
         metrics: PoolMetrics,
         on_stored: Callable[[], None],
+        staging: StagingRing | None = None,
     ) -> None:
+        self._staging = staging
         self._identity: WorkerIdentity = parts.identity
         self._core: EngineCore = parts.core
         self._memory: KvMemory = parts.memory
@@ -216,18 +221,31 @@ class PrefixFetcher:
         try:
             if num_leased != len(blocks):
                 raise LostError(f"{num_leased} blocks are leased, {len(blocks)} are missing")
-            step = max(1, SLICE_BYTES // self._block_bytes)
+            most = SLICE_BYTES if self._staging is None else self._staging.piece_bytes
+            step = max(1, most // self._block_bytes)
             for first in range(0, len(blocks), step):
                 runs = consecutive_runs(blocks[first : first + step])
                 count = sum(length for _, length in runs)
-                views = write_views(self._memory, runs, self._block_bytes, None)
-                await self._reader.get(lease, [BlockRun(first, count)], views)
-                for block, length in runs:
-                    self._memory.written(block, length)
+                await self._read_runs(lease, BlockRun(first, count), runs)
                 num_filled += count
         finally:
             fill.close(num_filled)
         return num_filled * self._block_bytes
+
+    async def _read_runs(
+        self, lease: ReadLease, leased: BlockRun, runs: Sequence[tuple[int, int]]
+    ) -> None:
+        if self._staging is not None:
+            pieces = pieces_of(runs, self._block_bytes, None)
+            async with self._staging.landing(pieces) as landing:
+                await self._reader.get(lease, [leased], landing.views)
+                await landing.land()
+            return
+        await self._reader.get(
+            lease, [leased], write_views(self._memory, runs, self._block_bytes, None)
+        )
+        for block, length in runs:
+            self._memory.written(block, length)
 
     def _give_back(self, source: PrefixSource, lease: pb.ReadLease) -> None:
         """Tells the holder, whoever waits for the prefix; unheard, the lease runs out by itself."""

@@ -166,7 +166,13 @@ class Worker:
         pool_metrics = PoolMetrics(self._metrics.registry)
         pool_metrics.watch_leases(self.pool.statistics)
         self.fetcher: PrefixFetcher = start_fetcher(
-            context, self._config, parts, self._channel_identity(), pool_metrics, self._publish
+            context,
+            self._config,
+            parts,
+            self._channel_identity(),
+            pool_metrics,
+            self._publish,
+            self.channels.staging,
         )
         self.query_metrics = QueryMetrics(self._metrics.registry)
         self.queries = start_queries(

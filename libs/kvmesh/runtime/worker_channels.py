@@ -21,6 +21,8 @@ from kvmesh.transfer.tls import DataTls
 
 _CHECKSUMS = {"none": Checksum.NONE, "crc32": Checksum.CRC32, "crc32c": Checksum.CRC32C}
 MEGABYTE = 1_000_000
+MIN_STAGING_MB = 32
+"""Two of the largest frames that peers send."""
 MAX_POLL_US = 1000
 """The worker does nothing else meanwhile."""
 
@@ -110,8 +112,9 @@ def _poll_s(microseconds: int) -> float:
 
 
 def _staging_bytes(data: DataSection) -> int:
-    if data.staging_mb < 1:
-        raise ConfigError(f"data.staging_mb must be at least 1, got {data.staging_mb}")
+    if data.staging_mb < MIN_STAGING_MB:
+        text = f"data.staging_mb must be at least {MIN_STAGING_MB}, got {data.staging_mb}"
+        raise ConfigError(text)
     return data.staging_mb * MEGABYTE
 
 

@@ -18,6 +18,7 @@ from kvmesh.runtime.worker_config import FetchSection, WorkerConfig
 from kvmesh.runtime.worker_parts import WorkerParts
 from kvmesh.transfer.protocol import ChannelIdentity
 from kvmesh.transfer.reader import BlockReader
+from kvmesh.transfer.staging import StagingRing
 
 
 def lease_limits(section: FetchSection) -> LeaseLimits:
@@ -53,8 +54,12 @@ def start_fetcher(
     identity: ChannelIdentity,
     metrics: PoolMetrics,
     on_stored: Callable[[], None],
+    staging: StagingRing | None,
 ) -> PrefixFetcher:
     """A fetcher that ends with the service.
+
+    Args:
+        staging: see `PrefixFetcher`; outlives the fetcher.
 
     Raises:
         ConfigError: as `fetch_options` and `send_options`.
@@ -63,6 +68,8 @@ def start_fetcher(
     context.stack.push_async_callback(reader.close)
     client = PoolClient(config.server.tls)
     context.stack.push_async_callback(client.close)
-    fetcher = PrefixFetcher(parts, reader, client, fetch_options(config.fetch), metrics, on_stored)
+    fetcher = PrefixFetcher(
+        parts, reader, client, fetch_options(config.fetch), metrics, on_stored, staging
+    )
     context.stack.push_async_callback(fetcher.close)
     return fetcher

@@ -247,6 +247,11 @@ class ChannelPool:
         return TransferStatistics(num_open, MappingProxyType(self._meters))
 
     @property
+    def staging(self) -> StagingRing | None:
+        """What blocks leave a device pool through; readers of peers' blocks may land them there."""
+        return self._staging
+
+    @property
     def sent_bytes(self) -> int:
         """KV that arrived at peers since start."""
         return sum(meter.bytes for meter in self._meters.values())

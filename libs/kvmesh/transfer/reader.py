@@ -213,15 +213,25 @@ class BlockReader:
         grant = end.source.begin_read(GetFrame(0, lease.claim, tuple(runs)))
         if isinstance(grant, Refusal):
             raise RefusedError(grant)
-        copy = partial(copy_views, into, grant.views)
         try:
-            if sum(view.nbytes for view in into) <= COPY_INLINE_BYTES:
-                copy()
-            else:
-                await run_to_end(self._threads, copy)
+            if grant.pieces is None:
+                await self._fill(into, grant.views)
+                return True
+            assert end.staging is not None, "a source with a device pool has staging"
+            cursor, count = ViewCursor(into), max(1, end.staging.piece_bytes // grant.pieces.size)
+            for first in range(0, len(grant.pieces.starts), count):
+                pieces = grant.pieces.cut(first, count)
+                async with end.staging.gathered(pieces) as views:
+                    await self._fill(cursor.take(pieces.num_bytes), views)
         finally:
             end.source.end_read(grant)
         return True
+
+    async def _fill(self, into: Sequence[memoryview], views: Sequence[memoryview]) -> None:
+        if sum(view.nbytes for view in into) <= COPY_INLINE_BYTES:
+            copy_views(into, views)
+        else:
+            await run_to_end(self._threads, partial(copy_views, into, views))
 
     async def _carry(
         self, lease: ReadLease, index: int, runs: list[BlockRun], into: list[memoryview]

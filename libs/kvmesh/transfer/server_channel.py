@@ -237,10 +237,7 @@ class ServerChannel:
     def _too_large(self, put: PutFrame) -> Refusal | None:
         staging, part = self._state.staging, put.part
         each = self._machine.block_bytes if part is None else part.size
-        if staging is None or put.num_blocks * each <= staging.num_bytes:
-            return None
-        text = f"{put.num_blocks * each} bytes at once for {staging.num_bytes} of staging"
-        return Refusal(RefusalReason.INVALID, text)
+        return None if staging is None else staging.refusal(put.num_blocks * each)
 
     async def _fill(self, grant: WriteGrant) -> bool:
         """Reads a payload to where it belongs; whether it is intact and there."""
@@ -254,14 +251,21 @@ class ServerChannel:
             return intact
 
     async def _read(self, get: GetFrame) -> None:
-        grant = self._source.begin_read(get)
+        staging = self._state.staging
+        num_bytes = get.num_blocks * self._machine.block_bytes
+        too_large = None if staging is None else staging.refusal(num_bytes)
+        grant = too_large or self._source.begin_read(get)
         if isinstance(grant, Refusal):
             self._meter.refused += 1
             await self._frames.send(encode_frame(self._machine.refused(get, grant)))
             return
-        num_bytes = get.num_blocks * self._machine.block_bytes
         try:
-            await self._give(get, num_bytes, grant.views)
+            if grant.pieces is None:
+                await self._give(get, num_bytes, grant.views)
+            else:
+                assert staging is not None, "a source with a device pool has staging"
+                async with staging.gathered(grant.pieces) as views:
+                    await self._give(get, num_bytes, views)
         finally:
             self._source.end_read(grant)
         self._meter.served_bytes += num_bytes

@@ -20,6 +20,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from kvmesh.core.errors import LostError
+from kvmesh.core.types import Refusal, RefusalReason
 from kvmesh.transfer.alignment import Run
 from kvmesh.transfer.device import DevicePool, Pieces, pieces_of
 from kvmesh.transfer.frames import BlockPart
@@ -121,6 +122,13 @@ class StagingRing:
         """Of the memory."""
         return self.num_blocks * self._block_bytes
 
+    def refusal(self, num_bytes: int) -> Refusal | None:
+        """Why so many bytes cannot be here at once; None when they can."""
+        if num_bytes <= self.num_bytes:
+            return None
+        text = f"{num_bytes} bytes at once for {self.num_bytes} of staging"
+        return Refusal(RefusalReason.INVALID, text)
+
     @property
     def num_free(self) -> int:
         """Blocks of it that nobody has."""
@@ -142,7 +150,16 @@ class StagingRing:
         Raises:
             LostError: the device failed.
         """
-        pieces = pieces_of(runs, self._block_bytes, part)
+        async with self.gathered(pieces_of(runs, self._block_bytes, part)) as views:
+            yield views
+
+    @contextlib.asynccontextmanager
+    async def gathered(self, pieces: Pieces) -> AsyncIterator[Sequence[memoryview]]:
+        """The bytes of pieces, in order.
+
+        Raises:
+            LostError: the device failed.
+        """
         async with self._space(pieces.num_bytes) as at:
             await self._run(partial(self._staging.gather, pieces, at, pieces.size))
             yield [self._view[at : at + pieces.num_bytes]]

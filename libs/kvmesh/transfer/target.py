@@ -83,10 +83,12 @@ class ReadGrant:
     Attributes:
         get: the frame that it answers.
         views: contiguous; sent in order. Their sizes add up to the frame's blocks.
+        pieces: of a device pool, instead of views.
     """
 
     get: GetFrame
     views: Sequence[memoryview]
+    pieces: Pieces | None = None
 
 
 class ReadSource(Protocol):

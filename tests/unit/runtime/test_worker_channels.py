@@ -49,7 +49,7 @@ def test_an_engine_that_does_not_encrypt_is_refused_with_tls(
 
 def test_sizes_are_in_megabytes() -> None:
     data = DataSection(
-        budget_mb_s=1.5, window_mb=2, lanes=3, copy_threads=2, poll_us=50, staging_mb=3
+        budget_mb_s=1.5, window_mb=2, lanes=3, copy_threads=2, poll_us=50, staging_mb=33
     )
     config = WorkerConfig(data=data)
 
@@ -58,7 +58,7 @@ def test_sizes_are_in_megabytes() -> None:
     assert send_options(config).poll_s == receive_options(config).poll_s == 5e-5
     assert receive_options(config).window_bytes == 2_000_000
     assert receive_options(config).copy_threads == 2
-    assert send_options(config).staging_bytes == receive_options(config).staging_bytes == 3e6
+    assert send_options(config).staging_bytes == receive_options(config).staging_bytes == 33e6
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_sizes_are_in_megabytes() -> None:
         (WorkerSection(channels=" , "), DataSection(), "channels must be"),
         (WorkerSection(), DataSection(checksum="md5"), "md5"),
         (WorkerSection(), DataSection(lanes=0), "at least 1"),
-        (WorkerSection(), DataSection(staging_mb=0), "at least 1"),
+        (WorkerSection(), DataSection(staging_mb=31), "at least 32"),
         (WorkerSection(), DataSection(poll_us=-1), "0 to 1000"),
         (WorkerSection(), DataSection(poll_us=1001), "0 to 1000"),
         (WorkerSection(), DataSection(tls=TlsConfig(ca="/nowhere.pem")), "data.tls"),

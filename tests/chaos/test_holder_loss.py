@@ -1,0 +1,163 @@
+"""Prefixes that lie on other workers: found again after a restart, and lost while they are read."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from kvmesh.core.types import Endpoint, PrefixSource, WorkerId
+from kvmesh.kv.hashing import chain_hashes
+from kvmesh.rpc.pool_client import PoolClient
+from kvmesh.runtime import prefix_fetch
+from kvmesh.runtime.prefix_fetch import FetchOutcome
+from kvmesh.runtime.worker_config import EngineSection, WorkerSection
+from kvmesh.transfer.reader import ReadLease
+from kvmesh.v1 import kv_pool_service_pb2 as pb
+from tests.e2e.api_client import ApiClient, placed
+from tests.faulty_link import Faults, faulty_link
+from tests.mesh_child import Child, until
+from tests.mesh_processes import BLOCK_SIZE, MODEL, MODEL_FOLDER, VOCAB_SIZE, Mesh, fake_tokens
+from tests.worker_driver import (
+    ROOT,
+    Driver,
+    Key,
+    driving,
+    make_spec,
+    running_worker,
+    until_idle,
+)
+
+NUM_BLOCKS = 125
+DRAW = random.Random(12)
+PROMPT = [DRAW.randrange(3, VOCAB_SIZE) for _ in range(NUM_BLOCKS * BLOCK_SIZE + 5)]
+HASHES = chain_hashes(ROOT, PROMPT, BLOCK_SIZE)
+
+
+async def test_a_restarted_worker_fetches_what_it_has_lost(pair: Mesh) -> None:
+    async with ApiClient(pair.url) as client:
+        apart = placed("disaggregated")
+        first = await client.complete(PROMPT, max_tokens=8, headers=apart)
+        await pair.idle()
+        pair["prefill-0"].kill()
+        await pair.restart("prefill-0")
+        await pair.all_known()
+
+        async def is_known_to_decode_alone() -> bool:
+            known = await pair["kvmanager"].metrics()
+            return known.value("kvmesh_kvmanager_blocks") >= NUM_BLOCKS
+
+        await until(is_known_to_decode_alone, "the decode worker's blocks are known")
+        again = await client.complete(PROMPT, max_tokens=8, headers=apart)
+    assert again.token_ids == first.token_ids == fake_tokens(PROMPT, 8)
+    assert again.headers["x-kvmesh-decision"] == "fetch; prefill=prefill-0; decode=decode-0"
+    assert again.cached_tokens == NUM_BLOCKS * BLOCK_SIZE
+    reader, holder = await pair["prefill-0"].metrics(), await pair["decode-0"].metrics()
+    assert reader.value("kvmesh_prefix_fetched_tokens_total") == NUM_BLOCKS * BLOCK_SIZE
+    assert holder.value("kvmesh_pool_leases_opened_total") == 1
+    await pair.idle()
+    assert (await pair["decode-0"].metrics()).value("kvmesh_pool_leases") == 0
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A worker in a process of its own."""
+
+    child: Child
+    worker_id: WorkerId = WorkerId("holder")
+
+    @property
+    def source(self) -> PrefixSource:
+        """How readers name it."""
+        host, _, port = self.child.address.rpartition(":")
+        ready = self.child.event("worker_ready")
+        assert ready is not None
+        control = Endpoint(host, int(port))
+        return PrefixSource(self.worker_id, ready["incarnation"], control, NUM_BLOCKS)
+
+    async def prime(self, driver: Driver) -> None:
+        """Computes the prompt, and keeps it."""
+        await driver.connect_to(self.worker_id, self.child.address)
+        spec = make_spec(PROMPT, max_tokens=1)
+        await driver.start(self, Key("prime"), spec)
+        first = await driver.decode_event(Key("prime"))
+        assert first.prefill.WhichOneof("event") == "first_token"
+
+
+@asynccontextmanager
+async def held_up(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
+    """All reads go over a link that can be held up."""
+    async with AsyncExitStack() as links:
+        endpoints: dict[Endpoint, Endpoint] = {}
+        plain = prefix_fetch._lease_of
+
+        def lease_over_link(message: pb.ReadLease) -> ReadLease:
+            lease = plain(message)
+            return replace(lease, data_endpoint=endpoints[lease.data_endpoint])
+
+        async def know(message: pb.ReadLease) -> None:
+            there = plain(message).data_endpoint
+            if there not in endpoints:
+                endpoints[there] = await links.enter_async_context(faulty_link(there, faults))
+
+        ask = PoolClient.lease
+
+        async def lease(
+            self: PoolClient, holder: Endpoint, request: pb.LeaseBlocksRequest, timeout_s: float
+        ) -> pb.ReadLease:
+            message = await ask(self, holder, request, timeout_s)
+            await know(message)
+            return message
+
+        monkeypatch.setattr(PoolClient, "lease", lease)
+        monkeypatch.setattr(prefix_fetch, "_lease_of", lease_over_link)
+        yield
+
+
+async def test_a_holder_that_is_killed_while_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags: dict[str, object] = {
+        "worker.id": "holder",
+        "worker.scheduler-targets": "",
+        "worker.kvmanager-target": "",
+        "engine.kind": "fake",
+        "engine.model": MODEL_FOLDER,
+        "engine.model-name": MODEL,
+    }
+    holder = Holder(Child("holder", "prefill", flags, tmp_path))
+    holder.child.start()
+    engine = EngineSection(kind="fake", model=str(MODEL_FOLDER), model_name=MODEL)
+    section = WorkerSection(id="reader", channels="tcp")
+    faults = Faults()
+    try:
+        await holder.child.ready()
+        async with (
+            held_up(faults, monkeypatch),
+            running_worker(section, engine) as reader,
+            driving(reader) as driver,
+        ):
+            await holder.prime(driver)
+            source = holder.source
+            one = await reader.fetcher.fetch(source, HASHES[:1])
+            assert one.outcome is FetchOutcome.FETCHED
+            faults.stall_at = faults.passed
+
+            spec = make_spec(PROMPT, max_tokens=8)
+            request = asyncio.create_task(driver.generate_from(source, reader, reader, spec))
+            links = reader.fetcher.statistics().links
+            await until(lambda: any(m.queued_bytes for m in links.values()), "it is being read")
+            assert not request.done()
+            holder.child.kill()
+            tokens, cached = await request
+            assert tokens == fake_tokens(PROMPT, 8)
+            assert cached == BLOCK_SIZE, "only what had come before"
+            await until_idle(reader)
+    finally:
+        if holder.child.running:
+            holder.child.kill()
