@@ -58,5 +58,5 @@ STORE_FAILURES = Counter(
 
 @lru_cache(maxsize=256)
 def planned(placement: str, policy: str, cause: str) -> tuple[Counter, Counter]:
-    """The two counters of a plan; finding one by its labels costs 2 us, and every route has both."""
+    """The two counters of a plan; finding one by its labels costs 2 us, and each route has both."""
     return ROUTES.labels("plan", placement), ROUTE_CAUSES.labels(policy, cause)
