@@ -20,7 +20,7 @@ def main() -> None:
     content = random.Random(seed).randbytes(num_blocks * BLOCK)
     driver = TwinDriver() if device == "twin" else CudaDriver(device)
     pool = FilledPool(driver, LAYOUT, num_blocks, content)
-    pool.settle()
+    pool.settle(pool.moment())
     segment = segment_of(pool.share())
     sys.stdout.write(f"{segment.address} {segment.metadata.hex()}\n")
     sys.stdout.flush()

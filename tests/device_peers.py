@@ -39,8 +39,10 @@ def check_blocks_come_over(pool: DeviceKvPool, memory: SharedMemory) -> None:
     content = random.Random(SEED).randbytes(NUM_BLOCKS * BLOCK)
     peer = pool.map_peer(memory)
     part = BlockPart(4096, 8192)
-    peer.copy(pieces_of([(0, 1), (3, 2)], BLOCK, None), pieces_of([(5, 2), (1, 1)], BLOCK, None))
-    peer.copy(pieces_of([(2, 1)], BLOCK, part), pieces_of([(7, 1)], BLOCK, part))
+    now = pool.moment()
+    there = pieces_of([(5, 2), (1, 1)], BLOCK, None)
+    peer.copy(pieces_of([(0, 1), (3, 2)], BLOCK, None), there, now)
+    peer.copy(pieces_of([(2, 1)], BLOCK, part), pieces_of([(7, 1)], BLOCK, part), now)
     peer.close()
     peer.close()
 

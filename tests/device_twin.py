@@ -20,7 +20,7 @@ from kvmesh.core.errors import LostError
 from kvmesh.core.types import KvLayout
 from kvmesh.engine.device_driver import DeviceDriver
 from kvmesh.engine.device_pool import DeviceKvPool
-from kvmesh.transfer.device import HANDLE_BYTES
+from kvmesh.transfer.device import HANDLE_BYTES, Moment
 from kvmesh.transfer.memory import create_shared
 
 _HANDLE = struct.Struct(f"<QI{HANDLE_BYTES - 12}x")
@@ -32,6 +32,7 @@ class TwinDriver:
 
     Attributes:
         num_marks: calls of `mark`.
+        awaited: per call of `run`, the number of marks that it waited for.
         pinned_bytes: reachable by the device now.
         is_broken: copies fail as those of a device that fell off its bus.
         is_private: its memory cannot be shared.
@@ -41,6 +42,7 @@ class TwinDriver:
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self.num_marks = 0
+        self.awaited: list[Moment] = []
         self.pinned_bytes = 0
         self.is_broken = False
         self.is_private = False
@@ -51,8 +53,12 @@ class TwinDriver:
     def mark(self) -> None:
         self.num_marks += 1
 
-    def run(self, work: Callable[[], None]) -> None:
+    def moment(self) -> Moment:
+        return self.num_marks
+
+    def run(self, work: Callable[[], None], after: Moment) -> None:
         with self._queue:
+            self.awaited.append(after)
             if self.is_broken:
                 raise LostError("the device is gone")
             work()

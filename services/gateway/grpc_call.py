@@ -12,6 +12,7 @@ from kvmesh.core.types import Placement, SamplingParams
 from kvmesh.rpc.convert import placement_from_proto
 from kvmesh.rpc.convert_sampling import sampling_params_from_proto
 from kvmesh.v1.inference_service_pb2 import GenerateRequest
+from services.gateway.grpc_chat import chat_body
 from services.gateway.openai import (
     ApiCall,
     ChatPrompt,
@@ -20,7 +21,7 @@ from services.gateway.openai import (
     TextPrompt,
     TokenPrompt,
     check_stop,
-    with_reasoning,
+    with_chat,
 )
 from services.gateway.reasoning import ReasoningFamily
 from services.gateway.schema import (
@@ -30,10 +31,14 @@ from services.gateway.schema import (
     MAX_STOP_TOKEN_IDS,
 )
 from services.gateway.structured import check_length
+from services.gateway.tool_parsers import ToolFamily
 
 
 def call_from_proto(
-    request: GenerateRequest, max_stop: int, family: ReasoningFamily | None = None
+    request: GenerateRequest,
+    max_stop: int,
+    family: ToolFamily | None = None,
+    reasoning: ReasoningFamily | None = None,
 ) -> ApiCall:
     """A checked call from a message.
 
@@ -41,7 +46,8 @@ def call_from_proto(
     top_p, repetition_penalty, max_tokens (what the context leaves) and seed (a random one).
 
     Args:
-        family: how the model marks its thinking, where it does.
+        family: how the model writes tool calls, where it does.
+        reasoning: how the model marks its thinking, where it does.
 
     Raises:
         InvalidRequestError: names the field and what is allowed.
@@ -73,11 +79,13 @@ def call_from_proto(
         cache_salt=request.cache_salt,
         structure_field="sampling.structure",
     )
-    # Only a chat's template says where thinking begins; other prompts go on as raw text.
+    # Only a chat has tools, and only its template says where thinking begins.
     if request.WhichOneof("prompt") != "chat":
         return call
-    include = request.include_reasoning if request.HasField("include_reasoning") else True
-    return with_reasoning(call, family, include=include)
+    try:
+        return with_chat(call, chat_body(request), family, reasoning)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"chat.{error}", f"chat.{error.param}") from error
 
 
 def placement_of(request: GenerateRequest) -> Placement:
@@ -106,12 +114,7 @@ def _prompt(request: GenerateRequest) -> Prompt:
         case "tokens":
             return TokenPrompt(tuple(request.tokens.token_ids))
         case "chat":
-            return ChatPrompt(
-                tuple(
-                    {"role": message.role, "content": message.content}
-                    for message in request.chat.messages
-                )
-            )
+            return ChatPrompt(())  # what becomes of it, `with_chat` says
         case _:
             raise InvalidRequestError("prompt: set one of text, tokens, chat", "prompt")
 

@@ -26,18 +26,21 @@ from kvmesh.v1.inference_service_pb2 import (
     ListModelsResponse,
     Model,
     PlacedAt,
+    ToolCallDelta,
 )
 from kvmesh.v1.inference_service_pb2_grpc import InferenceServiceServicer
 from services.gateway.admission import Ticket
 from services.gateway.errors import QUOTA_HEADER, REFUSAL_HEADER, QuotaError, StageRefusedError
 from services.gateway.frontend import Caller, Choice, Frontend, clean_request_id, usage_of
 from services.gateway.grpc_call import call_from_proto, placement_of
+from services.gateway.grpc_chat import CallDeltas
 from services.gateway.mesh import Placed
 from services.gateway.reasoning import Thoughts, thinking_at
 from services.gateway.request_record import TextDelta
 from services.gateway.thinking_count import ThinkingCount
 from services.gateway.tokenizer import TextTokenizer
 from services.gateway.told import Told
+from services.gateway.tools import ToolReader
 
 ServerContext: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
@@ -80,7 +83,8 @@ class InferenceServicer(InferenceServiceServicer):
     ) -> Choice:
         chat = self._frontend.tokenizer.chat
         limits = self._frontend.limits
-        call = call_from_proto(request, limits.max_stop, chat.reasoning_family)
+        families = (chat.tool_family, chat.reasoning_family)
+        call = call_from_proto(request, limits.max_stop, *families)
         caller = Caller(
             request_id=request_id,
             scenario=request.scenario,
@@ -93,14 +97,15 @@ class InferenceServicer(InferenceServiceServicer):
         return choice
 
     async def _responses(self, choice: Choice, request_id: str) -> AsyncIterator[GenerateResponse]:
-        text = _Text(choice, self._frontend.tokenizer)
+        text = _Text(choice, self._frontend.tokenizer, request_id)
         async with aclosing(self._frontend.run(choice)) as deltas:
             async for delta in deltas:
-                told = text.push(delta)
+                told, calls = text.push(delta)
                 response = GenerateResponse(
                     request_id=request_id,
                     text=told.answer,
                     reasoning=told.reasoning if choice.call.include_reasoning else "",
+                    tool_calls=calls,
                     token_ids=delta.token_ids,
                     logprobs=[token_logprobs_to_proto(entry) for entry in delta.logprobs],
                     finish_reason=finish_reason_to_proto(delta.finish_reason),
@@ -115,19 +120,26 @@ class InferenceServicer(InferenceServiceServicer):
 class _Text:
     """What one generation says, and its token counts."""
 
-    def __init__(self, choice: Choice, tokenizer: TextTokenizer) -> None:
+    def __init__(self, choice: Choice, tokenizer: TextTokenizer, request_id: str) -> None:
         self._prompt_ids = choice.request.prompt_ids
         self._token_ids: list[int] = []
         thinking = thinking_at(choice.call.reasoning, self._prompt_ids, tokenizer.token_text)
         self._thoughts = None if thinking is None else Thoughts(thinking)
         self._count = None if thinking is None else ThinkingCount(thinking, tokenizer.token_bytes)
+        tools = choice.call.tools
+        self._calls = None if tools is None else CallDeltas(ToolReader(tools, request_id))
 
-    def push(self, delta: TextDelta) -> Told:
+    def push(self, delta: TextDelta) -> tuple[Told, list[ToolCallDelta]]:
         """More text, told apart."""
         self._token_ids += delta.token_ids
-        if self._thoughts is None:
-            return Told("", delta.text)
-        return self._thoughts.told(0, delta.text, last=delta.finish_reason is not None)
+        is_last = delta.finish_reason is not None
+        told, calls = Told("", delta.text), list[ToolCallDelta]()
+        if self._thoughts is not None:
+            told = self._thoughts.told(0, delta.text, last=is_last)
+        if self._calls is not None:
+            answer, calls = self._calls.push(told.answer, last=is_last)
+            told = Told(told.reasoning, answer)
+        return told, calls
 
     def usage(self, last: TextDelta) -> Usage:
         """The counts of all of it."""

@@ -89,6 +89,9 @@ class Message(BaseModel):
         if isinstance(content, list):
             content = "".join(part.text for part in content)
         more = dict(self.model_extra or {})
+        if more.get("reasoning") and not more.get("reasoning_content"):
+            # vLLM's newer name; chat templates know DeepSeek's.
+            more["reasoning_content"] = more["reasoning"]
         if self.tool_calls:
             more["tool_calls"] = [call.for_template() for call in self.tool_calls]
         return {**more, "role": self.role, "content": content or ""}

@@ -110,7 +110,6 @@ class OpenWork:
         candidate: Candidate,
         sequence: SequenceSpec,
         traceparent: str,
-        *,
         ttft_budget_ms: int,
         timeout_s: float,
     ) -> Refused | None:
@@ -131,17 +130,10 @@ class OpenWork:
         if isinstance(answer, Started):
             return None
         if isinstance(answer, Reserved):
-            refusal = await self.offer(
-                candidate,
-                sequence,
-                traceparent,
-                ttft_budget_ms=ttft_budget_ms,
-                timeout_s=timeout_s,
-            )
-            if refusal is None:
-                return None
-            self.cancel_decode()
-            return Refused(refusal, by_prefill=True)
+            refused = await self.offer(candidate, sequence, traceparent, ttft_budget_ms, timeout_s)
+            if refused is not None:
+                self.cancel_decode()
+            return refused
         return answer
 
     async def _reserve(
@@ -179,10 +171,9 @@ class OpenWork:
         candidate: Candidate,
         sequence: SequenceSpec,
         traceparent: str,
-        *,
         ttft_budget_ms: int,
         timeout_s: float,
-    ) -> Refusal | None:
+    ) -> Refused | None:
         """Offers the prompt to a worker, for the reservation that is held.
 
         Returns:
@@ -208,7 +199,7 @@ class OpenWork:
             await session.connected(session.prefill)
             session.offer(message, self._mailbox)
         except LostError as error:
-            return _lost(str(error))
+            return Refused(_lost(str(error)), by_prefill=True)
         self._prefill = _Open(session, key)
         try:
             answer = await self._answer(Side.PREFILL, timeout_s)
@@ -217,7 +208,7 @@ class OpenWork:
             raise
         if isinstance(answer, Refused):
             self.cancel_prefill()
-            return answer.refusal
+            return Refused(answer.refusal, by_prefill=True)
         return None
 
     def open_short_way(self, way: ShortWay) -> None:

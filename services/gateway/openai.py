@@ -131,6 +131,36 @@ def chat_call(
     """
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs to be true", "top_logprobs")
+    newer = body.max_completion_tokens is not None
+    max_tokens = body.max_completion_tokens if newer else body.max_tokens
+    name = "max_completion_tokens" if newer else "max_tokens"
+    sampling = _sampling(body, defaults or {}, body.top_logprobs or 0 if body.logprobs else -1)
+    call = ApiCall(
+        endpoint=Endpoint.CHAT,
+        prompts=(),
+        max_tokens=max_tokens,
+        max_tokens_field=name,
+        prompt_field="messages",
+        **_common(body, limits, sampling, max_tokens, name),
+    )
+    return with_chat(call, body, family, reasoning)
+
+
+def with_chat(
+    call: ApiCall,
+    body: ChatBody,
+    family: ToolFamily | None,
+    reasoning: ReasoningFamily | None,
+) -> ApiCall:
+    """A call that goes on with a chat: its prompt, and what tools and thinking ask of it.
+
+    Args:
+        family: how the model writes tool calls, where it does.
+        reasoning: how the model marks its thinking, where it does.
+
+    Raises:
+        InvalidRequestError: names the field and what is allowed.
+    """
     tools = tool_use(body, family)
     arguments = _template_arguments(body)
     if tools is not None:
@@ -140,21 +170,8 @@ def chat_call(
         body.add_generation_prompt is not False,
         arguments,
     )
-    newer = body.max_completion_tokens is not None
-    max_tokens = body.max_completion_tokens if newer else body.max_tokens
-    name = "max_completion_tokens" if newer else "max_tokens"
-    sampling = _sampling(body, defaults or {}, body.top_logprobs or 0 if body.logprobs else -1)
-    call = ApiCall(
-        endpoint=Endpoint.CHAT,
-        prompts=(prompt,),
-        max_tokens=max_tokens,
-        max_tokens_field=name,
-        prompt_field="messages",
-        tools=tools,
-        **_common(body, limits, sampling, max_tokens, name),
-    )
-    include = body.include_reasoning is not False
-    return with_reasoning(_with_tools(call, body), reasoning, include=include)
+    call = _with_tools(replace(call, prompts=(prompt,), tools=tools), body)
+    return with_reasoning(call, reasoning, include=body.include_reasoning is not False)
 
 
 def completion_call(

@@ -8,7 +8,7 @@ Tests: tests/integration/test_gateway_refusals.py.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -36,6 +36,12 @@ from services.gateway.mesh import GenerationRequest, Mesh, Placed
 from services.gateway.open_work import OpenWork, ReservationLostError
 from services.gateway.routing import ModelFacts
 from services.gateway.turnstile import Turn
+from services.gateway.worker_events import Refused
+
+ShowPrompt = Callable[
+    [Candidate, types_pb2.SequenceSpec, str, int, float], Awaitable[Refused | None]
+]
+"""`OpenWork.start` or `OpenWork.offer`."""
 
 _NEVER = frozenset({RefusalReason.TOO_LONG, RefusalReason.INVALID})
 """Refusals that the same worker would repeat for ever."""
@@ -230,7 +236,7 @@ class Placing:
             else:
                 return None
         for candidate in plan.prefill:
-            if await self._offer(candidate):
+            if await self._show(candidate, self._work.offer):
                 holder = self._work.reserved_at
                 assert holder is not None, "an accepted offer has a reservation"
                 return Placed(Placement.DISAGGREGATED, candidate.worker_id, holder, plan.cause)
@@ -239,32 +245,33 @@ class Placing:
     async def _round_aggregated(self, plan: RoutePlan) -> Placed | None:
         """Reserve and offer in one, one worker after the other."""
         for candidate in plan.prefill:
-            if await self._start(candidate):
+            if await self._show(candidate, self._work.start):
                 worker_id = candidate.worker_id
+                self._trace.note(Moment.RESERVED, self._now(), worker_id)
                 return Placed(Placement.AGGREGATED, worker_id, worker_id, plan.cause)
         return None
 
-    async def _start(self, candidate: Candidate) -> bool:
+    async def _show(self, candidate: Candidate, ask: ShowPrompt) -> bool:
+        """Shows the prompt to a worker; True if it took it."""
         if candidate.worker_id in self._unfit:
             return False
         span = self._span("gateway.offer")
         remaining_s = self._remaining_s()
-        refused = await self._work.start(
-            candidate,
-            self._message,
-            span.traceparent,
-            ttft_budget_ms=_budget_ms(remaining_s),
-            timeout_s=remaining_s,
-        )
-        if refused is not None:
-            self._num_offers += refused.by_prefill
-            stage = Stage.PREFILL if refused.by_prefill else Stage.DECODE
-            self._note(stage, refused.refusal, candidate, span)
-            return False
-        self._num_offers += 1
-        self._end_span("gateway.offer", candidate)
-        self._trace.note(Moment.RESERVED, self._now(), candidate.worker_id)
-        return True
+        try:
+            refused = await ask(
+                candidate, self._message, span.traceparent, _budget_ms(remaining_s), remaining_s
+            )
+        except ReservationLostError:
+            self._num_offers += 1
+            raise
+        if refused is None:
+            self._num_offers += 1
+            self._end_span("gateway.offer", candidate)
+            return True
+        self._num_offers += refused.by_prefill
+        stage = Stage.PREFILL if refused.by_prefill else Stage.DECODE
+        self._note(stage, refused.refusal, candidate, span)
+        return False
 
     async def _reserve(self, candidate: Candidate) -> bool:
         if candidate.worker_id in self._unfit:
@@ -278,25 +285,6 @@ class Placing:
             return False
         self._end_span("gateway.reserve", candidate)
         self._trace.note(Moment.RESERVED, self._now(), candidate.worker_id)
-        return True
-
-    async def _offer(self, candidate: Candidate) -> bool:
-        if candidate.worker_id in self._unfit:
-            return False
-        span = self._span("gateway.offer")
-        self._num_offers += 1
-        remaining_s = self._remaining_s()
-        refusal = await self._work.offer(
-            candidate,
-            self._message,
-            span.traceparent,
-            ttft_budget_ms=_budget_ms(remaining_s),
-            timeout_s=remaining_s,
-        )
-        if refusal is not None:
-            self._note(Stage.PREFILL, refusal, candidate, span)
-            return False
-        self._end_span("gateway.offer", candidate)
         return True
 
     def _note(

@@ -135,7 +135,7 @@ class Responses:
         if self._call.tools is not None:
             delta = self._reader(index).push(text, last=finish_reason is not None)
         if thought and self._call.include_reasoning:
-            delta["reasoning_content"] = thought
+            delta |= _thought(thought)
         wants_tokens = self._call.return_token_ids or bool(logprobs)
         nothing = not delta and finish_reason is None
         if nothing and not (token_ids and (wants_tokens or self._call.continuous_usage)):
@@ -190,7 +190,7 @@ class Responses:
         if self._call.tools is not None:
             message = whole_message(self._reader(index), text)
         if self._thoughts is not None and self._call.include_reasoning:
-            message["reasoning_content"] = thought or None
+            message |= _thought(thought or None)
         echoed = self._echoed(index, choice)
         logprobs = self._logprobs(index, choice.token_ids, choice.logprobs)
         body: Body = {
@@ -295,6 +295,11 @@ class Responses:
 
     def _text(self, token_id: int) -> str:
         return self._token_bytes(token_id).decode(errors="replace")
+
+
+def _thought(text: str | None) -> Body:
+    """Thinking under both names that clients know: DeepSeek's and vLLM's newer one."""
+    return {"reasoning_content": text, "reasoning": text}
 
 
 def joined_logprobs(first: Body | None, second: Body | None) -> Body | None:

@@ -53,6 +53,7 @@ class Gateway:
 
     Attributes:
         http_port: the bound HTTP port.
+        plans: made ahead for requests that have not come yet.
     """
 
     http_port: int
@@ -61,6 +62,7 @@ class Gateway:
     metrics: GatewayMetrics
     turns: Turnstile
     crowd: Crowd
+    plans: PlanStock
 
 
 async def build(config: GatewayConfig, context: ServiceContext) -> None:
@@ -99,13 +101,14 @@ async def start_gateway(config: GatewayConfig, context: ServiceContext) -> Gatew
     metrics = GatewayMetrics(served_name)
     prometheus_client.REGISTRY.register(metrics)
     context.stack.callback(prometheus_client.REGISTRY.unregister, metrics)
+    plans = PlanStock(config.scheduler.plans_ahead)
     router = Router(
         served_name,
         fleet,
         routes,
         sessions.in_flight,
         config.scheduler.route_timeout_s,
-        stock=PlanStock(config.scheduler.plans_ahead),
+        stock=plans,
     )
     routes.on_ahead = router.take_ahead
     fleet.on_change(router.note_fleet)
@@ -128,7 +131,7 @@ async def start_gateway(config: GatewayConfig, context: ServiceContext) -> Gatew
     guard = ConnectionGuard(config.http, metrics)
     http_port = await _serve_http(front, config, guard, context)
     log.info("http_serving", address=f"{config.http.host}:{http_port}", model=served_name)
-    return Gateway(http_port, sessions, admission, metrics, mesh.turns, mesh.crowd)
+    return Gateway(http_port, sessions, admission, metrics, mesh.turns, mesh.crowd, plans)
 
 
 async def _watch_lag(crowd: Crowd) -> None:

@@ -37,10 +37,10 @@ def test_blocks_go_through_pinned_memory_unchanged(part: BlockPart | None) -> No
     view = memoryview(memory)
     pieces = pieces_of([(40, 3), (7, 1), (9, 1)], BLOCK, part)
     staging = source.staging(view)
-    staging.gather(pieces, BLOCK, pieces.size)
+    staging.gather(pieces, BLOCK, pieces.size, source.moment())
     staging.close()
     staging = target.staging(view)
-    staging.scatter(BLOCK, pieces)
+    staging.scatter(BLOCK, pieces, target.moment())
     staging.close()
     offset, size = part or (0, BLOCK)
     for block in (40, 41, 42, 7, 9):
@@ -58,6 +58,6 @@ def test_a_gather_waits_for_what_a_step_writes() -> None:
     torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
     pool.tensor.fill_(1.5)
     pool.computed()
-    staging.gather(pieces_of([(0, NUM_BLOCKS)], BLOCK, None), 0, BLOCK)
+    staging.gather(pieces_of([(0, NUM_BLOCKS)], BLOCK, None), 0, BLOCK, pool.moment())
     staging.close()
     assert torch.frombuffer(view, dtype=torch.bfloat16).eq(1.5).all()

@@ -21,7 +21,8 @@ from services.gateway.config import (
     SchedulerConfig,
 )
 from services.gateway.service import Gateway, start_gateway
-from tests.integration.gateway_fakes import MODEL, FakeMesh, fake_mesh
+from tests.integration.gateway_fake_worker import MODEL
+from tests.integration.gateway_fakes import FakeMesh, fake_mesh
 from tests.unit.gateway.tiny_model import EOS, write_model
 
 PAIR = {"p1": Role.PREFILL, "d1": Role.DECODE}

@@ -13,7 +13,7 @@ import pytest
 
 from kvmesh.runtime.admin import AdminConfig
 from kvmesh.runtime.app import ServerConfig
-from tests.integration.gateway_fakes import MODEL
+from tests.integration.gateway_fake_worker import MODEL
 from tests.integration.gateway_stack import PAIR, Stack, gateway_stack
 
 STATIC = Path(__file__).parents[2] / "libs/kvmesh/console/static"

@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from kvmesh.core.types import Structure, StructureKind
-from tests.integration.gateway_fakes import MODEL
+from tests.integration.gateway_fake_worker import MODEL
 from tests.integration.gateway_stack import Stack, gateway_stack
 from tests.unit.gateway.tiny_model import TOOL_TEMPLATE
 

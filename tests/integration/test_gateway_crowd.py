@@ -12,7 +12,7 @@ import pytest
 
 from kvmesh.policy.crowd import MIN_WAITING
 from services.gateway.access import KeyRing
-from tests.integration.gateway_fakes import MODEL
+from tests.integration.gateway_fake_worker import MODEL
 from tests.integration.gateway_stack import Stack, gateway_stack
 
 CALLER = KeyRing().check("Bearer key").name

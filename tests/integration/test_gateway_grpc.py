@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 
-from kvmesh.client import AsyncClient
+from kvmesh.client import AsyncClient, Message, Tool
 from kvmesh.core.types import RefusalReason
 from kvmesh.rpc.channels import open_channel
 from kvmesh.v1.inference_service_pb2 import (
@@ -21,6 +21,7 @@ from kvmesh.v1.inference_service_pb2 import (
     ListModelsRequest,
     TokenPrompt,
 )
+from kvmesh.v1.inference_service_pb2 import Tool as ToolMessage
 from kvmesh.v1.inference_service_pb2_grpc import InferenceServiceStub
 from kvmesh.v1.types_pb2 import (
     FINISH_REASON_LENGTH,
@@ -33,12 +34,16 @@ from kvmesh.v1.types_pb2 import (
     TokenSequence,
 )
 from services.gateway.config import AccessConfig
-from tests.integration.gateway_fakes import MODEL
+from tests.integration.gateway_fake_worker import MODEL
 from tests.integration.gateway_stack import Stack, gateway_stack
+from tests.integration.test_gateway_api import ARGUMENTS, CALL, WEATHER
 from tests.integration.test_gateway_reasoning import TEMPLATE as THINKING
+from tests.integration.test_gateway_responses import TEMPLATE as RESPONSES
 
 if TYPE_CHECKING:  # the stub files know it, the generated modules do not
     from kvmesh.v1.inference_service_pb2_grpc import InferenceServiceAsyncStub
+
+ASKS = [ChatMessage(role="user", content="hello")]
 
 
 @pytest.fixture
@@ -97,6 +102,44 @@ async def test_thinking_of_a_chat_is_told_apart(tmp_path: Path) -> None:
         await stack.idle()
 
 
+async def test_tools_of_a_chat(tmp_path: Path) -> None:
+    tool = Tool("weather", parameters=WEATHER["function"]["parameters"])
+    async with gateway_stack(tmp_path, template=RESPONSES) as stack:
+        stack.says(f"<think>hm</think>Look: {CALL} {CALL}")
+        async with AsyncClient(f"127.0.0.1:{stack.context.port}") as client:
+            question = {"role": "user", "content": "hello"}
+            deltas = [delta async for delta in client.stream([question], tools=[tool])]
+            assert sum(len(delta.tool_calls) for delta in deltas) > 4, "arguments as they come"
+            whole = await client.generate([question], tools=[tool])
+            assert (whole.reasoning, whole.text) == ("hm", "Look:")
+            first, second = whole.tool_calls
+            assert first.name == second.name == "weather"
+            assert first.arguments == second.arguments == ARGUMENTS
+            assert first.id != second.id
+            (only,) = (
+                await client.generate([question], tools=[tool], parallel_tool_calls=False)
+            ).tool_calls
+            assert only.arguments == ARGUMENTS
+            turn = Message(
+                role="assistant", content="", reasoning="hm", tool_calls=whole.tool_calls
+            )
+            result = Message(role="tool", content="sun", tool_call_id=first.id)
+            await client.generate(
+                [Message(role="user", content="hello"), turn, result],
+                template_arguments={"reasoning_effort": "low"},
+            )
+            prompt = stack.tokenizer.decode(
+                stack.mesh.workers["p1"].specs[-1].token_ids, skip_special_tokens=False
+            )
+            assert f'<call {first.id} weather {{"city": "Rome"}}>' in prompt
+            assert f"<of {first.id} " in prompt
+            assert prompt.endswith("<effort low>")
+            stack.says(ARGUMENTS)
+            named = await client.generate([question], tools=[tool], tool_choice="weather")
+            assert [call.arguments for call in named.tool_calls] == [ARGUMENTS]
+        await stack.idle()
+
+
 async def test_generate_tokens_with_sampling(stack: Stack, stub: InferenceServiceAsyncStub) -> None:
     request = GenerateRequest(
         model=MODEL,
@@ -143,6 +186,22 @@ async def test_structure_scores_and_place(stack: Stack, stub: InferenceServiceAs
         (GenerateRequest(), "prompt"),
         (GenerateRequest(text="a", sampling=SamplingParams(temperature=3)), "sampling.temperature"),
         (GenerateRequest(text="a", stop=[""]), "stop"),
+        (GenerateRequest(chat=ChatPrompt()), "chat.messages"),
+        (GenerateRequest(chat=ChatPrompt(messages=[ChatMessage()])), "chat.messages[0].role"),
+        (
+            GenerateRequest(chat=ChatPrompt(messages=ASKS, chosen_tool="x")),
+            "chat.tool_choice",
+        ),
+        (
+            GenerateRequest(chat=ChatPrompt(messages=ASKS, template_arguments_json="[]")),
+            "chat.template_arguments_json",
+        ),
+        (
+            GenerateRequest(
+                chat=ChatPrompt(messages=ASKS, tools=[ToolMessage(name="f", parameters_json="{")])
+            ),
+            "chat.tools[0].parameters_json",
+        ),
         (
             GenerateRequest(
                 text="a",

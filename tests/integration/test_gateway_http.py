@@ -13,7 +13,8 @@ import pytest
 
 from kvmesh.core.types import Placement
 from kvmesh.kv.hashing import chain_hashes, root_hash
-from tests.integration.gateway_fakes import LAYOUT, MODEL, draining
+from tests.integration.gateway_fake_worker import LAYOUT, MODEL
+from tests.integration.gateway_fakes import draining
 from tests.integration.gateway_stack import TWO_PAIRS, Stack, gateway_stack
 from tests.unit.gateway.tiny_model import EOS
 

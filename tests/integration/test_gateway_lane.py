@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 
 from services.gateway.token_lane import TokenLane
-from tests.integration.gateway_fakes import MODEL
+from tests.integration.gateway_fake_worker import MODEL
 from tests.integration.gateway_stack import TWO_PAIRS, Stack, gateway_stack
 
 SAYS = "one request, one reservation, one handoff; no token is lost or repeated: 🙂 ü"

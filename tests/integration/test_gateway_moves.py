@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from kvmesh.core.types import Placement
-from tests.integration.gateway_fakes import MODEL, Behaviour
+from tests.integration.gateway_fake_worker import MODEL, Behaviour
 from tests.integration.gateway_stack import PAIR, TWO_PAIRS, Stack, gateway_stack
 
 SAYS = "the mesh moves blocks from prefill to decode and the stream goes on"

@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 
 from services.gateway.config import ModelConfig
-from tests.integration.gateway_fakes import MODEL
+from tests.integration.gateway_fake_worker import MODEL
 from tests.integration.gateway_stack import Stack, gateway_stack
 from tests.integration.test_gateway_api import ARGUMENTS, CALL, HELLO, WEATHER
 from tests.unit.gateway.tiny_model import TOOL_TEMPLATE
@@ -50,7 +50,8 @@ async def test_thinking_is_a_field_of_its_own(stack: Stack) -> None:
     assert await message(stack) == ("let me see", "yes")
     stack.says("yes")
     assert await message(stack) == (None, "yes")
-    assert "reasoning_content" in (await ask(stack))["message"]
+    found = (await ask(stack))["message"]
+    assert found["reasoning_content"] is found["reasoning"] is None, "clients know either name"
 
 
 async def test_the_prompt_may_open_or_close_it(stack: Stack) -> None:
@@ -78,7 +79,9 @@ async def test_a_stream_tells_it_token_by_token(stack: Stack) -> None:
     num_pieces = 0
     async for chunk in stream:
         (choice,) = chunk.choices
-        more = (choice.delta.model_extra or {}).get("reasoning_content", "")
+        extra = choice.delta.model_extra or {}
+        more = extra.get("reasoning_content", "")
+        assert extra.get("reasoning", "") == more
         assert not (content[choice.index] and more), "no thought comes after the answer began"
         thought[choice.index] += more
         content[choice.index] += choice.delta.content or ""

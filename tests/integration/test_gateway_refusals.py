@@ -13,7 +13,7 @@ import pytest
 
 from kvmesh.core.types import Refusal, RefusalReason, Role
 from services.gateway.config import AccessConfig, QuotaConfig
-from tests.integration.gateway_fakes import MODEL
+from tests.integration.gateway_fake_worker import MODEL
 from tests.integration.gateway_stack import PAIR, TWO_PAIRS, Stack, gateway_stack
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]

@@ -13,7 +13,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
 from kvmesh.core.types import Structure, StructureKind
-from tests.integration.gateway_fakes import MODEL
+from tests.integration.gateway_fake_worker import MODEL
 from tests.integration.gateway_stack import Stack, gateway_stack
 from tests.integration.test_gateway_api import ARGUMENTS, CALL
 from tests.integration.test_gateway_reasoning import TEMPLATE as THINKING
@@ -37,7 +37,7 @@ TEMPLATE = THINKING.replace(
 {%- for call in message.tool_calls or [] %}
 {{- '<call ' + call.id + ' ' + call.function.name + ' ' + call.function.arguments | tojson + '>' }}
 {%- endfor %}
-{{- '<of ' + message.tool_call_id + ' ' + message.name + '>' if message.tool_call_id else '' }}
+{{- '<of ' + message.tool_call_id + ' ' ~ message.name + '>' if message.tool_call_id else '' }}
 {{- '<|start|>'""",
 ) + ("{{ '<effort ' + reasoning_effort + '>' if reasoning_effort else '' }}")
 _EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)

@@ -20,7 +20,7 @@ from kvmesh.rpc.channels import open_channel
 from kvmesh.v1.inference_service_pb2 import GenerateRequest
 from kvmesh.v1.inference_service_pb2_grpc import InferenceServiceStub
 from services.gateway.config import AccessConfig, QuotaConfig, QuotaStoreConfig
-from tests.integration.gateway_fakes import LAYOUT, MODEL
+from tests.integration.gateway_fake_worker import LAYOUT, MODEL
 from tests.integration.gateway_stack import Stack, gateway_stack
 from tests.redis_server import redis_process, redis_url
 

@@ -15,7 +15,7 @@ import pytest
 from services.gateway import http_direct
 from services.gateway.calls import Calls
 from services.gateway.config import AccessConfig, HttpConfig
-from tests.integration.gateway_fakes import MODEL
+from tests.integration.gateway_fake_worker import MODEL
 from tests.integration.gateway_stack import Stack, gateway_stack
 
 WHOLE: dict[str, Any] = {"model": MODEL, "prompt": "one", "max_tokens": 4, "seed": 1}

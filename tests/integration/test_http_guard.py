@@ -19,7 +19,7 @@ from kvmesh.rpc.channels import TlsConfig
 from services.gateway.config import HttpConfig
 from services.gateway.http_guard import ConnectionGuard
 from services.gateway.metrics import GatewayMetrics
-from tests.integration.gateway_fakes import MODEL
+from tests.integration.gateway_fake_worker import MODEL
 from tests.integration.gateway_stack import Stack, gateway_stack
 
 BODY = json.dumps({"model": MODEL, "prompt": "one", "max_tokens": 4}).encode()

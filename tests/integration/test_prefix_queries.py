@@ -18,14 +18,16 @@ from kvmesh.core.errors import RefusedError
 from kvmesh.core.types import Endpoint, Refusal, RefusalReason, SamplingParams, SequenceSpec
 from kvmesh.kv.hashing import HashChain, join_hashes, root_hash
 from kvmesh.rpc.channels import TlsConfig
-from kvmesh.rpc.convert import kv_layout_to_proto
+from kvmesh.rpc.convert import kv_layout_to_proto, reservation_from_proto
 from kvmesh.rpc.pool_client import PoolClient
 from kvmesh.runtime.prefix_queries import PrefixQueries
 from kvmesh.runtime.query_answers import QueryAnswers
 from kvmesh.runtime.worker import Worker
 from kvmesh.runtime.worker_config import EngineSection, FetchSection, WorkerSection
 from kvmesh.transfer.asker import Holder, RemoteBlocks
+from kvmesh.transfer.attend import ATTEND, AttendArguments
 from kvmesh.transfer.data_server import DataAddress, DataServer
+from kvmesh.transfer.query_line import Question
 from kvmesh.transfer.query_ops import QueryGrant
 from kvmesh.transfer.reader import ReadLease
 from kvmesh.transfer.remote_attention import PartialAnswer
@@ -328,4 +330,64 @@ async def test_a_read_lease_is_a_right_to_ask_while_it_lasts(folder: Path) -> No
         d0.pool.expire_leases()
         d0.pool._release()
         await client.close()
+        await until_idle(p0, d0)
+
+
+async def test_damaged_arguments_are_answered_or_refused_and_the_worker_goes_on(
+    folder: Path,
+) -> None:
+    rng = random.Random(7)
+    async with workers(folder) as (p0, d0, driver):
+        await driver.generate(d0, d0, Key("first"), spec_of(prompt(30)))
+        reserved = await driver.reserve(d0, Key("second"), spec_of([*prompt(30), 5, 6]))
+        holder = Holder.of_reservation(reservation_from_proto(reserved.reserved))
+        good = AttendArguments(
+            kind=holder.kind,
+            claim=holder.claim,
+            first=0,
+            count=7,
+            layer=1,
+            num_queries=3,
+            num_heads=4,
+            head_dim=8,
+            dtype="float32",
+            scale=0.5,
+        )
+        asker = queries_of(p0)._asker
+
+        def ask(arguments: bytes) -> str:
+            into = [memoryview(bytearray(good.answer_bytes))]
+            operands = memoryview(bytearray(rng.randbytes(good.operand_bytes)))
+            question = Question(ATTEND, arguments, operands, into)
+            try:
+                asker.send(holder, [question])
+                asker.receive(holder, [question])
+            except RefusedError as error:
+                return error.refusal.reason.value
+            return "answered"
+
+        outcomes = {"answered": 0, "invalid": 0, "stale": 0}
+        for _ in range(150):
+            damaged = bytearray(good.encode())
+            damaged[rng.randrange(len(damaged))] ^= 1 << rng.randrange(8)
+            outcomes[await asyncio.to_thread(ask, bytes(damaged))] += 1
+        assert all(outcomes.values()), outcomes
+        assert await asyncio.to_thread(ask, good.encode()) == "answered"
+        driver.cancel_decode(d0, Key("second"))
+        while d0.decode.num_tasks:
+            await asyncio.sleep(0)
+        assert await asyncio.to_thread(ask, good.encode()) == "stale"
+        await until_idle(p0, d0)
+
+
+async def test_steps_that_wait_for_answers_tell_nothing_about_computing(folder: Path) -> None:
+    async with workers(folder) as (p0, d0, _):
+        queries = queries_of(p0)
+        queries.observe_step(CHUNK // 8, 1.0)
+        assert queries._token_s == 0.0, "too small"
+        queries.observe_step(CHUNK, 0.8)
+        assert queries._token_s == 0.1
+        queries._asker.asked += 1
+        queries.observe_step(CHUNK, 99.0)
+        assert queries._token_s == 0.1
         await until_idle(p0, d0)

@@ -13,13 +13,13 @@ from kvmesh.client.messages import (
     Delta,
     GenerateOptions,
     Generation,
-    Message,
     Model,
     PlacedAt,
     Prompt,
 )
 from kvmesh.client.retry import NO_RETRY, RetryPolicy
 from kvmesh.client.sync import Client
+from kvmesh.client.tools import Message, Tool, ToolCall, ToolCallDelta
 from kvmesh.core.types import Structure, StructureKind
 
 __all__ = [
@@ -38,4 +38,7 @@ __all__ = [
     "RetryPolicy",
     "Structure",
     "StructureKind",
+    "Tool",
+    "ToolCall",
+    "ToolCallDelta",
 ]

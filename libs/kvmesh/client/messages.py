@@ -9,6 +9,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypedDict
 
+from kvmesh.client.tools import (
+    Message,
+    ToolCall,
+    ToolCallDelta,
+    ToolOptions,
+    call_deltas,
+    joined_calls,
+    message_to_proto,
+    set_tools,
+)
 from kvmesh.core.errors import InvalidRequestError, ProtocolError
 from kvmesh.core.types import (
     FinishReason,
@@ -27,10 +37,7 @@ from kvmesh.rpc.convert import (
 from kvmesh.rpc.convert_sampling import sampling_params_to_proto, token_logprobs_from_proto
 from kvmesh.v1 import inference_service_pb2 as pb
 
-Message: TypeAlias = Mapping[str, str]
-"""One message of a chat: `role` (system, user, assistant or tool) and `content`."""
-
-Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
+Prompt: TypeAlias = str | Sequence[int] | Sequence[Message] | Sequence[Mapping[str, str]]
 """Text, token ids, or a chat to be rendered with the model's template."""
 
 
@@ -60,7 +67,7 @@ class SamplingOptions(TypedDict, total=False):
     structure: Structure
 
 
-class GenerateOptions(SamplingOptions, total=False):
+class GenerateOptions(SamplingOptions, ToolOptions, total=False):
     """Everything about a generation but its prompt.
 
     Keys:
@@ -89,7 +96,8 @@ class GenerateOptions(SamplingOptions, total=False):
 
 
 _SAMPLING_KEYS = frozenset(SamplingOptions.__annotations__)
-_KEYS = frozenset(GenerateOptions.__annotations__) | _SAMPLING_KEYS
+_TOOL_KEYS = frozenset(ToolOptions.__annotations__)
+_KEYS = frozenset(GenerateOptions.__annotations__) | _SAMPLING_KEYS | _TOOL_KEYS
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +121,7 @@ class Delta:
         prompt_logprobs: on the first piece when asked for, of all prompt tokens but the first.
         placed: where it came from; None from a gateway that does not say.
         reasoning: what the model thinks before it answers a chat; comes before the text.
+        tool_calls: parts of calls; their text is not in `text`.
     """
 
     request_id: str
@@ -124,6 +133,7 @@ class Delta:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     placed: PlacedAt | None = None
     reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +149,7 @@ class Generation:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     placed: PlacedAt | None = None
     reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +184,7 @@ def request_message(
         include_reasoning=options.get("include_reasoning"),
     )
     _set_prompt(message, prompt)
+    _set_tools(message, options)
     _set_sampling(message, options)
     return message
 
@@ -191,17 +203,27 @@ def _set_prompt(message: pb.GenerateRequest, prompt: Prompt) -> None:
     try:
         if prompt and isinstance(prompt[0], Mapping):
             chat: Sequence[Any] = prompt
-            message.chat.messages.extend(
-                pb.ChatMessage(role=entry["role"], content=entry["content"]) for entry in chat
-            )
+            message.chat.messages.extend(map(message_to_proto, chat))
         else:
             tokens: Sequence[Any] = prompt
             message.tokens.token_ids.extend(tokens)
             message.tokens.SetInParent()  # an empty prompt is the server's to judge
-    except (TypeError, ValueError, KeyError) as error:
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise InvalidRequestError(
             f"a prompt is text, token ids or chat messages with role and content: {error}", "prompt"
         ) from error
+
+
+def _set_tools(message: pb.GenerateRequest, options: GenerateOptions) -> None:
+    given = {key: value for key, value in options.items() if key in _TOOL_KEYS}
+    if not given:
+        return
+    if not message.HasField("chat"):
+        raise InvalidRequestError(f"{', '.join(given)}: only with a chat", min(given))
+    try:
+        set_tools(message.chat, given)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise InvalidRequestError(f"{', '.join(given)}: {error}", min(given)) from error
 
 
 def _set_sampling(message: pb.GenerateRequest, options: GenerateOptions) -> None:
@@ -231,6 +253,7 @@ def delta_of(message: pb.GenerateResponse) -> Delta:
         prompt_logprobs=tuple(token_logprobs_from_proto(each) for each in message.prompt_logprobs),
         placed=_placed_of(message),
         reasoning=message.reasoning,
+        tool_calls=call_deltas(message),
     )
 
 
@@ -264,6 +287,7 @@ def generation_of(deltas: Iterable[Delta]) -> Generation:
         prompt_logprobs=pieces[0].prompt_logprobs,
         placed=last.placed,
         reasoning="".join(piece.reasoning for piece in pieces),
+        tool_calls=joined_calls(part for piece in pieces for part in piece.tool_calls),
     )
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvmesh.core.errors import LostError
 from kvmesh.engine.cuda_ipc import CudaIpc
+from kvmesh.transfer.device import Moment
 
 
 class DeviceDriver(Protocol):
@@ -29,8 +30,12 @@ class DeviceDriver(Protocol):
         """Says that what was launched so far, in the calling thread's queue, matters to copies."""
         ...
 
-    def run(self, work: Callable[[], None]) -> None:
-        """Launches work in the queue for copies, behind what `mark` marked, and waits for its end.
+    def moment(self) -> Moment:
+        """What `mark` marked last."""
+        ...
+
+    def run(self, work: Callable[[], None], after: Moment) -> None:
+        """Launches work in the queue for copies, behind a moment, and waits for its end.
 
         The waiting thread sleeps and leaves the interpreter lock alone. Any thread may call.
 
@@ -93,17 +98,25 @@ class CudaDriver:
         self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
         self._stream = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
         self._ipc: CudaIpc | None = None
-        self._marked = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._marked: torch.cuda.Event | None = None
 
     def mark(self) -> None:
         """See `DeviceDriver.mark`. Records an event: no host waits."""
-        self._marked.record(torch.cuda.current_stream(self.device))
+        # A new one each time: who waits for an earlier one must not get to wait for this step too.
+        marked = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        marked.record(torch.cuda.current_stream(self.device))
+        self._marked = marked
 
-    def run(self, work: Callable[[], None]) -> None:
+    def moment(self) -> Moment:
+        """See `DeviceDriver.moment`."""
+        return self._marked
+
+    def run(self, work: Callable[[], None], after: Moment) -> None:
         """See `DeviceDriver.run`."""
         try:
             with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
-                self._stream.wait_event(self._marked)
+                if isinstance(after, torch.cuda.Event):
+                    self._stream.wait_event(after)
                 work()
                 done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
                 done.record(self._stream)

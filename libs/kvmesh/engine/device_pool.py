@@ -15,7 +15,7 @@ from kvmesh.core.types import KvLayout
 from kvmesh.engine.device_driver import DeviceDriver
 from kvmesh.engine.kv_shape import SPARE_BLOCKS, TORCH_DTYPES, pool_shape
 from kvmesh.kernels.block_ops import copy_pieces
-from kvmesh.transfer.device import Pieces, SharedMemory
+from kvmesh.transfer.device import Moment, Pieces, SharedMemory
 
 
 class PinnedStaging:
@@ -27,9 +27,9 @@ class PinnedStaging:
         self._pool = pool
         self._host: Tensor | None = driver.pin(memory)
         self._bounce = torch.empty(0, dtype=torch.uint8)
-        driver.run(self._take_bounce)
+        driver.run(self._take_bounce, driver.moment())
 
-    def gather(self, pieces: Pieces, at: int, stride: int) -> None:
+    def gather(self, pieces: Pieces, at: int, stride: int, after: Moment) -> None:
         """See `StagingMemory.gather`: one kernel on the device, then one copy to the host."""
         assert self._host is not None, "the staging memory is closed"
         host, size, num_bytes = self._host, pieces.size, pieces.num_bytes
@@ -50,9 +50,9 @@ class PinnedStaging:
                 part = packed[index * size : (index + 1) * size]
                 host[to : to + size].copy_(part, non_blocking=True)
 
-        self._driver.run(launch)
+        self._driver.run(launch, after)
 
-    def scatter(self, at: int, pieces: Pieces) -> None:
+    def scatter(self, at: int, pieces: Pieces, after: Moment) -> None:
         """See `StagingMemory.scatter`: one copy to the device, then one kernel."""
         assert self._host is not None, "the staging memory is closed"
         arrived = self._host[at : at + pieces.num_bytes]
@@ -66,7 +66,7 @@ class PinnedStaging:
             packed.copy_(arrived, non_blocking=True)
             copy_pieces(self._pool, packed, _places(pieces), pieces.size)
 
-        self._driver.run(launch)
+        self._driver.run(launch, after)
 
     def close(self) -> None:
         """See `StagingMemory.close`."""
@@ -99,7 +99,7 @@ class MappedPeer:
         end = memory.offset + memory.num_bytes
         self._peer: Tensor | None = driver.open(memory.handle, end)[memory.offset :]
 
-    def copy(self, targets: Pieces, sources: Pieces) -> None:
+    def copy(self, targets: Pieces, sources: Pieces, after: Moment) -> None:
         """See `PeerMemory.copy`: one kernel, straight from block to block."""
         assert self._peer is not None, "the mapping is closed"
         assert targets.size == sources.size, "pieces fit"
@@ -107,7 +107,7 @@ class MappedPeer:
         peer = self._peer
         assert int(sources.starts.max()) + sources.size <= peer.nbytes, "outside of the pool"
         places = torch.from_numpy(np.stack([targets.starts, sources.starts], axis=1))
-        self._driver.run(lambda: copy_pieces(self._pool, peer, places, targets.size))
+        self._driver.run(lambda: copy_pieces(self._pool, peer, places, targets.size), after)
 
     def close(self) -> None:
         """See `PeerMemory.close`."""
@@ -150,6 +150,10 @@ class DeviceKvPool:
         """See `KvPool.computed`."""
         self._driver.mark()
 
+    def moment(self) -> Moment:
+        """See `DevicePool.moment`."""
+        return self._driver.moment()
+
     def staging(self, memory: memoryview) -> PinnedStaging:
         """See `DevicePool.staging`."""
         return PinnedStaging(self._driver, self._bytes, memory)
@@ -160,9 +164,9 @@ class DeviceKvPool:
         handle, offset = self._driver.export(memory)
         return SharedMemory(handle, offset, memory.nbytes)
 
-    def settle(self) -> None:
+    def settle(self, after: Moment) -> None:
         """See `SharedPool.settle`."""
-        self._driver.run(lambda: None)
+        self._driver.run(lambda: None, after)
 
     def map_peer(self, memory: SharedMemory) -> MappedPeer:
         """See `SharedPool.map_peer`."""

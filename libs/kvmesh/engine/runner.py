@@ -38,6 +38,7 @@ from kvmesh.kernels.dispatch import plan_attention
 from kvmesh.kernels.latent import StepLatent
 from kvmesh.kernels.split_attention import RemotePart, SplitAttention
 from kvmesh.kernels.states import StepStates
+from kvmesh.kernels.upload import sent
 
 _SCORED_ROWS = 128
 """Prompt positions whose logits are in memory at once."""
@@ -188,10 +189,11 @@ class TorchRunner:
         rows = batch.sample_rows + _scored_rows(batch, chunks)
         num_sampled = len(batch.sample_rows)
         all_rows = rows == list(range(len(batch.token_ids)))
-        keep = torch.tensor(rows, dtype=torch.int64, device=self._device)
+        device = torch.device(self._device)
+        keep = sent(rows, torch.int64, device)
         hidden = self._model.forward(
-            batch.token_ids.to(self._device),
-            batch.positions.to(self._device),
+            sent(batch.token_ids, torch.int64, device),
+            sent(batch.positions, torch.int64, device),
             self._memory_of(batch, remote),
             None if all_rows else keep,
             self._after_layer(chunks),

@@ -67,11 +67,17 @@ class PrefixQueries:
         self._mode = mode
         self._metrics = metrics
         self._token_s = 0.0
+        self._asked = 0
         metrics.watch(lambda: (asker.asked, asker.lost))
 
     def observe_step(self, num_tokens: int, seconds: float) -> None:
-        """Takes a step with prompts. Small ones do not tell what a long prefix costs."""
-        if num_tokens * _FULL_STEPS >= self._core.max_step_tokens:
+        """Takes a step with prompts; for what a long prefix costs, nearly full ones count.
+
+        Not those that waited for answers.
+        """
+        asked, self._asked = self._asked, self._asker.asked
+        is_full = num_tokens * _FULL_STEPS >= self._core.max_step_tokens
+        if is_full and asked == self._asked:
             self._token_s = with_sample(self._token_s, seconds / num_tokens)
 
     def consider(self, attempt: PrefillAttempt, link: LinkView | None) -> None:

@@ -74,8 +74,6 @@ def start_fetcher(
     context.stack.push_async_callback(reader.close)
     client = PoolClient(config.server.tls)
     context.stack.push_async_callback(client.close)
-    fetcher = PrefixFetcher(
-        parts, reader, client, options, metrics, on_stored, staging
-    )
+    fetcher = PrefixFetcher(parts, reader, client, options, metrics, on_stored, staging)
     context.stack.push_async_callback(fetcher.close)
     return fetcher

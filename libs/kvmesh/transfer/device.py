@@ -15,6 +15,9 @@ from numpy.typing import NDArray
 from kvmesh.transfer.frames import BlockPart
 from kvmesh.transfer.run_table import blocks_of, numbers_of
 
+Moment: TypeAlias = object
+"""A point in what a device was given to compute; a pool's own, and of use to it alone."""
+
 HANDLE_BYTES = 64
 """Of the name by which a device knows memory of another process."""
 
@@ -57,10 +60,11 @@ class StagingMemory(Protocol):
     them at once, for parts of the memory that do not overlap.
     """
 
-    def gather(self, pieces: Pieces, at: int, stride: int) -> None:
-        """Copies pieces of the pool here, as they are after every step that was launched so far.
+    def gather(self, pieces: Pieces, at: int, stride: int, after: Moment) -> None:
+        """Copies pieces of the pool here.
 
         Args:
+            after: not before the steps until then have written.
             at: where the first piece goes.
             stride: from the beginning of one piece to that of the next, at least their size.
 
@@ -69,8 +73,11 @@ class StagingMemory(Protocol):
         """
         ...
 
-    def scatter(self, at: int, pieces: Pieces) -> None:
+    def scatter(self, at: int, pieces: Pieces, after: Moment) -> None:
         """Copies bytes from `at` on into pieces of the pool; steps launched later see them.
+
+        Args:
+            after: the steps until then may still use the pieces.
 
         Raises:
             LostError: as `gather`.
@@ -89,6 +96,10 @@ class DevicePool(Protocol):
     @property
     def num_blocks(self) -> int:
         """Blocks in the pool."""
+        ...
+
+    def moment(self) -> Moment:
+        """Now: behind every step that was launched so far."""
         ...
 
     def staging(self, memory: memoryview) -> StagingMemory:
@@ -117,10 +128,13 @@ class SharedMemory(NamedTuple):
 class PeerMemory(Protocol):
     """A pool of another process, mapped into this pool's device."""
 
-    def copy(self, targets: Pieces, sources: Pieces) -> None:
-        """Copies pieces of the peer's pool into as many of this one; as `StagingMemory.scatter`.
+    def copy(self, targets: Pieces, sources: Pieces, after: Moment) -> None:
+        """Copies pieces of the peer's pool into as many of this one.
 
         Blocks its thread until the device is done; several threads may call it at once.
+
+        Args:
+            after: as in `StagingMemory.scatter`.
 
         Raises:
             LostError: the device failed.
@@ -148,8 +162,8 @@ class SharedPool(DevicePool, Protocol):
         """
         ...
 
-    def settle(self) -> None:
-        """Returns when every step that was launched so far has written.
+    def settle(self, after: Moment) -> None:
+        """Returns when the steps until then have written.
 
         Raises:
             LostError: the device failed.

@@ -139,7 +139,7 @@ class IpcChannel:
             self._has_moved = True
 
         # The peer's queue knows nothing of this device's.
-        await run_to_end(self._threads, self._pool.settle)
+        await run_to_end(self._threads, partial(self._pool.settle, self._pool.moment()))
         await carry_all(pieces, carry, _DEPTH)
 
     async def commit(self, reservation: Reservation, first_token_id: int, num_tokens: int) -> None:
@@ -155,8 +155,11 @@ class IpcChannel:
 class IpcReader:
     """The receiving side of one connection: a peer's pool, mapped while the connection lives."""
 
-    def __init__(self, peer: PeerMemory, block_bytes: int, threads: Executor) -> None:
+    def __init__(
+        self, pool: SharedPool, peer: PeerMemory, block_bytes: int, threads: Executor
+    ) -> None:
         """Use `open`."""
+        self._pool = pool
         self._peer = peer
         self._block_bytes = block_bytes
         self._threads = threads
@@ -185,7 +188,7 @@ class IpcReader:
         mapped: list[IpcReader] = []
 
         def map_peer() -> None:
-            mapped.append(cls(pool.map_peer(memory), block_bytes, threads))
+            mapped.append(cls(pool, pool.map_peer(memory), block_bytes, threads))
 
         try:
             await run_to_end(threads, map_peer)
@@ -206,7 +209,8 @@ class IpcReader:
             LostError: the device failed.
         """
         sources = pieces_of(pull.runs, self._block_bytes, pull.part)
-        await run_to_end(self._threads, partial(self._peer.copy, pieces, sources))
+        copy = partial(self._peer.copy, pieces, sources, self._pool.moment())
+        await run_to_end(self._threads, copy)
 
     def close(self) -> None:
         """Unmaps the peer's pool, in a thread; nothing is under way."""

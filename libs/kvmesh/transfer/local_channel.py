@@ -16,6 +16,7 @@ from kvmesh.core.errors import LostError, RefusedError
 from kvmesh.core.types import Refusal, RefusalReason, Reservation, WorkerId
 from kvmesh.transfer.alignment import Run, split_runs
 from kvmesh.transfer.channel import carry_all
+from kvmesh.transfer.device import Moment
 from kvmesh.transfer.frames import BlockPart, CommitFrame, PutFrame
 from kvmesh.transfer.lane import PeerKey, block_runs_of, claim_of
 from kvmesh.transfer.layouts import layout_difference
@@ -122,9 +123,10 @@ class LocalChannel:
     ) -> None:
         """See `SendChannel.put`."""
         pieces = split_runs(runs, max(1, self._piece_bytes // self._block_bytes), _MAX_RUNS)
+        after = self._memory.moment() if isinstance(self._memory, StagingRing) else None
 
         async def carry(piece: Sequence[Run]) -> None:
-            await self._copy(reservation, piece, part)
+            await self._copy(reservation, piece, part, after)
 
         await carry_all(pieces, carry, width=2)
 
@@ -150,7 +152,11 @@ class LocalChannel:
             self._end.target.peer_lost(self._me)
 
     async def _copy(
-        self, reservation: Reservation, runs: Sequence[Run], part: BlockPart | None
+        self,
+        reservation: Reservation,
+        runs: Sequence[Run],
+        part: BlockPart | None,
+        after: Moment,
     ) -> None:
         self._require_open()
         claim, block_runs = claim_of(reservation), block_runs_of(runs)
@@ -160,7 +166,7 @@ class LocalChannel:
             raise RefusedError(grant)
         done = False
         try:
-            await self._move(grant, runs, part)
+            await self._move(grant, runs, part, after)
             done = True
         finally:
             self._end.target.end_write(grant, done)
@@ -168,10 +174,12 @@ class LocalChannel:
         if self._closed:
             raise LostError("data channels are closed")
 
-    async def _move(self, grant: WriteGrant, runs: Sequence[Run], part: BlockPart | None) -> None:
+    async def _move(
+        self, grant: WriteGrant, runs: Sequence[Run], part: BlockPart | None, after: Moment
+    ) -> None:
         async with contextlib.AsyncExitStack() as stack:
             if isinstance(self._memory, StagingRing):
-                sources = await stack.enter_async_context(self._memory.views(runs, part))
+                sources = await stack.enter_async_context(self._memory.views(runs, part, after))
             else:
                 sources = run_views(self._memory, runs, self._block_bytes, part)
             if grant.pieces is None:

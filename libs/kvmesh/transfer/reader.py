@@ -218,10 +218,11 @@ class BlockReader:
                 await self._fill(into, grant.views)
                 return True
             assert end.staging is not None, "a source with a device pool has staging"
+            after = end.staging.moment()
             cursor, count = ViewCursor(into), max(1, end.staging.piece_bytes // grant.pieces.size)
             for first in range(0, len(grant.pieces.starts), count):
                 pieces = grant.pieces.cut(first, count)
-                async with end.staging.gathered(pieces) as views:
+                async with end.staging.gathered(pieces, after) as views:
                     await self._fill(cursor.take(pieces.num_bytes), views)
         finally:
             end.source.end_read(grant)

@@ -264,7 +264,7 @@ class ServerChannel:
                 await self._give(get, num_bytes, grant.views)
             else:
                 assert staging is not None, "a source with a device pool has staging"
-                async with staging.gathered(grant.pieces) as views:
+                async with staging.gathered(grant.pieces, staging.moment()) as views:
                     await self._give(get, num_bytes, views)
         finally:
             self._source.end_read(grant)

@@ -84,11 +84,14 @@ class ShmChannel:
         claim = claim_of(reservation)
         pieces = split_runs(runs, self._piece_blocks, _MAX_PULL_RUNS)
 
+        staging = self._staging
+        after = None if staging is None else staging.moment()
+
         async def carry(piece: Sequence[Run]) -> None:
-            if self._staging is None:
+            if staging is None:
                 await self._lane.pull(claim, piece, part)
                 return
-            async with self._staging.copied(piece, part) as staged:
+            async with staging.copied(piece, part, after) as staged:
                 await self._lane.pull(claim, staged, part)
 
         if len(pieces) == 1:

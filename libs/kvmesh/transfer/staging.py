@@ -22,7 +22,7 @@ import numpy as np
 from kvmesh.core.errors import LostError
 from kvmesh.core.types import Refusal, RefusalReason
 from kvmesh.transfer.alignment import Run
-from kvmesh.transfer.device import DevicePool, Pieces, pieces_of
+from kvmesh.transfer.device import DevicePool, Moment, Pieces, pieces_of
 from kvmesh.transfer.frames import BlockPart
 from kvmesh.transfer.memory import PoolMemory, create_shared
 from kvmesh.transfer.run_table import as_runs, numbers_of
@@ -106,6 +106,7 @@ class StagingRing:
         self._block_bytes = block_bytes
         self.fd, memory = create_shared("kvmesh-staging", self.num_blocks * block_bytes)
         self._view = memoryview(memory)
+        self._pool = pool
         try:
             self._staging = pool.staging(self._view)
         except BaseException:
@@ -116,6 +117,10 @@ class StagingRing:
         self._threads = ThreadPoolExecutor(_MAX_THREADS, "kv-device")
         self._idle = asyncio.Event()
         self._closed = False
+
+    def moment(self) -> Moment:
+        """Now: taken when a transfer begins, so that its last piece does not wait for new steps."""
+        return self._pool.moment()
 
     @property
     def num_bytes(self) -> int:
@@ -136,39 +141,47 @@ class StagingRing:
 
     @contextlib.asynccontextmanager
     async def landing(self, pieces: Pieces) -> AsyncIterator[Landing]:
-        """Memory for pieces that arrive."""
+        """Memory for pieces that arrive; steps until now may still use them."""
+        after = self._pool.moment()
         async with self._space(pieces.num_bytes) as at:
             views = [self._view[at : at + pieces.num_bytes]]
-            yield Landing(views, partial(self._land, at, pieces))
+            scatter = partial(self._staging.scatter, at, pieces, after)
+            yield Landing(views, partial(self._run, scatter))
 
     @contextlib.asynccontextmanager
     async def views(
-        self, runs: Sequence[Run], part: BlockPart | None
+        self, runs: Sequence[Run], part: BlockPart | None, after: Moment
     ) -> AsyncIterator[Sequence[memoryview]]:
         """The bytes of runs of the pool, or of a part of each of their blocks.
+
+        Args:
+            after: see `moment`.
 
         Raises:
             LostError: the device failed.
         """
-        async with self.gathered(pieces_of(runs, self._block_bytes, part)) as views:
+        async with self.gathered(pieces_of(runs, self._block_bytes, part), after) as views:
             yield views
 
     @contextlib.asynccontextmanager
-    async def gathered(self, pieces: Pieces) -> AsyncIterator[Sequence[memoryview]]:
+    async def gathered(self, pieces: Pieces, after: Moment) -> AsyncIterator[Sequence[memoryview]]:
         """The bytes of pieces, in order.
 
         Raises:
             LostError: the device failed.
         """
         async with self._space(pieces.num_bytes) as at:
-            await self._run(partial(self._staging.gather, pieces, at, pieces.size))
+            await self._run(partial(self._staging.gather, pieces, at, pieces.size, after))
             yield [self._view[at : at + pieces.num_bytes]]
 
     @contextlib.asynccontextmanager
     async def copied(
-        self, runs: Sequence[Run], part: BlockPart | None
+        self, runs: Sequence[Run], part: BlockPart | None, after: Moment
     ) -> AsyncIterator[Sequence[Run]]:
         """The same runs with their blocks in the memfd in place of the pool.
+
+        Args:
+            after: see `moment`.
 
         Raises:
             LostError: the device failed.
@@ -176,14 +189,11 @@ class StagingRing:
         pieces = pieces_of(runs, self._block_bytes, part)
         async with self._space(len(pieces.starts) * self._block_bytes) as at:
             begin = at + (0 if part is None else part.offset)
-            await self._run(partial(self._staging.gather, pieces, begin, self._block_bytes))
+            await self._run(partial(self._staging.gather, pieces, begin, self._block_bytes, after))
             numbers = numbers_of(runs).copy()
             ends = np.cumsum(numbers[:, -1])
             numbers[:, 0] = at // self._block_bytes + ends - numbers[:, -1]
             yield as_runs(Run._make, numbers)
-
-    async def _land(self, at: int, pieces: Pieces) -> None:
-        await self._run(partial(self._staging.scatter, at, pieces))
 
     async def _run(self, work: Callable[[], None]) -> None:
         await run_to_end(self._threads, work)

@@ -140,9 +140,16 @@ class TcpChannel:
         piece = self._piece_bytes(total)
         pieces = split_runs(runs, max(1, piece // block_bytes), MAX_RUNS)
         progress = _Progress()
+        memory, width = self._memory, len(pieces)
+        after = memory.moment() if isinstance(memory, StagingRing) else None
 
-        async def carry(piece_runs: Sequence[Run]) -> None:
-            await self._carry(reservation, piece_runs, part, progress, width=len(pieces))
+        async def carry(piece: Sequence[Run]) -> None:
+            if isinstance(memory, StagingRing):
+                async with memory.views(piece, part, after) as views:
+                    await self._send(reservation, piece, views, part, progress, width)
+                return
+            views = run_views(memory, piece, self._identity.layout.block_bytes, part)
+            await self._send(reservation, piece, views, part, progress, width)
 
         if total <= INLINE_BYTES:
             await carry(pieces[0])
@@ -168,22 +175,6 @@ class TcpChannel:
             if lane is not None:
                 await lane.close()
 
-    async def _carry(
-        self,
-        reservation: Reservation,
-        runs: Sequence[Run],
-        part: BlockPart | None,
-        progress: _Progress,
-        width: int,
-    ) -> None:
-        """Sends one piece, on another connection if one is cut."""
-        if isinstance(self._memory, StagingRing):
-            async with self._memory.views(runs, part) as staged:
-                await self._send(reservation, runs, staged, part, progress, width)
-            return
-        views = run_views(self._memory, runs, self._identity.layout.block_bytes, part)
-        await self._send(reservation, runs, views, part, progress, width)
-
     async def _send(
         self,
         reservation: Reservation,
@@ -193,6 +184,7 @@ class TcpChannel:
         progress: _Progress,
         width: int,
     ) -> None:
+        """Sends one piece, on another connection if one is cut."""
         claim = claim_of(reservation)
         tries = 0
         while True:

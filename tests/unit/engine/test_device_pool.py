@@ -36,8 +36,8 @@ def test_what_is_gathered_and_scattered_is_the_same(
     pieces = pieces_of(runs, BLOCK, part)
     out, into = source.staging(memory), target.staging(memory)
 
-    out.gather(pieces, 2 * BLOCK, pieces.size)
-    into.scatter(2 * BLOCK, pieces)
+    out.gather(pieces, 2 * BLOCK, pieces.size, source.moment())
+    into.scatter(2 * BLOCK, pieces, target.moment())
 
     offset, size = part or (0, BLOCK)
     wanted = bytearray(6 * BLOCK)

@@ -36,6 +36,12 @@ def test_past_arguments_suit_every_template(source: str, text: str) -> None:
     assert rendered(source, TEXT) == text
 
 
+def test_past_thinking_has_either_name() -> None:
+    for name in ("reasoning", "reasoning_content"):
+        message = Message.model_validate({"role": "assistant", "content": "a", name: "hm"})
+        assert message.for_template()["reasoning_content"] == "hm"
+
+
 def test_past_arguments_are_json() -> None:
     assert rendered("{{ args }}", "") == "{}"
     with pytest.raises(InvalidRequestError, match="arguments of f are not JSON"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
@@ -20,6 +20,7 @@ from services.gateway.openai import ApiCall, Endpoint, TextPrompt
 from services.gateway.request_record import RequestRecord, TextDelta
 from services.gateway.responses import ChoiceText, Responses
 from services.gateway.token_lane import MAX_UNSENT_BYTES, ChunkTemplate, TokenLane
+from tests.unit.gateway.fake_transport import FakeTransport
 from tests.unit.gateway.tiny_model import make_tokenizer
 
 SENTENCE = 'naïve "quotes"\n\t and 🙂'
@@ -50,22 +51,8 @@ def test_a_chunk_is_the_event_of_the_long_way(
     assert rest == event + b"\r\n"
 
 
-@dataclass
-class Client:
-    """A transport."""
-
-    unsent: int = 0
-    closing: bool = False
-    sent: list[bytes] = field(default_factory=list)
-
-    def write(self, data: bytes) -> None:
-        self.sent.append(data)
-
-    def is_closing(self) -> bool:
-        return self.closing
-
-    def get_write_buffer_size(self) -> int:
-        return self.unsent
+class Client(FakeTransport):
+    """A client that reads a chat."""
 
     @property
     def text(self) -> str:

@@ -106,7 +106,7 @@ async def test_a_part_keeps_its_place_in_blocks_that_a_peer_maps() -> None:
     content = random.Random(1).randbytes(8 * BLOCK)
     ring = StagingRing(TwinPool(LAYOUT, 8, content), BLOCK, 8 * BLOCK)
     part = BlockPart(100, 999)
-    async with ring.copied([Run(6, 40, 2), Run(1, 42, 1)], part) as runs:
+    async with ring.copied([Run(6, 40, 2), Run(1, 42, 1)], part, ring.moment()) as runs:
         assert list(runs) == [Run(0, 40, 2), Run(2, 42, 1)]
         staged = np.frombuffer(ring._view, dtype=np.uint8).reshape(-1, BLOCK)[:3, 100:1099]
         wanted = np.frombuffer(content, dtype=np.uint8).reshape(-1, BLOCK)[[6, 7, 1], 100:1099]
@@ -140,3 +140,25 @@ async def test_a_device_that_fails_loses_the_transfer_and_holds_nothing(
             assert ring is not None
             await until(lambda ring=ring: ring.num_free == ring.num_blocks)  # type: ignore[misc]
         assert not any(ok for _, ok in pair.target.ended)
+
+
+@pytest.mark.parametrize("kind", ["local", "shm", "tcp", "ipc"])
+async def test_a_transfer_waits_for_the_steps_before_it_and_for_no_later_one(kind: str) -> None:
+    send = SendOptions(kinds=(kind,), staging_bytes=8 * BLOCK)
+    async with running_pair(send, devices=(True, True)) as pair:
+        source, target = pair.source, pair.target.pool
+        assert isinstance(source, TwinPool)
+        assert isinstance(target, TwinPool)
+        source.computed()
+        before = source.driver.num_marks
+        source.driver.awaited.clear()
+        pair.target.on_grant = source.computed  # the next step is launched meanwhile
+
+        await pair.pool.put(pair.reservation, whole(40))
+
+        assert source.driver.num_marks > before
+        assert set(source.driver.awaited) == {before}
+        target.computed()
+        target.driver.awaited.clear()
+        await pair.pool.put(pair.reservation, whole(1))
+        assert target.driver.awaited == [target.driver.num_marks]
