@@ -8,7 +8,7 @@ Tests: tests/unit/policy/test_routing.py.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from kvmesh.core.types import FetchReason, PrefixSource, RouteCause, RouteQuery
@@ -254,11 +254,14 @@ LEAST_LOADED = RoutePolicy(
     reads_cache=False,
 )
 
+PDSERVE = replace(LEAST_LOADED, name="pdserve")
+"""As `LEAST_LOADED`; gateways offer to its prefill workers by their own connections."""
+
 ROUND_ROBIN = RoutePolicy(
     "round_robin", _turn, _turn, _turn, basis=RouteCause.ROTATION, reads_cache=False
 )
 
 POLICIES: dict[str, RoutePolicy] = {
-    policy.name: policy for policy in (KVMESH, CACHE_LOAD, LEAST_LOADED, ROUND_ROBIN)
+    policy.name: policy for policy in (KVMESH, CACHE_LOAD, LEAST_LOADED, PDSERVE, ROUND_ROBIN)
 }
 """Ours, by name; those of other systems are in `baselines.py`."""
