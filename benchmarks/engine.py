@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.engine_device import device_rows
 from benchmarks.engine_floor import floor_tokens_per_s, measure_limits, streaming_tokens_per_s
 from benchmarks.engine_peers import (
     BLOCK_SIZE,
@@ -63,6 +64,8 @@ def main() -> None:
                 cells, more = _measure(SHAPES[name], folder, dtype, options)
                 rows += cells
                 extra |= more
+                if torch.cuda.is_available() and options.batch:
+                    rows += device_rows(SHAPES[name], folder, dtype, options, "cuda")
     result = {
         "benchmark": "engine",
         "command": command_line(["python", "-m", "benchmarks.engine"], sys.argv[1:]),

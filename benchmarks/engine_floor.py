@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from benchmarks.random_llama import Shape
+from kvmesh.core.compiled import load_compiled
 from kvmesh.kernels import huge_memory
 from kvmesh.kernels.linear import make_linear
+
+_SOURCE = Path(__file__).with_name("stream.cpp")
+_FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-std=c++17")
+# Ways to read that differ in streams per thread and in what is asked for ahead.
+_WAYS = 4
+# Many times any cache, as weights are.
+_STREAMED_BYTES = 512 << 20
 
 
 @dataclass(frozen=True)
@@ -34,16 +44,38 @@ def best_seconds(run: Callable[[], object], repeats: int) -> float:
 
 
 def measure_limits(dtype: str, repeats: int) -> Limits:
-    """Times a large product and the sum of a large tensor."""
+    """Times a large product, and reading of large memory in the fastest of several ways."""
     kind: torch.dtype = getattr(torch, dtype)
     size = 2048
     x = torch.randn(512, size).to(kind)
     product = make_linear(torch.randn(size, size).to(kind))
     flops = 2 * 512 * size * size / best_seconds(lambda: product(x), repeats)
-    memory = torch.ones(64 << 20)
-    huge_memory.gather(memory.data_ptr(), memory.numel() * 4)
-    read = memory.numel() * 4 / best_seconds(memory.sum, repeats)
-    return Limits(flops, read, kind.itemsize)
+    return Limits(flops, stream_bytes_per_s(_STREAMED_BYTES, repeats), kind.itemsize)
+
+
+def load_stream() -> Callable[[int, int, int, int], int]:
+    """The compiled reader: address, bytes, way and threads to the exclusive or of all it read.
+
+    Raises:
+        CompileError: there is no compiler.
+    """
+    function = load_compiled(_SOURCE, _FLAGS).stream
+    function.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int)
+    function.restype = ctypes.c_int64
+    reader: Callable[[int, int, int, int], int] = function
+    return reader
+
+
+def stream_bytes_per_s(num_bytes: int, repeats: int) -> float:
+    """Reading every byte of memory in huge pieces, as packed weights lie, by all threads."""
+    stream, threads = load_stream(), torch.get_num_threads()
+    memory = torch.ones(num_bytes // 8, dtype=torch.int64)
+    huge_memory.gather(memory.data_ptr(), num_bytes)
+
+    def read(way: int) -> Callable[[], object]:
+        return lambda: stream(memory.data_ptr(), num_bytes, way, threads)
+
+    return num_bytes / min(best_seconds(read(way), repeats) for way in range(_WAYS))
 
 
 def floor_tokens_per_s(shape: Shape, limits: Limits, rows: int, batch: int, context: int) -> float:

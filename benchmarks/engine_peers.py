@@ -47,7 +47,13 @@ class Ours:
     """The engine's own runner."""
 
     def __init__(
-        self, folder: Path, shape: Shape, dtype: str, num_blocks: int, threads: int
+        self,
+        folder: Path,
+        shape: Shape,
+        dtype: str,
+        num_blocks: int,
+        threads: int,
+        device: str = "cpu",
     ) -> None:
         self._vocab = shape.vocab
         self.runner = TorchRunner.load(
@@ -57,6 +63,7 @@ class Ours:
             num_blocks=num_blocks,
             block_size=BLOCK_SIZE,
             num_threads=threads,
+            device=device,
         )
 
     def _chunk(self, sequence: int, start: int, end: int) -> SequenceChunk:

@@ -54,6 +54,9 @@ def targets(rows: Sequence[Mapping[str, Any]], limits: Mapping[str, Any]) -> lis
 def markdown(result: Mapping[str, Any]) -> str:
     """The result as a Markdown page."""
     where = result["machine"]
+    plain = "kvmesh without graphs"
+    on_device = any(plain in row["tokens_per_s"] for row in result["rows"])
+    engines = (*_ENGINES, plain) if on_device else _ENGINES
     lines = [
         "# Engine benchmark",
         "",
@@ -63,12 +66,12 @@ def markdown(result: Mapping[str, Any]) -> str:
             f"with context {result['context']}."
         ),
         "",
-        "| model | dtype | cell | " + " | ".join(_ENGINES) + " |",
-        "|---|---|---|" + "---|" * len(_ENGINES),
+        "| model | dtype | cell | " + " | ".join(engines) + " |",
+        "|---|---|---|" + "---|" * len(engines),
     ]
     for row in result["rows"]:
         cells = row["tokens_per_s"]
-        numbers = (f"{cells[name]:.0f}" if name in cells else "" for name in _ENGINES)
+        numbers = (f"{cells[name]:.0f}" if name in cells else "" for name in engines)
         lines.append(f"| {row['model']} | {row['dtype']} | {row['cell']} | {' | '.join(numbers)} |")
     lines += ["", "| target | value | goal | met |", "|---|---|---|---|"]
     for target in result["targets"]:

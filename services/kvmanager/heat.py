@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 
 from kvmesh.core.types import BLOCK_HASH_BYTES
-from kvmesh.policy.heat import HeatTable, SegmentHeat
+from kvmesh.policy.heat import CooledPrefix, HeatTable, SegmentHeat
 from services.kvmanager import metrics
 
 MAX_NOTES = 2048
@@ -63,6 +63,10 @@ class HeatBoard:
         for table in self._tables.values():
             table.fade(factor)
         self._tables = {name: table for name, table in self._tables.items() if len(table)}
+
+    def cooled(self, low: float, high: float, count: int) -> dict[str, list[CooledPrefix]]:
+        """Prefixes of each namespace whose end was read so often of late."""
+        return {name: table.cooled(low, high, count) for name, table in self._tables.items()}
 
     def hottest(self, count: int) -> dict[str, list[SegmentHeat]]:
         """The most read segments of each namespace."""

@@ -23,6 +23,7 @@ from kvmesh.metadata.store import StoreUnavailableError
 from kvmesh.policy.heat import HeatTable
 from kvmesh.policy.pool_plan import reads_cv
 from kvmesh.rpc.convert_pool import (
+    cooled_from_proto,
     heat_from_proto,
     knowledge_to_proto,
     pool_member_from_proto,
@@ -34,7 +35,13 @@ from services.kvmanager import metrics
 from services.kvmanager.config import PoolConfig
 from services.kvmanager.guard import StoreGuard
 from services.kvmanager.heat import HeatBoard
-from services.kvmanager.pool_planner import MAX_HOT_SEGMENTS, PoolPlanner
+from services.kvmanager.pool_planner import (
+    COLD_READS,
+    MAX_COOLED,
+    MAX_HOT_SEGMENTS,
+    PoolPlanner,
+    PoolReads,
+)
 from services.kvmanager.pool_seat import PoolSeat
 
 FADE = 0.5
@@ -118,8 +125,10 @@ class Pool:
             StoreUnavailableError: the store could not be asked; reads have faded all the same.
         """
         heat = self.heat.hottest(MAX_HOT_SEGMENTS)
+        cooled = self.heat.cooled(COLD_READS * FADE, COLD_READS, MAX_COOLED)
         members = [seat.member for seat in self._seats]
-        knowledge = knowledge_to_proto(heat, [member for member in members if member is not None])
+        present = [member for member in members if member is not None]
+        knowledge = knowledge_to_proto(heat, cooled, present)
         self.heat.fade(FADE)
         for seat in self._seats:
             seat.fade(FADE)
@@ -135,8 +144,8 @@ class Pool:
         metrics.POOL_PLANNING.set(planning)
 
     async def _plan(self, kept_s: float) -> None:
-        tables, members = merge_knowledge(await self._store.all_knowledge(), self._make_table)
-        for worker_id, orders in (await self._planner.plan(tables, members)).items():
+        reads, members = merge_knowledge(await self._store.all_knowledge(), self._make_table)
+        for worker_id, orders in (await self._planner.plan(reads, members)).items():
             encoded = [pool_order_to_proto(order).SerializeToString() for order in orders]
             await self._store.put_orders(worker_id, encoded, kept_s)
 
@@ -175,13 +184,13 @@ class Pool:
 
 def merge_knowledge(
     told: Iterable[bytes], make_table: Callable[[], HeatTable]
-) -> tuple[dict[str, HeatTable], list[PoolMember]]:
-    """Adds up what all replicas told: heat by namespace, and the members of the pool.
+) -> tuple[dict[str, PoolReads], list[PoolMember]]:
+    """Adds up what all replicas told: reads by namespace, and the members of the pool.
 
     A worker that two replicas tell of changed from one to the other; its newer life counts, and of
     one life the replica that counted more reads. What cannot be read is left out.
     """
-    tables: dict[str, HeatTable] = {}
+    reads: dict[str, PoolReads] = {}
     members: dict[WorkerId, PoolMember] = {}
     for encoded in told:
         try:
@@ -191,15 +200,16 @@ def merge_knowledge(
             log.warning("pool_knowledge_damaged", error=str(error))
             continue
         for heat in knowledge.heat:
-            table = tables.get(heat.namespace)
-            if table is None:
-                table = tables[heat.namespace] = make_table()
-            table.merge(heat_from_proto(heat))
+            known = reads.get(heat.namespace)
+            if known is None:
+                known = reads[heat.namespace] = PoolReads(make_table())
+            known.table.merge(heat_from_proto(heat))
+            known.cooled.extend(cooled_from_proto(heat))
         for member in found:
-            known = members.get(member.worker_id)
-            if known is None or _age(member) > _age(known):
+            before = members.get(member.worker_id)
+            if before is None or _age(member) > _age(before):
                 members[member.worker_id] = member
-    return tables, list(members.values())
+    return reads, list(members.values())
 
 
 def _age(member: PoolMember) -> tuple[int, float]:

@@ -15,9 +15,9 @@ from typing import Any
 
 from kvmesh.core.clock import Clock
 from kvmesh.core.pool import CopyOrder, EvictionHint, PoolMember, PoolOrder
-from kvmesh.core.types import BlockHash, PrefixMatch, WorkerId
+from kvmesh.core.types import BLOCK_HASH_BYTES, BlockHash, PrefixMatch, WorkerId
 from kvmesh.kv.hashing import split_hashes
-from kvmesh.policy.heat import HeatTable
+from kvmesh.policy.heat import CooledPrefix, HeatTable
 from kvmesh.policy.heavy_hitters import num_heavy_hitters
 from kvmesh.policy.pool_plan import (
     CopyLimits,
@@ -35,13 +35,12 @@ from services.kvmanager.config import PoolConfig
 MAX_HOT_SEGMENTS = 256
 """Of each namespace that a plan looks at."""
 
-MAX_REMEMBERED = 1024
-"""Prefixes with several copies that are watched until nobody reads them."""
+MAX_COOLED = 32
+"""Prefixes of each namespace and plan about which the store is asked for hints."""
 
-MAX_COLD = 32
-"""Prefixes of one plan about which the store is asked for hints."""
-
-COLD_READS = 1.0
+COLD_READS = 1 / 8
+"""A segment read less often of late is not read any more: its last read was four windows ago, or
+longer if there were many."""
 
 BURST_WINDOWS = 3
 """Budget that may be saved up, and windows for which an order counts as on its way."""
@@ -53,12 +52,15 @@ Match = Callable[[str, bytes], Awaitable[Sequence[PrefixMatch]]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Copied:
-    """A prefix with several copies: its run when it was hot, and all its hashes."""
+class PoolReads:
+    """What all replicas know of one namespace.
 
-    namespace: str
-    run: HotRun
-    prefix: bytes
+    Attributes:
+        cooled: of each replica; one that others read is not cold.
+    """
+
+    table: HeatTable
+    cooled: list[CooledPrefix] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -83,16 +85,15 @@ class PoolPlanner:
         self._clock = clock
         self._allowance = 0.0
         self._ordered: dict[tuple[BlockHash, WorkerId], float] = {}
-        self._copied: dict[BlockHash, _Copied] = {}
         self.view = PoolView()
 
     async def plan(
-        self, tables: Mapping[str, HeatTable], members: Sequence[PoolMember]
+        self, reads: Mapping[str, PoolReads], members: Sequence[PoolMember]
     ) -> dict[WorkerId, list[PoolOrder]]:
         """What each worker is ordered to do now.
 
         Args:
-            tables: heat by namespace, of all replicas.
+            reads: by namespace, of all replicas.
             members: of all replicas.
 
         Raises:
@@ -109,10 +110,10 @@ class PoolPlanner:
         self.view.segments = []
         orders: dict[WorkerId, list[PoolOrder]] = {}
         for namespace, same in _grouped(members, lambda member: member.namespace):
-            table = tables.get(namespace)
-            if table is not None:
-                await self._plan_copies(namespace, same, table, orders)
-            await self._plan_hints(namespace, same, table, orders)
+            known = reads.get(namespace)
+            if known is not None:
+                await self._plan_copies(namespace, same, known.table, orders)
+                await self._plan_hints(namespace, same, known, orders)
         metrics.POOL_HOT_RUNS.set(len(self.view.segments))
         return orders
 
@@ -132,7 +133,7 @@ class PoolPlanner:
             for leaf in leaves(runs)
         }
         held = held_runs(runs, known)
-        self._note(namespace, runs, held, table)
+        self._show(namespace, runs, held)
         for cluster, near in _grouped(members, lambda member: member.cluster):
             # Workers of one role do the same work; of others a prefix is only read for the copy.
             for role, readers in _grouped(near, lambda member: member.report.role.value):
@@ -175,18 +176,14 @@ class PoolPlanner:
             if lives.get(found.worker_id) == found.incarnation
         }
 
-    def _note(
+    def _show(
         self,
         namespace: str,
         runs: Sequence[HotRun],
         held: Mapping[BlockHash, Mapping[WorkerId, int]],
-        table: HeatTable,
     ) -> None:
-        """Remembers prefixes with several copies, and shows all."""
         for run in runs:
-            holders = sorted(
-                worker for worker, length in held[run.name].items() if length >= run.num_blocks
-            )
+            lengths = held[run.name].items()
             self.view.segments.append(
                 {
                     "namespace": namespace,
@@ -194,14 +191,9 @@ class PoolPlanner:
                     "num_blocks": run.num_blocks,
                     "own_blocks": run.own_blocks,
                     "reads": round(run.reads, 2),
-                    "holders": holders,
+                    "holders": sorted(name for name, length in lengths if length >= run.num_blocks),
                 }
             )
-            if len(holders) > 1:
-                self._copied.pop(run.name, None)
-                self._copied[run.name] = _Copied(namespace, run, table.prefix(run.name))
-        while len(self._copied) > MAX_REMEMBERED:
-            del self._copied[next(iter(self._copied))]
 
     # --- hints -------------------------------------------------------------------------------
 
@@ -209,46 +201,40 @@ class PoolPlanner:
         self,
         namespace: str,
         members: Sequence[PoolMember],
-        table: HeatTable | None,
+        known: PoolReads,
         orders: dict[WorkerId, list[PoolOrder]],
     ) -> None:
-        """Tells workers of copies that nobody reads any more; each is told of once."""
-        cold = [
-            copied
-            for copied in self._copied.values()
-            if copied.namespace == namespace and _reads(table, copied.run.name) < COLD_READS
-        ][:MAX_COLD]
-        if not cold:
-            return
-        cold.sort(key=lambda copied: copied.run.num_blocks)  # parents before children
-        runs = [copied.run for copied in cold]
-        held = {
-            copied.run.name: await self._lengths(namespace, copied.prefix, members)
-            for copied in cold
+        """Tells workers of copies that nobody reads any more and that others have too."""
+        cold = {
+            each.name: each
+            for each in known.cooled
+            if (found := known.table.get(each.name)) is None or found.reads < COLD_READS
         }
-        for copied in cold:
-            del self._copied[copied.run.name]
-        by_name = {copied.run.name: copied for copied in cold}
-        for _, near in _grouped(members, lambda member: member.cluster):
-            for worker, names in plan_hints(runs, held, near).items():
-                for name in names:
-                    copied = by_name[name]
-                    own = tuple(split_hashes(copied.prefix)[-copied.run.own_blocks :])
-                    orders.setdefault(worker, []).append(EvictionHint(own))
-                    metrics.POOL_ORDERS.labels("evict_first").inc()
-                    self.view.orders.append(
-                        {
-                            "order": "evict_first",
-                            "prefix": name.hex(),
-                            "target": worker,
-                            "num_blocks": len(own),
-                        }
-                    )
+        # Shorter prefixes first: what a worker is told last leaves first.
+        chosen = sorted(cold.values(), key=lambda each: len(each.prefix))[:MAX_COOLED]
+        runs = [
+            HotRun(each.name, None, len(each.prefix) // BLOCK_HASH_BYTES, each.own_blocks, 0.0)
+            for each in chosen
+        ]
+        held = {each.name: await self._lengths(namespace, each.prefix, members) for each in chosen}
+        # A copy on a worker of another role spares another part of a request's work.
+        for _, same in _grouped(members, lambda each: f"{each.report.role.value} {each.cluster}"):
+            for worker, names in plan_hints(runs, held, same).items():
+                for run in (run for run in runs if run.name in names):
+                    own = split_hashes(cold[run.name].prefix)[-run.own_blocks :]
+                    orders.setdefault(worker, []).append(EvictionHint(tuple(own)))
+                    self._note_hint(run, worker)
 
-
-def _reads(table: HeatTable | None, name: BlockHash) -> float:
-    found = None if table is None else table.get(name)
-    return 0.0 if found is None else found.reads
+    def _note_hint(self, run: HotRun, worker: WorkerId) -> None:
+        metrics.POOL_ORDERS.labels("evict_first").inc()
+        self.view.orders.append(
+            {
+                "order": "evict_first",
+                "prefix": run.name.hex(),
+                "target": worker,
+                "num_blocks": run.own_blocks,
+            }
+        )
 
 
 def _grouped(

@@ -1,4 +1,4 @@
-"""`kvmesh chat`: talk to a running stack. Tests: tests/e2e/test_chat_command.py."""
+"""`kvmesh chat`: talk to a running stack. Tests: tests/e2e/test_chat_and_top.py."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ _HELP = """\
 /exit     leave (so does Ctrl-D); Ctrl-C stops an answer
 """
 _EPILOG = f"""\
-On a terminal it asks for your lines until Ctrl-D; Ctrl-C stops an answer. From a pipe it takes
+On a terminal it asks for your lines until Ctrl-D; Ctrl-C stops an answer; what a model thinks
+before it answers is shown dimmed there, and only there. From a pipe it takes
 one question per line. With --prompt it asks once. Lines that begin with a slash are commands:
 
 {_HELP}
@@ -172,15 +173,26 @@ class Chat:
 
     async def _print(self, answer: Answer) -> None:
         async with aclosing(self._api.stream(self._model, self._conversation, answer)) as pieces:
-            async for piece in pieces:
-                if not self._as_json:
-                    print(piece, end="", flush=True)
+            was_thinking = False
+            async for thinking, text in pieces:
+                if self._as_json:
+                    continue
+                if thinking and sys.stdout.isatty():  # a pipe gets the answer alone
+                    print(f"{_DIM}{thinking}{_PLAIN}", end="", flush=True)
+                    was_thinking = True
+                if text:
+                    print(f"\n\n{text}" if was_thinking else text, end="", flush=True)
+                    was_thinking = False
+
+
+_DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
 
 def as_json(answer: Answer) -> dict[str, Any]:
     """An answer for programs."""
     return {
         "content": answer.text,
+        "reasoning": answer.thinking,
         "finish_reason": answer.finish_reason,
         "usage": {
             "prompt_tokens": answer.prompt_tokens,

@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 
@@ -57,16 +57,25 @@ class Conversation:
         self.turns.clear()
 
 
+class Piece(NamedTuple):
+    """More of an answer."""
+
+    thinking: str
+    text: str
+
+
 @dataclass(slots=True)
 class Answer:
     """An answer and what it cost; grows while it comes.
 
     Attributes:
-        ttft_s: sending to the first piece of text.
+        thinking: what the model thought before it answered.
+        ttft_s: sending to the first piece of thinking or text.
         worker: who generated it, where the server says so.
     """
 
     text: str = ""
+    thinking: str = ""
     finish_reason: str = ""
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -111,7 +120,7 @@ class ChatApi:
 
     async def stream(
         self, model: str, conversation: Conversation, answer: Answer
-    ) -> AsyncGenerator[str, None]:
+    ) -> AsyncGenerator[Piece, None]:
         """The next answer, piece by piece; close the generator to cancel it.
 
         Args:
@@ -134,11 +143,11 @@ class ChatApi:
                 await _check(response)
                 answer.worker = response.headers.get("x-kvmesh-decode-worker", "")
                 async for event in _events(response.content):
-                    text = _take(event, answer)
+                    piece = _take(event, answer)
                     answer.elapsed_s = time.monotonic() - started
-                    if text:
+                    if any(piece):
                         answer.ttft_s = answer.ttft_s or answer.elapsed_s
-                        yield text
+                        yield piece
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise ChatError(f"{self._url}: {error}") from error
 
@@ -166,8 +175,8 @@ async def _events(lines: AsyncIterable[bytes]) -> AsyncIterator[dict[str, Any]]:
     raise ChatError("the stream ended before its last event")
 
 
-def _take(event: dict[str, Any], answer: Answer) -> str:
-    """Adds an event to the answer and returns its text."""
+def _take(event: dict[str, Any], answer: Answer) -> Piece:
+    """Adds an event to the answer and returns what it says."""
     if "error" in event:
         raise ChatError(str(event["error"]["message"]))
     usage = event.get("usage")
@@ -175,9 +184,12 @@ def _take(event: dict[str, Any], answer: Answer) -> str:
         answer.prompt_tokens = usage["prompt_tokens"]
         answer.completion_tokens = usage["completion_tokens"]
         answer.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
-    text = ""
+    thinking, text = "", ""
     for choice in event.get("choices", ()):
-        text += choice["delta"].get("content") or ""
+        delta = choice["delta"]
+        text += delta.get("content") or ""
+        thinking += delta.get("reasoning_content") or delta.get("reasoning") or ""
         answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
     answer.text += text
-    return text
+    answer.thinking += thinking
+    return Piece(thinking, text)

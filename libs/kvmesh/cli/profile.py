@@ -48,6 +48,11 @@ def main(argv: Sequence[str]) -> int:
         num_threads=arguments.threads,
     )
     console = Console(stderr=True)
+    if arguments.cuda_graphs == "on" or (
+        arguments.cuda_graphs == "auto" and arguments.device != "cpu"
+    ):
+        console.print("capturing decode steps", soft_wrap=True)
+        runner.use_static_steps(max(arguments.batches))
     try:
         measured = _measure(runner, arguments, console)
     finally:
@@ -70,6 +75,13 @@ def _parser() -> argparse.ArgumentParser:
     add_flag(parser, "--plot", "", "file for a plot (PNG, SVG or PDF)")
     add_flag(parser, "--device", "cpu", "cpu or cuda")
     add_flag(parser, "--dtype", "auto", "auto, float32, float16 or bfloat16")
+    add_flag(
+        parser,
+        "--cuda-graphs",
+        "auto",
+        "as a worker's engine.cuda_graphs: auto, on or off",
+        choices=("auto", "on", "off"),
+    )
     add_flag(parser, "--num-blocks", 1024, "KV blocks", kind=positive_int)
     add_flag(parser, "--block-size", 16, "token positions per KV block", kind=positive_int)
     add_flag(parser, "--threads", 1, "CPU threads of the engine", kind=positive_int)

@@ -10,10 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvmesh.engine.protocol import SequenceChunk
+from kvmesh.kernels.upload import sent
 
 
 def shape_row(row: Tensor, chunk: SequenceChunk) -> None:
@@ -74,7 +76,7 @@ def keep_only(row: Tensor, token_ids: Iterable[int]) -> None:
     Args:
         row: [vocab] fp32, changed in place.
     """
-    kept = torch.tensor(_known(token_ids, row), dtype=torch.int64, device=row.device)
+    kept = _ids(token_ids, row)
     values = row[kept]
     row.fill_(-math.inf)
     row[kept] = values
@@ -92,7 +94,7 @@ def forbid_words(row: Tensor, chunk: SequenceChunk) -> None:
         for word in chunk.sampling.bad_words
         if len(word) <= len(output) + 1 and list(word[:-1]) == output[len(output) + 1 - len(word) :]
     ]
-    row[_known(last, row)] = -math.inf
+    row.index_fill_(0, _ids(last, row), -math.inf)
 
 
 def apply_penalties(row: Tensor, chunk: SequenceChunk) -> None:
@@ -106,15 +108,18 @@ def apply_penalties(row: Tensor, chunk: SequenceChunk) -> None:
     Source: repetition as in CTRL, arXiv 1909.05858 §4.1; the others as in OpenAI's API.
     """
     params = chunk.sampling
-    tokens = torch.tensor(list(chunk.token_ids[: chunk.end]), dtype=torch.int64, device=row.device)
+    tokens = np.asarray(chunk.token_ids[: chunk.end], dtype=np.int64)
+    # Counted on the host: how many different tokens there are would have to be waited for.
     if params.repetition_penalty != 1.0:
-        seen = torch.unique(tokens)
+        seen = sent(np.unique(tokens), torch.int64, row.device)
         scores = row[seen]
         factor = params.repetition_penalty
         row[seen] = torch.where(scores > 0, scores / factor, scores * factor)
     if params.presence_penalty or params.frequency_penalty:
-        output, counts = torch.unique(tokens[chunk.num_prompt_tokens :], return_counts=True)
-        row[output] -= params.presence_penalty + params.frequency_penalty * counts
+        output, counts = np.unique(tokens[chunk.num_prompt_tokens :], return_counts=True)
+        times = sent(counts, torch.int64, row.device)
+        penalties = params.presence_penalty + params.frequency_penalty * times
+        row.index_add_(0, sent(output, torch.int64, row.device), penalties, alpha=-1)
 
 
 def forbid_stop(row: Tensor, chunk: SequenceChunk) -> None:
@@ -123,7 +128,7 @@ def forbid_stop(row: Tensor, chunk: SequenceChunk) -> None:
     Args:
         row: [vocab] fp32.
     """
-    row[_known(_stops(chunk), row)] = -math.inf
+    row.index_fill_(0, _ids(_stops(chunk), row), -math.inf)
 
 
 def _stops(chunk: SequenceChunk) -> set[int]:
@@ -135,16 +140,21 @@ def _follow_structure(row: Tensor, chunk: SequenceChunk) -> None:
     """Keeps the tokens with which the structure can go on, or end."""
     assert chunk.constraint is not None
     allowed = chunk.constraint.allowed(chunk.token_ids[chunk.num_prompt_tokens : chunk.end])
-    mask = torch.from_numpy(allowed).to(row.device)
+    mask = sent(allowed, torch.bool, row.device)
     row.masked_fill_(~mask, -math.inf)
     if _is_too_short(chunk):
-        before = row.clone()
-        forbid_stop(row, chunk)
-        if bool(torch.isinf(row).all()):  # complete: there is nothing else to say
-            row.copy_(before)
-    if bool(torch.isinf(row).all()):
-        # Bias or bad words forbid all that the structure allows: the structure wins.
-        row.masked_fill_(mask, 0.0)
+        unended = row.clone()
+        forbid_stop(unended, chunk)
+        # Complete: there is nothing else to say.
+        row.copy_(torch.where(torch.isinf(unended).all(), row, unended))
+    # Bias or bad words forbid all that the structure allows: the structure wins.
+    nothing = torch.isinf(row).all()
+    row.masked_fill_(mask & nothing, 0.0)
+
+
+def _ids(token_ids: Iterable[int], row: Tensor) -> Tensor:
+    """Those within the vocabulary, [ids] int64."""
+    return sent(_known(token_ids, row), torch.int64, row.device)
 
 
 def _known(token_ids: Iterable[int], row: Tensor) -> list[int]:

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from kvmesh.kernels.upload import sent
+
 _MASK_64 = (1 << 64) - 1
 # Odd, 2^32 / golden ratio: neighbouring token ids land far apart.
 _TOKEN_STEP = 0x9E3779B1
@@ -142,9 +144,7 @@ def draw(logits: Tensor, keys: Mapping[int, int]) -> Tensor:
     """
     if logits.is_cuda:
         table = [[*key_halves(keys.get(row, 0)), int(row in keys)] for row in range(len(logits))]
-        low, high, is_random = (
-            torch.tensor(table, dtype=torch.int32).T.contiguous().to(logits.device)
-        )
+        low, high, is_random = sent(table, torch.int32, logits.device).T.contiguous()
         return draw_rows(logits, low, high, is_random)
     if keys:
         noise = gumbel_noise(list(keys.values()), logits.shape[1], logits.device)

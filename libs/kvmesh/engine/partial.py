@@ -45,5 +45,5 @@ class PoolAttention:
         kv = self._pool.tensor
         q = torch.frombuffer(queries, dtype=kv.dtype).view(-1, self.num_heads, kv.shape[5])
         k, v = gather_part(kv, layer, blocks, len(blocks) * kv.shape[3])
-        out, lse = partial_prefill(q.to(kv.device), k, v, scale, causal=False)
+        out, lse = partial_prefill(q.to(kv.device), k, v, scale)
         return bytes_of(out), bytes_of(lse)

@@ -6,6 +6,7 @@ Tests: tests/unit/engine/test_runner.py, tests/integration/test_transformers_equ
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -38,6 +39,7 @@ from kvmesh.kernels.dispatch import plan_attention
 from kvmesh.kernels.latent import StepLatent
 from kvmesh.kernels.split_attention import RemotePart, SplitAttention
 from kvmesh.kernels.states import StepStates
+from kvmesh.kernels.upload import sent
 
 _SCORED_ROWS = 128
 """Prompt positions whose logits are in memory at once."""
@@ -117,7 +119,6 @@ class TorchRunner:
         )
         return cls(spec, model, plan, allocate_pool(layout, num_blocks, device), device)
 
-    @torch.inference_mode()
     def use_static_steps(self, max_batch: int, bounds: CaptureBounds | None = None) -> None:
         """Computes decode steps without the host from now on; captures them on a CUDA device.
 
@@ -142,17 +143,19 @@ class TorchRunner:
         )
         latent_layers = plan.block_layers if self._keeps_latents else 0
         step = StaticStep(self._model, inputs, self._pool.with_spare, latent_layers)
-        if self._device != "cpu":
+        if self._device == "cpu":
+            self._static = step
+            return
+        graphs = StepGraphs()
+        with torch.inference_mode(), _current(self._device):
             inputs.send(max_batch)
-            graphs = StepGraphs()
             device = CudaGraphDevice(self._device)
             graphs.capture(
                 step.compute, step.buckets, device, SystemClock(), bounds or CaptureBounds()
             )
-            if not graphs.buckets:
-                return
+        if graphs.buckets:
             step.replay_with(graphs)
-        self._static = step
+            self._static = step
 
     @property
     def spec(self) -> ModelSpec:
@@ -169,36 +172,38 @@ class TorchRunner:
         """See `ModelRunner.partial_attention`."""
         return self._partial
 
-    @torch.inference_mode()
     def execute(self, chunks: Sequence[SequenceChunk]) -> StepResult:
-        """See `ModelRunner.execute`.
-
-        All rows go through the linear layers together; only rows to sample through the head.
-        """
+        """See `ModelRunner.execute`."""
         assert self._model is not None, "the runner is closed"
-        result: list[SampledToken | None] = [None] * len(chunks)
         if not chunks:
-            return StepResult(result)
-        if self._static is not None and self._static.takes(chunks):
+            return StepResult([])
+        with torch.inference_mode(), _current(self._device):
+            if self._static is None or not self._static.takes(chunks):
+                return self._execute_plain(self._model, chunks)
             chosen = self._static.execute(chunks)
             self._pool.computed()
             return StepResult(chosen)
+
+    def _execute_plain(self, model: DecoderModel, chunks: Sequence[SequenceChunk]) -> StepResult:
+        """All rows go through the linear layers together; only rows to sample through the head."""
+        result: list[SampledToken | None] = [None] * len(chunks)
         batch = build_batch(chunks, self._plan.block_size, self._plan.groups.windows)
         remote = [RemotePart(each.attention) for each in batch.remotes]
         rows = batch.sample_rows + _scored_rows(batch, chunks)
         num_sampled = len(batch.sample_rows)
         all_rows = rows == list(range(len(batch.token_ids)))
-        keep = torch.tensor(rows, dtype=torch.int64, device=self._device)
-        hidden = self._model.forward(
-            batch.token_ids.to(self._device),
-            batch.positions.to(self._device),
+        device = torch.device(self._device)
+        keep = sent(rows, torch.int64, device)
+        hidden = model.forward(
+            sent(batch.token_ids, torch.int64, device),
+            sent(batch.positions, torch.int64, device),
             self._memory_of(batch, remote),
             None if all_rows else keep,
             self._after_layer(chunks),
         )
         self._pool.computed()
         if batch.sample_rows:
-            logits = self._model.logits(hidden[:num_sampled])
+            logits = model.logits(hidden[:num_sampled])
             tokens = sample(logits, [chunks[index] for index in batch.sample_chunks])
             for index, token in zip(batch.sample_chunks, tokens, strict=True):
                 result[index] = token
@@ -268,6 +273,11 @@ class TorchRunner:
         """See `ModelRunner.close`."""
         self._model = self._static = None
         self._pool.close()
+
+
+def _current(device: str) -> AbstractContextManager[object]:
+    """Makes a device the calling thread's own, where kernels are launched and events recorded."""
+    return nullcontext() if device == "cpu" else torch.cuda.device(device)
 
 
 def _scored_rows(batch: StepBatch, chunks: Sequence[SequenceChunk]) -> list[int]:

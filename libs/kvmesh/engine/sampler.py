@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from kvmesh.core.types import SamplingParams, TokenLogprobs
 from kvmesh.engine.logits import shape_row, shapes_row
 from kvmesh.engine.noise import draw, stream_key
 from kvmesh.engine.protocol import SampledToken, SequenceChunk
+from kvmesh.kernels.upload import sent
 
 # Best candidates that top_p looks at before it sorts a whole vocabulary.
 _TOP_P_CANDIDATES = 1024
@@ -32,6 +34,24 @@ def is_plain_draw(chunk: SequenceChunk) -> bool:
     return not (filters or params.num_logprobs >= 0 or shapes_row(chunk))
 
 
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What was chosen, on the device; nothing of it was looked at yet.
+
+    Attributes:
+        tokens: [rows] int64.
+        reported: rows whose log-probabilities are told.
+        logprobs: of these rows the token's own [reported], and the best ones' values and ids, both
+            [reported, best]; None when there are no such rows.
+        errors: by row, why no token could be chosen.
+    """
+
+    tokens: Tensor
+    reported: list[int]
+    logprobs: tuple[Tensor, Tensor, Tensor] | None
+    errors: dict[int, str]
+
+
 def sample(logits: Tensor, chunks: Sequence[SequenceChunk]) -> list[SampledToken]:
     """Chooses the token at position `end` of each chunk.
 
@@ -41,9 +61,16 @@ def sample(logits: Tensor, chunks: Sequence[SequenceChunk]) -> list[SampledToken
     Returns:
         One token per chunk; where the structure cannot go on, a token with `error`.
     """
+    return read_chosen(choose(logits, chunks), chunks)
+
+
+def choose(logits: Tensor, chunks: Sequence[SequenceChunk]) -> Chosen:
+    """As `sample`, but on a device nothing waits for what the tensors hold."""
     assert len(logits) == len(chunks)
+    device = logits.device
     reported = [row for row, chunk in enumerate(chunks) if chunk.sampling.num_logprobs >= 0]
-    raw = torch.log_softmax(logits[reported], dim=-1) if reported else None
+    told = sent(reported, torch.int64, device)
+    raw = torch.log_softmax(logits.index_select(0, told), dim=-1) if reported else None
     errors: dict[int, str] = {}
     for index, (row, chunk) in enumerate(zip(logits, chunks, strict=True)):
         try:
@@ -56,16 +83,30 @@ def sample(logits: Tensor, chunks: Sequence[SequenceChunk]) -> list[SampledToken
         if len(random) == len(chunks):
             filter_rows(logits, params)
         else:
-            logits[random] = filter_rows(logits[random], params)
+            rows = sent(random, torch.int64, device)
+            logits.index_copy_(0, rows, filter_rows(logits.index_select(0, rows), params))
     keys = {row: stream_key(chunks[row].sampling.seed, chunks[row].end) for row in random}
-    chosen = draw(logits, keys)
-    tokens = [SampledToken(token) for token in chosen.tolist()]
-    if raw is not None:
-        asked = [chunks[row].sampling for row in reported]
-        found = zip(reported, read_logprobs(raw, chosen[reported], asked), strict=True)
-        for row, logprobs in found:
-            tokens[row] = SampledToken(tokens[row].token_id, logprobs)
-    for index, message in errors.items():
+    tokens = draw(logits, keys)
+    if raw is None:
+        return Chosen(tokens, reported, None, errors)
+    count = max(chunks[row].sampling.num_logprobs for row in reported)
+    best = raw.topk(min(count, raw.shape[1]), dim=-1)
+    own = raw.gather(1, tokens.index_select(0, told)[:, None])[:, 0]
+    return Chosen(tokens, reported, (own, best.values, best.indices), errors)
+
+
+def read_chosen(chosen: Chosen, chunks: Sequence[SequenceChunk]) -> list[SampledToken]:
+    """What `choose` gave, once the device is done."""
+    tokens = [SampledToken(token) for token in chosen.tokens.tolist()]
+    if chosen.logprobs is not None:
+        own, values, ids = (each.tolist() for each in chosen.logprobs)
+        for place, row in enumerate(chosen.reported):
+            count = chunks[row].sampling.num_logprobs
+            told = TokenLogprobs(
+                own[place], tuple(ids[place][:count]), tuple(values[place][:count])
+            )
+            tokens[row] = SampledToken(tokens[row].token_id, told)
+    for index, message in chosen.errors.items():
         tokens[index] = SampledToken(tokens[index].token_id, error=message)
     return tokens
 
@@ -84,8 +125,12 @@ def filter_rows(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
         logits.masked_fill_(logits < lowest, -math.inf)
     filtered = [row for row, p in enumerate(params) if p.top_k > 0 or p.top_p < 1]
     if filtered:
+        some = [params[row] for row in filtered]
+        if len(filtered) == len(params):
+            return logits.masked_fill_(logits < top_threshold(logits, some), -math.inf)
+        rows = sent(filtered, torch.int64, logits.device)
         lowest = torch.full_like(logits[:, :1], -math.inf)
-        lowest[filtered] = top_threshold(logits[filtered], [params[row] for row in filtered])
+        lowest.index_copy_(0, rows, top_threshold(logits.index_select(0, rows), some))
         logits.masked_fill_(logits < lowest, -math.inf)
     return logits
 
@@ -102,21 +147,34 @@ def top_threshold(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
         [rows, 1] fp32.
     """
     vocab_size = logits.shape[1]
+    if not looks_at_values(logits):
+        # Whether a few candidates are enough is in the values, so it is all or what top_k says.
+        limits = [p.top_k or vocab_size for p in params]
+        return _threshold_among(logits, params, min(max(limits), vocab_size))[0]
     wanted = max(p.top_k or _TOP_P_CANDIDATES for p in params)
-    lowest, enough = _threshold_among(logits, params, min(wanted, vocab_size))
+    lowest, mass = _threshold_among(logits, params, min(wanted, vocab_size))
+    complete = wanted >= vocab_size
+    enough = [
+        complete or p.top_k > 0 or reached for p, reached in zip(params, mass.tolist(), strict=True)
+    ]
     rest = [row for row, known in enumerate(enough) if not known]
     if rest:
         lowest[rest], _ = _threshold_among(logits[rest], [params[row] for row in rest], vocab_size)
     return lowest
 
 
+def looks_at_values(logits: Tensor) -> bool:
+    """Whether what to compute next may follow from values: on a device that means to wait."""
+    return logits.device.type == "cpu"
+
+
 def _threshold_among(
     logits: Tensor, params: Sequence[SamplingParams], num_candidates: int
-) -> tuple[Tensor, list[bool]]:
-    """`top_threshold` from the best candidates, and for which rows they were enough."""
+) -> tuple[Tensor, Tensor]:
+    """`top_threshold` from the best candidates, and whether they reach top_p: [rows] bool."""
     vocab_size = logits.shape[1]
     values = _best_values(logits, num_candidates)
-    top_k = torch.tensor([[p.top_k or vocab_size] for p in params], device=logits.device)
+    top_k = sent([[p.top_k or vocab_size] for p in params], torch.int64, logits.device)
     places = torch.arange(num_candidates, device=logits.device)
     values = values.masked_fill(places >= top_k, -math.inf)
     norm = values.logsumexp(dim=-1, keepdim=True)
@@ -130,37 +188,15 @@ def _threshold_among(
     # A token stays when those before it do not reach top_p; top_k's last one ends the row.
     kept = (reached < top_p).sum(dim=-1, keepdim=True)
     last = torch.minimum(kept.clamp_(max=num_candidates - 1), top_k - 1)
-    complete = num_candidates == vocab_size
-    mass = (reached[:, -1:] >= top_p)[:, 0].tolist()
-    enough = [complete or top or full for top, full in zip(limited, mass, strict=True)]
-    return values.gather(1, last), enough
+    return values.gather(1, last), reached[:, -1] >= top_p[:, 0]
 
 
 def _best_values(logits: Tensor, count: int) -> Tensor:
     """The `count` highest of each row, descending."""
-    if count < logits.shape[1] or logits.is_cuda:
+    if count < logits.shape[1] or not looks_at_values(logits):
         return logits.topk(count, dim=-1).values
     # numpy sorts values alone, several times as fast as topk, which carries their places.
     return torch.from_numpy(-np.sort(-logits.numpy(), axis=-1))
-
-
-def read_logprobs(
-    raw: Tensor, chosen: Tensor, params: Sequence[SamplingParams]
-) -> list[TokenLogprobs]:
-    """The chosen tokens' log-probabilities and the best ones beside them.
-
-    Args:
-        raw: [rows, vocab] fp32 log-probabilities.
-        chosen: [rows] int64.
-    """
-    count = min(max(p.num_logprobs for p in params), raw.shape[1])
-    own = raw.gather(1, chosen[:, None])[:, 0].tolist()
-    best = raw.topk(count, dim=-1)
-    values, ids = best.values.tolist(), best.indices.tolist()
-    return [
-        TokenLogprobs(own[row], tuple(ids[row][:n]), tuple(values[row][:n]))
-        for row, n in enumerate(p.num_logprobs for p in params)
-    ]
 
 
 def score_tokens(logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
@@ -172,7 +208,7 @@ def score_tokens(logits: Tensor, token_ids: Sequence[int], num_top: int) -> list
         num_top: best tokens to report per row.
     """
     raw = torch.log_softmax(logits, dim=-1)
-    given = torch.tensor(token_ids, dtype=torch.int64, device=logits.device)[:, None]
+    given = sent(token_ids, torch.int64, logits.device)[:, None]
     own = raw.gather(1, given)
     ranks = (raw > own).sum(dim=-1).tolist()
     best = raw.topk(min(num_top, raw.shape[1]), dim=-1)
@@ -184,4 +220,4 @@ def score_tokens(logits: Tensor, token_ids: Sequence[int], num_top: int) -> list
 
 
 def _column(like: Tensor, values: Sequence[float]) -> Tensor:
-    return torch.tensor(values, dtype=torch.float32, device=like.device)[:, None]
+    return sent(values, torch.float32, like.device)[:, None]

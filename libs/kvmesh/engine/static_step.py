@@ -22,6 +22,7 @@ from kvmesh.engine.sampler import is_plain_draw, sample
 from kvmesh.engine.static_inputs import StaticInputs
 from kvmesh.engine.step_graphs import StepGraphs
 from kvmesh.kernels.static_decode import StaticAttention, StaticLatent, StaticStates
+from kvmesh.kernels.upload import sent
 
 
 def bucket_sizes(max_batch: int) -> tuple[int, ...]:
@@ -132,9 +133,7 @@ class StaticStep:
                     live += chunk.state.live
                     saved += blocks
         if saved:
-            pairs = torch.tensor([live, saved], dtype=torch.int64)
-            if self._kv.is_cuda:
-                pairs = pairs.pin_memory().to(self._kv.device, non_blocking=True)
+            pairs = sent([live, saved], torch.int64, self._kv.device)
             self._kv[pairs[1]] = self._kv[pairs[0]]
 
     def _read(self, bucket: int) -> list[int]:

@@ -77,7 +77,7 @@ class CudaGraphDevice:
 
 @dataclass(frozen=True, slots=True)
 class CaptureBounds:
-    """When no further graph is captured.
+    """When no graph is captured beside the largest.
 
     Attributes:
         seconds: since the first one.
@@ -112,7 +112,9 @@ class StepGraphs:
         reason = ""
         for bucket in sorted(buckets, reverse=True):
             used = free - device.free_bytes()
-            if clock.now() - started > bounds.seconds or used > bounds.used_bytes:
+            over = clock.now() - started > bounds.seconds or used > bounds.used_bytes
+            # The largest is always tried: it takes every batch.
+            if over and self._graphs:
                 reason = f"{clock.now() - started:.0f} s and {used >> 20} MiB are enough"
                 break
             begun = clock.now()

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvmesh.kernels import host, layer_ops, reference
 from kvmesh.kernels.plan import RaggedBatch, decode_buckets, padded_tables, slots_of
+from kvmesh.kernels.upload import sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,10 +218,10 @@ class TritonAttention:
         self._kv = kv
         self._num_decode = batch.num_decode
         self._num_prefill = batch.num_sequences - batch.num_decode
-        self._slots = torch.from_numpy(slots_of(batch)).to(kv.device)
+        self._slots = sent(slots_of(batch), torch.int64, kv.device)
 
         def on_device(values: object) -> Tensor:
-            return torch.from_numpy(np.asarray(values, dtype=np.int32)).to(kv.device)
+            return sent(values, torch.int32, kv.device)
 
         self._tables = on_device(padded_tables(batch.block_tables))
         self._lens = on_device(batch.context_lens)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvmesh.kernels.plan import RaggedBatch, decode_buckets, padded_tables, slots_of
+from kvmesh.kernels.upload import sent
 
 
 def latent_decode_attention(
@@ -97,20 +98,25 @@ class StepLatent:
         self._batch = batch
         self._kv = kv
         self.num_decode = batch.num_decode
-        slots = torch.from_numpy(slots_of(batch))
+        slots = slots_of(batch)
         blocks, offsets = slots // batch.block_size, slots % batch.block_size
-        self._rows = (blocks * kv.shape[1] * batch.block_size + offsets).to(kv.device)
+        rows = blocks * kv.shape[1] * batch.block_size + offsets
+        # All indexes are made here: in a layer, a copy from the host would wait for those before.
+        self._rows = sent(rows, torch.int64, kv.device)
         cut = batch.num_decode
         counts = [len(table) for table in batch.block_tables[:cut]]
         self._buckets = [
             (
                 slice(run.start, run.stop),
-                torch.from_numpy(padded_tables(batch.block_tables[run.start : run.stop])).to(
-                    kv.device
+                sent(
+                    padded_tables(batch.block_tables[run.start : run.stop]), torch.int64, kv.device
                 ),
-                torch.tensor(batch.context_lens[run.start : run.stop], device=kv.device),
+                sent(batch.context_lens[run.start : run.stop], torch.int64, kv.device),
             )
             for run in decode_buckets(counts)
+        ]
+        self._chunk_tables = [
+            sent(table, torch.int64, kv.device) for table in batch.block_tables[cut:]
         ]
 
     def write(self, vectors: Tensor, layer: int) -> None:
@@ -136,6 +142,6 @@ class StepLatent:
         """See `LatentMemory.chunks`."""
         batch = self._batch
         for index in range(batch.num_decode, batch.num_sequences):
-            table = torch.tensor(batch.block_tables[index], device=self._kv.device)
+            table = self._chunk_tables[index - batch.num_decode]
             vectors = self._kv[table, layer].flatten(0, 1)[: batch.context_lens[index]]
             yield slice(batch.query_starts[index], batch.query_starts[index + 1]), vectors

@@ -35,8 +35,21 @@ def gather_part(
     )
 
 
+def causal_mask(num_queries: int, num_positions: int, like: Tensor) -> Tensor | None:
+    """Hides what follows the last `num_queries` positions of a part from their queries.
+
+    Returns:
+        [queries, positions], 0 or -inf, in the dtype of `like`; None where nothing is to hide.
+    """
+    if num_queries == 1:
+        return None
+    shape = (num_queries, num_positions)
+    mask = torch.full(shape, -torch.inf, dtype=like.dtype, device=like.device)
+    return mask.triu_(num_positions - num_queries + 1)
+
+
 def partial_prefill(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool
+    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attention over one part of a context, normalised over that part.
 
@@ -44,7 +57,7 @@ def partial_prefill(
         q: [queries, heads, head_dim].
         k, v: [positions, kv_heads, head_dim], the dtype of `q`.
         scale: factor of the scores.
-        causal: the queries are those of the last positions, and see none after their own.
+        mask: of `causal_mask`, for queries of the part's own positions; None: they see all.
 
     Returns:
         [queries, heads, head_dim] in the dtype of `q`, and [queries, heads] fp32, the log of each
@@ -57,7 +70,6 @@ def partial_prefill(
     # KV heads take the batch axis: keys and values are not repeated for their query heads.
     grouped = q.view(queries, kv_heads, -1, head_dim).permute(1, 2, 0, 3)
     keys, values = k.transpose(0, 1)[:, None], v.transpose(0, 1)[:, None]
-    mask = _causal_mask(queries, len(k), q) if causal else None
     attend = _flash if q.device.type == "cpu" else partial_reference
     out, lse = attend(grouped, keys, values, mask, scale)
     out = out.permute(2, 0, 1, 3).reshape(q.shape)
@@ -85,11 +97,6 @@ def bytes_of(tensor: Tensor) -> memoryview:
     flat = tensor.contiguous().cpu().view(-1).view(torch.uint8)
     view: memoryview = flat.numpy().data
     return view
-
-
-def _causal_mask(queries: int, positions: int, like: Tensor) -> Tensor:
-    mask = torch.full((queries, positions), -torch.inf, dtype=like.dtype, device=like.device)
-    return mask.triu_(positions - queries + 1)
 
 
 def _flash(

@@ -17,7 +17,13 @@ from torch import Tensor
 from kvmesh.core.errors import LostError, RefusedError
 from kvmesh.kernels import layer_ops
 from kvmesh.kernels.dispatch import HeadSpec, RopeRows, plan_attention
-from kvmesh.kernels.partial import bytes_of, gather_part, join_parts, partial_prefill
+from kvmesh.kernels.partial import (
+    bytes_of,
+    causal_mask,
+    gather_part,
+    join_parts,
+    partial_prefill,
+)
 from kvmesh.kernels.plan import RaggedBatch, slots_of
 from kvmesh.transfer.remote_attention import PendingAttention, RemoteAttention
 
@@ -76,6 +82,11 @@ class SplitAttention:
         self._rest = plan_attention(_sequences(batch, 0, cut), kv) if cut else None
         self._batch = tail = _sequences(batch, cut, batch.num_sequences)
         self._slots = torch.from_numpy(slots_of(tail)).to(kv.device)
+        # Of the layers' dtype, and the same in all of them.
+        self._masks = [
+            causal_mask(tail.query_len(index), tail.context_lens[index], kv)
+            for index in range(len(parts))
+        ]
         assert first + tail.num_rows == batch.num_rows
 
     def run(self, qkv: Tensor, layer: int, spec: HeadSpec, rope: RopeRows) -> Tensor:
@@ -119,7 +130,7 @@ class SplitAttention:
         """One sequence's attention over what is here, its new rows included."""
         batch = self._batch
         k, v = gather_part(self._kv, layer, batch.block_tables[index], batch.context_lens[index])
-        return partial_prefill(q, k, v, spec.scale, causal=True)
+        return partial_prefill(q, k, v, spec.scale, self._masks[index])
 
 
 def _sequences(batch: RaggedBatch, begin: int, end: int) -> RaggedBatch:

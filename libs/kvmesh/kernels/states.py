@@ -12,6 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kvmesh.kernels.upload import sent
+
 
 @dataclass(frozen=True, slots=True)
 class SequenceState:
@@ -94,16 +96,18 @@ class StepStates:
         self._pool = pool
         decoding = sequences[:num_decode]
 
-        def on_device(values: list[Sequence[int]]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int64, device=pool.device)
+        def on_device(values: object) -> Tensor:
+            return sent(values, torch.int64, pool.device)
 
+        # Made here: within a step a copy from the host would wait for the layers before.
         if decoding:
             self._live = on_device([each.live for each in decoding])
             # A state that nothing was written to yet is read and then emptied.
             self._source = on_device([each.source or each.live for each in decoding])
-            self._fresh = [i for i, each in enumerate(decoding) if not each.source]
+            fresh = [not each.source for each in decoding]
+            self._fresh = sent(fresh, torch.bool, pool.device)[:, None] if any(fresh) else None
             saves = [(i, blocks) for i, each in enumerate(decoding) for _, blocks in each.saves]
-            self._save_rows = [row for row, _ in saves]
+            self._save_rows = on_device([row for row, _ in saves])
             self._save_blocks = on_device([blocks for _, blocks in saves]) if saves else None
 
     def run(self, part: int, slot: int, values: int, recurrence: Recurrence) -> Tensor:
@@ -112,8 +116,8 @@ class StepStates:
         outs = []
         if self._num_decode:
             states = field[self._source[:, part]]
-            if self._fresh:
-                states[self._fresh] = 0
+            if self._fresh is not None:
+                states.masked_fill_(self._fresh, 0)
             out, states = recurrence.step(slice(0, self._num_decode), states)
             outs.append(out)
             field[self._live[:, part]] = states

@@ -40,6 +40,24 @@ class SegmentHeat:
     reads: float
 
 
+@dataclass(frozen=True, slots=True)
+class CooledPrefix:
+    """A prefix whose end is not read any more.
+
+    Attributes:
+        prefix: its block hashes, joined.
+        own_blocks: of its end; what is before them is read still, or belongs to another one.
+    """
+
+    prefix: bytes
+    own_blocks: int
+
+    @property
+    def name(self) -> BlockHash:
+        """Of its last segment."""
+        return BlockHash(self.prefix[-BLOCK_HASH_BYTES:])
+
+
 class HeatTable:
     """Reads by segment.
 
@@ -113,6 +131,32 @@ class HeatTable:
         found = [each for each in self._segments.values() if each.reads >= least]
         found.sort(key=_heat_order)
         return found[:count]
+
+    def cooled(self, low: float, high: float, limit: int) -> list[CooledPrefix]:
+        """Prefixes whose end was read at least `low` and less than `high` times of late.
+
+        With the factor of `fade` between the two, a segment that nobody reads is among them once.
+
+        Args:
+            limit: of the answer; the longest prefixes are left out.
+        """
+        cool = {name for name, each in self._segments.items() if low <= each.reads < high}
+        parents = {self._segments[name].parent for name in cool}
+        ends = sorted(
+            (self._segments[name] for name in cool if name not in parents),
+            key=lambda each: (each.depth, each.name),
+        )
+        found: list[CooledPrefix] = []
+        for end in ends[:limit]:
+            own_bytes, at = 0, end
+            while True:
+                cool.discard(at.name)
+                own_bytes += len(at.blocks)
+                if at.parent is None or at.parent not in cool:
+                    break
+                at = self._segments[at.parent]
+            found.append(CooledPrefix(self.prefix(end.name), own_bytes // BLOCK_HASH_BYTES))
+        return found
 
     def prefix(self, name: BlockHash) -> bytes:
         """Hashes of all blocks up to the end of a segment of the table, joined."""

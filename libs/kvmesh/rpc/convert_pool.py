@@ -19,7 +19,7 @@ from kvmesh.core.pool import (
 )
 from kvmesh.core.types import BLOCK_HASH_BYTES, BlockHash, WorkerId
 from kvmesh.kv.hashing import split_hashes
-from kvmesh.policy.heat import SegmentHeat
+from kvmesh.policy.heat import CooledPrefix, SegmentHeat
 from kvmesh.rpc.convert import (
     endpoint_from_proto,
     endpoint_to_proto,
@@ -131,12 +131,15 @@ def copy_result_from_proto(message: pb.CopyResult) -> CopyResult:
 
 
 def knowledge_to_proto(
-    heat: Mapping[str, Sequence[SegmentHeat]], members: Iterable[PoolMember]
+    heat: Mapping[str, Sequence[SegmentHeat]],
+    cooled: Mapping[str, Sequence[CooledPrefix]],
+    members: Iterable[PoolMember],
 ) -> pb.PoolKnowledge:
     """What a kvmanager knows of reads, as a message.
 
     Args:
         heat: by namespace, as `HeatTable.hottest` gives it.
+        cooled: as `HeatTable.cooled` gives it, of the same namespaces.
     """
     return pb.PoolKnowledge(
         heat=[
@@ -150,6 +153,10 @@ def knowledge_to_proto(
                         reads=each.reads,
                     )
                     for each in segments
+                ],
+                cooled=[
+                    pb.CooledPrefix(prefix=each.prefix, own_blocks=each.own_blocks)
+                    for each in cooled[namespace]
                 ],
             )
             for namespace, segments in heat.items()
@@ -180,6 +187,11 @@ def heat_from_proto(message: pb.NamespaceReads) -> list[SegmentHeat]:
         )
         for each in message.segments
     ]
+
+
+def cooled_from_proto(message: pb.NamespaceReads) -> list[CooledPrefix]:
+    """The prefixes of a namespace that are not read any more, from a message."""
+    return [CooledPrefix(each.prefix, each.own_blocks) for each in message.cooled]
 
 
 def pool_member_from_proto(message: pb.PoolMember) -> PoolMember:

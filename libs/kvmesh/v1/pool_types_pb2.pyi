@@ -259,28 +259,60 @@ class SegmentReads(_message.Message):
 Global___SegmentReads: _TypeAlias = SegmentReads  # noqa: Y015
 
 @_typing.final
+class CooledPrefix(_message.Message):
+    """A prefix whose end is not read any more."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFIX_FIELD_NUMBER: _builtins.int
+    OWN_BLOCKS_FIELD_NUMBER: _builtins.int
+    prefix: _builtins.bytes
+    """Its block hashes, 16 bytes each, joined."""
+    own_blocks: _builtins.int
+    """Blocks of its end; what is before them is read still, or belongs to another one."""
+    def __init__(
+        self,
+        *,
+        prefix: _builtins.bytes = ...,
+        own_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["own_blocks", b"own_blocks", "prefix", b"prefix"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CooledPrefix: _TypeAlias = CooledPrefix  # noqa: Y015
+
+@_typing.final
 class NamespaceReads(_message.Message):
-    """The most read segments of a namespace."""
+    """What is read of a namespace, and what is not any more."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     NAMESPACE_FIELD_NUMBER: _builtins.int
     SEGMENTS_FIELD_NUMBER: _builtins.int
+    COOLED_FIELD_NUMBER: _builtins.int
     namespace: _builtins.str
     """Layout fingerprint."""
     @_builtins.property
     def segments(self) -> _containers.RepeatedCompositeFieldContainer[Global___SegmentReads]:
         """Most read first, parents before children."""
 
+    @_builtins.property
+    def cooled(self) -> _containers.RepeatedCompositeFieldContainer[Global___CooledPrefix]:
+        """Shortest first."""
+
     def __init__(
         self,
         *,
         namespace: _builtins.str = ...,
         segments: _abc.Iterable[Global___SegmentReads] | None = ...,
+        cooled: _abc.Iterable[Global___CooledPrefix] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace", "segments", b"segments"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cooled", b"cooled", "namespace", b"namespace", "segments", b"segments"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

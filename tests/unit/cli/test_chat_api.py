@@ -9,10 +9,11 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from kvmesh.cli.chat_api import Answer, ChatApi, ChatError, Conversation
+from kvmesh.cli.chat_api import Answer, ChatApi, ChatError, Conversation, Piece
 
 PIECES = (
     b'data: {"choices":[{"delta":{"role":"assistant"},"finish_reason":null}]}\n\n'
+    b'data: {"choices":[{"delta":{"reasoning_content":"hm","reasoning":"hm"}}]}\n\n'
     b'data: {"choices":[{"delta":{"content":"Hel"},"finish_reason":null}]}\n\n'
     b": a comment\n\n"
     b'data: {"choices":[{"delta":{"content":"lo"},"finish_reason":"stop"}]}\n\n'
@@ -38,7 +39,7 @@ async def server(body: bytes, status: int = 200) -> AsyncIterator[ChatApi]:
         await runner.cleanup()
 
 
-async def read(api: ChatApi) -> tuple[list[str], Answer]:
+async def read(api: ChatApi) -> tuple[list[Piece], Answer]:
     answer = Answer()
     return [piece async for piece in api.stream("m", Conversation(), answer)], answer
 
@@ -46,7 +47,8 @@ async def read(api: ChatApi) -> tuple[list[str], Answer]:
 async def test_pieces_and_numbers() -> None:
     async with server(PIECES + b"data: [DONE]\n\n") as api:
         pieces, answer = await read(api)
-    assert pieces == ["Hel", "lo"]
+    assert pieces == [("hm", ""), ("", "Hel"), ("", "lo")]
+    assert answer.thinking == "hm"
     assert (answer.text, answer.finish_reason, answer.worker) == ("Hello", "stop", "d0")
     assert (answer.prompt_tokens, answer.cached_tokens, answer.completion_tokens) == (9, 4, 2)
     assert 0 < answer.ttft_s <= answer.elapsed_s

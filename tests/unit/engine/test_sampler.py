@@ -3,12 +3,17 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvmesh.core.types import SamplingParams
+from kvmesh.engine import sampler
 from kvmesh.engine.logits import apply_penalties
 from kvmesh.engine.protocol import SequenceChunk
 from kvmesh.engine.sampler import sample, score_tokens, top_threshold
@@ -183,3 +188,41 @@ def test_given_tokens_are_scored_with_their_ranks() -> None:
     assert first.top_logprobs == pytest.approx((raw[0, 1].item(), raw[0, 2].item()))
     assert second.rank == 1
     assert second.logprob == pytest.approx(raw[1, 0].item())
+
+
+class AnyToken:
+    """A structure that allows even tokens."""
+
+    ready = True
+
+    def allowed(self, generated: Sequence[int]) -> npt.NDArray[np.bool_]:
+        return np.array([token % 2 == 0 for token in range(VOCAB_SIZE)])
+
+
+EVERYTHING: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.0, "num_logprobs": 3},
+    {"seed": 1, "top_p": 0.9, "num_logprobs": 0},
+    {"seed": 2, "top_k": 5, "min_p": 0.1},
+    {"seed": 3, "top_k": 7, "top_p": 0.8, "repetition_penalty": 1.3, "frequency_penalty": 0.2},
+    {"seed": 4, "logit_bias": ((3, 1.0),), "bad_words": ((5,), (1, 6)), "presence_penalty": 0.5},
+    {"seed": 5, "allowed_token_ids": (4, 8, 9), "min_tokens": 9, "stop_token_ids": (8,)},
+]
+
+
+def test_choosing_looks_at_no_value_where_that_means_to_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chunks = [chunk((1, 2, 1), **params) for params in EVERYTHING]
+    chunks.append(replace(chunks[6], constraint=AnyToken()))
+    logits = torch.randn(len(chunks), VOCAB_SIZE, generator=torch.Generator().manual_seed(1))
+    wanted = sample(logits.clone(), chunks)
+    monkeypatch.setattr(sampler, "looks_at_values", lambda _: False)
+    for found, token in zip(sample(logits.clone(), chunks), wanted, strict=True):
+        assert found.token_id == token.token_id
+    # Tensors without values: whoever looks at one fails.
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        chosen = sampler.choose(mode.from_tensor(logits), chunks)
+    assert chosen.tokens.shape == (len(chunks),)
+    assert chosen.logprobs is not None
+    assert [len(each) for each in chosen.logprobs] == [2, 2, 2]

@@ -64,7 +64,7 @@ def test_the_largest_is_captured_first_and_each_is_replayed() -> None:
     [
         (CaptureBounds(seconds=1.5), (4, 8)),
         (CaptureBounds(used_bytes=2 << 20), (2, 4, 8)),
-        (CaptureBounds(seconds=-1.0), ()),
+        (CaptureBounds(seconds=0.0, used_bytes=0), (8,)),
     ],
 )
 def test_bounds_leave_the_small_ones_out(bounds: CaptureBounds, buckets: tuple[int, ...]) -> None:

@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from kvmesh.kernels.partial import (
     bytes_of,
+    causal_mask,
     gather_part,
     join_parts,
     partial_prefill,
@@ -40,8 +41,8 @@ def test_two_parts_joined_are_attention_over_all(
 ) -> None:
     q = random(queries, HEADS, DIM, dtype=dtype)
     k, v = (random(context, KV_HEADS, DIM, dtype=dtype) * (1 + i) for i in range(2))
-    far = partial_prefill(q, k[:cut], v[:cut], 0.3, causal=False)
-    near = partial_prefill(q, k[cut:], v[cut:], 0.3, causal=True)
+    far = partial_prefill(q, k[:cut], v[:cut], 0.3)
+    near = partial_prefill(q, k[cut:], v[cut:], 0.3, causal_mask(queries, context - cut, q))
     for out, lse in (far, near):
         assert (out.dtype, lse.dtype) == (dtype, torch.float32)
     joined = join_parts(near, far, dtype)
@@ -56,9 +57,9 @@ def test_two_parts_joined_are_attention_over_all(
 def test_flash_equals_its_twin(dtype: torch.dtype, causal: bool) -> None:
     q, context = random(20, HEADS, DIM, dtype=dtype), 50
     k, v = (random(context, KV_HEADS, DIM, dtype=dtype) + i for i in range(2))
-    out, lse = partial_prefill(q, k, v, 0.3, causal=causal)
+    mask = causal_mask(20, context, q) if causal else None
+    out, lse = partial_prefill(q, k, v, 0.3, mask)
     grouped = q.view(20, KV_HEADS, -1, DIM).permute(1, 2, 0, 3)
-    mask = torch.full((20, context), -torch.inf).triu_(context - 20 + 1) if causal else None
     keys, values = k.transpose(0, 1)[:, None], v.transpose(0, 1)[:, None]
     twin, sums = partial_reference(grouped, keys, values, mask, 0.3)
     tolerance = TOLERANCE[dtype]
@@ -68,6 +69,13 @@ def test_flash_equals_its_twin(dtype: torch.dtype, causal: bool) -> None:
     torch.testing.assert_close(
         lse, sums.permute(2, 0, 1).reshape(20, HEADS), atol=tolerance, rtol=tolerance
     )
+
+
+def test_the_query_of_the_last_position_sees_all() -> None:
+    assert causal_mask(1, 9, random(1)) is None
+    mask = causal_mask(2, 3, random(1))
+    assert mask is not None
+    assert mask.tolist() == [[0, 0, -torch.inf], [0, 0, 0]]
 
 
 def test_an_empty_part_has_no_weight() -> None:

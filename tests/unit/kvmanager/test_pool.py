@@ -27,6 +27,9 @@ CONFIG = PoolConfig(
     budget_mb_s=1.0, window_s=10.0, min_reads=2.0, segment_blocks=SIZE, max_segments=100
 )
 BLOCK_BYTES = 1000
+COOLS_IN = 5
+"""Windows after which a segment that was read once is cold."""
+
 A, B = WorkerId("a"), WorkerId("b")
 
 
@@ -51,6 +54,7 @@ class Stage:
         self.guard = StoreGuard(self.store, 0.0, self._recovered)
         self._outboxes: dict[WorkerId, Outbox[pb.PublishResponse]] = {}
         self._read: dict[WorkerId, int] = {}
+        self._roles: dict[WorkerId, Role] = {}
 
     async def _recovered(self) -> None:
         """No sessions here."""
@@ -58,8 +62,11 @@ class Stage:
     def replica(self, label: str, config: PoolConfig = CONFIG) -> Pool:
         return Pool(config, self.shared, self.guard, self.clock, label)
 
-    async def worker(self, pool: Pool, worker_id: WorkerId, *held: str) -> PoolSeat:
+    async def worker(
+        self, pool: Pool, worker_id: WorkerId, *held: str, role: Role = Role.HYBRID
+    ) -> PoolSeat:
         """A worker that holds the prefixes of these paths."""
+        self._roles[worker_id] = role
         publisher = Publisher(worker_id, 1, "east", "m")
         slot = (await self.store.register(publisher)).slot
         for number, path in enumerate(held):
@@ -74,7 +81,8 @@ class Stage:
         """The worker read so many blocks more."""
         who = seat.publisher.worker_id
         self._read[who] = self._read.get(who, 100) + more
-        report = PoolReport(Role.HYBRID, Endpoint(who, 1), BLOCK_BYTES, room, self._read[who])
+        role, read = self._roles[who], self._read[who]
+        report = PoolReport(role, Endpoint(who, 1), BLOCK_BYTES, room, read)
         assert seat.handle(pb.PublishRequest(pool=pool_report_to_proto(report)))
 
     async def orders(self, pool: Pool, worker_id: WorkerId) -> Sequence[PoolOrder | None]:
@@ -171,14 +179,37 @@ async def test_a_copy_that_nobody_reads_any_more_leaves_first(stage: Stage) -> N
     full = await stage.worker(pool, A, "abcd")
     await stage.worker(pool, B, "abcd")
     stage.report(full, 0, room=1)
-    for _ in range(4):
-        pool.heat.note("m", prefix("abcd"), 4 * SIZE)
-    for _ in range(4):
+    pool.heat.note("m", prefix("abcd"), 4 * SIZE)
+    for _ in range(COOLS_IN):
         await stage.window(pool)
     assert await stage.orders(pool, B) == []
     (hint,) = await stage.orders(pool, A)
     assert isinstance(hint, EvictionHint)
     assert b"".join(hint.hashes) == prefix("abcd")
+
+
+async def test_a_copy_on_a_worker_of_another_role_is_no_second_copy(stage: Stage) -> None:
+    pool = stage.replica("one")
+    await stage.worker(pool, A, "ab", role=Role.PREFILL)
+    await stage.worker(pool, B, "ab", role=Role.DECODE)
+    pool.heat.note("m", prefix("ab"), 2 * SIZE)
+    for _ in range(COOLS_IN):
+        await stage.window(pool)
+    assert await stage.orders(pool, A) == []
+    assert await stage.orders(pool, B) == []
+
+
+async def test_what_another_replica_s_schedulers_read_is_not_cold(stage: Stage) -> None:
+    one, two = stage.replica("one"), stage.replica("two")
+    await stage.worker(one, A, "ab")
+    await stage.worker(one, B, "ab")
+    one.heat.note("m", prefix("ab"), 2 * SIZE)
+    for _ in range(COOLS_IN - 1):
+        await stage.window(two, one)
+    two.heat.note("m", prefix("ab"), 2 * SIZE)
+    await stage.window(one, two)
+    assert await stage.orders(one, A) == []
+    assert await stage.orders(one, B) == []
 
 
 async def test_without_a_budget_nothing_is_planned(stage: Stage) -> None:

@@ -76,6 +76,30 @@ def test_tables_of_two_replicas_add_up() -> None:
     assert (reads(both, "a"), reads(both, "ab"), reads(both, "ac")) == (5, 2, 3)
 
 
+def test_what_is_read_no_more_is_told_once() -> None:
+    table = HeatTable(SIZE, 100)
+    for _ in range(5):
+        table.note(prefix("abc"))
+    table.note(prefix("ax"), 40)
+    told = []
+    for _ in range(10):
+        told += table.cooled(0.5, 1.0, 10)
+        table.fade(0.5)
+    first, second = told
+    assert (first.prefix, first.own_blocks, first.name) == (prefix("abc"), 2 * SIZE, name("abc"))
+    assert (second.prefix, second.own_blocks) == (prefix("ax"), 2 * SIZE)
+
+
+def test_prefixes_that_cool_together_share_no_block() -> None:
+    table = HeatTable(SIZE, 100)
+    for path in ("abcd", "abxy", "ab"):
+        table.note(prefix(path), 0.25)
+    cooled = table.cooled(0.25, 1.0, 10)
+    assert sorted(each.own_blocks for each in cooled) == [2 * SIZE, 4 * SIZE]
+    assert {each.prefix for each in cooled} == {prefix("abcd"), prefix("abxy")}
+    assert table.cooled(0.25, 1.0, 1) == cooled[:1]
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     st.lists(

@@ -15,6 +15,7 @@ from kvmesh.core.pool import (
 from kvmesh.core.types import BlockHash, Endpoint, Role, WorkerId
 from kvmesh.policy.heat import HeatTable
 from kvmesh.rpc.convert_pool import (
+    cooled_from_proto,
     copy_result_from_proto,
     copy_result_to_proto,
     heat_from_proto,
@@ -54,11 +55,14 @@ def test_knowledge_survives_the_way() -> None:
     table.note(prefix("abc"), 2.5)
     member = PoolMember(WorkerId("w"), 9, "east", "m", REPORT, 1.5)
     hottest = table.hottest(10)
+    cooled = table.cooled(2.0, 3.0, 10)
     message = pb.PoolKnowledge.FromString(
-        knowledge_to_proto({"m": hottest}, [member]).SerializeToString()
+        knowledge_to_proto({"m": hottest}, {"m": cooled}, [member]).SerializeToString()
     )
     assert message.heat[0].namespace == "m"
     assert heat_from_proto(message.heat[0]) == hottest
+    assert len(cooled) == 1
+    assert cooled_from_proto(message.heat[0]) == cooled
     assert [pool_member_from_proto(each) for each in message.members] == [member]
 
 

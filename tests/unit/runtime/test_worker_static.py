@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from kvmesh.core.errors import ConfigError
+from kvmesh.engine.runner import TorchRunner
+from kvmesh.runtime.worker import load_runner
 from kvmesh.runtime.worker_config import EngineSection
 from kvmesh.runtime.worker_static import static_batch_of
+from tests.unit.engine.tiny_checkpoint import write_checkpoint
 
 
 @pytest.mark.parametrize(
@@ -32,3 +37,13 @@ def test_when_steps_are_static(device: str, word: str, batch: int) -> None:
 def test_words_and_sizes_that_mean_nothing(config: EngineSection, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         static_batch_of(config)
+
+
+@pytest.mark.parametrize(("word", "buckets"), [("on", (1, 2, 3)), ("auto", ())])
+def test_a_workers_runner_does_as_told(tmp_path: Path, word: str, buckets: tuple[int, ...]) -> None:
+    model = str(write_checkpoint(tmp_path))
+    config = EngineSection(model=model, num_blocks=8, cuda_graphs=word, max_graph_batch=3)
+    runner = load_runner(config)
+    assert isinstance(runner, TorchRunner)
+    assert (runner._static.buckets if runner._static is not None else ()) == buckets
+    runner.close()
