@@ -14,9 +14,10 @@ from operator import attrgetter
 from kvmesh.core.types import FetchReason, PrefixSource, RouteCause, RouteQuery
 from kvmesh.policy.view import WorkerView
 
-DECODE_CACHE_WEIGHT = 0.25
-"""A decode worker that holds the whole prompt is worth a quarter of a worker's capacity: nothing
-has to be sent to it, but its batch sets the time per token for as long as the request lives."""
+DECODE_CACHE_WEIGHT = 0.5
+"""A decode worker that holds the whole prompt is worth half of a worker's capacity: nothing has to
+be sent to it, and a second copy of a long session would push others out where blocks are what is
+scarce; but its batch sets the time per token for as long as the request lives."""
 
 AGGREGATE_TOKENS = 256
 """Half a step's default budget: that much more in a decode batch is hardly felt by the others."""
