@@ -1,10 +1,10 @@
-"""Copies of hot prefixes, live: how evenly workers' caches are read, and what first tokens take.
+"""Copies of hot prefixes, live: how evenly workers' caches are read, and how long reads take.
 
     python -m benchmarks.pool
 
 All five services in this process, with the deterministic engine: steps take a fixed time, KV moves
-for real. Prompts share prefixes whose popularity is skewed; the same requests are sent without and
-with copies.
+for real. Prefixes have a skewed popularity, and the same load is sent without and with copies: once
+as reads of who holds a prefix, once as requests that are routed.
 """
 
 from __future__ import annotations
@@ -16,66 +16,53 @@ import itertools
 import random
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import aiohttp
-from prometheus_client import CollectorRegistry
 
-from benchmarks.result import RESULTS, ROOT, Row, Target, document, markdown, save
-from benchmarks.stack_client import StackClient, Timing
+from benchmarks.pool_mesh import BLOCK_SIZE, MODEL, START_POLLS, WORKERS, PoolMesh, pool_mesh
+from benchmarks.result import RESULTS, Row, Target, document, markdown, save
+from benchmarks.stack_client import StackClient
 from kvmesh.cli.bench_metrics import percentile
-from kvmesh.runtime.app import ServerConfig, ServiceContext, serving
-from kvmesh.runtime.worker import Worker, build_worker
-from kvmesh.runtime.worker_config import EngineSection, WorkerConfig, WorkerSection
-from kvmesh.runtime.worker_metrics import WorkerMetrics
+from kvmesh.core.types import BlockHash, PrefixSource, WorkerId
+from kvmesh.kv.hashing import chain_hashes, root_hash
+from kvmesh.policy.replication import choose_copy
+from kvmesh.policy.segment_tree import Segment
+from kvmesh.rpc.prefix_lookup import PrefixLookup
+from kvmesh.runtime.prefix_fetch import FetchOutcome
+from kvmesh.runtime.worker import Worker
 from kvmesh.sim.report import coefficient_of_variation
-from services.gateway.config import GatewayConfig, HttpConfig, ModelConfig
-from services.gateway.config import SchedulerConfig as SchedulerTargets
-from services.gateway.service import Gateway, start_gateway
 from services.kvmanager import metrics
-from services.kvmanager.config import IndexConfig, KvManagerConfig, PoolConfig
-from services.kvmanager.service import build as build_kvmanager
-from services.scheduler.config import KvManagerConfig as KvManagerTarget
-from services.scheduler.config import PlanningConfig, RoutingConfig, SchedulerConfig
-from services.scheduler.service import build as build_scheduler
-
-MODEL = ROOT / "models" / "pydoc-6m"
-BLOCK_SIZE = 16
-NUM_BLOCKS = 4096
-WORKERS = 4
-"""That run prompts; one more generates."""
 
 PREFIXES, PREFIX_TOKENS, TAIL_TOKENS, OUTPUT_TOKENS = 12, 2048, 32, 4
 SKEW = 2.0
 """Exponent of the popularity of prefixes (Zipf)."""
 
-STEP_S, STEP_TOKENS = 0.01, 128
-WINDOW_S = 2.0
-"""Of the kvmanager's plans."""
-
 READ_WINDOW_S = 8.0
 """Reads are compared over windows of this length."""
 
-POLICIES = ("cache_centric", "kvmesh")
-"""One that follows prefixes and never computes one again to share the work, and the default."""
-START_POLLS = 400
-"""Looks for connected workers, every 50 ms."""
-
 WARM_UP = 1 / 3
-"""Part of a run before reads and first tokens count."""
+"""Part of a run before reads count."""
 
-CV_GOAL = 0.7
+FADED = 0.98
+"""What a reader's view of loads keeps from one read to the next."""
+
+LOOKUP_TIMEOUT_S = 5.0
+
+CV_GOAL = 0.3
 """Of the unevenness of reads with copies, over that without."""
 
 NOTES = """\
 CV: of the cached blocks that each of four workers read in eight seconds; mean of the windows after
  the first third of a run
-- chance: what the CV would be if every request read any worker alike
-- under the default policy a busy holder's prefix is soon computed again elsewhere: reads are as
- even as chance allows without copies
+- chance: what the CV would be if every read fell on any worker alike
+- holders: a fifth worker looks each prefix up, takes the less loaded of two holders, and fetches it
+ by GET; times are of lookup and fetch
+- routed: requests through the gateway under the default policy, prefill and decode apart; times are
+ of first tokens. A busy holder's prefix is soon computed again elsewhere, so that reads are as even
+ as chance allows without copies
 - steps of the engine take a fixed time whatever else the machine does; the services, the transfers
  and the load share the cores""".replace("\n ", " ").split("\n- ")
 
@@ -86,6 +73,11 @@ class Arrival:
 
     at_s: float
     prompt: tuple[int, ...]
+
+    @property
+    def prefix(self) -> tuple[int, ...]:
+        """What it shares with others."""
+        return self.prompt[:PREFIX_TOKENS]
 
 
 def arrivals(rate: float, seconds: float, seed: int) -> list[Arrival]:
@@ -103,131 +95,144 @@ def arrivals(rate: float, seconds: float, seed: int) -> list[Arrival]:
     return found
 
 
-@asynccontextmanager
-async def mesh(policy: str, budget_mb_s: float) -> AsyncIterator[tuple[str, list[Worker]]]:
-    """The services and their workers; yields the gateway's address too."""
-    server = ServerConfig(port=0)
-    pool = PoolConfig(budget_mb_s=budget_mb_s, window_s=WINDOW_S)
-    async with AsyncExitStack() as stack:
-        kvmanager = await stack.enter_async_context(
-            serving(
-                "kvmanager",
-                KvManagerConfig(server=server, index=IndexConfig(store="memory"), pool=pool),
-                build_kvmanager,
-            )
-        )
-        target = f"127.0.0.1:{kvmanager.port}"
-        config = SchedulerConfig(
-            server=server,
-            routing=RoutingConfig(policy=policy),
-            planning=PlanningConfig(roles="off"),
-            kvmanager=KvManagerTarget(target=target),
-        )
-        scheduler = await stack.enter_async_context(serving("scheduler", config, build_scheduler))
-        targets = f"127.0.0.1:{scheduler.port}"
-        made: list[Worker] = []
-        for number in range(WORKERS + 1):
-            section = WorkerSection(
-                id=f"w{number}",
-                role="prefill" if number < WORKERS else "decode",
-                prefill_slots=8,
-                scheduler_targets=targets,
-                kvmanager_target=target,
-            )
-            await stack.enter_async_context(_worker(section, made))
-        gateways: list[Gateway] = []
-
-        async def build_gateway(config: GatewayConfig, context: ServiceContext) -> None:
-            gateways.append(await start_gateway(config, context))
-
-        front = GatewayConfig(
-            server=server,
-            http=HttpConfig(port=0),
-            model=ModelConfig(path=str(MODEL)),
-            scheduler=SchedulerTargets(targets=targets),
-        )
-        await stack.enter_async_context(serving("gateway", front, build_gateway))
-        for _ in range(START_POLLS):
-            if gateways[0].sessions.num_connected > WORKERS:
-                break
-            await asyncio.sleep(0.05)
-        yield f"http://127.0.0.1:{gateways[0].http_port}", made[:WORKERS]
+Send = Callable[[Arrival], Awaitable[bool]]
+"""Sends one request; False if it was refused."""
 
 
-@asynccontextmanager
-async def _worker(section: WorkerSection, made: list[Worker]) -> AsyncIterator[None]:
-    engine = EngineSection(
-        kind="fake",
-        model=str(MODEL),
-        num_blocks=NUM_BLOCKS,
-        block_size=BLOCK_SIZE,
-        max_batch_tokens=STEP_TOKENS,
-        fake_step_s=STEP_S,
-    )
-    config = replace(WorkerConfig(), worker=section, engine=engine, server=ServerConfig(port=0))
+class HolderReads:
+    """Reads of prefixes where they are, as remote attention and fetches do."""
 
-    async def build(config: WorkerConfig, context: ServiceContext) -> None:
-        made.append(await build_worker(config, context, WorkerMetrics(CollectorRegistry())))
+    def __init__(self, mesh: PoolMesh, lookup: PrefixLookup, seed: int) -> None:
+        self._lookup = lookup
+        self._workers = {each.worker_id: each for each in mesh.workers[:WORKERS]}
+        self._reader = mesh.workers[WORKERS]
+        self._namespace = self._reader.core.spec.layout.model_fingerprint
+        self._loads = dict.fromkeys(self._workers, 0.0)
+        self._rng = random.Random(seed)
 
-    async with serving("worker", config, build):
-        yield
+    def hashes(self, prefix: Sequence[int]) -> list[BlockHash]:
+        """Names of a prefix's blocks."""
+        return chain_hashes(root_hash(self._namespace), prefix, BLOCK_SIZE)
+
+    async def place(self, prefixes: Sequence[Sequence[int]]) -> None:
+        """Puts one copy of each prefix into the pool, on one worker after the other."""
+        for prefix, worker in zip(prefixes, itertools.cycle(self._workers.values())):
+            pool = worker.core.pool
+            hashes = self.hashes(prefix)
+            blocks = pool.allocate(len(hashes))
+            for block, name in zip(blocks, hashes, strict=True):
+                pool.seal(block, name)
+            pool.release(blocks)
+        for prefix in prefixes:
+            for _ in range(START_POLLS):
+                if await self._holders(self.hashes(prefix)):
+                    break
+                await asyncio.sleep(0.05)
+
+    async def _holders(self, hashes: Sequence[BlockHash]) -> dict[WorkerId, float]:
+        answer = await self._lookup.match(self._namespace, hashes, LOOKUP_TIMEOUT_S)
+        return {each.worker_id: 0.0 for each in answer.matches if each.num_blocks == len(hashes)}
+
+    async def read(self, arrival: Arrival) -> bool:
+        """One read."""
+        hashes = self.hashes(arrival.prefix)
+        copies = await self._holders(hashes)
+        holder = choose_copy(Segment(hashes[-1], None, copies=copies), self._loads, self._rng)
+        if holder is None:
+            return False
+        self._loads = {worker: load * FADED for worker, load in self._loads.items()}
+        self._loads[holder] += 1
+        worker, reader = self._workers[holder], self._reader
+        reader.core.pool.clear_cached()
+        endpoint = worker.copies.report().endpoint
+        source = PrefixSource(WorkerId(holder), worker.incarnation, endpoint, len(hashes))
+        return (await reader.fetcher.fetch(source, hashes)).outcome is FetchOutcome.FETCHED
+
+
+def num_reads(worker: Worker) -> int:
+    """Cached blocks that were read there."""
+    return worker.copies.report().read_blocks_total
 
 
 async def read_cvs(workers: Sequence[Worker], cvs: list[tuple[float, float]]) -> None:
     """Notes the time and the CV of each window, until cancelled."""
-    before = [each.core.statistics().cached_tokens_total for each in workers]
+    before = [num_reads(each) for each in workers]
     while True:
         await asyncio.sleep(READ_WINDOW_S)
-        now = [each.core.statistics().cached_tokens_total for each in workers]
+        now = [num_reads(each) for each in workers]
         reads = [float(later - earlier) for later, earlier in zip(now, before, strict=True)]
         cvs.append((time.perf_counter(), coefficient_of_variation(reads)))
         before = now
 
 
-async def run(policy: str, budget_mb_s: float, load: Sequence[Arrival]) -> Row:
-    """Sends a load to a fresh mesh and measures."""
+async def send_all(name: str, mesh: PoolMesh, load: Sequence[Arrival], send: Send) -> Row:
+    """Sends every request when it is due, and measures."""
     done = metrics.POOL_COPIES.labels("done", "fetched")._value
     copies_before = done.get()
     cvs: list[tuple[float, float]] = []
-    async with mesh(policy, budget_mb_s) as (url, workers), aiohttp.ClientSession() as session:
-        client = StackClient(session, url, MODEL.name, seed=0)
-        started = time.perf_counter()
-
-        async def one(arrival: Arrival) -> Timing | None:
-            await asyncio.sleep(started + arrival.at_s - time.perf_counter())
-            return await client.complete_prompt(arrival.prompt, OUTPUT_TOKENS, "disaggregated")
-
-        watch = asyncio.create_task(read_cvs(workers, cvs))
-        found = await asyncio.gather(*map(one, load))
-        watch.cancel()
-        await asyncio.gather(watch, return_exceptions=True)
-        totals = [each.core.statistics() for each in workers]
+    times: list[float] = []
+    started = time.perf_counter()
     warm = started + load[-1].at_s * WARM_UP
+
+    async def one(arrival: Arrival) -> bool:
+        await asyncio.sleep(started + arrival.at_s - time.perf_counter())
+        sent = time.perf_counter()
+        was_served = await send(arrival)
+        if was_served and sent > warm:
+            times.append(time.perf_counter() - sent)
+        return was_served
+
+    watch = asyncio.create_task(read_cvs(mesh.workers[:WORKERS], cvs))
+    served = await asyncio.gather(*map(one, load))
+    watch.cancel()
+    await asyncio.gather(watch, return_exceptions=True)
     later = [cv for at, cv in cvs if at > warm + READ_WINDOW_S]
-    times = [each.ttft_s for each in found if each is not None and each.sent_s > warm]
     per_window = len(load) / load[-1].at_s * READ_WINDOW_S
-    hits = sum(each.cached_tokens_total for each in totals)
     return {
-        "policy": policy,
-        "copies": "yes" if budget_mb_s else "no",
-        "cv of reads": round(sum(later) / len(later), 3),
+        "reads": name,
+        "cv": round(sum(later) / len(later), 3),
         "chance": round(((WORKERS - 1) / per_window) ** 0.5, 3),
-        "ttft p50 ms": round(1e3 * percentile(times, 50), 1),
-        "ttft p90 ms": round(1e3 * percentile(times, 90), 1),
-        "ttft p99 ms": round(1e3 * percentile(times, 99), 1),
-        "refused": sum(each is None for each in found),
-        "cached share": round(hits / sum(each.prompt_tokens_total for each in totals), 3),
+        "p50 ms": round(1e3 * percentile(times, 50), 1),
+        "p90 ms": round(1e3 * percentile(times, 90), 1),
+        "p99 ms": round(1e3 * percentile(times, 99), 1),
+        "refused": served.count(False),
         "copied prefixes": int(done.get() - copies_before),
     }
 
 
+async def run_holders(name: str, budget_mb_s: float, load: Sequence[Arrival]) -> Row:
+    """Reads of whoever holds the prefix."""
+    async with pool_mesh(budget_mb_s) as mesh:
+        lookup = PrefixLookup(mesh.kvmanager)
+        task = asyncio.create_task(lookup.run())
+        reads = HolderReads(mesh, lookup, seed=0)
+        await reads.place(list(dict.fromkeys(each.prefix for each in load)))
+        row = await send_all(name, mesh, load, reads.read)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return row
+
+
+async def run_routed(name: str, budget_mb_s: float, load: Sequence[Arrival]) -> Row:
+    """Requests through the gateway."""
+    async with pool_mesh(budget_mb_s) as mesh, aiohttp.ClientSession() as session:
+        client = StackClient(session, mesh.url, MODEL.name, seed=0)
+
+        async def send(arrival: Arrival) -> bool:
+            prompt = arrival.prompt
+            return await client.complete_prompt(prompt, OUTPUT_TOKENS, "disaggregated") is not None
+
+        return await send_all(name, mesh, load, send)
+
+
 async def measure(rate: float, seconds: float, seed: int) -> list[Row]:
-    """All systems, one after the other, under the same load."""
+    """Everything, one after the other, under the same load."""
     load = arrivals(rate, seconds, seed)
     rows: list[Row] = []
-    for policy, budget_mb_s in itertools.product(POLICIES, (0.0, 100.0)):
-        sys.stderr.write(f"{policy}, {budget_mb_s:g} MB/s: {len(load)} requests\n")
-        rows.append(await run(policy, budget_mb_s, load))
+    for name, run in (("holders", run_holders), ("routed", run_routed)):
+        for copies, budget_mb_s in (("no copies", 0.0), ("copies", 100.0)):
+            sys.stderr.write(f"{name}, {copies}: {len(load)} requests\n")
+            rows.append(await run(f"{name}, {copies}", budget_mb_s, load))
     return rows
 
 
@@ -240,10 +245,8 @@ def main() -> None:
     parser.add_argument("--dry", action="store_true", help="print, and write no file")
     chosen = parser.parse_args()
     rows = asyncio.run(measure(chosen.rate, chosen.seconds, chosen.seed))
-    ratio = rows[1]["cv of reads"] / rows[0]["cv of reads"]
-    goal = Target(
-        f"CV of reads under {POLICIES[0]}, copies / no copies", ratio, CV_GOAL, at_most=True
-    )
+    ratio = rows[1]["cv"] / rows[0]["cv"]
+    goal = Target("CV of reads of holders, copies / no copies", ratio, CV_GOAL, at_most=True)
     result = document(rows, [goal], chosen.seed, NOTES)
     if chosen.dry:
         sys.stdout.write(markdown(result))

@@ -5,11 +5,11 @@ Pure. Tests: tests/integration/test_gateway_grpc.py.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from kvmesh.core.errors import InvalidRequestError
 from kvmesh.v1 import inference_service_pb2 as pb
+from services.gateway.messages import json_value
 from services.gateway.schema import ChatBody, parse_body
 from services.gateway.tool_scanner import CallArguments, CallStart, Content
 from services.gateway.tools import ToolReader
@@ -75,9 +75,8 @@ def _json(text: str, field: str) -> dict[str, Any] | None:
     if not text:
         return None
     try:
-        found = json.loads(text)
-        json.dumps(found, ensure_ascii=False).encode()  # halves of characters are no text
-    except (ValueError, RecursionError) as error:
+        found = json_value(text)
+    except ValueError as error:
         raise InvalidRequestError(f"{field}: not JSON: {error}", field) from error
     if not isinstance(found, dict):
         raise InvalidRequestError(f"{field}: must be an object", field)

@@ -14,6 +14,21 @@ from pydantic import BaseModel, ConfigDict, Field
 from kvmesh.core.errors import InvalidRequestError
 
 
+def json_value(text: str) -> Any:
+    """What a JSON text says.
+
+    Raises:
+        ValueError: it is none, too deep, or has halves of characters, which are no text.
+    """
+    try:
+        value = json.loads(text)
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
+    return value
+
+
 class TextPart(BaseModel):
     """A text part of a message."""
 
@@ -63,7 +78,7 @@ class PastCall(BaseModel):
         given = self.function.arguments
         text = (given or "{}") if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
         try:
-            arguments = json.loads(text)
+            arguments = json_value(text)
         except ValueError as error:
             raise InvalidRequestError(
                 f"messages: arguments of {self.function.name} are not JSON: {error}", "messages"

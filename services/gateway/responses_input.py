@@ -5,13 +5,12 @@ Pure. Tests: tests/integration/test_gateway_responses.py.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator
 
-from services.gateway.messages import Message, PastCall
+from services.gateway.messages import Message, PastCall, json_value
 
 
 class InputText(BaseModel):
@@ -60,7 +59,7 @@ class PastFunctionCall(BaseModel):
     @field_validator("arguments")
     @classmethod
     def _is_json(cls, arguments: str) -> str:
-        json.loads(arguments or "{}")  # what it raises is a ValueError
+        json_value(arguments or "{}")
         return arguments
 
     def for_chat(self) -> PastCall:

@@ -112,7 +112,7 @@ class ChatTemplate:
         try:
             context = self._template.new_context(variables, shared=True)
             return "".join(self._template.root_render_func(context))
-        except (jinja2.TemplateError, TypeError) as error:
+        except (jinja2.TemplateError, TypeError, RecursionError) as error:
             message = f"the chat template does not accept these messages: {error}"
             raise InvalidRequestError(message, "messages") from error
 

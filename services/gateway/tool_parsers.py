@@ -156,12 +156,13 @@ class HermesParser:
 
     def _read_call(self, text: str) -> tuple[list[Piece], str]:
         if self._scanner is None:
-            self._tail = (self._tail + text).lstrip()
-            if not self._tail:
+            self._tail += text
+            begins = self._tail.lstrip()
+            if not begins:
                 return [], ""
-            if self._tail[0] != "{":
+            if begins[0] != "{":
                 return self._give_up()
-            text, self._tail = self._tail, ""
+            text, self._tail = begins, ""
             self._scanner = CallScanner()
         if not self._scanner.done:
             pieces, rest = self._scanner.push(text)
@@ -184,10 +185,9 @@ class HermesParser:
         return [], rest
 
     def _give_up(self) -> tuple[list[Piece], str]:
-        """No object follows the mark: it was text."""
-        pieces = content_of(self._START + self._tail)
-        self._inside, self._tail = False, ""
-        return pieces, ""
+        """No object follows the mark: it was text, and what follows is to be looked at again."""
+        rest, self._tail, self._inside = self._tail, "", False
+        return content_of(self._START), rest
 
     def finish(self) -> list[Piece]:
         """See `ToolParser.finish`."""

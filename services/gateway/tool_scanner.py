@@ -130,8 +130,9 @@ class CallScanner:
     def _take_string(self) -> None:
         try:
             text = json.loads(self._string)
+            text.encode()
         except ValueError:
-            return  # no JSON: at the end it has no name and is text
+            return  # no JSON, or half a character: at the end it has no name and is text
         if not self._is_value:
             self._key = text
         elif self._key == "name":
@@ -160,9 +161,11 @@ class CallScanner:
             return ""  # no object: known when it is complete
         try:
             plain = json.loads(value or "null")
-        except ValueError:
-            return "{}"
-        return plain if isinstance(plain, str) else "{}"
+            if isinstance(plain, str) and plain.encode():
+                return str(plain)
+        except (ValueError, RecursionError):
+            pass
+        return "{}"
 
 
 def held_back(text: str, marker: str) -> int:

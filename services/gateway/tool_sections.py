@@ -73,11 +73,9 @@ class SectionParser:
         """Reads to the next call's arguments, or to the section's end."""
         marks = self._marks
         self._head += text
-        is_header = marks.call in self._head
-        header = self._head.partition(marks.call)[2] if is_header else self._head
-        before, mark, after = _cut(
-            header, ("{", marks.call_end, marks.end) if is_header else (marks.end,)
-        )
+        before, mark, after = _cut(self._head, (marks.call, marks.end))
+        if mark == marks.call:
+            before, mark, after = _cut(after, ("{", marks.call_end, marks.end))
         if not mark:
             return [], ""
         self._head = ""

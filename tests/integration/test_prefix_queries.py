@@ -15,7 +15,14 @@ import pytest
 import torch
 
 from kvmesh.core.errors import RefusedError
-from kvmesh.core.types import Endpoint, Refusal, RefusalReason, SamplingParams, SequenceSpec
+from kvmesh.core.types import (
+    Endpoint,
+    PrefixSource,
+    Refusal,
+    RefusalReason,
+    SamplingParams,
+    SequenceSpec,
+)
 from kvmesh.kv.hashing import HashChain, join_hashes, root_hash
 from kvmesh.rpc.channels import TlsConfig
 from kvmesh.rpc.convert import kv_layout_to_proto, reservation_from_proto
@@ -391,3 +398,24 @@ async def test_steps_that_wait_for_answers_tell_nothing_about_computing(folder: 
         queries.observe_step(CHUNK, 99.0)
         assert queries._token_s == 0.1
         await until_idle(p0, d0)
+
+
+@pytest.mark.parametrize("mode", ["always", "never"])
+async def test_who_asks_fetches_nothing_and_who_must_not_ask_fetches(
+    folder: Path, mode: str
+) -> None:
+    """The route names the decode worker as a source of the prefix that it holds."""
+    async with workers(folder, FetchSection(query=mode)) as (p0, d0, driver):
+        await driver.generate(d0, d0, Key("first"), spec_of(prompt(30)))
+        await until_idle(p0, d0)
+        spec = spec_of([*prompt(30), *prompt(10, seed=1)], SAMPLED)
+        control = Endpoint("127.0.0.1", d0._context.port)
+        source = PrefixSource(d0.worker_id, d0.incarnation, control, 7)
+        tokens, _ = await driver.generate_from(source, p0, d0, spec)
+        assert tokens == reference(folder, spec)
+        await until_idle(p0, d0)
+        fetched = d0.pool.statistics().opened_total
+        if mode == "always":
+            assert (asked(p0), fetched) == (NUM_LAYERS * 2, 0)
+        else:
+            assert fetched == 1

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvmesh.core.types import SamplingParams
 from kvmesh.engine import layers
@@ -24,6 +23,7 @@ from tests.integration.families import (
     PROMPT_LENGTHS,
     Checkpoint,
 )
+from tests.unit.kernels.no_copies import no_copies
 
 
 @dataclass
@@ -275,19 +275,6 @@ def test_static_steps_among_steps_with_prompts(checkpoint: Checkpoint) -> None:
     assert [stream.output for stream in static] == [stream.output for stream in plain]
 
 
-class NoCopiesFromTheHost(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses tensors made of lists, and copies between devices."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        name = str(func)
-        assert not name.startswith(("aten.lift_fresh", "aten.pin_memory", "aten.to.device"))
-        if name.startswith("aten._to_copy"):
-            assert "device" not in (kwargs or {})
-        return func(*args, **(kwargs or {}))
-
-
 def test_a_static_step_never_looks_at_values(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -303,7 +290,6 @@ def test_a_static_step_never_looks_at_values(
     step = runner._static
     assert step is not None
     # These tensors have shapes and no values: to wait for one is an error.
-    watch = NoCopiesFromTheHost()  # type: ignore[no-untyped-call]
-    with torch.inference_mode(), FakeTensorMode(allow_non_fake_inputs=True), watch:
+    with torch.inference_mode(), FakeTensorMode(allow_non_fake_inputs=True), no_copies():
         for bucket in step.buckets:
             step.compute(bucket)

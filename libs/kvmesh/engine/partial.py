@@ -12,7 +12,7 @@ import torch
 from kvmesh.engine.kv_cache import KvPool
 from kvmesh.engine.layers import MixerLayer, SelfAttention
 from kvmesh.engine.model import DecoderModel
-from kvmesh.kernels.partial import bytes_of, gather_part, partial_prefill
+from kvmesh.kernels.partial import Part, bytes_of
 from kvmesh.kv.groups import KvGroups
 
 
@@ -44,6 +44,6 @@ class PoolAttention:
         """See `PartialAttention.attend`."""
         kv = self._pool.tensor
         q = torch.frombuffer(queries, dtype=kv.dtype).view(-1, self.num_heads, kv.shape[5])
-        k, v = gather_part(kv, layer, blocks, len(blocks) * kv.shape[3])
-        out, lse = partial_prefill(q.to(kv.device), k, v, scale)
+        part = Part(kv, blocks, len(blocks) * kv.shape[3])
+        out, lse = part.attend(q.to(kv.device), layer, scale)
         return bytes_of(out), bytes_of(lse)

@@ -336,10 +336,10 @@ int few_rows_any(const T* x, const T* weights, const T* bias, T* out, int64_t ro
       const int64_t* starts, const int64_t* lens, const float* sinks, int64_t table_stride,        \
       int64_t sequences, int64_t heads, int64_t dim, int64_t window, float scale,                  \
       int64_t block_stride, int64_t value_offset, int64_t block_size, int64_t kv_heads,            \
-      int threads) {                                                                               \
+      int causal, float* lse, int threads) {                                                       \
     const Pool pool{block_stride, value_offset, block_size, kv_heads};                             \
     const Prefill call{tables, starts, lens,     table_stride,   sequences, heads,                 \
-                       window, q_stride, scale * kLog2E, sinks, pool};                             \
+                       window, q_stride, scale * kLog2E, sinks, pool, causal != 0, lse};           \
     prefill(call, q, kv, out, dim, threads);                                                       \
   }                                                                                                \
   extern "C" int prefill_pays_##NAME() { return kPrefillPays<T>; }                                  \

@@ -35,6 +35,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "prefill_attention": (
         *(_P, _I, _P, _P, _P, _P, _P, _P, _I, _I, _I, _I, _I, _F),
         *_POOL,
+        *(_THREADS, _P),
         _THREADS,
     ),
 }
@@ -219,10 +220,57 @@ def prefill_attention(
     Returns:
         [rows, heads, head_dim].
     """
+    out = q.new_empty(q.shape)
+    _prefill(q, kv, layer, (tables, starts, lens), out, None, scale, window=window, sinks=sinks)
+    return out
+
+
+def partial_prefill(
+    q: Tensor,
+    kv: Tensor,
+    layer: int,
+    blocks: Tensor,
+    num_positions: int,
+    scale: float,
+    *,
+    causal: bool,
+) -> tuple[Tensor, Tensor]:
+    """Attention of one sequence's queries over a part of its context, read where it lies.
+
+    Args:
+        q: [queries, heads, head_dim]; heads and their elements contiguous.
+        blocks: [blocks] int64, that hold the positions.
+        causal: the queries are those of the last positions, and see none after their own; else
+            they see all.
+
+    Returns:
+        [queries, heads, head_dim], and [queries, heads] fp32, the log of the sums of exponentials.
+    """
+    out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
+    starts = torch.tensor([0, len(q)], dtype=torch.int64)
+    spans = (blocks[None], starts, torch.tensor([num_positions], dtype=torch.int64))
+    _prefill(q, kv, layer, spans, out, lse, scale, causal=causal)
+    return out, lse
+
+
+def _prefill(
+    q: Tensor,
+    kv: Tensor,
+    layer: int,
+    spans: tuple[Tensor, Tensor, Tensor],
+    out: Tensor,
+    lse: Tensor | None,
+    scale: float,
+    *,
+    window: int = 0,
+    sinks: Tensor | None = None,
+    causal: bool = True,
+) -> None:
+    """`spans` are tables, starts and lens of `prefill_attention`."""
     _, heads, head_dim = q.shape
+    tables, starts, lens = spans
     assert q.stride()[1:] == (head_dim, 1)
     assert head_dim in _HEAD_DIMS
-    out = q.new_empty(q.shape)
     _function("prefill_attention", q.dtype)(
         q.data_ptr(),
         q.stride(0),
@@ -239,9 +287,10 @@ def prefill_attention(
         window,
         scale,
         *_pool_shape(kv),
+        causal,
+        None if lse is None else lse.data_ptr(),
         torch.get_num_threads(),
     )
-    return out
 
 
 def in_panels(weight: Tensor) -> Tensor | None:

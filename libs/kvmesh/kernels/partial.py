@@ -1,7 +1,8 @@
 """Attention of many queries of one sequence over a part of its context, with its log-sum-exp.
 
-`kv` is the whole pool, as in `reference.py`. On the CPU torch's own flash attention computes it and
-gives the sums as well; elsewhere the plain twin does, which is also the oracle.
+`kv` is the whole pool, as in `reference.py`. On the CPU blocks are read where they lie by
+`prefill.h`, where that pays, else torch's own flash attention computes it, which gives the sums as
+well; elsewhere the plain twin does, which is also the oracle.
 Tests: tests/unit/kernels/test_partial.py.
 """
 
@@ -12,26 +13,59 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvmesh.kernels import host
+
 # Scores that are in memory at once, in the twin.
 _SCORES = 8 << 20
 
 
+class Part:
+    """A part of one sequence's context, planned once and attended to in any layer.
+
+    Args:
+        blocks: that hold its positions, in order.
+        num_queries: those of the last positions, which see none after their own; 0: queries are
+            of later positions and see all.
+    """
+
+    def __init__(
+        self, kv: Tensor, blocks: Sequence[int], num_positions: int, num_queries: int = 0
+    ) -> None:
+        self._kv = kv
+        self._blocks = torch.tensor(blocks, dtype=torch.int64, device=kv.device)
+        self._num_positions = num_positions
+        self._is_causal = num_queries > 0
+        self._in_place = host.has_prefill(kv)
+        self._mask = None
+        if num_queries and not self._in_place:
+            self._mask = causal_mask(num_queries, num_positions, kv)
+
+    def attend(self, q: Tensor, layer: int, scale: float) -> tuple[Tensor, Tensor]:
+        """See `partial_prefill`."""
+        kv, count = self._kv, self._num_positions
+        if self._in_place:
+            return host.partial_prefill(
+                q, kv, layer, self._blocks, count, scale, causal=self._is_causal
+            )
+        k, v = gather_part(kv, layer, self._blocks, count)
+        return partial_prefill(q, k, v, scale, self._mask)
+
+
 def gather_part(
-    kv: Tensor, layer: int, blocks: Sequence[int], num_positions: int
+    kv: Tensor, layer: int, blocks: Tensor, num_positions: int
 ) -> tuple[Tensor, Tensor]:
     """Keys and values of a run of positions.
 
     Args:
-        blocks: that hold the positions, in order.
+        blocks: [blocks] int64, that hold the positions, in order.
 
     Returns:
         Both [positions, kv_heads, head_dim], copies.
     """
-    ids = torch.tensor(blocks, dtype=torch.int64, device=kv.device)
     kv_heads, head_dim = kv.shape[4:]
     k, v = kv[:, layer, 0], kv[:, layer, 1]
     return tuple(  # type: ignore[return-value]
-        each.index_select(0, ids).view(-1, kv_heads, head_dim)[:num_positions] for each in (k, v)
+        each.index_select(0, blocks).view(-1, kv_heads, head_dim)[:num_positions] for each in (k, v)
     )
 
 

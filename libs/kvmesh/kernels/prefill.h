@@ -1,4 +1,5 @@
-// Causal attention of prompt chunks over paged KV, blocks read where they lie.
+// Attention of prompt chunks over paged KV, blocks read where they lie: causal, over a context and
+// the chunk itself, or over a part of a context that all of the chunk sees.
 //
 // Queries of one KV head that stand near each other share a tile: for every 64 positions, keys
 // are turned and values interleaved once into the form that `multiply` reads, and used for all
@@ -34,6 +35,10 @@ struct Prefill {
   float scale;
   const float* sinks;
   Pool pool;
+  // Without it every query sees all positions of its sequence; then there is no window.
+  bool causal;
+  // Of each row and head, the log of the sum of exponentials; or null.
+  float* lse;
 };
 
 constexpr float kLog2E = 1.44269504f;
@@ -293,9 +298,10 @@ inline void add_values(Rows<C>& rows, int64_t row, const C* weights, const C* va
     for (int n = 0; n < N; ++n) store(acc + i * rows.dim + n * kWidth, sums[i][n]);
 }
 
-// Which positions of a tile the queries of a tile see: query i those in [from + i, to + i).
+// Which positions of a tile the queries of a tile see: query i those in [from + i, to + i), or all
+// of them in [from, to) without slope.
 struct Sight {
-  int64_t from, to, group;
+  int64_t from, to, group, slope;
 };
 
 // `kRows` rows over the first V vectors of a tile of positions.
@@ -307,7 +313,7 @@ void attend_rows(Rows<C>& rows, int64_t row, const C* keys, const C* values, con
   multiply<C, V>(&rows.q[row * dim], dim, keys, kTile, static_cast<int>(dim / kLane<C>), scores);
   C weights[kRows * kTile];
   for (int i = 0; i < kRows; ++i) {
-    const int64_t query = (row + i) / sight.group;
+    const int64_t query = (row + i) / sight.group * sight.slope;
     weigh<C, V>(rows, row + i, scores[i], scale, sight.from + query, sight.to + query,
                 weights + i * kTile);
   }
@@ -329,8 +335,8 @@ void attend_tile(Rows<C>& rows, int64_t count, const C* keys, const C* values, c
                  float scale) {
   for (int64_t row = 0; row < count; row += kRows) {
     const int64_t last = std::min(row + kRows, count) - 1;
-    const int64_t to = sight.to + last / sight.group;
-    if (to <= 0 || sight.from + row / sight.group >= kTile) continue;
+    const int64_t to = sight.to + last / sight.group * sight.slope;
+    if (to <= 0 || sight.from + row / sight.group * sight.slope >= kTile) continue;
     switch (std::min<int64_t>((to + kWidth - 1) / kWidth, kVectors)) {
       case 1: attend_rows<C, 1>(rows, row, keys, values, sight, scale); break;
       case 2: attend_rows<C, 2>(rows, row, keys, values, sight, scale); break;
@@ -386,7 +392,7 @@ void attend_queries(const Prefill& call, const QueryTile& queries, int64_t kv_he
     for (int64_t i = 0; i < dim; i += kWidth) store(&rows.q[row * dim + i], load(from + i));
   }
   // None of the queries sees a position before `begin`.
-  const int64_t first = len - left, end = first + queries.count;
+  const int64_t first = len - left, end = call.causal ? first + queries.count : len;
   const int64_t begin = call.window > 0 ? std::max<int64_t>(0, first + 1 - call.window) : 0;
   for (int64_t at = begin / kTile * kTile; at < end; at += kTile) {
     const T* positions[kTile];
@@ -401,12 +407,17 @@ void attend_queries(const Prefill& call, const QueryTile& queries, int64_t kv_he
     }
     tile.fill(positions, pool.value_offset);
     const int64_t from = call.window > 0 ? first + 1 - call.window - at : kFar;
-    attend_tile<C>(rows, count, tile.keys.data(), tile.values.data(), {from, first + 1 - at, group},
-                   call.scale);
+    const int64_t to = (call.causal ? first + 1 : len) - at;
+    attend_tile<C>(rows, count, tile.keys.data(), tile.values.data(),
+                   {from, to, group, call.causal}, call.scale);
   }
   for (int64_t row = 0; row < count; ++row) {
     const int64_t head = kv_head * group + row % group;
-    finish_rows(call, rows, out + ((start + row / group) * call.heads + head) * dim, row, head);
+    const int64_t place = (start + row / group) * call.heads + head;
+    finish_rows(call, rows, out + place * dim, row, head);
+    if (call.lse != nullptr)
+      call.lse[place] =
+          (rows.peaks[row] + std::log2(sum(load(&rows.totals[row * kWidth])))) / kLog2E;
   }
 }
 

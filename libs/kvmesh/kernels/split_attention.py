@@ -17,13 +17,7 @@ from torch import Tensor
 from kvmesh.core.errors import LostError, RefusedError
 from kvmesh.kernels import layer_ops
 from kvmesh.kernels.dispatch import HeadSpec, RopeRows, plan_attention
-from kvmesh.kernels.partial import (
-    bytes_of,
-    causal_mask,
-    gather_part,
-    join_parts,
-    partial_prefill,
-)
+from kvmesh.kernels.partial import Part, bytes_of, join_parts
 from kvmesh.kernels.plan import RaggedBatch, slots_of
 from kvmesh.transfer.remote_attention import PendingAttention, RemoteAttention
 
@@ -82,10 +76,9 @@ class SplitAttention:
         self._rest = plan_attention(_sequences(batch, 0, cut), kv) if cut else None
         self._batch = tail = _sequences(batch, cut, batch.num_sequences)
         self._slots = torch.from_numpy(slots_of(tail)).to(kv.device)
-        # Of the layers' dtype, and the same in all of them.
-        self._masks = [
-            causal_mask(tail.query_len(index), tail.context_lens[index], kv)
-            for index in range(len(parts))
+        self._here = [
+            Part(kv, tail.block_tables[i], tail.context_lens[i], tail.query_len(i))
+            for i in range(len(parts))
         ]
         assert first + tail.num_rows == batch.num_rows
 
@@ -115,7 +108,11 @@ class SplitAttention:
         if self._rest is not None:
             before = RopeRows(rope.cos[:first], rope.signed_sin[:first])
             outs.append(self._rest.run(qkv[:first], layer, spec, before))
-        here = [self._attend(index, each, layer, spec) for index, each in enumerate(queries)]
+        # The new rows are among what is here.
+        here = [
+            part.attend(each, layer, spec.scale)
+            for part, each in zip(self._here, queries, strict=True)
+        ]
         outs += [
             part.join(answer, local, each)
             for part, answer, local, each in zip(self._parts, pending, here, queries, strict=True)
@@ -125,12 +122,6 @@ class SplitAttention:
     def _spans(self) -> list[slice]:
         starts = self._batch.query_starts
         return [slice(*span) for span in itertools.pairwise(starts)]
-
-    def _attend(self, index: int, q: Tensor, layer: int, spec: HeadSpec) -> tuple[Tensor, Tensor]:
-        """One sequence's attention over what is here, its new rows included."""
-        batch = self._batch
-        k, v = gather_part(self._kv, layer, batch.block_tables[index], batch.context_lens[index])
-        return partial_prefill(q, k, v, spec.scale, self._masks[index])
 
 
 def _sequences(batch: RaggedBatch, begin: int, end: int) -> RaggedBatch:

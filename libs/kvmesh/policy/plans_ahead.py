@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 from kvmesh.core.types import Placement, RoutePlan, RouteQuery
 
-AHEAD_S = 0.1
-"""A plan is used within this time: a fifth of the interval at which workers report their loads."""
+AHEAD_S = 0.2
+"""A plan is used within this time, less than half the interval at which workers report loads."""
 
 MAX_AHEAD = 32
 """Plans that a gateway has of a kind at a time."""

@@ -175,15 +175,19 @@ class _CopyPlan:
         self._runs = {run.name: run for run in runs}
         self._held = held
         self._readers = {member.worker_id: member for member in readers}
-        self._holders = holders
+        self._holders = {member.worker_id: member for member in holders}
         self._room = {member.worker_id: member.report.room_blocks for member in readers}
         self._left = limits.budget_bytes
         self._planned: set[tuple[BlockHash, WorkerId]] = set()
 
+    def is_reader(self, member: PoolMember) -> bool:
+        """Whether a worker is among those that are compared."""
+        return member.worker_id in self._readers
+
     def full_holders(self, run: HotRun) -> list[PoolMember]:
         """Members that hold all of a run's prefix."""
-        held = self._held[run.name]
-        return [each for each in self._holders if held.get(each.worker_id, 0) >= run.num_blocks]
+        full = (w for w, length in self._held[run.name].items() if length >= run.num_blocks)
+        return [self._holders[worker] for worker in full if worker in self._holders]
 
     def missing(self, name: BlockHash, worker: WorkerId) -> int:
         """Blocks that a worker lacks when the copies planned so far are made."""
@@ -239,7 +243,7 @@ def plan_prefix_copies(
     for run, segment in zip(runs, hitters, strict=True):
         last = plan.full_holders(run)
         if (
-            any(member in readers for member in last)
+            any(plan.is_reader(member) for member in last)
             and all(member.report.leaving for member in last)
             and not any(worker in loads for worker in segment.copies)  # none is on its way
         ):

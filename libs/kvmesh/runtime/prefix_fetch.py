@@ -237,7 +237,7 @@ class PrefixFetcher:
     ) -> None:
         if self._staging is not None:
             pieces = pieces_of(runs, self._block_bytes, None)
-            async with self._staging.landing(pieces) as landing:
+            async with self._staging.landing(pieces, lease.worker_id) as landing:
                 await self._reader.get(lease, [leased], landing.views)
                 await landing.land()
             return

@@ -179,14 +179,16 @@ class LocalChannel:
     ) -> None:
         async with contextlib.AsyncExitStack() as stack:
             if isinstance(self._memory, StagingRing):
-                sources = await stack.enter_async_context(self._memory.views(runs, part, after))
+                sources = await stack.enter_async_context(
+                    self._memory.views(runs, part, after, self)
+                )
             else:
                 sources = run_views(self._memory, runs, self._block_bytes, part)
             if grant.pieces is None:
                 await self._fill(grant.views, sources)
                 return
             assert self._end.staging is not None, "a target with a device pool has staging"
-            landing = await stack.enter_async_context(self._end.staging.landing(grant.pieces))
+            landing = await stack.enter_async_context(self._end.staging.landing(grant.pieces, self))
             await self._fill(landing.views, sources)
             await landing.land()
 

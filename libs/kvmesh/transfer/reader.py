@@ -222,7 +222,7 @@ class BlockReader:
             cursor, count = ViewCursor(into), max(1, end.staging.piece_bytes // grant.pieces.size)
             for first in range(0, len(grant.pieces.starts), count):
                 pieces = grant.pieces.cut(first, count)
-                async with end.staging.gathered(pieces, after) as views:
+                async with end.staging.gathered(pieces, after, self) as views:
                     await self._fill(cursor.take(pieces.num_bytes), views)
         finally:
             end.source.end_read(grant)

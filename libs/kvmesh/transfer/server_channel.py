@@ -244,7 +244,7 @@ class ServerChannel:
         if grant.pieces is None:
             return await self._frames.receive_payload(grant.views)
         assert self._state.staging is not None, "a target with a device pool has staging"
-        async with self._state.staging.landing(grant.pieces) as landing:
+        async with self._state.staging.landing(grant.pieces, self._machine.peer) as landing:
             intact = await self._frames.receive_payload(landing.views)
             if intact:
                 await landing.land()
@@ -264,7 +264,9 @@ class ServerChannel:
                 await self._give(get, num_bytes, grant.views)
             else:
                 assert staging is not None, "a source with a device pool has staging"
-                async with staging.gathered(grant.pieces, staging.moment()) as views:
+                async with staging.gathered(
+                    grant.pieces, staging.moment(), self._machine.peer
+                ) as views:
                     await self._give(get, num_bytes, views)
         finally:
             self._source.end_read(grant)
@@ -358,7 +360,7 @@ class ServerChannel:
 
         async def carry(first: int) -> None:
             arriving = pieces.cut(first, count)
-            async with staging.landing(arriving) as landing:
+            async with staging.landing(arriving, self._machine.peer) as landing:
                 copy = partial(copy_ranges, landing.views, sources[first : first + count])
                 await run_to_end(self._threads, copy)
                 await landing.land()

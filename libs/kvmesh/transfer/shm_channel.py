@@ -91,7 +91,7 @@ class ShmChannel:
             if staging is None:
                 await self._lane.pull(claim, piece, part)
                 return
-            async with staging.copied(piece, part, after) as staged:
+            async with staging.copied(piece, part, after, self) as staged:
                 await self._lane.pull(claim, staged, part)
 
         if len(pieces) == 1:

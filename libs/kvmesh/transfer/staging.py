@@ -12,7 +12,7 @@ import bisect
 import contextlib
 import os
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple, TypeAlias
@@ -32,9 +32,9 @@ SendMemory: TypeAlias = "PoolMemory | StagingRing"
 """What a channel sends from: the pool, or in place of a device pool what it is staged in."""
 
 DEFAULT_STAGING_BYTES = 64 << 20
-_MIN_BLOCKS = 4
-"""Two pieces of a block each way may be under way at the same time, whatever a block's size."""
-_PIECES = 4
+_MIN_BLOCKS = 8
+_PIECES = 8
+"""At least; half of them may be one peer's."""
 _MAX_THREADS = 4
 """They wait for the device, which works in the order of their calls."""
 
@@ -52,38 +52,63 @@ class Landing(NamedTuple):
 
 
 class Spaces:
-    """Which blocks of the memory are taken. First come, first served; no I/O."""
+    """Which blocks of the memory are taken, and by whom. No I/O.
+
+    Nobody who holds some gets more than half, so that a peer that stalls does not stop all others.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._free: list[tuple[int, int]] = [(0, num_blocks)]  # first, count; in order
+        self._held: dict[Hashable, int] = {}
 
     @property
     def num_free(self) -> int:
         """Blocks that nobody has."""
         return sum(count for _, count in self._free)
 
-    def take(self, num_blocks: int) -> int | None:
+    def may_take(self, num_blocks: int, owner: Hashable) -> bool:
+        """Whether it is the owner's to take so many, if they are free."""
+        held = self._held.get(owner, 0)
+        return held == 0 or 2 * (held + num_blocks) <= self.num_blocks
+
+    def take(self, num_blocks: int, owner: Hashable) -> int | None:
         """The first of so many free blocks in a row; None when there are none now."""
         for index, (first, count) in enumerate(self._free):
             if count >= num_blocks:
+                self._held[owner] = self._held.get(owner, 0) + num_blocks
                 rest = (first + num_blocks, count - num_blocks)
                 self._free[index : index + 1] = [rest] if rest[1] else []
                 return first
         return None
 
-    def give_back(self, first: int, num_blocks: int) -> None:
+    def give_back(self, first: int, num_blocks: int, owner: Hashable) -> None:
         """Frees what `take` gave."""
         index = bisect.bisect(self._free, (first, 0))
         before, after = self._free[:index], self._free[index:]
         assert not before or sum(before[-1]) <= first, "freed twice"
         assert not after or first + num_blocks <= after[0][0], "freed twice"
+        self._held[owner] -= num_blocks
+        if self._held[owner] == 0:
+            del self._held[owner]
         if before and sum(before[-1]) == first:
             first, num_blocks = before[-1][0], before[-1][1] + num_blocks
             before.pop()
         if after and first + num_blocks == after[0][0]:
             num_blocks += after.pop(0)[1]
         self._free = [*before, (first, num_blocks), *after]
+
+
+class _Wait(NamedTuple):
+    """Somebody without space."""
+
+    num_blocks: int
+    owner: Hashable
+    came: asyncio.Future[int]
+
+    @property
+    def has_come(self) -> bool:
+        return self.came.done() and not self.came.cancelled() and self.came.exception() is None
 
 
 class StagingRing:
@@ -113,7 +138,7 @@ class StagingRing:
             os.close(self.fd)
             raise
         self._spaces = Spaces(self.num_blocks)
-        self._waiting: deque[tuple[int, asyncio.Future[int]]] = deque()
+        self._waiting: deque[_Wait] = deque()
         self._threads = ThreadPoolExecutor(_MAX_THREADS, "kv-device")
         self._idle = asyncio.Event()
         self._closed = False
@@ -140,54 +165,62 @@ class StagingRing:
         return self._spaces.num_free
 
     @contextlib.asynccontextmanager
-    async def landing(self, pieces: Pieces) -> AsyncIterator[Landing]:
-        """Memory for pieces that arrive; steps until now may still use them."""
+    async def landing(self, pieces: Pieces, owner: Hashable) -> AsyncIterator[Landing]:
+        """Memory for pieces that arrive; steps until now may still use them.
+
+        Args:
+            owner: whose they are, of the two sides the one that may stall.
+        """
         after = self._pool.moment()
-        async with self._space(pieces.num_bytes) as at:
+        async with self._space(pieces.num_bytes, owner) as at:
             views = [self._view[at : at + pieces.num_bytes]]
             scatter = partial(self._staging.scatter, at, pieces, after)
             yield Landing(views, partial(self._run, scatter))
 
     @contextlib.asynccontextmanager
     async def views(
-        self, runs: Sequence[Run], part: BlockPart | None, after: Moment
+        self, runs: Sequence[Run], part: BlockPart | None, after: Moment, owner: Hashable
     ) -> AsyncIterator[Sequence[memoryview]]:
         """The bytes of runs of the pool, or of a part of each of their blocks.
 
         Args:
             after: see `moment`.
+            owner: see `landing`.
 
         Raises:
             LostError: the device failed.
         """
-        async with self.gathered(pieces_of(runs, self._block_bytes, part), after) as views:
+        async with self.gathered(pieces_of(runs, self._block_bytes, part), after, owner) as views:
             yield views
 
     @contextlib.asynccontextmanager
-    async def gathered(self, pieces: Pieces, after: Moment) -> AsyncIterator[Sequence[memoryview]]:
+    async def gathered(
+        self, pieces: Pieces, after: Moment, owner: Hashable
+    ) -> AsyncIterator[Sequence[memoryview]]:
         """The bytes of pieces, in order.
 
         Raises:
             LostError: the device failed.
         """
-        async with self._space(pieces.num_bytes) as at:
+        async with self._space(pieces.num_bytes, owner) as at:
             await self._run(partial(self._staging.gather, pieces, at, pieces.size, after))
             yield [self._view[at : at + pieces.num_bytes]]
 
     @contextlib.asynccontextmanager
     async def copied(
-        self, runs: Sequence[Run], part: BlockPart | None, after: Moment
+        self, runs: Sequence[Run], part: BlockPart | None, after: Moment, owner: Hashable
     ) -> AsyncIterator[Sequence[Run]]:
         """The same runs with their blocks in the memfd in place of the pool.
 
         Args:
             after: see `moment`.
+            owner: see `landing`.
 
         Raises:
             LostError: the device failed.
         """
         pieces = pieces_of(runs, self._block_bytes, part)
-        async with self._space(len(pieces.starts) * self._block_bytes) as at:
+        async with self._space(len(pieces.starts) * self._block_bytes, owner) as at:
             begin = at + (0 if part is None else part.offset)
             await self._run(partial(self._staging.gather, pieces, begin, self._block_bytes, after))
             numbers = numbers_of(runs).copy()
@@ -199,47 +232,51 @@ class StagingRing:
         await run_to_end(self._threads, work)
 
     @contextlib.asynccontextmanager
-    async def _space(self, num_bytes: int) -> AsyncIterator[int]:
+    async def _space(self, num_bytes: int, owner: Hashable) -> AsyncIterator[int]:
         """Where so many bytes are free; held while inside."""
         num_blocks = -(-num_bytes // self._block_bytes)
         assert num_blocks <= self.num_blocks, "pieces are smaller than the memory"
         if self._closed:
             raise LostError("data channels are closed")
-        first = None if self._waiting else self._spaces.take(num_blocks)
-        if first is None:
-            first = await self._turn(num_blocks)
+        first = await self._turn(num_blocks, owner)
         try:
             yield first * self._block_bytes
         finally:
-            self._spaces.give_back(first, num_blocks)
-            self._serve()
-            self._idle.set()
+            self._free(first, num_blocks, owner)
 
-    async def _turn(self, num_blocks: int) -> int:
-        came: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        entry = (num_blocks, came)
-        self._waiting.append(entry)
+    async def _turn(self, num_blocks: int, owner: Hashable) -> int:
+        wait = _Wait(num_blocks, owner, asyncio.get_running_loop().create_future())
+        self._waiting.append(wait)
+        self._serve()
         try:
-            return await came
+            return await wait.came
         except asyncio.CancelledError:
-            if came.done() and not came.cancelled() and came.exception() is None:
-                self._spaces.give_back(came.result(), num_blocks)
-            with contextlib.suppress(ValueError):
-                self._waiting.remove(entry)
-            self._serve()
-            self._idle.set()
+            if wait.has_come:
+                self._free(wait.came.result(), num_blocks, owner)
+            else:
+                self._serve()  # who waited behind it
             raise
 
+    def _free(self, first: int, num_blocks: int, owner: Hashable) -> None:
+        self._spaces.give_back(first, num_blocks, owner)
+        self._serve()
+        self._idle.set()
+
     def _serve(self) -> None:
-        """Gives space to those who wait, in their order."""
-        while self._waiting:
-            num_blocks, came = self._waiting[0]
-            if not came.cancelled():
-                first = self._spaces.take(num_blocks)
-                if first is None:
-                    return
-                came.set_result(first)
-            self._waiting.popleft()
+        """Gives space to those who wait, in their order, passing over who has enough."""
+        left: deque[_Wait] = deque()
+        is_full = False
+        for wait in self._waiting:
+            if wait.came.done():  # cancelled
+                continue
+            if not is_full and self._spaces.may_take(wait.num_blocks, wait.owner):
+                first = self._spaces.take(wait.num_blocks, wait.owner)
+                if first is not None:
+                    wait.came.set_result(first)
+                    continue
+                is_full = True
+            left.append(wait)
+        self._waiting = left
 
     async def close(self) -> None:
         """Frees the memory once nobody holds any; who waits for some gets LostError.
@@ -249,9 +286,9 @@ class StagingRing:
         if self._closed:
             return
         self._closed = True
-        for _, came in self._waiting:
-            if not came.done():
-                came.set_exception(LostError("data channels are closed"))
+        for wait in self._waiting:
+            if not wait.came.done():
+                wait.came.set_exception(LostError("data channels are closed"))
         self._waiting.clear()
         while self.num_free < self.num_blocks:
             self._idle.clear()

@@ -145,7 +145,7 @@ class TcpChannel:
 
         async def carry(piece: Sequence[Run]) -> None:
             if isinstance(memory, StagingRing):
-                async with memory.views(piece, part, after) as views:
+                async with memory.views(piece, part, after, self) as views:
                     await self._send(reservation, piece, views, part, progress, width)
                 return
             views = run_views(memory, piece, self._identity.layout.block_bytes, part)

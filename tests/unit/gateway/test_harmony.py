@@ -3,6 +3,8 @@ from __future__ import annotations
 import random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from services.gateway.harmony import HarmonyCalls
 from services.gateway.reasoning import ReasoningFamily, Thinking, thinking_after
@@ -87,3 +89,43 @@ def test_a_prompt_leaves_the_channel_to_the_model() -> None:
     assert thinking_after(THINKING.family, "<|end|><|start|>assistant") == THINKING
     count = ThinkingCount(THINKING, lambda token_id: bytes([token_id]))
     assert count.of(list(f"{ANALYSIS}ab<|end|>".encode())) == len(f"{ANALYSIS}ab<|end|>")
+
+
+PARTS = [
+    *("<|start|>", "assistant", "<|channel|>", "analysis", "commentary", "final", "<|message|>"),
+    *(
+        "<|end|>",
+        "<|call|>",
+        " to=functions.weather",
+        "text",
+        "<",
+        " ",
+        "\n",
+        ANALYSIS,
+        FINAL,
+        CALL,
+    ),
+]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.sampled_from(PARTS), max_size=12), st.lists(st.integers(0, 200), max_size=4))
+def test_pieces_say_what_the_whole_says(parts: list[str], cuts_at: list[int]) -> None:
+    text = "".join(parts)
+    places = sorted(min(cut, len(text)) for cut in cuts_at)
+    pieces = [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
+    found = []
+    for way in ([text], pieces, list(text)):
+        reader, calls = THINKING.parser(), HarmonyCalls()
+        told = [*map(reader.push, way), reader.finish()]
+        said = [each for one in told for each in calls.push(one.answer)] + calls.finish()
+        written = [(type(each).__name__, getattr(each, "text", "")) for each in said]
+        found.append(
+            (
+                "".join(each.reasoning for each in told),
+                "".join(each.answer for each in told),
+                "".join(text for kind, text in written if kind == "CallArguments"),
+                [kind for kind, _ in written].count("CallStart"),
+            )
+        )
+    assert found[0] == found[1] == found[2]

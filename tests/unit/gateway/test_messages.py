@@ -4,6 +4,7 @@ import pytest
 
 from kvmesh.core.errors import InvalidRequestError
 from services.gateway.messages import Message
+from services.gateway.responses_input import PastFunctionCall
 from services.gateway.tokenizer import ChatTemplate
 
 TEXT = '{"city":  "Röm", "days": [1, null]}'
@@ -42,7 +43,12 @@ def test_past_thinking_has_either_name() -> None:
         assert message.for_template()["reasoning_content"] == "hm"
 
 
-def test_past_arguments_are_json() -> None:
+@pytest.mark.parametrize("arguments", ["{", '{"a": "\\ud800"}', '{"a":' * 5000])
+def test_past_arguments_are_json(arguments: str) -> None:
     assert rendered("{{ args }}", "") == "{}"
     with pytest.raises(InvalidRequestError, match="arguments of f are not JSON"):
-        rendered("{{ args }}", "{")
+        rendered("{{ args }}", arguments)
+    with pytest.raises(ValueError, match="arguments"):
+        PastFunctionCall.model_validate(
+            {"type": "function_call", "call_id": "a", "name": "f", "arguments": arguments}
+        )

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch.nn import functional
 
+from kvmesh.kernels import host
 from kvmesh.kernels.partial import (
+    Part,
     bytes_of,
     causal_mask,
     gather_part,
@@ -78,6 +80,42 @@ def test_the_query_of_the_last_position_sees_all() -> None:
     assert mask.tolist() == [[0, 0, -torch.inf], [0, 0, 0]]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("queries", "positions"), [(1, 64), (7, 64), (70, 130), (20, 20)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_blocks_are_read_where_they_lie(
+    dtype: torch.dtype, queries: int, positions: int, causal: bool
+) -> None:
+    kv = torch.full((12, 2, 2, 16, KV_HEADS, 32), torch.nan, dtype=dtype)
+    if not host.has_decode(kv):
+        pytest.skip("needs a C++ compiler")
+    blocks = torch.tensor([7, 3, 9, 1, 11, 5, 0, 2, 10][: -(-positions // 16)])
+    both = random(2, positions, KV_HEADS, 32, dtype=dtype)
+    for at in range(positions):
+        kv[blocks[at // 16], 1, :, at % 16] = both[:, at]
+    # Queries as the engine has them: beside keys and values.
+    q = random(queries, HEADS + 2 * KV_HEADS, 32, dtype=dtype)[:, :HEADS]
+    out, lse = host.partial_prefill(q, kv, 1, blocks, positions, 0.3, causal=causal)
+    mask = causal_mask(queries, positions, q) if causal else None
+    expected, sums = partial_prefill(q, both[0], both[1], 0.3, mask)
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(lse, sums, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("num_queries", [0, 5])
+def test_a_part_is_the_same_however_it_is_read(
+    num_queries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kv = random(6, 2, 2, 16, KV_HEADS, 32)
+    q = random(5, HEADS, 32)
+    found = []
+    for in_place in (host.has_decode(kv), False):
+        monkeypatch.setattr(host, "has_prefill", lambda kv, answer=in_place: answer)
+        found.append(Part(kv, [4, 2], 25, num_queries).attend(q, 1, 0.3))
+    torch.testing.assert_close(found[0], found[1], atol=2e-6, rtol=2e-6)
+
+
 def test_an_empty_part_has_no_weight() -> None:
     out, lse = random(3, HEADS, DIM), random(3, HEADS)
     nothing = (torch.zeros_like(out), torch.full_like(lse, -torch.inf))
@@ -89,7 +127,7 @@ def test_gather_takes_blocks_in_order_and_nothing_of_the_spare_slots() -> None:
     positions = random(7, KV_HEADS, DIM)
     kv[4, 1, 0], kv[2, 1, 0, :3] = positions[:4], positions[4:]
     kv[4, 1, 1], kv[2, 1, 1, :3] = -positions[:4], -positions[4:]
-    k, v = gather_part(kv, 1, [4, 2], 7)
+    k, v = gather_part(kv, 1, torch.tensor([4, 2]), 7)
     assert torch.equal(k, positions)
     assert torch.equal(v, -positions)
 

@@ -29,25 +29,38 @@ def test_spaces_never_overlap_and_merge_when_all_is_free() -> None:
     held: list[tuple[int, int]] = []
     for _ in range(500):
         count = draw.randint(1, 20)
-        first = spaces.take(count)
+        first = spaces.take(count, "a")
         if first is not None:
             assert all(first + count <= f or f + n <= first for f, n in held)
             held.append((first, count))
         elif held:
-            spaces.give_back(*held.pop(draw.randrange(len(held))))
+            spaces.give_back(*held.pop(draw.randrange(len(held))), "a")
         assert spaces.num_free == 64 - sum(count for _, count in held)
     for each in held:
-        spaces.give_back(*each)
-    assert spaces.take(64) == 0
+        spaces.give_back(*each, "a")
+    assert spaces.may_take(64, "a")
+    assert spaces.take(64, "a") == 0
+
+
+def test_nobody_holds_more_than_half_but_at_once() -> None:
+    spaces = Spaces(8)
+    assert spaces.may_take(8, "a")
+    first = spaces.take(3, "a")
+    assert first == 0
+    assert spaces.may_take(1, "a")
+    assert not spaces.may_take(2, "a")
+    assert spaces.may_take(5, "b")
+    spaces.give_back(first, 3, "a")
+    assert spaces.may_take(8, "a")
 
 
 def test_what_is_freed_twice_is_noticed() -> None:
     spaces = Spaces(4)
-    first = spaces.take(2)
+    first = spaces.take(2, "a")
     assert first == 0
-    spaces.give_back(first, 2)
+    spaces.give_back(first, 2, "a")
     with pytest.raises(AssertionError, match="freed twice"):
-        spaces.give_back(first, 2)
+        spaces.give_back(first, 2, "a")
 
 
 def test_pieces_of_runs_are_their_blocks_or_the_same_part_of_each() -> None:
@@ -63,7 +76,7 @@ async def test_space_is_given_in_the_order_of_asking_and_after_a_cancelled_wait(
     order: list[int] = []
 
     async def hold(size: int, until_set: asyncio.Event) -> None:
-        async with ring.landing(pieces(size)):
+        async with ring.landing(pieces(size), size):
             order.append(size)
             await until_set.wait()
 
@@ -85,10 +98,23 @@ async def test_space_is_given_in_the_order_of_asking_and_after_a_cancelled_wait(
     assert pool.driver.pinned_bytes == 0
 
 
+async def test_a_peer_that_holds_half_is_passed_over() -> None:
+    ring = StagingRing(TwinPool(LAYOUT, 8), BLOCK, 8 * BLOCK)
+    async with ring.landing(pieces(4), "stalled"):
+        more = asyncio.create_task(ring.landing(pieces(1), "stalled").__aenter__())
+        await until(lambda: len(ring._waiting) == 1)
+        async with ring.landing(pieces(4), "other"):
+            assert ring.num_free == 0
+        assert not more.done()
+        more.cancel()
+    await until(lambda: ring.num_free == ring.num_blocks)
+    await ring.close()
+
+
 async def test_who_waits_at_the_close_is_told_and_who_holds_is_waited_for() -> None:
-    ring = StagingRing(TwinPool(LAYOUT, 8), BLOCK, 4 * BLOCK)
-    async with ring.landing(pieces(3)) as landing:
-        waiting = asyncio.create_task(ring.landing(pieces(2)).__aenter__())
+    ring = StagingRing(TwinPool(LAYOUT, 8), BLOCK, 8 * BLOCK)
+    async with ring.landing(pieces(3), "a") as landing:
+        waiting = asyncio.create_task(ring.landing(pieces(6), "b").__aenter__())
         await until(lambda: len(ring._waiting) == 1)
         closing = asyncio.create_task(ring.close())
         with pytest.raises(LostError, match="closed"):
@@ -99,14 +125,14 @@ async def test_who_waits_at_the_close_is_told_and_who_holds_is_waited_for() -> N
     await closing
     await ring.close()
     with pytest.raises(LostError, match="closed"):
-        await ring.landing(pieces(1)).__aenter__()
+        await ring.landing(pieces(1), "a").__aenter__()
 
 
 async def test_a_part_keeps_its_place_in_blocks_that_a_peer_maps() -> None:
     content = random.Random(1).randbytes(8 * BLOCK)
     ring = StagingRing(TwinPool(LAYOUT, 8, content), BLOCK, 8 * BLOCK)
     part = BlockPart(100, 999)
-    async with ring.copied([Run(6, 40, 2), Run(1, 42, 1)], part, ring.moment()) as runs:
+    async with ring.copied([Run(6, 40, 2), Run(1, 42, 1)], part, ring.moment(), "a") as runs:
         assert list(runs) == [Run(0, 40, 2), Run(2, 42, 1)]
         staged = np.frombuffer(ring._view, dtype=np.uint8).reshape(-1, BLOCK)[:3, 100:1099]
         wanted = np.frombuffer(content, dtype=np.uint8).reshape(-1, BLOCK)[[6, 7, 1], 100:1099]
@@ -116,13 +142,13 @@ async def test_a_part_keeps_its_place_in_blocks_that_a_peer_maps() -> None:
 
 
 async def test_more_at_once_than_there_is_staging_for_is_refused_with_a_reason() -> None:
-    receive = ReceiveOptions(staging_bytes=4 * BLOCK)
+    receive = ReceiveOptions(staging_bytes=8 * BLOCK)
     async with running_pair(SendOptions(kinds=("tcp",)), receive, (False, True)) as pair:
         with pytest.raises(Exception, match="of staging") as caught:
             await pair.pool.put(pair.reservation, whole(16))
         assert caught.value.refusal.reason is RefusalReason.INVALID  # type: ignore[attr-defined]
-        await pair.pool.put(pair.reservation, whole(4))
-        assert pair.target.content(0, 4) == pair.source.read_view(0, 4)
+        await pair.pool.put(pair.reservation, whole(8))
+        assert pair.target.content(0, 8) == pair.source.read_view(0, 8)
 
 
 @pytest.mark.parametrize("kinds", [("tcp",), ("shm",)])
