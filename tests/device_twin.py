@@ -32,6 +32,7 @@ class TwinDriver:
 
     Attributes:
         num_marks: calls of `mark`.
+        threads: names of those that waited for copies.
         awaited: per call of `run`, the number of marks that it waited for.
         pinned_bytes: reachable by the device now.
         is_broken: copies fail as those of a device that fell off its bus.
@@ -47,7 +48,7 @@ class TwinDriver:
         self.is_broken = False
         self.is_private = False
         self.num_open = 0
-        self.threads: set[str] = set()
+        self.threads: list[str] = []
         self._queue = threading.Lock()
 
     def mark(self) -> None:
@@ -62,7 +63,7 @@ class TwinDriver:
             if self.is_broken:
                 raise LostError("the device is gone")
             work()
-            self.threads.add(threading.current_thread().name)
+            self.threads.append(threading.current_thread().name)
 
     def pin(self, memory: memoryview) -> Tensor:
         self.pinned_bytes += memory.nbytes
