@@ -38,7 +38,8 @@ NOTES = (
     " included\n"
     f"- overload: {CAPACITY:g} prompts/s can be taken, offered is a multiple; per s counts first"
     f" tokens within {TTFT_LIMIT_MS} ms; p50 and p99 are of all that were served\n"
-    "- workers hold no KV and publish none, so no prefix is looked up, except where it is said;"
+    "- workers hold no KV and publish none, so no prefix is looked up, except where it is said,"
+    " and many requests find a plan that the scheduler made before they came (docs/adr/0012);"
     " Dynamo and the routers take turns\n"
     "- failed: neither a whole answer nor a refusal with 429 or 503"
 ).split("\n- ")

@@ -41,6 +41,7 @@ CHUNK = 512
 PREFIXES = (256, 1024, 3968)
 NEW = (1, 16, 64)
 CHANNELS = ("shm", "tcp")
+_LONG = 2000
 _GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -195,12 +196,14 @@ async def measure(runner: TorchRunner, shape: Shape, address: DataAddress) -> li
         for prefix in PREFIXES:
             for new in NEW:
                 add(await asyncio.to_thread(measure_layer, to, new, prefix, 20))
+    computed: list[float] = []
     for prefix in PREFIXES:
         for new in NEW:
-            tokens = [3 + index % 1000 for index in range(prefix + new)]
-            repeats = 1 if prefix > 2000 else 3
-            compute = partial(run_chunks, runner, tokens, None)
-            computed = await asyncio.to_thread(timed, compute, repeats)
+            is_long = prefix > _LONG
+            if not is_long or new == NEW[0]:  # some more tokens are nothing to a long prefix
+                tokens = [3 + index % 1000 for index in range(prefix + new)]
+                compute = partial(run_chunks, runner, tokens, None)
+                computed = await asyncio.to_thread(timed, compute, 1 if is_long else 3)
             for to in tos:
                 add(await measure_prompt(to, new, prefix, 5, computed))
     for to in tos:

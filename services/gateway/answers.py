@@ -205,6 +205,8 @@ class Answer:
         """Adds a piece to what there is of its choice."""
         choice = self._texts[delta.index]
         choice.token_ids.extend(delta.token_ids)
+        if self._counts:  # as they come: thousands at the end would hold up other streams
+            self._counts[delta.index].of(choice.token_ids)
         choice.cached_tokens = delta.cached_tokens
         choice.finish_reason = delta.finish_reason
         choice.prompt_logprobs += delta.prompt_logprobs

@@ -132,6 +132,8 @@ class _Text:
     def push(self, delta: TextDelta) -> tuple[Told, list[ToolCallDelta]]:
         """More text, told apart."""
         self._token_ids += delta.token_ids
+        if self._count is not None:  # as they come, not thousands at the end
+            self._count.of(self._token_ids)
         is_last = delta.finish_reason is not None
         told, calls = Told("", delta.text), list[ToolCallDelta]()
         if self._thoughts is not None:

@@ -85,6 +85,8 @@ class ResponsesAnswer:
     def _events(self, delta: TextDelta) -> list[Body]:
         """The events of one piece, and after the last one those of the end."""
         self._token_ids += delta.token_ids
+        if self._count is not None:  # as they come, not thousands at the end
+            self._count.of(self._token_ids)
         self._cached_tokens = delta.cached_tokens
         is_last = delta.finish_reason is not None
         events = self._object.push(delta.text, last=is_last)

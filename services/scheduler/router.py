@@ -203,8 +203,8 @@ def _describe(span: Span, query: RouteQuery, outcome: RoutePlan | Refusal) -> No
             message=outcome.message,
         )
         return
-    metrics.ROUTES.labels("plan", outcome.placement.value).inc()
-    metrics.ROUTE_CAUSES.labels(outcome.policy, outcome.cause.value).inc()
+    for counter in metrics.planned(outcome.placement.value, outcome.policy, outcome.cause.value):
+        counter.inc()
     span.set(
         outcome="plan",
         placement=outcome.placement.value,

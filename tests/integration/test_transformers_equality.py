@@ -291,5 +291,4 @@ def test_a_static_step_never_looks_at_values(
     assert step is not None
     # These tensors have shapes and no values: to wait for one is an error.
     with torch.inference_mode(), FakeTensorMode(allow_non_fake_inputs=True), no_copies():
-        for bucket in step.buckets:
-            step.compute(bucket)
+        step.compute(step.buckets[-1])
