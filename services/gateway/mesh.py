@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from kvmesh.console.request_log import RequestLog
 from kvmesh.core.types import Placement, RequestId, RouteCause, SamplingParams, WorkerId
 from kvmesh.core.values import quick
+from kvmesh.policy.connections import Connections
 from kvmesh.policy.crowd import Crowd
 from kvmesh.policy.prefill_times import PrefillTimes
 from kvmesh.policy.quota import Tenant
@@ -92,3 +93,4 @@ class Mesh:
     log: RequestLog = field(default_factory=RequestLog)
     prefill_times: PrefillTimes = field(default_factory=PrefillTimes)
     crowd: Crowd = field(default_factory=Crowd)
+    connections: Connections = field(default_factory=Connections)

@@ -8,7 +8,7 @@ Tests: tests/integration/test_gateway_refusals.py.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -26,6 +26,7 @@ from kvmesh.core.types import (
     WorkerId,
 )
 from kvmesh.kv.hashing import chain_hashes, root_hash
+from kvmesh.policy.connections import BY_CONNECTIONS
 from kvmesh.policy.fair_share import Claim
 from kvmesh.policy.forwarding import REROUTE_AFTER_S, backoff_s, rounds_per_route
 from kvmesh.rpc.convert import sequence_spec_to_proto
@@ -235,12 +236,19 @@ class Placing:
                     break
             else:
                 return None
-        for candidate in plan.prefill:
+        for candidate in self._in_turn(plan):
             if await self._show(candidate, self._work.offer):
                 holder = self._work.reserved_at
                 assert holder is not None, "an accepted offer has a reservation"
                 return Placed(Placement.DISAGGREGATED, candidate.worker_id, holder, plan.cause)
         return None
+
+    def _in_turn(self, plan: RoutePlan) -> Sequence[Candidate]:
+        """The prefill workers as they are asked: by this gateway's connections, or as planned."""
+        if plan.policy not in BY_CONNECTIONS:
+            return plan.prefill
+        named = {candidate.worker_id: candidate for candidate in plan.prefill}
+        return [named[worker_id] for worker_id in self._mesh.connections.order(list(named))]
 
     async def _round_aggregated(self, plan: RoutePlan) -> Placed | None:
         """Reserve and offer in one, one worker after the other."""
@@ -269,6 +277,8 @@ class Placing:
             self._end_span("gateway.offer", candidate)
             return True
         self._num_offers += refused.by_prefill
+        if refused.by_prefill:
+            self._mesh.connections.rejected(candidate.worker_id)
         stage = Stage.PREFILL if refused.by_prefill else Stage.DECODE
         self._note(stage, refused.refusal, candidate, span)
         return False

@@ -115,6 +115,7 @@ class _Life:
         self._moves = 0
         self._cached_tokens: int | None = None
         self._placed: Placed | None = None
+        self._is_connected = False
         self._handed_off = False
         self._decode_span: Span | None = None
         self._lane = lane
@@ -154,6 +155,8 @@ class _Life:
             avoid=frozenset(self._avoid),
         )
         self._placed = where = await search.run()
+        self._mesh.connections.accepted(where.prefill_worker)
+        self._is_connected = True
         now = self._now()
         self._phases.accepted(now)
         self._trace.placed(now, where.placement, where.prefill_worker, where.decode_worker)
@@ -245,6 +248,9 @@ class _Life:
     def close(self) -> None:
         """Cancels what is open. May be called again."""
         self._work.close()
+        if self._is_connected:
+            self._is_connected = False
+            self._mesh.connections.ended(self._where.prefill_worker)
         self._early.clear()
         if self._decode_span is not None:
             self._decode_span.set(num_tokens=len(self._tokens))

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from kvmesh.core.config import environment
-from kvmesh.core.types import RequestId
+from kvmesh.core.types import RequestId, WorkerId
 from kvmesh.metadata.redis_client import RedisConfig
 from kvmesh.policy import composition
+from kvmesh.policy.connections import Connections
 from kvmesh.policy.curves import Quadratic
 from kvmesh.policy.explain import CandidateFacts, DecisionFacts, describe_decision
 from kvmesh.policy.pdserve import TimeoutTier
@@ -110,7 +111,7 @@ def simulated(rounds: Sequence[Round], policy: str, fleet: str = FLEET) -> None:
     ]
     grouped = fleet == GROUPS
     system = dataclasses.replace(
-        SYSTEMS[policy], switch_roles=False, reallocate=False, grouped=grouped
+        SYSTEMS[policy], switch_roles=False, reallocate=False, monitor=False, grouped=grouped
     )
     result = Simulation(
         Scenario(
@@ -178,6 +179,28 @@ async def test_a_synthetic_trace(policy: str, tmp_path: Path, decided: Decisions
         reasons = {each.reason for each in decided}
         kinds = {"prefix", "fetch", "load", "short_prompt"}
         assert kinds <= reasons, "all kinds of decisions were made"
+
+
+async def test_offers_by_connections(
+    tmp_path: Path, decided: Decisions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under P/D-Serve's policy each gateway offers in an order of its own."""
+    orders: list[list[WorkerId]] = []
+    order = Connections.order
+
+    def noted(self: Connections, names: Sequence[WorkerId]) -> list[WorkerId]:
+        orders.append(order(self, names))
+        return orders[-1]
+
+    monkeypatch.setattr(Connections, "order", noted)
+    rounds = in_rounds(synthetic(3, 12), ROUND_SIZE)
+    await compare(rounds, "pdserve", tmp_path, decided)
+    live, modelled = orders[:12], orders[12:]
+    assert live == modelled
+    assert any(
+        each != [candidate.worker_id for candidate in facts.prefill]
+        for each, facts in zip(modelled, decided, strict=True)
+    ), "it is not the plan's order"
 
 
 async def test_groups_by_scenario(tmp_path: Path, decided: Decisions) -> None:

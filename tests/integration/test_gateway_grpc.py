@@ -186,22 +186,6 @@ async def test_structure_scores_and_place(stack: Stack, stub: InferenceServiceAs
         (GenerateRequest(), "prompt"),
         (GenerateRequest(text="a", sampling=SamplingParams(temperature=3)), "sampling.temperature"),
         (GenerateRequest(text="a", stop=[""]), "stop"),
-        (GenerateRequest(chat=ChatPrompt()), "chat.messages"),
-        (GenerateRequest(chat=ChatPrompt(messages=[ChatMessage()])), "chat.messages[0].role"),
-        (
-            GenerateRequest(chat=ChatPrompt(messages=ASKS, chosen_tool="x")),
-            "chat.tool_choice",
-        ),
-        (
-            GenerateRequest(chat=ChatPrompt(messages=ASKS, template_arguments_json="[]")),
-            "chat.template_arguments_json",
-        ),
-        (
-            GenerateRequest(
-                chat=ChatPrompt(messages=ASKS, tools=[ToolMessage(name="f", parameters_json="{")])
-            ),
-            "chat.tools[0].parameters_json",
-        ),
         (
             GenerateRequest(
                 text="a",
@@ -236,6 +220,26 @@ async def test_invalid(
         await collect(stub, request_)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert trailers(caught.value)["kvmesh-param"] == param
+
+
+BAD_CHATS: list[tuple[ChatPrompt, str]] = [
+    (ChatPrompt(), "chat.messages"),
+    (ChatPrompt(messages=[ChatMessage()]), "chat.messages[0].role"),
+    (ChatPrompt(messages=ASKS, chosen_tool="x"), "chat.tool_choice"),
+    (ChatPrompt(messages=ASKS, template_arguments_json="[]"), "chat.template_arguments_json"),
+    (
+        ChatPrompt(messages=ASKS, tools=[ToolMessage(name="f", parameters_json="{")]),
+        "chat.tools[0].parameters_json",
+    ),
+]
+
+
+async def test_invalid_chats(stub: InferenceServiceAsyncStub) -> None:
+    for chat, param in BAD_CHATS:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await collect(stub, GenerateRequest(chat=chat))
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert trailers(caught.value)["kvmesh-param"] == param
 
 
 async def test_unknown_model(stub: InferenceServiceAsyncStub) -> None:

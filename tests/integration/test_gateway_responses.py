@@ -238,26 +238,26 @@ async def test_the_effort_reaches_the_template(stack: Stack) -> None:
 OUTPUT = {"type": "function_call_output", "call_id": "x", "output": "a"}
 
 
-@pytest.mark.parametrize(
-    ("change", "param"),
-    [
-        ({"previous_response_id": "x"}, "previous_response_id"),
-        ({"store": True}, "store"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),
-        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
-        ({"background": True}, "background"),
-        ({"input": ""}, "input"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
-        ({"input": [{**OUTPUT, "type": "function_call", "name": "f", "arguments": "{"}]}, "input"),
-        ({"input": [{**OUTPUT, "output": [{"type": "input_image"}]}]}, "input"),
-        ({"max_output_tokens": 9999}, "max_output_tokens"),
-    ],
-)
-async def test_bad_responses_fields(stack: Stack, change: dict[str, Any], param: str) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        await stack.client.responses.create(**{"model": MODEL, "input": "a", **change})
-    assert caught.value.param == param
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"previous_response_id": "x"}, "previous_response_id"),
+    ({"store": True}, "store"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),
+    ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+    ({"background": True}, "background"),
+    ({"input": ""}, "input"),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
+    ({"input": [{**OUTPUT, "type": "function_call", "name": "f", "arguments": "{"}]}, "input"),
+    ({"input": [{**OUTPUT, "output": [{"type": "input_image"}]}]}, "input"),
+    ({"max_output_tokens": 9999}, "max_output_tokens"),
+]
+
+
+async def test_bad_responses_fields(stack: Stack) -> None:
+    for change, param in BAD:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await stack.client.responses.create(**{"model": MODEL, "input": "a", **change})
+        assert caught.value.param == param
 
 
 async def test_a_response_that_is_lost_ends_with_an_event(tmp_path: Path) -> None:

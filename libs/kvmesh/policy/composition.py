@@ -22,7 +22,14 @@ from kvmesh.policy.baselines import CACHE_AWARE, CACHE_CENTRIC, LEAST_QUEUE, PEN
 from kvmesh.policy.group_route import restrict_to_group
 from kvmesh.policy.offload import OffloadReason
 from kvmesh.policy.offload_route import OffloadPlan, plan_offload
-from kvmesh.policy.ranking import CACHE_LOAD, KVMESH, LEAST_LOADED, ROUND_ROBIN, RoutePolicy
+from kvmesh.policy.ranking import (
+    CACHE_LOAD,
+    KVMESH,
+    LEAST_LOADED,
+    PDSERVE,
+    ROUND_ROBIN,
+    RoutePolicy,
+)
 from kvmesh.policy.view import FleetView
 
 DEFAULT = "kvmesh"
@@ -57,7 +64,8 @@ class Composition:
     @property
     def orders_by_load(self) -> bool:
         """Whether `FleetIndex` orders workers as the route policy does."""
-        return self.route.name in {KVMESH.name, CACHE_LOAD.name, LEAST_LOADED.name}
+        ordered = (KVMESH, CACHE_LOAD, LEAST_LOADED, PDSERVE)
+        return self.route.name in {each.name for each in ordered}
 
 
 COMPOSITIONS: dict[str, Composition] = {
@@ -65,7 +73,7 @@ COMPOSITIONS: dict[str, Composition] = {
     for each in (
         Composition(DEFAULT, KVMESH, switch_roles=True, reallocate=True),
         Composition("forwarding", LEAST_LOADED, Offload.STATIC),
-        Composition("pdserve", LEAST_LOADED, Offload.STATIC, monitor=True),
+        Composition("pdserve", PDSERVE, Offload.STATIC, monitor=True),
         Composition("prfaas", CACHE_LOAD, reallocate=True),
         Composition("flowkv", CACHE_LOAD, Offload.STATIC, switch_roles=True),
         Composition("cache_load", CACHE_LOAD, Offload.STATIC),

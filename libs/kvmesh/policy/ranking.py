@@ -8,15 +8,16 @@ Tests: tests/unit/policy/test_routing.py.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from kvmesh.core.types import FetchReason, PrefixSource, RouteCause, RouteQuery
 from kvmesh.policy.view import WorkerView
 
-DECODE_CACHE_WEIGHT = 0.25
-"""A decode worker that holds the whole prompt is worth a quarter of a worker's capacity: nothing
-has to be sent to it, but its batch sets the time per token for as long as the request lives."""
+DECODE_CACHE_WEIGHT = 0.5
+"""A decode worker that holds the whole prompt is worth half of a worker's capacity: nothing has to
+be sent to it, and a second copy of a long session would push others out where blocks are what is
+scarce; but its batch sets the time per token for as long as the request lives."""
 
 AGGREGATE_TOKENS = 256
 """Half a step's default budget: that much more in a decode batch is hardly felt by the others."""
@@ -254,11 +255,14 @@ LEAST_LOADED = RoutePolicy(
     reads_cache=False,
 )
 
+PDSERVE = replace(LEAST_LOADED, name="pdserve")
+"""As `LEAST_LOADED`; gateways offer to its prefill workers by their own connections."""
+
 ROUND_ROBIN = RoutePolicy(
     "round_robin", _turn, _turn, _turn, basis=RouteCause.ROTATION, reads_cache=False
 )
 
 POLICIES: dict[str, RoutePolicy] = {
-    policy.name: policy for policy in (KVMESH, CACHE_LOAD, LEAST_LOADED, ROUND_ROBIN)
+    policy.name: policy for policy in (KVMESH, CACHE_LOAD, LEAST_LOADED, PDSERVE, ROUND_ROBIN)
 }
 """Ours, by name; those of other systems are in `baselines.py`."""

@@ -6,8 +6,7 @@ Tests: tests/unit/sim/test_simulation.py.
 from __future__ import annotations
 
 import random
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvmesh.core.types import (
@@ -19,13 +18,12 @@ from kvmesh.core.types import (
     RoutePlan,
     WorkerId,
 )
+from kvmesh.policy.connections import BY_CONNECTIONS, Connections
 from kvmesh.policy.forwarding import (
     REROUTE_AFTER_S,
     ForwardReason,
-    PrefillPeer,
     backoff_s,
     intervene,
-    offer_order,
     rounds_per_route,
 )
 from kvmesh.sim.events import EventQueue
@@ -50,39 +48,6 @@ class Placed:
     prefill: SimSequence
 
 
-class Connections:
-    """A gateway's own view of the prefill workers: open requests, and whose batch it is filling."""
-
-    def __init__(self) -> None:
-        self._open: Counter[WorkerId] = Counter()
-        self._filling: WorkerId | None = None
-
-    def order(self, names: Sequence[WorkerId]) -> list[WorkerId]:
-        """The order in which to offer (P/D-Serve 3.5)."""
-        return offer_order(
-            [PrefillPeer(name, self._open[name], name == self._filling) for name in names]
-        )
-
-    def accepted(self, name: WorkerId) -> None:
-        """The worker took an offer; the connection stays until the answer ends."""
-        self._open[name] += 1
-        self._filling = name
-
-    def rejected(self, name: WorkerId) -> None:
-        """The worker is busy."""
-        if name == self._filling:
-            self._filling = None
-
-    def ended(self, name: WorkerId) -> None:
-        """A request of the worker is over."""
-        self._open[name] -= 1
-
-    @property
-    def num_open(self) -> int:
-        """Requests under way."""
-        return self._open.total()
-
-
 def _no_fetch(worker: SimWorker, sequence: SimSequence, _source: PrefixSource) -> None:
     worker.go_on(sequence, 0)
 
@@ -96,7 +61,7 @@ class Desk:
         placed, refused: take the search's end.
         fetch: brings a prefix to a worker before it computes.
         searching: requests that look for workers now.
-        connections: None where gateways offer in the plan's order.
+        connections: of the gateway; some policies offer in their order, not the plan's.
     """
 
     events: EventQueue
@@ -106,7 +71,7 @@ class Desk:
     placed: Callable[[Placed], None]
     refused: Callable[[SimRequest, RefusalReason], None]
     searching: dict[SimRequest, Placing]
-    connections: Connections | None = None
+    connections: Connections
     fetch: Callable[[SimWorker, SimSequence, PrefixSource], None] = _no_fetch
 
 
@@ -183,7 +148,7 @@ class Placing:
             return False
         candidates = {each.worker_id: each for each in plan.prefill}
         names = list(candidates)
-        if self._desk.connections is not None:
+        if plan.policy in BY_CONNECTIONS:
             names = self._desk.connections.order(names)
         return any(self._offer(candidates[name]) for name in names)
 
@@ -223,11 +188,9 @@ class Placing:
         outcome = worker.offer(self._request, decode, held=source is not None)
         if isinstance(outcome, Refusal):
             self._note(name, outcome)
-            if self._desk.connections is not None:
-                self._desk.connections.rejected(name)
+            self._desk.connections.rejected(name)
             return False
-        if self._desk.connections is not None:
-            self._desk.connections.accepted(name)
+        self._desk.connections.accepted(name)
         self._desk.searching.pop(self._request, None)
         self._desk.placed(Placed(self._request, decode_worker, decode, worker, outcome))
         if source is not None:

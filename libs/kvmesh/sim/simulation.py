@@ -16,13 +16,14 @@ from functools import partial
 
 from kvmesh.core.types import Refusal, RefusalReason, Role, RoutePlan, RouteQuery, WorkerId
 from kvmesh.policy.composition import OffloadState, decide_route
+from kvmesh.policy.connections import Connections
 from kvmesh.policy.fleet_index import FleetIndex
 from kvmesh.policy.pdserve import timeout_s
 from kvmesh.sim.control import Control
 from kvmesh.sim.events import EventQueue
 from kvmesh.sim.fetch import Fetches, profile_pace
 from kvmesh.sim.fleet import MODEL, REMOTE, SimFleet
-from kvmesh.sim.placing import Connections, Desk, Placed, Placing
+from kvmesh.sim.placing import Desk, Placed, Placing
 from kvmesh.sim.requests import Outcome, SimRequest, SimSequence, blocks_for
 from kvmesh.sim.scenario import Failure, FailureKind, Scenario
 from kvmesh.sim.systems import System
@@ -134,7 +135,7 @@ class Simulation:
             self._placed,
             self._refused,
             {},
-            Connections() if system.by_connections else None,
+            Connections(),
             self.fetches.begin,
         )
         self.control = Control(scenario, self.events, self.fleet, self._desk, self.result.reasons)
@@ -319,7 +320,7 @@ class Simulation:
         self._end(request, Outcome.LATE if late else Outcome.DONE)
 
     def _hang_up(self, placed: Placed | None) -> None:
-        if placed is not None and self._desk.connections is not None:
+        if placed is not None:
             self._desk.connections.ended(placed.prefill_worker.info.worker_id)
 
     def _refused(self, request: SimRequest, reason: RefusalReason) -> None:

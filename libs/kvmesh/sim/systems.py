@@ -21,13 +21,11 @@ class System(Composition):
     Attributes:
         queue_offers: workers queue prompts instead of rejecting them.
         report_interval_s: age of the loads that routes see; 0 is at once.
-        by_connections: gateways offer by their own connections, not in the plan's order.
         grouped: a cluster is the group of the scenario that it is named after.
     """
 
     queue_offers: bool = False
     report_interval_s: float = 0.0
-    by_connections: bool = False
     grouped: bool = False
 
     @property
@@ -53,7 +51,6 @@ def _system(composition: Composition) -> System:
 
 
 SYSTEMS: dict[str, System] = {name: _system(each) for name, each in COMPOSITIONS.items()}
-"""The policies that a scheduler's config can name, in a fleet; and P/D-Serve as a whole, whose
-gateways decide more than ours."""
+"""The policies that a scheduler's config can name, in a fleet; P/D-Serve's has groups."""
 
-SYSTEMS["pdserve"] = dataclasses.replace(SYSTEMS["pdserve"], by_connections=True, grouped=True)
+SYSTEMS["pdserve"] = dataclasses.replace(SYSTEMS["pdserve"], grouped=True)

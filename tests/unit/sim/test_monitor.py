@@ -1,25 +1,11 @@
 from __future__ import annotations
 
-from kvmesh.core.types import WorkerId
 from kvmesh.policy.pdserve import RatioReason, TimeoutTier
-from kvmesh.sim.placing import Connections
 from kvmesh.sim.scenario import Objectives
 from kvmesh.sim.simulation import Simulation, simulate
 from tests.unit.sim.examples import scenario, trace
 
 PATIENT = Objectives((TimeoutTier(1 << 62, 1e6),))
-A, B, C = WorkerId("a"), WorkerId("b"), WorkerId("c")
-
-
-def test_offers_go_to_the_batch_being_filled_then_by_connections() -> None:
-    gateway = Connections()
-    assert gateway.order([B, A, C]) == [A, B, C]
-    gateway.accepted(B)
-    assert gateway.order([A, B, C]) == [B, A, C], "it accepted the last one"
-    gateway.rejected(B)
-    assert gateway.order([A, B, C]) == [A, C, B]
-    gateway.ended(B)
-    assert gateway.num_open == 0
 
 
 def test_prompts_that_pile_up_get_an_instance() -> None:

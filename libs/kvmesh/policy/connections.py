@@ -1,0 +1,53 @@
+"""A gateway's own view of the prefill workers, for policies that offer by it.
+
+Source: P/D-Serve 3.5 (least SSE connections, one batch filled after the other). The order itself
+is `forwarding.offer_order`. Tests: tests/unit/policy/test_connections.py,
+tests/integration/test_equal_decisions.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from kvmesh.core.types import WorkerId
+from kvmesh.policy.forwarding import PrefillPeer, offer_order
+
+BY_CONNECTIONS = frozenset({"pdserve"})
+"""Route policies whose plans name prefill workers that gateways order themselves."""
+
+
+class Connections:
+    """Requests that each prefill worker has of this gateway, and whose batch is being filled."""
+
+    def __init__(self) -> None:
+        self._open: Counter[WorkerId] = Counter()
+        self._filling: WorkerId | None = None
+
+    def order(self, names: Sequence[WorkerId]) -> list[WorkerId]:
+        """The order in which to offer (P/D-Serve 3.5)."""
+        return offer_order(
+            [PrefillPeer(name, self._open[name], name == self._filling) for name in names]
+        )
+
+    def accepted(self, name: WorkerId) -> None:
+        """The worker took an offer; the connection stays until the answer ends."""
+        self._open[name] += 1
+        self._filling = name
+
+    def rejected(self, name: WorkerId) -> None:
+        """The worker is busy."""
+        if name == self._filling:
+            self._filling = None
+
+    def ended(self, name: WorkerId) -> None:
+        """A request of the worker is over."""
+        assert self._open[name] > 0, f"nothing is open at {name}"
+        self._open[name] -= 1
+        if not self._open[name]:
+            del self._open[name]
+
+    @property
+    def num_open(self) -> int:
+        """Requests under way."""
+        return self._open.total()

@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import pytest
+
+from kvmesh.core.types import WorkerId
+from kvmesh.policy.composition import COMPOSITIONS
+from kvmesh.policy.connections import BY_CONNECTIONS, Connections
+
+A, B, C = WorkerId("a"), WorkerId("b"), WorkerId("c")
+
+
+def test_offers_go_to_the_batch_being_filled_then_by_connections() -> None:
+    gateway = Connections()
+    assert gateway.order([B, A, C]) == [A, B, C]
+    gateway.accepted(B)
+    assert gateway.order([A, B, C]) == [B, A, C], "it accepted the last one"
+    gateway.rejected(B)
+    assert gateway.order([A, B, C]) == [A, C, B]
+    gateway.ended(B)
+    assert gateway.num_open == 0
+
+
+def test_what_is_not_open_cannot_end() -> None:
+    gateway = Connections()
+    gateway.accepted(A)
+    with pytest.raises(AssertionError, match="nothing is open at b"):
+        gateway.ended(B)
+
+
+def test_plans_say_who_orders_offers() -> None:
+    """A gateway sees the name of the route policy in the plan."""
+    names = {name for name, each in COMPOSITIONS.items() if each.route.name in BY_CONNECTIONS}
+    assert names == {"pdserve"}
