@@ -47,3 +47,9 @@ def test_prefill(case: cases.Case, dtype: torch.dtype) -> None:
 def test_step(dtype: torch.dtype) -> None:
     chunks = ((700, 1), (690, 1), (3, 1), (16, 5), (0, 90))
     cases.check_step(TritonAttention, cases.Case("mixed", chunks), 3, dtype, "cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", cases.STATIC_CASES, ids=str)
+def test_static_step(case: cases.Case, dtype: torch.dtype) -> None:
+    cases.check_step(cases.static_attention, case, len(case.chunks), dtype, "cuda")

@@ -38,11 +38,16 @@ class GroupRows:
 
 
 class StaticAttention:
-    """See `dispatch.StepAttention`: one token of each of the rows' sequences."""
+    """See `dispatch.StepAttention`: one token of each of the rows' sequences.
 
-    def __init__(self, rows: GroupRows, kv: Tensor) -> None:
+    Args:
+        by_kernel: attend by the Triton kernel; None for wherever the pool is on a device.
+    """
+
+    def __init__(self, rows: GroupRows, kv: Tensor, *, by_kernel: bool | None = None) -> None:
         self._rows = rows
         self._kv = kv
+        self._by_kernel = kv.is_cuda if by_kernel is None else by_kernel
         self._on_host = host.has_decode(kv)
 
     def run(self, qkv: Tensor, layer: int, spec: HeadSpec, rope: RopeRows) -> Tensor:
@@ -59,7 +64,7 @@ class StaticAttention:
             rows.slots,
         )
         q = qkv[:, : qkv.shape[1] - 2 * kv.shape[4]]
-        if kv.is_cuda:
+        if self._by_kernel:
             return self._on_device(q, layer, spec)
         attend = host.decode_attention if self._on_host else static_decode_attention
         return attend(

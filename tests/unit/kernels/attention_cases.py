@@ -15,8 +15,9 @@ from kvmesh.kernels.attention import (
     paged_prefill_attention,
 )
 from kvmesh.kernels.dispatch import HeadSpec, RopeRows, StepAttention
-from kvmesh.kernels.plan import RaggedBatch, padded_tables
+from kvmesh.kernels.plan import RaggedBatch, padded_tables, slots_of
 from kvmesh.kernels.reference import merge_partials
+from kvmesh.kernels.static_decode import GroupRows, StaticAttention
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 LAYER, LAYERS = 1, 2
@@ -229,3 +230,28 @@ def check_step(
     out = kind(batch, kv).run(qkv, LAYER, spec, rope)
     assert torch.equal(kv.nan_to_num(), full.kv.nan_to_num())
     assert_close(out, full, scale, dtype, case.window)
+
+
+STATIC_CASES = [
+    Case("static", ((70, 1), (3, 1), (16, 1), (0, 1))),
+    Case("static window and sinks", ((70, 1), (30, 1), (5, 1)), window=20, has_sinks=True),
+]
+
+
+def static_rows(batch: RaggedBatch, device: torch.device) -> GroupRows:
+    """The rows of a batch of decode steps, tables wider than any context."""
+    tables = torch.from_numpy(padded_tables(batch.block_tables))
+    wide = torch.nn.functional.pad(tables, (0, 3), value=int(tables[0, 0]))
+    return GroupRows(
+        slots=torch.from_numpy(slots_of(batch)).to(device),
+        lens=torch.tensor(batch.context_lens, device=device),
+        tables=wide.to(device),
+    )
+
+
+def static_attention(batch: RaggedBatch, kv: Tensor) -> StaticAttention:
+    return StaticAttention(static_rows(batch, kv.device), kv)
+
+
+def static_attention_by_kernel(batch: RaggedBatch, kv: Tensor) -> StaticAttention:
+    return StaticAttention(static_rows(batch, kv.device), kv, by_kernel=True)

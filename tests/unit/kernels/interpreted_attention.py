@@ -48,3 +48,9 @@ MIXED = ((70, 1), (3, 1), (16, 5), (0, 9))
 def test_step(chunks: tuple[tuple[int, int], ...], num_decode: int) -> None:
     case = cases.Case("mixed", chunks, kv_heads=1)
     cases.check_step(TritonAttention, case, num_decode, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("case", cases.STATIC_CASES, ids=str)
+def test_static_step(case: cases.Case) -> None:
+    kind = cases.static_attention_by_kernel
+    cases.check_step(kind, case, len(case.chunks), torch.float32, "cpu")

@@ -3,9 +3,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvmesh.kernels import host
 from kvmesh.kernels.dispatch import ReferenceAttention, plan_attention
 from kvmesh.kernels.plan import RaggedBatch
-from tests.unit.kernels.attention_cases import Case, check_step
+from tests.unit.kernels.attention_cases import (
+    STATIC_CASES,
+    Case,
+    check_step,
+    static_attention,
+)
 
 # Lengths far apart, so that decode rows fall into several buckets.
 MIXED = ((700, 1), (690, 1), (3, 1), (16, 5), (0, 9))
@@ -17,6 +23,14 @@ MIXED = ((700, 1), (690, 1), (3, 1), (16, 5), (0, 9))
 def test_step_writes_then_attends(chunks: tuple[tuple[int, int], ...], num_decode: int) -> None:
     case = Case("mixed", chunks, block_size=8)
     check_step(ReferenceAttention, case, num_decode, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("by_library", [True, False])
+@pytest.mark.parametrize("case", STATIC_CASES, ids=str)
+def test_static_step(case: Case, by_library: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not by_library:
+        monkeypatch.setattr(host, "has_vectors", lambda _: False)
+    check_step(static_attention, case, len(case.chunks), torch.float32, "cpu")
 
 
 def test_the_host_takes_the_twins_for_heads_without_a_kernel() -> None:

@@ -12,7 +12,7 @@ import pytest
 from tests.unit.kernels.apart import run_apart
 
 INTERPRETED = {
-    "interpreted_attention.py": 32,
+    "interpreted_attention.py": 34,
     "interpreted_bench.py": 20,
     "interpreted_blocks.py": 16,
     "interpreted_draw.py": 6,
