@@ -145,6 +145,8 @@ class Pool:
     def _set_planning(self, planning: bool) -> None:
         self.planning = planning
         metrics.POOL_PLANNING.set(planning)
+        if not planning:
+            metrics.POOL_HOT_RUNS.set(0)
 
     async def _plan(self, kept_s: float) -> None:
         reads, members = merge_knowledge(await self._store.all_knowledge(), self._make_table)
