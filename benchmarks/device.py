@@ -183,7 +183,7 @@ def _row(what: str, blocks: str, size: int, work: Callable[[], None], repeats: i
         begin = time.perf_counter()
         work()
         rates.append(size / (time.perf_counter() - begin) / 1e9)
-    return {"what": what, "blocks": blocks, "MiB": size / (1 << 20), "GB/s": spread(rates)}
+    return {"what": what, "blocks": blocks, "MiB": size / (1 << 20), "GB/s": spread(rates, 6)}
 
 
 @contextmanager

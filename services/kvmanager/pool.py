@@ -114,6 +114,9 @@ class Pool:
                 await work()
             except StoreUnavailableError as error:
                 log.debug("pool_store_failed", error=str(error))
+            except (DecodeError, ProtocolError) as error:
+                # Of a replica of another version, or of somebody else: it ends by itself.
+                log.warning("pool_state_damaged", error=str(error))
             else:
                 return
         self._set_planning(False)
@@ -142,6 +145,8 @@ class Pool:
     def _set_planning(self, planning: bool) -> None:
         self.planning = planning
         metrics.POOL_PLANNING.set(planning)
+        if not planning:
+            metrics.POOL_HOT_RUNS.set(0)
 
     async def _plan(self, kept_s: float) -> None:
         reads, members = merge_knowledge(await self._store.all_knowledge(), self._make_table)
@@ -196,15 +201,19 @@ def merge_knowledge(
         try:
             knowledge = pool_types_pb2.PoolKnowledge.FromString(encoded)
             found = [pool_member_from_proto(each) for each in knowledge.members]
+            read = [
+                (each.namespace, heat_from_proto(each), cooled_from_proto(each))
+                for each in knowledge.heat
+            ]
         except (DecodeError, ProtocolError) as error:
             log.warning("pool_knowledge_damaged", error=str(error))
             continue
-        for heat in knowledge.heat:
-            known = reads.get(heat.namespace)
+        for namespace, segments, cooled in read:
+            known = reads.get(namespace)
             if known is None:
-                known = reads[heat.namespace] = PoolReads(make_table())
-            known.table.merge(heat_from_proto(heat))
-            known.cooled.extend(cooled_from_proto(heat))
+                known = reads[namespace] = PoolReads(make_table())
+            known.table.merge(segments)
+            known.cooled.extend(cooled)
         for member in found:
             before = members.get(member.worker_id)
             if before is None or _age(member) > _age(before):

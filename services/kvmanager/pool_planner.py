@@ -22,6 +22,7 @@ from kvmesh.policy.heavy_hitters import num_heavy_hitters
 from kvmesh.policy.pool_plan import (
     CopyLimits,
     HotRun,
+    PrefixCopy,
     held_runs,
     hot_runs,
     leaves,
@@ -106,15 +107,17 @@ class PoolPlanner:
             bytes_s * self._config.window_s * BURST_WINDOWS,
         )
         self._ordered = {key: end for key, end in self._ordered.items() if now < end}
-        self.view.members = sorted(members, key=lambda member: member.worker_id)
-        self.view.segments = []
+        shown: list[dict[str, Any]] = []
         orders: dict[WorkerId, list[PoolOrder]] = {}
         for namespace, same in _grouped(members, lambda member: member.namespace):
             known = reads.get(namespace)
             if known is not None:
-                await self._plan_copies(namespace, same, known.table, orders)
+                shown += await self._plan_copies(namespace, same, known.table, orders)
                 await self._plan_hints(namespace, same, known, orders)
-        metrics.POOL_HOT_RUNS.set(len(self.view.segments))
+        # At once: people may look while the store is asked.
+        self.view.members = sorted(members, key=lambda member: member.worker_id)
+        self.view.segments = shown
+        metrics.POOL_HOT_RUNS.set(len(shown))
         return orders
 
     # --- copies ------------------------------------------------------------------------------
@@ -125,7 +128,8 @@ class PoolPlanner:
         members: Sequence[PoolMember],
         table: HeatTable,
         orders: dict[WorkerId, list[PoolOrder]],
-    ) -> None:
+    ) -> list[dict[str, Any]]:
+        """Adds orders; returns the hot prefixes, for people."""
         runs = hot_runs(table.hottest(MAX_HOT_SEGMENTS), self._config.min_reads)
         runs = runs[: num_heavy_hitters(len(members))]
         known = {
@@ -133,38 +137,45 @@ class PoolPlanner:
             for leaf in leaves(runs)
         }
         held = held_runs(runs, known)
-        self._show(namespace, runs, held)
         for cluster, near in _grouped(members, lambda member: member.cluster):
             # Workers of one role do the same work; of others a prefix is only read for the copy.
             for role, readers in _grouped(near, lambda member: member.report.role.value):
                 metrics.POOL_READS_CV.labels(cluster, role).set(reads_cv(readers))
                 limits = CopyLimits(self._allowance)
                 for copy in plan_prefix_copies(runs, held, readers, near, self._ordered, limits):
-                    self._allowance -= copy.num_bytes
-                    end = self._clock.now() + BURST_WINDOWS * self._config.window_s
-                    self._ordered[copy.run, copy.target] = end
-                    source = next(each for each in near if each.worker_id == copy.source)
-                    order = CopyOrder(
-                        uuid.uuid4().hex,
-                        source.worker_id,
-                        source.incarnation,
-                        source.report.endpoint,
-                        tuple(split_hashes(table.prefix(copy.run))),
-                    )
+                    order = self._copy_order(copy, near, table.prefix(copy.run))
                     orders.setdefault(copy.target, []).append(order)
-                    metrics.POOL_ORDERS.labels("copy").inc()
-                    self.view.orders.append(
-                        {
-                            "order": "copy",
-                            "order_id": order.order_id,
-                            "prefix": copy.run.hex(),
-                            "source": copy.source,
-                            "target": copy.target,
-                            "num_blocks": copy.num_blocks,
-                            "num_bytes": copy.num_bytes,
-                            "reason": copy.reason.name.lower(),
-                        }
-                    )
+        return [_shown(namespace, run, held[run.name]) for run in runs]
+
+    def _copy_order(
+        self, copy: PrefixCopy, members: Sequence[PoolMember], prefix: bytes
+    ) -> CopyOrder:
+        """The order for a planned copy, which is on its way from here on."""
+        self._allowance -= copy.num_bytes
+        end = self._clock.now() + BURST_WINDOWS * self._config.window_s
+        self._ordered[copy.run, copy.target] = end
+        source = next(each for each in members if each.worker_id == copy.source)
+        order = CopyOrder(
+            uuid.uuid4().hex,
+            source.worker_id,
+            source.incarnation,
+            source.report.endpoint,
+            tuple(split_hashes(prefix)),
+        )
+        metrics.POOL_ORDERS.labels("copy").inc()
+        self.view.orders.append(
+            {
+                "order": "copy",
+                "order_id": order.order_id,
+                "prefix": copy.run.hex(),
+                "source": copy.source,
+                "target": copy.target,
+                "num_blocks": copy.num_blocks,
+                "num_bytes": copy.num_bytes,
+                "reason": copy.reason.name.lower(),
+            }
+        )
+        return order
 
     async def _lengths(
         self, namespace: str, prefix: bytes, members: Sequence[PoolMember]
@@ -175,25 +186,6 @@ class PoolPlanner:
             for found in await self._match(namespace, prefix)
             if lives.get(found.worker_id) == found.incarnation
         }
-
-    def _show(
-        self,
-        namespace: str,
-        runs: Sequence[HotRun],
-        held: Mapping[BlockHash, Mapping[WorkerId, int]],
-    ) -> None:
-        for run in runs:
-            lengths = held[run.name].items()
-            self.view.segments.append(
-                {
-                    "namespace": namespace,
-                    "prefix": run.name.hex(),
-                    "num_blocks": run.num_blocks,
-                    "own_blocks": run.own_blocks,
-                    "reads": round(run.reads, 2),
-                    "holders": sorted(name for name, length in lengths if length >= run.num_blocks),
-                }
-            )
 
     # --- hints -------------------------------------------------------------------------------
 
@@ -235,6 +227,17 @@ class PoolPlanner:
                 "num_blocks": run.own_blocks,
             }
         )
+
+
+def _shown(namespace: str, run: HotRun, held: Mapping[WorkerId, int]) -> dict[str, Any]:
+    return {
+        "namespace": namespace,
+        "prefix": run.name.hex(),
+        "num_blocks": run.num_blocks,
+        "own_blocks": run.own_blocks,
+        "reads": round(run.reads, 2),
+        "holders": sorted(worker for worker, length in held.items() if length >= run.num_blocks),
+    }
 
 
 def _grouped(

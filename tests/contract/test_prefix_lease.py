@@ -287,6 +287,9 @@ async def test_a_holder_that_goes_silent_is_lost_in_the_stall_time(pair: Pair) -
     async with stalled(pair):
         result = await pair.fetch()
         assert (result.outcome, result.num_blocks) == (FetchOutcome.LOST, 1)
+        # Nobody waits for it again so soon.
+        again = await pair.fetch()
+        assert (again.outcome, again.num_blocks) == (FetchOutcome.SHUNNED, 1)
 
 
 async def test_a_fetch_that_takes_too_long_is_given_up(pair: Pair) -> None:

@@ -21,13 +21,23 @@ from kvmesh.transfer.device import Moment, Pieces, SharedMemory
 class PinnedStaging:
     """Host memory that a device pool's blocks pass through (`transfer.device.StagingMemory`)."""
 
-    def __init__(self, driver: DeviceDriver, pool: Tensor, memory: memoryview) -> None:
-        """Args: pool: [bytes] uint8, the pool's memory on the device."""
+    def __init__(
+        self, driver: DeviceDriver, pool: Tensor, block_bytes: int, memory: memoryview
+    ) -> None:
+        """Takes as much memory on the device, and has the kernel compiled.
+
+        Args:
+            pool: [bytes] uint8, the pool's memory on the device.
+
+        Raises:
+            LostError: as `DevicePool.staging`.
+        """
         self._driver = driver
+        self._block_bytes = block_bytes
         self._pool = pool
         self._host: Tensor | None = driver.pin(memory)
         self._bounce = torch.empty(0, dtype=torch.uint8)
-        driver.run(self._take_bounce, driver.moment())
+        driver.run(self._prepare, driver.moment())
 
     def gather(self, pieces: Pieces, at: int, stride: int, after: Moment) -> None:
         """See `StagingMemory.gather`: one kernel on the device, then one copy to the host."""
@@ -73,12 +83,15 @@ class PinnedStaging:
         if self._host is not None:
             self._driver.unpin(self._host)
             self._host = None
-            self._bounce = torch.empty(0, dtype=torch.uint8)
+            self._bounce = self._pool = torch.empty(0, dtype=torch.uint8)
 
-    def _take_bounce(self) -> None:
+    def _prepare(self) -> None:
         # Taken in the queue for copies: the allocator gives memory that no other queue still uses.
         assert self._host is not None, "the staging memory is closed"
         self._bounce = torch.empty(self._host.nbytes, dtype=torch.uint8, device=self._driver.device)
+        # A kernel is compiled at its first call, longer than a transfer may stand still.
+        first = torch.zeros((1, 2), dtype=torch.int64)
+        copy_pieces(self._bounce, self._pool, first, min(self._block_bytes, self._host.nbytes))
 
 
 class MappedPeer:
@@ -122,6 +135,7 @@ class DeviceKvPool:
     def __init__(self, layout: KvLayout, num_blocks: int, driver: DeviceDriver) -> None:
         assert num_blocks > 0, "a pool needs a block"
         self._num_blocks = num_blocks
+        self._block_bytes = layout.block_bytes
         self._driver = driver
         memory = driver.zeros((num_blocks + SPARE_BLOCKS) * layout.block_bytes)
         shape = pool_shape(layout, num_blocks + SPARE_BLOCKS)
@@ -156,7 +170,7 @@ class DeviceKvPool:
 
     def staging(self, memory: memoryview) -> PinnedStaging:
         """See `DevicePool.staging`."""
-        return PinnedStaging(self._driver, self._bytes, memory)
+        return PinnedStaging(self._driver, self._bytes, self._block_bytes, memory)
 
     def share(self) -> SharedMemory:
         """See `SharedPool.share`."""

@@ -175,11 +175,21 @@ def knowledge_to_proto(
     )
 
 
+def _some_hashes(joined: bytes) -> bytes:
+    if not joined or len(joined) % BLOCK_HASH_BYTES:
+        raise ProtocolError("hash_length", f"{len(joined)} bytes are no block hashes")
+    return joined
+
+
 def heat_from_proto(message: pb.NamespaceReads) -> list[SegmentHeat]:
-    """The segments of a namespace from a message; those before them are in front of them."""
+    """The segments of a namespace from a message; those before them are in front of them.
+
+    Raises:
+        ProtocolError: a segment without blocks, or with a hash that is cut off.
+    """
     return [
         SegmentHeat(
-            BlockHash(each.blocks[-BLOCK_HASH_BYTES:]),
+            BlockHash(_some_hashes(each.blocks)[-BLOCK_HASH_BYTES:]),
             BlockHash(each.parent) if each.parent else None,
             each.blocks,
             each.depth,
@@ -190,8 +200,12 @@ def heat_from_proto(message: pb.NamespaceReads) -> list[SegmentHeat]:
 
 
 def cooled_from_proto(message: pb.NamespaceReads) -> list[CooledPrefix]:
-    """The prefixes of a namespace that are not read any more, from a message."""
-    return [CooledPrefix(each.prefix, each.own_blocks) for each in message.cooled]
+    """The prefixes of a namespace that are not read any more, from a message.
+
+    Raises:
+        ProtocolError: a prefix without blocks, or with a hash that is cut off.
+    """
+    return [CooledPrefix(_some_hashes(each.prefix), each.own_blocks) for each in message.cooled]
 
 
 def pool_member_from_proto(message: pb.PoolMember) -> PoolMember:

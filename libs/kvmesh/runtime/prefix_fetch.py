@@ -44,6 +44,9 @@ SLICE_BYTES = 64 << 20
 GET = "get"
 """The kind of channel under which links show what was read, whatever carried it."""
 
+SHUN_S = 5.0
+"""A holder that was lost is not asked again for this long: by then routes know, or it is back."""
+
 _RELEASE_TIMEOUT_S = 1.0
 
 
@@ -59,6 +62,8 @@ class FetchOutcome(enum.Enum):
     LOST = "lost"
     """The holder is gone, stalled, or says what cannot be."""
     TIMEOUT = "timeout"
+    SHUNNED = "shunned"
+    """The holder was lost a moment ago and is not asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +135,7 @@ class PrefixFetcher:
         self._block_bytes = parts.core.spec.layout.block_bytes
         self._releases: set[asyncio.Task[bool]] = set()
         self._links: dict[LinkKey, LinkMeter] = {}
+        self._shunned: dict[tuple[WorkerId, int], float] = {}
 
     async def fetch(self, source: PrefixSource, hashes: Sequence[BlockHash]) -> FetchResult:
         """Brings a prefix into the prefix cache.
@@ -169,6 +175,8 @@ class PrefixFetcher:
         most = min(len(fill.hashes), source.num_blocks)
         if fill.num_held >= most or source.worker_id == self._identity.worker_id:
             return FetchOutcome.HELD, 0, ""
+        if self._is_shunned(source):
+            return FetchOutcome.SHUNNED, 0, ""
         try:
             async with asyncio.timeout(self._options.timeout_s):
                 return FetchOutcome.FETCHED, await self._bring(source, fill), ""
@@ -178,10 +186,21 @@ class PrefixFetcher:
             return FetchOutcome.NO_ROOM, 0, ""
         except TimeoutError:
             log.warning("fetch_timed_out", holder=source.worker_id)
+            self._shun(source)
             return FetchOutcome.TIMEOUT, 0, ""
         except LostError as error:
             log.warning("fetch_lost", holder=source.worker_id, error=str(error))
+            self._shun(source)
             return FetchOutcome.LOST, 0, ""
+
+    def _is_shunned(self, source: PrefixSource) -> bool:
+        until = self._shunned.get((source.worker_id, source.incarnation), 0.0)
+        return self._clock.now() < until
+
+    def _shun(self, source: PrefixSource) -> None:
+        now = self._clock.now()
+        self._shunned = {name: until for name, until in self._shunned.items() if now < until}
+        self._shunned[source.worker_id, source.incarnation] = now + SHUN_S
 
     async def _bring(self, source: PrefixSource, fill: PrefixFill) -> int:
         """Leases, reads, gives back; returns the bytes read."""

@@ -6,6 +6,7 @@ Tests: tests/unit/runtime/test_worker_pool.py, tests/integration/test_prefix_fet
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from kvmesh.core.errors import ConfigError
 from kvmesh.rpc.pool_client import PoolClient
@@ -42,8 +43,9 @@ def fetch_options(section: FetchSection) -> FetchOptions:
     Raises:
         ConfigError: a time that cannot be.
     """
-    if section.timeout_s <= 0:
-        raise ConfigError(f"fetch.timeout_s must be more than 0, got {section.timeout_s:g}")
+    for name, seconds in (("timeout_s", section.timeout_s), ("stall_s", section.stall_s)):
+        if seconds <= 0:
+            raise ConfigError(f"fetch.{name} must be more than 0, got {seconds:g}")
     return FetchOptions(section.timeout_s)
 
 
@@ -64,12 +66,14 @@ def start_fetcher(
     Raises:
         ConfigError: as `fetch_options` and `send_options`.
     """
-    reader = BlockReader(identity, send_options(config))
+    options = fetch_options(config.fetch)
+    sending = send_options(config)
+    # What does not come is computed, so it is not waited for as long as for a handoff.
+    stall_s = min(config.fetch.stall_s, sending.stall_timeout_s)
+    reader = BlockReader(identity, replace(sending, stall_timeout_s=stall_s))
     context.stack.push_async_callback(reader.close)
     client = PoolClient(config.server.tls)
     context.stack.push_async_callback(client.close)
-    fetcher = PrefixFetcher(
-        parts, reader, client, fetch_options(config.fetch), metrics, on_stored, staging
-    )
+    fetcher = PrefixFetcher(parts, reader, client, options, metrics, on_stored, staging)
     context.stack.push_async_callback(fetcher.close)
     return fetcher

@@ -224,6 +224,9 @@ class Asker:
                 except LostError as error:
                     failure = error
                     continue
+                except OSError as error:  # a socket that died while it was set up
+                    failure = LostError(f"queries: {error}")
+                    continue
                 on_failure.pop_all()
                 return line
         raise failure

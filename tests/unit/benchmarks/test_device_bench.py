@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 
 from benchmarks import device
-from kvmesh.core.types import KvLayout
 from kvmesh.transfer.device import SharedMemory
 from tests.device_twin import TwinDriver, TwinPool
-
-LAYOUT = KvLayout("bench", "bfloat16", 4, 2, 1, 8)
+from tests.transfer_pair import LAYOUT
 
 
 def test_every_way_is_measured_at_every_size(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from kvmesh.policy.heat import HeatTable
 from kvmesh.rpc.convert_pool import pool_order_from_proto, pool_report_to_proto
 from kvmesh.rpc.stream import Outbox
 from kvmesh.v1 import kv_manager_service_pb2 as pb
+from kvmesh.v1 import pool_types_pb2
 from services.kvmanager import heat, metrics
 from services.kvmanager.config import PoolConfig
 from services.kvmanager.guard import StoreGuard
@@ -227,6 +228,19 @@ async def test_a_failure_of_the_store_costs_a_window(stage: Stage) -> None:
     stage.shared.fails = False
     await pool._safely(pool.end_window)
     assert pool.planning
+
+
+async def test_what_another_one_left_damaged_ends_no_service(stage: Stage) -> None:
+    pool = stage.replica("one")
+    await stage.worker(pool, A, "ab")
+    await stage.shared.put_orders(A, [b"\xff\xff\xff"], 60.0)
+    await pool._safely(pool._hand_out)
+    cut_off = pool_types_pb2.CooledPrefix(prefix=b"x" * 33, own_blocks=1)
+    heat = pool_types_pb2.NamespaceReads(namespace="m", cooled=[cut_off])
+    knowledge = pool_types_pb2.PoolKnowledge(heat=[heat])
+    await stage.shared.put_knowledge("two", knowledge.SerializeToString(), 60.0)
+    await pool._safely(pool.end_window)
+    assert await stage.orders(pool, A) == []
 
 
 async def test_who_left_is_no_member(stage: Stage) -> None:

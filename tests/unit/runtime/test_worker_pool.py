@@ -26,6 +26,7 @@ def test_options_become_limits() -> None:
         (lease_limits, FetchSection(max_leases=-1), "max_leases"),
         (lease_limits, FetchSection(max_share=1.5), "max_share"),
         (fetch_options, FetchSection(timeout_s=0), "timeout_s"),
+        (fetch_options, FetchSection(stall_s=0), "stall_s"),
     ],
 )
 def test_what_cannot_be_is_refused(

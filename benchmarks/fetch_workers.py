@@ -1,0 +1,151 @@
+"""Worker processes of the prefix fetch benchmark, and a gateway's end of their Decode streams."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.result import ROOT
+from kvmesh.core.types import Endpoint, PrefixSource, SamplingParams, SequenceSpec, WorkerId
+from kvmesh.kv.hashing import root_hash
+from kvmesh.rpc.channels import open_channel
+from kvmesh.rpc.convert import sequence_spec_to_proto
+from kvmesh.rpc.convert_route import prefix_source_to_proto
+from kvmesh.rpc.stream import PeerStream
+from kvmesh.v1 import decode_service_pb2 as pb
+from kvmesh.v1.decode_service_pb2_grpc import DecodeServiceStub
+
+ANSWER_S = 120.0
+"""For a first token, on a machine that does other things too."""
+
+_ROOT = root_hash("benchmark")
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a worker process is, and which life of it."""
+
+    worker_id: WorkerId
+    incarnation: int
+    control: Endpoint
+
+    def source(self, num_blocks: int) -> PrefixSource:
+        """As the holder of a prefix."""
+        return PrefixSource(self.worker_id, self.incarnation, self.control, num_blocks)
+
+
+@contextlib.contextmanager
+def worker_process(
+    name: str, model: Path, num_blocks: int, channels: str, dtype: str
+) -> Iterator[Address]:
+    """A worker without a mesh, with one engine thread; ends with the block."""
+    flags = {
+        "server.port": 0,
+        "worker.id": name,
+        "worker.scheduler-targets": "",
+        "worker.kvmanager-target": "",
+        "worker.channels": channels,
+        "worker.lease-s": ANSWER_S,  # nobody renews
+        "engine.model": model,
+        "engine.num-blocks": num_blocks,
+        "engine.dtype": dtype,
+    }
+    command = [sys.executable, "-m", "services.prefill"]
+    command += [f"--{flag}={value}" for flag, value in flags.items()]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    try:
+        facts: dict[str, str] = {}
+        while "address" not in facts:
+            line = process.stderr.readline()
+            assert line, f"{name} ended with {process.wait()}"
+            event = json.loads(line) if line.startswith("{") else {}
+            if event.get("event") == "worker_ready":
+                facts["incarnation"] = event["incarnation"]
+            if event.get("event") == "serving":
+                facts["address"] = event["address"]
+        host, _, port = facts["address"].rpartition(":")
+        yield Address(WorkerId(name), int(facts["incarnation"]), Endpoint(host, int(port)))
+    finally:
+        process.terminate()
+        process.communicate(timeout=30)
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """What a prompt came to."""
+
+    token_id: int
+    milliseconds: float
+    cached_tokens: int
+
+
+class Asker:
+    """Asks one worker for first tokens, one after the other.
+
+    Args:
+        events: from the worker.
+    """
+
+    def __init__(
+        self,
+        stream: PeerStream[pb.DecodeRequest, pb.DecodeResponse],
+        events: asyncio.Queue[pb.DecodeEvent],
+    ) -> None:
+        self._stream = stream
+        self._events = events
+        self._num_asked = 0
+
+    async def first_token(
+        self, tokens: Sequence[int], source: PrefixSource | None = None
+    ) -> FirstToken:
+        """Milliseconds from the request to its first token; the request ends with it."""
+        self._num_asked += 1
+        sampling = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+        spec = SequenceSpec(tuple(tokens), len(tokens), sampling, _ROOT)
+        reserve = pb.DecodeReserve(
+            request_id=f"r{self._num_asked}",
+            attempt=1,
+            sequence=sequence_spec_to_proto(spec),
+            start_within_ms=round(ANSWER_S * 1000),
+            source=None if source is None else prefix_source_to_proto(source),
+        )
+        started = time.perf_counter()
+        self._stream.send(pb.DecodeRequest(reserve=reserve))
+        while True:
+            event = await asyncio.wait_for(self._events.get(), ANSWER_S)
+            kind = event.prefill.WhichOneof("event")
+            if kind == "first_token":
+                first = event.prefill.first_token
+                spent_ms = (time.perf_counter() - started) * 1e3
+                return FirstToken(first.token_id, spent_ms, first.cached_tokens)
+            assert kind == "accepted", event
+
+
+@contextlib.asynccontextmanager
+async def asking(worker: Address) -> AsyncIterator[Asker]:
+    """A stream to a worker, as a gateway has."""
+    async with open_channel(str(worker.control)) as channel:
+        events: asyncio.Queue[pb.DecodeEvent] = asyncio.Queue()
+
+        def take(message: pb.DecodeResponse) -> None:
+            for event in message.events:
+                events.put_nowait(event)
+
+        stream: PeerStream[pb.DecodeRequest, pb.DecodeResponse] = PeerStream(
+            worker.worker_id, DecodeServiceStub(channel).Decode, take
+        )
+        task = asyncio.create_task(stream.run())
+        try:
+            assert await stream.wait_connected(10), f"{worker.worker_id} does not answer"
+            yield Asker(stream, events)
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
