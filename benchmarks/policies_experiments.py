@@ -143,7 +143,9 @@ def experiments(size: float, seed: int) -> list[Experiment]:
 
 
 def forwarding(size: float, seed: int) -> Experiment:
-    """A constant number of users, one to four times as many, with prompts of mixed lengths."""
+    """A constant number of requests, each end adding one, up to four times as many, with prompts of
+    mixed lengths (P/D-Serve 4).
+    """
     name = "P/D-Serve: forwarding"
     profile = load_profile("flowkv")
     fleet = parse_fleet("home:a100:prefill:6,home:a100:decode:6")
@@ -151,7 +153,7 @@ def forwarding(size: float, seed: int) -> Experiment:
     jobs: list[Job] = []
     for factor in (1, 2, 3, 4):
         num_users = max(int(30 * size), 1) * factor
-        workload = Workload(num_users * 12, 1.0, lengths, output_tokens=128, turns=12, think_s=0.5)
+        workload = Workload(num_users * 12, 1.0, lengths, output_tokens=128, turns=12, think_s=0.0)
         requests = closed_loop(workload, seed)
         for system in ("local_queues", "pending_tokens", "forwarding", "kvmesh"):
             scenario = Scenario(profile, fleet, SYSTEMS[system], requests, closed_loop=True)
@@ -164,8 +166,7 @@ def forwarding(size: float, seed: int) -> Experiment:
             f"at 4x local queues keep {success['4x local_queues']:.1%}, forwarding alone "
             f"{success['4x forwarding']:.1%}, the default {success['4x kvmesh']:.1%}: the six "
             "prefill workers are over their capacity there, which no order of offers changes; "
-            "decode workers that help do. Users wait for their answers (a closed loop), so the "
-            "load gives way while local queues grow, which keeps them from falling further"
+            "decode workers that help do"
         )
         return Verdict(
             [

@@ -16,13 +16,8 @@ from kvmesh.core.types import Structure
 from services.gateway.messages import NamedChoice, Tool
 from services.gateway.schema import ChatBody
 from services.gateway.structured import check_length, json_schema, tool_schema
-from services.gateway.tool_parsers import (
-    NamedParser,
-    RequiredParser,
-    ToolFamily,
-    ToolParser,
-    parser_for,
-)
+from services.gateway.tool_json import NamedParser, RequiredParser
+from services.gateway.tool_parsers import ToolFamily, ToolParser, parser_for
 from services.gateway.tool_scanner import CallStart, Content, Piece
 from services.gateway.tool_xml import Schemas
 

@@ -240,12 +240,24 @@ int decode_any(const Decode& call, const T* q, int64_t q_stride, const T* kv, T*
   }
 }
 
-// Rows that `few_rows` takes at most; more are computed faster than memory delivers weights.
+// Rows that `few_rows` takes at most: so many are computed faster than by oneDNN. Without vectors of
+// 512 bits that is while memory delivers weights no faster; with tiles for bf16 oneDNN is soon ahead.
+template <typename T>
 constexpr int kMostRows = 4;
+#ifdef __AVX512F__
+template <>
+constexpr int kMostRows<float> = 8;
+#endif
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+template <>
+constexpr int kMostRows<Bf16> = 16;
+#endif
+// Rows that are computed at once: their sums fill half of the vector registers.
+constexpr int kRowBlock = 4;
 constexpr int kPanel = 64;
 
 inline void multiply_add(const float* weights, const float* x, int64_t x_stride, int rows,
-                         Floats (*sums)[kMostRows]) {
+                         Floats (*sums)[kRowBlock]) {
   for (int v = 0; v < kPanel / kWidth; ++v) {
     const Floats w = load(weights + v * kWidth);
     for (int row = 0; row < rows; ++row) sums[v][row] += w * x[row * x_stride];
@@ -255,7 +267,7 @@ inline void multiply_add(const float* weights, const float* x, int64_t x_stride,
 inline float widened(Bf16 value) { return bits_as<float>(static_cast<uint32_t>(value) << 16); }
 
 inline void multiply_add(const Bf16* weights, const Bf16* x, int64_t x_stride, int rows,
-                         Floats (*sums)[kMostRows]) {
+                         Floats (*sums)[kRowBlock]) {
   for (int v = 0; v < kPanel / kWidth; ++v) {
 #ifdef __AVX512BF16__
     for (int row = 0; row < rows; ++row)
@@ -271,36 +283,45 @@ inline void multiply_add(const Bf16* weights, const Bf16* x, int64_t x_stride, i
   }
 }
 
-// Product of a few rows with a weight in panels of 64 outputs, [outputs / 64][inputs / N][64][N]
-// with N values to a lane: as fast as memory delivers, which oneDNN's own product is not.
+// Product of at most four rows with 64 outputs.
 template <typename T, int R>
-void few_rows(const T* x, const T* weights, const T* bias, T* out, int64_t outputs, int64_t inputs,
-              int threads) {
+void panel_rows(const T* x, const T* panel, const T* bias, T* out, int64_t outputs,
+                int64_t inputs) {
+  Floats sums[kPanel / kWidth][kRowBlock] = {};
+  for (int64_t i = 0; i < inputs; i += kLane<T>)
+    multiply_add(panel + i * kPanel, x + i, inputs, R, sums);
+  for (int v = 0; v < kPanel / kWidth; ++v)
+    for (int row = 0; row < R; ++row) {
+      const Floats added = bias == nullptr ? Floats{} : load(bias + v * kWidth);
+      store(out + row * outputs + v * kWidth, sums[v][row] + added);
+    }
+}
+
+// Product of a few rows with a weight in panels of 64 outputs, [outputs / 64][inputs / N][64][N]
+// with N values to a lane: as fast as memory delivers, which oneDNN's own product is not. A panel
+// comes from memory for the first four rows and from the cache for the next.
+template <typename T>
+int few_rows(const T* x, const T* weights, const T* bias, T* out, int64_t rows, int64_t outputs,
+             int64_t inputs, int threads) {
+  if (rows > kMostRows<T>) return 1;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
   for (int64_t panel = 0; panel < outputs / kPanel; ++panel) {
     const T* const own = weights + panel * kPanel * inputs;
-    Floats sums[kPanel / kWidth][kMostRows] = {};
-    for (int64_t i = 0; i < inputs; i += kLane<T>)
-      multiply_add(own + i * kPanel, x + i, inputs, R, sums);
-    for (int v = 0; v < kPanel / kWidth; ++v)
-      for (int row = 0; row < R; ++row) {
-        const int64_t at = panel * kPanel + v * kWidth;
-        const Floats added = bias == nullptr ? Floats{} : load(bias + at);
-        store(out + row * outputs + at, sums[v][row] + added);
-      }
+    const T* const added = bias == nullptr ? nullptr : bias + panel * kPanel;
+    int64_t row = 0;
+    for (; row + kRowBlock <= rows; row += kRowBlock)
+      panel_rows<T, 4>(x + row * inputs, own, added, out + row * outputs + panel * kPanel, outputs,
+                       inputs);
+    const T* const rest = x + row * inputs;
+    T* const to = out + row * outputs + panel * kPanel;
+    switch (rows - row) {
+      case 1: panel_rows<T, 1>(rest, own, added, to, outputs, inputs); break;
+      case 2: panel_rows<T, 2>(rest, own, added, to, outputs, inputs); break;
+      case 3: panel_rows<T, 3>(rest, own, added, to, outputs, inputs); break;
+      default: break;
+    }
   }
-}
-
-template <typename T>
-int few_rows_any(const T* x, const T* weights, const T* bias, T* out, int64_t rows,
-                 int64_t outputs, int64_t inputs, int threads) {
-  switch (rows) {
-    case 1: few_rows<T, 1>(x, weights, bias, out, outputs, inputs, threads); return 0;
-    case 2: few_rows<T, 2>(x, weights, bias, out, outputs, inputs, threads); return 0;
-    case 3: few_rows<T, 3>(x, weights, bias, out, outputs, inputs, threads); return 0;
-    case 4: few_rows<T, 4>(x, weights, bias, out, outputs, inputs, threads); return 0;
-    default: return 1;
-  }
+  return 0;
 }
 
 }  // namespace
@@ -345,8 +366,9 @@ int few_rows_any(const T* x, const T* weights, const T* bias, T* out, int64_t ro
   extern "C" int prefill_pays_##NAME() { return kPrefillPays<T>; }                                  \
   extern "C" int few_rows_##NAME(const T* x, const T* weights, const T* bias, T* out,              \
                                  int64_t rows, int64_t outputs, int64_t inputs, int threads) {     \
-    return few_rows_any(x, weights, bias, out, rows, outputs, inputs, threads);                    \
-  }
+    return few_rows(x, weights, bias, out, rows, outputs, inputs, threads);                        \
+  }                                                                                                \
+  extern "C" int most_rows_##NAME() { return kMostRows<T>; }
 
 KVMESH_HOST_OPS(float, f32)
 KVMESH_HOST_OPS(Bf16, bf16)

@@ -26,6 +26,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "silu_and_mul": (_P, _P, _I, _I, _THREADS),
     "rope_and_write": (_P, _P, _F, _P, _P, _P, _P, _I, _I, _I, *_POOL, _THREADS),
     "few_rows": (_P, _P, _P, _P, _I, _I, _I, _THREADS),
+    "most_rows": (),
     "decode_attention": (
         *(_P, _I, _P, _P, _P, _P, _P, _I, _I, _I, _I, _I, _F),
         *_POOL,
@@ -39,9 +40,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
         _THREADS,
     ),
 }
-_WITH_STATUS = frozenset({"decode_attention", "prefill_pays", "few_rows"})
-# Rows that `few_rows` takes at most.
-MOST_ROWS = 4
+_WITH_STATUS = frozenset({"decode_attention", "prefill_pays", "few_rows", "most_rows"})
 _PANEL = 64
 
 
@@ -293,6 +292,12 @@ def _prefill(
     )
 
 
+@functools.cache
+def most_rows(dtype: torch.dtype) -> int:
+    """Rows that `few_rows` takes at most on this CPU; the library is there."""
+    return _function("most_rows", dtype)()
+
+
 def in_panels(weight: Tensor) -> Tensor | None:
     """A weight as `few_rows` reads it, or None when it or its shape has no such form.
 
@@ -311,7 +316,7 @@ def in_panels(weight: Tensor) -> Tensor | None:
 
 
 def few_rows(x: Tensor, panels: int, bias: Tensor | None, outputs: int) -> Tensor:
-    """Product of at most `MOST_ROWS` rows with a weight.
+    """Product of at most `most_rows` rows with a weight; what a row gives no other row changes.
 
     Args:
         x: [rows, inputs], contiguous.

@@ -40,7 +40,7 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, inputs] to [rows, outputs]."""
-        if self.panels and 0 < len(x) <= host.MOST_ROWS:
+        if self.panels and 0 < len(x) <= host.most_rows(x.dtype):
             return host.few_rows(x, self.panels, self.bias, self.weight.shape[0])
         if self.packed:
             out: Tensor = torch.ops.mkldnn._linear_pointwise(

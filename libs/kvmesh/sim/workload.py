@@ -63,7 +63,7 @@ def make_requests(workload: Workload, seed: int) -> tuple[TraceRequest, ...]:
 
 def closed_loop(workload: Workload, seed: int) -> tuple[TraceRequest, ...]:
     """Users who each ask `turns` times, the next time `think_s` after the answer; no prompt is like
-    another. As many requests as users are under way at any time, as in P/D-Serve 4.
+    another. Without pauses as many requests as users are under way at any time, as in P/D-Serve 4.
 
     The users begin within three seconds; later turns are for a closed-loop replay.
     """
@@ -75,7 +75,8 @@ def closed_loop(workload: Workload, seed: int) -> tuple[TraceRequest, ...]:
         tokens = max(int(workload.lengths.quantile(rng.random())), 1)
         output = max(math.ceil(rng.expovariate(1 / workload.output_tokens)), 1)
         ids = tuple(next(fresh) for _ in range(-(-tokens // TRACE_BLOCK)))
-        think_s = rng.expovariate(1 / workload.think_s) if turn else 0.0
+        pauses = turn and workload.think_s
+        think_s = rng.expovariate(1 / workload.think_s) if pauses else 0.0
         # Turns keep their order among equal arrivals.
         at = 3.0 + turn if turn else 3.0 * rng.random()
         requests.append(TraceRequest(at, tokens, output, ids, f"u{user}", turn, think_s))

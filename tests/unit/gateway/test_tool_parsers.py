@@ -8,12 +8,14 @@ import pytest
 
 from kvmesh.core.errors import ConfigError
 from services.gateway.harmony import HarmonyCalls
-from services.gateway.tool_parsers import (
+from services.gateway.tool_json import (
     HermesParser,
     LlamaParser,
     MistralParser,
     NamedParser,
     RequiredParser,
+)
+from services.gateway.tool_parsers import (
     ToolFamily,
     ToolParser,
     family_named,

@@ -9,7 +9,7 @@ from kvmesh.kernels.linear import can_pack, make_linear
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 5, 40])
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 7, 16, 40])
 @pytest.mark.parametrize(("outputs", "inputs"), [(56, 24), (128, 96)])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_product_is_that_of_the_plain_weight(
@@ -22,6 +22,17 @@ def test_product_is_that_of_the_plain_weight(
     expected = functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
     tolerance = 1e-4 if dtype is torch.float32 else 5e-2
     torch.testing.assert_close(product(x).float(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_few_rows_give_what_each_gives_alone(dtype: torch.dtype) -> None:
+    product = make_linear(torch.randn(128, 96).to(dtype))
+    if not product.panels:
+        pytest.skip("weights are not read in panels here")
+    x = torch.randn(host.most_rows(dtype), 96).to(dtype)
+    alone = [product(x[row : row + 1]) for row in range(len(x))]
+    for rows in range(1, len(x) + 1):
+        assert torch.equal(product(x[:rows]), torch.cat(alone[:rows]))
 
 
 def test_a_packed_weight_is_a_copy() -> None:

@@ -102,3 +102,9 @@ def test_users_of_a_closed_loop_ask_one_after_the_other() -> None:
     )
     assert all((each.think_s > 0) == (each.turn > 0) for each in made)
     assert made == closed_loop(Workload(12, 1.0, lengths, turns=3, think_s=0.5), seed=1)
+
+
+def test_a_closed_loop_without_pauses_keeps_the_number_of_requests() -> None:
+    made = closed_loop(Workload(12, 1.0, LENGTHS, turns=3, think_s=0.0), seed=1)
+    assert {each.think_s for each in made} == {0.0}
+    assert [each.turn for each in made].count(0) == 4
