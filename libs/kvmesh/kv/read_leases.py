@@ -15,7 +15,7 @@ time; blocks go when, besides, nobody is reading them any more:
 
 Reads renew a lease, so one that makes progress goes on, but not beyond `MAX_RENEWALS` of its times.
 No I/O and no clock: `now` is an argument, in seconds that never go back. One thread.
-Why: docs/adr/0012-prefix-fetch.md. Tests: tests/unit/kv/test_read_leases.py.
+Why: docs/adr/0014-prefix-fetch.md. Tests: tests/unit/kv/test_read_leases.py.
 """
 
 from __future__ import annotations
