@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from kvmesh.engine.protocol import KvMemory
 from kvmesh.kv.runs import consecutive_runs
 
-
 _COPY_BYTES = 32 << 20
 
 
