@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from kvmesh.engine.protocol import KvMemory
 from kvmesh.kv.runs import consecutive_runs
+from kvmesh.transfer.memory import copy_views
 
 _COPY_BYTES = 32 << 20
 
@@ -54,9 +56,7 @@ class HostArena:
         """Copies blocks of the pool to places; may be called in any thread."""
         taken = iter(places)
         for first, count in self._pieces(blocks):
-            view = self._memory.read_view(first, count)
-            for offset in range(count):
-                self._place(next(taken))[:] = self._part(view, offset)
+            copy_views(self._places(taken, count), [self._memory.read_view(first, count)])
 
     def load(self, places: Sequence[int], blocks: Sequence[int]) -> None:
         """Copies places into blocks of the pool; may be called in any thread.
@@ -66,8 +66,7 @@ class HostArena:
         wanted = iter(places)
         for first, count in self._pieces(blocks):
             view = self._memory.write_view(first, count)
-            for offset in range(count):
-                self._part(view, offset)[:] = self._place(next(wanted))
+            copy_views([view], self._places(wanted, count))
             self._memory.written(first, count)
 
     def free(self, places: Sequence[int]) -> None:
@@ -81,8 +80,6 @@ class HostArena:
             for done in range(0, count, most):
                 yield first + done, min(most, count - done)
 
-    def _place(self, place: int) -> memoryview:
-        return self._part(self._bytes, place)
-
-    def _part(self, view: memoryview, index: int) -> memoryview:
-        return view[index * self.block_bytes : (index + 1) * self.block_bytes]
+    def _places(self, places: Iterator[int], count: int) -> list[memoryview]:
+        size = self.block_bytes
+        return [self._bytes[place * size : (place + 1) * size] for place in islice(places, count)]
