@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from kvmesh.core.clock import SystemClock
+from kvmesh.core.clock import ManualClock, SystemClock
 from kvmesh.core.errors import LostError, RefusedError
-from kvmesh.core.types import Refusal, RefusalReason
-from kvmesh.transfer.asker import Asker, Holder, RemoteBlocks
+from kvmesh.core.types import Endpoint, Refusal, RefusalReason
+from kvmesh.transfer.asker import SHUN_S, Asker, Holder, RemoteBlocks
 from kvmesh.transfer.attend import ATTEND, AttendArguments, ClaimKind, decode_attend
 from kvmesh.transfer.channel_pool import SendOptions
 from kvmesh.transfer.data_server import DataServer, ReceiveOptions
@@ -306,3 +306,44 @@ async def test_a_holder_that_does_not_answer_is_waited_for_once(impatient: Askin
     assert len(impatient.echo.begun) == 1, "a second line would wait as long"
     impatient.echo.may_compute.set()
     await until(lambda: len(impatient.echo.ended) == 1)
+
+
+async def test_a_holder_that_was_lost_is_left_alone_for_a_while(impatient: Asking) -> None:
+    impatient.asker._clock = clock = ManualClock()
+    impatient.echo.may_compute.clear()
+    peer = impatient.holder.peer
+
+    def ask_of_two_sequences() -> int:
+        blocks = RemoteBlocks(impatient.asker, impatient.holder, range(2))
+        pending = [
+            blocks.ask(0, memoryview(content(rows, 0)), (rows, HEADS, DIM), 1.0) for rows in (1, 2)
+        ]
+        num_lost = 0
+        for each in pending:
+            try:
+                each.wait()
+            except LostError:
+                num_lost += 1
+        return num_lost
+
+    assert impatient.asker.answers(peer)
+    assert await asyncio.to_thread(ask_of_two_sequences) == 2
+    assert len(impatient.echo.begun) == 1, "who shares a step waits no second time"
+    assert not impatient.asker.answers(peer)
+    with pytest.raises(LostError, match="lost just now"):
+        await asyncio.to_thread(impatient.attend)
+
+    impatient.echo.may_compute.set()
+    clock.advance(SHUN_S)
+    assert impatient.asker.answers(peer)
+
+
+async def test_lines_are_kept_up_to_a_bound(
+    over_tcp: Asking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvmesh.transfer.asker.MAX_LINES", 2)
+    port = over_tcp.holder.data_endpoint.port
+    for host in ("127.0.0.1", "127.0.1", "127.1"):  # one address, as three holders
+        holder = replace(over_tcp.holder, data_endpoint=Endpoint(host, port))
+        expect(await asyncio.to_thread(over_tcp.attend, 3, 1, holder), 3, 1)
+    assert len(over_tcp.asker._lines) == 2

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from kvmesh.core.errors import LostError, RefusedError
-from kvmesh.core.types import Refusal, RefusalReason
+from kvmesh.core.types import Endpoint, Refusal, RefusalReason
 from kvmesh.transfer.channel_pool import SendOptions
 from kvmesh.transfer.data_server import DataServer, ReceiveOptions
 from kvmesh.transfer.frames import BlockRun, Checksum, GetFrame
@@ -203,6 +203,34 @@ async def test_a_closed_reader_reads_nothing(over_tcp: Reading) -> None:
     await over_tcp.reader.close()
     with pytest.raises(LostError, match="closed"):
         await over_tcp.get(BlockRun(0, 1))
+
+
+async def test_connections_to_an_earlier_life_of_the_holder_are_freed(over_tcp: Reading) -> None:
+    await over_tcp.get(BlockRun(0, 1))
+    (lane,) = [place.lane for place in over_tcp.reader._places.values()]
+    assert lane is not None
+    await over_tcp.server.close()
+
+    born_again = replace(RECEIVER, incarnation=RECEIVER.incarnation + 1)
+    server = DataServer(born_again, RecordingTarget(), source=over_tcp.held, hub=LocalHub())
+    endpoint = (await server.start()).endpoint
+    lease = replace(over_tcp.lease, incarnation=born_again.incarnation, data_endpoint=endpoint)
+    assert await over_tcp.get(BlockRun(0, 1), lease=lease) == over_tcp.content(BlockRun(0, 1))
+    assert lane._frames.wire.fileno() == -1
+    assert len(over_tcp.reader._places) == 1
+    await over_tcp.reader.close()
+    await server.close()
+
+
+async def test_connections_are_kept_up_to_a_bound(
+    over_tcp: Reading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvmesh.transfer.reader.MAX_PLACES", 2)
+    port = over_tcp.lease.data_endpoint.port
+    for host in ("127.0.0.1", "127.0.1", "127.1"):  # one address, as three peers
+        lease = replace(over_tcp.lease, data_endpoint=Endpoint(host, port))
+        await over_tcp.get(BlockRun(0, 1), lease=lease)
+    assert len(over_tcp.reader._places) == 2
 
 
 async def test_a_worker_without_a_source_gives_nothing_away() -> None:

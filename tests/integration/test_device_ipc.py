@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvmesh.core.errors import LostError
@@ -95,6 +97,12 @@ def test_memory_in_a_greeting_is_read_as_it_was_written() -> None:
 def test_what_names_no_such_memory_is_refused(metadata: bytes, num_bytes: int, match: str) -> None:
     with pytest.raises(EngineError, match=match):
         memory_of(SegmentOffer(ENGINE, 0, metadata), num_bytes)
+
+
+def test_memory_beyond_any_address_is_refused() -> None:
+    segment = segment_of(MEMORY)
+    with pytest.raises(EngineError, match="no allocation reaches"):
+        memory_of(replace(segment, address=2**64 - 1), 10 * BLOCK)
 
 
 async def test_a_greeting_that_names_memory_that_is_not_there_is_refused() -> None:

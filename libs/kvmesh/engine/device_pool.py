@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvmesh.core.errors import LostError
 from kvmesh.core.types import KvLayout
 from kvmesh.engine.device_driver import DeviceDriver
 from kvmesh.engine.kv_shape import SPARE_BLOCKS, TORCH_DTYPES, pool_shape
@@ -37,7 +38,11 @@ class PinnedStaging:
         self._pool = pool
         self._host: Tensor | None = driver.pin(memory)
         self._bounce = torch.empty(0, dtype=torch.uint8)
-        driver.run(self._prepare, driver.moment())
+        try:
+            driver.run(self._prepare, driver.moment())
+        except LostError:
+            self.close()
+            raise
 
     def gather(self, pieces: Pieces, at: int, stride: int, after: Moment) -> None:
         """See `StagingMemory.gather`: one kernel on the device, then one copy to the host."""

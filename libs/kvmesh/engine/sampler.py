@@ -25,6 +25,13 @@ from kvmesh.kernels.upload import sent
 
 # Best candidates that top_p looks at before it sorts a whole vocabulary.
 _TOP_P_CANDIDATES = 1024
+# Logits divided by less would be infinite, and the first of several infinite ones be chosen.
+_LEAST_DIVISOR = 1e-20
+
+
+def divisor_of(params: SamplingParams) -> float:
+    """What a row's logits are divided by: the temperature, or 1 where the choice is greedy."""
+    return max(params.temperature, _LEAST_DIVISOR) if params.temperature > 0 else 1.0
 
 
 def is_plain_draw(chunk: SequenceChunk) -> bool:
@@ -117,7 +124,7 @@ def filter_rows(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     Args:
         logits: [rows, vocab] fp32; changed in place and returned.
     """
-    logits /= _column(logits, [p.temperature for p in params])
+    logits /= _column(logits, [divisor_of(p) for p in params])
     if any(p.min_p > 0 for p in params):
         # log(0) is no bound at all, which is what min_p 0 means.
         bounds = [math.log(p.min_p) if p.min_p > 0 else -math.inf for p in params]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvmesh.engine.noise import key_halves, stream_key
 from kvmesh.engine.protocol import SequenceChunk
+from kvmesh.engine.sampler import divisor_of
 from kvmesh.kernels.static_decode import GroupRows
 from kvmesh.kv.groups import KvGroups, first_visible, num_blocks_of
 
@@ -151,9 +152,8 @@ class StaticInputs:
         lines[_LOW, rows] = [low for low, _ in halves]
         lines[_HIGH, rows] = [high for _, high in halves]
         lines[_IS_RANDOM, rows] = randoms
-        # Greedy rows are divided by one.
         lines[_TEMPERATURE].view(np.float64)[rows] = [
-            chunk.sampling.temperature or 1.0 for chunk in chunks
+            divisor_of(chunk.sampling) for chunk in chunks
         ]
 
     def _fill_group(

@@ -47,7 +47,8 @@ def _draw_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device si
     is_random = tl.load(random_ptr + row) != 0
     lane = tl.arange(0, TILE)
     best = tl.full((TILE,), float("-inf"), tl.float32)
-    index = tl.full((TILE,), 0x7FFFFFFF, tl.int32)
+    # A row with nothing above -inf, or of NaN, gives a token all the same: others go on beside it.
+    index = tl.zeros((TILE,), tl.int32)
     first = split * split_len
     last = tl.minimum(first + split_len, vocab_size)
     for start in range(first, last, TILE):
@@ -81,12 +82,12 @@ def draw(logits: Tensor, low: Tensor, high: Tensor, is_random: Tensor) -> Tensor
     """The highest logit of each row, with Gumbel noise where the row is random.
 
     Args:
-        logits: [rows, vocab] fp32, last axis contiguous; at least one finite in each row.
+        logits: [rows, vocab] fp32, last axis contiguous.
         low, high: [rows] int32, the halves of `noise.stream_key`.
         is_random: [rows] int32, 0 for plain argmax.
 
     Returns:
-        [rows] int64 token ids; the lowest of equal ones.
+        [rows] int64 token ids; the lowest of equal ones, 0 where none is above -inf.
     """
     rows, vocab_size = logits.shape
     splits = max(1, min(triton.cdiv(_TARGET_PROGRAMS, rows), triton.cdiv(vocab_size, _TILE)))

@@ -1,10 +1,11 @@
 """The caller's end of `KvPoolService`: asks other workers to hold blocks for this one.
 
-Tests: tests/integration/test_prefix_fetch.py.
+Tests: tests/unit/rpc/test_pool_client.py, tests/contract/test_prefix_lease.py.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -50,14 +51,13 @@ class PoolClient:
             RefusedError: the holder said no.
             LostError: no answer in time, or one that says nothing.
         """
-        async with contextlib.AsyncExitStack() as stack:
-            stub = stack.enter_context(self._calling(holder))
+        await self._trim(holder)  # before the call: afterwards somebody would have to give back
+        with self._calling(holder) as stub:
             try:
                 response = await stub.LeaseBlocks(request, timeout=timeout_s)
             except grpc.aio.AioRpcError as error:
                 text = f"{holder} leases no blocks: {error.code().name} {error.details() or ''}"
                 raise LostError(text.rstrip()) from error
-        await self._trim()
         outcome = response.WhichOneof("outcome")
         if outcome == "refusal":
             raise RefusedError(refusal_from_proto(response.refusal))
@@ -95,8 +95,10 @@ class PoolClient:
         finally:
             peer.num_calls -= 1
 
-    async def _trim(self) -> None:
-        """Closes connections that were not used for longest."""
-        idle = [holder for holder, peer in self._peers.items() if not peer.num_calls]
-        for holder in idle[: max(0, len(self._peers) - MAX_CHANNELS)]:
-            await self._peers.pop(holder).channel.close()
+    async def _trim(self, holder: Endpoint) -> None:
+        """Closes the connections that were not used for longest, so that one to `holder` fits."""
+        surplus = len(self._peers) + (holder not in self._peers) - MAX_CHANNELS
+        idle = [each for each, peer in self._peers.items() if not peer.num_calls and each != holder]
+        # Out of the table before anything waits: nobody begins a call on what is being closed.
+        unused = [self._peers.pop(each) for each in idle[: max(0, surplus)]]
+        await asyncio.gather(*(peer.channel.close() for peer in unused))

@@ -6,6 +6,7 @@ Tests: tests/unit/runtime/test_worker_queries.py, tests/integration/test_prefix_
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from kvmesh.engine.core import EngineCore
 from kvmesh.engine.protocol import ModelRunner
@@ -40,7 +41,10 @@ def start_queries(
     partial = runner.partial_attention
     if partial is None or mode is QueryMode.NEVER:
         return None
-    asker = Asker(identity, send_options(config), parts.clock)
+    sending = send_options(config)
+    # The whole batch waits for an answer, so not as long as one handoff may.
+    stall_s = min(config.fetch.stall_s, sending.stall_timeout_s)
+    asker = Asker(identity, replace(sending, stall_timeout_s=stall_s), parts.clock)
 
     async def close() -> None:
         await asyncio.to_thread(asker.close)  # it waits for the engine's thread to leave a line

@@ -12,7 +12,7 @@ import dataclasses
 import secrets
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvmesh.core.clock import Clock
@@ -37,6 +37,11 @@ _LINK_ID_BITS = 64
 _ASKED_OVER = {LOCAL: SHM, IPC: SHM, NIXL: TCP}
 """Operands and answers come over a connection of ours in any case."""
 _LSE_BYTES = 4
+
+SHUN_S = 5.0
+"""A holder that was lost is not asked again for this long: who asks keeps all its batch waiting."""
+MAX_LINES = 64
+"""Lines that are kept, unless more have questions on their way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +104,15 @@ class Asker:
         self._lines: dict[tuple[PeerKey, Endpoint], QueryLine] = {}
         self._speeds: dict[PeerKey, QuerySpeed] = {}
         self._mute: set[PeerKey] = set()
+        self._shunned: dict[PeerKey, float] = {}
         # Held while the asking thread is in a line; `close` comes from another one.
         self._busy = threading.Lock()
         self._closed = False
         self.asked = self.lost = 0
 
     def answers(self, peer: PeerKey) -> bool:
-        """Whether a holder has not said that it computes nothing like this."""
-        return peer not in self._mute
+        """Whether a holder was not lost just now, nor said that it computes nothing like this."""
+        return peer not in self._mute and not self._is_shunned(peer)
 
     def speed(self, peer: PeerKey) -> QuerySpeed:
         """What was measured with a holder, or what is assumed of it."""
@@ -129,7 +135,7 @@ class Asker:
             RefusedError: the holder's life or layout is another one.
             LostError: it cannot be reached.
         """
-        with self._busy:
+        with self._busy, self._shunning(holder.peer):
             line = self._line(holder)
             try:
                 for question in questions:
@@ -145,7 +151,7 @@ class Asker:
             RefusedError: the holder said no to one of them.
             LostError: it is gone, or a second line died.
         """
-        with self._busy:
+        with self._busy, self._shunning(holder.peer):
             line = self._lines.get((holder.peer, holder.data_endpoint))
             for question in questions:
                 try:
@@ -171,6 +177,20 @@ class Asker:
         """The clock's time, in seconds."""
         return self._clock.now()
 
+    @contextlib.contextmanager
+    def _shunning(self, peer: PeerKey) -> Iterator[None]:
+        """Leaves a holder that is lost alone for a while."""
+        try:
+            yield
+        except LostError:
+            now = self.now()
+            self._shunned = {each: until for each, until in self._shunned.items() if now < until}
+            self._shunned.setdefault(peer, now + SHUN_S)
+            raise
+
+    def _is_shunned(self, peer: PeerKey) -> bool:
+        return self.now() < self._shunned.get(peer, 0.0)
+
     def _again(self, holder: Holder, line: QueryLine | None, questions: Sequence[Question]) -> None:
         """Asks what has no answer on a new line, unless its holder was silent for too long."""
         self._lines.pop((holder.peer, holder.data_endpoint), None)
@@ -195,16 +215,26 @@ class Asker:
             line = self._lines[key] = self._open(holder)
         return line
 
-    def _forget_earlier_lives(self, peer: PeerKey) -> None:
-        """A worker that was started again is another one, and its old line is dead."""
-        for key in [k for k in self._lines if k[0].worker_id == peer.worker_id and k[0] != peer]:
-            self._lines.pop(key).close()
-            self._speeds.pop(key[0], None)
-            self._mute.discard(key[0])
+    def _forget_unused(self, peer: PeerKey) -> None:
+        """Ends lines to earlier lives of a holder, and the oldest ones if they are too many.
+
+        A worker that was started again is another one, and nobody hears that a line has ended
+        before it is used again.
+        """
+        quiet = [key for key, line in self._lines.items() if not line.num_asked]
+        surplus = len(self._lines) + 1 - MAX_LINES
+        for number, key in enumerate(quiet):
+            is_earlier = key[0].worker_id == peer.worker_id and key[0] != peer
+            if is_earlier or number < surplus:
+                self._lines.pop(key).close()
+                self._speeds.pop(key[0], None)
+                self._mute.discard(key[0])
 
     def _open(self, holder: Holder) -> QueryLine:
         options = self._options
-        self._forget_earlier_lives(holder.peer)
+        if self._is_shunned(holder.peer):  # other sequences of the step wait for it no second time
+            raise LostError("queries: the holder was lost just now")
+        self._forget_unused(holder.peer)
         kinds = tuple(dict.fromkeys(_ASKED_OVER.get(kind, kind) for kind in options.kinds))
         usable = usable_kinds(
             kinds, same_process=False, has_memfd=True, here=self._host_id, there=holder.host_route

@@ -43,6 +43,7 @@ PIECE_BYTES = 64 << 20
 _MAX_PULL_RUNS = 2048
 _DEPTH = 2
 _VERSION = 1
+_MAX_ADDRESS = 1 << 48
 _METADATA = struct.Struct(f"<HQ{HANDLE_BYTES}s")
 
 _log = logging.getLogger(__name__)
@@ -58,13 +59,15 @@ def memory_of(segment: SegmentOffer, num_bytes: int) -> SharedMemory:
     """What a greeting says of a pool of so many bytes.
 
     Raises:
-        EngineError: it is of another version, cut, or of another size.
+        EngineError: it is of another version, cut, of another size, or out of any range.
     """
     if len(segment.metadata) != _METADATA.size:
         raise EngineError(f"{len(segment.metadata)} bytes name no device memory")
     version, size, handle = _METADATA.unpack(segment.metadata)
     if version != _VERSION or size != num_bytes:
         raise EngineError(f"version {version} of {size} bytes for a pool of {num_bytes}")
+    if segment.address + size > _MAX_ADDRESS:
+        raise EngineError(f"no allocation reaches to {segment.address}")
     return SharedMemory(handle, segment.address, size)
 
 

@@ -104,6 +104,11 @@ class QueryLine:
             raise RefusedError(outcome.refusal)
         self._decoder.sum = checksum_function(self._machine.terms.checksum)
 
+    @property
+    def num_asked(self) -> int:
+        """Questions whose answers have not come."""
+        return len(self._asked)
+
     def ask(self, question: Question) -> None:
         """Sends a question; `hear` brings its answer.
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from kvmesh.core.errors import LostError, ProtocolError, RefusedError
@@ -44,6 +45,8 @@ from kvmesh.transfer.wire import Wire
 
 PIECE_BYTES = 8 << 20
 """Payload of one answer, unless one block is larger."""
+MAX_PLACES = 256
+"""Connections that are kept, unless more are in use."""
 _READ_OVER = {IPC: SHM, NIXL: TCP}
 """What stands in for channels that only write."""
 _MAX_THREADS = 16
@@ -126,11 +129,28 @@ class _ReadLane:
         self.is_open = False
         self._frames.cut(cause)
 
+    def drop(self) -> None:
+        """Frees the socket of a connection that nobody uses."""
+        self.cut("not used any more")
+        self._frames.close()
+
     async def close(self) -> None:
         """Ends it. May be called again."""
         self.cut("closed by this side")
         async with self.turn:
             self._frames.close()
+
+
+_PlaceKey = tuple[PeerKey, Endpoint, int]
+
+
+@dataclass(slots=True, eq=False)
+class _Place:
+    """Of one connection to one life of a peer; the lock lets one caller open it."""
+
+    opening: asyncio.Lock = field(default_factory=asyncio.Lock)
+    num_callers: int = 0
+    lane: _ReadLane | None = None
 
 
 class BlockReader:
@@ -151,8 +171,7 @@ class BlockReader:
         self._options = options
         self._hub = hub
         self._host_id = host_id()
-        self._lanes: dict[tuple[PeerKey, Endpoint, int], _ReadLane] = {}
-        self._opening: dict[tuple[PeerKey, Endpoint, int], asyncio.Lock] = {}
+        self._places: OrderedDict[_PlaceKey, _Place] = OrderedDict()
         self._threads = ThreadPoolExecutor(_MAX_THREADS, "kv-read")
         self._closed = False
 
@@ -198,9 +217,11 @@ class BlockReader:
     async def close(self) -> None:
         """Ends all connections; what is under way gets LostError. May be called again."""
         self._closed = True
-        for lane in self._lanes.values():
-            await lane.close()
-        self._lanes.clear()
+        while self._places:
+            _, place = self._places.popitem()
+            async with place.opening:
+                if place.lane is not None:
+                    await place.lane.close()
         self._threads.shutdown(wait=False)
 
     async def _copied(
@@ -238,25 +259,51 @@ class BlockReader:
         self, lease: ReadLease, index: int, runs: list[BlockRun], into: list[memoryview]
     ) -> None:
         """Reads one piece, on a new connection if one is cut."""
-        for tries in range(1, _MAX_TRIES + 1):
-            lane = await self._lane(lease, index)
-            async with lane.turn:
-                try:
-                    await lane.get(lease.claim, runs, into)
-                    return
-                except LostError:
-                    if self._closed or tries == _MAX_TRIES:
-                        raise
+        peer = PeerKey(lease.worker_id, lease.incarnation)
+        place = self._place((peer, lease.data_endpoint, index))
+        place.num_callers += 1
+        try:
+            for tries in range(1, _MAX_TRIES + 1):
+                lane = await self._lane(place, lease, index)
+                async with lane.turn:
+                    try:
+                        await lane.get(lease.claim, runs, into)
+                        return
+                    except LostError:
+                        if self._closed or tries == _MAX_TRIES:
+                            raise
+        finally:
+            place.num_callers -= 1
 
-    async def _lane(self, lease: ReadLease, index: int) -> _ReadLane:
-        key = (PeerKey(lease.worker_id, lease.incarnation), lease.data_endpoint, index)
-        async with self._opening.setdefault(key, asyncio.Lock()):
+    async def _lane(self, place: _Place, lease: ReadLease, index: int) -> _ReadLane:
+        async with place.opening:
             if self._closed:
                 raise LostError("data channels are closed")
-            lane = self._lanes.get(key)
-            if lane is None or not lane.is_open:
-                lane = self._lanes[key] = await self._open(lease, index)
-            return lane
+            if place.lane is None or not place.lane.is_open:
+                place.lane = await self._open(lease, index)
+            return place.lane
+
+    def _place(self, key: _PlaceKey) -> _Place:
+        place = self._places.get(key)
+        if place is None:
+            self._forget_unused(key[0])
+            place = self._places[key] = _Place()
+        self._places.move_to_end(key)
+        return place
+
+    def _forget_unused(self, peer: PeerKey) -> None:
+        """Frees connections to earlier lives of a peer, and those that were unused for longest.
+
+        Nobody reads on them, so nobody notices that a holder has gone.
+        """
+        unused = [key for key, place in self._places.items() if not place.num_callers]
+        surplus = len(self._places) + 1 - MAX_PLACES
+        for number, key in enumerate(unused):
+            is_earlier = key[0].worker_id == peer.worker_id and key[0] != peer
+            if is_earlier or number < surplus:
+                lane = self._places.pop(key).lane
+                if lane is not None:
+                    lane.drop()
 
     async def _open(self, lease: ReadLease, index: int) -> _ReadLane:
         options = self._options

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from kvmesh.core.errors import LostError
 from kvmesh.core.types import KvLayout
 from kvmesh.engine.host_arena import HostArena
 from kvmesh.transfer.device import DevicePool, pieces_of
@@ -49,6 +50,15 @@ def test_what_is_gathered_and_scattered_is_the_same(
     for each in (out, into):
         each.close()
         each.close()
+
+
+def test_staging_that_the_device_refuses_is_not_left_pinned() -> None:
+    pool = TwinPool(LAYOUT, 6)
+    pool.driver.is_broken = True
+    with pytest.raises(LostError):
+        pool.staging(memoryview(bytearray(8 * BLOCK)))
+    assert pool.driver.pinned_bytes == 0
+    pool.close()
 
 
 def test_blocks_leave_for_the_host_and_come_back() -> None:

@@ -2,10 +2,42 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from kvmesh.engine.fake import HostMemory
 from kvmesh.engine.host_arena import HostArena
 
 BLOCK_BYTES = 24
+
+
+class CountedMemory(HostMemory):
+    """Notes the longest run that was asked for."""
+
+    longest = 0
+
+    def read_view(self, first_block: int, num_blocks: int) -> memoryview:
+        self.longest = max(self.longest, num_blocks)
+        return super().read_view(first_block, num_blocks)
+
+    def write_view(self, first_block: int, num_blocks: int) -> memoryview:
+        self.longest = max(self.longest, num_blocks)
+        return super().write_view(first_block, num_blocks)
+
+
+@pytest.mark.parametrize(("copy_bytes", "most"), [(3 * BLOCK_BYTES + 1, 3), (1, 1)])
+def test_long_runs_are_copied_in_pieces(copy_bytes: int, most: int) -> None:
+    memory = CountedMemory(16, BLOCK_BYTES)
+    content = random.Random(2).randbytes(16 * BLOCK_BYTES)
+    memory.view[:] = content
+    arena = HostArena(memory, BLOCK_BYTES, 10, copy_bytes)
+    places = arena.take(10)
+    arena.store([*range(8), 12, 13], places)
+    memory.view[:] = bytes(len(content))
+    arena.load(places, range(2, 12))
+    assert memory.longest == most
+    wanted = content[: 8 * BLOCK_BYTES] + content[12 * BLOCK_BYTES : 14 * BLOCK_BYTES]
+    assert bytes(memory.view[2 * BLOCK_BYTES : 12 * BLOCK_BYTES]) == wanted
+    memory.close()
 
 
 def test_blocks_come_back_as_they_were() -> None:

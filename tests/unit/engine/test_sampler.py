@@ -49,6 +49,14 @@ def test_temperature_zero_is_argmax() -> None:
     assert choose([0.0, 3.0, 2.0], chunk(temperature=0.0, seed=5, top_k=2)) == 1
 
 
+@pytest.mark.parametrize("temperature", [1e-45, 1e-38, 1e-30])
+def test_a_temperature_near_zero_is_argmax(temperature: float) -> None:
+    logits = [1.0, 30.0, 29.0]
+    assert choose(logits, chunk(temperature=temperature, seed=5)) == 1
+    assert choose(logits, chunk(temperature=temperature, seed=5, top_p=0.5)) == 1
+    assert choose([-3.0, -2.0, -4.0], chunk(temperature=temperature, min_p=0.1)) == 1
+
+
 def test_draws_follow_the_softmax() -> None:
     logits = [0.0, 1.0, 2.0, -1.0]
     expected = torch.softmax(torch.tensor(logits) / 0.8, dim=0)

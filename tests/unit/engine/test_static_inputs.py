@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -114,3 +115,14 @@ def test_sequences_keep_their_rows(before: list[int], after: list[int], rows: li
     places = RowPlaces()
     places.assign(before)
     assert places.assign(after) == rows
+
+
+def test_a_temperature_near_zero_divides_no_logit_to_infinity() -> None:
+    inputs = StaticInputs(SHAPE, "cpu")
+    tiny = replace(chunk(1, 7, 10), sampling=SamplingParams(temperature=1e-45))
+    inputs.fill([tiny], 1)
+    inputs.pick([])
+    inputs.send(1)
+    divisors, _, _, is_random = inputs.sampling(1)
+    assert is_random.tolist() == [1]
+    assert torch.isfinite(1000.0 / divisors).all()

@@ -29,3 +29,10 @@ def test_filtered_tokens_are_never_drawn() -> None:
     logits[:, [17, 2900]] = 0.0
     drawn = draw_cases.run_kernel(logits, {row: row * 977 for row in range(40)})
     assert set(drawn.tolist()) == {17, 2900}
+
+
+def test_rows_in_which_nothing_can_be_chosen_give_a_token_of_the_vocabulary() -> None:
+    logits = torch.full((3, 3000), -torch.inf)
+    logits[1] = torch.nan
+    logits[2, 2900] = 0.0
+    assert draw_cases.run_kernel(logits, {0: 5}).tolist() == [0, 0, 2900]

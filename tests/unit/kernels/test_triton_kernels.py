@@ -15,7 +15,7 @@ INTERPRETED = {
     "interpreted_attention.py": 34,
     "interpreted_bench.py": 20,
     "interpreted_blocks.py": 16,
-    "interpreted_draw.py": 6,
+    "interpreted_draw.py": 7,
     "interpreted_fused.py": 10,
     "interpreted_hybrid.py": 27,
 }
