@@ -24,7 +24,7 @@ class TextFormat(BaseModel):
     model_config = ConfigDict(extra="ignore", hide_input_in_errors=True)
 
     type: Literal["text", "json_object", "json_schema"]
-    name: str = ""
+    name: str = Field("", max_length=256)
     json_schema: JsonSchema | None = Field(None, alias="schema")
     strict: bool | None = None
 

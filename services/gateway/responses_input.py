@@ -137,7 +137,9 @@ class _Chat:
         else:
             if turn is None:
                 turn = self._turn = self._say("assistant", "")
-            turn.tool_calls = [*(turn.tool_calls or ()), item.for_chat()]
+            if turn.tool_calls is None:
+                turn.tool_calls = []
+            turn.tool_calls.append(item.for_chat())
             self._names[item.call_id] = item.name
 
     def _say(self, role: str, content: str, **more: str) -> Message:

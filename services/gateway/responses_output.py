@@ -112,17 +112,22 @@ class ResponseObject:
         thought = ""
         if self._thoughts is not None:
             thought, text = self._thoughts.told(0, text, last=last)
-        events = self._write(ItemKind.REASONING, thought)
+        # A call that is open ends before what is thought next; then the text begins with its rest.
+        is_later = bool(self._items) and self._items[-1].kind is ItemKind.CALL
+        events = [] if is_later else self._write(ItemKind.REASONING, thought)
         if self._tools is None:
             return events + self._write(ItemKind.MESSAGE, text)
         for piece in self._tools.read(text, last=last):
+            if is_later and not isinstance(piece, CallArguments):
+                events += self._write(ItemKind.REASONING, thought)
+                is_later = False
             if isinstance(piece, CallStart):
                 events += self._open(ItemKind.CALL, piece)
             elif isinstance(piece, CallArguments):
                 events += self._write(ItemKind.CALL, piece.text)
             else:
                 events += self._write(ItemKind.MESSAGE, piece.text)
-        return events
+        return events + self._write(ItemKind.REASONING, thought if is_later else "")
 
     def closing(self, finish: FinishReason | None, usage: Usage) -> list[Body]:
         """Events after the last text.

@@ -79,22 +79,28 @@ class CallScanner:
     """Reads `{"name": …, "arguments": {…}}`; keys in any order, `parameters` is `arguments` too.
 
     Attributes:
-        raw: everything read so far.
         name: of the function, once it is known.
         done: the object is closed.
     """
 
     def __init__(self) -> None:
-        self.raw = ""
         self.name = ""
         self.done = False
+        # Lists, since arguments may be as long as a file and text of that length grows slowly.
+        self._read: list[str] = []
         self._span = JsonSpan()
         self._key = ""
-        self._string = ""  # the string being read, quotes included
-        self._value = ""  # of arguments, as far as it is read
-        self._num_sent = 0
+        self._string: list[str] = []  # the string being read, quotes included
+        self._value: list[str] = []  # of arguments, as far as it is read and not passed on
+        self._value_begin = ""  # its first character that is no white space
+        self._has_started = False
         self._in_arguments = False
         self._is_value = False
+
+    @property
+    def raw(self) -> str:
+        """Everything read so far."""
+        return "".join(self._read)
 
     def push(self, text: str) -> tuple[list[Piece], str]:
         """Reads on.
@@ -105,17 +111,20 @@ class CallScanner:
         for index, char in enumerate(text):
             self._step(char)
             if self.done:
+                self._read.append(text[: index + 1])
                 return self._news(), text[index + 1 :]
+        self._read.append(text)
         return self._news(), ""
 
     def _step(self, char: str) -> None:
         span = self._span
-        self.raw += char
         before, was_string = span.depth, span.in_string
         span.step(char)
         self.done = span.depth == 0
         if before == 1 and span.depth == 1 and (was_string or span.in_string):
-            self._string = self._string + char if was_string else char
+            if not was_string:
+                self._string.clear()
+            self._string.append(char)
             if not span.in_string:
                 self._take_string()
         elif span.depth == 1 and char == ":":
@@ -125,11 +134,13 @@ class CallScanner:
         elif before == 1 and char == ",":
             self._is_value = self._in_arguments = False
         if self._in_arguments and not self.done:
-            self._value += char
+            self._value.append(char)
+            if not self._value_begin and not char.isspace():
+                self._value_begin = char
 
     def _take_string(self) -> None:
         try:
-            text = json.loads(self._string)
+            text = json.loads("".join(self._string))
             text.encode()
         except ValueError:
             return  # no JSON, or half a character: at the end it has no name and is text
@@ -142,25 +153,25 @@ class CallScanner:
         pieces: list[Piece] = []
         if not self.name:
             return pieces
-        if self._num_sent == 0 and not self._value.strip() and not self.done:
-            return pieces
-        value = self._arguments()
-        if self._num_sent == 0 and (value or self.done):
+        arguments = self._arguments()
+        if arguments and not self._has_started:
+            self._has_started = True
             pieces.append(CallStart(self.name))
-        if len(value) > self._num_sent:
-            pieces.append(CallArguments(value[self._num_sent :]))
-            self._num_sent = len(value)
+        if arguments:
+            pieces.append(CallArguments(arguments))
         return pieces
 
     def _arguments(self) -> str:
-        """The arguments as far as they are sure."""
-        value = self._value.strip()
-        if value.startswith("{"):
-            return value
+        """More of the arguments, as far as they are sure."""
+        if self._value_begin == "{":
+            value = "".join(self._value)
+            sure = value.rstrip()
+            self._value = [value[len(sure) :]]
+            return sure if self._has_started else sure.lstrip()
         if not self.done:
             return ""  # no object: known when it is complete
         try:
-            plain = json.loads(value or "null")
+            plain = json.loads("".join(self._value).strip() or "null")
             if isinstance(plain, str) and plain.encode():
                 return str(plain)
         except (ValueError, RecursionError):

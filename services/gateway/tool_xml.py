@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from services.gateway.tool_scanner import (
     CallArguments,
@@ -49,25 +49,31 @@ class QwenXmlParser:
     def push(self, text: str) -> list[Piece]:
         """See `ToolParser.push`."""
         pieces: list[Piece] = []
-        if not self._inside:
-            text = text.lstrip() if self._after else text
-            self._after &= not text
-            pieces, rest = self._text.push(text)
-            if rest is None:
-                return pieces
-            self._inside, text = True, rest
-        self._held += text
-        while (found := self._step()) is not None:
+        rest: str | None = text
+        while rest:
+            if self._inside:
+                found, rest = self._read(rest)
+            else:
+                rest = rest.lstrip() if self._after else rest
+                self._after &= not rest
+                found, rest = self._text.push(rest)
+                self._inside = rest is not None
             pieces += found
-        if not self._inside and self._held:  # text after the call
-            text, self._held = self._held, ""
-            return pieces + self.push(text)
         return pieces
+
+    def _read(self, text: str) -> tuple[list[Piece], str]:
+        """Reads on in a call; returns what follows it once it has ended."""
+        self._held += text
+        pieces: list[Piece] = []
+        while self._inside and (found := self._step()) is not None:
+            pieces += found
+        if self._inside:
+            return pieces, ""
+        rest, self._held = self._held, ""
+        return pieces, rest
 
     def _step(self) -> list[Piece] | None:
         """What the next mark says; None if it is not complete yet."""
-        if not self._inside:
-            return None
         if self._value is not None:
             return self._read_value(self._value)
         held = self._held.lstrip()
@@ -91,7 +97,9 @@ class QwenXmlParser:
         marks = (_FUNCTION, _PARAMETER, _FUNCTION_END, _CALL_END)
         if not held or any(mark.startswith(held) for mark in marks):
             return None
-        self._held = held[1:]  # no mark begins here: nothing that a call could have
+        # No mark begins here: nothing that a call could have.
+        at = held.find("<", 1)
+        self._held = held[at:] if at >= 0 else ""
         return []
 
     def _open_function(self, name: str) -> list[Piece]:
@@ -144,14 +152,14 @@ class PlainValue:
     def __init__(self, is_text: bool) -> None:
         self._is_text = is_text
         self._has_begun = False
-        self._raw = ""
+        self._raw: list[str] = []
 
     def more(self, raw: str) -> str:
         """What may be passed on after a part of it."""
         if not raw:
             return ""
         if not self._is_text:
-            self._raw += raw
+            self._raw.append(raw)
             return ""
         lead = "" if self._has_begun else '"'
         self._has_begun = True
@@ -160,7 +168,7 @@ class PlainValue:
     def last(self, raw: str) -> str:
         """What is left of it with its end."""
         if not self._is_text:
-            return _as_json(self._raw + raw)
+            return _as_json("".join(self._raw) + raw)
         lead = "" if self._has_begun else '"'
         return lead + _escaped(raw) + '"'
 
@@ -191,10 +199,16 @@ def _as_json(raw: str) -> str:
     if text in _WORDS:
         return json.dumps(_WORDS[text])
     try:
-        json.loads(text)
-    except ValueError:
+        value = json.loads(text, parse_constant=_refuse_constant)
+        json.dumps(value, ensure_ascii=False).encode()  # half a character is no text
+    except (ValueError, RecursionError):
         return json.dumps(raw, ensure_ascii=False)
     return text
+
+
+def _refuse_constant(word: str) -> NoReturn:
+    """Python reads NaN and Infinity, which JSON does not have."""
+    raise ValueError(word)
 
 
 def _escaped(raw: str) -> str:

@@ -53,7 +53,7 @@ async def test_requests_do_not_notice_a_lost_control_service(
 ) -> None:
     before = a_prompt(random.Random("before"), 299, 300)
     await client.complete(before, max_tokens=40)
-    assert await route_knows_prefix(mesh, client, before)
+    await until(lambda: route_knows_prefix(mesh, client, before), "the prefix is known")
     async with under_load(client) as load:
         mesh[name].signal(how)
         assert await mesh[name].exit_code() == (0 if how == signal.SIGTERM else -how)
@@ -89,7 +89,7 @@ async def test_both_gone_at_once_and_a_worker_restarts_meanwhile(
 async def test_redis_comes_back_empty_under_load(mesh: Mesh, client: ApiClient) -> None:
     before = a_prompt(random.Random("before"), 299, 300)
     await client.complete(before, max_tokens=40)
-    assert await route_knows_prefix(mesh, client, before)
+    await until(lambda: route_knows_prefix(mesh, client, before), "the prefix is known")
     assert mesh.redis is not None
     async with under_load(client) as load:
         mesh.redis.stop(kill=True)

@@ -29,7 +29,7 @@ async def test_busy_until_deadline_is_one_refusal(stack: Stack) -> None:
     stack.mesh.workers["p1"].does.reject_offers = -1
     with pytest.raises(openai.InternalServerError) as caught:
         await stack.client.chat.completions.create(
-            model=MODEL, messages=HELLO, extra_headers={"x-slo-ttft-ms": "150"}
+            model=MODEL, messages=HELLO, extra_headers={"x-slo-ttft-ms": "1000"}
         )
     response = caught.value.response
     assert response.status_code == 503
@@ -48,7 +48,7 @@ async def test_stream_refused_before_it_starts(stack: Stack) -> None:
     stack.mesh.workers["d1"].does.refuse_reserves = -1
     with pytest.raises(openai.InternalServerError) as caught:
         await stack.client.chat.completions.create(
-            model=MODEL, messages=HELLO, stream=True, extra_headers={"x-slo-ttft-ms": "80"}
+            model=MODEL, messages=HELLO, stream=True, extra_headers={"x-slo-ttft-ms": "1000"}
         )
     assert caught.value.response.headers["x-kvmesh-refusal"] == "decode-no_slots"
     assert stack.mesh.workers["p1"].offers == []  # nothing is computed for a full decode side
@@ -64,7 +64,7 @@ async def test_scheduler_refuses_until_deadline(stack: Stack) -> None:
     stack.mesh.refuse_routes = Refusal(RefusalReason.NO_WORKERS, "nobody is there")
     with pytest.raises(openai.InternalServerError, match="nobody is there") as caught:
         await stack.client.completions.create(
-            model=MODEL, prompt="a", extra_headers={"x-slo-ttft-ms": "50"}
+            model=MODEL, prompt="a", extra_headers={"x-slo-ttft-ms": "1000"}
         )
     assert caught.value.response.headers["x-kvmesh-refusal"] == "scheduler-no_workers"
 
@@ -202,6 +202,6 @@ async def test_no_workers_known(tmp_path: Path) -> None:
                         break
         with pytest.raises(openai.InternalServerError) as caught:
             await stack.client.completions.create(
-                model=MODEL, prompt="a", extra_headers={"x-slo-ttft-ms": "20"}
+                model=MODEL, prompt="a", extra_headers={"x-slo-ttft-ms": "1000"}
             )
         assert caught.value.response.headers["x-kvmesh-refusal"] == "gateway-no_workers"

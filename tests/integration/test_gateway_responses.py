@@ -245,6 +245,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),
     ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
     ({"background": True}, "background"),
+    (
+        {"text": {"format": {"type": "json_schema", "name": "n" * 257, "schema": {}}}},
+        "text.format.name",
+    ),
     ({"input": ""}, "input"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
     ({"input": [{**OUTPUT, "type": "function_call", "name": "f", "arguments": "{"}]}, "input"),

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 
 from kvmesh.core.types import Placement, RoutePlan, RouteQuery
 
@@ -162,7 +163,9 @@ class PlanStock:
         if shelf is None or not shelf.is_expecting(now):
             return
         before = len(shelf.plans)
-        shelf.plans.extend((now + AHEAD_S, plan) for plan in plans)
+        # They were made after they were wished for, however long they were on their way.
+        until = shelf.expected_until
+        shelf.plans.extend((until, plan) for plan in islice(plans, shelf.num_expected))
         shelf.num_expected -= len(shelf.plans) - before
 
     def clear(self) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from typing import Any
 
 import pytest
@@ -250,6 +251,25 @@ def test_kimi_names_its_calls_itself() -> None:
     assert parser.push(text)[0] == CallStart("weather", "functions.weather:3")
 
 
+@pytest.mark.parametrize("family", list(ToolFamily))
+def test_thousands_of_calls_that_say_nothing_are_read(family: ToolFamily) -> None:
+    for text in ("<tool_call></tool_call>", "[TOOL_CALLS][]", "<tool_calls></tool_calls>", "{}"):
+        parser = parser_for(family, NAMES)
+        parser.push(text * 3000)
+        parser.finish()
+
+
+@pytest.mark.parametrize("size", [100, 10**6])
+def test_arguments_as_long_as_a_file(size: int) -> None:
+    arguments = json.dumps({"city": "x" * 400_000})
+    text = f'<tool_call>{{"name": "weather", "arguments": {arguments}}}</tool_call>'
+    begin = time.perf_counter()
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
+    assert read(HermesParser(), pieces) == ("", [("weather", arguments)])
+    # A tenth of this; twenty seconds if each character copies what came before.
+    assert time.perf_counter() - begin < 6
+
+
 @pytest.mark.parametrize(
     ("schema", "text", "value"),
     [
@@ -263,6 +283,10 @@ def test_kimi_names_its_calls_itself() -> None:
         ({"enum": ["a", "1"]}, "1", '"1"'),
         ({"enum": [1, 2]}, "1", "1"),
         ({"$ref": "#/x"}, '{"a": [1]}', '{"a": [1]}'),
+        ({"type": "number"}, "NaN", '"NaN"'),
+        ({"type": "object"}, '{"a": -Infinity}', json.dumps('{"a": -Infinity}')),
+        ({"type": ["string", "null"]}, '"\\ud800"', json.dumps('"\\ud800"')),
+        ({"type": "array"}, "[" * 100_000, json.dumps("[" * 100_000)),
         ({}, "1", '"1"'),
         (None, "1", '"1"'),
         ("odd", "1", '"1"'),

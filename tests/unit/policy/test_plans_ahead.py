@@ -110,6 +110,23 @@ def test_old_plans_are_not_used() -> None:
     assert len(stock) == 0
 
 
+def test_plans_that_were_long_on_their_way_are_no_longer_used_for_it() -> None:
+    stock = PlanStock()
+    came(stock, 3)
+    assert stock.wish(KIND, 0.0).count == 2
+    stock.put(KIND, [plan("a"), plan("b")], 0.9 * AHEAD_S)
+    assert stock.take(KIND, 100, 0.95 * AHEAD_S) is not None
+    assert stock.take(KIND, 100, AHEAD_S) is None
+
+
+def test_more_plans_than_were_wished_for_are_dropped() -> None:
+    stock = PlanStock()
+    came(stock, 3)
+    assert stock.wish(KIND, 0.0).count == 2
+    stock.put(KIND, [plan("a")] * 100, 0.0)
+    assert len(stock) == 2
+
+
 def test_plans_are_for_their_kind_alone() -> None:
     stock = stocked(2)
     assert stock.take(replace(KIND, scenario="other"), 100, 0.0) is None
