@@ -17,6 +17,7 @@ from kvmesh.core.clock import Clock
 from kvmesh.core.pool import CopyOrder, EvictionHint, PoolMember, PoolOrder
 from kvmesh.core.types import BLOCK_HASH_BYTES, BlockHash, PrefixMatch, WorkerId
 from kvmesh.kv.hashing import split_hashes
+from kvmesh.metadata.store import StoreUnavailableError
 from kvmesh.policy.heat import CooledPrefix, HeatTable
 from kvmesh.policy.heavy_hitters import num_heavy_hitters
 from kvmesh.policy.pool_plan import (
@@ -100,6 +101,17 @@ class PoolPlanner:
         Raises:
             StoreUnavailableError: the store could not be asked; nothing is ordered.
         """
+        before = self._allowance, self._ordered.copy()
+        try:
+            return await self._plan(reads, members)
+        except StoreUnavailableError:
+            # Nobody is told, so nothing is spent or on its way.
+            self._allowance, self._ordered = before
+            raise
+
+    async def _plan(
+        self, reads: Mapping[str, PoolReads], members: Sequence[PoolMember]
+    ) -> dict[WorkerId, list[PoolOrder]]:
         now = self._clock.now()
         bytes_s = self._config.budget_mb_s * 1e6
         self._allowance = min(

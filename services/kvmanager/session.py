@@ -97,6 +97,8 @@ class PublisherSession:
                         await self._apply_snapshot_part(message.snapshot)
                     case "heartbeat":
                         await self._check(message.heartbeat.sequence)
+                    case None:
+                        pass  # of a newer worker; what it told before and tells later still counts
                     case other:
                         raise ProtocolError("unexpected", f"{other} inside a Publish stream")
             except StoreUnavailableError:

@@ -30,11 +30,21 @@ class EngineLoop:
         self._runner = runner
         self._on_step = on_step
         self._wake = asyncio.Event()
+        self._is_planning = False
+        core.pool.on_free = self._freed
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
 
     def wake(self) -> None:
         """Says that there is work; call it after every change that adds some."""
         self._wake.set()
+
+    def _freed(self) -> None:
+        """Preempted sequences wait for blocks, whoever had them: reservations, leases, fills.
+
+        What a plan itself gives back was looked at by it.
+        """
+        if self._core.has_work and not self._is_planning:
+            self._wake.set()
 
     async def run(self) -> None:
         """Steps until cancelled. An error of the runner ends the loop and with it the worker."""
@@ -42,7 +52,9 @@ class EngineLoop:
         try:
             while True:
                 self._wake.clear()
+                self._is_planning = True
                 chunks = self._core.plan_step()
+                self._is_planning = False
                 if not chunks:
                     await self._wake.wait()
                     continue

@@ -95,6 +95,8 @@ class BlockPool:
         self._evicted_total = 0
         self.on_removed: Callable[[BlockHash], None] | None = None
         """Told of each hash that can be matched no longer."""
+        self.on_free: Callable[[], None] | None = None
+        """Told when `allocate` can give more than before."""
 
     @property
     def num_free(self) -> int:
@@ -161,7 +163,7 @@ class BlockPool:
                 are evicted earlier.
         """
         emptied: list[int] = []
-        references = self._references
+        references, before = self._references, self.num_free
         self._turn += 1
         for block in reversed(blocks):
             left = references[block] - 1
@@ -175,6 +177,8 @@ class BlockPool:
                 self._evictable[block] = self._turn
         self._empty.add(emptied)
         self._move(blocks)
+        if self.on_free is not None and self.num_free > before:
+            self.on_free()
 
     def seal(self, block: int, block_hash: BlockHash) -> bool:
         """Makes a full block findable by its hash. The caller holds it and writes it no more.

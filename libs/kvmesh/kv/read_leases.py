@@ -151,6 +151,10 @@ class ReadLeaseTable:
         if any(first < 0 or first + count > len(lease.blocks) for first, count in runs):
             text = f"a run ends behind the {len(lease.blocks)} leased blocks"
             return self._refuse(RefusalReason.INVALID, text)
+        if sum(count for _, count in runs) > len(lease.blocks):
+            # Thousands of runs may name the same blocks: who asks decides how much is made of it.
+            text = f"more than the {len(lease.blocks)} leased blocks at once"
+            return self._refuse(RefusalReason.INVALID, text)
         lease.deadline = min(now + self.lease_s, lease.last_deadline)
         lease.num_reads += 1
         read_id = self._next_read_id

@@ -74,3 +74,28 @@ async def test_an_error_of_the_runner_ends_the_loop() -> None:
     core.run(sequence)
     with pytest.raises(RuntimeError, match="out of memory"):
         await loop.run()
+
+
+async def test_a_preempted_sequence_goes_on_when_others_give_blocks_back() -> None:
+    runner = FakeRunner(num_blocks=12)
+    core = EngineCore(runner.spec, 12, growth_tokens=0)
+    loop = EngineLoop(core, runner)
+    specs = [make_spec([100 * number + at for at in range(60)], 30) for number in range(1, 4)]
+    sequence, *reserved = (core.admit_decode(spec) for spec in specs)
+    assert isinstance(sequence, Sequence)
+    core.run(sequence)
+    task = asyncio.create_task(loop.run())
+    async with asyncio.timeout(10):
+        while not core.statistics().num_preempted:
+            await asyncio.sleep(0)
+        # All room is reserved, so the loop has nothing to do until a reservation ends.
+        for each in reserved:
+            assert isinstance(each, Sequence)
+            core.release(each)
+        while core.has_work:
+            await asyncio.sleep(0)
+    assert sequence.tokens[60:] == reference_tokens(specs[0])
+    assert core.is_idle
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task

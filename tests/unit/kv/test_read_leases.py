@@ -76,6 +76,13 @@ def test_a_run_beyond_the_lease_is_refused() -> None:
         assert reason(read(table, lease, run)) is RefusalReason.INVALID
 
 
+def test_blocks_that_are_named_again_and_again_are_refused() -> None:
+    table = make_table()
+    lease = opened(table, 1, 2)
+    assert reason(read(table, lease, (0, 2), (0, 1))) is RefusalReason.INVALID
+    assert table.statistics().num_reads == 0
+
+
 def test_what_is_given_back_stays_while_it_is_read() -> None:
     table = make_table()
     lease = opened(table, 1, 2)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvmesh.core.clock import ManualClock
+from kvmesh.core.errors import ConfigError
 from kvmesh.core.pool import CopyOrder, EvictionHint, PoolOrder, PoolReport
 from kvmesh.core.types import Endpoint, Role, WorkerId
 from kvmesh.metadata.memory_store import MemoryMetadataStore
@@ -20,7 +21,7 @@ from kvmesh.v1 import pool_types_pb2
 from services.kvmanager import heat, metrics
 from services.kvmanager.config import PoolConfig
 from services.kvmanager.guard import StoreGuard
-from services.kvmanager.pool import KEPT_WINDOWS, Pool, merge_knowledge
+from services.kvmanager.pool import KEPT_WINDOWS, Pool, check_pool_config, merge_knowledge
 from services.kvmanager.pool_seat import PoolSeat
 from tests.unit.policy.test_heat import SIZE, name, prefix
 
@@ -228,6 +229,44 @@ async def test_a_failure_of_the_store_costs_a_window(stage: Stage) -> None:
     stage.shared.fails = False
     await pool._safely(pool.end_window)
     assert pool.planning
+
+
+async def test_a_plan_that_fails_leaves_nothing_on_its_way(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fails(*_arguments: object) -> None:
+        raise StoreUnavailableError("told to")
+
+    pool = stage.replica("one")
+    busy = await stage.worker(pool, A, "ab")
+    await stage.worker(pool, B)
+    monkeypatch.setattr(pool._planner, "_plan_hints", fails)  # after copies were planned
+    for num_orders in (0, 1):
+        stage.report(busy, 80)
+        for _ in range(10):
+            pool.heat.note("m", prefix("ab"), 2 * SIZE)
+        await pool.heat.count()
+        await pool._safely(pool.end_window)
+        assert len(pool._planner._ordered) == num_orders
+        stage.clock.advance(CONFIG.window_s)
+        monkeypatch.undo()
+    assert len(await stage.orders(pool, B)) == 1
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        PoolConfig(window_s=0.0),
+        PoolConfig(segment_blocks=0),
+        PoolConfig(max_segments=-1),
+        PoolConfig(budget_mb_s=-1.0),
+    ],
+)
+def test_a_pool_that_cannot_be_is_an_error_that_names_the_option(config: PoolConfig) -> None:
+    with pytest.raises(ConfigError, match=r"pool\.\w+ must be"):
+        check_pool_config(config)
+    check_pool_config(PoolConfig())
+    check_pool_config(PoolConfig(budget_mb_s=0.0))
 
 
 async def test_what_another_one_left_damaged_ends_no_service(stage: Stage) -> None:

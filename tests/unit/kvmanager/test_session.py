@@ -136,3 +136,12 @@ async def test_second_hello_breaks_the_contract() -> None:
     await stage.session.open()
     with pytest.raises(ProtocolError, match="hello"):
         await stage.session.handle(pb.PublishRequest(hello=pb.PublisherHello(worker_id="w")))
+
+
+async def test_a_message_of_a_newer_worker_is_left_alone() -> None:
+    stage = Stage()
+    await stage.session.open()
+    unknown = pb.PublishRequest.FromString(b"\xfa\x7f\x00")  # field 2047, of no bytes
+    await stage.session.handle(unknown)
+    with pytest.raises(ProtocolError, match="hello"):
+        await stage.session.handle(pb.PublishRequest(hello=pb.PublisherHello()))
