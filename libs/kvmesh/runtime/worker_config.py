@@ -84,7 +84,7 @@ class FetchSection:
 
     enabled: bool = option(True, "fetch prefixes that routes say other workers hold")
     timeout_s: float = option(10.0, "a fetch that takes longer is given up, the rest is computed")
-    stall_s: float = option(2.0, "a fetch without progress for this long is given up")
+    stall_s: float = option(2.0, "a fetch or query without progress for this long is given up")
     lease_s: float = option(5.0, "blocks leased to a reader are free again so long after its reads")
     max_leases: int = option(64, "leases given at once; 0: nothing is given away")
     max_share: float = option(0.5, "of all blocks, in leases at once")
