@@ -1,6 +1,6 @@
 """Messages and tools of a chat, as pydantic models.
 
-Pure. Tests: tests/unit/gateway/test_openai.py, test_tools.py.
+Pure. Tests: tests/unit/gateway/test_openai.py, test_messages.py.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def plain_chat_call(content: Any, defaults: Mapping[str, float]) -> ApiCall | No
         return None
     get = content.get
     prompt, model, options = _prompt(get("messages")), get("model", ""), get("stream_options")
-    newer = "max_completion_tokens" in content
+    newer = get("max_completion_tokens") is not None
     max_tokens = get("max_completion_tokens" if newer else "max_tokens")
     stream, ignore_eos, seed = get("stream", False), get("ignore_eos", False), get("seed")
     temperature, top_p = get("temperature", 1.0), get("top_p", 1.0)

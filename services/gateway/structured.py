@@ -133,8 +133,15 @@ def _of_format(given: ResponseFormat | None) -> Structure | None:
 
 
 def json_schema(schema: JsonSchema | str) -> Structure:
-    """A JSON schema, given as an object or as text."""
-    text = schema if isinstance(schema, str) else json.dumps(schema, separators=(",", ":"))
+    """A JSON schema, given as an object or as text.
+
+    Raises:
+        InvalidRequestError: it is nested too deep to be written down.
+    """
+    try:
+        text = schema if isinstance(schema, str) else json.dumps(schema, separators=(",", ":"))
+    except RecursionError as error:
+        raise InvalidRequestError("a JSON schema is nested too deep") from error
     return Structure(StructureKind.JSON_SCHEMA, text)
 
 

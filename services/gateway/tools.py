@@ -1,6 +1,6 @@
 """Tools of a chat call: what may be called, what the text must look like, and the calls in it.
 
-Pure. Tests: tests/unit/gateway/test_tools.py.
+Pure. Tests: tests/unit/gateway/test_openai.py, tests/integration/test_gateway_api.py.
 """
 
 from __future__ import annotations

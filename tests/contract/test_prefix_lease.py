@@ -161,6 +161,18 @@ async def test_another_tenants_prompt_cannot_be_fetched(pair: Pair) -> None:
     assert result.num_blocks == 0
 
 
+async def test_of_a_prompt_that_is_longer_than_the_holders_pool_its_start_is_leased(
+    pair: Pair,
+) -> None:
+    client = PoolClient()
+    rest = bytes(16 * pair.holder.core.pool.num_blocks)
+    message = await pair.lease(client, block_hashes=join_hashes(HASHES) + rest)
+    assert message.num_blocks == len(HASHES)
+    pair.holder.pool._table.expire(float("inf"))
+    pair.holder.pool._release()
+    await client.close()
+
+
 @pytest.mark.parametrize("why", ["incarnation", "layout", "hashes", "draining"])
 async def test_a_lease_is_refused_with_its_reason(pair: Pair, why: str) -> None:
     layout = replace(pair.reader.core.spec.layout, head_dim=64)

@@ -347,3 +347,32 @@ async def test_lines_are_kept_up_to_a_bound(
         holder = replace(over_tcp.holder, data_endpoint=Endpoint(host, port))
         expect(await asyncio.to_thread(over_tcp.attend, 3, 1, holder), 3, 1)
     assert len(over_tcp.asker._lines) == 2
+
+
+async def test_lines_to_an_earlier_life_of_the_holder_are_freed(over_tcp: Asking) -> None:
+    over_tcp.echo.refuse = Refusal(RefusalReason.STALE, "told to")
+    into = [[memoryview(bytearray(ARGUMENTS.answer_bytes))] for _ in range(2)]
+    questions = [
+        Question(ATTEND, ARGUMENTS.encode(), memoryview(content(3, 0)), each) for each in into
+    ]
+
+    def ask() -> None:
+        over_tcp.asker.send(over_tcp.holder, questions)
+        over_tcp.asker.receive(over_tcp.holder, questions)
+
+    with pytest.raises(RefusedError, match="told to"):
+        await asyncio.to_thread(ask)
+    (line,) = over_tcp.asker._lines.values()
+    assert line.num_asked == 1, "nobody waits for the second answer"
+
+    over_tcp.echo.refuse = None
+    born_again = replace(RECEIVER, incarnation=RECEIVER.incarnation + 1)
+    server = DataServer(born_again, RecordingTarget(), queries=over_tcp.echo, hub=LocalHub())
+    peer = PeerKey(born_again.worker_id, born_again.incarnation)
+    endpoint = (await server.start()).endpoint
+    holder = replace(over_tcp.holder, peer=peer, data_endpoint=endpoint)
+    expect(await asyncio.to_thread(over_tcp.attend, 3, 1, holder), 3, 1)
+    assert line not in over_tcp.asker._lines.values()
+    assert not line.is_open
+    over_tcp.asker.close()
+    await server.close()

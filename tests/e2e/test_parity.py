@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -205,10 +205,13 @@ def assert_same(name: str, found: list[Said], expected: list[Said]) -> None:
 
 
 async def all_cases(
-    client: Client, headers: dict[str, str], begun: asyncio.Queue[str] | None = None
+    client: Client,
+    headers: dict[str, str],
+    begun: asyncio.Queue[str] | None = None,
+    names: Collection[str] = tuple(CASES),
 ) -> dict[str, list[Said]]:
-    found = await asyncio.gather(*(client.said(name, headers, begun) for name in CASES))
-    return dict(zip(CASES, found, strict=True))
+    found = await asyncio.gather(*(client.said(name, headers, begun) for name in names))
+    return dict(zip(names, found, strict=True))
 
 
 async def test_every_feature_is_the_same_everywhere_and_after_a_move(tmp_path: Path) -> None:
@@ -233,17 +236,29 @@ async def test_every_feature_is_the_same_everywhere_and_after_a_move(tmp_path: P
 
 
 async def after_a_move(mesh: Mesh, client: Client) -> dict[str, list[Said]]:
-    """All cases again; the only decode worker is killed in the middle of every stream."""
-    begun: asyncio.Queue[str] = asyncio.Queue()
-    streams = asyncio.create_task(all_cases(client, {}, begun))
-    for _ in CASES:
-        await begun.get()
-    mesh["decode-0"].kill()
-    found = await streams
-    lost = {
-        event["request_id"].partition("-")[0]
-        for event in mesh["gateway"].events()
-        if event["event"] == "request_lost_by_worker"
-    }
-    assert lost == set(CASES)
-    return found
+    """All cases again; the only decode worker is killed in the middle of every stream.
+
+    A stream that was at its end before the kill, as on a busy machine, is begun again.
+    """
+    found: dict[str, list[Said]] = {}
+    left = list(CASES)
+    while True:
+        begun: asyncio.Queue[str] = asyncio.Queue()
+        streams = asyncio.create_task(all_cases(client, {}, begun, left))
+        for _ in left:
+            await begun.get()
+        mesh["decode-0"].kill()
+        said = await streams
+        lost = {
+            event["request_id"].partition("-")[0]
+            for event in mesh["gateway"].events()
+            if event["event"] == "request_lost_by_worker"
+        }
+        moved = [name for name in left if name in lost]
+        assert moved
+        found |= {name: said[name] for name in moved}
+        left = [name for name in left if name not in lost]
+        if not left:
+            return found
+        await mesh.restart("decode-0")
+        await mesh.all_known()

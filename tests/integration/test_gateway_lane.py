@@ -119,7 +119,7 @@ async def test_a_stall_is_noticed_after_tokens_on_the_lane(tmp_path: Path) -> No
 
 
 async def test_tokens_on_the_lane_are_progress(tmp_path: Path, num_short: list[int]) -> None:
-    async with gateway_stack(tmp_path, TWO_PAIRS, SAYS, limits={"stall_s": 0.3}) as stack:
+    async with gateway_stack(tmp_path, TWO_PAIRS, SAYS, limits={"stall_s": 1.0}) as stack:
         opened = asyncio.Event()
 
         def has_seen(count: int) -> bool:
@@ -132,7 +132,7 @@ async def test_tokens_on_the_lane_are_progress(tmp_path: Path, num_short: list[i
                 opened.set()
                 await stack.mesh.until(functools.partial(has_seen, seen))
                 opened.clear()
-                await asyncio.sleep(0.1)  # shorter than a stall, all together longer
+                await asyncio.sleep(0.2)  # shorter than a stall, all together longer
 
         pace = asyncio.create_task(slowly())
         await _raw(stack, "completions", **{**TEXT, "max_tokens": 12})

@@ -285,7 +285,7 @@ class TestMembership:
                 await running  # ends by itself and does not register again
 
     async def test_silent_worker_is_removed_when_its_lease_ends(self) -> None:
-        config = dataclasses.replace(EXAMPLE, fleet=FleetConfig(lease_s=0.3, warmup_s=0.0))
+        config = dataclasses.replace(EXAMPLE, fleet=FleetConfig(lease_s=1.0, warmup_s=0.0))
         async with (
             scheduler(config) as context,
             mesh(address(context)) as gateway,

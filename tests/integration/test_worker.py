@@ -231,7 +231,7 @@ async def test_cancelled_reservation_frees_the_local_prefill_slot() -> None:
 
 async def test_a_lease_that_nobody_renews_ends(prefill: Worker) -> None:
     async with (
-        running_worker(WorkerSection(id="short", lease_s=0.3)) as decode,
+        running_worker(WorkerSection(id="short", lease_s=1.0)) as decode,
         driving(decode) as driver,
     ):
         spec = make_spec(prompt(40))

@@ -1,6 +1,6 @@
 """Structures as grammars of llguidance, and whether they can be compiled. No torch, no numpy.
 
-Gateways check with it what workers will compile. Tests: tests/unit/engine/test_grammar.py.
+Gateways check with it what workers will compile. Tests: tests/unit/engine/test_structure.py.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 While a prefix arrives, somebody outside of the engine writes into a sequence's blocks. The sequence
 is HELD then, and if it is released meanwhile, its blocks are freed when the writer is out of them.
-Tests: tests/unit/engine/test_prefix_fill.py.
+Tests: tests/integration/test_prefix_fetch.py.
 """
 
 from __future__ import annotations

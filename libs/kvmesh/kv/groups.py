@@ -8,7 +8,7 @@ All groups take blocks from one pool, and a block has the same bytes in each:
 
 A prefix can be resumed where every group can: full groups hold all blocks before the point, window
 groups those that the next query sees, and a state is saved exactly there.
-Source: PrfaaS §3.2. Tests: tests/unit/kv/test_groups.py, tests/property/test_groups.py.
+Source: PrfaaS §3.2. Tests: tests/unit/kv/test_sequence_blocks.py, tests/property/test_groups.py.
 """
 
 from __future__ import annotations

@@ -203,12 +203,13 @@ class _CopyPlan:
         return self.missing(segment.name, worker) <= self._room[worker]
 
     def add(self, name: BlockHash, target: WorkerId, reason: CopyReason) -> None:
-        """Plans a copy from the least loaded holder, if there is one and the bounds allow it."""
+        """Plans a copy from the least loaded holder that stays, if the bounds allow it."""
         sources = [m for m in self.full_holders(self._runs[name]) if m.worker_id != target]
         num_blocks = self.missing(name, target)
         if not sources or self._left <= 0 or not 0 < num_blocks <= self._room[target]:
             return
-        source = min(sources, key=lambda member: (member.read_blocks, member.worker_id))
+        # Who is leaving reads least, and may not lend any more: only if nobody else can.
+        source = min(sources, key=lambda m: (m.report.leaving, m.read_blocks, m.worker_id))
         num_bytes = num_blocks * self._readers[target].report.block_bytes
         self._left -= num_bytes
         self._room[target] -= num_blocks

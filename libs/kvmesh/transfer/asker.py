@@ -221,11 +221,12 @@ class Asker:
         A worker that was started again is another one, and nobody hears that a line has ended
         before it is used again.
         """
-        quiet = [key for key, line in self._lines.items() if not line.num_asked]
         surplus = len(self._lines) + 1 - MAX_LINES
-        for number, key in enumerate(quiet):
+        for key, line in list(self._lines.items()):
             is_earlier = key[0].worker_id == peer.worker_id and key[0] != peer
-            if is_earlier or number < surplus:
+            # Of one that said no to a question others may be left, which nobody waits for.
+            if is_earlier or (surplus > 0 and not line.num_asked):
+                surplus -= 1
                 self._lines.pop(key).close()
                 self._speeds.pop(key[0], None)
                 self._mute.discard(key[0])

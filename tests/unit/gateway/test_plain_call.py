@@ -33,6 +33,7 @@ def judged(body: Any) -> ApiCall | str:
         {"stream": True, "stream_options": {}},
         {"temperature": 0, "top_p": 0.5, "seed": 2**63 - 1, "ignore_eos": True},
         {"temperature": 1.5, "top_p": 1},
+        {"max_completion_tokens": None},
     ],
 )
 def test_a_plain_body_is_read_as_the_models_read_it(more: dict[str, Any]) -> None:

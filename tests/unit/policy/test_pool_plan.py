@@ -152,6 +152,12 @@ class TestCopies:
         ordered = frozenset({(name("ab"), C)})
         assert plan(runs, held, *members, ordered=ordered) == []
 
+    def test_a_leaving_worker_is_read_only_if_nobody_else_has_it(self) -> None:
+        runs = runs_of({"ab": 20})
+        held = {name("ab"): {A: 4, B: 4}}
+        members = member(A, 80), member(B, 0, leaving=True), member(C, 10)
+        assert plan(runs, held, *members) == [(name("ab"), A, C, 4)]
+
     def test_nothing_goes_to_a_leaving_worker(self) -> None:
         runs = runs_of({"ab": 20})
         members = member(A, 80, leaving=True), member(B, 0, leaving=True)
