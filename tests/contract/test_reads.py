@@ -110,6 +110,14 @@ async def reading(request: pytest.FixtureRequest) -> AsyncIterator[Reading]:
 
 @pytest.fixture
 async def over_tcp() -> AsyncIterator[Reading]:
+    send = SendOptions(kinds=("tcp",), stall_timeout_s=5)
+    async for reading in running(send, ReceiveOptions(stall_timeout_s=5)):
+        yield reading
+
+
+@pytest.fixture
+async def impatient() -> AsyncIterator[Reading]:
+    """Over TCP, where both ends are soon tired of waiting."""
     send = SendOptions(kinds=("tcp",), stall_timeout_s=STALL_S)
     async for reading in running(send, ReceiveOptions(stall_timeout_s=STALL_S)):
         yield reading
@@ -256,10 +264,10 @@ async def test_a_read_goes_on_after_a_cut(over_tcp: Reading, checksum: Checksum)
     assert faults.cut_at == []
 
 
-async def test_a_holder_that_goes_silent_is_noticed_in_the_stall_time(over_tcp: Reading) -> None:
+async def test_a_holder_that_goes_silent_is_noticed_in_the_stall_time(impatient: Reading) -> None:
     faults = Faults(stall_at=250)
-    async with faulty_link(over_tcp.lease.data_endpoint, faults) as endpoint:
-        lease = replace(over_tcp.lease, data_endpoint=endpoint)
+    async with faulty_link(impatient.lease.data_endpoint, faults) as endpoint:
+        lease = replace(impatient.lease, data_endpoint=endpoint)
         with pytest.raises(LostError):
-            await over_tcp.get(BlockRun(0, 300), lease=lease)
-        await over_tcp.reader.close()
+            await impatient.get(BlockRun(0, 300), lease=lease)
+        await impatient.reader.close()
