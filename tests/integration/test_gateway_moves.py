@@ -49,7 +49,7 @@ async def moves(stack: Stack, reason: str) -> float:
 async def test_stream_moves(
     tmp_path: Path, worker: str, behaviour: dict[str, Any], reason: str
 ) -> None:
-    async with gateway_stack(tmp_path, TWO_PAIRS, SAYS, limits={"stall_s": 0.3}) as stack:
+    async with gateway_stack(tmp_path, TWO_PAIRS, SAYS, limits={"stall_s": 1.0}) as stack:
         stack.mesh.workers[worker].does = Behaviour(**behaviour)
         text, token_ids, finish = await stream_text(stack)
         assert text == SAYS

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
+from kvmesh.core.types import Reservation
+from kvmesh.engine.protocol import SequenceChunk
 from kvmesh.runtime.worker import Worker
 from kvmesh.runtime.worker_config import EngineSection, WorkerSection
+from kvmesh.transfer.alignment import Run
 from tests.worker_driver import (
     Driver,
     Key,
@@ -68,6 +71,42 @@ async def test_any_channel_and_mode_gives_the_same_tokens(
         calls = prefill.channels.statistics().links[key].calls
         assert key == ("d0", channels, "sent")
         assert calls == 1 if mode == "whole" else calls > 1
+
+
+async def test_blocks_that_are_being_sent_stay_when_their_sequence_is_preempted(
+    decode: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    section = WorkerSection(id="p1", role="hybrid", transfer_mode="chunked")
+    engine = EngineSection(kind="fake", max_batch_tokens=64)
+    async with running_worker(section, engine) as prefill, driving(prefill, decode) as driver:
+        core, memory, put = prefill.core, prefill._runner.kv, prefill.channels.put
+        plan_step, sending, preempted = core.plan_step, asyncio.Event(), asyncio.Event()
+        taken: list[int] = []
+
+        def plan() -> list[SequenceChunk]:
+            if sending.is_set() and not preempted.is_set():
+                core._preempt(core._running[0])
+                # Others take all that is free, and write there.
+                taken.extend(core.pool.allocate(core.pool.num_free))
+                for block in taken:
+                    view = memory.write_view(block, 1)
+                    view[:] = bytes(view.nbytes)
+                preempted.set()
+            return plan_step()
+
+        async def put_later(reservation: Reservation, runs: Sequence[Run]) -> None:
+            sending.set()
+            await preempted.wait()
+            await put(reservation, runs)
+            core.pool.release(taken)
+            taken.clear()
+
+        monkeypatch.setattr(core, "plan_step", plan)
+        monkeypatch.setattr(prefill.channels, "put", put_later)
+        spec = make_spec(prompt(300), max_tokens=8)
+        assert await driver.generate(prefill, decode, Key("r"), spec) == reference_tokens(spec)
+        assert core.statistics().preemptions_total == 1
+        await until_idle(prefill, decode)
 
 
 @pytest.mark.parametrize("length", [1, 16, 100])

@@ -13,6 +13,7 @@ Tests: tests/unit/kv/test_block_pool.py, tests/property/test_block_pool_machine.
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -179,6 +180,15 @@ class BlockPool:
         self._move(blocks)
         if self.on_free is not None and self.num_free > before:
             self.on_free()
+
+    @contextlib.contextmanager
+    def held(self, blocks: Sequence[int]) -> Iterator[None]:
+        """Blocks stay as they are while inside, even if their sequence gives them back."""
+        self.acquire(blocks)
+        try:
+            yield
+        finally:
+            self.release(blocks)
 
     def seal(self, block: int, block_hash: BlockHash) -> bool:
         """Makes a full block findable by its hash. The caller holds it and writes it no more.

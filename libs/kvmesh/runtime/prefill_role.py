@@ -400,7 +400,8 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         blocks = [each.block for each in arriving[begin:end]]
         runs = align_to_reservation(blocks, begin, reservation.run_lengths)
         started = self._clock.now()
-        await self._channels.put(reservation, runs)
+        with self._core.pool.held(blocks):  # the sequence may be preempted meanwhile
+            await self._channels.put(reservation, runs)
         attempt.sending_s += self._clock.now() - started
         attempt.sent_bytes += (end - begin) * self._block_bytes
         attempt.sent_calls += len(runs)
