@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 
-from services.gateway.tool_scanner import CallArguments, CallStart, MarkedText, Piece, held_back
+from services.gateway.tool_marked import SteppedCalls
+from services.gateway.tool_scanner import CallArguments, CallStart, Piece, held_back
 from services.gateway.tool_xml import PlainValue, Schemas, is_text_only, types_of
 
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
@@ -15,7 +16,7 @@ _KEY, _KEY_END = "<arg_key>", "</arg_key>"
 _VALUE, _VALUE_END = "<arg_value>", "</arg_value>"
 
 
-class GlmParser:
+class GlmParser(SteppedCalls):
     """Reads `<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value>…</tool_call>`.
 
     Args:
@@ -23,43 +24,13 @@ class GlmParser:
     """
 
     def __init__(self, schemas: Schemas) -> None:
+        super().__init__(_CALL)
         self._schemas = schemas
-        self._text = MarkedText(_CALL)
-        self._inside = False
-        self._after = False  # white space after a call is dropped
-        self._held = ""
         self._name = ""
         self._num_written = 0
         self._value: PlainValue | None = None
 
-    def push(self, text: str) -> list[Piece]:
-        """See `ToolParser.push`."""
-        pieces: list[Piece] = []
-        rest: str | None = text
-        while rest:
-            if self._inside:
-                found, rest = self._read(rest)
-            else:
-                rest = rest.lstrip() if self._after else rest
-                self._after &= not rest
-                found, rest = self._text.push(rest)
-                self._inside = rest is not None
-            pieces += found
-        return pieces
-
-    def _read(self, text: str) -> tuple[list[Piece], str]:
-        """Reads on in a call; returns what follows it once it has ended."""
-        self._held += text
-        pieces: list[Piece] = []
-        while self._inside and (found := self._step()) is not None:
-            pieces += found
-        if self._inside:
-            return pieces, ""
-        rest, self._held = self._held, ""
-        return pieces, rest
-
     def _step(self) -> list[Piece] | None:
-        """What the next mark says; None if it is not complete yet."""
         if self._value is not None:
             return self._read_value(self._value)
         ends = [(at, mark) for mark in (_KEY, _CALL_END) if (at := self._held.find(mark)) >= 0]
@@ -99,9 +70,6 @@ class GlmParser:
         pieces: list[Piece] = []
         if self._name:
             pieces.append(CallArguments("}" if self._num_written else "{}"))
-        self._inside, self._after, self._name, self._num_written = False, True, "", 0
+        self._name, self._num_written = "", 0
+        self._leave()
         return pieces
-
-    def finish(self) -> list[Piece]:
-        """See `ToolParser.finish`."""
-        return [] if self._inside else self._text.finish()

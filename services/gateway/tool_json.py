@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from services.gateway.tool_marked import MarkedCalls
 from services.gateway.tool_scanner import (
     CallArguments,
     CallScanner,
@@ -27,35 +28,17 @@ def _unfinished(scanner: CallScanner | None, marker: str = "") -> list[Piece]:
     return content_of(marker + scanner.raw)
 
 
-class HermesParser:
+class HermesParser(MarkedCalls):
     """Calls between `<tool_call>` and `</tool_call>`."""
 
     _START, _END = "<tool_call>", "</tool_call>"
 
     def __init__(self) -> None:
-        self._text = MarkedText(self._START)
+        super().__init__(self._START)
         self._scanner: CallScanner | None = None
-        self._inside = False
         self._tail = ""  # text inside the marks before or after the object
-        self._after_call = False  # white space between calls is dropped
 
-    def push(self, text: str) -> list[Piece]:
-        """See `ToolParser.push`."""
-        pieces: list[Piece] = []
-        rest: str | None = text
-        while rest:
-            if not self._inside:
-                rest = rest.lstrip() if self._after_call else rest
-                self._after_call &= not rest
-                found, rest = self._text.push(rest)
-                pieces += found
-                self._inside = rest is not None
-            else:
-                found, rest = self._read_call(rest)
-                pieces += found
-        return pieces
-
-    def _read_call(self, text: str) -> tuple[list[Piece], str]:
+    def _read(self, text: str) -> tuple[list[Piece], str]:
         if self._scanner is None:
             self._tail += text
             begins = self._tail.lstrip()
@@ -81,8 +64,8 @@ class HermesParser:
             rest = ""
         else:
             rest = self._tail.removeprefix(self._END)
-        self._scanner, self._inside, self._tail = None, False, ""
-        self._after_call = True
+        self._scanner, self._tail = None, ""
+        self._leave()
         return [], rest
 
     def _give_up(self) -> tuple[list[Piece], str]:
@@ -92,9 +75,7 @@ class HermesParser:
 
     def finish(self) -> list[Piece]:
         """See `ToolParser.finish`."""
-        if not self._inside:
-            return self._text.finish()
-        return _unfinished(self._scanner, self._START)
+        return super().finish() or _unfinished(self._scanner, self._START)
 
 
 class LlamaParser:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import enum
 
+from services.gateway.tool_marked import MarkedCalls
 from services.gateway.tool_scanner import (
     CallArguments,
     CallScanner,
     CallStart,
     Content,
     JsonSpan,
-    MarkedText,
     Piece,
     held_back,
 )
@@ -41,33 +41,17 @@ class SectionMarks(enum.Enum):
         self.separator = separator
 
 
-class SectionParser:
+class SectionParser(MarkedCalls):
     """Calls between marks, where a name comes before the object of its arguments."""
 
     def __init__(self, marks: SectionMarks) -> None:
+        super().__init__(marks.start)
         self._marks = marks
-        self._text = MarkedText(marks.start)
-        self._inside = False
-        self._after = False  # white space after the section is dropped
         self._head = ""  # what is read of a call before its arguments
         self._span: JsonSpan | None = None
 
-    def push(self, text: str) -> list[Piece]:
-        """See `ToolParser.push`."""
-        pieces: list[Piece] = []
-        rest: str | None = text
-        while rest:
-            if self._span is not None:
-                found, rest = self._arguments(self._span, rest)
-            elif self._inside:
-                found, rest = self._open(rest)
-            else:
-                rest = rest.lstrip() if self._after else rest
-                self._after &= not rest
-                found, rest = self._text.push(rest)
-                self._inside = rest is not None
-            pieces += found
-        return pieces
+    def _read(self, text: str) -> tuple[list[Piece], str]:
+        return self._open(text) if self._span is None else self._arguments(self._span, text)
 
     def _open(self, text: str) -> tuple[list[Piece], str]:
         """Reads to the next call's arguments, or to the section's end."""
@@ -80,7 +64,7 @@ class SectionParser:
             return [], ""
         self._head = ""
         if mark == marks.end:
-            self._inside, self._after = False, True
+            self._leave()
             return [], after
         if mark == "{":
             self._span = JsonSpan()
@@ -102,10 +86,6 @@ class SectionParser:
             self._span = None
         return [CallArguments(text[:length])], text[length:]
 
-    def finish(self) -> list[Piece]:
-        """See `ToolParser.finish`."""
-        return [] if self._inside else self._text.finish()
-
 
 def _cut(text: str, marks: tuple[str, ...]) -> tuple[str, str, str]:
     """A text before, at and after the mark that comes first; without any, all of it is before."""
@@ -116,36 +96,24 @@ def _cut(text: str, marks: tuple[str, ...]) -> tuple[str, str, str]:
     return text[:at], mark, text[at + len(mark) :]
 
 
-class TaggedListParser:
+class TaggedListParser(MarkedCalls):
     """Objects with a name and arguments, one after the other between two tags: MiniMax."""
 
     _START, _END = "<tool_calls>", "</tool_calls>"
 
     def __init__(self) -> None:
-        self._text = MarkedText(self._START)
-        self._inside = False
-        self._after = False
+        super().__init__(self._START)
         self._scanner: CallScanner | None = None
         self._between = ""
 
-    def push(self, text: str) -> list[Piece]:
-        """See `ToolParser.push`."""
-        pieces: list[Piece] = []
-        rest: str | None = text
-        while rest:
-            if self._scanner is not None:
-                found, rest = self._scanner.push(rest)
-                if self._scanner.done:
-                    self._scanner = None
-            elif self._inside:
-                found, rest = self._next(rest)
-            else:
-                rest = rest.lstrip() if self._after else rest
-                self._after &= not rest
-                found, rest = self._text.push(rest)
-                self._inside = rest is not None
-            pieces += found
-        return pieces
+    def _read(self, text: str) -> tuple[list[Piece], str]:
+        scanner = self._scanner
+        if scanner is None:
+            return self._next(text)
+        pieces, rest = scanner.push(text)
+        if scanner.done:
+            self._scanner = None
+        return pieces, rest
 
     def _next(self, text: str) -> tuple[list[Piece], str]:
         """Reads to the next object, or to the end tag."""
@@ -157,7 +125,8 @@ class TaggedListParser:
             text, self._between = self._between[at:], ""
             return [], text
         if end:
-            self._between, self._inside, self._after = "", False, True
+            self._between = ""
+            self._leave()
             return [], rest
         self._between = self._between[len(self._between) - held_back(self._between, self._END) :]
         return [], ""

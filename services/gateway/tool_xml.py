@@ -10,13 +10,8 @@ import json
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from services.gateway.tool_scanner import (
-    CallArguments,
-    CallStart,
-    MarkedText,
-    Piece,
-    held_back,
-)
+from services.gateway.tool_marked import SteppedCalls
+from services.gateway.tool_scanner import CallArguments, CallStart, Piece, held_back
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """Name of a tool → JSON schema of its parameters."""
@@ -27,7 +22,7 @@ _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
 _WORDS = {"True": True, "False": False, "None": None}
 
 
-class QwenXmlParser:
+class QwenXmlParser(SteppedCalls):
     """Reads `<tool_call><function=name><parameter=key>value</parameter>…</function></tool_call>`.
 
     Args:
@@ -35,45 +30,15 @@ class QwenXmlParser:
     """
 
     def __init__(self, schemas: Schemas) -> None:
+        super().__init__(_CALL)
         self._schemas = schemas
-        self._text = MarkedText(_CALL)
-        self._inside = False
-        self._after = False
-        self._held = ""
         self._types: Mapping[str, Any] = {}
         self._num_written = 0  # parameters of the call
         self._is_open = False  # a call that its end mark has not closed
         self._value: PlainValue | None = None
         self._has_begun = False  # the value's first line break is read
 
-    def push(self, text: str) -> list[Piece]:
-        """See `ToolParser.push`."""
-        pieces: list[Piece] = []
-        rest: str | None = text
-        while rest:
-            if self._inside:
-                found, rest = self._read(rest)
-            else:
-                rest = rest.lstrip() if self._after else rest
-                self._after &= not rest
-                found, rest = self._text.push(rest)
-                self._inside = rest is not None
-            pieces += found
-        return pieces
-
-    def _read(self, text: str) -> tuple[list[Piece], str]:
-        """Reads on in a call; returns what follows it once it has ended."""
-        self._held += text
-        pieces: list[Piece] = []
-        while self._inside and (found := self._step()) is not None:
-            pieces += found
-        if self._inside:
-            return pieces, ""
-        rest, self._held = self._held, ""
-        return pieces, rest
-
     def _step(self) -> list[Piece] | None:
-        """What the next mark says; None if it is not complete yet."""
         if self._value is not None:
             return self._read_value(self._value)
         held = self._held.lstrip()
@@ -92,7 +57,7 @@ class QwenXmlParser:
             return self._close()
         if held.startswith(_CALL_END):
             self._held = held.removeprefix(_CALL_END).lstrip()
-            self._inside, self._after = False, True
+            self._leave()
             return self._close()
         marks = (_FUNCTION, _PARAMETER, _FUNCTION_END, _CALL_END)
         if not held or any(mark.startswith(held) for mark in marks):
@@ -136,10 +101,6 @@ class QwenXmlParser:
             return []
         self._is_open = False
         return [CallArguments("}" if self._num_written else "{}")]
-
-    def finish(self) -> list[Piece]:
-        """See `ToolParser.finish`."""
-        return [] if self._inside else self._text.finish()
 
 
 class PlainValue:
