@@ -12,16 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvmesh.core.details import FleetWorker
 from kvmesh.core.errors import LostError
-from kvmesh.core.types import (
-    Candidate,
-    FleetWorker,
-    Refusal,
-    Role,
-    RoutePlan,
-    RouteQuery,
-    WorkerId,
-)
+from kvmesh.core.types import Candidate, Refusal, Role, RoutePlan, RouteQuery, WorkerId
 from kvmesh.policy.plans_ahead import PlanKind, PlansAhead, PlanStock, Wish, kind_of
 from kvmesh.policy.routing import plan_without_scheduler
 from kvmesh.telemetry.logs import event_logger

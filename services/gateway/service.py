@@ -13,8 +13,8 @@ from aiohttp import web
 
 from kvmesh.console.page import LocalRequests, SharePage
 from kvmesh.console.request_log import RequestLog
+from kvmesh.core.details import FleetWorker
 from kvmesh.core.errors import ConfigError
-from kvmesh.core.types import FleetWorker
 from kvmesh.policy.crowd import Crowd
 from kvmesh.policy.plans_ahead import PlanStock
 from kvmesh.rpc.fleet import FleetWatch, RouteClient

@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from kvmesh.core.details import FleetWorker, WorkerDetail
 from kvmesh.core.types import (
-    FleetWorker,
     Placement,
     PrefixMatch,
     Refusal,
@@ -20,7 +20,6 @@ from kvmesh.core.types import (
     Role,
     RoutePlan,
     RouteQuery,
-    WorkerDetail,
     WorkerId,
     WorkerInfo,
     WorkerLoad,

@@ -10,7 +10,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvmesh.core.types import FleetWorker, Role
+from kvmesh.core.details import FleetWorker
+from kvmesh.core.types import Role
 from kvmesh.policy.pdserve import RatioStep
 from kvmesh.policy.ratio_monitor import RatioMonitor
 

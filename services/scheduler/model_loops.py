@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from kvmesh.core.types import FleetWorker, Role, WorkerId
+from kvmesh.core.details import FleetWorker
+from kvmesh.core.types import Role, WorkerId
 from kvmesh.policy.composition import Composition, Offload, OffloadState
 from kvmesh.policy.control import (
     Allocation,

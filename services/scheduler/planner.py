@@ -13,15 +13,8 @@ import math
 from collections.abc import Callable, Hashable
 
 from kvmesh.core.clock import Clock
-from kvmesh.core.details import ModelDetail
-from kvmesh.core.types import (
-    FleetWorker,
-    Role,
-    RouteCause,
-    RoutePlan,
-    RouteQuery,
-    WorkerId,
-)
+from kvmesh.core.details import FleetWorker, ModelDetail
+from kvmesh.core.types import Role, RouteCause, RoutePlan, RouteQuery, WorkerId
 from kvmesh.metadata.store import FleetStore, StoreUnavailableError
 from kvmesh.policy.composition import Composition, OffloadState
 from kvmesh.policy.control import CYCLE_S, Allocation

@@ -10,10 +10,10 @@ from typing import Any
 
 import grpc
 
+from kvmesh.core.details import FleetWorker
 from kvmesh.core.types import (
     Candidate,
     FinishReason,
-    FleetWorker,
     Placement,
     Refusal,
     RequestId,

@@ -11,10 +11,10 @@ from typing import Any
 import grpc
 import pytest
 
+from kvmesh.core.details import FleetWorker
 from kvmesh.core.errors import ConfigError, LostError
 from kvmesh.core.types import (
     BlockHash,
-    FleetWorker,
     Placement,
     Refusal,
     RefusalReason,

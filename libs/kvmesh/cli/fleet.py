@@ -24,7 +24,8 @@ from kvmesh.cli.scheduler_access import (
     scheduler_access,
 )
 from kvmesh.cli.screen import terminal
-from kvmesh.core.types import FleetWorker, Role, WorkerId
+from kvmesh.core.details import FleetWorker
+from kvmesh.core.types import Role, WorkerId
 from kvmesh.rpc.convert import role_to_proto
 from kvmesh.v1.scheduler_service_pb2 import (
     OrderWorkerRequest,

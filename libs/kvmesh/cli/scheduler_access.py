@@ -16,8 +16,8 @@ import grpc
 
 from kvmesh.cli.flags import add_flag
 from kvmesh.cli.stack_state import add_state_flag, local_stack
+from kvmesh.core.details import FleetWorker
 from kvmesh.core.errors import KvMeshError
-from kvmesh.core.types import FleetWorker
 from kvmesh.rpc.channels import TlsConfig, open_channel
 from kvmesh.rpc.fleet import FleetWatch
 from kvmesh.v1.scheduler_service_pb2 import OrderWorkerRequest

@@ -31,7 +31,7 @@ from kvmesh.cli.screen import terminal
 from kvmesh.cli.stack_state import add_url_flag, gateway_url
 from kvmesh.console.sampler import Sampler, WorkerRates
 from kvmesh.console.share import Share
-from kvmesh.core.types import FleetWorker
+from kvmesh.core.details import FleetWorker
 
 _BAR = 20
 _WIDE = 104

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvmesh.console.share import Share
-from kvmesh.core.types import FleetWorker, Role, WorkerId
+from kvmesh.core.details import FleetWorker
+from kvmesh.core.types import Role, WorkerId
 
 HISTORY = 300
 """Samples that are kept: five minutes at one a second."""

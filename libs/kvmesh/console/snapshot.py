@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from kvmesh.console.rows import Json
 from kvmesh.console.sampler import LinkName, Sample, Sampler, WorkerRates
 from kvmesh.console.share import Share
-from kvmesh.core.types import FleetWorker
+from kvmesh.core.details import FleetWorker
 
 
 @dataclass(frozen=True, slots=True)

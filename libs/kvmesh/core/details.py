@@ -1,8 +1,10 @@
-"""What people want to see and no decision reads."""
+"""What people want to see of models, workers and links; workers with all that is known of them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from kvmesh.core.types import WorkerId, WorkerInfo, WorkerLoad
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,3 +19,55 @@ class ModelDetail:
     model: str
     remote_cluster: str = ""
     threshold_tokens: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LinkDetail:
+    """A worker's way to another worker, for people.
+
+    Attributes:
+        channel: kind of channel: local, ipc, shm, nixl or tcp; get for what is read from the other.
+        bytes_total: KV bytes that arrived since start.
+        queued_bytes: asked for and not ended.
+        busy_s: time with a transfer under way since start.
+        budget_bytes_s: bound on the link; 0 is none.
+        rtt_s: smoothed round trip; 0 is not known.
+        failed_total: transfers that were refused or lost.
+    """
+
+    peer: WorkerId
+    channel: str
+    bytes_total: int = 0
+    queued_bytes: int = 0
+    busy_s: float = 0.0
+    budget_bytes_s: float = 0.0
+    rtt_s: float = 0.0
+    retransmits: int = 0
+    failed_total: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerDetail:
+    """What people want to see of a worker and no decision reads.
+
+    Attributes:
+        cordoned: no new work is routed to it, by order of an operator.
+        blocks_cached: hold cached KV and are free to be taken.
+        prompt_tokens_total: looked up in the prefix cache since start.
+        cached_tokens_total: found there since start.
+    """
+
+    cordoned: bool = False
+    blocks_cached: int = 0
+    prompt_tokens_total: int = 0
+    cached_tokens_total: int = 0
+    links: tuple[LinkDetail, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FleetWorker:
+    """A worker with its load."""
+
+    info: WorkerInfo
+    load: WorkerLoad
+    detail: WorkerDetail = WorkerDetail()

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvmesh.core.types import FleetWorker, Role, WorkerId
+from kvmesh.core.details import FleetWorker
+from kvmesh.core.types import Role, WorkerId
 from kvmesh.policy.curves import Quadratic
 from kvmesh.policy.prfaas import ServingProfile
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvmesh.core.types import FleetWorker, LinkDetail, WorkerId
+from kvmesh.core.details import FleetWorker, LinkDetail
+from kvmesh.core.types import WorkerId
 from kvmesh.policy.measurement import KEEP
 from kvmesh.policy.prefix_source import FetchPace
 

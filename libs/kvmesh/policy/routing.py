@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 
+from kvmesh.core.details import FleetWorker
 from kvmesh.core.types import (
     Candidate,
-    FleetWorker,
     KvLayout,
     Placement,
     Refusal,

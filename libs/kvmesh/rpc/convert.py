@@ -6,13 +6,13 @@ Tests: tests/unit/rpc/test_convert.py.
 
 from __future__ import annotations
 
+from kvmesh.core.details import FleetWorker
 from kvmesh.core.errors import ProtocolError
 from kvmesh.core.types import (
     BLOCK_HASH_BYTES,
     BlockHash,
     Endpoint,
     FinishReason,
-    FleetWorker,
     HostRoute,
     KvLayout,
     Placement,

@@ -5,8 +5,8 @@ Tests: tests/unit/rpc/test_convert_detail.py.
 
 from __future__ import annotations
 
-from kvmesh.core.details import ModelDetail
-from kvmesh.core.types import LinkDetail, WorkerDetail, WorkerId
+from kvmesh.core.details import LinkDetail, ModelDetail, WorkerDetail
+from kvmesh.core.types import WorkerId
 from kvmesh.v1 import scheduler_service_pb2 as pb
 from kvmesh.v1 import types_pb2
 

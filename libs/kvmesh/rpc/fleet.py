@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 
 import grpc
 
-from kvmesh.core.details import ModelDetail
+from kvmesh.core.details import FleetWorker, ModelDetail
 from kvmesh.core.errors import LostError, ProtocolError
-from kvmesh.core.types import FleetWorker, Refusal, RoutePlan, RouteQuery
+from kvmesh.core.types import Refusal, RoutePlan, RouteQuery
 from kvmesh.policy.plans_ahead import PlansAhead, Wish
 from kvmesh.rpc.channels import TlsConfig, open_channel
 from kvmesh.rpc.convert import refusal_from_proto

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import grpc
 
-from kvmesh.core.types import Role, WorkerDetail, WorkerInfo, WorkerLoad
+from kvmesh.core.details import WorkerDetail
+from kvmesh.core.types import Role, WorkerInfo, WorkerLoad
 from kvmesh.rpc.channels import TlsConfig, open_channel
 from kvmesh.rpc.convert import role_from_proto, worker_info_to_proto, worker_load_to_proto
 from kvmesh.rpc.convert_detail import worker_detail_to_proto

@@ -13,8 +13,9 @@ from functools import partial
 from pathlib import Path
 
 from kvmesh.core.clock import SystemClock
+from kvmesh.core.details import WorkerDetail
 from kvmesh.core.errors import ConfigError
-from kvmesh.core.types import Endpoint, Role, WorkerDetail, WorkerId, WorkerInfo, WorkerLoad
+from kvmesh.core.types import Endpoint, Role, WorkerId, WorkerInfo, WorkerLoad
 from kvmesh.engine.copier import ThreadCopier
 from kvmesh.engine.core import EngineCore
 from kvmesh.engine.fake import FakeRunner

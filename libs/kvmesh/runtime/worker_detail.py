@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvmesh.core.types import LinkDetail, WorkerDetail
+from kvmesh.core.details import LinkDetail, WorkerDetail
 from kvmesh.engine.core import EngineCore
 from kvmesh.transfer.meters import LinkKey, LinkMeter
 

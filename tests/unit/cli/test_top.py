@@ -8,7 +8,8 @@ from rich.console import Console
 
 from kvmesh.cli.top import Frame, as_json, bar, gateway_rates, gateway_totals, picture
 from kvmesh.console.sampler import WorkerRates
-from kvmesh.core.types import FinishReason, Role, WorkerDetail
+from kvmesh.core.details import WorkerDetail
+from kvmesh.core.types import FinishReason, Role
 from services.gateway.metrics import GatewayMetrics
 from tests.unit.console.examples import fleet_worker
 

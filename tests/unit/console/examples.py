@@ -6,16 +6,8 @@ import dataclasses
 from typing import Any
 
 from kvmesh.console.request_log import Moment, RequestLog, RequestTrace
-from kvmesh.core.types import (
-    FleetWorker,
-    LinkDetail,
-    Placement,
-    RequestId,
-    Role,
-    WorkerDetail,
-    WorkerId,
-    WorkerLoad,
-)
+from kvmesh.core.details import FleetWorker, LinkDetail, WorkerDetail
+from kvmesh.core.types import Placement, RequestId, Role, WorkerId, WorkerLoad
 from tests.unit.policy.fleet_examples import worker_info
 
 P0, D0 = WorkerId("p0"), WorkerId("d0")

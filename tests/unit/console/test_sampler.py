@@ -10,7 +10,8 @@ from kvmesh.console.sampler import (
     quantile,
 )
 from kvmesh.console.share import Share
-from kvmesh.core.types import LinkDetail, Role
+from kvmesh.core.details import LinkDetail
+from kvmesh.core.types import Role
 from tests.unit.console.examples import D0, P0, fleet_worker, with_detail
 
 NOTHING = Share()

@@ -8,7 +8,8 @@ from kvmesh.console.request_log import RequestLog
 from kvmesh.console.sampler import Sampler
 from kvmesh.console.share import share_of
 from kvmesh.console.snapshot import ConsoleView, history, snapshot
-from kvmesh.core.types import LinkDetail, RequestId, Role, WorkerDetail
+from kvmesh.core.details import LinkDetail, WorkerDetail
+from kvmesh.core.types import RequestId, Role
 from tests.unit.console.examples import D0, finished, fleet_worker, with_detail
 
 REFUSALS = {("decode", "no_slots"): 2.0, ("prefill", "busy"): 7.0}

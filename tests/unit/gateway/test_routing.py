@@ -4,10 +4,10 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from kvmesh.core.details import FleetWorker
 from kvmesh.core.errors import LostError
 from kvmesh.core.types import (
     Endpoint,
-    FleetWorker,
     KvLayout,
     Placement,
     Refusal,

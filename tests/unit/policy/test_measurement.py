@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvmesh.core.types import FleetWorker, Role, WorkerLoad
+from kvmesh.core.details import FleetWorker
+from kvmesh.core.types import Role, WorkerLoad
 from kvmesh.policy.measurement import ServingMeter
 from tests.unit.policy.fleet_examples import LAYOUT, worker_info
 

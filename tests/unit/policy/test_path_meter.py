@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 
-from kvmesh.core.types import FleetWorker, LinkDetail, WorkerDetail, WorkerId, WorkerLoad
+from kvmesh.core.details import FleetWorker, LinkDetail, WorkerDetail
+from kvmesh.core.types import WorkerId, WorkerLoad
 from kvmesh.policy.path_meter import MIN_BYTES, PathMeter
 from kvmesh.policy.prefix_source import FetchPace
 from tests.unit.policy.fleet_examples import LAYOUT, worker_info

@@ -3,9 +3,9 @@ from __future__ import annotations
 import dataclasses
 import random
 
+from kvmesh.core.details import FleetWorker
 from kvmesh.core.types import (
     Candidate,
-    FleetWorker,
     Placement,
     Refusal,
     RefusalReason,

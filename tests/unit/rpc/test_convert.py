@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
+from kvmesh.core.details import FleetWorker
 from kvmesh.core.errors import ProtocolError
 from kvmesh.core.types import (
     BlockHash,
     Candidate,
     Endpoint,
     FinishReason,
-    FleetWorker,
     KvLayout,
     Placement,
     PrefixMatch,

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvmesh.core.details import ModelDetail
-from kvmesh.core.types import LinkDetail, WorkerDetail, WorkerId
+from kvmesh.core.details import LinkDetail, ModelDetail, WorkerDetail
+from kvmesh.core.types import WorkerId
 from kvmesh.rpc.convert_detail import (
     model_detail_from_proto,
     model_detail_to_proto,

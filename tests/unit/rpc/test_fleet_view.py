@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from kvmesh.core.details import FleetWorker
 from kvmesh.core.errors import ProtocolError
-from kvmesh.core.types import FleetWorker, WorkerLoad
+from kvmesh.core.types import WorkerLoad
 from kvmesh.rpc.convert import fleet_worker_to_proto
 from kvmesh.rpc.fleet_view import FleetMirror
 from kvmesh.v1.scheduler_service_pb2 import WatchFleetResponse

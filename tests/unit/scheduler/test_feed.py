@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from kvmesh.core.details import ModelDetail
-from kvmesh.core.types import WorkerDetail, WorkerLoad
+from kvmesh.core.details import ModelDetail, WorkerDetail
+from kvmesh.core.types import WorkerLoad
 from kvmesh.rpc.fleet_view import FleetMirror
 from services.scheduler.feed import FleetFeed
 from services.scheduler.fleet import MAX_GONE, Fleet, Membership
