@@ -115,6 +115,20 @@ class TextFormatter(logging.Formatter):
         return text.rstrip()
 
 
+def unsent_is_detail(record: logging.LogRecord) -> bool:
+    """Filter of gRPC's own logger: a status that found its peer gone is a detail, not an error.
+
+    gRPC knows that a peer closed only once its loop has read so; what it sends just before
+    fails, and it logs that as an error with a traceback. The peer's leaving itself is told by
+    whoever serves the stream.
+    """
+    kind = record.exc_info[0] if record.exc_info else None
+    if kind is not None and kind.__name__ == "ExecuteBatchError":
+        record.levelno, record.levelname = logging.DEBUG, "DEBUG"
+        return logging.getLogger().isEnabledFor(logging.DEBUG)
+    return True
+
+
 def configure_logging(service: str, level: str = "info", fmt: str = "json") -> None:
     """Sends all logs of this process to standard error in one format.
 
@@ -130,6 +144,7 @@ def configure_logging(service: str, level: str = "info", fmt: str = "json") -> N
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(_LEVELS.get(level, logging.INFO))
+    logging.getLogger("grpc._cython.cygrpc").addFilter(unsent_is_detail)
 
 
 def set_level(level: str) -> bool:

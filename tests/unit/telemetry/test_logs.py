@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 
-from kvmesh.telemetry.logs import EventLogger, JsonFormatter, TextFormatter
+import pytest
+
+from kvmesh.telemetry.logs import EventLogger, JsonFormatter, TextFormatter, unsent_is_detail
+
+ExecuteBatchError = importlib.import_module("grpc._cython.cygrpc").ExecuteBatchError
 
 
 def _record(formatter: logging.Formatter, **fields: object) -> str:
@@ -47,3 +52,24 @@ def test_a_line_has_the_time_it_was_logged() -> None:
 def test_what_is_costly_to_say_is_asked_for_first() -> None:
     assert EventLogger(logging.Logger("asked", logging.INFO)).tells_info
     assert not EventLogger(logging.Logger("asked", logging.WARNING)).tells_info
+
+
+def test_only_grpcs_failed_sends_are_details(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.Logger("grpc")
+    logger.addFilter(unsent_is_detail)
+    logger.addHandler(caplog.handler)
+
+    def log(error: Exception) -> None:
+        try:
+            raise error
+        except type(error):
+            logger.exception("raised by servicer method")
+
+    with caplog.at_level(logging.INFO):
+        log(ExecuteBatchError("Failed execute_batch"))
+        assert not caplog.records
+        log(ValueError("a bug"))
+        assert [record.levelname for record in caplog.records] == ["ERROR"]
+    with caplog.at_level(logging.DEBUG):
+        log(ExecuteBatchError("Failed execute_batch"))
+        assert caplog.records[-1].levelname == "DEBUG"
