@@ -3,7 +3,7 @@
 // reads blocks where they lie. Twins: reference.py. Loaded by host_library.py through a C ABI.
 //
 // Sums are fp32 whatever the tensors hold, and bf16 results are rounded once (vectors.h). Attention
-// of prompts is in prefill.h.
+// of prompts is in prefill.h, linear attention in recurrence.h.
 
 #include <cmath>
 #include <cstdint>
@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "prefill.h"
+#include "recurrence.h"
 #include "vectors.h"
 
 namespace {
@@ -368,7 +369,24 @@ int few_rows(const T* x, const T* weights, const T* bias, T* out, int64_t rows, 
                                  int64_t rows, int64_t outputs, int64_t inputs, int threads) {     \
     return few_rows(x, weights, bias, out, rows, outputs, inputs, threads);                        \
   }                                                                                                \
-  extern "C" int most_rows_##NAME() { return kMostRows<T>; }
+  extern "C" int most_rows_##NAME() { return kMostRows<T>; }                                        \
+  extern "C" void delta_rule_##NAME(                                                               \
+      const T* mixed, int64_t mixed_stride, const float* taps, int64_t kernel, const float* decay, \
+      int64_t decay_width, const float* share, float* states, float* active, float* out,           \
+      int64_t sequences, int64_t positions, int64_t key_heads, int64_t heads, int64_t key_dim,     \
+      int64_t value_dim, int64_t state_stride, int threads) {                                      \
+    const Linear call{sequences, positions, key_heads, heads, key_dim, value_dim, state_stride};   \
+    delta_rule(call, mixed, mixed_stride, taps, kernel, decay, decay_width, share, states, active, \
+               out, threads);                                                                      \
+  }
 
 KVMESH_HOST_OPS(float, f32)
 KVMESH_HOST_OPS(Bf16, bf16)
+
+extern "C" void lightning_f32(const float* heads, const float* decay, float* states, float* out,
+                              int64_t sequences, int64_t positions, int64_t num_heads,
+                              int64_t key_dim, int64_t value_dim, int64_t state_stride,
+                              int threads) {
+  const Linear call{sequences, positions, num_heads, num_heads, key_dim, value_dim, state_stride};
+  lightning(call, heads, decay, states, out, threads);
+}
