@@ -63,7 +63,7 @@ class Stage:
         self.holder, self.reader, self.driver = holder, reader, driver
         fetcher = reader.fetcher
         self.leases = Gate(fetcher._client.lease)
-        fetcher._client.lease = self.leases  # type: ignore[method-assign]
+        fetcher._client.lease = self.leases  # type: ignore[method-assign, assignment]
 
     @property
     def source(self) -> PrefixSource:
@@ -204,7 +204,7 @@ async def test_of_a_longer_prefix_only_the_rest_is_fetched(stage: Stage) -> None
 
 async def test_a_prefix_that_is_computed_here_meanwhile_is_kept_once(stage: Stage) -> None:
     gets = Gate(stage.reader.fetcher._reader.get)
-    stage.reader.fetcher._reader.get = gets  # type: ignore[method-assign]
+    stage.reader.fetcher._reader.get = gets  # type: ignore[method-assign, assignment]
     stage.leases.opened.set()
     fetch = stage.begin()
     await until(lambda: gets.num_calls == 1)
