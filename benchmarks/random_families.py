@@ -115,6 +115,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": _LINEAR_THEN_FULL,
             "linear_num_heads": 6,
             "linear_head_dim": 128,
+            # Transformers has no other for this family.
+            "tie_word_embeddings": False,
         },
     ),
     "bailing-hybrid": (

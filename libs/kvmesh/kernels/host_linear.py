@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvmesh.kernels.host import function_of, has_vectors
+from kvmesh.kernels import host
 
 _VECTOR = 16
 _MOST_KEYS = 256
@@ -37,7 +37,7 @@ def has_linear(x: Tensor, shape: LinearShape) -> bool:
         shape.key_dim % _VECTOR == 0
         and shape.key_dim <= _MOST_KEYS
         and shape.value_dim % _VECTOR == 0
-        and has_vectors(x)
+        and host.has_vectors(x)
     )
 
 
@@ -70,7 +70,7 @@ def delta_rule(
     decay, beta = decay.contiguous(), beta.contiguous()
     active = torch.empty(rows, channels, dtype=torch.float32)
     out = torch.empty(rows, shape.heads, shape.value_dim, dtype=torch.float32)
-    function_of("delta_rule", mixed.dtype)(
+    host.function_of("delta_rule", mixed.dtype)(
         mixed.data_ptr(),
         mixed.stride(0),
         taps.data_ptr(),
@@ -109,7 +109,7 @@ def lightning(heads: Tensor, slopes: Tensor, states: Tensor, shape: LinearShape)
     assert states.stride(1) == 1
     decay = -slopes
     out = torch.empty(len(heads), shape.heads, shape.value_dim, dtype=torch.float32)
-    function_of("lightning", torch.float32)(
+    host.function_of("lightning", torch.float32)(
         heads.data_ptr(),
         decay.data_ptr(),
         states.data_ptr(),
