@@ -235,7 +235,7 @@ def fake_tokens(
 ) -> list[int]:
     """What one fake engine alone generates after a prompt."""
     runner = FakeRunner.for_checkpoint(
-        MODEL_FOLDER, name=MODEL, num_blocks=1024, block_size=BLOCK_SIZE, step_s=0.0
+        MODEL_FOLDER, name=MODEL, num_blocks=1024, block_size=BLOCK_SIZE
     )
     core = EngineCore(runner.spec, runner.kv.num_blocks)
     sampling = SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens)

@@ -18,7 +18,7 @@ from kvmesh.kv.hashing import chain_hashes, join_hashes
 from kvmesh.rpc.convert import kv_layout_to_proto
 from kvmesh.rpc.pool_client import PoolClient
 from kvmesh.runtime import prefix_fetch
-from kvmesh.runtime.prefix_fetch import FetchOptions, FetchOutcome, FetchResult
+from kvmesh.runtime.fetch_result import FetchOptions, FetchOutcome, FetchResult
 from kvmesh.runtime.worker import Worker
 from kvmesh.runtime.worker_config import EngineSection, FetchSection, WorkerSection
 from kvmesh.transfer.frames import BlockRun, GetFrame

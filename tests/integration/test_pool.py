@@ -20,7 +20,7 @@ from kvmesh.metadata.server_binary import RedisProcess
 from kvmesh.rpc.prefix_lookup import PrefixLookup
 from kvmesh.runtime.admin import AdminConfig
 from kvmesh.runtime.app import ServerConfig, ServiceContext, serving
-from kvmesh.runtime.prefix_fetch import FetchResult
+from kvmesh.runtime.fetch_result import FetchResult
 from kvmesh.runtime.worker import Worker
 from kvmesh.runtime.worker_config import WorkerSection
 from services.kvmanager import metrics

@@ -18,9 +18,10 @@ from kvmesh.core.errors import ConfigError
 from kvmesh.core.types import Endpoint, Role, WorkerId, WorkerInfo, WorkerLoad
 from kvmesh.engine.copier import ThreadCopier
 from kvmesh.engine.core import EngineCore
-from kvmesh.engine.fake import FakeRunner
+from kvmesh.engine.fake import FakeDevice, FakeRunner
 from kvmesh.engine.loop import EngineLoop
 from kvmesh.engine.protocol import ModelRunner
+from kvmesh.engine.step_times import load_step_times
 from kvmesh.engine.structure import StructureCompiler
 from kvmesh.policy.batching import BatchLimits
 from kvmesh.rpc.publisher import BlockPublisher, PublisherFacts
@@ -67,20 +68,7 @@ def load_runner(config: EngineSection) -> ModelRunner:
     """
     name = config.model_name or Path(config.model).name or "fake"
     if config.kind == "fake":
-        if not config.model:
-            return FakeRunner(
-                name=name,
-                num_blocks=config.num_blocks,
-                block_size=config.block_size,
-                step_s=config.fake_step_s,
-            )
-        return FakeRunner.for_checkpoint(
-            Path(config.model),
-            name=name,
-            num_blocks=config.num_blocks,
-            block_size=config.block_size,
-            step_s=config.fake_step_s,
-        )
+        return _load_fake(config, name)
     if config.kind != "torch":
         raise ConfigError(f"engine.kind must be torch or fake, got {config.kind!r}")
     if not config.model:
@@ -101,6 +89,21 @@ def load_runner(config: EngineSection) -> ModelRunner:
     )
     runner.use_static_steps(static_batch)
     return runner
+
+
+def _load_fake(config: EngineSection, name: str) -> FakeRunner:
+    if config.fake_token_bytes < 8 or config.fake_token_bytes % 8:
+        raise ConfigError("engine.fake_token_bytes is a multiple of 8, at least 8")
+    times = None
+    if config.fake_profile:
+        times = load_step_times(Path(config.fake_profile), config.fake_device)
+    make = partial(FakeRunner.for_checkpoint, Path(config.model)) if config.model else FakeRunner
+    return make(
+        name=name,
+        num_blocks=config.num_blocks,
+        block_size=config.block_size,
+        device=FakeDevice(config.fake_step_s, times, config.fake_token_bytes),
+    )
 
 
 class Worker:

@@ -76,6 +76,9 @@ class EngineSection:
         -1.0, "host memory for KV of preempted sequences, GiB; 0: none; -1: 4 with a device, else 0"
     )
     fake_step_s: float = option(0.0, "length of a step of the fake engine")
+    fake_profile: str = option("", "profile file whose step times the fake engine takes")
+    fake_device: str = option("", "device of that profile")
+    fake_token_bytes: int = option(8, "KV bytes per token of the fake engine, a multiple of 8")
 
 
 @dataclass(frozen=True, slots=True)
