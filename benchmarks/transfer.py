@@ -340,8 +340,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     notes = [
         "gb_s, ms: min / median / max; GB is 1e9 bytes; cpu_s_per_gib: both ends together",
         "tcp channels set cubic, as iperf3 here; plain rows carry no checksum, as iperf3 does not",
-        "bare: sockets and threads alone, without frames, grants and answers; lent: the socket's queue"
-        " refers to the memory, as tcp channels do with large payloads",
+        "bare: sockets and threads alone; lent: as tcp channels do, without the sender's copy",
         f"polling: both ends look for the next frame for {POLL_S * 1e6:.0f} us before they sleep",
         f"blockwise and layerwise: one call per piece, {_IN_FLIGHT} under way",
     ]
