@@ -212,14 +212,20 @@ class Worker:
         context.on_drain(self._drain)
 
     async def _listen_for_kv(self) -> Endpoint:
+        self.answers = answer_queries(
+            self._runner,
+            self.core,
+            self.decode,
+            self.pool,
+            self.query_metrics,
+            self._config.fetch.max_queries,
+        )
         server = DataServer(
             self._channel_identity(),
             self.decode,
             receive_options(self._config),
             source=self.pool,
-            queries=answer_queries(
-                self._runner, self.core, self.decode, self.pool, self.query_metrics
-            ),
+            queries=self.answers,
             memory=self._runner.kv,
             observer=self._metrics.observe_transfer,
         )
@@ -345,11 +351,15 @@ class Worker:
             self._registration.update(self._info)
 
     async def _drain(self) -> None:
-        """Prefill first: its KV must be taken before the process may go."""
+        """Prefill first: its KV must be taken before the process may go. Readers last."""
         # Both at once, so that the next load report keeps routes away from either side.
         self.decode.draining = self.prefill.draining = self.pool.draining = True
         await self.prefill.drain()
         await self.decode.drain()
+        if self._publisher is not None and self._publisher.connected:
+            # What it alone holds is copied elsewhere meanwhile, if it is read.
+            await asyncio.sleep(self._config.fetch.leave_s)
+        await self.pool.drain()
         await self._registration.goodbye("drained")
 
     def load(self) -> WorkerLoad:
@@ -386,7 +396,8 @@ class Worker:
     def is_idle(self) -> bool:
         """Nothing is held: no block, slot, reservation, lease, read, write or attempt."""
         roles = self.decode.is_idle and self.prefill.num_attempts == 0
-        return self.core.is_idle and roles and self.pool.is_idle and self.fetcher.is_idle
+        lent = self.pool.is_idle and (self.answers is None or not self.answers.num_open)
+        return self.core.is_idle and roles and lent and self.fetcher.is_idle
 
 
 def _parse_role(word: str) -> Role:

@@ -91,6 +91,8 @@ class FetchSection:
     lease_s: float = option(5.0, "blocks leased to a reader are free again so long after its reads")
     max_leases: int = option(64, "leases given at once; 0: nothing is given away")
     max_share: float = option(0.5, "of all blocks, in leases at once")
+    max_queries: int = option(8, "questions about KV here that are open at once, else refused")
+    leave_s: float = option(0.0, "a drained worker stays so long for what it holds to be copied")
     query: str = option(
         "auto", "ask where a prefix is instead of computing it: auto (by cost), always, never"
     )

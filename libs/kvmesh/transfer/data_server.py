@@ -131,12 +131,17 @@ class DataServer:
         self._observer = observer
         load_native()  # compiled at the first start on a machine, and not in the first transfer
         self._threads = ThreadPoolExecutor(_MAX_THREADS, "kv-receive")
+        self._answering: ThreadPoolExecutor | None = None
         self._listeners: list[socket.socket] = []
         self._folder: Path | None = None
         self._local: LocalEnd | None = None
         self._serving: set[asyncio.Task[None]] = set()
         self._meters: dict[LinkKey, LinkMeter] = {}
         self._state = ServerState(copy_threads=self._options.copy_threads)
+        if queries is not None:
+            # One thread, and none of those that KV arrives in: each thread that computes has a
+            # team of its own of as many as the engine, and transfers must not wait for answers.
+            self._state.answering = self._answering = ThreadPoolExecutor(1, "kv-answer")
         if IPC in self._options.kinds:
             self._state.pool = memory
         if isinstance(memory, DevicePool):
@@ -185,6 +190,8 @@ class DataServer:
         if self._state.readers is not None:
             await self._state.readers.close()
         self._threads.shutdown(wait=False)
+        if self._answering is not None:
+            self._answering.shutdown(wait=False)
         if self._state.staging is not None:
             await self._state.staging.close()
         if self._folder is not None:

@@ -66,6 +66,7 @@ class ServerState:
         readers: of peers' segments; None: no engine is to be used.
         pool: that grants lie in, for peers whose devices read each other's; None: for no peer.
         staging: what blocks of a device pool arrive through; None: the pool is in host memory.
+        answering: where queries are computed, one at a time; None: none is.
     """
 
     filling: dict[WriteGrant, FrameSocket] = field(default_factory=dict)
@@ -74,6 +75,7 @@ class ServerState:
     readers: NixlReaders | None = None
     pool: PoolMemory | None = None
     staging: StagingRing | None = None
+    answering: Executor | None = None
 
 
 class ServerChannel:
@@ -313,7 +315,8 @@ class ServerChannel:
         operands = memoryview(bytearray(query.operand_bytes))
         if not await self._frames.receive_payload([operands]):
             return Refusal(RefusalReason.LOST, "checksum: the operands' sum is wrong")
-        return await run_to_end(self._threads, partial(ops.compute, grant, operands))
+        assert self._state.answering is not None, "a server with ops has a thread for them"
+        return await run_to_end(self._state.answering, partial(ops.compute, grant, operands))
 
     async def _copy(self, pull: PullFrame) -> None:
         grant = self._target.begin_write(pull.as_put())
