@@ -86,6 +86,16 @@ def has_prefill(kv: Tensor) -> bool:
     return has_decode(kv) and bool(function_of("prefill_pays", kv.dtype)())
 
 
+def prefill_head_dim(x: Tensor, dim: int) -> int | None:
+    """The least head size not below `dim` for which `has_prefill` would say yes, or None.
+
+    Args:
+        x: of the dtype and on the device in question.
+    """
+    fitting = [size for size in sorted(_HEAD_DIMS) if size >= dim]
+    return fitting[0] if fitting and has_prefill(x.new_empty(0, fitting[0])) else None
+
+
 def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     """See `reference.add_rms_norm`; tensors are contiguous."""
     assert x.is_contiguous()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kvmesh.kernels import host
 from kvmesh.kernels.plan import RaggedBatch, decode_buckets, padded_tables, slots_of
 from kvmesh.kernels.upload import sent
 
@@ -55,6 +56,9 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     Returns:
         [queries, heads, value_dim].
     """
+    dim = host.prefill_head_dim(q, max(k.shape[-1], v.shape[-1]))
+    if dim is not None:
+        return _host_causal(q, k, v, scale, dim)
     # Torch's attention writes out all scores when values are not as long as keys.
     padded = functional.pad(v, (0, max(0, k.shape[-1] - v.shape[-1])))
     queries, keys, values = (x.transpose(0, 1)[None] for x in (q, k, padded))
@@ -66,6 +70,25 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale
     )
     return out[0].transpose(0, 1)[..., : v.shape[-1]]
+
+
+def _host_causal(q: Tensor, k: Tensor, v: Tensor, scale: float, dim: int) -> Tensor:
+    """As `causal_attention`, the context being the one block of a pool with heads of size `dim`."""
+    kv = k.new_zeros(1, 1, 2, *k.shape[:2], dim)
+    kv[0, 0, 0, :, :, : k.shape[-1]] = k
+    kv[0, 0, 1, :, :, : v.shape[-1]] = v
+    out = host.prefill_attention(
+        functional.pad(q, (0, dim - q.shape[-1])).contiguous(),
+        kv,
+        0,
+        torch.zeros(1, 1, dtype=torch.int64),
+        torch.tensor([0, len(q)]),
+        torch.tensor([len(k)]),
+        scale=scale,
+        window=0,
+        sinks=None,
+    )
+    return out[..., : v.shape[-1]]
 
 
 class LatentMemory(Protocol):

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import pytest
 import torch
 
+from kvmesh.kernels import host
 from kvmesh.kernels.latent import StepLatent, causal_attention
 from kvmesh.kernels.plan import RaggedBatch
 from tests.unit.kernels.no_copies import no_copies
@@ -63,3 +65,26 @@ def test_causal_attention_of_the_last_rows() -> None:
     torch.testing.assert_close(causal_attention(q[4:], k, v, 0.5), whole[4:])
     first = torch.softmax(torch.einsum("hd,khd->hk", q[2], k[:3]) * 0.5, dim=-1)
     torch.testing.assert_close(whole[2], torch.einsum("hk,khd->hd", first, v[:3]))
+
+
+@pytest.mark.timeout(240)  # a compiler takes seconds alone, and a minute on a machine that is busy
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(24, 20), (96, 64), (40, 72)])
+@pytest.mark.parametrize(("queries", "context"), [(1, 1), (5, 5), (70, 70), (3, 150)])
+def test_causal_attention_is_the_same_by_the_library_and_by_torch(
+    queries: int,
+    context: int,
+    key_dim: int,
+    value_dim: int,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(2)
+    q, k = (torch.randn(rows, HEADS, key_dim).to(dtype) for rows in (queries, context))
+    v = torch.randn(context, HEADS, value_dim).to(dtype)
+    found = causal_attention(q, k, v, SCALE)
+    assert found.shape == (queries, HEADS, value_dim)
+    monkeypatch.setattr(host, "prefill_head_dim", lambda *_: None)
+    exact = causal_attention(q.float(), k.float(), v.float(), SCALE)
+    tolerance = 1e-4 if dtype is torch.float32 else 3e-2
+    torch.testing.assert_close(found.float(), exact, rtol=tolerance, atol=tolerance)
