@@ -40,6 +40,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
         _THREADS,
     ),
     "delta_rule": (_P, _I, _P, _I, _P, _I, _P, _P, _P, _P, _I, _I, _I, _I, _I, _I, _I, _THREADS),
+    "latent_decode": (_P, _P, _P, _P, _P, _I, _I, _I, _I, _I, _I, _I, _F, _THREADS),
     "lightning": (_P, _P, _P, _P, _I, _I, _I, _I, _I, _I, _THREADS),
 }
 _WITH_STATUS = frozenset({"decode_attention", "prefill_pays", "few_rows", "most_rows"})

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvmesh.kernels import host
+from kvmesh.kernels import host, host_latent
 from kvmesh.kernels.plan import RaggedBatch, decode_buckets, padded_tables, slots_of
 from kvmesh.kernels.upload import sent
 
@@ -43,6 +43,15 @@ def latent_decode_attention(
     scores = (q @ vectors.transpose(1, 2)).float() * scale
     scores.masked_fill_(hidden[:, None], -torch.inf)
     return torch.softmax(scores, dim=-1).to(q.dtype) @ vectors[..., :rank]
+
+
+def decode_on_cpu(
+    q: Tensor, kv: Tensor, layer: int, tables: Tensor, lens: Tensor, *, scale: float, rank: int
+) -> Tensor:
+    """`latent_decode_attention` by `latent.h` where it can be, else by the twin."""
+    library = host_latent.has_latent(kv, rank)
+    attend = host_latent.latent_decode_attention if library else latent_decode_attention
+    return attend(q, kv, layer, tables, lens, scale=scale, rank=rank)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -149,7 +158,7 @@ class StepLatent:
 
     def decode(self, q: Tensor, layer: int, *, scale: float, rank: int) -> Tensor:
         """See `LatentMemory.decode`."""
-        attend = latent_decode_attention
+        attend = decode_on_cpu
         if self._kv.is_cuda:
             # Triton costs half a second to import and is only needed where there is a device.
             from kvmesh.kernels import latent_attention  # noqa: PLC0415
