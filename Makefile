@@ -11,6 +11,8 @@ TRACES ?=
 PREFILL ?= 2
 DECODE ?= 2
 PORT ?= 8000
+REMOTE ?= 0
+LINK_MBIT ?= 200
 ARGS ?=
 ROUNDS ?= 20
 # Unit and property tests run side by side; the others start processes that need the machine.
@@ -59,8 +61,8 @@ test-fast: setup ## unit, property and contract tests without the slow ones
 test-gpu: setup ## tests that need a CUDA device
 	$(PY) -m pytest -q -m gpu tests/gpu
 
-up: setup ## start a local stack: make up MODEL=dir PREFILL=n DECODE=n PORT=n
-	$(PY) -m kvmesh.cli up $(if $(MODEL),--model $(MODEL)) --prefill $(PREFILL) --decode $(DECODE) --port $(PORT)
+up: setup ## start a local stack: make up MODEL=dir PREFILL=n DECODE=n PORT=n REMOTE=n LINK_MBIT=n
+	$(PY) -m kvmesh.cli up $(if $(MODEL),--model $(MODEL)) --prefill $(PREFILL) --decode $(DECODE) --port $(PORT) --remote $(REMOTE) --link-mbit $(LINK_MBIT)
 
 bench-serve: setup ## measure a local stack; writes bench/results/serve.json and serve.md
 	$(PY) -m kvmesh.cli up $(if $(MODEL),--model $(MODEL)) --prefill $(PREFILL) --decode $(DECODE) --port 0 --run '$(PY) -m kvmesh.cli bench serve --goodput ttft:2000 tpot:100 --save bench/results/serve.json'

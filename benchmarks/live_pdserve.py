@@ -101,7 +101,7 @@ async def recovery(folder: Path, scale: float, seed: int) -> list[Row]:
     profile = write_profile(folder / "recovery.json", profile_of(DEVICES, TOKEN_BYTES, 1e9))
     fleet = Fleet({"prefill": 2, "decode": 3}, NAMES, TOKEN_BYTES, IDLE_ONLY_SLOTS)
     seconds = 16.0 * scale
-    load = arrivals([Phase(seconds, 4.0, 300, 0.5, 2000, 40)], seed)
+    load = arrivals([Phase(seconds, 5.0, 250, 0.5, 2000, 80)], seed)
     async with live_mesh(fleet, profile, LIMITS, {**APART, "routing.policy": "kvmesh"}) as mesh:
         killing = asyncio.create_task(_kill(mesh, seconds / 3))
         row, seen = await mesh.load("a decode worker killed", load, seed)

@@ -17,6 +17,28 @@ from kvmesh.core.types import Endpoint
 _STOP_RANK = {"gateway": 0, "prefill": 1, "decode": 1, "scheduler": 2, "kvmanager": 3, "redis": 4}
 _LOCAL = "127.0.0.1"
 _CLUSTER = "local"
+REMOTE = "remote"
+"""Name of the second cluster, and what the names of its workers begin with."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteOptions:
+    """A second cluster, which prefills long prompts and sends their KV home over a paced link.
+
+    Attributes:
+        num_prefill: its workers.
+        link_mbit: megabits per second that leave it.
+        threshold_tokens: longer uncached prompts go there at first.
+    """
+
+    num_prefill: int
+    link_mbit: int
+    threshold_tokens: int
+
+    @property
+    def link_mb_s(self) -> float:
+        """Megabytes per second that leave it."""
+        return self.link_mbit / 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +46,7 @@ class StackOptions:
     """What to start.
 
     Attributes:
+        remote: a second cluster; None for one.
         redis_url: a server that runs already; empty starts one.
         console_port: admin port of the gateway, which has the console; 0 takes a free one.
         grpc_port: of the gateway; 0 takes a free one.
@@ -48,6 +71,13 @@ class StackOptions:
     drain_s: float
     console_port: int = 0
     grpc_port: int = 0
+    remote: RemoteOptions | None = None
+
+    @property
+    def num_workers(self) -> int:
+        """Engines on this machine."""
+        far = 0 if self.remote is None else self.remote.num_prefill
+        return self.num_prefill + self.num_decode + far
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +204,14 @@ class _Planner:
             "engine.max-model-len": options.max_model_len,
         }
 
+    def remote_flags(self, remote: RemoteOptions) -> dict[str, object]:
+        """Of a worker of the second cluster: its share of the link, and no way around it."""
+        return {
+            "worker.cluster": REMOTE,
+            "worker.channels": "tcp",
+            "data.egress-mb-s": remote.link_mb_s / remote.num_prefill,
+        }
+
 
 def plan_stack(
     options: StackOptions,
@@ -198,15 +236,26 @@ def plan_stack(
         redis_url = f"redis://{redis}/0"
     member, kvmanager = planner.service("kvmanager", {"redis.url": redis_url})
     members.append(member)
-    member, scheduler = planner.service(
-        "scheduler", {"kvmanager.target": kvmanager, "redis.url": redis_url}
-    )
+    flags: dict[str, object] = {"kvmanager.target": kvmanager, "redis.url": redis_url}
+    remote = options.remote
+    if remote is not None:
+        flags |= {
+            "planning.remote-cluster": REMOTE,
+            "planning.egress-mb-s": remote.link_mb_s,
+            "planning.threshold-tokens": remote.threshold_tokens,
+        }
+    member, scheduler = planner.service("scheduler", flags)
     members.append(member)
     for role, number in (("prefill", options.num_prefill), ("decode", options.num_decode)):
         for index in range(number):
             name = f"{role}-{index}"
             flags = planner.worker_flags(name, scheduler, kvmanager)
             members.append(planner.service(role, flags, name)[0])
+    if remote is not None:
+        for index in range(remote.num_prefill):
+            name = f"{REMOTE}-{index}"
+            flags = planner.worker_flags(name, scheduler, kvmanager) | planner.remote_flags(remote)
+            members.append(planner.service("prefill", flags, name)[0])
     http = Endpoint(options.host, options.http_port or next_port())
     asked = Endpoint(_LOCAL if options.host == "0.0.0.0" else options.host, http.port)
     console = Endpoint(_LOCAL, options.console_port or next_port())
