@@ -181,6 +181,10 @@ class SwapSpace:
 
         self._copier.start(timed, observed)
 
+    def close(self) -> None:
+        """Gives up the memory that copies pass through; none is being made."""
+        self._arena.close()
+
     def statistics(self) -> SwapStatistics:
         """The counts of this moment."""
         kept = self._arena.num_places - self._arena.num_free
