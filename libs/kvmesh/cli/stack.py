@@ -206,13 +206,31 @@ class _Planner:
             "engine.max-model-len": options.max_model_len,
         }
 
-    def remote_flags(self, remote: RemoteOptions) -> dict[str, object]:
-        """Of a worker of the second cluster: its share of the link, and no way around it."""
+    def offload_flags(self) -> dict[str, object]:
+        """What the scheduler knows of the second cluster."""
+        remote = self.options.remote
+        if remote is None:
+            return {}
         return {
-            "worker.cluster": REMOTE,
-            "worker.channels": "tcp",
-            "data.egress-mb-s": remote.link_mb_s / remote.num_prefill,
+            "planning.remote-cluster": REMOTE,
+            "planning.egress-mb-s": remote.link_mb_s,
+            "planning.threshold-tokens": remote.threshold_tokens,
         }
+
+    def remote_members(self, scheduler: Endpoint, kvmanager: Endpoint) -> list[Member]:
+        """The second cluster: each worker has its share of the link, and no way around it."""
+        remote = self.options.remote
+        members: list[Member] = []
+        for index in range(0 if remote is None else remote.num_prefill):
+            assert remote is not None, "it has workers"
+            name = f"{REMOTE}-{index}"
+            flags = self.worker_flags(name, scheduler, kvmanager) | {
+                "worker.cluster": REMOTE,
+                "worker.channels": "tcp",
+                "data.egress-mb-s": remote.link_mb_s / remote.num_prefill,
+            }
+            members.append(self.service("prefill", flags, name)[0])
+        return members
 
 
 def plan_stack(
@@ -240,14 +258,7 @@ def plan_stack(
     flags: dict[str, object] = {"redis.url": redis_url, "server.admin.port": pool.port}
     member, kvmanager = planner.service("kvmanager", flags)
     members.append(member)
-    flags: dict[str, object] = {"kvmanager.target": kvmanager, "redis.url": redis_url}
-    remote = options.remote
-    if remote is not None:
-        flags |= {
-            "planning.remote-cluster": REMOTE,
-            "planning.egress-mb-s": remote.link_mb_s,
-            "planning.threshold-tokens": remote.threshold_tokens,
-        }
+    flags = {"kvmanager.target": kvmanager, "redis.url": redis_url, **planner.offload_flags()}
     member, scheduler = planner.service("scheduler", flags)
     members.append(member)
     for role, number in (("prefill", options.num_prefill), ("decode", options.num_decode)):
@@ -255,11 +266,7 @@ def plan_stack(
             name = f"{role}-{index}"
             flags = planner.worker_flags(name, scheduler, kvmanager)
             members.append(planner.service(role, flags, name)[0])
-    if remote is not None:
-        for index in range(remote.num_prefill):
-            name = f"{REMOTE}-{index}"
-            flags = planner.worker_flags(name, scheduler, kvmanager) | planner.remote_flags(remote)
-            members.append(planner.service("prefill", flags, name)[0])
+    members += planner.remote_members(scheduler, kvmanager)
     http = Endpoint(options.host, options.http_port or next_port())
     asked = Endpoint(_LOCAL if options.host == "0.0.0.0" else options.host, http.port)
     console = Endpoint(_LOCAL, options.console_port or next_port())
