@@ -31,7 +31,7 @@ from kvmesh.kv.hashing import chain_hashes, root_hash
 from kvmesh.policy.replication import choose_copy
 from kvmesh.policy.segment_tree import Segment
 from kvmesh.rpc.prefix_lookup import PrefixLookup
-from kvmesh.runtime.prefix_fetch import FetchOutcome
+from kvmesh.runtime.fetch_result import FetchOutcome
 from kvmesh.runtime.worker import Worker
 from kvmesh.sim.report import coefficient_of_variation
 from services.kvmanager import metrics

@@ -15,7 +15,7 @@ from kvmesh.core.types import Endpoint, PrefixSource, WorkerId
 from kvmesh.kv.hashing import chain_hashes
 from kvmesh.rpc.pool_client import PoolClient
 from kvmesh.runtime import prefix_fetch
-from kvmesh.runtime.prefix_fetch import FetchOutcome
+from kvmesh.runtime.fetch_result import FetchOutcome
 from kvmesh.runtime.worker_config import EngineSection, WorkerSection
 from kvmesh.transfer.reader import ReadLease
 from kvmesh.v1 import kv_pool_service_pb2 as pb

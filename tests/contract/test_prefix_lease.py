@@ -18,7 +18,7 @@ from kvmesh.kv.hashing import chain_hashes, join_hashes
 from kvmesh.rpc.convert import kv_layout_to_proto
 from kvmesh.rpc.pool_client import PoolClient
 from kvmesh.runtime import prefix_fetch
-from kvmesh.runtime.prefix_fetch import FetchOptions, FetchOutcome, FetchResult
+from kvmesh.runtime.fetch_result import FetchOptions, FetchOutcome, FetchResult
 from kvmesh.runtime.worker import Worker
 from kvmesh.runtime.worker_config import EngineSection, FetchSection, WorkerSection
 from kvmesh.transfer.frames import BlockRun, GetFrame
@@ -188,11 +188,44 @@ async def test_a_lease_is_refused_with_its_reason(pair: Pair, why: str) -> None:
         layout=kv_layout_to_proto(layout if why == "layout" else pair.reader.core.spec.layout),
         block_hashes=b"short" if why == "hashes" else join_hashes(HASHES),
     )
-    pair.holder.pool.draining = why == "draining"
+    if why == "draining":
+        await pair.holder.pool.drain()
     with pytest.raises(RefusedError) as caught:
         await client.lease(source_of(pair.holder).control_endpoint, request, 5)
     assert caught.value.refusal.reason is expected[why]
     await client.close()
+
+
+async def test_a_holder_that_drains_lends_as_long_as_it_has_requests(pair: Pair) -> None:
+    pair.holder.decode.draining = pair.holder.prefill.draining = pair.holder.pool.draining = True
+    assert (await pair.fetch()).outcome is FetchOutcome.FETCHED
+
+
+async def test_a_drain_waits_for_those_who_read_and_lends_nothing_more(pair: Pair) -> None:
+    client = PoolClient()
+    message = await pair.lease(client)
+    leaving = asyncio.create_task(pair.holder.pool.drain())
+    result = await pair.fetch()
+    assert (result.outcome, result.reason) == (FetchOutcome.REFUSED, "draining")
+    into = memoryview(bytearray(pair.reader.core.spec.layout.block_bytes))
+    lease = prefix_fetch._lease_of(message)
+    await pair.reader.fetcher._reader.get(lease, [BlockRun(0, 1)], [into])
+    assert not leaving.done()
+    request = pb.ReleaseBlocksRequest(
+        incarnation=lease.incarnation, lease_id=lease.lease_id, capability=lease.capability
+    )
+    await client.release(source_of(pair.holder).control_endpoint, request, 5)
+    await leaving
+    await client.close()
+
+
+async def test_a_drain_does_not_wait_for_a_reader_that_is_gone() -> None:
+    async with running(fetch=FetchSection(lease_s=0.2)) as pair:
+        client = PoolClient()
+        await pair.lease(client)
+        await pair.holder.pool.drain()
+        assert pair.holder.pool.statistics().expired_total == 1
+        await client.close()
 
 
 async def test_another_life_of_the_holder_is_not_read(pair: Pair) -> None:

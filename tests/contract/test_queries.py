@@ -376,3 +376,18 @@ async def test_lines_to_an_earlier_life_of_the_holder_are_freed(over_tcp: Asking
     assert not line.is_open
     over_tcp.asker.close()
     await server.close()
+
+
+async def test_questions_of_all_askers_are_answered_one_after_the_other(over_tcp: Asking) -> None:
+    over_tcp.echo.may_compute.clear()
+    options = SendOptions(kinds=("tcp",), stall_timeout_s=5)
+    others = [Asker(SENDER, options, SystemClock()) for _ in range(3)]
+    asking = [replace(over_tcp, asker=each) for each in (over_tcp.asker, *others)]
+    answers = [asyncio.create_task(asyncio.to_thread(each.attend)) for each in asking]
+    await until(lambda: len(over_tcp.echo.begun) == len(asking))
+    over_tcp.echo.may_compute.set()
+    for answer in await asyncio.gather(*answers):
+        expect(answer, 3, 1)
+    assert len(over_tcp.echo.threads) == 1
+    for asker in others:
+        asker.close()

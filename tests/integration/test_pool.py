@@ -20,9 +20,9 @@ from kvmesh.metadata.server_binary import RedisProcess
 from kvmesh.rpc.prefix_lookup import PrefixLookup
 from kvmesh.runtime.admin import AdminConfig
 from kvmesh.runtime.app import ServerConfig, ServiceContext, serving
-from kvmesh.runtime.prefix_fetch import FetchResult
+from kvmesh.runtime.fetch_result import FetchResult
 from kvmesh.runtime.worker import Worker
-from kvmesh.runtime.worker_config import WorkerSection
+from kvmesh.runtime.worker_config import FetchSection, WorkerSection
 from services.kvmanager import metrics
 from services.kvmanager.config import KvManagerConfig, LimitConfig, PoolConfig
 from services.kvmanager.service import build
@@ -154,17 +154,25 @@ async def test_a_hot_prefix_is_copied_by_one_of_two_kvmanagers_and_read_there(
         worker.pool.check_integrity()
 
 
-async def test_what_a_cordoned_worker_alone_holds_goes_elsewhere(redis: RedisProcess) -> None:
+@pytest.mark.parametrize("how", ["cordoned", "drained"])
+async def test_what_a_leaving_worker_alone_holds_goes_elsewhere(
+    redis: RedisProcess, how: str
+) -> None:
     spec = prompt(4)
     async with (
         kvmanager(redis) as service,
-        running_worker(WorkerSection(id="a"), kvmanager=target_of(service)) as a,
+        running_worker(
+            WorkerSection(id="a"), kvmanager=target_of(service), fetch=FetchSection(leave_s=60)
+        ) as a,
         running_worker(WorkerSection(id="b"), kvmanager=target_of(service)) as b,
         looking(service) as lookup,
         driving(a, b) as driver,
     ):
         await read(driver, a, "a", spec)
-        a._ordered_to_cordon(True, "an upgrade")
+        if how == "cordoned":
+            a._ordered_to_cordon(True, "an upgrade")
+        else:
+            a._ordered_to_drain("an upgrade")
         async with asyncio.timeout(30):
             while await holders(lookup, a, spec) != {"a", "b"}:
                 await asyncio.sleep(0.02)

@@ -178,6 +178,19 @@ async def test_whoever_cannot_answer_is_not_asked_twice(
         await until_idle(p0, d0)
 
 
+async def test_a_holder_with_too_many_questions_is_left_alone_for_a_moment(folder: Path) -> None:
+    async with workers(folder) as (p0, d0, driver):
+        assert d0.answers is not None
+        d0.answers._max_open = 0
+        await driver.generate(d0, d0, Key("first"), spec_of(prompt(30)))
+        for name, seed in (("second", 1), ("third", 2)):
+            spec = spec_of([*prompt(30), *prompt(10, seed)])
+            assert await driver.generate(p0, d0, Key(name), spec) == reference(folder, spec)
+        assert asked(p0) == 1
+        assert d0.query_metrics.answers.labels("refused", "busy")._value.get() == 1
+        await until_idle(p0, d0)
+
+
 @pytest.mark.parametrize("side", ["prefill", "decode", "both"])
 async def test_a_cancel_under_a_question_leaves_nothing(
     folder: Path, monkeypatch: pytest.MonkeyPatch, side: str

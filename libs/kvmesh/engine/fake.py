@@ -16,6 +16,7 @@ import struct
 import time
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvmesh.core.errors import CheckpointError, StructureError
@@ -27,6 +28,7 @@ from kvmesh.engine.protocol import (
     StateChunk,
     StepResult,
 )
+from kvmesh.engine.step_times import StepTimes
 from kvmesh.kv.groups import KvGroups, num_blocks_of
 from kvmesh.transfer.memory import create_shared
 
@@ -78,11 +80,29 @@ class HostMemory:
         self._close_fd()
 
 
+@dataclass(frozen=True, slots=True)
+class FakeDevice:
+    """What the fake pretends to compute on.
+
+    Attributes:
+        step_s: time of every step.
+        times: of steps by what they compute, on top of `step_s`; None: they take none.
+        token_bytes: KV of one position, a multiple of 8; only the first 8 matter.
+    """
+
+    step_s: float = 0.0
+    times: StepTimes | None = None
+    token_bytes: int = _WORD
+
+    def __post_init__(self) -> None:
+        assert self.token_bytes % _WORD == 0, f"{self.token_bytes} bytes are no whole words"
+
+
 class FakeRunner:
     """Computes deterministic tokens.
 
     Args:
-        step_s: time per step.
+        device: how long steps take, and how large KV is.
         groups: what it keeps.
     """
 
@@ -95,9 +115,10 @@ class FakeRunner:
         num_blocks: int = 512,
         block_size: int = 16,
         eos_token_ids: frozenset[int] = frozenset({0}),
-        step_s: float = 0.0,
+        device: FakeDevice | None = None,
         groups: KvGroups | None = None,
     ) -> None:
+        self._device = device or FakeDevice()
         groups = groups or KvGroups()
         kind = "" if groups == KvGroups() else f"-{groups}"
         layout = KvLayout(
@@ -105,16 +126,21 @@ class FakeRunner:
             dtype="float32",
             block_size=block_size,
             num_layers=1,
-            num_kv_heads=1,
-            head_dim=1,  # keys and values of one position: 8 bytes, one word
+            num_kv_heads=self._device.token_bytes // _WORD,
+            head_dim=1,  # keys and values of one head and position: 8 bytes, one word
         )
         self._spec = ModelSpec(name, vocab_size, max_model_len, eos_token_ids, layout, groups)
         self._memory = HostMemory(num_blocks, layout.block_bytes)
-        self._step_s = step_s
 
     @classmethod
     def for_checkpoint(
-        cls, folder: Path, *, name: str, num_blocks: int, block_size: int, step_s: float
+        cls,
+        folder: Path,
+        *,
+        name: str,
+        num_blocks: int,
+        block_size: int,
+        device: FakeDevice | None = None,
     ) -> FakeRunner:
         """A fake with the vocabulary of a checkpoint, so that a real tokenizer fits it."""
         try:
@@ -128,7 +154,7 @@ class FakeRunner:
             num_blocks=num_blocks,
             block_size=block_size,
             eos_token_ids=frozenset(),
-            step_s=step_s,
+            device=device,
         )
 
     @property
@@ -148,18 +174,18 @@ class FakeRunner:
 
     def execute(self, chunks: Sequence[SequenceChunk]) -> StepResult:
         """Writes the KV of all chunks, then samples."""
-        if self._step_s:
-            time.sleep(self._step_s)
+        started = time.perf_counter()
         for chunk in chunks:
             for table in chunk.tables:
                 for position in range(chunk.start, chunk.end):
                     self._write(table, chunk.token_ids[position], position)
             if chunk.state is not None:
                 self._carry_on(chunk, chunk.state)
+        tokens = [self._sample(chunk) if chunk.sample else None for chunk in chunks]
+        self._wait(chunks, started)
         for chunk in chunks:
             if chunk.on_layers is not None and self._spec.groups.is_plain:
                 chunk.on_layers(self._spec.layout.num_layers)
-        tokens = [self._sample(chunk) if chunk.sample else None for chunk in chunks]
         scores = {index: _score(chunk) for index, chunk in enumerate(chunks) if chunk.num_scored}
         return StepResult(tokens, scores)
 
@@ -167,10 +193,20 @@ class FakeRunner:
         """Closes the pool's descriptor."""
         self._memory.close()
 
+    def _wait(self, chunks: Sequence[SequenceChunk], started: float) -> None:
+        """What the fake needs itself is part of the time that a step takes."""
+        device = self._device
+        length_s = device.step_s
+        if device.times is not None:
+            length_s += device.times.of((chunk.start, chunk.end) for chunk in chunks)
+        if length_s:
+            time.sleep(max(0.0, started + length_s - time.perf_counter()))
+
     def _write(self, table: Sequence[int], token_id: int, position: int) -> None:
         size = self._spec.layout.block_size
-        slot = table[position // size] * size + position % size
-        struct.pack_into("<Q", self._memory.view, slot * _WORD, _mix(token_id << 32 | position))
+        # The words of a block lie at its start; the rest is only there to be moved.
+        place = table[position // size] * self._spec.layout.block_bytes + position % size * _WORD
+        struct.pack_into("<Q", self._memory.view, place, _mix(token_id << 32 | position))
 
     def _carry_on(self, chunk: SequenceChunk, state: StateChunk) -> None:
         """Mixes the chunk's tokens into the state, and copies it where that is asked for."""

@@ -22,6 +22,8 @@ from kvmesh.kv.sequence_blocks import GroupCache, SequenceBlocks
 class PrefixFill:
     """One prefix on its way: `open`, fill `blocks`, `close`, then `end`, in this order.
 
+    Before `open`, `adopt` takes what others brought.
+
     Args:
         sequence: that waits for it; None fills the cache alone.
 
@@ -46,6 +48,17 @@ class PrefixFill:
     def num_held(self) -> int:
         """Leading blocks that are here, and stay until `end`."""
         return self._kv.num_sealed
+
+    def adopt(self) -> int:
+        """Takes leading blocks that came into the prefix cache meanwhile; returns how many."""
+        assert self._room is None, "a writer is in the blocks"
+        if self._sequence is not None and self._sequence.state is SequenceState.GONE:
+            return 0
+        held = self._kv.num_sealed
+        length = self._fills.rooms.adopt(self._kv, self.hashes)
+        if self._sequence is not None and length > held:
+            self._fills.filled(self._sequence, held, length)
+        return length - held
 
     def open(self, length: int) -> SequenceOf[int] | None:
         """The blocks that a prefix of `length` blocks is to be written into, in order.

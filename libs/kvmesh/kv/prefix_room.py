@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from kvmesh.core.errors import OutOfBlocksError
 from kvmesh.core.types import BlockHash
 from kvmesh.kv.block_pool import BlockPool
-from kvmesh.kv.groups import HOLE, KvGroups, arriving_blocks, first_visible, state_key
+from kvmesh.kv.groups import HOLE, KvGroups, arriving_blocks, first_visible, group_key, state_key
 from kvmesh.kv.sequence_blocks import GroupCache, SequenceBlocks
 
 
@@ -62,6 +62,28 @@ class PrefixRooms:
         self._cache.release(kv)
         return length, blocks
 
+    def adopt(self, kv: SequenceBlocks, hashes: Sequence[BlockHash]) -> int:
+        """Makes `kv` hold what is cached of its prefix by now, in place of blocks of its own.
+
+        Args:
+            hashes: that may be taken from a cache; `kv` has computed nothing behind what it shares.
+
+        Returns:
+            Leading blocks that `kv` can be resumed behind now.
+        """
+        found = self._cache.resume(hashes)
+        length = found.num_sealed
+        if length <= kv.num_sealed:
+            self._cache.release(found)
+            return kv.num_sealed
+        for mine, cached in zip(kv.tables, found.tables, strict=True):
+            given_up = [block for block in mine[:length] if block != HOLE]
+            mine[:length] = cached
+            self._pool.release(given_up)
+        self._pool.release(kv.source)
+        kv.source, kv.num_sealed = found.source, length
+        return length
+
     def open(self, kv: SequenceBlocks, length: int) -> PrefixRoom:
         """Makes `kv` hold what resuming at `length` blocks needs.
 
@@ -98,6 +120,7 @@ class PrefixRooms:
         length = room.length
         if num_filled < len(room.blocks):
             length = room.num_held + num_filled
+        self._share(kv, room.num_held, length, hashes)
         self._cache.seal(kv, length * self._size, hashes)
         self._forget_windows(kv, length)
         if self._groups.state_blocks:
@@ -106,6 +129,16 @@ class PrefixRooms:
             self._pool.release(kv.source)
             kv.source = room.state
         return length
+
+    def _share(self, kv: SequenceBlocks, first: int, end: int, hashes: Sequence[BlockHash]) -> None:
+        """What was computed here while it arrived is kept once: what arrived is given up."""
+        for group, table in enumerate(kv.tables):
+            for index in range(first, end):
+                mine, cached = table[index], self._pool.find(group_key(hashes[index], group))
+                if mine != HOLE and cached is not None and cached != mine:
+                    self._pool.acquire([cached])
+                    table[index] = cached
+                    self._pool.release([mine])
 
     def _arriving(
         self, kv: SequenceBlocks, state: Sequence[int], num_held: int, length: int

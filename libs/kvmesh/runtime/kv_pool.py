@@ -65,6 +65,9 @@ class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
         )
         self._reads: dict[ReadGrant, int] = {}
         self.draining = False
+        """This worker takes no new requests. It goes on lending, until `drain`."""
+        self._closed = False
+        self._released = asyncio.Event()
         self.read_blocks_total = 0
         """Blocks that others have read by GET."""
         self.data_endpoint: Endpoint | None = None
@@ -104,7 +107,7 @@ class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
         return pb.ReleaseBlocksResponse()
 
     def _lease(self, request: pb.LeaseBlocksRequest) -> pb.ReadLease | Refusal:
-        if self.draining:
+        if self._closed:
             return Refusal(RefusalReason.DRAINING, "this worker is leaving")
         here = self._identity
         if request.incarnation != here.incarnation:
@@ -196,9 +199,20 @@ class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
             log.warning("leases_expired", num_leases=num_expired)
             self._release()
 
+    async def drain(self) -> None:
+        """Gives no more leases, and waits until nobody reads.
+
+        A lease ends within twelve of its times, whatever its reader does.
+        """
+        self._closed = True
+        while not self._table.is_idle:
+            self._released.clear()
+            await self._released.wait()
+
     def _release(self) -> None:
         for blocks in self._table.drain_released():
             self._core.pool.release(blocks)
+            self._released.set()
 
     # --- state -------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from kvmesh.core.pool import (
 )
 from kvmesh.core.types import BlockHash, Endpoint, PrefixSource, Role
 from kvmesh.engine.core import EngineCore
-from kvmesh.runtime.prefix_fetch import FetchOutcome, FetchResult
+from kvmesh.runtime.fetch_result import FetchOutcome, FetchResult
 from kvmesh.telemetry.logs import event_logger
 
 log = event_logger(__name__)
@@ -174,7 +174,7 @@ def judge(result: FetchResult, wanted: int) -> tuple[CopyOutcome, str]:
     """What a fetch came to, seen from the order of `wanted` blocks."""
     if result.num_blocks >= wanted:
         return CopyOutcome.DONE, result.outcome.value
-    if result.outcome in (FetchOutcome.FETCHED, FetchOutcome.HELD):
+    if result.outcome in (FetchOutcome.FETCHED, FetchOutcome.SHARED, FetchOutcome.HELD):
         return CopyOutcome.FAILED, "partial"  # the source evicted the rest
     if result.outcome is FetchOutcome.NO_ROOM:
         return CopyOutcome.REFUSED, "no_room"

@@ -1,18 +1,17 @@
 """Brings cached prefixes from other workers: lease at the holder, GET into blocks, give it back.
 
 The blocks that are read into are those of the sequence that waits, or fresh ones that go to the
-prefix cache. Whatever happens on the way, nothing is held afterwards, and a fetch never fails: it
-says how many leading blocks are here now, and what is missing is computed.
-Tests: tests/contract/test_prefix_lease.py, tests/integration/test_prefix_fetch.py.
+prefix cache. What one request fetches, others that come meanwhile wait for. Whatever happens on the
+way, nothing is held afterwards, and a fetch never fails: it says how many leading blocks are here
+now, and what is missing is computed.
+Tests: tests/contract/test_prefix_lease.py, tests/integration/test_shared_fetch.py.
 """
 
 from __future__ import annotations
 
 import asyncio
-import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from kvmesh.core.clock import Clock
 from kvmesh.core.errors import LostError, RefusedError
@@ -25,13 +24,15 @@ from kvmesh.kv.hashing import join_hashes
 from kvmesh.kv.runs import consecutive_runs
 from kvmesh.rpc.convert import endpoint_from_proto, kv_layout_to_proto
 from kvmesh.rpc.pool_client import PoolClient
+from kvmesh.runtime.fetch_result import FetchOptions, FetchOutcome, FetchResult
 from kvmesh.runtime.pool_metrics import PoolMetrics
+from kvmesh.runtime.shared_fetches import SharedFetches
 from kvmesh.runtime.worker_parts import WorkerIdentity, WorkerParts
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.transfer.device import pieces_of
 from kvmesh.transfer.frames import BlockRun
 from kvmesh.transfer.memory import write_views
-from kvmesh.transfer.meters import LinkKey, LinkMeter, TransferStatistics
+from kvmesh.transfer.meters import LinkKey, LinkMeters, TransferStatistics
 from kvmesh.transfer.reader import BlockReader, ReadLease
 from kvmesh.transfer.staging import StagingRing
 from kvmesh.v1 import kv_pool_service_pb2 as pb
@@ -50,56 +51,19 @@ SHUN_S = 5.0
 _RELEASE_TIMEOUT_S = 1.0
 
 
-class FetchOutcome(enum.Enum):
-    """How a fetch ended."""
-
-    FETCHED = "fetched"
-    HELD = "held"
-    """Nothing was missing, or the holder has no more than this worker."""
-    NO_ROOM = "no_room"
-    """This worker has too few free blocks."""
-    REFUSED = "refused"
-    LOST = "lost"
-    """The holder is gone, stalled, or says what cannot be."""
-    TIMEOUT = "timeout"
-    SHUNNED = "shunned"
-    """The holder was lost a moment ago and is not asked."""
-
-
-@dataclass(frozen=True, slots=True)
-class FetchResult:
-    """What a fetch came to.
-
-    Attributes:
-        num_blocks: leading blocks that are here now, those that were here before included.
-        num_fetched: of these, block indices that came from the holder.
-        num_bytes: that were read.
-        reason: of a refusal, in a word.
-    """
-
-    outcome: FetchOutcome
-    num_blocks: int
-    num_fetched: int = 0
-    num_bytes: int = 0
-    seconds: float = 0.0
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class FetchOptions:
-    """How a worker fetches.
-
-    Attributes:
-        timeout_s: for a whole fetch; then the rest is computed.
-        lease_timeout_s: for the holder's answer to a lease.
-    """
-
-    timeout_s: float = 10.0
-    lease_timeout_s: float = 2.0
-
-
 class _NoRoomError(Exception):
     """This worker's blocks do not suffice."""
+
+
+@dataclass(slots=True)
+class _Fetch:
+    """A fetch while it is made; `leads`: it asked the holder itself."""
+
+    outcome: FetchOutcome = FetchOutcome.HELD
+    num_fetched: int = 0
+    num_bytes: int = 0
+    reason: str = ""
+    leads: bool = False
 
 
 class PrefixFetcher:
@@ -134,8 +98,9 @@ class PrefixFetcher:
         self._on_stored = on_stored
         self._block_bytes = parts.core.spec.layout.block_bytes
         self._releases: set[asyncio.Task[bool]] = set()
-        self._links: dict[LinkKey, LinkMeter] = {}
+        self._links = LinkMeters()
         self._shunned: dict[tuple[WorkerId, int], float] = {}
+        self._shared = SharedFetches()
 
     async def fetch(self, source: PrefixSource, hashes: Sequence[BlockHash]) -> FetchResult:
         """Brings a prefix into the prefix cache.
@@ -155,43 +120,78 @@ class PrefixFetcher:
 
     async def _run(self, source: PrefixSource, fill: PrefixFill) -> FetchResult:
         started = self._clock.now()
-        held = fill.num_held
         try:
-            outcome, num_bytes, reason = await self._try(source, fill)
+            fetch = await self._try(source, fill)
             now_here = fill.num_held
         finally:
             fill.end()
         seconds = self._clock.now() - started
-        result = FetchResult(outcome, now_here, now_here - held, num_bytes, seconds, reason)
-        self._metrics.fetches.labels(outcome.value, reason).inc()
-        self._metrics.fetch_seconds.labels(outcome.value).observe(seconds)
+        result = FetchResult(
+            fetch.outcome, now_here, fetch.num_fetched, fetch.num_bytes, seconds, fetch.reason
+        )
+        self._metrics.fetches.labels(fetch.outcome.value, fetch.reason).inc()
+        self._metrics.fetch_seconds.labels(fetch.outcome.value).observe(seconds)
         if result.num_fetched:
             self._metrics.fetched_tokens.inc(result.num_fetched * self._core.block_size)
             self._on_stored()
         return result
 
-    async def _try(self, source: PrefixSource, fill: PrefixFill) -> tuple[FetchOutcome, int, str]:
-        """The outcome, bytes read, and the reason of a refusal."""
+    async def _try(self, source: PrefixSource, fill: PrefixFill) -> _Fetch:
+        """Brings the prefix, or waits for those who do."""
+        fetch = _Fetch()
         most = min(len(fill.hashes), source.num_blocks)
-        if fill.num_held >= most or source.worker_id == self._identity.worker_id:
-            return FetchOutcome.HELD, 0, ""
-        if self._is_shunned(source):
-            return FetchOutcome.SHUNNED, 0, ""
+        if source.worker_id == self._identity.worker_id:
+            return fetch
         try:
             async with asyncio.timeout(self._options.timeout_s):
-                return FetchOutcome.FETCHED, await self._bring(source, fill), ""
-        except RefusedError as error:
-            return FetchOutcome.REFUSED, 0, error.refusal.reason.value
-        except _NoRoomError:
-            return FetchOutcome.NO_ROOM, 0, ""
+                while fill.num_held < most:
+                    flight = self._shared.bringing(fill.hashes[fill.num_held])
+                    if flight is None:
+                        await self._lead(source, fill, most, fetch)
+                        break
+                    await flight.over.wait()
+                    if fill.adopt():
+                        fetch.outcome = FetchOutcome.SHARED
+                    if fill.num_held >= most:
+                        break
+                    if flight.answers_for(source, fill.hashes[fill.num_held]):
+                        refused = bool(flight.reason)
+                        fetch.outcome = FetchOutcome.REFUSED if refused else FetchOutcome.SHARED
+                        fetch.reason = flight.reason
+                        break
         except TimeoutError:
-            log.warning("fetch_timed_out", holder=source.worker_id)
-            self._shun(source)
-            return FetchOutcome.TIMEOUT, 0, ""
-        except LostError as error:
-            log.warning("fetch_lost", holder=source.worker_id, error=str(error))
-            self._shun(source)
-            return FetchOutcome.LOST, 0, ""
+            fetch.outcome = FetchOutcome.TIMEOUT
+            if fetch.leads:
+                log.warning("fetch_timed_out", holder=source.worker_id)
+                self._shun(source)
+        return fetch
+
+    async def _lead(self, source: PrefixSource, fill: PrefixFill, most: int, fetch: _Fetch) -> None:
+        """Fetches, and tells those who wait what came of it.
+
+        Raises:
+            TimeoutError, CancelledError: of the caller; what has arrived counts.
+        """
+        if self._is_shunned(source):
+            fetch.outcome = FetchOutcome.SHUNNED
+            return
+        fetch.leads = True
+        held = fill.num_held
+        with self._shared.flight(source, fill.hashes[held:most]) as flight:
+            try:
+                fetch.num_bytes = await self._bring(source, fill)
+                fetch.outcome, flight.settled = FetchOutcome.FETCHED, True
+            except RefusedError as error:
+                fetch.outcome, fetch.reason = FetchOutcome.REFUSED, error.refusal.reason.value
+                flight.settled, flight.reason = True, fetch.reason
+            except _NoRoomError:
+                fetch.outcome = FetchOutcome.NO_ROOM
+            except LostError as error:
+                log.warning("fetch_lost", holder=source.worker_id, error=str(error))
+                self._shun(source)
+                fetch.outcome = FetchOutcome.LOST
+            finally:
+                fetch.num_fetched = fill.num_held - held
 
     def _is_shunned(self, source: PrefixSource) -> bool:
         until = self._shunned.get((source.worker_id, source.incarnation), 0.0)
@@ -220,7 +220,7 @@ class PrefixFetcher:
             blocks = fill.open(message.num_blocks)
             if blocks is None:
                 raise _NoRoomError
-            meter = self._links.setdefault(LinkKey(source.worker_id, GET, "received"), LinkMeter())
+            meter = self._links.of(LinkKey(source.worker_id, GET, "received"))
             num_bytes = len(blocks) * self._block_bytes
             meter.begin(num_bytes, self._clock.now())
             try:
@@ -282,12 +282,12 @@ class PrefixFetcher:
 
     def statistics(self) -> TransferStatistics:
         """What was read, by holder."""
-        return TransferStatistics(0, MappingProxyType(self._links))
+        return TransferStatistics(0, self._links.links)
 
     @property
     def is_idle(self) -> bool:
         """No prefix is on its way, and every lease was given back."""
-        return not self._releases and not self._core.fills.num_open
+        return not self._releases and not self._core.fills.num_open and self._shared.is_idle
 
 
 def _lease_of(message: pb.ReadLease) -> ReadLease:

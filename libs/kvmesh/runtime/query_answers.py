@@ -22,6 +22,8 @@ from kvmesh.transfer.query_ops import QueryGrant
 
 log = event_logger(__name__)
 
+_RETRY_MS = 500
+
 
 class GivesBlocks(Protocol):
     """Who knows what a claim names."""
@@ -43,6 +45,8 @@ class QueryAnswers:
     Args:
         partial: what computes.
         givers: of each kind of claim.
+        max_open: questions that are computed or wait at once; one more is refused, and who asked
+            brings or computes what it wanted to know.
     """
 
     def __init__(
@@ -52,7 +56,11 @@ class QueryAnswers:
         partial: PartialAttention,
         givers: Mapping[ClaimKind, GivesBlocks],
         metrics: QueryMetrics,
+        max_open: int = 8,
     ) -> None:
+        self._max_open = max_open
+        self.num_open = 0
+        """Questions whose blocks are held."""
         self._layout = layout
         self._pool = pool
         self._partial = partial
@@ -69,6 +77,8 @@ class QueryAnswers:
         outcome = self._begin(query)
         if isinstance(outcome, Refusal):
             self._metrics.answers.labels("refused", outcome.reason.value).inc()
+        else:
+            self.num_open += 1
         return outcome
 
     def _begin(self, query: QueryFrame) -> QueryGrant | Refusal:
@@ -78,6 +88,10 @@ class QueryAnswers:
         if arguments.num_heads != self._partial.num_heads:
             text = f"heads: {arguments.num_heads}, the model has {self._partial.num_heads}"
             return Refusal(RefusalReason.INVALID, text)
+        if self.num_open >= self._max_open:
+            # Before anything is held or made room for; not a word about claims.
+            text = f"{self.num_open} questions are open"
+            return Refusal(RefusalReason.BUSY, text, retry_after_ms=_RETRY_MS)
         claimed = self._givers[arguments.kind].claimed_blocks(arguments.claim)
         if isinstance(claimed, Refusal):
             return claimed
@@ -105,6 +119,7 @@ class QueryAnswers:
     def end(self, grant: QueryGrant) -> None:
         """See `QueryOps.end`."""
         work: _Work = grant.work
+        self.num_open -= 1
         self._pool.release(work.blocks)
         if work.arguments.layer == 0:  # the others read the same blocks
             self._metrics.read_blocks_total += len(work.blocks)

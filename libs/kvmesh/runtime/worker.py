@@ -18,9 +18,10 @@ from kvmesh.core.errors import ConfigError
 from kvmesh.core.types import Endpoint, Role, WorkerId, WorkerInfo, WorkerLoad
 from kvmesh.engine.copier import ThreadCopier
 from kvmesh.engine.core import EngineCore
-from kvmesh.engine.fake import FakeRunner
+from kvmesh.engine.fake import FakeDevice, FakeRunner
 from kvmesh.engine.loop import EngineLoop
 from kvmesh.engine.protocol import ModelRunner
+from kvmesh.engine.step_times import load_step_times
 from kvmesh.engine.structure import StructureCompiler
 from kvmesh.policy.batching import BatchLimits
 from kvmesh.rpc.publisher import BlockPublisher, PublisherFacts
@@ -67,20 +68,7 @@ def load_runner(config: EngineSection) -> ModelRunner:
     """
     name = config.model_name or Path(config.model).name or "fake"
     if config.kind == "fake":
-        if not config.model:
-            return FakeRunner(
-                name=name,
-                num_blocks=config.num_blocks,
-                block_size=config.block_size,
-                step_s=config.fake_step_s,
-            )
-        return FakeRunner.for_checkpoint(
-            Path(config.model),
-            name=name,
-            num_blocks=config.num_blocks,
-            block_size=config.block_size,
-            step_s=config.fake_step_s,
-        )
+        return _load_fake(config, name)
     if config.kind != "torch":
         raise ConfigError(f"engine.kind must be torch or fake, got {config.kind!r}")
     if not config.model:
@@ -101,6 +89,21 @@ def load_runner(config: EngineSection) -> ModelRunner:
     )
     runner.use_static_steps(static_batch)
     return runner
+
+
+def _load_fake(config: EngineSection, name: str) -> FakeRunner:
+    if config.fake_token_bytes < 8 or config.fake_token_bytes % 8:
+        raise ConfigError("engine.fake_token_bytes is a multiple of 8, at least 8")
+    times = None
+    if config.fake_profile:
+        times = load_step_times(Path(config.fake_profile), config.fake_device)
+    make = partial(FakeRunner.for_checkpoint, Path(config.model)) if config.model else FakeRunner
+    return make(
+        name=name,
+        num_blocks=config.num_blocks,
+        block_size=config.block_size,
+        device=FakeDevice(config.fake_step_s, times, config.fake_token_bytes),
+    )
 
 
 class Worker:
@@ -204,19 +207,27 @@ class Worker:
             self._structures.on_compiled = wake
         context.spawn(self._loop.run(), "engine")
         context.spawn(self._copier.run(), "swap")
+        if self._swap is not None:
+            context.stack.callback(self._swap.close)
         context.spawn(self.decode.watch_leases(), "leases")
         context.spawn(self.pool.watch_leases(), "read leases")
         context.on_drain(self._drain)
 
     async def _listen_for_kv(self) -> Endpoint:
+        self.answers = answer_queries(
+            self._runner,
+            self.core,
+            self.decode,
+            self.pool,
+            self.query_metrics,
+            self._config.fetch.max_queries,
+        )
         server = DataServer(
             self._channel_identity(),
             self.decode,
             receive_options(self._config),
             source=self.pool,
-            queries=answer_queries(
-                self._runner, self.core, self.decode, self.pool, self.query_metrics
-            ),
+            queries=self.answers,
             memory=self._runner.kv,
             observer=self._metrics.observe_transfer,
         )
@@ -342,11 +353,15 @@ class Worker:
             self._registration.update(self._info)
 
     async def _drain(self) -> None:
-        """Prefill first: its KV must be taken before the process may go."""
+        """Prefill first: its KV must be taken before the process may go. Readers last."""
         # Both at once, so that the next load report keeps routes away from either side.
         self.decode.draining = self.prefill.draining = self.pool.draining = True
         await self.prefill.drain()
         await self.decode.drain()
+        if self._publisher is not None and self._publisher.connected:
+            # What it alone holds is copied elsewhere meanwhile, if it is read.
+            await asyncio.sleep(self._config.fetch.leave_s)
+        await self.pool.drain()
         await self._registration.goodbye("drained")
 
     def load(self) -> WorkerLoad:
@@ -383,7 +398,8 @@ class Worker:
     def is_idle(self) -> bool:
         """Nothing is held: no block, slot, reservation, lease, read, write or attempt."""
         roles = self.decode.is_idle and self.prefill.num_attempts == 0
-        return self.core.is_idle and roles and self.pool.is_idle and self.fetcher.is_idle
+        lent = self.pool.is_idle and (self.answers is None or not self.answers.num_open)
+        return self.core.is_idle and roles and lent and self.fetcher.is_idle
 
 
 def _parse_role(word: str) -> Role:

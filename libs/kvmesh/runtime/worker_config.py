@@ -76,6 +76,9 @@ class EngineSection:
         -1.0, "host memory for KV of preempted sequences, GiB; 0: none; -1: 4 with a device, else 0"
     )
     fake_step_s: float = option(0.0, "length of a step of the fake engine")
+    fake_profile: str = option("", "profile file whose step times the fake engine takes")
+    fake_device: str = option("", "device of that profile")
+    fake_token_bytes: int = option(8, "KV bytes per token of the fake engine, a multiple of 8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,8 @@ class FetchSection:
     lease_s: float = option(5.0, "blocks leased to a reader are free again so long after its reads")
     max_leases: int = option(64, "leases given at once; 0: nothing is given away")
     max_share: float = option(0.5, "of all blocks, in leases at once")
+    max_queries: int = option(8, "questions about KV here that are open at once, else refused")
+    leave_s: float = option(0.0, "a drained worker stays so long for what it holds to be copied")
     query: str = option(
         "auto", "ask where a prefix is instead of computing it: auto (by cost), always, never"
     )

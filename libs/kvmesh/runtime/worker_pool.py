@@ -11,9 +11,10 @@ from dataclasses import replace
 from kvmesh.core.errors import ConfigError
 from kvmesh.rpc.pool_client import PoolClient
 from kvmesh.runtime.app import ServiceContext
+from kvmesh.runtime.fetch_result import FetchOptions
 from kvmesh.runtime.kv_pool import LeaseLimits
 from kvmesh.runtime.pool_metrics import PoolMetrics
-from kvmesh.runtime.prefix_fetch import FetchOptions, PrefixFetcher
+from kvmesh.runtime.prefix_fetch import PrefixFetcher
 from kvmesh.runtime.worker_channels import send_options
 from kvmesh.runtime.worker_config import FetchSection, WorkerConfig
 from kvmesh.runtime.worker_parts import WorkerParts

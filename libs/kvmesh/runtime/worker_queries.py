@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
+from kvmesh.core.errors import ConfigError
 from kvmesh.engine.core import EngineCore
 from kvmesh.engine.protocol import ModelRunner
 from kvmesh.runtime.app import ServiceContext
@@ -54,9 +55,20 @@ def start_queries(
 
 
 def answer_queries(
-    runner: ModelRunner, core: EngineCore, decode: DecodeRole, pool: KvPool, metrics: QueryMetrics
+    runner: ModelRunner,
+    core: EngineCore,
+    decode: DecodeRole,
+    pool: KvPool,
+    metrics: QueryMetrics,
+    max_open: int,
 ) -> QueryAnswers | None:
-    """What answers other workers; None where the model's attention cannot be cut in parts."""
+    """What answers other workers; None where the model's attention cannot be cut in parts.
+
+    Raises:
+        ConfigError: `max_open` cannot be.
+    """
+    if max_open < 0:
+        raise ConfigError(f"fetch.max_queries must be at least 0, got {max_open}")
     partial = runner.partial_attention
     if partial is None:
         return None
@@ -64,4 +76,4 @@ def answer_queries(
         ClaimKind.RESERVATION: decode,
         ClaimKind.LEASE: pool,
     }
-    return QueryAnswers(runner.spec.layout, core.pool, partial, givers, metrics)
+    return QueryAnswers(runner.spec.layout, core.pool, partial, givers, metrics, max_open)

@@ -29,7 +29,7 @@ from kvmesh.transfer.protocol import ChannelIdentity
 from kvmesh.transfer.query_line import QueryLine, Question
 from kvmesh.transfer.reader import ReadLease
 from kvmesh.transfer.remote_attention import PartialAnswer
-from kvmesh.transfer.sockets import tune
+from kvmesh.transfer.sockets import resolve_blocking, tune
 from kvmesh.transfer.tls import connect_tls_blocking
 from kvmesh.transfer.wire import Wire
 
@@ -40,6 +40,8 @@ _LSE_BYTES = 4
 
 SHUN_S = 5.0
 """A holder that was lost is not asked again for this long: who asks keeps all its batch waiting."""
+BUSY_S = 0.5
+"""As `SHUN_S`, of one that has too many questions."""
 MAX_LINES = 64
 """Lines that are kept, unless more have questions on their way."""
 
@@ -111,7 +113,7 @@ class Asker:
         self.asked = self.lost = 0
 
     def answers(self, peer: PeerKey) -> bool:
-        """Whether a holder was not lost just now, nor said that it computes nothing like this."""
+        """Whether a holder was neither lost nor busy just now, and computes what is like this."""
         return peer not in self._mute and not self._is_shunned(peer)
 
     def speed(self, peer: PeerKey) -> QuerySpeed:
@@ -170,8 +172,11 @@ class Asker:
     def note_failure(self, peer: PeerKey, error: LostError | RefusedError) -> None:
         """Counts a question without an answer; one that no claim can mend is not asked again."""
         self.lost += 1
-        if isinstance(error, RefusedError) and error.refusal.reason is RefusalReason.INVALID:
+        reason = error.refusal.reason if isinstance(error, RefusedError) else None
+        if reason is RefusalReason.INVALID:
             self._mute.add(peer)
+        elif reason is RefusalReason.BUSY:
+            self._shun(peer, BUSY_S)
 
     def now(self) -> float:
         """The clock's time, in seconds."""
@@ -183,10 +188,13 @@ class Asker:
         try:
             yield
         except LostError:
-            now = self.now()
-            self._shunned = {each: until for each, until in self._shunned.items() if now < until}
-            self._shunned.setdefault(peer, now + SHUN_S)
+            self._shun(peer, SHUN_S)
             raise
+
+    def _shun(self, peer: PeerKey, seconds: float) -> None:
+        now = self.now()
+        self._shunned = {each: until for each, until in self._shunned.items() if now < until}
+        self._shunned.setdefault(peer, now + seconds)
 
     def _is_shunned(self, peer: PeerKey) -> bool:
         return self.now() < self._shunned.get(peer, 0.0)
@@ -270,11 +278,9 @@ class Asker:
                 address: str | tuple[str, int] = holder.host_route.socket_path
                 return _connected(sock, address, self._options.connect_timeout_s)
             endpoint = holder.data_endpoint
-            found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
-            family, type_, protocol, _, where = found[0]
-            sock = _connected(
-                socket.socket(family, type_, protocol), where, self._options.connect_timeout_s
-            )
+            timeout_s = self._options.connect_timeout_s
+            family, kind_, protocol, _, where = resolve_blocking(endpoint, timeout_s)
+            sock = _connected(socket.socket(family, kind_, protocol), where, timeout_s)
         except OSError as error:
             raise LostError(f"queries: {error}") from error
         if self._options.tls is None:

@@ -48,7 +48,10 @@ class QueryOps(Protocol):
         ...
 
     def compute(self, grant: QueryGrant, operands: memoryview) -> Sequence[memoryview] | Refusal:
-        """The answer, contiguous pieces that are sent in order. Called in some other thread."""
+        """The answer, contiguous pieces that are sent in order.
+
+        Called in another thread, one call after the other.
+        """
         ...
 
     def end(self, grant: QueryGrant) -> None:

@@ -66,6 +66,7 @@ class ServerState:
         readers: of peers' segments; None: no engine is to be used.
         pool: that grants lie in, for peers whose devices read each other's; None: for no peer.
         staging: what blocks of a device pool arrive through; None: the pool is in host memory.
+        answering: where queries are computed, one at a time; None: none is.
     """
 
     filling: dict[WriteGrant, FrameSocket] = field(default_factory=dict)
@@ -74,10 +75,15 @@ class ServerState:
     readers: NixlReaders | None = None
     pool: PoolMemory | None = None
     staging: StagingRing | None = None
+    answering: Executor | None = None
 
 
 class ServerChannel:
-    """Serves one connection until it ends."""
+    """Serves one connection until it ends.
+
+    Attributes:
+        is_metered: `serve` has asked for the peer's meter.
+    """
 
     def __init__(
         self,
@@ -99,6 +105,7 @@ class ServerChannel:
         self._reader: NixlReader | None = None
         self._device: IpcReader | None = None
         self._lane: tuple[WorkerId, int, int] | None = None
+        self.is_metered = False
 
     async def serve(self, hello_timeout_s: float, metering: Metering) -> str:
         """Greets, then answers frames until the connection ends; returns why it did.
@@ -111,6 +118,7 @@ class ServerChannel:
                 greeted = await self._greet()
             if greeted:
                 self._key, self._meter, self._observe = metering(self._machine)
+                self.is_metered = True
                 self._meter.channels += 1
                 while await self._step():
                     pass
@@ -313,7 +321,8 @@ class ServerChannel:
         operands = memoryview(bytearray(query.operand_bytes))
         if not await self._frames.receive_payload([operands]):
             return Refusal(RefusalReason.LOST, "checksum: the operands' sum is wrong")
-        return await run_to_end(self._threads, partial(ops.compute, grant, operands))
+        assert self._state.answering is not None, "a server with ops has a thread for them"
+        return await run_to_end(self._state.answering, partial(ops.compute, grant, operands))
 
     async def _copy(self, pull: PullFrame) -> None:
         grant = self._target.begin_write(pull.as_put())

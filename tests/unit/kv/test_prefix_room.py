@@ -122,3 +122,36 @@ def test_who_has_as_much_is_given_nothing(groups: KvGroups) -> None:
     assert holder.rooms.leased(HASHES, 5) == (5, [])
     assert holder.rooms.leased(HASHES, 9) == (5, [])
     holder.check_idle()
+
+
+@pytest.mark.parametrize("held", [0, 7])
+def test_what_others_brought_takes_the_place_of_fresh_blocks(groups: KvGroups, held: int) -> None:
+    reader = Side(groups)
+    reader.compute(held)
+    kv = reader.resume()
+    reader.cache.reserve(kv, len(TOKENS), SIZE)  # as a reservation of its own
+    taken = [len(table) for table in kv.tables]
+    assert reader.rooms.adopt(kv, HASHES) == held, "nothing came"
+    reader.compute(20)
+    assert reader.rooms.adopt(kv, HASHES) == kv.num_sealed == 20
+    assert [len(table) for table in kv.tables] == taken
+    reader.cache.check_integrity(kv, 20 * SIZE)
+    again = reader.resume()
+    assert [table[-1] for table in again.tables] == [table[19] for table in kv.tables]
+    for each in (kv, again):
+        reader.cache.release(each)
+    reader.check_idle()
+
+
+def test_what_was_computed_while_it_arrived_is_kept_once(groups: KvGroups) -> None:
+    reader = Side(groups)
+    kv = reader.resume()
+    room = reader.rooms.open(kv, 20)
+    reader.compute(20)
+    assert reader.rooms.close(room, HASHES, len(room.blocks)) == 20
+    reader.cache.check_integrity(kv, 20 * SIZE)
+    again = reader.resume()
+    assert [table[-1] for table in again.tables] == [table[-1] for table in kv.tables]
+    for each in (kv, again):
+        reader.cache.release(each)
+    reader.check_idle()

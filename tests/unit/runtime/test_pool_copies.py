@@ -13,8 +13,8 @@ from kvmesh.core.types import BlockHash, Endpoint, PrefixSource, Role, WorkerId
 from kvmesh.engine.core import EngineCore
 from kvmesh.engine.fake import FakeRunner
 from kvmesh.runtime import pool_copies
+from kvmesh.runtime.fetch_result import FetchOutcome, FetchResult
 from kvmesh.runtime.pool_copies import PoolCopies, judge
-from kvmesh.runtime.prefix_fetch import FetchOutcome, FetchResult
 
 NUM_BLOCKS = 8
 

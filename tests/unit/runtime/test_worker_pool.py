@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from kvmesh.core.errors import ConfigError
+from kvmesh.runtime.fetch_result import FetchOptions
 from kvmesh.runtime.kv_pool import LeaseLimits
-from kvmesh.runtime.prefix_fetch import FetchOptions
 from kvmesh.runtime.worker_config import FetchSection
 from kvmesh.runtime.worker_pool import fetch_options, lease_limits
 
