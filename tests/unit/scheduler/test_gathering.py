@@ -97,7 +97,7 @@ async def test_a_query_waits_for_its_window_and_for_no_later_one() -> None:
     await started(first)
     desk.hold_s = 0.001
     second = asyncio.create_task(desk.ask("b"))
-    assert await asyncio.gather(first, second) == ["a", "b"]
+    assert (await first, await second) == ("a", "b")
     assert desk.batches == [["a", "b"]]
 
 
