@@ -166,6 +166,7 @@ class Structure:
     text: str
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are chosen and when generation ends.
@@ -227,6 +228,7 @@ class TokenLogprobs:
     rank: int = 0
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class SequenceSpec:
     """The sequence that a worker is asked to work on.
@@ -390,6 +392,7 @@ class Candidate:
     saved_tokens: float = 0.0
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class RouteQuery:
     """What the scheduler is asked.
@@ -414,6 +417,7 @@ class RouteQuery:
     waiting_reserved: int = 0
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class RoutePlan:
     """Where to run a request, and why.
@@ -445,6 +449,7 @@ class PrefixMatch:
     num_blocks: int
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Token counts of a finished generation.
