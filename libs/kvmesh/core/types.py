@@ -401,7 +401,7 @@ class RouteQuery:
         num_tokens: tokens to prefill, generated ones of a moved stream included.
         avoid: workers that just failed or refused this request.
         waiting: requests of the asking gateway that look for workers now.
-        waiting_reserved: of these, those with a reservation; they wait for prefill.
+        waiting_reserved: of these, those that wait for prefill, with a reservation or behind one.
     """
 
     request_id: RequestId
