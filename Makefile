@@ -18,7 +18,7 @@ TEST_PROCESSES ?= 2
 TEST_FLAGS := -q --durations=20 --durations-min=5 -m 'not gpu and not compose'
 # One computing thread per test process: spinning OpenMP teams slow each other down tenfold.
 test test-fast: export OMP_NUM_THREADS := 1
-.PHONY: help setup proto fmt check test test-fast test-gpu up bench-serve bench-gateway bench-transfer bench-engine bench-kernels bench-device bench-allocator bench-fuzz bench-policies bench-routing bench-pool bench-queries bench-fetch bench-sim-error bench-summary e2e-compose console-pictures manifests dashboard train-model clean
+.PHONY: help setup proto fmt check test test-fast test-gpu up bench-serve bench-gateway bench-transfer bench-engine bench-kernels bench-device bench-allocator bench-fuzz bench-policies bench-routing bench-pool bench-queries bench-fetch bench-fetch-links bench-sim-error bench-summary e2e-compose console-pictures manifests dashboard train-model clean
 
 help: ## list the verbs
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -88,6 +88,9 @@ bench-kernels: setup ## the Triton kernels on a CUDA device; writes bench/result
 
 bench-fetch: setup ## first tokens behind prefixes of other workers, fetched or computed; writes bench/results/prefix_fetch.*
 	$(PY) -m benchmarks.prefix_fetch $(ARGS)
+
+bench-fetch-links: setup ## over which links fetching a prefix pays, and what routes decide; writes bench/results/prefix_links.*
+	$(PY) -m benchmarks.prefix_links $(ARGS)
 
 bench-device: setup ## blocks out of and into CUDA pools against plain copies; writes bench/results/device.*
 	$(PY) -m benchmarks.device $(ARGS)

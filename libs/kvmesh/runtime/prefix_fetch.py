@@ -216,6 +216,8 @@ class PrefixFetcher:
             source.control_endpoint, request, self._options.lease_timeout_s
         )
         try:
+            if (message.worker_id, message.incarnation) != (source.worker_id, source.incarnation):
+                raise LostError(f"{message.worker_id} answers at this address")
             if not fill.num_held < message.num_blocks <= len(fill.hashes):
                 raise LostError(f"{message.num_blocks} of {len(fill.hashes)} blocks are leased")
             blocks = fill.open(message.num_blocks)
