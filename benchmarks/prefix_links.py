@@ -28,12 +28,15 @@ from benchmarks.result import RESULTS, Row, Target, document, markdown, save, sp
 from kvmesh.core.types import FetchReason
 from kvmesh.policy.prefix_source import WORTH, FetchPace, decide_fetch
 
-BLOCK, TAIL, PREFIX = 16, 16, 1024
+BLOCK, TAIL, PREFIX = 16, 16, 512
 SHORT = 256
 """Prefix of the fetch from which the pace of a link is known."""
 
 SHARES = (0.05, 0.3, 0.6, 1.2, 2.0)
 """Of links: the time in which a token travels over that in which it is computed."""
+
+PATIENT = {"fetch.timeout-s": 300.0}
+"""Of the reader: slow links are to be measured to their end."""
 
 DTYPES = {"bfloat16": 2, "float32": 4}
 
@@ -135,7 +138,7 @@ async def run(shape: Shape, dtype: str, repeats: int, seed: int) -> list[Row]:
         port = free_port()
         behind = {"server.advertise-host": FRONT, "worker.data-port": port}
         address = stack.enter_context(worker_process("holder", model, blocks, "tcp", dtype, behind))
-        reader = stack.enter_context(worker_process("reader", model, blocks, "tcp", dtype))
+        reader = stack.enter_context(worker_process("reader", model, blocks, "tcp", dtype, PATIENT))
         pace = Pace()
         async with AsyncExitStack() as links:
             await links.enter_async_context(paced_link(port, pace))
@@ -155,7 +158,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dtype", default="bfloat16", choices=tuple(DTYPES))
     parser.add_argument("--shape", default="110M", choices=tuple(SHAPES))
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dry", action="store_true", help="print, and write no file")
     chosen = parser.parse_args()
