@@ -56,6 +56,7 @@ class Child:
 
     Attributes:
         sticky: its peers know its ports, so it keeps them when it is started again.
+        prefix: what its command begins with; it must not fork.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Child:
     flags: dict[str, object]
     folder: Path
     sticky: bool = False
+    prefix: tuple[str, ...] = ()
     lives: int = 0
     process: subprocess.Popen[bytes] | None = None
     _seen: int = 0
@@ -87,7 +89,7 @@ class Child:
         module = f"services.{self.service}"
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, str(os.getpid()), module, *arguments],
+                [*self.prefix, sys.executable, "-c", _BOOT, str(os.getpid()), module, *arguments],
                 cwd=ROOT,
                 env=child_environment({"OMP_NUM_THREADS": "1"}),
                 stdin=subprocess.DEVNULL,

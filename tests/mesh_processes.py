@@ -74,15 +74,24 @@ class Mesh:
         """Span files, one per process."""
         return sorted(self.folder.glob("*.jsonl"))
 
-    def add(self, name: str, service: str, flags: Flags, *, sticky: bool = False) -> Child:
-        """Starts a process."""
+    def add(
+        self,
+        name: str,
+        service: str,
+        flags: Flags,
+        *,
+        sticky: bool = False,
+        prefix: tuple[str, ...] = (),
+    ) -> Child:
+        """Starts a process; `prefix` as in `Child`."""
         everywhere = {
             "telemetry.metrics-port": 0,
             "telemetry.trace.exporter": "jsonl",
             "telemetry.trace.target": self.folder / f"{name}.jsonl",
         }
         special = {**self._flags.get(service, {}), **self._flags.get(name, {})}
-        child = Child(name, service, {**everywhere, **flags, **special}, self.folder, sticky)
+        merged = {**everywhere, **flags, **special}
+        child = Child(name, service, merged, self.folder, sticky, prefix)
         self.children[name] = child
         child.start()
         return child

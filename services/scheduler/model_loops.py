@@ -22,6 +22,7 @@ from kvmesh.policy.control import (
     read_worker,
     split_waiting,
 )
+from kvmesh.policy.egress import EgressMeter
 from kvmesh.policy.measurement import ServingMeter
 from kvmesh.policy.offload import LinkState, Threshold, adjust_threshold
 from kvmesh.policy.path_meter import PathMeter
@@ -43,6 +44,7 @@ class ModelLoops:
         self._policy = policy
         self._remote = config.remote_cluster
         self._egress = config.egress_mb_s * 1e6
+        self._way_out = EgressMeter(self._egress)
         self._meter = ServingMeter(self._remote)
         self._allocation = AllocationLoop()
         self._roles: dict[str, RoleLoop] = {}
@@ -95,10 +97,11 @@ class ModelLoops:
         far = [each for each in workers if each.info.cluster == self._remote]
         near = [each for each in self._home(workers) if each.info.role is not Role.DECODE]
         sent = sum(self._take_sent(each) for each in far)
+        waiting = sum(each.load.sending_bytes for each in far)
         if self._policy.offload is not Offload.ADAPTIVE or not far or not self._egress:
             return False
         state = LinkState(
-            min(sent / elapsed_s / self._egress, 1.0),
+            self._way_out.observe(sent, waiting, elapsed_s),
             demand.remote / len(far),
             demand.local / max(len(near), 1),
         )

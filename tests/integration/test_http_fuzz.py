@@ -27,7 +27,6 @@ REFUSED = 503
 
 SETTINGS = settings(
     max_examples=EXAMPLES,
-    deadline=None,
     database=None,
     derandomize=True,
     phases=[Phase.generate],

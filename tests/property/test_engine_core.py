@@ -252,12 +252,12 @@ TestSwapGroups = SwapGroupsMachine.TestCase
 TestLateSwap = LateSwapMachine.TestCase
 TestLateSwapGroups = LateSwapGroupsMachine.TestCase
 for _case in (TestEngine, TestWindows, TestStates, TestOnlyWindow):
-    _case.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+    _case.settings = settings(max_examples=60, stateful_step_count=40)
 for _case in (
     TestSwap,
     TestSwapGroups,
     TestLateSwap,
     TestLateSwapGroups,
 ):  # each of their examples preempts
-    _case.settings = settings(max_examples=20, stateful_step_count=30, deadline=None)
+    _case.settings = settings(max_examples=20, stateful_step_count=30)
 del _case  # a class in a module is collected under every name it has

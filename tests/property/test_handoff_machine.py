@@ -316,4 +316,4 @@ class HandoffMachine(RuleBasedStateMachine):
 
 
 TestHandoffMachine = HandoffMachine.TestCase
-TestHandoffMachine.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestHandoffMachine.settings = settings(max_examples=150, stateful_step_count=50)

@@ -72,7 +72,7 @@ def choice_rank(
     return (view.worker_id in asked.avoid, silent, getattr(policy, rank)(standing))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     fleets(),
     queries,

@@ -108,7 +108,7 @@ PARTS = [
 ]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.sampled_from(PARTS), max_size=12), st.lists(st.integers(0, 200), max_size=4))
 def test_pieces_say_what_the_whole_says(parts: list[str], cuts_at: list[int]) -> None:
     text = "".join(parts)

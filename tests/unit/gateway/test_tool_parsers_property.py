@@ -47,7 +47,7 @@ WORDS = [
 
 
 @pytest.mark.parametrize("family", list(ToolFamily), ids=lambda family: family.value)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_pieces_say_what_the_whole_says(family: ToolFamily, data: st.DataObject) -> None:
     words = st.sampled_from([*MARKS[family], *MARKS[family], *WORDS])

@@ -49,7 +49,7 @@ PARTS = st.sampled_from(["<|start|>", "<|end|>", "<|start", "'LL", "  \n ", " th
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(parts=st.lists(ASCII | TRICKY | PARTS, max_size=5))
 def test_ids_are_those_of_the_tokenizer(name: str, parts: list[str]) -> None:
     encoder = ENCODERS[name]

@@ -100,7 +100,7 @@ def test_prefixes_that_cool_together_share_no_block() -> None:
     assert table.cooled(0.25, 1.0, 1) == cooled[:1]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.lists(
         st.one_of(

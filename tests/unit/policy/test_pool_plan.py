@@ -163,7 +163,7 @@ class TestCopies:
         members = member(A, 80, leaving=True), member(B, 0, leaving=True)
         assert plan(runs, {name("ab"): {A: 4}}, *members) == []
 
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=40)
     @given(
         st.dictionaries(st.text("ab", min_size=1, max_size=4), st.integers(1, 50), min_size=1),
         st.lists(

@@ -146,6 +146,18 @@ class TestThreshold:
             await mesh.second()
         assert mesh.planner.offload("m").threshold_tokens == 1000
 
+    async def test_a_link_that_carries_less_than_it_should_raises_it(self) -> None:
+        mesh, sent = self.mesh(), 0
+        for _ in range(4):
+            sent += 330_000
+            mesh.report("far", sent_bytes_total=sent, sending_bytes=900_000, **IDLE)
+            await mesh.second()
+        assert mesh.planner.offload("m").threshold_tokens == pytest.approx(1000 * 1.15**3)
+        for _ in range(60):
+            mesh.report("far", sent_bytes_total=sent, **IDLE)
+            await mesh.second()
+        assert mesh.planner.offload("m").threshold_tokens == 1000
+
     async def test_requests_that_wait_for_the_remote_cluster_raise_it(self) -> None:
         mesh = self.mesh()
         for _ in range(2):

@@ -1,0 +1,74 @@
+"""A link between two network namespaces with the kernel's own rate limit, for a far cluster.
+
+Needs root, `ip` and `tc`. What leaves the far side is held to a rate that may be changed at any
+time; the way there is free.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+BURST, LATENCY = "64kb", "200ms"
+
+
+def missing() -> str:
+    """Why there can be no such link here; empty if there can."""
+    if os.geteuid() != 0:
+        return "needs root"
+    absent = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    return f"needs {' and '.join(absent)}" if absent else ""
+
+
+@dataclass(frozen=True)
+class FarLink:
+    """A namespace behind a link.
+
+    Attributes:
+        near, far: addresses of the two ends.
+    """
+
+    namespace: str
+    near: str
+    far: str
+
+    @property
+    def prefix(self) -> tuple[str, ...]:
+        """Put before a command."""
+        return ("ip", "netns", "exec", self.namespace)
+
+    def set_rate(self, bytes_per_s: float) -> None:
+        """From now on so much leaves the far end."""
+        rate = f"rate {int(bytes_per_s * 8)}bit burst {BURST} latency {LATENCY}"
+        _run(*self.prefix, *f"tc qdisc replace dev far root tbf {rate}".split())
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)
+
+
+@contextlib.contextmanager
+def far_link(bytes_per_s: float) -> Iterator[FarLink]:
+    """A link that is up inside; names and addresses are those of this process alone."""
+    number = os.getpid() % 4000
+    subnet = f"10.{96 + number // 250}.{number % 250}"
+    link = FarLink(f"kvmesh-live-{number}", f"{subnet}.1", f"{subnet}.2")
+    device = f"kvl{number}"
+    _run("ip", "netns", "add", link.namespace)
+    try:
+        inside = f"peer name far netns {link.namespace}".split()
+        _run("ip", "link", "add", device, "type", "veth", *inside)
+        _run(*f"ip addr add {link.near}/24 dev {device}".split())
+        _run(*f"ip link set {device} up".split())
+        for command in ("ip link set lo up", f"ip addr add {link.far}/24 dev far",
+                        "ip link set far up"):  # fmt: skip
+            _run(*link.prefix, *command.split())
+        link.set_rate(bytes_per_s)
+        yield link
+    finally:
+        # The pair of devices goes with the namespace.
+        _run("ip", "netns", "del", link.namespace)

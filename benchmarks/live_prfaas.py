@@ -1,0 +1,143 @@
+"""PrfaaS live: a remote prefill cluster behind a kernel-limited link that falls to a third."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from benchmarks.live_link import FarLink, far_link, missing
+from benchmarks.live_load import (
+    Arrival,
+    DeviceShape,
+    Limits,
+    Phase,
+    arrivals,
+    profile_of,
+    simulated,
+    traced,
+    write_profile,
+)
+from benchmarks.live_mesh import FAR, Fleet, LiveMesh, live_mesh, say
+from benchmarks.result import Row, Target
+from kvmesh.policy.prfaas import Hardware, optimum, search, threshold_grid
+from kvmesh.sim.profile import load_profile
+from kvmesh.sim.trace import uncached_lengths
+from tests.mesh_child import until
+
+TOKEN_BYTES = 8192
+LINK_BYTES_S = 24e6
+FALLEN = 1 / 3
+NUM_NEAR, NUM_FAR, NUM_DECODE = 2, 1, 2
+DEVICES = {
+    "fast": DeviceShape((0.02, 1.5e-4, 1.5e-8), (0.02, 2e-4)),
+    "slow": DeviceShape((0.03, 4.5e-4, 4.5e-8), (0.02, 2e-4)),
+}
+LIMITS = Limits(ttft_s=3.0, tpot_s=0.1)
+NEAR = 0.1
+"""The threshold is back when it is within this share of where it was."""
+
+SYSTEMS = ("all_local", "all_remote", "cache_load", "prfaas")
+"""`cache_load` is the threshold that stays where it was; `prfaas` moves it."""
+
+
+def _load(scale: float, rate: float) -> list[Phase]:
+    return [Phase(22.0 * scale, rate, 500, 1.0, 4000, 12)]
+
+
+def best_threshold(profile: Path, phases: list[Phase], seed: int) -> int:
+    """What the throughput model says for these lengths and this fleet."""
+    lengths = uncached_lengths(traced(arrivals(phases, seed)))
+    hardware = Hardware(NUM_FAR, NUM_NEAR + NUM_DECODE, LINK_BYTES_S)
+    grid = threshold_grid(lengths)
+    points = search(load_profile(str(profile)).serving, lengths, hardware, grid, [NUM_NEAR])
+    return int(optimum(points).threshold_tokens)
+
+
+async def _weather(link: FarLink, mesh: LiveMesh, seconds: float, seen: list[float]) -> None:
+    """The link falls after two fifths of the load and recovers after three; notes thresholds."""
+    loop = asyncio.get_running_loop()
+    began, is_low = loop.time(), False
+    try:
+        while True:
+            elapsed = loop.time() - began
+            wants_low = 0.4 * seconds <= elapsed < 0.65 * seconds
+            if wants_low is not is_low:
+                is_low = wants_low
+                link.set_rate(LINK_BYTES_S * (FALLEN if is_low else 1.0))
+            seen.append(await mesh.threshold())
+            await asyncio.sleep(0.5)
+    finally:
+        link.set_rate(LINK_BYTES_S)
+
+
+async def run(folder: Path, scale: float, seed: int, rate: float = 7.0) -> list[Row]:
+    """All systems under the same load and the same weather."""
+    why = missing()
+    if why:
+        say(f"  left out: {why}")
+        return []
+    profile = write_profile(folder / "prfaas.json", profile_of(DEVICES, TOKEN_BYTES, LINK_BYTES_S))
+    phases = _load(scale, rate)
+    threshold = best_threshold(profile, phases, seed)
+    say(f"  threshold by the model: {threshold} tokens")
+    load = arrivals(phases, seed)
+    seconds = phases[0].seconds
+    fleet = Fleet(
+        {"remote": NUM_FAR, "prefill": NUM_NEAR, "decode": NUM_DECODE},
+        {"remote": "fast", "prefill": "slow", "decode": "slow"},
+        TOKEN_BYTES,
+    )
+    common: dict[str, object] = {
+        "planning.remote-cluster": FAR,
+        "planning.egress-mb-s": LINK_BYTES_S / 1e6,
+        "planning.threshold-tokens": threshold,
+        "planning.roles": "off",
+        "routing.aggregate-tokens": 0,
+    }
+    rows: list[Row] = []
+    with far_link(LINK_BYTES_S) as link:
+        first = {**common, "routing.policy": SYSTEMS[0]}
+        async with live_mesh(fleet, profile, LIMITS, first, link=link) as mesh:
+            for number, system in enumerate(SYSTEMS):
+                if number:
+                    await mesh.use_scheduler({"routing.policy": system})
+                seen: list[float] = []
+                weather = asyncio.create_task(_weather(link, mesh, seconds, seen))
+                row, _ = await mesh.load(system, load, seed + number)
+                weather.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await weather
+                await until(partial(_is_back, mesh, system, threshold), "the threshold is back")
+                row["threshold"] = f"{threshold}, up to {max(seen):.0f}"
+                row["lift"] = round(max(seen) / threshold, 2)
+                rows.append({"part": "PrfaaS", **row, **_twin(system, load, profile, seconds)})
+                say(f"    {rows[-1]}")
+    return rows
+
+
+async def _is_back(mesh: LiveMesh, system: str, threshold: int) -> bool:
+    return system != "prfaas" or abs(await mesh.threshold() / threshold - 1) < NEAR
+
+
+def _twin(system: str, load: Sequence[Arrival], profile: Path, seconds: float) -> Row:
+    home = f"home:slow:prefill:{NUM_NEAR},home:slow:decode:{NUM_DECODE}"
+    fleet = f"remote:fast:prefill:{NUM_FAR},{home}"
+    failures = f"{0.4 * seconds}:link:{FALLEN},{0.65 * seconds}:link:1"
+    return simulated(system, load, profile, fleet, LIMITS, failures)
+
+
+def judge(rows: list[Row]) -> list[Target]:
+    """What was to hold."""
+    good = {row["system"]: row["goodput/s"] for row in rows}
+    lift = {row["system"]: row["lift"] for row in rows}
+    if not good:
+        return []
+    fixed = max(good["all_local"], good["all_remote"])
+    return [
+        Target("PrfaaS: threshold over all-local and all-remote", good["prfaas"] / fixed, 1.0),
+        Target("PrfaaS: moving threshold over fixed", good["prfaas"] / good["cache_load"], 1.0),
+        Target("PrfaaS: rise of the threshold while the link is low", lift["prfaas"], 1.3),
+    ]

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import pytest
+
+from kvmesh.policy.egress import EgressMeter
+
+
+def test_a_good_day_is_measured_against_the_configured_bandwidth() -> None:
+    meter = EgressMeter(100.0)
+    assert meter.observe(30, 0, 1.0) == 0.3
+    assert meter.observe(300, 0, 2.0) == 1.0, "never more than all of it"
+    assert meter.capacity == 100.0
+
+
+def test_one_transfer_on_an_idle_way_is_no_congestion() -> None:
+    meter = EgressMeter(100.0)
+    assert meter.observe(0, 80, 1.0) == 0.0
+    assert meter.observe(80, 0, 1.0) == 0.8
+
+
+def test_a_way_that_carries_a_third_is_full_at_a_third() -> None:
+    meter = EgressMeter(90.0)
+    used = [meter.observe(30, 60, 1.0) for _ in range(4)]
+    assert used == [pytest.approx(1 / 3), 1.0, 1.0, 1.0]
+    assert meter.capacity == pytest.approx(30.0)
+
+
+def test_transfers_that_arrive_in_lumps_do_not_hide_it() -> None:
+    meter = EgressMeter(90.0)
+    for sent in (0, 0, 60, 0, 60, 0, 60):
+        meter.observe(sent, 100, 1.0)
+    assert meter.capacity == pytest.approx(30.0)
+
+
+def test_when_the_backlog_is_gone_the_bandwidth_is_believed_again_step_by_step() -> None:
+    meter = EgressMeter(90.0)
+    for _ in range(4):
+        meter.observe(30, 60, 1.0)
+    # The last bytes leave, and a little traffic goes on: more than half of what was found.
+    assert meter.observe(60, 0, 1.0) == 1.0
+    assert meter.observe(15, 0, 1.0) == pytest.approx(15 / 75)
+    for _ in range(10):
+        meter.observe(9, 0, 1.0)
+    assert meter.capacity == 90.0
+    assert meter.observe(9, 0, 1.0) == pytest.approx(0.1)
+
+
+def test_a_way_that_is_cut_is_full() -> None:
+    meter = EgressMeter(100.0)
+    meter.observe(0, 50, 1.0)
+    assert meter.observe(0, 50, 1.0) == 1.0
+    assert meter.capacity == 1.0
