@@ -26,6 +26,7 @@ import uvloop
 
 from benchmarks.peer_load import cpu_seconds
 from benchmarks.result import RESULTS, Row, document, markdown, save, spread, table
+from benchmarks.transfer_bare import bare_rows
 from benchmarks.transfer_ends import (
     IN_ORDER,
     RECEIVER,
@@ -315,6 +316,7 @@ async def run(plan: Plan, pythons: Mapping[str, Path]) -> list[Row]:
     if is_installed():
         add(await ours(NIXL_CHANNEL, plan))
     add(iperf_rows(plan.sizes, plan.runs))
+    add(bare_rows(plan.sizes, plan.runs, plan.seed))
     add(await baselines(plan, [channel for channel in CHANNELS if channel.name in _BASELINES]))
     add(peer_rows(pythons, plan.sizes, plan.runs, plan.seed))
     return rows
@@ -338,6 +340,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     notes = [
         "gb_s, ms: min / median / max; GB is 1e9 bytes; cpu_s_per_gib: both ends together",
         "tcp channels set cubic, as iperf3 here; plain rows carry no checksum, as iperf3 does not",
+        "bare: sockets and threads alone; lent: as tcp channels do, without the sender's copy",
         f"polling: both ends look for the next frame for {POLL_S * 1e6:.0f} us before they sleep",
         f"blockwise and layerwise: one call per piece, {_IN_FLIGHT} under way",
     ]

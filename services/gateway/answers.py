@@ -111,7 +111,7 @@ class Answer:
     async def whole(self) -> Whole:
         """The answer as one body."""
         headers: dict[str, str] = {}
-        async with aclosing(self._deltas()) as deltas:
+        async with aclosing(self._deltas(whole=not self._call.stop)) as deltas:
             async for delta in deltas:
                 choice = self._note(delta)
                 choice.text += delta.text
@@ -192,13 +192,16 @@ class Answer:
             ending = _event(answer_for(error).body)
         await sink.end(ending + DONE)
 
-    def _deltas(self, lane: TokenLane | None = None) -> AsyncGenerator[TextDelta, None]:
+    def _deltas(
+        self, lane: TokenLane | None = None, *, whole: bool = False
+    ) -> AsyncGenerator[TextDelta, None]:
         """What is generated, piece by piece.
 
         Args:
             lane: of the only choice; what it takes does not come here.
+            whole: pieces may come together, at the end.
         """
-        runs = [self._frontend.run(choice, lane) for choice in self._choices]
+        runs = [self._frontend.run(choice, lane, whole=whole) for choice in self._choices]
         return runs[0] if len(runs) == 1 else merge(runs)
 
     def _note(self, delta: TextDelta) -> ChoiceText:

@@ -29,11 +29,12 @@ from services.gateway.config import LimitsConfig
 from services.gateway.detokenizer import Detokenizer, TextPiece
 from services.gateway.entry import Admitted
 from services.gateway.errors import Stage, StageRefusedError
+from services.gateway.generation import TokenDelta
 from services.gateway.mesh import GenerationRequest, Mesh
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.openai import ApiCall, check_model, choice_sampling
 from services.gateway.prompts import checked_sampling, prompt_ids, prompt_text
-from services.gateway.request_flow import TokenDelta, generate
+from services.gateway.request_flow import generate
 from services.gateway.request_limits import check_limits
 from services.gateway.request_record import RequestRecord, TextDelta
 from services.gateway.token_lane import TokenLane
@@ -214,12 +215,13 @@ class Frontend:
         return choices
 
     async def run(
-        self, choice: Choice, lane: TokenLane | None = None
+        self, choice: Choice, lane: TokenLane | None = None, *, whole: bool = False
     ) -> AsyncGenerator[TextDelta, None]:
         """Generates one choice as text; close the generator to cancel.
 
         Args:
             lane: takes what it can of the text; it is not yielded then.
+            whole: nobody looks at the text before its end.
 
         Raises:
             KvMeshError: as `generate` does.
@@ -240,10 +242,12 @@ class Frontend:
                 text = _Text(self.tokenizer, choice)
                 if lane is not None:
                     lane.detokenizer = text.detokenizer
-                async with aclosing(generate(self._mesh, request, lane)) as tokens:
+                async with aclosing(
+                    generate(self._mesh, request, lane, record if whole else None)
+                ) as tokens:
                     async for token_delta in tokens:
                         delta = text.push(token_delta)
-                        record.add(delta)
+                        record.add(delta, token_delta.num_told)
                         if choice.ticket is not None:
                             choice.ticket.charge(len(delta.token_ids))
                         yield delta

@@ -33,6 +33,7 @@ from kvmesh.rpc.convert import sequence_spec_to_proto
 from kvmesh.telemetry.tracing import Span, start_span
 from kvmesh.v1 import types_pb2
 from services.gateway.errors import Stage, StageRefusedError
+from services.gateway.generation import FirstTry
 from services.gateway.mesh import GenerationRequest, Mesh, Placed
 from services.gateway.open_work import OpenWork, ReservationLostError
 from services.gateway.routing import ModelFacts
@@ -81,6 +82,7 @@ class Placing:
         token_ids: prompt and the tokens generated before.
         deadline: says when it has to end, on the loop's clock; that may change while it waits.
         avoid: workers that lost this request before.
+        first_try: what was tried before this search.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class Placing:
         token_ids: tuple[int, ...],
         deadline: Callable[[], float],
         avoid: frozenset[WorkerId],
+        first_try: FirstTry | None = None,
     ) -> None:
         self._mesh = mesh
         self._work = work
@@ -112,6 +115,18 @@ class Placing:
             Refusal(RefusalReason.DEADLINE, "the deadline passed before any worker was asked"),
             Stage.GATEWAY,
         )
+        self._tried = first_try
+        if first_try is not None and first_try.last is not None:
+            self._take_over(first_try.last, first_try.refused)
+
+    def _take_over(self, last: StageRefusedError, refused: WorkerId | None) -> None:
+        """Goes on after a refusal that was noted already."""
+        self._last = last
+        self._num_offers += last.stage is Stage.PREFILL
+        if refused is not None:
+            self._refused.add(refused)
+            if last.refusal.reason in _NEVER:
+                self._unfit[refused] = last.refusal
 
     async def run(self) -> Placed:
         """Searches until the deadline.
@@ -170,7 +185,11 @@ class Placing:
         remaining_s = self._remaining_s()
         query = self._query(remaining_s)
         with start_span("gateway.route", request.traceparent) as span:
-            plan: RoutePlan | Refusal | None = self._mesh.router.planned(query)
+            plan: RoutePlan | Refusal | None
+            if self._tried is None:
+                plan = self._mesh.router.planned(query)
+            else:  # the stock was asked for this request
+                plan, self._tried = self._tried.plan, None
             if plan is None:
                 query = replace(query, block_hashes=sequence.block_hashes)
                 plan = await self._mesh.router.route(query, span.traceparent, remaining_s)

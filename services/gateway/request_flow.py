@@ -8,67 +8,38 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, replace
+from contextlib import aclosing
+from dataclasses import replace
 
 from kvmesh.console.request_log import Moment
 from kvmesh.core.errors import DeadlineError, LostError, StructureError
 from kvmesh.core.types import FinishReason, TokenLogprobs, WorkerId
-from kvmesh.core.values import quick
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.telemetry.tracing import Span, start_span
 from kvmesh.v1.decode_service_pb2 import DecodeTokens
+from services.gateway.generation import Begun, TokenDelta, WorkLostError, place_until
 from services.gateway.mesh import GenerationRequest, Mesh, Placed
 from services.gateway.open_work import OpenWork, Side
 from services.gateway.phases import Phases
 from services.gateway.placing import Placing
+from services.gateway.short_life import Meter, NotTakenError, short_life
 from services.gateway.token_lane import TokenLane
 from services.gateway.worker_events import Failed, FirstToken, HandedOff, Tokens, WorkerEvent
 
 log = event_logger(__name__)
 
 
-@quick
-@dataclass(frozen=True, slots=True)
-class TokenDelta:
-    """Tokens in order, each exactly once.
-
-    Attributes:
-        logprobs: one per token when asked for.
-        finish_reason: set with the last token.
-        cached_tokens: prompt tokens whose KV was there when the request came.
-        placed: where the request runs now.
-        prompt_logprobs: with the first tokens when asked for, of all prompt tokens but the first.
-    """
-
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...]
-    finish_reason: FinishReason | None
-    cached_tokens: int
-    placed: Placed
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-
-
-class WorkLostError(LostError):
-    """A worker lost the request.
-
-    Attributes:
-        worker_id: to be avoided.
-        reason: short word for metrics.
-    """
-
-    def __init__(self, worker_id: WorkerId, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.worker_id = worker_id
-        self.reason = reason
-
-
 async def generate(
-    mesh: Mesh, request: GenerationRequest, lane: TokenLane | None = None
+    mesh: Mesh,
+    request: GenerationRequest,
+    lane: TokenLane | None = None,
+    meter: Meter | None = None,
 ) -> AsyncGenerator[TokenDelta, None]:
     """Generates tokens; close the generator to cancel.
 
     Args:
         lane: takes what it can of the tokens; they are not yielded then.
+        meter: given, tokens may come all together at the end; it is told when they came.
 
     Raises:
         StageRefusedError: nobody took the request in time.
@@ -77,9 +48,38 @@ async def generate(
         StructureError: the structure asked for cannot be followed.
         DeadlineError: it ran for longer than `request_timeout_s`.
     """
-    life = _Life(mesh, request, lane)
+    now = asyncio.get_running_loop().time()
+    begun = Begun(now, now + mesh.limits.request_timeout_s, Phases(mesh.metrics, now))
     mesh.metrics.requests_open.inc()
     try:
+        short = short_life(mesh, request, begun, lane, meter)
+        if short is not None:
+            try:
+                while True:
+                    delta = await short.next()
+                    yield delta
+                    if delta.finish_reason is not None:
+                        return
+            except NotTakenError:
+                pass
+            except WorkLostError as error:
+                begun.lost = error
+            finally:
+                short.close()
+        async with aclosing(_long_life(mesh, request, begun, lane)) as deltas:
+            async for delta in deltas:
+                yield delta
+    finally:
+        mesh.metrics.requests_open.dec()
+
+
+async def _long_life(
+    mesh: Mesh, request: GenerationRequest, begun: Begun, lane: TokenLane | None
+) -> AsyncGenerator[TokenDelta, None]:
+    life = _Life(mesh, request, begun, lane)
+    try:
+        if begun.lost is not None:
+            life.lost(begun.lost)
         while True:
             try:
                 await life.place()
@@ -93,7 +93,6 @@ async def generate(
                 life.lost(error)
     finally:
         life.close()
-        mesh.metrics.requests_open.dec()
 
 
 def _raise_if_error(event: FirstToken | Tokens) -> None:
@@ -105,15 +104,18 @@ def _raise_if_error(event: FirstToken | Tokens) -> None:
 class _Life:
     """State of a running request."""
 
-    def __init__(self, mesh: Mesh, request: GenerationRequest, lane: TokenLane | None) -> None:
+    def __init__(
+        self, mesh: Mesh, request: GenerationRequest, begun: Begun, lane: TokenLane | None
+    ) -> None:
         self._mesh = mesh
         self._request = request
-        self._work = OpenWork(request.request_id, mesh.sessions)
-        self._tokens: list[int] = []
+        self._begun = begun
+        self._work = OpenWork(request.request_id, mesh.sessions, _last_attempt=begun.num_attempts)
+        self._tokens = begun.tokens
         self._early: list[Tokens] = []
         self._avoid: set[WorkerId] = set()
         self._moves = 0
-        self._cached_tokens: int | None = None
+        self._cached_tokens = begun.cached_tokens
         self._placed: Placed | None = None
         self._is_connected = False
         self._handed_off = False
@@ -122,10 +124,8 @@ class _Life:
         self._lane_at = 0.0
         self._trace = mesh.log.trace(request.request_id)
         self._now = asyncio.get_running_loop().time
-        now = self._now()
-        self._deadline = now + mesh.limits.request_timeout_s
-        self._phases = Phases(mesh.metrics, now)
-        self._arrived_at = now
+        self._deadline = begun.deadline
+        self._phases = begun.phases
         self._place_again_until: float | None = None
 
     @property
@@ -137,11 +137,7 @@ class _Life:
         """When the search for workers has to end, by what is known now."""
         if self._place_again_until is not None:
             return self._place_again_until
-        mesh, request = self._mesh, self._request
-        patience_s = mesh.prefill_times.patience_s(len(request.prompt_ids), request.ttft_s)
-        # It has waited for this process as long as this is late, and its first token may have to.
-        late_s = min(mesh.crowd.lag_s + mesh.crowd.peak_lag_s, patience_s / 2)
-        return min(self._deadline, self._arrived_at + patience_s - late_s)
+        return place_until(self._mesh, self._request, self._begun)
 
     async def place(self) -> None:
         """Finds workers for the sequence as it is now."""
@@ -153,7 +149,9 @@ class _Life:
             token_ids=self._request.prompt_ids + tuple(self._tokens),
             deadline=self._place_until,
             avoid=frozenset(self._avoid),
+            first_try=self._begun.first_try,
         )
+        self._begun.first_try = None
         self._placed = where = await search.run()
         self._mesh.connections.accepted(where.prefill_worker)
         self._is_connected = True

@@ -68,19 +68,27 @@ class RequestRecord:
         self._shown = shown
         self._trace = shown.open(request.request_id, len(request.prompt_ids), self._started_at)
 
-    def add(self, delta: TextDelta) -> None:
-        """Counts a piece."""
-        now = self._loop.time()
+    def add(self, delta: TextDelta, num_told: int = 0) -> None:
+        """Counts a piece.
+
+        Args:
+            num_told: of its tokens, those that were counted when they came.
+        """
+        count = len(delta.token_ids) - num_told
         if self._last_at is None:
-            self._ttft_s = now - self._started_at
-            self._metrics.ttft_s.observe(self._ttft_s)
-            self._last_at = now
-            self._num_uncounted += len(delta.token_ids)
-        else:
-            self.tokens(len(delta.token_ids), now)
+            self.first(count, self._loop.time())
+        elif count or not num_told:
+            self.tokens(count, self._loop.time())
         self._last = delta
         if delta.finish_reason is not None:
             self._finish = delta.finish_reason
+
+    def first(self, count: int, now: float) -> None:
+        """Counts the tokens of the first piece; as `tokens`."""
+        self._ttft_s = now - self._started_at
+        self._metrics.ttft_s.observe(self._ttft_s)
+        self._last_at = now
+        self._num_uncounted += count
 
     def tokens(self, count: int, now: float) -> None:
         """Counts tokens after the first piece.

@@ -9,6 +9,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from kvmesh.core.errors import ProtocolError
 from kvmesh.core.types import FinishReason, Refusal, Reservation, TokenLogprobs, WorkerId
@@ -173,6 +174,10 @@ class Mailbox:
         self._events.append((attempt, event))
         if self._arrival is not None and not self._arrival.done():
             self._arrival.set_result(None)
+
+    def takes(self, message: Any) -> bool:
+        """Takes a decode worker's event as it comes off the wire, if the short way has it."""
+        return self.goes_short(message.attempt, message.tokens)
 
     def open_short_way(self, attempt: int, way: ShortWay) -> None:
         """Offers tokens of an attempt to `way` while nothing else waits here, until `take` ends."""

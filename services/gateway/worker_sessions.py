@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 
@@ -43,7 +43,6 @@ from kvmesh.v1.prefill_service_pb2 import (
 from kvmesh.v1.prefill_service_pb2_grpc import PrefillServiceStub
 from services.gateway.worker_events import (
     Failed,
-    Mailbox,
     WorkerEvent,
     decode_event,
     prefill_event,
@@ -59,14 +58,26 @@ RENEWALS_PER_LEASE = 3
 AttemptKey = tuple[RequestId, int]
 
 
+class Taker(Protocol):
+    """Whoever is told what a worker says about an attempt: a `Mailbox` or a `ShortLife`."""
+
+    def takes(self, message: Any) -> bool:
+        """Takes a decode worker's event as it came off the wire; False wants it as a value."""
+        ...
+
+    def put(self, attempt: int, event: WorkerEvent) -> None:
+        """Takes an event of an attempt."""
+        ...
+
+
 class Link:
-    """One stream to one worker and the mailboxes of the attempts that use it.
+    """One stream to one worker and who is told of the attempts that use it.
 
     Args:
         name: for logs.
         open_call: the stub's method.
         parse: turns one event message into a value.
-        has_tokens: its events may be `DecodeTokens`, which mailboxes may take as they are.
+        has_tokens: its events may be taken as they are.
         direct: takes up the worker's offer of a socket.
     """
 
@@ -81,7 +92,7 @@ class Link:
     ) -> None:
         self._parse = parse
         self._has_tokens = has_tokens
-        self._mailboxes: dict[AttemptKey, Mailbox] = {}
+        self._takers: dict[AttemptKey, Taker] = {}
         self.stream: PeerStream[Any, Any] = PeerStream(
             name, open_call, self._receive, on_down=self._fail_all, joins=True, direct=direct
         )
@@ -89,20 +100,20 @@ class Link:
     @property
     def num_open(self) -> int:
         """Attempts that are registered."""
-        return len(self._mailboxes)
+        return len(self._takers)
 
-    def open(self, key: AttemptKey, mailbox: Mailbox, message: Any) -> None:
+    def open(self, key: AttemptKey, taker: Taker, message: Any) -> None:
         """Registers an attempt and sends its first message.
 
         Raises:
             LostError: the worker is not connected; nothing is registered.
         """
         self.stream.send(message)
-        self._mailboxes[key] = mailbox
+        self._takers[key] = taker
 
     def forget(self, key: AttemptKey) -> bool:
         """Ends the registration of an attempt; False if it had ended already."""
-        return self._mailboxes.pop(key, None) is not None
+        return self._takers.pop(key, None) is not None
 
     def cancel(self, key: AttemptKey, message: Any) -> None:
         """Ends an attempt and tells the worker; nothing happens if it had ended already."""
@@ -113,25 +124,25 @@ class Link:
 
     def _receive(self, response: Any) -> None:
         for message in response.events:
-            mailbox = self._mailboxes.get((message.request_id, message.attempt))
-            if mailbox is None:
+            taker = self._takers.get((message.request_id, message.attempt))
+            if taker is None:
                 continue  # of an attempt that ended here before the worker knew
-            if self._has_tokens and mailbox.goes_short(message.attempt, message.tokens):
+            if self._has_tokens and taker.takes(message):
                 continue
             try:
                 event = self._parse(message)
             except ProtocolError as error:
                 log.warning("bad_worker_event", peer=self.stream.name, error=str(error))
                 event = Failed(Refusal(RefusalReason.LOST, str(error), work_done=True))
-            mailbox.put(message.attempt, event)
+            taker.put(message.attempt, event)
 
     def _fail_all(self, reason: str) -> None:
         refusal = Refusal(
             RefusalReason.LOST, f"connection to {self.stream.name} broke: {reason}", work_done=True
         )
-        ended, self._mailboxes = self._mailboxes, {}
-        for (_, attempt), mailbox in ended.items():
-            mailbox.put(attempt, Failed(refusal))
+        ended, self._takers = self._takers, {}
+        for (_, attempt), taker in ended.items():
+            taker.put(attempt, Failed(refusal))
 
 
 class WorkerSession:
@@ -141,6 +152,7 @@ class WorkerSession:
         worker_id: which worker.
         endpoint: where it is.
         prefill, decode: its streams.
+        starts: it computes a prompt where it reserves for it; older ones only reserve.
     """
 
     def __init__(
@@ -152,6 +164,7 @@ class WorkerSession:
     ) -> None:
         self.worker_id = worker_id
         self.endpoint = endpoint
+        self.starts = True
         self.prefill = Link(
             f"{worker_id} (prefill)",
             PrefillServiceStub(channel).Prefill,
@@ -185,23 +198,23 @@ class WorkerSession:
         """Reservations that are being renewed."""
         return len(self._held)
 
-    def reserve(self, message: DecodeReserve, mailbox: Mailbox) -> None:
+    def reserve(self, message: DecodeReserve, taker: Taker) -> None:
         """Asks for blocks and a slot.
 
         Raises:
             LostError: the worker is not connected.
         """
         key = (RequestId(message.request_id), message.attempt)
-        self.decode.open(key, mailbox, DecodeRequest(reserve=message))
+        self.decode.open(key, taker, DecodeRequest(reserve=message))
 
-    def offer(self, message: PrefillOffer, mailbox: Mailbox) -> None:
+    def offer(self, message: PrefillOffer, taker: Taker) -> None:
         """Offers a prompt.
 
         Raises:
             LostError: the worker is not connected.
         """
         key = (RequestId(message.request_id), message.attempt)
-        self.prefill.open(key, mailbox, PrefillRequest(offer=message))
+        self.prefill.open(key, taker, PrefillRequest(offer=message))
 
     def cancel_decode(self, key: AttemptKey) -> None:
         """Ends a reservation or a running sequence."""

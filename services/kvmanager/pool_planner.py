@@ -87,6 +87,7 @@ class PoolPlanner:
         self._clock = clock
         self._allowance = 0.0
         self._ordered: dict[tuple[BlockHash, WorkerId], float] = {}
+        self._noted: list[dict[str, Any]] = []
         self.view = PoolView()
 
     async def plan(
@@ -102,12 +103,17 @@ class PoolPlanner:
             StoreUnavailableError: the store could not be asked; nothing is ordered.
         """
         before = self._allowance, self._ordered.copy()
+        self._noted = []
         try:
-            return await self._plan(reads, members)
+            orders = await self._plan(reads, members)
         except StoreUnavailableError:
-            # Nobody is told, so nothing is spent or on its way.
+            # Nobody is told, so nothing is spent, on its way or counted.
             self._allowance, self._ordered = before
             raise
+        for noted in self._noted:
+            metrics.POOL_ORDERS.labels(noted["order"]).inc()
+        self.view.orders.extend(self._noted)
+        return orders
 
     async def _plan(
         self, reads: Mapping[str, PoolReads], members: Sequence[PoolMember]
@@ -174,8 +180,7 @@ class PoolPlanner:
             source.report.endpoint,
             tuple(split_hashes(prefix)),
         )
-        metrics.POOL_ORDERS.labels("copy").inc()
-        self.view.orders.append(
+        self._noted.append(
             {
                 "order": "copy",
                 "order_id": order.order_id,
@@ -230,8 +235,7 @@ class PoolPlanner:
                     self._note_hint(run, worker)
 
     def _note_hint(self, run: HotRun, worker: WorkerId) -> None:
-        metrics.POOL_ORDERS.labels("evict_first").inc()
-        self.view.orders.append(
+        self._noted.append(
             {
                 "order": "evict_first",
                 "prefix": run.name.hex(),

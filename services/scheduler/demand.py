@@ -5,7 +5,7 @@ Tests: tests/unit/scheduler/test_demand.py.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 
 from kvmesh.core.types import RequestId, RouteQuery
@@ -87,11 +87,22 @@ class DemandBoard:
         """Requests that asked for the first time since the last call."""
         return self._num_new.pop(model, 0)
 
+    def prune(self, served: Collection[str], now: float) -> None:
+        """Drops what is over; to be called now and then, whether anybody is served or not.
+
+        Args:
+            served: models that have workers. What came for others is not part of any rate.
+        """
+        self._asked = {k: each for k, each in self._asked.items() if each.at > now - STALE_S}
+        self._num_new = {model: n for model, n in self._num_new.items() if model in served}
+
     def current(self, model: str, now: float) -> Demand:
         """What waits now."""
-        self._asked = {k: each for k, each in self._asked.items() if each.at > now - STALE_S}
-        told = [e for e in self._told.values() if e.model == model and e.at > now - STALE_S]
-        again = [e for e in self._asked.values() if e.model == model and e.times > 1]
+        since = now - STALE_S
+        told = [e for e in self._told.values() if e.model == model and e.at > since]
+        again = [
+            e for e in self._asked.values() if e.model == model and e.times > 1 and e.at > since
+        ]
         reserved = sum(each.reserved for each in told)
         remote = sum(each.remote for each in again)
         return Demand(

@@ -190,6 +190,7 @@ class Planner:
             self._window_ends = now + WINDOW_S
         # Models without workers are forgotten with all that was learnt of them.
         self._models = {name: loops for name, loops in self._models.items() if name in models}
+        self.demand.prune(models.keys(), now)
         for model, workers in models.items():
             loops, demand = self._loops(model), self.demand.current(model, now)
             loops.observe(workers, demand, self.demand.take_new(model), elapsed_s)

@@ -83,7 +83,7 @@ async def test_ctrl_c_stops_an_answer_and_not_the_conversation(fake_mesh: Mesh) 
 
 async def test_failures_are_exit_codes(fake_mesh: Mesh, capsys: pytest.CaptureFixture[str]) -> None:
     assert await kvmesh("chat", "--url", "http://127.0.0.1:1", "--prompt", "x") == 1
-    assert "no answer" in capsys.readouterr().err
+    assert "no gateway answers" in capsys.readouterr().err
     flags = ("--url", fake_mesh.url, "--model", "another", "--prompt", "x")
     assert await kvmesh("chat", *flags) == 1
     assert "another" in capsys.readouterr().err

@@ -13,7 +13,7 @@ import pytest
 import uvloop
 
 from kvmesh.core.errors import LostError, RefusedError
-from kvmesh.core.types import Endpoint, RefusalReason
+from kvmesh.core.types import Endpoint, RefusalReason, WorkerId
 from kvmesh.transfer.alignment import Run
 from kvmesh.transfer.channel_pool import ChannelPool, SendOptions
 from kvmesh.transfer.codec import HEADER, encode_frame
@@ -481,3 +481,29 @@ def test_a_watched_socket_stays_blocking_for_its_threads(
             frames.close()
 
     run(scenario())
+
+
+async def test_links_of_workers_that_left_are_dropped_when_another_comes(
+    source: SourcePool,
+) -> None:
+    options = SendOptions(kinds=("tcp",))
+    second = replace(RECEIVER, worker_id=WorkerId("d1"))
+    async with running_pair(options) as pair:
+        target = RecordingTarget()
+        server = DataServer(second, target)
+        there = replace(reservation_at(await server.start()), worker_id=second.worker_id)
+        pool = ChannelPool(replace(SENDER, worker_id=WorkerId("p1")), source, options)
+        await pool.put(there, whole(2))
+        assert {key.peer for key in server.statistics().links} == {"p1"}
+        await server.close()
+        target.pool.close()
+        await until(lambda: pool.statistics().open_channels == 0)
+
+        await pool.put(pair.reservation, whole(1))
+        assert {key.peer for key in pool.statistics().links} == {DECODE}
+        assert pool.sent_bytes == 3 * BLOCK
+        await pool.close()
+        await until(lambda: pair.server.statistics().open_channels == 0)
+
+        await _put_lands(pair)
+        assert {key.peer for key in pair.server.statistics().links} == {PREFILL}

@@ -6,7 +6,9 @@ Tests: tests/unit/cli/test_main.py.
 
 from __future__ import annotations
 
+import difflib
 import importlib
+import importlib.metadata
 import sys
 from collections.abc import Sequence
 
@@ -32,6 +34,8 @@ EXTRAS = {"plan": "sim", "simulate": "sim"}
 """Extra of the distribution that a command needs; `local` for all others."""
 
 USAGE_ERROR = 2
+INTERRUPTED = 130
+"""Ctrl-C, as shells say it."""
 
 
 def _overview() -> str:
@@ -39,7 +43,7 @@ def _overview() -> str:
     return (
         f"usage: kvmesh <command> [options]\n\ncommands:\n{rows}\n\n"
         "`kvmesh <command> --help` explains a command's flags. Every flag has an environment\n"
-        "twin: --num-blocks is KVMESH_NUM_BLOCKS.\n"
+        "twin: --num-blocks is KVMESH_NUM_BLOCKS. `kvmesh --version` tells the version.\n"
     )
 
 
@@ -49,10 +53,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_overview(), end="")
         return 0
+    if arguments[0] in ("-V", "--version", "version"):
+        print(f"kvmesh {importlib.metadata.version('kvmesh')}")
+        return 0
     name, rest = arguments[0], arguments[1:]
     if name not in COMMANDS:
-        print(f"kvmesh: unknown command {name!r}\n\n{_overview()}", end="", file=sys.stderr)
+        print(f"kvmesh: there is no command {name!r}; {_advice(name)}", file=sys.stderr)
         return USAGE_ERROR
+    try:
+        return _run(name, rest)
+    except KeyboardInterrupt:
+        print(f"kvmesh {name}: stopped", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _advice(name: str) -> str:
+    near = difflib.get_close_matches(name, COMMANDS, n=1)
+    meant = f"did you mean `kvmesh {near[0]}`? " if near else ""
+    return f"{meant}`kvmesh --help` lists all"
+
+
+def _run(name: str, rest: Sequence[str]) -> int:
     try:
         command = importlib.import_module(f"kvmesh.cli.{name}")
     except ModuleNotFoundError as error:

@@ -21,8 +21,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from kvmesh.cli import bench_report
 from kvmesh.cli.bench_load import Load, LoadGenerator, find_model
 from kvmesh.cli.bench_metrics import RequestRecord, parse_goodput, summarize, targets
-from kvmesh.cli.flags import add_flag, add_list, count, new_parser, positive_int
+from kvmesh.cli.flags import (
+    add_flag,
+    add_list,
+    count,
+    new_parser,
+    not_negative,
+    positive_int,
+)
 from kvmesh.cli.stack_state import add_state_flag, add_url_flag, gateway_url
+from kvmesh.core.config import environment
 
 _ROOT = Path(__file__).resolve().parents[3]
 
@@ -32,6 +40,7 @@ def _parser() -> argparse.ArgumentParser:
         "kvmesh bench",
         "Measures a running stack: streams completions at a Poisson rate and reports TTFT, TPOT,\n"
         "ITL, end-to-end latency, throughput and goodput.",
+        "A gateway that asks for keys gets the one in KVMESH_API_KEY.\n\n"
         "example:\n  kvmesh bench serve --requests 200 --rate 4 --goodput ttft:2000 tpot:100",
     )
     parser.add_argument("what", choices=("serve",), help="what to measure")
@@ -39,17 +48,23 @@ def _parser() -> argparse.ArgumentParser:
     add_state_flag(parser)
     add_flag(parser, "--model-name", "", "model to ask; default: the first that is served")
     add_flag(parser, "--requests", 200, "requests to send", kind=positive_int)
-    add_flag(parser, "--rate", 4.0, "requests per second; 0: all at once", kind=float)
+    add_flag(parser, "--rate", 4.0, "requests per second; 0: all at once", kind=not_negative)
     add_flag(parser, "--concurrency", 0, "most in flight; 0: no limit", kind=count)
     add_flag(parser, "--input-tokens", 256, "tokens per prompt", kind=positive_int)
     add_flag(parser, "--output-tokens", 64, "tokens to generate", kind=positive_int)
     add_flag(parser, "--prompts", "tokens", "random token ids or text", choices=("tokens", "text"))
     add_flag(parser, "--vocab-size", 4000, "token ids stay below", kind=positive_int)
-    add_flag(parser, "--temperature", 0.0, "0 is greedy", kind=float)
+    add_flag(parser, "--temperature", 0.0, "0 is greedy", kind=not_negative)
     add_flag(parser, "--warmup", 1, "requests before, not counted", kind=count)
     add_flag(parser, "--seed", 0, "the same seed sends the same requests", kind=int)
     add_list(parser, "--goodput", "limits in ms, such as ttft:2000 tpot:100", "NAME:MS")
-    add_flag(parser, "--save", "", "write JSON here, and Markdown beside it", metavar="FILE")
+    add_flag(
+        parser,
+        "--save",
+        "",
+        "write JSON here, and Markdown beside it",
+        metavar="FILE",
+    )
     return parser
 
 
@@ -78,9 +93,10 @@ async def _measure(
     arguments: argparse.Namespace, limits: dict[str, float], console: Console
 ) -> tuple[dict[str, Any], Counter[str]]:
     url = gateway_url(arguments)
+    api_key = environment("KVMESH_API_KEY")  # no flag: results keep the command line
     load = Load(
         url=url,
-        model=arguments.model_name or await find_model(url),
+        model=arguments.model_name or await find_model(url, api_key),
         num_requests=arguments.requests,
         rate=arguments.rate,
         input_tokens=arguments.input_tokens,
@@ -90,6 +106,7 @@ async def _measure(
         vocab_size=arguments.vocab_size,
         concurrency=arguments.concurrency,
         temperature=arguments.temperature,
+        api_key=api_key,
     )
     if arguments.warmup:
         # Another seed: its prompts must not be in the prefix cache when the run begins.

@@ -17,6 +17,7 @@ from typing import Any
 import aiohttp
 
 from kvmesh.cli.bench_metrics import Outcome, RequestRecord
+from kvmesh.cli.stack_state import no_gateway
 from kvmesh.core.errors import KvMeshError
 
 _REFUSED = (429, 503)
@@ -51,6 +52,7 @@ class Load:
     concurrency: int = 0
     temperature: float = 0.0
     timeout_s: float = 600.0
+    api_key: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,9 @@ class LoadGenerator:
         """Sends everything; returns one record per request and the seconds it took."""
         connector = aiohttp.TCPConnector(limit=0)
         timeout = aiohttp.ClientTimeout(total=self._load.timeout_s)
-        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+        async with aiohttp.ClientSession(
+            connector=connector, timeout=timeout, headers=_headers(self._load.api_key)
+        ) as session:
             started_s = time.monotonic()
             async with asyncio.TaskGroup() as group:
                 tasks = [
@@ -190,7 +194,11 @@ async def _events(content: aiohttp.StreamReader) -> AsyncIterator[str]:
             yield line[5:].strip().decode()
 
 
-async def find_model(url: str) -> str:
+def _headers(api_key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+
+async def find_model(url: str, api_key: str = "") -> str:
     """Name of the first model that is served.
 
     Raises:
@@ -199,12 +207,14 @@ async def find_model(url: str) -> str:
     try:
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)) as session,
-            session.get(f"{url}/v1/models") as response,
+            session.get(f"{url}/v1/models", headers=_headers(api_key)) as response,
         ):
+            if response.status in (401, 403):
+                raise KvMeshError(f"{url} wants another API key than KVMESH_API_KEY")
             response.raise_for_status()
             models: Sequence[dict[str, Any]] = (await response.json())["data"]
             return str(models[0]["id"])
     except (aiohttp.ClientError, TimeoutError) as error:
-        raise KvMeshError(f"no gateway answers at {url} ({error}); start one: kvmesh up") from error
+        raise KvMeshError(no_gateway(url, error)) from error
     except (ValueError, LookupError, TypeError) as error:
         raise KvMeshError(f"{url}/v1/models names no model") from error

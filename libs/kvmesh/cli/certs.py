@@ -165,13 +165,15 @@ def main(argv: Sequence[str]) -> int:
     add_flag(parser, "--days", 30, "how long they are valid", kind=positive_int)
     arguments = parser.parse_args(argv)
     folder = Path(arguments.out)
+    hosts = [each.strip() for each in arguments.hosts.split(",") if each.strip()]
+    if not hosts:
+        parser.error("--hosts names nobody; a certificate is for the names that peers use")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         ca = read_ca(folder)
         if ca is None:
             ca = make_ca(arguments.days)
             write(ca, folder, "ca")
-        hosts = [each.strip() for each in arguments.hosts.split(",") if each.strip()]
         for service in arguments.services.split(","):
             write(issue(ca, service.strip(), hosts, arguments.days), folder, service.strip())
     except OSError as error:

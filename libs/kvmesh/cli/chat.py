@@ -15,7 +15,7 @@ from typing import Any, TextIO
 import aiohttp
 
 from kvmesh.cli.chat_api import Answer, ChatApi, ChatError, Conversation
-from kvmesh.cli.flags import add_flag, add_switch, count, new_parser
+from kvmesh.cli.flags import add_flag, add_switch, count, new_parser, not_negative
 from kvmesh.cli.stack_state import add_state_flag, add_url_flag, gateway_url
 
 MAX_SILENCE_S = 120.0
@@ -50,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     add_flag(parser, "--model", "", "name of the model; default: the first one served")
     add_flag(parser, "--system", "", "system message", metavar="TEXT")
     add_flag(parser, "--prompt", "", "ask this and leave", metavar="TEXT")
-    add_flag(parser, "--temperature", 0.7, "0 is greedy", kind=float)
+    add_flag(parser, "--temperature", 0.7, "0 is greedy", kind=not_negative)
     add_flag(parser, "--max-tokens", 512, "longest answer", kind=count)
     add_flag(parser, "--api-key", "", "bearer key; better by environment than on the command line")
     add_switch(parser, "--json", "print one JSON object per answer, when it is complete")

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import aiohttp
 
+from kvmesh.cli.stack_state import no_gateway
 from kvmesh.core.errors import KvMeshError
 
 _DATA = b"data: "
@@ -114,7 +115,7 @@ class ChatApi:
                 body = json.loads(await response.read())
             return str(body["data"][0]["id"])
         except (aiohttp.ClientError, OSError) as error:
-            raise ChatError(f"no answer from {self._url}: {error}") from error
+            raise ChatError(no_gateway(self._url, error)) from error
         except (ValueError, KeyError, IndexError, TypeError) as error:
             raise ChatError(f"{self._url} does not speak the OpenAI API") from error
 

@@ -6,14 +6,28 @@ Tests: tests/unit/cli/test_flags.py.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 from kvmesh.core.config import ENV_PREFIX, environment
 
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"", "0", "false", "no", "off"}
 _METAVARS: dict[type, str] = {int: "N", float: "NUMBER"}
+_NOUNS: dict[object, str] = {int: "a whole number", float: "a number"}
+
+PICTURES = (".png", ".svg", ".pdf")
+"""Endings of the files that a plot can be written to."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line; all flags are a question away."""
+
+    def error(self, message: str) -> NoReturn:
+        """Prints the line and leaves with the exit code of wrong usage."""
+        self.exit(2, f"{self.prog}: {message}; see `{self.prog} --help`\n")
 
 
 def env_name(flag: str) -> str:
@@ -21,9 +35,9 @@ def env_name(flag: str) -> str:
     return ENV_PREFIX + flag.removeprefix("--").replace("-", "_").upper()
 
 
-def new_parser(prog: str, description: str, epilog: str = "") -> argparse.ArgumentParser:
+def new_parser(prog: str, description: str, epilog: str = "") -> Parser:
     """A parser that keeps the line breaks of its texts and takes no abbreviations."""
-    return argparse.ArgumentParser(
+    return Parser(
         prog=prog,
         description=description,
         epilog=epilog,
@@ -51,7 +65,7 @@ def add_flag(
     shown = "" if default in (None, "") else f"default {default}, "
     parser.add_argument(
         flag,
-        type=kind,
+        type=_told(kind),
         default=default,
         choices=choices,
         metavar=None if choices else metavar or _METAVARS.get(type(default), "VALUE"),
@@ -69,9 +83,9 @@ def _parse(
     choices: Sequence[str] | None,
 ) -> Any:
     try:
-        value = kind(raw)
-    except (ValueError, argparse.ArgumentTypeError) as error:
-        parser.error(f"{env_name(flag)}: invalid value {raw!r}: {error}")
+        value = _told(kind)(raw)
+    except argparse.ArgumentTypeError as error:
+        parser.error(f"{env_name(flag)}: {error}")
     if choices is not None and value not in choices:
         parser.error(f"{env_name(flag)}: {raw!r} is not one of {', '.join(choices)}")
     return value
@@ -105,9 +119,23 @@ def _dest(flag: str) -> str:
     return flag.removeprefix("--").replace("-", "_")
 
 
+def _told(kind: Callable[[str], Any]) -> Callable[[str], Any]:
+    """`kind`, whose errors are sentences for people."""
+
+    def parse(raw: str) -> Any:
+        try:
+            return kind(raw)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{raw!r} is not {_NOUNS.get(kind, 'valid')}") from (
+                error
+            )
+
+    return parse
+
+
 def positive_int(raw: str) -> int:
     """A whole number of at least 1."""
-    value = int(raw)
+    value = _whole(raw)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is less than 1")
     return value
@@ -115,7 +143,7 @@ def positive_int(raw: str) -> int:
 
 def count(raw: str) -> int:
     """A whole number of at least 0."""
-    value = int(raw)
+    value = _whole(raw)
     if value < 0:
         raise argparse.ArgumentTypeError(f"{value} is less than 0")
     return value
@@ -123,7 +151,57 @@ def count(raw: str) -> int:
 
 def port_number(raw: str) -> int:
     """A TCP port; 0 picks a free one."""
-    value = int(raw)
+    value = _whole(raw)
     if not 0 <= value <= 65_535:
         raise argparse.ArgumentTypeError(f"{value} is not a port")
+    return value
+
+
+def positive(raw: str) -> float:
+    """A number above 0, such as a length of time."""
+    value = _finite(raw)
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{raw} is not above 0")
+    return value
+
+
+def not_negative(raw: str) -> float:
+    """A number of at least 0, such as a rate."""
+    value = _finite(raw)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{raw} is less than 0")
+    return value
+
+
+def output_file(raw: str) -> str:
+    """A file that can be written, so that long work does not end without its result; or none."""
+    path = Path(raw)
+    if raw and path.is_dir():
+        raise argparse.ArgumentTypeError(f"{raw} is a folder; name a file")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"the folder {path.parent} does not exist; make it first")
+    return raw
+
+
+def picture_file(raw: str) -> str:
+    """An `output_file` that a plot can be written to; or none."""
+    if raw and Path(raw).suffix.lower() not in PICTURES:
+        raise argparse.ArgumentTypeError(f"{raw} does not end in {', '.join(PICTURES)}")
+    return output_file(raw)
+
+
+def _whole(raw: str) -> int:
+    try:
+        return int(raw)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{raw!r} is not a whole number") from error
+
+
+def _finite(raw: str) -> float:
+    try:
+        value = float(raw)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{raw!r} is not a number") from error
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{raw!r} is not a number")
     return value

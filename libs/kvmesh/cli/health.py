@@ -6,6 +6,7 @@ Tests: tests/unit/cli/test_health.py.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,9 +14,10 @@ from pathlib import Path
 
 import grpc
 
-from kvmesh.cli.flags import add_flag, new_parser
+from kvmesh.cli.flags import add_flag, new_parser, positive
 
 SERVING = "SERVING"
+_ADDRESS = re.compile(r"\S+:\d{1,5}")
 
 _CHECK = "/grpc.health.v1.Health/Check"
 # HealthCheckResponse with `status` (field 1, varint) as the only field; 0 is left out on the wire.
@@ -69,11 +71,13 @@ def main(argv: Sequence[str]) -> int:
         "example: kvmesh health 127.0.0.1:7001",
     )
     parser.add_argument("target", metavar="HOST:PORT")
-    add_flag(parser, "--timeout", 3.0, "seconds to wait for the answer", kind=float)
+    add_flag(parser, "--timeout", 3.0, "seconds to wait for the answer", kind=positive)
     add_flag(parser, "--tls-ca", "", "CA (PEM) of a service that uses TLS")
     add_flag(parser, "--tls-cert", "", "client certificate (PEM), where the service asks for one")
     add_flag(parser, "--tls-key", "", "private key (PEM) of the certificate")
     arguments = parser.parse_args(argv)
+    if not arguments.target.startswith("unix:") and not _ADDRESS.fullmatch(arguments.target):
+        parser.error(f"{arguments.target!r} is not HOST:PORT, such as 127.0.0.1:7001")
     tls = HealthTls(arguments.tls_ca, arguments.tls_cert, arguments.tls_key)
     try:
         state = check_health(arguments.target, arguments.timeout, tls)

@@ -26,6 +26,7 @@ from kvmesh.metadata.tenant_store import FileTenantStore, RedisTenantStore, Tena
 from kvmesh.metadata.tenants import (
     KEY_PREFIX,
     Directory,
+    DirectoryError,
     KeyRecord,
     digest_of,
     directory_from_json,
@@ -100,14 +101,21 @@ async def _change(store: TenantStore, change: Change) -> None:
     raise StoreUnavailableError("others change the directory all the time; try again")
 
 
-def _limited(arguments: argparse.Namespace) -> Change:
-    """Gives the tenant the limits that were named; it keeps its others."""
+def _named_limits(arguments: argparse.Namespace) -> dict[str, Any]:
     names = [item.name for item in dataclasses.fields(TenantLimits)]
-    given: dict[str, Any] = {
+    return {
         name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None
     }
 
+
+def _limited(arguments: argparse.Namespace) -> Change:
+    """Gives the tenant the limits that were named; it keeps its others."""
+    given = _named_limits(arguments)
+
     def change(directory: Directory) -> Directory:
+        if arguments.action == "limit" and arguments.tenant not in directory.tenants:
+            known = ", ".join(sorted(directory.tenants)) or "none"
+            raise DirectoryError(f"there is no tenant {arguments.tenant!r}; known: {known}")
         before = directory.tenants.get(arguments.tenant, TenantLimits())
         return directory.with_tenant(arguments.tenant, dataclasses.replace(before, **given))
 
@@ -115,6 +123,9 @@ def _limited(arguments: argparse.Namespace) -> Change:
 
 
 def _show(directory: Directory) -> None:
+    if not directory.tenants:
+        print("no tenants yet; `kvmesh keys create --tenant NAME` makes one", file=sys.stderr)
+        return
     limits = Table("tenant", *_COLUMNS)
     for name, each in sorted(directory.tenants.items()):
         limits.add_row(name, *map(str, dataclasses.astuple(each)))
@@ -135,8 +146,10 @@ async def _run(arguments: argparse.Namespace) -> None:
                 _show((await _read(store))[1])
             case "revoke":
                 await _change(store, lambda directory: directory.without_key(arguments.key_id))
+                print(f"key {arguments.key_id} revoked", file=sys.stderr)
             case "limit":
                 await _change(store, limited)
+                print(f"limits of {arguments.tenant} set", file=sys.stderr)
             case _:
                 key = KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES)
                 created = time.strftime("%Y-%m-%d", time.gmtime())
@@ -144,6 +157,9 @@ async def _run(arguments: argparse.Namespace) -> None:
                 await _change(store, lambda directory: limited(directory).with_key(record))
                 print(f"key {record.key_id} of {record.tenant}, shown once:", file=sys.stderr)
                 print(key)
+    except DirectoryError as error:
+        place = "the directory in Redis" if arguments.redis_url else arguments.tenants_file
+        raise DirectoryError(f"{place}: {error}") from error
     finally:
         await store.close()
 
@@ -154,6 +170,8 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     if arguments.action in ("create", "limit") and not arguments.tenant:
         parser.error(f"{arguments.action} needs --tenant")
+    if arguments.action == "limit" and not _named_limits(arguments):
+        parser.error("limit needs a limit, such as --requests-per-min 600")
     if arguments.action == "revoke" and not arguments.key_id:
         parser.error("revoke needs the id of a key")
     asyncio.run(_run(arguments))

@@ -237,6 +237,7 @@ class Launcher:
             "http": str(self._plan.http),
             "grpc": str(self._plan.grpc),
             "console": "" if self._plan.console is None else str(self._plan.console),
+            "pool": "" if self._plan.pool is None else str(self._plan.pool),
             "members": [
                 {
                     "name": name,

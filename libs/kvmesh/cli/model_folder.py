@@ -6,6 +6,7 @@ Tests: tests/unit/cli/test_model_folder.py.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from kvmesh.core.errors import CheckpointError
 from kvmesh.core.types import DTYPE_BYTES, KvLayout
 
 _NEEDED = ("config.json", "tokenizer.json")
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ def read_model_folder(path: Path) -> ModelFolder:
         CheckpointError: the folder or a file is missing or cannot be read; says what to do.
     """
     if not path.is_dir():
-        raise CheckpointError(f"{path} is no folder; name a model folder with --model")
+        raise CheckpointError(f"{path} is no folder; {_advice(path)}")
     missing = [name for name in _NEEDED if not (path / name).is_file()]
     weights = list(path.glob("*.safetensors"))
     if not weights:
@@ -69,6 +71,17 @@ def read_model_folder(path: Path) -> ModelFolder:
         return _folder_of(path, config, sum(file.stat().st_size for file in weights))
     except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
         raise CheckpointError(f"{path}/config.json cannot be used: {error!r}") from error
+
+
+def _advice(path: Path) -> str:
+    """What to do about a missing folder, whose last two parts may be a model's public name."""
+    name = "/".join(path.absolute().parts[-2:])
+    if path.absolute().parent.parent != Path.cwd() or not _HUB_NAME.fullmatch(name):
+        return "name a model folder with --model"
+    return (
+        f"nothing is downloaded by itself: `hf download {name} --local-dir {path.name}`, then "
+        f"--model {path.name}"
+    )
 
 
 def _folder_of(path: Path, config: dict[str, Any], weight_bytes: int) -> ModelFolder:

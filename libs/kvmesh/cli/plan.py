@@ -10,7 +10,15 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvmesh.cli.flags import add_flag, count, new_parser, positive_int
+from kvmesh.cli.flags import (
+    add_flag,
+    count,
+    new_parser,
+    not_negative,
+    output_file,
+    picture_file,
+    positive_int,
+)
 from kvmesh.policy.lengths import LengthDistribution
 from kvmesh.policy.prfaas import Hardware
 from kvmesh.sim.plan import make_plan, plan_record, plan_text, plot_plan
@@ -43,10 +51,12 @@ def _parser() -> argparse.ArgumentParser:
     add_flag(parser, "--profile", "prfaas", f"costs: a JSON file, or one of {known}")
     add_flag(parser, "--remote", None, "prefill instances of the other cluster", kind=count)
     add_flag(parser, "--local", None, "instances at home", kind=positive_int)
-    add_flag(parser, "--egress-gbps", None, "bandwidth between the clusters", kind=float)
+    add_flag(parser, "--egress-gbps", None, "bandwidth between the clusters", kind=not_negative)
     add_flag(parser, "--lengths", "", "trace file to take the prompt lengths from")
-    add_flag(parser, "--json", "", "file for the plan as JSON")
-    add_flag(parser, "--plot", "", "file for a plot of the search (PNG, SVG or PDF)")
+    add_flag(parser, "--json", "", "file for the plan as JSON", kind=output_file)
+    add_flag(
+        parser, "--plot", "", "file for a plot of the search (PNG, SVG or PDF)", kind=picture_file
+    )
     return parser
 
 

@@ -16,8 +16,9 @@ from typing import Any
 from rich.console import Group
 from rich.table import Table
 
-from kvmesh.cli.flags import add_flag, add_switch, new_parser
+from kvmesh.cli.flags import add_flag, add_switch, new_parser, positive
 from kvmesh.cli.screen import terminal
+from kvmesh.cli.stack_state import add_state_flag, local_stack
 from kvmesh.core.errors import KvMeshError
 
 _NAME_CHARS = 12
@@ -28,6 +29,7 @@ Asks the admin port of a kvmanager (--server.admin.port). With several replicas 
 knows most; another one shows what it saw when it planned last.
 
 examples:
+  kvmesh pool
   kvmesh pool --admin-url http://127.0.0.1:7102
   kvmesh pool --admin-url http://127.0.0.1:7102 --admin-token-file admin.token --json
 
@@ -45,12 +47,24 @@ class NoViewError(KvMeshError):
 def main(argv: Sequence[str]) -> int:
     """Prints the view once."""
     parser = new_parser("kvmesh pool", "Shows hot prefixes and the copies of them.", _EPILOG)
-    add_flag(parser, "--admin-url", "", "admin port of a kvmanager, http://HOST:PORT")
-    add_flag(parser, "--admin-token-file", "", "file with the token of that port")
-    add_flag(parser, "--timeout", 5.0, "seconds to wait for the answer", kind=float)
+    add_flag(
+        parser,
+        "--admin-url",
+        "",
+        "admin port of a kvmanager; default: that of `kvmesh up`",
+        metavar="http://HOST:PORT",
+    )
+    add_state_flag(parser)
+    add_flag(parser, "--admin-token-file", "", "file with the token of that port", metavar="FILE")
+    add_flag(parser, "--timeout", 5.0, "seconds to wait for the answer", kind=positive)
     add_switch(parser, "--json", "print JSON")
     arguments = parser.parse_args(argv)
-    url = arguments.admin_url
+    url = arguments.admin_url or _local_url(arguments.state_dir)
+    if not url:
+        raise NoViewError(
+            "no local stack runs; start one with `kvmesh up`, or name the admin port of a "
+            "kvmanager with --admin-url"
+        )
     if not url.startswith(("http://", "https://")):
         parser.error("--admin-url must be http://HOST:PORT")
     try:
@@ -64,6 +78,12 @@ def main(argv: Sequence[str]) -> int:
     else:
         terminal().print(picture(view))
     return 0
+
+
+def _local_url(state_dir: str) -> str:
+    """Admin port of the kvmanager of the stack that runs on this machine."""
+    address = local_stack(state_dir).get("pool", "")
+    return f"http://{address}" if address else ""
 
 
 def fetch_view(url: str, token: str, timeout_s: float) -> dict[str, Any]:
@@ -82,7 +102,7 @@ def fetch_view(url: str, token: str, timeout_s: float) -> dict[str, Any]:
         with error:
             raise NoViewError(f"{url} answers {error.code}: {error.reason}") from error
     except (OSError, ValueError) as error:
-        raise NoViewError(f"{url}: {error}") from error
+        raise NoViewError(f"{url}: {getattr(error, 'reason', error)}") from error
     if not isinstance(view, dict) or "segments" not in view:
         raise NoViewError(f"{url} is not the admin port of a kvmanager")
     return view

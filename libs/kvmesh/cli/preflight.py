@@ -5,6 +5,7 @@ Tests: tests/unit/cli/test_preflight.py.
 
 from __future__ import annotations
 
+import socket
 from urllib.parse import urlsplit
 
 from kvmesh.cli.model_folder import ModelFolder, read_model_folder
@@ -19,6 +20,8 @@ ENGINE_BASE_BYTES = 400 * 1024**2
 FAKE_ENGINE_BYTES = 100 * 1024**2
 SERVICE_BYTES = 100 * 1024**2
 _NUM_SERVICES = 4
+_REDIS_PORT = 6379
+_REDIS_TIMEOUT_S = 2.0
 
 _GIB = 1024**3
 
@@ -50,6 +53,11 @@ def problems(options: StackOptions, paths: StackPaths, available_bytes: int) -> 
         "unix",
     ):
         found.append(f"--redis-url {options.redis_url!r} is not redis://, rediss:// or unix://")
+    elif options.redis_url and not _is_reachable(options.redis_url):
+        found.append(
+            f"nothing accepts connections at {_without_password(options.redis_url)}; start that "
+            "Redis first, or leave --redis-url away: `up` starts one"
+        )
     try:
         folder = read_model_folder(options.model)
     except CheckpointError as error:
@@ -57,6 +65,27 @@ def problems(options: StackOptions, paths: StackPaths, available_bytes: int) -> 
     else:
         found += _memory_problems(options, folder, available_bytes)
     return found
+
+
+def _is_reachable(redis_url: str) -> bool:
+    url = urlsplit(redis_url)
+    address = (url.hostname or "127.0.0.1", url.port or _REDIS_PORT)
+    try:
+        if url.scheme != "unix":
+            socket.create_connection(address, _REDIS_TIMEOUT_S).close()
+            return True
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.settimeout(_REDIS_TIMEOUT_S)
+            probe.connect(url.path)
+    except OSError:
+        return False
+    return True
+
+
+def _without_password(redis_url: str) -> str:
+    """The URL as it may be shown."""
+    url = urlsplit(redis_url)
+    return url._replace(netloc=url.netloc.rpartition("@")[2]).geturl()
 
 
 def _memory_problems(options: StackOptions, folder: ModelFolder, available_bytes: int) -> list[str]:

@@ -14,8 +14,15 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvmesh.cli.flags import add_flag, new_parser, positive_int
+from kvmesh.cli.flags import (
+    add_flag,
+    new_parser,
+    output_file,
+    picture_file,
+    positive_int,
+)
 from kvmesh.cli.link_speed import loopback_bytes_per_s, read_bytes_per_s
+from kvmesh.cli.model_folder import read_model_folder
 from kvmesh.core.errors import ConfigError
 from kvmesh.engine.measure import blocks_of, decode_seconds, handoff_bytes, prefill_seconds
 from kvmesh.engine.protocol import ModelRunner
@@ -38,6 +45,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     if not arguments.model:
         raise ConfigError("name a model folder with --model")
+    read_model_folder(Path(arguments.model))
     runner = TorchRunner.load(
         Path(arguments.model),
         served_name=Path(arguments.model).name,
@@ -70,9 +78,18 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = new_parser("kvmesh profile", DESCRIPTION, EXAMPLE)
-    add_flag(parser, "--model", "", "checkpoint folder")
-    add_flag(parser, "--out", "profile.json", "file for the profile")
-    add_flag(parser, "--plot", "", "file for a plot (PNG, SVG or PDF)")
+    add_flag(parser, "--model", "", "checkpoint folder", metavar="DIR")
+    add_flag(
+        parser,
+        "--out",
+        "profile.json",
+        "file for the profile",
+        kind=output_file,
+        metavar="FILE",
+    )
+    add_flag(
+        parser, "--plot", "", "file for a plot (PNG, SVG or PDF)", kind=picture_file, metavar="FILE"
+    )
     add_flag(parser, "--device", "cpu", "cpu or cuda")
     add_flag(parser, "--dtype", "auto", "auto, float32, float16 or bfloat16")
     add_flag(

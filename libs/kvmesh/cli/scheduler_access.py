@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from kvmesh.cli.flags import add_flag
+from kvmesh.cli.flags import add_flag, positive
 from kvmesh.cli.stack_state import add_state_flag, local_stack
 from kvmesh.core.details import FleetWorker
 from kvmesh.core.errors import KvMeshError
@@ -49,7 +49,7 @@ def add_scheduler_flags(parser: argparse.ArgumentParser, timeout_s: float) -> No
         metavar="HOST:PORT",
     )
     add_state_flag(parser)
-    add_flag(parser, "--timeout", timeout_s, "seconds to wait", kind=float)
+    add_flag(parser, "--timeout", timeout_s, "seconds to wait", kind=positive)
     add_flag(parser, "--tls-ca", "", "CA (PEM) of schedulers that use TLS")
     add_flag(parser, "--tls-cert", "", "client certificate (PEM), where they ask for one")
     add_flag(parser, "--tls-key", "", "private key (PEM) of the certificate")
@@ -104,7 +104,10 @@ class FleetView:
         except TimeoutError as error:
             where = ", ".join(self._access.targets)
             if not self.fresh:
-                raise NoAnswerError(f"no scheduler answers at {where}") from error
+                raise NoAnswerError(
+                    f"no scheduler answers at {where}; start a stack with `kvmesh up`, or name "
+                    "one with --scheduler"
+                ) from error
             raise NoAnswerError(
                 f"not after {self._access.timeout_s:g} s: {what}; give it longer with --timeout"
             ) from error

@@ -15,7 +15,15 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvmesh.cli.flags import add_flag, add_switch, count, new_parser, positive_int
+from kvmesh.cli.flags import (
+    add_flag,
+    add_switch,
+    count,
+    new_parser,
+    output_file,
+    positive,
+    positive_int,
+)
 from kvmesh.core.errors import ConfigError
 from kvmesh.sim.fleet import parse_fleet
 from kvmesh.sim.plots import Series, png, write_html
@@ -73,17 +81,17 @@ def _parser() -> argparse.ArgumentParser:
     add_flag(parser, "--fleet", fleet, "CLUSTER:DEVICE:ROLE:COUNT,...; `remote` prefills only")
     add_flag(parser, "--trace", "", "trace file; without one a workload is made")
     add_flag(parser, "--requests", 1000, "requests to make, or to read", kind=positive_int)
-    add_flag(parser, "--load", 1.0, "factor on the arrival rate of a trace", kind=float)
-    add_flag(parser, "--rate", 1.0, "requests per second to make", kind=float)
+    add_flag(parser, "--load", 1.0, "factor on the arrival rate of a trace", kind=positive)
+    add_flag(parser, "--rate", 1.0, "requests per second to make", kind=positive)
     add_flag(parser, "--burst", 1.0, "rate of bursts over rate of calm times", kind=float)
     add_flag(parser, "--turns", 1, "requests per session to make", kind=positive_int)
     add_flag(parser, "--shared", 0, "prefixes that sessions share, to make", kind=count)
     add_switch(parser, "--closed-loop", "a session's next turn follows its answer")
     add_flag(parser, "--failures", "", "SECONDS:kill|restart|link:VALUE,...")
     add_flag(parser, "--seed", 0, "of arrivals, ties and jitter", kind=count)
-    add_flag(parser, "--json", "", "file for all numbers")
-    add_flag(parser, "--png", "", "file for the plots")
-    add_flag(parser, "--html", "", "file for table and plots in one page")
+    add_flag(parser, "--json", "", "file for all numbers", kind=output_file)
+    add_flag(parser, "--png", "", "file for the plots", kind=output_file)
+    add_flag(parser, "--html", "", "file for table and plots in one page", kind=output_file)
     return parser
 
 
@@ -91,8 +99,8 @@ def _requests(arguments: argparse.Namespace, profile: Profile) -> tuple[TraceReq
     if arguments.trace:
         read = read_trace(Path(arguments.trace), arguments.requests)
         return scale_rate(spread_ticks(read, arguments.seed), arguments.load)
-    if arguments.rate <= 0 or arguments.burst < 1:
-        raise ConfigError("--rate must be above 0 and --burst at least 1")
+    if arguments.burst < 1:
+        raise ConfigError("--burst must be at least 1")
     workload = Workload(
         arguments.requests,
         arguments.rate,

@@ -91,6 +91,7 @@ class StackPlan:
     Attributes:
         has_chat: the model has a chat template.
         console: where the gateway's admin port is; None without one.
+        pool: where the kvmanager's admin port is; None without one.
     """
 
     members: tuple[Member, ...]
@@ -99,6 +100,7 @@ class StackPlan:
     model_name: str
     has_chat: bool = False
     console: Endpoint | None = None
+    pool: Endpoint | None = None
 
 
 @dataclass(slots=True)
@@ -196,7 +198,9 @@ def plan_stack(
         redis = Endpoint(_LOCAL, next_port())
         members.append(planner.redis(redis))
         redis_url = f"redis://{redis}/0"
-    member, kvmanager = planner.service("kvmanager", {"redis.url": redis_url})
+    pool = Endpoint(_LOCAL, next_port())
+    flags: dict[str, object] = {"redis.url": redis_url, "server.admin.port": pool.port}
+    member, kvmanager = planner.service("kvmanager", flags)
     members.append(member)
     member, scheduler = planner.service(
         "scheduler", {"kvmanager.target": kvmanager, "redis.url": redis_url}
@@ -223,7 +227,7 @@ def plan_stack(
     )
     members.append(member)
     has_chat = (options.model / "chat_template.jinja").is_file()
-    return StackPlan(tuple(members), asked, grpc, options.model_name, has_chat, console)
+    return StackPlan(tuple(members), asked, grpc, options.model_name, has_chat, console, pool)
 
 
 def engine_threads(cores: int, num_engines: int) -> int:

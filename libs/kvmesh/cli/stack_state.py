@@ -98,6 +98,15 @@ def add_url_flag(parser: argparse.ArgumentParser) -> None:
     add_flag(parser, "--url", "", text, metavar="URL")
 
 
+def no_gateway(url: str, error: Exception) -> str:
+    """What to say when nobody answers at a gateway's URL."""
+    reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return (
+        f"no gateway answers at {url} ({reason}); start one with `kvmesh up`, or name another "
+        "with --url"
+    )
+
+
 def gateway_url(arguments: argparse.Namespace) -> str:
     """Base URL of the gateway that is meant."""
     url: str = arguments.url or local_stack(arguments.state_dir).get("http", "") or DEFAULT_URL

@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from kvmesh.cli.flags import add_flag, add_switch, new_parser
+from kvmesh.cli.flags import add_flag, add_switch, new_parser, positive
 from kvmesh.cli.fleet import described, state_of
 from kvmesh.cli.scheduler_access import (
     FleetView,
@@ -102,7 +102,7 @@ def main(argv: Sequence[str]) -> int:
     parser = new_parser("kvmesh top", "Workers and requests, live. Ctrl-C leaves.", _EPILOG)
     add_scheduler_flags(parser, 5.0)
     add_url_flag(parser)
-    add_flag(parser, "--interval", 1.0, "seconds between two pictures", kind=float)
+    add_flag(parser, "--interval", 1.0, "seconds between two pictures", kind=positive)
     add_switch(parser, "--once", "one picture, then leave")
     add_switch(parser, "--json", "print JSON, one object per picture")
     arguments = parser.parse_args(argv)

@@ -20,6 +20,7 @@ from kvmesh.cli.flags import (
     count,
     new_parser,
     port_number,
+    positive,
     positive_int,
 )
 from kvmesh.cli.launcher import PORT_TAKEN, Launcher, LaunchSettings
@@ -42,6 +43,7 @@ from kvmesh.metadata.server_binary import find_redis_binary
 
 ROOT = Path(__file__).resolve().parents[3]
 _PORTS_PER_MEMBER = 2
+_ADMIN_PORTS = 2
 _DRAIN_S = 5.0
 _GRACE_S = 10.0
 
@@ -79,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_flag(parser, "--redis-url", "", "a running Redis; default: start one", metavar="URL")
     add_flag(parser, "--state-dir", "", "logs and traces; default: .kvmesh", metavar="DIR")
-    add_flag(parser, "--start-timeout", 120.0, "seconds until all must be ready", kind=float)
+    add_flag(parser, "--start-timeout", 120.0, "seconds until all must be ready", kind=positive)
     add_flag(parser, "--run", "", "run this when ready, then stop", metavar="COMMAND")
     add_switch(parser, "--restart", "start processes again that end by themselves")
     return parser
@@ -130,7 +132,7 @@ def usable_cores() -> int:
 def _next_port(options: StackOptions) -> Callable[[], int]:
     num_members = options.num_prefill + options.num_decode + 4
     # All at once, so that they differ.
-    ports = iter(free_ports("127.0.0.1", _PORTS_PER_MEMBER * num_members + 1))
+    ports = iter(free_ports("127.0.0.1", _PORTS_PER_MEMBER * num_members + _ADMIN_PORTS))
     return lambda: next(ports)
 
 

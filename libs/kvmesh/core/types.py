@@ -459,5 +459,14 @@ class Usage:
     reasoning_tokens: int = 0
 
 
-for _often_made in (Candidate, Endpoint, RoutePlan, RouteQuery, SamplingParams, SequenceSpec):
+for _often_made in (
+    Candidate,
+    Endpoint,
+    PrefixSource,
+    RoutePlan,
+    RouteQuery,
+    SamplingParams,
+    SequenceSpec,
+    WorkerLoad,
+):
     quick(_often_made)

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvmesh.core.errors import LostError
 from kvmesh.core.types import KvLayout
 from kvmesh.engine.device_driver import DeviceDriver
-from kvmesh.engine.kv_shape import SPARE_BLOCKS, TORCH_DTYPES, pool_shape
+from kvmesh.engine.kv_shape import SPARE_BLOCKS, TORCH_DTYPES, PoolTensor
 from kvmesh.kernels.block_ops import copy_pieces
 from kvmesh.transfer.device import Moment, Pieces, SharedMemory
 
@@ -134,36 +134,18 @@ class MappedPeer:
             self._driver.close(self._handle)
 
 
-class DeviceKvPool:
+class DeviceKvPool(PoolTensor):
     """A pool that only its device reaches (`transfer.device.DevicePool`)."""
 
     def __init__(self, layout: KvLayout, num_blocks: int, driver: DeviceDriver) -> None:
         assert num_blocks > 0, "a pool needs a block"
-        self._num_blocks = num_blocks
         self._block_bytes = layout.block_bytes
         self._driver = driver
         memory = driver.zeros((num_blocks + SPARE_BLOCKS) * layout.block_bytes)
-        shape = pool_shape(layout, num_blocks + SPARE_BLOCKS)
-        self._tensor: Tensor | None = memory.view(TORCH_DTYPES[layout.dtype]).view(shape)
+        super().__init__(layout, num_blocks, memory.view(TORCH_DTYPES[layout.dtype]))
         # Runs that are being received, until `written` copies them over.
         self._arriving: dict[tuple[int, int], Tensor] = {}
         self.computed()
-
-    @property
-    def num_blocks(self) -> int:
-        """See `KvPool.num_blocks`."""
-        return self._num_blocks
-
-    @property
-    def tensor(self) -> Tensor:
-        """See `KvPool.tensor`."""
-        return self.with_spare[: self._num_blocks]
-
-    @property
-    def with_spare(self) -> Tensor:
-        """See `KvPool.with_spare`."""
-        assert self._tensor is not None, "the pool is closed"
-        return self._tensor
 
     def computed(self) -> None:
         """See `KvPool.computed`."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvmesh.core.types import KvLayout
 from kvmesh.engine.device_driver import CudaDriver
 from kvmesh.engine.device_pool import DeviceKvPool
-from kvmesh.engine.kv_shape import SPARE_BLOCKS, TORCH_DTYPES, pool_shape
+from kvmesh.engine.kv_shape import SPARE_BLOCKS, TORCH_DTYPES, PoolTensor
 from kvmesh.transfer.memory import create_shared
 
 __all__ = ["TORCH_DTYPES", "HostKvPool", "KvPool", "allocate_pool"]
@@ -63,7 +63,7 @@ class KvPool(Protocol):
         ...
 
 
-class HostKvPool:
+class HostKvPool(PoolTensor):
     """A pool in host memory. Views are the memory itself.
 
     Attributes:
@@ -72,30 +72,12 @@ class HostKvPool:
 
     def __init__(self, layout: KvLayout, num_blocks: int) -> None:
         assert num_blocks > 0, "a pool needs a block"
-        self._num_blocks = num_blocks
         self._block_bytes = layout.block_bytes
         size = (num_blocks + SPARE_BLOCKS) * layout.block_bytes
         self.fd, memory = create_shared("kvmesh-kv", size)
         self._bytes: memoryview | None = memoryview(memory)
-        self._tensor: Tensor | None = torch.frombuffer(
-            memory, dtype=TORCH_DTYPES[layout.dtype]
-        ).view(pool_shape(layout, num_blocks + SPARE_BLOCKS))
-
-    @property
-    def num_blocks(self) -> int:
-        """See `KvPool.num_blocks`."""
-        return self._num_blocks
-
-    @property
-    def tensor(self) -> Tensor:
-        """See `KvPool.tensor`."""
-        return self.with_spare[: self._num_blocks]
-
-    @property
-    def with_spare(self) -> Tensor:
-        """See `KvPool.with_spare`."""
-        assert self._tensor is not None, "the pool is closed"
-        return self._tensor
+        flat = torch.frombuffer(memory, dtype=TORCH_DTYPES[layout.dtype])
+        super().__init__(layout, num_blocks, flat)
 
     def read_view(self, first_block: int, num_blocks: int) -> memoryview:
         """The run's memory."""

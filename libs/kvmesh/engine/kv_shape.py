@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from kvmesh.core.types import KvLayout
 
@@ -26,3 +27,29 @@ def pool_shape(layout: KvLayout, num_blocks: int) -> tuple[int, ...]:
         layout.num_kv_heads,
         layout.head_dim,
     )
+
+
+class PoolTensor:
+    """A pool's memory as the tensor that the model computes on, until it is closed."""
+
+    def __init__(self, layout: KvLayout, num_blocks: int, memory: Tensor) -> None:
+        """`memory` is flat, of the layout's dtype, and has room for the spare blocks too."""
+        self._num_blocks = num_blocks
+        shape = pool_shape(layout, num_blocks + SPARE_BLOCKS)
+        self._tensor: Tensor | None = memory.view(shape)
+
+    @property
+    def num_blocks(self) -> int:
+        """See `KvPool.num_blocks`."""
+        return self._num_blocks
+
+    @property
+    def tensor(self) -> Tensor:
+        """See `KvPool.tensor`."""
+        return self.with_spare[: self._num_blocks]
+
+    @property
+    def with_spare(self) -> Tensor:
+        """See `KvPool.with_spare`."""
+        assert self._tensor is not None, "the pool is closed"
+        return self._tensor

@@ -147,7 +147,8 @@ class RoleLoop:
         self._windows: dict[WorkerId, ScoreWindow] = {}
         self._helping: dict[WorkerId, Help] = {}
         self._rest = 0
-        self._next_rest = self._limits.rest_cycles
+        self._next_rest = self._last_rest = self._limits.rest_cycles
+        self._was_called = False
 
     @property
     def is_helping(self) -> bool:
@@ -170,6 +171,7 @@ class RoleLoop:
             if roles.get(name) is help_.role
         }
         self._rest = max(self._rest - 1, 0)
+        self._last_rest, self._was_called = self._next_rest, False
         scored = [self._score(each, now) for each in readings]
         fleet = fleet_score(scored)
         regime = classify(fleet)
@@ -187,11 +189,14 @@ class RoleLoop:
             self._begin_rest(switch.reason)
 
     def _begin_rest(self, why: SwitchReason) -> None:
-        """Where help was a mistake it would be one again: each one doubles the time to the next."""
+        """Where help was a mistake it would be one again: each one doubles the time to the next.
+        All whom their side calls in one cycle are one mistake, whoever else returns in it.
+        """
         limits = self._limits
         if why is SwitchReason.NEEDED_AT_HOME:
-            self._next_rest = min(2 * self._next_rest, limits.max_rest_cycles)
-        else:
+            self._next_rest = min(2 * self._last_rest, limits.max_rest_cycles)
+            self._was_called = True
+        elif not self._was_called:
             self._next_rest = limits.rest_cycles
         self._rest = self._next_rest
 

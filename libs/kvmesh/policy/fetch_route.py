@@ -13,7 +13,7 @@ from kvmesh.policy.prefix_source import (
     MIN_FETCH_TOKENS,
     FetchPace,
     choose_holder,
-    decide_fetch,
+    saved_tokens,
 )
 from kvmesh.policy.ranking import Standing
 
@@ -30,13 +30,13 @@ def weigh_fetches(
         standings: all of one layout; those that fetch are sooner afterwards.
         readable: of these, workers that answer.
     """
-    longest = max((each.cached_tokens for each in readable), default=0)
+    longest = max([each.cached_tokens for each in readable], default=0)
     if not longest:
         return
     size = standings[0].worker.info.layout.block_size
     # The last token of a prompt is always computed.
     usable = min(longest, (standings[0].query.num_tokens - 1) // size * size)
-    holder: Standing | None = None
+    holder: _Holder | None = None
     for each in standings:
         missing = usable - each.cached_tokens
         if missing <= 0:
@@ -46,8 +46,38 @@ def weigh_fetches(
         else:
             if holder is None:  # most requests need none, and drawing one takes its time
                 holders = [one for one in readable if one.cached_tokens == longest]
-                holder = choose_holder(holders, _queued_tokens, rng)
-            _weigh(each, holder, missing, pace)
+                holder = _Holder(choose_holder(holders, _queued_tokens, rng), pace)
+            holder.weigh_for(each, missing)
+
+
+class _Holder:
+    """Whom all workers of a route fetch from, with what is the same for all of them."""
+
+    __slots__ = ("_between", "_cluster", "_inside", "_overhead", "_queued", "_source")
+
+    def __init__(self, standing: Standing, pace: FetchPace) -> None:
+        info = standing.worker.info
+        num_blocks = standing.cached_tokens // info.layout.block_size
+        self._source = PrefixSource(
+            info.worker_id, info.incarnation, info.control_endpoint, num_blocks
+        )
+        self._cluster = info.cluster
+        self._queued = _queued_tokens(standing)
+        self._overhead = pace.overhead_tokens
+        self._inside = pace.share(inside=True)
+        self._between = pace.share(inside=False)
+
+    def weigh_for(self, each: Standing, missing: int) -> None:
+        """Lets a worker fetch `missing` tokens, or not."""
+        share = self._inside if each.worker.info.cluster == self._cluster else self._between
+        saved = saved_tokens(missing, self._queued, self._overhead, share)
+        if not saved:
+            each.fetch = FetchReason.SLOW
+            return
+        each.fetch = FetchReason.FETCH
+        each.source = self._source
+        each.saved_tokens = saved
+        each.first_token -= saved
 
 
 def fetch_words(standing: Standing) -> str:
@@ -57,20 +87,6 @@ def fetch_words(standing: Standing) -> str:
         return ""
     num_tokens = source.num_blocks * standing.worker.info.layout.block_size
     return f", of which it fetches up to {num_tokens} from {source.worker_id}"
-
-
-def _weigh(each: Standing, holder: Standing, missing: int, pace: FetchPace) -> None:
-    info = holder.worker.info
-    inside = each.worker.info.cluster == info.cluster
-    choice = decide_fetch(missing, _queued_tokens(holder), pace, inside=inside)
-    each.fetch = choice.reason
-    if choice.reason is FetchReason.FETCH:
-        num_blocks = holder.cached_tokens // info.layout.block_size
-        each.source = PrefixSource(
-            info.worker_id, info.incarnation, info.control_endpoint, num_blocks
-        )
-        each.saved_tokens = choice.saved_tokens
-        each.first_token -= choice.saved_tokens
 
 
 def _queued_tokens(standing: Standing) -> float:

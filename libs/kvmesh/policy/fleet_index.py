@@ -84,12 +84,15 @@ class _Entry:
 
     Attributes:
         longest: tokens of a sequence that fits.
+        model, block_size: also in the name; a route reads them of dozens of holders.
     """
 
     view: WorkerView
     name: _BucketName
     bucket: _Bucket
     longest: int
+    model: str
+    block_size: int
     prefill: _Key = _UNKNOWN
     decode: _Key = _UNKNOWN
 
@@ -146,7 +149,9 @@ class FleetIndex:
             self.remove(worker_id)
             name = (info.model, info.layout, info.cluster, info.role, info.scenario)
             longest = min(info.max_model_len, info.num_blocks * info.layout.block_size)
-            entry = self._entries[worker_id] = _Entry(view, name, self._bucket(name), longest)
+            size = info.layout.block_size
+            entry = _Entry(view, name, self._bucket(name), longest, info.model, size)
+            self._entries[worker_id] = entry
         tie = self._rng.random()
         bucket = entry.bucket
         if bucket.prefill is not None:
@@ -224,12 +229,13 @@ class FleetIndex:
             for keys in (bucket.prefill, bucket.decode):
                 if keys is not None:
                     self._walk(keys, query, now - silent_after_s, chosen)
-        for worker_id in self._best_holders(query, matches or {}):
+        longest = longest_holders(matches or {}, MAX_HOLDERS)
+        for worker_id in self._best_holders(query, longest):
             chosen[worker_id] = self._entries[worker_id]
         # Whatever its load: others may fetch from it.
-        for _, worker_id in longest_holders(matches or {}, 1):
+        for _, worker_id in longest[:1]:
             entry = self._entries.get(worker_id)
-            if entry is not None and entry.name[0] == query.model:
+            if entry is not None and entry.model == query.model:
                 chosen[worker_id] = entry
         if not any(entry.can_hold(query.num_tokens) for entry in chosen.values()):
             return self.view()
@@ -260,18 +266,20 @@ class FleetIndex:
             if not left:
                 break
 
-    def _best_holders(self, query: RouteQuery, matches: Mapping[WorkerId, int]) -> list[WorkerId]:
+    def _best_holders(
+        self, query: RouteQuery, holders: list[tuple[int, WorkerId]]
+    ) -> list[WorkerId]:
         """Holders of a prefix for whom it outweighs their load most, per side."""
         prefill: list[tuple[float, float, WorkerId]] = []
         decode: list[tuple[float, float, WorkerId]] = []
         entries, model, num_tokens = self._entries, query.model, query.num_tokens
         weight = DECODE_CACHE_WEIGHT / (num_tokens or 1)
-        for blocks, worker_id in longest_holders(matches, MAX_HOLDERS):
+        for blocks, worker_id in holders:
             entry = entries.get(worker_id)
-            if entry is None or entry.name[0] != model:
+            if entry is None or entry.model != model:
                 continue
-            uncached = num_tokens - blocks * entry.name[1].block_size
-            uncached = max(uncached, 1)
+            left = num_tokens - blocks * entry.block_size
+            uncached = left if left > 1 else 1
             bucket = entry.bucket
             if bucket.prefill is not None:
                 busy, load, _, _ = entry.prefill

@@ -14,6 +14,9 @@ from typing import Any
 
 from kvmesh.core.types import WorkerId
 
+_WORD = 60
+_WORD_MASK = (1 << _WORD) - 1
+
 
 class Holders(Mapping[WorkerId, int]):
     """Leading blocks held by each worker; those that hold none are left out.
@@ -58,11 +61,15 @@ class Holders(Mapping[WorkerId, int]):
     def _pairs(self) -> Iterator[tuple[int, WorkerId]]:
         names = self._names
         for blocks, workers in self._levels:
-            left = workers
-            while left:
-                place = left.bit_length() - 1
-                yield blocks, names[place]
-                left ^= 1 << place
+            # In words, since each operation on an integer of all workers touches all of it.
+            low = workers.bit_length() // _WORD * _WORD
+            while low >= 0:
+                left = workers >> low & _WORD_MASK
+                while left:
+                    place = left.bit_length() - 1
+                    yield blocks, names[low + place]
+                    left ^= 1 << place
+                low -= _WORD
 
     def __len__(self) -> int:
         return sum(workers.bit_count() for _, workers in self._levels)

@@ -89,10 +89,22 @@ def decide_fetch(
     """
     if num_missing < MIN_FETCH_TOKENS:
         return FetchChoice(FetchReason.SHORT)
-    cost = pace.overhead_tokens + (num_missing + queued_tokens) * pace.share(inside=inside)
-    if cost > WORTH * num_missing:
-        return FetchChoice(FetchReason.SLOW)
-    return FetchChoice(FetchReason.FETCH, num_missing - cost)
+    share = pace.share(inside=inside)
+    saved = saved_tokens(num_missing, queued_tokens, pace.overhead_tokens, share)
+    return FetchChoice(FetchReason.FETCH, saved) if saved else FetchChoice(FetchReason.SLOW)
+
+
+def saved_tokens(
+    num_missing: int, queued_tokens: float, overhead_tokens: float, share: float
+) -> float:
+    """Tokens by which the first one comes sooner through a fetch; 0 if it is not worth it.
+
+    Args:
+        num_missing: at least `MIN_FETCH_TOKENS`.
+        overhead_tokens, share: of the `FetchPace`; one route weighs many workers with them.
+    """
+    cost = overhead_tokens + (num_missing + queued_tokens) * share
+    return num_missing - cost if cost <= WORTH * num_missing else 0.0
 
 
 def choose_holder(holders: Sequence[T], load: Callable[[T], float], rng: random.Random) -> T:

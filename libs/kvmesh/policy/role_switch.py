@@ -70,7 +70,7 @@ class SwitchLimits:
         cycles: length of one turn.
         min_cycles: nobody returns before: what a move brings shows when the window has passed.
         rest_cycles: after a return nobody begins to help for so long; twice as long after each
-            further one in a row to whom its own side called.
+            further cycle in a row in which a side called its own back.
         max_rest_cycles: at most.
         max_share: at most this share of a side helps at once.
         margin: of scores; what a move costs in routes and prefixes that lie on the wrong side.

@@ -53,10 +53,13 @@ SILENT_AFTER_S = 1.5
 Group = tuple[int, str]
 """Workers of equal layout (by number) in one cluster: KV moves freely among them."""
 
+LastResort = Callable[["_Seat"], bool] | None
+"""Who is tried after all others; None: nobody in particular."""
+
 
 @dataclass(slots=True)
 class _Call:
-    """The arguments of one decision, and the layouts that it has met."""
+    """The arguments of one decision, and the layouts and groups that it has met."""
 
     view: FleetView
     query: RouteQuery
@@ -65,6 +68,7 @@ class _Call:
     rng: random.Random
     policy: RoutePolicy
     layouts: list[KvLayout] = field(default_factory=list)
+    groups: set[Group] = field(default_factory=set)
 
 
 class _Seat(Standing):
@@ -91,6 +95,7 @@ def _take_seats(call: _Call, able: list[WorkerView]) -> list[_Seat]:
     heard_since = call.now - SILENT_AFTER_S
     matches = call.matches or {}
     seats: list[_Seat] = []
+    group: Group = (-1, "")
     for worker in able:
         info = worker.info
         layout = info.layout
@@ -101,9 +106,18 @@ def _take_seats(call: _Call, able: list[WorkerView]) -> list[_Seat]:
         seat.silent = worker.reported_at < heard_since
         is_first = layouts and layouts[0] is layout
         seat.layout = number = 0 if is_first else _layout_number(layouts, layout)
-        seat.group = (number, info.cluster)
+        if group[0] != number or group[1] != info.cluster:
+            group = (number, info.cluster)
+            call.groups.add(group)
+        seat.group = group
         seats.append(seat)
     return seats
+
+
+def _of_layout(call: _Call, seats: list[_Seat], layout: int) -> list[_Seat]:
+    if len(call.layouts) == 1:
+        return seats
+    return [seat for seat in seats if seat.layout == layout]
 
 
 def _layout_number(known: list[KvLayout], layout: KvLayout) -> int:
@@ -160,7 +174,7 @@ def plan_route(
     seats = _take_seats(call, able)
     if policy.fetches and matches:
         for layout in range(len(call.layouts)):
-            members = [seat for seat in seats if seat.layout == layout]
+            members = _of_layout(call, seats, layout)
             holders = [seat for seat in members if not seat.silent]
             weigh_fetches(members, holders, view.pace, rng)
     if query.placement is Placement.AGGREGATED:
@@ -228,7 +242,7 @@ def _nobody(query: RouteQuery, by_id: list[WorkerView]) -> Refusal:
 
 
 def _ordered(
-    call: _Call, seats: list[_Seat], rank: RankFunction, last_resort: Callable[[_Seat], bool]
+    call: _Call, seats: list[_Seat], rank: RankFunction, last_resort: LastResort
 ) -> list[_Seat]:
     """Workers as they are to be tried; all of them, whatever speaks against one."""
     keyed = _keyed(call, seats, rank, last_resort)
@@ -236,29 +250,28 @@ def _ordered(
     return [seats[key[5]] for key in keyed]
 
 
-def _first(
-    call: _Call, seats: list[_Seat], rank: RankFunction, last_resort: Callable[[_Seat], bool]
-) -> _Seat:
+def _first(call: _Call, seats: list[_Seat], rank: RankFunction, last_resort: LastResort) -> _Seat:
     """The one that is to be tried first."""
     return seats[min(_keyed(call, seats, rank, last_resort))[5]]
 
 
 def _keyed(
-    call: _Call, seats: list[_Seat], rank: RankFunction, last_resort: Callable[[_Seat], bool]
+    call: _Call, seats: list[_Seat], rank: RankFunction, last_resort: LastResort
 ) -> list[tuple[bool, bool, bool, Rank, float, int]]:
     """What says which worker is tried before which; the last number is its place in `seats`."""
     if call.policy.basis is RouteCause.ROTATION:
         for index, seat in enumerate(seats):
             seat.turn = (index - call.view.num_routes) % len(seats)
     tie = call.rng.random
+    if last_resort is None:
+        return [
+            (seat.avoided, seat.silent, False, rank(seat), tie(), index)
+            for index, seat in enumerate(seats)
+        ]
     return [
         (seat.avoided, seat.silent, last_resort(seat), rank(seat), tie(), index)
         for index, seat in enumerate(seats)
     ]
-
-
-def _anyone(_: _Seat) -> bool:
-    return False
 
 
 def _split_sides(call: _Call, seats: list[_Seat]) -> _Sides:
@@ -276,7 +289,7 @@ def _split_sides(call: _Call, seats: list[_Seat]) -> _Sides:
             [seat for seat in members if seat.worker.info.role is Role.PREFILL],
             [seat for seat in members if seat.worker.info.role is Role.DECODE],
         )
-        for seat in _ordered(call, hybrids, call.policy.prefill, _anyone):
+        for seat in _ordered(call, hybrids, call.policy.prefill, None):
             side = _needier_side(sides)
             side.append(seat)
             (whole.prefill if side is sides.prefill else whole.decode).append(seat)
@@ -298,10 +311,10 @@ def _has_default_pair(sides: _Sides) -> bool:
     """Whether a group has both sides and someone whose role asks for them to be apart."""
     groups = {seat.group for seat in sides.prefill}
     groups &= {seat.group for seat in sides.decode}
-    return any(
-        seat.group in groups and seat.worker.info.role is not Role.HYBRID
-        for seat in (*sides.prefill, *sides.decode)
-    )
+    for seat in (*sides.prefill, *sides.decode):
+        if seat.worker.info.role is not Role.HYBRID and seat.group in groups:
+            return True
+    return False
 
 
 def _plan_disaggregated(call: _Call, sides: _Sides) -> RoutePlan | None:
@@ -315,18 +328,18 @@ def _plan_disaggregated(call: _Call, sides: _Sides) -> RoutePlan | None:
         return seat.group not in ready
 
     # The best prefill worker that has decode room beside it says where the request goes.
-    home = _first(call, paired, call.policy.prefill, is_crowded)
+    home = _first(call, paired, call.policy.prefill, is_crowded if len(call.groups) > 1 else None)
     layout, cluster = home.group
 
     def is_far(seat: _Seat) -> bool:
         return seat.group[1] != cluster
 
+    last_resort = is_far if len(call.groups) > 1 else None
     rest = [seat for seat in paired if seat.layout == layout and seat is not home]
-    prefill = [home, *_ordered(call, rest, call.policy.prefill, is_far)]
+    prefill = [home, *_ordered(call, rest, call.policy.prefill, last_resort)]
     prefill = _worth_asking(call, prefill)
-    decode = _ordered(
-        call, [seat for seat in sides.decode if seat.layout == layout], call.policy.decode, is_far
-    )
+    beside = _of_layout(call, sides.decode, layout)
+    decode = _ordered(call, beside, call.policy.decode, last_resort)
     first = prefill[0]
     reason = f"{prefill_reason(first)}{fetch_words(first)}; {decode_reason(decode[0])}"
     cause = call.policy.basis
@@ -351,7 +364,7 @@ def _plan_short(call: _Call, decode: list[_Seat]) -> RoutePlan | None:
     ]
     if not fitting:
         return None
-    ordered = _ordered(call, fitting, call.policy.aggregated, _anyone)
+    ordered = _ordered(call, fitting, call.policy.aggregated, None)
     reason = f"aggregated, a short prompt: {prefill_reason(ordered[0])}"
     return _plan(call, ordered, [], RouteCause.SHORT_PROMPT, reason)
 
@@ -408,8 +421,8 @@ def _plan(
     """A plan; aggregated without decode candidates."""
     return RoutePlan(
         placement=Placement.DISAGGREGATED if decode else Placement.AGGREGATED,
-        prefill=tuple(_candidate(seat) for seat in prefill),
-        decode=tuple(_candidate(seat) for seat in decode),
+        prefill=tuple([_candidate(seat) for seat in prefill]),
+        decode=tuple([_candidate(seat) for seat in decode]),
         cache_known=call.matches is not None,
         reason=reason,
         policy=call.policy.name,

@@ -177,6 +177,8 @@ class RouteClient:
             try:
                 return await line.ask(query, traceparent, timeout_s / len(connected), wish)
             except LostError as error:
+                # The next one is told of used plans too, whether or not this one has read of them:
+                # every scheduler counts for itself, and nobody adds up what they counted.
                 reason = str(error)
         raise LostError(reason)
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from kvmesh.core.clock import Clock
 from kvmesh.core.errors import LostError, RefusedError
@@ -33,7 +32,7 @@ from kvmesh.telemetry.logs import event_logger
 from kvmesh.transfer.device import pieces_of
 from kvmesh.transfer.frames import BlockRun
 from kvmesh.transfer.memory import write_views
-from kvmesh.transfer.meters import LinkKey, LinkMeter, TransferStatistics
+from kvmesh.transfer.meters import LinkKey, LinkMeters, TransferStatistics
 from kvmesh.transfer.reader import BlockReader, ReadLease
 from kvmesh.transfer.staging import StagingRing
 from kvmesh.v1 import kv_pool_service_pb2 as pb
@@ -99,7 +98,7 @@ class PrefixFetcher:
         self._on_stored = on_stored
         self._block_bytes = parts.core.spec.layout.block_bytes
         self._releases: set[asyncio.Task[bool]] = set()
-        self._links: dict[LinkKey, LinkMeter] = {}
+        self._links = LinkMeters()
         self._shunned: dict[tuple[WorkerId, int], float] = {}
         self._shared = SharedFetches()
 
@@ -223,7 +222,7 @@ class PrefixFetcher:
             blocks = fill.open(message.num_blocks)
             if blocks is None:
                 raise _NoRoomError
-            meter = self._links.setdefault(LinkKey(source.worker_id, GET, "received"), LinkMeter())
+            meter = self._links.of(LinkKey(source.worker_id, GET, "received"))
             num_bytes = len(blocks) * self._block_bytes
             meter.begin(num_bytes, self._clock.now())
             try:
@@ -285,7 +284,7 @@ class PrefixFetcher:
 
     def statistics(self) -> TransferStatistics:
         """What was read, by holder."""
-        return TransferStatistics(0, MappingProxyType(self._links))
+        return TransferStatistics(0, self._links.links)
 
     @property
     def is_idle(self) -> bool:

@@ -5,6 +5,7 @@ Tests: tests/integration/test_worker.py.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
 import prometheus_client
@@ -15,7 +16,7 @@ from prometheus_client.registry import Collector
 from kvmesh.core.types import WorkerLoad
 from kvmesh.engine.core import EngineCore
 from kvmesh.runtime.link_metrics import LinkCollector
-from kvmesh.transfer.meters import TransferSample, TransferStatistics
+from kvmesh.transfer.meters import MAX_LINKS, LinkKey, TransferSample, TransferStatistics
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _RATES = tuple(float(10**6 * 2**power) for power in range(1, 15))
@@ -124,12 +125,23 @@ class WorkerMetrics:
             buckets=_RATES,
             registry=registry,
         )
+        self._links: OrderedDict[LinkKey, None] = OrderedDict()
 
     def observe_transfer(self, sample: TransferSample) -> None:
         """One transfer on a link ended well."""
+        self._remember(sample.link)
         self.link_seconds.labels(*sample.link).observe(sample.seconds)
         if sample.seconds > 0:
             self.link_goodput.labels(*sample.link).observe(sample.bytes / sample.seconds)
+
+    def _remember(self, link: LinkKey) -> None:
+        """Peers come back under new names: the series of the link unused for longest goes."""
+        self._links[link] = None
+        self._links.move_to_end(link)
+        if len(self._links) > MAX_LINKS:
+            oldest, _ = self._links.popitem(last=False)
+            self.link_seconds.remove(*oldest)
+            self.link_goodput.remove(*oldest)
 
     def watch_links(self, *statistics: Callable[[], TransferStatistics]) -> None:
         """Exports the totals of both sides of the data plane."""

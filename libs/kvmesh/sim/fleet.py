@@ -65,7 +65,9 @@ def parse_fleet(text: str) -> tuple[WorkerGroup, ...]:
             cluster, device, role, count = part.split(":")
             groups.append(WorkerGroup(cluster, device, Role(role), int(count)))
         except ValueError as error:
-            raise ConfigError(f"{part!r} is not CLUSTER:DEVICE:ROLE:COUNT: {error}") from error
+            raise ConfigError(
+                f"{part!r} is not CLUSTER:DEVICE:ROLE:COUNT, such as home:a100:prefill:4"
+            ) from error
         if groups[-1].count < 0:
             raise ConfigError(f"{part!r} has a negative count")
     return tuple(groups)

@@ -57,7 +57,7 @@ def parse_failures(text: str) -> tuple[Failure, ...]:
                 failures.append(Failure(float(moment), kind, index=int(value)))
         except ValueError as error:
             raise ConfigError(
-                f"{part!r} is not SECONDS:kill|restart|link:VALUE: {error}"
+                f"{part!r} is not SECONDS:kill|restart|link:VALUE, such as 10:kill:0"
             ) from error
         if failures[-1].at_s < 0 or failures[-1].factor <= 0 or failures[-1].index < 0:
             raise ConfigError(f"{part!r}: times and indices are not negative, factors above 0")

@@ -6,7 +6,6 @@ Tests: tests/unit/sim/test_simulation.py.
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import random
 from collections import Counter, deque
@@ -19,6 +18,7 @@ from kvmesh.policy.composition import OffloadState, decide_route
 from kvmesh.policy.connections import Connections
 from kvmesh.policy.fleet_index import FleetIndex
 from kvmesh.policy.pdserve import timeout_s
+from kvmesh.policy.view import FleetView
 from kvmesh.sim.control import Control
 from kvmesh.sim.events import EventQueue
 from kvmesh.sim.fetch import Fetches, profile_pace
@@ -200,7 +200,9 @@ class Simulation:
             scenario=request.trace.scenario,
         )
         matches = self.fleet.index.match(request.reusable_hashes)
-        view = dataclasses.replace(self.fleet.view_for(query, matches), pace=self._pace)
+        seen = self.fleet.view_for(query, matches)
+        # Field by field: `dataclasses.replace` would be a part of a decision's time.
+        view = FleetView(seen.workers, seen.version, seen.num_routes, self._pace)
         plan = decide_route(
             self.scenario.system,
             view,

@@ -153,6 +153,11 @@ _installed: list[TracerProvider] = []
 """The provider while `configure_tracing` holds one; asking the API for it costs 10 us."""
 
 
+def is_tracing() -> bool:
+    """Whether spans are kept."""
+    return bool(_installed)
+
+
 def start_span(name: str, parent: str = "", **attributes: AttributeValue) -> Span:
     """Starts a span; use it as a context manager or call `end`.
 

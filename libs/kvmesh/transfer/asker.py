@@ -29,7 +29,7 @@ from kvmesh.transfer.protocol import ChannelIdentity
 from kvmesh.transfer.query_line import QueryLine, Question
 from kvmesh.transfer.reader import ReadLease
 from kvmesh.transfer.remote_attention import PartialAnswer
-from kvmesh.transfer.sockets import tune
+from kvmesh.transfer.sockets import resolve_blocking, tune
 from kvmesh.transfer.tls import connect_tls_blocking
 from kvmesh.transfer.wire import Wire
 
@@ -278,11 +278,9 @@ class Asker:
                 address: str | tuple[str, int] = holder.host_route.socket_path
                 return _connected(sock, address, self._options.connect_timeout_s)
             endpoint = holder.data_endpoint
-            found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
-            family, type_, protocol, _, where = found[0]
-            sock = _connected(
-                socket.socket(family, type_, protocol), where, self._options.connect_timeout_s
-            )
+            timeout_s = self._options.connect_timeout_s
+            family, kind_, protocol, _, where = resolve_blocking(endpoint, timeout_s)
+            sock = _connected(socket.socket(family, kind_, protocol), where, timeout_s)
         except OSError as error:
             raise LostError(f"queries: {error}") from error
         if self._options.tls is None:

@@ -10,12 +10,11 @@ import secrets
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import NamedTuple
 
 from kvmesh.core.clock import SystemClock
 from kvmesh.core.errors import LostError, RefusedError
-from kvmesh.core.types import Endpoint, HostRoute, Reservation
+from kvmesh.core.types import Endpoint, HostRoute, Reservation, WorkerId
 from kvmesh.policy.link import LinkView
 from kvmesh.transfer.alignment import Run, tabled
 from kvmesh.transfer.channel import (
@@ -37,6 +36,7 @@ from kvmesh.transfer.memory import MappablePool, PoolMemory
 from kvmesh.transfer.meters import (
     LinkKey,
     LinkMeter,
+    LinkMeters,
     TransferObserver,
     TransferSample,
     TransferStatistics,
@@ -140,7 +140,7 @@ class ChannelPool:
         self._observer = observer
         self._host_id = host_id()
         self._slots: dict[_Address, _Slot] = {}
-        self._meters: dict[LinkKey, LinkMeter] = {}
+        self._meters = LinkMeters(self._has_channel)
         self._pacers: dict[Endpoint, Pacer] = {}
         self._nixl: NixlOwner | None = None
         if NIXL in self._options.kinds and is_installed() and isinstance(memory, MappablePool):
@@ -173,7 +173,7 @@ class ChannelPool:
         num_calls = len(runs) if part is None else num_blocks
         assert num_bytes > 0, "nothing to send"
         channel, key = await self._channel(reservation)
-        meter = self._meter(key)
+        meter = self._meters.of(key)
         now = asyncio.get_running_loop().time
         started = now()
         meter.begin(num_bytes, started)
@@ -214,10 +214,10 @@ class ChannelPool:
         try:
             await channel.commit(reservation, first_token_id, num_tokens)
         except RefusedError:
-            self._meter(key).refused += 1
+            self._meters.of(key).refused += 1
             raise
         except LostError:
-            self._meter(key).lost += 1
+            self._meters.of(key).lost += 1
             raise
 
     async def close(self) -> None:
@@ -243,8 +243,8 @@ class ChannelPool:
                 continue
             num_open += slot.channel.num_connections
             if isinstance(slot.channel, TcpChannel):
-                slot.channel.read_facts(self._meter(slot.key))
-        return TransferStatistics(num_open, MappingProxyType(self._meters))
+                slot.channel.read_facts(self._meters.of(slot.key))
+        return TransferStatistics(num_open, self._meters.links)
 
     @property
     def staging(self) -> StagingRing | None:
@@ -254,25 +254,26 @@ class ChannelPool:
     @property
     def sent_bytes(self) -> int:
         """KV that arrived at peers since start."""
-        return sum(meter.bytes for meter in self._meters.values())
+        return self._meters.bytes
 
     @property
     def sending_bytes(self) -> int:
         """KV asked to leave that has not arrived."""
-        return sum(meter.queued_bytes for meter in self._meters.values())
+        return sum(meter.queued_bytes for meter in self._meters.links.values())
 
     def link_view(self, reservation: Reservation) -> LinkView | None:
         """The link that a transfer would take now; None before the first one."""
         for address, slot in self._slots.items():
             if slot.is_open and address.peer.worker_id == reservation.worker_id:
-                return self._meter(slot.key).view(slot.key)
+                return self._meters.of(slot.key).view(slot.key)
         return None
 
-    def _meter(self, key: LinkKey) -> LinkMeter:
-        meter = self._meters.get(key)
-        if meter is None:
-            meter = self._meters[key] = LinkMeter()
-        return meter
+    def _has_channel(self, peer: WorkerId) -> bool:
+        """Whether a channel leads to any life of a peer, or is being opened."""
+        return any(
+            address.peer.worker_id == peer and (slot.is_open or slot.num_callers > 0)
+            for address, slot in self._slots.items()
+        )
 
     async def _channel(self, reservation: Reservation) -> tuple[SendChannel, LinkKey]:
         peer = PeerKey(reservation.worker_id, reservation.incarnation)
@@ -313,7 +314,7 @@ class ChannelPool:
         )
         failure = LostError(f"no channel of {', '.join(self._options.kinds)} leads to the peer")
         for kind in kinds:
-            meter = self._meter(LinkKey(address.peer.worker_id, kind, "sent"))
+            meter = self._meters.of(LinkKey(address.peer.worker_id, kind, "sent"))
             try:
                 slot.channel = await self._open(kind, address, meter)
             except LostError as error:

@@ -13,14 +13,14 @@ import logging
 import shutil
 import socket
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 from kvmesh.core.errors import LostError
-from kvmesh.core.types import Endpoint, HostRoute
+from kvmesh.core.types import Endpoint, HostRoute, WorkerId
 from kvmesh.transfer.channel import DEFAULT_KINDS, IPC, LOCAL, NIXL, SHM, TCP
 from kvmesh.transfer.device import DevicePool
 from kvmesh.transfer.frame_socket import FrameSocket
@@ -32,6 +32,7 @@ from kvmesh.transfer.memory import PoolMemory
 from kvmesh.transfer.meters import (
     LinkKey,
     LinkMeter,
+    LinkMeters,
     TransferObserver,
     TransferStatistics,
     unobserved,
@@ -136,7 +137,8 @@ class DataServer:
         self._folder: Path | None = None
         self._local: LocalEnd | None = None
         self._serving: set[asyncio.Task[None]] = set()
-        self._meters: dict[LinkKey, LinkMeter] = {}
+        self._num_connections = Counter[WorkerId]()
+        self._meters = LinkMeters(lambda peer: self._num_connections[peer] > 0)
         self._state = ServerState(copy_threads=self._options.copy_threads)
         if queries is not None:
             # One thread, and none of those that KV arrives in: each thread that computes has a
@@ -210,7 +212,7 @@ class DataServer:
 
     def statistics(self) -> TransferStatistics:
         """What was received over sockets."""
-        return TransferStatistics(len(self._serving), MappingProxyType(self._meters))
+        return TransferStatistics(len(self._serving), self._meters.links)
 
     def _listen(self, listener: socket.socket, serve: Serve) -> None:
         self._listeners.append(listener)
@@ -278,6 +280,10 @@ class DataServer:
             _log.info("data_channel_ended", extra={"peer": machine.peer, "cause": cause})
             if machine.peer is not None:
                 self._target.peer_lost(machine.peer)
+            if channel.is_metered:
+                assert machine.peer is not None, "greeted"
+                self._num_connections[machine.peer] -= 1
+                self._num_connections += Counter()  # keeps those above zero
 
     def _meter(
         self, kind: str, machine: ReceiverMachine
@@ -285,5 +291,6 @@ class DataServer:
         assert machine.peer is not None, "greeted"
         if machine.offer is not None and machine.offer.segment is not None:
             kind = IPC if machine.offer.segment.engine == ENGINE else NIXL
+        self._num_connections[machine.peer] += 1
         key = LinkKey(machine.peer, kind, "received")
-        return key, self._meters.setdefault(key, LinkMeter()), self._observer
+        return key, self._meters.of(key), self._observer

@@ -30,13 +30,7 @@ from kvmesh.transfer.decoder import (
     Sum,
 )
 from kvmesh.transfer.frames import Frame
-from kvmesh.transfer.native import (
-    NativeIo,
-    NativeState,
-    load_native,
-    num_bytes_of,
-    ranges_of,
-)
+from kvmesh.transfer.native import NativeIo, NativeState, load_native, num_bytes_of, ranges_of
 from kvmesh.transfer.pacing import Pacer
 from kvmesh.transfer.stall import StallWatch
 from kvmesh.transfer.threads import run_to_end
@@ -58,6 +52,7 @@ class FrameSocket:
         wire: the socket, for `tcp_facts`.
         watch: stalls cut the socket; hold `watch.under_way()` while an answer is owed.
         received_fd: a descriptor that came over a Unix socket; belongs to the caller that takes it.
+        lends: large payloads go out of the memory itself, which stays as it is until their answer.
     """
 
     def __init__(
@@ -79,6 +74,7 @@ class FrameSocket:
         self.wire = wire
         self.decoder = FrameDecoder(block_bytes)
         self.received_fd: int | None = None
+        self.lends = False
         self._takes_fd = takes_fd
         self._poll_s = poll_s
         self._loop = asyncio.get_running_loop()
@@ -128,7 +124,8 @@ class FrameSocket:
     ) -> None:
         """Sends a frame with its payload and, with `sum_`, its checksum.
 
-        Cancelled, it cuts the socket; in any case `views` are not read after it ended.
+        Cancelled, it cuts the socket; in any case `views` are not read after it ended, or with
+        `lends` after the answer.
 
         Raises:
             LostError: the socket failed or was cut.
@@ -179,8 +176,9 @@ class FrameSocket:
         if pacer is None and (native := self._native_for(sum_)) is not None:
             self._raise_if_cut()
             try:
+                ranges, has_sum = ranges_of(views), sum_ is not None
                 value = native.send(
-                    self.wire.fileno(), ranges_of(views), self._sending, has_sum=sum_ is not None
+                    self.wire.fileno(), ranges, self._sending, has_sum=has_sum, lends=self.lends
                 )
             except OSError as error:
                 raise self._lost(error) from error

@@ -16,10 +16,9 @@ from collections.abc import Sequence
 from concurrent.futures import Executor
 from functools import partial
 
-from kvmesh.core.errors import LostError, RefusedError
-from kvmesh.core.types import HostRoute, RefusalReason, Reservation
-from kvmesh.transfer.alignment import Run, split_runs
-from kvmesh.transfer.channel import carry_all
+from kvmesh.core.errors import LostError
+from kvmesh.core.types import HostRoute, Reservation
+from kvmesh.transfer.alignment import Run
 from kvmesh.transfer.device import (
     HANDLE_BYTES,
     PeerMemory,
@@ -29,7 +28,8 @@ from kvmesh.transfer.device import (
     pieces_of,
 )
 from kvmesh.transfer.frames import BlockPart, Checksum, LinkOffer, PullFrame, SegmentOffer
-from kvmesh.transfer.lane import Lane, LaneOptions, PeerKey, claim_of, sender_machine
+from kvmesh.transfer.lane import Lane, LaneOptions, PeerKey, sender_machine
+from kvmesh.transfer.lane_channel import EngineChannel, or_lost
 from kvmesh.transfer.meters import LinkMeter
 from kvmesh.transfer.nixl_process import EngineError
 from kvmesh.transfer.protocol import ChannelIdentity
@@ -40,8 +40,6 @@ from kvmesh.transfer.wire import Wire
 ENGINE = "cuda-ipc"
 PIECE_BYTES = 64 << 20
 """Most that one PULL moves: what a cancelled transfer waits for."""
-_MAX_PULL_RUNS = 2048
-_DEPTH = 2
 _VERSION = 1
 _MAX_ADDRESS = 1 << 48
 _METADATA = struct.Struct(f"<HQ{HANDLE_BYTES}s")
@@ -71,16 +69,14 @@ def memory_of(segment: SegmentOffer, num_bytes: int) -> SharedMemory:
     return SharedMemory(handle, segment.address, size)
 
 
-class IpcChannel:
+class IpcChannel(EngineChannel):
     """One Unix socket to one life of a peer whose device reads this side's pool."""
 
     def __init__(self, lane: Lane, pool: SharedPool, block_bytes: int, threads: Executor) -> None:
         """Use `open`."""
-        self._lane = lane
+        super().__init__(lane, max(1, PIECE_BYTES // block_bytes))
         self._pool = pool
-        self._piece_blocks = max(1, PIECE_BYTES // block_bytes)
         self._threads = threads
-        self._has_moved = False
 
     @classmethod
     async def open(
@@ -107,52 +103,21 @@ class IpcChannel:
 
         offer = LinkOffer(link_id, 0, Checksum.NONE, pool.num_blocks, segment_of(memory))
         machine = sender_machine(identity, peer, offer)
-        try:
-            lane = await Lane.open(connected, machine, options, meter, threads)
-        except RefusedError as error:
-            if error.refusal.reason is RefusalReason.LOST:  # another kind may lead there
-                raise LostError(str(error)) from error
-            raise
+        lane = await or_lost(Lane.open(connected, machine, options, meter, threads))
         return cls(lane, pool, identity.layout.block_bytes, threads)
-
-    @property
-    def is_open(self) -> bool:
-        """See `SendChannel.is_open`."""
-        return self._lane.is_open
-
-    @property
-    def num_connections(self) -> int:
-        """See `SendChannel.num_connections`."""
-        return int(self._lane.is_open)
 
     @property
     def is_barren(self) -> bool:
         """Whether nothing ever came over it."""
-        return not self._has_moved
+        return not self.has_moved
 
     async def put(
         self, reservation: Reservation, runs: Sequence[Run], part: BlockPart | None = None
     ) -> None:
         """See `SendChannel.put`."""
-        claim = claim_of(reservation)
-        pieces = split_runs(runs, self._piece_blocks, _MAX_PULL_RUNS)
-
-        async def carry(piece: Sequence[Run]) -> None:
-            await self._lane.pull(claim, piece, part)
-            self._has_moved = True
-
         # The peer's queue knows nothing of this device's.
         await run_to_end(self._threads, partial(self._pool.settle, self._pool.moment()))
-        await carry_all(pieces, carry, _DEPTH)
-
-    async def commit(self, reservation: Reservation, first_token_id: int, num_tokens: int) -> None:
-        """See `SendChannel.commit`."""
-        claim = claim_of(reservation)
-        await self._lane.commit(claim, first_token_id, num_tokens, reservation.num_blocks)
-
-    async def close(self) -> None:
-        """See `SendChannel.close`."""
-        await self._lane.close()
+        await super().put(reservation, runs, part)
 
 
 class IpcReader:

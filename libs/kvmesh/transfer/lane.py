@@ -131,6 +131,9 @@ class Lane:
         self._sum: Sum | None = None if kind is Checksum.NONE else checksum_function(kind)
         self._closing: asyncio.Task[None] | None = None
         self._over = asyncio.Event()
+        # A PUT's blocks are left alone until its answer; lost without one, what was read of them
+        # never counts.
+        frames.lends = True
         frames.read_on(self._receive, self._ended)
 
     @classmethod

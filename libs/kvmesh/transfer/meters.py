@@ -5,14 +5,19 @@ Tests: tests/unit/transfer/test_meters.py.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from kvmesh.core.types import WorkerId
 from kvmesh.policy.link import LinkView
 
 Direction = Literal["sent", "received"]
+
+MAX_LINKS = 1024
+"""Links that are remembered where nobody knows which peers are gone: those used last."""
 
 
 class LinkKey(NamedTuple):
@@ -100,6 +105,11 @@ class LinkMeter:
             self.busy_s += now - self._busy_since
 
     @property
+    def is_idle(self) -> bool:
+        """Whether nothing is under way."""
+        return self._under_way == 0
+
+    @property
     def goodput_bytes_s(self) -> float:
         """KV bytes per second while something was under way; 0 is not known yet."""
         return self.bytes / self.busy_s if self.busy_s > 0 else 0.0
@@ -115,6 +125,48 @@ class LinkMeter:
             queued_bytes=self.queued_bytes,
             transferred_bytes=self.bytes,
         )
+
+
+class LinkMeters:
+    """Meters by link. A worker that restarts may have a new id, so links of gone ones are dropped.
+
+    Attributes:
+        links: the live meters; not to be written.
+    """
+
+    def __init__(self, is_here: Callable[[WorkerId], bool] | None = None) -> None:
+        """Has no link yet.
+
+        Args:
+            is_here: whether a peer still is; those that are not are dropped when a new link comes.
+                None: nobody knows.
+        """
+        self._is_here = is_here
+        self._links: OrderedDict[LinkKey, LinkMeter] = OrderedDict()
+        self._dropped_bytes = 0
+        self.links: Mapping[LinkKey, LinkMeter] = MappingProxyType(self._links)
+
+    def of(self, key: LinkKey) -> LinkMeter:
+        """The meter of a link, a new one at zero if need be."""
+        meter = self._links.get(key)
+        if meter is None:
+            self._drop_gone()
+            meter = self._links[key] = LinkMeter()
+        self._links.move_to_end(key)
+        return meter
+
+    @property
+    def bytes(self) -> int:
+        """KV bytes of all links since start, dropped ones included."""
+        return self._dropped_bytes + sum(meter.bytes for meter in self._links.values())
+
+    def _drop_gone(self) -> None:
+        surplus = len(self._links) + 1 - MAX_LINKS
+        for number, (key, meter) in enumerate(list(self._links.items())):
+            is_gone = number < surplus if self._is_here is None else not self._is_here(key.peer)
+            if is_gone and meter.is_idle:
+                self._dropped_bytes += meter.bytes
+                del self._links[key]
 
 
 @dataclass(frozen=True, slots=True)

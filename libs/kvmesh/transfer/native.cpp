@@ -4,11 +4,13 @@
 #include <chrono>
 #include <cstdint>
 #include <cstring>
+#include <fcntl.h>
 #include <sched.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 #include <system_error>
 #include <thread>
+#include <unistd.h>
 #include <vector>
 
 #if defined(__x86_64__)
@@ -25,6 +27,8 @@ constexpr int kMaxBuffers = 512;
 constexpr uint64_t kPieceBytes = 1 << 23;
 constexpr uint64_t kSummedBytes = 256 << 10;
 constexpr uint64_t kScatteredBytes = 512 << 10;
+constexpr int kLentBytes = 1 << 20;
+constexpr uint64_t kLentRange = 8 << 10;  // shorter ranges are copied in less time than lent
 
 // --- crc32c ----------------------------------------------------------------------------------
 
@@ -285,6 +289,50 @@ struct State {
   void add_moved(int64_t bytes) { __atomic_add_fetch(&moved, bytes, __ATOMIC_RELAXED); }
 };
 
+// Puts pages into a socket's queue without copying them: through a pipe, which holds references to
+// them and no bytes. What is lent may be read until the peer has all of it, so it may change only
+// after the peer has said so.
+class Lender {
+ public:
+  explicit Lender(bool wanted) {
+    if (wanted && pipe2(ends_, O_CLOEXEC) == 0) fcntl(ends_[1], F_SETPIPE_SZ, kLentBytes);
+  }
+  ~Lender() { end(); }
+  Lender(const Lender&) = delete;
+  Lender& operator=(const Lender&) = delete;
+
+  bool is_open() const { return ends_[0] >= 0; }
+
+  // Moves some bytes, as sendmsg does, of `left` that are to go; -1 without an error when the kernel
+  // does not lend these.
+  ssize_t send(int fd, const iovec* buffers, int count, uint64_t left) {
+    if (held_ == 0) {
+      const ssize_t held = vmsplice(ends_[1], buffers, count, 0);
+      if (held <= 0) {
+        end();
+        errno = 0;
+        return -1;
+      }
+      held_ = held;
+    }
+    const unsigned flags = held_ < left ? SPLICE_F_MORE : 0;
+    const ssize_t sent = splice(ends_[0], nullptr, fd, nullptr, held_, flags);
+    if (sent > 0) held_ -= sent;
+    return sent;
+  }
+
+ private:
+  void end() {
+    for (int& fd : ends_) {
+      if (fd >= 0) close(fd);
+      fd = -1;
+    }
+  }
+
+  int ends_[2] = {-1, -1};
+  uint64_t held_ = 0;
+};
+
 }  // namespace
 
 extern "C" {
@@ -331,10 +379,12 @@ int kvmesh_poll(int fd, int64_t nanoseconds) {
   return 0;
 }
 
-int kvmesh_send(int fd, const iovec* ranges, int64_t count, int has_sum, uint32_t* sum,
+int kvmesh_send(int fd, const iovec* ranges, int64_t count, int has_sum, int lends, uint32_t* sum,
                 State* state) {
   iovec buffers[kMaxBuffers];
   uint64_t summed = 0;  // bytes that are in the sum and not sent yet
+  uint64_t left = size_of(ranges, count);
+  Lender lender(lends && left >= kLentRange * count);
   for (Cursor cursor(ranges, count); !cursor.at_end();) {
     if (state->is_stopped()) return ECANCELED;
     msghdr message{};
@@ -346,13 +396,16 @@ int kvmesh_send(int fd, const iovec* ranges, int64_t count, int has_sum, uint32_
     } else {
       message.msg_iovlen = cursor.batch(buffers, has_sum ? summed : kPieceBytes);
     }
-    const ssize_t sent = sendmsg(fd, &message, MSG_NOSIGNAL);
+    const ssize_t sent = lender.is_open()
+                             ? lender.send(fd, buffers, message.msg_iovlen, left)
+                             : sendmsg(fd, &message, MSG_NOSIGNAL);
     if (sent < 0) {
-      if (errno == EINTR || errno == EAGAIN) continue;
+      if (errno == EINTR || errno == EAGAIN || !errno) continue;
       return errno;
     }
     cursor.advance(sent);
     if (has_sum) summed -= sent;
+    left -= sent;
     state->add_moved(sent);
   }
   return 0;

@@ -9,7 +9,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias, overload
 
@@ -46,10 +47,11 @@ class NativeIo:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
-        socket_call = (ctypes.c_int, pointer, number, ctypes.c_int, pointer, pointer)
+        flag = ctypes.c_int
         self._send, self._receive = library.kvmesh_send, library.kvmesh_receive
-        for function in (self._send, self._receive):
-            function.argtypes, function.restype = socket_call, ctypes.c_int
+        self._send.argtypes = (flag, pointer, number, flag, flag, pointer, pointer)
+        self._receive.argtypes = (flag, pointer, number, flag, pointer, pointer)
+        self._send.restype = self._receive.restype = flag
         self._crc32c = library.kvmesh_crc32c
         self._crc32c.argtypes = (pointer, ctypes.c_uint64, ctypes.c_uint32)
         self._crc32c.restype = ctypes.c_uint32
@@ -85,13 +87,19 @@ class NativeIo:
             value = self._crc32c(address, size, value)
         return value
 
-    def send(self, fd: int, ranges: Ranges, state: NativeState, *, has_sum: bool) -> int:
+    def send(
+        self, fd: int, ranges: Ranges, state: NativeState, *, has_sum: bool, lends: bool = False
+    ) -> int:
         """Sends all bytes through a blocking socket; gives their crc32c, or 0 without sum.
+
+        Args:
+            lends: put the memory itself into the socket's queue where the kernel does that. It must
+                not change before the peer has said that it has all of it.
 
         Raises:
             OSError: the socket failed, or `state.stop` was set (ECANCELED).
         """
-        return _moved(self._send, fd, ranges, state, has_sum)
+        return _moved(partial(self._send, fd), ranges, (has_sum, lends), state)
 
     def receive(self, fd: int, ranges: Ranges, state: NativeState, *, has_sum: bool) -> int:
         """Fills all ranges from a blocking socket; gives their crc32c, or 0 without sum.
@@ -99,15 +107,15 @@ class NativeIo:
         Raises:
             OSError: as `send`; ECONNRESET also at the end of the stream.
         """
-        return _moved(self._receive, fd, ranges, state, has_sum)
+        return _moved(partial(self._receive, fd), ranges, (has_sum,), state)
 
 
 def _moved(
-    function: ctypes._NamedFuncPointer, fd: int, ranges: Ranges, state: NativeState, has_sum: bool
+    call: Callable[..., int], ranges: Ranges, flags: tuple[bool, ...], state: NativeState
 ) -> int:
     value = ctypes.c_uint32()
     address = ranges.ctypes.data
-    error = function(fd, address, len(ranges), has_sum, ctypes.byref(value), ctypes.byref(state))
+    error = call(address, len(ranges), *flags, ctypes.byref(value), ctypes.byref(state))
     if error:
         raise OSError(error, "data socket")
     return value.value

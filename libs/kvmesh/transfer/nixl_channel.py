@@ -14,10 +14,9 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 
-from kvmesh.core.errors import LostError, RefusedError
-from kvmesh.core.types import Endpoint, RefusalReason, Reservation
-from kvmesh.transfer.alignment import Run, split_runs
-from kvmesh.transfer.channel import carry_all
+from kvmesh.core.errors import LostError
+from kvmesh.core.types import Endpoint, Reservation
+from kvmesh.transfer.alignment import Run
 from kvmesh.transfer.frames import (
     MAX_METADATA_BYTES,
     BlockPart,
@@ -25,7 +24,8 @@ from kvmesh.transfer.frames import (
     LinkOffer,
     SegmentOffer,
 )
-from kvmesh.transfer.lane import Lane, PeerKey, claim_of, sender_machine
+from kvmesh.transfer.lane import Lane, PeerKey, sender_machine
+from kvmesh.transfer.lane_channel import EngineChannel, or_lost
 from kvmesh.transfer.memory import MappablePool, PoolMemory
 from kvmesh.transfer.meters import LinkMeter
 from kvmesh.transfer.nixl_child import ADDRESS, BUSY, IDLE
@@ -38,8 +38,6 @@ from kvmesh.transfer.wire import Wire
 
 PIECE_BYTES = 16 << 20
 """Most that one PULL moves; it must come over within the stall time."""
-_MAX_PULL_RUNS = 2048
-_DEPTH = 2
 
 
 class NixlOwner:
@@ -119,18 +117,16 @@ class NixlOwner:
             self._process = None
 
 
-class NixlChannel:
+class NixlChannel(EngineChannel):
     """One connection to one life of a peer, which reads through its own engine."""
 
     def __init__(
         self, lane: Lane, owner: NixlOwner, segment: SegmentOffer, block_bytes: int
     ) -> None:
         """Use `open`."""
-        self._lane = lane
+        super().__init__(lane, max(1, PIECE_BYTES // block_bytes))
         self._owner = owner
         self._segment = segment
-        self._block_bytes = block_bytes
-        self._has_moved = False
 
     @classmethod
     async def open(
@@ -156,48 +152,22 @@ class NixlChannel:
 
         offer = LinkOffer(link_id, 0, Checksum.NONE, owner.num_blocks, segment)
         machine = sender_machine(identity, peer, offer)
-        try:
-            lane = await Lane.open(connected, machine, options.lane, meter, threads)
-        except RefusedError as error:
-            if error.refusal.reason is RefusalReason.LOST:  # another kind may lead there
-                raise LostError(str(error)) from error
-            raise
+        lane = await or_lost(Lane.open(connected, machine, options.lane, meter, threads))
         return cls(lane, owner, segment, identity.layout.block_bytes)
 
     @property
     def is_open(self) -> bool:
         """See `SendChannel.is_open`."""
-        return self._lane.is_open and self._owner.offers(self._segment)
-
-    @property
-    def num_connections(self) -> int:
-        """See `SendChannel.num_connections`."""
-        return int(self._lane.is_open)
+        return super().is_open and self._owner.offers(self._segment)
 
     @property
     def is_barren(self) -> bool:
         """Whether nothing ever came over it, though the engine of this side runs."""
-        return not self._has_moved and self._owner.offers(self._segment)
+        return not self.has_moved and self._owner.offers(self._segment)
 
     async def put(
         self, reservation: Reservation, runs: Sequence[Run], part: BlockPart | None = None
     ) -> None:
         """See `SendChannel.put`."""
-        claim = claim_of(reservation)
-        pieces = split_runs(runs, max(1, PIECE_BYTES // self._block_bytes), _MAX_PULL_RUNS)
-
-        async def carry(piece: Sequence[Run]) -> None:
-            await self._lane.pull(claim, piece, part)
-            self._has_moved = True
-
         with self._owner.busy():
-            await carry_all(pieces, carry, _DEPTH)
-
-    async def commit(self, reservation: Reservation, first_token_id: int, num_tokens: int) -> None:
-        """See `SendChannel.commit`."""
-        claim = claim_of(reservation)
-        await self._lane.commit(claim, first_token_id, num_tokens, reservation.num_blocks)
-
-    async def close(self) -> None:
-        """See `SendChannel.close`."""
-        await self._lane.close()
+            await super().put(reservation, runs, part)

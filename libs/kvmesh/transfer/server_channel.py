@@ -79,7 +79,11 @@ class ServerState:
 
 
 class ServerChannel:
-    """Serves one connection until it ends."""
+    """Serves one connection until it ends.
+
+    Attributes:
+        is_metered: `serve` has asked for the peer's meter.
+    """
 
     def __init__(
         self,
@@ -101,6 +105,7 @@ class ServerChannel:
         self._reader: NixlReader | None = None
         self._device: IpcReader | None = None
         self._lane: tuple[WorkerId, int, int] | None = None
+        self.is_metered = False
 
     async def serve(self, hello_timeout_s: float, metering: Metering) -> str:
         """Greets, then answers frames until the connection ends; returns why it did.
@@ -113,6 +118,7 @@ class ServerChannel:
                 greeted = await self._greet()
             if greeted:
                 self._key, self._meter, self._observe = metering(self._machine)
+                self.is_metered = True
                 self._meter.channels += 1
                 while await self._step():
                     pass

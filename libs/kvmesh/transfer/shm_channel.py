@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from concurrent.futures import Executor
 
 from kvmesh.core.types import HostRoute, Reservation
-from kvmesh.transfer.alignment import Run, split_runs
-from kvmesh.transfer.channel import carry_all
+from kvmesh.transfer.alignment import Run
 from kvmesh.transfer.frames import BlockPart, Checksum, LinkOffer
 from kvmesh.transfer.lane import Lane, LaneOptions, PeerKey, claim_of, sender_machine
+from kvmesh.transfer.lane_channel import LaneChannel
 from kvmesh.transfer.memory import MappablePool
 from kvmesh.transfer.meters import LinkMeter
 from kvmesh.transfer.protocol import ChannelIdentity
@@ -25,19 +25,16 @@ from kvmesh.transfer.wire import Wire
 
 PIECE_BYTES = 32 << 20
 """Most that one PULL moves: what a cancelled transfer waits for."""
-_MAX_PULL_RUNS = 2048
-_DEPTH = 2
 
 
-class ShmChannel:
+class ShmChannel(LaneChannel):
     """One Unix socket to one life of a peer."""
 
     def __init__(self, lane: Lane, block_bytes: int, staging: StagingRing | None) -> None:
         """Use `open`."""
-        self._lane = lane
-        self._staging = staging
         most = PIECE_BYTES if staging is None else min(PIECE_BYTES, staging.piece_bytes)
-        self._piece_blocks = max(1, most // block_bytes)
+        super().__init__(lane, max(1, most // block_bytes))
+        self._staging = staging
 
     @classmethod
     async def open(
@@ -67,43 +64,18 @@ class ShmChannel:
         staging = memory if isinstance(memory, StagingRing) else None
         return cls(lane, identity.layout.block_bytes, staging)
 
-    @property
-    def is_open(self) -> bool:
-        """See `SendChannel.is_open`."""
-        return self._lane.is_open
-
-    @property
-    def num_connections(self) -> int:
-        """See `SendChannel.num_connections`."""
-        return int(self._lane.is_open)
-
     async def put(
         self, reservation: Reservation, runs: Sequence[Run], part: BlockPart | None = None
     ) -> None:
         """See `SendChannel.put`."""
-        claim = claim_of(reservation)
-        pieces = split_runs(runs, self._piece_blocks, _MAX_PULL_RUNS)
-
         staging = self._staging
-        after = None if staging is None else staging.moment()
+        if staging is None:
+            await super().put(reservation, runs, part)
+            return
+        claim, after = claim_of(reservation), staging.moment()
 
         async def carry(piece: Sequence[Run]) -> None:
-            if staging is None:
-                await self._lane.pull(claim, piece, part)
-                return
             async with staging.copied(piece, part, after, self) as staged:
                 await self._lane.pull(claim, staged, part)
 
-        if len(pieces) == 1:
-            await carry(pieces[0])
-        else:
-            await carry_all(pieces, carry, _DEPTH)
-
-    async def commit(self, reservation: Reservation, first_token_id: int, num_tokens: int) -> None:
-        """See `SendChannel.commit`."""
-        claim = claim_of(reservation)
-        await self._lane.commit(claim, first_token_id, num_tokens, reservation.num_blocks)
-
-    async def close(self) -> None:
-        """See `SendChannel.close`."""
-        await self._lane.close()
+        await self._carry_pieces(runs, carry)

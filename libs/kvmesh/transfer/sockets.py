@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import queue
 import socket
 import struct
-from typing import NamedTuple, Protocol
+import threading
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from kvmesh.core.errors import LostError
 from kvmesh.core.types import Endpoint
@@ -18,6 +20,10 @@ _TCP_CONGESTION = 13
 # struct tcp_info: 8 one-byte fields, then u32s; rtt is number 15 of them, total_retrans number 23.
 _TCP_INFO_U32S = struct.Struct("<24I")
 _RTT, _TOTAL_RETRANS = 15, 23
+
+
+AddressInfo: TypeAlias = tuple[int, int, int, str, tuple[Any, ...]]
+"""As of getaddrinfo."""
 
 
 class TcpFacts(NamedTuple):
@@ -95,6 +101,34 @@ async def connect(endpoint: Endpoint) -> socket.socket:
         except OSError as error:
             cause = error
     raise LostError(f"data channel to {endpoint}: {cause}") from cause
+
+
+def resolve_blocking(endpoint: Endpoint, timeout_s: float) -> AddressInfo:
+    """Where an endpoint is, for a thread that may block.
+
+    A name server that is silent holds a thread of its own until the resolver gives up.
+
+    Raises:
+        LostError: the name is unknown, or nobody says in time.
+    """
+    said: queue.SimpleQueue[AddressInfo | OSError] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            infos = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
+            said.put(infos[0])
+        except OSError as error:
+            said.put(error)
+
+    threading.Thread(target=ask, name="kv-resolve", daemon=True).start()
+    try:
+        answer = said.get(timeout=timeout_s)
+    except queue.Empty as error:
+        text = f"data channel to {endpoint}: its name is not resolved in {timeout_s:g} s"
+        raise LostError(text) from error
+    if isinstance(answer, OSError):
+        raise LostError(f"data channel to {endpoint}: {answer}") from answer
+    return answer
 
 
 async def connect_local(path: str) -> socket.socket:

@@ -53,6 +53,21 @@ class TcpOptions:
     tls: DataTls | None = None
 
 
+def even_blocks(num_blocks: int, block_bytes: int, lanes: int, most_bytes: int) -> int:
+    """Blocks of one PUT: equal shares of all connections, in as few PUTs as are allowed.
+
+    Each PUT costs two changes of thread at both ends.
+
+    Args:
+        num_blocks: of the transfer; at least 1.
+        most_bytes: of one PUT, unless one block is larger.
+    """
+    most = max(1, most_bytes // block_bytes)
+    rounds = -(-num_blocks // (lanes * most))
+    share = -(-num_blocks // (lanes * rounds))
+    return max(share, min(most, MIN_PIECE_BYTES // block_bytes))
+
+
 class _Progress:
     """When a transfer last came forward; shared by its pieces."""
 
@@ -136,9 +151,9 @@ class TcpChannel:
     ) -> None:
         """See `SendChannel.put`."""
         block_bytes = self._identity.layout.block_bytes if part is None else part.size
-        total = num_blocks_of(runs) * block_bytes
-        piece = self._piece_bytes(total)
-        pieces = split_runs(runs, max(1, piece // block_bytes), MAX_RUNS)
+        num_blocks = num_blocks_of(runs)
+        total = num_blocks * block_bytes
+        pieces = split_runs(runs, self._piece_blocks(num_blocks, block_bytes), MAX_RUNS)
         progress = _Progress()
         memory, width = self._memory, len(pieces)
         after = memory.moment() if isinstance(memory, StagingRing) else None
@@ -224,19 +239,18 @@ class TcpChannel:
                 raise
             return min(others, key=lambda lane: lane.unanswered_bytes)
 
-    def _piece_bytes(self, total: int) -> int:
-        """Payload of one PUT: few answers, but several of them within the stall time.
+    def _piece_blocks(self, num_blocks: int, block_bytes: int) -> int:
+        """Blocks of one PUT of a transfer, of which several are answered within the stall time.
 
         What a slow link has buffered is no progress that the sender sees.
         """
-        even = total // (self._options.lanes * _DEPTH)
-        goodput = self._meter.goodput_bytes_s
-        patience_s = self._options.lane.stall_timeout_s / (4 * self._options.lanes * _DEPTH)
-        most = min(MAX_PIECE_BYTES, int(goodput * patience_s))
-        size = max(min(even, most), MIN_PIECE_BYTES)
-        return (
-            min(size, self._memory.piece_bytes) if isinstance(self._memory, StagingRing) else size
-        )
+        lanes = self._options.lanes
+        patience_s = self._options.lane.stall_timeout_s / (4 * lanes * _DEPTH)
+        patient = int(self._meter.goodput_bytes_s * patience_s)
+        most = min(MAX_PIECE_BYTES, max(patient, MIN_PIECE_BYTES))
+        if isinstance(self._memory, StagingRing):
+            most = min(most, self._memory.piece_bytes)
+        return even_blocks(num_blocks, block_bytes, lanes, most)
 
     def _load(self, index: int) -> int:
         lane = self._lanes[index]

@@ -23,11 +23,15 @@ async def run_to_end(
     Raises:
         CancelledError: after the work's end, if the caller was cancelled meanwhile.
     """
-    future = asyncio.get_running_loop().run_in_executor(threads, work)
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    # Not by run_in_executor and asyncio.wait: their futures cost as much as the change of thread.
+    future = threads.submit(work)
+    future.add_done_callback(lambda _: loop.call_soon_threadsafe(ended.set))
     cancelled = False
-    while not future.done():
+    while not ended.is_set():
         try:
-            await asyncio.wait({future})
+            await ended.wait()
         except asyncio.CancelledError:
             cancelled = True
             if on_cancel is not None:

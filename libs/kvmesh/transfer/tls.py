@@ -11,7 +11,7 @@ import contextlib
 import socket
 import ssl
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,43 +68,37 @@ class TlsWire:
             LostError: the peer does not speak TLS, or its certificate is not accepted.
         """
         loop = asyncio.get_running_loop()
-        try:
-            while True:
-                try:
-                    self._tls.do_handshake()
-                    done = True
-                except ssl.SSLWantReadError:
-                    done = False
-                if self._outgoing.pending:
-                    await loop.sock_sendall(self._sock, self._outgoing.read())
-                if done:
-                    return
-                count = await loop.sock_recv_into(self._sock, self._cipher_in)
-                if count == 0:
-                    raise LostError("data channel: closed in the TLS handshake")
-                self._incoming.write(self._cipher_in[:count])
-        except (OSError, ssl.SSLError) as error:
-            raise LostError(f"data channel: {error}") from error
+        with _lost_handshake():
+            for said, listens in self._greetings():
+                if said:
+                    await loop.sock_sendall(self._sock, said)
+                if listens:
+                    self._hear(await loop.sock_recv_into(self._sock, self._cipher_in))
 
     def handshake_blocking(self) -> None:
         """As `handshake`, for a socket that blocks."""
-        try:
-            while True:
-                try:
-                    self._tls.do_handshake()
-                    done = True
-                except ssl.SSLWantReadError:
-                    done = False
-                if self._outgoing.pending:
-                    self._sock.sendall(self._outgoing.read())
-                if done:
-                    return
-                count = self._sock.recv_into(self._cipher_in)
-                if count == 0:
-                    raise LostError("data channel: closed in the TLS handshake")
-                self._incoming.write(self._cipher_in[:count])
-        except (OSError, ssl.SSLError) as error:
-            raise LostError(f"data channel: {error}") from error
+        with _lost_handshake():
+            for said, listens in self._greetings():
+                if said:
+                    self._sock.sendall(said)
+                if listens:
+                    self._hear(self._sock.recv_into(self._cipher_in))
+
+    def _greetings(self) -> Iterator[tuple[bytes, bool]]:
+        """What this end says in its handshake, and whether it listens before it goes on."""
+        listens = True
+        while listens:
+            try:
+                self._tls.do_handshake()
+                listens = False
+            except ssl.SSLWantReadError:
+                pass
+            yield self._outgoing.read(), listens
+
+    def _hear(self, count: int) -> None:
+        if count == 0:
+            raise LostError("data channel: closed in the TLS handshake")
+        self._incoming.write(self._cipher_in[:count])
 
     def peer_name(self) -> str:
         """Common name in the certificate that the other end has shown; empty without one."""
@@ -186,6 +180,15 @@ class TlsWire:
                 return None
             except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
                 return 0
+
+
+@contextlib.contextmanager
+def _lost_handshake() -> Iterator[None]:
+    """Says what went wrong in a handshake."""
+    try:
+        yield
+    except OSError as error:  # of the socket or of TLS
+        raise LostError(f"data channel: {error}") from error
 
 
 async def connect_wire(endpoint: Endpoint, tls: DataTls | None) -> Wire:

@@ -78,7 +78,7 @@ async def test_the_first_model() -> None:
             with pytest.raises(ChatError, match="does not speak"):
                 await api.first_model()
     async with aiohttp.ClientSession() as session:
-        with pytest.raises(ChatError, match=r"no answer from http://127.0.0.1:1"):
+        with pytest.raises(ChatError, match=r"no gateway answers at http://127.0.0.1:1"):
             await ChatApi(session, "http://127.0.0.1:1", "", {}).first_model()
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +11,11 @@ from kvmesh.cli.flags import (
     add_switch,
     count,
     new_parser,
+    not_negative,
+    output_file,
+    picture_file,
     port_number,
+    positive,
     positive_int,
 )
 
@@ -71,3 +76,30 @@ def test_numbers() -> None:
     for kind, raw in ((positive_int, "0"), (count, "-1"), (port_number, "65536")):
         with pytest.raises(argparse.ArgumentTypeError):
             kind(raw)
+    assert (positive("0.5"), not_negative("0")) == (0.5, 0.0)
+    for number in ("0", "-1", "nan", "inf", "much"):
+        with pytest.raises(argparse.ArgumentTypeError):
+            positive(number)
+    with pytest.raises(argparse.ArgumentTypeError):
+        not_negative("-0.1")
+
+
+def test_files_that_cannot_be_written_are_told_before_the_work(tmp_path: Path) -> None:
+    assert output_file(str(tmp_path / "a.json")) == str(tmp_path / "a.json")
+    with pytest.raises(argparse.ArgumentTypeError, match="is a folder"):
+        output_file(str(tmp_path))
+    with pytest.raises(argparse.ArgumentTypeError, match="does not exist"):
+        output_file(str(tmp_path / "nowhere" / "a.json"))
+    assert picture_file(str(tmp_path / "a.PNG")) == str(tmp_path / "a.PNG")
+    with pytest.raises(argparse.ArgumentTypeError, match="does not end in"):
+        picture_file(str(tmp_path / "a.bmp"))
+
+
+def test_what_is_wrong_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        _parser().parse_args(["--num-things", "two"])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == (
+        "kvmesh test: argument --num-things: 'two' is not a whole number; "
+        "see `kvmesh test --help`\n"
+    )

@@ -54,3 +54,10 @@ def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
         bound.bind(("127.0.0.1", 0))  # ours, but not listening: connections are refused
         assert main([f"127.0.0.1:{bound.getsockname()[1]}"]) == 1
     assert "UNAVAILABLE" in capsys.readouterr().err
+
+
+def test_an_address_without_a_port_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["scheduler"])
+    assert caught.value.code == 2
+    assert "'scheduler' is not HOST:PORT" in capsys.readouterr().err

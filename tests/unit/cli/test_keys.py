@@ -54,7 +54,8 @@ def test_keys_in_redis(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         (["create"], "needs --tenant"),
         (["revoke"], "needs the id"),
         (["turn"], "invalid choice"),
-        (["limit", "--tenant", "a", "--weight", "much"], "invalid float"),
+        (["limit", "--tenant", "a"], "needs a limit"),
+        (["limit", "--tenant", "a", "--weight", "much"], "'much' is not a number"),
     ],
 )
 def test_usage_errors(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,3 +70,18 @@ def test_values_that_are_not_allowed(tmp_path: Path) -> None:
     assert run("create", "--tenant", "a b", *place) == 1
     assert run("limit", "--tenant", "a", "--weight", "0", *place) == 1
     assert not (tmp_path / "tenants.json").exists()
+
+
+def test_a_tenant_that_is_not_there_is_not_made_by_a_limit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "tenants.json"
+    place = ("--tenants-file", str(file))
+    assert run("list", *place) == 0
+    assert "no tenants yet" in capsys.readouterr().err
+    assert run("create", "--tenant", "acme", *place) == 0
+    assert run("limit", "--tenant", "amce", "--weight", "2", *place) == 1
+    assert "known: acme" in capsys.readouterr().err
+    file.write_text("{")
+    assert run("list", *place) == 1
+    assert str(file) in capsys.readouterr().err

@@ -24,7 +24,27 @@ def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[
 
 def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fly"]) == 2
-    assert "'fly'" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "'fly'" in said
+    assert len(said.splitlines()) == 1
+    assert main(["flet", "list"]) == 2
+    assert "did you mean `kvmesh fleet`" in capsys.readouterr().err
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("kvmesh 0.")
+
+
+def test_ctrl_c_ends_a_command_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_argv: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvmesh.cli.plan.main", interrupted)
+    assert main(["plan"]) == 130
+    assert capsys.readouterr().err == "kvmesh plan: stopped\n"
 
 
 def test_a_missing_package_is_named() -> None:

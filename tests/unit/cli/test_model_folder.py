@@ -77,3 +77,13 @@ def test_embedded_models(tmp_path: Path) -> None:
     _write(tmp_path / "models" / "a", CONFIG)
     (tmp_path / "models" / "empty").mkdir()
     assert [path.name for path in embedded_models(tmp_path)] == ["a", "b"]
+
+
+def test_a_public_name_is_told_how_to_be_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match="`hf download Qwen/Qwen3-0"):
+        read_model_folder(Path("Qwen/Qwen3-0.6B").resolve())
+    with pytest.raises(CheckpointError, match="is no folder; name a model folder"):
+        read_model_folder(Path("/nowhere/at/all"))

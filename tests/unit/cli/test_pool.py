@@ -12,6 +12,7 @@ from aiohttp import web
 from rich.console import Console
 
 from kvmesh.cli.pool import NoViewError, fetch_view, main, picture
+from kvmesh.cli.stack_state import hold_state, write_description
 from kvmesh.core.types import WorkerId
 from kvmesh.runtime.admin import AdminConfig, AdminPort
 from services.kvmanager.pool import Pool
@@ -83,17 +84,30 @@ async def test_a_port_that_is_no_kvmanager_s() -> None:
         await asked(admin=locked)
 
 
-def test_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nobody_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{closed.getsockname()[1]}"
         with pytest.raises(NoViewError, match="refused"):
             fetch_view(url, "", 5.0)
-    for flags in ([], ["--admin-url", url, "--admin-token-file", "/no/such/file"]):
-        with pytest.raises(SystemExit) as caught:
-            main(flags)
-        assert caught.value.code == 2
+    with pytest.raises(SystemExit) as caught:
+        main(["--admin-url", url, "--admin-token-file", "/no/such/file"])
+    assert caught.value.code == 2
     assert "No such file" in capsys.readouterr().err
+    with pytest.raises(NoViewError, match="no local stack runs"):
+        main(["--state-dir", str(tmp_path)])
+
+
+async def test_the_local_stack_is_found_by_itself(tmp_path: Path) -> None:
+    admin = AdminPort(AdminConfig(port=0))
+    admin.route("GET", "/debug/segments", (await planned()).show)
+    await admin.start()
+    try:
+        with hold_state(tmp_path):
+            write_description(tmp_path, {"pool": f"127.0.0.1:{admin.port}"})
+            assert await asyncio.to_thread(main, ["--state-dir", str(tmp_path)]) == 0
+    finally:
+        await admin.close()
 
 
 def test_a_worker_that_leaves_is_marked() -> None:

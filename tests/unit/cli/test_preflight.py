@@ -80,8 +80,15 @@ def test_no_checkout(options: StackOptions, paths: StackPaths, tmp_path: Path) -
 def test_no_redis(options: StackOptions, paths: StackPaths) -> None:
     without = replace(paths, redis_binary=None)
     assert "--redis-url" in _only(problems(options, without, 8 * GIB))
-    running = replace(options, redis_url="redis://db")
-    assert problems(running, without, 8 * GIB) == []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"redis://user:secret@127.0.0.1:{server.getsockname()[1]}/0"
+        running = replace(options, redis_url=url)
+        assert problems(running, without, 8 * GIB) == []
+    problem = _only(problems(running, without, 8 * GIB))
+    assert "nothing accepts connections at redis://127.0.0.1:" in problem
+    assert "secret" not in problem
+    gone = replace(options, redis_url=f"unix://{paths.state}/redis.sock")
+    assert "redis.sock" in _only(problems(gone, without, 8 * GIB))
     wrong = replace(options, redis_url="db:6379")
     assert "redis://" in _only(problems(wrong, without, 8 * GIB))
 

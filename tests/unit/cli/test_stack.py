@@ -59,6 +59,8 @@ def test_the_gateway_s_ports_are_those_asked_for() -> None:
     flags = _flags(_member(plan, "gateway"))
     assert (flags["--http.port"], flags["--server.port"]) == ("8000", "8001")
     assert flags["--server.admin.port"] == "8002"
+    assert plan.pool is not None
+    assert _flags(_member(plan, "kvmanager"))["--server.admin.port"] == str(plan.pool.port)
     assert plan.grpc.port == 8001
 
 

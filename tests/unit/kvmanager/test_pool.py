@@ -241,6 +241,8 @@ async def test_a_plan_that_fails_leaves_nothing_on_its_way(
     busy = await stage.worker(pool, A, "ab")
     await stage.worker(pool, B)
     monkeypatch.setattr(pool._planner, "_plan_hints", fails)  # after copies were planned
+    counted = metrics.POOL_ORDERS.labels("copy")._value
+    before = counted.get()
     for num_orders in (0, 1):
         stage.report(busy, 80)
         for _ in range(10):
@@ -248,6 +250,8 @@ async def test_a_plan_that_fails_leaves_nothing_on_its_way(
         await pool.heat.count()
         await pool._safely(pool.end_window)
         assert len(pool._planner._ordered) == num_orders
+        assert len(pool._planner.view.orders) == num_orders, "what nobody is told is not shown"
+        assert counted.get() == before + num_orders
         stage.clock.advance(CONFIG.window_s)
         monkeypatch.undo()
     assert len(await stage.orders(pool, B)) == 1

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvmesh.core.types import Role, WorkerLoad
+from kvmesh.core.types import Role, WorkerId, WorkerLoad
 from kvmesh.policy.control import (
     MIN_LENGTHS,
     AllocationLoop,
@@ -17,7 +17,7 @@ from kvmesh.policy.load_score import Regime
 from kvmesh.policy.offload import Threshold
 from kvmesh.policy.prfaas import Hardware, ServingProfile
 from kvmesh.policy.reallocation import ReallocationReason
-from kvmesh.policy.role_switch import SwitchLimits, SwitchReason
+from kvmesh.policy.role_switch import Switch, SwitchLimits, SwitchReason
 from tests.unit.policy.fleet_examples import worker_info
 
 IDLE = WorkerLoad(blocks_free=512)
@@ -106,6 +106,20 @@ class TestRoles:
                     rests.append(int(now - ended_at))
                 ended_at = now
         assert rests == [1, 10, 20, 40, 80, limits.max_rest_cycles, limits.max_rest_cycles]
+
+    def test_all_whom_their_side_calls_in_one_cycle_are_one_mistake(self) -> None:
+        loop, limits = RoleLoop(), SwitchLimits()
+        called, over = (
+            [Switch(WorkerId(f"d{n}"), Role.DECODE, 0, reason) for n in range(2)]
+            for reason in (SwitchReason.NEEDED_AT_HOME, SwitchReason.CYCLES_OVER)
+        )
+        factor = 1
+        for returns in (called, [called[0], over[1]], [over[0], called[1]]):
+            loop.cycle([], 0.0)
+            for switch in returns:
+                loop.carried_out(switch)
+            factor *= 2
+            assert loop._next_rest == factor * limits.rest_cycles
 
     def test_who_was_not_told_is_asked_for_again(self) -> None:
         loop = RoleLoop()

@@ -35,3 +35,14 @@ def test_who_asks_again_waits_for_the_cluster_that_was_chosen() -> None:
     assert not board.note_query("g", query(request_id=RequestId("b")), 0.3)
     demand = board.current("m", 0.4)
     assert (demand.remote, demand.local) == (1, 1)
+
+
+def test_what_nobody_serves_is_forgotten() -> None:
+    board = DemandBoard()
+    for number in range(3):
+        board.note_query("g", query(request_id=RequestId(f"r{number}")), 0.0)
+    board.note_query("g", query(request_id=RequestId("late"), model="other"), 0.5)
+    board.prune({"other"}, STALE_S)
+    assert list(board._asked) == ["late"]
+    assert board.take_new("m") == 0, "a model that comes back does not begin with a peak"
+    assert board.take_new("other") == 1

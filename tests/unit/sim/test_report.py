@@ -150,7 +150,6 @@ class TestCommand:
         ("flags", "message"),
         [
             (("--system", "none"), "no system 'none'"),
-            (("--rate", "0"), "--rate"),
             (("--burst", "0.5"), "--burst"),
             (("--fleet", "x"), "CLUSTER"),
             (("--failures", "x"), "SECONDS"),
@@ -162,3 +161,12 @@ class TestCommand:
     ) -> None:
         assert main(["simulate", *self.FAST, *flags]) == 1
         assert message in capsys.readouterr().err
+
+    @pytest.mark.parametrize("flags", [("--rate", "0"), ("--json", "/nowhere/run.json")])
+    def test_flags_that_are_wrong_by_themselves_are_told_before_the_run(
+        self, flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with pytest.raises(SystemExit) as caught:
+            main(["simulate", *self.FAST, *flags])
+        assert caught.value.code == 2
+        assert flags[0] in capsys.readouterr().err

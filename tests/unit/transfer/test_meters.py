@@ -4,7 +4,8 @@ import pytest
 
 from kvmesh.core.types import WorkerId
 from kvmesh.policy.link import LinkView
-from kvmesh.transfer.meters import LinkKey, LinkMeter
+from kvmesh.transfer import meters
+from kvmesh.transfer.meters import LinkKey, LinkMeter, LinkMeters
 
 KEY = LinkKey(WorkerId("d0"), "tcp", "sent")
 
@@ -32,3 +33,45 @@ def test_an_estimate_waits_for_what_is_queued() -> None:
 
     assert view.estimate_s(100) == pytest.approx(2.0)
     assert LinkView(WorkerId("d0"), "tcp").estimate_s(100) is None
+
+
+def link(peer: str, channel: str = "tcp") -> LinkKey:
+    return LinkKey(WorkerId(peer), channel, "sent")
+
+
+def test_links_of_gone_peers_are_dropped_when_another_comes() -> None:
+    here = {"d0", "d1"}
+    links = LinkMeters(lambda peer: peer in here)
+    for name in ("d0", "d1"):
+        links.of(link(name)).bytes = 10
+    here.remove("d0")
+    assert set(links.links) == {link("d0"), link("d1")}, (
+        "what was read last may not be exported yet"
+    )
+
+    here.add("d2")
+    links.of(link("d2")).bytes = 5
+
+    assert set(links.links) == {link("d1"), link("d2")}
+    assert links.of(link("d1")).bytes == 10
+    assert links.bytes == 25, "a total does not fall"
+
+
+def test_a_link_with_a_transfer_under_way_stays() -> None:
+    links = LinkMeters(lambda peer: False)
+    links.of(link("d0")).begin(1, now=0.0)
+    links.of(link("d1"))
+    assert set(links.links) == {link("d0"), link("d1")}
+    links.of(link("d0")).end(1, now=1.0)
+    links.of(link("d2"))
+    assert set(links.links) == {link("d2")}
+
+
+def test_where_nobody_knows_who_is_gone_the_last_used_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meters, "MAX_LINKS", 2)
+    links = LinkMeters()
+    links.of(link("d0"))
+    links.of(link("d1"))
+    links.of(link("d0"))
+    links.of(link("d2"))
+    assert set(links.links) == {link("d0"), link("d2")}

@@ -1,7 +1,10 @@
 """The compiled copies and socket calls against Python."""
 
+import contextlib
 import errno
+import os
 import random
+import resource
 import socket
 import threading
 from collections.abc import Iterator
@@ -102,6 +105,73 @@ def test_bytes_arrive_in_order_with_their_sum(
     assert target == source
     assert state.moved == len(source)
     assert sums == [crc32c.crc32c(bytes(source)) if has_sum else 0] * 2
+
+
+@pytest.fixture
+def connection() -> Iterator[tuple[socket.socket, socket.socket]]:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as left,
+        listener.accept()[0] as right,
+    ):
+        yield left, right
+
+
+@contextlib.contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    """While inside, the process can open nothing."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)  # the number that the next one would get
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("has_sum", [True, False])
+@pytest.mark.parametrize("views", ["long", "cut"])
+@pytest.mark.parametrize("may_lend", [True, False])
+def test_lent_bytes_arrive_and_a_kernel_that_lends_none_copies_them(
+    native: NativeIo,
+    connection: tuple[socket.socket, socket.socket],
+    has_sum: bool,
+    views: str,
+    may_lend: bool,
+) -> None:
+    source = bytearray(random.Random(4).randbytes(5_000_003))
+    target = bytearray(len(source))
+    size = 1_500_001 if views == "long" else 8193
+    pieces = [memoryview(source)[at : at + size] for at in range(0, len(source), size)]
+    state = NativeState()
+    sent, ranges = list[int](), ranges_of(pieces)
+
+    def send() -> None:
+        sent.append(native.send(connection[0].fileno(), ranges, state, has_sum=has_sum, lends=True))
+
+    sender = threading.Thread(target=send)
+    with contextlib.nullcontext() if may_lend else no_descriptor_left():
+        sender.start()
+        received = native.receive(
+            connection[1].fileno(), ranges_of(cut(target, 5)), NativeState(), has_sum=has_sum
+        )
+        sender.join()
+    assert target == source
+    assert state.moved == len(source)
+    assert [received, *sent] == [crc32c.crc32c(bytes(source)) if has_sum else 0] * 2
+
+
+def test_what_is_not_lent_may_change_at_once(
+    native: NativeIo, connection: tuple[socket.socket, socket.socket]
+) -> None:
+    source, target = bytearray(b"a" * 65_536), bytearray(65_536)
+    ranges, state = ranges_of([memoryview(source)]), NativeState()
+    native.send(connection[0].fileno(), ranges, state, has_sum=False)
+    source[:] = b"b" * len(source)
+    into = ranges_of([memoryview(target)])
+    native.receive(connection[1].fileno(), into, NativeState(), has_sum=False)
+    assert target == b"a" * len(target)
 
 
 def test_the_end_of_the_stream_and_a_closed_peer_are_errors(

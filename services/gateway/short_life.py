@@ -1,0 +1,411 @@
+"""The short way of a whole request: a plan made ahead, one worker for all, and then its events.
+
+Nearly all requests of a gateway that keeps up find a plan, a worker that takes them at once, and
+nothing else happens until the last token. Such a one needs no search and no mailbox: its message
+goes out where it comes in, and what the worker says is taken as it comes off the wire. Whatever is
+not so (no plan, two workers, a refusal, a loss, a trace to be kept) goes the long way, in
+`request_flow`, which takes over what there is: same seed, same tokens, nothing lost or repeated.
+Tests: tests/integration/test_gateway_short_life.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from kvmesh.console.request_log import Moment
+from kvmesh.core.errors import DeadlineError, KvMeshError, LostError, StructureError
+from kvmesh.core.types import (
+    Candidate,
+    FinishReason,
+    Placement,
+    Refusal,
+    RefusalReason,
+    RoutePlan,
+    RouteQuery,
+    SequenceSpec,
+)
+from kvmesh.kv.hashing import root_hash
+from kvmesh.rpc.convert import finish_reason_from_proto, sequence_spec_to_proto
+from kvmesh.telemetry.tracing import is_tracing
+from kvmesh.v1.decode_service_pb2 import DecodeEvent, DecodeReserve, DecodeTokens
+from kvmesh.v1.prefill_service_pb2 import PrefillFirstToken
+from services.gateway.errors import Stage, StageRefusedError
+from services.gateway.generation import Begun, FirstTry, TokenDelta, WorkLostError, place_until
+from services.gateway.mesh import GenerationRequest, Mesh, Placed
+from services.gateway.open_work import ANSWER_TIMEOUT_S
+from services.gateway.token_lane import TokenLane
+from services.gateway.worker_events import Failed, Refused, WorkerEvent
+from services.gateway.worker_sessions import WorkerSession
+
+_FIRST_ATTEMPT = 1
+
+
+class NotTakenError(LostError):
+    """The worker did not take the request; the search for another one begins."""
+
+
+class Meter(Protocol):
+    """Is told of tokens when they come, where nobody else sees them before the last one."""
+
+    def first(self, count: int, now: float) -> None:
+        """The first tokens came, at `now` on the loop's clock."""
+        ...
+
+    def tokens(self, count: int, now: float) -> None:
+        """More tokens came."""
+        ...
+
+
+def short_life(
+    mesh: Mesh,
+    request: GenerationRequest,
+    begun: Begun,
+    lane: TokenLane | None,
+    meter: Meter | None,
+) -> ShortLife | None:
+    """Sends a request to the worker of a plan made ahead; None if that cannot be.
+
+    Args:
+        begun: is told what was tried.
+        meter: given, all tokens come together at the end.
+    """
+    sampling = request.sampling
+    facts = mesh.router.facts
+    if (
+        facts is None
+        or is_tracing()
+        or mesh.turns.num_waiting
+        or mesh.waiting.paused
+        or max(sampling.num_logprobs, sampling.num_prompt_logprobs) >= 0
+    ):
+        return None
+    left_s = place_until(mesh, request, begun) - begun.arrived_at
+    if left_s <= 0:
+        return None
+    num_tokens = len(request.prompt_ids)
+    query = RouteQuery(
+        request_id=request.request_id,
+        model=request.model,
+        num_tokens=num_tokens,
+        max_new_tokens=sampling.max_tokens,
+        scenario=request.scenario,
+        placement=request.placement,
+    )
+    plan = mesh.router.planned(query)
+    begun.first_try = FirstTry(plan)
+    if plan is None or plan.placement is not Placement.AGGREGATED or not plan.prefill:
+        return None
+    candidate = plan.prefill[0]
+    session = _session(mesh, candidate)
+    if session is None or candidate.source is not None:
+        return None
+    root = root_hash(facts.fingerprint, cache_salt=request.cache_salt)
+    spec = SequenceSpec(request.prompt_ids, num_tokens, sampling, root)
+    message = DecodeReserve(
+        request_id=request.request_id,
+        attempt=_FIRST_ATTEMPT,
+        sequence=sequence_spec_to_proto(spec),
+        traceparent=request.traceparent,
+        start_within_ms=max(1, round(left_s * 1000)),
+    )
+    life = ShortLife(mesh, request, begun, session, plan, left_s)
+    life.lane, life.meter = lane, meter
+    life.start(message)
+    return life
+
+
+def _session(mesh: Mesh, candidate: Candidate) -> WorkerSession | None:
+    """The session to a worker, if it is up and the worker starts what it reserves for."""
+    try:
+        session = mesh.sessions.session(candidate)
+    except LostError:
+        return None
+    return session if session.decode.stream.connected and session.starts else None
+
+
+class ShortLife:
+    """One request at one worker; `next` gives its tokens, `close` ends it.
+
+    Attributes:
+        lane: takes what it can of the tokens.
+        meter: is told of all tokens, which come together at the end then.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        request: GenerationRequest,
+        begun: Begun,
+        session: WorkerSession,
+        plan: RoutePlan,
+        left_s: float,
+    ) -> None:
+        self._mesh = mesh
+        self._request = request
+        self._begun = begun
+        self._session = session
+        self._plan = plan
+        self._left_s = left_s
+        self.lane: TokenLane | None = None
+        self.meter: Meter | None = None
+        worker = session.worker_id
+        self._placed = Placed(Placement.AGGREGATED, worker, worker, plan.cause)
+        self._key = (request.request_id, _FIRST_ATTEMPT)
+        self._trace = mesh.log.trace(request.request_id)
+        self._loop = asyncio.get_running_loop()
+        self._position = len(request.prompt_ids)
+        self._pending: list[int] = []
+        self._early: list[DecodeTokens] = []
+        self._num_told = 0
+        self._finish: FinishReason | None = None
+        self._error: KvMeshError | None = None
+        self._wake: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_waiting = False
+        self._is_accepted = False
+        self._is_open = False
+        self._progress_at = begun.arrived_at
+
+    def start(self, message: DecodeReserve) -> None:
+        """Sends the request to the worker."""
+        mesh, now = self._mesh, self._begun.arrived_at
+        self._begun.num_attempts = _FIRST_ATTEMPT
+        self._session.reserve(message, self)
+        self._is_open = True
+        mesh.crowd.enter(self._request.tenant.name)
+        mesh.waiting.count += 1
+        self._is_waiting = True
+        plan = self._plan
+        self._trace.note(Moment.ROUTED, now, text=f"{plan.policy}: {plan.reason}")
+        limits = mesh.limits
+        # Early enough for any limit; what is due then is looked up when it is over.
+        soonest_s = min(ANSWER_TIMEOUT_S, self._left_s, limits.prefill_timeout_s, limits.stall_s)
+        self._timer = self._loop.call_at(now + soonest_s, self._look)
+
+    async def next(self) -> TokenDelta:
+        """The next tokens that did not go by the lane.
+
+        Raises:
+            NotTakenError: the worker did not take the request.
+            WorkLostError: it did, and lost it.
+            StructureError: the structure asked for cannot be followed.
+            DeadlineError: the request ran for longer than `request_timeout_s`.
+        """
+        if not self._pending and self._finish is None and self._error is None:
+            self._wake = self._loop.create_future()
+            try:
+                await self._wake
+            finally:
+                self._wake = None
+        if not self._pending and self._finish is None:
+            assert self._error is not None, "woken for a reason"
+            raise self._error
+        token_ids, self._pending = tuple(self._pending), []
+        num_told, self._num_told = self._num_told, 0
+        cached = self._begun.cached_tokens or 0
+        return TokenDelta(token_ids, (), self._finish, cached, self._placed, (), num_told)
+
+    def close(self) -> None:
+        """Ends what is open. May be called again."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._search_ends(placed=False)
+        if self._is_open:
+            self._is_open = False
+            self._session.cancel_decode(self._key)
+        if self._is_accepted:
+            self._is_accepted = False
+            self._mesh.connections.ended(self._session.worker_id)
+
+    # --- from the worker ---
+
+    def takes(self, message: Any) -> bool:
+        """Takes an event as it comes off the wire; False if it is not one of the usual ones."""
+        assert isinstance(message, DecodeEvent), "one stream for all"
+        if self._error is not None or self._finish is not None:
+            return True  # of an attempt that is over
+        kind = message.WhichOneof("event")
+        if kind == "tokens":
+            self._take_tokens(message.tokens)
+            return True
+        if not message.HasField("prefill"):
+            return False
+        if kind == "reserved":
+            reserved = message.reserved
+            if reserved.worker_id != self._session.worker_id:
+                return False
+            self._accepted(reserved.lease_ms)
+            return True
+        match message.prefill.WhichOneof("event"):
+            case "first_token":
+                self._first(message.prefill.first_token)
+            case "handed_off":
+                pass  # where one worker does all, the first token has said so
+            case _:
+                return False
+        return True
+
+    def put(self, _attempt: int, event: WorkerEvent) -> None:
+        """Takes any other event: it ends the short way."""
+        if self._error is not None or self._finish is not None:
+            return
+        worker = self._session.worker_id
+        if isinstance(event, (Failed, Refused)):
+            if self._is_accepted:
+                side = "prefill" if event.by_prefill else "decode"
+                self._fail(WorkLostError(worker, f"{side}_failed", event.refusal.message))
+            else:
+                self._refused(event.refusal, by_prefill=event.by_prefill)
+        elif self._is_accepted:
+            text = f"{type(event).__name__} out of order"
+            self._fail(WorkLostError(worker, "decode_failed", text))
+        else:
+            # An older worker only reserves, or another one took over its address.
+            self._session.starts = False
+            self._not_taken()
+
+    def _accepted(self, lease_ms: int) -> None:
+        mesh, now, worker = self._mesh, self._loop.time(), self._session.worker_id
+        self._is_accepted = True
+        self._progress_at = now
+        self._session.hold(self._key, lease_ms)
+        self._trace.note(Moment.RESERVED, now, worker)
+        self._search_ends(placed=True)
+        mesh.metrics.prefill_offers.observe(1)
+        mesh.connections.accepted(worker)
+        self._begun.phases.accepted(now)
+        self._trace.placed(now, Placement.AGGREGATED, worker, worker)
+
+    def _first(self, first: PrefillFirstToken) -> None:
+        now, begun, worker = self._loop.time(), self._begun, self._session.worker_id
+        if not self._is_accepted or begun.tokens:
+            self._fail(WorkLostError(worker, "token_gap", "a first token out of order"))
+            return
+        self._mesh.prefill_times.note(self._position, now - self._progress_at)
+        begun.cached_tokens = self._trace.cached_tokens = first.cached_tokens
+        self._trace.note(Moment.FIRST_TOKEN, now, worker)
+        finish = finish_reason_from_proto(first.finish_reason)
+        if finish is None:
+            self._trace.note(Moment.HANDED_OFF, now, worker)
+            self._session.release(self._key)
+        self._take((first.token_id,), finish, first.error, now)
+        early, self._early = self._early, []
+        for tokens in early:
+            self._take_tokens(tokens)
+
+    def _take_tokens(self, tokens: DecodeTokens) -> None:
+        if not self._begun.tokens:  # a worker may decode before it has told the first one
+            self._early.append(tokens)
+            return
+        position = self._position + len(self._begun.tokens)
+        first = tokens.first_position
+        if first > position:
+            worker = self._session.worker_id
+            text = f"tokens at {first}, expected {position}"
+            self._fail(WorkLostError(worker, "token_gap", text))
+            return
+        token_ids: Sequence[int] = tokens.token_ids
+        if first < position:
+            token_ids = token_ids[position - first :]
+        finish = finish_reason_from_proto(tokens.finish_reason)
+        now = self._loop.time()
+        if finish is None:
+            if self._wake is not None and not self._wake.done() and not self._pending:
+                lane = self.lane
+                if lane is not None and token_ids and lane.push(token_ids, now):
+                    self._begun.tokens.extend(token_ids)
+                    self._progress_at = now
+                    return
+        else:
+            self._session.release(self._key)
+            self._session.decode.forget(self._key)
+            self._is_open = False
+        self._take(token_ids, finish, tokens.error, now)
+
+    def _take(
+        self, token_ids: Sequence[int], finish: FinishReason | None, error: str, now: float
+    ) -> None:
+        """Keeps tokens for `next`."""
+        if finish is FinishReason.ERROR:
+            self._fail(StructureError(error))
+            return
+        begun = self._begun
+        self._progress_at = now
+        if not token_ids and finish is None:
+            return  # all of them were repeated
+        is_first = not begun.tokens
+        begun.tokens.extend(token_ids)
+        self._pending.extend(token_ids)
+        self._finish = finish
+        if is_first:
+            begun.phases.token(now)
+        if finish is not None:
+            begun.phases.finished(now)
+        if self.meter is not None:
+            (self.meter.first if is_first else self.meter.tokens)(len(token_ids), now)
+            self._num_told += len(token_ids)
+        if finish is not None or self.meter is None:
+            self._wake_up()
+
+    # --- ends ---
+
+    def _refused(self, refusal: Refusal, *, by_prefill: bool) -> None:
+        """Notes a refusal as the long way does."""
+        mesh, worker = self._mesh, self._session.worker_id
+        stage = Stage.PREFILL if by_prefill else Stage.DECODE
+        if by_prefill:
+            mesh.connections.rejected(worker)
+        mesh.metrics.refused(refusal.reason.value, stage.value)
+        text = f"{stage.value}: {refusal.reason.value}"
+        self._trace.note(Moment.REFUSED, self._loop.time(), worker, text)
+        mesh.router.note_refused()
+        rest = self._plan.prefill[1:]
+        plan = replace(self._plan, prefill=rest) if rest else None
+        self._begun.first_try = FirstTry(plan, worker, StageRefusedError(refusal, stage))
+        self._not_taken()
+
+    def _not_taken(self) -> None:
+        self._fail(NotTakenError(f"{self._session.worker_id} did not take the request"))
+
+    def _search_ends(self, *, placed: bool) -> None:
+        if self._is_waiting:
+            self._is_waiting = False
+            self._mesh.waiting.count -= 1
+            self._mesh.crowd.leave(self._request.tenant.name, self._loop.time(), placed=placed)
+
+    def _fail(self, error: KvMeshError) -> None:
+        self._error = error
+        self._wake_up()
+
+    def _wake_up(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+    def _look(self) -> None:
+        """Ends it if something is overdue; else looks again when the next thing would be."""
+        limits, begun = self._mesh.limits, self._begun
+        answer_s = min(self._left_s, ANSWER_TIMEOUT_S)
+        due = begun.arrived_at + answer_s
+        if self._is_accepted:
+            due = self._progress_at + (limits.stall_s if begun.tokens else limits.prefill_timeout_s)
+        due = min(due, begun.deadline)
+        now = self._loop.time()
+        if now < due:
+            self._timer = self._loop.call_at(due, self._look)
+        elif now >= begun.deadline:
+            text = f"the request ran for longer than {limits.request_timeout_s} s"
+            self._fail(DeadlineError(text))
+        elif self._is_accepted:
+            worker = self._session.worker_id
+            reason = "decode_stalled" if begun.tokens else "prefill_stalled"
+            self._fail(WorkLostError(worker, reason, f"no progress at {worker}"))
+        elif answer_s < ANSWER_TIMEOUT_S:  # the request ran out of time, not the worker
+            message = "the deadline passed before the worker answered"
+            self._refused(Refusal(RefusalReason.DEADLINE, message), by_prefill=False)
+        else:
+            message = "the worker did not answer in time"
+            self._refused(Refusal(RefusalReason.LOST, message), by_prefill=False)

@@ -1,0 +1,166 @@
+"""Requests on the short way answer as on the long way, also when it ends in the middle."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from kvmesh.core.types import Placement, RefusalReason
+from kvmesh.policy import plans_ahead
+from services.gateway.short_life import ShortLife
+from tests.integration.gateway_fake_worker import MODEL, Behaviour
+from tests.integration.gateway_stack import TWO_PAIRS, Stack, gateway_stack
+
+SAYS = "one plan, one worker, one message: 🙂 ü"
+CHAT: dict[str, Any] = {
+    "model": MODEL,
+    "messages": [{"role": "user", "content": "hi"}],
+    "max_tokens": 200,
+}
+
+
+@pytest.fixture
+def num_short(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Requests that began the short way, appended as they begin."""
+    seen: list[str] = []
+    start = ShortLife.start
+
+    def counted(self: ShortLife, message: Any) -> None:
+        seen.append(message.request_id)
+        start(self, message)
+
+    monkeypatch.setattr(ShortLife, "start", counted)
+    return seen
+
+
+@pytest.fixture
+async def stack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_short: list[str]
+) -> AsyncIterator[Stack]:
+    """A stack in which plans are there and do not grow old, however slow the machine is."""
+    monkeypatch.setattr(plans_ahead, "AHEAD_S", 1000.0)
+    async with gateway_stack(tmp_path, TWO_PAIRS, SAYS, limits={"stall_s": 0.5}) as stack:
+        stack.mesh.placement = Placement.AGGREGATED
+        yield stack
+
+
+async def stocked(stack: Stack, num_short: list[str]) -> None:
+    """Asks until the next requests find plans."""
+    stack.mesh.plans_ahead = True
+    for worker in stack.mesh.workers.values():
+        worker.does = Behaviour()
+    while len(stack.gateway.plans) <= plans_ahead.MAX_AHEAD // 2:
+        await asyncio.gather(*(ask(stack, stream=False) for _ in range(8)))
+    await stack.idle()
+    num_short.clear()
+
+
+async def ask(stack: Stack, *, stream: bool) -> str:
+    """The whole text of an answer."""
+    if not stream:
+        answer = await stack.client.chat.completions.create(**CHAT)
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == len(stack.mesh.output) + 1
+        assert answer.choices[0].finish_reason == "stop"
+        return answer.choices[0].message.content or ""
+    chunks = await stack.client.chat.completions.create(**CHAT, stream=True)
+    return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_is_that_of_the_long_way(
+    stack: Stack, num_short: list[str], stream: bool
+) -> None:
+    assert await ask(stack, stream=stream) == SAYS
+    assert num_short == []
+    await stocked(stack, num_short)
+    metrics, asked = stack.gateway.metrics, len(stack.mesh.queries)
+    names = (
+        "vllm:generation_tokens_total",
+        "vllm:time_to_first_token_seconds_count",
+        "vllm:request_decode_time_seconds_count",
+        "kvmesh_gateway_prefill_offers_count",
+    )
+    before = [metrics.value(name, model_name=MODEL) for name in names]
+    assert await ask(stack, stream=stream) == SAYS
+    await stack.idle()
+    after = [metrics.value(name, model_name=MODEL) for name in names]
+    assert len(num_short) == 1
+    assert len(stack.mesh.queries) == asked
+    counted = [value - was for value, was in zip(after, before, strict=True)]
+    assert counted == [len(stack.mesh.output) + 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_goes_wrong_goes_on_the_long_way(
+    stack: Stack, num_short: list[str], stream: bool
+) -> None:
+    for trouble in (
+        {"reject_offers": 1},
+        {"refuse_reserves": 1},
+        {"fail_prefills": 1},
+        {"fail_decode_after": 3},
+        {"stall_decode_after": 3},
+        {"repeat_tokens": True},
+        {"tokens_per_message": 5},
+        {"decode_first": True},
+        {"starts": False},  # the last one: that a worker only reserves is not forgotten
+    ):
+        await stocked(stack, num_short)
+        for worker in stack.mesh.workers.values():
+            worker.does = Behaviour(**trouble)
+        assert await ask(stack, stream=stream) == SAYS, trouble
+        assert len(num_short) == 1, trouble
+        await stack.idle()
+    moves = {
+        reason: stack.gateway.metrics.value("kvmesh_gateway_moves_total", reason=reason)
+        for reason in ("prefill_failed", "decode_failed", "decode_stalled")
+    }
+    assert min(moves.values()) >= 1
+    refusals = stack.gateway.metrics.refusals()
+    assert refusals["prefill", RefusalReason.BUSY.value] >= 1
+    assert refusals["decode", RefusalReason.NO_SLOTS.value] >= 1
+
+
+async def test_a_broken_stream_moves_too(stack: Stack, num_short: list[str]) -> None:
+    await stocked(stack, num_short)
+    for worker in stack.mesh.workers.values():
+        worker.does.break_decode_after = 3
+    assert await ask(stack, stream=True) == SAYS
+    assert len(num_short) == 1
+    await stack.idle()
+
+
+async def test_a_client_that_leaves_ends_the_work(stack: Stack, num_short: list[str]) -> None:
+    await stocked(stack, num_short)
+    stack.mesh.go.clear()  # no token after the first
+    asking = asyncio.ensure_future(ask(stack, stream=True))
+    await stack.mesh.until(lambda: stack.mesh.num_open > 0)
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    await stack.idle()
+    (request_id,) = num_short
+    assert any((request_id, 1) in worker.cancels for worker in stack.mesh.workers.values())
+    stack.mesh.go.set()
+
+
+async def test_a_request_runs_no_longer_than_it_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_short: list[str]
+) -> None:
+    monkeypatch.setattr(plans_ahead, "AHEAD_S", 1000.0)
+    limits = {"request_timeout_s": 2.0}
+    async with gateway_stack(tmp_path, TWO_PAIRS, SAYS, limits=limits) as stack:
+        stack.mesh.placement = Placement.AGGREGATED
+        await stocked(stack, num_short)
+        for worker in stack.mesh.workers.values():
+            worker.does.stall_decode_after = 2
+        with pytest.raises(openai.APIStatusError) as late:
+            await ask(stack, stream=False)
+        assert late.value.status_code == 504
+        assert len(num_short) == 1
+        await stack.idle()
