@@ -142,6 +142,7 @@ class PrefixFetcher:
         most = min(len(fill.hashes), source.num_blocks)
         if source.worker_id == self._identity.worker_id:
             return fetch
+        fill.adopt()  # blocks may have been reserved before others computed what is in them
         try:
             async with asyncio.timeout(self._options.timeout_s):
                 while fill.num_held < most:
