@@ -140,6 +140,7 @@ class PrefixFetcher:
         most = min(len(fill.hashes), source.num_blocks)
         if source.worker_id == self._identity.worker_id:
             return fetch
+        fill.adopt()  # blocks may have been reserved before others computed what is in them
         try:
             async with asyncio.timeout(self._options.timeout_s):
                 while fill.num_held < most:
@@ -213,6 +214,8 @@ class PrefixFetcher:
             source.control_endpoint, request, self._options.lease_timeout_s
         )
         try:
+            if (message.worker_id, message.incarnation) != (source.worker_id, source.incarnation):
+                raise LostError(f"{message.worker_id} answers at this address")
             if not fill.num_held < message.num_blocks <= len(fill.hashes):
                 raise LostError(f"{message.num_blocks} of {len(fill.hashes)} blocks are leased")
             blocks = fill.open(message.num_blocks)
