@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvmesh.core.config import option, secret
+from kvmesh.policy.joint_choice import JOINT_WINDOW_S
 from kvmesh.policy.ranking import AGGREGATE_TOKENS
+from kvmesh.policy.ratio_monitor import WINDOW_S
 from kvmesh.runtime.app import ServerConfig
 from kvmesh.telemetry.config import TelemetryConfig
 
@@ -29,6 +31,10 @@ class RoutingConfig:
         AGGREGATE_TOKENS,
         "shorter uncached prompts run on an idle decode worker; 0: no prompt does",
     )
+    joint_window_ms: float = option(
+        JOINT_WINDOW_S * 1e3,
+        "policies that decide jointly: milliseconds to wait for others while no worker is idle",
+    )
     decisions: int = option(1000, "last decisions that /debug/decisions shows")
 
 
@@ -38,6 +44,7 @@ class PlanningConfig:
 
     roles: str = option("apply", "role changes: apply, recommend (log and count them) or off")
     reallocate_s: float = option(120.0, "interval at which the split of roles is evaluated")
+    monitor_s: float = option(WINDOW_S, "windows that the policy pdserve compares latencies over")
     remote_cluster: str = option("", "cluster that only prefills, for long prompts; empty: none")
     egress_mb_s: float = option(0.0, "megabytes per second that KV can leave it; 0: not measured")
     threshold_tokens: int = option(0, "uncached tokens above which to use it at first; 0: none")
