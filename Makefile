@@ -21,7 +21,7 @@ TEST_FLAGS := -q --durations=20 --durations-min=5 -m 'not gpu and not compose'
 PROCESS_TEST_FLAGS := --reruns 1 --max-suite-reruns 2 --rerun-show-tracebacks -rR
 # One computing thread per test process: spinning OpenMP teams slow each other down tenfold.
 test test-fast: export OMP_NUM_THREADS := 1
-.PHONY: help setup proto fmt check test test-fast test-gpu up bench-serve bench-gateway bench-transfer bench-engine bench-kernels bench-device bench-allocator bench-fuzz bench-policies bench-routing bench-pool bench-queries bench-fetch bench-sim-error bench-summary e2e-compose console-pictures manifests dashboard train-model clean
+.PHONY: help setup proto fmt check test test-fast test-gpu up bench-serve bench-gateway bench-transfer bench-engine bench-families bench-kernels bench-device bench-allocator bench-fuzz bench-policies bench-routing bench-pool bench-queries bench-fetch bench-sim-error bench-summary e2e-compose console-pictures manifests dashboard train-model clean
 
 help: ## list the verbs
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -85,6 +85,9 @@ bench-transfer: setup ## data channels against memcpy, iperf3 and other engines;
 
 bench-engine: setup ## the CPU engine against transformers, a bare loop and the floor; writes bench/results/engine.*
 	$(PY) -m benchmarks.engine $(ARGS)
+
+bench-families: setup ## every model family on the CPU against transformers; writes bench/results/families.*
+	$(PY) -m benchmarks.families $(ARGS)
 
 bench-kernels: setup ## the Triton kernels on a CUDA device; writes bench/results/kernels.*
 	$(PY) -m benchmarks.kernels $(ARGS)

@@ -29,6 +29,8 @@ MIN_TOKENS = 32
 
 TRIES = 5
 
+STEP_REPEATS = 3
+
 SHARED_BATCH = 4
 SHARED_LENGTH = 512
 SHARED_OUTPUT = 640
@@ -68,16 +70,19 @@ def steps_of(timings: Sequence[Timing], input_tokens: int) -> StepSample | None:
 
 
 async def measure_step(client: StackClient, batch: int, input_tokens: int) -> StepSample:
-    """The step of a batch of equal sequences.
+    """The step of a batch of equal sequences, the median of some.
 
     Raises:
         RuntimeError: the machine is too busy to have them generate at the same time.
     """
-    for _ in range(TRIES):
-        found = steps_of(await client.together(batch, input_tokens, OUTPUT), input_tokens)
-        if found is not None:
-            sys.stderr.write(f"batch of {batch}: a step takes {1000 * found.step_s:.2f} ms\n")
-            return found
+    found: list[StepSample] = []
+    for _ in range(TRIES * STEP_REPEATS):
+        seen = steps_of(await client.together(batch, input_tokens, OUTPUT), input_tokens)
+        found += [] if seen is None else [seen]
+        if len(found) == STEP_REPEATS:
+            median = sorted(found, key=lambda each: each.step_s)[STEP_REPEATS // 2]
+            sys.stderr.write(f"batch of {batch}: a step takes {1000 * median.step_s:.2f} ms\n")
+            return median
     raise RuntimeError(f"{batch} sequences did not generate together: the machine is too busy")
 
 
@@ -131,18 +136,24 @@ def beside_of(decoding: Sequence[Timing], prompts: Sequence[Timing]) -> Beside |
 
 
 async def measure_beside(client: StackClient) -> Beside:
-    """Prompts one after the other beside a batch that generates.
+    """Prompts one after the other beside a batch that generates; medians of some times.
 
     Raises:
         RuntimeError: the machine is too busy for both at a time.
     """
-    for _ in range(TRIES):
+    seen: list[Beside] = []
+    for _ in range(TRIES * STEP_REPEATS):
         decoding = asyncio.create_task(client.together(SHARED_BATCH, TINY, SHARED_OUTPUT))
         prompts: list[Timing] = []
         while not decoding.done():
             prompts += await client.together(1, SHARED_LENGTH, 2)
-        found = beside_of(await decoding, prompts)
-        if found is not None:
+        once = beside_of(await decoding, prompts)
+        seen += [] if once is None else [once]
+        if len(seen) == STEP_REPEATS:
+            found = Beside(
+                statistics.median(each.first_s for each in seen),
+                statistics.median(each.step_s for each in seen),
+            )
             sys.stderr.write(
                 f"beside each other: a prompt of {SHARED_LENGTH} {1000 * found.first_s:.1f} ms, "
                 f"a step of {SHARED_BATCH} {1000 * found.step_s:.2f} ms\n"

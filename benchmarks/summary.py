@@ -1,4 +1,4 @@
-"""What all benchmarks measured last, on one page: bench/results/README.md.
+"""What all benchmarks measured last: bench/results/README.md, and a few numbers in the README.
 
 Tests: tests/unit/benchmarks/test_summary.py.
 """
@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.result import RESULTS, table
+from benchmarks.headline import with_headlines
+from benchmarks.result import RESULTS, ROOT, table
 
 _HEAD = """# What was measured
 
@@ -22,12 +23,15 @@ this page.
 
 
 def main() -> None:
-    """Writes the page from the results that are there."""
+    """Writes the page, and the README's table, from the results that are there."""
     files = sorted(RESULTS.glob("*.json"))
     results = {file.stem: json.loads(file.read_text()) for file in files}
     page = RESULTS / "README.md"
     page.write_text(summary(results))
-    sys.stdout.write(f"{page.relative_to(Path.cwd())}\n")
+    readme = ROOT / "README.md"
+    readme.write_text(with_headlines(readme.read_text(), results))
+    for written in (page, readme):
+        sys.stdout.write(f"{written.relative_to(Path.cwd())}\n")
 
 
 def summary(results: Mapping[str, Mapping[str, Any]]) -> str:

@@ -1,4 +1,6 @@
-"""Writes the option tables of docs/operations.md from the config classes; `--check` only compares.
+"""Writes the option tables of docs/configuration.md; `--check` only compares.
+
+They come from the config classes.
 
 From the repository root: `python -m scripts.gen_config_docs`. A table stands between
 `<!-- options: NAME -->` and `<!-- end of options: NAME -->`.
@@ -23,7 +25,7 @@ from services.kvmanager.config import KvManagerConfig
 from services.prefill.config import PrefillConfig
 from services.scheduler.config import SchedulerConfig
 
-DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "operations.md"
+DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvmesh.core.config import option, secret
+from kvmesh.policy.joint_choice import JOINT_WINDOW_S
 from kvmesh.policy.ranking import AGGREGATE_TOKENS
 from kvmesh.runtime.app import ServerConfig
 from kvmesh.telemetry.config import TelemetryConfig
@@ -28,6 +29,10 @@ class RoutingConfig:
     aggregate_tokens: int = option(
         AGGREGATE_TOKENS,
         "shorter uncached prompts run on an idle decode worker; 0: no prompt does",
+    )
+    joint_window_ms: float = option(
+        JOINT_WINDOW_S * 1e3,
+        "policies that decide jointly: milliseconds to wait for others while no worker is idle",
     )
     decisions: int = option(1000, "last decisions that /debug/decisions shows")
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 from prometheus_client import Counter, Gauge
 
+from kvmesh.policy.offload_route import OffloadPlan
 from kvmesh.telemetry.batch_histogram import BatchHistogram
 
 ROUTE_SECONDS = BatchHistogram(
@@ -25,6 +27,20 @@ DECISION_SECONDS = BatchHistogram(
     "kvmesh_scheduler_decision_seconds",
     "Time to decide a route once the prefix matches are known",
     buckets=(0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05),
+)
+JOINT_REQUESTS = Counter(
+    "kvmesh_scheduler_joint_requests",
+    "Requests by what became of them among those that they were decided with",
+    ("reason",),
+)
+JOINT_HELD_SECONDS = BatchHistogram(
+    "kvmesh_scheduler_joint_held_seconds",
+    "Time that a route waited for others to be decided with it",
+    buckets=(0.0001, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1),
+)
+JOINT_SAVED_TOKENS = Counter(
+    "kvmesh_scheduler_joint_saved_tokens",
+    "Tokens by which first tokens are to come sooner than if each had been decided on alone",
 )
 PLANS_AHEAD = Counter("kvmesh_scheduler_plans_ahead", "Route plans made before their requests came")
 THRESHOLD_TOKENS = Gauge(
@@ -54,6 +70,14 @@ WORKERS_LOST = Counter(
 STORE_FAILURES = Counter(
     "kvmesh_scheduler_store_failures", "Calls to the durable registry that failed"
 )
+
+
+def note_joint(plans: Sequence[OffloadPlan]) -> None:
+    """Counts decisions that were made together."""
+    choices = [plan.joint for plan in plans if plan.joint is not None]
+    for choice in choices:
+        JOINT_REQUESTS.labels(choice.reason.value).inc()
+    JOINT_SAVED_TOKENS.inc(max((choice.saved_tokens for choice in choices), default=0.0))
 
 
 @lru_cache(maxsize=256)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Protocol
 
 from kvmesh.core.clock import Clock
@@ -22,8 +23,10 @@ from kvmesh.core.types import (
     RoutePlan,
     RouteQuery,
 )
-from kvmesh.policy.composition import Composition, decide_route
+from kvmesh.policy.composition import Composition, OffloadState, decide_route
 from kvmesh.policy.explain import describe_decision
+from kvmesh.policy.joint import Ask, decide_jointly, hold_s, in_turn
+from kvmesh.policy.offload_route import OffloadPlan
 from kvmesh.policy.plans_ahead import BATCH, MAX_AHEAD, Wish
 from kvmesh.policy.view import FleetView
 from kvmesh.telemetry.logs import event_logger
@@ -31,6 +34,7 @@ from kvmesh.telemetry.tracing import Span, start_span
 from services.scheduler import metrics
 from services.scheduler.decisions import DecisionLog
 from services.scheduler.fleet import Fleet
+from services.scheduler.gathering import Gathering, Waiting
 from services.scheduler.planner import Planner
 
 log = event_logger(__name__)
@@ -96,6 +100,15 @@ class Router:
         self._clock = clock
         self._decisions = decisions
         self._planner = planner
+        policy = settings.policy
+        self._gathering: Gathering | None = None
+        if policy.joint is not None:
+            self._gathering = Gathering(policy.joint_window_s, self._hold_s, self._decide_together)
+
+    @property
+    def num_waiting(self) -> int:
+        """Queries that wait to be decided with others."""
+        return 0 if self._gathering is None else self._gathering.num_waiting
 
     async def route(
         self, query: RouteQuery, traceparent: str, gateway: Hashable = None
@@ -109,12 +122,9 @@ class Router:
         if query.placement is Placement.AUTO is not self._settings.placement:
             query = dataclasses.replace(query, placement=self._settings.placement)
         with start_span("scheduler.route", traceparent, request_id=query.request_id) as span:
-            known = await self._known_blocks(query)
-            decided = time.perf_counter()
-            outcome = self._decide(query, known)
+            outcome = await self._outcome(query)
             plan = outcome if isinstance(outcome, RoutePlan) else None
             self._planner.note_route(gateway, query, plan)
-            metrics.DECISION_SECONDS.observe(time.perf_counter() - decided)
             _describe(span, query, outcome)
         metrics.ROUTE_SECONDS.observe(time.perf_counter() - started)
         return outcome
@@ -154,8 +164,53 @@ class Router:
         """A gateway is gone, and with it what waited there."""
         self._planner.demand.forget(gateway)
 
+    async def _outcome(self, query: RouteQuery) -> RoutePlan | Refusal:
+        if self._gathering is None:
+            return self._decide(query, await self._known_blocks(query))
+        with self._gathering.looking():
+            known = await self._known_blocks(query)
+        looked_up = time.perf_counter()
+        outcome = await self._gathering.decided(Waiting(query, known))
+        metrics.JOINT_HELD_SECONDS.observe(time.perf_counter() - looked_up)
+        return outcome
+
     def _decide(self, query: RouteQuery, known: list[PrefixMatch] | None) -> RoutePlan | Refusal:
+        started, now = time.perf_counter(), self._clock.now()
+        ask = self._ask(Waiting(query, known), now)
+        offload = self._planner.offload(query.model)
+        decision = decide_route(self._settings.policy, ask.view, query, ask.matches, now, offload)
+        self._take(ask, decision, offload, now)
+        metrics.DECISION_SECONDS.observe(time.perf_counter() - started)
+        return decision.route
+
+    def _decide_together(
+        self, waiting: Sequence[Waiting]
+    ) -> list[tuple[Waiting, RoutePlan | Refusal]]:
+        """Decides on the queries of each model together; first told is whose prompt comes first."""
+        started, now = time.perf_counter(), self._clock.now()
+        told: list[tuple[Waiting, RoutePlan | Refusal]] = []
+        # By name, so that the order of arrival decides nothing.
+        ordered = sorted(waiting, key=lambda each: (each.query.model, each.query.request_id))
+        for model, group in groupby(ordered, key=lambda each: each.query.model):
+            members = list(group)
+            offload = self._planner.offload(model)
+            asks = [self._ask(each, now) for each in members]
+            plans = decide_jointly(self._settings.policy, asks, now, offload)
+            for ask, decision in zip(asks, plans, strict=True):
+                self._take(ask, decision, offload, now)
+            metrics.note_joint(plans)
+            told += [(each, plan.route) for each, plan in in_turn(members, plans)]
+        metrics.DECISION_SECONDS.observe(time.perf_counter() - started)
+        return told
+
+    def _hold_s(self, waiting: Waiting) -> float:
         now = self._clock.now()
+        view = self._ask(waiting, now).view
+        return hold_s(view, waiting.query, self._settings.policy.joint_window_s)
+
+    def _ask(self, waiting: Waiting, now: float) -> Ask:
+        """A query with what its decision reads."""
+        query, known = waiting.query, waiting.known
         matches = None if known is None else self._fleet.current_matches(known)
         policy = self._settings.policy
         view: FleetView
@@ -165,14 +220,16 @@ class Router:
             view = self._fleet.view(now)
         if matches and policy.route.fetches:
             view = dataclasses.replace(view, pace=self._planner.pace(query.model))
-        offload = self._planner.offload(query.model)
-        decision = decide_route(policy, view, query, matches, now, offload)
+        return Ask(query, view, matches)
+
+    def _take(self, ask: Ask, decision: OffloadPlan, offload: OffloadState, now: float) -> None:
+        """Keeps a decision, and counts its plan as load."""
         # Described when somebody looks: that costs a fifth of the decision.
-        describe = partial(describe_decision, view, query, decision, policy.route, offload)
-        self._decisions.add(query.request_id, describe)
+        route = self._settings.policy.route
+        describe = partial(describe_decision, ask.view, ask.query, decision, route, offload)
+        self._decisions.add(ask.query.request_id, describe)
         if isinstance(decision.route, RoutePlan):
             self._fleet.note_route(decision.route, now)
-        return decision.route
 
     async def _known_blocks(self, query: RouteQuery) -> list[PrefixMatch] | None:
         if not query.block_hashes:

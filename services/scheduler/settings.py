@@ -11,6 +11,9 @@ from services.scheduler.config import PlanningConfig, RoutingConfig, SchedulerCo
 from services.scheduler.planner import RoleChanges
 from services.scheduler.router import RouterSettings
 
+MOST_WINDOW_MS = 200.0
+"""Gateways wait for a plan for half a second by default."""
+
 
 def router_settings(config: SchedulerConfig) -> RouterSettings:
     """How plans are made.
@@ -49,7 +52,11 @@ def _policy(routing: RoutingConfig) -> Composition:
         raise ConfigError(f"routing.policy {routing.policy!r}: choose one of {known}")
     if routing.aggregate_tokens < 0:
         raise ConfigError("routing.aggregate_tokens is a number of tokens, not below 0")
-    policy = COMPOSITIONS[routing.policy]
+    if not 0 <= routing.joint_window_ms <= MOST_WINDOW_MS:
+        raise ConfigError(f"routing.joint_window_ms is a time from 0 to {MOST_WINDOW_MS:.0f} ms")
+    policy = dataclasses.replace(
+        COMPOSITIONS[routing.policy], joint_window_s=routing.joint_window_ms / 1e3
+    )
     if not policy.route.aggregate_tokens:
         return policy  # a baseline that keeps prompts away from decode workers
     route = dataclasses.replace(policy.route, aggregate_tokens=routing.aggregate_tokens)

@@ -10,7 +10,9 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from kvmesh.engine.protocol import KvMemory
+from kvmesh.engine.staged_blocks import StagedBlocks
 from kvmesh.kv.runs import consecutive_runs
+from kvmesh.transfer.device import DevicePool
 from kvmesh.transfer.memory import copy_views
 
 _COPY_BYTES = 32 << 20
@@ -24,7 +26,7 @@ class HostArena:
         block_bytes: of its blocks.
         num_places: room for so many; the memory itself is taken when a place is first written.
         copy_bytes: most that is copied at once, a block at least. A pool on a device takes as much
-            pinned memory for each, and its steps wait behind it.
+            pinned memory, at the first copy, and its steps wait behind each.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class HostArena:
         self._copy_blocks = max(1, copy_bytes // block_bytes)
         self._bytes = memoryview(mmap.mmap(-1, num_places * block_bytes))
         self._free = list(range(num_places))
+        self._staged: StagedBlocks | None = None
 
     @property
     def num_free(self) -> int:
@@ -53,17 +56,33 @@ class HostArena:
         return [self._free.pop() for _ in range(count)]
 
     def store(self, blocks: Sequence[int], places: Sequence[int]) -> None:
-        """Copies blocks of the pool to places; may be called in any thread."""
+        """Copies blocks of the pool to places; in any thread, one call at a time.
+
+        Raises:
+            LostError: the pool's device failed.
+        """
         taken = iter(places)
+        if (staged := self._staging()) is not None:
+            for count, view in staged.read(blocks):
+                copy_views(self._places(taken, count), [view])
+            return
         for first, count in self._pieces(blocks):
             copy_views(self._places(taken, count), [self._memory.read_view(first, count)])
 
     def load(self, places: Sequence[int], blocks: Sequence[int]) -> None:
-        """Copies places into blocks of the pool; may be called in any thread.
+        """Copies places into blocks of the pool; in any thread, one call at a time.
 
         The places stay taken.
+
+        Raises:
+            LostError: as `store`.
         """
         wanted = iter(places)
+        if (staged := self._staging()) is not None:
+            staged.write(
+                blocks, lambda count, view: copy_views([view], self._places(wanted, count))
+            )
+            return
         for first, count in self._pieces(blocks):
             view = self._memory.write_view(first, count)
             copy_views([view], self._places(wanted, count))
@@ -72,6 +91,19 @@ class HostArena:
     def free(self, places: Sequence[int]) -> None:
         """Gives places back."""
         self._free += places
+
+    def close(self) -> None:
+        """Gives pinned memory back; nobody copies. May be called again."""
+        if self._staged is not None:
+            self._staged.close()
+            self._staged = None
+
+    def _staging(self) -> StagedBlocks | None:
+        """What blocks of a device pool pass through; None for pools in host memory."""
+        if self._staged is None and isinstance(self._memory, DevicePool):
+            num_blocks = min(self._copy_blocks, self.num_places)
+            self._staged = StagedBlocks(self._memory, self.block_bytes, num_blocks)
+        return self._staged
 
     def _pieces(self, blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Runs of blocks, first and count, none longer than is copied at once."""

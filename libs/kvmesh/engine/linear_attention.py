@@ -17,7 +17,7 @@ from torch.nn import functional
 from kvmesh.engine.config import LinearConfig
 from kvmesh.engine.kv_plan import KvPlace
 from kvmesh.engine.layers import Step
-from kvmesh.kernels import layer_ops, linear_reference, reference
+from kvmesh.kernels import host_linear, layer_ops, linear_reference, reference
 from kvmesh.kernels.linear import Linear
 
 
@@ -48,6 +48,8 @@ class _Recurrence:
 
     def step(self, rows: slice, states: Tensor) -> tuple[Tensor, Tensor]:
         """See `Recurrence.step`."""
+        if self._on_host():
+            return self._carry(rows, states)
         matrix, before = self._split(states)
         x = self.inputs.mixed[rows].float().unsqueeze(1)
         mixed, before = linear_reference.causal_conv(x, before, self.taps)
@@ -58,6 +60,9 @@ class _Recurrence:
 
     def scan(self, rows: slice, state: Tensor) -> tuple[Tensor, Tensor]:
         """See `Recurrence.scan`."""
+        if self._on_host():
+            out, states = self._carry(rows, state[None])
+            return out, states[0]
         matrix, before = self._split(state[None])
         x = self.inputs.mixed[rows].float()
         mixed, after = linear_reference.causal_conv(x, before[0], self.taps)
@@ -65,6 +70,30 @@ class _Recurrence:
         decay, beta = self.inputs.decay[rows], self.inputs.beta[rows]
         out, last = layer_ops.delta_scan(q, k, v, decay, beta, matrix[0])
         return out, torch.cat([last.flatten(), after.flatten()])
+
+    def _on_host(self) -> bool:
+        return host_linear.has_linear(self.inputs.mixed, self._heads_shape)
+
+    @property
+    def _heads_shape(self) -> host_linear.LinearShape:
+        shape = self.shape
+        return host_linear.LinearShape(
+            shape.num_key_heads, shape.num_value_heads, shape.key_dim, shape.value_dim
+        )
+
+    def _carry(self, rows: slice, states: Tensor) -> tuple[Tensor, Tensor]:
+        """As many successive rows of each state's sequence as of any other."""
+        after = states.clone()
+        inputs = self.inputs
+        out = host_linear.delta_rule(
+            inputs.mixed[rows],
+            self.taps,
+            inputs.decay[rows],
+            inputs.beta[rows],
+            after,
+            self._heads_shape,
+        )
+        return out, after
 
     def _split(self, states: Tensor) -> tuple[Tensor, Tensor]:
         shape = self.shape

@@ -25,6 +25,7 @@ from kvmesh.kernels.upload import sent
 
 # Best candidates that top_p looks at before it sorts a whole vocabulary.
 _TOP_P_CANDIDATES = 1024
+_NOTHING_ALLOWED = "the request forbids every token that could come next"
 # Logits divided by less would be infinite, and the first of several infinite ones be chosen.
 _LEAST_DIVISOR = 1e-20
 
@@ -51,12 +52,16 @@ class Chosen:
         logprobs: of these rows the token's own [reported], and the best ones' values and ids, both
             [reported, best]; None when there are no such rows.
         errors: by row, why no token could be chosen.
+        shaped: rows that the request forbids tokens in, or changes otherwise.
+        best: [shaped] fp32, their highest logits; -inf where nothing may be chosen.
     """
 
     tokens: Tensor
     reported: list[int]
     logprobs: tuple[Tensor, Tensor, Tensor] | None
     errors: dict[int, str]
+    shaped: list[int]
+    best: Tensor
 
 
 def sample(logits: Tensor, chunks: Sequence[SequenceChunk]) -> list[SampledToken]:
@@ -66,7 +71,8 @@ def sample(logits: Tensor, chunks: Sequence[SequenceChunk]) -> list[SampledToken
         logits: [chunks, vocab] fp32; changed in place.
 
     Returns:
-        One token per chunk; where the structure cannot go on, a token with `error`.
+        One token per chunk; where the structure cannot go on, or every token is forbidden, a
+        token with `error`.
     """
     return read_chosen(choose(logits, chunks), chunks)
 
@@ -84,6 +90,8 @@ def choose(logits: Tensor, chunks: Sequence[SequenceChunk]) -> Chosen:
             shape_row(row, chunk)
         except StructureError as error:
             errors[index] = str(error)
+    shaped = [row for row, chunk in enumerate(chunks) if shapes_row(chunk)]
+    best = logits.index_select(0, sent(shaped, torch.int64, device)).amax(dim=-1)
     random = [row for row, chunk in enumerate(chunks) if chunk.sampling.temperature > 0]
     if random:
         params = [chunks[row].sampling for row in random]
@@ -95,11 +103,11 @@ def choose(logits: Tensor, chunks: Sequence[SequenceChunk]) -> Chosen:
     keys = {row: stream_key(chunks[row].sampling.seed, chunks[row].end) for row in random}
     tokens = draw(logits, keys)
     if raw is None:
-        return Chosen(tokens, reported, None, errors)
+        return Chosen(tokens, reported, None, errors, shaped, best)
     count = max(chunks[row].sampling.num_logprobs for row in reported)
-    best = raw.topk(min(count, raw.shape[1]), dim=-1)
+    top = raw.topk(min(count, raw.shape[1]), dim=-1)
     own = raw.gather(1, tokens.index_select(0, told)[:, None])[:, 0]
-    return Chosen(tokens, reported, (own, best.values, best.indices), errors)
+    return Chosen(tokens, reported, (own, top.values, top.indices), errors, shaped, best)
 
 
 def read_chosen(chosen: Chosen, chunks: Sequence[SequenceChunk]) -> list[SampledToken]:
@@ -113,7 +121,12 @@ def read_chosen(chosen: Chosen, chunks: Sequence[SequenceChunk]) -> list[Sampled
                 own[place], tuple(ids[place][:count]), tuple(values[place][:count])
             )
             tokens[row] = SampledToken(tokens[row].token_id, told)
-    for index, message in chosen.errors.items():
+    nothing = {
+        row: _NOTHING_ALLOWED
+        for row, best in zip(chosen.shaped, chosen.best.tolist(), strict=True)
+        if best == -math.inf
+    }
+    for index, message in (nothing | chosen.errors).items():
         tokens[index] = SampledToken(tokens[index].token_id, error=message)
     return tokens
 

@@ -17,7 +17,7 @@ from kvmesh.engine.copier import Copier, InlineCopier
 from kvmesh.engine.host_arena import HostArena
 from kvmesh.engine.sequence import Sequence
 from kvmesh.kv.sequence_blocks import BlockSpot, GroupCache, SequenceBlocks
-from kvmesh.policy.preemption import Speeds, choose_preemption, with_sample
+from kvmesh.policy.preemption import Speeds, choose_preemption, with_sample, without_copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +84,8 @@ class SwapSpace:
         spots = cache.contents(kv, sequence.num_computed)
         num_bytes = len(spots) * self._arena.block_bytes
         decision = choose_preemption(sequence.num_computed, num_bytes, self._speeds)
+        if not decision.swap:
+            self._speeds = without_copy(self._speeds)
         if not spots or len(spots) > self._arena.num_free or not decision.swap:
             return False
         places = self._arena.take(len(spots))
@@ -180,6 +182,10 @@ class SwapSpace:
             done()
 
         self._copier.start(timed, observed)
+
+    def close(self) -> None:
+        """Gives up the memory that copies pass through; none is being made."""
+        self._arena.close()
 
     def statistics(self) -> SwapStatistics:
         """The counts of this moment."""

@@ -3,8 +3,9 @@
 // reads blocks where they lie. Twins: reference.py. Loaded by host_library.py through a C ABI.
 //
 // Sums are fp32 whatever the tensors hold, and bf16 results are rounded once (vectors.h). Attention
-// of prompts is in prefill.h.
+// of prompts is in prefill.h, linear attention in recurrence.h.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -12,6 +13,7 @@
 #include <vector>
 
 #include "prefill.h"
+#include "recurrence.h"
 #include "vectors.h"
 
 namespace {
@@ -246,11 +248,11 @@ template <typename T>
 constexpr int kMostRows = 4;
 #ifdef __AVX512F__
 template <>
-constexpr int kMostRows<float> = 8;
+constexpr int kMostRows<float> = 16;
 #endif
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
 template <>
-constexpr int kMostRows<Bf16> = 16;
+constexpr int kMostRows<Bf16> = 32;
 #endif
 // Rows that are computed at once: their sums fill half of the vector registers.
 constexpr int kRowBlock = 4;
@@ -283,23 +285,31 @@ inline void multiply_add(const Bf16* weights, const Bf16* x, int64_t x_stride, i
   }
 }
 
-// Product of at most four rows with 64 outputs.
+// Inputs that are multiplied for all rows before the next: weights of so many lie in the second
+// cache, whatever the depth of the matrix.
+template <typename T>
+constexpr int64_t kDepth = 2048 / sizeof(T);
+
+// Adds the product of R rows with 64 outputs over some inputs to `sums`; on the way a part of what
+// comes next in memory is fetched, where `ahead` is not null.
 template <typename T, int R>
-void panel_rows(const T* x, const T* panel, const T* bias, T* out, int64_t outputs,
-                int64_t inputs) {
-  Floats sums[kPanel / kWidth][kRowBlock] = {};
-  for (int64_t i = 0; i < inputs; i += kLane<T>)
-    multiply_add(panel + i * kPanel, x + i, inputs, R, sums);
+void panel_rows(const T* x, const T* panel, int64_t inputs, int64_t count, const T* ahead,
+                float (*sums)[kPanel]) {
+  Floats own[kPanel / kWidth][kRowBlock];
   for (int v = 0; v < kPanel / kWidth; ++v)
-    for (int row = 0; row < R; ++row) {
-      const Floats added = bias == nullptr ? Floats{} : load(bias + v * kWidth);
-      store(out + row * outputs + v * kWidth, sums[v][row] + added);
-    }
+    for (int row = 0; row < R; ++row) own[v][row] = load(sums[row] + v * kWidth);
+  for (int64_t i = 0; i < count; i += kLane<T>) {
+    if (ahead != nullptr) __builtin_prefetch(ahead + i * kWidth, 0, 2);
+    multiply_add(panel + i * kPanel, x + i, inputs, R, own);
+  }
+  for (int v = 0; v < kPanel / kWidth; ++v)
+    for (int row = 0; row < R; ++row) store(sums[row] + v * kWidth, own[v][row]);
 }
 
 // Product of a few rows with a weight in panels of 64 outputs, [outputs / 64][inputs / N][64][N]
-// with N values to a lane: as fast as memory delivers, which oneDNN's own product is not. A panel
-// comes from memory for the first four rows and from the cache for the next.
+// with N values to a lane: as fast as memory delivers, which oneDNN's own product is not. Weights
+// come from memory for the first four rows, or with the rows before, and from the cache for the
+// rest. A row's sums are taken in the same order whatever the number of rows.
 template <typename T>
 int few_rows(const T* x, const T* weights, const T* bias, T* out, int64_t rows, int64_t outputs,
              int64_t inputs, int threads) {
@@ -307,19 +317,29 @@ int few_rows(const T* x, const T* weights, const T* bias, T* out, int64_t rows, 
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
   for (int64_t panel = 0; panel < outputs / kPanel; ++panel) {
     const T* const own = weights + panel * kPanel * inputs;
-    const T* const added = bias == nullptr ? nullptr : bias + panel * kPanel;
-    int64_t row = 0;
-    for (; row + kRowBlock <= rows; row += kRowBlock)
-      panel_rows<T, 4>(x + row * inputs, own, added, out + row * outputs + panel * kPanel, outputs,
-                       inputs);
-    const T* const rest = x + row * inputs;
-    T* const to = out + row * outputs + panel * kPanel;
-    switch (rows - row) {
-      case 1: panel_rows<T, 1>(rest, own, added, to, outputs, inputs); break;
-      case 2: panel_rows<T, 2>(rest, own, added, to, outputs, inputs); break;
-      case 3: panel_rows<T, 3>(rest, own, added, to, outputs, inputs); break;
-      default: break;
+    float sums[kMostRows<T>][kPanel] = {};
+    for (int64_t first = 0; first < inputs; first += kDepth<T>) {
+      const int64_t count = std::min(kDepth<T>, inputs - first);
+      const T* const part = own + first * kPanel;
+      for (int64_t row = 0; row < rows; row += kRowBlock) {
+        // A quarter of the next weights for each of the first four blocks of rows.
+        const bool fetches = rows >= 4 * kRowBlock && row < 4 * kRowBlock;
+        const T* const ahead =
+            fetches ? part + count * (kPanel + row / kRowBlock * kWidth) : nullptr;
+        const T* const from = x + row * inputs + first;
+        switch (rows - row) {
+          case 1: panel_rows<T, 1>(from, part, inputs, count, ahead, sums + row); break;
+          case 2: panel_rows<T, 2>(from, part, inputs, count, ahead, sums + row); break;
+          case 3: panel_rows<T, 3>(from, part, inputs, count, ahead, sums + row); break;
+          default: panel_rows<T, 4>(from, part, inputs, count, ahead, sums + row);
+        }
+      }
     }
+    for (int64_t row = 0; row < rows; ++row)
+      for (int v = 0; v < kPanel; v += kWidth) {
+        const Floats added = bias == nullptr ? Floats{} : load(bias + panel * kPanel + v);
+        store(out + row * outputs + panel * kPanel + v, load(sums[row] + v) + added);
+      }
   }
   return 0;
 }
@@ -368,7 +388,24 @@ int few_rows(const T* x, const T* weights, const T* bias, T* out, int64_t rows, 
                                  int64_t rows, int64_t outputs, int64_t inputs, int threads) {     \
     return few_rows(x, weights, bias, out, rows, outputs, inputs, threads);                        \
   }                                                                                                \
-  extern "C" int most_rows_##NAME() { return kMostRows<T>; }
+  extern "C" int most_rows_##NAME() { return kMostRows<T>; }                                        \
+  extern "C" void delta_rule_##NAME(                                                               \
+      const T* mixed, int64_t mixed_stride, const float* taps, int64_t kernel, const float* decay, \
+      int64_t decay_width, const float* share, float* states, float* active, float* out,           \
+      int64_t sequences, int64_t positions, int64_t key_heads, int64_t heads, int64_t key_dim,     \
+      int64_t value_dim, int64_t state_stride, int threads) {                                      \
+    const Linear call{sequences, positions, key_heads, heads, key_dim, value_dim, state_stride};   \
+    delta_rule(call, mixed, mixed_stride, taps, kernel, decay, decay_width, share, states, active, \
+               out, threads);                                                                      \
+  }
 
 KVMESH_HOST_OPS(float, f32)
 KVMESH_HOST_OPS(Bf16, bf16)
+
+extern "C" void lightning_f32(const float* heads, const float* decay, float* states, float* out,
+                              int64_t sequences, int64_t positions, int64_t num_heads,
+                              int64_t key_dim, int64_t value_dim, int64_t state_stride,
+                              int threads) {
+  const Linear call{sequences, positions, num_heads, num_heads, key_dim, value_dim, state_stride};
+  lightning(call, heads, decay, states, out, threads);
+}

@@ -39,13 +39,16 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
         *(_THREADS, _P),
         _THREADS,
     ),
+    "delta_rule": (_P, _I, _P, _I, _P, _I, _P, _P, _P, _P, _I, _I, _I, _I, _I, _I, _I, _THREADS),
+    "lightning": (_P, _P, _P, _P, _I, _I, _I, _I, _I, _I, _THREADS),
 }
 _WITH_STATUS = frozenset({"decode_attention", "prefill_pays", "few_rows", "most_rows"})
 _PANEL = 64
 
 
 @functools.cache
-def _function(name: str, dtype: torch.dtype) -> Callable[..., int]:
+def function_of(name: str, dtype: torch.dtype) -> Callable[..., int]:
+    """A function of the library, which is there."""
     library = load_host_library()
     assert library is not None
     function = getattr(library, f"{name}_{_NAMES[dtype]}")
@@ -80,7 +83,7 @@ def has_prefill(kv: Tensor) -> bool:
 
     That wants vectors of 512 bits; and torch multiplies bf16 in AMX tiles where there are any.
     """
-    return has_decode(kv) and bool(_function("prefill_pays", kv.dtype)())
+    return has_decode(kv) and bool(function_of("prefill_pays", kv.dtype)())
 
 
 def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -88,7 +91,7 @@ def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) ->
     assert x.is_contiguous()
     assert delta is None or delta.is_contiguous()
     out = torch.empty_like(x)
-    _function("add_rms_norm", x.dtype)(
+    function_of("add_rms_norm", x.dtype)(
         x.data_ptr(),
         None if delta is None else delta.data_ptr(),
         weight.data_ptr(),
@@ -106,7 +109,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     assert gate_up.is_contiguous()
     rows, columns = gate_up.shape
     out = gate_up.new_empty(rows, columns // 2)
-    _function("silu_and_mul", gate_up.dtype)(
+    function_of("silu_and_mul", gate_up.dtype)(
         gate_up.data_ptr(), out.data_ptr(), rows, columns // 2, torch.get_num_threads()
     )
     return out
@@ -129,7 +132,7 @@ def rope_and_write(
     """See `reference.rope_and_write`; tensors are contiguous."""
     assert all(tensor.is_contiguous() for tensor in (qkv, cos, signed_sin))
     rows, heads, head_dim = qkv.shape
-    _function("rope_and_write", qkv.dtype)(
+    function_of("rope_and_write", qkv.dtype)(
         qkv.data_ptr(),
         None if qk_norm is None else qk_norm.data_ptr(),
         eps,
@@ -171,7 +174,7 @@ def decode_attention(
     sequences, heads, head_dim = q.shape
     assert q.stride()[1:] == (head_dim, 1)
     out = q.new_empty(q.shape)
-    status = _function("decode_attention", q.dtype)(
+    status = function_of("decode_attention", q.dtype)(
         q.data_ptr(),
         q.stride(0),
         kv.data_ptr() + layer * kv.stride(1) * kv.element_size(),
@@ -270,7 +273,7 @@ def _prefill(
     tables, starts, lens = spans
     assert q.stride()[1:] == (head_dim, 1)
     assert head_dim in _HEAD_DIMS
-    _function("prefill_attention", q.dtype)(
+    function_of("prefill_attention", q.dtype)(
         q.data_ptr(),
         q.stride(0),
         kv.data_ptr() + layer * kv.stride(1) * kv.element_size(),
@@ -295,7 +298,7 @@ def _prefill(
 @functools.cache
 def most_rows(dtype: torch.dtype) -> int:
     """Rows that `few_rows` takes at most on this CPU; the library is there."""
-    return _function("most_rows", dtype)()
+    return function_of("most_rows", dtype)()
 
 
 def in_panels(weight: Tensor) -> Tensor | None:
@@ -329,7 +332,7 @@ def few_rows(x: Tensor, panels: int, bias: Tensor | None, outputs: int) -> Tenso
     assert x.is_contiguous()
     rows, inputs = x.shape
     out = x.new_empty(rows, outputs)
-    status = _function("few_rows", x.dtype)(
+    status = function_of("few_rows", x.dtype)(
         x.data_ptr(),
         panels,
         None if bias is None else bias.data_ptr(),

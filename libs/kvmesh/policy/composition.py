@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from kvmesh.core.types import RequestId, RouteCause, RoutePlan, RouteQuery, WorkerId
 from kvmesh.policy.baselines import CACHE_AWARE, CACHE_CENTRIC, LEAST_QUEUE, PENDING_TOKENS
 from kvmesh.policy.group_route import restrict_to_group
+from kvmesh.policy.joint_choice import JOINT_WINDOW_S, JointRule
 from kvmesh.policy.offload import OffloadReason
 from kvmesh.policy.offload_route import OffloadPlan, plan_offload
 from kvmesh.policy.ranking import (
@@ -52,6 +53,9 @@ class Composition:
         switch_roles: idle workers help the other side (FlowKV).
         reallocate: workers change their role for good when the model says so (PrfaaS).
         monitor: they do when the latencies say so (P/D-Serve 3.3).
+        joint: what requests that ask at the same time are divided by; None: they are decided on
+            one by one.
+        joint_window_s: how long a request waits for others where its prompt would wait anyway.
     """
 
     name: str
@@ -60,6 +64,8 @@ class Composition:
     switch_roles: bool = False
     reallocate: bool = False
     monitor: bool = False
+    joint: JointRule | None = None
+    joint_window_s: float = JOINT_WINDOW_S
 
     @property
     def orders_by_load(self) -> bool:
@@ -72,6 +78,12 @@ COMPOSITIONS: dict[str, Composition] = {
     each.name: each
     for each in (
         Composition(DEFAULT, KVMESH, switch_roles=True, reallocate=True),
+        Composition(
+            "joint", KVMESH, switch_roles=True, reallocate=True, joint=JointRule.FIRST_TOKEN
+        ),
+        Composition(
+            "tokenlake", KVMESH, switch_roles=True, reallocate=True, joint=JointRule.VOLUME
+        ),
         Composition("forwarding", LEAST_LOADED, Offload.STATIC),
         Composition("pdserve", PDSERVE, Offload.STATIC, monitor=True),
         Composition("prfaas", CACHE_LOAD, reallocate=True),

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from scipy.optimize import linear_sum_assignment  # type: ignore[import-untyped]
-
 from kvmesh.core.types import WorkerId
+from kvmesh.policy.matching import least_total
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +57,8 @@ def dispatch(
     if not batches:
         return Dispatch((), 0)
     costs = [[volume(batch, worker, hidden_size) for worker in workers] for batch in batches]
-    rows, columns = linear_sum_assignment(costs)
-    chosen = dict(zip(rows.tolist(), columns.tolist(), strict=True))
+    chosen = least_total(costs)
     return Dispatch(
-        tuple(workers[chosen[index]] for index in range(len(batches))),
-        sum(costs[index][column] for index, column in chosen.items()),
+        tuple(workers[column] for column in chosen),
+        sum(row[column] for row, column in zip(costs, chosen, strict=True)),
     )

@@ -20,6 +20,7 @@ from kvmesh.core.types import (
     WorkerId,
 )
 from kvmesh.policy.composition import OffloadState
+from kvmesh.policy.joint_choice import JointReason
 from kvmesh.policy.offload_route import OffloadPlan
 from kvmesh.policy.pdserve import GroupReason
 from kvmesh.policy.ranking import RankFunction, RoutePolicy, Standing
@@ -68,6 +69,10 @@ class DecisionFacts:
         num_seen: workers that were known.
         scenario: of the request.
         group: P/D group that serves it, and why that one; None where workers have no scenario.
+        joint_reason: what became of it among requests that it was decided with; None where
+            requests are decided one by one.
+        num_asked: these requests, with it.
+        turn: of their prompts, those that the same worker computes before this one.
     """
 
     request_id: RequestId
@@ -85,6 +90,9 @@ class DecisionFacts:
     scenario: str = ""
     group: str = ""
     group_reason: GroupReason | None = None
+    joint_reason: JointReason | None = None
+    num_asked: int = 1
+    turn: int = 0
 
 
 def describe_decision(
@@ -114,6 +122,13 @@ def describe_decision(
         group=decision.group.group.name if decision.group and decision.group.group else "",
         group_reason=decision.group.reason if decision.group else None,
     )
+    if decision.joint is not None:
+        about = dataclasses.replace(
+            about,
+            joint_reason=decision.joint.reason,
+            num_asked=decision.joint.num_asked,
+            turn=decision.joint.turn,
+        )
     route = decision.route
     if isinstance(route, Refusal):
         return dataclasses.replace(about, reason=route.reason.value, detail=route.message)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvmesh.core.types import Placement, Refusal, Role, RoutePlan, RouteQuery, WorkerId
+from kvmesh.policy.joint_choice import JointChoice
 from kvmesh.policy.offload import OffloadChoice, Reach, choose_cluster
 from kvmesh.policy.pdserve import GroupChoice
 from kvmesh.policy.ranking import RoutePolicy
@@ -21,11 +22,14 @@ from kvmesh.policy.view import FleetView, WorkerView
 
 @dataclass(frozen=True, slots=True)
 class OffloadPlan:
-    """A route, and the choices of cluster and group behind it; None when there was none."""
+    """A route, and the choices of cluster and group behind it, and what it has to do with requests
+    that came at the same time; None when there was none.
+    """
 
     route: RoutePlan | Refusal
     choice: OffloadChoice | None
     group: GroupChoice | None = None
+    joint: JointChoice | None = None
 
 
 def plan_offload(

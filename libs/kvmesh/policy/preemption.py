@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 SAMPLE_WEIGHT = 0.2
 """Share of the newest sample in a measured speed: about the last ten count."""
+FADING = 0.05
+"""Share by which copies seem cheaper after each time that none was made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,14 @@ class Speeds:
 def with_sample(mean: float, sample: float) -> float:
     """A mean that forgets, after one more sample; the first sample is the mean."""
     return sample if mean == 0 else mean + SAMPLE_WEIGHT * (sample - mean)
+
+
+def without_copy(speeds: Speeds) -> Speeds:
+    """Speeds after a decision not to copy, which measures no copy.
+
+    One slow copy would else decide for ever: its weight fades until a copy is tried again.
+    """
+    return Speeds(speeds.token_s, speeds.byte_s * (1 - FADING))
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,6 +149,7 @@ class RoutePolicy:
         first_token: tokens computed on a worker until the request's first one. With it, workers
             much later than the best are not asked, and decode workers help when they are sooner.
         fetches: workers bring prefixes from others that hold them, where that is sooner.
+        slack_tokens: how much later than the best a worker may be and still be asked.
     """
 
     name: str
@@ -160,6 +161,7 @@ class RoutePolicy:
     aggregate_tokens: int = 0
     first_token: Callable[[Standing], float] | None = None
     fetches: bool = False
+    slack_tokens: float = SLACK_TOKENS
 
 
 def _expected_prefill(standing: Standing) -> float:

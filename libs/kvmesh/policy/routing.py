@@ -31,7 +31,6 @@ from kvmesh.policy.ranking import (
     CACHE_LOAD,
     HELP_SLOWDOWN,
     LEAST_CONNECTIONS,
-    SLACK_TOKENS,
     TRANSFER_SHARE,
     Rank,
     RankFunction,
@@ -398,7 +397,7 @@ def _worth_asking(call: _Call, prefill: list[_Seat]) -> list[_Seat]:
         return prefill
     costs = [cost(seat) for seat in prefill]
     favoured = [each for each, seat in zip(costs, prefill, strict=True) if _is_in_favour(seat)]
-    latest = min(favoured, default=math.inf) + SLACK_TOKENS
+    latest = min(favoured, default=math.inf) + call.policy.slack_tokens
     return [seat for each, seat in zip(costs, prefill, strict=True) if each <= latest]
 
 

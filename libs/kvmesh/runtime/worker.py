@@ -207,6 +207,8 @@ class Worker:
             self._structures.on_compiled = wake
         context.spawn(self._loop.run(), "engine")
         context.spawn(self._copier.run(), "swap")
+        if self._swap is not None:
+            context.stack.callback(self._swap.close)
         context.spawn(self.decode.watch_leases(), "leases")
         context.spawn(self.pool.watch_leases(), "read leases")
         context.on_drain(self._drain)

@@ -52,12 +52,17 @@ def _no_fetch(worker: SimWorker, sequence: SimSequence, _source: PrefixSource) -
     worker.go_on(sequence, 0)
 
 
+Answer = Callable[[RoutePlan | Refusal], None]
+"""Takes what the scheduler decided."""
+
+
 @dataclass(frozen=True, slots=True)
 class Desk:
     """What every search uses.
 
     Attributes:
-        route: asks the scheduler; the workers are to be avoided.
+        route: asks the scheduler, which answers at once or in a while; the workers are to be
+            avoided.
         placed, refused: take the search's end.
         fetch: brings a prefix to a worker before it computes.
         searching: requests that look for workers now.
@@ -67,7 +72,7 @@ class Desk:
     events: EventQueue
     rng: random.Random
     fleet: SimFleet
-    route: Callable[[SimRequest, frozenset[WorkerId]], RoutePlan | Refusal]
+    route: Callable[[SimRequest, frozenset[WorkerId], Answer], None]
     placed: Callable[[Placed], None]
     refused: Callable[[SimRequest, RefusalReason], None]
     searching: dict[SimRequest, Placing]
@@ -113,16 +118,23 @@ class Placing:
             self._pause()
             return
         if self._needs_plan(now):
-            outcome = self._desk.route(self._request, self._failed | self._refused)
-            self._refused.clear()
-            self._plan_rounds = 0
-            self._plan_old_at = now + REROUTE_AFTER_S
-            self._plan = outcome if isinstance(outcome, RoutePlan) else None
-            if isinstance(outcome, Refusal):
-                self._last = outcome.reason
-                if outcome.reason is RefusalReason.TOO_LONG:
-                    self._end(outcome.reason)
-                    return
+            self._desk.route(self._request, self._failed | self._refused, self._planned)
+        else:
+            self._ask_workers()
+
+    def _planned(self, outcome: RoutePlan | Refusal) -> None:
+        self._refused.clear()
+        self._plan_rounds = 0
+        self._plan_old_at = self._desk.events.now() + REROUTE_AFTER_S
+        self._plan = outcome if isinstance(outcome, RoutePlan) else None
+        if isinstance(outcome, Refusal):
+            self._last = outcome.reason
+            if outcome.reason is RefusalReason.TOO_LONG:
+                self._end(outcome.reason)
+                return
+        self._ask_workers()
+
+    def _ask_workers(self) -> None:
         if self._plan is not None and self._try(self._plan):
             return
         self._plan_rounds += 1

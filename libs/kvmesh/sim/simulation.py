@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -17,13 +17,16 @@ from kvmesh.core.types import Refusal, RefusalReason, Role, RoutePlan, RouteQuer
 from kvmesh.policy.composition import OffloadState, decide_route
 from kvmesh.policy.connections import Connections
 from kvmesh.policy.fleet_index import FleetIndex
+from kvmesh.policy.joint import Ask, decide_jointly, in_turn
+from kvmesh.policy.offload_route import OffloadPlan
 from kvmesh.policy.pdserve import timeout_s
 from kvmesh.policy.view import FleetView
 from kvmesh.sim.control import Control
 from kvmesh.sim.events import EventQueue
 from kvmesh.sim.fetch import Fetches, profile_pace
 from kvmesh.sim.fleet import MODEL, REMOTE, SimFleet
-from kvmesh.sim.placing import Desk, Placed, Placing
+from kvmesh.sim.gathering import Gathering, Waiting
+from kvmesh.sim.placing import Answer, Desk, Placed, Placing
 from kvmesh.sim.requests import Outcome, SimRequest, SimSequence, blocks_for
 from kvmesh.sim.scenario import Failure, FailureKind, Scenario
 from kvmesh.sim.systems import System
@@ -100,6 +103,18 @@ def _index(system: System, rng: random.Random) -> FleetIndex | None:
     return FleetIndex(rng, by_tokens=system.route.first_token is not None)
 
 
+def _query(request: SimRequest, avoid: frozenset[WorkerId]) -> RouteQuery:
+    return RouteQuery(
+        request.request_id,
+        MODEL,
+        request.num_tokens,
+        request.remaining_tokens,
+        request.hashes,
+        avoid=avoid,
+        scenario=request.trace.scenario,
+    )
+
+
 class Simulation:
     """The parts of one run, and the way of a request through them (`WorkerListener`)."""
 
@@ -131,12 +146,15 @@ class Simulation:
             self.events,
             self.rng,
             self.fleet,
-            self.route,
+            self.ask,
             self._placed,
             self._refused,
             {},
             Connections(),
             self.fetches.begin,
+        )
+        self._gathering = Gathering(
+            self.events, system.joint_window_s, self._view_for, self._route_together
         )
         self.control = Control(scenario, self.events, self.fleet, self._desk, self.result.reasons)
         self._computed: dict[WorkerId, int] = {}
@@ -184,38 +202,62 @@ class Simulation:
         delay = 2 * self.scenario.profile.links.latency_s
         self.events.after(delay, Placing(self._desk, request, frozenset()).start)
 
-    def route(self, request: SimRequest, avoid: frozenset[WorkerId]) -> RoutePlan | Refusal:
-        """What the scheduler answers now.
+    def ask(self, request: SimRequest, avoid: frozenset[WorkerId], answer: Answer) -> None:
+        """Asks the scheduler, which answers at once or when it has decided on several requests.
 
         Args:
             avoid: workers that failed or refused.
         """
-        query = RouteQuery(
-            request.request_id,
-            MODEL,
-            request.num_tokens,
-            request.remaining_tokens,
-            request.hashes,
-            avoid=avoid,
-            scenario=request.trace.scenario,
-        )
+        if self.scenario.system.joint is None:
+            answer(self.route(request, avoid))
+        else:
+            matches = self.fleet.index.match(request.reusable_hashes)
+            self._gathering.take(Waiting(request, _query(request, avoid), matches, answer))
+
+    def route(self, request: SimRequest, avoid: frozenset[WorkerId]) -> RoutePlan | Refusal:
+        """What the scheduler decides now, on this request alone.
+
+        Args:
+            avoid: workers that failed or refused.
+        """
+        query = _query(request, avoid)
         matches = self.fleet.index.match(request.reusable_hashes)
-        seen = self.fleet.view_for(query, matches)
-        # Field by field: `dataclasses.replace` would be a part of a decision's time.
-        view = FleetView(seen.workers, seen.version, seen.num_routes, self._pace)
         plan = decide_route(
             self.scenario.system,
-            view,
+            self._view_for(query, matches),
             query,
             matches,
             self.events.now(),
             OffloadState(REMOTE, self.control.threshold_tokens),
         )
+        return self._routed(request, plan)
+
+    def _route_together(self, waiting: Sequence[Waiting]) -> None:
+        asks = [
+            Ask(each.query, self._view_for(each.query, each.matches), each.matches)
+            for each in waiting
+        ]
+        offload = OffloadState(REMOTE, self.control.threshold_tokens)
+        plans = decide_jointly(self.scenario.system, asks, self.events.now(), offload)
+        for each, plan in zip(waiting, plans, strict=True):
+            self._routed(each.request, plan)
+        for each, plan in in_turn(waiting, plans):
+            each.answer(plan.route)
+
+    def _view_for(self, query: RouteQuery, matches: Mapping[WorkerId, int]) -> FleetView:
+        seen = self.fleet.view_for(query, matches)
+        # Field by field: `dataclasses.replace` would be a part of a decision's time.
+        return FleetView(seen.workers, seen.version, seen.num_routes, self._pace)
+
+    def _routed(self, request: SimRequest, plan: OffloadPlan) -> RoutePlan | Refusal:
+        """Counts a decision, and the plan as load of its workers."""
         if plan.group is not None:
             self.result.reasons[f"group: {plan.group.reason.value}"] += 1
         if plan.choice is not None:
             request.remote = plan.choice.remote
             self.result.reasons[f"offload: {plan.choice.reason.value}"] += 1
+        if plan.joint is not None:
+            self.result.reasons[f"joint: {plan.joint.reason.value}"] += 1
         if isinstance(plan.route, RoutePlan):
             self.fleet.note_route(plan.route)
         return plan.route

@@ -27,8 +27,8 @@ _METRIC = re.compile(r"vllm:[a-z0-9_]+|kvmesh_[a-z0-9]+_[a-z0-9_]+")
 
 def documented(section: str) -> dict[str, str]:
     """Name and type of the metrics in a section's table."""
-    text = (ROOT / "docs" / "operations.md").read_text()
-    body = text.split(f"### {section}\n", 1)[1].split("\n### ", 1)[0]
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    body = text.split(f"## {section}\n", 1)[1].split("\n## ", 1)[0]
     return dict(_ROW.findall(body))
 
 

@@ -65,8 +65,12 @@ def test_blocks_leave_for_the_host_and_come_back() -> None:
     pool = TwinPool(LAYOUT, 6, CONTENT)
     arena = HostArena(pool, BLOCK, 4)
     places = arena.take(3)
-    arena.store([2, 3, 5], places)
+    before = len(pool.driver.awaited)
+    arena.store([5, 2, 3], places)
+    assert pool.driver.awaited[before:].count(pool.driver.num_marks) == 2, "prepared, and one copy"
     pool.tensor.zero_()
-    arena.load(places, [0, 1, 4])
+    before = len(pool.driver.awaited)
+    arena.load(places, [4, 0, 1])
+    assert len(pool.driver.awaited) == before + 1, "scattered blocks by one copy"
     for to, begin in zip((0, 1, 4), (2, 3, 5), strict=True):
         assert bytes(pool.read_view(to, 1)) == CONTENT[begin * BLOCK : (begin + 1) * BLOCK]

@@ -234,3 +234,21 @@ def test_choosing_looks_at_no_value_where_that_means_to_wait(
     assert chosen.tokens.shape == (len(chunks),)
     assert chosen.logprobs is not None
     assert [len(each) for each in chosen.logprobs] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_request_that_forbids_every_token_ends_with_an_error(temperature: float) -> None:
+    hopeless = chunk(
+        temperature=temperature, seed=1, allowed_token_ids=(1,), bad_words=((1,),), num_logprobs=0
+    )
+    free = chunk(temperature=temperature, seed=1, allowed_token_ids=(2,))
+    found = sample(torch.zeros(2, VOCAB_SIZE), [hopeless, free])
+    assert found[0].error == "the request forbids every token that could come next"
+    assert (found[1].token_id, found[1].error) == (2, "")
+
+
+def test_infinite_biases_and_forbidden_ends_are_told_too() -> None:
+    every = tuple((token, -math.inf) for token in range(VOCAB_SIZE))
+    biased = chunk(temperature=0.0, logit_bias=every)
+    ended = chunk(temperature=0.0, allowed_token_ids=(0,), min_tokens=5)
+    assert all(token.error for token in sample(torch.zeros(2, VOCAB_SIZE), [biased, ended]))

@@ -9,7 +9,7 @@ from kvmesh.kernels.linear import can_pack, make_linear
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 7, 16, 40])
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 7, 16, 19, 40])
 @pytest.mark.parametrize(("outputs", "inputs"), [(56, 24), (128, 96)])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_product_is_that_of_the_plain_weight(

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvmesh.policy.preemption import Speeds, choose_preemption, with_sample
+from kvmesh.policy.preemption import Speeds, choose_preemption, with_sample, without_copy
 
 
 @pytest.mark.parametrize("speeds", [Speeds(), Speeds(token_s=1.0), Speeds(byte_s=1.0)])
@@ -24,3 +24,12 @@ def test_samples_fade() -> None:
     for _ in range(40):
         mean = with_sample(mean, 1.0)
     assert mean == pytest.approx(1.0, abs=1e-2)
+
+
+def test_a_slow_copy_is_tried_again_after_some_decisions_against_it() -> None:
+    # Three times as dear as computing again.
+    speeds, declined = Speeds(token_s=1e-3, byte_s=1.5e-6), 0
+    while not choose_preemption(1000, 1_000_000, speeds).swap:
+        speeds, declined = without_copy(speeds), declined + 1
+    assert 10 < declined < 30
+    assert speeds.token_s == 1e-3

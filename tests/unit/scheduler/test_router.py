@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from kvmesh.core.types import (
     WorkerInfo,
     WorkerLoad,
 )
+from kvmesh.policy.joint_choice import JointReason
 from kvmesh.policy.plans_ahead import BATCH, MAX_AHEAD, PlanKind, Wish
 from kvmesh.telemetry import tracing
 from services.scheduler.fleet import Fleet, Membership
@@ -218,3 +220,52 @@ async def test_a_thousand_workers_cost_a_route_little_more_than_forty() -> None:
     few, many = await median_decision_s(40), await median_decision_s(1000)
     assert many < 5 * few
     assert many < 0.05
+
+
+class SlowPrefixes:
+    """Answers when all who are expected have asked."""
+
+    def __init__(self, count: int, **answers: Answer) -> None:
+        self.answers = answers
+        self.barrier = asyncio.Barrier(count)
+
+    async def match(self, namespace: str, hashes: Sequence[BlockHash], timeout_s: float) -> Answer:
+        await self.barrier.wait()
+        return self.answers[namespace]
+
+
+async def test_queries_that_come_together_are_decided_together() -> None:
+    infos = [worker_info("a"), worker_info("b"), worker_info("d", Role.DECODE, decode_slots=2)]
+    held = Answer((PrefixMatch(WorkerId("a"), 1, "east", 90),))
+    parts = Parts(fleet_of(*infos), SlowPrefixes(3, fingerprint=held), policy="joint")
+    before = joint_count("kept"), joint_count("alone")
+    asked = [query(1600, request_id=RequestId(name), block_hashes=HASHES) for name in "xyz"]
+    plans = await asyncio.gather(*(parts.router.route(each, "") for each in asked))
+    assert all(isinstance(plan, RoutePlan) for plan in plans)
+    assert parts.router.num_waiting == 0
+    facts = list(parts.decisions.routes())
+    assert {each.num_asked for each in facts} == {3}
+    assert {each.joint_reason for each in facts} <= {JointReason.KEPT, JointReason.MOVED}
+    assert joint_count("kept") > before[0]
+    assert joint_count("alone") == before[1]
+    shown = parts.decisions.as_json()["routes"][0]
+    assert shown["joint_reason"] in {"kept", "moved"}
+    prefill = [plan.prefill[0].worker_id for plan in plans if isinstance(plan, RoutePlan)]
+    loads = {each.worker_id: each for each in parts.fleet.view(parts.clock.now()).workers}
+    assert {name: prefill.count(name) for name in set(prefill)} == {
+        name: loads[name].prefill_in_flight for name in set(prefill)
+    }
+
+
+async def test_a_query_alone_is_decided_alone_also_by_a_joint_policy() -> None:
+    parts = Parts(fleet_of(worker_info("a"), worker_info("d", Role.DECODE)), policy="joint")
+    before = joint_count("alone")
+    assert isinstance(await parts.router.route(query(1600), ""), RoutePlan)
+    assert joint_count("alone") == before + 1
+    (facts,) = parts.decisions.routes()
+    assert (facts.joint_reason, facts.num_asked) == (JointReason.ALONE, 1)
+
+
+def joint_count(reason: str) -> float:
+    name = "kvmesh_scheduler_joint_requests_total"
+    return REGISTRY.get_sample_value(name, {"reason": reason}) or 0.0

@@ -25,6 +25,8 @@ def test_tokens_for_aggregation_are_the_config_s_where_the_policy_has_the_rule()
         RoutingConfig(policy="best"),
         RoutingConfig(placement="here"),
         RoutingConfig(aggregate_tokens=-1),
+        RoutingConfig(joint_window_ms=-1.0),
+        RoutingConfig(joint_window_ms=1000.0),
     ],
 )
 def test_wrong_routing_is_named(routing: RoutingConfig) -> None:
@@ -37,3 +39,8 @@ def test_role_changes() -> None:
     for wrong in (PlanningConfig(roles="maybe"), PlanningConfig(reallocate_s=0.0)):
         with pytest.raises(ConfigError, match=r"planning\."):
             role_changes(wrong)
+
+
+def test_the_window_is_the_config_s() -> None:
+    config = SchedulerConfig(routing=RoutingConfig(policy="joint", joint_window_ms=5.0))
+    assert router_settings(config).policy.joint_window_s == pytest.approx(0.005)

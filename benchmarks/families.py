@@ -1,0 +1,259 @@
+"""Speed of every model family on the CPU, beside transformers with its static cache.
+
+    python -m benchmarks.families [--families LABEL ...] [--dtypes bfloat16 float32]
+        [--seconds S] [--save bench/results/families.json]
+
+Times are those of the process on the CPU, by one thread, and both engines take turns in every
+cell: a busy machine is as unkind to each. Transformers computes its experts in every way that it
+has for the CPU and counts by the fastest. In fp32 both must choose the same token after a prompt.
+Tests: tests/unit/benchmarks/test_families.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.engine_peers import BLOCK_SIZE, Run, prompt
+from benchmarks.random_families import FAMILIES, VOCAB, random_model, write_checkpoint
+from benchmarks.result import RESULTS, Row, Target, document, save
+from kvmesh.core.types import SamplingParams
+from kvmesh.engine.protocol import SequenceChunk, StateChunk
+from kvmesh.engine.runner import TorchRunner
+
+GOAL = 1.15
+_CELLS = {"prefill": (512,), "decode": (1, 8)}
+_CONTEXT = 512
+_FEWEST_TURNS = 3
+
+
+class Ours:
+    """The engine's own runner, whatever the model keeps."""
+
+    def __init__(self, folder: Path, dtype: str) -> None:
+        self._runner = TorchRunner.load(
+            folder, served_name=folder.name, dtype=dtype, num_blocks=2048, block_size=BLOCK_SIZE
+        )
+        self._groups = self._runner.spec.groups
+        self._free = iter(range(2048))
+
+    def _chunk(self, sequence: int, start: int, end: int) -> SequenceChunk:
+        count = -(-end // self._runner.spec.layout.block_size)
+        tables = [self._take(count) for _ in self._groups.windows]
+        state = None
+        if self._groups.state_blocks:
+            live = self._take(self._groups.state_blocks)
+            state = StateChunk(live, live if start else [])
+        return SequenceChunk(
+            sequence_id=sequence,
+            token_ids=prompt(end, VOCAB, sequence),
+            start=start,
+            end=end,
+            block_table=tables[0],
+            num_prompt_tokens=end,
+            sampling=SamplingParams(temperature=0.0),
+            sample=True,
+            more_tables=tables[1:],
+            state=state,
+        )
+
+    def _take(self, count: int) -> list[int]:
+        return [next(self._free) for _ in range(count)]
+
+    def prefill(self, num_tokens: int) -> Run:
+        """One prompt of this length, from nothing to its first token."""
+        self._free = iter(range(2048))
+        return self._of([self._chunk(0, 0, num_tokens)])
+
+    def decode(self, batch: int) -> Run:
+        """One step of a batch. What the blocks hold is zeros: they cost as much."""
+        self._free = iter(range(2048))
+        return self._of([self._chunk(each, _CONTEXT, _CONTEXT + 1) for each in range(batch)])
+
+    def _of(self, chunks: list[SequenceChunk]) -> Run:
+        def run() -> list[int]:
+            return [each.token_id for each in self._runner.execute(chunks).tokens if each]
+
+        return run
+
+    def close(self) -> None:
+        """Frees the memory."""
+        self._runner.close()
+
+
+class Transformers:
+    """transformers with its static cache, and torch's attention where the family can take it."""
+
+    def __init__(self, model: Any, dtype: str) -> None:
+        self._model = model.to(getattr(torch, dtype))
+
+    def ways(self, kind: str) -> Iterator[str]:
+        """Sets one way to compute experts after the other; names them."""
+        can: Any = self._model._can_set_experts_implementation
+        # The batched way copies an expert for each row that chose it: gigabytes for a prompt.
+        ways = (
+            ("eager", "grouped_mm", "batched_mm") if kind == "decode" else ("eager", "grouped_mm")
+        )
+        for way in ways if can() else ("",):
+            self.use(way)
+            yield way
+
+    def use(self, way: str) -> None:
+        """Sets a way that `ways` named."""
+        if way:
+            self._model.set_experts_implementation(way)
+
+    def _forward(self, ids: Tensor, first: int, cache: Any) -> Tensor:
+        positions = torch.arange(first, first + ids.shape[1])[None].expand(len(ids), -1)
+        logits = self._model(
+            ids, past_key_values=cache, position_ids=positions, logits_to_keep=1, use_cache=True
+        ).logits
+        chosen: Tensor = logits[:, -1].argmax(-1)
+        return chosen
+
+    def _cache(self, length: int) -> Any:
+        from transformers import StaticCache  # noqa: PLC0415 - slow, and only a peer
+
+        factory: Any = StaticCache
+        return factory(config=self._model.config, max_cache_len=length)
+
+    def prefill(self, num_tokens: int) -> Run:
+        """See `Ours.prefill`."""
+        cache, ids = self._cache(num_tokens), torch.tensor([prompt(num_tokens, VOCAB)])
+
+        @torch.inference_mode()
+        def run() -> list[int]:
+            cache.reset()
+            return [int(token) for token in self._forward(ids, 0, cache)]
+
+        return run
+
+    def decode(self, batch: int) -> Run:
+        """See `Ours.decode`."""
+        cache = self._cache(_CONTEXT + 1)
+        ids = torch.tensor([prompt(1, VOCAB, sequence) for sequence in range(batch)])
+
+        @torch.inference_mode()
+        def run() -> list[int]:
+            # Caches count what they hold; the count is set back to the same context.
+            for layer in cache.layers:
+                if isinstance(count := getattr(layer, "cumulative_length", None), Tensor):
+                    count.fill_(min(_CONTEXT, layer.max_cache_len - 1))
+                if hasattr(layer, "cumulative_length_int"):
+                    layer.cumulative_length_int = _CONTEXT
+            return [int(token) for token in self._forward(ids, _CONTEXT, cache)]
+
+        with torch.inference_mode():
+            # States of linear layers are there only after something was computed.
+            self._forward(ids, 0, cache)
+        return run
+
+
+def main() -> None:
+    """Measures and writes the result."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    dtypes = ["bfloat16", "float32"]
+    parser.add_argument("--dtypes", nargs="+", choices=dtypes, default=dtypes)
+    parser.add_argument("--seconds", type=float, default=1.5, help="of a cell")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--save", type=Path, default=RESULTS / "families.json")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rows: list[Row] = []
+    for label in options.families:
+        with tempfile.TemporaryDirectory() as scratch:
+            model = random_model(label, options.seed)
+            folder = write_checkpoint(model, Path(scratch))
+            for dtype in options.dtypes:
+                rows += _measure(label, model, folder, dtype, options.seconds)
+    save(document(rows, targets(rows), options.seed, _NOTES), options.save)
+    sys.stdout.write(f"{options.save}\n")
+
+
+_NOTES = (
+    "tokens per second of CPU time, one thread, medians; decode with context 512",
+    "transformers: static cache, sdpa where the family has it, experts in the fastest of its ways",
+)
+
+
+def _measure(label: str, model: Any, folder: Path, dtype: str, seconds: float) -> list[Row]:
+    ours, theirs = Ours(folder, dtype), Transformers(model, dtype)
+    rows = []
+    for kind, sizes in _CELLS.items():
+        for size in sizes:
+            runs = {"kvmesh": getattr(ours, kind)(size), "": getattr(theirs, kind)(size)}
+            way = _fastest(theirs, runs[""], kind)
+            if dtype == "float32" and kind == "prefill":
+                assert runs["kvmesh"]() == runs[""](), f"{label}: other tokens than transformers"
+            times = _take_turns(runs, seconds)
+            row: Row = {
+                "family": label,
+                "dtype": dtype,
+                "cell": f"{kind} {size}",
+                "kvmesh": round(size / times["kvmesh"], 1),
+                "transformers": round(size / times[""], 1),
+                "ratio": round(times[""] / times["kvmesh"], 2),
+                "experts": way or None,
+            }
+            rows.append(row)
+            sys.stdout.write(
+                f"{label} {dtype} {row['cell']}: {row['kvmesh']:.0f} and {row['transformers']:.0f}"
+                f" tokens/s, {row['ratio']:.2f}x{f' of {way}' if way else ''}\n"
+            )
+            sys.stdout.flush()
+    ours.close()
+    return rows
+
+
+def _fastest(theirs: Transformers, run: Run, kind: str) -> str:
+    """Sets the way in which transformers computes its experts soonest; says which."""
+    times = {}
+    for way in theirs.ways(kind):
+        run()
+        times[way] = _cpu_seconds(run)
+    best = min(times, key=lambda way: times[way])
+    theirs.use(best)
+    run()
+    return best
+
+
+def _cpu_seconds(run: Run) -> float:
+    started = time.process_time()
+    run()
+    return time.process_time() - started
+
+
+def _take_turns(runs: Mapping[str, Run], seconds: float) -> dict[str, float]:
+    """Median seconds of each."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    runs["kvmesh"]()
+    begun = time.process_time()
+    while len(times[""]) < _FEWEST_TURNS or time.process_time() - begun < seconds:
+        for name, run in runs.items():
+            times[name].append(_cpu_seconds(run))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def targets(rows: list[Row]) -> list[Target]:
+    """One for each family: its slowest cell beside transformers."""
+    ratios: dict[str, list[float]] = {}
+    for row in rows:
+        ratios.setdefault(row["family"], []).append(row["ratio"])
+    return [
+        Target(f"{label}: times transformers, every cell", min(values), GOAL)
+        for label, values in ratios.items()
+    ]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""The few numbers of the README, taken from the results: what a reader asks first.
+
+`make bench-summary` writes them between `<!-- measured -->` and `<!-- end of measured -->`.
+Tests: tests/unit/benchmarks/test_headline.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from benchmarks.result import Row, table
+
+BEGIN, END = "<!-- measured -->\n", "<!-- end of measured -->"
+
+Result = Mapping[str, Any]
+
+
+class NotMeasuredError(LookupError):
+    """A result lacks what a line of the table shows."""
+
+
+def with_headlines(text: str, results: Mapping[str, Result]) -> str:
+    """The README with fresh numbers.
+
+    Args:
+        text: holds the markers once.
+        results: by the name of the benchmark.
+    """
+    assert text.count(BEGIN) == text.count(END) == 1, "the README has the markers once"
+    before, rest = text.split(BEGIN)
+    return before + BEGIN + headlines(results) + END + rest.split(END)[1]
+
+
+def headlines(results: Mapping[str, Result]) -> str:
+    """The table; a line whose benchmark did not measure it is left out."""
+    rows: list[Row] = []
+    for name, what, line in _LINES:
+        try:
+            here, beside = line(results[name])
+        except LookupError:
+            continue
+        rows.append({"what": what, "KVMesh": here, "beside it": beside, "run": _link(name)})
+    return "\n".join(table(rows)) + "\n"
+
+
+def _link(name: str) -> str:
+    return f"[{name}](bench/results/{name}.md)"
+
+
+def _row(result: Result, **wanted: object) -> Mapping[str, Any]:
+    for row in result["rows"]:
+        if all(row.get(key) == value for key, value in wanted.items()):
+            found: Mapping[str, Any] = row
+            return found
+    raise NotMeasuredError(str(wanted))
+
+
+def _target(result: Result, name: str) -> float:
+    for each in result["targets"]:
+        if each["name"] == name and each["value"] is not None:
+            return float(each["value"])
+    raise NotMeasuredError(name)
+
+
+def _gateways(
+    what: str, show: Callable[[Mapping[str, Any]], str]
+) -> Callable[[Result], tuple[str, str]]:
+    """A line of the gateway's benchmark: ours, and the same of every other system in the run."""
+
+    def line(result: Result) -> tuple[str, str]:
+        rows = [row for row in result["rows"] if row["what"] == what]
+        others = [row for row in rows if not row["system"].startswith("kvmesh")]
+        beside = "; ".join(f"{row['system']} {show(row)}" for row in others)
+        return show(_row(result, system="kvmesh", what=what)), beside or "–"
+
+    return line
+
+
+def _in_time(row: Mapping[str, Any]) -> str:
+    return f"{row['served'] - row['late']:,} / {row['late']:,} / {row['failed']:,}"
+
+
+def _engine(result: Result) -> tuple[str, str]:
+    return f"{_target(result, 'every cell: times transformers'):.2f}x and more", "transformers 1x"
+
+
+def _fetched(result: Result) -> tuple[str, str]:
+    row = _row(result, channel="tcp", prefix=4096)
+    return f"{row['fetched_ms']['median']:,.0f} ms", f"computed {row['computed_ms']['median']:,.0f}"
+
+
+def _link_speed(result: Result) -> tuple[str, str]:
+    return f"{_target(result, 'tcp / iperf3, 16-64 MiB'):.2f}x", "iperf3 1x"
+
+
+def _decision(result: Result) -> tuple[str, str]:
+    return f"{_target(result, 'decide_p99_ms at 1000 workers'):.2f} ms", "–"
+
+
+def _phases(result: Result) -> tuple[str, str]:
+    return f"{_target(result, 'phases: kvmesh from 4:4 over the best fixed split'):.2f}x", (
+        "best fixed split 1x"
+    )
+
+
+_LINES: tuple[tuple[str, str, Callable[[Result], tuple[str, str]]], ...] = (
+    (
+        "gateway",
+        "streams broken when 1 of 3 workers is killed under 24 of them",
+        _gateways("1 of 3 workers killed, 24 streams", lambda row: f"{row['failed']}"),
+    ),
+    (
+        "gateway",
+        "7x overload: first tokens in time / late / neither answer nor refusal",
+        _gateways("overload 7x", _in_time),
+    ),
+    (
+        "gateway",
+        "streamed tokens per second of one gateway process, 128 streams",
+        _gateways("tokens, 128 streams", lambda row: f"{row['per s']:,}"),
+    ),
+    (
+        "gateway",
+        "whole answers of 4 tokens per second, 32 in flight",
+        _gateways("requests, 32 in flight", lambda row: f"{row['per s']:,}"),
+    ),
+    ("engine", "CPU engine, tokens per second, prefill and decode", _engine),
+    ("prefix_fetch", "first token behind 4,096 tokens that another worker holds, TCP", _fetched),
+    ("transfer", "KV over TCP, one peer", _link_speed),
+    ("routing", "one route decision among 1,000 workers, p99", _decision),
+    ("policies", "goodput when load shifts between prefill and decode, simulated", _phases),
+)

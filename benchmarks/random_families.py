@@ -1,0 +1,168 @@
+"""Random checkpoints of every family, small but with the parts and proportions of real ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+LAYERS = 4
+VOCAB = 16000
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 768,
+    "intermediate_size": 2304,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.02,
+    "tie_word_embeddings": True,
+    "eos_token_id": None,
+}
+_HEADS = _COMMON | {"head_dim": 64}
+_WINDOW = 128
+_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 4, "moe_intermediate_size": 384}
+_LATENT = _COMMON | {
+    "num_key_value_heads": 12,
+    "q_lora_rank": 384,
+    "kv_lora_rank": 256,
+    "qk_rope_head_dim": 32,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 64,
+    "n_routed_experts": 16,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    **_EXPERTS,
+}
+_DELTA: dict[str, Any] = {
+    "head_dim": 128,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+_LINEAR_THEN_FULL = ["linear_attention"] * (LAYERS - 1) + ["full_attention"]
+_WINDOWS_THEN_FULL = ["sliding_attention"] * (LAYERS - 1) + ["full_attention"]
+
+
+def _without(values: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name not in names}
+
+
+# By label: the class of its configuration in transformers, and what that is given.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral, window": ("MistralConfig", _HEADS | {"sliding_window": _WINDOW}),
+    "qwen2": ("Qwen2Config", _COMMON),
+    "qwen3": ("Qwen3Config", _HEADS),
+    "gemma3": (
+        "Gemma3TextConfig",
+        _HEADS
+        | {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "head_dim": 256,
+            "layer_types": _WINDOWS_THEN_FULL,
+            "sliding_window": _WINDOW,
+        },
+    ),
+    "gpt-oss": (
+        "GptOssConfig",
+        _HEADS
+        | {
+            "intermediate_size": 384,
+            "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2),
+            "sliding_window": _WINDOW,
+            "num_local_experts": 16,
+            "num_experts_per_tok": 4,
+        },
+    ),
+    "mixtral": (
+        "MixtralConfig",
+        _HEADS | {"intermediate_size": 768, "num_local_experts": 8, "num_experts_per_tok": 2},
+    ),
+    "qwen3-moe": ("Qwen3MoeConfig", _HEADS | _EXPERTS | {"num_experts": 16}),
+    "deepseek-v2": (
+        "DeepseekV2Config",
+        _LATENT | {"q_lora_rank": None, "topk_method": "group_limited_greedy"},
+    ),
+    "deepseek-v3": ("DeepseekV3Config", _LATENT),
+    "qwen3-next": (
+        "Qwen3NextConfig",
+        _COMMON
+        | _DELTA
+        | _EXPERTS
+        | {
+            "layer_types": _LINEAR_THEN_FULL,
+            "num_experts": 16,
+            "shared_expert_intermediate_size": 384,
+        },
+    ),
+    "qwen3.5": ("Qwen3_5TextConfig", _COMMON | _DELTA | {"layer_types": _LINEAR_THEN_FULL}),
+    "kimi-linear": (
+        "KimiLinearConfig",
+        _without(_LATENT, "q_lora_rank", "n_group", "topk_group", "first_k_dense_replace")
+        | {
+            "pad_token_id": 0,
+            "num_local_experts": 16,
+            "layer_types": _LINEAR_THEN_FULL,
+            "linear_num_heads": 6,
+            "linear_head_dim": 128,
+            # Transformers has no other for this family.
+            "tie_word_embeddings": False,
+        },
+    ),
+    "bailing-hybrid": (
+        "BailingHybridConfig",
+        _without(_LATENT, "q_lora_rank", "n_routed_experts")
+        | {
+            "pad_token_id": 0,
+            "head_dim": _LATENT["qk_rope_head_dim"],
+            "num_local_experts": 16,
+            "layer_types": _LINEAR_THEN_FULL,
+            "num_mtp_layers": 0,
+        },
+    ),
+    "minimax": (
+        "MiniMaxConfig",
+        _HEADS
+        | {
+            "intermediate_size": 768,
+            "layer_types": _LINEAR_THEN_FULL,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+    ),
+}
+
+
+def random_model(label: str, seed: int) -> Any:
+    """A model of transformers with random weights, in fp32."""
+    import transformers  # noqa: PLC0415 - slow, and only a peer
+
+    kind, values = FAMILIES[label]
+    factory: Any = transformers.AutoModelForCausalLM
+    torch.manual_seed(seed)
+    model = factory.from_config(getattr(transformers, kind)(**values)).eval()
+    for name, parameter in model.named_parameters():
+        # Not every class fills its experts, which then hold what memory held.
+        if parameter.dim() > 1 and "experts" in name:
+            nn.init.normal_(parameter, 0.0, 0.02)
+    return model
+
+
+def write_checkpoint(model: Any, folder: Path) -> Path:
+    """Writes config and bf16 weights; returns the folder."""
+    from transformers.utils import logging  # noqa: PLC0415 - slow, and only a peer
+
+    bars: Any = logging
+    bars.disable_progress_bar()
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return folder

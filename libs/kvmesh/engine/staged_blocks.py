@@ -1,0 +1,64 @@
+"""Scattered blocks of a device pool, many by one kernel and one copy between device and host.
+
+Tests: tests/unit/engine/test_staged_blocks.py.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterator, Sequence
+
+from kvmesh.transfer.device import DevicePool, pieces_of
+
+
+class StagedBlocks:
+    """Memory that both sides reach, for one thread at a time."""
+
+    def __init__(self, pool: DevicePool, block_bytes: int, num_blocks: int) -> None:
+        """Takes pinned memory, and as much on the device.
+
+        Args:
+            num_blocks: that are copied at once.
+
+        Raises:
+            LostError: the device refuses.
+        """
+        self._pool = pool
+        self._block_bytes = block_bytes
+        self._num_blocks = num_blocks
+        self._memory = memoryview(mmap.mmap(-1, num_blocks * block_bytes))
+        self._staging = pool.staging(self._memory)
+
+    def read(self, blocks: Sequence[int]) -> Iterator[tuple[int, memoryview]]:
+        """Yields how many of the next blocks are here, and their bytes until the next are asked.
+
+        Raises:
+            LostError: the device failed.
+        """
+        for batch, view in self._batches(blocks):
+            pieces = pieces_of([(block, 1) for block in batch], self._block_bytes, None)
+            self._staging.gather(pieces, 0, pieces.size, self._pool.moment())
+            yield len(batch), view
+
+    def write(self, blocks: Sequence[int], fill: Callable[[int, memoryview], None]) -> None:
+        """Copies into blocks of the pool; steps launched later see them.
+
+        Args:
+            fill: puts the bytes of so many of the next blocks into memory.
+
+        Raises:
+            LostError: the device failed.
+        """
+        for batch, view in self._batches(blocks):
+            fill(len(batch), view)
+            pieces = pieces_of([(block, 1) for block in batch], self._block_bytes, None)
+            self._staging.scatter(0, pieces, self._pool.moment())
+
+    def close(self) -> None:
+        """Gives the memory back; nobody copies. May be called again."""
+        self._staging.close()
+
+    def _batches(self, blocks: Sequence[int]) -> Iterator[tuple[Sequence[int], memoryview]]:
+        for first in range(0, len(blocks), self._num_blocks):
+            batch = blocks[first : first + self._num_blocks]
+            yield batch, self._memory[: len(batch) * self._block_bytes]

@@ -1,0 +1,298 @@
+"""Requests that ask at the same time are dispatched together: who computes which prompt.
+
+First each is decided on as if they came one by one, which settles placement, decode worker and
+what else is no question of who prefills. Then the prompts that are apart from their decode worker
+are divided anew by the policy's rule (`joint_queues.py`): a prefix that has to be brought is part
+of a prompt's time, and a worker's queue the start of all of it, so by `FIRST_TOKEN` the least KV
+moves that load allows. What is not better than one by one stays as it is. Pure.
+Source: TokenLake 5, 6.2. Tests: tests/unit/policy/test_joint.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from kvmesh.core.types import (
+    Candidate,
+    Placement,
+    Refusal,
+    Role,
+    RouteCause,
+    RoutePlan,
+    RouteQuery,
+    WorkerId,
+)
+from kvmesh.policy.composition import Composition, OffloadState, decide_route
+from kvmesh.policy.fetch_route import fetch_words
+from kvmesh.policy.joint_choice import ALONE, JointChoice, JointReason, JointRule
+from kvmesh.policy.joint_queues import (
+    JointPrompt,
+    Queues,
+    Seat,
+    by_time,
+    by_volume,
+    in_order_of_asking,
+    tokens_ahead,
+    total_tokens,
+)
+from kvmesh.policy.offload_route import OffloadPlan
+from kvmesh.policy.ranking import SLACK_TOKENS, Standing
+from kvmesh.policy.reasons import decode_reason, prefill_reason
+from kvmesh.policy.routing import SILENT_AFTER_S
+from kvmesh.policy.view import FleetView, WorkerView
+
+T = TypeVar("T")
+
+MAX_JOINT = 8
+"""Requests that are decided together; of more, the first so many, and then the next."""
+
+WORTH_TOKENS = 1.0
+"""What is saved by less than this is left as it would be one by one."""
+
+_BY_LOAD = frozenset((RouteCause.PREFIX, RouteCause.FETCH, RouteCause.LOAD))
+"""Causes that say why the prefill worker was chosen; the others say why its cluster was."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request that waits for its route.
+
+    Attributes:
+        view: workers to choose from.
+        matches: leading blocks of the query that each worker holds; None when nobody knows.
+    """
+
+    query: RouteQuery
+    view: FleetView
+    matches: Mapping[WorkerId, int] | None
+
+
+def decide_jointly(
+    policy: Composition, asks: Sequence[Ask], now: float, offload: OffloadState
+) -> list[OffloadPlan]:
+    """Where to run requests that ask at the same time.
+
+    The order of the requests decides nothing but ties.
+
+    Args:
+        policy: its `joint` says what they are divided by.
+        now: seconds on the clock of the views' `reported_at`.
+
+    Returns:
+        A decision for each, in their order. Those with a smaller `joint.turn` are to be told first,
+        so that their prompts arrive before the others.
+    """
+    assert policy.joint is not None, f"{policy.name} decides one by one"
+    if len(asks) == 1:
+        ask = asks[0]
+        alone = decide_route(policy, ask.view, ask.query, ask.matches, now, offload)
+        return [dataclasses.replace(alone, joint=ALONE)]
+    plans, beside = _one_by_one(policy, asks, now, offload)
+    fixed = JointChoice(JointReason.FIXED, len(asks))
+    decided = [dataclasses.replace(plan, joint=fixed) for plan in plans]
+    prompts = [
+        prompt
+        for index, ask in enumerate(asks)
+        if (prompt := _prompt(index, ask, plans[index].route, now, beside)) is not None
+    ]
+    before = in_order_of_asking(prompts)
+    after = by_volume(prompts) if policy.joint is JointRule.VOLUME else by_time(prompts)
+    saved = total_tokens(before) - total_tokens(after)
+    if policy.joint is JointRule.FIRST_TOKEN and saved < WORTH_TOKENS:
+        after, saved = before, 0.0
+    for worker_id, queue in after.items():
+        for turn, each in enumerate(queue):
+            chosen = each.seats[worker_id]
+            reason = JointReason.KEPT if worker_id == each.own else JointReason.MOVED
+            decided[each.index] = dataclasses.replace(
+                plans[each.index],
+                route=_settled(each, chosen, after, asks[each.index], plans[each.index].route),
+                joint=JointChoice(reason, len(asks), turn, saved, chosen.brought),
+            )
+    return decided
+
+
+def in_turn(asked: Sequence[T], plans: Sequence[OffloadPlan]) -> list[tuple[T, OffloadPlan]]:
+    """Who asked, with the decisions, in the order in which they are to be told: prompts that a
+    worker computes first arrive there first.
+    """
+    pairs = list(zip(asked, plans, strict=True))
+    return sorted(pairs, key=lambda pair: pair[1].joint.turn if pair[1].joint is not None else 0)
+
+
+def hold_s(view: FleetView, query: RouteQuery, window_s: float) -> float:
+    """How long a request may wait for others to be decided with it: not at all while some worker
+    would begin its prompt at once, since only where prompts wait anyway nothing is lost by it.
+    """
+    at_work = [
+        worker.prefill_used > 0
+        for worker in view.workers
+        if worker.info.model == query.model
+        and worker.info.role is not Role.DECODE
+        and not worker.load.draining
+    ]
+    return window_s if at_work and all(at_work) else 0.0
+
+
+# --- one by one ----------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Added:
+    """What a worker has got by decisions that were made just before.
+
+    Attributes:
+        prompts, tokens: to prefill.
+        sequences, blocks: to decode.
+    """
+
+    prompts: int = 0
+    tokens: int = 0
+    sequences: int = 0
+    blocks: int = 0
+
+
+def _one_by_one(
+    policy: Composition, asks: Sequence[Ask], now: float, offload: OffloadState
+) -> tuple[list[OffloadPlan], Mapping[WorkerId, _Added]]:
+    """Each as if those before it were on their workers, with all that might prefill it; and the
+    prompts that go where no other worker could take them.
+    """
+    # Who is much later by itself may be the best for one of many.
+    loose = dataclasses.replace(
+        policy, route=dataclasses.replace(policy.route, slack_tokens=math.inf)
+    )
+    added: dict[WorkerId, _Added] = defaultdict(_Added)
+    beside: dict[WorkerId, _Added] = defaultdict(_Added)
+    plans: list[OffloadPlan] = []
+    for ask in asks:
+        view = _with_added(ask.view, added)
+        planned = decide_route(loose, view, ask.query, ask.matches, now, offload)
+        plans.append(planned)
+        route = planned.route
+        if isinstance(route, RoutePlan):
+            first = route.prefill[0]
+            uncached = max(ask.query.num_tokens - first.cached_tokens, 1)
+            is_aggregated = route.placement is Placement.AGGREGATED
+            for sums in (added, beside) if is_aggregated else (added,):
+                sums[first.worker_id].prompts += 1
+                sums[first.worker_id].tokens += uncached
+            decode = first if is_aggregated else route.decode[0]
+            size = next(w for w in view.workers if w.worker_id == decode.worker_id).info.layout
+            left = ask.query.num_tokens - decode.cached_tokens
+            added[decode.worker_id].sequences += 1
+            added[decode.worker_id].blocks += left // size.block_size + 1
+    return plans, beside
+
+
+def _with_added(view: FleetView, added: Mapping[WorkerId, _Added]) -> FleetView:
+    """The view in which workers have what they have got since."""
+    if not added:
+        return view
+    workers = tuple(
+        _loaded(worker, added[worker.worker_id]) if worker.worker_id in added else worker
+        for worker in view.workers
+    )
+    return dataclasses.replace(view, workers=workers)
+
+
+def _loaded(worker: WorkerView, more: _Added) -> WorkerView:
+    load = dataclasses.replace(
+        worker.load,
+        prefill_active=worker.load.prefill_active + more.prompts,
+        decode_reserved=worker.load.decode_reserved + more.sequences,
+        blocks_free=max(worker.load.blocks_free - more.blocks, 0),
+    )
+    return dataclasses.replace(
+        worker, load=load, pending_tokens=worker.pending_tokens + more.tokens
+    )
+
+
+def _prompt(
+    index: int,
+    ask: Ask,
+    route: RoutePlan | Refusal,
+    now: float,
+    beside: Mapping[WorkerId, _Added],
+) -> JointPrompt | None:
+    """The prompt as one of several to divide; None where there is nothing to choose."""
+    query = ask.query
+    if not isinstance(route, RoutePlan) or route.placement is Placement.AGGREGATED:
+        return None
+    # A worker that computes a prompt of these for itself has so much more to do.
+    views = {worker.worker_id: worker for worker in _with_added(ask.view, beside).workers}
+    home = views[route.prefill[0].worker_id].info.cluster
+    seats: dict[WorkerId, Seat] = {}
+    for candidate in route.prefill:
+        worker = views[candidate.worker_id]
+        is_silent = worker.reported_at < now - SILENT_AFTER_S
+        if is_silent or candidate.worker_id in query.avoid or worker.info.cluster != home:
+            continue
+        seats[candidate.worker_id] = _seat(worker, candidate, query)
+    if not seats:
+        return None
+    token_s = ask.view.pace.token_s
+    is_known = query.ttft_budget_ms and token_s
+    objective = query.ttft_budget_ms / 1e3 / token_s if is_known else math.inf
+    return JointPrompt(index, query.num_tokens, objective, seats)
+
+
+def _seat(worker: WorkerView, candidate: Candidate, query: RouteQuery) -> Seat:
+    uncached = max(query.num_tokens - candidate.cached_tokens, 1)
+    source = candidate.source
+    held = source.num_blocks * worker.info.layout.block_size if source is not None else 0
+    return Seat(
+        worker,
+        candidate,
+        wait=worker.pending_tokens + worker.prefill_in_flight * query.num_tokens,
+        work=uncached - candidate.saved_tokens,
+        free=worker.info.prefill_slots - worker.prefill_used,
+        brought=max(min(held, query.num_tokens) - candidate.cached_tokens, 0),
+    )
+
+
+# --- the plan of each ----------------------------------------------------------------------------
+
+
+def _settled(
+    prompt: JointPrompt, chosen: Seat, queues: Queues, ask: Ask, route: RoutePlan | Refusal
+) -> RoutePlan:
+    """The plan with the worker first, and after it those that are worth asking."""
+    assert isinstance(route, RoutePlan), "what was divided had a plan"
+    query = ask.query
+
+    def first_token(seat: Seat) -> float:
+        return seat.wait + seat.work + tokens_ahead(queues, seat.worker.worker_id, prompt)
+
+    latest = first_token(chosen) + SLACK_TOKENS
+    rest = [seat for seat in prompt.seats.values() if seat is not chosen]
+    worth = [seat.candidate for seat in rest if first_token(seat) <= latest]
+    # Workers without a seat (far, silent, avoided) stay last resorts, as one by one.
+    others = [each for each in route.prefill if each.worker_id not in prompt.seats]
+    decode = next(each for each in ask.view.workers if each.worker_id == route.decode[0].worker_id)
+    standing = _standing(chosen, query)
+    beside = Standing(decode, query, route.decode[0].cached_tokens, 0)
+    return dataclasses.replace(
+        route,
+        prefill=(chosen.candidate, *worth, *others),
+        reason=f"{prefill_reason(standing)}{fetch_words(standing)}; {decode_reason(beside)}",
+        cause=_cause(chosen.candidate) if route.cause in _BY_LOAD else route.cause,
+    )
+
+
+def _standing(seat: Seat, query: RouteQuery) -> Standing:
+    candidate = seat.candidate
+    standing = Standing(seat.worker, query, candidate.cached_tokens, 0, candidate.saved_tokens)
+    standing.source = candidate.source
+    return standing
+
+
+def _cause(candidate: Candidate) -> RouteCause:
+    if candidate.source is not None:
+        return RouteCause.FETCH
+    return RouteCause.PREFIX if candidate.cached_tokens else RouteCause.LOAD

@@ -1,0 +1,141 @@
+"""Prompts divided among workers: nothing is better than what `by_time` finds."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections import defaultdict
+
+import pytest
+
+from kvmesh.core.types import Candidate, Endpoint, WorkerId
+from kvmesh.policy.joint_queues import (
+    JointPrompt,
+    Queues,
+    Seat,
+    by_time,
+    by_volume,
+    in_order_of_asking,
+    tokens_ahead,
+    total_tokens,
+)
+from kvmesh.policy.ranking import BUSY_TOKENS
+from tests.unit.policy.fleet_examples import worker
+
+WORKERS = {name: worker(name) for name in "abc"}
+
+
+def seat(
+    name: str, work: float, *, wait: float = 0.0, free: int = 4, brought: int = 0
+) -> tuple[WorkerId, Seat]:
+    worker_id = WorkerId(name)
+    candidate = Candidate(worker_id, 1, Endpoint("127.0.0.1", 5000))
+    return worker_id, Seat(WORKERS[name], candidate, wait, work, free, brought)
+
+
+def prompt(
+    index: int, *seats: tuple[WorkerId, Seat], num_tokens: int = 100, objective: float = math.inf
+) -> JointPrompt:
+    return JointPrompt(index, num_tokens, objective, dict(seats))
+
+
+def indexes(queues: Queues) -> dict[str, list[int]]:
+    return {str(name): [each.index for each in queue] for name, queue in queues.items()}
+
+
+def every_division(prompts: list[JointPrompt]) -> list[Queues]:
+    """All ways to give prompts to workers, in all orders."""
+    found: list[Queues] = []
+    for order in itertools.permutations(prompts):
+        for names in itertools.product(*(each.seats for each in order)):
+            queues: dict[WorkerId, list[JointPrompt]] = defaultdict(list)
+            for each, name in zip(order, names, strict=True):
+                queues[name].append(each)
+            found.append(queues)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_by_time_is_the_best_of_all_divisions(seed: int) -> None:
+    draw = random.Random(seed)
+    waits = {name: float(draw.randrange(0, 3000, 500)) for name in "abc"}
+    free = {name: draw.randrange(0, 3) for name in "abc"}
+    prompts = [
+        prompt(
+            index,
+            *(
+                seat(name, float(draw.randrange(1, 3000)), wait=waits[name], free=free[name])
+                for name in draw.sample("abc", draw.randrange(1, 4))
+            ),
+        )
+        for index in range(draw.randrange(1, 5))
+    ]
+    best = min(map(total_tokens, every_division(prompts)))
+    found = by_time(prompts)
+    assert sorted(i for queue in indexes(found).values() for i in queue) == list(
+        range(len(prompts))
+    )
+    assert total_tokens(found) == pytest.approx(best)
+
+
+def test_who_has_a_choice_gives_way_to_who_has_none() -> None:
+    """Both would go to `a` by themselves; the second one's prefix lies there alone."""
+    prompts = [
+        prompt(0, seat("a", 10), seat("b", 10)),
+        prompt(1, seat("a", 10), seat("b", 1000)),
+    ]
+    assert indexes(in_order_of_asking(prompts)) == {"a": [0, 1]}
+    assert indexes(by_time(prompts)) == {"b": [0], "a": [1]}
+
+
+def test_of_one_worker_the_shortest_prompt_comes_first() -> None:
+    prompts = [prompt(0, seat("a", 900)), prompt(1, seat("a", 10)), prompt(2, seat("a", 100))]
+    assert indexes(by_time(prompts)) == {"a": [1, 2, 0]}
+
+
+def test_a_full_worker_costs_what_a_refusal_costs() -> None:
+    one_free = [prompt(n, seat("a", 10, free=1), seat("b", 500)) for n in range(2)]
+    queues = by_time(one_free)
+    assert {name: len(queue) for name, queue in queues.items()} == {"a": 1, "b": 1}
+    together = in_order_of_asking(one_free)
+    assert total_tokens(together) == 10 + 20 + BUSY_TOKENS
+
+
+def test_what_waits_before_a_prompt() -> None:
+    prompts = [prompt(0, seat("a", 30), seat("b", 5)), prompt(1, seat("a", 70), seat("b", 5))]
+    queues = {WorkerId("a"): prompts}
+    assert tokens_ahead(queues, WorkerId("a"), prompts[1]) == 30
+    assert tokens_ahead(queues, WorkerId("b"), prompts[1]) == 0
+    assert tokens_ahead({WorkerId("a"): prompts[:1]}, WorkerId("a"), prompts[1]) == 30
+
+
+def test_by_volume_the_fewest_tokens_move() -> None:
+    """TokenLake 5: batches of one, each where it has least to bring."""
+    prompts = [
+        prompt(0, seat("a", 10, brought=0), seat("b", 60, brought=50)),
+        prompt(1, seat("a", 60, brought=900), seat("b", 10, brought=0)),
+    ]
+    assert indexes(by_volume(prompts)) == {"a": [0], "b": [1]}
+
+
+def test_by_volume_a_worker_that_is_much_later_takes_no_part() -> None:
+    prompts = [prompt(0, seat("a", 10, wait=9000), seat("b", 60, brought=50))]
+    assert indexes(by_volume(prompts)) == {"b": [0]}
+    assert by_volume([]) == {}
+
+
+def test_by_volume_more_prompts_than_workers_share_one() -> None:
+    """The program of TokenLake 6.2 puts those of like length together."""
+    prompts = [
+        prompt(0, seat("a", 10), seat("b", 10), num_tokens=100),
+        prompt(1, seat("a", 900), seat("b", 900), num_tokens=1000),
+        prompt(2, seat("a", 10), seat("b", 10), num_tokens=101),
+    ]
+    batches = sorted(indexes(by_volume(prompts)).values())
+    assert batches == [[0, 2], [1]]
+
+
+def test_by_volume_prompts_of_two_clusters_stay_apart() -> None:
+    prompts = [prompt(0, seat("a", 10)), prompt(1, seat("b", 10)), prompt(2, seat("b", 10))]
+    assert indexes(by_volume(prompts)) == {"a": [0], "b": [1, 2]}
