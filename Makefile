@@ -11,6 +11,8 @@ TRACES ?=
 PREFILL ?= 2
 DECODE ?= 2
 PORT ?= 8000
+REMOTE ?= 0
+LINK_MBIT ?= 200
 ARGS ?=
 ROUNDS ?= 20
 # Unit and property tests run side by side; the others start processes that need the machine.
@@ -21,7 +23,7 @@ TEST_FLAGS := -q --durations=20 --durations-min=5 -m 'not gpu and not compose'
 PROCESS_TEST_FLAGS := --reruns 1 --max-suite-reruns 2 --rerun-show-tracebacks -rR
 # One computing thread per test process: spinning OpenMP teams slow each other down tenfold.
 test test-fast: export OMP_NUM_THREADS := 1
-.PHONY: help setup proto fmt check test test-fast test-gpu up bench-serve bench-gateway bench-transfer bench-engine bench-families bench-kernels bench-device bench-allocator bench-fuzz bench-policies bench-routing bench-pool bench-queries bench-fetch bench-sim-error bench-summary e2e-compose console-pictures manifests dashboard train-model clean
+.PHONY: help setup proto fmt check test test-fast test-gpu up bench-serve bench-gateway bench-transfer bench-engine bench-families bench-kernels bench-device bench-allocator bench-fuzz bench-policies bench-routing bench-pool bench-queries bench-fetch bench-sim-error bench-live bench-summary e2e-compose console-pictures manifests dashboard train-model clean
 
 help: ## list the verbs
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -59,8 +61,8 @@ test-fast: setup ## unit, property and contract tests without the slow ones
 test-gpu: setup ## tests that need a CUDA device
 	$(PY) -m pytest -q -m gpu tests/gpu
 
-up: setup ## start a local stack: make up MODEL=dir PREFILL=n DECODE=n PORT=n
-	$(PY) -m kvmesh.cli up $(if $(MODEL),--model $(MODEL)) --prefill $(PREFILL) --decode $(DECODE) --port $(PORT)
+up: setup ## start a local stack: make up MODEL=dir PREFILL=n DECODE=n PORT=n REMOTE=n LINK_MBIT=n
+	$(PY) -m kvmesh.cli up $(if $(MODEL),--model $(MODEL)) --prefill $(PREFILL) --decode $(DECODE) --port $(PORT) --remote $(REMOTE) --link-mbit $(LINK_MBIT)
 
 bench-serve: setup ## measure a local stack; writes bench/results/serve.json and serve.md
 	$(PY) -m kvmesh.cli up $(if $(MODEL),--model $(MODEL)) --prefill $(PREFILL) --decode $(DECODE) --port 0 --run '$(PY) -m kvmesh.cli bench serve --goodput ttft:2000 tpot:100 --save bench/results/serve.json'
@@ -76,6 +78,9 @@ bench-pool: setup ## copies of hot prefixes over live workers; writes bench/resu
 
 bench-sim-error: setup ## the simulator against a real stack under the same load; writes bench/results/sim_error.*
 	$(PY) -m kvmesh.cli up --prefill 1 --decode 1 --port 0 --run '$(PY) -m benchmarks.sim_error $(ARGS)'
+
+bench-live: setup ## the papers' mechanisms in real processes against their baselines; writes bench/results/live.*
+	$(PY) -m benchmarks.live $(ARGS)
 
 bench-gateway: setup ## the gateway against other routers, all before fake workers; writes bench/results/gateway.*
 	$(PY) -m benchmarks.gateway $(ARGS)

@@ -21,7 +21,7 @@ import aiohttp
 from benchmarks.live_link import FarLink
 from benchmarks.live_load import CHUNK_TOKENS, Arrival, Limits, Seen, live_row, send
 from benchmarks.result import Row
-from tests.mesh_child import Child, until
+from tests.mesh_child import Child, Metrics, scrape, until
 from tests.mesh_processes import BLOCK_SIZE, MODEL, MODEL_FOLDER, Flags, Mesh
 from tests.redis_server import redis_process
 
@@ -166,6 +166,10 @@ class LiveMesh(Mesh):
             response.raise_for_status()
             body: dict[str, list[dict[str, Any]]] = await response.json()
             return body["fleet"][::-1]
+
+    async def gateway_metrics(self) -> Metrics:
+        """What the gateway's metrics are now."""
+        return await scrape(f"{self.url}/metrics")
 
     async def threshold(self) -> float:
         """Uncached tokens above which prompts go to the far cluster; 0 where none do."""

@@ -179,9 +179,9 @@ class Frontend:
         check_limits(call, self.limits)
         if call.priority >= 0:  # who has priority does not wait behind the others
             self._check_crowd(caller)
-        seed = secrets.randbits(64) if call.seed is None else call.seed
+        seed = self._mesh.rng.getrandbits(64) if call.seed is None else call.seed
         # Names may repeat (a caller that tries again); in the mesh every request is apart.
-        base = f"{caller.request_id}-{secrets.token_hex(4)}"
+        base = f"{caller.request_id}-{self._mesh.rng.getrandbits(32):08x}"
         ttft_ms = caller.ttft_ms or self.limits.ttft_deadline_ms
         ticket = caller.ticket
         tenant = Tenant() if ticket is None else ticket.tenant

@@ -88,6 +88,7 @@ class _Connection(asyncio.Protocol):
         self._idle: asyncio.TimerHandle | None = None
         self._idle_since = 0.0
         self._is_reading = True
+        self._loop = asyncio.get_running_loop()  # looked up once: that is a system call
         self.drained: asyncio.Future[None] | None = None
 
     # --- from the loop ---
@@ -129,7 +130,7 @@ class _Connection(asyncio.Protocol):
         if self._inner is not None:
             self._inner.pause_writing()
         else:
-            self.drained = asyncio.get_running_loop().create_future()
+            self.drained = self._loop.create_future()
 
     def resume_writing(self) -> None:
         if self._inner is not None:
@@ -152,8 +153,7 @@ class _Connection(asyncio.Protocol):
         if len(self._buffer) < end:
             if self._head is None:
                 self._head = head
-                loop = asyncio.get_running_loop()
-                self._patience = loop.call_later(BODY_PATIENCE_S, self._hand_over)
+                self._patience = self._loop.call_later(BODY_PATIENCE_S, self._hand_over)
             return
         if self._patience is not None:
             self._patience.cancel()
@@ -163,7 +163,7 @@ class _Connection(asyncio.Protocol):
         del self._buffer[:end]
         assert self._writer is not None, "connected"
         self._exchange = _DirectExchange(self, self._writer, head, body)
-        self._task = asyncio.get_running_loop().create_task(self._answer(self._exchange, head))
+        self._task = self._loop.create_task(self._answer(self._exchange, head))
         self._task.add_done_callback(self._ended)
 
     async def _answer(self, exchange: _DirectExchange, head: PlainHead) -> None:
@@ -187,7 +187,7 @@ class _Connection(asyncio.Protocol):
             return
         if task.cancelled() or transport is None or transport.is_closing():
             return
-        loop = asyncio.get_running_loop()
+        loop = self._loop
         self._idle_since = loop.time()
         if self._idle is None:
             self._idle = loop.call_later(self._front.config.idle_timeout_s, self._look_idle)
@@ -211,7 +211,7 @@ class _Connection(asyncio.Protocol):
 
     def _look_idle(self) -> None:
         """Closes the connection if nothing was asked for a while; else looks again later."""
-        loop = asyncio.get_running_loop()
+        loop = self._loop
         timeout_s = self._front.config.idle_timeout_s
         is_idle = self._task is None and self._head is None
         since = self._idle_since if is_idle else loop.time()

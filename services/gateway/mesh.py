@@ -72,11 +72,13 @@ class Waiting:
     Attributes:
         paused: of these, those that found nobody and will ask again.
         paused_reserved: of those, the ones with a reservation; they wait for prefill.
+        behind: of these, those that stand in the queue and have not asked yet.
     """
 
     count: int = 0
     paused: int = 0
     paused_reserved: int = 0
+    behind: int = 0
 
 
 @dataclass(frozen=True, slots=True)

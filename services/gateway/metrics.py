@@ -138,6 +138,7 @@ class GatewayMetrics(Collector):
         )
         self._model = model
         self._finished: dict[FinishReason, Counter] = {}
+        self._used: dict[str, Counter] = {}
 
     def finished(self, reason: FinishReason) -> None:
         """Counts a finished request."""
@@ -159,7 +160,10 @@ class GatewayMetrics(Collector):
         """Counts what a request used that ends; unregistered tenants are counted together."""
         tenant = ticket.tenant
         name = tenant.name if tenant.is_known else ""
-        self._tenant_tokens.labels(name).inc(ticket.num_tokens)
+        counter = self._used.get(name)
+        if counter is None:
+            counter = self._used[name] = self._tenant_tokens.labels(name)
+        counter.inc(ticket.num_tokens)
 
     def moved(self, reason: str) -> None:
         """Counts lost work that is started again."""

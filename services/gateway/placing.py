@@ -28,7 +28,7 @@ from kvmesh.core.types import (
 from kvmesh.kv.hashing import chain_hashes, root_hash
 from kvmesh.policy.connections import BY_CONNECTIONS
 from kvmesh.policy.fair_share import Claim
-from kvmesh.policy.forwarding import REROUTE_AFTER_S, backoff_s, rounds_per_route
+from kvmesh.policy.forwarding import REROUTE_AFTER_S, backoff_s, rounds_per_route, waiting_told
 from kvmesh.rpc.convert import sequence_spec_to_proto
 from kvmesh.telemetry.tracing import Span, start_span
 from kvmesh.v1 import types_pb2
@@ -160,7 +160,11 @@ class Placing:
         return Claim(tenant.name, num_tokens, limits.weight, limits.priority, request.rank)
 
     async def _search(self, turn: Turn) -> Placed:
-        await self._my_turn(turn)
+        self._mesh.waiting.behind += 1
+        try:
+            await self._my_turn(turn)
+        finally:
+            self._mesh.waiting.behind -= 1
         while True:
             plan = await self._route()
             placed = None if plan is None else await self._try_plan(plan, turn)
@@ -210,7 +214,10 @@ class Placing:
         """The question to the scheduler, without the hashes."""
         request = self._request
         waits = self._num_rounds > 0  # it asks again, since nobody took it
-        waiting = self._mesh.waiting
+        counts = self._mesh.waiting
+        waiting, waiting_reserved = waiting_told(
+            counts.paused + waits, counts.paused_reserved + (waits and self._holds), counts.behind
+        )
         num_generated = len(self._token_ids) - len(request.prompt_ids)
         return RouteQuery(
             request_id=request.request_id,
@@ -221,8 +228,8 @@ class Placing:
             avoid=self._failed | self._refused,
             ttft_budget_ms=_budget_ms(remaining_s),
             placement=request.placement,
-            waiting=waiting.paused + waits,
-            waiting_reserved=waiting.paused_reserved + (waits and self._holds),
+            waiting=waiting,
+            waiting_reserved=waiting_reserved,
         )
 
     # --- asking workers ---

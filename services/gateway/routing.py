@@ -6,6 +6,8 @@ Tests: tests/unit/gateway/test_routing.py.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -128,6 +130,7 @@ class Router:
         self._clock = clock
         self._stock = PlanStock(0) if stock is None else stock
         self._seats: frozenset[_Seat] = frozenset()
+        self._exchanges: set[asyncio.Task[None]] = set()
         self._alone = False
         self._facts: tuple[tuple[FleetWorker, ...], ModelFacts | None] = ((), None)
 
@@ -149,9 +152,35 @@ class Router:
 
         Args:
             query: its hashes are not looked at, prefixes are of no account where plans are ahead.
+                Where few plans are left the scheduler is asked about it all the same, and its plan
+                is for a request that comes later: nobody waits.
         """
         kind = self._kind(query)
-        return None if kind is None else self._stock.take(kind, query.num_tokens, self._clock())
+        if kind is None:
+            return None
+        now = self._clock()
+        is_low = self._stock.is_low(kind, now)
+        plan = self._stock.take(kind, query.num_tokens, now, is_exchanged=is_low)
+        if plan is not None and is_low:
+            wish = self._stock.wish(kind, now, is_exchanged=True)
+            task = asyncio.get_running_loop().create_task(self._exchange(query, wish))
+            self._exchanges.add(task)
+            task.add_done_callback(self._exchanges.discard)
+        return plan
+
+    async def _exchange(self, query: RouteQuery, wish: Wish) -> None:
+        """Has the scheduler plan for a request that took a plan already, and for the next ones."""
+        # Without an answer the next request without a plan asks, and says so.
+        with contextlib.suppress(LostError):
+            plan = await self._source.route(query, "", self._timeout_s, wish)
+            if isinstance(plan, RoutePlan):
+                self._stock.put(wish.kind, (plan,), self._clock())
+
+    async def close(self) -> None:
+        """Asks for nothing more. May be called again."""
+        for task in self._exchanges:
+            task.cancel()
+        await asyncio.gather(*self._exchanges, return_exceptions=True)
 
     async def route(
         self, query: RouteQuery, traceparent: str, longest_s: float

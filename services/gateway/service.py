@@ -110,6 +110,7 @@ async def start_gateway(config: GatewayConfig, context: ServiceContext) -> Gatew
         config.scheduler.route_timeout_s,
         stock=plans,
     )
+    context.stack.push_async_callback(router.close)
     routes.on_ahead = router.take_ahead
     fleet.on_change(router.note_fleet)
     shown = RequestLog(time.time() - asyncio.get_running_loop().time())

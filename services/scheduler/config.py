@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from kvmesh.core.config import option, secret
 from kvmesh.policy.joint_choice import JOINT_WINDOW_S
 from kvmesh.policy.ranking import AGGREGATE_TOKENS
+from kvmesh.policy.ratio_monitor import WINDOW_S
 from kvmesh.runtime.app import ServerConfig
 from kvmesh.telemetry.config import TelemetryConfig
 
@@ -43,6 +44,7 @@ class PlanningConfig:
 
     roles: str = option("apply", "role changes: apply, recommend (log and count them) or off")
     reallocate_s: float = option(120.0, "interval at which the split of roles is evaluated")
+    monitor_s: float = option(WINDOW_S, "windows that the policy pdserve compares latencies over")
     remote_cluster: str = option("", "cluster that only prefills, for long prompts; empty: none")
     egress_mb_s: float = option(0.0, "megabytes per second that KV can leave it; 0: not measured")
     threshold_tokens: int = option(0, "uncached tokens above which to use it at first; 0: none")

@@ -89,7 +89,7 @@ class ModelLoops:
         self._groups.observe(self._home(workers), demand.reserved + demand.unreserved, elapsed_s)
 
     def end_window(self, workers: Sequence[FleetWorker]) -> list[GroupStep]:
-        """What P/D-Serve's monitor says of each group at home; call it every `WINDOW_S`."""
+        """What P/D-Serve's monitor says of each group at home, once per `planning.monitor_s`."""
         return list(self._groups.end_window(self._home(workers)))
 
     def adjust(self, workers: Sequence[FleetWorker], demand: Demand, elapsed_s: float) -> bool:

@@ -21,7 +21,6 @@ from kvmesh.policy.control import CYCLE_S, Allocation
 from kvmesh.policy.fleet_index import SMALL_FLEET
 from kvmesh.policy.plans_ahead import MAX_AHEAD, MAX_KINDS, Wish
 from kvmesh.policy.prefix_source import FetchPace
-from kvmesh.policy.ratio_monitor import WINDOW_S
 from kvmesh.policy.role_switch import STEADY, ScaleSignal, Switch, scale_signal
 from kvmesh.telemetry.logs import event_logger
 from services.scheduler import metrics
@@ -85,7 +84,7 @@ class Planner:
         self._told: set[tuple[WorkerId, Role]] = set()
         self._last_cycle = clock.now()
         self._last_asked = -math.inf
-        self._window_ends = self._last_cycle + WINDOW_S
+        self._window_ends = self._last_cycle + config.monitor_s
         self.demand = DemandBoard()
         self.give_role: GiveRole = lambda _worker, _role, _reason: False
         """Set by whoever is connected to the workers."""
@@ -187,7 +186,7 @@ class Planner:
         models = self._workers_by_model()
         ends_window = self._policy.monitor and now >= self._window_ends
         if ends_window:
-            self._window_ends = now + WINDOW_S
+            self._window_ends = now + self._config.monitor_s
         # Models without workers are forgotten with all that was learnt of them.
         self._models = {name: loops for name, loops in self._models.items() if name in models}
         self.demand.prune(models.keys(), now)

@@ -43,6 +43,8 @@ def role_changes(planning: PlanningConfig) -> RoleChanges:
         raise ConfigError(f"planning.roles {planning.roles!r}: choose one of {', '.join(words)}")
     if planning.reallocate_s <= 0:
         raise ConfigError("planning.reallocate_s is a time above 0")
+    if planning.monitor_s <= 0:
+        raise ConfigError("planning.monitor_s is a time above 0")
     return words[planning.roles]
 
 

@@ -205,3 +205,25 @@ async def test_no_workers_known(tmp_path: Path) -> None:
                 model=MODEL, prompt="a", extra_headers={"x-slo-ttft-ms": "1000"}
             )
         assert caught.value.response.headers["x-kvmesh-refusal"] == "gateway-no_workers"
+
+
+async def test_the_scheduler_is_told_of_all_that_wait_also_of_those_behind(stack: Stack) -> None:
+    """Few look for workers at a time; whoever decides on roles has to know of the others, too."""
+    stack.mesh.workers["p1"].does.reject_offers = -1
+    count = 12
+    body = {"model": MODEL, "prompt": "a", "max_tokens": 1}
+    async with aiohttp.ClientSession(stack.url) as session:
+        asked = [
+            asyncio.create_task(session.post("/v1/completions", json=body)) for _ in range(count)
+        ]
+
+        def all_are_told() -> bool:
+            told = [(each.waiting, each.waiting_reserved) for each in stack.mesh.queries]
+            # With a reservation, or behind one that has: all of them wait for prefill.
+            return any(told_of == (count, count) for told_of in told)
+
+        await stack.mesh.until(all_are_told)
+        stack.mesh.workers["p1"].does.reject_offers = 0
+        answers = await asyncio.gather(*asked)
+        assert {answer.status for answer in answers} == {200}
+    await stack.idle()

@@ -114,6 +114,20 @@ async def test_a_budget_is_kept() -> None:
         assert 300 * BLOCK / seconds <= rate * 1.15
 
 
+async def test_the_egress_of_a_worker_is_one_budget_for_all_its_peers() -> None:
+    options = SendOptions(kinds=("tcp",), stall_timeout_s=5, egress_bytes_s=100e6)
+    async with running_pair(options) as one, running_pair() as two:
+        started = asyncio.get_running_loop().time()
+
+        # One sender, two receivers.
+        await asyncio.gather(
+            one.pool.put(one.reservation, whole(150)), one.pool.put(two.reservation, whole(150))
+        )
+
+        seconds = asyncio.get_running_loop().time() - started
+        assert 300 * BLOCK / seconds <= 100e6 * 1.15
+
+
 async def test_another_incarnation_is_refused_at_hello() -> None:
     async with _pair() as pair:
         reservation = reservation_behind(pair.reservation.data_endpoint, incarnation=6)

@@ -89,7 +89,7 @@ def _without_password(redis_url: str) -> str:
 
 
 def _memory_problems(options: StackOptions, folder: ModelFolder, available_bytes: int) -> list[str]:
-    engines = options.num_prefill + options.num_decode
+    engines = options.num_workers
     if options.engine == "fake":
         kv_bytes = options.num_blocks * folder.block_bytes("float32", options.block_size)
         engine = FAKE_ENGINE_BYTES + kv_bytes

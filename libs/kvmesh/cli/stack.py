@@ -17,6 +17,28 @@ from kvmesh.core.types import Endpoint
 _STOP_RANK = {"gateway": 0, "prefill": 1, "decode": 1, "scheduler": 2, "kvmanager": 3, "redis": 4}
 _LOCAL = "127.0.0.1"
 _CLUSTER = "local"
+REMOTE = "remote"
+"""Name of the second cluster, and what the names of its workers begin with."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteOptions:
+    """A second cluster, which prefills long prompts and sends their KV home over a paced link.
+
+    Attributes:
+        num_prefill: its workers.
+        link_mbit: megabits per second that leave it.
+        threshold_tokens: longer uncached prompts go there at first.
+    """
+
+    num_prefill: int
+    link_mbit: int
+    threshold_tokens: int
+
+    @property
+    def link_mb_s(self) -> float:
+        """Megabytes per second that leave it."""
+        return self.link_mbit / 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +46,7 @@ class StackOptions:
     """What to start.
 
     Attributes:
+        remote: a second cluster; None for one.
         redis_url: a server that runs already; empty starts one.
         console_port: admin port of the gateway, which has the console; 0 takes a free one.
         grpc_port: of the gateway; 0 takes a free one.
@@ -48,6 +71,13 @@ class StackOptions:
     drain_s: float
     console_port: int = 0
     grpc_port: int = 0
+    remote: RemoteOptions | None = None
+
+    @property
+    def num_workers(self) -> int:
+        """Engines on this machine."""
+        far = 0 if self.remote is None else self.remote.num_prefill
+        return self.num_prefill + self.num_decode + far
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +206,32 @@ class _Planner:
             "engine.max-model-len": options.max_model_len,
         }
 
+    def offload_flags(self) -> dict[str, object]:
+        """What the scheduler knows of the second cluster."""
+        remote = self.options.remote
+        if remote is None:
+            return {}
+        return {
+            "planning.remote-cluster": REMOTE,
+            "planning.egress-mb-s": remote.link_mb_s,
+            "planning.threshold-tokens": remote.threshold_tokens,
+        }
+
+    def remote_members(self, scheduler: Endpoint, kvmanager: Endpoint) -> list[Member]:
+        """The second cluster: each worker has its share of the link, and no way around it."""
+        remote = self.options.remote
+        members: list[Member] = []
+        for index in range(0 if remote is None else remote.num_prefill):
+            assert remote is not None, "it has workers"
+            name = f"{REMOTE}-{index}"
+            flags = self.worker_flags(name, scheduler, kvmanager) | {
+                "worker.cluster": REMOTE,
+                "worker.channels": "tcp",
+                "data.egress-mb-s": remote.link_mb_s / remote.num_prefill,
+            }
+            members.append(self.service("prefill", flags, name)[0])
+        return members
+
 
 def plan_stack(
     options: StackOptions,
@@ -202,15 +258,15 @@ def plan_stack(
     flags: dict[str, object] = {"redis.url": redis_url, "server.admin.port": pool.port}
     member, kvmanager = planner.service("kvmanager", flags)
     members.append(member)
-    member, scheduler = planner.service(
-        "scheduler", {"kvmanager.target": kvmanager, "redis.url": redis_url}
-    )
+    flags = {"kvmanager.target": kvmanager, "redis.url": redis_url, **planner.offload_flags()}
+    member, scheduler = planner.service("scheduler", flags)
     members.append(member)
     for role, number in (("prefill", options.num_prefill), ("decode", options.num_decode)):
         for index in range(number):
             name = f"{role}-{index}"
             flags = planner.worker_flags(name, scheduler, kvmanager)
             members.append(planner.service(role, flags, name)[0])
+    members += planner.remote_members(scheduler, kvmanager)
     http = Endpoint(options.host, options.http_port or next_port())
     asked = Endpoint(_LOCAL if options.host == "0.0.0.0" else options.host, http.port)
     console = Endpoint(_LOCAL, options.console_port or next_port())

@@ -29,6 +29,7 @@ from kvmesh.cli.preflight import problems
 from kvmesh.cli.probes import free_ports, port_after
 from kvmesh.cli.processes import Supervisor
 from kvmesh.cli.stack import (
+    RemoteOptions,
     StackOptions,
     StackPaths,
     engine_environment,
@@ -55,12 +56,19 @@ def _parser() -> argparse.ArgumentParser:
         "machine, waits until they are ready, and stops them all on Ctrl-C.",
         "examples:\n"
         "  kvmesh up --prefill 2 --decode 2\n"
+        "  kvmesh up --remote 1 --link-mbit 200\n"
         "  kvmesh up --engine fake --port 0 --run 'kvmesh bench serve --requests 20'",
     )
     add_flag(parser, "--model", "", "model folder; default: the embedded model", metavar="DIR")
     add_flag(parser, "--model-name", "", "name that clients use; default: name of the folder")
     add_flag(parser, "--prefill", 2, "prefill workers", kind=positive_int)
     add_flag(parser, "--decode", 2, "decode workers", kind=positive_int)
+    text = "prefill workers of a second cluster behind a paced link; 0: one cluster"
+    add_flag(parser, "--remote", 0, text, kind=count)
+    text = "megabits per second that leave the second cluster"
+    add_flag(parser, "--link-mbit", 200, text, kind=positive_int)
+    text = "uncached tokens above which prompts go to the second cluster at first"
+    add_flag(parser, "--threshold", 512, text, kind=positive_int)
     add_flag(parser, "--host", "127.0.0.1", "address of the HTTP API")
     add_flag(parser, "--port", 8000, "port of the HTTP API; 0: a free one", kind=port_number)
     text = "port of the gRPC API; 0: the one after --port, if it is free"
@@ -116,11 +124,14 @@ def stack_options(arguments: argparse.Namespace, cores: int) -> StackOptions:
         num_blocks=arguments.num_blocks,
         block_size=arguments.block_size,
         max_model_len=arguments.max_model_len,
-        num_threads=engine_threads(cores, arguments.prefill + arguments.decode),
+        num_threads=engine_threads(cores, arguments.prefill + arguments.decode + arguments.remote),
         redis_url=arguments.redis_url,
         drain_s=_DRAIN_S,
         console_port=arguments.console_port,
         grpc_port=arguments.grpc_port or port_after(arguments.port),
+        remote=RemoteOptions(arguments.remote, arguments.link_mbit, arguments.threshold)
+        if arguments.remote
+        else None,
     )
 
 
@@ -130,7 +141,7 @@ def usable_cores() -> int:
 
 
 def _next_port(options: StackOptions) -> Callable[[], int]:
-    num_members = options.num_prefill + options.num_decode + 4
+    num_members = options.num_workers + 4
     # All at once, so that they differ.
     ports = iter(free_ports("127.0.0.1", _PORTS_PER_MEMBER * num_members + _ADMIN_PORTS))
     return lambda: next(ports)

@@ -166,6 +166,7 @@ class Structure:
     text: str
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are chosen and when generation ends.
@@ -227,6 +228,7 @@ class TokenLogprobs:
     rank: int = 0
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class SequenceSpec:
     """The sequence that a worker is asked to work on.
@@ -390,6 +392,7 @@ class Candidate:
     saved_tokens: float = 0.0
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class RouteQuery:
     """What the scheduler is asked.
@@ -398,7 +401,7 @@ class RouteQuery:
         num_tokens: tokens to prefill, generated ones of a moved stream included.
         avoid: workers that just failed or refused this request.
         waiting: requests of the asking gateway that look for workers now.
-        waiting_reserved: of these, those with a reservation; they wait for prefill.
+        waiting_reserved: of these, those that wait for prefill, with a reservation or behind one.
     """
 
     request_id: RequestId
@@ -414,6 +417,7 @@ class RouteQuery:
     waiting_reserved: int = 0
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class RoutePlan:
     """Where to run a request, and why.
@@ -445,6 +449,7 @@ class PrefixMatch:
     num_blocks: int
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Token counts of a finished generation.

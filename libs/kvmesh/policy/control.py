@@ -118,7 +118,8 @@ def read_worker(info: WorkerInfo, load: WorkerLoad, waiting: Waiting) -> WorkerR
             swapped=load.decode_preempted,
             sending=load.decode_reserved,
         ),
-        budget_used=load.budget_used,
+        # A step is bounded by its tokens and by its sequences; decode steps reach the latter.
+        budget_used=max(load.budget_used, load.decode_running / max(info.decode_slots, 1)),
         blocks_used=1.0 - load.blocks_free / max(info.num_blocks, 1),
         compute_used=load.compute_used,
         memory_bandwidth_used=load.memory_bandwidth_used,

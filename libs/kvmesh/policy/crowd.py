@@ -25,25 +25,23 @@ class Crowd:
     """Who waits, and how fast the waiting are served; learned while many wait.
 
     Attributes:
+        num_waiting: requests that look for workers now.
         lag_s: how late the process is with what it has to do, smoothed.
         peak_lag_s: how late it has been of late, at most.
     """
 
     def __init__(self) -> None:
         self._waiting: Counter[str] = Counter()
+        self.num_waiting = 0
         self._interval_s = 0.0
         self._last_busy_at: float | None = None
         self.lag_s = 0.0
         self.peak_lag_s = 0.0
 
-    @property
-    def num_waiting(self) -> int:
-        """Requests that look for workers now."""
-        return self._waiting.total()
-
     def enter(self, tenant: str) -> None:
         """A request begins to look for workers."""
         self._waiting[tenant] += 1
+        self.num_waiting += 1
 
     def leave(self, tenant: str, now: float, *, placed: bool) -> None:
         """It has ended its search.
@@ -54,6 +52,7 @@ class Crowd:
         """
         busy = self.num_waiting >= MIN_WAITING
         self._waiting[tenant] -= 1
+        self.num_waiting -= 1
         if not self._waiting[tenant]:
             del self._waiting[tenant]
         if placed and busy and self._last_busy_at is not None:

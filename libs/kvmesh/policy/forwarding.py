@@ -47,6 +47,22 @@ def backoff_s(num_rounds: int, num_waiting: int) -> float:
     return min(MIN_BACKOFF_S * BACKOFF_GROWTH ** min(num_rounds, 32), longest)
 
 
+def waiting_told(asked: int, asked_reserved: int, behind: int) -> tuple[int, int]:
+    """How many requests of a gateway wait, and how many of them for prefill.
+
+    Whoever has asked knows what it waits for: with a reservation, for prefill. The others stand
+    behind them and wait for the same.
+
+    Args:
+        asked, asked_reserved: requests that found nobody; of these, those with a reservation.
+        behind: requests whose turn to ask has not come.
+    """
+    if not asked:
+        return behind, 0
+    total = asked + behind
+    return total, round(asked_reserved * total / asked)
+
+
 class ForwardReason(enum.Enum):
     """What to do with a request that no prefill worker has accepted yet."""
 

@@ -15,23 +15,25 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from kvmesh.core.types import Placement, RoutePlan, RouteQuery
+from kvmesh.core.values import quick
 
 AHEAD_S = 0.2
 """A plan is used within this time, less than half the interval at which workers report loads."""
 
-MAX_AHEAD = 32
+MAX_AHEAD = 64
 """Plans that a gateway has of a kind at a time."""
 
 BATCH = 8
 """Plans that a scheduler makes in one go; others wait meanwhile, less than 1 ms."""
 
 LOW_SHARE = 4
-"""Who finds a part of the last plans that is no more than one in so many asks for the next ones."""
+"""Who finds a part of the last plans that is no more than one in so many has the next ones made."""
 
 MAX_KINDS = 64
 """Kinds of which a gateway remembers how often they come."""
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class PlanKind:
     """Requests for which the same plan is as good.
@@ -54,6 +56,7 @@ class PlansAhead:
     plans: tuple[RoutePlan, ...]
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Wish:
     """What a question says about plans beforehand.
@@ -119,14 +122,23 @@ class PlanStock:
     def __len__(self) -> int:
         return sum(len(shelf.plans) for shelf in self._shelves.values())
 
-    def take(self, kind: PlanKind, num_tokens: int, now: float) -> RoutePlan | None:
-        """A plan for a request that comes now; None if the scheduler has to be asked.
+    def is_low(self, kind: PlanKind, now: float) -> bool:
+        """Whether few plans are left and no more are on their way."""
+        shelf = self._shelves.get(kind)
+        return (
+            shelf is not None and 0 < len(shelf.plans) <= shelf.low and not shelf.is_expecting(now)
+        )
 
-        Few are left: this one asks, with a wish for more, and leaves them to those that come now.
+    def take(
+        self, kind: PlanKind, num_tokens: int, now: float, *, is_exchanged: bool = False
+    ) -> RoutePlan | None:
+        """A plan for a request that comes now; None if the scheduler has to be asked.
 
         Args:
             num_tokens: of its prompt.
             now: seconds on any clock that only goes forward.
+            is_exchanged: the scheduler is asked about this request all the same, so it is not told
+                of once more; its plan is for another one.
         """
         shelf = self._shelves.get(kind)
         if shelf is None:
@@ -137,21 +149,26 @@ class PlanStock:
         plans = shelf.plans
         while plans and plans[0][0] <= now:
             plans.popleft()
-        if not plans or (len(plans) <= shelf.low and not shelf.is_expecting(now)):
+        if not plans:
             return None
-        self._used += 1
-        self._used_tokens += num_tokens
+        if not is_exchanged:
+            self._used += 1
+            self._used_tokens += num_tokens
         return plans.popleft()[1]
 
-    def wish(self, kind: PlanKind, now: float) -> Wish:
-        """What to ask for together with the plan of a request that found none here."""
+    def wish(self, kind: PlanKind, now: float, *, is_exchanged: bool = False) -> Wish:
+        """What to ask for together with the plan of a request.
+
+        Args:
+            is_exchanged: the request took a plan from here; its own is to be `put` here.
+        """
         count = 0
         shelf = self._shelves.get(kind)
         if shelf is not None and not shelf.is_expecting(now):
             recent = sum(at > now - AHEAD_S for at in shelf.arrivals)
             # As many as before this one will come after it, and some of them find a plan here.
             count = max(min(recent - 1, self._most) - len(shelf.plans), 0)
-            shelf.num_expected, shelf.expected_until = count, now + AHEAD_S
+            shelf.num_expected, shelf.expected_until = count + is_exchanged, now + AHEAD_S
             shelf.low = (count + len(shelf.plans)) // LOW_SHARE
         used, self._used = self._used, 0
         tokens, self._used_tokens = self._used_tokens, 0

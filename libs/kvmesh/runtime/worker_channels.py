@@ -31,17 +31,20 @@ def send_options(config: WorkerConfig) -> SendOptions:
     """How a worker sends.
 
     Raises:
-        ConfigError: a channel or checksum that is unknown or not to be had, no lane, too long a
-            look for answers, or a TLS file that cannot be used.
+        ConfigError: a channel or checksum that is unknown or not to be had, no lane, two budgets,
+            too long a look for answers, or a TLS file that cannot be used.
     """
     section, data = config.worker, config.data
     if data.lanes < 1:
         raise ConfigError(f"data.lanes must be at least 1, got {data.lanes}")
+    if data.budget_mb_s and data.egress_mb_s:
+        raise ConfigError("data.budget_mb_s and data.egress_mb_s exclude each other")
     return SendOptions(
         kinds=_kinds(config),
         lanes=data.lanes,
         checksum=_checksum(data.checksum),
         budget_bytes_s=data.budget_mb_s * MEGABYTE,
+        egress_bytes_s=data.egress_mb_s * MEGABYTE,
         stall_timeout_s=section.stall_s,
         tls=_data_tls(client_context(data.tls, "data.tls"), data),
         poll_s=_poll_s(data.poll_us),

@@ -17,6 +17,7 @@ class DataSection:
     lanes: int = option(2, "TCP connections per peer")
     checksum: str = option("crc32c", "of TCP payloads: crc32c, crc32 or none")
     budget_mb_s: float = option(0.0, "TCP megabytes per second to one peer; 0: no bound")
+    egress_mb_s: float = option(0.0, "TCP megabytes per second to all peers together; 0: no bound")
     window_mb: int = option(64, "megabytes that one connection may be ahead of its answers")
     copy_threads: int = option(1, "that share a large copy out of shared memory")
     poll_us: int = option(0, "microseconds to look for the next frame before other work")

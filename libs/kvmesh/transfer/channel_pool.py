@@ -66,6 +66,7 @@ class SendOptions:
         lanes: TCP connections per peer.
         checksum: of TCP payloads; the receiver may want one too.
         budget_bytes_s: TCP bytes per second to one peer; 0 is no bound.
+        egress_bytes_s: to all peers together; 0 is no bound. One of both may be set.
         connect_timeout_s: for a new connection, greeting included.
         stall_timeout_s: a transfer fails when it makes no progress for this long.
         tls: wraps TCP connections.
@@ -78,6 +79,7 @@ class SendOptions:
     lanes: int = 2
     checksum: Checksum = Checksum.CRC32C
     budget_bytes_s: float = 0.0
+    egress_bytes_s: float = 0.0
     connect_timeout_s: float = 2.0
     stall_timeout_s: float = 10.0
     tls: DataTls | None = None
@@ -142,6 +144,8 @@ class ChannelPool:
         self._slots: dict[_Address, _Slot] = {}
         self._meters = LinkMeters(self._has_channel)
         self._pacers: dict[Endpoint, Pacer] = {}
+        egress = self._options.egress_bytes_s
+        self._egress = Pacer(egress, SystemClock()) if egress > 0 else None
         self._nixl: NixlOwner | None = None
         if NIXL in self._options.kinds and is_installed() and isinstance(memory, MappablePool):
             self._nixl = NixlOwner(memory)
@@ -361,6 +365,8 @@ class ChannelPool:
         return channel
 
     def _pacer(self, endpoint: Endpoint) -> Pacer | None:
+        if self._egress is not None:
+            return self._egress
         if self._options.budget_bytes_s <= 0:
             return None
         if endpoint not in self._pacers:

@@ -66,7 +66,7 @@ class RouteRequest(_message.Message):
     waiting: _builtins.int
     """Requests of this gateway that look for workers now."""
     waiting_reserved: _builtins.int
-    """Of these, those that hold a reservation: they wait for prefill."""
+    """Of these, those that wait for prefill: they hold a reservation, or stand behind those that do."""
     num_ahead: _builtins.int
     """Plans wanted beforehand, for requests like this one that may come next; 0: none."""
     ahead_tokens: _builtins.int

@@ -10,6 +10,7 @@ import pytest
 
 from kvmesh.cli.stack import (
     Member,
+    RemoteOptions,
     StackOptions,
     StackPaths,
     StackPlan,
@@ -19,6 +20,8 @@ from kvmesh.cli.stack import (
 )
 from kvmesh.core.config import load_config
 from kvmesh.core.types import Endpoint
+from services.prefill.config import PrefillConfig
+from services.scheduler.config import SchedulerConfig
 
 OPTIONS = StackOptions(
     model=Path("/models/m"),
@@ -110,6 +113,24 @@ def test_port_zero_and_all_addresses() -> None:
     assert plan.http.port >= 1000
     assert plan.http.host == "127.0.0.1"  # what can be asked
     assert _flags(_member(plan, "gateway"))["--http.host"] == "0.0.0.0"
+
+
+def test_a_second_cluster_shares_its_link_and_has_no_way_around_it() -> None:
+    alone = _flags(_member(_plan(), "scheduler"))
+    assert "--planning.remote-cluster" not in alone
+    plan = _plan(replace(OPTIONS, remote=RemoteOptions(2, 400, 300)))
+    scheduler = load_config(SchedulerConfig, _member(plan, "scheduler").spec.argv[3:], environ={})
+    planning = scheduler.planning
+    assert (planning.remote_cluster, planning.threshold_tokens) == ("remote", 300)
+    assert planning.egress_mb_s == 50.0
+    for name in ("remote-0", "remote-1"):
+        member = _member(plan, name)
+        assert member.spec.argv[2] == "services.prefill"
+        far = load_config(PrefillConfig, member.spec.argv[3:], environ={})
+        assert (far.worker.id, far.worker.cluster) == (name, "remote")
+        assert (far.worker.channels, far.data.egress_mb_s) == ("tcp", 25.0)
+    near = load_config(PrefillConfig, _member(plan, "prefill-0").spec.argv[3:], environ={})
+    assert (near.worker.cluster, near.data.egress_mb_s) == ("local", 0.0)
 
 
 CONFIGS = {

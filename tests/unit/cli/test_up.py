@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kvmesh.cli.stack import RemoteOptions
 from kvmesh.cli.up import ROOT, main, stack_options
 
 DEFAULTS: dict[str, Any] = {
@@ -24,6 +25,9 @@ DEFAULTS: dict[str, Any] = {
     "redis_url": "",
     "console_port": 0,
     "grpc_port": 0,
+    "remote": 0,
+    "link_mbit": 200,
+    "threshold": 512,
 }
 
 
@@ -41,6 +45,12 @@ def test_a_named_model_runs_in_its_own_dtype(tmp_path: Path) -> None:
     assert (options.model, options.model_name) == (tmp_path, tmp_path.name)
     assert options.dtype == "auto"
     assert options.num_threads == 1
+
+
+def test_engines_of_the_second_cluster_take_their_share_of_the_cores() -> None:
+    options = stack_options(argparse.Namespace(**{**DEFAULTS, "remote": 2}), cores=8)
+    assert options.remote == RemoteOptions(2, 200, 512)
+    assert (options.num_workers, options.num_threads) == (4, 2)
 
 
 def test_problems_are_said_and_nothing_starts(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -131,9 +132,8 @@ class Ahead:
         self.early = replace(self.plan, reason="ahead")
         self.source = Source(self.plan)
         self.clock = Clock()
-        self.router = Router(
-            "tiny", Fleet((P, D)), self.source, dict, 0.5, self.clock, PlanStock(4)
-        )
+        self.stock = PlanStock(4)
+        self.router = Router("tiny", Fleet((P, D)), self.source, dict, 0.5, self.clock, self.stock)
         self.router.note_fleet((P, D))
 
     async def request(self, query: RouteQuery = QUERY) -> RoutePlan | Refusal:
@@ -157,6 +157,25 @@ async def test_plans_made_ahead_are_used_and_then_told_of() -> None:
     wish = ahead.source.wishes[-1]
     assert wish is not None
     assert (wish.used, wish.used_tokens, wish.count) == (1, 10, 3)
+
+
+async def test_who_finds_few_has_more_made_and_does_not_wait() -> None:
+    ahead = Ahead()
+    for _ in range(5):
+        assert ahead.router.planned(QUERY) is None
+    await ahead.router.route(QUERY, "", 1.0)
+    wish = ahead.source.wishes[-1]
+    assert wish is not None
+    ahead.router.take_ahead(PlansAhead(wish.kind, (ahead.early,) * wish.count))
+    assert [ahead.router.planned(QUERY) for _ in range(4)] == [ahead.early] * 4
+    assert len(ahead.source.wishes) == 1  # nobody has waited
+    while len(ahead.stock) == 0:
+        await asyncio.sleep(0)
+    wish = ahead.source.wishes[-1]
+    assert wish is not None
+    assert (wish.used, wish.count) == (3, 4)
+    assert ahead.router.planned(QUERY) is ahead.plan
+    await ahead.router.close()
 
 
 async def test_who_asks_again_or_sees_others_wait_asks_the_scheduler() -> None:

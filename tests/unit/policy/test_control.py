@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from kvmesh.core.types import Role, WorkerId, WorkerLoad
@@ -50,10 +52,19 @@ def test_the_twelve_indicators_come_from_the_report() -> None:
     assert (state.prefill.running, state.prefill.waiting, state.prefill.sending) == (2, 7, 1)
     decode = state.decode
     assert (decode.running, decode.waiting, decode.swapped, decode.sending) == (5, 0, 1, 2)
-    assert (state.budget_used, state.compute_used) == (0.5, 0.25)
+    # Five of eight slots are in use, which is more than half of the tokens.
+    assert (state.budget_used, state.compute_used) == (0.625, 0.25)
     assert (state.blocks_used, state.memory_bandwidth_used) == (0.75, 0.75)
     state = read_worker(worker_info("d", Role.DECODE), load, Waiting(7, 9)).state
     assert (state.prefill.waiting, state.decode.waiting) == (0, 9)
+
+
+def test_a_decode_worker_with_all_its_slots_in_use_has_no_budget_left() -> None:
+    """A step of eight sequences is full although five hundred tokens would fit."""
+    info = dataclasses.replace(worker_info("d", Role.DECODE), decode_slots=8)
+    load = WorkerLoad(decode_running=8, budget_used=8 / 512, memory_bandwidth_used=1.0)
+    assert read_worker(info, load, Waiting(0, 0)).state.budget_used == 1.0
+    assert read_worker(info, WorkerLoad(decode_running=2), Waiting(0, 0)).state.budget_used == 0.25
 
 
 class TestRoles:

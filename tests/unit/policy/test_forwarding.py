@@ -14,6 +14,7 @@ from kvmesh.policy.forwarding import (
     intervene,
     offer_order,
     rounds_per_route,
+    waiting_told,
 )
 
 
@@ -48,3 +49,20 @@ def test_many_waiting_requests_ask_at_a_bounded_rate() -> None:
 def test_plans_that_name_only_who_is_free_are_tried_once(cause: RouteCause) -> None:
     once = cause in (RouteCause.SHORT_PROMPT, RouteCause.HELP)
     assert rounds_per_route(cause) == (1 if once else ROUNDS_PER_ROUTE)
+
+
+@pytest.mark.parametrize(
+    ("asked", "reserved", "behind", "told"),
+    [
+        (0, 0, 0, (0, 0)),
+        (4, 3, 0, (4, 3)),
+        (2, 2, 10, (12, 12)),
+        (2, 0, 10, (12, 0)),
+        (4, 1, 4, (8, 2)),
+        (0, 0, 5, (5, 0)),
+    ],
+)
+def test_who_has_not_asked_yet_waits_for_what_those_before_it_wait_for(
+    asked: int, reserved: int, behind: int, told: tuple[int, int]
+) -> None:
+    assert waiting_told(asked, reserved, behind) == told

@@ -67,23 +67,28 @@ def test_as_many_are_wished_for_as_came_lately() -> None:
 @pytest.mark.parametrize(("most", "expected"), [(3, 3), (100, MAX_AHEAD), (0, 0)])
 def test_a_wish_has_a_limit(most: int, expected: int) -> None:
     stock = PlanStock(most)
-    came(stock, 50)
+    came(stock, 90)
     assert stock.wish(KIND, 0.0).count == expected
 
 
-def test_who_finds_few_asks_and_leaves_them_to_the_next() -> None:
+def test_who_finds_few_exchanges_one_and_has_more_made() -> None:
     stock = stocked(8)
     for number in range(6):
+        assert not stock.is_low(KIND, 0.01)
         taken = stock.take(KIND, 100, 0.01)
         assert taken is not None
         assert taken.reason == str(number)
-    assert stock.take(KIND, 100, 0.01) is None  # a quarter is left
-    assert stock.wish(KIND, 0.01).count == 15 - 2
-    assert stock.take(KIND, 100, 0.01) is not None  # more are on their way
+    assert stock.is_low(KIND, 0.01)  # a quarter is left
+    assert stock.take(KIND, 100, 0.01, is_exchanged=True) is not None
+    wish = stock.wish(KIND, 0.01, is_exchanged=True)
+    assert (wish.count, wish.used) == (15 - 1, 6)
+    assert not stock.is_low(KIND, 0.01)  # more are on their way
+    assert stock.take(KIND, 100, 0.01) is not None
+    stock.put(KIND, [plan("its own")], 0.02)
     stock.put(KIND, [plan("a")] * 8, 0.02)
-    stock.put(KIND, [plan("b")] * 5, 0.02)
+    stock.put(KIND, [plan("b")] * 6, 0.02)
     stock.put(KIND, [plan("too many")], 0.02)
-    assert len(stock) == 1 + 8 + 5
+    assert len(stock) == 1 + 8 + 6
 
 
 def test_plans_that_never_come_are_wished_for_again() -> None:

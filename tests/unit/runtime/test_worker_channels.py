@@ -22,6 +22,17 @@ def test_defaults_allow_every_channel_with_a_checksum() -> None:
     assert send.tls is receive.tls is None
 
 
+def test_a_budget_is_for_one_peer_or_for_all_together() -> None:
+    def of(**budgets: float) -> tuple[float, float]:
+        send = send_options(WorkerConfig(data=DataSection(**budgets)))  # type: ignore[arg-type]
+        return send.budget_bytes_s, send.egress_bytes_s
+
+    assert of(budget_mb_s=2.0) == (2e6, 0.0)
+    assert of(egress_mb_s=3.0) == (0.0, 3e6)
+    with pytest.raises(ConfigError, match="exclude"):
+        of(budget_mb_s=2.0, egress_mb_s=3.0)
+
+
 def test_an_engine_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     config = WorkerConfig(worker=WorkerSection(channels="nixl,tcp"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

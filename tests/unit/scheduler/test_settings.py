@@ -36,7 +36,11 @@ def test_wrong_routing_is_named(routing: RoutingConfig) -> None:
 
 def test_role_changes() -> None:
     assert role_changes(PlanningConfig(roles="recommend")) is RoleChanges.RECOMMEND
-    for wrong in (PlanningConfig(roles="maybe"), PlanningConfig(reallocate_s=0.0)):
+    for wrong in (
+        PlanningConfig(roles="maybe"),
+        PlanningConfig(reallocate_s=0.0),
+        PlanningConfig(monitor_s=0.0),
+    ):
         with pytest.raises(ConfigError, match=r"planning\."):
             role_changes(wrong)
 

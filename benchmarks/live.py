@@ -1,0 +1,88 @@
+"""What the four papers' mechanisms do in real processes, each against its baselines.
+
+    python -m benchmarks.live [--part prfaas ...] [--scale 0.5] [--dry]
+
+Services, Redis and workers are processes of their own; engines are modelled, with step times from
+a profile that the simulator reads, too; KV is sent for real. Load is open-loop, through the
+gateway. After every load nothing may be held anywhere. Tests: tests/unit/benchmarks/test_live.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import live_flowkv, live_pdserve, live_prfaas, live_tokenlake
+from benchmarks.live_mesh import say
+from benchmarks.result import RESULTS, Row, Target, document, markdown, save
+
+NOTES = """\
+times in milliseconds; `good` is the share of requests that were served within both limits of their
+ part, refusals count against it
+- `sim`: the same arrivals, profile, fleet and policy in the simulator, which knows nothing of the
+ time that services, sockets and cores need
+- egress is KV that left the far cluster (PrfaaS), elsewhere all KV that left any worker
+- PrfaaS: the link is `tc tbf` between network namespaces; it falls to a third for a quarter of each
+ load
+- recovered: from the kill to the last arrival that was refused or late; the substitute is started
+ at once""".replace("\n ", " ").split("\n- ")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One comparison."""
+
+    run: Callable[[Path, float, int], Awaitable[list[Row]]]
+    judge: Callable[[list[Row]], list[Target]]
+
+
+PARTS = {
+    "prfaas": Part(live_prfaas.run, live_prfaas.judge),
+    "forwarding": Part(live_pdserve.forwarding, live_pdserve.judge_forwarding),
+    "ratio": Part(live_pdserve.ratio, live_pdserve.judge_ratio),
+    "recovery": Part(live_pdserve.recovery, live_pdserve.judge_recovery),
+    "flowkv": Part(live_flowkv.run, live_flowkv.judge),
+    "tokenlake": Part(live_tokenlake.run, live_tokenlake.judge),
+}
+
+
+async def measure(
+    names: Sequence[str], scale: float, seed: int
+) -> tuple[list[Row], list[Target], float]:
+    """Runs parts one after the other; their rows, targets, and the seconds it took."""
+    began = time.perf_counter()
+    rows: list[Row] = []
+    targets: list[Target] = []
+    with tempfile.TemporaryDirectory(prefix="kvmesh-live-") as folder:
+        for number, name in enumerate(names, 1):
+            say(f"[{number}/{len(names)}] {time.perf_counter() - began:4.0f} s  {name}")
+            found = await PARTS[name].run(Path(folder), scale, seed)
+            rows += found
+            targets += PARTS[name].judge(found)
+    return rows, targets, time.perf_counter() - began
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs, prints and saves."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--part", choices=PARTS, nargs="+", default=list(PARTS))
+    parser.add_argument("--scale", type=float, default=1.0, help="factor of the loads' lengths")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--dry", action="store_true", help="print, and write no file")
+    chosen = parser.parse_args(argv)
+    rows, targets, seconds = asyncio.run(measure(chosen.part, chosen.scale, chosen.seed))
+    result = document(rows, targets, chosen.seed, [*NOTES, f"took {seconds:.0f} s"])
+    if not chosen.dry:
+        save(result, RESULTS / "live.json")
+    sys.stdout.write(markdown(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
