@@ -8,9 +8,10 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from benchmarks.result import ROOT
 from kvmesh.core.types import Endpoint, PrefixSource, SamplingParams, SequenceSpec, WorkerId
@@ -43,9 +44,18 @@ class Address:
 
 @contextlib.contextmanager
 def worker_process(
-    name: str, model: Path, num_blocks: int, channels: str, dtype: str
+    name: str,
+    model: Path,
+    num_blocks: int,
+    channels: str,
+    dtype: str,
+    more: Mapping[str, object] = MappingProxyType({}),
 ) -> Iterator[Address]:
-    """A worker without a mesh, with one engine thread; ends with the block."""
+    """A worker without a mesh, with one engine thread; ends with the block.
+
+    Args:
+        more: flags.
+    """
     flags = {
         "server.port": 0,
         "worker.id": name,
@@ -56,6 +66,7 @@ def worker_process(
         "engine.model": model,
         "engine.num-blocks": num_blocks,
         "engine.dtype": dtype,
+        **more,
     }
     command = [sys.executable, "-m", "services.prefill"]
     command += [f"--{flag}={value}" for flag, value in flags.items()]
@@ -110,8 +121,9 @@ class Asker:
         self._num_asked += 1
         sampling = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
         spec = SequenceSpec(tuple(tokens), len(tokens), sampling, _ROOT)
+        name = f"r{self._num_asked}"
         reserve = pb.DecodeReserve(
-            request_id=f"r{self._num_asked}",
+            request_id=name,
             attempt=1,
             sequence=sequence_spec_to_proto(spec),
             start_within_ms=round(ANSWER_S * 1000),
@@ -121,10 +133,14 @@ class Asker:
         self._stream.send(pb.DecodeRequest(reserve=reserve))
         while True:
             event = await asyncio.wait_for(self._events.get(), ANSWER_S)
+            if event.request_id != name:
+                continue  # what became of an earlier one
             kind = event.prefill.WhichOneof("event")
             if kind == "first_token":
                 first = event.prefill.first_token
                 spent_ms = (time.perf_counter() - started) * 1e3
+                cancel = pb.DecodeCancel(request_id=name, attempt=1)
+                self._stream.send(pb.DecodeRequest(cancel=cancel))
                 return FirstToken(first.token_id, spent_ms, first.cached_tokens)
             assert kind == "accepted", event
 

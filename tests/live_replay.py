@@ -98,31 +98,37 @@ class LiveMesh:
         self.workers = workers
         self.gate = threading.Event()
 
-    async def replay(self, rounds: Sequence[Round]) -> None:
-        """Sends the rounds; a request is called `r` and its number."""
+    async def replay(self, rounds: Sequence[Round], *, together: bool = False) -> None:
+        """Sends the rounds; a request is called `r` and its number.
+
+        Args:
+            together: those of a round at once; else each after the one before was accepted.
+        """
         url = f"http://127.0.0.1:{self.gateway.http_port}/v1/completions"
         number = 0
         async with aiohttp.ClientSession() as session:
             for requests in rounds:
                 self.gate.clear()
                 async with asyncio.TaskGroup() as open_requests:
-                    for request in requests:
-                        before = self._num_accepted()
-                        ask = _complete(session, url, f"r{number}", request)
-                        open_requests.create_task(ask)
-                        number += 1
-                        await until(
-                            lambda before=before: self._num_accepted() == before + 1,  # type: ignore[misc]
-                            "the request is accepted",
-                        )
-                        await until(self._fetches_are_over, "what is fetched is there")
-                        await until(self._view_is_exact, "the scheduler knows all loads")
-                        await until(self._match_is_exact(request), "and who holds what")
+                    for sent in [requests] if together else [[each] for each in requests]:
+                        accepted = self._num_accepted() + len(sent)
+                        for request in sent:
+                            ask = _complete(session, url, f"r{number}", request)
+                            open_requests.create_task(ask)
+                            number += 1
+                        await self._settled(accepted, sent)
                     self.gate.set()
                 await until_idle(*self.workers)
                 await until(self._view_is_exact, "the scheduler knows that all are idle")
                 for request in requests:
                     await until(self._match_is_exact(request), "the kvmanager knows all blocks")
+
+    async def _settled(self, accepted: int, sent: Round) -> None:
+        await until(lambda: self._num_accepted() == accepted, "the requests are accepted")
+        await until(self._fetches_are_over, "what is fetched is there")
+        await until(self._view_is_exact, "the scheduler knows all loads")
+        for request in sent:
+            await until(self._match_is_exact(request), "and who holds what")
 
     def _num_accepted(self) -> int:
         return sum(worker.prefill.num_attempts for worker in self.workers)

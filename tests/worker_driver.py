@@ -218,7 +218,7 @@ class Driver:
         return await self.decode_event(key)
 
     async def offer(
-        self, worker: Worker, key: Key, spec: SequenceSpec, reservation: ReservationMessage
+        self, worker: Named, key: Key, spec: SequenceSpec, reservation: ReservationMessage
     ) -> prefill_pb.PrefillEvent:
         """Sends an offer and returns the answer."""
         self._prefill[worker.worker_id].send(_offer(key, spec, reservation))

@@ -260,7 +260,7 @@ async def _body(request: web.Request, timeout_s: float) -> bytes:
 
 def _http_error(error: web.HTTPException, request: web.Request, config: HttpConfig) -> ErrorAnswer:
     messages = {
-        404: f"{request.path} does not exist; the API is under /v1",
+        404: f"{request.path} does not exist; the API is under /v1, all of it in /openapi.json",
         405: f"{request.path} does not take {request.method}; allowed: "
         f"{error.headers.get('Allow', '')}",
         408: f"the body did not come within {config.body_timeout_s} s",

@@ -173,9 +173,20 @@ def _as_invalid_request(error: ValidationError) -> InvalidRequestError:
     param = _field_path(first["loc"])
     # A field with several forms fails once per form; all of them are what is allowed.
     same = [problem for problem in problems if problem["loc"][:1] == first["loc"][:1]]
+    unknown = [problem for problem in same if _is_unknown_type(problem)]
+    if unknown:  # says more than all that the field might have been instead
+        allowed = unknown[0]["msg"].removeprefix("Input should be ")
+        message = f"{param}: type {unknown[0]['input']!r} is not supported; allowed: {allowed}"
+        return InvalidRequestError(message, param, "invalid_value")
     messages = list(dict.fromkeys(problem["msg"] for problem in same))
     shown = "; or ".join(messages[:4])
     return InvalidRequestError(f"{param}: {shown}", param, "invalid_value")
+
+
+def _is_unknown_type(problem: Mapping[str, Any]) -> bool:
+    """Whether an object says that it is of a type that its field does not take."""
+    is_type = problem["loc"][-1:] == ("type",) and problem["type"] == "literal_error"
+    return is_type and isinstance(problem["input"], str)
 
 
 def _field_path(location: tuple[int | str, ...]) -> str:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,8 +17,9 @@ from kvmesh.kv.hashing import chain_hashes
 from kvmesh.rpc.pool_client import PoolClient
 from kvmesh.runtime import prefix_fetch
 from kvmesh.runtime.fetch_result import FetchOutcome
-from kvmesh.runtime.worker_config import EngineSection, WorkerSection
+from kvmesh.runtime.worker_config import EngineSection, FetchSection, WorkerSection
 from kvmesh.transfer.reader import ReadLease
+from kvmesh.transfer.server_channel import ServerChannel
 from kvmesh.v1 import kv_pool_service_pb2 as pb
 from tests.e2e.api_client import ApiClient, placed
 from tests.faulty_link import Faults, faulty_link
@@ -37,6 +39,7 @@ NUM_BLOCKS = 125
 DRAW = random.Random(12)
 PROMPT = [DRAW.randrange(3, VOCAB_SIZE) for _ in range(NUM_BLOCKS * BLOCK_SIZE + 5)]
 HASHES = chain_hashes(ROOT, PROMPT, BLOCK_SIZE)
+ENGINE = EngineSection(kind="fake", model=str(MODEL_FOLDER), model_name=MODEL)
 
 
 async def test_a_restarted_worker_fetches_what_it_has_lost(pair: Mesh) -> None:
@@ -65,11 +68,29 @@ async def test_a_restarted_worker_fetches_what_it_has_lost(pair: Mesh) -> None:
 
 
 @dataclass(frozen=True)
-class Holder:
+class Peer:
     """A worker in a process of its own."""
 
     child: Child
-    worker_id: WorkerId = WorkerId("holder")
+
+    @classmethod
+    def make(cls, name: str, folder: Path) -> Peer:
+        """One without a mesh; it is not started."""
+        flags: dict[str, object] = {
+            "worker.id": name,
+            "worker.channels": "tcp",
+            "worker.scheduler-targets": "",
+            "worker.kvmanager-target": "",
+            "engine.kind": "fake",
+            "engine.model": MODEL_FOLDER,
+            "engine.model-name": MODEL,
+        }
+        return cls(Child(name, "prefill", flags, folder))
+
+    @property
+    def worker_id(self) -> WorkerId:
+        """Its name."""
+        return WorkerId(self.child.name)
 
     @property
     def source(self) -> PrefixSource:
@@ -122,24 +143,15 @@ async def held_up(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
 async def test_a_holder_that_is_killed_while_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flags: dict[str, object] = {
-        "worker.id": "holder",
-        "worker.scheduler-targets": "",
-        "worker.kvmanager-target": "",
-        "engine.kind": "fake",
-        "engine.model": MODEL_FOLDER,
-        "engine.model-name": MODEL,
-    }
-    holder = Holder(Child("holder", "prefill", flags, tmp_path))
+    holder = Peer.make("holder", tmp_path)
     holder.child.start()
-    engine = EngineSection(kind="fake", model=str(MODEL_FOLDER), model_name=MODEL)
     section = WorkerSection(id="reader", channels="tcp")
     faults = Faults()
     try:
         await holder.child.ready()
         async with (
             held_up(faults, monkeypatch),
-            running_worker(section, engine) as reader,
+            running_worker(section, ENGINE) as reader,
             driving(reader) as driver,
         ):
             await holder.prime(driver)
@@ -161,3 +173,45 @@ async def test_a_holder_that_is_killed_while_it_is_read(
     finally:
         if holder.child.running:
             holder.child.kill()
+
+
+async def test_a_reader_that_is_killed_while_it_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it had leased and was in the middle of is the holder's again."""
+    reader = Peer.make("reader", tmp_path)
+    reader.child.start()
+    is_gone = asyncio.Event()
+    give = ServerChannel._give
+
+    async def give_too_late(channel: ServerChannel, *args: Any) -> None:
+        await is_gone.wait()
+        await give(channel, *args)
+
+    monkeypatch.setattr(ServerChannel, "_give", give_too_late)
+    section = WorkerSection(id="holder", channels="tcp")
+    try:
+        await reader.child.ready()
+        async with (
+            running_worker(section, ENGINE, fetch=FetchSection(lease_s=0.5)) as holder,
+            driving(holder) as driver,
+        ):
+            await driver.generate(holder, holder, Key("prime"), make_spec(PROMPT, max_tokens=1))
+            await until_idle(holder)
+            await driver.connect_to(reader.worker_id, reader.child.address)
+            endpoint = holder._info.control_endpoint
+            source = PrefixSource(holder.worker_id, holder.incarnation, endpoint, NUM_BLOCKS)
+            await driver.start(reader, Key("r"), make_spec(PROMPT, max_tokens=8), source)
+            table = holder.pool.statistics
+            await until(lambda: table().num_reads, "it is being read")
+            reader.child.kill()
+            await until(lambda: table().expired_total, "the lease has ended")
+            assert (table().num_ended, table().num_blocks) == (1, NUM_BLOCKS)
+            assert not holder.core.pool.is_idle, "blocks stay while somebody is in them"
+            is_gone.set()
+            await until_idle(holder)
+            assert table().num_blocks == 0
+            holder.pool.check_integrity()
+    finally:
+        if reader.child.running:
+            reader.child.kill()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from kvmesh.core.errors import RefusedError
-from kvmesh.core.types import BlockHash, PrefixSource, RefusalReason
+from kvmesh.core.types import BlockHash, PrefixSource, RefusalReason, WorkerId
 from kvmesh.engine.fake import FakeRunner
 from kvmesh.kv.groups import KvGroups
 from kvmesh.kv.hashing import chain_hashes, join_hashes
@@ -137,6 +137,46 @@ async def test_every_kind_of_group_goes_on_behind_a_fetched_prefix(
         tokens = await pair.driver.generate(pair.reader, pair.reader, Key("r"), spec)
         assert tokens == reference_tokens(spec, groups=groups)
         assert pair.reader.core.statistics().cached_tokens_total == 37 * BLOCK_SIZE
+
+
+async def test_readers_of_one_host_ask_one_holder_while_others_need_its_blocks() -> None:
+    async with AsyncExitStack() as stack:
+        pair = await stack.enter_async_context(running("shm,tcp"))
+        section = WorkerSection(role="decode", channels="shm,tcp")
+        readers = [pair.reader] + [
+            await stack.enter_async_context(running_worker(replace(section, id=f"d{n}"), ENGINE))
+            for n in range(3)
+        ]
+        pool, begin = pair.holder.core.pool, pair.holder.pool.begin_read
+
+        def evict_and_begin(get: GetFrame) -> object:
+            pool.release(pool.allocate(pool.num_free))  # all that nobody reads
+            return begin(get)
+
+        pair.holder.pool.begin_read = evict_and_begin  # type: ignore[method-assign, assignment]
+        source = source_of(pair.holder)
+        results = await asyncio.gather(*(each.fetcher.fetch(source, HASHES) for each in readers))
+        # All of them had their lease before the blocks were wanted, or found nothing any more.
+        kept = [each for each in results if each.outcome is FetchOutcome.FETCHED]
+        assert kept
+        assert {each.num_blocks for each in kept} == {len(HASHES)}
+        assert {each.num_blocks for each in results} <= {0, len(HASHES)}
+        await until_idle(pair.holder, *readers)
+        memory = pair.holder._runner.kv
+        for reader in readers:
+            assert reader.core.pool.is_idle
+            blocks = reader.core.pool.match(HASHES)
+            assert len(blocks) in (0, len(HASHES))
+            theirs = b"".join(bytes(reader._runner.kv.read_view(each, 1)) for each in blocks)
+            mine = b"".join(bytes(memory.read_view(each, 1)) for each in pool.match(HASHES))
+            assert not blocks or not mine or theirs == mine
+        assert pair.holder.pool.statistics().num_blocks == 0
+
+
+async def test_another_worker_at_the_holders_address_is_not_read(pair: Pair) -> None:
+    stranger = replace(source_of(pair.holder), worker_id=WorkerId("gone"))
+    result = await pair.reader.fetcher.fetch(stranger, HASHES)
+    assert (result.outcome, result.num_blocks) == (FetchOutcome.LOST, 0)
 
 
 async def test_only_what_is_missing_is_read(pair: Pair) -> None:

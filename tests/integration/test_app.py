@@ -112,7 +112,7 @@ async def test_sigterm_drains_and_exits_with_zero() -> None:
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        (["--server.port", "seven"], "server.port must be int"),
+        (["--server.port", "seven"], "server.port must be a whole number"),
         (["--config", "none.toml"], "none.toml: cannot be read"),
         (["--server.tls.cert", "no.pem"], "no.pem: cannot be read"),
     ],

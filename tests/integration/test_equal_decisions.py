@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import random
@@ -15,12 +16,14 @@ import pytest
 from kvmesh.core.config import environment
 from kvmesh.core.types import RequestId, WorkerId
 from kvmesh.metadata.redis_client import RedisConfig
-from kvmesh.policy import composition
+from kvmesh.policy import composition, joint
 from kvmesh.policy.connections import Connections
 from kvmesh.policy.curves import Quadratic
 from kvmesh.policy.explain import CandidateFacts, DecisionFacts, describe_decision
+from kvmesh.policy.joint_choice import JointReason
 from kvmesh.policy.pdserve import TimeoutTier
 from kvmesh.policy.prefix_source import FetchPace
+from kvmesh.sim import gathering as sim_gathering
 from kvmesh.sim import simulation
 from kvmesh.sim.fleet import SimFleet, parse_fleet
 from kvmesh.sim.profile import DecodeCost, Device, Links, Profile, load_profile
@@ -28,7 +31,7 @@ from kvmesh.sim.scenario import Objectives, Scenario
 from kvmesh.sim.simulation import Simulation
 from kvmesh.sim.systems import SYSTEMS
 from kvmesh.sim.trace import TRACE_BLOCK, TraceRequest, read_trace
-from services.scheduler import router
+from services.scheduler import gathering, router
 from tests.live_replay import NUM_BLOCKS, Round, WorkerPlan, live_mesh
 from tests.redis_server import redis_url
 
@@ -53,17 +56,28 @@ def decided(monkeypatch: pytest.MonkeyPatch) -> Decisions:
     """All decisions made from here on, wherever, in order."""
     kept: Decisions = []
 
-    def decide(policy: Any, view: Any, query: Any, matches: Any, now: Any, offload: Any) -> Any:
+    def comparable_ask(view: Any, query: Any, matches: Any) -> joint.Ask:
         # A gateway makes the name of a request unique; ties fall by the name.
         query = dataclasses.replace(query, request_id=RequestId(query.request_id.split("-")[0]))
         # Live engines stand still and links are this machine's: what was measured means nothing.
-        view = dataclasses.replace(view, pace=FetchPace())
-        made = composition.decide_route(policy, view, query, matches, now, offload)
-        kept.append(describe_decision(view, query, made, policy.route, offload))
+        return joint.Ask(query, dataclasses.replace(view, pace=FetchPace()), matches)
+
+    def decide(policy: Any, view: Any, query: Any, matches: Any, now: Any, offload: Any) -> Any:
+        ask = comparable_ask(view, query, matches)
+        made = composition.decide_route(policy, ask.view, ask.query, matches, now, offload)
+        kept.append(describe_decision(ask.view, ask.query, made, policy.route, offload))
         return made
 
-    monkeypatch.setattr(router, "decide_route", decide)
-    monkeypatch.setattr(simulation, "decide_route", decide)
+    def decide_jointly(policy: Any, asks: Any, now: Any, offload: Any) -> Any:
+        asks = [comparable_ask(each.view, each.query, each.matches) for each in asks]
+        made = joint.decide_jointly(policy, asks, now, offload)
+        for ask, plan in zip(asks, made, strict=True):
+            kept.append(describe_decision(ask.view, ask.query, plan, policy.route, offload))
+        return made
+
+    for module in (router, simulation):
+        monkeypatch.setattr(module, "decide_route", decide)
+        monkeypatch.setattr(module, "decide_jointly", decide_jointly)
     return kept
 
 
@@ -103,9 +117,11 @@ def profile() -> Profile:
     )
 
 
-def simulated(rounds: Sequence[Round], policy: str, fleet: str = FLEET) -> None:
+def simulated(
+    rounds: Sequence[Round], policy: str, fleet: str = FLEET, *, together: bool = False
+) -> None:
     arrivals = [
-        dataclasses.replace(request, arrival_s=number * ROUND_S + index)
+        dataclasses.replace(request, arrival_s=number * ROUND_S + index * (not together))
         for number, requests in enumerate(rounds)
         for index, request in enumerate(requests)
     ]
@@ -157,16 +173,22 @@ def comparable(facts: DecisionFacts) -> DecisionFacts:
 
 
 async def compare(
-    rounds: Sequence[Round], policy: str, folder: Path, decided: Decisions, fleet: str = FLEET
+    rounds: Sequence[Round],
+    policy: str,
+    folder: Path,
+    decided: Decisions,
+    fleet: str = FLEET,
+    *,
+    together: bool = False,
 ) -> None:
     with redis_url(folder) as url:
         redis = RedisConfig(url, key_prefix=f"equal-{uuid.uuid4().hex}:")
         async with live_mesh(folder, redis, policy, plans(fleet)) as mesh:
-            await mesh.replay(rounds)
+            await mesh.replay(rounds, together=together)
             assert all(worker.is_idle for worker in mesh.workers)
     live = [comparable(each) for each in decided]
     decided.clear()
-    simulated(rounds, policy, fleet)
+    simulated(rounds, policy, fleet, together=together)
     assert len(live) == sum(len(each) for each in rounds), "one decision for each request"
     for lived, modelled in zip(live, map(comparable, decided), strict=True):
         assert lived == modelled
@@ -179,6 +201,25 @@ async def test_a_synthetic_trace(policy: str, tmp_path: Path, decided: Decisions
         reasons = {each.reason for each in decided}
         kinds = {"prefix", "fetch", "load", "short_prompt"}
         assert kinds <= reasons, "all kinds of decisions were made"
+
+
+@pytest.mark.parametrize("policy", ["joint", "tokenlake"])
+async def test_requests_that_come_at_once(
+    policy: str, tmp_path: Path, decided: Decisions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All requests of a round are decided together, in the services as in the simulator."""
+    size = 3
+    for module in (gathering, sim_gathering):
+        monkeypatch.setattr(module, "MAX_JOINT", size)
+    # They wait for the last one of the round, however long that takes.
+    for holder in (router, sim_gathering):
+        monkeypatch.setattr(holder, "hold_s", lambda *_: ROUND_S)
+    monkeypatch.setattr(gathering.Gathering, "looking", contextlib.nullcontext)
+    rounds = in_rounds([each for each in synthetic(4, 30) if len(each.hash_ids) > 1][:15], size)
+    await compare(rounds, policy, tmp_path, decided, together=True)
+    assert {each.num_asked for each in decided} == {size}
+    found = {each.joint_reason for each in decided}
+    assert {JointReason.KEPT, JointReason.MOVED} <= found
 
 
 async def test_offers_by_connections(

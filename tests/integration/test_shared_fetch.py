@@ -68,7 +68,7 @@ class Stage:
     @property
     def source(self) -> PrefixSource:
         info = self.holder._info
-        return PrefixSource(info.worker_id, info.incarnation, info.control_endpoint, 100)
+        return PrefixSource(info.worker_id, info.incarnation, info.control_endpoint, NUM_BLOCKS)
 
     def begin(self, hashes: list[BlockHash] | None = None) -> asyncio.Task[FetchResult]:
         """A fetch of its own task."""
@@ -126,7 +126,7 @@ async def test_many_requests_for_one_prefix_fetch_it_once(stage: Stage, placemen
     for spec, (tokens, cached) in zip(specs, await asyncio.gather(*requests), strict=True):
         assert tokens == reference_tokens(spec)
         assert cached == len(PREFIX)
-    assert stage.holder.pool.statistics().opened_total == 1
+    assert stage.leases.num_calls == stage.holder.pool.statistics().opened_total == 1
     assert stage.reader.core.token_totals[0] < len(PREFIX), "nobody computed it"
     assert stage.num_cached() == NUM_BLOCKS
 
@@ -218,3 +218,15 @@ async def test_a_prefix_that_is_computed_here_meanwhile_is_kept_once(stage: Stag
     assert stage.reader.core.pool.match(HASHES) == cached
     statistics = stage.reader.core.pool.statistics()
     assert statistics.num_evictable == statistics.num_hashed == len(spec.token_ids) // BLOCK_SIZE
+
+
+async def test_what_came_here_after_the_reservation_is_not_fetched(stage: Stage) -> None:
+    spec, key = prompt(0), Key("r")
+    reserved = await stage.driver.reserve(stage.reader, key, spec)
+    await stage.driver.generate(stage.reader, stage.reader, Key("other"), prompt(1))
+    await stage.driver.offer_from(stage.source, stage.reader, key, spec, reserved.reserved)
+    first = (await stage.driver.prefill_event(key)).first_token
+    assert first.token_id == reference_tokens(spec)[0]
+    assert first.cached_tokens == len(PREFIX)
+    assert stage.leases.num_calls == 0
+    stage.driver.cancel_decode(stage.reader, key)

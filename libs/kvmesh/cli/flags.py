@@ -9,9 +9,9 @@ import argparse
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from kvmesh.core.config import ENV_PREFIX, environment
+from kvmesh.core.config import ENV_PREFIX, OneLineParser, environment
 
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"", "0", "false", "no", "off"}
@@ -22,22 +22,14 @@ PICTURES = (".png", ".svg", ".pdf")
 """Endings of the files that a plot can be written to."""
 
 
-class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line; all flags are a question away."""
-
-    def error(self, message: str) -> NoReturn:
-        """Prints the line and leaves with the exit code of wrong usage."""
-        self.exit(2, f"{self.prog}: {message}; see `{self.prog} --help`\n")
-
-
 def env_name(flag: str) -> str:
     """Name of a flag's environment twin."""
     return ENV_PREFIX + flag.removeprefix("--").replace("-", "_").upper()
 
 
-def new_parser(prog: str, description: str, epilog: str = "") -> Parser:
+def new_parser(prog: str, description: str, epilog: str = "") -> OneLineParser:
     """A parser that keeps the line breaks of its texts and takes no abbreviations."""
-    return Parser(
+    return OneLineParser(
         prog=prog,
         description=description,
         epilog=epilog,

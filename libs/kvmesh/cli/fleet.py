@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.table import Table
 
-from kvmesh.cli.flags import Parser, add_switch, new_parser
+from kvmesh.cli.flags import add_switch, new_parser
 from kvmesh.cli.scheduler_access import (
     FleetView,
     NoAnswerError,
@@ -24,6 +24,7 @@ from kvmesh.cli.scheduler_access import (
     scheduler_access,
 )
 from kvmesh.cli.screen import terminal
+from kvmesh.core.config import OneLineParser
 from kvmesh.core.details import FleetWorker
 from kvmesh.core.types import Role, WorkerId
 from kvmesh.rpc.convert import role_to_proto
@@ -62,7 +63,7 @@ exit code: 0 done; 1 no answer, unknown worker, or not done in time; 2 wrong usa
 
 
 def _parser() -> argparse.ArgumentParser:
-    common = Parser(add_help=False)
+    common = OneLineParser(add_help=False)
     add_scheduler_flags(common, 30.0)
     parser = new_parser("kvmesh fleet", "Lists the workers and gives orders to one.", _EPILOG)
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)

@@ -20,13 +20,31 @@ import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from kvmesh.core.errors import ConfigError
 
 ConfigT = TypeVar("ConfigT")
 
 ENV_PREFIX = "KVMESH_"
+
+_LAST_PORT = 65_535
+_KIND_NOUNS: dict[object, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+}
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Says what is wrong in one line; all flags are a question away."""
+
+    def error(self, message: str) -> NoReturn:
+        """Prints the line and leaves with the exit code of wrong usage."""
+        self.exit(2, f"{self.prog}: {message}; see `{self.prog} --help`\n")
+
+
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
 
 
@@ -94,11 +112,19 @@ def _parse(option: Option, raw: Any, origin: str) -> Any:
         if kind is bool:
             return _parse_bool(raw)
         if kind in (int, float, str) and not isinstance(raw, (dict, list)):
-            return kind(raw)
+            return _in_range(option, kind(raw), origin)
     except ValueError:
         pass
-    name = getattr(kind, "__name__", str(kind))
+    name = _KIND_NOUNS.get(kind, str(kind))
     raise ConfigError(f"{origin}: {'.'.join(option.path)} must be {name}, got {raw!r}")
+
+
+def _in_range(option: Option, value: Any, origin: str) -> Any:
+    """Ports are ports: a listener would take one modulo 65,536 and say nothing."""
+    is_port = option.path[-1] == "port" or option.path[-1].endswith("_port")
+    if is_port and not -1 <= value <= _LAST_PORT:
+        raise ConfigError(f"{origin}: {'.'.join(option.path)}: {value} is not a port")
+    return value
 
 
 def _parse_bool(raw: Any) -> bool:
@@ -146,7 +172,7 @@ def load_config(
     """
     environ = os.environ if environ is None else environ
     options = options_of(config)
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog=prog, description=(config.__doc__ or "").strip(), allow_abbrev=False
     )
     parser.add_argument("--config", metavar="FILE", help="TOML file (env KVMESH_CONFIG)")

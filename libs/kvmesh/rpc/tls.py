@@ -55,5 +55,6 @@ def _load(context: ssl.SSLContext, tls: TlsConfig, section: str) -> None:
             context.load_cert_chain(tls.cert, tls.key or None)
         if tls.ca:
             context.load_verify_locations(tls.ca)
-    except OSError as error:  # ssl.SSLError is one
-        raise ConfigError(f"{section}: {error}") from error
+    except OSError as error:  # ssl.SSLError is one; neither names the file
+        files = ", ".join(name for name in (tls.cert, tls.key, tls.ca) if name)
+        raise ConfigError(f"{section}: {files}: {error.strerror or error}") from error

@@ -13,8 +13,14 @@ from dataclasses import dataclass
 
 import grpc
 
-from kvmesh.core.errors import ProtocolError
-from kvmesh.core.types import Endpoint, HostRoute, KvLayout, Refusal, RefusalReason
+from kvmesh.core.types import (
+    BLOCK_HASH_BYTES,
+    Endpoint,
+    HostRoute,
+    KvLayout,
+    Refusal,
+    RefusalReason,
+)
 from kvmesh.kv.hashing import split_hashes
 from kvmesh.kv.read_leases import ReadLeaseStatistics, ReadLeaseTable
 from kvmesh.kv.runs import consecutive_runs
@@ -116,12 +122,11 @@ class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
         layout: KvLayout = kv_layout_from_proto(request.layout)
         if layout != self._core.spec.layout:
             return Refusal(RefusalReason.INVALID, "the reader's KV layout is another one")
-        try:
-            hashes = split_hashes(request.block_hashes)
-        except ProtocolError as error:
-            return Refusal(RefusalReason.INVALID, str(error))
-        # A reader with a larger pool may ask for more than can be here; it bounds the search.
-        del hashes[self._core.pool.num_blocks :]
+        if len(request.block_hashes) % BLOCK_HASH_BYTES:
+            return Refusal(RefusalReason.INVALID, "a block hash is cut off")
+        # A reader with a larger pool may ask for more than can be here; nothing is made of that.
+        most = self._core.pool.num_blocks * BLOCK_HASH_BYTES
+        hashes = split_hashes(request.block_hashes[:most])
         rooms = self._core.fills.rooms
         length, blocks = rooms.leased(hashes, request.num_held)
         if not blocks:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvmesh.core.clock import Clock
+from kvmesh.core.details import GET
 from kvmesh.core.errors import LostError, RefusedError
 from kvmesh.core.types import BlockHash, HostRoute, PrefixSource, WorkerId
 from kvmesh.engine.core import EngineCore
@@ -41,9 +42,6 @@ log = event_logger(__name__)
 
 SLICE_BYTES = 64 << 20
 """Of a plain layout, what has arrived counts from slice to slice, should the rest be lost."""
-
-GET = "get"
-"""The kind of channel under which links show what was read, whatever carried it."""
 
 SHUN_S = 5.0
 """A holder that was lost is not asked again for this long: by then routes know, or it is back."""
@@ -142,6 +140,7 @@ class PrefixFetcher:
         most = min(len(fill.hashes), source.num_blocks)
         if source.worker_id == self._identity.worker_id:
             return fetch
+        fill.adopt()  # blocks may have been reserved before others computed what is in them
         try:
             async with asyncio.timeout(self._options.timeout_s):
                 while fill.num_held < most:
@@ -215,6 +214,8 @@ class PrefixFetcher:
             source.control_endpoint, request, self._options.lease_timeout_s
         )
         try:
+            if (message.worker_id, message.incarnation) != (source.worker_id, source.incarnation):
+                raise LostError(f"{message.worker_id} answers at this address")
             if not fill.num_held < message.num_blocks <= len(fill.hashes):
                 raise LostError(f"{message.num_blocks} of {len(fill.hashes)} blocks are leased")
             blocks = fill.open(message.num_blocks)

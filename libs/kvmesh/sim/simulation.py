@@ -232,7 +232,9 @@ class Simulation:
         )
         return self._routed(request, plan)
 
-    def _route_together(self, waiting: Sequence[Waiting]) -> None:
+    def _route_together(self, gathered: Sequence[Waiting]) -> None:
+        # By name, as the scheduler does: the order of arrival decides nothing.
+        waiting = sorted(gathered, key=lambda each: each.query.request_id)
         asks = [
             Ask(each.query, self._view_for(each.query, each.matches), each.matches)
             for each in waiting

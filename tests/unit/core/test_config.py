@@ -59,9 +59,9 @@ def test_unknown_key_in_a_file_names_the_known_ones(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "kind"),
     [
-        ("KVMESH_INNER__PORT", "eighty", "int"),
-        ("KVMESH_INNER__IS_ON", "maybe", "bool"),
-        ("KVMESH_LIMIT", "1.5", "int"),
+        ("KVMESH_INNER__PORT", "eighty", "a whole number"),
+        ("KVMESH_INNER__IS_ON", "maybe", "true or false"),
+        ("KVMESH_LIMIT", "1.5", "a whole number"),
     ],
 )
 def test_a_value_of_the_wrong_type_names_its_source(name: str, value: str, kind: str) -> None:
@@ -108,3 +108,17 @@ def test_a_secret_has_no_flag_but_a_file_and_an_env_twin(tmp_path: Path) -> None
 def test_a_password_in_a_url_is_not_printed() -> None:
     text = format_config(Outer(name="rediss://user:hun:ter2@host:6379/0"))
     assert "rediss://user:***@host:6379/0" in text
+
+
+@pytest.mark.parametrize("value", ["-2", "65536", "99999"])
+def test_a_port_that_is_none_is_an_error(value: str) -> None:
+    with pytest.raises(ConfigError, match=rf"--inner.port: inner.port: {value} is not a port"):
+        load_config(Outer, ["--inner.port", value], environ={})
+
+
+def test_an_unknown_flag_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        load_config(Outer, ["--nope"], environ={}, prog="test")
+    assert stop.value.code == 2
+    said = "test: unrecognized arguments: --nope; see `test --help`\n"
+    assert capsys.readouterr().err == said

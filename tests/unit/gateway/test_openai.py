@@ -183,6 +183,13 @@ def test_bad_fields_are_named(fields: dict[str, Any], param: str) -> None:
     assert param.partition("[")[0] in str(caught.value)
 
 
+def test_a_picture_is_refused_by_its_type() -> None:
+    picture = {"type": "image_url", "image_url": {"url": "data:"}}
+    with pytest.raises(InvalidRequestError, match=r"type 'image_url' is not .*: 'text'") as caught:
+        chat(messages=[{"role": "user", "content": [picture]}])
+    assert caught.value.param == "messages[0].content"
+
+
 def test_unsupported_says_what_is_allowed() -> None:
     with pytest.raises(InvalidRequestError, match=r"allowed: null, \['text'\]"):
         chat(modalities=["text", "audio"])

@@ -121,7 +121,7 @@ def connection() -> Iterator[tuple[socket.socket, socket.socket]]:
 def no_descriptor_left() -> Iterator[None]:
     """While inside, the process can open nothing."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    lowest = os.dup(0)  # the number that the next one would get
+    lowest = os.open(os.devnull, os.O_RDONLY)  # the number that the next one would get
     os.close(lowest)
     resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
     try:
