@@ -11,6 +11,8 @@ from kvmesh.core.errors import InvalidRequestError
 from services.gateway.config import LimitsConfig
 from services.gateway.openai import ApiCall, ChatPrompt, TextPrompt
 
+_PLAIN_MESSAGE = {"role", "content"}
+
 
 def check_limits(call: ApiCall, limits: LimitsConfig) -> None:
     """Refuses what costs too much even to look at.
@@ -47,10 +49,8 @@ def prompt_chars(call: ApiCall) -> int:
         if isinstance(prompt, TextPrompt):
             total += len(prompt.text)
         elif isinstance(prompt, ChatPrompt):
-            total += sum(
-                len(message["content"])
-                if set(message) == {"role", "content"}
-                else len(json.dumps(message, default=str))
-                for message in prompt.messages
-            )
+            for message in prompt.messages:
+                is_plain = message.keys() == _PLAIN_MESSAGE
+                text = message["content"] if is_plain else json.dumps(message, default=str)
+                total += len(text)
     return total

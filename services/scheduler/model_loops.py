@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from kvmesh.core.details import FleetWorker
+from kvmesh.core.details import GET, FleetWorker
 from kvmesh.core.types import Role, WorkerId
 from kvmesh.policy.composition import Composition, Offload, OffloadState
 from kvmesh.policy.control import (
@@ -49,6 +49,7 @@ class ModelLoops:
         self._allocation = AllocationLoop()
         self._roles: dict[str, RoleLoop] = {}
         self._sent: dict[WorkerId, int] = {}
+        self._read: dict[tuple[WorkerId, int, WorkerId], int] = {}
         self._groups = GroupLoops()
         self._paths = PathMeter()
         self._pace = FetchPace()
@@ -96,8 +97,9 @@ class ModelLoops:
         """Moves the threshold (PrfaaS 3.4.3 point 2); True if it is another now."""
         far = [each for each in workers if each.info.cluster == self._remote]
         near = [each for each in self._home(workers) if each.info.role is not Role.DECODE]
-        sent = sum(self._take_sent(each) for each in far)
-        waiting = sum(each.load.sending_bytes for each in far)
+        read, reading = self._take_read(workers, far)
+        sent = read + sum(self._take_sent(each) for each in far)
+        waiting = reading + sum(each.load.sending_bytes for each in far)
         if self._policy.offload is not Offload.ADAPTIVE or not far or not self._egress:
             return False
         state = LinkState(
@@ -114,6 +116,25 @@ class ModelLoops:
         before = self._sent.get(worker.info.worker_id, total)
         self._sent[worker.info.worker_id] = total
         return max(total - before, 0)  # it restarted and counts anew
+
+    def _take_read(
+        self, workers: Sequence[FleetWorker], far: Sequence[FleetWorker]
+    ) -> tuple[int, int]:
+        """Bytes that workers at home read from the remote cluster in this cycle, and have yet to.
+
+        Readers count them: a prefix that is fetched leaves the cluster like a prompt's KV.
+        """
+        holders = {each.info.worker_id for each in far}
+        before, self._read = self._read, {}
+        read = reading = 0
+        for worker in self._home(workers):
+            for link in worker.detail.links:
+                if link.channel == GET and link.peer in holders:
+                    name = (worker.info.worker_id, worker.info.incarnation, link.peer)
+                    self._read[name] = link.bytes_total
+                    read += link.bytes_total - before.get(name, link.bytes_total)
+                    reading += link.queued_bytes
+        return read, reading
 
     def role_cycles(
         self, workers: Sequence[FleetWorker], demand: Demand, now: float

@@ -137,10 +137,22 @@ async def test_messages_travel_on_the_socket_and_not_on_grpc() -> None:
 @pytest.mark.parametrize("direct_port", [-1, 0])
 async def test_without_a_port_that_can_be_reached_messages_stay_on_grpc(direct_port: int) -> None:
     # An address of TEST-NET-1: nobody is there.
-    async with served(direct_port) as (echo, port), asking(port, "192.0.2.1") as asker:
-        assert await asyncio.gather(*(asker.ask(n) for n in range(20, 30))) == list(range(20, 30))
-        assert echo.direct.num_open == 0
-        assert echo.num_over_grpc > 0
+    async with served(direct_port) as (echo, port):
+        echo.direct.local_name = ""
+        async with asking(port, "192.0.2.1") as asker:
+            answers = await asyncio.gather(*(asker.ask(n) for n in range(20, 30)))
+            assert answers == list(range(20, 30))
+            assert echo.direct.num_open == 0
+            assert echo.num_over_grpc > 0
+
+
+@pytest.mark.parametrize(("name", "host"), [(None, "192.0.2.1"), ("nobody", "127.0.0.1")])
+async def test_who_is_on_the_same_host_needs_no_port(name: str | None, host: str) -> None:
+    async with served() as (echo, port):
+        echo.direct.local_name = name or echo.direct.local_name
+        async with asking(port, host) as asker:
+            assert await asyncio.gather(*(asker.ask(n) for n in range(9))) == list(range(9))
+            assert (echo.direct.num_open, echo.num_over_grpc) == (1, 0)
 
 
 async def test_a_client_that_leaves_ends_the_stream_and_what_ran_for_it() -> None:

@@ -21,6 +21,10 @@ class ModelDetail:
     threshold_tokens: float | None = None
 
 
+GET = "get"
+"""The kind of channel under which links show what was read, whatever carried it."""
+
+
 @dataclass(frozen=True, slots=True)
 class LinkDetail:
     """A worker's way to another worker, for people.

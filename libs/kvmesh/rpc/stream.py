@@ -16,7 +16,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from kvmesh.core.errors import LostError, ProtocolError
-from kvmesh.rpc.direct import OFFER_KEY, DirectClient, wait_for_last_bytes
+from kvmesh.rpc.direct import LOCAL_KEY, OFFER_KEY, DirectClient, wait_for_last_bytes
 from kvmesh.rpc.framed import FramedConnection, ignore
 from kvmesh.telemetry.logs import event_logger
 
@@ -273,7 +273,8 @@ class PeerStream(Generic[RequestT, ResponseT]):
         offer = metadata.get(OFFER_KEY) if metadata else None
         if self._direct is None or offer is None:
             return None
-        connection = await self._direct.connect(str(offer), self._on_message)
+        local_name = str(metadata.get(LOCAL_KEY) or "")
+        connection = await self._direct.connect(str(offer), self._on_message, local_name)
         if connection is not None:
             connection.on_hold = outbox.hold
             outbox.divert(connection.send)

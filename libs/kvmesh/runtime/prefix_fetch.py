@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvmesh.core.clock import Clock
+from kvmesh.core.details import GET
 from kvmesh.core.errors import LostError, RefusedError
 from kvmesh.core.types import BlockHash, HostRoute, PrefixSource, WorkerId
 from kvmesh.engine.core import EngineCore
@@ -41,9 +42,6 @@ log = event_logger(__name__)
 
 SLICE_BYTES = 64 << 20
 """Of a plain layout, what has arrived counts from slice to slice, should the rest be lost."""
-
-GET = "get"
-"""The kind of channel under which links show what was read, whatever carried it."""
 
 SHUN_S = 5.0
 """A holder that was lost is not asked again for this long: by then routes know, or it is back."""

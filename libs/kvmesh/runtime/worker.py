@@ -387,11 +387,13 @@ class Worker:
 
     def detail(self) -> WorkerDetail:
         """What people want to see of this worker now."""
+        data = self._config.data
         return worker_detail(
             self.core,
             {**self.channels.statistics().links, **self.fetcher.statistics().links},
             cordoned=self.cordoned,
-            budget_bytes_s=self._config.data.budget_mb_s * MEGABYTE,
+            # One of both is set, if any.
+            budget_bytes_s=max(data.budget_mb_s, data.egress_mb_s) * MEGABYTE,
         )
 
     @property

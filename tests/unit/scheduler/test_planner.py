@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 
+from kvmesh.core.details import GET, LinkDetail, WorkerDetail
 from kvmesh.core.types import (
     RequestId,
     Role,
     RoutePlan,
+    WorkerId,
     WorkerInfo,
     WorkerLoad,
 )
@@ -157,6 +159,18 @@ class TestThreshold:
             mesh.report("far", sent_bytes_total=sent, **IDLE)
             await mesh.second()
         assert mesh.planner.offload("m").threshold_tokens == 1000
+
+    async def test_prefixes_that_are_read_from_there_count_as_what_is_sent(self) -> None:
+        mesh = self.mesh()
+        for read in (500_000, 1_490_000, 2_480_000):
+            # By another worker of the remote cluster: that stays inside.
+            for reader, peer, total in (("p", "far", read), ("far", "elsewhere", 9 * read)):
+                link = LinkDetail(WorkerId(peer), GET, bytes_total=total)
+                mesh.fleet.note_detail(mesh.members[reader], WorkerDetail(links=(link,)))
+            await mesh.second()
+        assert mesh.planner.offload("m").threshold_tokens == pytest.approx(1000 * 1.15**2)
+        await mesh.second()
+        assert mesh.planner.offload("m").threshold_tokens < 1000 * 1.15**2
 
     async def test_requests_that_wait_for_the_remote_cluster_raise_it(self) -> None:
         mesh = self.mesh()
