@@ -2,17 +2,21 @@
 
 import asyncio
 import hmac
+import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 
 from kvmesh.core.errors import LostError, RefusedError
 from kvmesh.core.types import Endpoint, Refusal, RefusalReason
+from kvmesh.transfer import frame_socket
 from kvmesh.transfer.channel_pool import SendOptions
 from kvmesh.transfer.data_server import DataServer, ReceiveOptions
 from kvmesh.transfer.frames import BlockRun, Checksum, GetFrame
 from kvmesh.transfer.local_channel import LocalHub
+from kvmesh.transfer.native import NativeIo
 from kvmesh.transfer.reader import BlockReader, ReadLease
 from kvmesh.transfer.target import ReadGrant
 from tests.contract.test_channels import CHANNELS, certificate, options_of
@@ -132,6 +136,29 @@ async def test_reads_at_once_arrive_apart(reading: Reading) -> None:
     runs = [BlockRun(first, 16) for first in range(0, NUM_BLOCKS, 16)]
     read = await asyncio.gather(*(reading.get(run) for run in runs))
     assert [bytes(each) for each in read] == [reading.content(run) for run in runs]
+
+
+async def test_a_holder_may_write_its_blocks_as_soon_as_a_read_has_ended(
+    over_tcp: Reading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody tells it when the reader has the bytes, so none may be taken from its blocks later."""
+    run, ended = BlockRun(0, 1), threading.Event()
+    wanted = over_tcp.content(run)
+    plain, receive = over_tcp.held.end_read, NativeIo.receive
+
+    def end_read(grant: ReadGrant) -> None:
+        plain(grant)
+        over_tcp.held.pool.fill(0)
+        ended.set()
+
+    def receive_late(*args: Any, **kwargs: Any) -> int:
+        assert ended.wait(20), "the block fits into the socket's queue"
+        return receive(*args, **kwargs)
+
+    monkeypatch.setattr(over_tcp.held, "end_read", end_read)
+    monkeypatch.setattr(NativeIo, "receive", receive_late)
+    monkeypatch.setattr(frame_socket, "INLINE_BYTES", 0)
+    assert await over_tcp.get(run) == wanted
 
 
 async def test_a_refusal_is_the_holders_and_the_next_read_goes_on(reading: Reading) -> None:
