@@ -1,10 +1,13 @@
 """Measures a running stack of one prefill and one decode worker as profiles need it.
 
-All from the client's side, one thing at a time. Tests: tests/unit/benchmarks/test_stack_profile.py.
+All from the client's side: first one thing at a time, then prompts and decode steps beside each
+other, which tells what it costs them to share the machine's cores.
+Tests: tests/unit/benchmarks/test_stack_profile.py.
 """
 
 from __future__ import annotations
 
+import asyncio
 import statistics
 import sys
 from collections.abc import Sequence
@@ -13,7 +16,7 @@ from dataclasses import dataclass
 from benchmarks.stack_client import StackClient, Timing
 from kvmesh.policy.curves import Interpolated
 from kvmesh.policy.lengths import LengthDistribution
-from kvmesh.sim.profile import DecodeCost, Device, Links, PlanDefaults, Profile
+from kvmesh.sim.profile import DecodeCost, Device, Links, PlanDefaults, Profile, Sharing
 
 TINY = 4
 LENGTHS = (64, 128, 256, 512, 1024)
@@ -25,6 +28,15 @@ MIN_TOKENS = 32
 """Fewer tokens of each sequence while all generate say nothing about a step."""
 
 TRIES = 5
+
+STEP_REPEATS = 3
+
+SHARED_BATCH = 4
+SHARED_LENGTH = 512
+SHARED_OUTPUT = 640
+"""Batch that decodes while prompts of this length come one after the other."""
+
+MIN_PROMPTS = 3
 
 NUM_BLOCKS = 256
 """Of 512 tokens; more than any load here needs, as the stack has."""
@@ -58,16 +70,19 @@ def steps_of(timings: Sequence[Timing], input_tokens: int) -> StepSample | None:
 
 
 async def measure_step(client: StackClient, batch: int, input_tokens: int) -> StepSample:
-    """The step of a batch of equal sequences.
+    """The step of a batch of equal sequences, the median of some.
 
     Raises:
         RuntimeError: the machine is too busy to have them generate at the same time.
     """
-    for _ in range(TRIES):
-        found = steps_of(await client.together(batch, input_tokens, OUTPUT), input_tokens)
-        if found is not None:
-            sys.stderr.write(f"batch of {batch}: a step takes {1000 * found.step_s:.2f} ms\n")
-            return found
+    found: list[StepSample] = []
+    for _ in range(TRIES * STEP_REPEATS):
+        seen = steps_of(await client.together(batch, input_tokens, OUTPUT), input_tokens)
+        found += [] if seen is None else [seen]
+        if len(found) == STEP_REPEATS:
+            median = sorted(found, key=lambda each: each.step_s)[STEP_REPEATS // 2]
+            sys.stderr.write(f"batch of {batch}: a step takes {1000 * median.step_s:.2f} ms\n")
+            return median
     raise RuntimeError(f"{batch} sequences did not generate together: the machine is too busy")
 
 
@@ -90,18 +105,78 @@ def fit_decode(samples: Sequence[StepSample], long: StepSample) -> DecodeCost:
 
 
 @dataclass(frozen=True, slots=True)
+class Beside:
+    """What prompts and decode steps take beside each other.
+
+    Attributes:
+        first_s: median time to the first token of a prompt of `SHARED_LENGTH` tokens.
+        step_s: of a batch of `SHARED_BATCH`, prompts being computed all the time.
+    """
+
+    first_s: float
+    step_s: float
+
+
+def beside_of(decoding: Sequence[Timing], prompts: Sequence[Timing]) -> Beside | None:
+    """Both times, from the time in which all sequences generated and prompts came.
+
+    None: they hardly were at the same time.
+    """
+    begin = max(each.token_s[0] for each in decoding)
+    end = min(each.token_s[-1] for each in decoding)
+    inside = [each for each in prompts if begin < each.sent_s and each.token_s[0] < end]
+    if len(inside) < MIN_PROMPTS:
+        return None
+    begin, end = inside[0].sent_s, inside[-1].token_s[0]
+    steps = [sum(begin < at <= end for at in each.token_s) for each in decoding]
+    if not min(steps):
+        return None
+    first_s = statistics.median(each.ttft_s for each in inside)
+    return Beside(first_s, (end - begin) / statistics.median(steps))
+
+
+async def measure_beside(client: StackClient) -> Beside:
+    """Prompts one after the other beside a batch that generates; medians of some times.
+
+    Raises:
+        RuntimeError: the machine is too busy for both at a time.
+    """
+    seen: list[Beside] = []
+    for _ in range(TRIES * STEP_REPEATS):
+        decoding = asyncio.create_task(client.together(SHARED_BATCH, TINY, SHARED_OUTPUT))
+        prompts: list[Timing] = []
+        while not decoding.done():
+            prompts += await client.together(1, SHARED_LENGTH, 2)
+        once = beside_of(await decoding, prompts)
+        seen += [] if once is None else [once]
+        if len(seen) == STEP_REPEATS:
+            found = Beside(
+                statistics.median(each.first_s for each in seen),
+                statistics.median(each.step_s for each in seen),
+            )
+            sys.stderr.write(
+                f"beside each other: a prompt of {SHARED_LENGTH} {1000 * found.first_s:.1f} ms, "
+                f"a step of {SHARED_BATCH} {1000 * found.step_s:.2f} ms\n"
+            )
+            return found
+    raise RuntimeError("prompts and steps were not at the same time: the machine is too busy")
+
+
+@dataclass(frozen=True, slots=True)
 class Measured:
     """What the profile is made of.
 
     Attributes:
         first_s: median time to the first token of a lone prompt, by its length.
         handoff_s: from the first token of a lone prompt to its second, by its length.
+        beside: the same prompts and steps while both are computed at once.
     """
 
     first_s: dict[int, float]
     handoff_s: dict[int, float]
     short: tuple[StepSample, ...]
     long: StepSample
+    beside: Beside
 
     @property
     def overhead_s(self) -> float:
@@ -121,7 +196,7 @@ async def measure(client: StackClient) -> Measured:
         sys.stderr.write(f"prompt of {length}: first token after {1000 * first[length]:.1f} ms\n")
     short = [await measure_step(client, batch, TINY) for batch in BATCHES]
     long = await measure_step(client, BATCHES[1], LONG_CONTEXT)
-    return Measured(first, handoff, tuple(short), long)
+    return Measured(first, handoff, tuple(short), long, await measure_beside(client))
 
 
 def make_profile(measured: Measured, token_bytes: float, *, slots: tuple[int, int]) -> Profile:
@@ -140,6 +215,11 @@ def make_profile(measured: Measured, token_bytes: float, *, slots: tuple[int, in
     length = LENGTHS[-1]
     sending_s = max(measured.handoff_s[length] - decode.step_s(1, length), 1e-4)
     prefill = Interpolated(tuple(points))
+    alone_s = decode.step_s(SHARED_BATCH, SHARED_BATCH * (TINY + SHARED_OUTPUT / 2))
+    sharing = Sharing(
+        max((measured.beside.first_s - overhead) / prefill(SHARED_LENGTH), 1.0),
+        max(measured.beside.step_s / alone_s, 1.0),
+    )
     device = Device("cpu", prefill, decode, NUM_BLOCKS, *slots)
     link = length * token_bytes / sending_s
     return Profile(
@@ -152,4 +232,5 @@ def make_profile(measured: Measured, token_bytes: float, *, slots: tuple[int, in
         plan=PlanDefaults(
             "cpu", "cpu", 0, 2, 8, decode.step_s(8, 8 * 256), 32, LengthDistribution([256.0])
         ),
+        sharing=sharing,
     )

@@ -229,7 +229,7 @@ class Frontend:
         request = choice.request
         record = RequestRecord(self.metrics, request, self._mesh.log)
         if lane is not None:
-            lane.record = record
+            lane.record, lane.ticket = record, choice.ticket
         try:
             with start_span(
                 "gateway.request",

@@ -79,9 +79,10 @@ def _run(name: str, rest: Sequence[str]) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "kvmesh").split(".")[0] == "kvmesh":
             raise
+        extra = EXTRAS.get(name, "local")
         print(
             f"kvmesh {name} needs the package {error.name}: "
-            f"pip install 'kvmesh[{EXTRAS.get(name, 'local')}]'",
+            f"pip install 'kvmesh[{extra}]', or '.[{extra}]' in a checkout",
             file=sys.stderr,
         )
         return USAGE_ERROR

@@ -210,7 +210,8 @@ async def find_model(url: str, api_key: str = "") -> str:
             session.get(f"{url}/v1/models", headers=_headers(api_key)) as response,
         ):
             if response.status in (401, 403):
-                raise KvMeshError(f"{url} wants another API key than KVMESH_API_KEY")
+                wrong = "does not accept the API key in" if api_key else "asks for an API key:"
+                raise KvMeshError(f"{url} {wrong} KVMESH_API_KEY")
             response.raise_for_status()
             models: Sequence[dict[str, Any]] = (await response.json())["data"]
             return str(models[0]["id"])

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from kvmesh.core.types import KvLayout, Role, RouteQuery, WorkerId
 from kvmesh.policy.holders import longest_holders
-from kvmesh.policy.ranking import BUSY_TOKENS, DECODE_CACHE_WEIGHT
+from kvmesh.policy.ranking import BUSY_TOKENS, decode_cost
 from kvmesh.policy.view import FleetView, WorkerView
 
 WIDTH = 6
@@ -273,7 +273,6 @@ class FleetIndex:
         prefill: list[tuple[float, float, WorkerId]] = []
         decode: list[tuple[float, float, WorkerId]] = []
         entries, model, num_tokens = self._entries, query.model, query.num_tokens
-        weight = DECODE_CACHE_WEIGHT / (num_tokens or 1)
         for blocks, worker_id in holders:
             entry = entries.get(worker_id)
             if entry is None or entry.model != model:
@@ -287,7 +286,7 @@ class FleetIndex:
                 prefill.append((busy, cost, worker_id))
             if bucket.decode is not None:
                 full, load, _, _ = entry.decode
-                decode.append((full, load + weight * uncached, worker_id))
+                decode.append((full, decode_cost(load, uncached / (num_tokens or 1)), worker_id))
         prefill.sort()
         decode.sort()
         return [worker_id for _, _, worker_id in (*prefill[:WIDTH], *decode[:WIDTH])]

@@ -15,9 +15,10 @@ from kvmesh.core.types import FetchReason, PrefixSource, RouteCause, RouteQuery
 from kvmesh.policy.view import WorkerView
 
 DECODE_CACHE_WEIGHT = 0.5
-"""A decode worker that holds the whole prompt is worth half of a worker's capacity: nothing has to
-be sent to it, and a second copy of a long session would push others out where blocks are what is
-scarce; but its batch sets the time per token for as long as the request lives."""
+"""A decode worker that holds the whole prompt is worth half of the capacity that it has left:
+nothing has to be sent to it, and a second copy of a long session would push others out where blocks
+are what is scarce; but its batch sets the time per token for as long as the request lives, so the
+fuller it is, the less that counts."""
 
 AGGREGATE_TOKENS = 256
 """Half a step's default budget: that much more in a decode batch is hardly felt by the others."""
@@ -176,9 +177,14 @@ def _cache_load_prefill(standing: Standing) -> Rank:
     return (standing.prefill_busy, _expected_prefill(standing), standing.prefill_share)
 
 
+def decode_cost(share: float, uncached_share: float) -> float:
+    """What speaks against a decode worker: what of it is in use, and what it lacks of a prompt."""
+    return share + DECODE_CACHE_WEIGHT * uncached_share * max(1.0 - share, 0.0)
+
+
 def _cache_load_decode(standing: Standing) -> Rank:
     uncached_share = standing.uncached_tokens / max(standing.query.num_tokens, 1)
-    return (standing.decode_full, standing.decode_share + DECODE_CACHE_WEIGHT * uncached_share)
+    return (standing.decode_full, decode_cost(standing.decode_share, uncached_share))
 
 
 def _cache_load_aggregated(standing: Standing) -> Rank:

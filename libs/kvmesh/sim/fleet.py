@@ -25,6 +25,7 @@ from kvmesh.policy.fleet_index import SMALL_FLEET, FleetIndex
 from kvmesh.policy.routing import SILENT_AFTER_S
 from kvmesh.policy.view import FleetView, WorkerView
 from kvmesh.sim.events import EventQueue
+from kvmesh.sim.host import Host
 from kvmesh.sim.link import SharedLink
 from kvmesh.sim.prefix_index import PrefixIndex
 from kvmesh.sim.profile import Device, Profile
@@ -103,6 +104,7 @@ class SimFleet:
         self._queue_offers = queue_offers
         self._report_interval_s = report_interval_s
         self._chunks = chunks
+        self._host = None if profile.sharing is None else Host(profile.sharing)
         self._order = order
         self._grouped = grouped
         self.workers: dict[WorkerId, SimWorker] = {}
@@ -143,6 +145,7 @@ class SimFleet:
             self._listener,
             queue_offers=self._queue_offers,
             chunks=self._chunks,
+            host=self._host,
         )
         self.workers[info.worker_id] = worker
         self.index.add(info.worker_id, worker.pool)

@@ -1,14 +1,15 @@
 """Prefill over one pool of segments, in time: TokenLake's plans against a router over own caches.
 
-With a pool, whoever is free plans what waits: the dynamic program forms batches and their degrees
-of parallelism, and a matching chooses the workers that have to send least. Without one a prompt
-goes to the worker of its longest prefix and waits there. Decode is not modelled.
+With a pool, whoever is free plans what waits, the most urgent first: the dynamic program forms
+batches and their degrees of parallelism, and a matching chooses the workers that have to send
+least. Without one a prompt goes to the worker of its longest prefix and waits there. Decode is not
+modelled.
 Source: TokenLake 5, 6. Tests: tests/unit/sim/test_pool_service.py.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -16,6 +17,7 @@ from kvmesh.core.types import RequestId, WorkerId
 from kvmesh.policy.cache_load import CachedRequest, PoolHardware, cache_load
 from kvmesh.policy.dispatch import BatchTraffic, dispatch, volume
 from kvmesh.policy.elastic import Prompt, plan_elastic
+from kvmesh.policy.urgency import most_urgent, num_usable
 from kvmesh.sim.events import EventQueue
 from kvmesh.sim.pool import PoolSettings, SegmentPool
 from kvmesh.sim.profile import Profile
@@ -183,7 +185,7 @@ class _Elastic(_Service):
 
     def __init__(self, profile: Profile, settings: ServiceSettings, seed: int) -> None:
         super().__init__(profile, settings, seed)
-        self._waiting: deque[TraceRequest] = deque()
+        self._waiting: list[TraceRequest] = []
         self._free = set(self._workers)
         self._hardware = PoolHardware(settings.num_workers, MEMORY_BYTES_PER_S, FLOPS, HIDDEN_SIZE)
 
@@ -194,8 +196,10 @@ class _Elastic(_Service):
     def _plan(self) -> None:
         if not self._waiting or not self._free:
             return
-        count = min(len(self._waiting), MAX_PLANNED)
-        chosen = {RequestId(str(number)): self._waiting.popleft() for number in range(count)}
+        urgent = most_urgent(self._waiting, self._slack, MAX_PLANNED)
+        for request in urgent:
+            self._waiting.remove(request)
+        chosen = {RequestId(str(number)): request for number, request in enumerate(urgent)}
         reads = {name: self._pool.read(request) for name, request in chosen.items()}
         left = {name: self._left(chosen[name], len(reads[name].holders)) for name in chosen}
         for name, request in chosen.items():
@@ -211,7 +215,7 @@ class _Elastic(_Service):
             Prompt(name, request.input_tokens, self._slo_left(request))
             for name, request in chosen.items()
         ]
-        plan = plan_elastic(prompts, len(self._free), latency)
+        plan = plan_elastic(prompts, num_usable(len(self._free)), latency)
         traffic: list[BatchTraffic] = []
         for batch in plan.batches:
             names = [each.request_id for each in batch.prompts]
@@ -233,6 +237,11 @@ class _Elastic(_Service):
             at += batch.num_workers
             duration = latency(batch.prompts, batch.num_workers)
             self._start(group, [chosen[each.request_id] for each in batch.prompts], duration)
+
+    def _slack(self, request: TraceRequest) -> float:
+        """Seconds until it is too late to begin, with all workers."""
+        fastest = self._prefill_s(request.input_tokens) / self._settings.num_workers
+        return self._slo_left(request) - fastest
 
     def _slo_left(self, request: TraceRequest) -> float:
         waited = self.events.now() - request.arrival_s

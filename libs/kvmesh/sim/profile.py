@@ -88,8 +88,26 @@ class PlanDefaults:
 
 
 @dataclass(frozen=True, slots=True)
+class Sharing:
+    """What it costs workers to be on one host and share its cores.
+
+    Attributes:
+        prefill: a chunk of a prompt takes so many times as long for each other worker that
+            computes.
+        decode: a decode step does.
+    """
+
+    prefill: float
+    decode: float
+
+
+@dataclass(frozen=True, slots=True)
 class Profile:
-    """A model on its hardware."""
+    """A model on its hardware.
+
+    Attributes:
+        sharing: of all workers, which are on one host then; None gives each a host of its own.
+    """
 
     name: str
     description: str
@@ -97,6 +115,7 @@ class Profile:
     devices: dict[str, Device]
     links: Links
     plan: PlanDefaults
+    sharing: Sharing | None = None
 
     @property
     def serving(self) -> ServingProfile:
@@ -147,7 +166,8 @@ def load_profile(name_or_path: str) -> Profile:
 def parse_profile(fields: Fields) -> Profile:
     """Checks a parsed profile; raises ConfigError with the path of a wrong entry."""
     # `measured` is what `kvmesh profile` fitted the costs to, for people.
-    fields.only("name", "description", "kv_bytes", "devices", "links", "plan", "measured")
+    known = ("name", "description", "kv_bytes", "devices", "links", "plan", "sharing", "measured")
+    fields.only(*known)
     devices = {name: _device(name, each) for name, each in fields.children("devices").items()}
     plan = _plan(fields.child("plan"))
     for name in (plan.remote, plan.local):
@@ -166,7 +186,16 @@ def parse_profile(fields: Fields) -> Profile:
             links.number("latency_s"),
         ),
         plan=plan,
+        sharing=_sharing(fields.child("sharing")) if fields.has("sharing") else None,
     )
+
+
+def _sharing(fields: Fields) -> Sharing:
+    fields.only("prefill", "decode")
+    found = Sharing(fields.number("prefill"), fields.number("decode"))
+    if min(found.prefill, found.decode) < 1:
+        raise ConfigError(f"{fields.path}: nobody computes faster beside others: {found}")
+    return found
 
 
 def _curve(fields: Fields) -> Curve:

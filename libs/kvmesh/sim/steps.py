@@ -17,6 +17,7 @@ from kvmesh.core.errors import OutOfBlocksError
 from kvmesh.kv.block_pool import BlockPool
 from kvmesh.policy.batching import BatchLimits, plan_batch
 from kvmesh.sim.events import EventQueue, Timer
+from kvmesh.sim.host import Host
 from kvmesh.sim.profile import Device
 from kvmesh.sim.requests import SimRequest, SimSequence, blocks_for
 from kvmesh.sim.trace import TRACE_BLOCK
@@ -99,8 +100,12 @@ class StepLoop:
         limits: BatchLimits,
         events: EventQueue,
         listener: StepListener,
+        host: Host | None = None,
     ) -> None:
         self._device = device
+        self._host = host
+        if host is not None:
+            host.add(self)
         self._pool = pool
         self._limits = limits
         self._events = events
@@ -147,8 +152,14 @@ class StepLoop:
         if self._preempted and not self._in_step:
             self._next_step()
 
+    def others_changed(self) -> None:
+        """See `Sharer`: decode steps take another time from the next one on."""
+        self._interrupt()
+
     def stop(self) -> None:
         """Ends everything, as the death of the worker does; whole steps of a run count."""
+        if self._host is not None:
+            self._host.note(self, is_busy=False)
         if self._timer is not None:
             self._timer.cancel()
         run, self._run = self._run, None
@@ -240,6 +251,8 @@ class StepLoop:
             if sequence.settled_at is not None and self._grow(sequence):
                 self._await_due(sequence)
         self._in_step = bool(self._running)
+        if self._host is not None:
+            self._host.note(self, is_busy=self._in_step)
         if self._prompts:
             self._start_mixed()
         elif self._num_decoding:
@@ -251,7 +264,7 @@ class StepLoop:
         num_steps = self._due[0][0] - self._steps
         # The context of the middle step stands for all of them.
         context = self._context + self._num_decoding * (num_steps - 1) / 2
-        step_s = self._device.decode.step_s(self._num_decoding, context)
+        step_s = self._step_s(self._num_decoding, context)
         self._run = _Run(self._events.now(), step_s, num_steps)
         self._timer = self._events.after(num_steps * step_s, self._end_run)
 
@@ -277,9 +290,13 @@ class StepLoop:
                 count += 1
                 context += sequence.num_tokens
         if count:
-            duration += self._device.decode.step_s(count, context)
+            duration += self._step_s(count, context)
         self.busy_s += duration
         self._timer = self._events.after(duration, partial(self._end_mixed, chunks))
+
+    def _step_s(self, num_sequences: int, context: float) -> float:
+        alone = self._device.decode.step_s(num_sequences, context)
+        return alone if self._host is None else alone * self._host.decode_stretch(self)
 
     def _chunk_s(self, sequence: SimSequence, count: int) -> float:
         """Time of a part of a prompt; what every prompt costs at least comes with its first part.
@@ -287,8 +304,10 @@ class StepLoop:
         The profile's time is that of the uncached tokens, as in PrfaaS 3.4.1.
         """
         before = sequence.num_computed - sequence.num_cached
-        whole = self._device.prefill_s(before + count)
-        return whole - self._device.prefill_s(before) if before else whole
+        alone = self._device.prefill_s(before + count)
+        if before:
+            alone -= self._device.prefill_s(before)
+        return alone if self._host is None else alone * self._host.prefill_stretch(self)
 
     # --- ending ------------------------------------------------------------------------------
 

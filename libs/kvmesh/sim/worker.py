@@ -13,6 +13,7 @@ from kvmesh.kv.block_pool import BlockPool
 from kvmesh.kv.handoff import HandoffTable
 from kvmesh.policy.batching import BatchLimits
 from kvmesh.sim.events import EventQueue
+from kvmesh.sim.host import Host
 from kvmesh.sim.profile import Device
 from kvmesh.sim.requests import SimRequest, SimSequence, blocks_for
 from kvmesh.sim.steps import ChunkTokens, StepLoop, take_blocks
@@ -55,6 +56,7 @@ class SimWorker:
     Args:
         queue_offers: accept prompts beyond the slots into a local queue.
         chunks: tokens per step.
+        host: whose cores it shares with others.
 
     Attributes:
         cached_tokens: prompt tokens found in the prefix cache of a prefill, since the start.
@@ -69,6 +71,7 @@ class SimWorker:
         *,
         queue_offers: bool,
         chunks: ChunkTokens,
+        host: Host | None = None,
     ) -> None:
         self.info = info
         self.device = device
@@ -81,7 +84,7 @@ class SimWorker:
         self._queue_offers = queue_offers
         num_slots = info.prefill_slots + info.decode_slots
         limits = BatchLimits(chunks.alone, num_slots, chunks.mixed)
-        self.steps = StepLoop(device, self.pool, limits, events, self)
+        self.steps = StepLoop(device, self.pool, limits, events, self, host)
         self._num_sequences = 0
         self._waiting: list[SimSequence] = []
         self._prefills: set[SimSequence] = set()

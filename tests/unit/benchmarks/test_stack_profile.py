@@ -10,9 +10,14 @@ from benchmarks.stack_profile import (
     LENGTHS as PROFILED,
 )
 from benchmarks.stack_profile import (
+    SHARED_BATCH,
+    SHARED_LENGTH,
+    SHARED_OUTPUT,
     TINY,
+    Beside,
     Measured,
     StepSample,
+    beside_of,
     fit_decode,
     make_profile,
     steps_of,
@@ -29,13 +34,17 @@ def sample(batch: int, context_each: float) -> StepSample:
 
 SHORT = tuple(sample(batch, 50) for batch in (1, 4, 8))
 LONG = sample(4, 800)
+BESIDE = Beside(
+    0.006 + 1.5 * 0.001 * SHARED_LENGTH,
+    1.25 * sample(SHARED_BATCH, TINY + SHARED_OUTPUT / 2).step_s,
+)
 
 
 def measured() -> Measured:
     """A millisecond per prompt token, 6 ms of overhead, 20 ms from first to second token."""
     first = {n: 0.006 + 0.001 * n for n in PROFILED}
     first[TINY] = 0.006 + SHORT[0].step_s
-    return Measured(first, dict.fromkeys(first, 0.02), SHORT, LONG)
+    return Measured(first, dict.fromkeys(first, 0.02), SHORT, LONG, BESIDE)
 
 
 def stream(first_s: float, step_s: float, count: int) -> Timing:
@@ -67,6 +76,23 @@ def test_a_lone_request_is_simulated_as_it_was_measured() -> None:
     profile = make_profile(measured(), 1000.0, slots=(1, 32))
     ttft, _ = simulated(profile, [Arrival(0.0, 512)])
     assert ttft == pytest.approx([0.006 + 0.512], rel=0.01)
+
+
+def test_what_sharing_costs_is_found_again() -> None:
+    sharing = make_profile(measured(), 1000.0, slots=(1, 32)).sharing
+    assert sharing is not None
+    assert sharing.prefill == pytest.approx(1.5, rel=0.01)
+    assert sharing.decode == pytest.approx(1.25, rel=0.01)
+
+
+def test_prompts_count_while_all_generate() -> None:
+    decoding = [stream(1.0, 0.02, 100), stream(1.2, 0.02, 100)]
+    prompts = [Timing(at, (at + 0.3, at + 0.35), "") for at in (0.5, 1.3, 1.7, 2.1, 2.9)]
+    found = beside_of(decoding, prompts)
+    assert found is not None
+    assert found.first_s == pytest.approx(0.3)
+    assert found.step_s == pytest.approx(0.02, rel=0.05)
+    assert beside_of(decoding, prompts[:3]) is None
 
 
 def test_prefill_never_falls() -> None:

@@ -33,8 +33,14 @@ class Server:
         self.num_active = 0
         self.max_active = 0
         self.models: Any = {"data": [{"id": "m"}]}
+        self.key = ""
+
+    def check(self, request: web.Request) -> None:
+        if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":
+            raise web.HTTPUnauthorized
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
+        self.check(request)
         self.bodies.append(await request.json())
         script = self.scripts.pop(0) if self.scripts else GOOD
         if isinstance(script, int):
@@ -51,6 +57,7 @@ class Server:
         return response
 
     async def list_models(self, request: web.Request) -> web.Response:
+        self.check(request)
         return web.json_response(self.models)
 
 
@@ -142,6 +149,18 @@ async def test_find_model(server: Server, load: Load) -> None:
     server.models = {"data": []}
     with pytest.raises(KvMeshError, match="no model"):
         await find_model(load.url)
+
+
+async def test_a_key_is_sent_where_one_is_asked_for(server: Server, load: Load) -> None:
+    server.key = "secret"
+    assert await find_model(load.url, "secret") == "m"
+    records = await _run(replace(load, api_key="secret"))
+    assert {record.outcome for record in records} == {"completed"}
+    with pytest.raises(KvMeshError, match="asks for an API key: KVMESH_API_KEY"):
+        await find_model(load.url)
+    with pytest.raises(KvMeshError, match="does not accept the API key in KVMESH_API_KEY"):
+        await find_model(load.url, "wrong")
+    assert "secret" not in repr(replace(load, api_key="secret"))
 
 
 def test_a_plan_follows_its_seed() -> None:

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from kvmesh.console.request_log import RequestLog
 from kvmesh.core.types import Placement, RequestId, SamplingParams, WorkerId
+from kvmesh.policy.quota import Tenant
+from services.gateway.admission import Ticket
 from services.gateway.answers import dumps
 from services.gateway.detokenizer import Detokenizer
 from services.gateway.mesh import GenerationRequest, Placed
@@ -78,6 +80,7 @@ async def opened() -> Lane:
     lane.detokenizer = Detokenizer(tokenizer)
     request = GenerationRequest(RequestId("r"), "m", (1,), SamplingParams(), 1.0)
     lane.record = RequestRecord(metrics, request, RequestLog())
+    lane.ticket = Ticket(Tenant(), lambda *_: None)
     placed = Placed(Placement.AGGREGATED, WorkerId("w"), WorkerId("w"))
     lane.record.add(TextDelta(0, "", (), (), None, 0, placed))
     client, choice = Client(), ChoiceText((1,))
@@ -91,6 +94,8 @@ async def test_text_arrives_whole(opened: Lane) -> None:
         assert opened.lane.push([token_id], now)
     assert opened.client.text == SENTENCE
     assert opened.choice.token_ids == opened.token_ids
+    assert opened.lane.ticket is not None
+    assert opened.lane.ticket.num_tokens == len(opened.token_ids)
     assert opened.lane.record is not None
     opened.lane.record.close("")
     num_tokens = opened.metrics.value("vllm:generation_tokens_total", model_name="m")

@@ -14,7 +14,7 @@ from kvmesh.core.types import (
     RouteQuery,
     WorkerId,
 )
-from kvmesh.policy.ranking import POLICIES
+from kvmesh.policy.ranking import DECODE_CACHE_WEIGHT, POLICIES, decode_cost
 from kvmesh.policy.routing import SILENT_AFTER_S, plan_route, plan_without_scheduler
 from kvmesh.policy.view import FleetView
 from tests.unit.policy.fleet_examples import LAYOUT, NOW, fleet, query, worker
@@ -262,3 +262,10 @@ class TestWithoutScheduler:
     def test_no_worker_is_a_refusal(self) -> None:
         outcome = plan_without_scheduler((), query(), {})
         assert isinstance(outcome, Refusal)
+
+
+def test_a_prefix_counts_for_less_on_a_fuller_decode_worker() -> None:
+    assert decode_cost(0.0, 1.0) == DECODE_CACHE_WEIGHT, "as much as half of a worker"
+    assert decode_cost(0.7, 0.0) > decode_cost(0.2, 1.0), "the batch of the holder is too full"
+    assert decode_cost(0.4, 0.0) < decode_cost(0.2, 1.0)
+    assert decode_cost(1.2, 0.0) == decode_cost(1.2, 1.0), "beyond its capacity nothing else counts"

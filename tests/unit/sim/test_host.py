@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import asdict
+
+import pytest
+
+from kvmesh.core.errors import ConfigError
+from kvmesh.core.types import Role
+from kvmesh.sim.events import EventQueue
+from kvmesh.sim.fields import Fields
+from kvmesh.sim.fleet import SimFleet, WorkerGroup
+from kvmesh.sim.host import Host
+from kvmesh.sim.profile import Sharing, parse_profile
+from kvmesh.sim.steps import ChunkTokens
+from kvmesh.sim.worker import SimWorker
+from tests.unit.sim.examples import profile
+from tests.unit.sim.test_worker import Log, finish, run_local
+
+
+def two_workers(sharing: Sharing | None) -> tuple[SimWorker, SimWorker, Log]:
+    """1 ms per prompt token, 10 ms per decode step, alone."""
+    events = EventQueue()
+    log = Log(events)
+    fleet = SimFleet(
+        events,
+        dataclasses.replace(profile(), sharing=sharing),
+        log,
+        queue_offers=False,
+        report_interval_s=0.0,
+        chunks=ChunkTokens(4096, 4096),
+    )
+    fleet.build((WorkerGroup("home", "d", Role.HYBRID, 2),))
+    first, second = fleet.workers.values()
+    return first, second, log
+
+
+@pytest.mark.parametrize(("sharing", "done_s"), [(None, 11.503), (Sharing(2.0, 1.5), 11.763)])
+def test_a_prompt_beside_it_makes_decode_slower_for_as_long(
+    sharing: Sharing | None, done_s: float
+) -> None:
+    first, second, log = two_workers(sharing)
+    run_local(first, 0, blocks=1, output=1100)
+    log.events.after(1.0, lambda: run_local(second, 1, blocks=1, output=1, first_id=9))
+    finish(first, log)
+    alone = sharing is None
+    # The prompt of 513 tokens meets a worker that decodes; its share of steps takes 1.5 times.
+    assert log.at("first r1") == pytest.approx(1.513 if alone else 2.026, abs=1e-3)
+    assert log.at("done r0") == pytest.approx(done_s, abs=0.1)
+    assert (log.at("done r0") > 11.6) is not alone
+
+
+def test_who_computes_alone_is_as_fast_as_ever() -> None:
+    first, second, log = two_workers(Sharing(2.0, 1.5))
+    run_local(first, 0, blocks=2, output=4)
+    finish(first, log)
+    assert log.at("done r0") == pytest.approx(1.025 + 0.03)
+    run_local(second, 1, blocks=2, output=4)
+    finish(second, log)
+    assert log.at("done r1") == pytest.approx(2 * (1.025 + 0.03))
+
+
+def test_the_dead_take_no_cores() -> None:
+    first, second, log = two_workers(Sharing(2.0, 1.5))
+    run_local(first, 0, blocks=8, output=1)
+    log.events.after(0.5, first.fail)
+    log.events.after(0.6, lambda: run_local(second, 1, blocks=1, output=1))
+    log.events.run(lambda: False)
+    assert log.at("first r1") == pytest.approx(0.6 + 0.513)
+
+
+class Quiet:
+    def others_changed(self) -> None:
+        return
+
+
+def test_every_other_one_that_computes_counts() -> None:
+    host = Host(Sharing(1.5, 1.2))
+    sharers = [Quiet() for _ in range(3)]
+    for each in sharers:
+        host.add(each)
+        host.note(each, is_busy=True)
+    assert host.prefill_stretch(sharers[0]) == pytest.approx(2.0)
+    assert host.decode_stretch(sharers[0]) == pytest.approx(1.4)
+    host.note(sharers[0], is_busy=False)
+    assert host.prefill_stretch(sharers[0]) == pytest.approx(2.0), "as if it began now"
+    host.note(sharers[1], is_busy=False)
+    assert host.prefill_stretch(sharers[2]) == pytest.approx(1.0)
+
+
+def test_a_profile_names_what_sharing_costs() -> None:
+    shipped = {
+        "name": "n", "description": "d", "kv_bytes": {"quadratic": [0, 1]},
+        "devices": {"d": {"prefill_s": {"quadratic": [0, 1e-3]},
+                          "decode_s": asdict(profile().devices["d"].decode),
+                          "num_blocks": 8, "prefill_slots": 1, "decode_slots": 2}},
+        "links": {"inside_gbps": 1, "between_gbps": 1, "latency_s": 0},
+        "plan": {"remote": "d", "local": "d", "num_remote": 0, "num_local": 2, "decode_batch": 1,
+                 "decode_step_s": 0.01, "output_tokens": 8,
+                 "lengths": {"mu": 5, "sigma": 1, "min": 1, "max": 1000}},
+    }  # fmt: skip
+    assert parse_profile(Fields(shipped, "p")).sharing is None
+    shared = {**shipped, "sharing": {"prefill": 1.5, "decode": 1.25}}
+    assert parse_profile(Fields(shared, "p")).sharing == Sharing(1.5, 1.25)
+    faster = {**shipped, "sharing": {"prefill": 0.5, "decode": 1.25}}
+    with pytest.raises(ConfigError, match=r"p\.sharing"):
+        parse_profile(Fields(faster, "p"))
