@@ -44,7 +44,7 @@ SYSTEMS = ("all_local", "all_remote", "cache_load", "prfaas")
 
 
 def _load(scale: float, rate: float) -> list[Phase]:
-    return [Phase(22.0 * scale, rate, 500, 1.0, 4000, 12)]
+    return [Phase(20.0 * scale, rate, 500, 1.0, 4000, 12)]
 
 
 def best_threshold(profile: Path, phases: list[Phase], seed: int) -> int:

@@ -128,6 +128,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_local_experts": 16,
             "layer_types": _LINEAR_THEN_FULL,
             "num_mtp_layers": 0,
+            # As above.
+            "tie_word_embeddings": False,
         },
     ),
     "minimax": (
@@ -141,6 +143,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+# Transformers has only a growing cache for these.
+WITHOUT_STATIC_CACHE = frozenset({"minimax"})
 
 
 def random_model(label: str, seed: int) -> Any:

@@ -129,7 +129,10 @@ CONFIGS: dict[str, Any] = {
     "deepseek-v3": DeepseekV3Config(
         **LATENT, routed_scaling_factor=2.5, rope_parameters=YARN_ROPE | DEEPSEEK_SCALES
     ),
-    "deepseek-v3-halves": DeepseekV3Config(**LATENT, rope_interleave=False),
+    # Vectors of 48 values, a multiple of what the compiled library reads at once.
+    "deepseek-v3-halves": DeepseekV3Config(
+        **(LATENT | {"qk_rope_head_dim": 16}), rope_interleave=False
+    ),
     "qwen3-next": Qwen3NextConfig(
         **(SHAPE | DELTA | {"head_dim": 32, "num_hidden_layers": 5}),
         layer_types=[

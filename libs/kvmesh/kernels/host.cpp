@@ -3,7 +3,8 @@
 // reads blocks where they lie. Twins: reference.py. Loaded by host_library.py through a C ABI.
 //
 // Sums are fp32 whatever the tensors hold, and bf16 results are rounded once (vectors.h). Attention
-// of prompts is in prefill.h, linear attention in recurrence.h.
+// of prompts is in prefill.h, linear attention in recurrence.h, decode over latents in
+// latent.h.
 
 #include <algorithm>
 #include <cmath>
@@ -12,6 +13,7 @@
 #include <limits>
 #include <vector>
 
+#include "latent.h"
 #include "prefill.h"
 #include "recurrence.h"
 #include "vectors.h"
@@ -389,6 +391,14 @@ int few_rows(const T* x, const T* weights, const T* bias, T* out, int64_t rows, 
     return few_rows(x, weights, bias, out, rows, outputs, inputs, threads);                        \
   }                                                                                                \
   extern "C" int most_rows_##NAME() { return kMostRows<T>; }                                        \
+  extern "C" void latent_decode_##NAME(                                                            \
+      const T* q, const T* kv, T* out, const int64_t* tables, const int64_t* lens,                 \
+      int64_t table_stride, int64_t sequences, int64_t heads, int64_t width, int64_t rank,         \
+      int64_t block_stride, int64_t block_size, float scale, int threads) {                        \
+    const Latents call{tables, lens, table_stride, sequences,  heads,                              \
+                       width,  rank, block_stride, block_size, scale};                             \
+    latent_decode(call, q, kv, out, threads);                                                      \
+  }                                                                                                \
   extern "C" void delta_rule_##NAME(                                                               \
       const T* mixed, int64_t mixed_stride, const float* taps, int64_t kernel, const float* decay, \
       int64_t decay_width, const float* share, float* states, float* active, float* out,           \

@@ -40,6 +40,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
         _THREADS,
     ),
     "delta_rule": (_P, _I, _P, _I, _P, _I, _P, _P, _P, _P, _I, _I, _I, _I, _I, _I, _I, _THREADS),
+    "latent_decode": (_P, _P, _P, _P, _P, _I, _I, _I, _I, _I, _I, _I, _F, _THREADS),
     "lightning": (_P, _P, _P, _P, _I, _I, _I, _I, _I, _I, _THREADS),
 }
 _WITH_STATUS = frozenset({"decode_attention", "prefill_pays", "few_rows", "most_rows"})
@@ -84,6 +85,16 @@ def has_prefill(kv: Tensor) -> bool:
     That wants vectors of 512 bits; and torch multiplies bf16 in AMX tiles where there are any.
     """
     return has_decode(kv) and bool(function_of("prefill_pays", kv.dtype)())
+
+
+def prefill_head_dim(x: Tensor, dim: int) -> int | None:
+    """The least head size not below `dim` for which `has_prefill` would say yes, or None.
+
+    Args:
+        x: of the dtype and on the device in question.
+    """
+    fitting = [size for size in sorted(_HEAD_DIMS) if size >= dim]
+    return fitting[0] if fitting and has_prefill(x.new_empty(0, fitting[0])) else None
 
 
 def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kvmesh.kernels import host, host_latent
 from kvmesh.kernels.plan import RaggedBatch, decode_buckets, padded_tables, slots_of
 from kvmesh.kernels.upload import sent
 
@@ -44,6 +45,15 @@ def latent_decode_attention(
     return torch.softmax(scores, dim=-1).to(q.dtype) @ vectors[..., :rank]
 
 
+def decode_on_cpu(
+    q: Tensor, kv: Tensor, layer: int, tables: Tensor, lens: Tensor, *, scale: float, rank: int
+) -> Tensor:
+    """`latent_decode_attention` by `latent.h` where it can be, else by the twin."""
+    library = host_latent.has_latent(kv, rank)
+    attend = host_latent.latent_decode_attention if library else latent_decode_attention
+    return attend(q, kv, layer, tables, lens, scale=scale, rank=rank)
+
+
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Attention of the last positions of a context over all of it.
 
@@ -55,6 +65,9 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     Returns:
         [queries, heads, value_dim].
     """
+    dim = host.prefill_head_dim(q, max(k.shape[-1], v.shape[-1]))
+    if dim is not None:
+        return _host_causal(q, k, v, scale, dim)
     # Torch's attention writes out all scores when values are not as long as keys.
     padded = functional.pad(v, (0, max(0, k.shape[-1] - v.shape[-1])))
     queries, keys, values = (x.transpose(0, 1)[None] for x in (q, k, padded))
@@ -66,6 +79,25 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale
     )
     return out[0].transpose(0, 1)[..., : v.shape[-1]]
+
+
+def _host_causal(q: Tensor, k: Tensor, v: Tensor, scale: float, dim: int) -> Tensor:
+    """As `causal_attention`, the context being the one block of a pool with heads of size `dim`."""
+    kv = k.new_zeros(1, 1, 2, *k.shape[:2], dim)
+    kv[0, 0, 0, :, :, : k.shape[-1]] = k
+    kv[0, 0, 1, :, :, : v.shape[-1]] = v
+    out = host.prefill_attention(
+        functional.pad(q, (0, dim - q.shape[-1])).contiguous(),
+        kv,
+        0,
+        torch.zeros(1, 1, dtype=torch.int64),
+        torch.tensor([0, len(q)]),
+        torch.tensor([len(k)]),
+        scale=scale,
+        window=0,
+        sinks=None,
+    )
+    return out[..., : v.shape[-1]]
 
 
 class LatentMemory(Protocol):
@@ -126,7 +158,7 @@ class StepLatent:
 
     def decode(self, q: Tensor, layer: int, *, scale: float, rank: int) -> Tensor:
         """See `LatentMemory.decode`."""
-        attend = latent_decode_attention
+        attend = decode_on_cpu
         if self._kv.is_cuda:
             # Triton costs half a second to import and is only needed where there is a device.
             from kvmesh.kernels import latent_attention  # noqa: PLC0415

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from kvmesh.kernels import host, layer_ops, reference
 from kvmesh.kernels.dispatch import HeadSpec, RopeRows
-from kvmesh.kernels.latent import latent_decode_attention
+from kvmesh.kernels.latent import decode_on_cpu
 from kvmesh.kernels.states import Recurrence
 
 
@@ -158,7 +158,7 @@ class StaticLatent:
         """See `LatentMemory.decode`."""
         tables, lens = self._rows.tables, self._rows.lens
         if not self._kv.is_cuda:
-            return latent_decode_attention(q, self._kv, layer, tables, lens, scale=scale, rank=rank)
+            return decode_on_cpu(q, self._kv, layer, tables, lens, scale=scale, rank=rank)
         from kvmesh.kernels import latent_attention  # noqa: PLC0415 - as above
 
         out: Tensor = latent_attention.latent_decode_attention(

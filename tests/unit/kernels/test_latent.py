@@ -1,8 +1,15 @@
 from __future__ import annotations
 
+import pytest
 import torch
 
-from kvmesh.kernels.latent import StepLatent, causal_attention
+from kvmesh.kernels import host
+from kvmesh.kernels.latent import (
+    StepLatent,
+    causal_attention,
+    decode_on_cpu,
+    latent_decode_attention,
+)
 from kvmesh.kernels.plan import RaggedBatch
 from tests.unit.kernels.no_copies import no_copies
 
@@ -63,3 +70,46 @@ def test_causal_attention_of_the_last_rows() -> None:
     torch.testing.assert_close(causal_attention(q[4:], k, v, 0.5), whole[4:])
     first = torch.softmax(torch.einsum("hd,khd->hk", q[2], k[:3]) * 0.5, dim=-1)
     torch.testing.assert_close(whole[2], torch.einsum("hk,khd->hd", first, v[:3]))
+
+
+@pytest.mark.timeout(240)  # a compiler takes seconds alone, and a minute on a machine that is busy
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(24, 20), (96, 64), (40, 72)])
+@pytest.mark.parametrize(("queries", "context"), [(1, 1), (5, 5), (70, 70), (3, 150)])
+def test_causal_attention_is_the_same_by_the_library_and_by_torch(
+    queries: int,
+    context: int,
+    key_dim: int,
+    value_dim: int,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(2)
+    q, k = (torch.randn(rows, HEADS, key_dim).to(dtype) for rows in (queries, context))
+    v = torch.randn(context, HEADS, value_dim).to(dtype)
+    found = causal_attention(q, k, v, SCALE)
+    assert found.shape == (queries, HEADS, value_dim)
+    monkeypatch.setattr(host, "prefill_head_dim", lambda *_: None)
+    exact = causal_attention(q.float(), k.float(), v.float(), SCALE)
+    tolerance = 1e-4 if dtype is torch.float32 else 3e-2
+    torch.testing.assert_close(found.float(), exact, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("heads", [1, 6, 7, 12])
+@pytest.mark.parametrize("size", [5, 48])
+def test_decode_by_the_library_equals_the_twin(size: int, heads: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(heads)
+    # Places that nothing was written to hold what is no number.
+    kv = torch.full((40, 2, size, 48), torch.nan, dtype=dtype)
+    lens = torch.tensor([1, 37, 5 * size])
+    tables = torch.randperm(40)[:24].view(3, 8)
+    for table, length in zip(tables, lens.tolist(), strict=True):
+        for position in range(length):
+            kv[table[position // size], 1, position % size] = torch.randn(48).to(dtype)
+    q = torch.randn(3, heads, 48).to(dtype)
+    found = decode_on_cpu(q, kv, 1, tables, lens, scale=SCALE, rank=32)
+    exact = latent_decode_attention(q.float(), kv.float(), 1, tables, lens, scale=SCALE, rank=32)
+    tolerance = 1e-4 if dtype is torch.float32 else 2e-2
+    torch.testing.assert_close(found.float(), exact, rtol=tolerance, atol=tolerance)
