@@ -1,6 +1,6 @@
 """What the four papers' mechanisms do in real processes, each against its baselines.
 
-    python -m benchmarks.live [--part prfaas ...] [--scale 0.5] [--dry]
+    python -m benchmarks.live [--part prfaas ...] [--scale 0.5] [--lanes 1] [--dry]
 
 Services, Redis and workers are processes of their own; engines are modelled, with step times from
 a profile that the simulator reads, too; KV is sent for real. Load is open-loop, through the
@@ -30,6 +30,7 @@ times in milliseconds; `good` is the share of requests that were served within b
 - egress is KV that left the far cluster (PrfaaS), elsewhere all KV that left any worker
 - PrfaaS: the link is `tc tbf` between network namespaces; it falls to a third for a quarter of each
  load
+- two parts run at a time, with meshes of their own: engines sleep most of their steps
 - recovered: from the kill to the last arrival that was refused or late; the substitute is started
  at once""".replace("\n ", " ").split("\n- ")
 
@@ -53,18 +54,25 @@ PARTS = {
 
 
 async def measure(
-    names: Sequence[str], scale: float, seed: int
+    names: Sequence[str], scale: float, seed: int, lanes: int
 ) -> tuple[list[Row], list[Target], float]:
-    """Runs parts one after the other; their rows, targets, and the seconds it took."""
+    """Runs so many parts at a time; their rows, targets, and the seconds it took."""
     began = time.perf_counter()
-    rows: list[Row] = []
-    targets: list[Target] = []
+    found: dict[str, list[Row]] = {}
+    waiting = list(names)
+
+    async def lane(folder: Path) -> None:
+        while waiting:
+            name = waiting.pop(0)
+            say(f"[{len(found)}/{len(names)} done] {time.perf_counter() - began:4.0f} s  {name}")
+            found[name] = await PARTS[name].run(folder, scale, seed)
+
     with tempfile.TemporaryDirectory(prefix="kvmesh-live-") as folder:
-        for number, name in enumerate(names, 1):
-            say(f"[{number}/{len(names)}] {time.perf_counter() - began:4.0f} s  {name}")
-            found = await PARTS[name].run(Path(folder), scale, seed)
-            rows += found
-            targets += PARTS[name].judge(found)
+        async with asyncio.TaskGroup() as group:
+            for _ in range(lanes):
+                group.create_task(lane(Path(folder)))
+    rows = [row for name in names for row in found[name]]
+    targets = [target for name in names for target in PARTS[name].judge(found[name])]
     return rows, targets, time.perf_counter() - began
 
 
@@ -73,10 +81,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--part", choices=PARTS, nargs="+", default=list(PARTS))
     parser.add_argument("--scale", type=float, default=1.0, help="factor of the loads' lengths")
+    parser.add_argument("--lanes", type=int, default=2, help="parts at a time")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--dry", action="store_true", help="print, and write no file")
     chosen = parser.parse_args(argv)
-    rows, targets, seconds = asyncio.run(measure(chosen.part, chosen.scale, chosen.seed))
+    rows, targets, seconds = asyncio.run(
+        measure(chosen.part, chosen.scale, chosen.seed, chosen.lanes)
+    )
     result = document(rows, targets, chosen.seed, [*NOTES, f"took {seconds:.0f} s"])
     if not chosen.dry:
         save(result, RESULTS / "live.json")

@@ -25,8 +25,8 @@ DEVICES = {
 }  # fmt: skip
 LIMITS = Limits(ttft_s=2.0, tpot_s=0.08)
 PHASES = (
-    Phase(14.0, 9.0, 100, 0.3, 1000, 100),
-    Phase(14.0, 5.2, 1100, 0.3, 4000, 6),
+    Phase(12.0, 9.0, 100, 0.3, 1000, 100),
+    Phase(12.0, 5.2, 1100, 0.3, 4000, 6),
 )
 """Decode first, then prefill."""
 

@@ -43,7 +43,7 @@ async def forwarding(folder: Path, scale: float, seed: int) -> list[Row]:
         fleet = Fleet({"prefill": 3, "decode": 2}, NAMES, TOKEN_BYTES, slots)
         async with live_mesh(fleet, profile, LIMITS, {**APART, "routing.policy": system}) as mesh:
             for factor in FACTORS:
-                phase = Phase(8.0 * scale, NOMINAL * factor, 450, 1.1, 5000, 12)
+                phase = Phase(7.0 * scale, NOMINAL * factor, 450, 1.1, 5000, 12)
                 load = arrivals([phase], seed)
                 row, _ = await mesh.load(f"{system} {factor}x", load, seed + factor)
                 home = "home:device:prefill:3,home:device:decode:2"
@@ -67,7 +67,7 @@ async def ratio(folder: Path, scale: float, seed: int) -> list[Row]:
     """Two prefill and four decode workers under a load that needs it the other way round."""
     profile = write_profile(folder / "ratio.json", profile_of(DEVICES, TOKEN_BYTES, 1e9))
     fleet = Fleet({"prefill": 2, "decode": 4}, NAMES, TOKEN_BYTES, IDLE_ONLY_SLOTS)
-    phases = [Phase(4.0, 2.5, 1000, 0.3, 3000, 12), Phase(28.0 * scale, 5.6, 1000, 0.3, 3000, 12)]
+    phases = [Phase(4.0, 2.5, 1000, 0.3, 3000, 12), Phase(22.0 * scale, 5.6, 1000, 0.3, 3000, 12)]
     load = arrivals(phases, seed)
     rows: list[Row] = []
     flags = {**APART, "routing.policy": "pdserve", "planning.monitor-s": 3.0}

@@ -44,7 +44,7 @@ SYSTEMS = ("all_local", "all_remote", "cache_load", "prfaas")
 
 
 def _load(scale: float, rate: float) -> list[Phase]:
-    return [Phase(22.0 * scale, rate, 500, 1.0, 4000, 12)]
+    return [Phase(20.0 * scale, rate, 500, 1.0, 4000, 12)]
 
 
 def best_threshold(profile: Path, phases: list[Phase], seed: int) -> int:
@@ -111,8 +111,9 @@ async def run(folder: Path, scale: float, seed: int, rate: float = 7.0) -> list[
                 with contextlib.suppress(asyncio.CancelledError):
                     await weather
                 await until(partial(_is_back, mesh, system, threshold), "the threshold is back")
-                row["threshold"] = f"{threshold}, up to {max(seen):.0f}"
-                row["lift"] = round(max(seen) / threshold, 2)
+                if max(seen):
+                    row["threshold"] = f"{threshold}, up to {max(seen):.0f}"
+                    row["lift"] = round(max(seen) / threshold, 2)
                 rows.append({"part": "PrfaaS", **row, **_twin(system, load, profile, seconds)})
                 say(f"    {rows[-1]}")
     return rows
@@ -132,7 +133,7 @@ def _twin(system: str, load: Sequence[Arrival], profile: Path, seconds: float) -
 def judge(rows: list[Row]) -> list[Target]:
     """What was to hold."""
     good = {row["system"]: row["goodput/s"] for row in rows}
-    lift = {row["system"]: row["lift"] for row in rows}
+    lift = {row["system"]: row.get("lift") for row in rows}
     if not good:
         return []
     fixed = max(good["all_local"], good["all_remote"])

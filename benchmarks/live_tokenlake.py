@@ -31,7 +31,7 @@ NUM_PREFIXES, PREFIX_TOKENS, SKEW = 16, 2048, 1.2
 NUM_TOKENS = 16_384
 DEVICES = {"device": DeviceShape((0.02, 4e-4, 2e-8), (0.02, 3e-4), num_tokens=NUM_TOKENS)}
 LIMITS = Limits(ttft_s=2.0, tpot_s=0.08)
-RATE, SECONDS, TAIL_TOKENS, OUTPUT_TOKENS = 6.0, 18.0, 96, 6
+RATE, SECONDS, TAIL_TOKENS, OUTPUT_TOKENS = 6.0, 15.0, 96, 6
 SYSTEMS = ("cache_load", "cache_aware", "kvmesh")
 """The first two compute what their worker does not hold; the last fetches it, and copies."""
 

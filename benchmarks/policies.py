@@ -16,6 +16,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 from benchmarks.policies_experiments import Experiment, Job, Outcome, experiments
+from benchmarks.policies_joint import joint_dispatch
 from benchmarks.policies_scale import million, scale
 from benchmarks.policies_traces import composition_and_pool
 from benchmarks.result import RESULTS, Row, Target, document, markdown, save
@@ -101,7 +102,11 @@ def main(argv: Sequence[str]) -> int:
     if arguments.million:
         found, name = [million(SEED)], "policies_million"
     else:
-        found = [*experiments(arguments.size, SEED), scale(arguments.size, SEED)]
+        found = [
+            *experiments(arguments.size, SEED),
+            joint_dispatch(arguments.size, SEED),
+            scale(arguments.size, SEED),
+        ]
         found += composition_and_pool(arguments.trace, arguments.size, SEED)
         found, name = [each for each in found if arguments.only in each.name], "policies"
     jobs = [job for experiment in found for job in experiment.jobs]

@@ -28,9 +28,9 @@ from kvmesh.sim.systems import SYSTEMS
 from kvmesh.sim.trace import TraceRequest, read_trace
 from kvmesh.sim.workload import Workload, make_requests, scale_rate, spread_ticks
 
-FIXED = {"all_remote", "all_local", "prfaas", "least_loaded"}
-"""Systems that differ from others only where there are two clusters; `least_loaded` routes as
-`forwarding` does."""
+FIXED = {"all_remote", "all_local", "prfaas", "least_loaded", "joint", "tokenlake"}
+"""Systems that differ from others only where there are two clusters, or where requests come at once
+(`policies_joint.py`); `least_loaded` routes as `forwarding` does."""
 
 CV_GOAL = 0.15
 CAPACITIES = (500, 2000)

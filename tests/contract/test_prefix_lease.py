@@ -403,8 +403,28 @@ async def test_what_arrived_before_a_loss_counts(
     result = await pair.fetch()
     assert (result.outcome, result.reason) == (FetchOutcome.REFUSED, "stale")
     assert (result.num_blocks, result.num_fetched) == (20, 20)
+    (link,) = pair.reader.fetcher.statistics().links.values()
+    assert link.bytes == 20 * block_bytes, "the link has shown its pace"
     await pair.until_idle()
     spec = make_spec(PROMPT, max_tokens=5)
     tokens = await pair.driver.generate(pair.reader, pair.reader, Key("r"), spec)
     assert tokens == reference_tokens(spec)
     assert pair.reader.core.statistics().cached_tokens_total == 20 * BLOCK_SIZE
+
+
+async def test_slices_grow_from_a_small_first_one(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block_bytes = pair.reader.core.spec.layout.block_bytes
+    monkeypatch.setattr(prefix_fetch, "FIRST_SLICE_BYTES", 4 * block_bytes)
+    monkeypatch.setattr(prefix_fetch, "SLICE_BYTES", 10 * block_bytes)
+    begin = pair.holder.pool.begin_read
+    slices: list[int] = []
+
+    def note(get: GetFrame) -> object:
+        slices.append(get.num_blocks)
+        return begin(get)
+
+    monkeypatch.setattr(pair.holder.pool, "begin_read", note)
+    assert (await pair.fetch()).num_blocks == 37
+    assert slices == [4, 8, 10, 10, 5]

@@ -173,6 +173,7 @@ class Launcher:
                     "KVMESH_URL": f"http://{self._plan.http}",
                     "KVMESH_TARGET": str(self._plan.grpc),
                     "KVMESH_CONSOLE": f"http://{self._plan.console}/console",
+                    "KVMESH_STATE_DIR": str(self._paths.state),
                 }
             ),
         )

@@ -73,6 +73,7 @@ class DecisionFacts:
             requests are decided one by one.
         num_asked: these requests, with it.
         turn: of their prompts, those that the same worker computes before this one.
+        brought_tokens: of this prompt, that come from another worker's cache.
     """
 
     request_id: RequestId
@@ -93,6 +94,7 @@ class DecisionFacts:
     joint_reason: JointReason | None = None
     num_asked: int = 1
     turn: int = 0
+    brought_tokens: int = 0
 
 
 def describe_decision(
@@ -128,6 +130,7 @@ def describe_decision(
             joint_reason=decision.joint.reason,
             num_asked=decision.joint.num_asked,
             turn=decision.joint.turn,
+            brought_tokens=decision.joint.brought_tokens,
         )
     route = decision.route
     if isinstance(route, Refusal):

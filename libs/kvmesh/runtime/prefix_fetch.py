@@ -33,7 +33,7 @@ from kvmesh.telemetry.logs import event_logger
 from kvmesh.transfer.device import pieces_of
 from kvmesh.transfer.frames import BlockRun
 from kvmesh.transfer.memory import write_views
-from kvmesh.transfer.meters import LinkKey, LinkMeters, TransferStatistics
+from kvmesh.transfer.meters import LinkKey, LinkMeter, LinkMeters, TransferStatistics
 from kvmesh.transfer.reader import BlockReader, ReadLease
 from kvmesh.transfer.staging import StagingRing
 from kvmesh.v1 import kv_pool_service_pb2 as pb
@@ -42,6 +42,10 @@ log = event_logger(__name__)
 
 SLICE_BYTES = 64 << 20
 """Of a plain layout, what has arrived counts from slice to slice, should the rest be lost."""
+
+FIRST_SLICE_BYTES = 2 << 20
+"""The first slice, and each one is twice the one before: a link on which a fetch runs out of time
+has shown its pace by then, so that routes know that it does not pay."""
 
 SHUN_S = 5.0
 """A holder that was lost is not asked again for this long: by then routes know, or it is back."""
@@ -225,32 +229,36 @@ class PrefixFetcher:
             num_bytes = len(blocks) * self._block_bytes
             meter.begin(num_bytes, self._clock.now())
             try:
-                num_read = await self._read(_lease_of(message), fill, blocks, message.num_leased)
+                if message.num_leased != len(blocks):
+                    fill.close(0)
+                    text = f"{message.num_leased} blocks are leased, {len(blocks)} are missing"
+                    raise LostError(text)
+                await self._read(_lease_of(message), fill, blocks, meter)
             finally:
                 meter.end(num_bytes, self._clock.now())
-            meter.bytes += num_read
             meter.frames += 1
-            return num_read
+            return num_bytes
         finally:
             self._give_back(source, message)
 
     async def _read(
-        self, lease: ReadLease, fill: PrefixFill, blocks: Sequence[int], num_leased: int
-    ) -> int:
+        self, lease: ReadLease, fill: PrefixFill, blocks: Sequence[int], meter: LinkMeter
+    ) -> None:
+        """Slice by slice, into blocks that are open for it; they are closed in any case."""
+        most = SLICE_BYTES if self._staging is None else self._staging.piece_bytes
+        size = min(FIRST_SLICE_BYTES, most)
         num_filled = 0
         try:
-            if num_leased != len(blocks):
-                raise LostError(f"{num_leased} blocks are leased, {len(blocks)} are missing")
-            most = SLICE_BYTES if self._staging is None else self._staging.piece_bytes
-            step = max(1, most // self._block_bytes)
-            for first in range(0, len(blocks), step):
-                runs = consecutive_runs(blocks[first : first + step])
-                count = sum(length for _, length in runs)
-                await self._read_runs(lease, BlockRun(first, count), runs)
-                num_filled += count
+            while num_filled < len(blocks):
+                step = max(1, size // self._block_bytes)
+                chosen = blocks[num_filled : num_filled + step]
+                run = BlockRun(num_filled, len(chosen))
+                await self._read_runs(lease, run, consecutive_runs(chosen))
+                num_filled += len(chosen)
+                meter.bytes += len(chosen) * self._block_bytes
+                size = min(2 * size, most)
         finally:
             fill.close(num_filled)
-        return num_filled * self._block_bytes
 
     async def _read_runs(
         self, lease: ReadLease, leased: BlockRun, runs: Sequence[tuple[int, int]]

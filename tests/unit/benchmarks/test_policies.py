@@ -41,7 +41,7 @@ def test_all_experiments_write_their_results(
     assert main(["--out", str(out), "--size", "0.05", "--trace", str(trace)]) == 0
     result = json.loads((out / "policies.json").read_text())
     names = {row["experiment"] for row in result["rows"]}
-    assert len(names) == 13
+    assert len(names) == 14
     assert "Composition: trace" in names
     assert all(target["met"] in (True, False) for target in result["targets"])
     assert "| experiment |" in (out / "policies.md").read_text()

@@ -162,11 +162,16 @@ async def test_a_death_with_restart(stack: Stack) -> None:
 
 
 async def test_a_command_that_runs_when_all_is_ready(stack: Stack) -> None:
-    code = "import os, sys; print(os.environ['KVMESH_URL'], file=open(sys.argv[1], 'w')); exit(7)"
+    code = (
+        "import os, sys; e = os.environ; "
+        "print(e['KVMESH_URL'], e['KVMESH_STATE_DIR'], file=open(sys.argv[1], 'w')); exit(7)"
+    )
     seen = stack.folder / "seen"
     stack.settings = LaunchSettings(command=f'{sys.executable} -c "{code}" {seen}')
     assert await stack.launch(a=SERVICE) == 7
-    assert seen.read_text().startswith("http://127.0.0.1:")
+    url, state = seen.read_text().split()
+    assert url.startswith("http://127.0.0.1:")
+    assert state == str(stack.folder)  # other commands find the stack by it
 
 
 async def test_a_stop_ends_the_command(stack: Stack) -> None:

@@ -195,6 +195,7 @@ def test_it_is_said_what_became_of_it() -> None:
         assert plan.joint is not None
         assert facts.joint_reason is plan.joint.reason
         assert (facts.num_asked, facts.turn) == (2, plan.joint.turn)
+        assert facts.brought_tokens == plan.joint.brought_tokens
         assert facts.prefill[0].fetch in {each.value for each in FetchReason}
 
 
