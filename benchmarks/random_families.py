@@ -168,5 +168,15 @@ def write_checkpoint(model: Any, folder: Path) -> Path:
 
     bars: Any = logging
     bars.disable_progress_bar()
-    model.to(torch.bfloat16).save_pretrained(folder)
+    convert(model, torch.bfloat16).save_pretrained(folder)
     return folder
+
+
+def convert(model: Any, dtype: torch.dtype) -> Any:
+    """Changes the dtype of all but the angles of rotation, as transformers does on loading."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    for name, buffer in model.named_buffers():
+        if "inv_freq" not in name and buffer.is_floating_point():
+            buffer.data = buffer.data.to(dtype)
+    return model
