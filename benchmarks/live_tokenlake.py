@@ -80,9 +80,11 @@ async def run(folder: Path, scale: float, seed: int) -> list[Row]:
             if number:
                 await mesh.use_scheduler({"routing.policy": system})
             load = popular(plain, number * NUM_PREFIXES, seed)
-            before = await _reads(mesh)
+            before, copied = await _reads(mesh), await _copied_tokens(mesh)
             row, _ = await mesh.load(system, load, seed + number)
-            row |= _hits(before, await _reads(mesh), sum(each.input_tokens for each in load))
+            copied = await _copied_tokens(mesh) - copied
+            tokens = sum(each.input_tokens for each in load)
+            row |= _hits(before, await _reads(mesh), copied, tokens)
             rows.append({"part": "TokenLake", **row})
             say(f"    {rows[-1]}")
     return rows
@@ -107,15 +109,29 @@ async def _reads(mesh: LiveMesh) -> list[tuple[float, float]]:
     return found
 
 
+async def _copied_tokens(mesh: LiveMesh) -> float:
+    """Tokens whose KV the kvmanager had copied so far, on any worker."""
+    metrics = await mesh["kvmanager"].metrics()
+    return metrics.value("kvmesh_kvmanager_pool_copied_bytes_total") / TOKEN_BYTES
+
+
 def _hits(
-    before: Sequence[tuple[float, float]], after: Sequence[tuple[float, float]], tokens: int
+    before: Sequence[tuple[float, float]],
+    after: Sequence[tuple[float, float]],
+    copied: float,
+    tokens: int,
 ) -> Row:
-    """Shares of all prompt tokens, and how unevenly the caches were read."""
+    """Shares of all prompt tokens, and how unevenly the caches were read.
+
+    Workers count copies among what they fetched, but nobody has used those yet: whoever does has a
+    hit. They are taken off, those of decode workers too, so that reuse is never overstated.
+    """
     hits = [b[0] - a[0] for a, b in zip(before, after, strict=True)]
-    fetched = sum(b[1] - a[1] for a, b in zip(before, after, strict=True))
+    fetched = sum(b[1] - a[1] for a, b in zip(before, after, strict=True)) - copied
     return {
         "hits": round(sum(hits) / tokens, 3),
-        "fetched": round(fetched / tokens, 3),
+        "fetched": round(max(fetched, 0.0) / tokens, 3),
+        "copied": round(copied / tokens, 3),
         "CV of hits": round(coefficient_of_variation(hits), 3),
     }
 
