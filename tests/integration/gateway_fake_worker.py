@@ -86,6 +86,7 @@ class Behaviour:
     break_always: bool = False  # not once, but each time
     fail_decode_after: int = 0
     stall_decode_after: int = 0
+    new_finish_after: int = 0  # tokens; then they end for a reason that no gateway knows, once
     repeat_tokens: bool = False  # each message repeats the token before
     tokens_per_message: int = 1
     decode_first: bool = False  # decode speaks before the first token
@@ -250,6 +251,9 @@ class FakeWorker:
                 token_ids=token_ids,
                 finish_reason=finish_reason_to_proto(finish),
             )
+            if does.new_finish_after and sent >= does.new_finish_after:
+                does.new_finish_after = 0
+                finish, tokens.finish_reason = FinishReason.ERROR, 99  # type: ignore[assignment]
             if spec.sampling.num_logprobs >= 0:
                 tokens.logprobs.extend(logprobs_of(token_id) for token_id in token_ids)
             if finish is not None:
