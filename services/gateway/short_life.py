@@ -399,7 +399,8 @@ class ShortLife:
         due = min(due, begun.deadline)
         now = self._loop.time()
         if now < due:
-            self._timer = self._loop.call_at(due, self._look)
+            # The first token may come at once, and what is due then may be due sooner.
+            self._timer = self._loop.call_at(min(due, now + limits.stall_s), self._look)
         elif now >= begun.deadline:
             text = f"the request ran for longer than {limits.request_timeout_s} s"
             self._fail(DeadlineError(text))

@@ -89,6 +89,7 @@ class Behaviour:
     new_finish_after: int = 0  # tokens; then they end for a reason that no gateway knows, once
     repeat_tokens: bool = False  # each message repeats the token before
     tokens_per_message: int = 1
+    first_waits: bool = False  # for `go`, as other tokens do
     decode_first: bool = False  # decode speaks before the first token
     lease_ms: int = 60_000
     starts: bool = True  # reserve and offer in one; older workers only reserve
@@ -297,6 +298,8 @@ class FakeWorker:
         if spec.sampling.num_prompt_logprobs >= 0:
             prompt = spec.token_ids[1 : spec.num_prompt_tokens]
             first.prompt_logprobs.extend(logprobs_of(token_id) for token_id in prompt)
+        if self.does.first_waits:
+            await self.mesh.go.wait()
         if self.does.decode_first:
             decode.commit(reservation.reservation_id)
             await self.mesh.until(lambda: not decode.running)

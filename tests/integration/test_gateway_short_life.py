@@ -148,6 +148,29 @@ async def test_who_lost_a_request_is_not_asked_again(stack: Stack, num_short: li
     await stack.idle()
 
 
+async def test_a_stall_after_a_long_prefill_is_noticed(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, num_short: list[str]
+) -> None:
+    await stocked(stack, num_short)
+    looked = asyncio.Event()
+    look = ShortLife._look
+
+    def looks(self: ShortLife) -> None:
+        look(self)
+        looked.set()
+
+    monkeypatch.setattr(ShortLife, "_look", looks)
+    stack.mesh.workers["p1"].does = Behaviour(first_waits=True, stall_decode_after=3)
+    stack.mesh.go.clear()
+    asking = asyncio.ensure_future(ask(stack, stream=True))
+    await looked.wait()  # while it waits for the prefill, which may take a minute
+    stack.mesh.go.set()
+    async with asyncio.timeout(30):
+        assert await asking == SAYS
+    assert len(num_short) == 1
+    await stack.idle()
+
+
 async def test_an_event_of_a_newer_worker_loses_its_own_request_alone(
     stack: Stack, num_short: list[str]
 ) -> None:
