@@ -111,7 +111,7 @@ class Answer:
     async def whole(self) -> Whole:
         """The answer as one body."""
         headers: dict[str, str] = {}
-        async with aclosing(self._deltas(whole=not self._call.stop)) as deltas:
+        async with aclosing(self._deltas(whole=True)) as deltas:
             async for delta in deltas:
                 choice = self._note(delta)
                 choice.text += delta.text

@@ -227,9 +227,9 @@ class Frontend:
             KvMeshError: as `generate` does.
         """
         request = choice.request
-        record = RequestRecord(self.metrics, request, self._mesh.log)
+        record = RequestRecord(self.metrics, request, self._mesh.log, choice.ticket)
         if lane is not None:
-            lane.record, lane.ticket = record, choice.ticket
+            lane.record = record
         try:
             with start_span(
                 "gateway.request",
@@ -243,13 +243,13 @@ class Frontend:
                 if lane is not None:
                     lane.detokenizer = text.detokenizer
                 async with aclosing(
-                    generate(self._mesh, request, lane, record if whole else None)
+                    generate(
+                        self._mesh, request, lane, record if whole and text.keeps_all else None
+                    )
                 ) as tokens:
                     async for token_delta in tokens:
                         delta = text.push(token_delta)
                         record.add(delta, token_delta.num_told)
-                        if choice.ticket is not None:
-                            choice.ticket.charge(len(delta.token_ids))
                         yield delta
                         if delta.finish_reason is not None:
                             break
@@ -268,6 +268,8 @@ class _Text:
         call, request = choice.call, choice.request
         self._index = choice.index
         self._only_echo = call.max_tokens == 0
+        # Then nothing before the last token ends it.
+        self.keeps_all = not (call.stop or self._only_echo)
         self.detokenizer = Detokenizer(
             tokenizer.fast,
             request.prompt_ids,

@@ -189,11 +189,10 @@ class Placing:
         remaining_s = self._remaining_s()
         query = self._query(remaining_s)
         with start_span("gateway.route", request.traceparent) as span:
+            tried, self._tried = self._tried, None
             plan: RoutePlan | Refusal | None
-            if self._tried is None:
-                plan = self._mesh.router.planned(query)
-            else:  # the stock was asked for this request
-                plan, self._tried = self._tried.plan, None
+            # Asked of the stock once for each request.
+            plan = self._mesh.router.planned(query) if tried is None else tried.plan
             if plan is None:
                 query = replace(query, block_hashes=sequence.block_hashes)
                 plan = await self._mesh.router.route(query, span.traceparent, remaining_s)
@@ -201,7 +200,8 @@ class Placing:
                 span.event("refused", reason=plan.reason.value, message=plan.message)
             else:
                 span.set(placement=plan.placement.value, reason=plan.reason, policy=plan.policy)
-        self._refused.clear()
+        if tried is None or plan is not tried.plan:  # else they are to be avoided yet
+            self._refused.clear()
         if isinstance(plan, RoutePlan):
             self._trace.note(Moment.ROUTED, self._now(), text=f"{plan.policy}: {plan.reason}")
             return plan

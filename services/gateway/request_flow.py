@@ -39,7 +39,7 @@ async def generate(
 
     Args:
         lane: takes what it can of the tokens; they are not yielded then.
-        meter: given, tokens may come all together at the end; it is told when they came.
+        meter: given, tokens may come many together; it is told when they came.
 
     Raises:
         StageRefusedError: nobody took the request in time.

@@ -14,6 +14,7 @@ from kvmesh.core.types import FinishReason, TokenLogprobs
 from kvmesh.core.values import quick
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.telemetry.tracing import Span
+from services.gateway.admission import Ticket
 from services.gateway.errors import StageRefusedError
 from services.gateway.mesh import GenerationRequest, Placed
 from services.gateway.metrics import GatewayMetrics
@@ -48,10 +49,18 @@ class TextDelta:
 
 
 class RequestRecord:
-    """Measures one generation, writes its log line, keeps its place in the console's log."""
+    """Measures one generation, writes its log line, keeps its place in the console's log.
+
+    Args:
+        ticket: what the tokens are charged to, as they come: who leaves before the end pays too.
+    """
 
     def __init__(
-        self, metrics: GatewayMetrics, request: GenerationRequest, shown: RequestLog
+        self,
+        metrics: GatewayMetrics,
+        request: GenerationRequest,
+        shown: RequestLog,
+        ticket: Ticket | None = None,
     ) -> None:
         self._metrics = metrics
         self._request = request
@@ -64,6 +73,7 @@ class RequestRecord:
         self._gaps: list[float] = []
         self._finish = FinishReason.CANCELLED
         self._error = ""
+        self._charge = None if ticket is None else ticket.charge
         self._last: TextDelta | None = None
         self._shown = shown
         self._trace = shown.open(request.request_id, len(request.prompt_ids), self._started_at)
@@ -88,7 +98,7 @@ class RequestRecord:
         self._ttft_s = now - self._started_at
         self._metrics.ttft_s.observe(self._ttft_s)
         self._last_at = now
-        self._num_uncounted += count
+        self._count(count)
 
     def tokens(self, count: int, now: float) -> None:
         """Counts tokens after the first piece.
@@ -99,9 +109,14 @@ class RequestRecord:
         assert self._last_at is not None, "a first piece came"
         self._gaps.append(now - self._last_at)
         self._last_at = now
-        self._num_uncounted += count
+        self._count(count)
         if len(self._gaps) >= FLUSH_AFTER:
             self._flush()
+
+    def _count(self, count: int) -> None:
+        self._num_uncounted += count
+        if self._charge is not None:
+            self._charge(count)
 
     def _flush(self) -> None:
         """Lets metrics and console show what was gathered."""

@@ -42,13 +42,16 @@ from services.gateway.worker_sessions import WorkerSession
 
 _FIRST_ATTEMPT = 1
 
+MAX_TOGETHER = 256
+"""Tokens of a whole answer that come together: more would hold up other requests meanwhile."""
+
 
 class NotTakenError(LostError):
     """The worker did not take the request; the search for another one begins."""
 
 
 class Meter(Protocol):
-    """Is told of tokens when they come, where nobody else sees them before the last one."""
+    """Is told of tokens when they come, where nobody else sees them until later."""
 
     def first(self, count: int, now: float) -> None:
         """The first tokens came, at `now` on the loop's clock."""
@@ -70,7 +73,7 @@ def short_life(
 
     Args:
         begun: is told what was tried.
-        meter: given, all tokens come together at the end.
+        meter: given, tokens come many together, the last ones at the end.
     """
     sampling = request.sampling
     facts = mesh.router.facts
@@ -131,7 +134,7 @@ class ShortLife:
 
     Attributes:
         lane: takes what it can of the tokens.
-        meter: is told of all tokens, which come together at the end then.
+        meter: is told of all tokens, which come many together then.
     """
 
     def __init__(
@@ -236,7 +239,7 @@ class ShortLife:
             return False
         if kind == "reserved":
             reserved = message.reserved
-            if reserved.worker_id != self._session.worker_id:
+            if reserved.worker_id != self._session.worker_id or self._is_accepted:
                 return False
             self._accepted(reserved.lease_ms)
             return True
@@ -271,6 +274,7 @@ class ShortLife:
     def _accepted(self, lease_ms: int) -> None:
         mesh, now, worker = self._mesh, self._loop.time(), self._session.worker_id
         self._is_accepted = True
+        self._begun.first_try = None  # carried out: if it is lost now, another plan is needed
         self._progress_at = now
         self._session.hold(self._key, lease_ms)
         self._trace.note(Moment.RESERVED, now, worker)
@@ -348,7 +352,7 @@ class ShortLife:
         if self.meter is not None:
             (self.meter.first if is_first else self.meter.tokens)(len(token_ids), now)
             self._num_told += len(token_ids)
-        if finish is not None or self.meter is None:
+        if finish is not None or self.meter is None or len(self._pending) >= MAX_TOGETHER:
             self._wake_up()
 
     # --- ends ---
@@ -395,7 +399,8 @@ class ShortLife:
         due = min(due, begun.deadline)
         now = self._loop.time()
         if now < due:
-            self._timer = self._loop.call_at(due, self._look)
+            # The first token may come at once, and what is due then may be due sooner.
+            self._timer = self._loop.call_at(min(due, now + limits.stall_s), self._look)
         elif now >= begun.deadline:
             text = f"the request ran for longer than {limits.request_timeout_s} s"
             self._fail(DeadlineError(text))

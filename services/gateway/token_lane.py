@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from json.encoder import encode_basestring
 from typing import Any, Protocol
 
-from services.gateway.admission import Ticket
 from services.gateway.detokenizer import Detokenizer
 from services.gateway.request_record import RequestRecord
 from services.gateway.responses import ChoiceText
@@ -68,13 +67,11 @@ class TokenLane:
 
     Attributes:
         detokenizer, record: the choice's own, shared with the long way.
-        ticket: what the tokens are charged to.
     """
 
     def __init__(self) -> None:
         self.detokenizer: Detokenizer | None = None
         self.record: RequestRecord | None = None
-        self.ticket: Ticket | None = None
         self._writer: Writer | None = None
 
     def open(self, writer: Writer, template: ChunkTemplate, choice: ChoiceText) -> None:
@@ -84,7 +81,6 @@ class TokenLane:
         # What `push` calls for every token, looked up once.
         self._text_of = self.detokenizer.plain
         self._count = self.record.tokens
-        self._charge = None if self.ticket is None else self.ticket.charge
         self._chunk = template.chunk
         self._keep = choice.token_ids.extend
         self._writer = writer
@@ -114,6 +110,4 @@ class TokenLane:
         if text:
             writer.write(self._chunk(text))
         self._count(len(token_ids), now)
-        if self._charge is not None:
-            self._charge(len(token_ids))
         return True

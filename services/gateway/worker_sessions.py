@@ -62,7 +62,11 @@ class Taker(Protocol):
     """Whoever is told what a worker says about an attempt: a `Mailbox` or a `ShortLife`."""
 
     def takes(self, message: Any) -> bool:
-        """Takes a decode worker's event as it came off the wire; False wants it as a value."""
+        """Takes a decode worker's event as it came off the wire; False wants it as a value.
+
+        Raises:
+            ProtocolError: it says what nobody here knows.
+        """
         ...
 
     def put(self, attempt: int, event: WorkerEvent) -> None:
@@ -127,9 +131,9 @@ class Link:
             taker = self._takers.get((message.request_id, message.attempt))
             if taker is None:
                 continue  # of an attempt that ended here before the worker knew
-            if self._has_tokens and taker.takes(message):
-                continue
             try:
+                if self._has_tokens and taker.takes(message):
+                    continue
                 event = self._parse(message)
             except ProtocolError as error:
                 log.warning("bad_worker_event", peer=self.stream.name, error=str(error))

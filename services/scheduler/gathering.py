@@ -1,8 +1,10 @@
 """Route queries that wait for each other, so that they are decided together.
 
-A query waits while the prefixes of others are being looked up, or, where every worker is at work,
-for the window; so one that comes alone while a worker is idle waits for nothing. The simulator has
-the same in virtual time (`kvmesh/sim/gathering.py`). Tests: tests/unit/scheduler/test_gathering.py.
+The first one waits for the prefixes that are being looked up for others when it comes, or, where
+its prompt would wait anyway, for the window; whoever comes meanwhile is decided with it. So one
+that comes alone while a worker is idle waits for nothing, and no stream of lookups keeps it. The
+simulator has the same in virtual time (`kvmesh/sim/gathering.py`).
+Tests: tests/unit/scheduler/test_gathering.py.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ Decide = Callable[[Sequence[Waiting]], Sequence[tuple[Waiting, Outcome]]]
 
 
 class Gathering:
-    """Queries that wait now.
+    """Queries of one model that wait now.
 
     Args:
         window_s: longest time that one waits for others.
@@ -54,29 +56,35 @@ class Gathering:
         self._hold_s = hold_s
         self._decide = decide
         self._seats: list[_Seat] = []
-        self._num_looking = 0
+        self._looking: set[object] = set()
+        self._awaited: set[object] = set()
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def num_waiting(self) -> int:
         """Queries that wait for their decision, or for what it reads."""
-        return len(self._seats) + self._num_looking
+        return len(self._seats) + len(self._looking)
 
     @contextlib.contextmanager
     def looking(self) -> Iterator[None]:
-        """While a query's prefixes are looked up, those that have theirs wait for it."""
-        self._num_looking += 1
+        """While a query's prefixes are looked up, those that get theirs meanwhile wait for it."""
+        lookup = object()
+        self._looking.add(lookup)
         try:
             yield
         finally:
-            self._num_looking -= 1
+            self._looking.discard(lookup)
+            self._awaited.discard(lookup)
 
     async def decided(self, waiting: Waiting) -> Outcome:
         """The decision on a query, and on those that came with it."""
         loop = asyncio.get_running_loop()
         seat = _Seat(waiting, loop.create_future())
+        if not self._seats:
+            # Lookups that begin later are not waited for: under load there is always another one.
+            self._awaited = self._looking.copy()
         self._seats.append(seat)
-        hold_s = self._window_s if self._num_looking else self._hold_s(waiting)
+        hold_s = self._window_s if self._awaited else self._hold_s(waiting)
         if hold_s <= 0 or len(self._seats) >= MAX_JOINT:
             self._close()
         elif self._timer is None or loop.time() + hold_s < self._timer.when():
@@ -101,7 +109,8 @@ class Gathering:
             for waiting, outcome in self._decide([seat.waiting for seat in seats]):
                 answers[id(waiting)].set_result(outcome)
         finally:
-            # Nobody waits for ever for an answer that a bug has eaten.
+            # Nobody waits for an answer that a bug has eaten: each learns of it, as by itself.
             for answer in answers.values():
                 if not answer.done():
-                    answer.cancel()
+                    answer.set_exception(RuntimeError("a decision on several requests failed"))
+                    answer.exception()  # who closed raises what it was, and does not wait

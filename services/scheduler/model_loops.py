@@ -132,7 +132,8 @@ class ModelLoops:
                 if link.channel == GET and link.peer in holders:
                     name = (worker.info.worker_id, worker.info.incarnation, link.peer)
                     self._read[name] = link.bytes_total
-                    read += link.bytes_total - before.get(name, link.bytes_total)
+                    since = link.bytes_total - before.get(name, link.bytes_total)
+                    read += max(since, 0)  # its meter was dropped and counts anew
                     reading += link.queued_bytes
         return read, reading
 

@@ -10,7 +10,6 @@ import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
 from typing import Protocol
 
 from kvmesh.core.clock import Clock
@@ -100,15 +99,12 @@ class Router:
         self._clock = clock
         self._decisions = decisions
         self._planner = planner
-        policy = settings.policy
-        self._gathering: Gathering | None = None
-        if policy.joint is not None:
-            self._gathering = Gathering(policy.joint_window_s, self._hold_s, self._decide_together)
+        self._gatherings: dict[str, Gathering] = {}
 
     @property
     def num_waiting(self) -> int:
         """Queries that wait to be decided with others."""
-        return 0 if self._gathering is None else self._gathering.num_waiting
+        return sum(each.num_waiting for each in self._gatherings.values())
 
     async def route(
         self, query: RouteQuery, traceparent: str, gateway: Hashable = None
@@ -165,14 +161,24 @@ class Router:
         self._planner.demand.forget(gateway)
 
     async def _outcome(self, query: RouteQuery) -> RoutePlan | Refusal:
-        if self._gathering is None:
+        if self._settings.policy.joint is None:
             return self._decide(query, await self._known_blocks(query))
-        with self._gathering.looking():
-            known = await self._known_blocks(query)
-        looked_up = time.perf_counter()
-        outcome = await self._gathering.decided(Waiting(query, known))
-        metrics.JOINT_HELD_SECONDS.observe(time.perf_counter() - looked_up)
-        return outcome
+        # One for each model: nothing is gained by waiting for requests of another.
+        gathering = self._gatherings.get(query.model)
+        if gathering is None:
+            window_s = self._settings.policy.joint_window_s
+            gathering = Gathering(window_s, self._hold_s, self._decide_together)
+            self._gatherings[query.model] = gathering
+        try:
+            with gathering.looking():
+                known = await self._known_blocks(query)
+            looked_up = time.perf_counter()
+            outcome = await gathering.decided(Waiting(query, known))
+            metrics.JOINT_HELD_SECONDS.observe(time.perf_counter() - looked_up)
+            return outcome
+        finally:
+            if not gathering.num_waiting and self._gatherings.get(query.model) is gathering:
+                del self._gatherings[query.model]
 
     def _decide(self, query: RouteQuery, known: list[PrefixMatch] | None) -> RoutePlan | Refusal:
         started, now = time.perf_counter(), self._clock.now()
@@ -186,27 +192,23 @@ class Router:
     def _decide_together(
         self, waiting: Sequence[Waiting]
     ) -> list[tuple[Waiting, RoutePlan | Refusal]]:
-        """Decides on the queries of each model together; first told is whose prompt comes first."""
+        """Decides on queries of one model together; first told is whose prompt comes first."""
         started, now = time.perf_counter(), self._clock.now()
-        told: list[tuple[Waiting, RoutePlan | Refusal]] = []
         # By name, so that the order of arrival decides nothing.
-        ordered = sorted(waiting, key=lambda each: (each.query.model, each.query.request_id))
-        for model, group in groupby(ordered, key=lambda each: each.query.model):
-            members = list(group)
-            offload = self._planner.offload(model)
-            asks = [self._ask(each, now) for each in members]
-            plans = decide_jointly(self._settings.policy, asks, now, offload)
-            for ask, decision in zip(asks, plans, strict=True):
-                self._take(ask, decision, offload, now)
-            metrics.note_joint(plans)
-            told += [(each, plan.route) for each, plan in in_turn(members, plans)]
+        members = sorted(waiting, key=lambda each: each.query.request_id)
+        offload = self._planner.offload(members[0].query.model)
+        asks = [self._ask(each, now) for each in members]
+        plans = decide_jointly(self._settings.policy, asks, now, offload)
+        for ask, decision in zip(asks, plans, strict=True):
+            self._take(ask, decision, offload, now)
+        metrics.note_joint(plans)
         metrics.DECISION_SECONDS.observe(time.perf_counter() - started)
-        return told
+        return [(each, plan.route) for each, plan in in_turn(members, plans)]
 
     def _hold_s(self, waiting: Waiting) -> float:
         now = self._clock.now()
-        view = self._ask(waiting, now).view
-        return hold_s(view, waiting.query, self._settings.policy.joint_window_s)
+        offload = self._planner.offload(waiting.query.model)
+        return hold_s(self._settings.policy, self._ask(waiting, now), now, offload)
 
     def _ask(self, waiting: Waiting, now: float) -> Ask:
         """A query with what its decision reads."""

@@ -87,8 +87,10 @@ class Behaviour:
     break_always: bool = False  # not once, but each time
     fail_decode_after: int = 0
     stall_decode_after: int = 0
+    new_finish_after: int = 0  # tokens; then they end for a reason that no gateway knows, once
     repeat_tokens: bool = False  # each message repeats the token before
     tokens_per_message: int = 1
+    first_waits: bool = False  # for `go`, as other tokens do
     decode_first: bool = False  # decode speaks before the first token
     lease_ms: int = 60_000
     starts: bool = True  # reserve and offer in one; older workers only reserve
@@ -251,6 +253,9 @@ class FakeWorker:
                 token_ids=token_ids,
                 finish_reason=finish_reason_to_proto(finish),
             )
+            if does.new_finish_after and sent >= does.new_finish_after:
+                does.new_finish_after = 0
+                finish, tokens.finish_reason = FinishReason.ERROR, 99  # type: ignore[assignment]
             if spec.sampling.num_logprobs >= 0:
                 tokens.logprobs.extend(logprobs_of(token_id) for token_id in token_ids)
             if finish is not None:
@@ -294,6 +299,8 @@ class FakeWorker:
         if spec.sampling.num_prompt_logprobs >= 0:
             prompt = spec.token_ids[1 : spec.num_prompt_tokens]
             first.prompt_logprobs.extend(logprobs_of(token_id) for token_id in prompt)
+        if self.does.first_waits:
+            await self.mesh.go.wait()
         if self.does.decode_first:
             decode.commit(reservation.reservation_id)
             await self.mesh.until(lambda: not decode.running)

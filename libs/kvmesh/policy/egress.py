@@ -30,6 +30,7 @@ class EgressMeter:
     _waiting: int = 0
     _busy_bytes: float = 0.0
     _busy_s: float = 0.0
+    _was_busy: bool = False
 
     def __post_init__(self) -> None:
         self._capacity = self.configured
@@ -50,12 +51,16 @@ class EgressMeter:
         before, self._waiting = self._waiting, waiting
         if before > sent:
             # What waited when the cycle began did not all leave: the way was in use throughout.
-            # Transfers are counted when they arrive, so one such cycle alone says little of speed.
             self._busy_bytes += sent
             self._busy_s += elapsed_s
-            found = max(self._busy_bytes / self._busy_s, MIN_SHARE * self.configured)
-            self._capacity = min(found, self.configured)
+            # Transfers are counted when they arrive or are reported, so that in a single such cycle
+            # nothing may have left: it says nothing of speed.
+            if self._was_busy:
+                found = max(self._busy_bytes / self._busy_s, MIN_SHARE * self.configured)
+                self._capacity = min(found, self.configured)
+            self._was_busy = True
             return 1.0
+        self._was_busy = False
         self._busy_bytes = self._busy_s = 0.0
         rate = sent / elapsed_s
         recovered = self._capacity * RECOVER**elapsed_s

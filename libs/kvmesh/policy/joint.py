@@ -125,18 +125,23 @@ def in_turn(asked: Sequence[T], plans: Sequence[OffloadPlan]) -> list[tuple[T, O
     return sorted(pairs, key=lambda pair: pair[1].joint.turn if pair[1].joint is not None else 0)
 
 
-def hold_s(view: FleetView, query: RouteQuery, window_s: float) -> float:
+def hold_s(policy: Composition, ask: Ask, now: float, offload: OffloadState) -> float:
     """How long a request may wait for others to be decided with it: not at all while some worker
-    would begin its prompt at once, since only where prompts wait anyway nothing is lost by it.
+    would begin its prompt at once, since only where prompts wait anyway nothing is lost by it. Nor
+    where the others change nothing for it: a refusal, or a worker that decodes and prefills.
     """
     at_work = [
         worker.prefill_used > 0
-        for worker in view.workers
-        if worker.info.model == query.model
+        for worker in ask.view.workers
+        if worker.info.model == ask.query.model
         and worker.info.role is not Role.DECODE
         and not worker.load.draining
     ]
-    return window_s if at_work and all(at_work) else 0.0
+    if not (at_work and all(at_work) and policy.joint_window_s > 0):
+        return 0.0
+    route = decide_route(policy, ask.view, ask.query, ask.matches, now, offload).route
+    is_fixed = isinstance(route, Refusal) or route.placement is Placement.AGGREGATED
+    return 0.0 if is_fixed else policy.joint_window_s
 
 
 # --- one by one ----------------------------------------------------------------------------------

@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvmesh.core.types import RouteQuery, WorkerId
-from kvmesh.policy.joint import MAX_JOINT, hold_s
-from kvmesh.policy.view import FleetView
+from kvmesh.policy.joint import MAX_JOINT
 from kvmesh.sim.events import EventQueue, Timer
 from kvmesh.sim.placing import Answer
 from kvmesh.sim.requests import SimRequest
@@ -34,21 +33,18 @@ class Gathering:
     """Those that wait now.
 
     Args:
-        window_s: longest time that one waits for others.
-        view_for: the fleet as the decision on a query reads it.
+        hold_s: how long one should wait for others.
         decide: decides on several and answers them.
     """
 
     def __init__(
         self,
         events: EventQueue,
-        window_s: float,
-        view_for: Callable[[RouteQuery, Mapping[WorkerId, int]], FleetView],
+        hold_s: Callable[[Waiting], float],
         decide: Callable[[Sequence[Waiting]], None],
     ) -> None:
         self._events = events
-        self._window_s = window_s
-        self._view_for = view_for
+        self._hold_s = hold_s
         self._decide = decide
         self._waiting: list[Waiting] = []
         self._timer: Timer | None = None
@@ -60,8 +56,7 @@ class Gathering:
         if len(self._waiting) == MAX_JOINT:
             self._close()
             return
-        view = self._view_for(waiting.query, waiting.matches)
-        ends = self._events.now() + hold_s(view, waiting.query, self._window_s)
+        ends = self._events.now() + self._hold_s(waiting)
         if self._timer is None or ends < self._ends:
             if self._timer is not None:
                 self._timer.cancel()

@@ -17,7 +17,7 @@ from kvmesh.core.types import Refusal, RefusalReason, Role, RoutePlan, RouteQuer
 from kvmesh.policy.composition import OffloadState, decide_route
 from kvmesh.policy.connections import Connections
 from kvmesh.policy.fleet_index import FleetIndex
-from kvmesh.policy.joint import Ask, decide_jointly, in_turn
+from kvmesh.policy.joint import Ask, decide_jointly, hold_s, in_turn
 from kvmesh.policy.offload_route import OffloadPlan
 from kvmesh.policy.pdserve import timeout_s
 from kvmesh.policy.view import FleetView
@@ -153,9 +153,7 @@ class Simulation:
             Connections(),
             self.fetches.begin,
         )
-        self._gathering = Gathering(
-            self.events, system.joint_window_s, self._view_for, self._route_together
-        )
+        self._gathering = Gathering(self.events, self._hold_s, self._route_together)
         self.control = Control(scenario, self.events, self.fleet, self._desk, self.result.reasons)
         self._computed: dict[WorkerId, int] = {}
         self._link_seen = 0.0
@@ -228,23 +226,31 @@ class Simulation:
             query,
             matches,
             self.events.now(),
-            OffloadState(REMOTE, self.control.threshold_tokens),
+            self._offload,
         )
         return self._routed(request, plan)
 
     def _route_together(self, gathered: Sequence[Waiting]) -> None:
         # By name, as the scheduler does: the order of arrival decides nothing.
         waiting = sorted(gathered, key=lambda each: each.query.request_id)
-        asks = [
-            Ask(each.query, self._view_for(each.query, each.matches), each.matches)
-            for each in waiting
-        ]
-        offload = OffloadState(REMOTE, self.control.threshold_tokens)
-        plans = decide_jointly(self.scenario.system, asks, self.events.now(), offload)
+        asks = [self._ask_of(each) for each in waiting]
+        plans = decide_jointly(self.scenario.system, asks, self.events.now(), self._offload)
         for each, plan in zip(waiting, plans, strict=True):
             self._routed(each.request, plan)
         for each, plan in in_turn(waiting, plans):
             each.answer(plan.route)
+
+    def _hold_s(self, waiting: Waiting) -> float:
+        now = self.events.now()
+        return hold_s(self.scenario.system, self._ask_of(waiting), now, self._offload)
+
+    def _ask_of(self, waiting: Waiting) -> Ask:
+        view = self._view_for(waiting.query, waiting.matches)
+        return Ask(waiting.query, view, waiting.matches)
+
+    @property
+    def _offload(self) -> OffloadState:
+        return OffloadState(REMOTE, self.control.threshold_tokens)
 
     def _view_for(self, query: RouteQuery, matches: Mapping[WorkerId, int]) -> FleetView:
         seen = self.fleet.view_for(query, matches)

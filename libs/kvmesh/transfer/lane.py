@@ -134,7 +134,7 @@ class Lane:
         self._sum: Sum | None = None if kind is Checksum.NONE else checksum_function(kind)
         self._closing: asyncio.Task[None] | None = None
         self._over = asyncio.Event()
-        # A PUT's blocks are left alone until its answer. Lost without one, it may still arrive: with
+        # A PUT's blocks are left alone until its answer. Lost without one, it may yet arrive, with
         # the same bytes if the transfer goes on, else for a reservation that nobody commits. Memory
         # that is used again meanwhile would give other bytes, which only a sum would show.
         frames.lends = not options.is_staged or self._sum is not None

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.metadata
 import subprocess
 import sys
 
@@ -34,6 +35,17 @@ def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("kvmesh 0.")
+
+
+def test_the_version_where_nothing_is_installed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", missing)
+    assert main(["--version"]) == 0
+    assert "not installed" in capsys.readouterr().out
 
 
 def test_ctrl_c_ends_a_command_without_a_traceback(

@@ -89,6 +89,10 @@ def test_no_redis(options: StackOptions, paths: StackPaths) -> None:
     assert "secret" not in problem
     gone = replace(options, redis_url=f"unix://{paths.state}/redis.sock")
     assert "redis.sock" in _only(problems(gone, without, 8 * GIB))
+    for url in ("redis://:secret@host:99999", "redis://:sec/ret@host", "redis://[::1"):
+        problem = _only(problems(replace(options, redis_url=url), without, 8 * GIB))
+        assert "redis://HOST:PORT" in problem
+        assert "sec" not in problem
     wrong = replace(options, redis_url="db:6379")
     assert "redis://" in _only(problems(wrong, without, 8 * GIB))
 

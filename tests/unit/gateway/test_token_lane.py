@@ -69,6 +69,7 @@ class Lane:
     choice: ChoiceText
     metrics: GatewayMetrics
     token_ids: list[int]
+    ticket: Ticket
 
 
 @pytest.fixture
@@ -79,13 +80,13 @@ async def opened() -> Lane:
     lane = TokenLane()
     lane.detokenizer = Detokenizer(tokenizer)
     request = GenerationRequest(RequestId("r"), "m", (1,), SamplingParams(), 1.0)
-    lane.record = RequestRecord(metrics, request, RequestLog())
-    lane.ticket = Ticket(Tenant(), lambda *_: None)
+    ticket = Ticket(Tenant(), lambda *_: None)
+    lane.record = RequestRecord(metrics, request, RequestLog(), ticket)
     placed = Placed(Placement.AGGREGATED, WorkerId("w"), WorkerId("w"))
     lane.record.add(TextDelta(0, "", (), (), None, 0, placed))
     client, choice = Client(), ChoiceText((1,))
     lane.open(client, _template(_responses(Endpoint.CHAT, "r")), choice)
-    return Lane(lane, client, choice, metrics, tokenizer.encode(SENTENCE).ids)
+    return Lane(lane, client, choice, metrics, tokenizer.encode(SENTENCE).ids, ticket)
 
 
 async def test_text_arrives_whole(opened: Lane) -> None:
@@ -94,8 +95,7 @@ async def test_text_arrives_whole(opened: Lane) -> None:
         assert opened.lane.push([token_id], now)
     assert opened.client.text == SENTENCE
     assert opened.choice.token_ids == opened.token_ids
-    assert opened.lane.ticket is not None
-    assert opened.lane.ticket.num_tokens == len(opened.token_ids)
+    assert opened.ticket.num_tokens == len(opened.token_ids)
     assert opened.lane.record is not None
     opened.lane.record.close("")
     num_tokens = opened.metrics.value("vllm:generation_tokens_total", model_name="m")

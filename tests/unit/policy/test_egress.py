@@ -48,5 +48,14 @@ def test_when_the_backlog_is_gone_the_bandwidth_is_believed_again_step_by_step()
 def test_a_way_that_is_cut_is_full() -> None:
     meter = EgressMeter(100.0)
     meter.observe(0, 50, 1.0)
-    assert meter.observe(0, 50, 1.0) == 1.0
+    assert [meter.observe(0, 50, 1.0) for _ in range(2)] == [1.0, 1.0]
     assert meter.capacity == 1.0
+
+
+def test_one_cycle_without_a_report_does_not_make_a_fast_way_slow() -> None:
+    """What was read is told once a second, and a cycle is as long: some see none, the next two."""
+    meter = EgressMeter(100.0)
+    for sent, waiting in ((20, 5), (20, 5), (0, 5), (40, 5)):
+        used = meter.observe(sent, waiting, 1.0)
+    assert used == pytest.approx(0.4)
+    assert meter.capacity == 100.0

@@ -226,8 +226,8 @@ def test_no_plan_breaks_a_rule_of_routes(seed: int) -> None:
 
 class TestHold:
     def asked(self, *workers: WorkerView, **changes: Any) -> float:
-        asked: RouteQuery = query(LONG, **changes)
-        return hold_s(fleet(*workers), asked, 0.02)
+        asked: RouteQuery = query(**{"num_tokens": LONG, **changes})
+        return hold_s(JOINT, Ask(asked, fleet(*workers), {}), NOW, OffloadState())
 
     def test_only_while_nobody_is_idle(self) -> None:
         busy = worker("a", prefill_active=1)
@@ -237,4 +237,14 @@ class TestHold:
     def test_nobody_waits_for_who_is_not_there(self) -> None:
         assert self.asked(DECODE) == 0.0
         assert self.asked(worker("a", prefill_active=1), model="other") == 0.0
-        assert self.asked(worker("a", prefill_active=1), worker("b", draining=True)) == 0.02
+        leaving = worker("b", draining=True)
+        assert self.asked(worker("a", prefill_active=1), leaving, DECODE) == 0.02
+
+    def test_nor_for_what_others_do_not_change(self) -> None:
+        busy = worker("a", prefill_active=1)
+        idle = worker("d", Role.DECODE)
+        assert self.asked(busy, DECODE) == 0.02
+        assert self.asked(busy, idle, num_tokens=64) == 0.0, "a short prompt, where it is decoded"
+        assert self.asked(busy, DECODE, placement=Placement.AGGREGATED) == 0.0
+        assert self.asked(worker("h", Role.HYBRID, prefill_active=1)) == 0.0
+        assert self.asked(busy, DECODE, num_tokens=100_000) == 0.0, "a refusal"

@@ -44,9 +44,14 @@ class Parts:
             changes=changes,
         )
         self.planner.give_role = self._order
-        settings = RouterSettings(composition, Placement.AUTO, MATCH_TIMEOUT_S)
+        self._prefixes = prefixes
+        self.use(RouterSettings(composition, Placement.AUTO, MATCH_TIMEOUT_S))
+
+    def use(self, settings: RouterSettings) -> None:
+        """Makes the router anew, with other settings."""
+        self.settings = settings
         self.router = Router(
-            self.fleet, settings, prefixes, self.clock, self.decisions, self.planner
+            self.fleet, settings, self._prefixes, self.clock, self.decisions, self.planner
         )
 
     def _order(self, worker_id: WorkerId, role: Role, reason: str) -> bool:

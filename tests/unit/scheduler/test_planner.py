@@ -172,6 +172,15 @@ class TestThreshold:
         await mesh.second()
         assert mesh.planner.offload("m").threshold_tokens < 1000 * 1.15**2
 
+    async def test_a_meter_of_reads_that_counts_anew_takes_nothing_from_what_is_sent(self) -> None:
+        mesh = self.mesh()
+        for read, sent in ((500_000, 0), (0, 990_000)):
+            link = LinkDetail(WorkerId("far"), GET, bytes_total=read)
+            mesh.fleet.note_detail(mesh.members["p"], WorkerDetail(links=(link,)))
+            mesh.report("far", sent_bytes_total=sent, **IDLE)
+            await mesh.second()
+        assert mesh.planner.offload("m").threshold_tokens == pytest.approx(1000 * 1.15)
+
     async def test_requests_that_wait_for_the_remote_cluster_raise_it(self) -> None:
         mesh = self.mesh()
         for _ in range(2):

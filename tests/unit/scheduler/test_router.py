@@ -266,6 +266,37 @@ async def test_a_query_alone_is_decided_alone_also_by_a_joint_policy() -> None:
     assert (facts.joint_reason, facts.num_asked) == (JointReason.ALONE, 1)
 
 
+class StuckPrefixes(Prefixes):
+    """Does not answer for one namespace until it may."""
+
+    def __init__(self, stuck: str, **answers: Answer) -> None:
+        super().__init__(**answers)
+        self.stuck = stuck
+        self.is_asked = asyncio.Event()
+        self.may_answer = asyncio.Event()
+
+    async def match(self, namespace: str, hashes: Sequence[BlockHash], timeout_s: float) -> Answer:
+        if namespace == self.stuck:
+            self.is_asked.set()
+            await self.may_answer.wait()
+        return await super().match(namespace, hashes, timeout_s)
+
+
+async def test_a_query_does_not_wait_for_lookups_of_another_model() -> None:
+    other = worker_info("b", model="n", layout=type(LAYOUT)("new", "float32", 16, 2, 2, 32))
+    prefixes = StuckPrefixes("new", new=Answer(()), fingerprint=Answer(()))
+    parts = Parts(fleet_of(worker_info("a"), other), prefixes, policy="joint")
+    policy = replace(parts.settings.policy, joint_window_s=3600.0)
+    parts.use(replace(parts.settings, policy=policy))
+    stuck = asyncio.create_task(parts.router.route(query(model="n", block_hashes=HASHES), ""))
+    await prefixes.is_asked.wait()
+    assert isinstance(await parts.router.route(query(block_hashes=HASHES), ""), RoutePlan)
+    assert parts.router.num_waiting == 1
+    stuck.cancel()
+    await asyncio.wait({stuck})
+    assert parts.router.num_waiting == 0
+
+
 def joint_count(reason: str) -> float:
     name = "kvmesh_scheduler_joint_requests_total"
     return REGISTRY.get_sample_value(name, {"reason": reason}) or 0.0

@@ -47,7 +47,10 @@ def test_a_window_gathers_those_that_would_wait_anyway(monkeypatch: pytest.Monke
     """Both workers are at work when two more prompts come, a tenth of a second apart."""
 
     def alone(window_s: float) -> int:
-        system = dataclasses.replace(SYSTEMS["joint"], joint_window_s=window_s)
+        system = SYSTEMS["joint"]
+        # Nor does a decode worker take one of them at once.
+        route = dataclasses.replace(system.route, aggregate_tokens=0)
+        system = dataclasses.replace(system, joint_window_s=window_s, route=route)
         monkeypatch.setitem(SYSTEMS, "joint", system)
         at_work = [prompt(500.0, OTHER, 300), prompt(500.0, PREFIX, 400)]
         later = [prompt(500.5, OTHER, 500), prompt(500.6, PREFIX, 600)]
