@@ -36,8 +36,8 @@ from kvmesh.policy.joint_queues import (
     Seat,
     by_time,
     by_volume,
+    first_token,
     in_order_of_asking,
-    tokens_ahead,
     total_tokens,
 )
 from kvmesh.policy.offload_route import OffloadPlan
@@ -271,20 +271,22 @@ def _settled(
     assert isinstance(route, RoutePlan), "what was divided had a plan"
     query = ask.query
 
-    def first_token(seat: Seat) -> float:
-        return seat.wait + seat.work + tokens_ahead(queues, seat.worker.worker_id, prompt)
-
-    latest = first_token(chosen) + SLACK_TOKENS
-    rest = [seat for seat in prompt.seats.values() if seat is not chosen]
-    worth = [seat.candidate for seat in rest if first_token(seat) <= latest]
-    # Workers without a seat (far, silent, avoided) stay last resorts, as one by one.
-    others = [each for each in route.prefill if each.worker_id not in prompt.seats]
-    decode = next(each for each in ask.view.workers if each.worker_id == route.decode[0].worker_id)
+    views = {worker.worker_id: worker for worker in ask.view.workers}
+    # Workers that are no seat of it (far, silent, avoided) stay last resorts, as one by one.
+    others = [
+        _seat(views[each.worker_id], each, query)
+        for each in route.prefill
+        if each.worker_id not in prompt.seats
+    ]
+    rest = [*(seat for seat in prompt.seats.values() if seat is not chosen), *others]
+    latest = first_token(queues, chosen, prompt) + SLACK_TOKENS
+    worth = [seat.candidate for seat in rest if first_token(queues, seat, prompt) <= latest]
+    decode = views[route.decode[0].worker_id]
     standing = _standing(chosen, query)
     beside = Standing(decode, query, route.decode[0].cached_tokens, 0)
     return dataclasses.replace(
         route,
-        prefill=(chosen.candidate, *worth, *others),
+        prefill=(chosen.candidate, *worth),
         reason=f"{prefill_reason(standing)}{fetch_words(standing)}; {decode_reason(beside)}",
         cause=_cause(chosen.candidate) if route.cause in _BY_LOAD else route.cause,
     )

@@ -81,16 +81,18 @@ def total_tokens(queues: Queues) -> float:
     return total
 
 
-def tokens_ahead(queues: Queues, worker_id: WorkerId, prompt: JointPrompt) -> float:
-    """Tokens of the others that a worker computes before a prompt, which comes last where it was
-    not sent.
+def first_token(queues: Queues, seat: Seat, prompt: JointPrompt) -> float:
+    """Tokens that a worker computes until a prompt's first one, which comes last where it was not
+    sent.
     """
-    total = 0.0
+    worker_id = seat.worker.worker_id
+    total, turn = seat.wait + seat.work, 0
     for other in queues.get(worker_id, ()):
         if other is prompt:
             break
         total += other.seats[worker_id].work
-    return total
+        turn += 1
+    return total + BUSY_TOKENS * (turn >= seat.free)
 
 
 def by_time(prompts: Sequence[JointPrompt]) -> Queues:

@@ -173,6 +173,26 @@ def test_workers_that_are_much_later_are_not_asked() -> None:
         assert [each.worker_id for each in route(plan).prefill] == ["a"]
 
 
+def test_nor_are_those_of_another_cluster() -> None:
+    """A worker with room there would take the prompt, and be late with it and far away."""
+    late = dataclasses.replace(worker("w", cluster="west"), pending_tokens=90_000)
+    soon = worker("s", cluster="west")
+    view = fleet(worker("a"), late, soon, DECODE)
+    asks = [ask(name, view, a=90) for name in "xy"]
+    for each, plan in zip(asks, decide(*asks), strict=True):
+        alone = decide_route(ALONE, each.view, each.query, each.matches, NOW, OffloadState())
+        assert isinstance(alone.route, RoutePlan)
+        names = [one.worker_id for one in route(plan).prefill]
+        assert names == [one.worker_id for one in alone.route.prefill] == ["a", "s"]
+
+
+def test_a_worker_without_a_slot_is_later_by_the_wait_for_one() -> None:
+    full = dataclasses.replace(worker("b", prefill_active=4), pending_tokens=1000)
+    view = fleet(worker("a"), full, DECODE)
+    for plan in decide(ask("x", view, 160), ask("y", view, 160)):
+        assert [each.worker_id for each in route(plan).prefill] == ["a"]
+
+
 def test_each_gets_decode_room_of_its_own() -> None:
     """What was just reserved counts in blocks, too."""
     small = [worker(name, Role.DECODE, num_blocks=150, decode_slots=4) for name in ("d", "e")]

@@ -16,8 +16,8 @@ from kvmesh.policy.joint_queues import (
     Seat,
     by_time,
     by_volume,
+    first_token,
     in_order_of_asking,
-    tokens_ahead,
     total_tokens,
 )
 from kvmesh.policy.ranking import BUSY_TOKENS
@@ -102,12 +102,18 @@ def test_a_full_worker_costs_what_a_refusal_costs() -> None:
     assert total_tokens(together) == 10 + 20 + BUSY_TOKENS
 
 
-def test_what_waits_before_a_prompt() -> None:
-    prompts = [prompt(0, seat("a", 30), seat("b", 5)), prompt(1, seat("a", 70), seat("b", 5))]
+def test_what_is_computed_until_the_first_token() -> None:
+    prompts = [
+        prompt(0, seat("a", 30, free=1), seat("b", 5)),
+        prompt(1, seat("a", 70, wait=8, free=1), seat("b", 5)),
+    ]
+    on_a, on_b = prompts[1].seats[WorkerId("a")], prompts[1].seats[WorkerId("b")]
     queues = {WorkerId("a"): prompts}
-    assert tokens_ahead(queues, WorkerId("a"), prompts[1]) == 30
-    assert tokens_ahead(queues, WorkerId("b"), prompts[1]) == 0
-    assert tokens_ahead({WorkerId("a"): prompts[:1]}, WorkerId("a"), prompts[1]) == 30
+    assert first_token(queues, on_a, prompts[1]) == 8 + 30 + 70 + BUSY_TOKENS
+    assert first_token(queues, on_b, prompts[1]) == 5
+    elsewhere = {WorkerId("a"): prompts[:1]}
+    assert first_token(elsewhere, on_a, prompts[1]) == 8 + 30 + 70 + BUSY_TOKENS
+    assert first_token({}, on_a, prompts[1]) == 78
 
 
 def test_by_volume_the_fewest_tokens_move() -> None:
