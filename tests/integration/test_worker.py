@@ -85,7 +85,7 @@ async def test_blocks_that_are_being_sent_stay_when_their_sequence_is_preempted(
 
         def plan() -> list[SequenceChunk]:
             if sending.is_set() and not preempted.is_set():
-                core._preempt(core._running[0])
+                core._running.preempt(next(iter(core._running)))
                 # Others take all that is free, and write there.
                 taken.extend(core.pool.allocate(core.pool.num_free))
                 for block in taken:

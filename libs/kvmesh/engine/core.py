@@ -25,6 +25,7 @@ from kvmesh.engine.protocol import (
     TokenConstraint,
 )
 from kvmesh.engine.remote import come_back
+from kvmesh.engine.running import RunningSequences
 from kvmesh.engine.sequence import Emission, Sequence, SequenceState
 from kvmesh.engine.swap_space import SwapSpace, SwapStatistics
 from kvmesh.kv.block_pool import BlockPool
@@ -37,7 +38,7 @@ from kvmesh.kv.groups import (
 )
 from kvmesh.kv.hashing import HashChain
 from kvmesh.kv.sequence_blocks import GroupCache, SequenceBlocks
-from kvmesh.policy.batching import BatchLimits, plan_batch
+from kvmesh.policy.batching import BatchLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,16 +98,16 @@ class EngineCore:
         """Told of a sequence and the index of the first block that others can share now."""
         self._next_id = 1
         self._held: set[Sequence] = set()
-        self._running: list[Sequence] = []  # oldest first
         self._swap = swap
         self._preempted = PreemptedSequences(self._cache, self._num_reusable_again, swap)
+        self._running = RunningSequences(self._cache, self._limits, self._preempted)
         self.fills = PrefixFills(self._cache, self.pool, spec.groups, self._free_blocks)
         """Prefixes that arrive from other workers."""
         self._in_flight: frozenset[Sequence] = frozenset()
         self._released_in_flight: list[Sequence] = []
         self._prompt_tokens = self._cached_tokens = 0
         self._computed_tokens = self._generated_tokens = 0
-        self._preemptions = self._steps = 0
+        self._steps = 0
 
     # --- admission ---------------------------------------------------------------------------
 
@@ -211,8 +212,7 @@ class EngineCore:
         """Computes what the sequence has no KV for, from the next step on."""
         assert sequence.state is SequenceState.HELD, sequence.state
         self._held.discard(sequence)
-        sequence.state = SequenceState.RUNNING
-        self._running.append(sequence)
+        self._running.add(sequence)
 
     def start_decode(self, sequence: Sequence, first_token: int) -> None:
         """The prompt's KV is complete (it was written by a prefill worker): generation goes on."""
@@ -238,7 +238,7 @@ class EngineCore:
         if sequence.state is SequenceState.HELD:
             self._held.discard(sequence)
         elif sequence.state is SequenceState.RUNNING:
-            self._running.remove(sequence)
+            self._running.discard(sequence)
         elif sequence.state is SequenceState.PREEMPTED:
             self._preempted.discard(sequence)
 
@@ -266,26 +266,14 @@ class EngineCore:
         Every call that returns chunks must be followed by `finish_step`.
         """
         assert not self._in_flight, "the step before is not finished"
-        self._readmit()
-        runnable = [s for s in self._running if s.constraint is None or s.constraint.ready]
-        plans = plan_batch([s.num_remaining for s in runnable], self._limits)
-        chosen = [(runnable[plan.index], plan.num_tokens) for plan in plans]
-        chunks: list[SequenceChunk] = []
-        members: list[Sequence] = []
-        for sequence, num_tokens in chosen:
-            end = sequence.num_computed + num_tokens
-            if sequence.state is SequenceState.RUNNING and self._grow(sequence, end, members):
-                members.append(sequence)
-                self._cache.plan_saves(
-                    sequence.kv,
-                    sequence.num_computed,
-                    end,
-                    len(sequence.spec.token_ids),
-                    sequence.chain.hashes,
-                )
-                chunks.append(self._chunk(sequence, end))
-        self._in_flight = frozenset(members)
-        return chunks
+        planned = self._running.plan()
+        # States are saved where blocks are left when every sequence has those that it needs.
+        for sequence, end in planned:
+            prompt = len(sequence.spec.token_ids)
+            hashes = sequence.chain.hashes
+            self._cache.plan_saves(sequence.kv, sequence.num_computed, end, prompt, hashes)
+        self._in_flight = frozenset(sequence for sequence, _ in planned)
+        return [self._chunk(sequence, end) for sequence, end in planned]
 
     def _chunk(self, sequence: Sequence, end: int) -> SequenceChunk:
         kv = sequence.kv
@@ -306,44 +294,6 @@ class EngineCore:
             on_layers=sequence.on_layers if end == len(sequence.tokens) else None,
             remote=sequence.remote,
         )
-
-    def _grow(self, sequence: Sequence, end: int, protected: SequenceOf[Sequence]) -> bool:
-        """Makes the blocks reach `end`, preempting younger sequences; False when it cannot yet."""
-        while True:
-            try:
-                self._cache.grow(sequence.kv, sequence.num_computed, end)
-                self._preempted.served(sequence)
-                return True
-            except OutOfBlocksError:
-                if self._drop_rolling():
-                    continue
-                if self._preempted.makes_room_for(sequence):
-                    return False
-                victim = self._youngest(protected)
-                self._preempt(victim)
-                if victim is sequence:
-                    return False
-
-    def _drop_rolling(self) -> bool:
-        """Gives up a state that is kept for the cache only; False when there is none."""
-        return any(self._cache.drop_rolling(s.kv, s.chain.hashes) for s in self._running)
-
-    def _youngest(self, protected: SequenceOf[Sequence]) -> Sequence:
-        # The one that asks is itself not protected, so there always is a victim.
-        return next(s for s in reversed(self._running) if s not in protected)
-
-    def _preempt(self, victim: Sequence) -> None:
-        self._running.remove(victim)
-        if victim.remote is not None:
-            come_back(victim, self.block_size)
-            victim.num_computed = 0  # with holes, there is nothing to keep
-        self._preempted.add(victim)
-        self._preemptions += 1
-
-    def _readmit(self) -> None:
-        while (sequence := self._preempted.readmit()) is not None:
-            self._running.append(sequence)
-            self._running.sort(key=lambda s: s.sequence_id)
 
     def _num_reusable_again(self, sequence: Sequence) -> int:
         reusable = self._num_reusable(len(sequence.tokens))
@@ -394,7 +344,7 @@ class EngineCore:
         if finish is not None:
             self.release(sequence)
         elif sequence.hold_after_first:
-            self._running.remove(sequence)
+            self._running.discard(sequence)
             sequence.state = SequenceState.HELD
             self._held.add(sequence)
         # Bound now: a listener may be exchanged while the calls before it run.
@@ -474,7 +424,7 @@ class EngineCore:
             cached_tokens_total=self._cached_tokens,
             computed_tokens_total=self._computed_tokens,
             generated_tokens_total=self._generated_tokens,
-            preemptions_total=self._preemptions,
+            preemptions_total=self._running.num_preemptions,
             steps_total=self._steps,
             swap=self._swap.statistics() if self._swap is not None else SwapStatistics(),
         )

@@ -215,7 +215,7 @@ def test_preemption_scores_no_prompt_token_twice() -> None:
     for _ in range(4):  # in the middle of the younger one's prompt
         bench.step()
     assert 0 < len(younger.prompt_logprobs) < 49
-    bench.core._preempt(younger)
+    bench.core._running.preempt(younger)
     bench.finish()
     scores = emissions[0].prompt_logprobs
     alone = Bench()
@@ -300,7 +300,7 @@ def test_preemption_does_not_break_a_structure(tmp_path: Path) -> None:
         while core.has_work:
             if sequence.num_generated == preempt_at:
                 preempt_at = -1
-                core._preempt(sequence)
+                core._running.preempt(sequence)
             chunks = core.plan_step()
             core.finish_step(chunks, runner.execute(chunks))
         return sequence.tokens[3:]

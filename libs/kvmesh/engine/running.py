@@ -1,0 +1,118 @@
+"""Sequences that compute: who gets tokens and blocks of the next step, and whose are taken.
+
+Blocks go to the oldest first; when there are none, the youngest is preempted. Preempted sequences
+come back when those that run have what they need. Tests: tests/unit/engine/test_running.py,
+tests/unit/engine/test_core.py, tests/property/test_engine_core.py.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Collection, Iterator
+
+from kvmesh.core.errors import OutOfBlocksError
+from kvmesh.engine.preemption import PreemptedSequences
+from kvmesh.engine.remote import come_back
+from kvmesh.engine.sequence import Sequence, SequenceState
+from kvmesh.kv.sequence_blocks import GroupCache
+from kvmesh.policy.batching import BatchLimits, plan_batch
+
+
+def _age(sequence: Sequence) -> int:
+    return sequence.sequence_id  # ids grow with time
+
+
+class RunningSequences:
+    """Sequences that compute, oldest first, and those that wait for blocks to go on.
+
+    Attributes:
+        preempted: lost their blocks.
+        num_preemptions: since start.
+    """
+
+    def __init__(
+        self, cache: GroupCache, limits: BatchLimits, preempted: PreemptedSequences
+    ) -> None:
+        self._cache = cache
+        self._limits = limits
+        self._members: list[Sequence] = []
+        self.preempted = preempted
+        self.num_preemptions = 0
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._members)
+
+    def add(self, sequence: Sequence) -> None:
+        """Takes a sequence that was held; it may be older than others that run."""
+        sequence.state = SequenceState.RUNNING
+        insort(self._members, sequence, key=_age)
+
+    def discard(self, sequence: Sequence) -> None:
+        """Forgets a sequence that ended or is held from now on."""
+        self._members.remove(sequence)
+
+    def preempt(self, victim: Sequence) -> None:
+        """Takes a sequence's blocks; it is in no step."""
+        self._members.remove(victim)
+        if victim.remote is not None:
+            come_back(victim, self._cache.block_size)
+            victim.num_computed = 0  # with holes, there is nothing to keep
+        self.preempted.add(victim)
+        self.num_preemptions += 1
+
+    def plan(self) -> list[tuple[Sequence, int]]:
+        """The next step: its sequences with their blocks, and the position that each ends at."""
+        so_far = self.num_preemptions
+        planned = self._grown()
+        # Who comes back after a preemption would take the blocks that it was made for; without
+        # anything to compute, though, nobody else has a use for them.
+        if (self.num_preemptions == so_far or not planned) and self._readmit():
+            planned = self._grown()
+        return planned
+
+    def _grown(self) -> list[tuple[Sequence, int]]:
+        runnable = [s for s in self._members if s.constraint is None or s.constraint.ready]
+        plans = plan_batch([s.num_remaining for s in runnable], self._limits)
+        grown: dict[Sequence, int] = {}
+        for plan in plans:
+            sequence = runnable[plan.index]
+            end = sequence.num_computed + plan.num_tokens
+            # One before it in the batch may have taken its blocks.
+            if sequence.state is SequenceState.RUNNING and self._grow(sequence, end, grown):
+                grown[sequence] = end
+        return list(grown.items())
+
+    def _grow(self, sequence: Sequence, end: int, protected: Collection[Sequence]) -> bool:
+        """Makes the blocks reach `end`, preempting younger sequences; False when it cannot yet."""
+        while True:
+            try:
+                self._cache.grow(sequence.kv, sequence.num_computed, end)
+                self.preempted.served(sequence)
+                return True
+            except OutOfBlocksError:
+                if self._drop_rolling():
+                    continue
+                if self.preempted.makes_room_for(sequence):
+                    return False
+                victim = self._youngest(protected)
+                self.preempt(victim)
+                if victim is sequence:
+                    return False
+
+    def _drop_rolling(self) -> bool:
+        """Gives up a state that is kept for the cache only; False when there is none."""
+        return any(self._cache.drop_rolling(s.kv, s.chain.hashes) for s in self._members)
+
+    def _youngest(self, protected: Collection[Sequence]) -> Sequence:
+        # The one that asks is itself not protected, so there always is a victim.
+        return next(s for s in reversed(self._members) if s not in protected)
+
+    def _readmit(self) -> bool:
+        """Lets preempted sequences go on, as far as there is room; False when none does."""
+        num_before = len(self._members)
+        while (sequence := self.preempted.readmit()) is not None:
+            insort(self._members, sequence, key=_age)
+        return len(self._members) > num_before
