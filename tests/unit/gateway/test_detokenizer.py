@@ -5,6 +5,9 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteFallback, DecodeStream, Fuse, Replace, Sequence, Strip
+from tokenizers.models import BPE
 
 from services.gateway.detokenizer import Detokenizer, StopStrings
 from services.gateway.tokenizer import TextTokenizer
@@ -26,6 +29,66 @@ def test_incomplete_character_is_never_sent(tokenizer: TextTokenizer) -> None:
     token_ids = FAST.encode("a🙂").ids
     detokenizer = Detokenizer(FAST)
     assert detokenizer.push(token_ids[:-1]).text + detokenizer.finish() == "a"
+
+
+def _byte_fallback() -> Tokenizer:
+    """A tokenizer that spells unknown text in bytes, each of them a token."""
+    words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁a", "b", "▁the", "ü"]
+    vocab = {word: index for index, word in enumerate(words)}
+    fast = Tokenizer(BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
+    fast.decoder = Sequence([Replace("▁", " "), ByteFallback(), Fuse(), Strip(" ", 1, 0)])
+    return fast
+
+
+BYTE_FALLBACK = _byte_fallback()
+VOCAB = BYTE_FALLBACK.get_vocab()
+
+
+@given(token_ids=st.lists(st.integers(0, BYTE_FALLBACK.get_vocab_size() - 1), max_size=40))
+def test_bytes_that_are_no_character_end_no_request(token_ids: list[int]) -> None:
+    detokenizer = Detokenizer(BYTE_FALLBACK)
+    text = "".join(detokenizer.push([token_id]).text for token_id in token_ids)
+    again = Detokenizer(BYTE_FALLBACK).push(token_ids).text
+    assert text == again
+    the = VOCAB["▁the"]
+    for _ in range(2):
+        detokenizer.push([the])
+    assert detokenizer.push([the]).text == " the"
+
+
+def test_a_byte_that_changes_the_text_before_it_is_dropped() -> None:
+    newline, lead = VOCAB["<0x0A>"], VOCAB["<0xF0>"]
+    the = VOCAB["▁the"]
+    detokenizer = Detokenizer(BYTE_FALLBACK)
+    pieces = [detokenizer.push([each]).text for each in (the, newline, lead, the, the)]
+    assert pieces == ["the", "\n", "", " the", " the"]
+
+
+@pytest.mark.parametrize("token", ["half a character", "special"])
+def test_tokens_without_text_cost_no_more_the_more_there_are(
+    monkeypatch: pytest.MonkeyPatch, token: str
+) -> None:
+    token_id = EOS if token == "special" else FAST.encode("🙂").ids[0]
+    longest = 0
+
+    class Counting:
+        def __init__(self, ids: list[int], skip: bool) -> None:
+            self._stream = DecodeStream(ids, skip)
+            self._count = len(ids)
+
+        def step(self, fast: Tokenizer, token_id: int) -> str | None:
+            nonlocal longest
+            self._count += 1
+            longest = max(longest, self._count)
+            return self._stream.step(fast, token_id)
+
+    monkeypatch.setattr("services.gateway.detokenizer.DecodeStream", Counting)
+    detokenizer = Detokenizer(FAST)
+    word = FAST.encode(" mesh").ids
+    before = detokenizer.push(word).text
+    assert detokenizer.push([token_id] * 1000).text == ""
+    assert longest < 50
+    assert detokenizer.push(word).text.endswith(before)
 
 
 def test_special_tokens_are_skipped_or_kept() -> None:
