@@ -20,6 +20,8 @@ MAX_HELD_TOKENS = 32
 """Tokens without text that are kept for a character still to come, which has four bytes at most:
 each further token costs as much as all that are kept."""
 
+_NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+_CHARACTER_BYTES = 4
 _INVALID_PREFIX = "Invalid prefix encountered"
 
 
@@ -118,7 +120,7 @@ class Detokenizer:
     ) -> None:
         self._fast = fast
         self._skip_special = skip_special_tokens
-        self._stream = DecodeStream(list(prompt_ids[-PROMPT_TAIL_TOKENS:]), skip_special_tokens)
+        self._stream = self._stream_after(list(prompt_ids[-PROMPT_TAIL_TOKENS:]))
         self._last_with_text: int | None = None
         self._num_held = 0
         self._stops = StopStrings(stops, include=include_stop)
@@ -161,6 +163,24 @@ class Detokenizer:
         if len(token_ids) == 1:  # the hot path
             return self._step(token_ids[0])
         return "".join(map(self._step, token_ids))
+
+    def _stream_after(self, tail: list[int]) -> DecodeStream:
+        """A stream that has read the prompt's end, half a character there included."""
+        whole = len(tail)
+        if tail and self._is_half(tail[-1:]):
+            while whole > max(0, len(tail) - _CHARACTER_BYTES) and self._is_half(tail[:whole]):
+                whole -= 1
+            if self._is_half(tail[:whole]):  # more bytes than a character has: no context at all
+                return DecodeStream([], self._skip_special)
+        # Given to it as context, a half would make it give out all of the context.
+        stream = DecodeStream(tail[:whole], self._skip_special)
+        for token_id in tail[whole:]:
+            stream.step(self._fast, token_id)
+        return stream
+
+    def _is_half(self, token_ids: list[int]) -> bool:
+        text: str = self._fast.decode(token_ids, skip_special_tokens=self._skip_special)
+        return text.endswith(_NO_CHARACTER)
 
     def _step(self, token_id: int) -> str:
         try:

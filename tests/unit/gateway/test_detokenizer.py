@@ -117,6 +117,18 @@ def test_stop_strings_wait_for_min_tokens() -> None:
     assert (piece.text, piece.num_used) == ("aXb", 4)
 
 
+@pytest.mark.parametrize("num_missing", [1, 2, 3])
+def test_a_prompt_that_ends_in_a_character_gives_no_text_either(num_missing: int) -> None:
+    token_ids = FAST.encode("the mesh 🙂").ids
+    prompt, rest = token_ids[:-num_missing], token_ids[-num_missing:]
+    assert Detokenizer(FAST, prompt).push(rest).text == "🙂"
+    assert "mesh" not in Detokenizer(FAST, prompt).push(FAST.encode(" moves").ids).text
+    assert Detokenizer(FAST, token_ids).push(FAST.encode(" moves").ids).text == " moves"
+    no_text = prompt + prompt[-1:] * 6
+    text = Detokenizer(FAST, no_text).push(FAST.encode(" moves").ids).text
+    assert text.lstrip("\N{REPLACEMENT CHARACTER}") == " moves"
+
+
 def test_prompt_gives_context_but_no_text() -> None:
     prompt = FAST.encode("the mesh").ids
     assert Detokenizer(FAST, prompt).push([*FAST.encode(" moves").ids, EOS]).text == " moves"
