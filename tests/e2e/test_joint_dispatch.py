@@ -62,9 +62,9 @@ def is_meant(decision: dict[str, Any]) -> bool:
     prefill = decision["prefill"]
     return (
         decision["num_asked"] == 2
-        and len(prefill) == 2
         and all(each["pending_tokens"] == each["prefill_used"] == 0 for each in prefill)
-        and sorted(each["cached_tokens"] for each in prefill) == [0, PREFIX]
+        # Whoever has the other one's prompt to compute is later, and not asked.
+        and max(each["cached_tokens"] for each in prefill) == PREFIX
     )
 
 
