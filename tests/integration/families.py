@@ -172,6 +172,7 @@ CONFIGS: dict[str, Any] = {
         linear_num_heads=3,
         linear_head_dim=16,
         linear_conv_kernel_dim=3,
+        tie_word_embeddings=True,  # it has no effect
     ),
     "bailing-hybrid": BailingHybridConfig(
         **{key: value for key, value in LATENT.items() if key not in BAILING_OTHER_KEYS},
@@ -180,6 +181,7 @@ CONFIGS: dict[str, Any] = {
         num_local_experts=8,
         layer_types=["linear_attention", "full_attention", "linear_attention"],
         num_mtp_layers=0,
+        tie_word_embeddings=True,  # as above
     ),
     "minimax": MiniMaxConfig(
         **SHAPE,
