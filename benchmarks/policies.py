@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -60,7 +61,7 @@ def report(
     targets: list[Target] = []
     notes: list[str] = []
     at = 0
-    for number, experiment in enumerate(found):
+    for experiment in found:
         done = outcomes[at : at + len(experiment.jobs)]
         at += len(experiment.jobs)
         own = [
@@ -74,9 +75,15 @@ def report(
         notes += [f"{experiment.name}: {note}" for note in verdict.notes]
         series = [each.series for each in done if each.series is not None]
         if series:
-            lines = markdown_rows(own)
-            write_html(series, lines, experiment.name, out / f"policies_{number}.html")
+            plots = f"policies_{slug(experiment.name)}.html"
+            write_html(series, markdown_rows(own), experiment.name, out / plots)
+            notes.append(f"{experiment.name}: [plots]({plots})")
     return rows, targets, notes
+
+
+def slug(name: str) -> str:
+    """A name as part of a file's: the same in every run, whatever else runs."""
+    return "_".join(re.findall(r"[a-z0-9]+", name.lower()))
 
 
 def markdown_rows(rows: Sequence[Row]) -> str:

@@ -16,6 +16,14 @@ from kvmesh.core.values import quick
 PROMPT_TAIL_TOKENS = 8
 """Prompt tokens that the decoder sees first, so that the first one keeps its leading space."""
 
+MAX_HELD_TOKENS = 32
+"""Tokens without text that are kept for a character still to come, which has four bytes at most:
+each further token costs as much as all that are kept."""
+
+_NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+_CHARACTER_BYTES = 4
+_INVALID_PREFIX = "Invalid prefix encountered"
+
 
 class StopStrings:
     """Finds stop strings in text that arrives in pieces.
@@ -88,7 +96,8 @@ class TextPiece:
 class Detokenizer:
     """Incremental text of one generation.
 
-    A character that is still incomplete when generation ends is dropped.
+    A character that is still incomplete when generation ends is dropped, and so are bytes that
+    are no character, where they are many or change what was text before them.
 
     Args:
         fast: the model's tokenizer.
@@ -110,7 +119,10 @@ class Detokenizer:
         min_tokens: int = 0,
     ) -> None:
         self._fast = fast
-        self._stream = DecodeStream(list(prompt_ids[-PROMPT_TAIL_TOKENS:]), skip_special_tokens)
+        self._skip_special = skip_special_tokens
+        self._stream = self._stream_after(list(prompt_ids[-PROMPT_TAIL_TOKENS:]))
+        self._last_with_text: int | None = None
+        self._num_held = 0
         self._stops = StopStrings(stops, include=include_stop)
         self._is_plain = not stops
         self._include_stop = include_stop
@@ -134,7 +146,7 @@ class Detokenizer:
             is_stop_token = ends_with_stop_token and index == len(token_ids) - 1
             if is_stop_token and not self._include_stop:
                 break
-            text = self._stream.step(self._fast, token_id) or ""
+            text = self._step(token_id)
             if self._num_tokens < self._min_tokens:
                 parts.append(text)
                 continue
@@ -148,10 +160,48 @@ class Detokenizer:
         """Adds tokens that do not end generation, without stop strings: their text."""
         assert self._is_plain, "text may have to be held back"
         self._num_tokens += len(token_ids)
-        step, fast = self._stream.step, self._fast
         if len(token_ids) == 1:  # the hot path
-            return step(fast, token_ids[0]) or ""
-        return "".join(step(fast, token_id) or "" for token_id in token_ids)
+            return self._step(token_ids[0])
+        return "".join(map(self._step, token_ids))
+
+    def _stream_after(self, tail: list[int]) -> DecodeStream:
+        """A stream that has read the prompt's end, half a character there included."""
+        whole = len(tail)
+        if tail and self._is_half(tail[-1:]):
+            while whole > max(0, len(tail) - _CHARACTER_BYTES) and self._is_half(tail[:whole]):
+                whole -= 1
+            if self._is_half(tail[:whole]):  # more bytes than a character has: no context at all
+                return DecodeStream([], self._skip_special)
+        # Given to it as context, a half would make it give out all of the context.
+        stream = DecodeStream(tail[:whole], self._skip_special)
+        for token_id in tail[whole:]:
+            stream.step(self._fast, token_id)
+        return stream
+
+    def _is_half(self, token_ids: list[int]) -> bool:
+        text: str = self._fast.decode(token_ids, skip_special_tokens=self._skip_special)
+        return text.endswith(_NO_CHARACTER)
+
+    def _step(self, token_id: int) -> str:
+        try:
+            text = self._stream.step(self._fast, token_id)
+        except Exception as error:  # the library has no class of its own for it
+            if not str(error).startswith(_INVALID_PREFIX):
+                raise
+            # With bytes that are no character it reads differently what it has given out. After
+            # itself the token has the text that it has in the middle of a sentence.
+            self._stream = DecodeStream([token_id], self._skip_special)
+            text = self._stream.step(self._fast, token_id)
+        if text:
+            self._last_with_text = token_id
+            self._num_held = 0
+            return text
+        self._num_held += 1
+        if self._num_held >= MAX_HELD_TOKENS:
+            self._num_held = 0
+            last = self._last_with_text
+            self._stream = DecodeStream([] if last is None else [last], self._skip_special)
+        return ""
 
     def finish(self) -> str:
         """The rest of the text, when generation ended without a stop string."""

@@ -177,7 +177,8 @@ class OpenWork:
         """Offers the prompt to a worker, for the reservation that is held.
 
         Returns:
-            None when the worker took it, else why not.
+            None when the worker took it, else why not. The reservation is given up when the worker
+            was shown it and did not answer: it may be writing there, and would beside the next one.
 
         Raises:
             ReservationLostError: the reservation ended meanwhile; it is given up.
@@ -208,6 +209,8 @@ class OpenWork:
             raise
         if isinstance(answer, Refused):
             self.cancel_prefill()
+            if answer.refusal.reason is RefusalReason.LOST:
+                self.cancel_decode()
             return Refused(answer.refusal, by_prefill=True)
         return None
 

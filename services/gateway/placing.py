@@ -256,18 +256,23 @@ class Placing:
 
     async def _round_apart(self, plan: RoutePlan) -> Placed | None:
         """Reserve on the first that can, then offer to all."""
-        if self._work.reserved_at not in {candidate.worker_id for candidate in plan.decode}:
-            for candidate in plan.decode:
-                if await self._reserve(candidate):
-                    break
-            else:
-                return None
         for candidate in self._in_turn(plan):
+            if not await self._has_reserved(plan.decode):
+                return None
             if await self._show(candidate, self._work.offer):
                 holder = self._work.reserved_at
                 assert holder is not None, "an accepted offer has a reservation"
                 return Placed(Placement.DISAGGREGATED, candidate.worker_id, holder, plan.cause)
         return None
+
+    async def _has_reserved(self, candidates: Sequence[Candidate]) -> bool:
+        """Whether one of them holds blocks for the request; asks them if not."""
+        if self._work.reserved_at in {candidate.worker_id for candidate in candidates}:
+            return True
+        for candidate in candidates:
+            if await self._reserve(candidate):
+                return True
+        return False
 
     def _in_turn(self, plan: RoutePlan) -> Sequence[Candidate]:
         """The prefill workers as they are asked: by this gateway's connections, or as planned."""

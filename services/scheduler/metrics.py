@@ -77,7 +77,8 @@ def note_joint(plans: Sequence[OffloadPlan]) -> None:
     choices = [plan.joint for plan in plans if plan.joint is not None]
     for choice in choices:
         JOINT_REQUESTS.labels(choice.reason.value).inc()
-    JOINT_SAVED_TOKENS.inc(max((choice.saved_tokens for choice in choices), default=0.0))
+    # By volume, first tokens may come later than one by one.
+    JOINT_SAVED_TOKENS.inc(max([0.0, *(choice.saved_tokens for choice in choices)]))
 
 
 @lru_cache(maxsize=256)

@@ -98,7 +98,7 @@ class ModelLoops:
         far = [each for each in workers if each.info.cluster == self._remote]
         near = [each for each in self._home(workers) if each.info.role is not Role.DECODE]
         read, reading = self._take_read(workers, far)
-        sent = read + sum(self._take_sent(each) for each in far)
+        sent = read + self._take_sent(far)
         waiting = reading + sum(each.load.sending_bytes for each in far)
         if self._policy.offload is not Offload.ADAPTIVE or not far or not self._egress:
             return False
@@ -111,11 +111,13 @@ class ModelLoops:
         self.threshold = adjust_threshold(before, state)
         return self.threshold.tokens != before.tokens
 
-    def _take_sent(self, worker: FleetWorker) -> int:
-        total = worker.load.sent_bytes_total
-        before = self._sent.get(worker.info.worker_id, total)
-        self._sent[worker.info.worker_id] = total
-        return max(total - before, 0)  # it restarted and counts anew
+    def _take_sent(self, far: Sequence[FleetWorker]) -> int:
+        before, sent = self._sent, 0
+        # Workers that left are forgotten.
+        self._sent = {each.info.worker_id: each.load.sent_bytes_total for each in far}
+        for name, total in self._sent.items():
+            sent += max(total - before.get(name, total), 0)  # it restarted and counts anew
+        return sent
 
     def _take_read(
         self, workers: Sequence[FleetWorker], far: Sequence[FleetWorker]

@@ -80,6 +80,7 @@ class Behaviour:
     reserve_reason: RefusalReason = RefusalReason.NO_SLOTS
     reject_offers: int = 0
     offer_reason: RefusalReason = RefusalReason.BUSY
+    break_offers: int = 0  # the stream breaks instead of an answer
     fail_prefills: int = 0
     lose_reservations: int = 0  # when the prefill is offered
     break_decode_after: int = 0  # tokens; then the stream breaks, once
@@ -409,7 +410,9 @@ class _Prefill(prefill_grpc.PrefillServiceServicer):
             worker.offers.append((offer.request_id, offer.attempt))
             worker.specs.append(sequence_spec_from_proto(offer.sequence))
             worker.traceparents.append(offer.traceparent)
-            if take(worker.does, "reject_offers"):
+            if take(worker.does, "break_offers"):
+                outbox.put(BREAK)
+            elif take(worker.does, "reject_offers"):
                 refusal = Refusal(worker.does.offer_reason, "told to reject", retry_after_ms=2500)
                 event = PrefillEvent(request_id=offer.request_id, attempt=offer.attempt)
                 event.rejected.CopyFrom(refusal_to_proto(refusal))

@@ -97,6 +97,19 @@ async def test_lost_reservation_is_made_again(stack: Stack) -> None:
     await stack.idle()
 
 
+async def test_two_prefill_workers_never_write_into_one_reservation(tmp_path: Path) -> None:
+    async with gateway_stack(tmp_path, TWO_PAIRS) as stack:
+        # Who took the prompt and did not say so may be writing.
+        stack.mesh.workers["p1"].does.break_offers = 1
+        answer = await stack.client.chat.completions.create(model=MODEL, messages=HELLO)
+        assert answer.choices[0].message.content == "one request, one handoff"
+        assert len(stack.mesh.workers["p1"].offers) == len(stack.mesh.workers["p2"].offers) == 1
+        first, second = stack.mesh.workers["d1"].reserves
+        assert first in stack.mesh.workers["d1"].cancels
+        assert second not in stack.mesh.workers["d1"].cancels
+        await stack.idle()
+
+
 async def test_reservation_is_renewed_while_it_waits(stack: Stack) -> None:
     stack.mesh.workers["d1"].does.lease_ms = 30
     stack.mesh.workers["p1"].does.reject_offers = -1

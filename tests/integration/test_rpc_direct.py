@@ -23,8 +23,9 @@ from kvmesh.v1.kv_manager_service_pb2 import MatchPrefixRequest as Question
 from kvmesh.v1.kv_manager_service_pb2 import MatchPrefixResponse as Answer
 from kvmesh.v1.kv_manager_service_pb2 import PublishRequest, PublishResponse
 
-SILENT, BAD, BUG = 13, 14, 15
-"""Questions that get no answer, that are none, and that the server trips over."""
+SILENT, BAD, BUG, UNREADABLE = 13, 14, 15, 16
+"""Questions that get no answer, that are none, that the server trips over, and with an answer that
+the client cannot read."""
 
 
 @dataclass
@@ -86,11 +87,17 @@ async def served(direct_port: int = 0) -> AsyncIterator[tuple[Echo, int]]:
     assert (echo.num_open, echo.direct.num_open, echo.direct.num_offers) == (0, 0, 0)
 
 
+def _id_of(answer: Answer) -> int:
+    if answer.correlation_id == UNREADABLE:
+        raise ProtocolError("unreadable", "no answer")
+    return answer.correlation_id
+
+
 class Asker:
     """A client with its correlator."""
 
     def __init__(self, port: int, host: str = "127.0.0.1") -> None:
-        self.answers: Correlator[Question, Answer] = Correlator(lambda each: each.correlation_id)
+        self.answers: Correlator[Question, Answer] = Correlator(_id_of)
         self.down = asyncio.Event()
         self._channel = open_channel(f"127.0.0.1:{port}")
         self.stream: PeerStream[Question, Answer] = PeerStream(
@@ -174,6 +181,17 @@ async def test_an_error_breaks_the_stream_and_the_client_comes_back(number: int)
         assert await asker.stream.wait_connected(10)
         assert await asker.ask(2) == 2
         assert echo.num_ended == 1
+
+
+@pytest.mark.parametrize("direct_port", [-1, 0])
+async def test_an_answer_that_cannot_be_read_breaks_the_stream_and_no_more(
+    direct_port: int,
+) -> None:
+    async with served(direct_port) as (_, port), asking(port) as asker:
+        with pytest.raises(LostError):
+            await asker.ask(UNREADABLE)
+        assert await asker.stream.wait_connected(10)
+        assert await asker.ask(2) == 2
 
 
 async def test_a_socket_that_breaks_ends_the_stream_though_grpc_is_well() -> None:

@@ -166,6 +166,23 @@ async def test_one_that_waits_gives_up_at_its_own_time(stage: Stage) -> None:
     assert (await first).outcome is FetchOutcome.FETCHED
 
 
+async def test_a_holder_is_not_blamed_for_the_time_that_was_spent_on_another_fetch(
+    stage: Stage,
+) -> None:
+    first = await stage.first()
+    stage.reader.fetcher._options = FetchOptions(timeout_s=0.5)
+    late = await stage.waiting()
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    assert (await late).outcome is FetchOutcome.TIMEOUT
+    assert not stage.reader.fetcher._is_shunned(stage.source)
+    stage.reader.fetcher._options = FetchOptions(timeout_s=0.02)
+    alone = await stage.begin()
+    assert alone.outcome is FetchOutcome.TIMEOUT
+    assert stage.reader.fetcher._is_shunned(stage.source)
+    stage.leases.opened.set()
+
+
 async def test_a_refusal_is_told_to_all_who_waited(stage: Stage) -> None:
     stage.holder.pool._table._max_leases = 0
     first = await stage.first()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -18,8 +18,10 @@ SPARE_SHARE = 0.25
 """Of the free workers, left to those that come next."""
 
 
-def most_urgent(waiting: Iterable[T], slack_s: Callable[[T], float], count: int) -> list[T]:
-    """Up to `count` of those that wait, the most urgent first.
+def most_urgent(waiting: Sequence[T], slack_s: Callable[[T], float], count: int) -> list[T]:
+    """Up to `count` of those that wait, the most urgent first; of more, the one that came first has
+    a place too, so that under lasting overload nobody waits for more plans than others were there
+    before.
 
     Who can still be in time comes before who cannot: its place would be lost on the other one.
 
@@ -32,7 +34,10 @@ def most_urgent(waiting: Iterable[T], slack_s: Callable[[T], float], count: int)
         slack = slack_s(item)
         return slack < 0, slack
 
-    return heapq.nsmallest(count, waiting, key=place)
+    chosen = heapq.nsmallest(count, waiting, key=place)
+    if chosen and waiting[0] not in chosen:
+        chosen[-1] = waiting[0]
+    return chosen
 
 
 def num_usable(num_free: int) -> int:

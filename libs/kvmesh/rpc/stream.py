@@ -173,7 +173,8 @@ class PeerStream(Generic[RequestT, ResponseT]):
     Args:
         name: for logs, for example `scheduler@host:port`.
         open_call: stub method, called with the iterator of requests.
-        on_message: called for each message from the peer, on the event loop; must not block.
+        on_message: called for each message from the peer, on the event loop; must not block. A
+            ProtocolError from it ends the connection, as on a direct one.
         on_up: called when a stream is open; may `send` the opening messages.
         on_down: called with a reason when an open stream broke.
         joins: requests have a field `more` and are joined where several are ready; the peer
@@ -257,6 +258,8 @@ class PeerStream(Generic[RequestT, ResponseT]):
                 reason = await self._guard(call, connection)
         except grpc.aio.AioRpcError as error:
             reason = f"{error.code().name}: {error.details()}"
+        except ProtocolError as error:
+            reason = str(error)
         finally:
             was_up = self._up.is_set()
             self._up.clear()

@@ -144,6 +144,7 @@ class PrefixFetcher:
         most = min(len(fill.hashes), source.num_blocks)
         if source.worker_id == self._identity.worker_id:
             return fetch
+        waited = False  # for another's fetch: the time that is left says nothing of a holder
         fill.adopt()  # blocks may have been reserved before others computed what is in them
         try:
             async with asyncio.timeout(self._options.timeout_s):
@@ -152,6 +153,7 @@ class PrefixFetcher:
                     if flight is None:
                         await self._lead(source, fill, most, fetch)
                         break
+                    waited = True
                     await flight.over.wait()
                     if fill.adopt():
                         fetch.outcome = FetchOutcome.SHARED
@@ -164,7 +166,7 @@ class PrefixFetcher:
                         break
         except TimeoutError:
             fetch.outcome = FetchOutcome.TIMEOUT
-            if fetch.leads:
+            if fetch.leads and not waited:
                 log.warning("fetch_timed_out", holder=source.worker_id)
                 self._shun(source)
         return fetch

@@ -7,6 +7,7 @@ tests/contract/test_channels.py.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Protocol, TypeVar
@@ -117,7 +118,8 @@ async def carry_all(
     """Carries pieces, at most `width` at once, in order of their beginning.
 
     After a failure or a cancellation no further piece begins, and those under way are waited for.
-    A second cancellation does not wait: it cancels them.
+    A second cancellation cancels them. However many come, all pieces have ended when this does:
+    they are in memory that is another's afterwards.
     """
     left = deque(pieces)
 
@@ -138,11 +140,14 @@ async def carry_all(
             await asyncio.wait(workers)
         except asyncio.CancelledError:
             # Twice: one that waits for its answer takes the first as this function does.
-            for _ in range(2):
-                for worker in workers:
-                    worker.cancel()
-                await asyncio.wait(workers, timeout=0)
-            await asyncio.wait(workers)
+            cuts = 2
+            while not all(worker.done() for worker in workers):
+                if cuts:
+                    for worker in workers:
+                        worker.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait(workers, timeout=0 if cuts else None)
+                cuts = max(0, cuts - 1)
         raise
     finally:
         failures = [w.exception() for w in workers if w.done() and not w.cancelled()]

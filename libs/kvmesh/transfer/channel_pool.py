@@ -337,6 +337,7 @@ class ChannelPool:
             options.stall_timeout_s,
             self._pacer(address.endpoint),
             options.poll_s,
+            is_staged=self._staging is not None,
         )
         if kind == LOCAL:
             end = self._hub.find(peer)

@@ -65,12 +65,15 @@ class LaneOptions:
         stall_timeout_s: a lane that owes progress and makes none for this long is cut.
         pacer: budget of the link; None is no bound.
         poll_s: see `SendOptions`.
+        is_staged: what is sent lies in memory that is used again as soon as a transfer has gone on
+            by another lane.
     """
 
     connect_timeout_s: float
     stall_timeout_s: float
     pacer: Pacer | None = None
     poll_s: float = 0.0
+    is_staged: bool = False
 
 
 Connect = Callable[[], Awaitable[Wire]]
@@ -131,9 +134,10 @@ class Lane:
         self._sum: Sum | None = None if kind is Checksum.NONE else checksum_function(kind)
         self._closing: asyncio.Task[None] | None = None
         self._over = asyncio.Event()
-        # A PUT's blocks are left alone until its answer; lost without one, what was read of them
-        # never counts.
-        frames.lends = True
+        # A PUT's blocks are left alone until its answer. Lost without one, it may yet arrive, with
+        # the same bytes if the transfer goes on, else for a reservation that nobody commits. Memory
+        # that is used again meanwhile would give other bytes, which only a sum would show.
+        frames.lends = not options.is_staged or self._sum is not None
         frames.read_on(self._receive, self._ended)
 
     @classmethod

@@ -254,7 +254,10 @@ class TcpChannel:
 
     def _load(self, index: int) -> int:
         lane = self._lanes[index]
-        return 0 if lane is None or not lane.is_open else lane.unanswered_bytes
+        if lane is None:
+            return 0
+        # One that was lost comes first: its successor ends what the receiver still has of it.
+        return lane.unanswered_bytes if lane.is_open else -1
 
     async def _lane(self, index: int) -> Lane:
         opening = self._opening[index]

@@ -28,6 +28,7 @@ def test_the_model_reproduces_table_6() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 def test_all_experiments_write_their_results(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -38,14 +39,16 @@ def test_all_experiments_write_their_results(
     ]
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = tmp_path / "results"
-    assert main(["--out", str(out), "--size", "0.05", "--trace", str(trace)]) == 0
+    assert main(["--out", str(out), "--size", "0.02", "--trace", str(trace)]) == 0
     result = json.loads((out / "policies.json").read_text())
     names = {row["experiment"] for row in result["rows"]}
     assert len(names) == 14
     assert "Composition: trace" in names
     assert all(target["met"] in (True, False) for target in result["targets"])
     assert "| experiment |" in (out / "policies.md").read_text()
-    assert len(list(out.glob("*.html"))) == 7
+    plots = {path.name for path in out.glob("*.html")}
+    assert len(plots) == 7
+    assert all(f"[plots]({name})" in (out / "policies.md").read_text() for name in plots)
     assert "P/D-Serve: forwarding" in capsys.readouterr().out
 
 

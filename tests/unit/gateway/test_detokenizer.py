@@ -5,6 +5,9 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteFallback, DecodeStream, Fuse, Replace, Sequence, Strip
+from tokenizers.models import BPE
 
 from services.gateway.detokenizer import Detokenizer, StopStrings
 from services.gateway.tokenizer import TextTokenizer
@@ -26,6 +29,66 @@ def test_incomplete_character_is_never_sent(tokenizer: TextTokenizer) -> None:
     token_ids = FAST.encode("a🙂").ids
     detokenizer = Detokenizer(FAST)
     assert detokenizer.push(token_ids[:-1]).text + detokenizer.finish() == "a"
+
+
+def _byte_fallback() -> Tokenizer:
+    """A tokenizer that spells unknown text in bytes, each of them a token."""
+    words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁a", "b", "▁the", "ü"]
+    vocab = {word: index for index, word in enumerate(words)}
+    fast = Tokenizer(BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
+    fast.decoder = Sequence([Replace("▁", " "), ByteFallback(), Fuse(), Strip(" ", 1, 0)])
+    return fast
+
+
+BYTE_FALLBACK = _byte_fallback()
+VOCAB = BYTE_FALLBACK.get_vocab()
+
+
+@given(token_ids=st.lists(st.integers(0, BYTE_FALLBACK.get_vocab_size() - 1), max_size=40))
+def test_bytes_that_are_no_character_end_no_request(token_ids: list[int]) -> None:
+    detokenizer = Detokenizer(BYTE_FALLBACK)
+    text = "".join(detokenizer.push([token_id]).text for token_id in token_ids)
+    again = Detokenizer(BYTE_FALLBACK).push(token_ids).text
+    assert text == again
+    the = VOCAB["▁the"]
+    for _ in range(2):
+        detokenizer.push([the])
+    assert detokenizer.push([the]).text == " the"
+
+
+def test_a_byte_that_changes_the_text_before_it_is_dropped() -> None:
+    newline, lead = VOCAB["<0x0A>"], VOCAB["<0xF0>"]
+    the = VOCAB["▁the"]
+    detokenizer = Detokenizer(BYTE_FALLBACK)
+    pieces = [detokenizer.push([each]).text for each in (the, newline, lead, the, the)]
+    assert pieces == ["the", "\n", "", " the", " the"]
+
+
+@pytest.mark.parametrize("token", ["half a character", "special"])
+def test_tokens_without_text_cost_no_more_the_more_there_are(
+    monkeypatch: pytest.MonkeyPatch, token: str
+) -> None:
+    token_id = EOS if token == "special" else FAST.encode("🙂").ids[0]
+    longest = 0
+
+    class Counting:
+        def __init__(self, ids: list[int], skip: bool) -> None:
+            self._stream = DecodeStream(ids, skip)
+            self._count = len(ids)
+
+        def step(self, fast: Tokenizer, token_id: int) -> str | None:
+            nonlocal longest
+            self._count += 1
+            longest = max(longest, self._count)
+            return self._stream.step(fast, token_id)
+
+    monkeypatch.setattr("services.gateway.detokenizer.DecodeStream", Counting)
+    detokenizer = Detokenizer(FAST)
+    word = FAST.encode(" mesh").ids
+    before = detokenizer.push(word).text
+    assert detokenizer.push([token_id] * 1000).text == ""
+    assert longest < 50
+    assert detokenizer.push(word).text.endswith(before)
 
 
 def test_special_tokens_are_skipped_or_kept() -> None:
@@ -52,6 +115,18 @@ def test_stop_strings_wait_for_min_tokens() -> None:
     token_ids = [FAST.encode(char).ids[0] for char in "aXbX"]
     piece = Detokenizer(FAST, stops=["X"], min_tokens=3).push(token_ids)
     assert (piece.text, piece.num_used) == ("aXb", 4)
+
+
+@pytest.mark.parametrize("num_missing", [1, 2, 3])
+def test_a_prompt_that_ends_in_a_character_gives_no_text_either(num_missing: int) -> None:
+    token_ids = FAST.encode("the mesh 🙂").ids
+    prompt, rest = token_ids[:-num_missing], token_ids[-num_missing:]
+    assert Detokenizer(FAST, prompt).push(rest).text == "🙂"
+    assert "mesh" not in Detokenizer(FAST, prompt).push(FAST.encode(" moves").ids).text
+    assert Detokenizer(FAST, token_ids).push(FAST.encode(" moves").ids).text == " moves"
+    no_text = prompt + prompt[-1:] * 6
+    text = Detokenizer(FAST, no_text).push(FAST.encode(" moves").ids).text
+    assert text.lstrip("\N{REPLACEMENT CHARACTER}") == " moves"
 
 
 def test_prompt_gives_context_but_no_text() -> None:

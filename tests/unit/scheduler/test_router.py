@@ -266,6 +266,28 @@ async def test_a_query_alone_is_decided_alone_also_by_a_joint_policy() -> None:
     assert (facts.joint_reason, facts.num_asked) == (JointReason.ALONE, 1)
 
 
+async def test_a_division_by_volume_may_be_later_than_one_by_one() -> None:
+    """The first goes to its prefix behind a queue, and the second is alone on the other worker."""
+    fleet = fleet_of(worker_info("b"))
+    queue = WorkerLoad(prefill_active=1, pending_tokens=2000, blocks_free=512)
+    helps_nobody = WorkerLoad(decode_running=5, blocks_free=512)
+    for info, load in (
+        (worker_info("a"), queue),
+        (worker_info("d", Role.DECODE), helps_nobody),
+    ):
+        member = fleet.register(info, 0.0)
+        assert isinstance(member, Membership)
+        fleet.report(member, load, 0.0)
+    found = SlowPrefixes(2, fingerprint=Answer((PrefixMatch(WorkerId("a"), 1, "east", 30),)))
+    parts = Parts(fleet, found, policy="tokenlake")
+    asked = [query(1600, request_id=RequestId(name), block_hashes=HASHES) for name in "xy"]
+    asked[1] = replace(asked[1], avoid=frozenset([WorkerId("a")]))
+    plans = await asyncio.gather(*(parts.router.route(each, "") for each in asked))
+    first = [plan.prefill[0].worker_id for plan in plans if isinstance(plan, RoutePlan)]
+    assert first == ["a", "b"]
+    assert {each.num_asked for each in parts.decisions.routes()} == {2}
+
+
 class StuckPrefixes(Prefixes):
     """Does not answer for one namespace until it may."""
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import os
 import random
 import resource
@@ -160,6 +161,20 @@ def test_lent_bytes_arrive_and_a_kernel_that_lends_none_copies_them(
     assert target == source
     assert state.moved == len(source)
     assert [received, *sent] == [crc32c.crc32c(bytes(source)) if has_sum else 0] * 2
+
+
+def test_a_socket_that_takes_no_pages_gets_copies(
+    native: NativeIo, connection: tuple[socket.socket, socket.socket]
+) -> None:
+    left, right = connection
+    # Pages are spliced to nothing that appends; bytes are sent all the same.
+    fcntl.fcntl(left, fcntl.F_SETFL, fcntl.fcntl(left, fcntl.F_GETFL) | os.O_APPEND)
+    source, target = bytearray(random.Random(5).randbytes(65_536)), bytearray(65_536)
+    ranges, state = ranges_of([memoryview(source)]), NativeState()
+    native.send(left.fileno(), ranges, state, has_sum=False, lends=True)
+    native.receive(right.fileno(), ranges_of([memoryview(target)]), NativeState(), has_sum=False)
+    assert target == source
+    assert state.moved == len(source)
 
 
 def test_what_is_not_lent_may_change_at_once(

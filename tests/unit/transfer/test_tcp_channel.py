@@ -1,8 +1,22 @@
 """How a transfer is shared among the connections of a TCP channel."""
 
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
 import pytest
 
-from kvmesh.transfer.tcp_channel import MAX_PIECE_BYTES, MIN_PIECE_BYTES, even_blocks
+from kvmesh.core.errors import LostError
+from kvmesh.core.types import Endpoint
+from kvmesh.transfer.lane import Lane, LaneOptions, PeerKey
+from kvmesh.transfer.meters import LinkMeter
+from kvmesh.transfer.tcp_channel import (
+    MAX_PIECE_BYTES,
+    MIN_PIECE_BYTES,
+    TcpChannel,
+    TcpOptions,
+    even_blocks,
+)
+from tests.transfer_pair import BLOCK, DECODE, SENDER, SourcePool
 
 MIB = 1 << 20
 
@@ -37,3 +51,33 @@ def test_no_share_is_too_large_or_too_small(num_blocks: int, block: int, lanes: 
     size = even_blocks(num_blocks, block, lanes, MAX_PIECE_BYTES)
     assert size == 1 or size * block <= MAX_PIECE_BYTES
     assert (size + 1) * block > MIN_PIECE_BYTES
+
+
+@pytest.mark.parametrize("others", [0, BLOCK])
+async def test_a_lost_connection_is_made_again_before_another_is_used(others: int) -> None:
+    """Its successor's greeting ends what the receiver still has of it."""
+    lanes = [SimpleNamespace(is_open=index != 1, unanswered_bytes=others) for index in range(3)]
+    options = TcpOptions(LaneOptions(1.0, 1.0), lanes=len(lanes))
+    source = SourcePool(1)
+    with ThreadPoolExecutor(1) as threads:
+        channel = TcpChannel(
+            SENDER,
+            PeerKey(DECODE, 7),
+            Endpoint("localhost", 1),
+            7,
+            options,
+            source,
+            LinkMeter(),
+            threads,
+        )
+        channel._lanes[:] = lanes  # type: ignore[assignment]
+        made: list[int] = []
+
+        async def make(index: int) -> Lane:
+            made.append(index)
+            raise LostError("not now")
+
+        channel._lane = make  # type: ignore[method-assign]
+        assert await channel._any_lane(3) is lanes[0]  # type: ignore[comparison-overlap]
+        assert made == [1]
+    source.close()
