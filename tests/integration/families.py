@@ -155,7 +155,10 @@ CONFIGS: dict[str, Any] = {
         mlp_only_layers=[1],
     ),
     "qwen3.5": Qwen3_5TextConfig(
-        **(SHAPE | DELTA | {"head_dim": 32}), layer_types=LINEAR_FIRST, tie_word_embeddings=True
+        # Values of a multiple of what the compiled library reads at once; the other two have none.
+        **(SHAPE | DELTA | {"head_dim": 32, "linear_value_head_dim": 32}),
+        layer_types=LINEAR_FIRST,
+        tie_word_embeddings=True,
     ),
     "qwen3.5-moe": Qwen3_5MoeTextConfig(
         **({key: value for key, value in SHAPE.items() if key != "intermediate_size"} | DELTA),
