@@ -155,7 +155,10 @@ CONFIGS: dict[str, Any] = {
         mlp_only_layers=[1],
     ),
     "qwen3.5": Qwen3_5TextConfig(
-        **(SHAPE | DELTA | {"head_dim": 32}), layer_types=LINEAR_FIRST, tie_word_embeddings=True
+        # Values of a multiple of what the compiled library reads at once; the other two have none.
+        **(SHAPE | DELTA | {"head_dim": 32, "linear_value_head_dim": 32}),
+        layer_types=LINEAR_FIRST,
+        tie_word_embeddings=True,
     ),
     "qwen3.5-moe": Qwen3_5MoeTextConfig(
         **({key: value for key, value in SHAPE.items() if key != "intermediate_size"} | DELTA),
@@ -172,6 +175,7 @@ CONFIGS: dict[str, Any] = {
         linear_num_heads=3,
         linear_head_dim=16,
         linear_conv_kernel_dim=3,
+        tie_word_embeddings=True,  # it has no effect
     ),
     "bailing-hybrid": BailingHybridConfig(
         **{key: value for key, value in LATENT.items() if key not in BAILING_OTHER_KEYS},
@@ -180,6 +184,7 @@ CONFIGS: dict[str, Any] = {
         num_local_experts=8,
         layer_types=["linear_attention", "full_attention", "linear_attention"],
         num_mtp_layers=0,
+        tie_word_embeddings=True,  # as above
     ),
     "minimax": MiniMaxConfig(
         **SHAPE,

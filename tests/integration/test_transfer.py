@@ -2,15 +2,12 @@
 
 import asyncio
 import contextlib
-import os
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 
 import pytest
-import uvloop
 
 from kvmesh.core.errors import LostError, RefusedError
 from kvmesh.core.types import Endpoint, RefusalReason, WorkerId
@@ -19,10 +16,8 @@ from kvmesh.transfer.channel_pool import ChannelPool, SendOptions
 from kvmesh.transfer.codec import HEADER, encode_frame
 from kvmesh.transfer.data_server import DataServer, ReceiveOptions
 from kvmesh.transfer.decoder import FrameDecoder
-from kvmesh.transfer.frame_socket import FrameSocket
 from kvmesh.transfer.frames import (
     BlockRun,
-    CancelFrame,
     CommitFrame,
     CommitOkFrame,
     ErrorFrame,
@@ -458,43 +453,6 @@ async def test_a_put_that_is_cancelled_twice_cuts_the_channel(source: SourcePool
         await until(lambda: pool.statistics().open_channels == 0)
         released.set()
         await pool.close()
-
-
-async def test_a_cut_socket_wakes_its_reader_and_its_writer() -> None:
-    left, right = socket.socketpair()
-    threads = ThreadPoolExecutor()
-    frames = FrameSocket(left, BLOCK, 30, threads)
-    writing = asyncio.create_task(frames.send(bytes(64 << 20)))
-    reading = asyncio.create_task(frames.receive())
-    await asyncio.sleep(0)
-
-    frames.cut("a reason")
-
-    for task in (writing, reading):
-        with pytest.raises(LostError, match="a reason"):
-            await task
-    frames.close()
-    right.close()
-    threads.shutdown()
-
-
-@pytest.mark.parametrize("run", [uvloop.run, asyncio.run])
-def test_a_watched_socket_stays_blocking_for_its_threads(
-    run: Callable[[Coroutine[None, None, None]], None],
-) -> None:
-    async def scenario() -> None:
-        left, right = socket.socketpair()
-        with right, ThreadPoolExecutor(1) as threads:
-            frames = FrameSocket(left, BLOCK, STALL_S, threads)
-            reading = asyncio.create_task(frames.receive())
-            await until(lambda: frames._is_watched)
-            assert os.get_blocking(left.fileno())
-            right.sendall(encode_frame(CancelFrame(1)))
-            assert await reading == CancelFrame(1)
-            assert os.get_blocking(left.fileno())
-            frames.close()
-
-    run(scenario())
 
 
 async def test_links_of_workers_that_left_are_dropped_when_another_comes(

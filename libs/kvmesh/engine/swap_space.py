@@ -82,11 +82,13 @@ class SwapSpace:
             Whether it began; if not, `left` is not called.
         """
         spots = cache.contents(kv, sequence.num_computed)
+        if not spots:
+            return False
         num_bytes = len(spots) * self._arena.block_bytes
         decision = choose_preemption(sequence.num_computed, num_bytes, self._speeds)
         if not decision.swap:
             self._speeds = without_copy(self._speeds)
-        if not spots or len(spots) > self._arena.num_free or not decision.swap:
+        if len(spots) > self._arena.num_free or not decision.swap:
             return False
         places = self._arena.take(len(spots))
         kept = _Kept(dict(zip(spots, places, strict=True)), sequence.num_computed, kv.num_sealed)

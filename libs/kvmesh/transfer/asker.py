@@ -194,7 +194,7 @@ class Asker:
     def _shun(self, peer: PeerKey, seconds: float) -> None:
         now = self.now()
         self._shunned = {each: until for each, until in self._shunned.items() if now < until}
-        self._shunned.setdefault(peer, now + seconds)
+        self._shunned[peer] = max(self._shunned.get(peer, 0.0), now + seconds)
 
     def _is_shunned(self, peer: PeerKey) -> bool:
         return self.now() < self._shunned.get(peer, 0.0)

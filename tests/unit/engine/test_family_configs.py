@@ -101,6 +101,11 @@ def test_bailing_hybrid() -> None:
     assert parse(BAILING, kda_safe_gate=False).decay_bound == 0.0
 
 
+def test_families_whose_head_is_never_tied() -> None:
+    for raw in (KIMI, BAILING):
+        assert not parse(raw, tie_word_embeddings=True).tie_word_embeddings
+
+
 @pytest.mark.parametrize("bound", [-0.5, 0.0])
 def test_decays_of_bailing_hybrid(bound: float) -> None:
     shape = LinearConfig(frozenset({0}), 2, 2, 3, 3, 1)

@@ -106,3 +106,17 @@ def test_a_sequence_that_ends_while_it_waits_leaves_nothing() -> None:
     for sequence in sequences:
         bench.core.release(sequence)
     assert bench.core.is_idle
+
+
+def test_a_sequence_that_loses_nothing_makes_copies_no_cheaper() -> None:
+    bench = Bench(12)
+    bench.swap.observe_step(num_tokens=1000, seconds=1e-6)
+    bench.run()
+    fresh = bench.core.admit_decode(make_spec([1, 2, 3], NEW_TOKENS))
+    assert isinstance(fresh, Sequence), fresh
+    bench.core.run(fresh)
+    for _ in range(1000):
+        assert not bench.swap.keep(fresh, fresh.kv, bench.core._cache, lambda: None)
+    bench.core.release(fresh)
+    bench.run()
+    assert bench.core.statistics().swap.swapped_out_total == 1

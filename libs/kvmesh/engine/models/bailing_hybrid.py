@@ -33,6 +33,8 @@ def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
     bound = float(fields.raw.get("kda_lower_bound", -5.0))
     return replace(
         config,
+        # The head is its own whatever the file says: transformers ties none of this family.
+        tie_word_embeddings=False,
         head_dim=latent.rope_dim,
         latent=latent,
         linear=_linear(fields, config),

@@ -38,6 +38,8 @@ def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
     latent = latent_shape(fields, interleaved=False)
     return replace(
         config,
+        # The head is its own whatever the file says: transformers ties none of this family.
+        tie_word_embeddings=False,
         head_dim=latent.rope_dim,
         latent=latent,
         linear=_linear(fields, config.num_layers),
