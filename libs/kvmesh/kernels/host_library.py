@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from kvmesh.core.compiled import CompileError, compile_library, load_compiled
+from kvmesh.core.compiled import CompileError, load_compiled
 
 _SOURCE = Path(__file__).with_name("host.cpp")
 _FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-std=c++17", "-fno-math-errno")
@@ -31,13 +31,3 @@ def load_host_library() -> ctypes.CDLL | None:
     except CompileError as error:
         _log.warning("host.cpp cannot be built, the CPU path is slower on torch alone: %s", error)
         return None
-
-
-def build(compiler: str, folder: Path) -> Path:
-    """Compiles into the folder unless it is there already.
-
-    Raises:
-        OSError: the folder cannot be written, or the compiler not be run.
-        subprocess.SubprocessError: it refused or took too long.
-    """
-    return compile_library(compiler, _SOURCE, _FLAGS, folder)
