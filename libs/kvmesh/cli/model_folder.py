@@ -14,7 +14,6 @@ from typing import Any
 from kvmesh.core.errors import CheckpointError
 from kvmesh.core.types import DTYPE_BYTES, KvLayout
 
-_NEEDED = ("config.json", "tokenizer.json")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -55,22 +54,39 @@ def read_model_folder(path: Path) -> ModelFolder:
     Raises:
         CheckpointError: the folder or a file is missing or cannot be read; says what to do.
     """
+    check_model_folder(path)
+    try:
+        config = json.loads((path / "config.json").read_text())
+        return _folder_of(path, config, sum(file.stat().st_size for file in _weights(path)))
+    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+        raise CheckpointError(f"{path}/config.json cannot be used: {error!r}") from error
+
+
+def check_model_folder(path: Path, *, has_text: bool = True) -> None:
+    """Checks that a folder has the files of a model.
+
+    Args:
+        has_text: whether it is to read and write text; a model that is only measured needs no
+            tokenizer.
+
+    Raises:
+        CheckpointError: the folder or a file is missing; says what to do.
+    """
     if not path.is_dir():
         raise CheckpointError(f"{path} is no folder; {_advice(path)}")
-    missing = [name for name in _NEEDED if not (path / name).is_file()]
-    weights = list(path.glob("*.safetensors"))
-    if not weights:
+    needed = ("config.json", "tokenizer.json") if has_text else ("config.json",)
+    missing = [name for name in needed if not (path / name).is_file()]
+    if not _weights(path):
         missing.append("*.safetensors")
     if missing:
         raise CheckpointError(
             f"{path} lacks {', '.join(missing)}; a model folder holds a checkpoint as "
             "transformers saves it, with safetensors weights"
         )
-    try:
-        config = json.loads((path / "config.json").read_text())
-        return _folder_of(path, config, sum(file.stat().st_size for file in weights))
-    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
-        raise CheckpointError(f"{path}/config.json cannot be used: {error!r}") from error
+
+
+def _weights(path: Path) -> list[Path]:
+    return list(path.glob("*.safetensors"))
 
 
 def _advice(path: Path) -> str:

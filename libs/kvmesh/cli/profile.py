@@ -22,7 +22,7 @@ from kvmesh.cli.flags import (
     positive_int,
 )
 from kvmesh.cli.link_speed import loopback_bytes_per_s, read_bytes_per_s
-from kvmesh.cli.model_folder import read_model_folder
+from kvmesh.cli.model_folder import check_model_folder
 from kvmesh.core.errors import ConfigError
 from kvmesh.engine.measure import blocks_of, decode_seconds, handoff_bytes, prefill_seconds
 from kvmesh.engine.protocol import ModelRunner
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     if not arguments.model:
         raise ConfigError("name a model folder with --model")
-    read_model_folder(Path(arguments.model))
+    check_model_folder(Path(arguments.model), has_text=False)
     runner = TorchRunner.load(
         Path(arguments.model),
         served_name=Path(arguments.model).name,
