@@ -14,7 +14,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -239,7 +239,9 @@ def prepare(host: ContainerHost, stack: Stack) -> None:
             host.make_base_image()
     stack.down()
     stack.build()
-    host.podman("image", "prune", "--force", timeout_s=120)  # what older builds left
+    # What older builds left. The container of a build that was cut off keeps its layers.
+    with suppress(CommandError):
+        host.podman("image", "prune", "--force", timeout_s=120)
     for image in sorted({*stack.images.values(), BASE_IMAGE}):
         print(f"    {image}: {host.image_bytes(image) / 1e6:.0f} MB", flush=True)
     with step("control-plane images hold no torch"):
