@@ -9,9 +9,11 @@ import argparse
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kvmesh.core.config import ENV_PREFIX, OneLineParser, environment
+
+T = TypeVar("T")
 
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"", "0", "false", "no", "off"}
@@ -111,10 +113,10 @@ def _dest(flag: str) -> str:
     return flag.removeprefix("--").replace("-", "_")
 
 
-def _told(kind: Callable[[str], Any]) -> Callable[[str], Any]:
+def _told(kind: Callable[[str], T]) -> Callable[[str], T]:
     """`kind`, whose errors are sentences for people."""
 
-    def parse(raw: str) -> Any:
+    def parse(raw: str) -> T:
         try:
             return kind(raw)
         except ValueError as error:
@@ -182,18 +184,11 @@ def picture_file(raw: str) -> str:
     return output_file(raw)
 
 
-def _whole(raw: str) -> int:
-    try:
-        return int(raw)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{raw!r} is not a whole number") from error
+_whole = _told(int)
 
 
 def _finite(raw: str) -> float:
-    try:
-        value = float(raw)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{raw!r} is not a number") from error
+    value = _told(float)(raw)
     if not math.isfinite(value):
         raise argparse.ArgumentTypeError(f"{raw!r} is not a number")
     return value

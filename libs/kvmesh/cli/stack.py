@@ -220,9 +220,10 @@ class _Planner:
     def remote_members(self, scheduler: Endpoint, kvmanager: Endpoint) -> list[Member]:
         """The second cluster: each worker has its share of the link, and no way around it."""
         remote = self.options.remote
+        if remote is None:
+            return []
         members: list[Member] = []
-        for index in range(0 if remote is None else remote.num_prefill):
-            assert remote is not None, "it has workers"
+        for index in range(remote.num_prefill):
             name = f"{REMOTE}-{index}"
             flags = self.worker_flags(name, scheduler, kvmanager) | {
                 "worker.cluster": REMOTE,

@@ -52,7 +52,7 @@ class LinkDetail:
 
 @dataclass(frozen=True, slots=True)
 class WorkerDetail:
-    """What people want to see of a worker and no decision reads.
+    """What people want to see of a worker. Decisions read of it the links alone.
 
     Attributes:
         cordoned: no new work is routed to it, by order of an operator.
