@@ -33,7 +33,7 @@ from kvmesh.telemetry.tracing import Span, start_span
 from services.scheduler import metrics
 from services.scheduler.decisions import DecisionLog
 from services.scheduler.fleet import Fleet
-from services.scheduler.gathering import Gathering, Waiting
+from services.scheduler.gathering import JointDecisions, Waiting
 from services.scheduler.planner import Planner
 
 log = event_logger(__name__)
@@ -99,12 +99,12 @@ class Router:
         self._clock = clock
         self._decisions = decisions
         self._planner = planner
-        self._gatherings: dict[str, Gathering] = {}
+        self._joint: dict[str, JointDecisions] = {}
 
     @property
     def num_waiting(self) -> int:
         """Queries that wait to be decided with others."""
-        return sum(each.num_waiting for each in self._gatherings.values())
+        return sum(each.num_waiting for each in self._joint.values())
 
     async def route(
         self, query: RouteQuery, traceparent: str, gateway: Hashable = None
@@ -164,21 +164,19 @@ class Router:
         if self._settings.policy.joint is None:
             return self._decide(query, await self._known_blocks(query))
         # One for each model: nothing is gained by waiting for requests of another.
-        gathering = self._gatherings.get(query.model)
-        if gathering is None:
-            window_s = self._settings.policy.joint_window_s
-            gathering = Gathering(window_s, self._hold_s, self._decide_together)
-            self._gatherings[query.model] = gathering
+        decisions = self._joint.get(query.model)
+        if decisions is None:
+            decisions = JointDecisions(self._hold_s, self._decide_together)
+            self._joint[query.model] = decisions
         try:
-            with gathering.looking():
-                known = await self._known_blocks(query)
-            looked_up = time.perf_counter()
-            outcome = await gathering.decided(Waiting(query, known))
-            metrics.JOINT_HELD_SECONDS.observe(time.perf_counter() - looked_up)
-            return outcome
+            return await decisions.decided(self._looked_up(query))
         finally:
-            if not gathering.num_waiting and self._gatherings.get(query.model) is gathering:
-                del self._gatherings[query.model]
+            if not decisions.num_waiting and self._joint.get(query.model) is decisions:
+                del self._joint[query.model]
+
+    async def _looked_up(self, query: RouteQuery) -> Waiting:
+        known = await self._known_blocks(query)
+        return Waiting(query, known, time.perf_counter())
 
     def _decide(self, query: RouteQuery, known: list[PrefixMatch] | None) -> RoutePlan | Refusal:
         started, now = time.perf_counter(), self._clock.now()
@@ -201,6 +199,8 @@ class Router:
         plans = decide_jointly(self._settings.policy, asks, now, offload)
         for ask, decision in zip(asks, plans, strict=True):
             self._take(ask, decision, offload, now)
+        for each in members:
+            metrics.JOINT_HELD_SECONDS.observe(started - each.since)
         metrics.note_joint(plans)
         metrics.DECISION_SECONDS.observe(time.perf_counter() - started)
         return [(each, plan.route) for each, plan in in_turn(members, plans)]

@@ -25,7 +25,7 @@ from kvmesh.sim.control import Control
 from kvmesh.sim.events import EventQueue
 from kvmesh.sim.fetch import Fetches, profile_pace
 from kvmesh.sim.fleet import MODEL, REMOTE, SimFleet
-from kvmesh.sim.gathering import Gathering, Waiting
+from kvmesh.sim.joint import JointDecisions, Waiting
 from kvmesh.sim.placing import Answer, Desk, Placed, Placing
 from kvmesh.sim.requests import Outcome, SimRequest, SimSequence, blocks_for
 from kvmesh.sim.scenario import Failure, FailureKind, Scenario
@@ -153,7 +153,7 @@ class Simulation:
             Connections(),
             self.fetches.begin,
         )
-        self._gathering = Gathering(self.events, self._hold_s, self._route_together)
+        self._joint = JointDecisions(self.events, self._hold_s, self._route_together)
         self.control = Control(scenario, self.events, self.fleet, self._desk, self.result.reasons)
         self._computed: dict[WorkerId, int] = {}
         self._link_seen = 0.0
@@ -210,7 +210,7 @@ class Simulation:
             answer(self.route(request, avoid))
         else:
             matches = self.fleet.index.match(request.reusable_hashes)
-            self._gathering.take(Waiting(request, _query(request, avoid), matches, answer))
+            self._joint.take(Waiting(request, _query(request, avoid), matches, answer))
 
     def route(self, request: SimRequest, avoid: frozenset[WorkerId]) -> RoutePlan | Refusal:
         """What the scheduler decides now, on this request alone.
