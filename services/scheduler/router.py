@@ -27,6 +27,7 @@ from kvmesh.policy.explain import describe_decision
 from kvmesh.policy.joint import Ask, decide_jointly, hold_s, in_turn
 from kvmesh.policy.offload_route import OffloadPlan
 from kvmesh.policy.plans_ahead import BATCH, MAX_AHEAD, Wish
+from kvmesh.policy.recent_reads import RecentReads
 from kvmesh.policy.view import FleetView
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.telemetry.tracing import Span, start_span
@@ -99,6 +100,7 @@ class Router:
         self._clock = clock
         self._decisions = decisions
         self._planner = planner
+        self._reads = RecentReads()
         self._joint: dict[str, JointDecisions] = {}
 
     @property
@@ -220,8 +222,9 @@ class Router:
             view = self._fleet.view_for(query, matches, now)
         else:
             view = self._fleet.view(now)
-        if matches and policy.route.fetches:
-            view = dataclasses.replace(view, pace=self._planner.pace(query.model))
+        if policy.route.fetches and (matches or policy.joint is not None):
+            reads = self._reads.among(view.workers, matches or {})
+            view = dataclasses.replace(view, pace=self._planner.pace(query.model), reads=reads)
         return Ask(query, view, matches)
 
     def _take(self, ask: Ask, decision: OffloadPlan, offload: OffloadState, now: float) -> None:
@@ -232,6 +235,8 @@ class Router:
         self._decisions.add(ask.query.request_id, describe)
         if isinstance(decision.route, RoutePlan):
             self._fleet.note_route(decision.route, now)
+            if ask.matches:
+                self._reads.note(decision.route, _block_size(ask.view, decision.route))
 
     async def _known_blocks(self, query: RouteQuery) -> list[PrefixMatch] | None:
         if not query.block_hashes:
@@ -248,6 +253,11 @@ class Router:
                 return None
             found.extend(answer.matches)
         return found
+
+
+def _block_size(view: FleetView, plan: RoutePlan) -> int:
+    chosen = plan.prefill[0].worker_id
+    return next(w for w in view.workers if w.info.worker_id == chosen).info.layout.block_size
 
 
 def _describe(span: Span, query: RouteQuery, outcome: RoutePlan | Refusal) -> None:

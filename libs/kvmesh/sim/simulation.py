@@ -20,6 +20,7 @@ from kvmesh.policy.fleet_index import FleetIndex
 from kvmesh.policy.joint import Ask, decide_jointly, hold_s, in_turn
 from kvmesh.policy.offload_route import OffloadPlan
 from kvmesh.policy.pdserve import timeout_s
+from kvmesh.policy.recent_reads import RecentReads
 from kvmesh.policy.view import FleetView
 from kvmesh.sim.control import Control
 from kvmesh.sim.events import EventQueue
@@ -153,6 +154,7 @@ class Simulation:
             Connections(),
             self.fetches.begin,
         )
+        self._reads = RecentReads()
         self._joint = JointDecisions(self.events, self._hold_s, self._route_together)
         self.control = Control(scenario, self.events, self.fleet, self._desk, self.result.reasons)
         self._computed: dict[WorkerId, int] = {}
@@ -255,7 +257,8 @@ class Simulation:
     def _view_for(self, query: RouteQuery, matches: Mapping[WorkerId, int]) -> FleetView:
         seen = self.fleet.view_for(query, matches)
         # Field by field: `dataclasses.replace` would be a part of a decision's time.
-        return FleetView(seen.workers, seen.version, seen.num_routes, self._pace)
+        reads = self._reads.among(seen.workers, matches) if matches else {}
+        return FleetView(seen.workers, seen.version, seen.num_routes, self._pace, reads)
 
     def _routed(self, request: SimRequest, plan: OffloadPlan) -> RoutePlan | Refusal:
         """Counts a decision, and the plan as load of its workers."""
@@ -268,6 +271,7 @@ class Simulation:
             self.result.reasons[f"joint: {plan.joint.reason.value}"] += 1
         if isinstance(plan.route, RoutePlan):
             self.fleet.note_route(plan.route)
+            self._reads.note(plan.route, TRACE_BLOCK)
         return plan.route
 
     # --- the way of a request ----------------------------------------------------------------
