@@ -26,7 +26,7 @@ from kvmesh.transfer.channel import (
     SendChannel,
     usable_kinds,
 )
-from kvmesh.transfer.device import DevicePool, SharedPool
+from kvmesh.transfer.device import DevicePool, Moment, SharedPool
 from kvmesh.transfer.frames import BlockPart, Checksum
 from kvmesh.transfer.host import host_id
 from kvmesh.transfer.ipc_channel import IpcChannel
@@ -155,7 +155,11 @@ class ChannelPool:
         self._closed = False
 
     async def put(
-        self, reservation: Reservation, runs: Sequence[Run], part: BlockPart | None = None
+        self,
+        reservation: Reservation,
+        runs: Sequence[Run],
+        part: BlockPart | None = None,
+        after: Moment = None,
     ) -> None:
         """Writes blocks of this worker's pool into a reservation; returns when they are there.
 
@@ -166,6 +170,7 @@ class ChannelPool:
             reservation: where to; its worker must be reached under `data_endpoint`.
             runs: from `align_to_reservation`, at least one block.
             part: only these bytes of each block, such as some layers; then each block is a call.
+            after: the blocks of a device pool are read behind this moment of it; None: behind now.
 
         Raises:
             RefusedError: the receiver said no; the refusal is its own.
@@ -182,7 +187,7 @@ class ChannelPool:
         started = now()
         meter.begin(num_bytes, started)
         try:
-            await channel.put(reservation, runs, part)
+            await channel.put(reservation, runs, part, after)
         except RefusedError:
             meter.refused += 1
             raise
