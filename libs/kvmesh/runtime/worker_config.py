@@ -17,10 +17,10 @@ class DataSection:
     lanes: int = option(2, "TCP connections per peer")
     checksum: str = option("crc32c", "of TCP payloads: crc32c, crc32 or none")
     budget_mb_s: float = option(0.0, "TCP megabytes per second to one peer; 0: no bound")
-    egress_mb_s: float = option(0.0, "TCP megabytes per second to all peers together; 0: no bound")
+    egress_mb_s: float = option(0.0, "TCP megabytes per second to all, reads included; 0: no bound")
     window_mb: int = option(64, "megabytes that one connection may be ahead of its answers")
     copy_threads: int = option(1, "that share a large copy out of shared memory")
-    poll_us: int = option(0, "microseconds to look for the next frame before other work")
+    poll_us: int = option(100, "microseconds to look for the next frame, while that pays; 0: not")
     staging_mb: int = option(
         64, "pinned host memory per direction for blocks of a device, megabytes"
     )
@@ -90,8 +90,8 @@ class FetchSection:
     timeout_s: float = option(10.0, "a fetch that takes longer is given up, the rest is computed")
     stall_s: float = option(2.0, "a fetch or query without progress for this long is given up")
     lease_s: float = option(5.0, "blocks leased to a reader are free again so long after its reads")
-    max_leases: int = option(64, "leases given at once; 0: nothing is given away")
-    max_share: float = option(0.5, "of all blocks, in leases at once")
+    max_leases: int = option(64, "leases at once, half to one reader; 0: nothing is given away")
+    max_share: float = option(0.5, "of all blocks, in leases at once; half of that to one reader")
     max_queries: int = option(8, "questions about KV here that are open at once, else refused")
     leave_s: float = option(0.0, "a drained worker stays so long for what it holds to be copied")
     query: str = option(

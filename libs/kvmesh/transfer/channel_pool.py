@@ -66,12 +66,14 @@ class SendOptions:
         lanes: TCP connections per peer.
         checksum: of TCP payloads; the receiver may want one too.
         budget_bytes_s: TCP bytes per second to one peer; 0 is no bound.
-        egress_bytes_s: to all peers together; 0 is no bound. One of both may be set.
+        egress_bytes_s: to all peers together, see `ChannelPool.egress`; 0 is no bound. One of both
+            may be set.
         connect_timeout_s: for a new connection, greeting included.
         stall_timeout_s: a transfer fails when it makes no progress for this long.
         tls: wraps TCP connections.
         poll_s: after something small was sent, and nothing else is under way on its connection, the
-            loop looks for the answer so long before it turns to other work; 0: not at all.
+            loop looks for the answer so long at most before it turns to other work, while that pays
+            (`Polling`); 0: not at all.
         staging_bytes: host memory that blocks of a device pool leave through.
     """
 
@@ -259,6 +261,11 @@ class ChannelPool:
     def staging(self) -> StagingRing | None:
         """What blocks leave a device pool through; readers of peers' blocks may land them there."""
         return self._staging
+
+    @property
+    def egress(self) -> Pacer | None:
+        """What holds all that leaves this worker to its budget; what peers read is to share it."""
+        return self._egress
 
     @property
     def sent_bytes(self) -> int:

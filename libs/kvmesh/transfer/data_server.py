@@ -39,6 +39,7 @@ from kvmesh.transfer.meters import (
 )
 from kvmesh.transfer.native import load_native
 from kvmesh.transfer.nixl_reader import NixlReaders
+from kvmesh.transfer.pacing import Pacer
 from kvmesh.transfer.protocol import ChannelIdentity, ReceiverMachine
 from kvmesh.transfer.query_ops import QueryOps
 from kvmesh.transfer.server_channel import ServerChannel, ServerState
@@ -70,10 +71,11 @@ class ReceiveOptions:
             this long within a frame, is cut.
         tls: wraps TCP connections.
         copy_threads: that share one large copy out of a mapped pool.
-        poll_s: after a frame, the loop looks for the next one so long before it turns to other
-            work; 0: not at all.
+        poll_s: after a frame, the loop looks for the next one so long at most before it turns to
+            other work, while that pays (`Polling`); 0: not at all.
         staging_bytes: host memory that blocks of a device pool arrive through; a frame with more
             is refused.
+        egress: budget of what peers read over TCP, shared with what is sent; None is no bound.
     """
 
     kinds: tuple[str, ...] = DEFAULT_KINDS
@@ -86,6 +88,7 @@ class ReceiveOptions:
     copy_threads: int = 1
     poll_s: float = 0.0
     staging_bytes: int = DEFAULT_STAGING_BYTES
+    egress: Pacer | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +273,8 @@ class DataServer:
         channel = ServerChannel(
             frames, machine, self._target, self._state, self._threads, self._source, self._queries
         )
+        if kind == TCP:
+            channel.pacer = options.egress
         cause = "closed"
         try:
             cause = await channel.serve(
