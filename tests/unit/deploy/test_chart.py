@@ -17,7 +17,10 @@ from tests.unit.deploy.metric_names import known_metrics
 from tests.unit.packaging.compose_file import CONFIGS, ROOT
 
 KUBERNETES = ("1.31", "1.37")
-FOREIGN_VARIABLES = {"POD_NAME", "POD_IP", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}
+FOREIGN_VARIABLES = {
+    *("POD_NAME", "POD_IP", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"),
+    "GRPC_VERBOSITY",
+}
 AUTOSCALED: dict[str, Any] = {
     name: {"autoscaling": {"enabled": True}} for name in ("gateway", "prefill", "decode")
 }

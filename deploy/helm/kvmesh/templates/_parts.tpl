@@ -96,6 +96,8 @@
 {{- $env := dict "KVMESH_SERVER__HOST" "0.0.0.0" "KVMESH_SERVER__PORT" "7000" }}
 {{- $_ := set $env "KVMESH_SERVER__DRAIN_S" .root.Values.drainSeconds }}
 {{- $_ := set $env "KVMESH_TELEMETRY__METRICS_PORT" "9100" }}
+{{- /* gRPC's own lines, one per failed handshake, are no JSON, and strangers could fill a disk. */}}
+{{- $_ := set $env "GRPC_VERBOSITY" "ERROR" }}
 {{- if ne .name "gateway" }}
 {{- $_ := set $env "KVMESH_SERVER__DIRECT_PORT" "7002" }}
 {{- end }}
