@@ -357,9 +357,11 @@ class StepLoop:
         """Makes computed blocks of the prompt shareable; generated text is known to nobody else."""
         hashes = sequence.request.hashes
         full = min(sequence.num_computed // TRACE_BLOCK, len(hashes))
+        if full <= sequence.num_sealed:
+            return
         for index in range(sequence.num_sealed, full):
             self._pool.seal(sequence.blocks[index], hashes[index])
-        sequence.num_sealed = max(sequence.num_sealed, full)
+        sequence.num_sealed = full
 
     # --- blocks ------------------------------------------------------------------------------
 
