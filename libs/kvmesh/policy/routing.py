@@ -101,11 +101,7 @@ def _take_seats(call: _Call, able: list[WorkerView]) -> list[_Seat]:
     for worker, blocks in zip(able, held, strict=True):
         info = worker.info
         layout = info.layout
-        cached = 0
-        if blocks:
-            cached = blocks * layout.block_size
-            if cached > num_tokens:
-                cached = num_tokens
+        cached = min(blocks * layout.block_size, num_tokens) if blocks else 0
         seat = _Seat(worker, query, cached, 0)
         seat.avoided = info.worker_id in avoid
         seat.silent = worker.reported_at < heard_since
