@@ -25,7 +25,7 @@ TEST_FLAGS := -q --durations=20 --durations-min=5 -m 'not gpu and not compose'
 PROCESS_TEST_FLAGS := --reruns 1 --max-suite-reruns 2 --rerun-show-tracebacks -rR
 # One computing thread per test process: spinning OpenMP teams slow each other down tenfold.
 test test-fast: export OMP_NUM_THREADS := 1
-.PHONY: help setup proto fmt check test test-fast test-gpu up bench-serve bench-gateway bench-transfer bench-engine bench-families bench-kernels bench-device bench-allocator bench-fuzz bench-policies bench-routing bench-pool bench-queries bench-fetch bench-sim-error bench-live bench-summary e2e-compose console-pictures manifests dashboard train-model clean
+.PHONY: help setup proto fmt check test test-fast test-gpu up bench-serve bench-gateway bench-transfer bench-engine bench-families bench-kernels bench-device bench-allocator bench-fuzz bench-policies bench-million bench-routing bench-pool bench-queries bench-fetch bench-sim-error bench-live bench-summary e2e-compose console-pictures manifests dashboard train-model clean
 
 help: ## list the verbs
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -71,6 +71,10 @@ bench-serve: setup ## measure a local stack; writes bench/results/serve.json and
 
 bench-policies: setup ## compare policies in the simulator: make bench-policies TRACES="FILE..."
 	$(PY) -m benchmarks.policies $(if $(TRACES),--trace $(TRACES)) $(ARGS)
+
+bench-million: setup ## a million simulated requests on a thousand workers, compiled; writes bench/results/policies_million.*
+	$(PY) -m scripts.compile_simulator build/compiled
+	PYTHONPATH=build/compiled $(PY) -m benchmarks.policies --million $(ARGS)
 
 bench-routing: setup ## what a route decision costs by the size of the fleet; writes bench/results/routing.*
 	$(PY) -m benchmarks.routing $(ARGS)

@@ -12,7 +12,6 @@ from kvmesh.core.values import quick
 from kvmesh.policy.prefix_source import FetchPace
 
 
-@quick
 @dataclass(frozen=True, slots=True)
 class WorkerView:
     """One worker as a decision sees it.
@@ -49,7 +48,6 @@ class WorkerView:
         return listed + self.decode_in_flight
 
 
-@quick
 @dataclass(frozen=True, slots=True)
 class FleetView:
     """All live workers.
@@ -64,3 +62,8 @@ class FleetView:
     version: int = 0
     num_routes: int = 0
     pace: FetchPace = FetchPace()
+
+
+# As in `core/types.py`.
+for _often_made in (FleetView, WorkerView):
+    quick(_often_made)

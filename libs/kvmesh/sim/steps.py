@@ -316,6 +316,8 @@ class StepLoop:
         assert run is not None, "a run that ends was started"
         self.busy_s += run.num_steps * run.step_s
         self._steps += run.num_steps
+        if self._host is not None:
+            self._host.note_tokens(run.num_steps * self._num_decoding)
         self._finish_due()
         self._next_step()
 
