@@ -94,6 +94,7 @@ def _take_seats(call: _Call, able: list[WorkerView]) -> list[_Seat]:
     num_tokens, avoid = query.num_tokens, query.avoid
     heard_since = call.now - SILENT_AFTER_S
     held = held_by(call.matches, [worker.info.worker_id for worker in able])
+    reads = call.view.reads
     seats: list[_Seat] = []
     group: Group = (-1, "")
     known: KvLayout | None = None
@@ -103,6 +104,8 @@ def _take_seats(call: _Call, able: list[WorkerView]) -> list[_Seat]:
         layout = info.layout
         cached = min(blocks * layout.block_size, num_tokens) if blocks else 0
         seat = _Seat(worker, query, cached, 0)
+        if blocks:
+            seat.reads = reads.get(info.worker_id, 0.0)
         seat.avoided = info.worker_id in avoid
         seat.silent = worker.reported_at < heard_since
         if layout is not known:
@@ -339,7 +342,7 @@ def _plan_disaggregated(call: _Call, sides: _Sides) -> RoutePlan | None:
     last_resort = is_far if len(call.groups) > 1 else None
     rest = [seat for seat in _of_layout(call, paired, layout) if seat is not home]
     prefill = [home, *_ordered(call, rest, call.policy.prefill, last_resort)]
-    prefill = _worth_asking(call, prefill)
+    prefill = _worth_asking(call, prefill, home.group)
     beside = _of_layout(call, sides.decode, layout)
     decode = _ordered(call, beside, call.policy.decode, last_resort)
     first = prefill[0]
@@ -403,12 +406,16 @@ def _is_in_favour(seat: _Seat) -> bool:
     return not (seat.silent or seat.avoided)
 
 
-def _worth_asking(call: _Call, prefill: list[_Seat]) -> list[_Seat]:
-    """Leaves out workers that are much later than the best of those that are left."""
+def _worth_asking(call: _Call, prefill: list[_Seat], home: Group) -> list[_Seat]:
+    """Leaves out workers that are much later than the best one of the group that was chosen: one
+    of another is no measure, since that group has no room to decode.
+    """
     cost = call.policy.first_token
     if cost is None:
         return prefill
-    costs = [cost(seat) for seat in prefill if not (seat.silent or seat.avoided)]
+    costs = [
+        cost(seat) for seat in prefill if seat.group == home and not (seat.silent or seat.avoided)
+    ]
     latest = min(costs, default=math.inf) + call.policy.slack_tokens
     return [seat for seat in prefill if cost(seat) <= latest]
 
