@@ -66,7 +66,8 @@ class SendOptions:
         lanes: TCP connections per peer.
         checksum: of TCP payloads; the receiver may want one too.
         budget_bytes_s: TCP bytes per second to one peer; 0 is no bound.
-        egress_bytes_s: to all peers together; 0 is no bound. One of both may be set.
+        egress_bytes_s: to all peers together, see `ChannelPool.egress`; 0 is no bound. One of both
+            may be set.
         connect_timeout_s: for a new connection, greeting included.
         stall_timeout_s: a transfer fails when it makes no progress for this long.
         tls: wraps TCP connections.
@@ -259,6 +260,11 @@ class ChannelPool:
     def staging(self) -> StagingRing | None:
         """What blocks leave a device pool through; readers of peers' blocks may land them there."""
         return self._staging
+
+    @property
+    def egress(self) -> Pacer | None:
+        """What holds all that leaves this worker to its budget; what peers read is to share it."""
+        return self._egress
 
     @property
     def sent_bytes(self) -> int:
