@@ -35,8 +35,11 @@ from kvmesh.transfer.meters import LinkMeter
 from kvmesh.transfer.native import num_bytes_of
 from kvmesh.transfer.pacing import CreditWindow, Pacer
 from kvmesh.transfer.protocol import (
-    Arriving,
     ChannelIdentity,
+)
+from kvmesh.transfer.run_table import RunTable, num_blocks_of
+from kvmesh.transfer.sender_protocol import (
+    Arriving,
     Ended,
     Late,
     Moved,
@@ -45,7 +48,6 @@ from kvmesh.transfer.protocol import (
     SenderMachine,
     SenderOutcome,
 )
-from kvmesh.transfer.run_table import RunTable, num_blocks_of
 from kvmesh.transfer.wire import Wire
 
 
@@ -123,7 +125,6 @@ class Lane:
         self._frames = frames
         self._machine = machine
         self._pacer = options.pacer
-        self._poll_s = options.poll_s
         self._meter = meter
         self._turn = asyncio.Lock()
         self._answers: dict[int, _Answer] = {}
@@ -269,9 +270,8 @@ class Lane:
                 transfer_id = open_transfer()
                 answer = self._answers[transfer_id] = _Answer()
                 await send(transfer_id)
-            if self._poll_s > 0 and num_bytes <= INLINE_BYTES and len(self._answers) == 1:
-                # A process that sleeps takes as long to wake as a small answer takes to come.
-                self._frames.read_soon(self._poll_s)
+            if num_bytes <= INLINE_BYTES and len(self._answers) == 1:
+                self._frames.read_soon()
             await self._settled(answer)
         finally:
             self._frames.watch.end()
@@ -374,7 +374,13 @@ async def open_frames(
     try:
         async with asyncio.timeout(options.connect_timeout_s):
             wire = await connect()
-            frames = FrameSocket(wire, machine.block_bytes, options.stall_timeout_s, threads)
+            frames = FrameSocket(
+                wire,
+                machine.block_bytes,
+                options.stall_timeout_s,
+                threads,
+                poll_s=options.poll_s,
+            )
             try:
                 await frames.send(encode_frame(machine.hello()), pool_fd)
                 await _greeted(frames, machine)
