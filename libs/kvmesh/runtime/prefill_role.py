@@ -352,7 +352,9 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
             if attempt.first is None and attempt.mode is not TransferMode.WHOLE:
                 attempt.span.event("chunk", computed_tokens=sequence.num_computed)
                 sent = await self._send(attempt, sent)
-                await self._send_layers(attempt, sent)
+                # A first token that was the last one has given the blocks back meanwhile.
+                if attempt.first is None:
+                    await self._send_layers(attempt, sent)
         if attempt.first.finish_reason is not None:
             return
         if attempt.layers.num_sent:
@@ -378,7 +380,8 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         part = BlockPart(first * layer_bytes, num_layers * layer_bytes)
         started = self._clock.now()
         try:
-            await self._channels.put(reservation, runs, part)
+            with self._core.pool.held(blocks):  # the first token may be the last one
+                await self._channels.put(reservation, runs, part)
         except RefusedError:
             if first:
                 raise
