@@ -18,8 +18,10 @@ LINK_MBIT ?= 200
 ARGS ?=
 ROUNDS ?= 20
 MINUTES ?= 10
-# Unit and property tests run side by side; the others start processes that need the machine.
+# Tests run side by side, a file in one process (tests/conftest.py says what else stays together).
+# Those that start processes wait for them half of the time: there are more of them than cores.
 TEST_PROCESSES ?= 2
+MESH_TEST_PROCESSES ?= 3
 TEST_FLAGS := -q --durations=20 --durations-min=5 -m 'not gpu and not compose'
 # Real processes race with a busy machine: what fails once in hundreds of runs gets one more try,
 # both tries are printed, and a third test that needs one fails the run.
@@ -56,8 +58,8 @@ lint-protos: setup
 	if git cat-file -e main:buf.yaml 2>/dev/null; then $(VENV)/bin/buf breaking --against '.git#branch=main'; fi
 
 test: setup ## all tests but those that need a GPU or containers
-	$(PY) -m pytest $(TEST_FLAGS) -n $(TEST_PROCESSES) --dist loadfile tests/unit tests/property
-	$(PY) -m pytest $(TEST_FLAGS) $(PROCESS_TEST_FLAGS) --ignore tests/unit --ignore tests/property
+	$(PY) -m pytest $(TEST_FLAGS) -n $(TEST_PROCESSES) --dist loadgroup tests/unit tests/property
+	$(PY) -m pytest $(TEST_FLAGS) $(PROCESS_TEST_FLAGS) -n $(MESH_TEST_PROCESSES) --dist loadgroup --ignore tests/unit --ignore tests/property
 
 test-fast: setup ## unit, property and contract tests without the slow ones
 	$(PY) -m pytest -q -m 'not gpu and not compose and not slow' tests/unit tests/property tests/contract

@@ -35,6 +35,7 @@ class TwinDriver:
         threads: names of those that waited for copies.
         awaited: per call of `run`, the number of marks that it waited for.
         pinned_bytes: reachable by the device now.
+        past: the number of marks that it has come to; None: it is always at the last one.
         is_broken: copies fail as those of a device that fell off its bus.
         is_private: its memory cannot be shared.
         num_open: memory of others that is mapped.
@@ -43,6 +44,7 @@ class TwinDriver:
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self.num_marks = 0
+        self.past: int | None = None
         self.awaited: list[Moment] = []
         self.pinned_bytes = 0
         self.is_broken = False
@@ -56,6 +58,10 @@ class TwinDriver:
 
     def moment(self) -> Moment:
         return self.num_marks
+
+    def is_past(self, moment: Moment) -> bool:
+        assert isinstance(moment, int), "one of this device"
+        return self.past is None or moment <= self.past
 
     def run(self, work: Callable[[], None], after: Moment) -> None:
         with self._queue:

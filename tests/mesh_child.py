@@ -21,6 +21,7 @@ import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvmesh.core.config import child_environment
+from tests.fork_server import ForkedProcess, fork_server
 
 ROOT = Path(__file__).parents[1]
 
@@ -57,6 +58,7 @@ class Child:
     Attributes:
         sticky: its peers know its ports, so it keeps them when it is started again.
         prefix: what its command begins with; it must not fork.
+        is_forked: whether it begins with its modules loaded, instead of loading them.
     """
 
     name: str
@@ -65,8 +67,9 @@ class Child:
     folder: Path
     sticky: bool = False
     prefix: tuple[str, ...] = ()
+    is_forked: bool = False
     lives: int = 0
-    process: subprocess.Popen[bytes] | None = None
+    process: subprocess.Popen[bytes] | ForkedProcess | None = None
     _seen: int = 0
     _events: list[dict[str, Any]] = field(default_factory=list)
 
@@ -88,6 +91,9 @@ class Child:
         arguments = [f"--{flag}={value}" for flag, value in self.flags.items()]
         module = f"services.{self.service}"
         with self.log_path.open("wb") as log:
+            if self.is_forked and not self.prefix:
+                self.process = fork_server().start(module, arguments, log.fileno())
+                return
             self.process = subprocess.Popen(
                 [*self.prefix, sys.executable, "-c", _BOOT, str(os.getpid()), module, *arguments],
                 cwd=ROOT,

@@ -44,16 +44,23 @@ class Mesh:
         folder: for logs and traces.
         engine: fake or torch.
         flags: extra flags by service, or by name for one process.
+        is_forked: as in `Child`.
     """
 
     def __init__(
-        self, folder: Path, *, engine: str = "fake", flags: Mapping[str, Flags] | None = None
+        self,
+        folder: Path,
+        *,
+        engine: str = "fake",
+        flags: Mapping[str, Flags] | None = None,
+        is_forked: bool = False,
     ) -> None:
         self.folder = folder
         self.redis: RedisProcess | None = None
         self.children: dict[str, Child] = {}
         self._engine = engine
         self._flags = flags or {}
+        self._is_forked = is_forked
 
     def __getitem__(self, name: str) -> Child:
         return self.children[name]
@@ -91,7 +98,7 @@ class Mesh:
         }
         special = {**self._flags.get(service, {}), **self._flags.get(name, {})}
         merged = {**everywhere, **flags, **special}
-        child = Child(name, service, merged, self.folder, sticky, prefix)
+        child = Child(name, service, merged, self.folder, sticky, prefix, self._is_forked)
         self.children[name] = child
         child.start()
         return child
@@ -221,13 +228,15 @@ async def running_mesh(
     *,
     engine: str = "fake",
     flags: Mapping[str, Flags] | None = None,
+    is_forked: bool = True,
 ) -> AsyncIterator[Mesh]:
     """A mesh that serves; at the end all that runs must stop with exit code 0 and without errors.
 
     Args:
         flags: extra flags by service, or by name for one process.
+        is_forked: as in `Child`.
     """
-    mesh = Mesh(folder, engine=engine, flags=flags)
+    mesh = Mesh(folder, engine=engine, flags=flags, is_forked=is_forked)
     async with AsyncExitStack() as stack:
         stack.callback(mesh.print_logs)
         mesh.redis = stack.enter_context(redis_process(folder))

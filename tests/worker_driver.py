@@ -29,6 +29,7 @@ from kvmesh.rpc.stream import PeerStream
 from kvmesh.runtime.app import ServiceContext, serving
 from kvmesh.runtime.worker import Worker, build_worker
 from kvmesh.runtime.worker_config import (
+    DataSection,
     EngineSection,
     EventsSection,
     FetchSection,
@@ -79,6 +80,7 @@ async def running_worker(
     events: EventsSection | None = None,
     fetch: FetchSection | None = None,
     kvmanager: str = "",
+    data: DataSection | None = None,
 ) -> AsyncIterator[Worker]:
     """A worker in this process, on free ports, without a scheduler."""
     section = replace(worker or WorkerSection(), scheduler_targets="", kvmanager_target=kvmanager)
@@ -87,6 +89,7 @@ async def running_worker(
         engine=engine or EngineSection(kind="fake"),
         events=events or EventsSection(),
         fetch=fetch or FetchSection(),
+        data=data or DataSection(),
     )
     made: list[Worker] = []
 

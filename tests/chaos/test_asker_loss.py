@@ -45,7 +45,7 @@ async def test_an_asker_that_is_killed_gives_the_holder_its_blocks_back(
         "engine.block-size": 4,
         "fetch.query": "always",
     }
-    asker = Child("asker", "prefill", flags, tmp_path)
+    asker = Child("asker", "prefill", flags, tmp_path, is_forked=True)
     asker.start()
     computing, is_gone = threading.Event(), threading.Event()
     plain = QueryAnswers.compute

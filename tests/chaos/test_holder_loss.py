@@ -85,7 +85,7 @@ class Peer:
             "engine.model": MODEL_FOLDER,
             "engine.model-name": MODEL,
         }
-        return cls(Child(name, "prefill", flags, folder))
+        return cls(Child(name, "prefill", flags, folder, is_forked=True))
 
     @property
     def worker_id(self) -> WorkerId:

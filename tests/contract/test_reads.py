@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvmesh.core.clock import SystemClock
 from kvmesh.core.errors import LostError, RefusedError
 from kvmesh.core.types import Endpoint, Refusal, RefusalReason
 from kvmesh.transfer import frame_socket
@@ -17,6 +18,7 @@ from kvmesh.transfer.data_server import DataServer, ReceiveOptions
 from kvmesh.transfer.frames import BlockRun, Checksum, GetFrame
 from kvmesh.transfer.local_channel import LocalHub
 from kvmesh.transfer.native import NativeIo
+from kvmesh.transfer.pacing import Pacer
 from kvmesh.transfer.reader import BlockReader, ReadLease
 from kvmesh.transfer.target import ReadGrant
 from tests.contract.test_channels import CHANNELS, certificate, options_of
@@ -130,6 +132,29 @@ async def impatient() -> AsyncIterator[Reading]:
 async def test_blocks_arrive_byte_for_byte(reading: Reading) -> None:
     for runs in ([BlockRun(7, 1)], [BlockRun(5, 10), BlockRun(0, 1), BlockRun(30, 290)]):
         assert await reading.get(*runs) == reading.content(*runs)
+
+
+class CountedPacer(Pacer):
+    """A budget that lets everything through at once and counts it."""
+
+    def __init__(self) -> None:
+        super().__init__(1e6, SystemClock())
+        self.num_bytes = 0
+
+    def delay(self, num_bytes: int) -> float:
+        self.num_bytes += num_bytes
+        return 0.0
+
+
+@pytest.mark.parametrize(("kind", "num_paced"), [("tcp", 301), ("shm", 0)])
+async def test_what_leaves_the_host_by_reads_is_within_the_holders_budget(
+    kind: str, num_paced: int
+) -> None:
+    pacer = CountedPacer()
+    async for reading in running(SendOptions(kinds=(kind,)), ReceiveOptions(egress=pacer)):
+        for run in (BlockRun(7, 1), BlockRun(0, 300)):
+            assert await reading.get(run) == reading.content(run)
+    assert pacer.num_bytes == num_paced * BLOCK
 
 
 async def test_reads_at_once_arrive_apart(reading: Reading) -> None:

@@ -12,7 +12,8 @@ from tests.mesh_processes import Mesh, running_mesh
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def torch_mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mesh]:
     """Two prefill and two decode workers with the real engine and the embedded model."""
-    async with running_mesh(tmp_path_factory.mktemp("torch_mesh"), engine="torch") as mesh:
+    folder = tmp_path_factory.mktemp("torch_mesh")
+    async with running_mesh(folder, engine="torch", is_forked=False) as mesh:
         yield mesh
 
 
@@ -21,7 +22,8 @@ async def fake_mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[M
     """Two prefill and two decode workers with the fake engine; 10 ms a step."""
     step = {"engine.fake-step-s": 0.01}
     flags = {"prefill": step, "decode": step}
-    async with running_mesh(tmp_path_factory.mktemp("fake_mesh"), flags=flags) as mesh:
+    folder = tmp_path_factory.mktemp("fake_mesh")
+    async with running_mesh(folder, flags=flags, is_forked=False) as mesh:
         yield mesh
 
 

@@ -61,3 +61,14 @@ def test_a_gather_waits_for_what_a_step_writes() -> None:
     staging.gather(pieces_of([(0, NUM_BLOCKS)], BLOCK, None), 0, BLOCK, pool.moment())
     staging.close()
     assert torch.frombuffer(view, dtype=torch.bfloat16).eq(1.5).all()
+
+
+def test_a_moment_is_past_when_what_was_launched_before_it_is_done() -> None:
+    pool = allocate_pool(LAYOUT, NUM_BLOCKS, "cuda")
+    assert isinstance(pool, DeviceKvPool)
+    torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
+    pool.computed()
+    moment = pool.moment()
+    assert not pool.is_past(moment)
+    torch.cuda.synchronize()
+    assert pool.is_past(moment)

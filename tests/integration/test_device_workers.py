@@ -9,7 +9,9 @@ import pytest
 from kvmesh.core.types import KvLayout, PrefixSource
 from kvmesh.engine.kv_cache import HostKvPool, KvPool
 from kvmesh.runtime.worker import Worker
-from kvmesh.runtime.worker_config import EngineSection, WorkerSection
+from kvmesh.runtime.worker_config import DataSection, EngineSection, WorkerSection
+from kvmesh.transfer.frames import BlockPart
+from kvmesh.transfer.target import WriteGrant
 from tests.device_twin import TwinPool
 from tests.integration.families import NEW_TOKENS, Checkpoint
 from tests.worker_driver import Key, driving, make_spec, running_worker, until_idle
@@ -52,13 +54,28 @@ def check_nothing_is_held(worker: Worker) -> None:
         assert worker.channels._staging is None
 
 
+def parts_written(worker: Worker) -> list[BlockPart | None]:
+    """What of their blocks the writes of a worker were of, in their order, as they end."""
+    parts: list[BlockPart | None] = []
+    plain = worker.decode.end_write
+
+    def end_write(grant: WriteGrant, ok: bool) -> None:
+        plain(grant, ok)
+        parts.append(grant.put.part)
+
+    worker.decode.end_write = end_write  # type: ignore[method-assign]
+    return parts
+
+
 @pytest.mark.parametrize(
     ("kinds", "channels", "mode"),
     [
         (("device", "host"), "tcp", "chunked"),
         (("device", "host"), "shm", "chunked"),
         (("host", "device"), "shm", "layered"),
-        (("host", "device"), "tcp", "layered"),
+        (("device", "host"), "shm", "layered"),
+        (("device", "device"), "tcp", "layered"),
+        (("device", "device"), "ipc", "layered"),
         (("device", "device"), "local", "auto"),
         (("device", "device"), "ipc", "chunked"),
     ],
@@ -83,6 +100,31 @@ async def test_tokens_over_the_handoff_equal_those_of_transformers(
         assert {key.channel for key in prefill.channels.statistics().links} == {channels}
         for worker in (prefill, decode):
             check_nothing_is_held(worker)
+
+
+@pytest.mark.parametrize("kinds", [("device", "host")])
+async def test_the_policy_sends_layers_over_a_link_that_it_has_seen_to_be_slow(
+    checkpoint: Checkpoint, kinds: tuple[str, str]
+) -> None:
+    sender = WorkerSection(id="p0", role="prefill", channels="tcp")
+    slow = DataSection(budget_mb_s=0.5)
+    async with (
+        running_worker(sender, engine(checkpoint.folder), data=slow) as prefill,
+        running_worker(WorkerSection(id="d0"), engine(checkpoint.folder)) as decode,
+        driving(prefill, decode) as driver,
+    ):
+        parts = parts_written(decode)
+        for number, is_layered in ((4, False), (3, True)):
+            spec = make_spec(checkpoint.prompts[number], max_tokens=NEW_TOKENS)
+            answer = await driver.generate(prefill, decode, Key(f"r{number}"), spec)
+            assert answer == checkpoint.expected[number]
+            in_layers = [part for part in parts if part is not None]
+            assert bool(in_layers) is is_layered, parts
+        layout = prefill.core.spec.layout
+        assert sum(part.size for part in in_layers) == layout.block_bytes
+        assert in_layers[0] == BlockPart(0, in_layers[0].size)
+        await until_idle(prefill, decode)
+        check_nothing_is_held(prefill)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ import pytest
 
 from kvmesh.core.types import PrefixSource
 from kvmesh.runtime.worker import Worker
-from kvmesh.runtime.worker_config import EngineSection, FetchSection, WorkerSection
+from kvmesh.runtime.worker_config import DataSection, EngineSection, FetchSection, WorkerSection
+from kvmesh.transfer.pacing import Pacer
 from tests.integration.families import NEW_TOKENS, Checkpoint
 from tests.transfer_pair import until
 from tests.worker_driver import (
@@ -82,6 +83,29 @@ async def test_the_prefix_is_fetched_and_the_rest_computed(
     assert cached == 480
     assert reader.core.token_totals[0] < 100
     assert holder.pool.statistics().opened_total == 1
+
+
+async def test_what_a_reader_fetches_is_within_the_holders_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken = []
+
+    def delay(_: Pacer, num_bytes: int) -> float:
+        taken.append(num_bytes)
+        return 0.0
+
+    monkeypatch.setattr(Pacer, "delay", delay)
+    over_tcp = WorkerSection(id="reader", channels="tcp")
+    async with (
+        running_worker(WorkerSection(id="h"), ENGINE, data=DataSection(egress_mb_s=9)) as holder,
+        running_worker(over_tcp, ENGINE) as reader,
+        driving(holder, reader) as driver,
+    ):
+        await prime(driver, holder)
+        tokens, _ = await driver.generate_from(source_of(holder), reader, reader, SPEC)
+        assert tokens == reference_tokens(SPEC)
+        assert sum(taken) == len(PREFIX) // 16 * holder.core.spec.layout.block_bytes
+        await until_idle(holder, reader)
 
 
 async def test_what_is_here_already_is_not_asked_for(

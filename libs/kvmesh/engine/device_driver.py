@@ -34,6 +34,10 @@ class DeviceDriver(Protocol):
         """What `mark` marked last."""
         ...
 
+    def is_past(self, moment: Moment) -> bool:
+        """Whether a moment's work is done; waits for nothing."""
+        ...
+
     def run(self, work: Callable[[], None], after: Moment) -> None:
         """Launches work in the queue for copies, behind a moment, and waits for its end.
 
@@ -110,6 +114,10 @@ class CudaDriver:
     def moment(self) -> Moment:
         """See `DeviceDriver.moment`."""
         return self._marked
+
+    def is_past(self, moment: Moment) -> bool:
+        """See `DeviceDriver.is_past`."""
+        return not isinstance(moment, torch.cuda.Event) or bool(moment.query())  # type: ignore[no-untyped-call]
 
     def run(self, work: Callable[[], None], after: Moment) -> None:
         """See `DeviceDriver.run`."""

@@ -155,6 +155,10 @@ class DeviceKvPool(PoolTensor):
         """See `DevicePool.moment`."""
         return self._driver.moment()
 
+    def is_past(self, moment: Moment) -> bool:
+        """See `DevicePool.is_past`."""
+        return self._driver.is_past(moment)
+
     def staging(self, memory: memoryview) -> PinnedStaging:
         """See `DevicePool.staging`."""
         return PinnedStaging(self._driver, self._bytes, self._block_bytes, memory)

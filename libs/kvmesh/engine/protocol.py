@@ -105,8 +105,8 @@ class SequenceChunk:
         state: None for a model without linear layers.
         constraint: limits what may be chosen; None is free text.
         score_prompt: report log-probabilities of the prompt's tokens that follow these positions.
-        on_layers: told, in the thread that computes, how many layers have written the chunk's KV;
-            a runner may tell it seldom or never.
+        on_layers: told, in the thread that computes, how many layers have written the chunk's KV,
+            on a device before the pool's moment; a runner may tell it seldom or never.
         remote: blocks of the prefix that are holes in `block_table`, and whom to ask instead.
     """
 

@@ -212,12 +212,16 @@ class TorchRunner:
         return StepResult(result, self._score(chunks, batch, hidden[num_sampled:]), lost)
 
     def _after_layer(self, chunks: Sequence[SequenceChunk]) -> Callable[[int], None] | None:
-        """Tells the chunks that listen; nobody on a device, whose work is behind its calls."""
+        """Tells the chunks that listen.
+
+        A device has then only been given the layers; the pool's moment is the one behind them.
+        """
         listeners = [chunk.on_layers for chunk in chunks if chunk.on_layers is not None]
-        if not listeners or self._device != "cpu" or not self.spec.groups.is_plain:
+        if not listeners or not self.spec.groups.is_plain:
             return None
 
         def tell(num_layers: int) -> None:
+            self._pool.computed()
             for listener in listeners:
                 listener(num_layers)
 

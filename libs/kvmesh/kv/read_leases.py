@@ -7,6 +7,7 @@ time; blocks go when, besides, nobody is reading them any more:
     ------  ---------------------------------  ------  ---------------------------------------
     (none)  open, within the limits            OPEN    generation 1
     (none)  open, too many leases or blocks    (none)  refused BUSY
+    (none)  open, its reader has half of them  (none)  refused BUSY
     OPEN    begin_read, current and in range   OPEN    read granted, lease renewed
     OPEN    close / expire, nobody reading     (none)  released
     OPEN    close / expire, a read under way   ENDED   blocks stay
@@ -25,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvmesh.core.types import Refusal, RefusalReason
+from kvmesh.core.types import Refusal, RefusalReason, WorkerId
 
 MAX_RENEWALS = 12
 """A reader that is slower than this many lease times holds room that others need."""
@@ -69,6 +70,7 @@ class ReadLeaseStatistics:
 @dataclass(slots=True, eq=False)
 class _Lease:
     lease_id: int
+    reader: WorkerId
     blocks: tuple[int, ...]
     capability: bytes = field(repr=False)
     deadline: float
@@ -102,8 +104,13 @@ class ReadLeaseTable:
         self._next_lease_id = self._next_read_id = 1
         self._expired_total = self._refused_total = 0
 
-    def open(self, blocks: Sequence[int], capability: bytes, now: float) -> OpenedLease | Refusal:
+    def open(
+        self, reader: WorkerId, blocks: Sequence[int], capability: bytes, now: float
+    ) -> OpenedLease | Refusal:
         """Takes blocks that the caller has references on; they come back by `drain_released`.
+
+        Who holds some gets no more than half of all leases and blocks that may be out: a reader
+        that asks without end does not keep others out.
 
         Returns:
             The lease, or BUSY; then the references stay the caller's.
@@ -113,8 +120,11 @@ class ReadLeaseTable:
         if self._num_blocks + len(blocks) > self._max_blocks:
             text = f"{self._num_blocks} of at most {self._max_blocks} blocks are leased"
             return self._refuse(RefusalReason.BUSY, text)
+        if (excess := self._excess(reader, len(blocks))) is not None:
+            return self._refuse(RefusalReason.BUSY, excess)
         lease = _Lease(
             self._next_lease_id,
+            reader,
             tuple(blocks),
             capability,
             now + self.lease_s,
@@ -234,6 +244,17 @@ class ReadLeaseTable:
         assert readers == len(self._reads), "a read has no lease"
         for lease in self._leases.values():
             assert lease.is_open or lease.num_reads, "ended without a reader, and still here"
+
+    def _excess(self, reader: WorkerId, num_blocks: int) -> str | None:
+        """Why a reader gets no further lease; None when it does."""
+        sizes = [len(lease.blocks) for lease in self._leases.values() if lease.reader == reader]
+        if not sizes:
+            return None
+        if 2 * (len(sizes) + 1) > self._max_leases:
+            return f"{reader} has {len(sizes)} of {self._max_leases} leases, half is the most"
+        if 2 * (sum(sizes) + num_blocks) > self._max_blocks:
+            return f"{reader} has {sum(sizes)} of {self._max_blocks} blocks, half is the most"
+        return None
 
     def _admit(
         self, lease_id: int, incarnation: int, capability: bytes, now: float

@@ -20,6 +20,7 @@ from kvmesh.core.types import (
     KvLayout,
     Refusal,
     RefusalReason,
+    WorkerId,
 )
 from kvmesh.kv.hashing import split_hashes
 from kvmesh.kv.read_leases import ReadLeaseStatistics, ReadLeaseTable
@@ -45,8 +46,8 @@ class LeaseLimits:
 
     Attributes:
         lease_s: a lease without a read ends after this.
-        max_leases: open at once.
-        max_share: of the pool's blocks, in all leases together.
+        max_leases: open at once; one reader gets half of them.
+        max_share: of the pool's blocks, in all leases together; likewise.
     """
 
     lease_s: float = 5.0
@@ -133,7 +134,8 @@ class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
             text = f"{length} leading blocks are here, the reader has {request.num_held}"
             return Refusal(RefusalReason.NO_BLOCKS, text)
         capability = secrets.token_bytes(_CAPABILITY_BYTES)
-        opened = self._table.open(blocks, capability, self._clock.now())
+        reader = WorkerId(request.reader_worker_id)
+        opened = self._table.open(reader, blocks, capability, self._clock.now())
         if isinstance(opened, Refusal):
             self._core.pool.release(blocks)
             return opened

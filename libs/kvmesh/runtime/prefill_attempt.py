@@ -6,26 +6,16 @@ Tests: tests/integration/test_worker.py.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvmesh.core.types import PrefixSource, RequestId, Reservation
 from kvmesh.engine.sequence import Emission, Sequence
 from kvmesh.policy.transfer_mode import TransferMode
+from kvmesh.runtime.layer_progress import LayerProgress
 from kvmesh.runtime.local_start import PrefillOutbox
 from kvmesh.telemetry.tracing import Span
-
-
-@dataclass(slots=True)
-class LayerProgress:
-    """How far the layers of a prompt's last chunk are.
-
-    Attributes:
-        is_refused: the receiver takes whole blocks only.
-    """
-
-    num_computed: int = 0
-    num_sent: int = 0
-    is_refused: bool = False
+from kvmesh.transfer.device import Moment
 
 
 @dataclass(eq=False, slots=True)
@@ -54,16 +44,20 @@ class PrefillAttempt:
     mode: TransferMode = TransferMode.WHOLE
     layers: LayerProgress = field(default_factory=LayerProgress)
 
-    def watch_layers(self) -> None:
-        """Lets the engine wake the attempt when layers of the last chunk are computed."""
+    def watch_layers(self, moment: Callable[[], Moment]) -> None:
+        """Lets the engine wake the attempt when layers of the last chunk are computed.
+
+        Args:
+            moment: where a device's queue is; asked in the engine's thread.
+        """
         assert self.sequence is not None
         loop = asyncio.get_running_loop()
 
-        def computed(num_layers: int) -> None:
-            self.layers.num_computed = max(self.layers.num_computed, num_layers)
+        def computed(num_layers: int, behind: Moment) -> None:
+            self.layers.computed(num_layers, behind)
             self.progress.set()
 
         def on_layers(num_layers: int) -> None:  # in the engine's thread
-            loop.call_soon_threadsafe(computed, num_layers)
+            loop.call_soon_threadsafe(computed, num_layers, moment())
 
         self.sequence.on_layers = on_layers

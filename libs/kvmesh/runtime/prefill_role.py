@@ -32,6 +32,7 @@ from kvmesh.rpc.convert_route import prefix_source_from_proto
 from kvmesh.rpc.convert_sampling import token_logprobs_to_proto
 from kvmesh.rpc.served import DirectWay, serve_stream
 from kvmesh.runtime.decode_role import DecodeRole
+from kvmesh.runtime.layer_progress import moment_of, past_of
 from kvmesh.runtime.local_start import PrefillOutbox, StartedOutbox
 from kvmesh.runtime.prefill_attempt import PrefillAttempt
 from kvmesh.runtime.prefix_fetch import PrefixFetcher
@@ -42,7 +43,6 @@ from kvmesh.telemetry.tracing import Span, start_span
 from kvmesh.transfer.alignment import align_to_reservation
 from kvmesh.transfer.channel_pool import ChannelPool
 from kvmesh.transfer.frames import BlockPart
-from kvmesh.transfer.memory import MappablePool
 from kvmesh.v1 import prefill_service_pb2 as pb
 from kvmesh.v1 import prefill_service_pb2_grpc
 from kvmesh.v1.decode_service_pb2 import DecodeReserve
@@ -80,10 +80,8 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         self._core = parts.core
         self._block_bytes = parts.core.spec.layout.block_bytes
         self._num_layers = parts.core.spec.layout.num_layers
-        # Staged copies of device memory would be of all layers each time.
-        self._has_layers = parts.core.spec.groups.is_plain and isinstance(
-            parts.memory, MappablePool
-        )
+        self._has_layers = parts.core.spec.groups.is_plain
+        self._moment, self._is_past = moment_of(parts.memory), past_of(parts.memory)
         self._clock = parts.clock
         self._wake_engine = parts.wake_engine
         self._on_change = parts.on_change
@@ -253,7 +251,7 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         assert attempt.sequence is not None
         # Asking for a prefix may fail in any layer, and those before it would have left.
         if attempt.mode is TransferMode.LAYERED and attempt.sequence.remote is None:
-            attempt.watch_layers()
+            attempt.watch_layers(self._moment)
 
     def _is_local(self, reservation: Reservation) -> bool:
         return (
@@ -352,13 +350,11 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
             if attempt.first is None and attempt.mode is not TransferMode.WHOLE:
                 attempt.span.event("chunk", computed_tokens=sequence.num_computed)
                 sent = await self._send(attempt, sent)
-                # A first token that was the last one has given the blocks back meanwhile.
-                if attempt.first is None:
-                    await self._send_layers(attempt, sent)
+                await self._send_layers(attempt, sent)
         if attempt.first.finish_reason is not None:
             return
         if attempt.layers.num_sent:
-            attempt.layers.num_computed = self._num_layers
+            attempt.layers.computed(self._num_layers, self._moment())
             await self._send_layers(attempt, sent)
         else:
             await self._send(attempt, sent)
@@ -369,28 +365,29 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
     async def _send_layers(self, attempt: PrefillAttempt, begin: int) -> None:
         """Sends the layers that are computed and not sent of all blocks from `begin` on."""
         layers, reservation = attempt.layers, attempt.reservation
-        first, num_layers = layers.num_sent, layers.num_computed - layers.num_sent
-        if num_layers <= 0 or layers.is_refused:
-            return
         assert attempt.sequence is not None
-        arriving = self._core.arriving_blocks(attempt.sequence, reservation.num_cached_blocks)
-        blocks = [each.block for each in arriving[begin:]]
-        runs = align_to_reservation(blocks, begin, reservation.run_lengths)
         layer_bytes = self._block_bytes // self._num_layers
-        part = BlockPart(first * layer_bytes, num_layers * layer_bytes)
-        started = self._clock.now()
-        try:
-            with self._core.pool.held(blocks):  # the first token may be the last one
-                await self._channels.put(reservation, runs, part)
-        except RefusedError:
-            if first:
-                raise
-            layers.is_refused = True  # a receiver that takes blocks whole; they follow later
-            return
-        layers.num_sent += num_layers
-        attempt.sending_s += self._clock.now() - started
-        attempt.sent_bytes += len(blocks) * part.size
-        attempt.sent_calls += len(blocks)
+        while (ready := layers.next(self._is_past)) is not None:
+            if attempt.sequence.state is SequenceState.GONE:
+                return  # the first token was the last one, and nobody waits for the rest
+            first, (end, after) = layers.num_sent, ready
+            arriving = self._core.arriving_blocks(attempt.sequence, reservation.num_cached_blocks)
+            blocks = [each.block for each in arriving[begin:]]
+            runs = align_to_reservation(blocks, begin, reservation.run_lengths)
+            part = BlockPart(first * layer_bytes, (end - first) * layer_bytes)
+            started = self._clock.now()
+            try:
+                with self._core.pool.held(blocks):  # they may be given back meanwhile
+                    await self._channels.put(reservation, runs, part, after)
+            except RefusedError:
+                if first:
+                    raise
+                layers.is_refused = True  # a receiver that takes blocks whole; they follow later
+                return
+            layers.num_sent = end
+            attempt.sending_s += self._clock.now() - started
+            attempt.sent_bytes += len(blocks) * part.size
+            attempt.sent_calls += len(blocks)
 
     async def _send(self, attempt: PrefillAttempt, begin: int) -> int:
         """Sends what is complete from block `begin` on in one call; returns where to go on."""

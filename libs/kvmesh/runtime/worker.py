@@ -225,7 +225,7 @@ class Worker:
         server = DataServer(
             self._channel_identity(),
             self.decode,
-            receive_options(self._config),
+            dataclasses.replace(receive_options(self._config), egress=self.channels.egress),
             source=self.pool,
             queries=self.answers,
             memory=self._runner.kv,

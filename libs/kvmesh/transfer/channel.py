@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar
 from kvmesh.core.errors import ConfigError
 from kvmesh.core.types import HostRoute, Reservation
 from kvmesh.transfer.alignment import Run
+from kvmesh.transfer.device import Moment
 from kvmesh.transfer.frames import BlockPart
 
 LOCAL, IPC, SHM, NIXL, TCP = "local", "ipc", "shm", "nixl", "tcp"
@@ -39,11 +40,16 @@ class SendChannel(Protocol):
         ...
 
     async def put(
-        self, reservation: Reservation, runs: Sequence[Run], part: BlockPart | None = None
+        self,
+        reservation: Reservation,
+        runs: Sequence[Run],
+        part: BlockPart | None = None,
+        after: Moment = None,
     ) -> None:
         """Writes runs (`target_start` is an index of the reservation); returns when they are there.
 
-        With `part` only these bytes of each block.
+        With `part` only these bytes of each block; a device's blocks are read behind the moment
+        `after`, without one behind now.
 
         Any number of calls may run at once. When this returns or raises, cancellation included,
         nobody reads the blocks for this call any more, or what is read never counts.

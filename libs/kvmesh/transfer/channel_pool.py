@@ -26,7 +26,7 @@ from kvmesh.transfer.channel import (
     SendChannel,
     usable_kinds,
 )
-from kvmesh.transfer.device import DevicePool, SharedPool
+from kvmesh.transfer.device import DevicePool, Moment, SharedPool
 from kvmesh.transfer.frames import BlockPart, Checksum
 from kvmesh.transfer.host import host_id
 from kvmesh.transfer.ipc_channel import IpcChannel
@@ -66,7 +66,8 @@ class SendOptions:
         lanes: TCP connections per peer.
         checksum: of TCP payloads; the receiver may want one too.
         budget_bytes_s: TCP bytes per second to one peer; 0 is no bound.
-        egress_bytes_s: to all peers together; 0 is no bound. One of both may be set.
+        egress_bytes_s: to all peers together, see `ChannelPool.egress`; 0 is no bound. One of both
+            may be set.
         connect_timeout_s: for a new connection, greeting included.
         stall_timeout_s: a transfer fails when it makes no progress for this long.
         tls: wraps TCP connections.
@@ -155,7 +156,11 @@ class ChannelPool:
         self._closed = False
 
     async def put(
-        self, reservation: Reservation, runs: Sequence[Run], part: BlockPart | None = None
+        self,
+        reservation: Reservation,
+        runs: Sequence[Run],
+        part: BlockPart | None = None,
+        after: Moment = None,
     ) -> None:
         """Writes blocks of this worker's pool into a reservation; returns when they are there.
 
@@ -166,6 +171,7 @@ class ChannelPool:
             reservation: where to; its worker must be reached under `data_endpoint`.
             runs: from `align_to_reservation`, at least one block.
             part: only these bytes of each block, such as some layers; then each block is a call.
+            after: the blocks of a device pool are read behind this moment of it; None: behind now.
 
         Raises:
             RefusedError: the receiver said no; the refusal is its own.
@@ -182,7 +188,7 @@ class ChannelPool:
         started = now()
         meter.begin(num_bytes, started)
         try:
-            await channel.put(reservation, runs, part)
+            await channel.put(reservation, runs, part, after)
         except RefusedError:
             meter.refused += 1
             raise
@@ -254,6 +260,11 @@ class ChannelPool:
     def staging(self) -> StagingRing | None:
         """What blocks leave a device pool through; readers of peers' blocks may land them there."""
         return self._staging
+
+    @property
+    def egress(self) -> Pacer | None:
+        """What holds all that leaves this worker to its budget; what peers read is to share it."""
+        return self._egress
 
     @property
     def sent_bytes(self) -> int:

@@ -39,6 +39,7 @@ from kvmesh.transfer.meters import (
 )
 from kvmesh.transfer.native import load_native
 from kvmesh.transfer.nixl_reader import NixlReaders
+from kvmesh.transfer.pacing import Pacer
 from kvmesh.transfer.protocol import ChannelIdentity, ReceiverMachine
 from kvmesh.transfer.query_ops import QueryOps
 from kvmesh.transfer.server_channel import ServerChannel, ServerState
@@ -74,6 +75,7 @@ class ReceiveOptions:
             work; 0: not at all.
         staging_bytes: host memory that blocks of a device pool arrive through; a frame with more
             is refused.
+        egress: budget of what peers read over TCP, shared with what is sent; None is no bound.
     """
 
     kinds: tuple[str, ...] = DEFAULT_KINDS
@@ -86,6 +88,7 @@ class ReceiveOptions:
     copy_threads: int = 1
     poll_s: float = 0.0
     staging_bytes: int = DEFAULT_STAGING_BYTES
+    egress: Pacer | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +273,8 @@ class DataServer:
         channel = ServerChannel(
             frames, machine, self._target, self._state, self._threads, self._source, self._queries
         )
+        if kind == TCP:
+            channel.pacer = options.egress
         cause = "closed"
         try:
             cause = await channel.serve(

@@ -99,7 +99,14 @@ class DevicePool(Protocol):
         ...
 
     def moment(self) -> Moment:
-        """Now: behind every step that was launched so far."""
+        """Now: behind every step that was launched so far.
+
+        In the thread that computes: behind what it last told the pool that it had launched.
+        """
+        ...
+
+    def is_past(self, moment: Moment) -> bool:
+        """Whether everything before a moment of this pool has been computed; waits for nothing."""
         ...
 
     def staging(self, memory: memoryview) -> StagingMemory:

@@ -21,6 +21,7 @@ from kvmesh.core.types import HostRoute, Reservation
 from kvmesh.transfer.alignment import Run
 from kvmesh.transfer.device import (
     HANDLE_BYTES,
+    Moment,
     PeerMemory,
     Pieces,
     SharedMemory,
@@ -112,12 +113,17 @@ class IpcChannel(EngineChannel):
         return not self.has_moved
 
     async def put(
-        self, reservation: Reservation, runs: Sequence[Run], part: BlockPart | None = None
+        self,
+        reservation: Reservation,
+        runs: Sequence[Run],
+        part: BlockPart | None = None,
+        after: Moment = None,
     ) -> None:
         """See `SendChannel.put`."""
         # The peer's queue knows nothing of this device's.
-        await run_to_end(self._threads, partial(self._pool.settle, self._pool.moment()))
-        await super().put(reservation, runs, part)
+        after = self._pool.moment() if after is None else after
+        await run_to_end(self._threads, partial(self._pool.settle, after))
+        await super().put(reservation, runs, part, after)
 
 
 class IpcReader:

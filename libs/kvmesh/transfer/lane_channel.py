@@ -11,6 +11,7 @@ from kvmesh.core.errors import LostError, RefusedError
 from kvmesh.core.types import RefusalReason, Reservation
 from kvmesh.transfer.alignment import Run, split_runs
 from kvmesh.transfer.channel import carry_all
+from kvmesh.transfer.device import Moment
 from kvmesh.transfer.frames import BlockPart
 from kvmesh.transfer.lane import Lane, claim_of
 
@@ -39,7 +40,11 @@ class LaneChannel:
         return int(self._lane.is_open)
 
     async def put(
-        self, reservation: Reservation, runs: Sequence[Run], part: BlockPart | None = None
+        self,
+        reservation: Reservation,
+        runs: Sequence[Run],
+        part: BlockPart | None = None,
+        after: Moment = None,
     ) -> None:
         """See `SendChannel.put`."""
         claim = claim_of(reservation)

@@ -119,11 +119,16 @@ class LocalChannel:
         return int(self.is_open)
 
     async def put(
-        self, reservation: Reservation, runs: Sequence[Run], part: BlockPart | None = None
+        self,
+        reservation: Reservation,
+        runs: Sequence[Run],
+        part: BlockPart | None = None,
+        after: Moment = None,
     ) -> None:
         """See `SendChannel.put`."""
         pieces = split_runs(runs, max(1, self._piece_bytes // self._block_bytes), _MAX_RUNS)
-        after = self._memory.moment() if isinstance(self._memory, StagingRing) else None
+        if after is None and isinstance(self._memory, StagingRing):
+            after = self._memory.moment()
 
         async def carry(piece: Sequence[Run]) -> None:
             await self._copy(reservation, piece, part, after)

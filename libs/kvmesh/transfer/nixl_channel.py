@@ -17,6 +17,7 @@ from concurrent.futures import Executor
 from kvmesh.core.errors import LostError
 from kvmesh.core.types import Endpoint, Reservation
 from kvmesh.transfer.alignment import Run
+from kvmesh.transfer.device import Moment
 from kvmesh.transfer.frames import (
     MAX_METADATA_BYTES,
     BlockPart,
@@ -166,8 +167,12 @@ class NixlChannel(EngineChannel):
         return not self.has_moved and self._owner.offers(self._segment)
 
     async def put(
-        self, reservation: Reservation, runs: Sequence[Run], part: BlockPart | None = None
+        self,
+        reservation: Reservation,
+        runs: Sequence[Run],
+        part: BlockPart | None = None,
+        after: Moment = None,
     ) -> None:
         """See `SendChannel.put`."""
         with self._owner.busy():
-            await super().put(reservation, runs, part)
+            await super().put(reservation, runs, part, after)

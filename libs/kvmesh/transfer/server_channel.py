@@ -31,6 +31,7 @@ from kvmesh.transfer.memory import (
 from kvmesh.transfer.meters import LinkKey, LinkMeter, TransferObserver, TransferSample
 from kvmesh.transfer.nixl_process import EngineError
 from kvmesh.transfer.nixl_reader import NixlReader, NixlReaders, is_hung_up
+from kvmesh.transfer.pacing import Pacer
 from kvmesh.transfer.protocol import (
     Ask,
     Commit,
@@ -83,6 +84,7 @@ class ServerChannel:
 
     Attributes:
         is_metered: `serve` has asked for the peer's meter.
+        pacer: budget of what the peer reads.
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class ServerChannel:
         self._device: IpcReader | None = None
         self._lane: tuple[WorkerId, int, int] | None = None
         self.is_metered = False
+        self.pacer: Pacer | None = None
 
     async def serve(self, hello_timeout_s: float, metering: Metering) -> str:
         """Greets, then answers frames until the connection ends; returns why it did.
@@ -288,7 +291,7 @@ class ServerChannel:
         head = encode_frame(
             self._machine.answered(frame, num_bytes, checksum=sum_ is not None), num_bytes
         )
-        await self._frames.send_payload(head, views, sum_, pacer=None)
+        await self._frames.send_payload(head, views, sum_, self.pacer)
 
     async def _ask(self, query: QueryFrame) -> None:
         ops = self._queries

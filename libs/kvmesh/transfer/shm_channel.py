@@ -13,6 +13,7 @@ from concurrent.futures import Executor
 
 from kvmesh.core.types import HostRoute, Reservation
 from kvmesh.transfer.alignment import Run
+from kvmesh.transfer.device import Moment
 from kvmesh.transfer.frames import BlockPart, Checksum, LinkOffer
 from kvmesh.transfer.lane import Lane, LaneOptions, PeerKey, claim_of, sender_machine
 from kvmesh.transfer.lane_channel import LaneChannel
@@ -65,14 +66,19 @@ class ShmChannel(LaneChannel):
         return cls(lane, identity.layout.block_bytes, staging)
 
     async def put(
-        self, reservation: Reservation, runs: Sequence[Run], part: BlockPart | None = None
+        self,
+        reservation: Reservation,
+        runs: Sequence[Run],
+        part: BlockPart | None = None,
+        after: Moment = None,
     ) -> None:
         """See `SendChannel.put`."""
         staging = self._staging
         if staging is None:
-            await super().put(reservation, runs, part)
+            await super().put(reservation, runs, part, after)
             return
-        claim, after = claim_of(reservation), staging.moment()
+        claim = claim_of(reservation)
+        after = staging.moment() if after is None else after
 
         async def carry(piece: Sequence[Run]) -> None:
             async with staging.copied(piece, part, after, self) as staged:

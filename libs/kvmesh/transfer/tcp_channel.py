@@ -16,6 +16,7 @@ from kvmesh.core.errors import LostError, RefusedError
 from kvmesh.core.types import Endpoint, RefusalReason, Reservation
 from kvmesh.transfer.alignment import Run, split_runs
 from kvmesh.transfer.channel import carry_all
+from kvmesh.transfer.device import Moment
 from kvmesh.transfer.frame_socket import INLINE_BYTES
 from kvmesh.transfer.frames import MAX_RUNS, BlockPart, Checksum, LinkOffer
 from kvmesh.transfer.lane import Lane, LaneOptions, PeerKey, claim_of, sender_machine
@@ -147,7 +148,11 @@ class TcpChannel:
             meter.retransmits = sum(fact.retransmits for fact in known)
 
     async def put(
-        self, reservation: Reservation, runs: Sequence[Run], part: BlockPart | None = None
+        self,
+        reservation: Reservation,
+        runs: Sequence[Run],
+        part: BlockPart | None = None,
+        after: Moment = None,
     ) -> None:
         """See `SendChannel.put`."""
         block_bytes = self._identity.layout.block_bytes if part is None else part.size
@@ -156,7 +161,8 @@ class TcpChannel:
         pieces = split_runs(runs, self._piece_blocks(num_blocks, block_bytes), MAX_RUNS)
         progress = _Progress()
         memory, width = self._memory, len(pieces)
-        after = memory.moment() if isinstance(memory, StagingRing) else None
+        if after is None and isinstance(memory, StagingRing):
+            after = memory.moment()
 
         async def carry(piece: Sequence[Run]) -> None:
             if isinstance(memory, StagingRing):

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from kvmesh.core.types import Refusal, RefusalReason
+from kvmesh.core.types import Refusal, RefusalReason, WorkerId
 from kvmesh.kv.read_leases import MAX_RENEWALS, OpenedLease, ReadLeaseTable, ReadTicket
 
 LIFE = 7
+READER, OTHER = WorkerId("r0"), WorkerId("r1")
 
 
 def make_table(max_leases: int = 4, max_blocks: int = 10) -> ReadLeaseTable:
     return ReadLeaseTable(LIFE, 2.0, max_leases=max_leases, max_blocks=max_blocks)
 
 
-def opened(table: ReadLeaseTable, *blocks: int, now: float = 0.0) -> int:
-    lease = table.open(blocks, b"secret", now)
+def opened(table: ReadLeaseTable, *blocks: int, now: float = 0.0, reader: WorkerId = READER) -> int:
+    lease = table.open(reader, blocks, b"secret", now)
     assert isinstance(lease, OpenedLease)
     return lease.lease_id
 
@@ -126,14 +127,35 @@ def test_reads_renew_a_lease_but_not_for_ever() -> None:
     assert now == MAX_RENEWALS * table.lease_s
 
 
+@pytest.mark.parametrize(("limits", "count"), [((6, 100), 3), ((100, 8), 2)])
+def test_one_reader_gets_half_of_the_leases_and_of_the_blocks(
+    limits: tuple[int, int], count: int
+) -> None:
+    table = make_table(*limits)
+    leases = [opened(table, 2 * number, 2 * number + 1) for number in range(count)]
+    refused = table.open(READER, (90, 91), b"secret", 0.0)
+    assert reason(refused) is RefusalReason.BUSY
+    assert isinstance(refused, Refusal)
+    assert str(READER) in refused.message
+    assert isinstance(table.open(OTHER, (90, 91), b"secret", 0.0), OpenedLease)
+    table.close(leases[0], LIFE, b"secret", 0.0)
+    opened(table, 92, 93)
+    assert table.statistics().refused_total == 1
+
+
+def test_one_lease_may_be_of_more_than_half_of_the_blocks() -> None:
+    table = make_table(max_blocks=10)
+    opened(table, *range(9))
+
+
 def test_more_leases_or_blocks_than_allowed_are_refused_until_some_end() -> None:
     table = make_table(max_leases=2, max_blocks=5)
     first = opened(table, 1, 2, 3)
-    refused = table.open((4, 5, 6), b"secret", 0.0)
+    refused = table.open(OTHER, (4, 5, 6), b"secret", 0.0)
     assert reason(refused) is RefusalReason.BUSY
     assert isinstance(refused, Refusal)
     assert refused.retry_after_ms > 0
-    opened(table, 4, 5)
-    assert reason(table.open((), b"secret", 0.0)) is RefusalReason.BUSY
+    opened(table, 4, 5, reader=OTHER)
+    assert reason(table.open(OTHER, (), b"secret", 0.0)) is RefusalReason.BUSY
     table.close(first, LIFE, b"secret", 0.0)
     opened(table, 6)
