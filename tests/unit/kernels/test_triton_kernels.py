@@ -17,14 +17,14 @@ INTERPRETED = {
     "interpreted_blocks.py": 16,
     "interpreted_draw.py": 7,
     "interpreted_fused.py": 10,
-    "interpreted_hybrid.py": 27,
+    "interpreted_hybrid.py": 28,
 }
 COMPILED = {
     "compiled_attention.py": 9,
     "compiled_blocks.py": 2,
     "compiled_draw.py": 1,
     "compiled_fused.py": 9,
-    "compiled_hybrid.py": 11,
+    "compiled_hybrid.py": 12,
 }
 
 
