@@ -1,21 +1,17 @@
-"""Route queries that wait for each other, so that they are decided together.
+"""Route queries that are decided together, on the event loop: `policy/gathering.py` says which and
+when, this wakes up at that time and gives each its answer.
 
-The first one waits for the prefixes that are being looked up for others when it comes, or, where
-its prompt would wait anyway, for the window; whoever comes meanwhile is decided with it. So one
-that comes alone while a worker is idle waits for nothing, and no stream of lookups keeps it. The
-simulator has the same in virtual time (`kvmesh/sim/gathering.py`).
 Tests: tests/unit/scheduler/test_gathering.py.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from kvmesh.core.types import PrefixMatch, Refusal, RoutePlan, RouteQuery
-from kvmesh.policy.joint import MAX_JOINT
+from kvmesh.policy.gathering import Gathering
 
 Outcome = RoutePlan | Refusal
 
@@ -26,14 +22,16 @@ class Waiting:
 
     Attributes:
         known: who holds leading blocks; None when nobody knows.
+        since: seconds on the performance counter when that was known.
     """
 
     query: RouteQuery
     known: list[PrefixMatch] | None
+    since: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Seat:
+@dataclass(eq=False, frozen=True, slots=True)
+class _Open:
     waiting: Waiting
     answer: asyncio.Future[Outcome]
 
@@ -42,71 +40,68 @@ Decide = Callable[[Sequence[Waiting]], Sequence[tuple[Waiting, Outcome]]]
 """Decides on all; returns them in the order in which they are to be told."""
 
 
-class Gathering:
-    """Queries of one model that wait now.
+class JointDecisions:
+    """Queries of one model that wait for each other.
 
     Args:
-        window_s: longest time that one waits for others.
         hold_s: how long one should wait although nobody else is on the way.
         decide: makes the decisions.
     """
 
-    def __init__(self, window_s: float, hold_s: Callable[[Waiting], float], decide: Decide) -> None:
-        self._window_s = window_s
-        self._hold_s = hold_s
+    def __init__(self, hold_s: Callable[[Waiting], float], decide: Decide) -> None:
+        self._gathering: Gathering[_Open] = Gathering(lambda each: hold_s(each.waiting))
         self._decide = decide
-        self._seats: list[_Seat] = []
-        self._looking: set[object] = set()
-        self._awaited: set[object] = set()
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def num_waiting(self) -> int:
         """Queries that wait for their decision, or for what it reads."""
-        return len(self._seats) + len(self._looking)
+        return self._gathering.num_waiting
 
-    @contextlib.contextmanager
-    def looking(self) -> Iterator[None]:
-        """While a query's prefixes are looked up, those that get theirs meanwhile wait for it."""
-        lookup = object()
-        self._looking.add(lookup)
-        try:
-            yield
-        finally:
-            self._looking.discard(lookup)
-            self._awaited.discard(lookup)
+    async def decided(self, lookup: Awaitable[Waiting]) -> Outcome:
+        """The decision on a query, and on those that came with it.
 
-    async def decided(self, waiting: Waiting) -> Outcome:
-        """The decision on a query, and on those that came with it."""
+        Args:
+            lookup: what it reads; those that have theirs meanwhile wait for it.
+        """
         loop = asyncio.get_running_loop()
-        seat = _Seat(waiting, loop.create_future())
-        if not self._seats:
-            # Lookups that begin later are not waited for: under load there is always another one.
-            self._awaited = self._looking.copy()
-        self._seats.append(seat)
-        hold_s = self._window_s if self._awaited else self._hold_s(waiting)
-        if hold_s <= 0 or len(self._seats) >= MAX_JOINT:
-            self._close()
-        elif self._timer is None or loop.time() + hold_s < self._timer.when():
-            self._end_timer()
-            self._timer = loop.call_later(hold_s, self._close)
-        return await seat.answer
+        seat = self._gathering.arrive()
+        try:
+            waiting = await lookup
+            opened = _Open(waiting, loop.create_future())
+            self._gathering.ready(seat, opened, loop.time())
+            self._go_on(loop.time())
+            return await opened.answer
+        finally:
+            self._gathering.leave(seat)
+            self._go_on(loop.time())
 
-    def _end_timer(self) -> None:
-        if self._timer is not None:
+    def _go_on(self, now: float) -> None:
+        """Decides on those whose time has come, and wakes up when that of the others has."""
+        taken = self._gathering.take(now)
+        closes_at = self._gathering.closes_at
+        if self._timer is not None and self._timer.when() != closes_at:
             self._timer.cancel()
             self._timer = None
+        if closes_at is not None and self._timer is None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_at(closes_at, self._wake, closes_at)
+        if taken:
+            self._answer(taken)
 
-    def _close(self) -> None:
-        self._end_timer()
-        seats, self._seats = self._seats, []
-        # Who has hung up meanwhile is no load of any worker.
-        seats = [seat for seat in seats if not seat.answer.done()]
-        if not seats:
+    def _wake(self, closes_at: float) -> None:
+        self._timer = None
+        # A loop calls up to its clock's resolution early.
+        self._go_on(max(asyncio.get_running_loop().time(), closes_at))
+
+    def _answer(self, taken: Sequence[_Open]) -> None:
+        # Whoever has hung up in this very turn of the loop is no load of any worker.
+        opened = [each for each in taken if not each.answer.done()]
+        if not opened:
             return
-        answers = {id(seat.waiting): seat.answer for seat in seats}
+        answers = {id(each.waiting): each.answer for each in opened}
         try:
-            for waiting, outcome in self._decide([seat.waiting for seat in seats]):
+            for waiting, outcome in self._decide([each.waiting for each in opened]):
                 answers[id(waiting)].set_result(outcome)
         finally:
             # Nobody waits for an answer that a bug has eaten: each learns of it, as by itself.

@@ -27,13 +27,14 @@ from kvmesh.policy.explain import describe_decision
 from kvmesh.policy.joint import Ask, decide_jointly, hold_s, in_turn
 from kvmesh.policy.offload_route import OffloadPlan
 from kvmesh.policy.plans_ahead import BATCH, MAX_AHEAD, Wish
+from kvmesh.policy.recent_reads import RecentReads
 from kvmesh.policy.view import FleetView
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.telemetry.tracing import Span, start_span
 from services.scheduler import metrics
 from services.scheduler.decisions import DecisionLog
 from services.scheduler.fleet import Fleet
-from services.scheduler.gathering import Gathering, Waiting
+from services.scheduler.gathering import JointDecisions, Waiting
 from services.scheduler.planner import Planner
 
 log = event_logger(__name__)
@@ -99,12 +100,13 @@ class Router:
         self._clock = clock
         self._decisions = decisions
         self._planner = planner
-        self._gatherings: dict[str, Gathering] = {}
+        self._reads = RecentReads()
+        self._joint: dict[str, JointDecisions] = {}
 
     @property
     def num_waiting(self) -> int:
         """Queries that wait to be decided with others."""
-        return sum(each.num_waiting for each in self._gatherings.values())
+        return sum(each.num_waiting for each in self._joint.values())
 
     async def route(
         self, query: RouteQuery, traceparent: str, gateway: Hashable = None
@@ -164,21 +166,19 @@ class Router:
         if self._settings.policy.joint is None:
             return self._decide(query, await self._known_blocks(query))
         # One for each model: nothing is gained by waiting for requests of another.
-        gathering = self._gatherings.get(query.model)
-        if gathering is None:
-            window_s = self._settings.policy.joint_window_s
-            gathering = Gathering(window_s, self._hold_s, self._decide_together)
-            self._gatherings[query.model] = gathering
+        decisions = self._joint.get(query.model)
+        if decisions is None:
+            decisions = JointDecisions(self._hold_s, self._decide_together)
+            self._joint[query.model] = decisions
         try:
-            with gathering.looking():
-                known = await self._known_blocks(query)
-            looked_up = time.perf_counter()
-            outcome = await gathering.decided(Waiting(query, known))
-            metrics.JOINT_HELD_SECONDS.observe(time.perf_counter() - looked_up)
-            return outcome
+            return await decisions.decided(self._looked_up(query))
         finally:
-            if not gathering.num_waiting and self._gatherings.get(query.model) is gathering:
-                del self._gatherings[query.model]
+            if not decisions.num_waiting and self._joint.get(query.model) is decisions:
+                del self._joint[query.model]
+
+    async def _looked_up(self, query: RouteQuery) -> Waiting:
+        known = await self._known_blocks(query)
+        return Waiting(query, known, time.perf_counter())
 
     def _decide(self, query: RouteQuery, known: list[PrefixMatch] | None) -> RoutePlan | Refusal:
         started, now = time.perf_counter(), self._clock.now()
@@ -201,6 +201,8 @@ class Router:
         plans = decide_jointly(self._settings.policy, asks, now, offload)
         for ask, decision in zip(asks, plans, strict=True):
             self._take(ask, decision, offload, now)
+        for each in members:
+            metrics.JOINT_HELD_SECONDS.observe(started - each.since)
         metrics.note_joint(plans)
         metrics.DECISION_SECONDS.observe(time.perf_counter() - started)
         return [(each, plan.route) for each, plan in in_turn(members, plans)]
@@ -220,8 +222,9 @@ class Router:
             view = self._fleet.view_for(query, matches, now)
         else:
             view = self._fleet.view(now)
-        if matches and policy.route.fetches:
-            view = dataclasses.replace(view, pace=self._planner.pace(query.model))
+        if policy.route.fetches and (matches or policy.joint is not None):
+            reads = self._reads.among(view.workers, matches or {})
+            view = dataclasses.replace(view, pace=self._planner.pace(query.model), reads=reads)
         return Ask(query, view, matches)
 
     def _take(self, ask: Ask, decision: OffloadPlan, offload: OffloadState, now: float) -> None:
@@ -232,6 +235,8 @@ class Router:
         self._decisions.add(ask.query.request_id, describe)
         if isinstance(decision.route, RoutePlan):
             self._fleet.note_route(decision.route, now)
+            if ask.matches:
+                self._reads.note(decision.route, _block_size(ask.view, decision.route))
 
     async def _known_blocks(self, query: RouteQuery) -> list[PrefixMatch] | None:
         if not query.block_hashes:
@@ -248,6 +253,11 @@ class Router:
                 return None
             found.extend(answer.matches)
         return found
+
+
+def _block_size(view: FleetView, plan: RoutePlan) -> int:
+    chosen = plan.prefill[0].worker_id
+    return next(w for w in view.workers if w.info.worker_id == chosen).info.layout.block_size
 
 
 def _describe(span: Span, query: RouteQuery, outcome: RoutePlan | Refusal) -> None:

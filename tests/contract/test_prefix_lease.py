@@ -259,6 +259,37 @@ async def test_a_drain_waits_for_those_who_read_and_lends_nothing_more(pair: Pai
     await client.close()
 
 
+@pytest.mark.parametrize("how", ["stopped", "ordered"])
+async def test_a_drain_that_readers_hold_up_says_goodbye(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """A lease lasts for seconds after its last read; neither kind of drain waits for its end."""
+    said: list[str] = []
+    over = asyncio.Event()
+
+    async def goodbye(reason: str) -> None:
+        said.append(reason)
+        over.set()
+
+    client, holder = PoolClient(), pair.holder
+    monkeypatch.setattr(holder._registration, "goodbye", goodbye)
+    lease = await pair.lease(client)
+    if how == "stopped":
+        await holder._context.drain(0.05)
+    else:
+        server = replace(holder._config.server, drain_s=0.05)
+        monkeypatch.setattr(holder, "_config", replace(holder._config, server=server))
+        holder._ordered_to_drain("an upgrade")
+        await over.wait()
+    assert said == ["cut off" if how == "stopped" else "drained"]
+    assert holder.pool.statistics().num_open == 1
+    request = pb.ReleaseBlocksRequest(
+        incarnation=lease.incarnation, lease_id=lease.lease_id, capability=lease.capability
+    )
+    await client.release(source_of(holder).control_endpoint, request, 5)
+    await client.close()
+
+
 async def test_a_drain_does_not_wait_for_a_reader_that_is_gone() -> None:
     async with running(fetch=FetchSection(lease_s=0.2)) as pair:
         client = PoolClient()

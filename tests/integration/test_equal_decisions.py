@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import random
@@ -16,14 +15,13 @@ import pytest
 from kvmesh.core.config import environment
 from kvmesh.core.types import RequestId, WorkerId
 from kvmesh.metadata.redis_client import RedisConfig
-from kvmesh.policy import composition, joint
+from kvmesh.policy import composition, gathering, joint
 from kvmesh.policy.connections import Connections
 from kvmesh.policy.curves import Quadratic
 from kvmesh.policy.explain import CandidateFacts, DecisionFacts, describe_decision
 from kvmesh.policy.joint_choice import JointReason
 from kvmesh.policy.pdserve import TimeoutTier
 from kvmesh.policy.prefix_source import FetchPace
-from kvmesh.sim import gathering as sim_gathering
 from kvmesh.sim import simulation
 from kvmesh.sim.fleet import SimFleet, parse_fleet
 from kvmesh.sim.profile import DecodeCost, Device, Links, Profile, load_profile
@@ -31,7 +29,7 @@ from kvmesh.sim.scenario import Objectives, Scenario
 from kvmesh.sim.simulation import Simulation
 from kvmesh.sim.systems import SYSTEMS
 from kvmesh.sim.trace import TRACE_BLOCK, TraceRequest, read_trace
-from services.scheduler import gathering, router
+from services.scheduler import router
 from tests.live_replay import NUM_BLOCKS, Round, WorkerPlan, live_mesh
 from tests.redis_server import redis_url
 
@@ -209,12 +207,11 @@ async def test_requests_that_come_at_once(
 ) -> None:
     """All requests of a round are decided together, in the services as in the simulator."""
     size = 3
-    for module in (gathering, sim_gathering):
-        monkeypatch.setattr(module, "MAX_JOINT", size)
+    monkeypatch.setattr(gathering, "MAX_JOINT", size)
     # They wait for the last one of the round, however long that takes.
     for holder in (router, simulation):
         monkeypatch.setattr(holder, "hold_s", lambda *_: ROUND_S)
-    monkeypatch.setattr(gathering.Gathering, "looking", contextlib.nullcontext)
+    monkeypatch.setattr(gathering, "LOOKUP_S", ROUND_S)
     rounds = in_rounds([each for each in synthetic(4, 30) if len(each.hash_ids) > 1][:15], size)
     await compare(rounds, policy, tmp_path, decided, together=True)
     assert {each.num_asked for each in decided} == {size}

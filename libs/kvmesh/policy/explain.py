@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvmesh.core.types import (
@@ -105,7 +104,6 @@ def describe_decision(
     offload: OffloadState,
 ) -> DecisionFacts:
     """The facts of a decision that was made from these arguments."""
-    views = {worker.worker_id: worker for worker in view.workers}
     is_finite = bool(offload.remote) and math.isfinite(offload.threshold_tokens)
     about = DecisionFacts(
         request_id=query.request_id,
@@ -119,7 +117,7 @@ def describe_decision(
         threshold_tokens=offload.threshold_tokens if is_finite else None,
         compared_tokens=decision.choice.uncached_tokens if decision.choice else 0,
         cache_known=False,
-        num_seen=len(views),
+        num_seen=len(view.workers),
         scenario=query.scenario,
         group=decision.group.group.name if decision.group and decision.group.group else "",
         group_reason=decision.group.reason if decision.group else None,
@@ -142,29 +140,32 @@ def describe_decision(
         placement=route.placement,
         reason=route.cause.value,
         detail=route.reason,
-        prefill=_facts(route.prefill, views, query, rank),
-        decode=_facts(route.decode, views, query, policy.decode),
+        prefill=_facts(route.prefill, view, query, rank),
+        decode=_facts(route.decode, view, query, policy.decode),
         cache_known=route.cache_known,
     )
 
 
 def _facts(
-    candidates: tuple[Candidate, ...],
-    views: Mapping[WorkerId, WorkerView],
-    query: RouteQuery,
-    rank: RankFunction,
+    candidates: tuple[Candidate, ...], view: FleetView, query: RouteQuery, rank: RankFunction
 ) -> tuple[CandidateFacts, ...]:
+    shown = candidates[:MAX_EXPLAINED]
+    names = {each.worker_id for each in shown}
+    workers = {each.worker_id: each for each in view.workers if each.worker_id in names}
     return tuple(
-        _fact(views[each.worker_id], each, query, rank) for each in candidates[:MAX_EXPLAINED]
+        _fact(workers[each.worker_id], each, query, rank, view.reads.get(each.worker_id, 0.0))
+        for each in shown
     )
 
 
 def _fact(
-    worker: WorkerView, candidate: Candidate, query: RouteQuery, rank: RankFunction
+    worker: WorkerView, candidate: Candidate, query: RouteQuery, rank: RankFunction, reads: float
 ) -> CandidateFacts:
     standing = Standing(
         worker, query, candidate.cached_tokens, turn=0, saved_tokens=candidate.saved_tokens
     )
+    if candidate.cached_tokens:
+        standing.reads = reads
     return CandidateFacts(
         worker_id=worker.worker_id,
         cached_tokens=candidate.cached_tokens,

@@ -46,7 +46,7 @@ def weigh_fetches(
         else:
             if holder is None:  # most requests need none, and drawing one takes its time
                 holders = [one for one in readable if one.cached_tokens == longest]
-                holder = _Holder(choose_holder(holders, _queued_tokens, rng), pace)
+                holder = _Holder(choose_holder(holders, _load, rng), pace)
             holder.weigh_for(each, missing)
 
 
@@ -87,6 +87,11 @@ def fetch_words(standing: Standing) -> str:
         return ""
     num_tokens = source.num_blocks * standing.worker.info.layout.block_size
     return f", of which it fetches up to {num_tokens} from {source.worker_id}"
+
+
+def _load(standing: Standing) -> tuple[float, float]:
+    """What speaks against reading from a holder: what waits to leave it, then what was read."""
+    return _queued_tokens(standing), standing.reads
 
 
 def _queued_tokens(standing: Standing) -> float:

@@ -126,22 +126,34 @@ def in_turn(asked: Sequence[T], plans: Sequence[OffloadPlan]) -> list[tuple[T, O
 
 
 def hold_s(policy: Composition, ask: Ask, now: float, offload: OffloadState) -> float:
-    """How long a request may wait for others to be decided with it: not at all while some worker
-    would begin its prompt at once, since only where prompts wait anyway nothing is lost by it. Nor
-    where the others change nothing for it: a refusal, or a worker that decodes and prefills.
+    """How long a request may wait for others to be decided with it: until the first worker could
+    begin its prompt, at most for the policy's window, since only where prompts wait anyway nothing
+    is lost by it. Nor where the others change nothing for it: a refusal, or a worker that decodes
+    and prefills.
     """
-    at_work = [
-        worker.prefill_used > 0
+    able = [
+        worker
         for worker in ask.view.workers
         if worker.info.model == ask.query.model
         and worker.info.role is not Role.DECODE
         and not worker.load.draining
     ]
-    if not (at_work and all(at_work) and policy.joint_window_s > 0):
+    soonest_s = min((_busy_s(worker, ask) for worker in able), default=0.0)
+    wait_s = min(soonest_s, policy.joint_window_s)
+    if wait_s <= 0:
         return 0.0
     route = decide_route(policy, ask.view, ask.query, ask.matches, now, offload).route
     is_fixed = isinstance(route, Refusal) or route.placement is Placement.AGGREGATED
-    return 0.0 if is_fixed else policy.joint_window_s
+    return 0.0 if is_fixed else wait_s
+
+
+def _busy_s(worker: WorkerView, ask: Ask) -> float:
+    """Seconds until a worker could begin the prompt; endless where its speed is not known."""
+    if not worker.prefill_used:
+        return 0.0
+    token_s = ask.view.pace.token_s
+    before = worker.pending_tokens + worker.prefill_in_flight * ask.query.num_tokens
+    return before * token_s if token_s else math.inf
 
 
 # --- one by one ----------------------------------------------------------------------------------

@@ -107,7 +107,9 @@ def saved_tokens(
     return num_missing - cost if cost <= WORTH * num_missing else 0.0
 
 
-def choose_holder(holders: Sequence[T], load: Callable[[T], float], rng: random.Random) -> T:
+def choose_holder(
+    holders: Sequence[T], load: Callable[[T], tuple[float, ...]], rng: random.Random
+) -> T:
     """Whom to read from: of two at random, the less loaded one."""
     two = rng.sample(holders, 2) if len(holders) > 2 else holders
     return min(two, key=load)

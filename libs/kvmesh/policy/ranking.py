@@ -46,7 +46,8 @@ yet: a short wait for the holder of a long prefix beats computing the prefix aga
 
 
 class Standing:
-    """A worker with respect to one request; nobody changes it but `fetch_route.weigh_fetches`.
+    """A worker with respect to one request; who makes it fills it in, and then only
+    `fetch_route.weigh_fetches` changes it.
 
     A route makes one for each worker it looks at and reads most of its numbers several times, so
     they are computed once, here.
@@ -54,6 +55,7 @@ class Standing:
     Attributes:
         cached_tokens: leading prompt tokens whose KV the worker holds.
         turn: place in a rotation over the workers of the same list; 0 is next.
+        reads: tokens of cached prefixes that were read there of late.
         uncached_tokens: tokens to compute; at least one, since the last one is needed for its
             logits.
         prefill_busy: the worker would reject an offer: a prefill worker has slots and no queue.
@@ -77,6 +79,7 @@ class Standing:
         "prefill_busy",
         "prefill_share",
         "query",
+        "reads",
         "saved_tokens",
         "source",
         "turn",
@@ -97,6 +100,7 @@ class Standing:
         self.query = query
         self.cached_tokens = cached_tokens
         self.turn = turn
+        self.reads = 0.0
         left = query.num_tokens - cached_tokens
         self.uncached_tokens = uncached = left if left > 1 else 1
         in_flight, prefill_slots = worker.prefill_in_flight, info.prefill_slots
@@ -194,12 +198,12 @@ def _cache_load_aggregated(standing: Standing) -> Rank:
 
 
 def _first_token_prefill(standing: Standing) -> Rank:
-    return (standing.first_token, standing.prefill_share)
+    return (standing.first_token, standing.prefill_share, standing.reads)
 
 
 def _first_token_aggregated(standing: Standing) -> Rank:
     cost = standing.first_token * (1.0 + standing.decode_share)
-    return (standing.prefill_busy or standing.decode_full, cost)
+    return (standing.prefill_busy or standing.decode_full, cost, standing.reads)
 
 
 def _least_loaded_prefill(standing: Standing) -> Rank:

@@ -92,7 +92,7 @@ def _take_seats(call: _Call, able: list[WorkerView]) -> list[_Seat]:
     query, layouts = call.query, call.layouts
     num_tokens, avoid = query.num_tokens, query.avoid
     heard_since = call.now - SILENT_AFTER_S
-    matches = call.matches or {}
+    matches, reads = call.matches or {}, call.view.reads
     seats: list[_Seat] = []
     group: Group = (-1, "")
     for worker in able:
@@ -101,6 +101,8 @@ def _take_seats(call: _Call, able: list[WorkerView]) -> list[_Seat]:
         blocks = matches.get(info.worker_id, 0)
         cached = min(blocks * layout.block_size, num_tokens) if blocks else 0
         seat = _Seat(worker, query, cached, 0)
+        if blocks:
+            seat.reads = reads.get(info.worker_id, 0.0)
         seat.avoided = info.worker_id in avoid
         seat.silent = worker.reported_at < heard_since
         is_first = layouts and layouts[0] is layout
@@ -336,7 +338,7 @@ def _plan_disaggregated(call: _Call, sides: _Sides) -> RoutePlan | None:
     last_resort = is_far if len(call.groups) > 1 else None
     rest = [seat for seat in paired if seat.layout == layout and seat is not home]
     prefill = [home, *_ordered(call, rest, call.policy.prefill, last_resort)]
-    prefill = _worth_asking(call, prefill)
+    prefill = _worth_asking(call, prefill, home.group)
     beside = _of_layout(call, sides.decode, layout)
     decode = _ordered(call, beside, call.policy.decode, last_resort)
     first = prefill[0]
@@ -390,13 +392,19 @@ def _is_in_favour(seat: _Seat) -> bool:
     return not (seat.silent or seat.avoided)
 
 
-def _worth_asking(call: _Call, prefill: list[_Seat]) -> list[_Seat]:
-    """Leaves out workers that are much later than the best of those that are left."""
+def _worth_asking(call: _Call, prefill: list[_Seat], home: Group) -> list[_Seat]:
+    """Leaves out workers that are much later than the best one of the group that was chosen: one
+    of another is no measure, since that group has no room to decode.
+    """
     cost = call.policy.first_token
     if cost is None:
         return prefill
     costs = [cost(seat) for seat in prefill]
-    favoured = [each for each, seat in zip(costs, prefill, strict=True) if _is_in_favour(seat)]
+    favoured = [
+        each
+        for each, seat in zip(costs, prefill, strict=True)
+        if seat.group == home and _is_in_favour(seat)
+    ]
     latest = min(favoured, default=math.inf) + call.policy.slack_tokens
     return [seat for each, seat in zip(costs, prefill, strict=True) if each <= latest]
 

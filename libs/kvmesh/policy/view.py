@@ -5,7 +5,8 @@ Owns no bookkeeping; the scheduler and the simulator build views. Tests: tests/u
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from kvmesh.core.types import WorkerId, WorkerInfo, WorkerLoad
 from kvmesh.core.values import quick
@@ -58,9 +59,12 @@ class FleetView:
         version: grows with every change of the fleet.
         num_routes: plans made before this one; the turn of a rotation.
         pace: of computing and of moving KV.
+        reads: tokens of cached prefixes that were read of late, of workers that hold some of what
+            is asked for; others are 0.
     """
 
     workers: tuple[WorkerView, ...]
     version: int = 0
     num_routes: int = 0
     pace: FetchPace = FetchPace()
+    reads: Mapping[WorkerId, float] = field(default_factory=dict)

@@ -353,16 +353,33 @@ class Worker:
             self._registration.update(self._info)
 
     async def _drain(self) -> None:
-        """Prefill first: its KV must be taken before the process may go. Readers last."""
+        """Prefill first: its KV must be taken before the process may go. Readers last.
+
+        However it ends, also where it is cut off for taking too long, schedulers hear that the
+        worker leaves: nobody has to find out by its silence.
+        """
         # Both at once, so that the next load report keeps routes away from either side.
         self.decode.draining = self.prefill.draining = self.pool.draining = True
-        await self.prefill.drain()
-        await self.decode.drain()
-        if self._publisher is not None and self._publisher.connected:
-            # What it alone holds is copied elsewhere meanwhile, if it is read.
-            await asyncio.sleep(self._config.fetch.leave_s)
-        await self.pool.drain()
-        await self._registration.goodbye("drained")
+        reason = "cut off"
+        try:
+            await self.prefill.drain()
+            await self.decode.drain()
+            if self._publisher is not None and self._publisher.connected:
+                # What it alone holds is copied elsewhere meanwhile, if it is read.
+                await asyncio.sleep(self._config.fetch.leave_s)
+            await self._readers_out()
+            reason = "drained"
+        finally:
+            await self._registration.goodbye(reason)
+
+    async def _readers_out(self) -> None:
+        """Waits for those who read here, no longer than a drain may take: they can compute."""
+        limit_s = self._config.server.drain_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await self.pool.drain()
+        except TimeoutError:
+            log.warning("readers_left", num_leases=self.pool.statistics().num_open)
 
     def load(self) -> WorkerLoad:
         """What this worker is doing now."""

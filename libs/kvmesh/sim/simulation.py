@@ -20,12 +20,13 @@ from kvmesh.policy.fleet_index import FleetIndex
 from kvmesh.policy.joint import Ask, decide_jointly, hold_s, in_turn
 from kvmesh.policy.offload_route import OffloadPlan
 from kvmesh.policy.pdserve import timeout_s
+from kvmesh.policy.recent_reads import RecentReads
 from kvmesh.policy.view import FleetView
 from kvmesh.sim.control import Control
 from kvmesh.sim.events import EventQueue
 from kvmesh.sim.fetch import Fetches, profile_pace
 from kvmesh.sim.fleet import MODEL, REMOTE, SimFleet
-from kvmesh.sim.gathering import Gathering, Waiting
+from kvmesh.sim.joint import JointDecisions, Waiting
 from kvmesh.sim.placing import Answer, Desk, Placed, Placing
 from kvmesh.sim.requests import Outcome, SimRequest, SimSequence, blocks_for
 from kvmesh.sim.scenario import Failure, FailureKind, Scenario
@@ -153,7 +154,8 @@ class Simulation:
             Connections(),
             self.fetches.begin,
         )
-        self._gathering = Gathering(self.events, self._hold_s, self._route_together)
+        self._reads = RecentReads()
+        self._joint = JointDecisions(self.events, self._hold_s, self._route_together)
         self.control = Control(scenario, self.events, self.fleet, self._desk, self.result.reasons)
         self._computed: dict[WorkerId, int] = {}
         self._link_seen = 0.0
@@ -210,7 +212,7 @@ class Simulation:
             answer(self.route(request, avoid))
         else:
             matches = self.fleet.index.match(request.reusable_hashes)
-            self._gathering.take(Waiting(request, _query(request, avoid), matches, answer))
+            self._joint.take(Waiting(request, _query(request, avoid), matches, answer))
 
     def route(self, request: SimRequest, avoid: frozenset[WorkerId]) -> RoutePlan | Refusal:
         """What the scheduler decides now, on this request alone.
@@ -255,7 +257,8 @@ class Simulation:
     def _view_for(self, query: RouteQuery, matches: Mapping[WorkerId, int]) -> FleetView:
         seen = self.fleet.view_for(query, matches)
         # Field by field: `dataclasses.replace` would be a part of a decision's time.
-        return FleetView(seen.workers, seen.version, seen.num_routes, self._pace)
+        reads = self._reads.among(seen.workers, matches) if matches else {}
+        return FleetView(seen.workers, seen.version, seen.num_routes, self._pace, reads)
 
     def _routed(self, request: SimRequest, plan: OffloadPlan) -> RoutePlan | Refusal:
         """Counts a decision, and the plan as load of its workers."""
@@ -268,6 +271,7 @@ class Simulation:
             self.result.reasons[f"joint: {plan.joint.reason.value}"] += 1
         if isinstance(plan.route, RoutePlan):
             self.fleet.note_route(plan.route)
+            self._reads.note(plan.route, TRACE_BLOCK)
         return plan.route
 
     # --- the way of a request ----------------------------------------------------------------

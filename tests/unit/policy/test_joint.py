@@ -24,6 +24,7 @@ from kvmesh.policy.explain import describe_decision
 from kvmesh.policy.joint import Ask, decide_jointly, hold_s, in_turn
 from kvmesh.policy.joint_choice import JointReason
 from kvmesh.policy.offload_route import OffloadPlan
+from kvmesh.policy.prefix_source import FetchPace
 from kvmesh.policy.view import FleetView, WorkerView
 from tests.unit.policy.fleet_examples import LAYOUT, NOW, fleet, query, worker
 
@@ -253,6 +254,16 @@ class TestHold:
         busy = worker("a", prefill_active=1)
         assert self.asked(busy, worker("b"), DECODE) == 0.0
         assert self.asked(busy, worker("b", prefill_active=1), DECODE) == 0.02
+
+    def test_no_longer_than_until_somebody_is_idle(self) -> None:
+        soon = worker("a", prefill_active=1)
+        soon = dataclasses.replace(soon, pending_tokens=100)
+        late = dataclasses.replace(worker("b", prefill_active=1), pending_tokens=900)
+        view = dataclasses.replace(fleet(soon, late, DECODE), pace=FetchPace(token_s=1e-4))
+        held = hold_s(JOINT, Ask(query(LONG), view, {}), NOW, OffloadState())
+        assert held == pytest.approx(0.01), "the first one has computed what it has"
+        view = dataclasses.replace(view, pace=FetchPace(token_s=1e-2))
+        assert hold_s(JOINT, Ask(query(LONG), view, {}), NOW, OffloadState()) == 0.02
 
     def test_nobody_waits_for_who_is_not_there(self) -> None:
         assert self.asked(DECODE) == 0.0

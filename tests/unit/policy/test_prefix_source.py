@@ -67,9 +67,9 @@ def test_a_slow_way_or_a_busy_holder_is_left_alone(
 
 def test_of_two_holders_at_random_the_less_loaded_is_read() -> None:
     loads = {"a": 5.0, "b": 1.0}
-    assert choose_holder(["a", "b"], lambda name: loads[name], random.Random(0)) == "b"
+    assert choose_holder(["a", "b"], lambda name: (loads[name],), random.Random(0)) == "b"
     many = {f"w{index}": float(index) for index in range(8)}
     rng = random.Random(0)
-    taken = Counter(choose_holder(list(many), lambda name: many[name], rng) for _ in range(800))
+    taken = Counter(choose_holder(list(many), lambda name: (many[name],), rng) for _ in range(800))
     assert taken["w7"] == 0, "the most loaded one is never the better of two"
     assert taken["w0"] > taken["w6"] > 0

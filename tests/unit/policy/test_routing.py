@@ -188,6 +188,19 @@ class TestClusters:
         assert names(made.prefill) == ["pw", "pe"]
         assert names(made.decode) == ["dw", "de"]
 
+    def test_a_group_without_decode_room_is_no_measure(self) -> None:
+        """The worker that was chosen is asked however soon one of the other group would be."""
+        late = dataclasses.replace(worker("pw", cluster="west"), pending_tokens=9000)
+        view = fleet(
+            worker("pe"),
+            worker("de", Role.DECODE, decode_running=8),
+            late,
+            worker("dw", Role.DECODE, cluster="west"),
+        )
+        made = plan(view, query(3000, placement=Placement.DISAGGREGATED), policy="kvmesh")
+        assert names(made.prefill) == ["pw", "pe"]
+        assert names(made.decode) == ["dw", "de"]
+
 
 class TestRefusals:
     def test_empty_fleet(self) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 
 import pytest
 
 from kvmesh.core.types import Refusal, RefusalReason, RequestId
-from kvmesh.policy.joint import MAX_JOINT
-from services.scheduler.gathering import Gathering, Outcome, Waiting
+from services.scheduler.gathering import JointDecisions, Outcome, Waiting
 from tests.unit.policy.fleet_examples import query
 
 LONG_S = 3600.0
@@ -20,11 +18,11 @@ LONG_S = 3600.0
 class Desk:
     """Notes what was decided together, and answers in reverse."""
 
-    def __init__(self, window_s: float = LONG_S, hold_s: float = 0.0) -> None:
+    def __init__(self, hold_s: float = 0.0) -> None:
         self.batches: list[list[str]] = []
         self.hold_s = hold_s
         self.fails = False
-        self.gathering = Gathering(window_s, lambda _: self.hold_s, self.decide)
+        self.joint = JointDecisions(lambda _: self.hold_s, self.decide)
 
     def decide(self, waiting: Sequence[Waiting]) -> list[tuple[Waiting, Outcome]]:
         self.batches.append([each.query.request_id for each in waiting])
@@ -34,10 +32,13 @@ class Desk:
             (each, Refusal(RefusalReason.BUSY, each.query.request_id)) for each in reversed(waiting)
         ]
 
-    async def ask(self, name: str) -> str:
-        outcome = await self.gathering.decided(
-            Waiting(query(request_id=RequestId(name)), known=None)
-        )
+    async def ask(self, name: str, lookup: Awaitable[object] | None = None) -> str:
+        async def look_up() -> Waiting:
+            if lookup is not None:
+                await lookup
+            return Waiting(query(request_id=RequestId(name)), known=None)
+
+        outcome = await self.joint.decided(look_up())
         assert isinstance(outcome, Refusal)
         return outcome.message
 
@@ -54,54 +55,73 @@ async def test_who_comes_alone_waits_for_nothing() -> None:
     assert await desk.ask("a") == "a"
     assert await desk.ask("b") == "b"
     assert desk.batches == [["a"], ["b"]]
-    assert desk.gathering.num_waiting == 0
+    assert desk.joint.num_waiting == 0
 
 
 async def test_those_with_their_prefixes_wait_for_those_who_look_for_theirs() -> None:
+    desk, found = Desk(), asyncio.Event()
+    looking = asyncio.create_task(desk.ask("b", found.wait()))
+    await started(looking)
+    waiting = asyncio.create_task(desk.ask("a"))
+    await started(looking, waiting)
+    assert desk.joint.num_waiting == 2
+    found.set()
+    assert (await waiting, await looking) == ("a", "b")
+    assert desk.batches == [["a", "b"]]
+    assert desk.joint.num_waiting == 0
+
+
+async def test_a_lookup_that_is_cancelled_keeps_nobody_waiting() -> None:
     desk = Desk()
-    with desk.gathering.looking():
-        waiting = asyncio.create_task(desk.ask("a"))
-        await started(waiting)
-        assert desk.gathering.num_waiting == 2
-    assert await desk.ask("b") == "b"
+    looking = asyncio.create_task(desk.ask("b", asyncio.Event().wait()))
+    await started(looking)
+    waiting = asyncio.create_task(desk.ask("a"))
+    await started(waiting)
+    looking.cancel()
+    await asyncio.wait({looking})
+    assert desk.batches == [["a"]], "at once, not when the lookup would have been too late"
     assert await waiting == "a"
-    assert desk.batches == [["a", "b"]]
-    assert desk.gathering.num_waiting == 0
+    assert desk.joint.num_waiting == 0
 
 
-async def test_lookups_that_begin_later_are_not_waited_for() -> None:
+async def test_a_lookup_that_fails_keeps_nobody_waiting() -> None:
+    async def fail() -> None:
+        raise LookupError("a bug")
+
     desk = Desk()
-    with contextlib.ExitStack() as later:
-        with desk.gathering.looking():
-            waiting = asyncio.create_task(desk.ask("a"))
-            await started(waiting)
-            later.enter_context(desk.gathering.looking())
-        assert await desk.ask("b") == "b"
-        assert await waiting == "a"
-    assert desk.batches == [["a", "b"]]
+    with pytest.raises(LookupError):
+        await desk.ask("a", fail())
+    assert desk.joint.num_waiting == 0
+    assert await desk.ask("b") == "b"
 
 
 async def test_answers_come_in_the_order_of_the_decision() -> None:
-    desk = Desk()
+    desk, found = Desk(), asyncio.Event()
     told: list[str] = []
 
-    async def ask(name: str) -> None:
-        told.append(await desk.ask(name))
+    async def ask(name: str, lookup: Awaitable[object] | None = None) -> None:
+        await desk.ask(name, lookup)
+        told.append(name)
 
-    with desk.gathering.looking():
-        first = [asyncio.create_task(ask(name)) for name in "ab"]
-        await asyncio.sleep(0)
-    await ask("c")
-    await asyncio.gather(*first)
-    assert desk.batches == [["a", "b", "c"]]
-    assert told.index("b") < told.index("a")
+    looking = asyncio.create_task(ask("a", found.wait()))
+    await asyncio.sleep(0)
+    others = [asyncio.create_task(ask(name)) for name in "bc"]
+    await asyncio.sleep(0)
+    found.set()
+    await asyncio.gather(looking, *others)
+    assert desk.batches == [["b", "c", "a"]]
+    assert told == ["a", "c", "b"]
 
 
 async def test_a_lookup_that_takes_too_long_is_not_waited_for() -> None:
-    desk = Desk(window_s=0.001)
-    with desk.gathering.looking():
-        assert await desk.ask("a") == "a"
+    desk = Desk()
+    looking = asyncio.create_task(desk.ask("b", asyncio.Event().wait()))
+    await started(looking)
+    assert await desk.ask("a") == "a"
     assert desk.batches == [["a"]]
+    looking.cancel()
+    await asyncio.wait({looking})
+    assert desk.joint.num_waiting == 0
 
 
 async def test_a_query_waits_for_its_window_and_for_no_later_one() -> None:
@@ -114,13 +134,6 @@ async def test_a_query_waits_for_its_window_and_for_no_later_one() -> None:
     assert desk.batches == [["a", "b"]]
 
 
-async def test_so_many_are_decided_at_once_and_no_more() -> None:
-    desk = Desk(hold_s=LONG_S)
-    names = [f"r{number}" for number in range(MAX_JOINT)]
-    assert await asyncio.gather(*map(desk.ask, names)) == names
-    assert desk.batches == [names]
-
-
 async def test_who_hangs_up_is_not_decided_on() -> None:
     desk = Desk(hold_s=LONG_S)
     gone, stays = asyncio.create_task(desk.ask("a")), asyncio.create_task(desk.ask("b"))
@@ -130,7 +143,7 @@ async def test_who_hangs_up_is_not_decided_on() -> None:
     assert await desk.ask("c") == "c"
     assert await stays == "b"
     assert desk.batches == [["b", "c"]]
-    assert desk.gathering.num_waiting == 0
+    assert desk.joint.num_waiting == 0
 
 
 async def test_all_hang_up() -> None:
@@ -139,7 +152,7 @@ async def test_all_hang_up() -> None:
     await started(gone)
     gone.cancel()
     await asyncio.wait({gone})
-    while desk.gathering.num_waiting:
+    while desk.joint.num_waiting:
         await asyncio.sleep(0)
     assert desk.batches == []
 
@@ -153,4 +166,4 @@ async def test_a_decision_that_fails_leaves_nobody_waiting() -> None:
         await desk.ask("b")
     with pytest.raises(RuntimeError, match="failed"):
         await first  # not a cancel, which would leave its gateway without an answer
-    assert desk.gathering.num_waiting == 0
+    assert desk.joint.num_waiting == 0
