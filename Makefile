@@ -28,6 +28,8 @@ TEST_FLAGS := -q --durations=20 --durations-min=5 -m 'not gpu and not compose'
 PROCESS_TEST_FLAGS := --reruns 1 --max-suite-reruns 2 --rerun-show-tracebacks -rR
 # One computing thread per test process: spinning OpenMP teams slow each other down tenfold.
 test test-fast: export OMP_NUM_THREADS := 1
+# gRPC tells of every peer that leaves.
+test test-fast: export GRPC_VERBOSITY := ERROR
 .PHONY: help setup proto fmt check test test-fast test-gpu up bench-serve bench-gateway bench-transfer bench-engine bench-families bench-kernels bench-device bench-allocator bench-fuzz bench-policies bench-routing bench-pool bench-queries bench-fetch bench-sim-error bench-live bench-summary e2e-compose console-pictures manifests dashboard train-model clean
 
 help: ## list the verbs
@@ -38,7 +40,8 @@ setup: $(STAMP) ## make .venv with everything; again only when pyproject.toml or
 $(STAMP): pyproject.toml constraints.txt
 	@scripts/make_venv.sh $(PYTHON) $(VENV)
 	grep -v '$(UNPINNED)' constraints.txt > $(VENV)/constraints.txt
-	$(PY) -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[dev]'
+	# Most modules of what is installed are never imported: Python compiles those that are.
+	$(PY) -m pip install --quiet --no-compile --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[dev]'
 	@touch $@
 
 proto: setup ## generate the stubs from protos/
@@ -47,12 +50,17 @@ proto: setup ## generate the stubs from protos/
 fmt: setup ## format and fix what can be fixed
 	$(VENV)/bin/ruff format . && $(VENV)/bin/ruff check --fix .
 
-check: setup lint-protos ## lint, types, layers, protos
-	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .
+check: setup ## lint, types, layers, protos
+	$(MAKE) --no-print-directory -j2 --output-sync=target check-types check-style
+
+.PHONY: check-types check-style lint-protos
+check-types: setup
 	$(VENV)/bin/mypy
+
+check-style: lint-protos
+	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .
 	$(VENV)/bin/lint-imports
 
-.PHONY: lint-protos
 lint-protos: setup
 	$(VENV)/bin/buf lint && $(PY) scripts/gen_protos.py --check
 	if git cat-file -e main:buf.yaml 2>/dev/null; then $(VENV)/bin/buf breaking --against '.git#branch=main'; fi

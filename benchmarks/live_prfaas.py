@@ -36,6 +36,11 @@ DEVICES = {
     "slow": DeviceShape((0.03, 4.5e-4, 4.5e-8), (0.02, 2e-4)),
 }
 LIMITS = Limits(ttft_s=3.0, tpot_s=0.1)
+RATE = 6.0
+"""Requests per second: home alone cannot serve them, and both clusters with the whole link can. At
+more than that home is full as well when the link falls, and no threshold serves more than another.
+"""
+
 NEAR = 0.1
 """The threshold is back when it is within this share of where it was."""
 
@@ -44,7 +49,7 @@ SYSTEMS = ("all_local", "all_remote", "cache_load", "prfaas")
 
 
 def _load(scale: float, rate: float) -> list[Phase]:
-    return [Phase(20.0 * scale, rate, 500, 1.0, 4000, 12)]
+    return [Phase(30.0 * scale, rate, 500, 1.0, 4000, 12)]
 
 
 def best_threshold(profile: Path, phases: list[Phase], seed: int) -> int:
@@ -73,7 +78,7 @@ async def _weather(link: FarLink, mesh: LiveMesh, seconds: float, seen: list[flo
         link.set_rate(LINK_BYTES_S)
 
 
-async def run(folder: Path, scale: float, seed: int, rate: float = 7.0) -> list[Row]:
+async def run(folder: Path, scale: float, seed: int, rate: float = RATE) -> list[Row]:
     """All systems under the same load and the same weather."""
     why = missing()
     if why:

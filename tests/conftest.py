@@ -24,8 +24,10 @@ settings.load_profile("kvmesh")
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Says what runs in one process of several (`--dist loadgroup`): mostly a file."""
+def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
+    """Says what runs in one process of several: mostly a file."""
+    if not config.getoption("loadgroup", default=False):  # xdist's, in each of its processes
+        return
     for item in items:
         group = _group(item)
         if group:

@@ -22,29 +22,25 @@ from kvmesh.policy.control import (
     read_worker,
     split_waiting,
 )
-from kvmesh.policy.egress import EgressMeter
 from kvmesh.policy.measurement import ServingMeter
-from kvmesh.policy.offload import LinkState, Threshold, adjust_threshold
+from kvmesh.policy.offload import Threshold
 from kvmesh.policy.path_meter import PathMeter
 from kvmesh.policy.prefix_source import FetchPace
 from kvmesh.policy.prfaas import Hardware
+from kvmesh.policy.threshold_loop import ThresholdLoop, ThresholdReading
 from services.scheduler.config import PlanningConfig
 from services.scheduler.demand import Demand
 from services.scheduler.group_loops import GroupLoops, GroupStep
 
 
 class ModelLoops:
-    """The loops of one model.
-
-    Attributes:
-        threshold: of the choice of cluster.
-    """
+    """The loops of one model."""
 
     def __init__(self, policy: Composition, config: PlanningConfig) -> None:
         self._policy = policy
         self._remote = config.remote_cluster
         self._egress = config.egress_mb_s * 1e6
-        self._way_out = EgressMeter(self._egress)
+        self._offload = ThresholdLoop(_start(policy, config.threshold_tokens), self._egress)
         self._meter = ServingMeter(self._remote)
         self._allocation = AllocationLoop()
         self._roles: dict[str, RoleLoop] = {}
@@ -53,7 +49,11 @@ class ModelLoops:
         self._groups = GroupLoops()
         self._paths = PathMeter()
         self._pace = FetchPace()
-        self.threshold = _start(policy, config.threshold_tokens)
+
+    @property
+    def threshold(self) -> Threshold:
+        """Of the choice of cluster."""
+        return self._offload.threshold
 
     @property
     def offload(self) -> OffloadState:
@@ -102,14 +102,8 @@ class ModelLoops:
         waiting = reading + sum(each.load.sending_bytes for each in far)
         if self._policy.offload is not Offload.ADAPTIVE or not far or not self._egress:
             return False
-        state = LinkState(
-            self._way_out.observe(sent, waiting, elapsed_s),
-            demand.remote / len(far),
-            demand.local / max(len(near), 1),
-        )
-        before = self.threshold
-        self.threshold = adjust_threshold(before, state)
-        return self.threshold.tokens != before.tokens
+        measured = ThresholdReading(sent, waiting, demand.remote, demand.local, len(far), len(near))
+        return self._offload.cycle(measured, elapsed_s)
 
     def _take_sent(self, far: Sequence[FleetWorker]) -> int:
         before, sent = self._sent, 0
@@ -181,7 +175,8 @@ class ModelLoops:
         if serving is None or helping or not self._allocation.has_lengths:
             return None
         num_far = sum(each.info.cluster == self._remote for each in workers)
-        hardware = Hardware(num_far if self._egress else 0, len(home), self._egress)
+        egress = self._offload.take_capacity()
+        hardware = Hardware(num_far if self._egress else 0, len(home), egress)
         return self._allocation.question(serving, hardware, self.threshold, num_prefill, queues)
 
     def giver(self, to_role: Role | None, workers: Sequence[FleetWorker]) -> WorkerId | None:
@@ -205,7 +200,7 @@ class ModelLoops:
         num_prefill = sum(each.info.role is Role.PREFILL for each in home)
         if moved:
             num_prefill += 1 if found.move.to_role is Role.PREFILL else -1
-        self.threshold = found.threshold(self.threshold, num_prefill)
+        self._offload.threshold = found.threshold(self.threshold, num_prefill)
 
 
 def _start(policy: Composition, configured: int) -> Threshold:

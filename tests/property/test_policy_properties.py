@@ -165,6 +165,39 @@ def test_the_threshold_stays_within_its_bounds(
             assert abs(threshold.tokens - base) <= abs(before - base)
 
 
+def _adjusted(start: float, *link: float) -> float:
+    return adjust_threshold(Threshold(1000.0, start), LinkState(*link)).tokens
+
+
+@given(
+    st.floats(125, 8000),
+    *(st.tuples(st.floats(0, top), st.floats(0, top)).map(sorted) for top in (1, 9, 9)),
+)
+def test_the_threshold_is_monotonic_in_all_that_it_reads(
+    start: float, utilisation: list[float], remote: list[float], local: list[float]
+) -> None:
+    (low_use, high_use), (low_far, high_far), (low_near, high_near) = utilisation, remote, local
+    before = _adjusted(start, low_use, low_far, high_near)
+    assert before <= _adjusted(start, high_use, low_far, high_near)
+    assert before <= _adjusted(start, low_use, high_far, high_near)
+    assert before <= _adjusted(start, low_use, low_far, low_near)
+
+
+@given(st.floats(0.1, 4.0), st.floats(0.0, 1.7), st.floats(125, 8000))
+def test_a_threshold_does_not_flap_on_a_link_that_stays_as_it_is(
+    load: float, steepness: float, start: float
+) -> None:
+    """What it leaves on the link falls as a power of it, as that of most lengths does."""
+    threshold, seen = Threshold(1000.0, start), []
+    for _ in range(60):
+        use = min(load * (threshold.tokens / 1000.0) ** -steepness, 1.0)
+        threshold = adjust_threshold(threshold, LinkState(use))
+        seen.append(threshold.tokens)
+    assert len(set(seen[40:])) == 1, "it came to rest"
+    if load * 8.0**-steepness <= 0.9:
+        assert load * (seen[-1] / 1000.0) ** -steepness <= 0.9, "and the link has room"
+
+
 # --- TokenLake -----------------------------------------------------------------------------------
 
 batches = st.lists(

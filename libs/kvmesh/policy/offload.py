@@ -84,9 +84,10 @@ class AdjustReason(enum.Enum):
     """Why the threshold moved, or not."""
 
     CALM = "link and queues are within their bounds"
-    LINK_FULL = "the link is nearly full"
-    REMOTE_SURGE = "requests wait for the remote cluster more than for the local one"
-    LOCAL_SURGE = "requests wait for the local cluster more than for the remote one"
+    LINK_FULL = "the link is nearly full, and at home nothing waits"
+    REMOTE_SURGE = "requests wait for the remote cluster, and at home nothing does"
+    LOCAL_SURGE = "requests wait at home, and the remote cluster and the link have room"
+    BOTH_FULL = "both clusters are full: no threshold serves more than that of the model"
     RECOVERING = "link and queues have room again"
     HOLD = "between the bounds nothing changes"
 
@@ -97,18 +98,12 @@ class LinkState:
 
     Attributes:
         utilisation: share of the egress bandwidth in use.
-        remote_queue, local_queue: requests that wait for prefill there, per instance. Only their
-            difference counts: when both wait, another threshold helps nobody.
+        remote_queue, local_queue: requests that wait for prefill there, per instance.
     """
 
     utilisation: float
     remote_queue: float = 0.0
     local_queue: float = 0.0
-
-    @property
-    def excess(self) -> float:
-        """How many more requests wait for a remote instance."""
-        return self.remote_queue - self.local_queue
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +121,7 @@ class AdjustLimits:
     high_queue: float = 2.0
     low_queue: float = 0.5
     step: float = 1.15
-    back: float = 0.2
+    back: float = 0.4
     max_factor: float = 8.0
 
 
@@ -147,30 +142,46 @@ class Threshold:
 def adjust_threshold(
     threshold: Threshold, link: LinkState, limits: AdjustLimits | None = None
 ) -> Threshold:
-    """Moves the threshold fast while a path is congested, and slowly back afterwards.
+    """Moves the threshold away from a congested side as long as the other has room.
 
     A higher threshold sends fewer and longer prompts, and longer ones make less KV per second of
-    compute, so a full link is relieved twice.
+    compute, so a full link is relieved twice. But what no longer leaves is computed at home, where
+    one long prompt takes the place of several short ones: where those wait already, it would cost
+    more requests than it saves. With both sides congested eq. 7 is all there is, so the threshold
+    goes back to its solution, as it does when neither is.
     """
     limits = limits or AdjustLimits()
-    base = threshold.base_tokens
-    if link.utilisation > limits.high_utilisation or link.excess > limits.high_queue:
-        full = link.utilisation > limits.high_utilisation
-        reason = AdjustReason.LINK_FULL if full else AdjustReason.REMOTE_SURGE
-        tokens = min(threshold.tokens * limits.step, base * limits.max_factor)
+    base, now = threshold.base_tokens, threshold.tokens
+    is_full = link.utilisation > limits.high_utilisation
+    is_far_full = is_full or link.remote_queue > limits.high_queue
+    is_near_full = link.local_queue > limits.high_queue
+    has_near_room = link.local_queue <= limits.low_queue
+    has_far_room = not is_full and link.remote_queue <= limits.low_queue
+    nearer = _back(base, now, limits.back)
+    if is_far_full and has_near_room:
+        reason = AdjustReason.LINK_FULL if is_full else AdjustReason.REMOTE_SURGE
+        tokens = min(max(now * limits.step, nearer), base * limits.max_factor)
         return Threshold(base, tokens, reason)
-    has_room = link.utilisation < limits.low_utilisation
-    if has_room and link.excess < -limits.high_queue:
-        tokens = max(threshold.tokens / limits.step, base / limits.max_factor)
+    if is_near_full and has_far_room and link.utilisation < limits.low_utilisation:
+        tokens = max(min(now / limits.step, nearer), base / limits.max_factor)
         return Threshold(base, tokens, AdjustReason.LOCAL_SURGE)
-    if threshold.tokens == base:
+    if is_far_full and is_near_full:
+        return Threshold(base, nearer, AdjustReason.BOTH_FULL)
+    if now == base:
         return Threshold(base, base)
-    if not has_room or abs(link.excess) >= limits.low_queue:
-        return Threshold(base, threshold.tokens, AdjustReason.HOLD)
-    tokens = threshold.tokens * (base / threshold.tokens) ** limits.back
-    # Within a percent it has arrived.
-    tokens = base if abs(tokens - base) < 0.01 * base else tokens
-    return Threshold(base, tokens, AdjustReason.RECOVERING)
+    # What still presses from the side that it moved away from would only move it there again.
+    presses_far = link.utilisation >= limits.low_utilisation or not has_far_room
+    if (presses_far and has_near_room) if now > base else (not has_near_room and has_far_room):
+        return Threshold(base, now, AdjustReason.HOLD)
+    return Threshold(base, nearer, AdjustReason.RECOVERING)
+
+
+def _back(base: float, now: float, share: float) -> float:
+    """A step of the way back; within a percent it has arrived."""
+    if now == base:
+        return base
+    tokens = now * (base / now) ** share
+    return base if abs(tokens - base) < 0.01 * base else tokens
 
 
 def is_bandwidth_abundant(was_abundant: bool, utilisation: float) -> bool:

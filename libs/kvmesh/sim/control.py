@@ -21,9 +21,10 @@ from kvmesh.policy.control import (
     split_waiting,
 )
 from kvmesh.policy.load_score import Capacity, LoadState, Queues
-from kvmesh.policy.offload import LinkState, Threshold, adjust_threshold
+from kvmesh.policy.offload import Threshold
 from kvmesh.policy.prfaas import Hardware, ServingProfile, optimum, search, threshold_grid
 from kvmesh.policy.ratio_monitor import WINDOW_S, RatioMonitor
+from kvmesh.policy.threshold_loop import ThresholdLoop, ThresholdReading
 from kvmesh.sim.events import EventQueue
 from kvmesh.sim.fleet import REMOTE, SimFleet
 from kvmesh.sim.placing import Desk
@@ -58,12 +59,13 @@ class Control:
         self._allocation = AllocationLoop()
         self._monitor = RatioMonitor()
         self._carried = 0.0
-        self._threshold = self._start_threshold()
+        # Bandwidth that a failure takes away is found out as it is in a service: by what leaves.
+        self._offload = ThresholdLoop(self._start_threshold(), fleet.between.bytes_per_s)
 
     @property
     def threshold_tokens(self) -> float:
         """Longer uncached prompts go to the offload cluster."""
-        return self._threshold.tokens
+        return self._offload.threshold.tokens
 
     def start(self) -> None:
         """Schedules the loops that the system has."""
@@ -106,30 +108,28 @@ class Control:
             return Threshold(math.inf, math.inf)
         lengths = uncached_lengths(self._scenario.requests)
         num_prefill = sum(w.info.role is Role.PREFILL for w in self._local())
-        points = search(
-            self._serving(), lengths, self._hardware(), threshold_grid(lengths), [num_prefill]
-        )
+        hardware = self._hardware(self._fleet.between.bytes_per_s)
+        points = search(self._serving(), lengths, hardware, threshold_grid(lengths), [num_prefill])
         best = optimum(points).threshold_tokens
         return Threshold(best, best)
 
     def _adjust(self) -> None:
         carried, _ = self._fleet.between.use_until_now()
-        rate = (carried - self._carried) / CYCLE_S
-        self._carried = carried
         # Who holds a reservation waits for prefill; the others wait for decode, wherever they go.
         waiting = Counter(
             request.remote for request, each in self._desk.searching.items() if each.has_reservation
         )
-        num_local = sum(worker.info.role is not Role.DECODE for worker in self._local())
-        link = LinkState(
-            min(rate / self._fleet.between.bytes_per_s, 1.0),
-            waiting[True] / max(len(self._remote()), 1),
-            waiting[False] / max(num_local, 1),
+        reading = ThresholdReading(
+            sent_bytes=int(carried) - int(self._carried),
+            leaving_bytes=int(self._fleet.between.bytes_left),
+            remote_waiting=waiting[True],
+            local_waiting=waiting[False],
+            num_remote=len(self._remote()),
+            num_local=sum(worker.info.role is not Role.DECODE for worker in self._local()),
         )
-        before = self._threshold.tokens
-        self._threshold = adjust_threshold(self._threshold, link)
-        self._fleet.openings += self._threshold.tokens != before
-        self._reasons[f"threshold: {self._threshold.reason.value}"] += 1
+        self._carried = carried
+        self._fleet.openings += self._offload.cycle(reading, CYCLE_S)
+        self._reasons[f"threshold: {self._offload.threshold.reason.value}"] += 1
 
     # --- role switches -----------------------------------------------------------------------
 
@@ -168,18 +168,18 @@ class Control:
         queues = self._allocation.take_queues(len(local) - decoding, decoding)
         if not self._allocation.has_lengths or self._roles.is_helping:
             return
-        hardware = self._hardware()
+        hardware = self._hardware(self._offload.take_capacity())
         movable = [worker for worker in local if worker.info.role is not Role.HYBRID]
         num_prefill = sum(worker.info.role is Role.PREFILL for worker in movable)
         found = self._allocation.question(
-            self._serving(), hardware, self._threshold, num_prefill, queues
+            self._serving(), hardware, self._offload.threshold, num_prefill, queues
         ).answer()
         move = found.move
         self._reasons[f"reallocation: {move.reason.value}"] += 1
         if move.to_role is not None and _give(movable, move.to_role):
             num_prefill += 1 if move.to_role is Role.PREFILL else -1
         if self._scenario.system.offload is Offload.ADAPTIVE and hardware.num_remote:
-            self._threshold = found.threshold(self._threshold, num_prefill)
+            self._offload.threshold = found.threshold(self._offload.threshold, num_prefill)
 
     def _move_ratio(self) -> None:
         movable = [worker for worker in self._local() if worker.info.role is not Role.HYBRID]
@@ -207,8 +207,8 @@ class Control:
     def _serving(self) -> ServingProfile:
         return self._scenario.profile.serving
 
-    def _hardware(self) -> Hardware:
-        return Hardware(len(self._remote()), len(self._local()), self._fleet.between.bytes_per_s)
+    def _hardware(self, egress_bytes_per_s: float) -> Hardware:
+        return Hardware(len(self._remote()), len(self._local()), egress_bytes_per_s)
 
 
 def _state(worker: SimWorker, waiting: Waiting) -> LoadState:

@@ -39,6 +39,12 @@ class SharedLink:
         """Transfers that are on the link now."""
         return len(self._active)
 
+    @property
+    def bytes_left(self) -> float:
+        """Bytes on the link that have not arrived."""
+        self._advance()
+        return sum(max(target - self._served, 0.0) for target, _, _ in self._active)
+
     def send(self, size: float, done: Callable[[], None]) -> None:
         """Starts a transfer and calls `done` when its last byte has arrived."""
         self._advance()

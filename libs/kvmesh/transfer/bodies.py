@@ -287,10 +287,10 @@ class _BodyReader:
         return part
 
     def _num_runs(self) -> int:
-        num_runs = self._number(_U16)
+        (num_runs,) = self.unpack(_U16)
         if not 1 <= num_runs <= MAX_RUNS:
             raise ProtocolError("bad_body", f"{num_runs} runs, must be 1 to {MAX_RUNS}")
-        return num_runs
+        return int(num_runs)
 
     def runs(self) -> Sequence[BlockRun]:
         return self._runs(BlockRun._make, _RUN)
@@ -307,7 +307,7 @@ class _BodyReader:
             runs: Sequence[RunT] = RunTable(make, numbers)
         else:
             runs = tuple(map(make, code.iter_unpack(packed)))
-            is_empty = any(run[-1] == 0 for run in runs)
+            is_empty = 0 in [run[-1] for run in runs]
         if is_empty:
             raise ProtocolError("bad_body", "a run of no blocks")
         return runs

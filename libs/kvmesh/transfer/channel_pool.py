@@ -72,7 +72,8 @@ class SendOptions:
         stall_timeout_s: a transfer fails when it makes no progress for this long.
         tls: wraps TCP connections.
         poll_s: after something small was sent, and nothing else is under way on its connection, the
-            loop looks for the answer so long before it turns to other work; 0: not at all.
+            loop looks for the answer so long at most before it turns to other work, while that pays
+            (`Polling`); 0: not at all.
         staging_bytes: host memory that blocks of a device pool leave through.
     """
 

@@ -66,14 +66,15 @@ def encode_frame(frame: Frame, payload_bytes: int = 0) -> bytes:
     return checked + _SUM.pack(zlib.crc32(checked)) + body
 
 
-def decode_header(data: bytes) -> Header:
-    """Checks 28 bytes before anything is allocated for the rest of the frame.
+def decode_header(data: bytes | memoryview) -> Header:
+    """Checks the first 28 bytes before anything is allocated for the rest of the frame.
 
     Raises:
         ProtocolError: bad_magic, bad_header_checksum, bad_version, unknown_type, bad_flags,
             body_too_large or bad_payload_size.
     """
-    magic, version, kind, flags, body_bytes, payload_bytes, body_crc, crc = HEADER.unpack(data)
+    fields = HEADER.unpack_from(data)
+    magic, version, kind, flags, body_bytes, payload_bytes, body_crc, crc = fields
     if magic != MAGIC:
         raise ProtocolError("bad_magic", f"a frame begins with {MAGIC!r}, not {magic!r}")
     if zlib.crc32(data[: _CHECKED.size]) != crc:

@@ -71,8 +71,8 @@ class ReceiveOptions:
             this long within a frame, is cut.
         tls: wraps TCP connections.
         copy_threads: that share one large copy out of a mapped pool.
-        poll_s: after a frame, the loop looks for the next one so long before it turns to other
-            work; 0: not at all.
+        poll_s: after a frame, the loop looks for the next one so long at most before it turns to
+            other work, while that pays (`Polling`); 0: not at all.
         staging_bytes: host memory that blocks of a device pool arrive through; a frame with more
             is refused.
         egress: budget of what peers read over TCP, shared with what is sent; None is no bound.

@@ -139,7 +139,7 @@ class FrameDecoder:
 
         Small frames come in one piece as a rule: half the time of going part by part.
         """
-        header = decode_header(bytes(view[: HEADER.size]))
+        header = decode_header(view)
         end = HEADER.size + header.body_bytes
         if header.payload_bytes or header.body_bytes == 0 or len(view) < end:
             return end, None

@@ -32,6 +32,7 @@ from kvmesh.transfer.decoder import (
 from kvmesh.transfer.frames import Frame
 from kvmesh.transfer.native import NativeIo, NativeState, load_native, num_bytes_of, ranges_of
 from kvmesh.transfer.pacing import Pacer
+from kvmesh.transfer.polling import Polling
 from kvmesh.transfer.stall import StallWatch
 from kvmesh.transfer.threads import run_to_end
 from kvmesh.transfer.wire import Wire
@@ -41,6 +42,8 @@ PIECE_BYTES = 1 << 20
 INLINE_BYTES = 256 << 10
 """Payloads up to this size stay on the loop: two changes of thread would cost more."""
 _SCRATCH_BYTES = 256 << 10
+_FRAMES_ALONE = 16
+"""Frames in a row that were looked for until the loop has a turn: a millisecond or less."""
 _NOW = socket.MSG_DONTWAIT
 _DESCRIPTOR = struct.Struct("i")
 
@@ -69,14 +72,16 @@ class FrameSocket:
 
         Args:
             takes_fd: accept one descriptor from the peer.
-            poll_s: `receive` blocks the loop so long for a next frame before it lets others work.
+            poll_s: the loop is blocked so long at most for a next frame before others work, while
+                that pays (`Polling`).
         """
         self.wire = wire
         self.decoder = FrameDecoder(block_bytes)
         self.received_fd: int | None = None
         self.lends = False
         self._takes_fd = takes_fd
-        self._poll_s = poll_s
+        self._polling = Polling(poll_s)
+        self._num_seen = 0
         self._loop = asyncio.get_running_loop()
         self._threads = threads
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
@@ -228,8 +233,10 @@ class FrameSocket:
             # Never more than wanted: the bytes of a payload stay in the socket.
             piece = self._scratch if greedy else self._scratch[: self.decoder.wanted]
             if self.decoder.at_boundary:
-                if self._poll_s > 0 and self._is_there_soon(self._poll_s):
-                    await asyncio.sleep(0)  # a peer that never rests must not have the loop alone
+                if self._is_there_soon():
+                    self._num_seen += 1
+                    if self._num_seen % _FRAMES_ALONE == 0:
+                        await asyncio.sleep(0)  # a peer that never rests must not have it alone
                 elif self._is_dry:
                     await self._readable()
                 count = await self._receive_now([piece])
@@ -275,16 +282,18 @@ class FrameSocket:
         self._watch(on_readable)
         self._loop.call_soon(on_readable)  # for what TLS has decrypted already
 
-    def read_soon(self, wait_s: float) -> None:
-        """Blocks the loop until bytes come, for so long at most, and hands their events over.
-
-        After `read_on`; does nothing for a socket without native calls.
-        """
-        if self._is_watched and self._read_on is not None and self._is_there_soon(wait_s):
+    def read_soon(self) -> None:
+        """Looks for bytes as `receive` does, and hands their events over; after `read_on`."""
+        if self._is_watched and self._read_on is not None and self._is_there_soon():
             self._read_on()
 
-    def _is_there_soon(self, wait_s: float) -> bool:
-        return self._native is not None and self._native.poll(self.wire.fileno(), wait_s)
+    def _is_there_soon(self) -> bool:
+        wait_s = self._polling.next_s()
+        if wait_s == 0 or self._native is None:
+            return False
+        came = self._native.poll(self.wire.fileno(), wait_s)
+        self._polling.saw(came)
+        return came
 
     def _read_at_once(self) -> int | None:
         """Bytes now in the scratch memory, 0 at the end; None when there is nothing yet."""

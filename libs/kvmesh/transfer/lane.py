@@ -123,7 +123,6 @@ class Lane:
         self._frames = frames
         self._machine = machine
         self._pacer = options.pacer
-        self._poll_s = options.poll_s
         self._meter = meter
         self._turn = asyncio.Lock()
         self._answers: dict[int, _Answer] = {}
@@ -269,9 +268,8 @@ class Lane:
                 transfer_id = open_transfer()
                 answer = self._answers[transfer_id] = _Answer()
                 await send(transfer_id)
-            if self._poll_s > 0 and num_bytes <= INLINE_BYTES and len(self._answers) == 1:
-                # A process that sleeps takes as long to wake as a small answer takes to come.
-                self._frames.read_soon(self._poll_s)
+            if num_bytes <= INLINE_BYTES and len(self._answers) == 1:
+                self._frames.read_soon()
             await self._settled(answer)
         finally:
             self._frames.watch.end()
@@ -374,7 +372,13 @@ async def open_frames(
     try:
         async with asyncio.timeout(options.connect_timeout_s):
             wire = await connect()
-            frames = FrameSocket(wire, machine.block_bytes, options.stall_timeout_s, threads)
+            frames = FrameSocket(
+                wire,
+                machine.block_bytes,
+                options.stall_timeout_s,
+                threads,
+                poll_s=options.poll_s,
+            )
             try:
                 await frames.send(encode_frame(machine.hello()), pool_fd)
                 await _greeted(frames, machine)

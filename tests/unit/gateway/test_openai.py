@@ -125,7 +125,7 @@ def test_newer_name_of_max_tokens_wins() -> None:
 
 
 def test_harmless_fields_are_ignored() -> None:
-    chat(
+    call = chat(
         user="me",
         metadata={"a": "b"},
         response_format={"type": "text"},
@@ -136,6 +136,7 @@ def test_harmless_fields_are_ignored() -> None:
         something_new=1,
         tool_choice="auto",
     )
+    assert call == chat()
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ class TestThreshold:
         ("link", "reason"),
         [
             (LinkState(0.95), AdjustReason.LINK_FULL),
-            (LinkState(0.95, local_queue=9.0), AdjustReason.LINK_FULL),
+            (LinkState(0.95, local_queue=0.5), AdjustReason.LINK_FULL),
             (LinkState(0.1, remote_queue=3.0), AdjustReason.REMOTE_SURGE),
         ],
     )
@@ -77,8 +77,27 @@ class TestThreshold:
         assert lowered.reason is AdjustReason.LOCAL_SURGE
         assert adjust_threshold(self.BASE, LinkState(0.8, local_queue=3.0)).tokens == 1000
 
-    def test_when_both_wait_nothing_moves(self) -> None:
-        assert adjust_threshold(self.BASE, LinkState(0.1, 5.0, 5.0)) == self.BASE
+    @pytest.mark.parametrize("link", [LinkState(0.1, 5.0, 5.0), LinkState(1.0, 0.0, 5.0)])
+    def test_with_both_sides_full_the_base_is_the_best_there_is(self, link: LinkState) -> None:
+        held = adjust_threshold(self.BASE, link)
+        assert (held.tokens, held.reason) == (1000.0, AdjustReason.BOTH_FULL)
+        for start in (200.0, 5000.0):
+            back = adjust_threshold(Threshold(1000.0, start), link)
+            assert abs(back.tokens - 1000) < abs(start - 1000)
+
+    def test_a_full_link_moves_nothing_home_where_requests_wait_already(self) -> None:
+        assert adjust_threshold(self.BASE, LinkState(1.0, 3.0, 1.0)) == self.BASE
+
+    @pytest.mark.parametrize(
+        ("start", "link"),
+        [(5000.0, LinkState(0.1, 0.0, 9.0)), (200.0, LinkState(1.0, 9.0, 0.0))],
+    )
+    def test_a_surge_of_the_other_side_brings_it_back_no_slower_than_calm(
+        self, start: float, link: LinkState
+    ) -> None:
+        surge = adjust_threshold(Threshold(1000.0, start), link).tokens
+        calm = adjust_threshold(Threshold(1000.0, start), LinkState(0.1)).tokens
+        assert abs(surge - 1000) <= abs(calm - 1000) < abs(start - 1000)
 
     @pytest.mark.parametrize("start", [200.0, 5000.0])
     def test_it_returns_to_the_base(self, start: float) -> None:
@@ -89,15 +108,20 @@ class TestThreshold:
             assert threshold.reason is AdjustReason.RECOVERING
             distances.append(abs(threshold.tokens - 1000))
         assert distances == sorted(distances, reverse=True)
-        assert len(distances) > 5, "slower than it left"
+        assert len(distances) > 5, "slower than at once"
         assert adjust_threshold(threshold, LinkState(0.1)).reason is AdjustReason.CALM
 
     @pytest.mark.parametrize(
-        "link", [LinkState(0.8), LinkState(0.1, 1.0), LinkState(0.1, 0.0, 1.0)]
+        ("start", "link"),
+        [
+            (2000.0, LinkState(0.8)),
+            (2000.0, LinkState(0.1, 1.0)),
+            (500.0, LinkState(0.1, 0.0, 1.0)),
+        ],
     )
-    def test_between_the_bounds_it_stays(self, link: LinkState) -> None:
-        held = adjust_threshold(Threshold(1000.0, 2000.0), link)
-        assert (held.tokens, held.reason) == (2000.0, AdjustReason.HOLD)
+    def test_what_still_presses_holds_it(self, start: float, link: LinkState) -> None:
+        held = adjust_threshold(Threshold(1000.0, start), link)
+        assert (held.tokens, held.reason) == (start, AdjustReason.HOLD)
 
     @pytest.mark.parametrize(
         ("link", "bound"), [(LinkState(1.0), 8000.0), (LinkState(0.0, 0.0, 9.0), 125.0)]

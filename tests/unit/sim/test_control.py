@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 from kvmesh.policy.lengths import LengthDistribution
+from kvmesh.policy.offload import AdjustReason
 from kvmesh.policy.pdserve import TimeoutTier
 from kvmesh.sim.fleet import parse_fleet
 from kvmesh.sim.profile import load_profile
@@ -42,8 +43,8 @@ class TestThreshold:
         result = simulate(two_clusters("prfaas", failures=failures))
         by_second = {round(each.at_s): each.threshold_tokens for each in result.samples}
         assert by_second[38] > 1.5 * by_second[19]
-        assert result.reasons["threshold: the link is nearly full"] > 3
-        assert result.reasons["threshold: link and queues have room again"] > 3
+        assert result.reasons[f"threshold: {AdjustReason.LINK_FULL.value}"] > 3
+        assert result.reasons[f"threshold: {AdjustReason.RECOVERING.value}"] > 3
 
     def test_a_static_one_stays(self) -> None:
         failures = parse_failures("20:link:0.1")

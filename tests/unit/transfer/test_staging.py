@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from kvmesh.core.errors import LostError
+from kvmesh.core.errors import LostError, RefusedError
 from kvmesh.core.types import RefusalReason
 from kvmesh.transfer.alignment import Run
 from kvmesh.transfer.channel_pool import SendOptions
@@ -144,9 +144,9 @@ async def test_a_part_keeps_its_place_in_blocks_that_a_peer_maps() -> None:
 async def test_more_at_once_than_there_is_staging_for_is_refused_with_a_reason() -> None:
     receive = ReceiveOptions(staging_bytes=8 * BLOCK)
     async with running_pair(SendOptions(kinds=("tcp",)), receive, (False, True)) as pair:
-        with pytest.raises(Exception, match="of staging") as caught:
+        with pytest.raises(RefusedError, match="of staging") as caught:
             await pair.pool.put(pair.reservation, whole(16))
-        assert caught.value.refusal.reason is RefusalReason.INVALID  # type: ignore[attr-defined]
+        assert caught.value.refusal.reason is RefusalReason.INVALID
         await pair.pool.put(pair.reservation, whole(8))
         assert pair.target.content(0, 8) == pair.source.read_view(0, 8)
 

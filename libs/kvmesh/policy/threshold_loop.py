@@ -1,0 +1,86 @@
+"""PrfaaS's fast time scale as a loop, for the scheduler and the simulator alike: how full the way
+out of the offload cluster is, and what that makes of the threshold.
+
+Whoever owns it measures once per `control.CYCLE_S`. Source: PrfaaS 3.4.3 point 2.
+Tests: tests/unit/policy/test_threshold_loop.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvmesh.policy.egress import EgressMeter
+from kvmesh.policy.offload import LinkState, Threshold, adjust_threshold
+
+
+@dataclass(frozen=True, slots=True)
+class ThresholdReading:
+    """What one cycle measured.
+
+    Attributes:
+        sent_bytes: that left the offload cluster in it.
+        leaving_bytes: that are to leave it and have not, at its end.
+        remote_waiting, local_waiting: requests that wait for prefill there.
+        num_remote, num_local: instances that prefill.
+    """
+
+    sent_bytes: int
+    leaving_bytes: int
+    remote_waiting: float
+    local_waiting: float
+    num_remote: int
+    num_local: int
+
+
+class ThresholdLoop:
+    """The threshold of one model.
+
+    Args:
+        start: in force until the first cycle.
+        egress_bytes_per_s: that the way out carries on a good day; above 0.
+
+    Attributes:
+        threshold: in force now; the slow time scale replaces it.
+    """
+
+    def __init__(self, start: Threshold, egress_bytes_per_s: float) -> None:
+        self.threshold = start
+        self._way_out = EgressMeter(egress_bytes_per_s)
+        self._capacity_sum = 0.0
+        self._num_cycles = 0
+
+    @property
+    def capacity(self) -> float:
+        """Bytes per second that the way out carries now, as far as can be told."""
+        return self._way_out.capacity
+
+    def cycle(self, reading: ThresholdReading, elapsed_s: float) -> bool:
+        """Moves the threshold; True if it is another now.
+
+        Args:
+            elapsed_s: since the last cycle, above 0.
+        """
+        utilisation = self._way_out.observe(reading.sent_bytes, reading.leaving_bytes, elapsed_s)
+        self._capacity_sum += self._way_out.capacity
+        self._num_cycles += 1
+        before = self.threshold
+        self.threshold = adjust_threshold(
+            before,
+            LinkState(
+                utilisation,
+                reading.remote_waiting / max(reading.num_remote, 1),
+                reading.local_waiting / max(reading.num_local, 1),
+            ),
+        )
+        return self.threshold.tokens != before.tokens
+
+    def take_capacity(self) -> float:
+        """Mean bytes per second that the way out could carry since the last call.
+
+        What it carries at one moment says too little for a plan of minutes.
+        """
+        if not self._num_cycles:
+            return self._way_out.capacity
+        mean = self._capacity_sum / self._num_cycles
+        self._capacity_sum, self._num_cycles = 0.0, 0
+        return mean
