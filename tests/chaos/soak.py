@@ -33,7 +33,7 @@ SHOWN = 10
 
 _SMALL: Flags = {
     # Few blocks, so that sequences are preempted, and little memory to keep them.
-    "engine.num-blocks": 160,
+    "engine.num-blocks": 96,
     "engine.swap-gib": 0.0001,
     "engine.fake-step-s": 0.003,
     "engine.max-batch-tokens": 128,
@@ -105,10 +105,15 @@ async def soak(
             found.append(f"{clients.sent} requests have {clients.outcomes.total()} ends")
         print(
             f"round {number}: {clients.sent} requests, {dict(clients.outcomes)}; "
-            f"{dict(faults.done)}",
+            f"{dict(faults.done)}; {await _preemptions(mesh)} preemptions of who lives",
             flush=True,
         )
     return found + _too_many(clients.outcomes)
+
+
+async def _preemptions(mesh: Mesh) -> int:
+    metrics = [await worker.metrics() for worker in mesh.workers]
+    return sum(int(each.value("vllm:num_preemptions_total")) for each in metrics)
 
 
 def _too_many(outcomes: Counter[str]) -> list[str]:
