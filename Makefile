@@ -62,8 +62,8 @@ lint-protos: setup
 	if git cat-file -e main:buf.yaml 2>/dev/null; then $(VENV)/bin/buf breaking --against '.git#branch=main'; fi
 
 test: setup ## all tests but those that need a GPU or containers
-	$(PY) -m pytest $(TEST_FLAGS) -n $(TEST_PROCESSES) --dist loadgroup tests/unit tests/property
-	$(PY) -m pytest $(TEST_FLAGS) $(PROCESS_TEST_FLAGS) -n $(MESH_TEST_PROCESSES) --dist loadgroup --ignore tests/unit --ignore tests/property
+	$(PY) -m pytest $(TEST_FLAGS) -n $(TEST_PROCESSES) --dist loadfile tests/unit tests/property
+	$(PY) -m pytest $(TEST_FLAGS) $(PROCESS_TEST_FLAGS) -n $(MESH_TEST_PROCESSES) --dist loadfile --ignore tests/unit --ignore tests/property
 
 test-fast: setup ## unit, property and contract tests without the slow ones
 	$(PY) -m pytest -q -m 'not gpu and not compose and not slow' tests/unit tests/property tests/contract

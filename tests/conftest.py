@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Sequence
+import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Meshes that serve a whole run: who uses one is run where it is.
-_SHARED_MESHES = ("torch_mesh", "fake_mesh")
+_ROOT = Path(__file__).parents[1]
+# Fixtures of tests/e2e/conftest.py.
+_SHARED_MESH = re.compile(r"\b(torch|fake)_(?:mesh|client)\b")
 
 # A busy machine is slow, not wrong. With CI set, the examples are the same in every run, so that
 # a change is judged by itself; anywhere else they are new each time and find what is left.
@@ -23,23 +27,30 @@ settings.register_profile(
 settings.load_profile("kvmesh")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
-    """Says what runs in one process of several: mostly a file."""
-    if not config.getoption("loadgroup", default=False):  # xdist's, in each of its processes
-        return
-    for item in items:
-        group = _group(item)
-        if group:
-            item.add_marker(pytest.mark.xdist_group(group))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """For `--dist loadfile`: also says which tests of several files run in one process."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    scheduler = LoadScopeScheduling(config, log)
+    scheduler._split_scope = _together
+    return scheduler
 
 
-def _group(item: pytest.Item) -> str:
-    """Name of the tests that share what is costly to start; none for those that share nothing."""
-    asked: Sequence[str] = getattr(item, "fixturenames", ())
-    for mesh in _SHARED_MESHES:
-        if mesh in asked:
-            return mesh
-    if item.path.parent.name == "chaos":
-        return ""  # each kills a mesh of its own
-    return item.path.relative_to(item.config.rootpath).as_posix()
+def _together(test: str) -> str:
+    """Names the tests that run in one process, in order: they share what is costly to start."""
+    file = test.partition("::")[0]
+    if file.startswith("tests/chaos/"):
+        return test  # each kills a mesh of its own
+    return _mesh_of(file) or file
+
+
+@functools.cache
+def _mesh_of(file: str) -> str:
+    """The mesh that serves a whole run and that the tests of a file use; empty for none."""
+    if not file.startswith("tests/e2e/"):
+        return ""
+    found = _SHARED_MESH.search((_ROOT / file).read_text())
+    return found[1] if found else ""
