@@ -1,5 +1,5 @@
 """PrfaaS's hybrid prefix cache over two clusters: linear states, which fit at one position only,
-and blocks of full attention, which fit in part, come home together, and the next turn goes on there.
+and blocks of full attention, which fit in part, come home together; the next turn goes on there.
 """
 
 from __future__ import annotations
