@@ -53,8 +53,10 @@ from kvmesh.transfer.protocol import (
     Copy,
     Read,
     ReceiverMachine,
-    SenderMachine,
     Write,
+)
+from kvmesh.transfer.sender_protocol import (
+    SenderMachine,
 )
 
 LAYOUT = KvLayout("fuzz", "float16", 1, 1, 1, 2)

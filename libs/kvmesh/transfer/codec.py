@@ -5,9 +5,9 @@ Header, 28 bytes, little endian; its shape never changes, so that any two versio
     magic "KVMT" | version u8 | type u8 | flags u16 | body bytes u32 | payload bytes u64
     | crc32 of the body u32 | crc32 of the 24 bytes before u32
 
-The body follows (`bodies.py`), then for PUT, QUERY and DATA the payload and, with FLAG_CHECKSUM,
-its checksum as u32. A trailer lets a sender sum each piece while it is hot in the cache.
-`decoder.py` cuts a byte stream into frames.
+The body follows (`bodies.py`, `body_reader.py`), then for PUT, QUERY and DATA the payload and, with
+FLAG_CHECKSUM, its checksum as u32. A trailer lets a sender sum each piece while it is hot in the
+cache. `decoder.py` cuts a byte stream into frames.
 Tests: tests/contract/test_frames_golden.py, tests/property/test_frames_property.py.
 """
 
@@ -18,7 +18,8 @@ import zlib
 from typing import NamedTuple
 
 from kvmesh.core.errors import ProtocolError
-from kvmesh.transfer.bodies import KINDS, TYPES, encode_body, read_body
+from kvmesh.transfer.bodies import KINDS, TYPES, encode_body
+from kvmesh.transfer.body_reader import read_body
 from kvmesh.transfer.frames import (
     FLAG_CHECKSUM,
     FLAG_LAST,

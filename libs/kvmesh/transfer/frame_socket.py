@@ -1,18 +1,12 @@
 """A connected socket that speaks frames: heads on the event loop, large payloads in threads.
 
-The descriptor is in blocking mode for the threads; the loop passes MSG_DONTWAIT. A blocking call
-ends by the socket's own timeouts, a quarter of the stall time, so that a thread always comes to see
-that its socket was cut. Tests: tests/integration/test_transfer.py.
+Tests: tests/integration/test_transfer.py.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import socket
-import struct
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
@@ -30,11 +24,11 @@ from kvmesh.transfer.decoder import (
     Sum,
 )
 from kvmesh.transfer.frames import Frame
-from kvmesh.transfer.native import NativeIo, NativeState, load_native, num_bytes_of, ranges_of
+from kvmesh.transfer.native import NativeIo, load_native, num_bytes_of, ranges_of
 from kvmesh.transfer.pacing import Pacer
 from kvmesh.transfer.polling import Polling
-from kvmesh.transfer.stall import StallWatch
 from kvmesh.transfer.threads import run_to_end
+from kvmesh.transfer.waiting_socket import DESCRIPTOR, WaitingSocket
 from kvmesh.transfer.wire import Wire
 
 PIECE_BYTES = 1 << 20
@@ -45,16 +39,12 @@ _SCRATCH_BYTES = 256 << 10
 _FRAMES_ALONE = 16
 """Frames in a row that were looked for until the loop has a turn: a millisecond or less."""
 _NOW = socket.MSG_DONTWAIT
-_DESCRIPTOR = struct.Struct("i")
 
 
-class FrameSocket:
+class FrameSocket(WaitingSocket):
     """One reader at a time, one writer at a time.
 
     Attributes:
-        wire: the socket, for `tcp_facts`.
-        watch: stalls cut the socket; hold `watch.under_way()` while an answer is owed.
-        received_fd: a descriptor that came over a Unix socket; belongs to the caller that takes it.
         lends: large payloads go out of the memory itself, which stays as it is until their answer.
     """
 
@@ -75,38 +65,22 @@ class FrameSocket:
             poll_s: the loop is blocked so long at most for a next frame before others work, while
                 that pays (`Polling`).
         """
-        self.wire = wire
+        super().__init__(wire, stall_timeout_s)
         self.decoder = FrameDecoder(block_bytes)
-        self.received_fd: int | None = None
         self.lends = False
         self._takes_fd = takes_fd
         self._polling = Polling(poll_s)
         self._num_seen = 0
-        self._loop = asyncio.get_running_loop()
         self._threads = threads
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
         self._events: deque[FrameEvent] = deque()
-        self._cause: str | None = None
-        self._is_cut = threading.Event()
-        self._is_watched = False
         # What was read last was all there was: look again only when the loop says so. TLS may have
         # bytes that the loop does not know of.
         self._is_dry = False
         self._may_be_dry = isinstance(wire, socket.socket)
-        self._reader: asyncio.Future[None] | None = None
         self._read_on: Callable[[], None] | None = None
         # Calls outside of the interpreter count here what they moved; TLS has none of them.
         self._native = load_native() if isinstance(wire, socket.socket) else None
-        self._sending, self._receiving = NativeState(), NativeState()
-        self.watch = StallWatch(
-            stall_timeout_s,
-            lambda: self.cut(f"no progress for {stall_timeout_s:g} s"),
-            lambda: self._sending.moved + self._receiving.moved,
-        )
-        tick = struct.pack("ll", *divmod(max(1, int(stall_timeout_s * 250_000)), 1_000_000))
-        wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, tick)
-        wire.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, tick)
-        wire.setblocking(True)
 
     # --- sending -----------------------------------------------------------------------------
 
@@ -117,7 +91,7 @@ class FrameSocket:
             LostError: the socket failed or was cut.
         """
         if fd is not None:
-            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, _DESCRIPTOR.pack(fd))
+            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, DESCRIPTOR.pack(fd))
             await self._send_rest(ViewCursor([memoryview(head)]), [rights])
             return
         count = self._send_at_once([head], [])
@@ -382,7 +356,7 @@ class FrameSocket:
     async def _receive_now(self, buffers: list[memoryview]) -> int:
         while True:
             try:
-                room = socket.CMSG_SPACE(_DESCRIPTOR.size) if self._takes_fd else 0
+                room = socket.CMSG_SPACE(DESCRIPTOR.size) if self._takes_fd else 0
                 count, ancillary, *_ = self.wire.recvmsg_into(buffers, room, _NOW)
             except BlockingIOError:
                 self._raise_if_cut()
@@ -394,84 +368,6 @@ class FrameSocket:
                 self._take_fd(ancillary)
             self.watch.progress()
             return count
-
-    def _take_fd(self, ancillary: list[tuple[int, int, bytes]]) -> None:
-        for level, kind, data in ancillary:
-            if level != socket.SOL_SOCKET or kind != socket.SCM_RIGHTS:
-                continue
-            whole = len(data) - len(data) % _DESCRIPTOR.size
-            for (fd,) in _DESCRIPTOR.iter_unpack(data[:whole]):
-                if self.received_fd is None:
-                    self.received_fd = fd
-                else:
-                    os.close(fd)
-
-    # --- ends --------------------------------------------------------------------------------
-
-    def cut(self, cause: str) -> None:
-        """Ends the socket now: whoever waits on it gets LostError with this cause."""
-        if self._cause is not None:
-            return
-        self._cause = cause
-        self._is_cut.set()
-        self._sending.stop = self._receiving.stop = 1
-        # Wakes both directions, threads included.
-        with contextlib.suppress(OSError):
-            self.wire.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        """Frees the socket; nobody may wait on it. May be called again."""
-        self.watch.close()
-        self._unwatch()
-        if self._cause is not None:
-            # What is still queued is of no use: reset instead of lingering.
-            with contextlib.suppress(OSError):
-                linger = struct.pack("ii", 1, 0)
-                self.wire.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-        self.wire.close()
-        if self.received_fd is not None:
-            os.close(self.received_fd)
-            self.received_fd = None
-
-    async def _writable(self) -> None:
-        fd = self.wire.fileno()
-        ready: asyncio.Future[None] = self._loop.create_future()
-        self._loop.add_writer(fd, _wake, ready)
-        self._stay_blocking()
-        try:
-            await ready
-        finally:
-            self._loop.remove_writer(fd)
-
-    def _stay_blocking(self) -> None:
-        # Some loops (libuv) make what they watch non-blocking: threads would spin on it.
-        self.wire.setblocking(True)
-
-    async def _readable(self) -> None:
-        # The watch stays on from call to call: to take it off and on is a tenth of a small frame.
-        if not self._is_watched:
-            self._watch(self._on_readable)
-        self._reader = self._loop.create_future()
-        try:
-            await self._reader
-        finally:
-            self._reader = None
-
-    def _on_readable(self) -> None:
-        if self._reader is not None:
-            _wake(self._reader)
-        else:
-            self._unwatch()
-
-    def _watch(self, on_readable: Callable[[], None]) -> None:
-        self._is_watched = True
-        self._loop.add_reader(self.wire.fileno(), on_readable)
-        self._stay_blocking()
-
-    def _unwatch(self) -> None:
-        if self._is_watched:
-            self._is_watched = False
-            self._loop.remove_reader(self.wire.fileno())
 
     def _native_for(self, sum_: Sum | None) -> NativeIo | None:
         """The native calls if they are there and make this sum."""
@@ -489,15 +385,3 @@ class FrameSocket:
         if count == 0:
             raise self._lost("closed by the peer")
         return count
-
-    def _raise_if_cut(self) -> None:
-        if self._cause is not None:
-            raise self._lost("cut")
-
-    def _lost(self, what: object) -> LostError:
-        return LostError(f"data channel: {self._cause or what}")
-
-
-def _wake(ready: asyncio.Future[None]) -> None:
-    if not ready.done():
-        ready.set_result(None)

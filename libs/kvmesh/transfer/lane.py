@@ -35,8 +35,11 @@ from kvmesh.transfer.meters import LinkMeter
 from kvmesh.transfer.native import num_bytes_of
 from kvmesh.transfer.pacing import CreditWindow, Pacer
 from kvmesh.transfer.protocol import (
-    Arriving,
     ChannelIdentity,
+)
+from kvmesh.transfer.run_table import RunTable, num_blocks_of
+from kvmesh.transfer.sender_protocol import (
+    Arriving,
     Ended,
     Late,
     Moved,
@@ -45,7 +48,6 @@ from kvmesh.transfer.protocol import (
     SenderMachine,
     SenderOutcome,
 )
-from kvmesh.transfer.run_table import RunTable, num_blocks_of
 from kvmesh.transfer.wire import Wire
 
 

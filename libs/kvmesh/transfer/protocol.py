@@ -1,4 +1,4 @@
-"""State of both ends of a data channel. Pure: frames in, actions out, no socket and no clock.
+"""State of the receiving end of a data channel. Pure: frames in, actions out, no socket, no clock.
 
     receiver:  NEW --HELLO--> OPEN <--PUT / payload--> OPEN      anything else: ProtocolError
     sender:    NEW --HELLO_OK--> OPEN
@@ -6,7 +6,8 @@
 A transfer is one or more PUTs with one id, the last one marked, or one PULL, GET or COMMIT. It is
 answered by PUT_OK after each PUT or PULL, by DATA, by COMMIT_OK, or by one ERROR, after which the
 receiver drops what is still on its way. Ids rise, so an answer to a transfer that the sender gave
-up is told from an invented one. Tests: tests/unit/transfer/test_protocol.py.
+up is told from an invented one. The sender's end is in `sender_protocol.py`.
+Tests: tests/unit/transfer/test_protocol.py.
 """
 
 from __future__ import annotations
@@ -302,175 +303,6 @@ class ReceiverMachine:
     def _stale(self) -> Refusal:
         message = f"this worker's incarnation is {self._identity.incarnation}"
         return Refusal(RefusalReason.STALE, message)
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """The receiver accepted the HELLO."""
-
-
-@dataclass(frozen=True, slots=True)
-class Moved:
-    """The receiver has so much of a transfer, or all of it, or has committed."""
-
-    transfer_id: int
-    complete: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """The receiver said no to a transfer."""
-
-    transfer_id: int
-    refusal: Refusal
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """The receiver's last word: the channel is over."""
-
-    refusal: Refusal
-
-
-@dataclass(frozen=True, slots=True)
-class Late:
-    """An answer to a transfer that was given up."""
-
-    transfer_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class Arriving:
-    """The blocks of a GET follow; `data_received` when they were read."""
-
-    transfer_id: int
-
-
-SenderOutcome = Opened | Moved | Arriving | Refused | Ended | Late
-
-
-class SenderMachine:
-    """The end that opens a channel: it writes, or reads.
-
-    Attributes:
-        terms: what the channel goes by, once it is open.
-        block_bytes: of one KV block, on both sides.
-    """
-
-    def __init__(
-        self,
-        identity: ChannelIdentity,
-        peer_worker_id: WorkerId,
-        peer_incarnation: int,
-        offer: LinkOffer | None = None,
-    ) -> None:
-        self._identity = identity
-        self.block_bytes = identity.layout.block_bytes
-        self._peer = (peer_worker_id, peer_incarnation)
-        self._offer = offer
-        self._opened = False
-        self._next_transfer_id = CHANNEL + 1
-        self._open: dict[int, int | None] = {}
-        self._gets: dict[int, int] = {}
-        self.terms = PLAIN_TERMS
-
-    def hello(self) -> HelloFrame:
-        """The first frame to send."""
-        me = self._identity
-        return HelloFrame(me.worker_id, me.incarnation, *self._peer, me.layout, self._offer)
-
-    def open_put(self, num_bytes: int) -> int:
-        """Id of a transfer of so many payload bytes."""
-        return self._new_transfer(num_bytes)
-
-    def open_commit(self) -> int:
-        """Id of a commit."""
-        return self._new_transfer(None)
-
-    def open_get(self, num_bytes: int) -> int:
-        """Id of a request for so many bytes."""
-        transfer_id = self._new_transfer(None)
-        del self._open[transfer_id]
-        self._gets[transfer_id] = num_bytes
-        return transfer_id
-
-    def data_received(self, transfer_id: int, *, intact: bool) -> Moved | Refused:
-        """The payload of an `Arriving` was read to its end."""
-        self.give_up(transfer_id)
-        if intact:
-            return Moved(transfer_id, complete=True)
-        refusal = Refusal(CHANNEL_REASONS["checksum"], "checksum: the payload's sum is wrong")
-        return Refused(transfer_id, refusal)
-
-    def give_up(self, transfer_id: int) -> None:
-        """No answer to this transfer is waited for any more; it may be over already."""
-        self._open.pop(transfer_id, None)
-        self._gets.pop(transfer_id, None)
-
-    def receive(self, frame: Frame) -> SenderOutcome:
-        """What an answer means.
-
-        Raises:
-            ProtocolError: unexpected_frame, wrong_peer, unknown_transfer, wrong_progress or
-                bad_payload_size; close.
-        """
-        if isinstance(frame, ErrorFrame) and frame.transfer_id == CHANNEL:
-            return Ended(refusal_of(frame))
-        if not self._opened:
-            return self._hello_ok(frame)
-        if not isinstance(frame, PutOkFrame | CommitOkFrame | DataFrame | ErrorFrame):
-            raise ProtocolError("unexpected_frame", f"{type(frame).__name__} from a receiver")
-        if not CHANNEL < frame.transfer_id < self._next_transfer_id:
-            raise ProtocolError("unknown_transfer", f"no transfer {frame.transfer_id} was sent")
-        if isinstance(frame, DataFrame):
-            return self._arriving(frame)
-        if frame.transfer_id not in self._open and frame.transfer_id not in self._gets:
-            return Late(frame.transfer_id)
-        if isinstance(frame, ErrorFrame):
-            self.give_up(frame.transfer_id)
-            return Refused(frame.transfer_id, refusal_of(frame))
-        if frame.transfer_id in self._gets:
-            raise ProtocolError("unexpected_frame", f"{type(frame).__name__} answers a GET")
-        return self._moved(frame)
-
-    def _arriving(self, frame: DataFrame) -> Arriving:
-        # A reader takes its answers in turn, so one that it gave up cannot be here.
-        if frame.transfer_id not in self._gets:
-            raise ProtocolError("unexpected_frame", f"DATA for {frame.transfer_id}, not asked for")
-        if frame.num_bytes != self._gets[frame.transfer_id]:
-            message = f"{frame.num_bytes} bytes for {self._gets[frame.transfer_id]}"
-            raise ProtocolError("bad_payload_size", message)
-        return Arriving(frame.transfer_id)
-
-    def _hello_ok(self, frame: Frame) -> Opened:
-        if not isinstance(frame, HelloOkFrame):
-            raise ProtocolError("unexpected_frame", f"{type(frame).__name__} before HELLO_OK")
-        if (frame.worker_id, frame.incarnation) != self._peer:
-            raise ProtocolError("wrong_peer", f"{frame.worker_id}/{frame.incarnation} answered")
-        if frame.terms is not None:
-            self.terms = frame.terms
-        self._opened = True
-        return Opened()
-
-    def _moved(self, frame: PutOkFrame | CommitOkFrame) -> Moved:
-        total = self._open[frame.transfer_id]
-        is_put = isinstance(frame, PutOkFrame)
-        if is_put != (total is not None):
-            raise ProtocolError("unexpected_frame", f"{type(frame).__name__} answers another verb")
-        complete = True
-        if isinstance(frame, PutOkFrame) and total is not None:
-            if frame.received_bytes > total:
-                raise ProtocolError("wrong_progress", f"{frame.received_bytes} of {total} bytes")
-            complete = frame.received_bytes == total
-        if complete:
-            self.give_up(frame.transfer_id)
-        return Moved(frame.transfer_id, complete)
-
-    def _new_transfer(self, num_bytes: int | None) -> int:
-        transfer_id = self._next_transfer_id
-        self._next_transfer_id += 1
-        self._open[transfer_id] = num_bytes
-        return transfer_id
 
 
 def last_word(error: ProtocolError) -> ErrorFrame:

@@ -31,8 +31,10 @@ from kvmesh.transfer.local_channel import PROCESS_HUB, LocalHub
 from kvmesh.transfer.memory import COPY_INLINE_BYTES, copy_views
 from kvmesh.transfer.native import load_native
 from kvmesh.transfer.protocol import (
-    Arriving,
     ChannelIdentity,
+)
+from kvmesh.transfer.sender_protocol import (
+    Arriving,
     Ended,
     Moved,
     Refused,

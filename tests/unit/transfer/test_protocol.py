@@ -30,23 +30,25 @@ from kvmesh.transfer.frames import (
     WriteClaim,
 )
 from kvmesh.transfer.protocol import (
-    Arriving,
     ChannelIdentity,
     Commit,
     Copy,
     Drain,
-    Ended,
     Forget,
+    Read,
+    ReceiverMachine,
+    Reply,
+    Write,
+    refusal_of,
+)
+from kvmesh.transfer.sender_protocol import (
+    Arriving,
+    Ended,
     Late,
     Moved,
     Opened,
-    Read,
-    ReceiverMachine,
     Refused,
-    Reply,
     SenderMachine,
-    Write,
-    refusal_of,
 )
 
 LAYOUT = KvLayout("model", "bfloat16", 16, 2, 2, 8)
