@@ -27,7 +27,7 @@ PROCESS_TEST_FLAGS := --reruns 1 --max-suite-reruns 2 --rerun-show-tracebacks -r
 test test-fast: export OMP_NUM_THREADS := 1
 # gRPC tells of every peer that leaves.
 test test-fast: export GRPC_VERBOSITY := ERROR
-.PHONY: help setup proto fmt check test test-fast test-gpu up bench-serve bench-gateway bench-transfer bench-engine bench-families bench-kernels bench-device bench-allocator bench-fuzz bench-policies bench-routing bench-pool bench-queries bench-fetch bench-sim-error bench-live bench-summary e2e-compose console-pictures manifests dashboard train-model clean
+.PHONY: help setup proto fmt check test test-fast test-gpu up bench-serve bench-gateway bench-transfer bench-engine bench-families bench-kernels bench-device bench-allocator bench-fuzz bench-policies bench-million bench-routing bench-pool bench-queries bench-fetch bench-sim-error bench-live bench-summary e2e-compose console-pictures manifests dashboard train-model clean
 
 help: ## list the verbs
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -65,8 +65,8 @@ test: setup ## all tests but those that need a GPU or containers
 	$(PY) -m pytest $(TEST_FLAGS) -n $(TEST_PROCESSES) --dist loadfile tests/unit tests/property
 	$(PY) -m pytest $(TEST_FLAGS) $(PROCESS_TEST_FLAGS) -n $(MESH_TEST_PROCESSES) --dist loadfile --ignore tests/unit --ignore tests/property
 
-test-fast: setup ## unit, property and contract tests without the slow ones
-	$(PY) -m pytest -q -m 'not gpu and not compose and not slow' tests/unit tests/property tests/contract
+test-fast: setup ## what depends on libs/ and services/ alone and is not slow: about a minute
+	$(PY) -m pytest -q -m 'not gpu and not compose and not slow' -n $(TEST_PROCESSES) --dist loadfile --ignore tests/unit/benchmarks --ignore tests/unit/deploy --ignore tests/unit/docs tests/unit tests/property
 
 test-gpu: setup ## tests that need a CUDA device
 	$(PY) -m pytest -q -m gpu tests/gpu
@@ -79,6 +79,10 @@ bench-serve: setup ## measure a local stack; writes bench/results/serve.json and
 
 bench-policies: setup ## compare policies in the simulator: make bench-policies TRACES="FILE..."
 	$(PY) -m benchmarks.policies $(if $(TRACES),--trace $(TRACES)) $(ARGS)
+
+bench-million: setup ## a million simulated requests on a thousand workers, compiled; writes bench/results/policies_million.*
+	$(PY) -m scripts.compile_simulator build/compiled
+	PYTHONPATH=build/compiled $(PY) -m benchmarks.policies --million $(ARGS)
 
 bench-routing: setup ## what a route decision costs by the size of the fleet; writes bench/results/routing.*
 	$(PY) -m benchmarks.routing $(ARGS)
