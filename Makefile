@@ -6,6 +6,8 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+# Where there is an NVIDIA device torch comes with CUDA, and names the triton that it wants itself.
+UNPINNED := $(if $(wildcard /dev/nvidiactl),^triton==,^$$)
 MODEL ?=
 TRACES ?=
 PREFILL ?= 2
@@ -15,6 +17,7 @@ REMOTE ?= 0
 LINK_MBIT ?= 200
 ARGS ?=
 ROUNDS ?= 20
+MINUTES ?= 10
 # Tests run side by side, a file in one process (tests/conftest.py says what else stays together).
 # Those that start processes wait for them half of the time: there are more of them than cores.
 TEST_PROCESSES ?= 2
@@ -36,8 +39,9 @@ setup: $(STAMP) ## make .venv with everything; again only when pyproject.toml or
 
 $(STAMP): pyproject.toml constraints.txt
 	@scripts/make_venv.sh $(PYTHON) $(VENV)
+	grep -v '$(UNPINNED)' constraints.txt > $(VENV)/constraints.txt
 	# Most modules of what is installed are never imported: Python compiles those that are.
-	$(PY) -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(PY) -m pip install --quiet --no-compile --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[dev]'
 	@touch $@
 
 proto: setup ## generate the stubs from protos/
@@ -136,6 +140,10 @@ bench-fuzz: setup ## a million damaged inputs for the data channel's decoder; wr
 .PHONY: fuzz
 fuzz: setup ## senseless requests to every rpc and the HTTP API: make fuzz ROUNDS=20
 	KVMESH_FUZZ_ROUNDS=$(ROUNDS) $(PY) -m pytest -q --timeout 0 tests/integration/test_grpc_fuzz.py tests/integration/test_http_fuzz.py
+
+.PHONY: soak
+soak: setup ## a mesh under mixed load whose parts are killed and paused at random: make soak MINUTES=10
+	$(PY) -m tests.chaos.soak --minutes $(MINUTES) $(ARGS)
 
 e2e-compose: setup ## bring docker-compose.yml up with podman, kill a container, stream on
 	$(PY) -m scripts.compose_e2e
