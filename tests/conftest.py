@@ -1,10 +1,11 @@
-"""What all tests share: how random hypothesis may be, and which tests stay in one process."""
+"""What all tests share: randomness, time limits, and which tests stay in one process."""
 
 from __future__ import annotations
 
 import functools
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 _ROOT = Path(__file__).parents[1]
+_MESH_TIMEOUT_S = 180
 # Fixtures of tests/e2e/conftest.py.
 _SHARED_MESH = re.compile(r"\b(torch|fake)_(?:mesh|client)\b")
 
@@ -25,6 +27,13 @@ settings.register_profile(
     print_blob=True,
 )
 settings.load_profile("kvmesh")
+
+
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    """Gives tests of whole meshes time to start them where everything is slow."""
+    for item in items:
+        if item.path.parent.name in ("chaos", "e2e") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(_MESH_TIMEOUT_S))
 
 
 @pytest.hookimpl(optionalhook=True)
