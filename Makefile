@@ -6,6 +6,8 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+# Where there is an NVIDIA device torch comes with CUDA, and names the triton that it wants itself.
+UNPINNED := $(if $(wildcard /dev/nvidiactl),^triton==,^$$)
 MODEL ?=
 TRACES ?=
 PREFILL ?= 2
@@ -15,6 +17,7 @@ REMOTE ?= 0
 LINK_MBIT ?= 200
 ARGS ?=
 ROUNDS ?= 20
+MINUTES ?= 10
 # Tests run side by side, a file in one process (tests/conftest.py says what else stays together).
 # Those that start processes wait for them half of the time: there are more of them than cores.
 TEST_PROCESSES ?= 2
@@ -27,7 +30,7 @@ PROCESS_TEST_FLAGS := --reruns 1 --max-suite-reruns 2 --rerun-show-tracebacks -r
 test test-fast: export OMP_NUM_THREADS := 1
 # gRPC tells of every peer that leaves.
 test test-fast: export GRPC_VERBOSITY := ERROR
-.PHONY: help setup proto fmt check test test-fast test-gpu up bench-serve bench-gateway bench-transfer bench-engine bench-families bench-kernels bench-device bench-allocator bench-fuzz bench-policies bench-routing bench-pool bench-queries bench-fetch bench-sim-error bench-live bench-summary e2e-compose console-pictures manifests dashboard train-model clean
+.PHONY: help setup proto fmt check test test-fast test-gpu up bench-serve bench-gateway bench-transfer bench-engine bench-families bench-kernels bench-device bench-allocator bench-fuzz bench-policies bench-million bench-routing bench-pool bench-queries bench-fetch bench-sim-error bench-live bench-summary e2e-compose console-pictures manifests dashboard train-model clean
 
 help: ## list the verbs
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -37,7 +40,8 @@ setup: $(STAMP) ## make .venv with everything; again only when pyproject.toml or
 # Most modules of what is installed are never imported: Python compiles those that are.
 $(STAMP): pyproject.toml constraints.txt
 	@scripts/make_venv.sh $(PYTHON) $(VENV)
-	$(PY) -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	grep -v '$(UNPINNED)' constraints.txt > $(VENV)/constraints.txt
+	$(PY) -m pip install --quiet --no-compile --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[dev]'
 	@touch $@
 
 proto: setup ## generate the stubs from protos/
@@ -79,6 +83,10 @@ bench-serve: setup ## measure a local stack; writes bench/results/serve.json and
 
 bench-policies: setup ## compare policies in the simulator: make bench-policies TRACES="FILE..."
 	$(PY) -m benchmarks.policies $(if $(TRACES),--trace $(TRACES)) $(ARGS)
+
+bench-million: setup ## a million simulated requests on a thousand workers, compiled; writes bench/results/policies_million.*
+	$(PY) -m scripts.compile_simulator build/compiled
+	PYTHONPATH=build/compiled $(PY) -m benchmarks.policies --million $(ARGS)
 
 bench-routing: setup ## what a route decision costs by the size of the fleet; writes bench/results/routing.*
 	$(PY) -m benchmarks.routing $(ARGS)
@@ -132,6 +140,10 @@ bench-fuzz: setup ## a million damaged inputs for the data channel's decoder; wr
 .PHONY: fuzz
 fuzz: setup ## senseless requests to every rpc and the HTTP API: make fuzz ROUNDS=20
 	KVMESH_FUZZ_ROUNDS=$(ROUNDS) $(PY) -m pytest -q --timeout 0 tests/integration/test_grpc_fuzz.py tests/integration/test_http_fuzz.py
+
+.PHONY: soak
+soak: setup ## a mesh under mixed load whose parts are killed and paused at random: make soak MINUTES=10
+	$(PY) -m tests.chaos.soak --minutes $(MINUTES) $(ARGS)
 
 e2e-compose: setup ## bring docker-compose.yml up with podman, kill a container, stream on
 	$(PY) -m scripts.compose_e2e

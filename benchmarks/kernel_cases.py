@@ -95,6 +95,7 @@ class KernelCase:
         num_bytes: that have to be read and written at least.
         flops: multiplications and additions, 0 where memory alone counts.
         tensors: inputs of rivals, by name.
+        can_be_captured: nothing in it comes from the host.
     """
 
     name: str
@@ -104,6 +105,7 @@ class KernelCase:
     num_bytes: int
     flops: int = 0
     tensors: dict[str, Tensor] = field(default_factory=dict)
+    can_be_captured: bool = True
 
 
 def kernel_cases(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> list[KernelCase]:
@@ -424,4 +426,5 @@ def _block_copy(
         case_of(block_copy.copy_pieces),
         case_of(block_ops.copy_one_by_one),
         num_bytes=2 * buffer.nbytes,
+        can_be_captured=False,
     )

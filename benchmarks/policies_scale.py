@@ -14,6 +14,7 @@ from functools import partial
 from benchmarks.policies_experiments import Experiment, Job, Outcome, Rows, Verdict, summary_row
 from benchmarks.result import Row, Target
 from kvmesh.core.types import Refusal, RoutePlan, WorkerId
+from kvmesh.policy import routing
 from kvmesh.policy.lengths import LengthDistribution
 from kvmesh.sim.fleet import parse_fleet
 from kvmesh.sim.profile import load_profile
@@ -99,6 +100,7 @@ def _scaled(
     row: Row = {
         **summary_row(summarize(result)),
         "workers": num_workers,
+        "compiled": "no" if str(routing.__file__).endswith(".py") else "yes",
         "CPU s": round(time.process_time() - began, 1),
         "wall s": round(time.perf_counter() - began_wall, 1),
         "events/s": round(result.num_events / (ran - made)),

@@ -57,7 +57,9 @@ one prefill and one decode worker, a gateway, scheduler, kvmanager, Redis and th
 - the profile is measured from outside: first tokens of lone prompts, steps of batches of 1, 4 and
  8, the gap between first and second token; then prompts of 512 tokens beside a batch of 4
 - in the simulator both workers are on one host: a chunk or a step takes as many times as long while
- the other worker computes as it was measured; what gateway and client take is part of no model
+ the other worker computes as it was measured; the processor time that gateway, scheduler and client
+ take for a request, a token and a worker that refuses was measured too, and where all want more
+ cores than there are everybody gets an equal part
 - error is simulated / measured - 1; load is the share of the rate at which eight users in a closed
  loop were served""".replace("\n ", " ").split("\n- ")
 

@@ -49,6 +49,7 @@ class StackClient:
     def __init__(self, session: aiohttp.ClientSession, url: str, model: str, seed: int) -> None:
         self._session = session
         self._url = f"{url}/v1/completions"
+        self._metrics_url = f"{url}/metrics"
         self._model = model
         self._draw = random.Random(seed)
 
@@ -85,6 +86,12 @@ class StackClient:
             times = await _token_times(response.content)
             assert len(times) == output_tokens, f"{len(times)} tokens of {output_tokens}"
             return Timing(sent, tuple(times), response.headers["x-kvmesh-placement"])
+
+    async def metrics(self) -> str:
+        """What the gateway counts, in Prometheus' text format."""
+        async with self._session.get(self._metrics_url) as response:
+            response.raise_for_status()
+            return await response.text()
 
     async def together(self, count: int, input_tokens: int, output_tokens: int) -> list[Timing]:
         """So many at once, on a decode worker that computes no prompts of its own."""

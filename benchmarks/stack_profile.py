@@ -10,13 +10,16 @@ from __future__ import annotations
 import asyncio
 import statistics
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from benchmarks.front_cost import front_cpu_s, measure_front
 from benchmarks.stack_client import StackClient, Timing
 from kvmesh.policy.curves import Interpolated
 from kvmesh.policy.lengths import LengthDistribution
-from kvmesh.sim.profile import DecodeCost, Device, Links, PlanDefaults, Profile, Sharing
+from kvmesh.sim.host import crowding
+from kvmesh.sim.profile import DecodeCost, Device, Front, Links, PlanDefaults, Profile, Sharing
 
 TINY = 4
 LENGTHS = (64, 128, 256, 512, 1024)
@@ -111,10 +114,12 @@ class Beside:
     Attributes:
         first_s: median time to the first token of a prompt of `SHARED_LENGTH` tokens.
         step_s: of a batch of `SHARED_BATCH`, prompts being computed all the time.
+        front_cores: that gateway, scheduler and client used meanwhile.
     """
 
     first_s: float
     step_s: float
+    front_cores: float = 0.0
 
 
 def beside_of(decoding: Sequence[Timing], prompts: Sequence[Timing]) -> Beside | None:
@@ -142,6 +147,7 @@ async def measure_beside(client: StackClient) -> Beside:
         RuntimeError: the machine is too busy for both at a time.
     """
     seen: list[Beside] = []
+    began, cpu = time.perf_counter(), front_cpu_s()
     for _ in range(TRIES * STEP_REPEATS):
         decoding = asyncio.create_task(client.together(SHARED_BATCH, TINY, SHARED_OUTPUT))
         prompts: list[Timing] = []
@@ -153,6 +159,7 @@ async def measure_beside(client: StackClient) -> Beside:
             found = Beside(
                 statistics.median(each.first_s for each in seen),
                 statistics.median(each.step_s for each in seen),
+                (front_cpu_s() - cpu) / (time.perf_counter() - began),
             )
             sys.stderr.write(
                 f"beside each other: a prompt of {SHARED_LENGTH} {1000 * found.first_s:.1f} ms, "
@@ -177,6 +184,7 @@ class Measured:
     short: tuple[StepSample, ...]
     long: StepSample
     beside: Beside
+    front: Front
 
     @property
     def overhead_s(self) -> float:
@@ -196,7 +204,8 @@ async def measure(client: StackClient) -> Measured:
         sys.stderr.write(f"prompt of {length}: first token after {1000 * first[length]:.1f} ms\n")
     short = [await measure_step(client, batch, TINY) for batch in BATCHES]
     long = await measure_step(client, BATCHES[1], LONG_CONTEXT)
-    return Measured(first, handoff, tuple(short), long, await measure_beside(client))
+    beside = await measure_beside(client)
+    return Measured(first, handoff, tuple(short), long, beside, await measure_front(client))
 
 
 def make_profile(measured: Measured, token_bytes: float, *, slots: tuple[int, int]) -> Profile:
@@ -216,9 +225,13 @@ def make_profile(measured: Measured, token_bytes: float, *, slots: tuple[int, in
     sending_s = max(measured.handoff_s[length] - decode.step_s(1, length), 1e-4)
     prefill = Interpolated(tuple(points))
     alone_s = decode.step_s(SHARED_BATCH, SHARED_BATCH * (TINY + SHARED_OUTPUT / 2))
+    # What the front took from both while they were measured is no part of what they take.
+    crowded = crowding(2, measured.beside.front_cores, measured.front.cores)
+    first_s = (measured.beside.first_s - overhead) / crowded
     sharing = Sharing(
-        max((measured.beside.first_s - overhead) / prefill(SHARED_LENGTH), 1.0),
-        max(measured.beside.step_s / alone_s, 1.0),
+        max(first_s / prefill(SHARED_LENGTH), 1.0),
+        max(measured.beside.step_s / crowded / alone_s, 1.0),
+        measured.front,
     )
     device = Device("cpu", prefill, decode, NUM_BLOCKS, *slots)
     link = length * token_bytes / sending_s

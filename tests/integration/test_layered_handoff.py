@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +20,7 @@ from kvmesh.runtime.worker_config import EngineSection, WorkerSection
 from kvmesh.transfer.frames import BlockPart, PutFrame
 from kvmesh.transfer.target import WriteGrant
 from tests.integration.families import GREEDY, NEW_TOKENS, Checkpoint
-from tests.worker_driver import Driver, Key, running_worker, until_idle
+from tests.worker_driver import Driver, Key, driving, make_spec, running_worker, until_idle
 
 CHUNK, BLOCK_TOKENS = 64, 16
 
@@ -136,3 +138,34 @@ async def test_a_receiver_that_takes_blocks_whole_gets_them_whole(
         assert set(arrivals.parts) == {None}
         await until_idle(prefill, decode)
         await driver.close()
+
+
+async def test_a_first_token_that_is_the_last_leaves_no_layers_to_send(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    small = EngineSection(kind="fake", num_blocks=64, max_batch_tokens=32)
+    section = WorkerSection(id="p1", role="prefill", transfer_mode="layered")
+    async with (
+        running_worker(section, small) as prefill,
+        running_worker(WorkerSection(id="d1", role="decode"), small) as decode,
+        driving(prefill, decode) as driver,
+    ):
+        channels, goes_on = prefill.prefill._channels, asyncio.Event()
+        plain = channels.put
+
+        async def put(*arguments: Any) -> None:
+            await goes_on.wait()
+            await plain(*arguments)
+
+        monkeypatch.setattr(channels, "put", put)
+        key, spec = Key("r"), make_spec(list(range(3, 83)), max_tokens=1)
+        reserved = await driver.reserve(decode, key, spec)
+        await driver.offer(prefill, key, spec, reserved.reserved)
+        # The blocks of the first chunk are on their way when the last one ends the sequence.
+        first = await driver.prefill_event(key)
+        assert first.first_token.finish_reason
+        goes_on.set()
+        handed = await driver.prefill_event(key)
+        assert handed.WhichOneof("event") == "handed_off", handed
+        driver.cancel_decode(decode, key)
+        await until_idle(prefill, decode)

@@ -20,6 +20,7 @@ from kvmesh.cli.flags import (
     add_switch,
     count,
     new_parser,
+    not_negative,
     output_file,
     positive,
     positive_int,
@@ -49,11 +50,13 @@ def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     profile = load_profile(arguments.profile)
     requests = _requests(arguments, profile)
+    # All of them first: a wrong name is told before the first run, not after it.
+    names = list(dict.fromkeys(arguments.system.split(",")))
+    scenarios = [(name, _scenario(arguments, profile, name, requests)) for name in names]
     runs: list[tuple[str, Result]] = []
     num_events, started = 0, time.perf_counter()
     with _progress() as progress:
-        for name in arguments.system.split(","):
-            scenario = _scenario(arguments, profile, name, requests)
+        for name, scenario in scenarios:
             task = progress.add_task(name, total=len(requests))
             result = simulate(scenario, partial(progress.advance, task))
             num_events += result.num_events
@@ -88,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     add_flag(parser, "--shared", 0, "prefixes that sessions share, to make", kind=count)
     add_switch(parser, "--closed-loop", "a session's next turn follows its answer")
     add_flag(parser, "--failures", "", "SECONDS:kill|restart|link:VALUE,...")
+    add_flag(parser, "--jitter", 0.1, "transfers take up to this share longer", kind=not_negative)
     add_flag(parser, "--seed", 0, "of arrivals, ties and jitter", kind=count)
     add_flag(parser, "--json", "", "file for all numbers", kind=output_file)
     add_flag(parser, "--png", "", "file for the plots", kind=output_file)
@@ -121,14 +125,22 @@ def _scenario(
 ) -> Scenario:
     if system not in SYSTEMS:
         raise ConfigError(f"there is no system {system!r}; known are {', '.join(SYSTEMS)}")
+    fleet, failures = parse_fleet(arguments.fleet), parse_failures(arguments.failures)
+    num_workers = sum(group.count for group in fleet)
+    for failure in failures:
+        if failure.index >= num_workers:
+            raise ConfigError(
+                f"--failures names worker {failure.index}; the fleet has 0 to {num_workers - 1}"
+            )
     return Scenario(
         profile=profile,
-        fleet=parse_fleet(arguments.fleet),
+        fleet=fleet,
         system=SYSTEMS[system],
         requests=requests,
         closed_loop=arguments.closed_loop,
-        failures=parse_failures(arguments.failures),
+        failures=failures,
         seed=arguments.seed,
+        jitter=arguments.jitter,
     )
 
 

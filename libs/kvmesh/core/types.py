@@ -166,7 +166,6 @@ class Structure:
     text: str
 
 
-@quick
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are chosen and when generation ends.
@@ -228,7 +227,6 @@ class TokenLogprobs:
     rank: int = 0
 
 
-@quick
 @dataclass(frozen=True, slots=True)
 class SequenceSpec:
     """The sequence that a worker is asked to work on.
@@ -392,7 +390,6 @@ class Candidate:
     saved_tokens: float = 0.0
 
 
-@quick
 @dataclass(frozen=True, slots=True)
 class RouteQuery:
     """What the scheduler is asked.
@@ -417,7 +414,6 @@ class RouteQuery:
     waiting_reserved: int = 0
 
 
-@quick
 @dataclass(frozen=True, slots=True)
 class RoutePlan:
     """Where to run a request, and why.
@@ -449,7 +445,6 @@ class PrefixMatch:
     num_blocks: int
 
 
-@quick
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Token counts of a finished generation.
@@ -464,6 +459,7 @@ class Usage:
     reasoning_tokens: int = 0
 
 
+# Not as a decorator: a class with one that mypyc does not know is no native one.
 for _often_made in (
     Candidate,
     Endpoint,
@@ -472,6 +468,7 @@ for _often_made in (
     RouteQuery,
     SamplingParams,
     SequenceSpec,
+    Usage,
     WorkerLoad,
 ):
     quick(_often_made)

@@ -17,6 +17,7 @@ from kvmesh.core.types import TokenLogprobs
 from kvmesh.engine.batch import StepBatch, build_batch
 from kvmesh.engine.checkpoint import load_model_config
 from kvmesh.engine.config import ModelConfig
+from kvmesh.engine.device_check import require_device
 from kvmesh.engine.kv_cache import TORCH_DTYPES, KvPool, allocate_pool
 from kvmesh.engine.kv_plan import KvPlan, kv_layout, plan_kv
 from kvmesh.engine.layers import StepMemory
@@ -88,8 +89,7 @@ class TorchRunner:
             CheckpointError: the folder is incomplete or not supported.
             ConfigError: the arguments cannot be met, memory among them.
         """
-        if device != "cpu" and not torch.cuda.is_available():
-            raise ConfigError(f"device {device!r} was asked for and there is no CUDA device")
+        require_device(device)
         config = load_model_config(folder)
         resolved = resolve_dtype(config, dtype)
         length = _model_len(config, max_model_len)

@@ -55,19 +55,24 @@ class CudaGraphDevice:
 
     def capture(self, run: Callable[[], None]) -> Graph:
         """See `GraphDevice.capture`."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        before = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(before)
         with torch.cuda.stream(self._stream):
             # Compiles kernels, and lets libraries take their workspaces, which a capture forbids.
             for _ in range(_WARM_UPS):
                 run()
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
+        # Within a context of its own: torch's leaves its stream behind when a capture fails.
         # Other threads may use the device meanwhile.
-        with torch.cuda.graph(
-            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        with (
+            torch.cuda.stream(before),
+            torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ),
         ):
             run()
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        before.wait_stream(self._stream)
         return graph
 
     def free_bytes(self) -> int:

@@ -19,7 +19,8 @@ from kvmesh.kernels.reference import merge_partials
 
 LOG2_E = 1.4426950408889634
 DECODE_TILE = 64
-PREFILL_TILE = 64
+# Of a padded head: with more, tiles of so many positions pass the shared memory of sm_80.
+_TILE_ROW_BYTES = 512
 # Programs that fill a large device twice over; contexts are split until there are as many.
 _TARGET_PROGRAMS = 264
 # Longer than any context.
@@ -211,6 +212,12 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device
         )
 
 
+def tile_of(head_dim: int, element_size: int) -> int:
+    """Positions that a program takes at once: fewer where heads are long, to fit shared memory."""
+    padded = triton.next_power_of_2(head_dim) * element_size
+    return DECODE_TILE if padded <= _TILE_ROW_BYTES else DECODE_TILE // 2
+
+
 def num_decode_splits(num_sequences: int, num_kv_heads: int, max_context_len: int) -> int:
     """Into how many parts contexts are cut so that the device is filled."""
     wanted = -(-_TARGET_PROGRAMS // (num_sequences * num_kv_heads))
@@ -226,6 +233,7 @@ def _constants(kv: Tensor, num_heads: int) -> dict[str, Any]:
         "GROUP": num_heads // kv_heads,
         "HEAD_DIM": head_dim,
         "DIM_TILE": max(16, triton.next_power_of_2(head_dim)),
+        "TILE": tile_of(head_dim, kv.element_size()),
         # Only the interpreter runs on host tensors.
         "UPCAST": not kv.is_cuda,
     }
@@ -358,7 +366,6 @@ def _decode_parts(
         window or _NO_WINDOW,
         **_constants(kv, num_heads),
         GROUP_TILE=max(16, triton.next_power_of_2(num_heads // kv_heads)),
-        TILE=DECODE_TILE,
         num_warps=4,
     )
     return parts, lse
@@ -397,8 +404,9 @@ def paged_prefill_attention(
     """
     num_heads = q.shape[1]
     pool = kv[:, layer]
+    constants = _constants(kv, num_heads)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    grid = (triton.cdiv(max_query_len, PREFILL_TILE), num_heads, len(context_lens))
+    grid = (triton.cdiv(max_query_len, constants["TILE"]), num_heads, len(context_lens))
     _prefill_kernel[grid](
         q,
         pool,
@@ -418,9 +426,8 @@ def paged_prefill_attention(
         pool.stride(3),
         block_tables.stride(0),
         window or _NO_WINDOW,
-        **_constants(kv, num_heads),
+        **constants,
         HAS_SINKS=sinks is not None,
-        TILE=PREFILL_TILE,
         num_warps=4,
     )
     return out

@@ -13,9 +13,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROW_TILE = 16
-_COLUMN_TILE = 64
-_DEPTH_TILE = 32
+
+@dataclass(frozen=True, slots=True)
+class TileShape:
+    """What one program computes: rows and columns of the result, in steps of the depth."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+
+
+# The least rows that matrix units take: little is computed in vain where experts have few.
+FEW_ROWS = TileShape(16, 64, 32, 4)
+# A weight is read once per tile of rows: many rows must share it.
+MANY_ROWS = TileShape(64, 128, 64, 8)
+# From so many rows per expert on, on average.
+_MANY = 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,31 +40,39 @@ class ExpertTiles:
         order: [rows * top_k] int64, choices (row * top_k + place) sorted by expert.
         expert: [tiles] int64; `num_experts` for a tile that is not used.
         first, end: [tiles] int64, places in `order`.
+        shape: of all tiles.
     """
 
     order: Tensor
     expert: Tensor
     first: Tensor
     end: Tensor
+    shape: TileShape
+
+
+def tile_shape(num_choices: int, num_experts: int) -> TileShape:
+    """Chosen by how many rows an expert has on average, which is known without a wait."""
+    return MANY_ROWS if num_choices >= _MANY * num_experts else FEW_ROWS
 
 
 def plan_tiles(chosen: Tensor, num_experts: int) -> ExpertTiles:
     """Sorts choices of experts, [rows, top_k] int64, into tiles; waits for nothing."""
     flat = chosen.flatten()
+    shape = tile_shape(len(flat), num_experts)
     order = torch.argsort(flat, stable=True)
     counts = torch.zeros(num_experts, dtype=torch.int64, device=flat.device)
     counts.index_add_(0, flat, torch.ones_like(flat))
-    tiles = (counts + ROW_TILE - 1) // ROW_TILE
+    tiles = (counts + shape.rows - 1) // shape.rows
     tile_ends, row_ends = tiles.cumsum(0), counts.cumsum(0)
     # At most: every expert has one tile that is not full.
-    bound = len(flat) // ROW_TILE + num_experts
+    bound = len(flat) // shape.rows + num_experts
     index = torch.arange(bound, device=flat.device)
     expert = torch.searchsorted(tile_ends, index, right=True)
     known = expert.clamp(max=num_experts - 1)
     within = index - (tile_ends - tiles)[known]
-    first = (row_ends - counts)[known] + within * ROW_TILE
-    end = torch.minimum(first + ROW_TILE, row_ends[known])
-    return ExpertTiles(order, expert, first, torch.where(expert < num_experts, end, first))
+    first = (row_ends - counts)[known] + within * shape.rows
+    end = torch.minimum(first + shape.rows, row_ends[known])
+    return ExpertTiles(order, expert, first, torch.where(expert < num_experts, end, first), shape)
 
 
 @triton.jit
@@ -118,8 +140,9 @@ def grouped_gemm(x: Tensor, weights: Tensor, rows: Tensor, tiles: ExpertTiles) -
         [choices, columns], dtype of `x`.
     """
     columns, depth = weights.shape[1:]
+    shape = tiles.shape
     out = torch.empty((len(rows), columns), dtype=x.dtype, device=x.device)
-    _grouped_kernel[(len(tiles.expert), triton.cdiv(columns, _COLUMN_TILE))](
+    _grouped_kernel[(len(tiles.expert), triton.cdiv(columns, shape.columns))](
         x,
         weights,
         rows,
@@ -129,12 +152,12 @@ def grouped_gemm(x: Tensor, weights: Tensor, rows: Tensor, tiles: ExpertTiles) -
         out,
         depth,
         columns,
-        ROW_TILE=ROW_TILE,
-        COLUMN_TILE=_COLUMN_TILE,
-        DEPTH_TILE=_DEPTH_TILE,
+        ROW_TILE=shape.rows,
+        COLUMN_TILE=shape.columns,
+        DEPTH_TILE=shape.depth,
         # Only the interpreter runs on host tensors.
         UPCAST=not x.is_cuda,
-        num_warps=4,
+        num_warps=shape.warps,
     )
     return out
 

@@ -83,9 +83,10 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 def _host_causal(q: Tensor, k: Tensor, v: Tensor, scale: float, dim: int) -> Tensor:
     """As `causal_attention`, the context being the one block of a pool with heads of size `dim`."""
-    kv = k.new_zeros(1, 1, 2, *k.shape[:2], dim)
-    kv[0, 0, 0, :, :, : k.shape[-1]] = k
-    kv[0, 0, 1, :, :, : v.shape[-1]] = v
+    kv = k.new_empty(1, 1, 2, *k.shape[:2], dim)
+    for part, values in zip(kv[0, 0], (k, v), strict=True):
+        width = values.shape[-1]
+        part[..., :width], part[..., width:] = values, 0
     out = host.prefill_attention(
         functional.pad(q, (0, dim - q.shape[-1])).contiguous(),
         kv,

@@ -136,8 +136,9 @@ class BlockPool:
     def match(self, hashes: Sequence[BlockHash]) -> list[int]:
         """The blocks of the longest cached prefix of `hashes`; takes no references."""
         blocks: list[int] = []
+        find = self._block_of.get
         for block_hash in hashes:
-            block = self._block_of.get(block_hash)
+            block = find(block_hash)
             if block is None:
                 break
             blocks.append(block)
@@ -149,11 +150,12 @@ class BlockPool:
 
     def acquire(self, blocks: Sequence[int]) -> None:
         """Takes one reference on each block; every one is referenced or evictable."""
+        references = self._references
         for block in blocks:
-            if self._references[block] == 0:
+            if references[block] == 0:
                 assert block in self._evictable, f"block {block} is empty"
                 del self._evictable[block]
-            self._references[block] += 1
+            references[block] += 1
         self._move(blocks)
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -164,7 +166,8 @@ class BlockPool:
                 are evicted earlier.
         """
         emptied: list[int] = []
-        references, before = self._references, self.num_free
+        references, hash_of = self._references, self._hash_of
+        before = self.num_free
         self._turn += 1
         for block in reversed(blocks):
             left = references[block] - 1
@@ -172,11 +175,12 @@ class BlockPool:
             references[block] = left
             if left:
                 continue
-            if self._hash_of[block] is None:
+            if hash_of[block] is None:
                 emptied.append(block)
             else:
                 self._evictable[block] = self._turn
-        self._empty.add(emptied)
+        if emptied:
+            self._empty.add(emptied)
         self._move(blocks)
         if self.on_free is not None and self.num_free > before:
             self.on_free()

@@ -126,9 +126,10 @@ class FreeSegments:
     def _cut(self, start: int, limit: int) -> range:
         """Takes up to `limit` blocks from the front of the segment at `start`."""
         length = self._drop(start)
-        count = min(length, limit)
-        self._put(start + count, start + length)
-        return range(start, start + count)
+        if length <= limit:
+            return range(start, start + length)
+        self._put(start + limit, start + length)
+        return range(start, start + limit)
 
     def _insert(self, start: int, end: int) -> None:
         before = self._start_before.get(start)

@@ -253,10 +253,12 @@ class FleetIndex:
         entries, avoid, num_tokens = self._entries, query.avoid, query.num_tokens
         for _, _, _, worker_id in keys:
             entry = entries[worker_id]
+            view = entry.view
             counts = (
                 worker_id not in avoid
-                and entry.view.reported_at >= heard_since
-                and entry.can_hold(num_tokens)
+                and view.reported_at >= heard_since
+                and entry.longest >= num_tokens
+                and not view.load.draining
             )
             # Who does not count is tried last, but is better than nobody.
             if counts or seen < WIDTH:
@@ -272,9 +274,10 @@ class FleetIndex:
         """Holders of a prefix for whom it outweighs their load most, per side."""
         prefill: list[tuple[float, float, WorkerId]] = []
         decode: list[tuple[float, float, WorkerId]] = []
-        entries, model, num_tokens = self._entries, query.model, query.num_tokens
+        find, model, num_tokens = self._entries.get, query.model, query.num_tokens
+        by_tokens, whole = self._by_tokens, num_tokens or 1
         for blocks, worker_id in holders:
-            entry = entries.get(worker_id)
+            entry = find(worker_id)
             if entry is None or entry.model != model:
                 continue
             left = num_tokens - blocks * entry.block_size
@@ -282,14 +285,14 @@ class FleetIndex:
             bucket = entry.bucket
             if bucket.prefill is not None:
                 busy, load, _, _ = entry.prefill
-                cost = load + uncached if self._by_tokens else uncached * (1.0 + load)
+                cost = load + uncached if by_tokens else uncached * (1.0 + load)
                 prefill.append((busy, cost, worker_id))
             if bucket.decode is not None:
                 full, load, _, _ = entry.decode
-                decode.append((full, decode_cost(load, uncached / (num_tokens or 1)), worker_id))
+                decode.append((full, decode_cost(load, uncached / whole), worker_id))
         prefill.sort()
         decode.sort()
-        return [worker_id for _, _, worker_id in (*prefill[:WIDTH], *decode[:WIDTH])]
+        return [worker_id for _, _, worker_id in prefill[:WIDTH] + decode[:WIDTH]]
 
 
 def _decode_share(view: WorkerView) -> float:

@@ -81,6 +81,32 @@ class Holders(Mapping[WorkerId, int]):
         """As `longest_holders`."""
         return list(islice(self._pairs(), count))
 
+    def of(self, names: Sequence[WorkerId]) -> list[int]:
+        """The blocks of each of some workers, 0 of one that holds nothing; as `get` for each."""
+        levels, place_of = self._levels, self._places.get
+        if not levels:
+            return [0] * len(names)
+        found: list[int] = []
+        for name in names:
+            place = place_of(name)
+            held = 0
+            if place is not None:
+                for blocks, workers in levels:
+                    if workers >> place & 1:
+                        held = blocks
+                        break
+            found.append(held)
+        return found
+
+
+def held_by(matches: Mapping[WorkerId, int] | None, names: Sequence[WorkerId]) -> list[int]:
+    """Leading blocks of each of some workers; 0 where none are known."""
+    if isinstance(matches, Holders):
+        return matches.of(names)
+    if not matches:
+        return [0] * len(names)
+    return [matches.get(name, 0) for name in names]
+
 
 def longest_holders(matches: Mapping[WorkerId, int], count: int) -> list[tuple[int, WorkerId]]:
     """Up to `count` workers that hold most, with how much; of equal ones the last by name, so that

@@ -150,11 +150,12 @@ class ScoreWindow:
     @property
     def mean(self) -> Score:
         """Mean of the samples in the window; zero without any."""
-        count = max(len(self._samples), 1)
-        return Score(
-            sum(sample.prefill for _, sample in self._samples) / count,
-            sum(sample.decode for _, sample in self._samples) / count,
-        )
+        count = len(self._samples) or 1
+        prefill = decode = 0.0
+        for _, sample in self._samples:
+            prefill += sample.prefill
+            decode += sample.decode
+        return Score(prefill / count, decode / count)
 
 
 class Regime(enum.Enum):

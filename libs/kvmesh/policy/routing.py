@@ -27,6 +27,7 @@ from kvmesh.core.types import (
     WorkerLoad,
 )
 from kvmesh.policy.fetch_route import fetch_words, weigh_fetches
+from kvmesh.policy.holders import held_by
 from kvmesh.policy.ranking import (
     CACHE_LOAD,
     HELP_SLOWDOWN,
@@ -92,21 +93,24 @@ def _take_seats(call: _Call, able: list[WorkerView]) -> list[_Seat]:
     query, layouts = call.query, call.layouts
     num_tokens, avoid = query.num_tokens, query.avoid
     heard_since = call.now - SILENT_AFTER_S
-    matches, reads = call.matches or {}, call.view.reads
+    held = held_by(call.matches, [worker.info.worker_id for worker in able])
+    reads = call.view.reads
     seats: list[_Seat] = []
     group: Group = (-1, "")
-    for worker in able:
+    known: KvLayout | None = None
+    number = 0
+    for worker, blocks in zip(able, held, strict=True):
         info = worker.info
         layout = info.layout
-        blocks = matches.get(info.worker_id, 0)
         cached = min(blocks * layout.block_size, num_tokens) if blocks else 0
         seat = _Seat(worker, query, cached, 0)
         if blocks:
             seat.reads = reads.get(info.worker_id, 0.0)
         seat.avoided = info.worker_id in avoid
         seat.silent = worker.reported_at < heard_since
-        is_first = layouts and layouts[0] is layout
-        seat.layout = number = 0 if is_first else _layout_number(layouts, layout)
+        if layout is not known:
+            known, number = layout, _layout_number(layouts, layout)
+        seat.layout = number
         if group[0] != number or group[1] != info.cluster:
             group = (number, info.cluster)
             call.groups.add(group)
@@ -310,6 +314,8 @@ def _needier_side(sides: _Sides) -> list[_Seat]:
 
 def _has_default_pair(sides: _Sides) -> bool:
     """Whether a group has both sides and someone whose role asks for them to be apart."""
+    if not sides.prefill or not sides.decode:
+        return False
     groups = {seat.group for seat in sides.prefill}
     groups &= {seat.group for seat in sides.decode}
     for seat in (*sides.prefill, *sides.decode):
@@ -319,24 +325,22 @@ def _has_default_pair(sides: _Sides) -> bool:
 
 
 def _plan_disaggregated(call: _Call, sides: _Sides) -> RoutePlan | None:
-    ready = {seat.group for seat in sides.decode if not seat.decode_full and not seat.avoided}
-    decode_layouts = {seat.layout for seat in sides.decode}
-    paired = [seat for seat in sides.prefill if seat.layout in decode_layouts]
-    if not paired:
+    paired = sides.prefill
+    if len(call.layouts) > 1:
+        decode_layouts = {seat.layout for seat in sides.decode}
+        paired = [seat for seat in paired if seat.layout in decode_layouts]
+    if not paired or not sides.decode:
         return None
 
-    def is_crowded(seat: _Seat) -> bool:
-        return seat.group not in ready
-
     # The best prefill worker that has decode room beside it says where the request goes.
-    home = _first(call, paired, call.policy.prefill, is_crowded if len(call.groups) > 1 else None)
+    home = _first(call, paired, call.policy.prefill, _crowded(call, sides.decode))
     layout, cluster = home.group
 
     def is_far(seat: _Seat) -> bool:
         return seat.group[1] != cluster
 
     last_resort = is_far if len(call.groups) > 1 else None
-    rest = [seat for seat in paired if seat.layout == layout and seat is not home]
+    rest = [seat for seat in _of_layout(call, paired, layout) if seat is not home]
     prefill = [home, *_ordered(call, rest, call.policy.prefill, last_resort)]
     prefill = _worth_asking(call, prefill, home.group)
     beside = _of_layout(call, sides.decode, layout)
@@ -349,6 +353,14 @@ def _plan_disaggregated(call: _Call, sides: _Sides) -> RoutePlan | None:
     elif call.policy.reads_cache and first.cached_tokens > 0:
         cause = RouteCause.PREFIX
     return _plan(call, prefill, decode, cause, reason)
+
+
+def _crowded(call: _Call, decode: list[_Seat]) -> LastResort:
+    """Who has no decode room beside it; nobody in a fleet of one group, where it says nothing."""
+    if len(call.groups) == 1:
+        return None
+    ready = {seat.group for seat in decode if not seat.decode_full and not seat.avoided}
+    return lambda seat: seat.group not in ready
 
 
 def _plan_short(call: _Call, decode: list[_Seat]) -> RoutePlan | None:
@@ -375,14 +387,16 @@ def _plan_help(call: _Call, sides: _Sides) -> RoutePlan | None:
     cost = call.policy.first_token
     if cost is None or not call.policy.aggregate_tokens:
         return None
-    helpers = [seat for seat in sides.decode if seat.may_help_prefill and _is_in_favour(seat)]
+    sending = TRANSFER_SHARE * call.query.num_tokens
+    latest = sending + min(map(cost, sides.prefill))
+    helpers = [
+        seat
+        for seat in sides.decode
+        if cost(seat) * HELP_SLOWDOWN < latest and seat.may_help_prefill and _is_in_favour(seat)
+    ]
     if not helpers:
         return None
     best = min(helpers, key=cost)  # the first by name of several
-    there = cost(best) * HELP_SLOWDOWN
-    sending = TRANSFER_SHARE * call.query.num_tokens
-    if there >= sending + min(map(cost, sides.prefill)):
-        return None
     reason = f"aggregated, prefill workers are later: {prefill_reason(best)}{fetch_words(best)}"
     return _plan(call, [best], [], RouteCause.HELP, reason)
 
@@ -399,14 +413,11 @@ def _worth_asking(call: _Call, prefill: list[_Seat], home: Group) -> list[_Seat]
     cost = call.policy.first_token
     if cost is None:
         return prefill
-    costs = [cost(seat) for seat in prefill]
-    favoured = [
-        each
-        for each, seat in zip(costs, prefill, strict=True)
-        if seat.group == home and _is_in_favour(seat)
+    costs = [
+        cost(seat) for seat in prefill if seat.group == home and not (seat.silent or seat.avoided)
     ]
-    latest = min(favoured, default=math.inf) + call.policy.slack_tokens
-    return [seat for each, seat in zip(costs, prefill, strict=True) if each <= latest]
+    latest = min(costs, default=math.inf) + call.policy.slack_tokens
+    return [seat for seat in prefill if cost(seat) <= latest]
 
 
 def _plan_aggregated(call: _Call, seats: list[_Seat], cause: RouteCause, why: str) -> RoutePlan:

@@ -13,7 +13,6 @@ from kvmesh.core.values import quick
 from kvmesh.policy.prefix_source import FetchPace
 
 
-@quick
 @dataclass(frozen=True, slots=True)
 class WorkerView:
     """One worker as a decision sees it.
@@ -50,7 +49,6 @@ class WorkerView:
         return listed + self.decode_in_flight
 
 
-@quick
 @dataclass(frozen=True, slots=True)
 class FleetView:
     """All live workers.
@@ -68,3 +66,8 @@ class FleetView:
     num_routes: int = 0
     pace: FetchPace = FetchPace()
     reads: Mapping[WorkerId, float] = field(default_factory=dict)
+
+
+# As in `core/types.py`.
+for _often_made in (FleetView, WorkerView):
+    quick(_often_made)

@@ -21,7 +21,7 @@ from kvmesh.core.types import (
     SequenceSpec,
 )
 from kvmesh.engine.sequence import Emission, Sequence, SequenceState
-from kvmesh.policy.transfer_mode import TransferMode, TransferTask, choose_transfer_mode
+from kvmesh.policy.transfer_mode import TransferMode
 from kvmesh.rpc.convert import (
     finish_reason_to_proto,
     refusal_to_proto,
@@ -32,17 +32,15 @@ from kvmesh.rpc.convert_route import prefix_source_from_proto
 from kvmesh.rpc.convert_sampling import token_logprobs_to_proto
 from kvmesh.rpc.served import DirectWay, serve_stream
 from kvmesh.runtime.decode_role import DecodeRole
-from kvmesh.runtime.layer_progress import moment_of, past_of
+from kvmesh.runtime.handover import Handover
 from kvmesh.runtime.local_start import PrefillOutbox, StartedOutbox
 from kvmesh.runtime.prefill_attempt import PrefillAttempt
-from kvmesh.runtime.prefix_fetch import PrefixFetcher
 from kvmesh.runtime.prefix_queries import PrefixQueries
+from kvmesh.runtime.prefix_sources import PrefixSources
 from kvmesh.runtime.worker_parts import WorkerParts
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.telemetry.tracing import Span, start_span
-from kvmesh.transfer.alignment import align_to_reservation
 from kvmesh.transfer.channel_pool import ChannelPool
-from kvmesh.transfer.frames import BlockPart
 from kvmesh.v1 import prefill_service_pb2 as pb
 from kvmesh.v1 import prefill_service_pb2_grpc
 from kvmesh.v1.decode_service_pb2 import DecodeReserve
@@ -61,7 +59,7 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         parts: WorkerParts,
         channels: ChannelPool,
         decode: DecodeRole,
-        fetcher: PrefixFetcher | None,
+        sources: PrefixSources | None,
         *,
         slots: int,
         mode: TransferMode | None = None,
@@ -70,7 +68,7 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         """`mode` is for all requests; None lets the policy choose for each.
 
         Args:
-            fetcher: None computes what other workers are said to hold.
+            sources: None computes what other workers are said to hold.
             queries: None asks nobody for a prefix.
         """
         self._identity = parts.identity
@@ -78,20 +76,15 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
             parts.direct, pb.PrefillRequest, lambda events: (pb.PrefillResponse(events=events),)
         )
         self._core = parts.core
-        self._block_bytes = parts.core.spec.layout.block_bytes
-        self._num_layers = parts.core.spec.layout.num_layers
-        self._has_layers = parts.core.spec.groups.is_plain
-        self._moment, self._is_past = moment_of(parts.memory), past_of(parts.memory)
-        self._clock = parts.clock
+        self._handover = Handover(parts, channels, mode)
         self._wake_engine = parts.wake_engine
         self._on_change = parts.on_change
         self._metrics = parts.metrics
         self._channels = channels
         self._decode = decode
-        self._fetcher, self._queries = fetcher, queries
+        self._sources, self._queries = sources, queries
         decode.local_prefill = self
         self._slots = slots
-        self._mode = mode
         self._attempts: dict[tuple[PrefillOutbox, RequestId, int], PrefillAttempt] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -240,18 +233,13 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
 
     def _source(self, message: pb.PrefillOffer | DecodeReserve) -> PrefixSource | None:
         """Whom to fetch a prefix from before computing."""
-        if self._fetcher is None or not message.HasField("source"):
+        if self._sources is None or not message.HasField("source"):
             return None
         return prefix_source_from_proto(message.source)
 
     def _choose_way(self, attempt: PrefillAttempt) -> None:
-        """How the KV leaves; before the engine plans the first step."""
         if not self._is_local(attempt.reservation):
-            attempt.mode = self._choose_mode(attempt)
-        assert attempt.sequence is not None
-        # Asking for a prefix may fail in any layer, and those before it would have left.
-        if attempt.mode is TransferMode.LAYERED and attempt.sequence.remote is None:
-            attempt.watch_layers(self._moment)
+            self._handover.choose_way(attempt)
 
     def _is_local(self, reservation: Reservation) -> bool:
         return (
@@ -300,7 +288,7 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
             if self._is_local(attempt.reservation):
                 await self._wait_first(attempt)
             else:
-                await self._hand_over(attempt)
+                await self._handover.run(attempt)
             attempt.outcome = "handed_off"
             self._put_handed_off(attempt)
         except RefusedError as error:
@@ -311,18 +299,12 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
             self._put_failed(attempt, Refusal(RefusalReason.LOST, str(error)))
 
     async def _bring_prefix(self, attempt: PrefillAttempt, source: PrefixSource) -> None:
-        """Fetches what another worker holds; what is missing then is computed."""
+        """Fetches what another worker holds, or asks there; what is missing then is computed."""
         sequence = attempt.sequence
         assert sequence is not None
-        assert self._fetcher is not None, "a source is taken by who can fetch"
-        result = await self._fetcher.fill(source, sequence)
-        attempt.span.event(
-            "prefix_fetch",
-            holder=source.worker_id,
-            outcome=result.outcome.value,
-            fetched_tokens=result.num_fetched * self._core.block_size,
-            seconds=result.seconds,
-        )
+        assert self._sources is not None, "a source is taken by who can fetch"
+        may_stay = self._is_local(attempt.reservation)
+        await self._sources.bring(attempt, source, may_stay=may_stay)
         if sequence.state is SequenceState.GONE:
             raise RefusedError(Refusal(RefusalReason.STALE, "the reservation was cancelled"))
         self._choose_way(attempt)
@@ -337,91 +319,6 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
             attempt.progress.clear()
             if attempt.first is None and attempt.sequence.state is SequenceState.GONE:
                 raise RefusedError(Refusal(RefusalReason.STALE, "the reservation was cancelled"))
-
-    async def _hand_over(self, attempt: PrefillAttempt) -> None:
-        """Sends blocks as they are computed, the rest after the first token, then commits."""
-        sequence = attempt.sequence
-        assert sequence is not None
-        num_tokens = len(sequence.spec.token_ids)
-        sent = 0
-        while attempt.first is None:
-            await attempt.progress.wait()
-            attempt.progress.clear()
-            if attempt.first is None and attempt.mode is not TransferMode.WHOLE:
-                attempt.span.event("chunk", computed_tokens=sequence.num_computed)
-                sent = await self._send(attempt, sent)
-                await self._send_layers(attempt, sent)
-        if attempt.first.finish_reason is not None:
-            return
-        if attempt.layers.num_sent:
-            attempt.layers.computed(self._num_layers, self._moment())
-            await self._send_layers(attempt, sent)
-        else:
-            await self._send(attempt, sent)
-        started = self._clock.now()
-        await self._channels.commit(attempt.reservation, attempt.first.token_id, num_tokens)
-        attempt.sending_s += self._clock.now() - started
-
-    async def _send_layers(self, attempt: PrefillAttempt, begin: int) -> None:
-        """Sends the layers that are computed and not sent of all blocks from `begin` on."""
-        layers, reservation = attempt.layers, attempt.reservation
-        assert attempt.sequence is not None
-        layer_bytes = self._block_bytes // self._num_layers
-        while (ready := layers.next(self._is_past)) is not None:
-            first, (end, after) = layers.num_sent, ready
-            arriving = self._core.arriving_blocks(attempt.sequence, reservation.num_cached_blocks)
-            blocks = [each.block for each in arriving[begin:]]
-            runs = align_to_reservation(blocks, begin, reservation.run_lengths)
-            part = BlockPart(first * layer_bytes, (end - first) * layer_bytes)
-            started = self._clock.now()
-            try:
-                await self._channels.put(reservation, runs, part, after)
-            except RefusedError:
-                if first:
-                    raise
-                layers.is_refused = True  # a receiver that takes blocks whole; they follow later
-                return
-            layers.num_sent = end
-            attempt.sending_s += self._clock.now() - started
-            attempt.sent_bytes += len(blocks) * part.size
-            attempt.sent_calls += len(blocks)
-
-    async def _send(self, attempt: PrefillAttempt, begin: int) -> int:
-        """Sends what is complete from block `begin` on in one call; returns where to go on."""
-        sequence, reservation = attempt.sequence, attempt.reservation
-        assert sequence is not None
-        arriving = self._core.arriving_blocks(sequence, reservation.num_cached_blocks)
-        end = sum(each.tokens <= sequence.num_computed for each in arriving)
-        if end <= begin:
-            return begin
-        blocks = [each.block for each in arriving[begin:end]]
-        runs = align_to_reservation(blocks, begin, reservation.run_lengths)
-        started = self._clock.now()
-        with self._core.pool.held(blocks):  # the sequence may be preempted meanwhile
-            await self._channels.put(reservation, runs)
-        attempt.sending_s += self._clock.now() - started
-        attempt.sent_bytes += (end - begin) * self._block_bytes
-        attempt.sent_calls += len(runs)
-        return end
-
-    def _choose_mode(self, attempt: PrefillAttempt) -> TransferMode:
-        if self._mode is not None:
-            return self._mode
-        sequence, reservation = attempt.sequence, attempt.reservation
-        assert sequence is not None
-        todo = len(sequence.spec.token_ids) - sequence.num_cached
-        num_chunks = -(-todo // self._core.max_step_tokens)
-        last_tokens = todo - (num_chunks - 1) * self._core.max_step_tokens
-        num_bytes = reservation.num_blocks * self._block_bytes
-        task = TransferTask(
-            num_bytes=num_bytes,
-            num_chunks=num_chunks,
-            last_bytes=num_bytes * last_tokens // max(todo, 1),
-            has_layers=self._has_layers,
-        )
-        decision = choose_transfer_mode(task, self._channels.link_view(reservation))
-        attempt.span.event("transfer_mode", mode=decision.mode.value, reason=decision.reason)
-        return decision.mode
 
     def _put_handed_off(self, attempt: PrefillAttempt) -> None:
         event = pb.PrefillEvent(request_id=attempt.request_id, attempt=attempt.attempt)

@@ -43,8 +43,8 @@ class EventQueue:
     def at(self, time: float, action: Action) -> Timer:
         """Schedules an action; a moment in the past is now."""
         timer = Timer(action)
-        self._num_scheduled += 1
-        heapq.heappush(self._heap, (max(time, self._now), self._num_scheduled, timer))
+        self._num_scheduled = number = self._num_scheduled + 1
+        heapq.heappush(self._heap, (time if time > self._now else self._now, number, timer))
         return timer
 
     def after(self, delay: float, action: Action) -> Timer:

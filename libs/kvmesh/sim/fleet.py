@@ -84,6 +84,7 @@ class SimFleet:
 
     Attributes:
         openings: grows whenever a worker may accept what it refused before.
+        host: of all workers; None where each has one of its own.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class SimFleet:
         self._queue_offers = queue_offers
         self._report_interval_s = report_interval_s
         self._chunks = chunks
-        self._host = None if profile.sharing is None else Host(profile.sharing)
+        self.host = None if profile.sharing is None else Host(profile.sharing, events.now)
         self._order = order
         self._grouped = grouped
         self.workers: dict[WorkerId, SimWorker] = {}
@@ -145,7 +146,7 @@ class SimFleet:
             self._listener,
             queue_offers=self._queue_offers,
             chunks=self._chunks,
-            host=self._host,
+            host=self.host,
         )
         self.workers[info.worker_id] = worker
         self.index.add(info.worker_id, worker.pool)

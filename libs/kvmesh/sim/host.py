@@ -1,13 +1,19 @@
-"""A host whose workers share its cores: who computes beside others takes longer.
+"""A host whose workers share its cores, with each other and with what stands before them: who
+computes beside others takes longer.
 
 Tests: tests/unit/sim/test_host.py.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Protocol
 
 from kvmesh.sim.profile import Sharing
+
+FRONT_WINDOW_S = 0.25
+"""What the front has computed of late stands for what it computes now."""
 
 
 class Sharer(Protocol):
@@ -19,10 +25,17 @@ class Sharer(Protocol):
 
 
 class Host:
-    """Who computes now, of the workers of one host."""
+    """Who computes now, of the workers of one host.
 
-    def __init__(self, sharing: Sharing) -> None:
+    Args:
+        now: virtual seconds.
+    """
+
+    def __init__(self, sharing: Sharing, now: Callable[[], float]) -> None:
         self.sharing = sharing
+        self._now = now
+        self._front_cores = 0.0
+        self._front_at = 0.0
         self._sharers: list[Sharer] = []
         self._busy: set[Sharer] = set()
 
@@ -39,13 +52,53 @@ class Host:
             if each is not sharer:
                 each.others_changed()
 
+    # --- what stands before the workers ------------------------------------------------------
+
+    def note_request(self) -> None:
+        """A request came."""
+        front = self.sharing.front
+        self._spend(0.0 if front is None else front.request_s)
+
+    def note_tokens(self, count: int) -> None:
+        """So many tokens go to clients."""
+        front = self.sharing.front
+        self._spend(0.0 if front is None else count * front.token_s)
+
+    def note_refusals(self, count: int) -> None:
+        """So many workers were asked and refused."""
+        front = self.sharing.front
+        self._spend(0.0 if front is None else count * front.ask_s)
+
+    def _spend(self, seconds: float) -> None:
+        if seconds:
+            self._front_cores = self.front_cores + seconds / FRONT_WINDOW_S
+            self._front_at = self._now()
+
+    @property
+    def front_cores(self) -> float:
+        """Cores that the front uses now."""
+        return self._front_cores * math.exp((self._front_at - self._now()) / FRONT_WINDOW_S)
+
+    # --- how long work takes -----------------------------------------------------------------
+
     def prefill_stretch(self, sharer: Sharer) -> float:
         """How many times as long a chunk of a prompt takes as on a host of its own."""
-        return 1 + (self.sharing.prefill - 1) * self._num_others(sharer)
+        return self._stretch(self.sharing.prefill, sharer)
 
     def decode_stretch(self, sharer: Sharer) -> float:
         """As `prefill_stretch`, of a decode step."""
-        return 1 + (self.sharing.decode - 1) * self._num_others(sharer)
+        return self._stretch(self.sharing.decode, sharer)
 
-    def _num_others(self, sharer: Sharer) -> int:
-        return len(self._busy) - (sharer in self._busy)
+    def _stretch(self, by_each: float, sharer: Sharer) -> float:
+        others = len(self._busy) - (sharer in self._busy)
+        alone = 1 + (by_each - 1) * others
+        front = self.sharing.front
+        # Everybody who computes keeps a core busy; of too few cores each gets an equal part.
+        return (
+            alone if front is None else alone * crowding(1 + others, self.front_cores, front.cores)
+        )
+
+
+def crowding(num_workers: int, front_cores: float, cores: float) -> float:
+    """How many times as long work takes where workers and front want more cores than there are."""
+    return max((num_workers + front_cores) / cores, 1.0)

@@ -115,6 +115,7 @@ class Placing:
             return
         # Everybody was asked; while nobody has more room than then, the answers are the same.
         if self._desk.fleet.openings == self._tried_at_opening:
+            self._spend(len(self._refused))
             self._pause()
             return
         if self._needs_plan(now):
@@ -212,6 +213,13 @@ class Placing:
     def _note(self, name: WorkerId, refusal: Refusal) -> None:
         self._last = refusal.reason
         self._refused.add(name)
+        self._spend(1)
+
+    def _spend(self, num_refusals: int) -> None:
+        """Asking in vain takes cores, where they are shared."""
+        host = self._desk.fleet.host
+        if host is not None:
+            host.note_refusals(num_refusals)
 
     def _drop(self) -> None:
         assert self._reserved is not None, "nothing to drop"

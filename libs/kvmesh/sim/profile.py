@@ -88,6 +88,23 @@ class PlanDefaults:
 
 
 @dataclass(frozen=True, slots=True)
+class Front:
+    """Processor time that gateway, scheduler and client take on the host of the workers.
+
+    Attributes:
+        cores: of the host.
+        request_s: of a request, its tokens apart.
+        token_s: of a token on its way to the client.
+        ask_s: of a worker that is asked and refuses; who waits asks again and again.
+    """
+
+    cores: float
+    request_s: float
+    token_s: float
+    ask_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Sharing:
     """What it costs workers to be on one host and share its cores.
 
@@ -95,10 +112,12 @@ class Sharing:
         prefill: a chunk of a prompt takes so many times as long for each other worker that
             computes.
         decode: a decode step does.
+        front: what else computes there; None is nothing that matters.
     """
 
     prefill: float
     decode: float
+    front: Front | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,10 +210,20 @@ def parse_profile(fields: Fields) -> Profile:
 
 
 def _sharing(fields: Fields) -> Sharing:
-    fields.only("prefill", "decode")
-    found = Sharing(fields.number("prefill"), fields.number("decode"))
+    fields.only("prefill", "decode", "front")
+    front = _front(fields.child("front")) if fields.has("front") else None
+    found = Sharing(fields.number("prefill"), fields.number("decode"), front)
     if min(found.prefill, found.decode) < 1:
         raise ConfigError(f"{fields.path}: nobody computes faster beside others: {found}")
+    return found
+
+
+def _front(fields: Fields) -> Front:
+    names = ("cores", "request_s", "token_s", "ask_s")
+    fields.only(*names)
+    found = Front(*(fields.number(name) for name in names))
+    if found.cores <= 0 or min(found.request_s, found.token_s, found.ask_s) < 0:
+        raise ConfigError(f"{fields.path}: cores are more than 0, times not negative: {found}")
     return found
 
 

@@ -198,6 +198,8 @@ class Simulation:
         limit = timeout_s(trace.input_tokens, self.scenario.objectives.timeouts)
         request = SimRequest.from_trace(len(self.result.requests), trace, self.events.now(), limit)
         self.result.requests.append(request)
+        if self.fleet.host is not None:
+            self.fleet.host.note_request()
         # To the scheduler and on to the workers.
         delay = 2 * self.scenario.profile.links.latency_s
         self.events.after(delay, Placing(self._desk, request, frozenset()).start)

@@ -316,6 +316,8 @@ class StepLoop:
         assert run is not None, "a run that ends was started"
         self.busy_s += run.num_steps * run.step_s
         self._steps += run.num_steps
+        if self._host is not None:
+            self._host.note_tokens(run.num_steps * self._num_decoding)
         self._finish_due()
         self._next_step()
 
@@ -357,9 +359,11 @@ class StepLoop:
         """Makes computed blocks of the prompt shareable; generated text is known to nobody else."""
         hashes = sequence.request.hashes
         full = min(sequence.num_computed // TRACE_BLOCK, len(hashes))
+        if full <= sequence.num_sealed:
+            return
         for index in range(sequence.num_sealed, full):
             self._pool.seal(sequence.blocks[index], hashes[index])
-        sequence.num_sealed = max(sequence.num_sealed, full)
+        sequence.num_sealed = full
 
     # --- blocks ------------------------------------------------------------------------------
 

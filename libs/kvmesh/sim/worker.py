@@ -367,10 +367,13 @@ class SimWorker:
     @property
     def waiting_tokens(self) -> int:
         """Prompt tokens that are accepted and not computed."""
-        if not self._prefills and not self._waiting:
-            return 0
-        accepted = (*self._prefills, *self._waiting)
-        return sum(each.remaining for each in accepted if not each.has_first)
+        tokens = 0
+        # Read for each decision: a loop that makes nothing.
+        for accepted in (self._prefills, self._waiting):
+            for each in accepted:
+                if not each.has_first:
+                    tokens += each.num_tokens - each.num_computed
+        return tokens
 
     def fail(self) -> list[SimSequence]:
         """Dies; returns the sequences that were here, oldest first."""

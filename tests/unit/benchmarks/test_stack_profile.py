@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -22,6 +23,7 @@ from benchmarks.stack_profile import (
     make_profile,
     steps_of,
 )
+from kvmesh.sim.profile import Front
 
 STEP_S, PER_SEQUENCE_S, PER_TOKEN_S = 0.004, 0.0005, 1e-6
 
@@ -38,13 +40,14 @@ BESIDE = Beside(
     0.006 + 1.5 * 0.001 * SHARED_LENGTH,
     1.25 * sample(SHARED_BATCH, TINY + SHARED_OUTPUT / 2).step_s,
 )
+FRONT = Front(4.0, 0.001, 1e-5, 1e-3)
 
 
 def measured() -> Measured:
     """A millisecond per prompt token, 6 ms of overhead, 20 ms from first to second token."""
     first = {n: 0.006 + 0.001 * n for n in PROFILED}
     first[TINY] = 0.006 + SHORT[0].step_s
-    return Measured(first, dict.fromkeys(first, 0.02), SHORT, LONG, BESIDE)
+    return Measured(first, dict.fromkeys(first, 0.02), SHORT, LONG, BESIDE, FRONT)
 
 
 def stream(first_s: float, step_s: float, count: int) -> Timing:
@@ -83,6 +86,20 @@ def test_what_sharing_costs_is_found_again() -> None:
     assert sharing is not None
     assert sharing.prefill == pytest.approx(1.5, rel=0.01)
     assert sharing.decode == pytest.approx(1.25, rel=0.01)
+
+
+def test_what_the_front_took_is_counted_once() -> None:
+    """On two cores with half of one for the front, all took five quarters of their time."""
+    seen = dataclasses.replace(
+        measured(),
+        beside=dataclasses.replace(BESIDE, front_cores=0.5),
+        front=dataclasses.replace(FRONT, cores=2.0),
+    )
+    sharing = make_profile(seen, 1000.0, slots=(1, 32)).sharing
+    assert sharing is not None
+    assert sharing.prefill == pytest.approx(1.5 / 1.25, rel=0.01)
+    assert sharing.decode == pytest.approx(1.0, rel=0.01)
+    assert sharing.front == seen.front
 
 
 def test_prompts_count_while_all_generate() -> None:

@@ -49,6 +49,7 @@ DECODE_CASES = (
     Case("splits, some of them empty", ((150, 1), (3, 1)), kv_heads=1, num_splits=3),
     Case("a window within a tile", ((150, 1), (3, 1)), num_splits=2, window=40),
     Case("sinks", ((70, 1), (3, 1)), num_splits=2, has_sinks=True),
+    Case("long heads", ((40, 1),), kv_heads=1, head_dim=256),
 )
 PREFILL_CASES = (
     Case("one chunk, nothing cached", ((0, 37),), kv_heads=1),
@@ -57,6 +58,7 @@ PREFILL_CASES = (
     Case("group of three, odd sizes", ((7, 9),), kv_heads=1, group=3, head_dim=24, block_size=6),
     Case("a window, some tiles before it", ((140, 70),), kv_heads=1, group=1, window=50),
     Case("sinks and a window", ((5, 9), (0, 3)), kv_heads=1, window=4, has_sinks=True),
+    Case("long heads", ((3, 34),), kv_heads=1, group=1, head_dim=256),
 )
 
 

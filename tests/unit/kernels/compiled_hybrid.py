@@ -42,8 +42,14 @@ KERNELS: dict[str, tuple[Any, dict[str, Any], tuple[str, ...], int]] = {
     "grouped_gemm": (
         grouped_gemm._grouped_kernel,
         {"ROW_TILE": 16, "COLUMN_TILE": 64, "DEPTH_TILE": 32, "UPCAST": False},
-        ("bf16", "fp16", "fp32"),
+        ("bf16", "fp32"),
         4,
+    ),
+    "grouped_gemm, many rows": (
+        grouped_gemm._grouped_kernel,
+        {"ROW_TILE": 64, "COLUMN_TILE": 128, "DEPTH_TILE": 64, "UPCAST": False},
+        ("bf16", "fp32"),
+        8,
     ),
 }
 INTEGERS = {"tables_ptr", "lens_ptr", "rows_ptr", "expert_ptr", "first_ptr", "end_ptr"}

@@ -121,7 +121,7 @@ def test_delta_scan_of_equal_keys() -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("num_rows", [1, 5, 40])
+@pytest.mark.parametrize("num_rows", [1, 5, 40, 150])
 def test_grouped_gemm(num_rows: int) -> None:
     torch.manual_seed(num_rows)
     experts, top_k, depth, columns = 5, 2, 40, 72
@@ -129,6 +129,7 @@ def test_grouped_gemm(num_rows: int) -> None:
     # The last expert is never chosen.
     chosen = torch.stack([torch.randperm(experts - 1)[:top_k] for _ in range(num_rows)])
     tiles = grouped_gemm.plan_tiles(chosen, experts)
+    assert (tiles.shape is grouped_gemm.MANY_ROWS) == (num_rows == 150)
     of_choice = tiles.order // top_k
     found = grouped_gemm.grouped_gemm(x, weights, of_choice, tiles)
     sorted_experts = chosen.flatten()[tiles.order]

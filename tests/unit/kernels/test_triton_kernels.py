@@ -12,19 +12,19 @@ import pytest
 from tests.unit.kernels.apart import run_apart
 
 INTERPRETED = {
-    "interpreted_attention.py": 34,
+    "interpreted_attention.py": 38,
     "interpreted_bench.py": 20,
     "interpreted_blocks.py": 16,
     "interpreted_draw.py": 7,
     "interpreted_fused.py": 10,
-    "interpreted_hybrid.py": 27,
+    "interpreted_hybrid.py": 28,
 }
 COMPILED = {
     "compiled_attention.py": 9,
     "compiled_blocks.py": 2,
     "compiled_draw.py": 1,
     "compiled_fused.py": 9,
-    "compiled_hybrid.py": 11,
+    "compiled_hybrid.py": 12,
 }
 
 
@@ -36,5 +36,5 @@ def test_numbers_in_the_interpreter(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_compilation_for_sm_90(tmp_path: Path) -> None:
+def test_compilation_without_a_device(tmp_path: Path) -> None:
     assert run_apart(COMPILED, tmp_path, interpret=False) == sum(COMPILED.values())

@@ -9,10 +9,14 @@ from kvmesh.core.errors import ConfigError
 from kvmesh.core.types import Role
 from kvmesh.sim.events import EventQueue
 from kvmesh.sim.fields import Fields
-from kvmesh.sim.fleet import SimFleet, WorkerGroup
-from kvmesh.sim.host import Host
-from kvmesh.sim.profile import Sharing, parse_profile
+from kvmesh.sim.fleet import SimFleet, WorkerGroup, parse_fleet
+from kvmesh.sim.host import FRONT_WINDOW_S, Host
+from kvmesh.sim.profile import Front, Sharing, parse_profile
+from kvmesh.sim.scenario import Scenario
+from kvmesh.sim.simulation import simulate
 from kvmesh.sim.steps import ChunkTokens
+from kvmesh.sim.systems import SYSTEMS
+from kvmesh.sim.trace import TraceRequest
 from kvmesh.sim.worker import SimWorker
 from tests.unit.sim.examples import profile
 from tests.unit.sim.test_worker import Log, finish, run_local
@@ -75,7 +79,7 @@ class Quiet:
 
 
 def test_every_other_one_that_computes_counts() -> None:
-    host = Host(Sharing(1.5, 1.2))
+    host = Host(Sharing(1.5, 1.2), lambda: 0.0)
     sharers = [Quiet() for _ in range(3)]
     for each in sharers:
         host.add(each)
@@ -86,6 +90,48 @@ def test_every_other_one_that_computes_counts() -> None:
     assert host.prefill_stretch(sharers[0]) == pytest.approx(2.0), "as if it began now"
     host.note(sharers[1], is_busy=False)
     assert host.prefill_stretch(sharers[2]) == pytest.approx(1.0)
+
+
+def test_the_front_takes_cores_from_those_that_compute() -> None:
+    now = 0.0
+    host = Host(Sharing(1.5, 1.0, Front(2.0, 0.1, 0.001, 0.01)), lambda: now)
+    first, second = Quiet(), Quiet()
+    for each in (first, second):
+        host.add(each)
+        host.note(each, is_busy=True)
+    assert host.prefill_stretch(first) == pytest.approx(1.5)
+    host.note_request()
+    host.note_refusals(1)
+    host.note_tokens(15)
+    cores = 0.125 / FRONT_WINDOW_S
+    assert host.front_cores == pytest.approx(cores)
+    assert host.prefill_stretch(first) == pytest.approx(1.5 * (2 + cores) / 2)
+    assert host.decode_stretch(first) == pytest.approx((2 + cores) / 2)
+    host.note(second, is_busy=False)
+    assert host.decode_stretch(first) == 1.0, "a core is left for the front"
+    now += 3 * FRONT_WINDOW_S
+    assert host.front_cores < 0.06 * cores
+
+
+def test_whoever_waits_makes_those_slower_that_are_served() -> None:
+    """Prompts of two requests come one after the other; what asking costs comes on top."""
+
+    def first_token_s(ask_s: float) -> float:
+        front = Front(1.0, 0.0, 0.0, ask_s)
+        device = dataclasses.replace(profile().devices["d"], prefill_slots=1)
+        sharing = Sharing(1.0, 1.0, front)
+        made = dataclasses.replace(profile(), devices={"d": device}, sharing=sharing)
+        traces = [TraceRequest(0.1 * n, 4000, 4, tuple(range(8 * n, 8 * n + 8))) for n in (0, 1)]
+        fleet = parse_fleet("home:d:prefill:1,home:d:decode:1")
+        system = SYSTEMS["least_loaded"]
+        result = simulate(
+            Scenario(made, fleet, system, tuple(traces), chunks=ChunkTokens(512, 512))
+        )
+        last = result.requests[-1].first_token_s
+        assert last is not None
+        return last
+
+    assert first_token_s(0.005) > 1.05 * first_token_s(0.0)
 
 
 def test_a_profile_names_what_sharing_costs() -> None:
@@ -102,6 +148,14 @@ def test_a_profile_names_what_sharing_costs() -> None:
     assert parse_profile(Fields(shipped, "p")).sharing is None
     shared = {**shipped, "sharing": {"prefill": 1.5, "decode": 1.25}}
     assert parse_profile(Fields(shared, "p")).sharing == Sharing(1.5, 1.25)
+    front = {"cores": 2, "request_s": 0.01, "token_s": 1e-4, "ask_s": 1e-3}
+    with_front = {**shipped, "sharing": {"prefill": 1.5, "decode": 1.25, "front": front}}
+    assert parse_profile(Fields(with_front, "p")).sharing == Sharing(
+        1.5, 1.25, Front(2, 0.01, 1e-4, 1e-3)
+    )
+    front["cores"] = 0
+    with pytest.raises(ConfigError, match=r"p\.sharing\.front"):
+        parse_profile(Fields(with_front, "p"))
     faster = {**shipped, "sharing": {"prefill": 0.5, "decode": 1.25}}
     with pytest.raises(ConfigError, match=r"p\.sharing"):
         parse_profile(Fields(faster, "p"))

@@ -150,6 +150,8 @@ class TestCommand:
         ("flags", "message"),
         [
             (("--system", "none"), "no system 'none'"),
+            (("--system", "kvmesh,none"), "no system 'none'"),
+            (("--failures", "1:kill:99"), "worker 99"),
             (("--burst", "0.5"), "--burst"),
             (("--fleet", "x"), "CLUSTER"),
             (("--failures", "x"), "SECONDS"),
@@ -162,7 +164,9 @@ class TestCommand:
         assert main(["simulate", *self.FAST, *flags]) == 1
         assert message in capsys.readouterr().err
 
-    @pytest.mark.parametrize("flags", [("--rate", "0"), ("--json", "/nowhere/run.json")])
+    @pytest.mark.parametrize(
+        "flags", [("--rate", "0"), ("--jitter", "-1"), ("--json", "/nowhere/run.json")]
+    )
     def test_flags_that_are_wrong_by_themselves_are_told_before_the_run(
         self, flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]
     ) -> None:

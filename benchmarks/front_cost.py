@@ -1,0 +1,129 @@
+"""Processor time of what stands before the workers of a running stack: gateway, scheduler,
+kvmanager, Redis, and the client that measures. Told apart by what it is for: a request, a token,
+or a worker that was asked and refused.
+Tests: tests/unit/benchmarks/test_front_cost.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Awaitable
+from dataclasses import dataclass
+
+import psutil
+
+from benchmarks.stack_client import StackClient
+from kvmesh.sim.profile import Front
+
+_WORKERS = ("services.prefill", "services.decode")
+_OFFERS = "kvmesh_gateway_prefill_offers_sum"
+
+LONE_REQUESTS, LONE_TOKENS = 20, 2
+STREAMS, STREAM_TOKENS = 4, 256
+CROWD_USERS, CROWD_LENGTH, CROWD_S = 12, 512, 5.0
+SHORT_LENGTH = 4
+"""A batch that generates for long, and more users with long prompts than there are slots."""
+
+
+def front_cpu_s() -> float:
+    """Seconds of all processes of the stack that started this one but its workers, and of this."""
+    total = 0.0
+    root = psutil.Process(os.getppid())
+    for process in (root, *root.children(recursive=True)):
+        try:
+            if not any(worker in process.cmdline() for worker in _WORKERS):
+                times = process.cpu_times()
+                total += times.user + times.system
+        except psutil.NoSuchProcess:
+            continue
+    return total
+
+
+def offers_of(text: str) -> float:
+    """Offers that the gateway made for requests that were placed, from its metrics."""
+    lines = (line.split() for line in text.splitlines())
+    return sum(float(line[1]) for line in lines if len(line) == 2 and line[0].startswith(_OFFERS))
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What the front did in some time.
+
+    Attributes:
+        refusals: offers that were made in vain.
+    """
+
+    seconds: float
+    cpu_s: float
+    requests: int
+    tokens: int
+    refusals: float = 0.0
+
+    def beyond(self, idle_cores: float) -> float:
+        """Processor time, less what the front takes when nothing happens."""
+        return max(self.cpu_s - idle_cores * self.seconds, 0.0)
+
+
+def fit_front(idle: Span, lone: Span, streams: Span, crowd: Span, cores: float) -> Front:
+    """The costs that explain the spans: few tokens, many tokens, many refusals."""
+    idle_cores = idle.cpu_s / idle.seconds
+    request_s = token_s = 0.0
+    # Each round brings them closer: a lone request has few tokens, a batch few requests.
+    for _ in range(8):
+        request_s = max((lone.beyond(idle_cores) - token_s * lone.tokens) / lone.requests, 0.0)
+        rest = streams.beyond(idle_cores) - request_s * streams.requests
+        token_s = max(rest / streams.tokens, 0.0)
+    rest = crowd.beyond(idle_cores) - request_s * crowd.requests - token_s * crowd.tokens
+    return Front(cores, request_s, token_s, max(rest / max(crowd.refusals, 1.0), 0.0))
+
+
+async def _span(client: StackClient, work: Awaitable[int], tokens: int) -> Span:
+    """Measures some work that tells how many requests it was, of so many tokens each."""
+    offers, cpu, started = offers_of(await client.metrics()), front_cpu_s(), time.perf_counter()
+    requests = await work
+    seconds, cpu = time.perf_counter() - started, front_cpu_s() - cpu
+    refusals = offers_of(await client.metrics()) - offers - requests
+    return Span(seconds, cpu, requests, requests * tokens, max(refusals, 0.0))
+
+
+async def measure_front(client: StackClient) -> Front:
+    """Takes about 15 seconds."""
+
+    async def nothing() -> int:
+        await asyncio.sleep(2.0)
+        return 0
+
+    async def one_by_one() -> int:
+        for _ in range(LONE_REQUESTS):
+            await client.together(1, SHORT_LENGTH, LONE_TOKENS)
+        return LONE_REQUESTS
+
+    async def batch() -> int:
+        return len(await client.together(STREAMS, SHORT_LENGTH, STREAM_TOKENS))
+
+    async def crowd() -> int:
+        end = time.perf_counter() + CROWD_S
+
+        async def user() -> int:
+            served = 0
+            while time.perf_counter() < end:
+                served += len(await client.together(1, CROWD_LENGTH, LONE_TOKENS))
+            return served
+
+        return sum(await asyncio.gather(*(user() for _ in range(CROWD_USERS))))
+
+    found = fit_front(
+        await _span(client, nothing(), 0),
+        await _span(client, one_by_one(), LONE_TOKENS),
+        await _span(client, batch(), STREAM_TOKENS),
+        await _span(client, crowd(), LONE_TOKENS),
+        float(os.cpu_count() or 1),
+    )
+    sys.stderr.write(
+        f"before the workers: {1000 * found.request_s:.2f} ms a request, "
+        f"{1000 * found.token_s:.3f} ms a token, {1000 * found.ask_s:.2f} ms a refusal\n"
+    )
+    return found

@@ -1,0 +1,138 @@
+"""How a prefill worker hands the KV of a prompt over: whole, by chunks, or by layers.
+
+The blocks are a sequence's as long as it has them; what is under way is held besides.
+Tests: tests/integration/test_worker.py, tests/integration/test_layered_handoff.py.
+"""
+
+from __future__ import annotations
+
+from kvmesh.core.errors import RefusedError
+from kvmesh.engine.sequence import SequenceState
+from kvmesh.policy.transfer_mode import TransferMode, TransferTask, choose_transfer_mode
+from kvmesh.runtime.layer_progress import moment_of, past_of
+from kvmesh.runtime.prefill_attempt import PrefillAttempt
+from kvmesh.runtime.worker_parts import WorkerParts
+from kvmesh.transfer.alignment import align_to_reservation
+from kvmesh.transfer.channel_pool import ChannelPool
+from kvmesh.transfer.frames import BlockPart
+
+
+class Handover:
+    """Sends prompts' KV to the workers that reserved room for it.
+
+    Args:
+        mode: for all requests; None lets the policy choose for each.
+    """
+
+    def __init__(
+        self, parts: WorkerParts, channels: ChannelPool, mode: TransferMode | None
+    ) -> None:
+        self._core = parts.core
+        self._block_bytes = parts.core.spec.layout.block_bytes
+        self._num_layers = parts.core.spec.layout.num_layers
+        self._has_layers = parts.core.spec.groups.is_plain
+        self._moment, self._is_past = moment_of(parts.memory), past_of(parts.memory)
+        self._clock = parts.clock
+        self._channels = channels
+        self._mode = mode
+
+    def choose_way(self, attempt: PrefillAttempt) -> None:
+        """How the KV leaves; before the engine plans the first step."""
+        attempt.mode = self._choose_mode(attempt)
+        assert attempt.sequence is not None
+        # Asking for a prefix may fail in any layer, and those before it would have left.
+        if attempt.mode is TransferMode.LAYERED and attempt.sequence.remote is None:
+            attempt.watch_layers(self._moment)
+
+    def _choose_mode(self, attempt: PrefillAttempt) -> TransferMode:
+        if self._mode is not None:
+            return self._mode
+        sequence, reservation = attempt.sequence, attempt.reservation
+        assert sequence is not None
+        todo = len(sequence.spec.token_ids) - sequence.num_cached
+        num_chunks = -(-todo // self._core.max_step_tokens)
+        last_tokens = todo - (num_chunks - 1) * self._core.max_step_tokens
+        num_bytes = reservation.num_blocks * self._block_bytes
+        task = TransferTask(
+            num_bytes=num_bytes,
+            num_chunks=num_chunks,
+            last_bytes=num_bytes * last_tokens // max(todo, 1),
+            has_layers=self._has_layers,
+        )
+        decision = choose_transfer_mode(task, self._channels.link_view(reservation))
+        attempt.span.event("transfer_mode", mode=decision.mode.value, reason=decision.reason)
+        return decision.mode
+
+    async def run(self, attempt: PrefillAttempt) -> None:
+        """Sends blocks as they are computed, the rest after the first token, then commits.
+
+        Raises:
+            RefusedError: the receiver does not take them, or not any more.
+            LostError: the receiver, or the way to it, is gone.
+        """
+        sequence = attempt.sequence
+        assert sequence is not None
+        num_tokens = len(sequence.spec.token_ids)
+        sent = 0
+        while attempt.first is None:
+            await attempt.progress.wait()
+            attempt.progress.clear()
+            if attempt.first is None and attempt.mode is not TransferMode.WHOLE:
+                attempt.span.event("chunk", computed_tokens=sequence.num_computed)
+                sent = await self._send(attempt, sent)
+                await self._send_layers(attempt, sent)
+        if attempt.first.finish_reason is not None:
+            return
+        if attempt.layers.num_sent:
+            attempt.layers.computed(self._num_layers, self._moment())
+            await self._send_layers(attempt, sent)
+        else:
+            await self._send(attempt, sent)
+        started = self._clock.now()
+        await self._channels.commit(attempt.reservation, attempt.first.token_id, num_tokens)
+        attempt.sending_s += self._clock.now() - started
+
+    async def _send_layers(self, attempt: PrefillAttempt, begin: int) -> None:
+        """Sends the layers that are computed and not sent of all blocks from `begin` on."""
+        layers, reservation = attempt.layers, attempt.reservation
+        assert attempt.sequence is not None
+        layer_bytes = self._block_bytes // self._num_layers
+        while (ready := layers.next(self._is_past)) is not None:
+            if attempt.sequence.state is SequenceState.GONE:
+                return  # the first token was the last one, and nobody waits for the rest
+            first, (end, after) = layers.num_sent, ready
+            arriving = self._core.arriving_blocks(attempt.sequence, reservation.num_cached_blocks)
+            blocks = [each.block for each in arriving[begin:]]
+            runs = align_to_reservation(blocks, begin, reservation.run_lengths)
+            part = BlockPart(first * layer_bytes, (end - first) * layer_bytes)
+            started = self._clock.now()
+            try:
+                with self._core.pool.held(blocks):  # they may be given back meanwhile
+                    await self._channels.put(reservation, runs, part, after)
+            except RefusedError:
+                if first:
+                    raise
+                layers.is_refused = True  # a receiver that takes blocks whole; they follow later
+                return
+            layers.num_sent = end
+            attempt.sending_s += self._clock.now() - started
+            attempt.sent_bytes += len(blocks) * part.size
+            attempt.sent_calls += len(blocks)
+
+    async def _send(self, attempt: PrefillAttempt, begin: int) -> int:
+        """Sends what is complete from block `begin` on in one call; returns where to go on."""
+        sequence, reservation = attempt.sequence, attempt.reservation
+        assert sequence is not None
+        arriving = self._core.arriving_blocks(sequence, reservation.num_cached_blocks)
+        end = sum(each.tokens <= sequence.num_computed for each in arriving)
+        if end <= begin:
+            return begin
+        blocks = [each.block for each in arriving[begin:end]]
+        runs = align_to_reservation(blocks, begin, reservation.run_lengths)
+        started = self._clock.now()
+        with self._core.pool.held(blocks):  # the sequence may be preempted meanwhile
+            await self._channels.put(reservation, runs)
+        attempt.sending_s += self._clock.now() - started
+        attempt.sent_bytes += (end - begin) * self._block_bytes
+        attempt.sent_calls += len(runs)
+        return end

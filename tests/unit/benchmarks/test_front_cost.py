@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.front_cost import Span, fit_front, front_cpu_s, offers_of
+from kvmesh.sim.profile import Front
+
+IDLE_CORES = 0.05
+
+
+def span(seconds: float, requests: int, tokens: int, refusals: int = 0) -> Span:
+    """4 ms a request, 0.2 ms a token, 1 ms a refusal, and what is always there."""
+    cpu = IDLE_CORES * seconds + 0.004 * requests + 0.0002 * tokens + 0.001 * refusals
+    return Span(seconds, cpu, requests, tokens, refusals)
+
+
+def test_costs_are_found_again() -> None:
+    found = fit_front(span(2, 0, 0), span(1, 20, 40), span(3, 4, 1024), span(5, 30, 60, 900), 2.0)
+    assert found == Front(2.0, pytest.approx(0.004), pytest.approx(0.0002), pytest.approx(0.001))  # type: ignore[arg-type]
+
+
+def test_noise_makes_no_cost_negative() -> None:
+    less = Span(1.0, 0.01, 5, 10)
+    assert fit_front(span(2, 0, 0), less, less, less, 2.0) == Front(2.0, 0.0, 0.0, 0.0)
+
+
+def test_offers_are_read_from_the_metrics() -> None:
+    text = (
+        "# TYPE kvmesh_gateway_prefill_offers histogram\n"
+        'kvmesh_gateway_prefill_offers_bucket{le="1.0"} 3.0\n'
+        "kvmesh_gateway_prefill_offers_sum 41.0\n"
+    )
+    assert offers_of(text) == 41.0
+    assert offers_of("") == 0.0
+
+
+def test_time_of_this_process_counts() -> None:
+    before = front_cpu_s()
+    assert before > 0
+    assert sum(range(300_000)) > 0
+    assert front_cpu_s() >= before
