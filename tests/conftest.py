@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,23 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     for item in items:
         if item.path.parent.name in ("chaos", "e2e") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(_MESH_TIMEOUT_S))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport(
+    call: pytest.CallInfo[None],
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Describes a failure without a collection in between.
+
+    To show a line, source is parsed, and before Python 3.11.8 a collection in the midst of that
+    can end the whole run with a SystemError (gh-106905).
+    """
+    if call.excinfo is not None:
+        gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)
