@@ -21,12 +21,18 @@ def missing() -> str:
     if os.geteuid() != 0:
         return "needs root"
     absent = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
-    return f"needs {' and '.join(absent)}" if absent else ""
+    if absent:
+        return f"needs {' and '.join(absent)}"
+    try:
+        with far_link(1e6):
+            return ""
+    except subprocess.CalledProcessError as error:  # a sandbox in which root may not do all
+        return f"{error.cmd[0]} may not: {error.stderr.strip()}"
 
 
 @dataclass(frozen=True)
 class FarLink:
-    """A namespace behind a link.
+    """A namespace behind a link; it has nothing else.
 
     Attributes:
         near, far: addresses of the two ends.
@@ -45,6 +51,10 @@ class FarLink:
         """From now on so much leaves the far end."""
         rate = f"rate {int(bytes_per_s * 8)}bit burst {BURST} latency {LATENCY}"
         _run(*self.prefix, *f"tc qdisc replace dev far root tbf {rate}".split())
+
+    def set_up(self, is_up: bool) -> None:
+        """Takes the far end down, so that nothing gets through and nobody is told, or up again."""
+        _run(*self.prefix, *f"ip link set far {'up' if is_up else 'down'}".split())
 
 
 def _run(*command: str) -> None:

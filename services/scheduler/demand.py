@@ -38,13 +38,14 @@ class Demand:
     Attributes:
         reserved: with a reservation; they wait for prefill.
         unreserved: without one.
-        remote, local: asked again after nobody took them, by the cluster that was chosen.
+        remote, local: wait for prefill in that cluster. Who asked again after nobody took it tells
+            how they are divided; of a crowd most wait for their turn to ask.
     """
 
     reserved: int
     unreserved: int
-    remote: int
-    local: int
+    remote: float
+    local: float
 
 
 class DemandBoard:
@@ -105,9 +106,10 @@ class DemandBoard:
         ]
         reserved = sum(each.reserved for each in told)
         remote = sum(each.remote for each in again)
+        crowd = max(reserved / len(again), 1.0) if again else 0.0
         return Demand(
             reserved,
             sum(each.waiting for each in told) - reserved,
-            remote,
-            len(again) - remote,
+            remote * crowd,
+            (len(again) - remote) * crowd,
         )

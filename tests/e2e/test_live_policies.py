@@ -79,48 +79,6 @@ async def test_short_prompts_stay_with_their_decode_worker_and_it_is_said_why(
         await mesh.idle()
 
 
-async def test_long_prompts_are_prefilled_in_the_remote_cluster(tmp_path: Path) -> None:
-    """PrfaaS: the threshold chooses the cluster, KV comes home, and what is cached counts."""
-    flags: dict[str, Flags] = {
-        "scheduler": {
-            "server.admin.port": 0,
-            "planning.remote-cluster": "west",
-            "planning.egress-mb-s": 100,
-            "planning.threshold-tokens": 500,
-        },
-        "prefill-1": {"worker.cluster": "west"},
-    }
-    async with running_mesh(tmp_path, 2, 1, flags=flags) as mesh, ApiClient(mesh.url) as client:
-        long, short = tokens(800, 1), tokens(400, 2)
-        far = await client.complete(long, max_tokens=4)
-        assert far.headers["x-kvmesh-decision"] == "long_prompt; prefill=prefill-1; decode=decode-0"
-        assert far.token_ids == fake_tokens(long, 4)
-        near = await client.complete(short, max_tokens=4)
-        assert near.headers["x-kvmesh-decision"] == "load; prefill=prefill-0; decode=decode-0"
-        assert near.token_ids == fake_tokens(short, 4)
-        newest, oldest = (await decisions(mesh))["routes"]
-        assert (oldest["reason"], oldest["threshold_tokens"]) == ("long_prompt", 500)
-        assert (oldest["compared_tokens"], newest["compared_tokens"]) == (800, 400)
-
-        async def sent() -> bool:
-            worker = await mesh["prefill-1"].metrics()
-            return worker.value("kvmesh_link_bytes_total", direction="sent") >= 800 * 8
-
-        await until(sent, "the remote worker sent the prompt's KV home")
-        # The remote cluster is gone: long prompts stay at home.
-        mesh["prefill-1"].kill()
-
-        async def alone() -> bool:
-            return await prefill_workers(mesh) == 1
-
-        await until(alone, "the remote worker is missed")
-        longer = tokens(900, 3)
-        home = await client.complete(longer, max_tokens=4)
-        assert home.headers["x-kvmesh-prefill-worker"] == "prefill-0"
-        assert home.token_ids == fake_tokens(longer, 4)
-        await mesh.idle()
-
-
 async def prefill_workers(mesh: Mesh) -> float:
     return (await mesh["scheduler"].metrics()).value("kvmesh_scheduler_workers", role="prefill")
 

@@ -37,6 +37,18 @@ def test_who_asks_again_waits_for_the_cluster_that_was_chosen() -> None:
     assert (demand.remote, demand.local) == (1, 1)
 
 
+def test_who_waits_for_its_turn_to_ask_is_counted_as_those_who_asked() -> None:
+    board = DemandBoard()
+    for name, remote in (("a", True), ("b", False), ("c", False)):
+        board.note_query("g", query(request_id=RequestId(name)), 0.0)
+        board.note_cluster(RequestId(name), remote)
+    for name in ("a", "b", "c"):
+        waiting = query(request_id=RequestId(name), waiting=20, waiting_reserved=12)
+        board.note_query("g", waiting, 0.3)
+    demand = board.current("m", 0.4)
+    assert (demand.remote, demand.local) == (4, 8)
+
+
 def test_what_nobody_serves_is_forgotten() -> None:
     board = DemandBoard()
     for number in range(3):

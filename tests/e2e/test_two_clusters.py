@@ -1,0 +1,164 @@
+"""A second cluster in processes of its own, behind a link that the kernel holds to 200 Mbit/s where
+it may: the length chooses the cluster, and whatever becomes of link and workers costs no token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import aiohttp
+import pytest
+import pytest_asyncio
+
+from benchmarks.live_link import FarLink, far_link, missing
+from tests.e2e.api_client import Answer, ApiClient
+from tests.mesh_child import Child, until
+from tests.mesh_processes import VOCAB_SIZE, Flags, Mesh, fake_tokens, running_mesh
+
+LINK_BYTES_S = 25e6
+STARVED_BYTES_S = 50e3
+THRESHOLD = 500
+TOKEN_BYTES = 2048
+LONG, SHORT = 1500, 200
+FAR = "far-0"
+NO_LINK = missing()
+
+WORKER: Flags = {
+    "engine.fake-token-bytes": TOKEN_BYTES,
+    "engine.num-blocks": 256,
+    "worker.stall-s": 1.0,
+}
+FLAGS: dict[str, Flags] = {
+    "scheduler": {
+        "fleet.lease-s": 1.5,
+        "planning.remote-cluster": "west",
+        "planning.egress-mb-s": LINK_BYTES_S / 1e6,
+        "planning.threshold-tokens": THRESHOLD,
+        "server.admin.port": 0,
+    },
+    "gateway": {"limits.prefill-timeout-s": 2.0, "limits.stall-s": 2.0},
+    "prefill": WORKER,
+    "decode": WORKER,
+}
+
+
+@dataclass
+class Clusters:
+    """A mesh with a worker in a second cluster.
+
+    Attributes:
+        link: the only way to that worker; None where there can be no such link.
+    """
+
+    mesh: Mesh
+    client: ApiClient
+    link: FarLink | None
+
+    @property
+    def far(self) -> Child:
+        """The worker of the second cluster."""
+        return self.mesh[FAR]
+
+    async def ask(self, length: int, seed: int) -> Answer:
+        """Asks with a prompt of its own; the tokens are those of any cluster."""
+        draw = random.Random(seed)
+        prompt = [draw.randrange(3, VOCAB_SIZE) for _ in range(length)]
+        answer = await self.client.complete(prompt, max_tokens=6)
+        assert answer.token_ids == fake_tokens(prompt, 6)
+        return answer
+
+    async def in_transfer(self) -> None:
+        """Waits until KV is on its way home."""
+
+        async def leaves() -> bool:
+            metrics = await self.far.metrics()
+            return metrics.value("kvmesh_link_queued_bytes", direction="sent") > 0
+
+        await until(leaves, "KV leaves the second cluster")
+
+    async def goes_far_again(self) -> None:
+        """All of it is back, and used."""
+        await self.mesh.all_known()
+        await self.mesh.idle()
+        seeds = iter(range(1000, 2000))
+
+        async def far() -> bool:
+            return (await self.ask(LONG, next(seeds))).prefill_worker == FAR
+
+        await until(far, "long prompts go to the second cluster again")
+        await self.mesh.idle()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def clusters(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clusters]:
+    with ExitStack() as stack:
+        link = None if NO_LINK else stack.enter_context(far_link(LINK_BYTES_S))
+        near = {"server.host": "127.0.0.1" if link is None else link.near}
+        services = ("kvmanager", "scheduler", "gateway", "prefill", "decode")
+        flags = {name: {**FLAGS.get(name, {}), **near} for name in services}
+        flags[FAR] = {"server.host": "127.0.0.1" if link is None else link.far}
+        folder = tmp_path_factory.mktemp("two_clusters")
+        async with running_mesh(folder, 1, 1, flags=flags) as mesh, ApiClient(mesh.url) as client:
+            home = mesh["prefill-0"].flags
+            there = {**home, "worker.id": FAR, "worker.cluster": "west", "worker.channels": "tcp"}
+            prefix = () if link is None else link.prefix
+            await mesh.add(FAR, "prefill", there, prefix=prefix).ready()
+            await mesh.all_known()
+            yield Clusters(mesh, client, link)
+            await mesh.idle()
+
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
+needs_link = pytest.mark.skipif(bool(NO_LINK), reason=f"a link of the kernel's: {NO_LINK}")
+
+
+async def test_the_length_chooses_the_cluster(clusters: Clusters) -> None:
+    long = await clusters.ask(LONG, 1)
+    assert long.headers["x-kvmesh-decision"] == f"long_prompt; prefill={FAR}; decode=decode-0"
+    short = await clusters.ask(SHORT, 2)
+    assert short.headers["x-kvmesh-decision"] == "load; prefill=prefill-0; decode=decode-0"
+    url = f"http://{clusters.mesh['scheduler'].address_of('admin_serving')}/debug/decisions"
+    async with aiohttp.ClientSession() as session, session.get(url) as response:
+        newest, oldest = (await response.json())["routes"]
+    assert (oldest["reason"], oldest["threshold_tokens"]) == ("long_prompt", THRESHOLD)
+    assert (oldest["compared_tokens"], newest["compared_tokens"]) == (LONG, SHORT)
+
+    async def sent() -> bool:
+        metrics = await clusters.far.metrics()
+        return metrics.value("kvmesh_link_bytes_total", direction="sent") >= LONG * TOKEN_BYTES
+
+    await until(sent, "the prompt's KV came over the link")
+    await clusters.mesh.idle()
+
+
+@needs_link
+async def test_a_link_that_is_cut_in_a_transfer_costs_no_token(clusters: Clusters) -> None:
+    link = clusters.link
+    assert link is not None
+    link.set_rate(STARVED_BYTES_S)
+    asking = asyncio.create_task(clusters.ask(LONG, 3))
+    await clusters.in_transfer()
+    link.set_up(False)
+    assert (await asking).prefill_worker == "prefill-0"
+    link.set_up(True)
+    link.set_rate(LINK_BYTES_S)
+    await clusters.goes_far_again()
+
+
+@needs_link
+async def test_a_remote_worker_killed_in_a_transfer_costs_no_token(clusters: Clusters) -> None:
+    link = clusters.link
+    assert link is not None
+    link.set_rate(STARVED_BYTES_S)
+    asking = asyncio.create_task(clusters.ask(LONG, 5))
+    await clusters.in_transfer()
+    clusters.far.kill()
+    assert (await asking).prefill_worker == "prefill-0"
+    link.set_rate(LINK_BYTES_S)
+    assert (await clusters.ask(LONG, 6)).prefill_worker == "prefill-0", "its cluster is empty"
+    await clusters.mesh.restart(FAR)
+    await clusters.goes_far_again()
