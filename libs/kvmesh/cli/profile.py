@@ -30,6 +30,7 @@ from kvmesh.engine.runner import TorchRunner
 from kvmesh.sim.cost_fit import DecodeSample, Fit, PrefillSample
 from kvmesh.sim.profile_record import Measured, plot_profile, profile_record
 
+_TERMS = 3
 DESCRIPTION = """\
 Times prefill over prompt and cached lengths and decode steps over batch and context, reads memory
 and sends over the loopback, fits costs with error bars, and writes a profile for `kvmesh plan` and
@@ -46,6 +47,8 @@ def main(argv: Sequence[str]) -> int:
     if not arguments.model:
         raise ConfigError("name a model folder with --model")
     check_model_folder(Path(arguments.model), has_text=False)
+    _check_samples("--lengths and --cached", arguments.lengths, arguments.cached)
+    _check_samples("--batches and --contexts", arguments.batches, arguments.contexts)
     runner = TorchRunner.load(
         Path(arguments.model),
         served_name=Path(arguments.model).name,
@@ -74,6 +77,13 @@ def main(argv: Sequence[str]) -> int:
         plot_profile(measured, Path(arguments.plot))
     _summarize(record["measured"], arguments.out)
     return 0
+
+
+def _check_samples(names: str, some: Sequence[int], others: Sequence[int]) -> None:
+    """Before minutes of measuring: a fit of three terms needs three samples."""
+    number = len(set(some)) * len(set(others))
+    if number < _TERMS:
+        raise ConfigError(f"{names} make {number} samples, the fit needs {_TERMS}; name more")
 
 
 def _parser() -> argparse.ArgumentParser:
