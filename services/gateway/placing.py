@@ -230,6 +230,7 @@ class Placing:
             placement=request.placement,
             waiting=waiting,
             waiting_reserved=waiting_reserved,
+            lost=self._failed,
         )
 
     # --- asking workers ---
