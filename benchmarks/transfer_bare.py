@@ -1,7 +1,7 @@
 """What loopback TCP gives without frames, grants and answers: sockets and threads alone.
 
 Each connection moves an equal share of one memory into another, never the same bytes twice in a
-transfer, and answers with one byte. `python -m benchmarks.transfer_bare STREAMS SIZES` is the
+transfer, and answers with one byte. `python -m benchmarks.transfer_bare STREAMS SHARES` is the
 receiver: it prints its port and lives until its connections end.
 """
 
@@ -17,11 +17,21 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
 
 from benchmarks.peer_load import cpu_seconds
 from benchmarks.result import Row, spread
-from benchmarks.transfer_ends import Pool
-from kvmesh.transfer.native import NativeIo, NativeState, Ranges, load_native, ranges_of
+from benchmarks.transfer_ends import Pool, shuffled
+from kvmesh.transfer.native import (
+    NativeIo,
+    NativeState,
+    PlacedViews,
+    Ranges,
+    load_native,
+    ranges_of,
+)
 
 MIB = 1 << 20
 _STREAMS = (1, 2)
@@ -29,9 +39,26 @@ _BLOCK = 16 << 10
 _MIN_MIB = 16
 
 
-def _share(pool: Pool, mib: int, streams: int, index: int) -> Ranges:
-    blocks = mib * MIB // _BLOCK // streams
-    return ranges_of([pool.read_view(index * blocks, blocks)])
+class Share(NamedTuple):
+    """What one transfer moves.
+
+    Attributes:
+        is_scattered: its blocks lie in a random order, another one at each end.
+    """
+
+    mib: int
+    is_scattered: bool
+
+    def ranges(self, pool: Pool, streams: int, index: int) -> Ranges:
+        """Those of one connection."""
+        total = self.mib * MIB // _BLOCK
+        blocks = total // streams
+        first = index * blocks
+        if not self.is_scattered:
+            return ranges_of([pool.read_view(first, blocks)])
+        order = np.array(shuffled(total, pool.seed)[first : first + blocks])
+        places = np.column_stack((order * _BLOCK, np.full_like(order, _BLOCK)))
+        return ranges_of(PlacedViews(pool.view, places))
 
 
 def bare_rows(sizes: Sequence[int], runs: int, seed: int) -> list[Row]:
@@ -41,39 +68,44 @@ def bare_rows(sizes: Sequence[int], runs: int, seed: int) -> list[Row]:
         return []
     pool = Pool(max(sizes) * MIB // _BLOCK, _BLOCK, seed)
     rows = []
-    for lends in (False, True):
+    shares = [Share(mib, False) for mib in sizes]
+    pieces = [Share(mib, True) for mib in sizes]
+    for lends, plan in ((False, shares), (True, shares + pieces)):
         for streams in _STREAMS:
             name = f"bare tcp x{streams}, {'lent' if lends else 'copied'}"
-            for mib, row in _measured(native, pool, sizes, runs, streams, lends=lends):
-                head = {"what": name, "shape": "contiguous", "mib": mib, "concurrent": 1}
+            for share, row in _measured(native, pool, plan, runs, streams, lends=lends):
+                shape = "16 KiB pieces" if share.is_scattered else "contiguous"
+                head = {"what": name, "shape": shape, "mib": share.mib, "concurrent": 1}
                 rows.append({**head, **row})
     os.close(pool.fd)
     return rows
 
 
 def _measured(
-    native: NativeIo, pool: Pool, sizes: Sequence[int], runs: int, streams: int, *, lends: bool
-) -> Iterator[tuple[int, Row]]:
-    plan = [mib for mib in sizes for _ in range(runs + 1)]
+    native: NativeIo, pool: Pool, shares: Sequence[Share], runs: int, streams: int, *, lends: bool
+) -> Iterator[tuple[Share, Row]]:
+    plan = [share for share in shares for _ in range(runs + 1)]
     with _receiver(streams, plan) as (process, connections), ThreadPoolExecutor(streams) as threads:
 
-        def send(index: int, mib: int) -> None:
-            sock, share = connections[index], _share(pool, mib, streams, index)
-            native.send(sock.fileno(), share, NativeState(), has_sum=False, lends=lends)
+        def send(index: int, ranges: Ranges) -> None:
+            sock = connections[index]
+            native.send(sock.fileno(), ranges, NativeState(), has_sum=False, lends=lends)
             assert sock.recv(1) == b"k", "the receiver has it"
 
         pids = (os.getpid(), process.pid)
-        for mib in sizes:
+        for share in shares:
+            ranges = [share.ranges(pool, streams, index) for index in range(streams)]
             seconds, cpu = [], 0.0
             for number in range(runs + 1):
                 if number == 1:  # the first one touches memory and opens windows
                     cpu = sum(map(cpu_seconds, pids))
                 started = time.perf_counter()
-                list(threads.map(send, range(streams), [mib] * streams))
+                list(threads.map(send, range(streams), ranges))
                 seconds.append(time.perf_counter() - started)
             cpu = sum(map(cpu_seconds, pids)) - cpu
+            mib = share.mib
             yield (
-                mib,
+                share,
                 {
                     "gb_s": spread([mib * MIB / second / 1e9 for second in seconds[1:]]),
                     "ms": spread([second * 1e3 for second in seconds[1:]]),
@@ -84,7 +116,7 @@ def _measured(
 
 @contextlib.contextmanager
 def _receiver(
-    streams: int, plan: Sequence[int]
+    streams: int, plan: Sequence[Share]
 ) -> Iterator[tuple[subprocess.Popen[str], list[socket.socket]]]:
     command = [sys.executable, "-m", "benchmarks.transfer_bare", str(streams), json.dumps(plan)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -107,10 +139,10 @@ def _tuned(sock: socket.socket) -> socket.socket:
     return sock
 
 
-def _receive(streams: int, plan: Sequence[int]) -> None:
+def _receive(streams: int, plan: Sequence[Share]) -> None:
     native = load_native()
     assert native is not None, "the sender has it"
-    pool = Pool(max(plan) * MIB // _BLOCK, _BLOCK, 0)
+    pool = Pool(max(share.mib for share in plan) * MIB // _BLOCK, _BLOCK, 0)
     with _tuned(socket.socket()) as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(streams)
@@ -118,10 +150,11 @@ def _receive(streams: int, plan: Sequence[int]) -> None:
         sys.stdout.flush()
 
         def fill(index: int, sock: socket.socket) -> None:
+            # Made before anything comes: only the transfers are measured.
+            ranges = {share: share.ranges(pool, streams, index) for share in set(plan)}
             with sock:
-                for mib in plan:
-                    share = _share(pool, mib, streams, index)
-                    native.receive(sock.fileno(), share, NativeState(), has_sum=False)
+                for share in plan:
+                    native.receive(sock.fileno(), ranges[share], NativeState(), has_sum=False)
                     sock.sendall(b"k")
 
         threads = [
@@ -135,4 +168,4 @@ def _receive(streams: int, plan: Sequence[int]) -> None:
 
 
 if __name__ == "__main__":
-    _receive(int(sys.argv[1]), json.loads(sys.argv[2]))
+    _receive(int(sys.argv[1]), [Share(*share) for share in json.loads(sys.argv[2])])

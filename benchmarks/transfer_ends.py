@@ -48,6 +48,7 @@ class Pool:
     def __init__(self, num_blocks: int, block_bytes: int, seed: int) -> None:
         self.num_blocks = num_blocks
         self.block_bytes = block_bytes
+        self.seed = seed
         self.fd, mapping = create_shared("bench", num_blocks * block_bytes)
         self.view = memoryview(mapping)
         piece = random.Random(seed).randbytes(1 << 20)

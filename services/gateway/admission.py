@@ -142,10 +142,13 @@ class Admission:
         await self._idle.wait()
 
     def _count(self, tenant: Tenant) -> TenantUsage:
-        usage = self._usage.setdefault(tenant.name, TenantUsage())
-        no = check_usage(usage, tenant.limits, self._burst_s, self._clock())
-        if no is not None:
-            raise QuotaError(no)
+        usage = self._usage.get(tenant.name)
+        if usage is None:
+            usage = self._usage[tenant.name] = TenantUsage()
+        if not tenant.limits.is_open:
+            no = check_usage(usage, tenant.limits, self._burst_s, self._clock())
+            if no is not None:
+                raise QuotaError(no)
         usage.num_open += 1
         self._num_open += 1
         self._idle.clear()

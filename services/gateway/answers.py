@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol
@@ -23,7 +23,7 @@ from services.gateway.reasoning import thinking_at
 from services.gateway.request_record import TextDelta
 from services.gateway.responses import Body, ChoiceText, Responses, usage_body
 from services.gateway.thinking_count import ThinkingCount
-from services.gateway.token_lane import ChunkTemplate, TokenLane, Writer
+from services.gateway.token_lane import ChunkTemplate, Open, TokenLane, Writer
 
 SSE_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -41,6 +41,15 @@ class EventSink(Protocol):
     @property
     def writer(self) -> Writer | None:
         """For events that are whole HTTP chunks already; None if the client takes none."""
+        ...
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the answer's head was sent."""
+        ...
+
+    def opener(self, headers: Mapping[str, str]) -> Open | None:
+        """Makes the head now; what is returned does what `start` does, without waiting."""
         ...
 
     async def start(self, headers: Mapping[str, str], data: bytes) -> None:
@@ -91,22 +100,46 @@ class Answer:
         self._frontend = frontend
         self._call = call
         self._choices = choices
+        self._request_id = request_id
+        self._texts: list[ChoiceText] = []
+        self._counts: list[ThinkingCount] = []
+        self._sink: EventSink | None = None
+        self._lane: TokenLane | None = None
+
+    def _prepare(self, placed: Placed | None) -> None:
+        """Makes what the answer needs when its first tokens come; workers have the call already.
+
+        Args:
+            placed: where its only choice runs; None if that is not known yet.
+        """
+        call, choices, frontend = self._call, self._choices, self._frontend
         self._texts = [ChoiceText(each.request.prompt_ids, echo=each.echo) for each in choices]
         tokenizer = frontend.tokenizer
         # Where there is thinking, the call is a chat, which has one prompt.
         prompt_ids = choices[0].request.prompt_ids
         thinking = thinking_at(call.reasoning, prompt_ids, tokenizer.token_text)
-        self._counts = [
-            ThinkingCount(thinking, tokenizer.token_bytes) for _ in choices if thinking is not None
-        ]
+        if thinking is not None:
+            self._counts = [ThinkingCount(thinking, tokenizer.token_bytes) for _ in choices]
         self._responses = Responses(
             call,
-            request_id,
+            self._request_id,
             frontend.served_name,
             int(time.time()),
             tokenizer.token_bytes,
             thinking,
         )
+        if self._lane is not None and placed is not None and thinking is None:
+            self._prepare_lane(self._lane, placed)
+
+    def _prepare_lane(self, lane: TokenLane, placed: Placed) -> None:
+        """Lets the first tokens go by the lane too, with the head before them."""
+        assert self._sink is not None, "a lane leads to one"
+        writer, send = self._sink.writer, self._sink.opener(SSE_HEADERS | placement_headers(placed))
+        if writer is not None and send is not None:
+            choice = self._texts[0]
+            opening = self._responses.opening(0, choice)
+            events = b"" if opening is None else _event(opening)
+            lane.prepare(writer, ChunkTemplate(self._body_with), choice, send, events)
 
     async def whole(self) -> Whole:
         """The answer as one body."""
@@ -126,36 +159,41 @@ class Answer:
 
         The status line waits for the first tokens: until then a refusal is still possible.
         """
-        writer = sink.writer if self._is_plain else None
-        lane = None if writer is None else TokenLane()
-        async with aclosing(self._deltas(lane)) as deltas:
-            first = await anext(deltas)
-            self._note(first)
+        self._sink = sink
+        self._lane = TokenLane() if self._is_plain and sink.writer is not None else None
+        async with aclosing(self._deltas(self._lane)) as deltas:
             # A client may go away between two chunks, before its handler is cancelled: that is no
             # error, and leaving the block cancels the work.
             with contextlib.suppress(ConnectionResetError):
-                head = SSE_HEADERS | placement_headers(first.placed)
-                await sink.start(head, self._events(first))
-                open_lane = self._opening(lane, writer)
-                open_lane()
-                await self._send_rest(sink, deltas, open_lane)
-                if lane is not None:
-                    lane.close()
+                await self._send_all(sink, deltas)
 
-    def _opening(self, lane: TokenLane | None, writer: Writer | None) -> Callable[[], None]:
-        """What opens the lane, when called after a piece that ends the thinking."""
-        is_open = lane is None
+    async def _send_all(self, sink: EventSink, deltas: AsyncGenerator[TextDelta, None]) -> None:
+        ending = b""
+        try:
+            async for delta in deltas:
+                self._note(delta)
+                events = self._events(delta)
+                if not sink.has_begun:
+                    await sink.start(SSE_HEADERS | placement_headers(delta.placed), events)
+                elif events:
+                    await sink.write(events)
+                self._open_lane(sink)
+            if self._call.include_usage:
+                ending = _event(self._responses.closing_usage(self._usage()))
+        except KvMeshError as error:
+            if not sink.has_begun:
+                raise
+            ending = _event(answer_for(error).body)
+        if self._lane is not None:
+            self._lane.close()
+        await sink.end(ending + DONE)
 
-        def open_lane() -> None:
-            nonlocal is_open
-            if is_open or not self._responses.is_answer(0):
-                return
-            is_open = True
-            assert lane is not None, "checked before"
-            assert writer is not None, "a lane has one"
-            lane.open(writer, ChunkTemplate(self._body_with), self._texts[0])
-
-        return open_lane
+    def _open_lane(self, sink: EventSink) -> None:
+        """Opens the lane after a piece that ends the thinking."""
+        lane, writer = self._lane, sink.writer
+        if lane is None or writer is None or lane.is_open or not self._responses.is_answer(0):
+            return
+        lane.open(writer, ChunkTemplate(self._body_with), self._texts[0])
 
     @property
     def _is_plain(self) -> bool:
@@ -173,25 +211,6 @@ class Answer:
     def _body_with(self, text: str) -> Body | None:
         return self._responses.piece(0, text, (), (), None)
 
-    async def _send_rest(
-        self,
-        sink: EventSink,
-        deltas: AsyncGenerator[TextDelta, None],
-        open_lane: Callable[[], None],
-    ) -> None:
-        ending = b""
-        try:
-            async for delta in deltas:
-                self._note(delta)
-                if events := self._events(delta):
-                    await sink.write(events)
-                open_lane()
-            if self._call.include_usage:
-                ending = _event(self._responses.closing_usage(self._usage()))
-        except KvMeshError as error:
-            ending = _event(answer_for(error).body)
-        await sink.end(ending + DONE)
-
     def _deltas(
         self, lane: TokenLane | None = None, *, whole: bool = False
     ) -> AsyncGenerator[TextDelta, None]:
@@ -201,8 +220,11 @@ class Answer:
             lane: of the only choice; what it takes does not come here.
             whole: pieces may come together, at the end.
         """
-        runs = [self._frontend.run(choice, lane, whole=whole) for choice in self._choices]
-        return runs[0] if len(runs) == 1 else merge(runs)
+        if len(self._choices) == 1:
+            (choice,) = self._choices
+            return self._frontend.run(choice, lane, whole=whole, meanwhile=self._prepare)
+        self._prepare(None)
+        return merge([self._frontend.run(choice, whole=whole) for choice in self._choices])
 
     def _note(self, delta: TextDelta) -> ChoiceText:
         """Adds a piece to what there is of its choice."""

@@ -156,7 +156,9 @@ def parse_json(raw: bytes) -> Any:
         InvalidRequestError: it is none.
     """
     try:
-        content = json.loads(raw)
+        # As `loads` would, without asking which of Unicode's encodings an object is in.
+        is_utf8 = raw[:1] == b"{" and raw[1:2] != b"\0"
+        content = json.loads(raw.decode("utf-8", "surrogatepass") if is_utf8 else raw)
         if b"\\u" in raw:  # halves of characters are JSON, but no text
             json.dumps(content, ensure_ascii=False).encode()
         return content

@@ -6,8 +6,8 @@ Tests: tests/integration/test_gateway_http.py.
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, closing
 from dataclasses import dataclass, replace
 
 from kvmesh.core.errors import KvMeshError
@@ -30,11 +30,11 @@ from services.gateway.detokenizer import Detokenizer, TextPiece
 from services.gateway.entry import Admitted
 from services.gateway.errors import Stage, StageRefusedError
 from services.gateway.generation import TokenDelta
-from services.gateway.mesh import GenerationRequest, Mesh
+from services.gateway.mesh import GenerationRequest, Mesh, Placed
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.openai import ApiCall, check_model, choice_sampling
 from services.gateway.prompts import checked_sampling, prompt_ids, prompt_text
-from services.gateway.request_flow import generate
+from services.gateway.request_flow import Generation
 from services.gateway.request_limits import check_limits
 from services.gateway.request_record import RequestRecord, TextDelta
 from services.gateway.token_lane import TokenLane
@@ -215,50 +215,58 @@ class Frontend:
         return choices
 
     async def run(
-        self, choice: Choice, lane: TokenLane | None = None, *, whole: bool = False
+        self,
+        choice: Choice,
+        lane: TokenLane | None = None,
+        *,
+        whole: bool = False,
+        meanwhile: Callable[[Placed | None], None] | None = None,
     ) -> AsyncGenerator[TextDelta, None]:
         """Generates one choice as text; close the generator to cancel.
 
         Args:
             lane: takes what it can of the text; it is not yielded then.
             whole: nobody looks at the text before its end.
+            meanwhile: called once, before any text, while a worker has the request if one could be
+                told at once: with where it runs then, else with None.
 
         Raises:
-            KvMeshError: as `generate` does.
+            KvMeshError: as `Generation.tokens` does.
         """
         request = choice.request
-        record = RequestRecord(self.metrics, request, self._mesh.log, choice.ticket)
-        if lane is not None:
-            lane.record = record
-        try:
-            with start_span(
-                "gateway.request",
-                request.traceparent,
-                request_id=request.request_id,
-                prompt_tokens=len(request.prompt_ids),
-            ) as span:
-                if span.traceparent != request.traceparent:
-                    request = replace(request, traceparent=span.traceparent)
-                text = _Text(self.tokenizer, choice)
-                if lane is not None:
-                    lane.detokenizer = text.detokenizer
-                async with aclosing(
-                    generate(
-                        self._mesh, request, lane, record if whole and text.keeps_all else None
-                    )
-                ) as tokens:
-                    async for token_delta in tokens:
-                        delta = text.push(token_delta)
-                        record.add(delta, token_delta.num_told)
-                        yield delta
-                        if delta.finish_reason is not None:
-                            break
-                record.annotate(span)
-        except KvMeshError as error:
-            record.failed(error)
-            raise
-        finally:
-            record.close(span.trace_id)
+        with start_span(
+            "gateway.request",
+            request.traceparent,
+            request_id=request.request_id,
+            prompt_tokens=len(request.prompt_ids),
+        ) as span:
+            if span.traceparent != request.traceparent:
+                request = replace(request, traceparent=span.traceparent)
+            # First of all: what follows is done while the worker has it, if one was told.
+            with closing(Generation(self._mesh, request)) as generation:
+                record = RequestRecord(
+                    self.metrics, request, self._mesh.log, choice.ticket, generation.arrived_at
+                )
+                try:
+                    text = _Text(self.tokenizer, choice)
+                    if lane is not None:
+                        lane.record, lane.detokenizer = record, text.detokenizer
+                    if meanwhile is not None:
+                        meanwhile(generation.placed)
+                    meter = record if whole and text.keeps_all else None
+                    async with aclosing(generation.tokens(lane, meter)) as tokens:
+                        async for token_delta in tokens:
+                            delta = text.push(token_delta)
+                            record.add(delta, token_delta.num_told)
+                            yield delta
+                            if delta.finish_reason is not None:
+                                break
+                    record.annotate(span)
+                except KvMeshError as error:
+                    record.failed(error)
+                    raise
+                finally:
+                    record.close(span.trace_id)
 
 
 class _Text:

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import re
 
+from services.gateway.held_text import held_back
 from services.gateway.told import Told
 from services.gateway.tool_scanner import (
     CallArguments,
     CallStart,
     MarkedText,
     Piece,
-    held_back,
 )
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"

@@ -224,6 +224,13 @@ class _AiohttpExchange:
     def writer(self) -> Writer | None:
         return self._request.transport if self._request.version >= HttpVersion11 else None
 
+    @property
+    def has_begun(self) -> bool:
+        return self.response.prepared
+
+    def opener(self, _headers: Mapping[str, str]) -> None:
+        return None  # aiohttp waits in between
+
     async def body(self) -> bytes:
         return await _body(self._request, self._config.body_timeout_s)
 

@@ -27,7 +27,7 @@ from services.gateway.frontend import clean_request_id
 from services.gateway.http_guard import Factory
 from services.gateway.http_head import PlainHead, plain_head
 from services.gateway.joined_writer import JoinedWriter, Turn
-from services.gateway.token_lane import Writer
+from services.gateway.token_lane import Open, Writer
 
 log = event_logger(__name__)
 
@@ -261,9 +261,16 @@ class _DirectExchange:
         return self._body
 
     async def start(self, headers: Mapping[str, str], data: bytes) -> None:
-        more = {"Transfer-Encoding": "chunked"}
-        self.has_begun = True
-        self._writer.write_now(self._head_bytes(HTTPStatus.OK, headers, more) + _chunk(data))
+        self.opener(headers)(data)
+
+    def opener(self, headers: Mapping[str, str]) -> Open:
+        head = self._head_bytes(HTTPStatus.OK, headers, {"Transfer-Encoding": "chunked"})
+
+        def send(data: bytes) -> None:
+            self.has_begun = True
+            self._writer.write_now(head + _chunk(data))
+
+        return send
 
     async def write(self, data: bytes) -> None:
         self._writer.write(_chunk(data))

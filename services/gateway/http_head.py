@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import chain
 
 from kvmesh.core.values import quick
 from services.gateway.calls import PATHS
@@ -17,7 +18,7 @@ from services.gateway.openai import Endpoint
 MAX_HEAD_BYTES = 8192
 
 _REQUEST_LINES = {f"POST {path} HTTP/1.1".encode(): end for path, end in PATHS.items()}
-_HEADER = re.compile(rb"([!#-'*+\-.^_`|~0-9A-Za-z]+):([\t -~]*)\r\n")
+_HEADER = re.compile(r"([!#-'*+\-.^_`|~0-9A-Za-z]+):([\t -~]*)\r\n")
 _LENGTH = re.compile(r"[0-9]{1,12}")
 
 _NOT_PLAIN = frozenset(
@@ -51,12 +52,12 @@ def plain_head(data: bytes | bytearray) -> PlainHead | None:
     endpoint = _REQUEST_LINES.get(bytes(data[:line_end]))
     if endpoint is None:
         return None
-    lines = bytes(data[line_end + 2 : end + 2])
+    lines = data[line_end + 2 : end + 2].decode("latin-1")
     found = _HEADER.findall(lines)
     # With colon and line end, what was found must be all there is.
-    if sum(len(name) + len(value) + 3 for name, value in found) != len(lines):
+    if sum(map(len, chain.from_iterable(found))) + 3 * len(found) != len(lines):
         return None
-    headers = {name.decode().lower(): value.decode().strip() for name, value in found}
+    headers = {name.lower(): value.strip() for name, value in found}
     length = headers.get("content-length", "")
     if (
         len(headers) != len(found)

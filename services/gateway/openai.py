@@ -12,7 +12,7 @@ from typing import Any
 
 from kvmesh.core.errors import InvalidRequestError, ModelNotFoundError
 from kvmesh.core.types import SamplingParams
-from kvmesh.core.values import quick
+from kvmesh.core.values import changed, quick
 from services.gateway.config import LimitsConfig
 from services.gateway.reasoning import ReasoningFamily
 from services.gateway.schema import ChatBody, CompletionBody
@@ -424,7 +424,7 @@ def choice_sampling(
             call.max_tokens_field,
             "context_length_exceeded",
         )
-    return replace(
+    return changed(
         call.sampling,
         max_tokens=max_tokens,
         min_tokens=min(call.sampling.min_tokens, max_tokens),

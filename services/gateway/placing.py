@@ -25,6 +25,7 @@ from kvmesh.core.types import (
     SequenceSpec,
     WorkerId,
 )
+from kvmesh.core.values import changed
 from kvmesh.kv.hashing import chain_hashes, root_hash
 from kvmesh.policy.connections import BY_CONNECTIONS
 from kvmesh.policy.fair_share import Claim
@@ -194,7 +195,7 @@ class Placing:
             # Asked of the stock once for each request.
             plan = self._mesh.router.planned(query) if tried is None else tried.plan
             if plan is None:
-                query = replace(query, block_hashes=sequence.block_hashes)
+                query = changed(query, block_hashes=sequence.block_hashes)
                 plan = await self._mesh.router.route(query, span.traceparent, remaining_s)
             if isinstance(plan, Refusal):
                 span.event("refused", reason=plan.reason.value, message=plan.message)

@@ -14,8 +14,8 @@ from typing import Protocol
 
 from kvmesh.core.errors import ConfigError
 from services.gateway.harmony import ANALYSIS, HarmonyReader
+from services.gateway.held_text import HeldText
 from services.gateway.told import Told
-from services.gateway.tool_scanner import held_back
 
 TAIL_TOKENS = 8
 """Last tokens of a prompt that say whether it has opened or closed the thinking."""
@@ -158,10 +158,12 @@ class ReasoningParser:
 
     def __init__(self, start: str, end: str, *, is_open: bool) -> None:
         self._start = start
-        self._end = end
         self._is_open = is_open
         self._stage = _Stage.OPENING
-        self._held = ""
+        self._before: list[str] = []  # white space that the text begins with
+        self._begun = ""  # what follows it, perhaps the start mark
+        self._thinking = HeldText(end)
+        self._has_thought = False
 
     @property
     def is_answer(self) -> bool:
@@ -170,56 +172,56 @@ class ReasoningParser:
 
     def push(self, text: str) -> Told:
         """What is sure after more text."""
-        if self._stage is _Stage.ANSWER:
-            return Told("", text)
-        self._held += text
+        reasoning, rest = "", text
         if self._stage is _Stage.OPENING:
-            self._open()
-        reasoning = self._think() if self._stage is _Stage.THINKING else ""
-        return Told(reasoning, self._answer())
+            rest = self._open(text)
+        if self._stage is _Stage.THINKING:
+            reasoning, rest = self._think(rest)
+        return Told(reasoning, self._answer(rest))
 
     def finish(self) -> Told:
         """What is left when the text ends."""
-        held, self._held = self._held, ""
         if self._stage is _Stage.OPENING:
+            held = "".join((*self._before, self._begun))
             return Told(held, "") if self._is_open else Told("", held)
-        return Told(held, "") if self._stage is _Stage.THINKING else Told("", "")
+        return Told(self._thinking.finish(), "")
 
-    def _open(self) -> None:
-        text = self._held.lstrip()
-        if not text or (len(text) < len(self._start) and self._start.startswith(text)):
-            return
-        if text.startswith(self._start):
-            self._held = text.removeprefix(self._start)
-        elif not self._is_open:
-            self._stage = _Stage.ANSWER
-            return
-        self._stage = _Stage.THINKING
-        self._is_open = False  # white space before the first thought is still to be dropped
-
-    def _think(self) -> str:
-        """Takes the thinking that is sure off what is held."""
-        if not self._is_open:
-            self._held = self._held.lstrip()
-            self._is_open = bool(self._held)
-        before, mark, after = self._held.partition(self._end)
-        if mark:
-            self._held, self._stage = after, _Stage.CLOSED
-            return before.rstrip()
-        sure = self._held[: len(self._held) - held_back(self._held, self._end)].rstrip()
-        self._held = self._held[len(sure) :]
-        return sure
-
-    def _answer(self) -> str:
-        """Takes the answer off what is held."""
-        if self._stage is _Stage.CLOSED:
-            self._held = self._held.lstrip()
-            if self._held:
-                self._stage = _Stage.ANSWER
-        if self._stage is not _Stage.ANSWER:
+    def _open(self, text: str) -> str:
+        """Looks for the start mark; returns what is to be read on."""
+        text = self._begun + text
+        bare = text.lstrip()
+        if len(bare) < len(text):
+            self._before.append(text[: len(text) - len(bare)])
+        self._begun = bare
+        if not bare or (len(bare) < len(self._start) and self._start.startswith(bare)):
             return ""
-        text, self._held = self._held, ""
-        return text
+        if bare.startswith(self._start):
+            self._stage = _Stage.THINKING
+            return bare.removeprefix(self._start)
+        if self._is_open:
+            self._stage = _Stage.THINKING
+            return bare
+        self._stage = _Stage.ANSWER
+        return "".join((*self._before, bare))
+
+    def _think(self, text: str) -> tuple[str, str]:
+        """The thinking that is sure, and what follows its end."""
+        if not self._has_thought:  # white space before the first thought is dropped
+            text = text.lstrip()
+            self._has_thought = bool(text)
+        shown, after = self._thinking.push(text)
+        if after is None:
+            return shown, ""
+        self._stage = _Stage.CLOSED
+        return shown, after
+
+    def _answer(self, text: str) -> str:
+        """The answer; white space before it is dropped where there was thinking."""
+        if self._stage is _Stage.CLOSED:
+            text = text.lstrip()
+            if text:
+                self._stage = _Stage.ANSWER
+        return text if self._stage is _Stage.ANSWER else ""
 
 
 class Thoughts:

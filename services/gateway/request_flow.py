@@ -29,31 +29,44 @@ from services.gateway.worker_events import Failed, FirstToken, HandedOff, Tokens
 log = event_logger(__name__)
 
 
-async def generate(
-    mesh: Mesh,
-    request: GenerationRequest,
-    lane: TokenLane | None = None,
-    meter: Meter | None = None,
-) -> AsyncGenerator[TokenDelta, None]:
-    """Generates tokens; close the generator to cancel.
+class Generation:
+    """One request from its first message to a worker to its last token; to be closed.
 
-    Args:
-        lane: takes what it can of the tokens; they are not yielded then.
-        meter: given, tokens may come many together; it is told when they came.
-
-    Raises:
-        StageRefusedError: nobody took the request in time.
-        InvalidRequestError: no worker can ever take it.
-        LostError: it was lost more often than `max_moves`.
-        StructureError: the structure asked for cannot be followed.
-        DeadlineError: it ran for longer than `request_timeout_s`.
+    Attributes:
+        arrived_at: on the loop's clock.
+        placed: where it was sent already; None if a search has to come first.
     """
-    now = asyncio.get_running_loop().time()
-    begun = Begun(now, now + mesh.limits.request_timeout_s, Phases(mesh.metrics, now))
-    mesh.metrics.requests_open.inc()
-    try:
-        short = short_life(mesh, request, begun, lane, meter)
+
+    def __init__(self, mesh: Mesh, request: GenerationRequest) -> None:
+        self._mesh = mesh
+        self._request = request
+        self.arrived_at = now = asyncio.get_running_loop().time()
+        until = now + mesh.limits.request_timeout_s
+        self._begun = Begun(now, until, Phases(mesh.metrics, now))
+        self._short = short_life(mesh, request, self._begun)
+        self.placed = None if self._short is None else self._short.placed
+        self._is_open = True
+        mesh.metrics.requests_open.inc()
+
+    async def tokens(
+        self, lane: TokenLane | None = None, meter: Meter | None = None
+    ) -> AsyncGenerator[TokenDelta, None]:
+        """Generates tokens; close the generator and then this to cancel.
+
+        Args:
+            lane: takes what it can of the tokens; they are not yielded then.
+            meter: given, tokens may come many together; it is told when they came.
+
+        Raises:
+            StageRefusedError: nobody took the request in time.
+            InvalidRequestError: no worker can ever take it.
+            LostError: it was lost more often than `max_moves`.
+            StructureError: the structure asked for cannot be followed.
+            DeadlineError: it ran for longer than `request_timeout_s`.
+        """
+        short, begun = self._short, self._begun
         if short is not None:
+            short.follow(lane, meter)
             try:
                 while True:
                     delta = await short.next()
@@ -66,11 +79,17 @@ async def generate(
                 begun.lost = error
             finally:
                 short.close()
-        async with aclosing(_long_life(mesh, request, begun, lane)) as deltas:
+        async with aclosing(_long_life(self._mesh, self._request, begun, lane)) as deltas:
             async for delta in deltas:
                 yield delta
-    finally:
-        mesh.metrics.requests_open.dec()
+
+    def close(self) -> None:
+        """Ends what is open on the short way. May be called again."""
+        if self._short is not None:
+            self._short.close()
+        if self._is_open:
+            self._is_open = False
+            self._mesh.metrics.requests_open.dec()
 
 
 async def _long_life(

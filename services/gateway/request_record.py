@@ -53,6 +53,7 @@ class RequestRecord:
 
     Args:
         ticket: what the tokens are charged to, as they come: who leaves before the end pays too.
+        arrived_at: on the loop's clock.
     """
 
     def __init__(
@@ -60,12 +61,13 @@ class RequestRecord:
         metrics: GatewayMetrics,
         request: GenerationRequest,
         shown: RequestLog,
-        ticket: Ticket | None = None,
+        ticket: Ticket | None,
+        arrived_at: float,
     ) -> None:
         self._metrics = metrics
         self._request = request
         self._loop = asyncio.get_running_loop()
-        self._started_at = self._loop.time()
+        self._started_at = arrived_at
         self._last_at: float | None = None
         self._ttft_s = 0.0
         self._num_tokens = 0

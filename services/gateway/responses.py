@@ -5,17 +5,15 @@ Pure. Tests: tests/unit/gateway/test_responses.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvmesh.core.types import FinishReason, TokenLogprobs, Usage
 from services.gateway.openai import ApiCall, Endpoint
 from services.gateway.reasoning import Thinking, Thoughts
+from services.gateway.token_scores import LOWEST, TokenBytes, chosen_score
 from services.gateway.tools import ToolReader, whole_message
-
-TokenBytes = Callable[[int], bytes]
-"""The bytes that one token stands for."""
 
 Body = dict[str, Any]
 
@@ -219,20 +217,9 @@ class Responses:
             return None
         pairs = list(zip(token_ids, logprobs, strict=True))
         if self._chat:
-            return {"content": [self._chat_entry(token, entry) for token, entry in pairs]}
+            read = self._token_bytes
+            return {"content": [chosen_score(read, token, entry) for token, entry in pairs]}
         return self._completion_logprobs(index, pairs)
-
-    def _chat_entry(self, token_id: int, entry: TokenLogprobs) -> Body:
-        top = zip(entry.top_ids, entry.top_logprobs, strict=True)
-        return {
-            **self._token(token_id, entry.logprob),
-            "top_logprobs": [self._token(top_id, logprob) for top_id, logprob in top],
-        }
-
-    def _token(self, token_id: int, logprob: float) -> Body:
-        raw = self._token_bytes(token_id)
-        text = raw.decode(errors="replace")
-        return {"token": text, "logprob": _finite(logprob), "bytes": list(raw)}
 
     def _echoed(self, index: int, choice: ChoiceText) -> Body | None:
         """Log-probabilities of an echoed prompt; its first token has none."""
@@ -314,5 +301,4 @@ _TEXT = "text_completion"
 
 
 def _finite(logprob: float) -> float:
-    """JSON has no infinity; OpenAI's API writes -9999 for a token that cannot come."""
-    return max(logprob, -9999.0)
+    return max(logprob, LOWEST)

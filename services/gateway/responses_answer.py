@@ -22,6 +22,7 @@ from services.gateway.request_record import TextDelta
 from services.gateway.responses_api import Body, ResponsesBody
 from services.gateway.responses_output import ResponseObject
 from services.gateway.thinking_count import ThinkingCount
+from services.gateway.token_scores import chosen_score
 from services.gateway.tools import ToolReader
 
 
@@ -89,7 +90,10 @@ class ResponsesAnswer:
             self._count.of(self._token_ids)
         self._cached_tokens = delta.cached_tokens
         is_last = delta.finish_reason is not None
-        events = self._object.push(delta.text, last=is_last)
+        read = self._frontend.tokenizer.token_bytes
+        scored = zip(delta.token_ids, delta.logprobs, strict=False)  # none, unless asked for
+        scores = [chosen_score(read, token_id, entry) for token_id, entry in scored]
+        events = self._object.push(delta.text, last=is_last, scores=scores)
         if is_last:
             events += self._object.closing(delta.finish_reason, self._usage())
         return events

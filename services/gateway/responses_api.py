@@ -10,9 +10,10 @@ from typing import Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from kvmesh.core.errors import InvalidRequestError
 from services.gateway.messages import FunctionName, Message
 from services.gateway.responses_input import InputItem, messages_of
-from services.gateway.schema import MAX_TOOLS, ChatBody, Effort
+from services.gateway.schema import MAX_TOOLS, MAX_TOP_LOGPROBS, ChatBody, Effort
 from services.gateway.structured import JsonSchema, JsonSchemaFormat, ResponseFormat
 
 Body: TypeAlias = dict[str, Any]
@@ -68,6 +69,12 @@ class ReasoningOptions(BaseModel):
     summary: Literal["auto"] | None = None
 
 
+SCORES = "message.output_text.logprobs"
+
+Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
+"""Thinking is not encrypted: it is in the items as it is, and is taken back as it is."""
+
+
 class ResponsesBody(BaseModel):
     """POST /v1/responses."""
 
@@ -84,6 +91,8 @@ class ResponsesBody(BaseModel):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
+    include: list[Included] | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     stream: bool | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     ignore_eos: bool | None = None
@@ -91,25 +100,33 @@ class ResponsesBody(BaseModel):
     cache_salt: str | None = Field(None, max_length=256)
     request_id: str | None = None
 
+    @property
+    def wants_scores(self) -> bool:
+        """Whether the log-probabilities of the message's tokens are asked for."""
+        return SCORES in (self.include or ())
+
 
 RESPONSES_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "background": (False,),
     "conversation": (),
-    # Thinking is not encrypted: it is in the items as it is, and is taken back as it is.
-    "include": ([], ["reasoning.encrypted_content"]),
     "max_tool_calls": (),
     "previous_response_id": (),
     "prompt": (),
     "store": (False,),
     "stream_options": ({}, {"include_obfuscation": False}),
-    "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
 """Fields that would change the answer, and their values that do not."""
 
 
 def as_chat(body: ResponsesBody) -> ChatBody:
-    """The same request as a chat."""
+    """The same request as a chat.
+
+    Raises:
+        InvalidRequestError: log-probabilities without the word that puts them into the answer.
+    """
+    if body.top_logprobs and not body.wants_scores:
+        raise InvalidRequestError(f"top_logprobs needs include to have {SCORES!r}", "top_logprobs")
     messages = [Message(role="system", content=body.instructions)] if body.instructions else []
     if isinstance(body.input, str):
         messages.append(Message(role="user", content=body.input))
@@ -122,6 +139,8 @@ def as_chat(body: ResponsesBody) -> ChatBody:
         {
             **{name: getattr(body, name) for name in same},
             "messages": messages,
+            "logprobs": body.wants_scores,
+            "top_logprobs": body.top_logprobs if body.wants_scores else None,
             "max_completion_tokens": body.max_output_tokens,
             "response_format": _response_format(body.text),
             "request_id": body.request_id,

@@ -6,12 +6,14 @@ Pure. Tests: tests/integration/test_gateway_responses.py.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvmesh.core.types import FinishReason, Usage
 from services.gateway.reasoning import Thoughts
 from services.gateway.responses_api import Body, NamedTool, ResponsesBody
+from services.gateway.token_scores import ScoresOfText
 from services.gateway.tool_scanner import CallArguments, CallStart
 from services.gateway.tools import ToolReader
 
@@ -39,6 +41,7 @@ class Item:
         text: thinking, text for the reader, or a call's arguments.
         name, call_id: of a call.
         status: in_progress, completed or incomplete.
+        scores: log-probabilities of a message's tokens, where they are asked for.
     """
 
     kind: ItemKind
@@ -47,6 +50,7 @@ class Item:
     name: str = ""
     call_id: str = ""
     status: str = "in_progress"
+    scores: list[Body] = field(default_factory=list)
 
     def body(self) -> Body:
         """The item as it is now; without parts while it is empty."""
@@ -55,16 +59,16 @@ class Item:
             call = {"call_id": self.call_id, "name": self.name, "arguments": self.text}
             return {**head, "type": "function_call", **call}
         has_part = self.text or self.status != "in_progress"
-        content = [self.part(self.text)] if has_part else []
+        content = [self.part(self.text, self.scores)] if has_part else []
         if self.kind is ItemKind.REASONING:
             return {**head, "type": "reasoning", "summary": [], "content": content}
         return {**head, "type": "message", "role": "assistant", "content": content}
 
-    def part(self, text: str) -> Body:
+    def part(self, text: str, scores: Sequence[Body] = ()) -> Body:
         """The only part of thinking or a message."""
         if self.kind is ItemKind.REASONING:
             return {"type": "reasoning_text", "text": text}
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(scores)}
 
 
 class ResponseObject:
@@ -95,6 +99,7 @@ class ResponseObject:
         self._items: list[Item] = []
         self._num_calls = 0
         self._sequence = 0
+        self._scores = ScoresOfText()
 
     def opening(self) -> list[Body]:
         """Events before all others."""
@@ -103,12 +108,14 @@ class ResponseObject:
             self._event("response.in_progress", response=self._head("in_progress")),
         ]
 
-    def push(self, text: str, *, last: bool) -> list[Body]:
+    def push(self, text: str, *, last: bool, scores: Sequence[Body] = ()) -> list[Body]:
         """Events of more text.
 
         Args:
             last: no more follows.
+            scores: log-probabilities of its tokens, if they are asked for.
         """
+        self._scores.add(scores)
         thought = ""
         if self._thoughts is not None:
             thought, text = self._thoughts.told(0, text, last=last)
@@ -170,7 +177,10 @@ class ResponseObject:
         events = [] if self._items and self._items[-1].kind is kind else self._open(kind)
         item = self._items[-1]
         item.text += text
-        return [*events, self._text_event("delta", item, delta=text)]
+        scores = self._scores.take(text)
+        if kind is ItemKind.MESSAGE:
+            item.scores += scores
+        return [*events, self._text_event("delta", item, scores, delta=text)]
 
     def _open(self, kind: ItemKind, call: CallStart | None = None) -> list[Body]:
         events = self._close("completed")
@@ -193,7 +203,7 @@ class ResponseObject:
         told = "arguments" if item.kind is ItemKind.CALL else "text"
         more = {"name": item.name} if item.kind is ItemKind.CALL else {}
         return [
-            self._text_event("done", item, **{told: item.text}, **more),
+            self._text_event("done", item, item.scores, **{told: item.text}, **more),
             *self._part_event("done", item),
             self._event(
                 "response.output_item.done", output_index=len(self._items) - 1, item=item.body()
@@ -202,16 +212,16 @@ class ResponseObject:
 
     # --- events ---
 
-    def _text_event(self, word: str, item: Item, **fields: Any) -> Body:
+    def _text_event(self, word: str, item: Item, scores: list[Body], **fields: Any) -> Body:
         place = self._place(item)
         if item.kind is ItemKind.MESSAGE:
-            place["logprobs"] = []
+            place["logprobs"] = list(scores)
         return self._event(f"{_TEXT_EVENTS[item.kind]}.{word}", **place, **fields)
 
     def _part_event(self, word: str, item: Item) -> list[Body]:
         if item.kind is ItemKind.CALL:  # its arguments are no part
             return []
-        part = item.part(item.text)
+        part = item.part(item.text, item.scores)
         return [self._event(f"response.content_part.{word}", **self._place(item), part=part)]
 
     def _place(self, item: Item) -> Body:
@@ -251,6 +261,7 @@ class ResponseObject:
             "text": {"format": form},
             "tool_choice": choice.model_dump() if isinstance(choice, NamedTool) else choice,
             "tools": [tool.model_dump() for tool in body.tools or ()],
+            "top_logprobs": body.top_logprobs or 0,
             "top_p": body.top_p,
             "truncation": "disabled",
             "usage": None,

@@ -7,7 +7,6 @@ Tests: tests/unit/gateway/test_routing.py.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ from typing import Protocol
 from kvmesh.core.details import FleetWorker
 from kvmesh.core.errors import LostError
 from kvmesh.core.types import Candidate, Refusal, Role, RoutePlan, RouteQuery, WorkerId
+from kvmesh.core.values import changed
 from kvmesh.policy.plans_ahead import PlanKind, PlansAhead, PlanStock, Wish, kind_of
 from kvmesh.policy.routing import plan_without_scheduler
 from kvmesh.telemetry.logs import event_logger
@@ -170,11 +170,16 @@ class Router:
 
     async def _exchange(self, query: RouteQuery, wish: Wish) -> None:
         """Has the scheduler plan for a request that took a plan already, and for the next ones."""
-        # Without an answer the next request without a plan asks, and says so.
-        with contextlib.suppress(LostError):
+        try:
             plan = await self._source.route(query, "", self._timeout_s, wish)
-            if isinstance(plan, RoutePlan):
-                self._stock.put(wish.kind, (plan,), self._clock())
+        except LostError:
+            # The next request without a plan asks, and says so. This one's plan was used as well.
+            self._stock.not_told(
+                changed(wish, used=wish.used + 1, used_tokens=wish.used_tokens + query.num_tokens)
+            )
+            return
+        if isinstance(plan, RoutePlan):
+            self._stock.put(wish.kind, (plan,), self._clock())
 
     async def close(self) -> None:
         """Asks for nothing more. May be called again."""
@@ -196,6 +201,8 @@ class Router:
         try:
             plan = await self._source.route(query, traceparent, timeout_s, wish)
         except LostError as error:
+            if wish is not None:
+                self._stock.not_told(wish)
             if not self._alone:  # said once, not once per request
                 log.warning("routing_without_scheduler", error=str(error))
             self._alone = True

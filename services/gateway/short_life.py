@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from kvmesh.console.request_log import Moment
+from kvmesh.console.request_log import Moment, RequestTrace
 from kvmesh.core.errors import DeadlineError, KvMeshError, LostError, StructureError
 from kvmesh.core.types import (
     Candidate,
@@ -66,14 +66,11 @@ def short_life(
     mesh: Mesh,
     request: GenerationRequest,
     begun: Begun,
-    lane: TokenLane | None,
-    meter: Meter | None,
 ) -> ShortLife | None:
     """Sends a request to the worker of a plan made ahead; None if that cannot be.
 
     Args:
         begun: is told what was tried.
-        meter: given, tokens come many together, the last ones at the end.
     """
     sampling = request.sampling
     facts = mesh.router.facts
@@ -115,7 +112,6 @@ def short_life(
         start_within_ms=max(1, round(left_s * 1000)),
     )
     life = ShortLife(mesh, request, begun, session, plan, left_s)
-    life.lane, life.meter = lane, meter
     life.start(message)
     return life
 
@@ -133,8 +129,7 @@ class ShortLife:
     """One request at one worker; `next` gives its tokens, `close` ends it.
 
     Attributes:
-        lane: takes what it can of the tokens.
-        meter: is told of all tokens, which come many together then.
+        placed: where it runs.
     """
 
     def __init__(
@@ -152,12 +147,11 @@ class ShortLife:
         self._session = session
         self._plan = plan
         self._left_s = left_s
-        self.lane: TokenLane | None = None
-        self.meter: Meter | None = None
+        self._lane: TokenLane | None = None
+        self._meter: Meter | None = None
         worker = session.worker_id
-        self._placed = Placed(Placement.AGGREGATED, worker, worker, plan.cause)
+        self.placed = Placed(Placement.AGGREGATED, worker, worker, plan.cause)
         self._key = (request.request_id, _FIRST_ATTEMPT)
-        self._trace = mesh.log.trace(request.request_id)
         self._loop = asyncio.get_running_loop()
         self._position = len(request.prompt_ids)
         self._pending: list[int] = []
@@ -171,6 +165,8 @@ class ShortLife:
         self._is_accepted = False
         self._is_open = False
         self._progress_at = begun.arrived_at
+        self._accepted_at: float | None = None
+        self._trace: RequestTrace
 
     def start(self, message: DecodeReserve) -> None:
         """Sends the request to the worker."""
@@ -181,12 +177,22 @@ class ShortLife:
         mesh.crowd.enter(self._request.tenant.name)
         mesh.waiting.count += 1
         self._is_waiting = True
-        plan = self._plan
-        self._trace.note(Moment.ROUTED, now, text=f"{plan.policy}: {plan.reason}")
         limits = mesh.limits
         # Early enough for any limit; what is due then is looked up when it is over.
         soonest_s = min(ANSWER_TIMEOUT_S, self._left_s, limits.prefill_timeout_s, limits.stall_s)
         self._timer = self._loop.call_at(now + soonest_s, self._look)
+
+    def follow(self, lane: TokenLane | None, meter: Meter | None) -> None:
+        """Says who is told of tokens, in the same turn of the loop that began it.
+
+        Args:
+            lane: takes what it can of the tokens.
+            meter: is told of all tokens, which come many together then, the last ones at the end.
+        """
+        self._lane, self._meter = lane, meter
+        self._trace = self._mesh.log.trace(self._request.request_id)
+        text = f"{self._plan.policy}: {self._plan.reason}"
+        self._trace.note(Moment.ROUTED, self._begun.arrived_at, text=text)
 
     async def next(self) -> TokenDelta:
         """The next tokens that did not go by the lane.
@@ -209,7 +215,7 @@ class ShortLife:
         token_ids, self._pending = tuple(self._pending), []
         num_told, self._num_told = self._num_told, 0
         cached = self._begun.cached_tokens or 0
-        return TokenDelta(token_ids, (), self._finish, cached, self._placed, (), num_told)
+        return TokenDelta(token_ids, (), self._finish, cached, self.placed, (), num_told)
 
     def close(self) -> None:
         """Ends what is open. May be called again."""
@@ -222,6 +228,7 @@ class ShortLife:
             self._session.cancel_decode(self._key)
         if self._is_accepted:
             self._is_accepted = False
+            self._book()
             self._mesh.connections.ended(self._session.worker_id)
 
     # --- from the worker ---
@@ -272,31 +279,48 @@ class ShortLife:
             self._not_taken()
 
     def _accepted(self, lease_ms: int) -> None:
-        mesh, now, worker = self._mesh, self._loop.time(), self._session.worker_id
         self._is_accepted = True
         self._begun.first_try = None  # carried out: if it is lost now, another plan is needed
-        self._progress_at = now
+        self._progress_at = self._accepted_at = self._loop.time()
         self._session.hold(self._key, lease_ms)
-        self._trace.note(Moment.RESERVED, now, worker)
+        # The first token may have come along: it goes out before anything is noted.
+        self._loop.call_soon(self._book)
+
+    def _book(self) -> None:
+        """Notes that the worker took the request, once."""
+        at, self._accepted_at = self._accepted_at, None
+        if at is None:
+            return
+        mesh, worker = self._mesh, self._session.worker_id
+        self._trace.note(Moment.RESERVED, at, worker)
         self._search_ends(placed=True)
         mesh.metrics.prefill_offers.observe(1)
         mesh.connections.accepted(worker)
-        self._begun.phases.accepted(now)
-        self._trace.placed(now, Placement.AGGREGATED, worker, worker)
+        self._begun.phases.accepted(at)
+        self._trace.placed(at, Placement.AGGREGATED, worker, worker)
 
     def _first(self, first: PrefillFirstToken) -> None:
         now, begun, worker = self._loop.time(), self._begun, self._session.worker_id
         if not self._is_accepted or begun.tokens:
             self._fail(WorkLostError(worker, "token_gap", "a first token out of order"))
             return
-        self._mesh.prefill_times.note(self._position, now - self._progress_at)
-        begun.cached_tokens = self._trace.cached_tokens = first.cached_tokens
-        self._trace.note(Moment.FIRST_TOKEN, now, worker)
+        begun.cached_tokens = first.cached_tokens
         finish = finish_reason_from_proto(first.finish_reason)
+        token_ids = (first.token_id,)
+        is_sent = finish is None and self._begins_lane(token_ids, now)
+        self._book()
+        self._mesh.prefill_times.note(self._position, now - self._progress_at)
+        self._trace.cached_tokens = first.cached_tokens
+        self._trace.note(Moment.FIRST_TOKEN, now, worker)
         if finish is None:
             self._trace.note(Moment.HANDED_OFF, now, worker)
             self._session.release(self._key)
-        self._take((first.token_id,), finish, first.error, now)
+        begun.phases.token(now)
+        if is_sent:
+            self._progress_at = now
+            begun.tokens.extend(token_ids)
+        else:
+            self._take(token_ids, finish, first.error, now)
         early, self._early = self._early, []
         for tokens in early:
             self._take_tokens(tokens)
@@ -319,7 +343,7 @@ class ShortLife:
         now = self._loop.time()
         if finish is None:
             if self._wake is not None and not self._wake.done() and not self._pending:
-                lane = self.lane
+                lane = self._lane
                 if lane is not None and token_ids and lane.push(token_ids, now):
                     self._begun.tokens.extend(token_ids)
                     self._progress_at = now
@@ -345,15 +369,20 @@ class ShortLife:
         begun.tokens.extend(token_ids)
         self._pending.extend(token_ids)
         self._finish = finish
-        if is_first:
-            begun.phases.token(now)
         if finish is not None:
             begun.phases.finished(now)
-        if self.meter is not None:
-            (self.meter.first if is_first else self.meter.tokens)(len(token_ids), now)
+        meter = self._meter
+        if meter is not None:
+            (meter.first if is_first else meter.tokens)(len(token_ids), now)
             self._num_told += len(token_ids)
-        if finish is not None or self.meter is None or len(self._pending) >= MAX_TOGETHER:
+        if finish is not None or meter is None or len(self._pending) >= MAX_TOGETHER:
             self._wake_up()
+
+    def _begins_lane(self, token_ids: Sequence[int], now: float) -> bool:
+        """Sends the first tokens with all that comes before them, if that is prepared."""
+        lane, wake = self._lane, self._wake
+        waits = wake is not None and not wake.done()
+        return lane is not None and waits and lane.first(token_ids, now)
 
     # --- ends ---
 

@@ -56,10 +56,18 @@ class ChunkTemplate:
         self._head = "data: " + head
         self._tail += "\n\n"
 
+    def event(self, text: str) -> bytes:
+        """The event with this text."""
+        return (self._head + encode_basestring(text) + self._tail).encode()
+
     def chunk(self, text: str) -> bytes:
         """The event with its chunk's head and end."""
         event = (self._head + encode_basestring(text) + self._tail).encode()
         return b"%x\r\n%b\r\n" % (len(event), event)
+
+
+Open = Callable[[bytes], None]
+"""Sends the head of an answer together with its first events."""
 
 
 class TokenLane:
@@ -73,6 +81,45 @@ class TokenLane:
         self.detokenizer: Detokenizer | None = None
         self.record: RequestRecord | None = None
         self._writer: Writer | None = None
+        self._opening: tuple[Writer, ChunkTemplate, ChoiceText, Open, bytes] | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether tokens are let through."""
+        return self._writer is not None
+
+    def prepare(
+        self,
+        writer: Writer,
+        template: ChunkTemplate,
+        choice: ChoiceText,
+        send: Open,
+        opening: bytes,
+    ) -> None:
+        """Gets ready to begin the answer with the first tokens.
+
+        Args:
+            send: sends the answer's head and its first events.
+            opening: the events before the first text.
+        """
+        self._opening = writer, template, choice, send, opening
+
+    def first(self, token_ids: Sequence[int], now: float) -> bool:
+        """Begins the answer, if that is prepared; as `push`, which may be called from then on."""
+        if self._opening is None:
+            return False
+        writer, template, choice, send, opening = self._opening
+        if writer.is_closing():
+            return False
+        assert self.record is not None, "prepared"
+        assert self.detokenizer is not None, "prepared"
+        self._opening = None
+        text = self.detokenizer.plain(token_ids)
+        send(opening + template.event(text) if text else opening)
+        choice.token_ids.extend(token_ids)
+        self.record.first(len(token_ids), now)
+        self.open(writer, template, choice)
+        return True
 
     def open(self, writer: Writer, template: ChunkTemplate, choice: ChoiceText) -> None:
         """Lets tokens through; all before them must be written."""
@@ -87,7 +134,7 @@ class TokenLane:
 
     def close(self) -> None:
         """Lets no more through. May be called again."""
-        self._writer = None
+        self._writer = self._opening = None
 
     def push(self, token_ids: Sequence[int], now: float) -> bool:
         """Sends the text of the next tokens.

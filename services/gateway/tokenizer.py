@@ -19,6 +19,7 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 import tokenizers
+from jinja2.runtime import new_context
 
 from kvmesh.core.errors import CheckpointError, InvalidRequestError
 from services.gateway.reasoning import ReasoningFamily, reasoning_named
@@ -110,7 +111,10 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            context = self._template.new_context(variables, shared=True)
+            template = self._template
+            context = new_context(
+                template.environment, template.name, template.blocks, variables, shared=True
+            )
             return "".join(self._template.root_render_func(context))
         except (jinja2.TemplateError, TypeError, RecursionError) as error:
             message = f"the chat template does not accept these messages: {error}"

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 
+from services.gateway.held_text import held_back
 from services.gateway.tool_marked import SteppedCalls
-from services.gateway.tool_scanner import CallArguments, CallStart, Piece, held_back
+from services.gateway.tool_scanner import CallArguments, CallStart, Piece
 from services.gateway.tool_xml import PlainValue, Schemas, is_text_only, types_of
 
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"

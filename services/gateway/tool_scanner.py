@@ -10,6 +10,8 @@ import json
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from services.gateway.held_text import HeldText
+
 _ARGUMENTS = ("arguments", "parameters")
 
 
@@ -93,6 +95,7 @@ class CallScanner:
         self._string: list[str] = []  # the string being read, quotes included
         self._value: list[str] = []  # of arguments, as far as it is read and not passed on
         self._value_begin = ""  # its first character that is no white space
+        self._space: list[str] = []  # after what is read of the value; part of it if more comes
         self._has_started = False
         self._in_arguments = False
         self._is_value = False
@@ -134,9 +137,17 @@ class CallScanner:
         elif before == 1 and char == ",":
             self._is_value = self._in_arguments = False
         if self._in_arguments and not self.done:
-            self._value.append(char)
-            if not self._value_begin and not char.isspace():
-                self._value_begin = char
+            self._take_value(char)
+
+    def _take_value(self, char: str) -> None:
+        if char.isspace():
+            if self._value_begin:
+                self._space.append(char)
+            return
+        self._value_begin = self._value_begin or char
+        self._value += self._space
+        self._space.clear()
+        self._value.append(char)
 
     def _take_string(self) -> None:
         try:
@@ -164,14 +175,13 @@ class CallScanner:
     def _arguments(self) -> str:
         """More of the arguments, as far as they are sure."""
         if self._value_begin == "{":
-            value = "".join(self._value)
-            sure = value.rstrip()
-            self._value = [value[len(sure) :]]
-            return sure if self._has_started else sure.lstrip()
+            sure = "".join(self._value)
+            self._value.clear()
+            return sure
         if not self.done:
             return ""  # no object: known when it is complete
         try:
-            plain = json.loads("".join(self._value).strip() or "null")
+            plain = json.loads("".join(self._value) or "null")
             if isinstance(plain, str) and plain.encode():
                 return str(plain)
         except (ValueError, RecursionError):
@@ -179,37 +189,20 @@ class CallScanner:
         return "{}"
 
 
-def held_back(text: str, marker: str) -> int:
-    """Length of the longest end of `text` with which `marker` begins."""
-    for length in range(min(len(marker) - 1, len(text)), 0, -1):
-        if marker.startswith(text[-length:]):
-            return length
-    return 0
-
-
 class MarkedText:
-    """Text up to a marker; white space right before the marker is dropped."""
+    """Text for the reader up to a marker; white space right before the marker is dropped."""
 
     def __init__(self, marker: str) -> None:
-        self._marker = marker
-        self._held = ""
+        self._held = HeldText(marker)
 
     def push(self, text: str) -> tuple[list[Piece], str | None]:
         """What may be shown, and what follows the marker once it came."""
-        text = self._held + text
-        before, found, after = text.partition(self._marker)
-        if found:
-            self._held = ""
-            return content_of(before.rstrip()), after
-        sure = len(text) - held_back(text, self._marker)
-        shown = text[:sure].rstrip()
-        self._held = text[len(shown) :]
-        return content_of(shown), None
+        shown, after = self._held.push(text)
+        return content_of(shown), after
 
     def finish(self) -> list[Piece]:
         """No marker came any more."""
-        held, self._held = self._held, ""
-        return content_of(held)
+        return content_of(self._held.finish())
 
 
 def content_of(text: str) -> list[Piece]:

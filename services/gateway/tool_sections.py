@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 
+from services.gateway.held_text import held_back
 from services.gateway.tool_marked import MarkedCalls
 from services.gateway.tool_scanner import (
     CallArguments,
@@ -15,7 +16,6 @@ from services.gateway.tool_scanner import (
     Content,
     JsonSpan,
     Piece,
-    held_back,
 )
 
 

@@ -10,8 +10,9 @@ import json
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+from services.gateway.held_text import held_back
 from services.gateway.tool_marked import SteppedCalls
-from services.gateway.tool_scanner import CallArguments, CallStart, Piece, held_back
+from services.gateway.tool_scanner import CallArguments, CallStart, Piece
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """Name of a tool → JSON schema of its parameters."""

@@ -115,7 +115,7 @@ async def held_up(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
     """All reads go over a link that can be held up."""
     async with AsyncExitStack() as links:
         endpoints: dict[Endpoint, Endpoint] = {}
-        plain = prefix_fetch._lease_of
+        plain = prefix_fetch.lease_of
 
         def lease_over_link(message: pb.ReadLease) -> ReadLease:
             lease = plain(message)
@@ -136,7 +136,7 @@ async def held_up(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
             return message
 
         monkeypatch.setattr(PoolClient, "lease", lease)
-        monkeypatch.setattr(prefix_fetch, "_lease_of", lease_over_link)
+        monkeypatch.setattr(prefix_fetch, "lease_of", lease_over_link)
         yield
 
 

@@ -248,7 +248,7 @@ async def test_a_drain_waits_for_those_who_read_and_lends_nothing_more(pair: Pai
     result = await pair.fetch()
     assert (result.outcome, result.reason) == (FetchOutcome.REFUSED, "draining")
     into = memoryview(bytearray(pair.reader.core.spec.layout.block_bytes))
-    lease = prefix_fetch._lease_of(message)
+    lease = prefix_fetch.lease_of(message)
     await pair.reader.fetcher._reader.get(lease, [BlockRun(0, 1)], [into])
     assert not leaving.done()
     request = pb.ReleaseBlocksRequest(
@@ -319,7 +319,7 @@ async def test_a_lease_that_nobody_reads_by_ends_and_admits_no_read() -> None:
         message = await pair.lease(client)
         assert message.num_blocks == message.num_leased == 37
         await until(lambda: pair.holder.pool.is_idle)
-        lease = prefix_fetch._lease_of(message)
+        lease = prefix_fetch.lease_of(message)
         into = memoryview(bytearray(pair.reader.core.spec.layout.block_bytes))
         with pytest.raises(RefusedError) as caught:
             await pair.reader.fetcher._reader.get(lease, [BlockRun(0, 1)], [into])
@@ -348,7 +348,7 @@ async def test_leased_blocks_outlive_the_need_for_room(pair: Pair) -> None:
     message = await pair.lease(client)
     taken = pool.allocate(pool.num_free)  # evicts all that is not held
     assert pool.match(HASHES) != []
-    lease = prefix_fetch._lease_of(message)
+    lease = prefix_fetch.lease_of(message)
     into = bytearray(37 * pair.reader.core.spec.layout.block_bytes)
     run = BlockRun(0, 37)
     await pair.reader.fetcher._reader.get(lease, [run], [memoryview(into)])

@@ -164,6 +164,34 @@ async def test_thinking_is_an_item_of_its_own(stack: Stack) -> None:
     assert "<think>let me see</think><|start|>assistant\nyes<|end|>" in prompt(stack)
 
 
+SCORED: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+
+
+@pytest.mark.parametrize("thinks", ["<think>\nlet me see\n</think>\n\n", ""])
+async def test_log_probabilities_of_the_message(stack: Stack, thinks: str) -> None:
+    stack.says(f"{thinks}yes, it is")
+    whole = await stack.client.responses.create(model=MODEL, input="hello", **SCORED)
+    Response.model_validate(whole.to_dict())
+    assert whole.top_logprobs == 2
+    message = whole.output[-1]
+    assert message.type == "message"
+    part = message.content[0]
+    assert part.type == "output_text"
+    scores = part.logprobs or []
+    assert "".join(score.token for score in scores) == "yes, it is"
+    assert [top.logprob for top in scores[0].top_logprobs] == [-0.25, -1.5]
+    events = await events_of(stack, **SCORED)
+    told = [
+        score
+        for event in events
+        if event.type == "response.output_text.delta"
+        for score in event.logprobs
+    ]
+    assert [score.token for score in told] == [score.token for score in scores]
+    (done,) = [event for event in events if event.type == "response.output_text.done"]
+    assert [score.logprob for score in done.logprobs] == [score.logprob for score in scores]
+
+
 async def test_a_response_cut_while_thinking(stack: Stack) -> None:
     stack.says("<think>let me see what")
     answer = await stack.client.responses.create(model=MODEL, input="hello", max_output_tokens=9)
@@ -245,6 +273,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),
     ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
     ({"background": True}, "background"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({**SCORED, "top_logprobs": 21}, "top_logprobs"),
+    ({"include": ["file_search_call.results"]}, "include[0]"),
     (
         {"text": {"format": {"type": "json_schema", "name": "n" * 257, "schema": {}}}},
         "text.format.name",

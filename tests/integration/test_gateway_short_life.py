@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator
+import re
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import openai
 import pytest
 
 from kvmesh.core.types import Placement, RefusalReason
 from kvmesh.policy import plans_ahead
 from services.gateway.short_life import ShortLife
+from services.gateway.token_lane import TokenLane
 from tests.integration.gateway_fake_worker import MODEL, Behaviour
 from tests.integration.gateway_stack import TWO_PAIRS, Stack, gateway_stack
 
@@ -73,6 +76,18 @@ async def ask(stack: Stack, *, stream: bool) -> str:
     return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
 
 
+async def _raw(stack: Stack, **more: Any) -> bytes:
+    """The events of a stream, without what differs from call to call."""
+    headers = {"x-request-id": "same"}
+    body = {**CHAT, "stream": True, **more}
+    async with (
+        aiohttp.ClientSession(stack.url) as session,
+        session.post("/v1/chat/completions", json=body, headers=headers) as response,
+    ):
+        assert "x-kvmesh-decode-worker" in response.headers
+        return re.sub(rb'"created":\d+', b"", await response.read())
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_answer_is_that_of_the_long_way(
     stack: Stack, num_short: list[str], stream: bool
@@ -95,6 +110,27 @@ async def test_an_answer_is_that_of_the_long_way(
     assert len(stack.mesh.queries) == asked
     counted = [value - was for value, was in zip(after, before, strict=True)]
     assert counted == [len(stack.mesh.output) + 1, 1, 1, 1]
+
+
+async def test_the_first_token_goes_out_as_it_comes_off_the_wire(
+    stack: Stack, num_short: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began: list[bool] = []
+    first = TokenLane.first
+
+    def noted(self: TokenLane, token_ids: Sequence[int], now: float) -> bool:
+        began.append(first(self, token_ids, now))
+        return began[-1]
+
+    monkeypatch.setattr(TokenLane, "first", noted)
+    await stocked(stack, num_short)
+    assert await ask(stack, stream=True) == SAYS
+    assert (len(num_short), began) == (1, [True])
+    # Stop strings may hold text back, so with them nothing goes out before a task looks at it.
+    bodies = [await _raw(stack, **more) for more in ({}, {"stop": ["\0"]})]
+    assert began == [True, True]
+    assert bodies[0] == bodies[1]
+    await stack.idle()
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -230,5 +266,14 @@ async def test_a_request_runs_no_longer_than_it_may(
         with pytest.raises(openai.APIStatusError) as late:
             await ask(stack, stream=False)
         assert late.value.status_code == 504
+        assert len(num_short) == 1
+        await stack.idle()
+        await stocked(stack, num_short)
+        for worker in stack.mesh.workers.values():
+            worker.does.stall_decode_after = 2
+        # The head went out with the first token: what ends the stream is an event.
+        with pytest.raises(openai.APIError, match="longer than") as cut:
+            await ask(stack, stream=True)
+        assert not isinstance(cut.value, openai.APIStatusError)
         assert len(num_short) == 1
         await stack.idle()

@@ -233,6 +233,7 @@ class EngineCore:
             self._released_in_flight.append(sequence)
         elif not self.fills.defers(sequence):
             self._free_blocks(sequence)
+        sequence.on_end()
 
     def _leave(self, sequence: Sequence) -> None:
         if sequence.state is SequenceState.HELD:

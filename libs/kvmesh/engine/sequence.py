@@ -71,6 +71,7 @@ class Sequence:
         prompt_logprobs: those found so far, from the prompt's second token on.
         remote: a part of the prefix whose KV another worker holds.
         on_emission, on_progress: called on the event loop after a step.
+        on_end: called on the event loop when it is GONE.
         on_layers: called in the engine's thread while it computes the step that gives the first
             token, with the number of layers whose KV is written.
     """
@@ -90,6 +91,7 @@ class Sequence:
     remote: RemotePrefix | None = None
     on_emission: Callable[[Emission], None] = field(default=_no_emission)
     on_progress: Callable[[], None] = field(default=_no_progress)
+    on_end: Callable[[], None] = field(default=_no_progress)
     on_layers: Callable[[int], None] | None = None
 
     @property

@@ -30,7 +30,7 @@ LOW_SHARE = 4
 """Who finds a part of the last plans that is no more than one in so many has the next ones made."""
 
 MAX_KINDS = 64
-"""Kinds of which a gateway remembers how often they come."""
+"""Kinds of which a gateway remembers how often they come: those that came last."""
 
 
 @quick
@@ -143,7 +143,7 @@ class PlanStock:
         shelf = self._shelves.get(kind)
         if shelf is None:
             if len(self._shelves) >= MAX_KINDS:
-                self._shelves.clear()
+                del self._shelves[min(self._shelves, key=self._last_came)]
             shelf = self._shelves[kind] = _Shelf()
         shelf.arrivals.append(now)
         plans = shelf.plans
@@ -173,6 +173,14 @@ class PlanStock:
         used, self._used = self._used, 0
         tokens, self._used_tokens = self._used_tokens, 0
         return Wish(kind, count, used, tokens)
+
+    def not_told(self, wish: Wish) -> None:
+        """The scheduler did not hear of a wish: the next one tells what it told."""
+        self._used += wish.used
+        self._used_tokens += wish.used_tokens
+
+    def _last_came(self, kind: PlanKind) -> float:
+        return self._shelves[kind].arrivals[-1]
 
     def put(self, kind: PlanKind, plans: Iterable[RoutePlan], now: float) -> None:
         """Takes plans in; those that are not expected are dropped."""

@@ -52,6 +52,7 @@ class QueryTask:
         remote_tokens: of the prefix, with their KV elsewhere.
         num_layers, num_heads, head_dim: of the model; heads of queries.
         num_chunks: steps that the new tokens are computed in.
+        later_tokens: that may be generated with the prefix still elsewhere; each asks for itself.
     """
 
     new_tokens: int
@@ -60,16 +61,18 @@ class QueryTask:
     num_heads: int
     head_dim: int
     num_chunks: int = 1
+    later_tokens: int = 0
 
     @property
     def num_questions(self) -> int:
-        """One per layer and chunk."""
-        return self.num_layers * self.num_chunks
+        """One per layer and step."""
+        return self.num_layers * (self.num_chunks + self.later_tokens)
 
     @property
     def num_units(self) -> int:
         """Attention in the units of `QuerySpeed`."""
-        per_layer = self.new_tokens * self.remote_tokens * self.num_heads * self.head_dim
+        queries = self.new_tokens + self.later_tokens
+        per_layer = queries * self.remote_tokens * self.num_heads * self.head_dim
         return per_layer * self.num_layers
 
 

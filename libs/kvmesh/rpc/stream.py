@@ -59,6 +59,7 @@ class Outbox(Generic[ItemT]):
         self._wake = asyncio.Event()
         self._closed = False
         self._take: Callable[[list[ItemT]], None] | None = None
+        self._at_once = False
         self._is_due = False
         self._held = False
 
@@ -70,13 +71,19 @@ class Outbox(Generic[ItemT]):
         if self._take is None:
             self._wake.set()
         elif not self._is_due:
+            if self._at_once:
+                self._flush()
             # At the end of this round of the loop: what is ready together goes out together.
             self._is_due = True
             asyncio.get_running_loop().call_soon(self._flush)
 
-    def divert(self, take: Callable[[list[ItemT]], None]) -> None:
-        """Hands what is queued to `take` from now on; the iteration then only sees the end."""
-        self._take = take
+    def divert(self, take: Callable[[list[ItemT]], None], *, at_once: bool = False) -> None:
+        """Hands what is queued to `take` from now on; the iteration then only sees the end.
+
+        Args:
+            at_once: the first message of a round of the event loop does not wait for others.
+        """
+        self._take, self._at_once = take, at_once
         self._flush()
 
     def hold(self, held: bool) -> None:
@@ -280,7 +287,7 @@ class PeerStream(Generic[RequestT, ResponseT]):
         connection = await self._direct.connect(str(offer), self._on_message, local_name)
         if connection is not None:
             connection.on_hold = outbox.hold
-            outbox.divert(connection.send)
+            outbox.divert(connection.send, at_once=True)
         return connection
 
     async def _guard(self, call: Any, connection: FramedConnection) -> str:

@@ -35,8 +35,8 @@ from kvmesh.runtime.decode_role import DecodeRole
 from kvmesh.runtime.handover import Handover
 from kvmesh.runtime.local_start import PrefillOutbox, StartedOutbox
 from kvmesh.runtime.prefill_attempt import PrefillAttempt
-from kvmesh.runtime.prefix_fetch import PrefixFetcher
 from kvmesh.runtime.prefix_queries import PrefixQueries
+from kvmesh.runtime.prefix_sources import PrefixSources
 from kvmesh.runtime.worker_parts import WorkerParts
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.telemetry.tracing import Span, start_span
@@ -59,7 +59,7 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         parts: WorkerParts,
         channels: ChannelPool,
         decode: DecodeRole,
-        fetcher: PrefixFetcher | None,
+        sources: PrefixSources | None,
         *,
         slots: int,
         mode: TransferMode | None = None,
@@ -68,7 +68,7 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         """`mode` is for all requests; None lets the policy choose for each.
 
         Args:
-            fetcher: None computes what other workers are said to hold.
+            sources: None computes what other workers are said to hold.
             queries: None asks nobody for a prefix.
         """
         self._identity = parts.identity
@@ -82,7 +82,7 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         self._metrics = parts.metrics
         self._channels = channels
         self._decode = decode
-        self._fetcher, self._queries = fetcher, queries
+        self._sources, self._queries = sources, queries
         decode.local_prefill = self
         self._slots = slots
         self._attempts: dict[tuple[PrefillOutbox, RequestId, int], PrefillAttempt] = {}
@@ -233,7 +233,7 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
 
     def _source(self, message: pb.PrefillOffer | DecodeReserve) -> PrefixSource | None:
         """Whom to fetch a prefix from before computing."""
-        if self._fetcher is None or not message.HasField("source"):
+        if self._sources is None or not message.HasField("source"):
             return None
         return prefix_source_from_proto(message.source)
 
@@ -299,18 +299,12 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
             self._put_failed(attempt, Refusal(RefusalReason.LOST, str(error)))
 
     async def _bring_prefix(self, attempt: PrefillAttempt, source: PrefixSource) -> None:
-        """Fetches what another worker holds; what is missing then is computed."""
+        """Fetches what another worker holds, or asks there; what is missing then is computed."""
         sequence = attempt.sequence
         assert sequence is not None
-        assert self._fetcher is not None, "a source is taken by who can fetch"
-        result = await self._fetcher.fill(source, sequence)
-        attempt.span.event(
-            "prefix_fetch",
-            holder=source.worker_id,
-            outcome=result.outcome.value,
-            fetched_tokens=result.num_fetched * self._core.block_size,
-            seconds=result.seconds,
-        )
+        assert self._sources is not None, "a source is taken by who can fetch"
+        may_stay = self._is_local(attempt.reservation)
+        await self._sources.bring(attempt, source, may_stay=may_stay)
         if sequence.state is SequenceState.GONE:
             raise RefusedError(Refusal(RefusalReason.STALE, "the reservation was cancelled"))
         self._choose_way(attempt)

@@ -207,23 +207,49 @@ class PrefixFetcher:
         self._shunned = {name: until for name, until in self._shunned.items() if now < until}
         self._shunned[source.worker_id, source.incarnation] = now + SHUN_S
 
-    async def _bring(self, source: PrefixSource, fill: PrefixFill) -> int:
-        """Leases, reads, gives back; returns the bytes read."""
+    async def borrow(
+        self, source: PrefixSource, hashes: Sequence[BlockHash], num_held: int
+    ) -> pb.ReadLease:
+        """Leases what a source has of some blocks; to be given back, whatever comes.
+
+        Args:
+            num_held: leading blocks that are not wanted.
+
+        Raises:
+            RefusedError: the source says no.
+            LostError: it does not answer, or is another one by now, or was lost a moment ago.
+        """
+        if self._is_shunned(source):
+            raise LostError(f"{source.worker_id} was lost a moment ago")
         request = pb.LeaseBlocksRequest(
             incarnation=source.incarnation,
             reader_worker_id=self._identity.worker_id,
             layout=kv_layout_to_proto(self._core.spec.layout),
-            block_hashes=join_hashes(fill.hashes),
-            num_held=fill.num_held,
+            block_hashes=join_hashes(hashes),
+            num_held=num_held,
         )
         message = await self._client.lease(
             source.control_endpoint, request, self._options.lease_timeout_s
         )
+        if (message.worker_id, message.incarnation) != (source.worker_id, source.incarnation):
+            self.give_back(source, message)
+            raise LostError(f"{message.worker_id} answers at this address")
+        if message.num_blocks > len(hashes):
+            self.give_back(source, message)
+            raise LostError(f"{message.num_blocks} of {len(hashes)} blocks are leased")
+        return message
+
+    def estimate_s(self, source: PrefixSource, num_blocks: int) -> float | None:
+        """Seconds until so many blocks of a source would be here; None while that is not known."""
+        key = LinkKey(source.worker_id, GET, "received")
+        return self._links.of(key).view(key).estimate_s(num_blocks * self._block_bytes)
+
+    async def _bring(self, source: PrefixSource, fill: PrefixFill) -> int:
+        """Leases, reads, gives back; returns the bytes read."""
+        message = await self.borrow(source, fill.hashes, fill.num_held)
         try:
-            if (message.worker_id, message.incarnation) != (source.worker_id, source.incarnation):
-                raise LostError(f"{message.worker_id} answers at this address")
-            if not fill.num_held < message.num_blocks <= len(fill.hashes):
-                raise LostError(f"{message.num_blocks} of {len(fill.hashes)} blocks are leased")
+            if not fill.num_held < message.num_blocks:
+                raise LostError(f"{message.num_blocks} blocks are leased, {fill.num_held} are here")
             blocks = fill.open(message.num_blocks)
             if blocks is None:
                 raise _NoRoomError
@@ -235,13 +261,13 @@ class PrefixFetcher:
                     fill.close(0)
                     text = f"{message.num_leased} blocks are leased, {len(blocks)} are missing"
                     raise LostError(text)
-                await self._read(_lease_of(message), fill, blocks, meter)
+                await self._read(lease_of(message), fill, blocks, meter)
             finally:
                 meter.end(num_bytes, self._clock.now())
             meter.frames += 1
             return num_bytes
         finally:
-            self._give_back(source, message)
+            self.give_back(source, message)
 
     async def _read(
         self, lease: ReadLease, fill: PrefixFill, blocks: Sequence[int], meter: LinkMeter
@@ -277,7 +303,7 @@ class PrefixFetcher:
         for block, length in runs:
             self._memory.written(block, length)
 
-    def _give_back(self, source: PrefixSource, lease: pb.ReadLease) -> None:
+    def give_back(self, source: PrefixSource, lease: pb.ReadLease) -> None:
         """Tells the holder, whoever waits for the prefix; unheard, the lease runs out by itself."""
         request = pb.ReleaseBlocksRequest(
             incarnation=lease.incarnation, lease_id=lease.lease_id, capability=lease.capability
@@ -301,7 +327,8 @@ class PrefixFetcher:
         return not self._releases and not self._core.fills.num_open and self._shared.is_idle
 
 
-def _lease_of(message: pb.ReadLease) -> ReadLease:
+def lease_of(message: pb.ReadLease) -> ReadLease:
+    """A lease as readers and askers show it."""
     route = None
     if message.HasField("host_route"):
         route = HostRoute(message.host_route.host_id, message.host_route.socket_path)

@@ -2,7 +2,8 @@
 
 The decode worker that a prompt is computed for often holds more of it than the prefill worker: the
 last turn of a conversation ended there. Its reservation is the right to ask about the blocks that
-it found cached. They need not move: decode goes on with them where they are.
+it found cached. They need not move: decode goes on with them where they are. What a third worker
+holds is left to `source_queries.py`.
 Tests: tests/integration/test_prefix_queries.py.
 """
 
@@ -14,12 +15,14 @@ from kvmesh.core.errors import ConfigError
 from kvmesh.engine.core import EngineCore
 from kvmesh.engine.protocol import PartialAttention, RemotePrefix
 from kvmesh.engine.remote import leave_remote
+from kvmesh.engine.sequence import Sequence
 from kvmesh.policy.link import LinkView
 from kvmesh.policy.preemption import with_sample
 from kvmesh.policy.query_cost import QueryDecision, QueryTask, choose_query
 from kvmesh.runtime.prefill_attempt import PrefillAttempt
 from kvmesh.runtime.query_metrics import QueryMetrics
 from kvmesh.transfer.asker import Asker, Holder, RemoteBlocks
+from kvmesh.transfer.lane import PeerKey
 
 _FULL_STEPS = 4
 
@@ -100,32 +103,66 @@ class PrefixQueries:
         if attempt.source is not None and link is not None:
             fetch_s = link.estimate_s(len(blocks) * self._core.spec.layout.block_bytes)
         new_tokens = len(sequence.tokens) - blocks.stop * size
-        decision = self._decide(new_tokens, len(blocks), holder, fetch_s)
-        attempt.span.event("prefix_query", query=decision.query, reason=decision.reason)
-        if not decision.query:
-            self._metrics.prefixes.labels("left").inc()
+        if not self._decide(attempt, holder.peer, self._task(new_tokens, len(blocks)), fetch_s):
             return
-        self._metrics.prefixes.labels("asked").inc()
-        self._metrics.tokens.inc(len(blocks) * size)
-        remote = RemotePrefix(blocks, RemoteBlocks(self._asker, holder, blocks))
-        leave_remote(sequence, remote, self._core.pool)
+        # A reservation names the blocks by their places in the prompt.
+        self.leave(sequence, holder, blocks, blocks)
         if attempt.source is not None:
             attempt.source = None
             self._core.run(sequence)
 
-    def _decide(
-        self, new_tokens: int, num_blocks: int, holder: Holder, fetch_s: float | None
-    ) -> QueryDecision:
-        if self._mode is not QueryMode.AUTO:
-            return QueryDecision(self._mode is QueryMode.ALWAYS, f"fetch.query={self._mode.value}")
+    def pays_to_leave(
+        self, attempt: PrefillAttempt, peer: PeerKey, blocks: range, fetch_s: float | None
+    ) -> bool:
+        """Whether a prompt that is decoded here should ask a third worker, to its last token.
+
+        Args:
+            blocks: of the prompt, that this worker lacks and the peer holds.
+            fetch_s: until they would be here; None: not known, and so taken to be soon enough.
+        """
+        sequence = attempt.sequence
+        assert sequence is not None, "admitted"
+        if not blocks or sequence.scores_prompt or not self._asker.answers(peer):
+            return False
+        if fetch_s is None and self._mode is QueryMode.AUTO:
+            return False
+        new_tokens = len(sequence.tokens) - blocks.stop * self._core.block_size
+        most = sequence.spec.sampling.max_tokens - sequence.num_generated
+        task = self._task(new_tokens, len(blocks), later_tokens=max(most - 1, 0))
+        return self._decide(attempt, peer, task, fetch_s)
+
+    def leave(self, sequence: Sequence, holder: Holder, blocks: range, claimed: range) -> None:
+        """Lets a sequence that has computed nothing go on behind blocks that stay where they are.
+
+        Args:
+            claimed: the blocks' indexes in what the holder's claim names.
+        """
+        self._metrics.tokens.inc(len(blocks) * self._core.block_size)
+        remote = RemotePrefix(blocks, RemoteBlocks(self._asker, holder, claimed))
+        leave_remote(sequence, remote, self._core.pool)
+
+    def _task(self, new_tokens: int, num_blocks: int, later_tokens: int = 0) -> QueryTask:
         layout = self._core.spec.layout
-        task = QueryTask(
+        return QueryTask(
             new_tokens=new_tokens,
             remote_tokens=num_blocks * layout.block_size,
             num_layers=layout.num_layers,
             num_heads=self._num_heads,
             head_dim=layout.head_dim,
             num_chunks=-(-new_tokens // self._core.max_step_tokens),
+            later_tokens=later_tokens,
         )
-        speed = self._asker.speed(holder.peer)
+
+    def _decide(
+        self, attempt: PrefillAttempt, peer: PeerKey, task: QueryTask, fetch_s: float | None
+    ) -> bool:
+        decision = self._decision(peer, task, fetch_s)
+        attempt.span.event("prefix_query", query=decision.query, reason=decision.reason)
+        self._metrics.prefixes.labels("asked" if decision.query else "left").inc()
+        return decision.query
+
+    def _decision(self, peer: PeerKey, task: QueryTask, fetch_s: float | None) -> QueryDecision:
+        if self._mode is not QueryMode.AUTO:
+            return QueryDecision(self._mode is QueryMode.ALWAYS, f"fetch.query={self._mode.value}")
+        speed = self._asker.speed(peer)
         return choose_query(task, speed, compute_token_s=self._token_s, fetch_s=fetch_s)

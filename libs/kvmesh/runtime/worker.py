@@ -34,6 +34,7 @@ from kvmesh.runtime.pool_copies import PoolCopies
 from kvmesh.runtime.pool_metrics import PoolMetrics
 from kvmesh.runtime.prefill_role import PrefillRole
 from kvmesh.runtime.prefix_fetch import PrefixFetcher
+from kvmesh.runtime.prefix_sources import PrefixSources
 from kvmesh.runtime.query_metrics import QueryMetrics
 from kvmesh.runtime.step_meter import StepMeter
 from kvmesh.runtime.worker_channels import MEGABYTE, receive_options, send_options, transfer_mode
@@ -192,7 +193,9 @@ class Worker:
             parts,
             self.channels,
             self.decode,
-            self.fetcher if self._config.fetch.enabled else None,
+            PrefixSources(self.core, self.fetcher, self.queries)
+            if self._config.fetch.enabled
+            else None,
             slots=section.prefill_slots,
             mode=transfer_mode(section.transfer_mode),
             queries=self.queries,

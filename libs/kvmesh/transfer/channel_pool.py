@@ -144,7 +144,7 @@ class ChannelPool:
         self._observer = observer
         self._host_id = host_id()
         self._slots: dict[_Address, _Slot] = {}
-        self._meters = LinkMeters(self._has_channel)
+        self._meters = LinkMeters(self._peers)
         self._pacers: dict[Endpoint, Pacer] = {}
         egress = self._options.egress_bytes_s
         self._egress = Pacer(egress, SystemClock()) if egress > 0 else None
@@ -284,12 +284,13 @@ class ChannelPool:
                 return self._meters.of(slot.key).view(slot.key)
         return None
 
-    def _has_channel(self, peer: WorkerId) -> bool:
-        """Whether a channel leads to any life of a peer, or is being opened."""
-        return any(
-            address.peer.worker_id == peer and (slot.is_open or slot.num_callers > 0)
+    def _peers(self) -> set[WorkerId]:
+        """Those to any life of which a channel leads, or is being opened."""
+        return {
+            address.peer.worker_id
             for address, slot in self._slots.items()
-        )
+            if slot.is_open or slot.num_callers > 0
+        }
 
     async def _channel(self, reservation: Reservation) -> tuple[SendChannel, LinkKey]:
         peer = PeerKey(reservation.worker_id, reservation.incarnation)

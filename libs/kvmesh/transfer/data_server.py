@@ -141,7 +141,7 @@ class DataServer:
         self._local: LocalEnd | None = None
         self._serving: set[asyncio.Task[None]] = set()
         self._num_connections = Counter[WorkerId]()
-        self._meters = LinkMeters(lambda peer: self._num_connections[peer] > 0)
+        self._meters = LinkMeters(lambda: +self._num_connections)
         self._state = ServerState(copy_threads=self._options.copy_threads)
         if queries is not None:
             # One thread, and none of those that KV arrives in: each thread that computes has a

@@ -6,7 +6,7 @@ Tests: tests/unit/transfer/test_meters.py.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal, NamedTuple
@@ -134,14 +134,14 @@ class LinkMeters:
         links: the live meters; not to be written.
     """
 
-    def __init__(self, is_here: Callable[[WorkerId], bool] | None = None) -> None:
+    def __init__(self, peers: Callable[[], Collection[WorkerId]] | None = None) -> None:
         """Has no link yet.
 
         Args:
-            is_here: whether a peer still is; those that are not are dropped when a new link comes.
+            peers: those that are still here; links of others are dropped when a new one comes.
                 None: nobody knows.
         """
-        self._is_here = is_here
+        self._peers = peers
         self._links: OrderedDict[LinkKey, LinkMeter] = OrderedDict()
         self._dropped_bytes = 0
         self.links: Mapping[LinkKey, LinkMeter] = MappingProxyType(self._links)
@@ -162,8 +162,9 @@ class LinkMeters:
 
     def _drop_gone(self) -> None:
         surplus = len(self._links) + 1 - MAX_LINKS
+        here = None if self._peers is None else self._peers()
         for number, (key, meter) in enumerate(list(self._links.items())):
-            is_gone = number < surplus if self._is_here is None else not self._is_here(key.peer)
+            is_gone = number < surplus if here is None else key.peer not in here
             if is_gone and meter.is_idle:
                 self._dropped_bytes += meter.bytes
                 del self._links[key]

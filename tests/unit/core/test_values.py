@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvmesh.core.values import quick
+from kvmesh.core.values import changed, quick
 
 
 @quick
@@ -57,7 +57,12 @@ def test_it_is_a_value_still() -> None:
     point = Point(1)
     with pytest.raises(dataclasses.FrozenInstanceError):
         point.x = 3  # type: ignore[misc]
-    assert dataclasses.replace(point, y=7) == Point(1, 7)
+    assert dataclasses.replace(point, y=7) == changed(point, y=7) == Point(1, 7)
+    assert changed(point) == point
+    with pytest.raises(TypeError, match="z"):
+        changed(point, z=1)
+    with pytest.raises(ValueError, match="below 0"):
+        changed(Checked(1), x=-1)
     assert copy.deepcopy(point) == point
     assert pickle.loads(pickle.dumps(point)) == point
     assert repr(point) == "Point(x=1, y=2, tags=[])"

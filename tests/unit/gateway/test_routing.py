@@ -178,6 +178,26 @@ async def test_who_finds_few_has_more_made_and_does_not_wait() -> None:
     await ahead.router.close()
 
 
+async def test_plans_used_while_the_scheduler_is_silent_are_told_of_later() -> None:
+    ahead = Ahead()
+    for _ in range(5):
+        assert ahead.router.planned(QUERY) is None
+    await ahead.router.route(QUERY, "", 1.0)
+    wish = ahead.source.wishes[-1]
+    assert wish is not None
+    ahead.router.take_ahead(PlansAhead(wish.kind, (ahead.early,) * wish.count))
+    ahead.source.answer = None  # silent
+    assert [ahead.router.planned(QUERY) for _ in range(4)] == [ahead.early] * 4
+    while ahead.router._exchanges:
+        await asyncio.sleep(0)
+    await ahead.router.route(QUERY, "", 1.0)
+    ahead.source.answer = ahead.plan
+    await ahead.router.route(QUERY, "", 1.0)
+    wish = ahead.source.wishes[-1]
+    assert wish is not None
+    assert (wish.used, wish.used_tokens) == (4, 40)
+
+
 async def test_who_asks_again_or_sees_others_wait_asks_the_scheduler() -> None:
     ahead = Ahead()
     await ahead.stocked()

@@ -81,7 +81,7 @@ async def opened() -> Lane:
     lane.detokenizer = Detokenizer(tokenizer)
     request = GenerationRequest(RequestId("r"), "m", (1,), SamplingParams(), 1.0)
     ticket = Ticket(Tenant(), lambda *_: None)
-    lane.record = RequestRecord(metrics, request, RequestLog(), ticket)
+    lane.record = RequestRecord(metrics, request, RequestLog(), ticket, 0.0)
     placed = Placed(Placement.AGGREGATED, WorkerId("w"), WorkerId("w"))
     lane.record.add(TextDelta(0, "", (), (), None, 0, placed))
     client, choice = Client(), ChoiceText((1,))

@@ -152,7 +152,25 @@ def test_a_cleared_stock_takes_nothing_that_was_on_its_way() -> None:
 
 
 def test_kinds_are_bounded() -> None:
-    stock = stocked(2)
-    for number in range(MAX_KINDS):
-        assert stock.take(replace(KIND, scenario=str(number)), 100, 0.0) is None
-    assert len(stock) == 0  # begun anew
+    stock = stocked(3)
+    for number in range(1, 2 * MAX_KINDS):
+        now = number * AHEAD_S / (4 * MAX_KINDS)
+        if number == MAX_KINDS // 2:
+            assert stock.take(KIND, 100, now) is not None
+        assert stock.take(replace(KIND, scenario=str(number)), 100, now) is None
+        # The one that came last so long ago makes room, and no other.
+        assert len(stock) == (
+            3 if number < MAX_KINDS // 2 else 2 if number < 1.5 * MAX_KINDS - 1 else 0
+        )
+
+
+def test_what_the_scheduler_did_not_hear_is_told_with_the_next_wish() -> None:
+    stock = stocked(3)
+    assert [stock.take(KIND, tokens, 0.0) for tokens in (100, 70)] == [plan("0"), plan("1")]
+    wish = stock.wish(KIND, 0.0)
+    assert (wish.used, wish.used_tokens) == (2, 170)
+    stock.not_told(wish)
+    assert stock.take(KIND, 65, 0.0) == plan("2")
+    wish = stock.wish(KIND, 0.0)
+    assert (wish.used, wish.used_tokens) == (3, 235)
+    assert stock.wish(KIND, 0.0).used == 0

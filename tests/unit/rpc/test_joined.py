@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -42,3 +44,21 @@ async def test_an_outbox_joins_what_came_since_the_last_message() -> None:
     outbox.put(third)
     outbox.close()
     assert [part.correlation_id async for message in sent for part in parts(message)] == [2, 3]
+
+
+async def test_the_first_message_of_a_round_does_not_wait_for_others() -> None:
+    taken: list[list[int]] = []
+    outbox: Outbox[int] = Outbox()
+    outbox.divert(taken.append, at_once=True)
+    outbox.put(1)
+    assert taken == [[1]]
+    outbox.put(2)
+    outbox.put(3)
+    assert taken == [[1]]
+    await asyncio.sleep(0)
+    assert taken == [[1], [2, 3]]
+    outbox.hold(True)
+    outbox.put(4)
+    assert len(taken) == 2
+    outbox.hold(False)
+    assert taken[2:] == [[4]]

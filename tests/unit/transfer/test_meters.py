@@ -40,16 +40,16 @@ def link(peer: str, channel: str = "tcp") -> LinkKey:
 
 
 def test_links_of_gone_peers_are_dropped_when_another_comes() -> None:
-    here = {"d0", "d1"}
-    links = LinkMeters(lambda peer: peer in here)
+    here = {WorkerId("d0"), WorkerId("d1")}
+    links = LinkMeters(lambda: here)
     for name in ("d0", "d1"):
         links.of(link(name)).bytes = 10
-    here.remove("d0")
+    here.remove(WorkerId("d0"))
     assert set(links.links) == {link("d0"), link("d1")}, (
         "what was read last may not be exported yet"
     )
 
-    here.add("d2")
+    here.add(WorkerId("d2"))
     links.of(link("d2")).bytes = 5
 
     assert set(links.links) == {link("d1"), link("d2")}
@@ -58,7 +58,7 @@ def test_links_of_gone_peers_are_dropped_when_another_comes() -> None:
 
 
 def test_a_link_with_a_transfer_under_way_stays() -> None:
-    links = LinkMeters(lambda peer: False)
+    links = LinkMeters(lambda: ())
     links.of(link("d0")).begin(1, now=0.0)
     links.of(link("d1"))
     assert set(links.links) == {link("d0"), link("d1")}

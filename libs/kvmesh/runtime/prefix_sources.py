@@ -1,0 +1,93 @@
+"""What becomes of a prefix that a route names a source of: it is fetched, or stays there.
+
+Bringing it here costs its bytes. Asking costs a round trip per layer for each chunk, and for each
+token that is generated, so a long prefix with a short answer is asked for, over a lease that lasts
+as long as the sequence. The holder may die or end the lease at any time: then the sequence computes
+its prefix, with the same tokens. Only what is decoded here may stay elsewhere: a prompt that is
+handed over has to be whole. Why: docs/adr/0013-queries.md.
+Tests: tests/integration/test_prefix_sources.py.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from kvmesh.core.errors import LostError, RefusedError
+from kvmesh.core.types import PrefixSource
+from kvmesh.engine.core import EngineCore
+from kvmesh.engine.sequence import Sequence, SequenceState
+from kvmesh.runtime.prefill_attempt import PrefillAttempt
+from kvmesh.runtime.prefix_fetch import PrefixFetcher, lease_of
+from kvmesh.runtime.prefix_queries import PrefixQueries
+from kvmesh.telemetry.logs import event_logger
+from kvmesh.transfer.asker import Holder
+from kvmesh.transfer.lane import PeerKey
+
+log = event_logger(__name__)
+
+
+class PrefixSources:
+    """Fetches prefixes from workers that routes name, or leaves them there.
+
+    Args:
+        queries: None asks nobody.
+    """
+
+    def __init__(
+        self, core: EngineCore, fetcher: PrefixFetcher, queries: PrefixQueries | None
+    ) -> None:
+        self._core = core
+        self._fetcher = fetcher
+        self._queries = queries
+
+    async def bring(self, attempt: PrefillAttempt, source: PrefixSource, *, may_stay: bool) -> None:
+        """Sees to what a source holds of a prompt; what is missing afterwards is to be computed.
+
+        Args:
+            attempt: its sequence is HELD and has computed nothing.
+            may_stay: it is decoded here, so that nobody else needs the prefix.
+        """
+        sequence = attempt.sequence
+        assert sequence is not None, "admitted"
+        if may_stay and await self._leave(attempt, sequence, source):
+            return
+        result = await self._fetcher.fill(source, sequence)
+        attempt.span.event(
+            "prefix_fetch",
+            holder=source.worker_id,
+            outcome=result.outcome.value,
+            fetched_tokens=result.num_fetched * self._core.block_size,
+            seconds=result.seconds,
+        )
+
+    async def _leave(
+        self, attempt: PrefillAttempt, sequence: Sequence, source: PrefixSource
+    ) -> bool:
+        """Leaves what a source holds of a prompt with it, if its last token comes sooner so.
+
+        Returns:
+            Whether it did; if not, nothing has happened.
+        """
+        queries = self._queries
+        if queries is None:
+            return False
+        size = self._core.block_size
+        first = sequence.num_computed // size
+        most = min((len(sequence.tokens) - 1) // size, source.num_blocks)
+        fetch_s = self._fetcher.estimate_s(source, most - first)
+        peer = PeerKey(source.worker_id, source.incarnation)
+        if not queries.pays_to_leave(attempt, peer, range(first, most), fetch_s):
+            return False
+        try:
+            message = await self._fetcher.borrow(source, sequence.chain.hashes[:most], first)
+        except (RefusedError, LostError) as error:
+            log.info("prefix_not_left", holder=source.worker_id, error=str(error))
+            return False
+        blocks = range(first, message.num_blocks)
+        if sequence.state is SequenceState.GONE or message.num_leased != len(blocks):
+            self._fetcher.give_back(source, message)
+            return False
+        sequence.on_end = partial(self._fetcher.give_back, source, message)
+        holder = Holder.of_lease(lease_of(message))
+        queries.leave(sequence, holder, blocks, range(len(blocks)))
+        return True
