@@ -37,10 +37,10 @@ help: ## list the verbs
 
 setup: $(STAMP) ## make .venv with everything; again only when pyproject.toml or constraints.txt change
 
+# Most modules of what is installed are never imported: Python compiles those that are.
 $(STAMP): pyproject.toml constraints.txt
 	@scripts/make_venv.sh $(PYTHON) $(VENV)
 	grep -v '$(UNPINNED)' constraints.txt > $(VENV)/constraints.txt
-	# Most modules of what is installed are never imported: Python compiles those that are.
 	$(PY) -m pip install --quiet --no-compile --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[dev]'
 	@touch $@
 

@@ -1,10 +1,12 @@
-"""What all tests share: how random hypothesis may be, and which tests stay in one process."""
+"""What all tests share: randomness, time limits, and which tests stay in one process."""
 
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import re
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 _ROOT = Path(__file__).parents[1]
+_MESH_TIMEOUT_S = 180
 # Fixtures of tests/e2e/conftest.py.
 _SHARED_MESH = re.compile(r"\b(torch|fake)_(?:mesh|client)\b")
 
@@ -25,6 +28,30 @@ settings.register_profile(
     print_blob=True,
 )
 settings.load_profile("kvmesh")
+
+
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    """Gives tests of whole meshes time to start them where everything is slow."""
+    for item in items:
+        if item.path.parent.name in ("chaos", "e2e") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(_MESH_TIMEOUT_S))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport(
+    call: pytest.CallInfo[None],
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Describes a failure without a collection in between.
+
+    To show a line, source is parsed, and before Python 3.11.8 a collection in the midst of that
+    can end the whole run with a SystemError (gh-106905).
+    """
+    if call.excinfo is not None:
+        gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)

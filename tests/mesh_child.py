@@ -26,7 +26,9 @@ from tests.fork_server import ForkedProcess, fork_server
 ROOT = Path(__file__).parents[1]
 
 POLL_S = 0.02
-STOP_S = 15.0
+FACT_S = 60.0
+STOP_S = 30.0
+"""Long: a wait that does not end costs this once, one that is given up too soon a whole run."""
 
 # Dies with its parent, so that a test run that is killed leaves nobody behind.
 _BOOT = """
@@ -40,7 +42,7 @@ runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
 
 
-async def until(fact: Callable[[], object], what: str, timeout_s: float = 20.0) -> None:
+async def until(fact: Callable[[], object], what: str, timeout_s: float = FACT_S) -> None:
     """Waits until `fact` is true; it may be a coroutine function."""
     deadline = asyncio.get_running_loop().time() + timeout_s
     while True:
@@ -105,7 +107,7 @@ class Child:
 
     async def ready(self) -> None:
         """Waits until the service serves."""
-        await until(lambda: self.event("serving") or not self.running, f"{self.name} serves", 60)
+        await until(lambda: self.event("serving") or not self.running, f"{self.name} serves", 120)
         assert self.running, f"{self.name} ended:\n{self.log_path.read_text()}"
         if self.sticky:
             self.flags["server.port"] = self.address.rpartition(":")[2]

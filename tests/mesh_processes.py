@@ -185,7 +185,7 @@ class Mesh:
             return not any(held.values())
 
         try:
-            await until(nothing, "nothing is held", 20)
+            await until(nothing, "nothing is held")
         except AssertionError as error:
             left = {name: value for name, value in held.items() if value}
             raise AssertionError(f"still held: {left}") from error

@@ -18,7 +18,9 @@ from kvmesh.transfer.attend import ATTEND, AttendArguments, ClaimKind, decode_at
 from kvmesh.transfer.channel_pool import SendOptions
 from kvmesh.transfer.data_server import DataServer, ReceiveOptions
 from kvmesh.transfer.frames import QueryFrame, WriteClaim
-from kvmesh.transfer.lane import PeerKey
+from kvmesh.transfer.greeting import (
+    PeerKey,
+)
 from kvmesh.transfer.local_channel import LocalHub
 from kvmesh.transfer.query_line import Question
 from kvmesh.transfer.query_ops import QueryGrant

@@ -120,6 +120,12 @@ async def test_the_policy_sends_layers_over_a_link_that_it_has_seen_to_be_slow(
             assert answer == checkpoint.expected[number]
             in_layers = [part for part in parts if part is not None]
             assert bool(in_layers) is is_layered, parts
+        modes = prefill._metrics.transfer_modes
+        assert [modes.labels(mode)._value.get() for mode in ("whole", "chunked", "layered")] == [
+            0,
+            1,
+            1,
+        ]
         layout = prefill.core.spec.layout
         assert sum(part.size for part in in_layers) == layout.block_bytes
         assert in_layers[0] == BlockPart(0, in_layers[0].size)

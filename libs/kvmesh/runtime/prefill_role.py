@@ -240,6 +240,7 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
     def _choose_way(self, attempt: PrefillAttempt) -> None:
         if not self._is_local(attempt.reservation):
             self._handover.choose_way(attempt)
+            self._metrics.transfer_modes.labels(attempt.mode.value).inc()
 
     def _is_local(self, reservation: Reservation) -> bool:
         return (

@@ -22,7 +22,7 @@ from kvmesh.policy.query_cost import QueryDecision, QueryTask, choose_query
 from kvmesh.runtime.prefill_attempt import PrefillAttempt
 from kvmesh.runtime.query_metrics import QueryMetrics
 from kvmesh.transfer.asker import Asker, Holder, RemoteBlocks
-from kvmesh.transfer.lane import PeerKey
+from kvmesh.transfer.greeting import PeerKey
 
 _FULL_STEPS = 4
 

@@ -21,7 +21,7 @@ from kvmesh.runtime.prefix_fetch import PrefixFetcher, lease_of
 from kvmesh.runtime.prefix_queries import PrefixQueries
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.transfer.asker import Holder
-from kvmesh.transfer.lane import PeerKey
+from kvmesh.transfer.greeting import PeerKey
 
 log = event_logger(__name__)
 

@@ -103,6 +103,12 @@ class WorkerMetrics:
             buckets=_BYTES,
             registry=registry,
         )
+        self.transfer_modes = Counter(
+            "kvmesh_kv_transfer_modes",
+            "Requests by the mode that their KV leaves in",
+            ["mode"],
+            registry=registry,
+        )
         self.transfer_calls = Histogram(
             "kvmesh_kv_transfer_calls",
             "Transfer calls of one request",

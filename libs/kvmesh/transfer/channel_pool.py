@@ -28,9 +28,12 @@ from kvmesh.transfer.channel import (
 )
 from kvmesh.transfer.device import DevicePool, Moment, SharedPool
 from kvmesh.transfer.frames import BlockPart, Checksum
+from kvmesh.transfer.greeting import (
+    LaneOptions,
+    PeerKey,
+)
 from kvmesh.transfer.host import host_id
 from kvmesh.transfer.ipc_channel import IpcChannel
-from kvmesh.transfer.lane import LaneOptions, PeerKey
 from kvmesh.transfer.local_channel import PROCESS_HUB, LocalChannel, LocalHub
 from kvmesh.transfer.memory import MappablePool, PoolMemory
 from kvmesh.transfer.meters import (

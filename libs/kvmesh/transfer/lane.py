@@ -9,12 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
-from kvmesh.core.errors import LostError, ProtocolError, RefusedError
-from kvmesh.core.types import Reservation, WorkerId
+from kvmesh.core.errors import LostError, RefusedError
+from kvmesh.core.types import Reservation
 from kvmesh.transfer.alignment import Run
 from kvmesh.transfer.checksums import checksum_function
 from kvmesh.transfer.codec import encode_frame
@@ -25,18 +23,15 @@ from kvmesh.transfer.frames import (
     BlockRun,
     Checksum,
     CommitFrame,
-    LinkOffer,
     PullFrame,
     PullRun,
     PutFrame,
     WriteClaim,
 )
+from kvmesh.transfer.greeting import Connect, LaneOptions, open_frames
 from kvmesh.transfer.meters import LinkMeter
 from kvmesh.transfer.native import num_bytes_of
-from kvmesh.transfer.pacing import CreditWindow, Pacer
-from kvmesh.transfer.protocol import (
-    ChannelIdentity,
-)
+from kvmesh.transfer.pacing import CreditWindow
 from kvmesh.transfer.run_table import RunTable, num_blocks_of
 from kvmesh.transfer.sender_protocol import (
     Arriving,
@@ -49,36 +44,6 @@ from kvmesh.transfer.sender_protocol import (
     SenderOutcome,
 )
 from kvmesh.transfer.wire import Wire
-
-
-class PeerKey(NamedTuple):
-    """Who a channel leads to: one life of a worker."""
-
-    worker_id: WorkerId
-    incarnation: int
-
-
-@dataclass(frozen=True, slots=True)
-class LaneOptions:
-    """How lanes behave.
-
-    Attributes:
-        connect_timeout_s: from the first packet to HELLO_OK.
-        stall_timeout_s: a lane that owes progress and makes none for this long is cut.
-        pacer: budget of the link; None is no bound.
-        poll_s: see `SendOptions`.
-        is_staged: what is sent lies in memory that is used again as soon as a transfer has gone on
-            by another lane.
-    """
-
-    connect_timeout_s: float
-    stall_timeout_s: float
-    pacer: Pacer | None = None
-    poll_s: float = 0.0
-    is_staged: bool = False
-
-
-Connect = Callable[[], Awaitable[Wire]]
 
 
 class _Answer:
@@ -359,52 +324,6 @@ class Lane:
             answer.give(LostError(cause))
 
 
-async def open_frames(
-    connect: Connect,
-    machine: SenderMachine,
-    options: LaneOptions,
-    threads: Executor,
-    pool_fd: int | None = None,
-) -> FrameSocket:
-    """A connection whose peer has answered the greeting.
-
-    Raises:
-        RefusedError, LostError: as `Lane.open`.
-    """
-    try:
-        async with asyncio.timeout(options.connect_timeout_s):
-            wire = await connect()
-            frames = FrameSocket(
-                wire,
-                machine.block_bytes,
-                options.stall_timeout_s,
-                threads,
-                poll_s=options.poll_s,
-            )
-            try:
-                await frames.send(encode_frame(machine.hello()), pool_fd)
-                await _greeted(frames, machine)
-            except BaseException:
-                frames.close()
-                raise
-    except TimeoutError as error:
-        text = f"data channel: no HELLO in {options.connect_timeout_s:g} s"
-        raise LostError(text) from error
-    return frames
-
-
-async def _greeted(frames: FrameSocket, machine: SenderMachine) -> None:
-    try:
-        event = await frames.receive()
-        if event is None:
-            raise LostError("data channel: closed before HELLO_OK")
-        outcome = machine.receive(event.frame if isinstance(event, PayloadStart) else event)
-    except ProtocolError as error:
-        raise LostError(f"data channel: {error}") from error
-    if isinstance(outcome, Ended):
-        raise RefusedError(outcome.refusal)
-
-
 def block_runs_of(runs: Sequence[Run]) -> Sequence[BlockRun]:
     """What a PUT names of its runs: where they go."""
     if type(runs) is RunTable:
@@ -420,10 +339,3 @@ def claim_of(reservation: Reservation) -> WriteClaim:
         reservation.generation,
         reservation.capability,
     )
-
-
-def sender_machine(
-    identity: ChannelIdentity, peer: PeerKey, offer: LinkOffer | None
-) -> SenderMachine:
-    """The state of a new connection."""
-    return SenderMachine(identity, peer.worker_id, peer.incarnation, offer)

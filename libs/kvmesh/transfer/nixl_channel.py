@@ -25,7 +25,13 @@ from kvmesh.transfer.frames import (
     LinkOffer,
     SegmentOffer,
 )
-from kvmesh.transfer.lane import Lane, PeerKey, sender_machine
+from kvmesh.transfer.greeting import (
+    PeerKey,
+    sender_machine,
+)
+from kvmesh.transfer.lane import (
+    Lane,
+)
 from kvmesh.transfer.lane_channel import EngineChannel, or_lost
 from kvmesh.transfer.memory import MappablePool, PoolMemory
 from kvmesh.transfer.meters import LinkMeter

@@ -25,8 +25,13 @@ from kvmesh.transfer.cursor import ViewCursor
 from kvmesh.transfer.decoder import PayloadStart
 from kvmesh.transfer.frame_socket import FrameSocket
 from kvmesh.transfer.frames import MAX_RUNS, BlockRun, Checksum, GetFrame, LinkOffer, WriteClaim
+from kvmesh.transfer.greeting import (
+    LaneOptions,
+    PeerKey,
+    open_frames,
+    sender_machine,
+)
 from kvmesh.transfer.host import host_id
-from kvmesh.transfer.lane import LaneOptions, PeerKey, open_frames, sender_machine
 from kvmesh.transfer.local_channel import PROCESS_HUB, LocalHub
 from kvmesh.transfer.memory import COPY_INLINE_BYTES, copy_views
 from kvmesh.transfer.native import load_native

@@ -6,7 +6,7 @@ from kvmesh.core.errors import OutOfBlocksError
 from kvmesh.kv.block_pool import BlockPool
 from kvmesh.kv.groups import HOLE, KvGroups
 from kvmesh.kv.hashing import HashChain, root_hash
-from kvmesh.kv.sequence_blocks import GroupCache, SequenceBlocks
+from kvmesh.kv.sequence_blocks import STATE, BlockSpot, GroupCache, SequenceBlocks
 
 SIZE = 4
 ROOT = root_hash("m")
@@ -134,3 +134,49 @@ def test_only_the_first_group_is_told_to_others() -> None:
     expected = list(bench.hashes(20).hashes)
     assert bench.pool.take_events().stored == expected
     assert bench.pool.held_hashes() == expected
+
+
+def test_a_sequence_is_rebuilt_from_what_is_cached_and_fresh_blocks() -> None:
+    bench = Bench(KvGroups((0, 6)))
+    blocks = bench.compute(41, prompt=41)
+    full, window = map(list, blocks.tables)
+    held, num_sealed = bench.cache.contents(blocks, 41), blocks.num_sealed
+    assert held == {
+        **{BlockSpot(0, index): block for index, block in enumerate(full)},
+        **{BlockSpot(1, index): window[index] for index in (9, 10)},
+    }
+    bench.cache.release(blocks)
+    hashes = bench.hashes(41).hashes
+    rebuilt, fresh = bench.cache.rebuild(list(held), num_sealed, hashes)
+    assert fresh.keys() == {BlockSpot(0, 10), BlockSpot(1, 10)}  # a block that was not full
+    assert rebuilt.tables == [
+        [*full[:10], fresh[BlockSpot(0, 10)]],
+        [*[HOLE] * 9, window[9], fresh[BlockSpot(1, 10)]],
+    ]
+    assert rebuilt.num_sealed == 10
+    bench.cache.release(rebuilt)
+    # What was evicted meanwhile comes back into fresh blocks, too.
+    bench.pool.release(bench.pool.allocate(64))
+    rebuilt, fresh = bench.cache.rebuild(list(held), num_sealed, hashes)
+    assert fresh.keys() == held.keys()
+    assert rebuilt.num_sealed == 0
+    bench.cache.release(rebuilt)
+    assert bench.pool.is_idle
+
+
+def test_a_state_is_rebuilt_in_fresh_blocks() -> None:
+    bench = Bench(KvGroups((0,), state_blocks=2), num_blocks=20)
+    blocks = bench.compute(14, prompt=14)
+    held, num_sealed = bench.cache.contents(blocks, 14), blocks.num_sealed
+    assert [held[BlockSpot(STATE, part)] for part in (0, 1)] == blocks.state
+    hashes = bench.hashes(14).hashes
+    taken = bench.pool.allocate(bench.pool.num_free)
+    with pytest.raises(OutOfBlocksError):
+        bench.cache.rebuild(list(held), num_sealed, hashes)
+    bench.pool.release(taken)
+    bench.cache.release(blocks)
+    rebuilt, fresh = bench.cache.rebuild(list(held), num_sealed, hashes)
+    assert rebuilt.state == [fresh[BlockSpot(STATE, part)] for part in (0, 1)]
+    assert len(rebuilt.tables[0]) == 4
+    bench.cache.release(rebuilt)
+    assert bench.pool.is_idle

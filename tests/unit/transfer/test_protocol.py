@@ -233,6 +233,7 @@ def test_a_pull_outside_of_the_mapped_pool_is_refused(
     pool_blocks: int, incarnation: int, reason: str
 ) -> None:
     machine = _pulling(pool_blocks)
+    assert machine.has_pool == bool(pool_blocks)
     claim = dataclasses.replace(CLAIM, incarnation=incarnation)
 
     reply = machine.receive(PullFrame(1, claim, (PullRun(6, 0, 2),)))

@@ -7,7 +7,13 @@ import pytest
 
 from kvmesh.core.errors import LostError
 from kvmesh.core.types import Endpoint
-from kvmesh.transfer.lane import Lane, LaneOptions, PeerKey
+from kvmesh.transfer.greeting import (
+    LaneOptions,
+    PeerKey,
+)
+from kvmesh.transfer.lane import (
+    Lane,
+)
 from kvmesh.transfer.meters import LinkMeter
 from kvmesh.transfer.tcp_channel import (
     MAX_PIECE_BYTES,

@@ -1,0 +1,106 @@
+"""How a connection begins: whom it leads to, how it behaves, and the greeting.
+
+Tests: tests/integration/test_transfer.py, tests/contract/test_channels.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvmesh.core.errors import LostError, ProtocolError, RefusedError
+from kvmesh.core.types import WorkerId
+from kvmesh.transfer.codec import encode_frame
+from kvmesh.transfer.decoder import PayloadStart
+from kvmesh.transfer.frame_socket import FrameSocket
+from kvmesh.transfer.frames import LinkOffer
+from kvmesh.transfer.pacing import Pacer
+from kvmesh.transfer.protocol import ChannelIdentity
+from kvmesh.transfer.sender_protocol import Ended, SenderMachine
+from kvmesh.transfer.wire import Wire
+
+
+class PeerKey(NamedTuple):
+    """Who a channel leads to: one life of a worker."""
+
+    worker_id: WorkerId
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class LaneOptions:
+    """How lanes behave.
+
+    Attributes:
+        connect_timeout_s: from the first packet to HELLO_OK.
+        stall_timeout_s: a lane that owes progress and makes none for this long is cut.
+        pacer: budget of the link; None is no bound.
+        poll_s: see `SendOptions`.
+        is_staged: what is sent lies in memory that is used again as soon as a transfer has gone on
+            by another lane.
+    """
+
+    connect_timeout_s: float
+    stall_timeout_s: float
+    pacer: Pacer | None = None
+    poll_s: float = 0.0
+    is_staged: bool = False
+
+
+Connect = Callable[[], Awaitable[Wire]]
+
+
+async def open_frames(
+    connect: Connect,
+    machine: SenderMachine,
+    options: LaneOptions,
+    threads: Executor,
+    pool_fd: int | None = None,
+) -> FrameSocket:
+    """A connection whose peer has answered the greeting.
+
+    Raises:
+        RefusedError, LostError: as `Lane.open`.
+    """
+    try:
+        async with asyncio.timeout(options.connect_timeout_s):
+            wire = await connect()
+            frames = FrameSocket(
+                wire,
+                machine.block_bytes,
+                options.stall_timeout_s,
+                threads,
+                poll_s=options.poll_s,
+            )
+            try:
+                await frames.send(encode_frame(machine.hello()), pool_fd)
+                await _greeted(frames, machine)
+            except BaseException:
+                frames.close()
+                raise
+    except TimeoutError as error:
+        text = f"data channel: no HELLO in {options.connect_timeout_s:g} s"
+        raise LostError(text) from error
+    return frames
+
+
+async def _greeted(frames: FrameSocket, machine: SenderMachine) -> None:
+    try:
+        event = await frames.receive()
+        if event is None:
+            raise LostError("data channel: closed before HELLO_OK")
+        outcome = machine.receive(event.frame if isinstance(event, PayloadStart) else event)
+    except ProtocolError as error:
+        raise LostError(f"data channel: {error}") from error
+    if isinstance(outcome, Ended):
+        raise RefusedError(outcome.refusal)
+
+
+def sender_machine(
+    identity: ChannelIdentity, peer: PeerKey, offer: LinkOffer | None
+) -> SenderMachine:
+    """The state of a new connection."""
+    return SenderMachine(identity, peer.worker_id, peer.incarnation, offer)
