@@ -13,15 +13,14 @@ from functools import partial
 
 from benchmarks.policies_experiments import Experiment, Job, Outcome, Rows, Verdict, summary_row
 from benchmarks.result import Row, Target
-from kvmesh.core.types import Refusal, RoutePlan, WorkerId
+from kvmesh.core.types import Refusal, RoutePlan
 from kvmesh.policy import routing
 from kvmesh.policy.lengths import LengthDistribution
 from kvmesh.sim.fleet import parse_fleet
 from kvmesh.sim.profile import load_profile
 from kvmesh.sim.report import summarize
-from kvmesh.sim.requests import SimRequest
 from kvmesh.sim.scenario import Scenario
-from kvmesh.sim.simulation import Simulation
+from kvmesh.sim.simulation import Decide, Simulation
 from kvmesh.sim.systems import SYSTEMS
 from kvmesh.sim.workload import Workload, make_requests
 
@@ -40,20 +39,19 @@ TIMED_ONE_IN = 8
 """Reading the CPU's clock costs as much as a part of a decision, so most are not timed."""
 
 
-class _Timed(Simulation):
+class _Timed:
     """Notes the CPU time of some route decisions, lookup of the prefix included."""
 
-    def __init__(self, scenario: Scenario, ended: Callable[[], object] | None) -> None:
-        super().__init__(scenario, ended)
+    def __init__(self) -> None:
         self.route_s: list[float] = []
         self._num_routed = 0
 
-    def route(self, request: SimRequest, avoid: frozenset[WorkerId]) -> RoutePlan | Refusal:
+    def __call__(self, decide: Decide) -> RoutePlan | Refusal:
         self._num_routed += 1
         if self._num_routed % TIMED_ONE_IN:
-            return super().route(request, avoid)
+            return decide()
         began = time.thread_time()
-        plan = super().route(request, avoid)
+        plan = decide()
         self.route_s.append(time.thread_time() - began)
         return plan
 
@@ -93,10 +91,10 @@ def _scaled(
     began, began_wall = time.process_time(), time.perf_counter()
     scenario = scenario_of(num_requests, num_workers, seed)
     made = time.process_time()
-    simulation = _Timed(scenario, ended)
-    result = simulation.run()
+    timed = _Timed()
+    result = Simulation(scenario, ended, timed).run()
     ran = time.process_time()
-    routes = sorted(simulation.route_s)
+    routes = sorted(timed.route_s)
     row: Row = {
         **summary_row(summarize(result)),
         "workers": num_workers,

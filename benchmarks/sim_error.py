@@ -115,42 +115,77 @@ async def sustained(client: StackClient, seconds: float, seed: int) -> float:
     return len(counted) / (0.75 * seconds)
 
 
-def simulated(profile: Profile, load: Sequence[Arrival]) -> tuple[list[float], list[float]]:
-    """Times to the first token and per token, of those that were served, in seconds."""
+@dataclass(frozen=True, slots=True)
+class Modelled:
+    """What the simulator says of a load: of those that were served, in seconds.
+
+    Attributes:
+        aggregated: share of the requests whose prompt was computed where they were decoded.
+    """
+
+    ttft_s: list[float]
+    tpot_s: list[float]
+    aggregated: float
+
+
+def scenario(profile: Profile, traces: Sequence[TraceRequest], *, closed: bool) -> Scenario:
+    """The stack as `kvmesh up` starts it, with one worker of each side."""
+    # There is nobody to switch.
+    system = dataclasses.replace(SYSTEMS["kvmesh"], switch_roles=False, reallocate=False)
+    return Scenario(
+        profile,
+        parse_fleet("home:cpu:prefill:1,home:cpu:decode:1"),
+        system,
+        tuple(traces),
+        closed_loop=closed,
+        chunks=ChunkTokens(CHUNK_TOKENS, CHUNK_TOKENS),
+    )
+
+
+def _fresh(number: int, tokens: int) -> tuple[int, ...]:
+    """Ids of the blocks of a prompt that is like no other."""
+    return tuple(range(8 * number, 8 * number + -(-tokens // TRACE_BLOCK)))
+
+
+def simulated(profile: Profile, load: Sequence[Arrival]) -> Modelled:
+    """The same arrivals in the simulator."""
     traces = [
-        TraceRequest(
-            each.at_s,
-            each.input_tokens,
-            OUTPUT_TOKENS,
-            tuple(range(8 * number, 8 * number + -(-each.input_tokens // TRACE_BLOCK))),
-        )
+        TraceRequest(each.at_s, each.input_tokens, OUTPUT_TOKENS, _fresh(number, each.input_tokens))
         for number, each in enumerate(load)
     ]
-    # One worker of each side: there is nobody to switch.
-    system = dataclasses.replace(SYSTEMS["kvmesh"], switch_roles=False, reallocate=False)
-    result = simulate(
-        Scenario(
-            profile,
-            parse_fleet("home:cpu:prefill:1,home:cpu:decode:1"),
-            system,
-            tuple(traces),
-            chunks=ChunkTokens(CHUNK_TOKENS, CHUNK_TOKENS),
-        )
-    )
+    result = simulate(scenario(profile, traces, closed=False))
     served = [each for each in result.requests if each.outcome is not Outcome.REFUSED]
-    return (
+    together = sum(each.prefill_on == each.decode_on for each in served)
+    return Modelled(
         [each.ttft_s for each in served if each.ttft_s is not None],
         [each.tpot_s for each in served if each.tpot_s is not None],
+        together / max(len(served), 1),
     )
 
 
-def compare(
-    share: float, measured: Sequence[Timing], modelled: tuple[list[float], list[float]]
-) -> list[Row]:
+def simulated_rate(profile: Profile, seconds: float, seed: int) -> float:
+    """As `sustained`, in the simulator."""
+    draw = random.Random(seed)
+    # More than anybody asks in that time; what is due later is not counted.
+    turns = int(seconds / max(profile.devices["cpu"].prefill_s(LENGTHS[0]), 0.01))
+    traces: list[TraceRequest] = []
+    for number in range(NUM_USERS * turns):
+        user, turn = divmod(number, turns)
+        tokens = draw.choice(LENGTHS)
+        ids = _fresh(number, tokens)
+        traces.append(TraceRequest(float(turn), tokens, OUTPUT_TOKENS, ids, f"u{user}", turn))
+    result = simulate(scenario(profile, traces, closed=True))
+    ended = [each.finished_s for each in result.requests if each.outcome is not Outcome.REFUSED]
+    counted = [at for at in ended if at is not None and seconds / 4 < at <= seconds]
+    return len(counted) / (0.75 * seconds)
+
+
+def compare(share: float, measured: Sequence[Timing], modelled: Modelled) -> list[Row]:
     """One row per metric and percentile; times in milliseconds."""
     rows: list[Row] = []
     real = ([each.ttft_s for each in measured], [each.tpot_s for each in measured])
-    for name, seen, made in zip(("ttft", "tpot"), real, modelled, strict=True):
+    models = (modelled.ttft_s, modelled.tpot_s)
+    for name, seen, made in zip(("ttft", "tpot"), real, models, strict=True):
         for percent in PERCENTILES:
             was, says = 1000 * percentile(seen, percent), 1000 * percentile(made, percent)
             rows.append(
@@ -163,7 +198,28 @@ def compare(
                     "error_percent": round(100 * (says / was - 1), 1),
                 }
             )
+    together = sum(each.placement == "aggregated" for each in measured) / len(measured)
+    rows.append(
+        {
+            "load": share,
+            "requests": len(measured),
+            "metric": "prompts computed where decoded",
+            "measured_percent": round(100 * together, 1),
+            "simulated_percent": round(100 * modelled.aggregated, 1),
+        }
+    )
     return rows
+
+
+def rate_row(measured: float, modelled: float) -> Row:
+    """What eight users in a closed loop get."""
+    return {
+        "load": f"{NUM_USERS} users",
+        "metric": "requests/s",
+        "measured_per_s": round(measured, 2),
+        "simulated_per_s": round(modelled, 2),
+        "error_percent": round(100 * (modelled / measured - 1), 1),
+    }
 
 
 def token_bytes(folder: Path) -> float:
@@ -183,7 +239,7 @@ async def run(url: str, seconds: float, seed: int, model: Path) -> list[Row]:
         assert profile.sharing is not None, "the stack is on one host"
         rate = await sustained(client, SUSTAINED_S, seed)
         sys.stderr.write(f"sustained: {rate:.1f} requests/s; beside each other {profile.sharing}\n")
-        rows: list[Row] = []
+        rows: list[Row] = [rate_row(rate, simulated_rate(profile, SUSTAINED_S, seed))]
         for number, share in enumerate(LOADS):
             load = arrivals(share * rate, seconds, seed + number)
             sys.stderr.write(f"load {share}: {len(load)} requests in {seconds:g} s\n")

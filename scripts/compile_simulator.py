@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from kvmesh.core.config import child_environment
@@ -28,18 +28,24 @@ MODULES = tuple(
         "kv": "bit_tree block_pool free_segments handoff handoff_types",
         "policy": "batching composition connections control fetch_route fleet_index forwarding "
         "group_route holders joint load_score offload offload_route prefix_source ranking reasons "
-        "routing view",
+        "recent_reads routing view",
         "sim": "control events fetch fleet link placing prefix_index profile requests scenario "
-        "steps systems trace worker",
+        "simulation steps systems trace worker",
     }.items()
     for name in names.split()
 )
-"""What a simulated request passes through. Classes of which an interpreted one is derived (of
-`sim/simulation.py`, for one) stay as they are."""
+"""What a simulated request passes through. No interpreted class may be derived from one of
+theirs."""
 
 _STAMP = "compiled.sha256"
 _SETTINGS = {"MYPYC_OPT_LEVEL": "1", "MYPYC_DEBUG_LEVEL": "0"}
 """The compiler's higher levels take several times as long."""
+
+_EXAMPLE = (
+    *("kvmesh.cli", "simulate", "--requests", "300", "--rate", "6", "--turns", "3"),
+    *("--shared", "4", "--failures", "5:kill:1,20:restart:1", "--system", "kvmesh,pdserve,joint"),
+)
+"""What compiled and plain modules must agree on, to the last digit."""
 
 
 def identity(libs: Path) -> str:
@@ -58,16 +64,37 @@ def copy_sources(libs: Path, folder: Path) -> None:
 
 def compile_modules(folder: Path) -> str:
     """Compiles the copy; returns what went wrong, or nothing."""
-    command = [sys.executable, "-m", "mypyc", "--ignore-missing-imports", *MODULES]
-    environment = child_environment({**_SETTINGS, "PYTHONPATH": str(folder)})
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+    done = _run(["mypyc", "--ignore-missing-imports", *MODULES], folder, _SETTINGS)
+    return "" if done.returncode == 0 else _said(done)
+
+
+def compare(libs: Path, folder: Path) -> str:
+    """Runs one small simulation with both; returns what went wrong, or nothing."""
+    records: list[str] = []
+    for packages, name in ((libs, "plain"), (folder, "compiled")):
+        record = folder / f"{name}.json"
+        done = _run([*_EXAMPLE, "--json", str(record)], packages, {})
+        if done.returncode:
+            return _said(done)
+        records.append(record.read_text())
+        record.unlink()
+    return "" if records[0] == records[1] else "compiled modules decide otherwise than plain ones"
+
+
+def _run(
+    arguments: Sequence[str], packages: Path, settings: Mapping[str, str]
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", *arguments],
+        cwd=packages,
+        env=child_environment({**settings, "PYTHONPATH": str(packages)}),
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    if done.returncode == 0:
-        return ""
-    # Half a set would be worse than none: compiled modules rely on each other.
-    for library in folder.rglob("*.so"):
-        library.unlink()
+
+
+def _said(done: subprocess.CompletedProcess[str]) -> str:
     return (done.stderr.strip() or done.stdout.strip())[-2000:]
 
 
@@ -81,8 +108,11 @@ def main(argv: Sequence[str]) -> int:
         return 0
     print(f"compiling {len(MODULES)} modules, which takes a minute or two", flush=True)
     copy_sources(LIBS, folder)
-    wrong = compile_modules(folder)
+    wrong = compile_modules(folder) or compare(LIBS, folder)
     if wrong:
+        # Half a set would be worse than none: compiled modules rely on each other.
+        for library in folder.rglob("*.so"):
+            library.unlink()
         print(f"{wrong}\nnot compiled; {folder} holds the plain modules", file=sys.stderr)
     else:
         stamp.write_text(wanted)

@@ -46,6 +46,14 @@ class Answer:
     done: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Who ran a request's prompt, and why, as the answer's headers say."""
+
+    prefill: str
+    decision: str
+
+
 def parse_event(answer: Answer, line: bytes) -> None:
     """Adds one line of a server-sent event stream to the answer.
 
@@ -110,6 +118,19 @@ class Client:
                     called = True
                     during(answer)
             return answer
+
+    def placed(self, prompt: str) -> Placed:
+        """Where a completion of four tokens after the prompt was computed."""
+        body = json.dumps({"model": self.model(), "prompt": prompt, "max_tokens": 4})
+        headers = {"Content-Type": "application/json"}
+        connection = http.client.HTTPConnection(*self._address, timeout=_READ_TIMEOUT_S)
+        with closing(connection):
+            connection.request("POST", "/v1/completions", body, headers)
+            response = connection.getresponse()
+            check(response.status == 200, f"the gateway answered {response.status}")
+            response.read()
+            names = ("x-kvmesh-prefill-worker", "x-kvmesh-decision")
+            return Placed(*(response.getheader(name, "") for name in names))
 
     def model(self) -> str:
         """Name of the served model."""

@@ -1,8 +1,9 @@
 """Runs docker-compose.yml for real, without a Docker engine: python -m scripts.compose_e2e.
 
-Builds the images, brings the stack up, streams an answer, kills a decode container in the middle of
-a stream and demands that the stream goes on with the same text, then takes the stack down and
-checks that nothing is left but net.ipv4.ip_forward and netavark's empty iptables chains, which
+Builds the images, brings the stack up with the second cluster of its profile `remote`, streams an
+answer, sends a long prompt to the second cluster, kills a decode container in the middle of a
+stream and demands that the stream goes on with the same text, then takes the stack down and checks
+that nothing is left but net.ipv4.ip_forward and netavark's empty iptables chains, which
 podman keeps. Needs root, podman, runc and debootstrap; images stay in ~/.cache/kvmesh/containers
 for the next run.
 """
@@ -36,6 +37,9 @@ PROJECT = "kvmesh-e2e"
 PROJECT_LABEL = f"com.docker.compose.project={PROJECT}"
 CONTROL_PLANE = ("gateway", "scheduler", "kvmanager")
 DECODE_WORKERS = ("decode-0", "decode-1")
+PROFILE = "remote"
+REMOTE_WORKER = "remote-0"
+LONG_PROMPT = " ".join(f"import module{n}" for n in range(400))
 USER_ID = "10001"
 
 BUILD_TIMEOUT_S = 1800.0
@@ -79,7 +83,9 @@ class Stack:
         self._host = host
         self._program = program
         every: dict[str, Any] = yaml.safe_load(COMPOSE_FILE.read_text())["services"]
-        services = {name: each for name, each in every.items() if "profiles" not in each}
+        services = {
+            name: each for name, each in every.items() if PROFILE in each.get("profiles", [PROFILE])
+        }
         self.services = tuple(services)
         self.images = {
             name: str(service["image"]) for name, service in services.items() if "build" in service
@@ -92,9 +98,10 @@ class Stack:
                 "PYTHON_IMAGE": BASE_IMAGE,
                 "KVMESH_REDIS_IMAGE": BASE_IMAGE,
                 "KVMESH_PORT": "127.0.0.1:",  # any free port
+                "KVMESH_REMOTE_CLUSTER": "remote",
             }
         )
-        program = (self._program, "--in-pod", "false", "-p", PROJECT)
+        program = (self._program, "--in-pod", "false", "--profile", PROFILE, "-p", PROJECT)
         return run([*program, "-f", COMPOSE_FILE, *arguments], timeout_s, env=env, cwd=ROOT)
 
     def build(self) -> None:
@@ -195,6 +202,15 @@ def check_move(host: ContainerHost, stack: Stack, client: Client, expected: Answ
     return answer.worker
 
 
+def check_offload(client: Client) -> None:
+    """A long prompt is prefilled in the second cluster, and a short one is not."""
+    long = client.placed(LONG_PROMPT)
+    check(long.prefill == REMOTE_WORKER, f"a long prompt was prefilled by {long}")
+    check(long.decision.startswith("long_prompt"), f"the long prompt's decision is {long}")
+    short = client.placed("import os")
+    check(short.prefill != REMOTE_WORKER, f"a short prompt was prefilled by {short}")
+
+
 def check_return(host: ContainerHost, stack: Stack, client: Client, worker: str) -> str:
     """A killed worker takes work again when it is back; returns the other, killed in its place."""
     host.podman("start", stack.container(worker))
@@ -260,6 +276,8 @@ def exercise(host: ContainerHost, stack: Stack) -> None:
     with step("an answer is streamed"):
         undisturbed = client.stream(client.model())
         check_answer(undisturbed)
+    with step("a long prompt is prefilled in the second cluster"):
+        check_offload(client)
     with step("a decode worker is killed and the stream goes on"):
         worker = check_move(host, stack, client, undisturbed)
     with step("the stack goes on without it"):

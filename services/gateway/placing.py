@@ -231,6 +231,7 @@ class Placing:
             placement=request.placement,
             waiting=waiting,
             waiting_reserved=waiting_reserved,
+            lost=self._failed,
         )
 
     # --- asking workers ---

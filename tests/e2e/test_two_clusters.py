@@ -150,6 +150,19 @@ async def test_a_link_that_is_cut_in_a_transfer_costs_no_token(clusters: Cluster
 
 
 @needs_link
+async def test_a_handoff_over_a_link_that_starves_is_given_up(clusters: Clusters) -> None:
+    """Bytes go on to arrive, so nothing stalls; it would take a minute."""
+    link = clusters.link
+    assert link is not None
+    link.set_rate(STARVED_BYTES_S)
+    asking = asyncio.create_task(clusters.ask(LONG, 4))
+    await clusters.in_transfer()
+    assert (await asking).prefill_worker == "prefill-0"
+    link.set_rate(LINK_BYTES_S)
+    await clusters.goes_far_again()
+
+
+@needs_link
 async def test_a_remote_worker_killed_in_a_transfer_costs_no_token(clusters: Clusters) -> None:
     link = clusters.link
     assert link is not None

@@ -29,6 +29,7 @@ from kvmesh.cli.flags import (
     not_negative,
     positive_int,
 )
+from kvmesh.cli.https import add_ca_flag
 from kvmesh.cli.stack_state import add_state_flag, add_url_flag, gateway_url
 from kvmesh.core.config import environment
 
@@ -45,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("what", choices=("serve",), help="what to measure")
     add_url_flag(parser)
+    add_ca_flag(parser)
     add_state_flag(parser)
     add_flag(parser, "--model-name", "", "model to ask; default: the first that is served")
     add_flag(parser, "--requests", 200, "requests to send", kind=positive_int)
@@ -96,7 +98,7 @@ async def _measure(
     api_key = environment("KVMESH_API_KEY")  # no flag: results keep the command line
     load = Load(
         url=url,
-        model=arguments.model_name or await find_model(url, api_key),
+        model=arguments.model_name or await find_model(url, api_key, arguments.tls_ca),
         num_requests=arguments.requests,
         rate=arguments.rate,
         input_tokens=arguments.input_tokens,
@@ -107,6 +109,7 @@ async def _measure(
         concurrency=arguments.concurrency,
         temperature=arguments.temperature,
         api_key=api_key,
+        tls_ca=arguments.tls_ca,
     )
     if arguments.warmup:
         # Another seed: its prompts must not be in the prefix cache when the run begins.

@@ -17,6 +17,7 @@ from typing import Any
 import aiohttp
 
 from kvmesh.cli.bench_metrics import Outcome, RequestRecord
+from kvmesh.cli.https import trust
 from kvmesh.cli.stack_state import no_gateway
 from kvmesh.core.errors import KvMeshError
 
@@ -38,6 +39,7 @@ class Load:
         prompts: tokens (random ids below `vocab_size`) or text.
         concurrency: requests in flight at most; 0 is no limit. Waiting for one's turn does not
             count as latency, as in other benchmarks.
+        tls_ca: file with the CA of an https:// URL; empty trusts what this machine trusts.
     """
 
     url: str
@@ -53,6 +55,7 @@ class Load:
     temperature: float = 0.0
     timeout_s: float = 600.0
     api_key: str = field(default="", repr=False)
+    tls_ca: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +125,7 @@ class LoadGenerator:
 
     async def run(self) -> tuple[list[RequestRecord], float]:
         """Sends everything; returns one record per request and the seconds it took."""
-        connector = aiohttp.TCPConnector(limit=0)
+        connector = aiohttp.TCPConnector(limit=0, ssl=trust(self._load.tls_ca))
         timeout = aiohttp.ClientTimeout(total=self._load.timeout_s)
         async with aiohttp.ClientSession(
             connector=connector, timeout=timeout, headers=_headers(self._load.api_key)
@@ -198,15 +201,21 @@ def _headers(api_key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
 
-async def find_model(url: str, api_key: str = "") -> str:
+async def find_model(url: str, api_key: str = "", tls_ca: str = "") -> str:
     """Name of the first model that is served.
+
+    Args:
+        tls_ca: as in `Load`.
 
     Raises:
         KvMeshError: nobody answers there, or no model is served.
     """
     try:
         async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)) as session,
+            aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(ssl=trust(tls_ca)),
+                timeout=aiohttp.ClientTimeout(total=10),
+            ) as session,
             session.get(f"{url}/v1/models", headers=_headers(api_key)) as response,
         ):
             if response.status in (401, 403):

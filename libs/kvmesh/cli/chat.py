@@ -16,6 +16,7 @@ import aiohttp
 
 from kvmesh.cli.chat_api import Answer, ChatApi, ChatError, Conversation
 from kvmesh.cli.flags import add_flag, add_switch, count, new_parser, not_negative
+from kvmesh.cli.https import add_ca_flag, trust
 from kvmesh.cli.stack_state import add_state_flag, add_url_flag, gateway_url
 
 MAX_SILENCE_S = 120.0
@@ -46,6 +47,7 @@ exit code: 0; 1 if an answer failed (on a terminal: only if no server was found)
 def _parser() -> argparse.ArgumentParser:
     parser = new_parser("kvmesh chat", "A conversation with the model, as it streams.", _EPILOG)
     add_url_flag(parser)
+    add_ca_flag(parser)
     add_state_flag(parser)
     add_flag(parser, "--model", "", "name of the model; default: the first one served")
     add_flag(parser, "--system", "", "system message", metavar="TEXT")
@@ -71,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _run(arguments: argparse.Namespace, runner: asyncio.Runner) -> int:
     options = {"temperature": arguments.temperature, "max_tokens": arguments.max_tokens}
-    session = runner.run(_new_session())
+    session = runner.run(_new_session(arguments.tls_ca))
     try:
         api = ChatApi(session, arguments.url, arguments.api_key, options)
         model = arguments.model or runner.run(api.first_model())
@@ -85,9 +87,9 @@ def _run(arguments: argparse.Namespace, runner: asyncio.Runner) -> int:
         runner.run(session.close())
 
 
-async def _new_session() -> aiohttp.ClientSession:
+async def _new_session(ca: str) -> aiohttp.ClientSession:
     timeout = aiohttp.ClientTimeout(total=None, sock_read=MAX_SILENCE_S)
-    return aiohttp.ClientSession(timeout=timeout)
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=trust(ca)), timeout=timeout)
 
 
 def _questions(prompt: str, stdin: TextIO, is_terminal: bool) -> Iterator[str]:

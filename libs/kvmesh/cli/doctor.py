@@ -6,6 +6,7 @@ Tests: tests/unit/cli/test_doctor.py.
 from __future__ import annotations
 
 import asyncio
+import ssl
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from rich.text import Text
 from kvmesh.cli import machine_checks, stack_checks
 from kvmesh.cli.findings import Finding, Level
 from kvmesh.cli.flags import add_flag, new_parser
+from kvmesh.cli.https import add_ca_flag, trust
 from kvmesh.cli.model_folder import embedded_models
 from kvmesh.cli.screen import terminal
 from kvmesh.cli.stack_state import add_state_flag, add_url_flag, gateway_url, read_description
@@ -35,6 +37,7 @@ def main(argv: Sequence[str]) -> int:
         "and, if a stack runs, its gateway, scheduler and workers. Exit code 1 on any failure.",
     )
     add_url_flag(parser)
+    add_ca_flag(parser)
     add_flag(parser, "--redis-url", "", "a running Redis; default: what `up` would start")
     add_flag(parser, "--model", "", "model folder; default: the embedded model", metavar="DIR")
     add_state_flag(parser)
@@ -43,7 +46,8 @@ def main(argv: Sequence[str]) -> int:
     embedded = embedded_models(ROOT)
     model = Path(arguments.model) if arguments.model else (embedded[0] if embedded else None)
     findings = _machine(model)
-    findings += asyncio.run(_network(gateway_url(arguments), arguments.redis_url, state))
+    url, tls = gateway_url(arguments), trust(arguments.tls_ca)
+    findings += asyncio.run(_network(url, tls, arguments.redis_url, state))
     terminal().print(table_of(findings))
     return 1 if any(finding.level is Level.FAIL for finding in findings) else 0
 
@@ -59,10 +63,10 @@ def _machine(model: Path | None) -> list[Finding]:
     ]
 
 
-async def _network(url: str, redis_url: str, state: Path) -> list[Finding]:
+async def _network(url: str, tls: ssl.SSLContext, redis_url: str, state: Path) -> list[Finding]:
     findings = [
         await stack_checks.check_redis(redis_url, find_redis_binary()),
-        await stack_checks.check_gateway(url),
+        await stack_checks.check_gateway(url, tls),
     ]
     stack = read_description(state)
     if stack is not None:

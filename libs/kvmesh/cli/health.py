@@ -58,6 +58,11 @@ def check_health(target: str, timeout_s: float, tls: HealthTls | None = None) ->
             return _status_of(error)
 
 
+def _expected(tls: HealthTls) -> str:
+    """What a service that is there may expect of the caller instead."""
+    return "not with TLS of this CA" if tls.ca else "with TLS (--tls-ca, --tls-cert, --tls-key)"
+
+
 def _status_of(error: grpc.RpcError) -> str:
     assert isinstance(error, grpc.Call)  # every error of a call is also that call
     return error.code().name
@@ -83,5 +88,6 @@ def main(argv: Sequence[str]) -> int:
         state = check_health(arguments.target, arguments.timeout, tls)
     except OSError as error:
         parser.error(f"{error.filename}: {error.strerror}")
-    print(f"{arguments.target} {state}", file=sys.stdout if state == SERVING else sys.stderr)
+    hint = "" if state != "UNAVAILABLE" else f"; nobody listens there, or {_expected(tls)}"
+    print(f"{arguments.target} {state}{hint}", file=sys.stdout if state == SERVING else sys.stderr)
     return 0 if state == SERVING else 1

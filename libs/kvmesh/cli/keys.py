@@ -140,6 +140,7 @@ def _show(directory: Directory) -> None:
 async def _run(arguments: argparse.Namespace) -> None:
     store = _open(arguments)
     limited = _limited(arguments)
+    place = "the directory in Redis" if arguments.redis_url else arguments.tenants_file
     try:
         match arguments.action:
             case "list":
@@ -155,10 +156,11 @@ async def _run(arguments: argparse.Namespace) -> None:
                 created = time.strftime("%Y-%m-%d", time.gmtime())
                 record = KeyRecord(digest_of(key), arguments.tenant, created)
                 await _change(store, lambda directory: limited(directory).with_key(record))
-                print(f"key {record.key_id} of {record.tenant}, shown once:", file=sys.stderr)
+                # Where its hash went, since the file has a default: another one is easily meant.
+                head = f"key {record.key_id} of {record.tenant}, kept hashed in {place}"
+                print(f"{head}; shown once:", file=sys.stderr)
                 print(key)
     except DirectoryError as error:
-        place = "the directory in Redis" if arguments.redis_url else arguments.tenants_file
         raise DirectoryError(f"{place}: {error}") from error
     finally:
         await store.close()

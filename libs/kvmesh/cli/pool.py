@@ -6,6 +6,7 @@ Tests: tests/unit/cli/test_pool.py.
 from __future__ import annotations
 
 import json
+import ssl
 import sys
 import urllib.error
 import urllib.request
@@ -17,10 +18,12 @@ from rich.console import Group
 from rich.table import Table
 
 from kvmesh.cli.flags import add_flag, add_switch, new_parser, positive
+from kvmesh.cli.https import add_ca_flag, ca_hint, trust
 from kvmesh.cli.screen import terminal
 from kvmesh.cli.stack_state import add_state_flag, local_stack
 from kvmesh.core.errors import KvMeshError
 
+_NO_TOKEN = 401
 _NAME_CHARS = 12
 """Of a prefix's hash that are shown."""
 
@@ -56,6 +59,7 @@ def main(argv: Sequence[str]) -> int:
     )
     add_state_flag(parser)
     add_flag(parser, "--admin-token-file", "", "file with the token of that port", metavar="FILE")
+    add_ca_flag(parser)
     add_flag(parser, "--timeout", 5.0, "seconds to wait for the answer", kind=positive)
     add_switch(parser, "--json", "print JSON")
     arguments = parser.parse_args(argv)
@@ -72,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
         token = Path(path).read_text().strip() if path else ""
     except OSError as error:
         parser.error(f"{error.filename}: {error.strerror}")
-    view = fetch_view(url, token, arguments.timeout)
+    view = fetch_view(url, token, arguments.timeout, trust(arguments.tls_ca))
     if arguments.json:
         sys.stdout.write(json.dumps(view, indent=2) + "\n")
     else:
@@ -86,23 +90,31 @@ def _local_url(state_dir: str) -> str:
     return f"http://{address}" if address else ""
 
 
-def fetch_view(url: str, token: str, timeout_s: float) -> dict[str, Any]:
+def fetch_view(
+    url: str, token: str, timeout_s: float, tls: ssl.SSLContext | None = None
+) -> dict[str, Any]:
     """What `/debug/segments` says.
+
+    Args:
+        tls: whom to trust where the URL is https://; None: whom this machine trusts.
 
     Raises:
         NoViewError: nobody answers there, or not what is asked for.
     """
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     request = urllib.request.Request(f"{url.rstrip('/')}/debug/segments", headers=headers)
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    https = urllib.request.HTTPSHandler(context=tls)
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), https)
     try:
         with opener.open(request, timeout=timeout_s) as answer:
             view = json.load(answer)
     except urllib.error.HTTPError as error:
         with error:
-            raise NoViewError(f"{url} answers {error.code}: {error.reason}") from error
+            hint = "; it wants its token, --admin-token-file" if error.code == _NO_TOKEN else ""
+            raise NoViewError(f"{url} answers {error.code}: {error.reason}{hint}") from error
     except (OSError, ValueError) as error:
-        raise NoViewError(f"{url}: {getattr(error, 'reason', error)}") from error
+        reason = str(getattr(error, "reason", error))
+        raise NoViewError("; ".join(filter(None, (f"{url}: {reason}", ca_hint(reason))))) from error
     if not isinstance(view, dict) or "segments" not in view:
         raise NoViewError(f"{url} is not the admin port of a kvmanager")
     return view

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import http.client
 import socket
+import ssl
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
@@ -75,10 +76,20 @@ async def _close(writer: asyncio.StreamWriter) -> None:
         await writer.wait_closed()
 
 
-def http_get(url: str, timeout_s: float = _TIMEOUT_S) -> tuple[int, str]:
-    """Status and body of a GET; status 0 and the reason if nothing answers."""
+def http_get(
+    url: str, timeout_s: float = _TIMEOUT_S, tls: ssl.SSLContext | None = None
+) -> tuple[int, str]:
+    """Status and body of a GET; status 0 and the reason if nothing answers.
+
+    Args:
+        tls: for https://; None trusts what this machine trusts.
+    """
+    opener = _OPENER
+    if tls is not None:
+        handler = urllib.request.HTTPSHandler(context=tls)
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), handler)
     try:
-        with _OPENER.open(url, timeout=timeout_s) as response:
+        with opener.open(url, timeout=timeout_s) as response:
             return response.status, response.read().decode(errors="replace")
     except urllib.error.HTTPError as error:
         with error:

@@ -106,7 +106,7 @@ class FleetView:
             if not self.fresh:
                 raise NoAnswerError(
                     f"no scheduler answers at {where}; start a stack with `kvmesh up`, or name "
-                    "one with --scheduler"
+                    f"one with --scheduler{_tls_hint(self._access.tls)}"
                 ) from error
             raise NoAnswerError(
                 f"not after {self._access.timeout_s:g} s: {what}; give it longer with --timeout"
@@ -131,6 +131,13 @@ class FleetView:
                     failure = f"{target}: {error.details()}"
         if not passed_on:
             raise NoAnswerError(failure)
+
+
+def _tls_hint(tls: TlsConfig) -> str:
+    """Why a scheduler that is there may look as if it were not."""
+    if not tls.ca:
+        return "; one with TLS wants --tls-ca, --tls-cert and --tls-key"
+    return "; see that it uses TLS of this CA and accepts this certificate (server.callers)"
 
 
 @asynccontextmanager

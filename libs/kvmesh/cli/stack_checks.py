@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from redis.exceptions import RedisError
 
 from kvmesh.cli.findings import Finding
 from kvmesh.cli.health import SERVING, check_health
+from kvmesh.cli.https import ca_hint
 from kvmesh.cli.probes import answers_ping, http_get, is_free
 from kvmesh.core.types import Endpoint
 
@@ -48,13 +50,17 @@ def _masked(url: str) -> str:
     return url.replace(f":{password}@", ":***@") if password else url
 
 
-async def check_gateway(url: str) -> Finding:
-    """Whether the gateway's port is free, held by a ready gateway, or by something else."""
+async def check_gateway(url: str, tls: ssl.SSLContext | None = None) -> Finding:
+    """Whether the gateway's port is free, held by a ready gateway, or by something else.
+
+    Args:
+        tls: whom to trust where the URL is https://; None: whom this machine trusts.
+    """
     parts = urlsplit(url)
     port = parts.port or _DEFAULT_PORTS.get(parts.scheme, 0)
     if not parts.hostname or not port:
         return Finding.fail("gateway", f"{url!r} is no URL", "use http://host:port")
-    status, body = await asyncio.to_thread(http_get, f"{url.rstrip('/')}/ready", 3.0)
+    status, body = await asyncio.to_thread(http_get, f"{url.rstrip('/')}/ready", 3.0, tls)
     if status == 200:
         return Finding.ok("gateway", f"{url} is ready")
     if status == 503:
@@ -63,6 +69,9 @@ async def check_gateway(url: str) -> Finding:
     if status:
         remedy = f"another program holds port {port}; stop it or use `kvmesh up --port`"
         return Finding.fail("gateway", f"{url}/ready answers {status}", remedy)
+    if parts.scheme == "https":
+        remedy = ca_hint(body) or "start it, or correct --url"
+        return Finding.fail("gateway", f"{url}: {body}", remedy)
     if parts.hostname in ("127.0.0.1", "localhost", "0.0.0.0"):
         return await _free_port(Endpoint("127.0.0.1", port))
     return Finding.fail("gateway", f"{url}: {body}", "start it, or correct --url")
@@ -72,7 +81,7 @@ async def _free_port(endpoint: Endpoint) -> Finding:
     if is_free(endpoint):
         return Finding.ok("gateway", f"nothing runs, port {endpoint.port} is free for `kvmesh up`")
     who = "a Redis" if await answers_ping(endpoint) else "a program that does not speak HTTP"
-    remedy = "stop it or use `kvmesh up --port`"
+    remedy = "stop it or use `kvmesh up --port`; if it is a gateway with TLS, say https:// in --url"
     return Finding.fail("gateway", f"port {endpoint.port} is held by {who}", remedy)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvmesh.cli.flags import add_flag
+from kvmesh.cli.https import ca_hint
 from kvmesh.core.errors import ConfigError
 
 DEFAULT_STATE = Path(__file__).resolve().parents[3] / ".kvmesh"
@@ -101,10 +102,8 @@ def add_url_flag(parser: argparse.ArgumentParser) -> None:
 def no_gateway(url: str, error: Exception) -> str:
     """What to say when nobody answers at a gateway's URL."""
     reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return (
-        f"no gateway answers at {url} ({reason}); start one with `kvmesh up`, or name another "
-        "with --url"
-    )
+    hint = ca_hint(str(error)) or "start one with `kvmesh up`, or name another with --url"
+    return f"no gateway answers at {url} ({reason}); {hint}"
 
 
 def gateway_url(arguments: argparse.Namespace) -> str:

@@ -20,6 +20,7 @@ from rich.text import Text
 
 from kvmesh.cli.flags import add_flag, add_switch, new_parser, positive
 from kvmesh.cli.fleet import described, state_of
+from kvmesh.cli.https import trust
 from kvmesh.cli.scheduler_access import (
     FleetView,
     NoAnswerError,
@@ -120,9 +121,11 @@ async def _run(arguments: argparse.Namespace) -> int:
     console = terminal()
     live = None if arguments.once or arguments.json else Live(console=console, screen=True)
     timeout = aiohttp.ClientTimeout(_SCRAPE_S)
+    # One CA for the schedulers and the gateway, where one is named.
+    connector = aiohttp.TCPConnector(ssl=trust(arguments.tls_ca))
     async with (
         fleet_view(scheduler_access(arguments), "kvmesh top") as view,
-        aiohttp.ClientSession(timeout=timeout) as session,
+        aiohttp.ClientSession(connector=connector, timeout=timeout) as session,
     ):
         camera = Camera(view, session, url)
         await camera.frame()  # rates need two

@@ -399,6 +399,7 @@ class RouteQuery:
         avoid: workers that just failed or refused this request.
         waiting: requests of the asking gateway that look for workers now.
         waiting_reserved: of these, those that wait for prefill, with a reservation or behind one.
+        lost: of the workers to avoid, those that lost work of this request.
     """
 
     request_id: RequestId
@@ -412,6 +413,7 @@ class RouteQuery:
     placement: Placement = Placement.AUTO
     waiting: int = 0
     waiting_reserved: int = 0
+    lost: frozenset[WorkerId] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

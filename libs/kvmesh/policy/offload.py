@@ -15,7 +15,7 @@ class OffloadReason(enum.Enum):
 
     SHORT = "the uncached part is within the threshold"
     LONG = "the uncached part is above the threshold"
-    REMOTE_DOWN = "no remote instance takes prompts"
+    REMOTE_DOWN = "no remote instance takes the prompt"
     LOCAL_DOWN = "no local instance takes prompts"
 
 

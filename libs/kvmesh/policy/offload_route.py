@@ -55,12 +55,15 @@ def plan_offload(
     if not near:
         return OffloadPlan(plan_route(view, query, matches, now, rng, policy), None)
     near_prefill = [w for w in near if _may_prefill(w)]
+    reach = _reach(far, near_prefill, query)
+    if not (reach.remote or reach.local):
+        return OffloadPlan(plan_route(view, query, matches, now, rng, policy), None)
     choice = choose_cluster(
         query.num_tokens,
         _longest_match(far, query, matches),
         _longest_match(near_prefill, query, matches),
         threshold_tokens,
-        Reach(remote=any(map(_is_awake, far)), local=any(map(_is_awake, near_prefill))),
+        reach,
     )
     if not choice.remote:
         home = dataclasses.replace(view, workers=tuple(near))
@@ -69,6 +72,15 @@ def plan_offload(
     apart = dataclasses.replace(query, placement=Placement.DISAGGREGATED)
     restricted = dataclasses.replace(view, workers=(*far, *decode))
     return OffloadPlan(plan_route(restricted, apart, matches, now, rng, policy), choice)
+
+
+def _reach(far: list[WorkerView], near: list[WorkerView], query: RouteQuery) -> Reach:
+    """What a prompt may use. Where its work was lost in the far cluster and the worker is still
+    there, the link may be what failed, which all workers there share: it stays at home.
+    """
+    local = any(map(_is_awake, near))
+    was_lost = local and any(worker.worker_id in query.lost for worker in far)
+    return Reach(remote=not was_lost and any(map(_is_awake, far)), local=local)
 
 
 def _may_prefill(worker: WorkerView) -> bool:

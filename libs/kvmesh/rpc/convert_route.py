@@ -103,6 +103,7 @@ def route_query_to_proto(
         traceparent=traceparent,
         waiting=query.waiting,
         waiting_reserved=query.waiting_reserved,
+        lost_worker_ids=sorted(query.lost),
     )
     if wish is not None:
         message.num_ahead = wish.count
@@ -139,6 +140,7 @@ def route_query_from_proto(message: scheduler_service_pb2.RouteRequest) -> Route
         placement=placement_from_proto(message.placement),
         waiting=message.waiting,
         waiting_reserved=message.waiting_reserved,
+        lost=frozenset(WorkerId(name) for name in message.lost_worker_ids),
     )
 
 

@@ -116,12 +116,26 @@ def _query(request: SimRequest, avoid: frozenset[WorkerId]) -> RouteQuery:
     )
 
 
-class Simulation:
-    """The parts of one run, and the way of a request through them (`WorkerListener`)."""
+Decide = Callable[[], RoutePlan | Refusal]
+"""A decision that is to be made now."""
 
-    def __init__(self, scenario: Scenario, ended: Callable[[], object] | None = None) -> None:
+
+class Simulation:
+    """The parts of one run, and the way of a request through them (`WorkerListener`).
+
+    Args:
+        around: makes the decisions on single requests, to time them, say.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        ended: Callable[[], object] | None = None,
+        around: Callable[[Decide], RoutePlan | Refusal] | None = None,
+    ) -> None:
         self.scenario = scenario
         self._ended = ended
+        self._around = around
         self.events = EventQueue()
         self.rng = random.Random(scenario.seed)
         system = scenario.system
@@ -211,7 +225,8 @@ class Simulation:
             avoid: workers that failed or refused.
         """
         if self.scenario.system.joint is None:
-            answer(self.route(request, avoid))
+            decide = partial(self.route, request, avoid)
+            answer(decide() if self._around is None else self._around(decide))
         else:
             matches = self.fleet.index.match(request.reusable_hashes)
             self._joint.take(Waiting(request, _query(request, avoid), matches, answer))

@@ -43,6 +43,7 @@ class RouteRequest(_message.Message):
     AHEAD_TOKENS_FIELD_NUMBER: _builtins.int
     AHEAD_USED_FIELD_NUMBER: _builtins.int
     AHEAD_USED_TOKENS_FIELD_NUMBER: _builtins.int
+    LOST_WORKER_IDS_FIELD_NUMBER: _builtins.int
     correlation_id: _builtins.int
     """Pairs the answer with the question."""
     request_id: _builtins.str
@@ -83,6 +84,10 @@ class RouteRequest(_message.Message):
     def more(self) -> _containers.RepeatedCompositeFieldContainer[Global___RouteRequest]:
         """Further ones that were ready at the same time, in order; they have no `more` of their own."""
 
+    @_builtins.property
+    def lost_worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Of the workers to avoid, those that lost work of this request."""
+
     def __init__(
         self,
         *,
@@ -104,10 +109,11 @@ class RouteRequest(_message.Message):
         ahead_tokens: _builtins.int = ...,
         ahead_used: _builtins.int = ...,
         ahead_used_tokens: _builtins.int = ...,
+        lost_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead_tokens", b"ahead_tokens", "ahead_used", b"ahead_used", "ahead_used_tokens", b"ahead_used_tokens", "avoid_worker_ids", b"avoid_worker_ids", "block_hashes", b"block_hashes", "correlation_id", b"correlation_id", "max_new_tokens", b"max_new_tokens", "model", b"model", "more", b"more", "num_ahead", b"num_ahead", "num_tokens", b"num_tokens", "placement", b"placement", "request_id", b"request_id", "scenario", b"scenario", "traceparent", b"traceparent", "ttft_budget_ms", b"ttft_budget_ms", "waiting", b"waiting", "waiting_reserved", b"waiting_reserved"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead_tokens", b"ahead_tokens", "ahead_used", b"ahead_used", "ahead_used_tokens", b"ahead_used_tokens", "avoid_worker_ids", b"avoid_worker_ids", "block_hashes", b"block_hashes", "correlation_id", b"correlation_id", "lost_worker_ids", b"lost_worker_ids", "max_new_tokens", b"max_new_tokens", "model", b"model", "more", b"more", "num_ahead", b"num_ahead", "num_tokens", b"num_tokens", "placement", b"placement", "request_id", b"request_id", "scenario", b"scenario", "traceparent", b"traceparent", "ttft_budget_ms", b"ttft_budget_ms", "waiting", b"waiting", "waiting_reserved", b"waiting_reserved"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

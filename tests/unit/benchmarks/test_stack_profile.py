@@ -5,7 +5,16 @@ import itertools
 
 import pytest
 
-from benchmarks.sim_error import LENGTHS, Arrival, arrivals, compare, simulated
+from benchmarks.sim_error import (
+    LENGTHS,
+    Arrival,
+    Modelled,
+    arrivals,
+    compare,
+    rate_row,
+    simulated,
+    simulated_rate,
+)
 from benchmarks.stack_client import Timing
 from benchmarks.stack_profile import (
     LENGTHS as PROFILED,
@@ -77,8 +86,9 @@ def test_costs_of_a_step_are_found_again() -> None:
 
 def test_a_lone_request_is_simulated_as_it_was_measured() -> None:
     profile = make_profile(measured(), 1000.0, slots=(1, 32))
-    ttft, _ = simulated(profile, [Arrival(0.0, 512)])
-    assert ttft == pytest.approx([0.006 + 0.512], rel=0.01)
+    found = simulated(profile, [Arrival(0.0, 512)])
+    assert found.ttft_s == pytest.approx([0.006 + 0.512], rel=0.01)
+    assert found.aggregated == 0.0
 
 
 def test_what_sharing_costs_is_found_again() -> None:
@@ -130,7 +140,17 @@ def test_arrivals_come_at_the_rate_and_from_the_seed() -> None:
 
 def test_error_is_of_what_was_measured() -> None:
     seen = [Timing(0.0, (0.1, 0.2, 0.3), "aggregated")] * 3
-    rows = compare(0.5, seen, ([0.11] * 3, [0.08] * 3))
-    by_metric = {row["metric"]: row["error_percent"] for row in rows}
-    assert by_metric["ttft p50"] == pytest.approx(10)
-    assert by_metric["tpot p99"] == pytest.approx(-20)
+    rows = compare(0.5, seen, Modelled([0.11] * 3, [0.08] * 3, 0.25))
+    by_metric = {row["metric"]: row for row in rows}
+    assert by_metric["ttft p50"]["error_percent"] == pytest.approx(10)
+    assert by_metric["tpot p99"]["error_percent"] == pytest.approx(-20)
+    placed = by_metric["prompts computed where decoded"]
+    assert (placed["measured_percent"], placed["simulated_percent"]) == (100.0, 25.0)
+
+
+def test_users_of_a_closed_loop_get_what_the_scarcer_side_gives() -> None:
+    """Prompts of 288 tokens in the mean, a millisecond each, one at a time; short ones go past."""
+    profile = make_profile(measured(), 1000.0, slots=(1, 32))
+    rate = simulated_rate(profile, 4.0, 1)
+    assert 1 / 0.64 < rate < 1 / 0.064
+    assert rate_row(2 * rate, rate)["error_percent"] == -50.0

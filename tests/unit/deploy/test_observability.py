@@ -16,7 +16,13 @@ from scripts.gen_dashboard import DASHBOARD, text
 from scripts.render_manifests import CHART
 from tests.unit.deploy.metric_names import known_metrics
 from tests.unit.deploy.promql import FOLDER, expressions, metrics_of, recorded
-from tests.unit.packaging.compose_file import ROOT, all_services, compose_services, environment_of
+from tests.unit.packaging.compose_file import (
+    ROOT,
+    all_services,
+    compose_services,
+    environment_of,
+    kvmesh_services,
+)
 
 
 def yaml_of(name: str) -> dict[str, Any]:
@@ -73,7 +79,9 @@ def test_prometheus_scrapes_every_service_of_the_stack() -> None:
     for job in yaml_of("prometheus.yml")["scrape_configs"]:
         jobs.add(job["job_name"])
         targets |= {each for config in job["static_configs"] for each in config["targets"]}
-    ours = {name: each for name, each in compose_services().items() if "build" in each}
+        for config in job.get("dns_sd_configs", []):
+            targets |= {f"{name}:{config['port']}" for name in config["names"]}
+    ours = kvmesh_services()
     expected = {
         f"{name}:{environment_of(service)['KVMESH_TELEMETRY__METRICS_PORT']}"
         for name, service in ours.items()

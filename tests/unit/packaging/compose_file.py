@@ -49,8 +49,8 @@ def compose_services() -> dict[str, dict[str, Any]]:
 
 
 def kvmesh_services() -> dict[str, dict[str, Any]]:
-    """Services that run an image of ours."""
-    return {name: each for name, each in compose_services().items() if "build" in each}
+    """Services that run an image of ours, of all profiles."""
+    return {name: each for name, each in all_services().items() if "build" in each}
 
 
 def environment_of(service: dict[str, Any]) -> dict[str, str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from scripts import compile_simulator
-from scripts.compile_simulator import LIBS, MODULES, copy_sources, identity
+from scripts.compile_simulator import LIBS, MODULES, compare, copy_sources, identity
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -43,3 +43,18 @@ def test_what_cannot_be_compiled_is_left_plain(
     assert (folder / "broken.py").is_file()
     assert not list(folder.glob("*.so"))
     assert not list(folder.glob("*.sha256")), "it is tried again"
+
+
+def test_one_that_decides_otherwise_is_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compile_simulator, "_EXAMPLE", ("example",))
+    for name, decision in (("plain", 1), ("same", 1), ("other", 2)):
+        folder = tmp_path / name
+        folder.mkdir()
+        wanted = f"import sys\nopen(sys.argv[2], 'w').write('{decision}')\n"
+        (folder / "example.py").write_text(wanted)
+    assert compare(tmp_path / "plain", tmp_path / "same") == ""
+    assert "otherwise" in compare(tmp_path / "plain", tmp_path / "other")
+    (tmp_path / "other" / "example.py").write_text("raise SystemExit('broken')\n")
+    assert "broken" in compare(tmp_path / "plain", tmp_path / "other")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import random
 
 from kvmesh.core.types import Placement, Refusal, Role, RoutePlan, RouteQuery, WorkerId
@@ -66,6 +67,27 @@ def test_a_draining_far_cluster_gets_nothing() -> None:
     assert plan.choice is not None
     assert plan.choice.reason is OffloadReason.REMOTE_DOWN
     assert [c.worker_id for c in route(plan).prefill] == ["p"]
+
+
+def test_what_was_lost_on_the_way_home_is_computed_at_home() -> None:
+    """By another far worker it would have to come over the same link."""
+    others = (worker("far-2", cluster="far"), *NEAR)
+    refused = dataclasses.replace(query(500), avoid=frozenset({FAR.worker_id}))
+    assert route(decide(FAR, *others, asked=refused)).prefill[0].worker_id == "far-2"
+    lost = dataclasses.replace(refused, lost=refused.avoid)
+    plan = decide(FAR, *others, asked=lost)
+    assert plan.choice is not None
+    assert plan.choice.reason is OffloadReason.REMOTE_DOWN
+    assert [c.worker_id for c in route(plan).prefill] == ["p"]
+    # A worker that is gone took what failed with it.
+    assert [c.worker_id for c in route(decide(*others, asked=lost)).prefill] == ["far-2"]
+    # With nobody at home the link is the only way.
+    assert route(decide(*others[:1], FAR, NEAR[1], asked=lost)).prefill[0].worker_id == "far-2"
+
+
+def test_all_draining_is_no_choice_of_a_cluster() -> None:
+    asleep = (worker("far", cluster="far", draining=True), worker("p", draining=True), NEAR[1])
+    assert decide(*asleep, asked=query(500)).choice is None
 
 
 def test_without_local_prefill_short_ones_go_too() -> None:

@@ -31,7 +31,13 @@
         runAsUser: 10001
         runAsGroup: 10001
         fsGroup: 10001
+        # Checkpoints are large: owners are changed only where they are wrong.
+        fsGroupChangePolicy: OnRootMismatch
         seccompProfile: { type: RuntimeDefault }
+      {{- with .root.Values.image.pullSecrets }}
+      imagePullSecrets:
+        {{- toYaml . | trim | nindent 8 }}
+      {{- end }}
       topologySpreadConstraints:
         - maxSkew: 1
           topologyKey: kubernetes.io/hostname
@@ -83,44 +89,56 @@
             failureThreshold: 6
 {{- end }}
 
+{{- /* Options of a service as variables: the chart's own in `own`, over them those of the values' `env`.
+       Each name once, since a server-side apply refuses a name that is there twice. */ -}}
 {{- define "kvmesh.env" }}
-            - { name: KVMESH_SERVER__HOST, value: 0.0.0.0 }
-            - { name: KVMESH_SERVER__PORT, value: "7000" }
-            {{- if ne .name "gateway" }}
-            - { name: KVMESH_SERVER__DIRECT_PORT, value: "7002" }
-            {{- end }}
-            - { name: KVMESH_SERVER__DRAIN_S, value: "{{ .root.Values.drainSeconds }}" }
-            - { name: KVMESH_TELEMETRY__METRICS_PORT, value: "9100" }
-            {{- if .root.Values.tracing.collector }}
-            - { name: KVMESH_TELEMETRY__TRACE__EXPORTER, value: otlp }
-            - { name: KVMESH_TELEMETRY__TRACE__TARGET, value: "{{ .root.Values.tracing.collector }}" }
-            {{- end }}
-            {{- if .root.Values.tls.secret }}
-            - { name: KVMESH_SERVER__TLS__CERT, value: /etc/kvmesh/tls/tls.crt }
-            - { name: KVMESH_SERVER__TLS__KEY, value: /etc/kvmesh/tls/tls.key }
-            - { name: KVMESH_SERVER__TLS__CA, value: /etc/kvmesh/tls/ca.crt }
-            {{- end }}
-            {{- if .root.Values.admin.secret }}
-            - { name: KVMESH_SERVER__ADMIN__HOST, value: 0.0.0.0 }
-            - { name: KVMESH_SERVER__ADMIN__PORT, value: "7100" }
-            - { name: KVMESH_SERVER__ADMIN__TOKEN_FILE, value: /etc/kvmesh/admin/token }
-            {{- end }}
-            {{- range $name, $value := .spec.env }}
-            - { name: {{ $name }}, value: {{ $value | toString | quote }} }
-            {{- end }}
+{{- $release := .root.Release.Name }}
+{{- $env := dict "KVMESH_SERVER__HOST" "0.0.0.0" "KVMESH_SERVER__PORT" "7000" }}
+{{- $_ := set $env "KVMESH_SERVER__DRAIN_S" .root.Values.drainSeconds }}
+{{- $_ := set $env "KVMESH_TELEMETRY__METRICS_PORT" "9100" }}
+{{- /* gRPC's own lines, one per failed handshake, are no JSON, and strangers could fill a disk. */}}
+{{- $_ := set $env "GRPC_VERBOSITY" "ERROR" }}
+{{- if ne .name "gateway" }}
+{{- $_ := set $env "KVMESH_SERVER__DIRECT_PORT" "7002" }}
 {{- end }}
-
-{{- define "kvmesh.redisEnv" }}
-            - name: KVMESH_REDIS__URL
-              value: "{{ if .root.Values.redis.enabled }}redis://{{ .root.Release.Name }}-redis:6379/0{{ else }}{{ .root.Values.redis.url }}{{ end }}"
-            {{- if .root.Values.redis.secret }}
+{{- if .root.Values.tracing.collector }}
+{{- $_ := set $env "KVMESH_TELEMETRY__TRACE__EXPORTER" "otlp" }}
+{{- $_ := set $env "KVMESH_TELEMETRY__TRACE__TARGET" .root.Values.tracing.collector }}
+{{- end }}
+{{- if .root.Values.tls.secret }}
+{{- range $part := ternary (list "SERVER" "DATA") (list "SERVER") (or (eq .name "prefill") (eq .name "decode")) }}
+{{- $_ := set $env (printf "KVMESH_%s__TLS__CERT" $part) "/etc/kvmesh/tls/tls.crt" }}
+{{- $_ := set $env (printf "KVMESH_%s__TLS__KEY" $part) "/etc/kvmesh/tls/tls.key" }}
+{{- $_ := set $env (printf "KVMESH_%s__TLS__CA" $part) "/etc/kvmesh/tls/ca.crt" }}
+{{- end }}
+{{- end }}
+{{- if .root.Values.admin.secret }}
+{{- $_ := set $env "KVMESH_SERVER__ADMIN__HOST" "0.0.0.0" }}
+{{- $_ := set $env "KVMESH_SERVER__ADMIN__PORT" "7100" }}
+{{- $_ := set $env "KVMESH_SERVER__ADMIN__TOKEN_FILE" "/etc/kvmesh/admin/token" }}
+{{- end }}
+{{- if has .name (list "gateway" "scheduler" "kvmanager") }}
+{{- $_ := set $env "KVMESH_REDIS__URL" (ternary (printf "redis://%s-redis:6379/0" $release) .root.Values.redis.url .root.Values.redis.enabled) }}
+{{- end }}
+{{- $schedulers := list }}
+{{- range $i := until (int .root.Values.scheduler.replicas) }}
+{{- $schedulers = append $schedulers (printf "%s-scheduler-%d.%s-scheduler:7000" $release $i $release) }}
+{{- end }}
+{{- range $name := .targets }}
+{{- $_ := set $env $name (join "," $schedulers) }}
+{{- end }}
+{{- range $name, $value := merge (dict) .spec.env .own $env }}
+            - { name: {{ $name }}, value: {{ template "kvmesh.text" $value }} }
+{{- end }}
+{{- if and (has .name (list "gateway" "scheduler" "kvmanager")) .root.Values.redis.secret }}
             - name: KVMESH_REDIS__PASSWORD
               valueFrom: { secretKeyRef: { name: {{ .root.Values.redis.secret }}, key: password } }
-            {{- end }}
+{{- end }}
 {{- end }}
 
-{{- define "kvmesh.schedulers" -}}
-{{- range $i := until (int .root.Values.scheduler.replicas) }}{{ if $i }},{{ end }}{{ $.root.Release.Name }}-scheduler-{{ $i }}.{{ $.root.Release.Name }}-scheduler:7000{{ end }}
+{{- /* A value as a string. Numbers of values.yaml are floating point: a million would be 1e+06. */ -}}
+{{- define "kvmesh.text" }}
+{{- if and (kindIs "float64" .) (eq (floor .) .) }}{{ printf "%.0f" . | quote }}{{ else }}{{ toString . | quote }}{{ end }}
 {{- end }}
 
 {{- define "kvmesh.mounts" }}
@@ -145,7 +163,8 @@
 
 {{- define "kvmesh.volumes" }}
       volumes:
-        - { name: tmp, emptyDir: {} }
+        # Sockets and little else: who fills it is stopped, not the node.
+        - { name: tmp, emptyDir: { sizeLimit: 256Mi } }
         {{- if .root.Values.tls.secret }}
         - { name: tls, secret: { secretName: {{ .root.Values.tls.secret }}, defaultMode: 0440 } }
         {{- end }}

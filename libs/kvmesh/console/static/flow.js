@@ -2,6 +2,7 @@
 
 import { show, svg } from "./dom.js";
 import * as format from "./format.js";
+import { byActivity } from "./order.js";
 
 const WIDTH = 1080;
 const NODE = { width: 214, height: 74, gap: 14 };
@@ -71,10 +72,11 @@ function layout(snapshot) {
   return { nodes, clusters: boxes, hidden, height, gatewayY: height / 2 - NODE.height / 2, at: new Map(nodes.map((n) => [n.worker.id, n])) };
 }
 
+// Of each side as many as there is room for, so that neither crowds the other out.
 function busiest(members) {
   if (members.length <= MAX_NODES) return members;
-  const activity = (w) => w.prefill_tokens_s + w.decode_tokens_s + (w.blocks.used / w.blocks.total);
-  const chosen = new Set([...members].sort((a, b) => activity(b) - activity(a)).slice(0, MAX_NODES));
+  const side = (isPrefill) => byActivity(members.filter((w) => (w.role === "prefill") === isPrefill)).slice(0, MAX_NODES / 2);
+  const chosen = new Set([...side(true), ...side(false)]);
   return members.filter((worker) => chosen.has(worker));
 }
 

@@ -11,9 +11,13 @@ const HISTORY = 300;
 const STAGES = ["waiting", "prefill", "handoff", "decode"];
 let samples = [];
 
-function draw(snapshot) {
+function remember(snapshot) {
   if (snapshot.sample && samples.at(-1)?.at_s !== snapshot.sample.at_s) samples.push(snapshot.sample);
   samples = samples.slice(-HISTORY);
+}
+
+function draw(snapshot) {
+  remember(snapshot);
   byId("model").textContent = `${snapshot.model} · KVMesh ${snapshot.version}`;
   setState(snapshot.fresh ? "live" : "stale", snapshot.fresh ? "live" : "no scheduler: last known fleet");
   drawFigures(byId("figures"), snapshot);
@@ -49,7 +53,8 @@ async function start() {
   samples = snapshot.history;
   draw(snapshot);
   const stream = new EventSource("/console/events");
-  stream.addEventListener("snapshot", (event) => draw(JSON.parse(event.data)));
+  // A page that nobody sees keeps its history, and draws when it is looked at.
+  stream.addEventListener("snapshot", (event) => (document.hidden ? remember : draw)(JSON.parse(event.data)));
   stream.addEventListener("error", () => setState("lost", "connection lost, trying again"));
 }
 

@@ -2,6 +2,7 @@
 
 import { html, show, svg } from "./dom.js";
 import * as format from "./format.js";
+import { heaviest, notable } from "./order.js";
 
 export function drawFigures(element, snapshot) {
   const s = snapshot.sample;
@@ -44,12 +45,13 @@ export function drawBars(element, rows, kind, empty) {
   ])));
 }
 
-function table(element, columns, rows, describe) {
+function table(element, columns, rows, total, describe) {
   show(element,
     html("thead", {}, html("tr", {}, columns.map(([title, number]) => html("th", { class: number ? "number" : null, scope: "col" }, title)))),
-    html("tbody", {}, rows.length ? rows.map(describe) : html("tr", {}, html("td", { class: "empty", colspan: columns.length }, "nothing yet"))));
+    html("tbody", {}, rows.length ? rows.map(describe) : note(columns, "nothing yet"), total > rows.length ? note(columns, `and ${total - rows.length} more`) : null));
 }
 
+const note = (columns, content) => html("tr", {}, html("td", { class: "empty", colspan: columns.length }, content));
 const text = (content, attributes = {}) => html("td", attributes, content);
 const number = (content) => html("td", { class: "number" }, content);
 const word = (content) => text(html("span", { class: "word", "data-word": content }, content));
@@ -57,7 +59,7 @@ const role = (id, its) => text(html("span", { class: "role", "data-role": its },
 
 export function drawWorkers(element, workers) {
   const columns = [["worker"], ["role"], ["cluster"], ["group"], ["state"], ["KV blocks"], ["used", 1], ["cached", 1], ["heat", 1], ["prefill", 1], ["decode", 1], ["prompt tok/s", 1], ["tok/s", 1]];
-  table(element, columns, workers, (w) => html("tr", {},
+  table(element, columns, notable(workers), workers.length, (w) => html("tr", {},
     role(w.id, w.role),
     text(w.role),
     text(w.cluster),
@@ -92,8 +94,7 @@ function heat(share) {
 
 export function drawLinks(element, links) {
   const columns = [["from"], ["to"], ["channel"], ["now", 1], ["total", 1], ["goodput when busy", 1], ["budget", 1], ["budget used", 1], ["queued", 1], ["round trip", 1], ["sent again", 1], ["failed", 1]];
-  const rows = [...links].sort((a, b) => b.bytes_total - a.bytes_total);
-  table(element, columns, rows, (link) => html("tr", {},
+  table(element, columns, heaviest(links), links.length, (link) => html("tr", {},
     text(link.from),
     text(link.to),
     text(link.channel),
@@ -110,7 +111,7 @@ export function drawLinks(element, links) {
 
 export function drawRequests(element, requests) {
   const columns = [["request"], ["at"], ["stage"], ["prompt", 1], ["cached", 1], ["output", 1], ["first token", 1], ["time", 1], ["placement"], ["prefill"], ["decode"], ["refused", 1], ["moved", 1]];
-  table(element, columns, requests, (r) => html("tr", { "data-id": r.id },
+  table(element, columns, requests, requests.length, (r) => html("tr", { "data-id": r.id },
     html("td", { class: "id", title: r.id }, html("button", { class: "plain", type: "button" }, r.id)),
     text(format.clock(r.at)),
     word(r.stage === "ended" ? r.finish : r.stage),

@@ -1,0 +1,95 @@
+"""The console's page before a thousand workers: drawn, bounded, and again every second."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.resources import files
+
+import pytest
+from aiohttp import web
+
+from kvmesh.console.request_log import RequestLog
+from kvmesh.console.sampler import Sampler
+from kvmesh.console.share import share_of
+from kvmesh.console.snapshot import ConsoleView, history, snapshot
+from kvmesh.core.details import FleetWorker, LinkDetail
+from kvmesh.core.types import Role, WorkerId
+from tests.browser import headless_browser, needs_browser
+from tests.unit.console.examples import fleet_worker, with_detail
+
+pytestmark = [needs_browser, pytest.mark.timeout(120)]
+
+NUM_WORKERS, MAX_ROWS, MAX_NODES = 1000, 200, 12
+TYPES = {"js": "text/javascript", "css": "text/css", "html": "text/html", "svg": "image/svg+xml"}
+
+
+def fleet() -> list[FleetWorker]:
+    """Half prefill workers, each with a link to a decode worker; the last one drains."""
+    workers = []
+    for n in range(NUM_WORKERS // 2):
+        link = LinkDetail(WorkerId(f"d{n}"), "tcp", n, 0, 0.0, 0.0, 0.001, 0, 0)
+        workers.append(with_detail(fleet_worker(f"p{n}"), link))
+        workers.append(fleet_worker(f"d{n}", Role.DECODE, decode_running=n % 7))
+    last = fleet_worker(workers[-1].info.worker_id, Role.DECODE, draining=True)
+    return [*workers[:-1], dataclasses.replace(last, detail=workers[-1].detail)]
+
+
+def message() -> dict[str, object]:
+    sampler = Sampler()
+    share = share_of(RequestLog(), {}, 1.0, with_rows=True)
+    workers = fleet()
+    sampler.take(workers, share, 1.0)
+    view = ConsoleView(1.0, "m", "0", True, workers, share, sampler)
+    return {**snapshot(view), "history": history(sampler.samples)}
+
+
+@asynccontextmanager
+async def page_of(content: dict[str, object]) -> AsyncIterator[str]:
+    async def shown(_request: web.Request) -> web.Response:
+        return web.json_response(content)
+
+    async def events(_request: web.Request) -> web.Response:
+        second = json.dumps({**content, "now": 2.0})
+        return web.Response(
+            text=f"event: snapshot\ndata: {second}\n\n", content_type="text/event-stream"
+        )
+
+    async def static(request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        text = (files("kvmesh.console") / "static" / name).read_text()
+        return web.Response(text=text, content_type=TYPES[name.rpartition(".")[2]])
+
+    app = web.Application()
+    app.router.add_get("/console/snapshot", shown)
+    app.router.add_get("/console/events", events)
+    app.router.add_get("/console/{name}", static)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}/console/index.html"
+    finally:
+        await runner.cleanup()
+
+
+async def test_a_thousand_workers_are_shown_in_parts() -> None:
+    async with page_of(message()) as url, headless_browser() as browser:
+        page = await browser.new_page()
+        complaints: list[str] = []
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        await page.goto(url)
+        await page.wait_for_selector("body[data-drawn='2']")
+        assert await page.inner_text("#worker-count") == f"{NUM_WORKERS} in 1 cluster(s)"
+        for table, total in (("workers", NUM_WORKERS), ("links", NUM_WORKERS // 2)):
+            rows = await page.locator(f"#{table} tbody tr").all_inner_texts()
+            assert len(rows) == MAX_ROWS + 1
+            assert rows[-1] == f"and {total - MAX_ROWS} more"
+        # Whoever is not ready is never left out, and the links that carried most are first.
+        assert "draining" in await page.inner_text("#workers tbody")
+        assert "d499" in await page.locator("#links tbody tr").first.inner_text()
+        flow = await page.inner_text("#flow")
+        assert f"and {NUM_WORKERS - MAX_NODES} more workers" in flow
+        assert complaints == []

@@ -1,0 +1,91 @@
+"""The chart by Helm itself: a library with Helm's own code, in a process of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from functools import cache
+from typing import Any
+
+import pytest
+import yaml
+
+from scripts.render_manifests import CHART, RELEASE, merged
+from tests.unit.deploy.test_chart import VALUES, Manifest, rendered
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("helm_python") is None, reason="no Helm library for this machine"
+)
+
+WRONG: dict[str, dict[str, Any]] = {
+    "'prefil'": {"prefil": {"replicas": 3}},
+    "'replica'": {"decode": {"replica": 3}},
+    "/decode/replicas": {"decode": {"replicas": -1}},
+    "/engine/dtype": {"engine": {"dtype": "float23"}},
+    "/image/registry": {"image": {"registry": "registry.example"}},
+    "'engine.growth_tokens'": {"decode": {"env": {"engine.growth_tokens": 1}}},
+}
+"""What the schema's complaint names -> values."""
+
+# Apart, because the library brings a whole Go runtime with its own signal handlers.
+_RUN = """
+import json, sys
+import helm_python as helm
+chart_folder, release, asked = sys.argv[1], sys.argv[2], json.load(sys.stdin)
+answers = {"rendered": {}, "refused": {}, "lint": helm.lint(chart_folder)["errors"]}
+with helm.Chart.load(chart_folder) as chart:
+    for name, values in asked["rendered"].items():
+        answers["rendered"][name] = chart.render(values, name=release)
+    for name, values in asked["refused"].items():
+        try:
+            chart.validate_schema(values)
+            answers["refused"][name] = ""
+        except helm.HelmError as error:
+            answers["refused"][name] = str(error)
+print(json.dumps(answers))
+"""
+
+
+@cache
+def by_helm() -> dict[str, Any]:
+    asked = json.dumps({"rendered": VALUES, "refused": {**WRONG, **VALUES}})
+    done = subprocess.run(
+        [sys.executable, "-c", _RUN, str(CHART), RELEASE],
+        input=asked,
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    answers: dict[str, Any] = json.loads(done.stdout)
+    return answers
+
+
+def in_order(manifests: list[Manifest]) -> list[Manifest]:
+    return sorted(manifests, key=lambda each: (each["kind"], each["metadata"]["name"]))
+
+
+@pytest.mark.parametrize("values", list(VALUES))
+def test_helm_renders_the_same(values: str) -> None:
+    files = by_helm()["rendered"][values].items()
+    texts = [text for name, text in files if name.endswith(".yaml")]
+    manifests = [each for text in texts for each in yaml.safe_load_all(text) if each]
+    assert in_order(manifests) == in_order(rendered(values))
+    (notes,) = (text for name, text in files if name.endswith("NOTES.txt"))
+    name = merged({"model": {"name": "pydoc-6m"}}, VALUES[values])["model"]["name"]
+    assert f"serves {name} at http://{RELEASE}-gateway:80/v1" in notes
+
+
+def test_helm_finds_no_fault() -> None:
+    assert by_helm()["lint"] == []
+
+
+@pytest.mark.parametrize("values", list(VALUES))
+def test_the_schema_takes_our_values(values: str) -> None:
+    assert by_helm()["refused"][values] == ""
+
+
+@pytest.mark.parametrize("named", list(WRONG))
+def test_the_schema_refuses_what_would_have_no_effect(named: str) -> None:
+    assert named in by_helm()["refused"][named]
