@@ -78,7 +78,7 @@ class Ours:
     sweeps: bool = True
 
 
-POLL_S = 100e-6
+POLL_S = 200e-6
 CHANNELS = (
     Ours("shm", SendOptions(kinds=("shm",))),
     Ours("shm, polling", SendOptions(kinds=("shm",), poll_s=POLL_S), sweeps=False),

@@ -20,7 +20,7 @@ class DataSection:
     egress_mb_s: float = option(0.0, "TCP megabytes per second to all, reads included; 0: no bound")
     window_mb: int = option(64, "megabytes that one connection may be ahead of its answers")
     copy_threads: int = option(1, "that share a large copy out of shared memory")
-    poll_us: int = option(100, "microseconds to look for the next frame, while that pays; 0: not")
+    poll_us: int = option(200, "microseconds to look for the next frame, while that pays; 0: not")
     staging_mb: int = option(
         64, "pinned host memory per direction for blocks of a device, megabytes"
     )

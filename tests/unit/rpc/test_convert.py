@@ -134,6 +134,9 @@ def test_route_query_round_trip() -> None:
         frozenset({WorkerId("x")}),
         100,
         Placement.AGGREGATED,
+        waiting=3,
+        waiting_reserved=2,
+        lost=frozenset({WorkerId("x")}),
     )
     message = convert_route.route_query_to_proto(query, 7, "00-trace")
     assert message.correlation_id == 7
