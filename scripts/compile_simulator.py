@@ -38,6 +38,7 @@ MODULES = tuple(
 theirs."""
 
 _STAMP = "compiled.sha256"
+_OURS = "copied_by_compile_simulator"
 _SETTINGS = {"MYPYC_OPT_LEVEL": "1", "MYPYC_DEBUG_LEVEL": "0"}
 """The compiler's higher levels take several times as long."""
 
@@ -56,10 +57,17 @@ def identity(libs: Path) -> str:
     return found.hexdigest()
 
 
+def is_ours(folder: Path) -> bool:
+    """Whether nothing is lost when all in there is removed."""
+    known = (folder / name for name in (_OURS, _STAMP))
+    return not folder.exists() or any(map(Path.is_file, known)) or not any(folder.iterdir())
+
+
 def copy_sources(libs: Path, folder: Path) -> None:
-    """Puts a plain copy of the package there, in place of whatever was."""
+    """Puts a plain copy of the package there, in place of an earlier one."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(libs, folder, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    (folder / _OURS).touch()
 
 
 def compile_modules(folder: Path) -> str:
@@ -106,6 +114,8 @@ def main(argv: Sequence[str]) -> int:
     stamp, wanted = folder / _STAMP, identity(LIBS)
     if stamp.is_file() and stamp.read_text() == wanted:
         return 0
+    if not is_ours(folder):
+        parser.error(f"{folder} has files of somebody else; name an empty folder")
     print(f"compiling {len(MODULES)} modules, which takes a minute or two", flush=True)
     copy_sources(LIBS, folder)
     wrong = compile_modules(folder) or compare(LIBS, folder)

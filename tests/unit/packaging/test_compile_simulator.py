@@ -45,6 +45,19 @@ def test_what_cannot_be_compiled_is_left_plain(
     assert not list(folder.glob("*.sha256")), "it is tried again"
 
 
+def test_files_of_others_are_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    with pytest.raises(SystemExit):
+        compile_simulator.main([str(tmp_path)])
+    assert "somebody else" in capsys.readouterr().err
+    assert precious.read_text() == "mine"
+    folder = tmp_path / "compiled"
+    for _ in range(2):
+        assert compile_simulator.is_ours(folder)
+        copy_sources(LIBS / "kvmesh" / "metadata", folder)
+
+
 def test_one_that_decides_otherwise_is_found_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
