@@ -71,7 +71,7 @@ class PrefixSources:
             Whether it did; if not, nothing has happened.
         """
         queries = self._queries
-        if queries is None or sequence.state is SequenceState.GONE:
+        if queries is None:
             return False
         size = self._core.block_size
         first = sequence.num_computed // size
