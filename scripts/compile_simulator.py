@@ -38,7 +38,6 @@ MODULES = tuple(
 theirs."""
 
 _STAMP = "compiled.sha256"
-_OURS = "copied_by_compile_simulator"
 _SETTINGS = {"MYPYC_OPT_LEVEL": "1", "MYPYC_DEBUG_LEVEL": "0"}
 """The compiler's higher levels take several times as long."""
 
@@ -58,16 +57,19 @@ def identity(libs: Path) -> str:
 
 
 def is_ours(folder: Path) -> bool:
-    """Whether nothing is lost when all in there is removed."""
-    known = (folder / name for name in (_OURS, _STAMP))
-    return not folder.exists() or any(map(Path.is_file, known)) or not any(folder.iterdir())
+    """Whether a folder may be written anew: it holds nothing yet, or an earlier copy."""
+    if not folder.exists():
+        return True
+    return folder.is_dir() and ((folder / _STAMP).is_file() or not any(folder.iterdir()))
 
 
 def copy_sources(libs: Path, folder: Path) -> None:
     """Puts a plain copy of the package there, in place of an earlier one."""
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(libs, folder, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-    (folder / _OURS).touch()
+    folder.mkdir(parents=True)
+    (folder / _STAMP).write_text("plain")
+    ignored = shutil.ignore_patterns("__pycache__", "*.so")
+    shutil.copytree(libs, folder, ignore=ignored, dirs_exist_ok=True)
 
 
 def compile_modules(folder: Path) -> str:
@@ -115,7 +117,8 @@ def main(argv: Sequence[str]) -> int:
     if stamp.is_file() and stamp.read_text() == wanted:
         return 0
     if not is_ours(folder):
-        parser.error(f"{folder} has files of somebody else; name an empty folder")
+        print(f"{folder} holds something else; name another folder, or remove it", file=sys.stderr)
+        return 2
     print(f"compiling {len(MODULES)} modules, which takes a minute or two", flush=True)
     copy_sources(LIBS, folder)
     wrong = compile_modules(folder) or compare(LIBS, folder)
