@@ -217,7 +217,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device
 
 def tile_of(head_dim: int, element_size: int) -> int:
     """Positions that a program takes at once: fewer where heads are long, to fit shared memory."""
-    padded = triton.next_power_of_2(head_dim) * element_size
+    padded: int = triton.next_power_of_2(head_dim) * element_size
     # fp32 lies there twice: operands, and what three tf32 products take of them.
     needed = 2 * padded if element_size == torch.float32.itemsize else padded
     return max(_LEAST_TILE, min(DECODE_TILE, DECODE_TILE * _TILE_ROW_BYTES // needed))
