@@ -12,8 +12,8 @@ import pytest
 from kvmesh.core.clock import SystemClock
 from kvmesh.core.errors import LostError, RefusedError
 from kvmesh.core.types import Endpoint, Refusal, RefusalReason
-from kvmesh.transfer import frame_socket
-from kvmesh.transfer.channel_pool import SendOptions
+from kvmesh.transfer import data_server, frame_socket
+from kvmesh.transfer.channel_pool import ChannelPool, SendOptions
 from kvmesh.transfer.data_server import DataServer, ReceiveOptions
 from kvmesh.transfer.frames import BlockRun, Checksum, GetFrame
 from kvmesh.transfer.local_channel import LocalHub
@@ -31,7 +31,9 @@ from tests.transfer_pair import (
     STALL_S,
     RecordingTarget,
     SourcePool,
+    reservation_behind,
     until,
+    whole,
 )
 
 __all__ = ["certificate"]
@@ -155,6 +157,41 @@ async def test_what_leaves_the_host_by_reads_is_within_the_holders_budget(
         for run in (BlockRun(7, 1), BlockRun(0, 300)):
             assert await reading.get(run) == reading.content(run)
     assert pacer.num_bytes == num_paced * BLOCK
+
+
+class SpentBudget(Pacer):
+    """Lets small payloads through and keeps large ones for ever."""
+
+    def __init__(self) -> None:
+        super().__init__(10e6, SystemClock())
+        self.num_kept = 0
+
+    def delay(self, num_bytes: int) -> float:
+        if num_bytes < self.piece_bytes:
+            return 0.0
+        self.num_kept += 1
+        return 1e6
+
+
+async def test_what_a_budget_keeps_holds_up_neither_small_reads_nor_what_arrives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(data_server, "_MAX_THREADS", 1)
+    send, pacer = SendOptions(kinds=("tcp",), lanes=1), SpentBudget()
+    async for reading in running(send, ReceiveOptions(egress=pacer)):
+        kept = asyncio.create_task(reading.get(BlockRun(0, 100)))
+        await until(lambda: pacer.num_kept > 0)
+        source = SourcePool()
+        other, pool = BlockReader(SENDER, send, hub=LocalHub()), ChannelPool(SENDER, source, send)
+        into = bytearray(BLOCK)
+        await other.get(reading.lease, [BlockRun(7, 1)], [memoryview(into)])
+        assert into == reading.content(BlockRun(7, 1))
+        await pool.put(reservation_behind(reading.lease.data_endpoint), whole(16))
+        assert not kept.done()
+        kept.cancel()
+        await other.close()
+        await pool.close()
+        source.close()
 
 
 async def test_reads_at_once_arrive_apart(reading: Reading) -> None:

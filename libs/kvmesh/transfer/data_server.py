@@ -135,6 +135,8 @@ class DataServer:
         self._observer = observer
         load_native()  # compiled at the first start on a machine, and not in the first transfer
         self._threads = ThreadPoolExecutor(_MAX_THREADS, "kv-receive")
+        # Of their own: readers that are slow, or paced, must not keep KV from arriving.
+        self._senders = ThreadPoolExecutor(_MAX_THREADS, "kv-serve")
         self._answering: ThreadPoolExecutor | None = None
         self._listeners: list[socket.socket] = []
         self._folder: Path | None = None
@@ -195,6 +197,7 @@ class DataServer:
         if self._state.readers is not None:
             await self._state.readers.close()
         self._threads.shutdown(wait=False)
+        self._senders.shutdown(wait=False)
         if self._answering is not None:
             self._answering.shutdown(wait=False)
         if self._state.staging is not None:
@@ -264,6 +267,7 @@ class DataServer:
             self._threads,
             takes_fd=kind == SHM,
             poll_s=options.poll_s,
+            senders=self._senders,
         )
         # Nothing leaves the machine on a Unix socket: a sum would only cost time.
         wish = Checksum.NONE if kind == SHM else options.checksum

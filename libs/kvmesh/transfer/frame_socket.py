@@ -10,6 +10,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
+from functools import partial
 
 from kvmesh.core.errors import LostError, ProtocolError
 from kvmesh.transfer.checksums import is_crc32c, sum_of
@@ -57,21 +58,27 @@ class FrameSocket(WaitingSocket):
         *,
         takes_fd: bool = False,
         poll_s: float = 0.0,
+        senders: Executor | None = None,
     ) -> None:
         """Greets nobody yet.
 
         Args:
+            threads: large payloads move in them.
             takes_fd: accept one descriptor from the peer.
             poll_s: the loop is blocked so long at most for a next frame before others work, while
                 that pays (`Polling`).
+            senders: large payloads leave in these instead: a peer that takes them slowly, or a
+                budget, holds none up that arrive.
         """
         super().__init__(wire, stall_timeout_s)
         self.decoder = FrameDecoder(block_bytes)
         self.lends = False
         self._takes_fd = takes_fd
-        self._polling = Polling(poll_s)
+        self._poll_s = poll_s
+        self._pollings: dict[type[Frame] | None, Polling] = {}  # by the frame before the look
+        self._newest: type[Frame] | None = None
         self._num_seen = 0
-        self._threads = threads
+        self._threads, self._senders = threads, senders or threads
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
         self._events: deque[FrameEvent] = deque()
         # What was read last was all there was: look again only when the loop says so. TLS may have
@@ -110,7 +117,9 @@ class FrameSocket(WaitingSocket):
             LostError: the socket failed or was cut.
         """
         num_bytes = num_bytes_of(views)
-        if pacer is None and num_bytes <= INLINE_BYTES:
+        if num_bytes <= (INLINE_BYTES if pacer is None else min(INLINE_BYTES, pacer.piece_bytes)):
+            if pacer is not None and (delay_s := pacer.delay(num_bytes)) > 0:
+                await self._pause(delay_s)
             buffers = [memoryview(head), *views]
             if sum_ is not None:
                 buffers.append(memoryview(TRAILER.pack(sum_of(views, sum_, 0))))
@@ -122,7 +131,8 @@ class FrameSocket(WaitingSocket):
                 await self._send_rest(cursor, [])
             return
         with self.watch.under_way():
-            await self._in_thread(lambda: self._send_in_thread(head, views, sum_, pacer))
+            work = partial(self._send_in_thread, head, views, sum_, pacer)
+            await self._in_thread(self._senders, work)
 
     def _send_at_once(
         self, buffers: Iterable[memoryview | bytes], ancillary: list[tuple[int, int, bytes]]
@@ -225,6 +235,7 @@ class FrameSocket(WaitingSocket):
             self._events.extend(self.decoder.feed(piece[:count]))
         event = self._events.popleft()
         assert not isinstance(event, PayloadBytes | PayloadEnd), "read the payload first"
+        self._newest = type(event.frame if isinstance(event, PayloadStart) else event)
         return event
 
     def read_on(self, take: Callable[[FrameEvent], None], ended: Callable[[str], None]) -> None:
@@ -262,11 +273,16 @@ class FrameSocket(WaitingSocket):
             self._read_on()
 
     def _is_there_soon(self) -> bool:
-        wait_s = self._polling.next_s()
-        if wait_s == 0 or self._native is None:
+        if self._poll_s == 0 or self._native is None:
+            return False
+        polling = self._pollings.get(self._newest)
+        if polling is None:
+            polling = self._pollings[self._newest] = Polling(self._poll_s)
+        wait_s = polling.next_s()
+        if wait_s == 0:
             return False
         came = self._native.poll(self.wire.fileno(), wait_s)
-        self._polling.saw(came)
+        polling.saw(came)
         return came
 
     def _read_at_once(self) -> int | None:
@@ -291,7 +307,7 @@ class FrameSocket(WaitingSocket):
         num_bytes = num_bytes_of(views)
         with self.watch.under_way():
             if num_bytes > INLINE_BYTES:
-                await self._in_thread(lambda: self._fill_in_thread(views))
+                await self._in_thread(self._threads, partial(self._fill_in_thread, views))
             else:
                 cursor = ViewCursor(views)
                 while not cursor.at_end:
@@ -375,11 +391,11 @@ class FrameSocket(WaitingSocket):
             return self._native
         return self._native if is_crc32c(sum_) and self._native.has_crc32c else None
 
-    async def _in_thread(self, work: Callable[[], None]) -> None:
+    async def _in_thread(self, threads: Executor, work: Callable[[], None]) -> None:
         def on_cancel() -> None:
             self.cut("a frame was cut in the middle")
 
-        await run_to_end(self._threads, work, on_cancel)
+        await run_to_end(threads, work, on_cancel)
 
     def _counted(self, count: int) -> int:
         if count == 0:

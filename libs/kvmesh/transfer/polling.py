@@ -3,7 +3,8 @@
 A process that sleeps takes as long to wake as a small frame takes to come, so looking for it first
 halves a small handoff; where nothing comes in time it only costs. Looks that were for nothing are
 therefore followed by more and more times without one. Nobody looks while nothing is under way:
-each look follows a frame. Tests: tests/unit/transfer/test_polling.py.
+each look follows a frame, and frames of each kind have looks of their own: after a PUT a COMMIT
+follows at once, after a COMMIT nothing. Tests: tests/unit/transfer/test_polling.py.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ _MAX_SKIPPED = 63
 
 
 class Polling:
-    """When one end of a connection looks for the next frame, and how long."""
+    """When one end of a connection looks for what follows frames of one kind, and how long."""
 
     def __init__(self, most_s: float) -> None:
         """`most_s` bounds each look; 0 is none."""

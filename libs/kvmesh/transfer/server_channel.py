@@ -50,6 +50,8 @@ from kvmesh.transfer.staging import StagingRing
 from kvmesh.transfer.target import ReadSource, WriteGrant, WriteTarget
 from kvmesh.transfer.threads import run_to_end
 
+_READERS = "readers"
+"""All of them are one owner of staging memory: half of it stays with KV that arrives."""
 _STAGED_DEPTH = 2
 """Parts of one copy into a device pool at once."""
 
@@ -275,9 +277,7 @@ class ServerChannel:
                 await self._give(get, num_bytes, grant.views)
             else:
                 assert staging is not None, "a source with a device pool has staging"
-                async with staging.gathered(
-                    grant.pieces, staging.moment(), self._machine.peer
-                ) as views:
+                async with staging.gathered(grant.pieces, staging.moment(), _READERS) as views:
                     await self._give(get, num_bytes, views)
         finally:
             self._source.end_read(grant)

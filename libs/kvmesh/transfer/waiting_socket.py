@@ -40,6 +40,7 @@ class WaitingSocket:
         self._is_cut = threading.Event()
         self._is_watched = False
         self._reader: asyncio.Future[None] | None = None
+        self._paused: asyncio.Future[None] | None = None
         self._sending, self._receiving = NativeState(), NativeState()
         self.watch = StallWatch(
             stall_timeout_s,
@@ -58,6 +59,8 @@ class WaitingSocket:
         self._cause = cause
         self._is_cut.set()
         self._sending.stop = self._receiving.stop = 1
+        if self._paused is not None:
+            _wake(self._paused)
         # Wakes both directions, threads included.
         with contextlib.suppress(OSError):
             self.wire.shutdown(socket.SHUT_RDWR)
@@ -75,6 +78,18 @@ class WaitingSocket:
         if self.received_fd is not None:
             os.close(self.received_fd)
             self.received_fd = None
+
+    async def _pause(self, seconds: float) -> None:
+        """Waits before sending; raises LostError as soon as the socket is cut."""
+        self._raise_if_cut()
+        self._paused = self._loop.create_future()
+        timer = self._loop.call_later(seconds, _wake, self._paused)
+        try:
+            await self._paused
+        finally:
+            timer.cancel()
+            self._paused = None
+        self._raise_if_cut()
 
     async def _writable(self) -> None:
         fd = self.wire.fileno()

@@ -8,16 +8,34 @@ import random
 import numpy as np
 import pytest
 
+from kvmesh.core.clock import SystemClock
 from kvmesh.core.errors import LostError, RefusedError
-from kvmesh.core.types import RefusalReason
+from kvmesh.core.types import RefusalReason, WorkerId
 from kvmesh.transfer.alignment import Run
-from kvmesh.transfer.channel_pool import SendOptions
-from kvmesh.transfer.data_server import ReceiveOptions
+from kvmesh.transfer.channel_pool import ChannelPool, SendOptions
+from kvmesh.transfer.data_server import DataServer, ReceiveOptions
 from kvmesh.transfer.device import Pieces, pieces_of
-from kvmesh.transfer.frames import BlockPart
+from kvmesh.transfer.frames import BlockPart, BlockRun, GetFrame
+from kvmesh.transfer.local_channel import LocalHub
+from kvmesh.transfer.pacing import Pacer
+from kvmesh.transfer.protocol import ChannelIdentity
+from kvmesh.transfer.reader import BlockReader, ReadLease
 from kvmesh.transfer.staging import Spaces, StagingRing
+from kvmesh.transfer.target import ReadGrant
 from tests.device_twin import TwinPool
-from tests.transfer_pair import BLOCK, LAYOUT, NUM_BLOCKS, running_pair, until, whole
+from tests.transfer_pair import (
+    BLOCK,
+    LAYOUT,
+    NUM_BLOCKS,
+    RECEIVER,
+    SENDER,
+    RecordingTarget,
+    SourcePool,
+    reservation_at,
+    running_pair,
+    until,
+    whole,
+)
 
 
 def pieces(num_blocks: int) -> Pieces:
@@ -188,3 +206,54 @@ async def test_a_transfer_waits_for_the_steps_before_it_and_for_no_later_one(kin
         target.driver.awaited.clear()
         await pair.pool.put(pair.reservation, whole(1))
         assert target.driver.awaited == [target.driver.num_marks]
+
+
+class DeviceBlocks:
+    """Gives the same eight blocks of a device pool away, as often as it is asked."""
+
+    def begin_read(self, get: GetFrame) -> ReadGrant:
+        return ReadGrant(get, (), pieces(8))
+
+    def end_read(self, grant: ReadGrant) -> None:
+        return
+
+
+async def test_readers_that_wait_for_a_budget_leave_half_to_what_arrives() -> None:
+    budget = Pacer(10e6, SystemClock())
+    budget.delay(1 << 50)  # the rest waits for years
+    device, source = TwinPool(LAYOUT, NUM_BLOCKS), SourcePool()
+    server = DataServer(
+        RECEIVER,
+        RecordingTarget(pool=device),
+        ReceiveOptions(staging_bytes=16 * BLOCK, egress=budget),
+        source=DeviceBlocks(),
+        memory=device,
+        hub=LocalHub(),
+    )
+    address, ring = await server.start(), server._state.staging
+    assert ring is not None
+    me, send = RECEIVER, SendOptions(kinds=("tcp",))
+    lease = ReadLease(11, me.worker_id, me.incarnation, 1, b"secret", address.endpoint, None)
+    readers = [
+        BlockReader(ChannelIdentity(WorkerId(name), 1, LAYOUT), send, hub=LocalHub())
+        for name in ("r0", "r1")
+    ]
+    pool = ChannelPool(SENDER, source, send, hub=LocalHub())
+    into = [memoryview(bytearray(8 * BLOCK)) for _ in readers]
+    reads = [
+        asyncio.create_task(reader.get(lease, [BlockRun(0, 8)], [memory]))
+        for reader, memory in zip(readers, into, strict=True)
+    ]
+    await until(lambda: ring.num_free == 0 or (ring.num_free == 8 and len(ring._waiting) == 1))
+
+    await pool.put(reservation_at(address), whole(8))
+
+    assert not any(read.done() for read in reads)
+    for read in reads:
+        read.cancel()
+    for reader in readers:
+        await reader.close()
+    await pool.close()
+    await server.close()
+    source.close()
+    device.close()
