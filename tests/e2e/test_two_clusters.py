@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import aiohttp
@@ -112,6 +112,17 @@ async def clusters(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cl
             await mesh.idle()
 
 
+@contextmanager
+def starved(link: FarLink) -> Iterator[None]:
+    """The link carries next to nothing inside; a test that fails leaves it whole to others."""
+    link.set_rate(STARVED_BYTES_S)
+    try:
+        yield
+    finally:
+        link.set_up(True)
+        link.set_rate(LINK_BYTES_S)
+
+
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
 needs_link = pytest.mark.skipif(bool(NO_LINK), reason=f"a link of the kernel's: {NO_LINK}")
 
@@ -139,13 +150,11 @@ async def test_the_length_chooses_the_cluster(clusters: Clusters) -> None:
 async def test_a_link_that_is_cut_in_a_transfer_costs_no_token(clusters: Clusters) -> None:
     link = clusters.link
     assert link is not None
-    link.set_rate(STARVED_BYTES_S)
-    asking = asyncio.create_task(clusters.ask(LONG, 3))
-    await clusters.in_transfer()
-    link.set_up(False)
-    assert (await asking).prefill_worker == "prefill-0"
-    link.set_up(True)
-    link.set_rate(LINK_BYTES_S)
+    with starved(link):
+        asking = asyncio.create_task(clusters.ask(LONG, 3))
+        await clusters.in_transfer()
+        link.set_up(False)
+        assert (await asking).prefill_worker == "prefill-0"
     await clusters.goes_far_again()
 
 
@@ -154,11 +163,10 @@ async def test_a_handoff_over_a_link_that_starves_is_given_up(clusters: Clusters
     """Bytes go on to arrive, so nothing stalls; it would take a minute."""
     link = clusters.link
     assert link is not None
-    link.set_rate(STARVED_BYTES_S)
-    asking = asyncio.create_task(clusters.ask(LONG, 4))
-    await clusters.in_transfer()
-    assert (await asking).prefill_worker == "prefill-0"
-    link.set_rate(LINK_BYTES_S)
+    with starved(link):
+        asking = asyncio.create_task(clusters.ask(LONG, 4))
+        await clusters.in_transfer()
+        assert (await asking).prefill_worker == "prefill-0"
     await clusters.goes_far_again()
 
 
@@ -166,12 +174,11 @@ async def test_a_handoff_over_a_link_that_starves_is_given_up(clusters: Clusters
 async def test_a_remote_worker_killed_in_a_transfer_costs_no_token(clusters: Clusters) -> None:
     link = clusters.link
     assert link is not None
-    link.set_rate(STARVED_BYTES_S)
-    asking = asyncio.create_task(clusters.ask(LONG, 5))
-    await clusters.in_transfer()
-    clusters.far.kill()
-    assert (await asking).prefill_worker == "prefill-0"
-    link.set_rate(LINK_BYTES_S)
+    with starved(link):
+        asking = asyncio.create_task(clusters.ask(LONG, 5))
+        await clusters.in_transfer()
+        clusters.far.kill()
+        assert (await asking).prefill_worker == "prefill-0"
     assert (await clusters.ask(LONG, 6)).prefill_worker == "prefill-0", "its cluster is empty"
     await clusters.mesh.restart(FAR)
     await clusters.goes_far_again()
