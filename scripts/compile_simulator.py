@@ -56,10 +56,20 @@ def identity(libs: Path) -> str:
     return found.hexdigest()
 
 
+def is_ours(folder: Path) -> bool:
+    """Whether a folder may be written anew: it holds nothing yet, or an earlier copy."""
+    if not folder.exists():
+        return True
+    return folder.is_dir() and ((folder / _STAMP).is_file() or not any(folder.iterdir()))
+
+
 def copy_sources(libs: Path, folder: Path) -> None:
-    """Puts a plain copy of the package there, in place of whatever was."""
+    """Puts a plain copy of the package there, in place of an earlier one."""
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(libs, folder, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    folder.mkdir(parents=True)
+    (folder / _STAMP).write_text("plain")
+    ignored = shutil.ignore_patterns("__pycache__", "*.so")
+    shutil.copytree(libs, folder, ignore=ignored, dirs_exist_ok=True)
 
 
 def compile_modules(folder: Path) -> str:
@@ -106,6 +116,9 @@ def main(argv: Sequence[str]) -> int:
     stamp, wanted = folder / _STAMP, identity(LIBS)
     if stamp.is_file() and stamp.read_text() == wanted:
         return 0
+    if not is_ours(folder):
+        print(f"{folder} holds something else; name another folder, or remove it", file=sys.stderr)
+        return 2
     print(f"compiling {len(MODULES)} modules, which takes a minute or two", flush=True)
     copy_sources(LIBS, folder)
     wrong = compile_modules(folder) or compare(LIBS, folder)

@@ -158,8 +158,9 @@ def parse_json(raw: bytes) -> Any:
     try:
         # As `loads` would, without asking which of Unicode's encodings an object is in.
         is_utf8 = raw[:1] == b"{" and raw[1:2] != b"\0"
-        content = json.loads(raw.decode("utf-8", "surrogatepass") if is_utf8 else raw)
-        if b"\\u" in raw:  # halves of characters are JSON, but no text
+        content = json.loads(raw.decode() if is_utf8 else raw)
+        # Halves of characters are JSON, but no text; `loads` takes them in any encoding.
+        if not is_utf8 or b"\\u" in raw:
             json.dumps(content, ensure_ascii=False).encode()
         return content
     except (ValueError, RecursionError) as error:

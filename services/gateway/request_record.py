@@ -76,7 +76,6 @@ class RequestRecord:
         self._finish = FinishReason.CANCELLED
         self._error = ""
         self._charge = None if ticket is None else ticket.charge
-        self._last: TextDelta | None = None
         self._shown = shown
         self._trace = shown.open(request.request_id, len(request.prompt_ids), self._started_at)
 
@@ -91,7 +90,6 @@ class RequestRecord:
             self.first(count, self._loop.time())
         elif count or not num_told:
             self.tokens(count, self._loop.time())
-        self._last = delta
         if delta.finish_reason is not None:
             self._finish = delta.finish_reason
 
@@ -157,7 +155,9 @@ class RequestRecord:
             self._log(trace_id, elapsed_s)
 
     def _log(self, trace_id: str, elapsed_s: float) -> None:
-        last = self._last
+        # Not from the last piece: tokens that went by a lane left none, and neither did what was
+        # cancelled before it.
+        trace = self._trace
         log.info(
             "request_finished",
             request_id=self._request.request_id,
@@ -165,11 +165,11 @@ class RequestRecord:
             finish_reason=self._finish.value,
             prompt_tokens=len(self._request.prompt_ids),
             completion_tokens=self._num_tokens,
-            cached_tokens=last.cached_tokens if last else 0,
+            cached_tokens=trace.cached_tokens,
             ttft_ms=round(self._ttft_s * 1000, 1),
             elapsed_ms=round(elapsed_s * 1000, 1),
-            placement=last.placed.placement.value if last else "",
-            prefill_worker=last.placed.prefill_worker if last else "",
-            decode_worker=last.placed.decode_worker if last else "",
+            placement=trace.placement.value if trace.prefill_worker else "",
+            prefill_worker=trace.prefill_worker,
+            decode_worker=trace.decode_worker,
             error=self._error,
         )

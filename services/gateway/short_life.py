@@ -222,13 +222,13 @@ class ShortLife:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        self._book()
         self._search_ends(placed=False)
         if self._is_open:
             self._is_open = False
             self._session.cancel_decode(self._key)
         if self._is_accepted:
             self._is_accepted = False
-            self._book()
             self._mesh.connections.ended(self._session.worker_id)
 
     # --- from the worker ---
@@ -287,7 +287,7 @@ class ShortLife:
         self._loop.call_soon(self._book)
 
     def _book(self) -> None:
-        """Notes that the worker took the request, once."""
+        """Notes that the worker took the request, if it did, once."""
         at, self._accepted_at = self._accepted_at, None
         if at is None:
             return

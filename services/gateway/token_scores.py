@@ -6,6 +6,7 @@ Pure. Tests: tests/unit/gateway/test_token_scores.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 from kvmesh.core.types import TokenLogprobs
@@ -51,11 +52,12 @@ class ScoresOfText:
 
         Where a character is made of several tokens and no text can be found, all that wait are it.
         """
-        waiting, ends, joined = self._waiting, [], ""
-        for score in waiting:
-            joined += score["token"]
-            ends.append(len(joined))
-        at = joined.find(text)
+        waiting = self._waiting
+        ends = list(accumulate(len(score["token"]) for score in waiting))
+        joined = "".join(score["token"] for score in waiting)
+        # A mark may hold the word that the text begins with: a token's begin is looked at first.
+        begins = (begin for begin in (0, *ends) if joined.startswith(text, begin))
+        at = next(begins, joined.find(text))
         self._waiting = []
         if at < 0:
             return waiting

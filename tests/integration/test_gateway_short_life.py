@@ -7,6 +7,7 @@ import functools
 import re
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -15,6 +16,8 @@ import pytest
 
 from kvmesh.core.types import Placement, RefusalReason
 from kvmesh.policy import plans_ahead
+from kvmesh.policy.crowd import Crowd
+from services.gateway import request_record
 from services.gateway.short_life import ShortLife
 from services.gateway.token_lane import TokenLane
 from tests.integration.gateway_fake_worker import MODEL, Behaviour
@@ -76,13 +79,13 @@ async def ask(stack: Stack, *, stream: bool) -> str:
     return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
 
 
-async def _raw(stack: Stack, **more: Any) -> bytes:
+async def _raw(stack: Stack, body: dict[str, Any]) -> bytes:
     """The events of a stream, without what differs from call to call."""
     headers = {"x-request-id": "same"}
-    body = {**CHAT, "stream": True, **more}
+    path = "chat/completions" if "messages" in body else "completions"
     async with (
         aiohttp.ClientSession(stack.url) as session,
-        session.post("/v1/chat/completions", json=body, headers=headers) as response,
+        session.post(f"/v1/{path}", json=body, headers=headers) as response,
     ):
         assert "x-kvmesh-decode-worker" in response.headers
         return re.sub(rb'"created":\d+', b"", await response.read())
@@ -112,9 +115,14 @@ async def test_an_answer_is_that_of_the_long_way(
     assert counted == [len(stack.mesh.output) + 1, 1, 1, 1]
 
 
+USAGE: dict[str, Any] = {"stream_options": {"include_usage": True}}
+
+
+@pytest.mark.parametrize("says", [SAYS, f"🙂 {SAYS}"])  # part of a character is no text yet
 async def test_the_first_token_goes_out_as_it_comes_off_the_wire(
-    stack: Stack, num_short: list[str], monkeypatch: pytest.MonkeyPatch
+    stack: Stack, num_short: list[str], monkeypatch: pytest.MonkeyPatch, says: str
 ) -> None:
+    stack.says(says)
     began: list[bool] = []
     first = TokenLane.first
 
@@ -124,13 +132,20 @@ async def test_the_first_token_goes_out_as_it_comes_off_the_wire(
 
     monkeypatch.setattr(TokenLane, "first", noted)
     await stocked(stack, num_short)
-    assert await ask(stack, stream=True) == SAYS
-    assert (len(num_short), began) == (1, [True])
-    # Stop strings may hold text back, so with them nothing goes out before a task looks at it.
-    bodies = [await _raw(stack, **more) for more in ({}, {"stop": ["\0"]})]
-    assert began == [True, True]
-    assert bodies[0] == bodies[1]
-    await stack.idle()
+    usage = (await stack.client.chat.completions.create(**CHAT)).usage
+    assert usage is not None
+    # As long as the chat's prompt: plans ahead are for one length.
+    text: dict[str, Any] = {"model": MODEL, "prompt": [5] * usage.prompt_tokens, "max_tokens": 200}
+    for call in (CHAT, CHAT | USAGE, text, text | USAGE, text | {"echo": True}):
+        await stocked(stack, num_short)
+        # Stop strings may hold text back, so with them nothing goes out before a task looks at it.
+        bodies = [
+            await _raw(stack, {**call, "stream": True, **more}) for more in ({}, {"stop": ["\0"]})
+        ]
+        assert (len(num_short), began) == (2, [True])
+        assert bodies[0] == bodies[1]
+        began.clear()
+        await stack.idle()
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -253,6 +268,53 @@ async def test_a_client_that_leaves_ends_the_work(stack: Stack, num_short: list[
     stack.mesh.go.set()
 
 
+async def test_who_leaves_as_a_worker_takes_the_request_was_placed(
+    stack: Stack, num_short: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await stocked(stack, num_short)
+    was_placed: list[bool] = []
+    accepted, leave = ShortLife._accepted, Crowd.leave
+
+    def closed(self: ShortLife, lease_ms: int) -> None:
+        accepted(self, lease_ms)
+        self.close()
+
+    def noted(self: Crowd, tenant: str, now: float, *, placed: bool) -> None:
+        was_placed.append(placed)
+        leave(self, tenant, now, placed=placed)
+
+    monkeypatch.setattr(ShortLife, "_accepted", closed)
+    monkeypatch.setattr(Crowd, "leave", noted)
+    asking = asyncio.ensure_future(ask(stack, stream=True))
+    await stack.mesh.until(lambda: bool(was_placed))
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    await stack.idle()
+    assert was_placed == [True]
+
+
+async def test_the_log_says_where_a_stream_ran_that_its_client_left(
+    stack: Stack, num_short: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await stocked(stack, num_short)
+    told: list[dict[str, Any]] = []
+    log = SimpleNamespace(tells_info=True, info=lambda _, **fields: told.append(fields))
+    monkeypatch.setattr(request_record, "log", log)
+    for worker in stack.mesh.workers.values():
+        worker.does.stall_decode_after = 2
+    chunks = await stack.client.chat.completions.create(**CHAT, stream=True)
+    async for chunk in chunks:
+        if chunk.choices[0].delta.content:
+            break
+    await chunks.close()
+    await stack.mesh.until(lambda: bool(told))
+    await stack.idle()
+    (line,) = told
+    assert (line["finish_reason"], line["placement"]) == ("cancelled", "aggregated")
+    assert line["prefill_worker"] == line["decode_worker"]
+    assert line["prefill_worker"] in stack.mesh.workers
+
+
 async def test_a_request_runs_no_longer_than_it_may(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_short: list[str]
 ) -> None:
@@ -261,19 +323,15 @@ async def test_a_request_runs_no_longer_than_it_may(
     async with gateway_stack(tmp_path, TWO_PAIRS, SAYS, limits=limits) as stack:
         stack.mesh.placement = Placement.AGGREGATED
         await stocked(stack, num_short)
-        for worker in stack.mesh.workers.values():
-            worker.does.stall_decode_after = 2
-        with pytest.raises(openai.APIStatusError) as late:
-            await ask(stack, stream=False)
-        assert late.value.status_code == 504
-        assert len(num_short) == 1
-        await stack.idle()
-        await stocked(stack, num_short)
-        for worker in stack.mesh.workers.values():
-            worker.does.stall_decode_after = 2
+        stack.mesh.go.clear()  # no token after the first
+        asked = (ask(stack, stream=False), ask(stack, stream=True))
+        late, cut = await asyncio.gather(*asked, return_exceptions=True)
+        assert isinstance(late, openai.APIStatusError)
+        assert late.status_code == 504
         # The head went out with the first token: what ends the stream is an event.
-        with pytest.raises(openai.APIError, match="longer than") as cut:
-            await ask(stack, stream=True)
-        assert not isinstance(cut.value, openai.APIStatusError)
-        assert len(num_short) == 1
+        assert isinstance(cut, openai.APIError)
+        assert not isinstance(cut, openai.APIStatusError)
+        assert "longer than" in str(cut)
+        assert len(num_short) == 2
+        stack.mesh.go.set()
         await stack.idle()

@@ -4,6 +4,7 @@ real channels, and the tokens of one engine that has everything.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -13,11 +14,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvmesh.core.types import PrefixSource, Refusal, RefusalReason, SequenceSpec
+from kvmesh.core.types import Endpoint, PrefixSource, Refusal, RefusalReason, SequenceSpec
+from kvmesh.rpc.convert import refusal_from_proto
+from kvmesh.rpc.pool_client import PoolClient
 from kvmesh.runtime.query_answers import QueryAnswers
 from kvmesh.runtime.worker import Worker
 from kvmesh.runtime.worker_config import EngineSection, FetchSection, WorkerSection
 from kvmesh.transfer.query_ops import QueryGrant
+from kvmesh.v1.kv_pool_service_pb2 import LeaseBlocksRequest, ReadLease
 from tests.integration.test_prefix_queries import (
     BLOCK,
     CHUNK,
@@ -30,6 +34,7 @@ from tests.integration.test_prefix_queries import (
     reference,
     spec_of,
 )
+from tests.transfer_pair import until
 from tests.unit.engine.tiny_checkpoint import write_checkpoint
 from tests.worker_driver import Driver, Key, driving, running_worker, until_idle
 
@@ -147,6 +152,36 @@ async def test_a_stream_moves_on_to_another_worker(folder: Path) -> None:
         told = whole[:3]
         rest = replace(spec, token_ids=(*spec.token_ids, *told))
         assert await driver.generate(holder, holder, Key("again"), rest) == whole[3:]
+        await nothing_is_left(holder, worker)
+
+
+async def test_a_request_that_ends_while_its_lease_comes_leaves_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reserved and offered in two messages, so that a cancel ends the reservation alone."""
+    leased, go_on = asyncio.Event(), asyncio.Event()
+    plain = PoolClient.lease
+
+    async def lease(
+        self: PoolClient, holder: Endpoint, request: LeaseBlocksRequest, timeout_s: float
+    ) -> ReadLease:
+        found = await plain(self, holder, request, timeout_s)
+        leased.set()
+        await go_on.wait()
+        return found
+
+    async with workers(folder) as (holder, worker, driver):
+        monkeypatch.setattr(PoolClient, "lease", lease)
+        key, spec = Key("gone"), turn()
+        reserved = await driver.reserve(worker, key, spec)
+        await driver.offer_from(source_of(holder), worker, key, spec, reserved.reserved)
+        await leased.wait()
+        driver.cancel_decode(worker, key)
+        await until(lambda: not worker.decode.num_tasks)
+        go_on.set()
+        failed = await driver.prefill_event(key)
+        assert refusal_from_proto(failed.failed).reason is RefusalReason.STALE
+        assert asked(worker) == 0
         await nothing_is_left(holder, worker)
 
 

@@ -8,6 +8,7 @@ Source: FlowKV Algorithm 1, PrfaaS 3.4.3. Tests: tests/unit/policy/test_control.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -222,13 +223,15 @@ class Allocation:
     points: tuple[OperatingPoint, ...]
 
     def threshold(self, before: Threshold, num_prefill: int) -> Threshold:
-        """The threshold for a split, raised or lowered as much as the one before was.
+        """The threshold for a split, raised as much as the one before was.
 
-        The fast loop brings it back to the base.
+        The fast loop brings it back to the base, and lowers it again where that is needed.
         """
         best = optimum(p for p in self.points if p.num_prefill == num_prefill)
         base = best.threshold_tokens
-        lift = max(before.tokens / max(before.base_tokens, 1.0), 1.0)
+        # Of an endless one nothing can be raised, and infinity by infinity is no number.
+        is_finite = math.isfinite(before.base_tokens)
+        lift = max(before.tokens / max(before.base_tokens, 1.0), 1.0) if is_finite else 1.0
         return Threshold(base, base * lift)
 
 

@@ -72,7 +72,7 @@ class Gathering(Generic[T]):
             self._since, self._held_until = now, math.inf
         self._ready[seat] = item
         if not self._awaited and len(self._ready) < MAX_JOINT:
-            self._held_until = min(self._held_until, now + self._hold_s(item))
+            self._hold(item, now)
 
     def leave(self, seat: Seat) -> None:
         """A request has its decision, has hung up, or could not look up what it needs.
@@ -84,8 +84,7 @@ class Gathering(Generic[T]):
         was_awaited = seat in self._awaited
         self._awaited.discard(seat)
         if was_awaited and not self._awaited and self._ready:
-            first = next(iter(self._ready.values()))
-            self._held_until = min(self._held_until, self._since + self._hold_s(first))
+            self._hold(next(iter(self._ready.values())), self._since)
 
     def take(self, now: float) -> list[T]:
         """Those whose time has come, in the order in which they were ready; empty before that."""
@@ -96,3 +95,8 @@ class Gathering(Generic[T]):
         self._ready.clear()
         self._awaited.clear()
         return taken
+
+    def _hold(self, item: T, since: float) -> None:
+        # Where the question fails, those who wait with the one it was about are due.
+        held_until, self._held_until = self._held_until, since
+        self._held_until = min(held_until, since + self._hold_s(item))

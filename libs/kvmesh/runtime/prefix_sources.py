@@ -44,13 +44,15 @@ class PrefixSources:
         """Sees to what a source holds of a prompt; what is missing afterwards is to be computed.
 
         Args:
-            attempt: its sequence is HELD and has computed nothing.
+            attempt: its sequence is HELD and has computed nothing; it may be released meanwhile.
             may_stay: it is decoded here, so that nobody else needs the prefix.
         """
         sequence = attempt.sequence
         assert sequence is not None, "admitted"
         if may_stay and await self._leave(attempt, sequence, source):
             return
+        if sequence.state is SequenceState.GONE:
+            return  # cancelled before this began, or while the source was asked for a lease
         result = await self._fetcher.fill(source, sequence)
         attempt.span.event(
             "prefix_fetch",

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kvmesh.core.types import TokenLogprobs
 from services.gateway.token_scores import LOWEST, ScoresOfText, chosen_score
 
-WORDS = [b"<think>", b" well", b"</think>", b"\n\n", b"an", b" answer", "ü".encode()[:1]]
+WORDS = [b"<think>", b" well", b"</think>", b"\n\n", b"an", b" answer", "ü".encode()[:1], b"think"]
 
 
 def score(token_id: int) -> dict[str, Any]:
@@ -37,6 +37,13 @@ def test_marks_and_dropped_white_space_belong_to_no_text() -> None:
     scores.add([score(token_id) for token_id in range(6)])
     assert ids(scores.take(" well")) == [1]
     assert ids(scores.take("an answer")) == [4, 5]
+    assert scores.take("more") == []
+
+
+def test_the_word_of_a_mark_is_not_the_text() -> None:
+    scores = ScoresOfText()
+    scores.add([score(token_id) for token_id in (2, 3, 7)])
+    assert ids(scores.take("think")) == [7]
     assert scores.take("more") == []
 
 

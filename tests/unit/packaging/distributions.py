@@ -19,8 +19,14 @@ def _project_requirements() -> list[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     rows = list(project["dependencies"])
     for extra, requirements in project["optional-dependencies"].items():
-        rows += [f'{requirement} ; extra == "{extra}"' for requirement in requirements]
+        rows += [_of_extra(requirement, extra) for requirement in requirements]
     return rows
+
+
+def _of_extra(requirement: str, extra: str) -> str:
+    name, _, marker = requirement.partition(";")
+    condition = f"({marker.strip()}) and " if marker else ""
+    return f'{name.strip()} ; {condition}extra == "{extra}"'
 
 
 def _requirements_of(name: str, extras: frozenset[str]) -> Iterable[Requirement]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from scripts import compile_simulator
-from scripts.compile_simulator import LIBS, MODULES, compare, copy_sources, identity
+from scripts.compile_simulator import LIBS, MODULES, compare, copy_sources, identity, is_ours
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -42,7 +42,20 @@ def test_what_cannot_be_compiled_is_left_plain(
     assert "not compiled" in capsys.readouterr().err
     assert (folder / "broken.py").is_file()
     assert not list(folder.glob("*.so"))
-    assert not list(folder.glob("*.sha256")), "it is tried again"
+    assert (folder / "compiled.sha256").read_text() != identity(libs), "it is tried again"
+    assert is_ours(folder)
+
+
+def test_a_folder_with_something_else_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(compile_simulator, "compile_modules", lambda _: "not tried")
+    mine = tmp_path / "notes.txt"
+    mine.write_text("mine")
+    for target in (tmp_path, mine):
+        assert compile_simulator.main([str(target)]) == 2
+        assert "something else" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [mine]
 
 
 def test_one_that_decides_otherwise_is_found_out(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 
@@ -187,3 +188,12 @@ class TestAllocation:
         found = loop.question(self.SERVING, Hardware(2, 6, 1e9), before, 2, queues).answer()
         after = found.threshold(before, 2)
         assert after.tokens == pytest.approx(2 * after.base_tokens)
+
+    def test_the_first_threshold_that_is_found_is_a_number(self) -> None:
+        """Until then nothing is offloaded: the threshold is endless."""
+        loop = self.loop()
+        before = Threshold(math.inf, math.inf)
+        queues = loop.take_queues(2, 4)
+        found = loop.question(self.SERVING, Hardware(2, 6, 1e9), before, 2, queues).answer()
+        after = found.threshold(before, 2)
+        assert after.tokens == after.base_tokens < math.inf

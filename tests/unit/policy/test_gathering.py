@@ -99,6 +99,23 @@ def test_all_hang_up() -> None:
     assert waiting.num_waiting == 0
 
 
+@pytest.mark.parametrize("fails_first", [True, False])
+def test_those_who_wait_with_one_whose_question_fails_are_due(fails_first: bool) -> None:
+    def hold_s(item: str) -> float:
+        if (item == "a") is fails_first:
+            raise LookupError("a bug")
+        return 1.0
+
+    waiting: Gathering[str] = Gathering(hold_s)
+    looking = waiting.arrive()
+    come(waiting, "a")
+    with pytest.raises(LookupError):
+        waiting.leave(looking) if fails_first else waiting.ready(looking, "b", LATER)
+    waiting.leave(looking)
+    assert waiting.take(LATER) == ["a"]
+    assert waiting.num_waiting == 0
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("arl"), st.integers(0, 9), st.integers(0, 30))))
 def test_everybody_is_decided_once_and_nobody_waits_too_long(
