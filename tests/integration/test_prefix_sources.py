@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from kvmesh.core.errors import LostError
 from kvmesh.core.types import Endpoint, PrefixSource, Refusal, RefusalReason, SequenceSpec
 from kvmesh.rpc.convert import refusal_from_proto
 from kvmesh.rpc.pool_client import PoolClient
@@ -152,6 +153,31 @@ async def test_a_stream_moves_on_to_another_worker(folder: Path) -> None:
         told = whole[:3]
         rest = replace(spec, token_ids=(*spec.token_ids, *told))
         assert await driver.generate(holder, holder, Key("again"), rest) == whole[3:]
+        await nothing_is_left(holder, worker)
+
+
+async def test_a_holder_that_does_not_answer_is_waited_for_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither is its prefix fetched then, nor is it asked for the next request."""
+    calls = 0
+
+    async def lease(
+        self: PoolClient, holder: Endpoint, request: LeaseBlocksRequest, timeout_s: float
+    ) -> ReadLease:
+        nonlocal calls
+        calls += 1
+        raise LostError("no answer in time")
+
+    async with workers(folder) as (holder, worker, driver):
+        monkeypatch.setattr(PoolClient, "lease", lease)
+        for seed in (1, 2):
+            spec = turn(seed)
+            tokens, _ = await driver.start_from(source_of(holder), worker, spec)
+            assert tokens == reference(folder, spec)
+            await until_idle(worker)
+            worker.core.pool.clear_cached()
+        assert calls == 1
         await nothing_is_left(holder, worker)
 
 

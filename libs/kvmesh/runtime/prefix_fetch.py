@@ -221,6 +221,15 @@ class PrefixFetcher:
         """
         if self._is_shunned(source):
             raise LostError(f"{source.worker_id} was lost a moment ago")
+        try:
+            return await self._lease(source, hashes, num_held)
+        except LostError:
+            self._shun(source)  # whoever would fetch instead does not wait for it again
+            raise
+
+    async def _lease(
+        self, source: PrefixSource, hashes: Sequence[BlockHash], num_held: int
+    ) -> pb.ReadLease:
         request = pb.LeaseBlocksRequest(
             incarnation=source.incarnation,
             reader_worker_id=self._identity.worker_id,

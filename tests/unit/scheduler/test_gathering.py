@@ -8,11 +8,18 @@ from collections.abc import Awaitable, Sequence
 import pytest
 
 from kvmesh.core.types import Refusal, RefusalReason, RequestId
+from kvmesh.policy import gathering
 from services.scheduler.gathering import JointDecisions, Outcome, Waiting
 from tests.unit.policy.fleet_examples import query
 
 LONG_S = 3600.0
 """A window that does not end by itself while a test runs."""
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the machine is, nobody gives up waiting for a lookup."""
+    monkeypatch.setattr(gathering, "LOOKUP_S", LONG_S)
 
 
 class Desk:
@@ -58,6 +65,7 @@ async def test_who_comes_alone_waits_for_nothing() -> None:
     assert desk.joint.num_waiting == 0
 
 
+@pytest.mark.usefixtures("patient")
 async def test_those_with_their_prefixes_wait_for_those_who_look_for_theirs() -> None:
     desk, found = Desk(), asyncio.Event()
     looking = asyncio.create_task(desk.ask("b", found.wait()))
@@ -71,6 +79,7 @@ async def test_those_with_their_prefixes_wait_for_those_who_look_for_theirs() ->
     assert desk.joint.num_waiting == 0
 
 
+@pytest.mark.usefixtures("patient")
 async def test_a_lookup_that_is_cancelled_keeps_nobody_waiting() -> None:
     desk = Desk()
     looking = asyncio.create_task(desk.ask("b", asyncio.Event().wait()))
@@ -95,6 +104,7 @@ async def test_a_lookup_that_fails_keeps_nobody_waiting() -> None:
     assert await desk.ask("b") == "b"
 
 
+@pytest.mark.usefixtures("patient")
 async def test_answers_come_in_the_order_of_the_decision() -> None:
     desk, found = Desk(), asyncio.Event()
     told: list[str] = []

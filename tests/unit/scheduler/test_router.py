@@ -24,6 +24,7 @@ from kvmesh.core.types import (
     WorkerInfo,
     WorkerLoad,
 )
+from kvmesh.policy import gathering
 from kvmesh.policy.joint_choice import JointReason
 from kvmesh.policy.plans_ahead import BATCH, MAX_AHEAD, PlanKind, Wish
 from kvmesh.telemetry import tracing
@@ -234,6 +235,13 @@ class SlowPrefixes:
         return self.answers[namespace]
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the machine is, nobody gives up waiting for a lookup."""
+    monkeypatch.setattr(gathering, "LOOKUP_S", 3600.0)
+
+
+@pytest.mark.usefixtures("patient")
 async def test_queries_that_come_together_are_decided_together() -> None:
     infos = [worker_info("a"), worker_info("b"), worker_info("d", Role.DECODE, decode_slots=2)]
     held = Answer((PrefixMatch(WorkerId("a"), 1, "east", 90),))
@@ -266,6 +274,7 @@ async def test_a_query_alone_is_decided_alone_also_by_a_joint_policy() -> None:
     assert (facts.joint_reason, facts.num_asked) == (JointReason.ALONE, 1)
 
 
+@pytest.mark.usefixtures("patient")
 async def test_a_division_by_volume_may_be_later_than_one_by_one() -> None:
     """The first goes to its prefix behind a queue, and the second is alone on the other worker."""
     fleet = fleet_of(worker_info("b"))
