@@ -2,8 +2,9 @@
 
 A service loads some 800 modules before its first line, most of a second of a core, and tests start
 hundreds. A fork begins where those are loaded and runs the service's `__main__` as usual. The
-server never runs an event loop, a thread or a gRPC call, so a fork inherits nothing but modules.
-Meshes that serve a whole run start as users start them: see `Mesh`.
+server never runs an event loop, a thread or a gRPC call, so a fork inherits nothing but modules,
+and the seed of `hash`, which is another one in each process that users start. Meshes that serve a
+whole run start as those do: see `Mesh`.
 """
 
 from __future__ import annotations
@@ -93,6 +94,11 @@ class ForkServer:
         self._running: dict[int, ForkedProcess] = {}
         self._begun: deque[ForkedProcess] = deque()
 
+    @property
+    def pid(self) -> int:
+        """Of the server."""
+        return self._process.pid
+
     def start(self, module: str, arguments: Sequence[str], log: int) -> ForkedProcess:
         """Runs a module as `python -m` does.
 
@@ -149,6 +155,8 @@ def main() -> None:
 def _serve(control: socket.socket) -> list[str]:
     """Forks until the other side is gone; returns in a fork, with what that is to run."""
     me = os.getpid()
+    # Whoever interrupts a test run reaches the server too; the run still has processes to end.
+    interrupted = signal.signal(signal.SIGINT, signal.SIG_IGN)
     ends: dict[int, int] = {}  # pids by a descriptor that says when they end
     while True:
         waiting_for = [control.fileno(), *ends]
@@ -169,6 +177,7 @@ def _serve(control: socket.socket) -> list[str]:
             for descriptor in ends:
                 os.close(descriptor)
             _die_with(me)
+            signal.signal(signal.SIGINT, interrupted)
             for stream in (1, 2):
                 os.dup2(descriptors[0], stream)
             os.close(descriptors[0])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
+import resource
 import sys
 import tempfile
 import time
@@ -71,7 +72,7 @@ def _held(child: Child) -> Held:
     assert child.process is not None
     process = Path(f"/proc/{child.process.pid}")
     pages = int((process / "statm").read_text().split()[1])
-    return Held(len(list((process / "fd").iterdir())), pages * 4096 >> 20)
+    return Held(len(list((process / "fd").iterdir())), pages * resource.getpagesize() >> 20)
 
 
 async def learn(clients: SoakClients, seed: int, *, structures: bool) -> None:

@@ -35,7 +35,11 @@ class DeviceDriver(Protocol):
         ...
 
     def is_past(self, moment: Moment) -> bool:
-        """Whether a moment's work is done; waits for nothing."""
+        """Whether a moment's work is done; waits for nothing.
+
+        Raises:
+            LostError: the device has failed.
+        """
         ...
 
     def run(self, work: Callable[[], None], after: Moment) -> None:
@@ -117,7 +121,12 @@ class CudaDriver:
 
     def is_past(self, moment: Moment) -> bool:
         """See `DeviceDriver.is_past`."""
-        return not isinstance(moment, torch.cuda.Event) or bool(moment.query())  # type: ignore[no-untyped-call]
+        if not isinstance(moment, torch.cuda.Event):
+            return True
+        try:
+            return bool(moment.query())  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            raise LostError(f"{self.device}: {error}") from error
 
     def run(self, work: Callable[[], None], after: Moment) -> None:
         """See `DeviceDriver.run`."""

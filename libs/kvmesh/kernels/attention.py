@@ -19,8 +19,11 @@ from kvmesh.kernels.reference import merge_partials
 
 LOG2_E = 1.4426950408889634
 DECODE_TILE = 64
-# Of a padded head: with more, tiles of so many positions pass the shared memory of sm_80.
+# Of a padded head: with more, tiles of so many positions pass the least shared memory that a
+# program may have, the 99 KiB of sm_86, sm_89 and sm_120.
 _TILE_ROW_BYTES = 512
+# The least that matrix units take.
+_LEAST_TILE = 16
 # Programs that fill a large device twice over; contexts are split until there are as many.
 _TARGET_PROGRAMS = 264
 # Longer than any context.
@@ -214,8 +217,10 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device
 
 def tile_of(head_dim: int, element_size: int) -> int:
     """Positions that a program takes at once: fewer where heads are long, to fit shared memory."""
-    padded = triton.next_power_of_2(head_dim) * element_size
-    return DECODE_TILE if padded <= _TILE_ROW_BYTES else DECODE_TILE // 2
+    padded: int = triton.next_power_of_2(head_dim) * element_size
+    # fp32 lies there twice: operands, and what three tf32 products take of them.
+    needed = 2 * padded if element_size == torch.float32.itemsize else padded
+    return max(_LEAST_TILE, min(DECODE_TILE, DECODE_TILE * _TILE_ROW_BYTES // needed))
 
 
 def num_decode_splits(num_sequences: int, num_kv_heads: int, max_context_len: int) -> int:

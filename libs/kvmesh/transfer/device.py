@@ -106,7 +106,11 @@ class DevicePool(Protocol):
         ...
 
     def is_past(self, moment: Moment) -> bool:
-        """Whether everything before a moment of this pool has been computed; waits for nothing."""
+        """Whether everything before a moment of this pool has been computed; waits for nothing.
+
+        Raises:
+            LostError: the device has failed.
+        """
         ...
 
     def staging(self, memory: memoryview) -> StagingMemory:

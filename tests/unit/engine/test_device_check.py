@@ -33,6 +33,12 @@ def test_a_device_that_is_not_there(one_gpu: None) -> None:
         require_device("cuda:1")
 
 
+@pytest.mark.parametrize("device", ["mps", "gpu", "cuda:", "cuda:x", "cuda:-1", "cpu:0", ""])
+def test_what_is_no_device_is_said_to_be_none(one_gpu: None, device: str) -> None:
+    with pytest.raises(ConfigError, match="cpu, cuda or cuda:N"):
+        require_device(device)
+
+
 def test_amd_is_refused_by_name(one_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.4")
     with pytest.raises(ConfigError, match="AMD"):
