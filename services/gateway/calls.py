@@ -104,12 +104,25 @@ def caller_of(headers: Headers, request_id: str, ticket: Ticket) -> Caller:
     """
     return Caller(
         request_id=request_id,
-        scenario=headers.get("x-kvmesh-scenario", ""),
+        scenario=parse_scenario(headers.get("x-kvmesh-scenario", "")),
         placement=parse_placement(headers.get("x-kvmesh-placement", "")),
         ttft_ms=parse_ttft_ms(headers.get("x-slo-ttft-ms", "")),
         traceparent=headers.get("traceparent", ""),
         ticket=ticket,
     )
+
+
+def parse_scenario(text: str) -> str:
+    """The scenario header's value; bytes of it that are no UTF-8 come as halves of characters.
+
+    Raises:
+        InvalidRequestError: it is no text.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError("x-kvmesh-scenario: not UTF-8", "x-kvmesh-scenario") from error
+    return text
 
 
 def parse_placement(text: str) -> Placement:

@@ -1,7 +1,7 @@
 """Who may read cached blocks of this worker, and until when: the holder's side of a prefix fetch.
 
-A lease keeps blocks where they are. It ends when the reader gives it back or has not read for its
-time; blocks go when, besides, nobody is reading them any more:
+A lease keeps blocks where they are. It ends when the reader gives it back or has not been reading
+for its time; blocks go when, besides, nobody is reading them any more:
 
     state   event                              next    effect
     ------  ---------------------------------  ------  ---------------------------------------
@@ -9,12 +9,15 @@ time; blocks go when, besides, nobody is reading them any more:
     (none)  open, too many leases or blocks    (none)  refused BUSY
     (none)  open, its reader has half of them  (none)  refused BUSY
     OPEN    begin_read, current and in range   OPEN    read granted, lease renewed
+    OPEN    end_read                           OPEN    lease renewed
     OPEN    close / expire, nobody reading     (none)  released
-    OPEN    close / expire, a read under way   ENDED   blocks stay
+    OPEN    close, a read under way            ENDED   blocks stay
+    OPEN    expire, a read under way           OPEN    until all renewals are used up, then ENDED
     ENDED   end_read, the last one             (none)  released
     ENDED   anything else                      ENDED   refused STALE
 
-Reads renew a lease, so one that makes progress goes on, but not beyond `MAX_RENEWALS` of its times.
+Reads renew a lease as they begin and end, and one may take longer than its time on a slow link, so
+a lease that makes progress goes on, but not beyond `MAX_RENEWALS` of its times.
 No I/O and no clock: `now` is an argument, in seconds that never go back. One thread.
 Why: docs/adr/0014-prefix-fetch.md. Tests: tests/unit/kv/test_read_leases.py.
 """
@@ -77,6 +80,10 @@ class _Lease:
     last_deadline: float
     num_reads: int = 0
     is_open: bool = True
+
+    def is_over(self, now: float) -> bool:
+        """Whether its time is."""
+        return now >= (self.last_deadline if self.num_reads else self.deadline)
 
 
 class ReadLeaseTable:
@@ -191,10 +198,11 @@ class ReadLeaseTable:
         lease.deadline = min(now + self.lease_s, lease.last_deadline)
         return lease.blocks
 
-    def end_read(self, read_id: int) -> None:
-        """A reader is out of the blocks; called once for each ticket."""
+    def end_read(self, read_id: int, now: float) -> None:
+        """A reader is out of the blocks; called once for each ticket. The lease is renewed."""
         lease = self._reads.pop(read_id)
         lease.num_reads -= 1
+        lease.deadline = min(now + self.lease_s, lease.last_deadline)
         self._release_if_quiet(lease)
 
     def close(self, lease_id: int, incarnation: int, capability: bytes, now: float) -> bool:
@@ -207,7 +215,7 @@ class ReadLeaseTable:
 
     def expire(self, now: float) -> int:
         """Ends the leases whose time is over; returns how many."""
-        over = [each for each in self._leases.values() if each.is_open and each.deadline <= now]
+        over = [each for each in self._leases.values() if each.is_open and each.is_over(now)]
         for lease in over:
             self._end(lease)
         self._expired_total += len(over)
@@ -263,7 +271,7 @@ class ReadLeaseTable:
             text = f"incarnation {incarnation}, this is {self.incarnation}"
             return self._refuse(RefusalReason.STALE, text)
         lease = self._leases.get(lease_id)
-        if lease is None or not lease.is_open or lease.deadline <= now:
+        if lease is None or not lease.is_open or lease.is_over(now):
             return self._refuse(RefusalReason.STALE, f"lease {lease_id} has ended")
         if not hmac.compare_digest(capability, lease.capability):
             return self._refuse(RefusalReason.INVALID, "wrong capability")

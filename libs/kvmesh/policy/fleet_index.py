@@ -233,7 +233,9 @@ class FleetIndex:
         for worker_id in self._best_holders(query, longest):
             chosen[worker_id] = self._entries[worker_id]
         # Whatever its load: others may fetch from it.
-        for _, worker_id in longest[:1]:
+        named = [worker_id for _, worker_id in longest[:1]]
+        # That they are still there says whether their cluster can be reached.
+        for worker_id in (*named, *query.lost):
             entry = self._entries.get(worker_id)
             if entry is not None and entry.model == query.model:
                 chosen[worker_id] = entry

@@ -179,7 +179,7 @@ class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
 
     def end_read(self, grant: ReadGrant) -> None:
         """The channel is done with the memory."""
-        self._table.end_read(self._reads.pop(grant))
+        self._table.end_read(self._reads.pop(grant), self._clock.now())
         self._release()
 
     def claimed_blocks(self, claim: WriteClaim) -> Sequence[int] | Refusal:

@@ -23,14 +23,9 @@ from kvmesh.transfer.attend import ATTEND, AttendArguments, ClaimKind, most_quer
 from kvmesh.transfer.channel import IPC, LOCAL, NIXL, SHM, TCP, usable_kinds
 from kvmesh.transfer.channel_pool import SendOptions
 from kvmesh.transfer.frames import Checksum, LinkOffer, WriteClaim
-from kvmesh.transfer.greeting import (
-    PeerKey,
-    sender_machine,
-)
+from kvmesh.transfer.greeting import PeerKey, sender_machine
 from kvmesh.transfer.host import host_id
-from kvmesh.transfer.lane import (
-    claim_of,
-)
+from kvmesh.transfer.lane import claim_of
 from kvmesh.transfer.protocol import ChannelIdentity
 from kvmesh.transfer.query_line import QueryLine, Question
 from kvmesh.transfer.reader import ReadLease

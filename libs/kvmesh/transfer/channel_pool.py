@@ -17,21 +17,10 @@ from kvmesh.core.errors import LostError, RefusedError
 from kvmesh.core.types import Endpoint, HostRoute, Reservation, WorkerId
 from kvmesh.policy.link import LinkView
 from kvmesh.transfer.alignment import Run, tabled
-from kvmesh.transfer.channel import (
-    DEFAULT_KINDS,
-    IPC,
-    LOCAL,
-    NIXL,
-    SHM,
-    SendChannel,
-    usable_kinds,
-)
+from kvmesh.transfer.channel import DEFAULT_KINDS, IPC, LOCAL, NIXL, SHM, SendChannel, usable_kinds
 from kvmesh.transfer.device import DevicePool, Moment, SharedPool
 from kvmesh.transfer.frames import BlockPart, Checksum
-from kvmesh.transfer.greeting import (
-    LaneOptions,
-    PeerKey,
-)
+from kvmesh.transfer.greeting import LaneOptions, PeerKey
 from kvmesh.transfer.host import host_id
 from kvmesh.transfer.ipc_channel import IpcChannel
 from kvmesh.transfer.local_channel import PROCESS_HUB, LocalChannel, LocalHub

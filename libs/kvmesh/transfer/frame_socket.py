@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from functools import partial
+from time import monotonic
 
 from kvmesh.core.errors import LostError, ProtocolError
 from kvmesh.transfer.checksums import is_crc32c, sum_of
@@ -37,8 +38,8 @@ PIECE_BYTES = 1 << 20
 INLINE_BYTES = 256 << 10
 """Payloads up to this size stay on the loop: two changes of thread would cost more."""
 _SCRATCH_BYTES = 256 << 10
-_FRAMES_ALONE = 16
-"""Frames in a row that were looked for until the loop has a turn: a millisecond or less."""
+_ALONE_S = 1e-3
+"""Frames that are looked for one after the other keep the loop so long, and a look, at most."""
 _NOW = socket.MSG_DONTWAIT
 
 
@@ -77,7 +78,7 @@ class FrameSocket(WaitingSocket):
         self._poll_s = poll_s
         self._pollings: dict[type[Frame] | None, Polling] = {}  # by the frame before the look
         self._newest: type[Frame] | None = None
-        self._num_seen = 0
+        self._alone_since = 0.0
         self._threads, self._senders = threads, senders or threads
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
         self._events: deque[FrameEvent] = deque()
@@ -218,9 +219,11 @@ class FrameSocket(WaitingSocket):
             piece = self._scratch if greedy else self._scratch[: self.decoder.wanted]
             if self.decoder.at_boundary:
                 if self._is_there_soon():
-                    self._num_seen += 1
-                    if self._num_seen % _FRAMES_ALONE == 0:
-                        await asyncio.sleep(0)  # a peer that never rests must not have it alone
+                    # A peer that never rests must not have it alone. The loop's own clock may
+                    # stand still until its next turn.
+                    if (now := monotonic()) - self._alone_since >= _ALONE_S:
+                        self._alone_since = now
+                        await asyncio.sleep(0)
                 elif self._is_dry:
                     await self._readable()
                 count = await self._receive_now([piece])

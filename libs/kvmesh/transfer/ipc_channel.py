@@ -29,14 +29,8 @@ from kvmesh.transfer.device import (
     pieces_of,
 )
 from kvmesh.transfer.frames import BlockPart, Checksum, LinkOffer, PullFrame, SegmentOffer
-from kvmesh.transfer.greeting import (
-    LaneOptions,
-    PeerKey,
-    sender_machine,
-)
-from kvmesh.transfer.lane import (
-    Lane,
-)
+from kvmesh.transfer.greeting import LaneOptions, PeerKey, sender_machine
+from kvmesh.transfer.lane import Lane
 from kvmesh.transfer.lane_channel import EngineChannel, or_lost
 from kvmesh.transfer.meters import LinkMeter
 from kvmesh.transfer.nixl_process import EngineError

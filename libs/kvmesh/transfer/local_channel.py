@@ -18,13 +18,8 @@ from kvmesh.transfer.alignment import Run, split_runs
 from kvmesh.transfer.channel import carry_all
 from kvmesh.transfer.device import Moment
 from kvmesh.transfer.frames import BlockPart, CommitFrame, PutFrame
-from kvmesh.transfer.greeting import (
-    PeerKey,
-)
-from kvmesh.transfer.lane import (
-    block_runs_of,
-    claim_of,
-)
+from kvmesh.transfer.greeting import PeerKey
+from kvmesh.transfer.lane import block_runs_of, claim_of
 from kvmesh.transfer.layouts import layout_difference
 from kvmesh.transfer.memory import COPY_INLINE_BYTES, copy_views, run_views
 from kvmesh.transfer.meters import LinkMeter

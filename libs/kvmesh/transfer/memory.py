@@ -29,14 +29,7 @@ from kvmesh.transfer.native import (
     ranges_at,
     ranges_of,
 )
-from kvmesh.transfer.run_table import (
-    MANY_RUNS,
-    Numbers,
-    RunTable,
-    blocks_of,
-    end_of,
-    numbers_of,
-)
+from kvmesh.transfer.run_table import MANY_RUNS, Numbers, RunTable, blocks_of, end_of, numbers_of
 
 Places: TypeAlias = Sequence[tuple[int, int]] | Ranges
 """(address, number of bytes) of each; a table when they are many."""

@@ -18,20 +18,9 @@ from kvmesh.core.errors import LostError
 from kvmesh.core.types import Endpoint, Reservation
 from kvmesh.transfer.alignment import Run
 from kvmesh.transfer.device import Moment
-from kvmesh.transfer.frames import (
-    MAX_METADATA_BYTES,
-    BlockPart,
-    Checksum,
-    LinkOffer,
-    SegmentOffer,
-)
-from kvmesh.transfer.greeting import (
-    PeerKey,
-    sender_machine,
-)
-from kvmesh.transfer.lane import (
-    Lane,
-)
+from kvmesh.transfer.frames import MAX_METADATA_BYTES, BlockPart, Checksum, LinkOffer, SegmentOffer
+from kvmesh.transfer.greeting import PeerKey, sender_machine
+from kvmesh.transfer.lane import Lane
 from kvmesh.transfer.lane_channel import EngineChannel, or_lost
 from kvmesh.transfer.memory import MappablePool, PoolMemory
 from kvmesh.transfer.meters import LinkMeter

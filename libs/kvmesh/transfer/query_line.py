@@ -19,14 +19,7 @@ from kvmesh.transfer.cursor import ViewCursor
 from kvmesh.transfer.decoder import FrameDecoder, FrameEvent, PayloadBytes, PayloadEnd, PayloadStart
 from kvmesh.transfer.frames import Checksum, QueryFrame
 from kvmesh.transfer.native import num_bytes_of
-from kvmesh.transfer.sender_protocol import (
-    Arriving,
-    Ended,
-    Late,
-    Opened,
-    Refused,
-    SenderMachine,
-)
+from kvmesh.transfer.sender_protocol import Arriving, Ended, Late, Opened, Refused, SenderMachine
 from kvmesh.transfer.wire import Wire
 
 PIECE_BYTES = 1 << 20

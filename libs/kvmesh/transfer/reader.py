@@ -25,26 +25,13 @@ from kvmesh.transfer.cursor import ViewCursor
 from kvmesh.transfer.decoder import PayloadStart
 from kvmesh.transfer.frame_socket import FrameSocket
 from kvmesh.transfer.frames import MAX_RUNS, BlockRun, Checksum, GetFrame, LinkOffer, WriteClaim
-from kvmesh.transfer.greeting import (
-    LaneOptions,
-    PeerKey,
-    open_frames,
-    sender_machine,
-)
+from kvmesh.transfer.greeting import LaneOptions, PeerKey, open_frames, sender_machine
 from kvmesh.transfer.host import host_id
 from kvmesh.transfer.local_channel import PROCESS_HUB, LocalHub
 from kvmesh.transfer.memory import COPY_INLINE_BYTES, copy_views
 from kvmesh.transfer.native import load_native
-from kvmesh.transfer.protocol import (
-    ChannelIdentity,
-)
-from kvmesh.transfer.sender_protocol import (
-    Arriving,
-    Ended,
-    Moved,
-    Refused,
-    SenderMachine,
-)
+from kvmesh.transfer.protocol import ChannelIdentity
+from kvmesh.transfer.sender_protocol import Arriving, Ended, Moved, Refused, SenderMachine
 from kvmesh.transfer.sockets import connect_local
 from kvmesh.transfer.threads import run_to_end
 from kvmesh.transfer.tls import connect_wire

@@ -15,15 +15,8 @@ from kvmesh.core.types import HostRoute, Reservation
 from kvmesh.transfer.alignment import Run
 from kvmesh.transfer.device import Moment
 from kvmesh.transfer.frames import BlockPart, Checksum, LinkOffer
-from kvmesh.transfer.greeting import (
-    LaneOptions,
-    PeerKey,
-    sender_machine,
-)
-from kvmesh.transfer.lane import (
-    Lane,
-    claim_of,
-)
+from kvmesh.transfer.greeting import LaneOptions, PeerKey, sender_machine
+from kvmesh.transfer.lane import Lane, claim_of
 from kvmesh.transfer.lane_channel import LaneChannel
 from kvmesh.transfer.memory import MappablePool
 from kvmesh.transfer.meters import LinkMeter

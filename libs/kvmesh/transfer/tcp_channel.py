@@ -19,15 +19,8 @@ from kvmesh.transfer.channel import carry_all
 from kvmesh.transfer.device import Moment
 from kvmesh.transfer.frame_socket import INLINE_BYTES
 from kvmesh.transfer.frames import MAX_RUNS, BlockPart, Checksum, LinkOffer
-from kvmesh.transfer.greeting import (
-    LaneOptions,
-    PeerKey,
-    sender_machine,
-)
-from kvmesh.transfer.lane import (
-    Lane,
-    claim_of,
-)
+from kvmesh.transfer.greeting import LaneOptions, PeerKey, sender_machine
+from kvmesh.transfer.lane import Lane, claim_of
 from kvmesh.transfer.memory import run_views
 from kvmesh.transfer.meters import LinkMeter
 from kvmesh.transfer.protocol import ChannelIdentity

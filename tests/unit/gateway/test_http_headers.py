@@ -4,7 +4,7 @@ import pytest
 
 from kvmesh.core.errors import InvalidRequestError
 from kvmesh.core.types import Placement
-from services.gateway.calls import parse_placement, parse_ttft_ms
+from services.gateway.calls import parse_placement, parse_scenario, parse_ttft_ms
 from services.gateway.frontend import MAX_REQUEST_ID_CHARS, clean_request_id, usage_of
 
 
@@ -22,6 +22,12 @@ def test_placement() -> None:
     assert parse_placement("aggregated") is Placement.AGGREGATED
     with pytest.raises(InvalidRequestError, match="aggregated, auto, disaggregated"):
         parse_placement("Aggregated!")
+
+
+def test_a_scenario_is_text() -> None:
+    assert [parse_scenario(text) for text in ("", "chat", "ö")] == ["", "chat", "ö"]
+    with pytest.raises(InvalidRequestError, match="UTF-8"):
+        parse_scenario(b"chat\xff".decode(errors="surrogateescape"))
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "1.5", "x", "3600001", "\u0661"])

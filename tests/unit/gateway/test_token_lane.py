@@ -122,3 +122,26 @@ async def test_what_cannot_go_now_is_refused_and_can_go_later(opened: Lane, why:
     assert (opened.client.sent, opened.choice.token_ids) == ([], [])
     opened.client.unsent, opened.client.closing = 0, False
     assert opened.lane.push(opened.token_ids, now) is (why != "closed")
+
+
+async def test_a_lane_begins_once_with_all_that_comes_before_its_text(opened: Lane) -> None:
+    lane, now = opened.lane, asyncio.get_running_loop().time()
+    lane.close()
+    first, *others = opened.token_ids
+    assert not lane.first([first], now)  # nothing is prepared
+    sent: list[bytes] = []
+    template = _template(_responses(Endpoint.CHAT, "r"))
+    lane.prepare(opened.client, template, opened.choice, sent.append, b"role,")
+    opened.client.closing = True
+    assert not lane.first([first], now)
+    assert (sent, opened.choice.token_ids, opened.ticket.num_tokens) == ([], [], 0)
+    opened.client.closing = False
+    assert lane.first([first], now)
+    assert not lane.first([first], now)
+    assert lane.push(others, now)
+    (begun,) = sent
+    assert begun.startswith(b"role,data: ")
+    opened.client.sent.insert(0, begun)
+    assert opened.client.text == SENTENCE
+    assert opened.choice.token_ids == opened.token_ids
+    assert opened.ticket.num_tokens == len(opened.token_ids)

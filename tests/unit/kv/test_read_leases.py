@@ -92,9 +92,9 @@ def test_what_is_given_back_stays_while_it_is_read() -> None:
     assert reason(read(table, lease, (0, 1))) is RefusalReason.STALE
     assert not table.close(lease, LIFE, b"secret", 1.0)
 
-    table.end_read(first.read_id)
+    table.end_read(first.read_id, 1.0)
     assert table.drain_released() == []
-    table.end_read(second.read_id)
+    table.end_read(second.read_id, 1.0)
     assert table.drain_released() == [(1, 2)]
     assert table.is_idle
 
@@ -116,12 +116,33 @@ def test_a_lease_that_nobody_reads_by_ends() -> None:
     assert table.statistics().expired_total == 1
 
 
+def test_a_read_may_take_longer_than_the_lease_lasts_without_one() -> None:
+    table = make_table()
+    lease = opened(table, 1, 2)
+    slow = granted(read(table, lease, (0, 1)))
+    assert table.expire(9.0) == 0
+    granted(read(table, lease, (1, 1), now=9.0))
+    table.end_read(slow.read_id, 9.5)
+    assert table.expire(11.5) == 0, "the other one reads on"
+    assert table.expire(MAX_RENEWALS * table.lease_s) == 1
+    assert table.drain_released() == []
+
+
+def test_the_time_of_a_lease_begins_again_when_a_read_ends() -> None:
+    table = make_table()
+    lease = opened(table, 1)
+    ticket = granted(read(table, lease, (0, 1)))
+    table.end_read(ticket.read_id, 9.0)
+    assert table.expire(10.9) == 0
+    assert table.expire(11.0) == 1
+
+
 def test_reads_renew_a_lease_but_not_for_ever() -> None:
     table = make_table()
     lease = opened(table, 1)
     now = 0.0
     while isinstance(ticket := read(table, lease, (0, 1), now=now), ReadTicket):
-        table.end_read(ticket.read_id)
+        table.end_read(ticket.read_id, now)
         assert table.expire(now) == 0
         now += 1.0
     assert now == MAX_RENEWALS * table.lease_s

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import dataclasses
 import random
 import time
 from collections import Counter
 
 from kvmesh.core.types import Role, RoutePlan, WorkerId
 from kvmesh.policy.fleet_index import WIDTH, FleetIndex
+from kvmesh.policy.offload_route import plan_offload
 from kvmesh.policy.ranking import POLICIES
 from kvmesh.policy.routing import SILENT_AFTER_S, plan_route
 from kvmesh.policy.view import WorkerView
@@ -37,6 +39,23 @@ def test_a_holder_is_listed_however_loaded() -> None:
     index = index_of(worker("held", prefill_active=3), *many, worker("d", Role.DECODE))
     assert "held" in names(index, held=20)
     assert "held" not in names(index)
+
+
+def test_who_lost_work_of_the_request_is_listed() -> None:
+    """A prompt that another cluster lost stays at home while its worker is there."""
+    far = [worker(f"far{n:02}", cluster="far") for n in range(30)]
+    lost = worker("lost", cluster="far", prefill_active=3)
+    index = index_of(lost, *far, worker("p"), worker("d", Role.DECODE))
+    gone = frozenset({lost.worker_id, WorkerId("gone")})
+    asked = dataclasses.replace(query(500), avoid=gone, lost=gone)
+    view = index.shortlist(asked, None, NOW, SILENT_AFTER_S)
+    assert "lost" in [each.worker_id for each in view.workers]
+    policy, rng = POLICIES["cache_load"], random.Random(0)
+    plan = plan_offload(
+        view, asked, None, NOW, rng, policy, remote="far", threshold_tokens=400
+    ).route
+    assert isinstance(plan, RoutePlan)
+    assert plan.prefill[0].worker_id == "p"
 
 
 def test_the_silent_and_avoided_do_not_fill_the_list() -> None:

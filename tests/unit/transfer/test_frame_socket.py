@@ -6,8 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvmesh.core.clock import SystemClock
+from kvmesh.core.clock import ManualClock, SystemClock
 from kvmesh.core.errors import LostError
+from kvmesh.transfer import frame_socket
 from kvmesh.transfer.codec import encode_frame
 from kvmesh.transfer.decoder import FrameEvent
 from kvmesh.transfer.frame_socket import FrameSocket
@@ -84,3 +85,32 @@ async def test_a_payload_that_waits_for_its_budget_ends_with_the_socket() -> Non
         with pytest.raises(LostError, match="given up"):
             await frames.send_payload(head, payload, None, pacer)
         frames.close()
+
+
+async def test_a_peer_that_never_rests_leaves_the_loop_a_turn_each_millisecond(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if load_native() is None:
+        pytest.skip("needs a C++ compiler")
+    loop, clock, turns = asyncio.get_running_loop(), ManualClock(100.0), 0
+
+    def poll(native: NativeIo, fd: int, wait_s: float) -> bool:
+        clock.advance(wait_s)
+        return True
+
+    def turn() -> None:
+        nonlocal turns
+        turns += 1
+        loop.call_soon(turn)
+
+    monkeypatch.setattr(NativeIo, "poll", poll)
+    monkeypatch.setattr(frame_socket, "monotonic", clock.now)
+    left, right = socket.socketpair()
+    with right, ThreadPoolExecutor(1) as threads:
+        frames = FrameSocket(left, 4096, 5.0, threads, poll_s=2e-4)
+        right.send(b"".join(encode_frame(PutOkFrame(n, 4096)) for n in range(100)))
+        turn()
+        for number in range(100):
+            assert await frames.receive() == PutOkFrame(number, 4096)
+        frames.close()
+    assert 15 <= turns <= 25  # 100 looks of a fifth of a millisecond
