@@ -80,5 +80,8 @@ def far_link(bytes_per_s: float) -> Iterator[FarLink]:
         link.set_rate(bytes_per_s)
         yield link
     finally:
-        # The pair of devices goes with the namespace.
+        # First the pair of devices: with the namespace it would go later, when the kernel comes to
+        # it, and a second link of this process would find the name taken.
+        with contextlib.suppress(subprocess.CalledProcessError):  # it may never have been made
+            _run("ip", "link", "del", device)
         _run("ip", "netns", "del", link.namespace)
