@@ -29,7 +29,8 @@ def test_memory_is_gathered_and_stays_what_it_was() -> None:
     memory = torch.arange(2 * PIECE_BYTES, dtype=torch.int32)
     address = memory.data_ptr()
     # How many there are depends on what the system has in one piece at this moment, perhaps none.
-    assert 0 <= gather(address, memory.numel() * 4) <= memory.numel() * 4 // PIECE_BYTES
+    # The first and the last one are shared with neighbours.
+    assert 0 <= gather(address, memory.numel() * 4) <= memory.numel() * 4 // PIECE_BYTES + 1
     assert memory.data_ptr() == address
     assert torch.equal(memory, torch.arange(2 * PIECE_BYTES, dtype=torch.int32))
 
