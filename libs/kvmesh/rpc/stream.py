@@ -60,6 +60,7 @@ class Outbox(Generic[ItemT]):
         self._closed = False
         self._take: Callable[[list[ItemT]], None] | None = None
         self._at_once = False
+        self._is_crowded = False
         self._is_due = False
         self._held = False
 
@@ -71,7 +72,7 @@ class Outbox(Generic[ItemT]):
         if self._take is None:
             self._wake.set()
         elif not self._is_due:
-            if self._at_once:
+            if self._at_once and not self._is_crowded:
                 self._flush()
             # At the end of this round of the loop: what is ready together goes out together.
             self._is_due = True
@@ -81,7 +82,8 @@ class Outbox(Generic[ItemT]):
         """Hands what is queued to `take` from now on; the iteration then only sees the end.
 
         Args:
-            at_once: the first message of a round of the event loop does not wait for others.
+            at_once: the first message of a round of the event loop does not wait for others, unless
+                there were others of late: joined they cost both ends less.
         """
         self._take, self._at_once = take, at_once
         self._flush()
@@ -99,10 +101,12 @@ class Outbox(Generic[ItemT]):
         self._wake.set()
 
     def _flush(self) -> None:
-        self._is_due = False
         if self._take is not None and self._items and not self._held:
             batch, self._items = self._items, []
             self._take(batch)
+            # What follows in the round of a message that left at once makes two of them, too.
+            self._is_crowded = self._is_due and (len(batch) > 1 or not self._is_crowded)
+        self._is_due = False
 
     async def __aiter__(self) -> AsyncIterator[ItemT]:
         async for batch in self.batches():

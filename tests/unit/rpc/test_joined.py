@@ -62,3 +62,16 @@ async def test_the_first_message_of_a_round_does_not_wait_for_others() -> None:
     assert len(taken) == 2
     outbox.hold(False)
     assert taken[2:] == [[4]]
+
+
+async def test_after_a_round_of_many_the_first_message_waits_for_others() -> None:
+    taken: list[list[int]] = []
+    outbox: Outbox[int] = Outbox()
+    outbox.divert(taken.append, at_once=True)
+    for crowd in ([1, 2], [3, 4, 5], [6]):
+        for number in crowd:
+            outbox.put(number)
+        await asyncio.sleep(0)
+    assert taken == [[1], [2], [3, 4, 5], [6]]
+    outbox.put(7)  # the one before was alone
+    assert taken[4:] == [[7]]
