@@ -69,7 +69,7 @@ test: setup ## all tests but those that need a GPU or containers
 	$(PY) -m pytest $(TEST_FLAGS) -n $(TEST_PROCESSES) --dist loadfile tests/unit tests/property
 	$(PY) -m pytest $(TEST_FLAGS) $(PROCESS_TEST_FLAGS) -n $(MESH_TEST_PROCESSES) --dist loadfile --ignore tests/unit --ignore tests/property
 
-test-fast: setup ## what depends on libs/ and services/ alone and is not slow: about a minute
+test-fast: setup ## what depends on libs/ and services/ alone and is not slow: a minute and a half
 	$(PY) -m pytest -q -m 'not gpu and not compose and not slow' -n $(TEST_PROCESSES) --dist loadfile --ignore tests/unit/benchmarks --ignore tests/unit/deploy --ignore tests/unit/docs tests/unit tests/property
 
 test-gpu: setup ## tests that need a CUDA device

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_left, insort
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvmesh.core.types import KvLayout, Role, RouteQuery, WorkerId
@@ -232,8 +232,8 @@ class FleetIndex:
         longest = longest_holders(matches or {}, MAX_HOLDERS)
         for worker_id in self._best_holders(query, longest):
             chosen[worker_id] = self._entries[worker_id]
-        # Whatever its load: others may fetch from it.
-        named = [worker_id for _, worker_id in longest[:1]]
+        # Whatever their load: others may fetch from them.
+        named = self._readable_holders(query, longest, now - silent_after_s)
         # That they are still there says whether their cluster can be reached.
         for worker_id in (*named, *query.lost):
             entry = self._entries.get(worker_id)
@@ -269,6 +269,23 @@ class FleetIndex:
             left -= counts
             if not left:
                 break
+
+    def _readable_holders(
+        self, query: RouteQuery, longest: Sequence[tuple[int, WorkerId]], heard_since: float
+    ) -> list[WorkerId]:
+        """Of the holders that can be read now those that hold most, a few where many are alike."""
+        most, found = 0, list[WorkerId]()
+        for blocks, worker_id in longest:
+            if blocks < most or len(found) >= WIDTH:
+                break
+            entry = self._entries.get(worker_id)
+            if entry is None or entry.model != query.model:
+                continue
+            if entry.view.reported_at < heard_since or not entry.can_hold(query.num_tokens):
+                continue
+            most = blocks
+            found.append(worker_id)
+        return found
 
     def _best_holders(
         self, query: RouteQuery, holders: list[tuple[int, WorkerId]]

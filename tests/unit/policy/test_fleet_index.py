@@ -86,6 +86,17 @@ def test_equal_workers_take_turns() -> None:
     assert len(chosen) > 50
 
 
+def test_a_holder_that_leaves_does_not_hide_those_that_can_be_read() -> None:
+    idle = [worker(f"idle{n:02}") for n in range(2 * WIDTH)]
+    busy = [worker(name, prefill_active=8) for name in ("busy0", "busy1")]
+    leaving = worker("leaving", draining=True, prefill_active=8)
+    held = {WorkerId(name): 8 for name in ("busy0", "busy1", "leaving")}
+    held |= {each.worker_id: 7 for each in idle}
+    index = index_of(*idle, *busy, leaving)
+    listed = index.shortlist(query(5000), held, NOW, SILENT_AFTER_S).workers
+    assert {"busy0", "busy1"} <= {each.worker_id for each in listed}
+
+
 def test_a_thousand_workers_are_no_slower_than_a_few() -> None:
     """A bound far above what it takes, so that a busy machine does not fail it."""
     numbers = random.Random(0)
