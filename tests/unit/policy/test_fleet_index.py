@@ -93,7 +93,7 @@ def test_a_holder_that_leaves_does_not_hide_those_that_can_be_read() -> None:
     held = {WorkerId(name): 8 for name in ("busy0", "busy1", "leaving")}
     held |= {each.worker_id: 7 for each in idle}
     index = index_of(*idle, *busy, leaving)
-    listed = index.shortlist(query(5000), held, NOW, SILENT_AFTER_S).workers
+    listed = index.shortlist(query(200), held, NOW, SILENT_AFTER_S).workers
     assert {"busy0", "busy1"} <= {each.worker_id for each in listed}
 
 
