@@ -30,6 +30,7 @@ from kvmesh.runtime.worker_parts import WorkerParts
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.transfer.device import DevicePool, pieces_of
 from kvmesh.transfer.frames import GetFrame, WriteClaim
+from kvmesh.transfer.pacing import Share
 from kvmesh.transfer.target import ReadGrant
 from kvmesh.v1 import kv_pool_service_pb2 as pb
 from kvmesh.v1 import kv_pool_service_pb2_grpc, types_pb2
@@ -135,7 +136,9 @@ class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
             return Refusal(RefusalReason.NO_BLOCKS, text)
         capability = secrets.token_bytes(_CAPABILITY_BYTES)
         reader = WorkerId(request.reader_worker_id)
-        opened = self._table.open(reader, blocks, capability, self._clock.now())
+        opened = self._table.open(
+            reader, blocks, capability, self._clock.now(), is_planned=request.planned
+        )
         if isinstance(opened, Refusal):
             self._core.pool.release(blocks)
             return opened
@@ -169,10 +172,13 @@ class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
         if isinstance(ticket, Refusal):
             return ticket
         runs = consecutive_runs(ticket.blocks)
+        share = Share.COPY if ticket.is_planned else Share.READ
         if isinstance(self._memory, DevicePool):
-            grant = ReadGrant(get, (), pieces_of(runs, self._core.spec.layout.block_bytes, None))
+            pieces = pieces_of(runs, self._core.spec.layout.block_bytes, None)
+            grant = ReadGrant(get, (), pieces, share)
         else:
-            grant = ReadGrant(get, [self._memory.read_view(first, count) for first, count in runs])
+            views = [self._memory.read_view(first, count) for first, count in runs]
+            grant = ReadGrant(get, views, share=share)
         self._reads[grant] = ticket.read_id
         self.read_blocks_total += len(ticket.blocks)
         return grant
