@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from kvmesh.core.clock import ManualClock, SystemClock
+from kvmesh.core.clock import ManualClock
 from kvmesh.transfer.pacing import (
     LEAST_SHARE,
     CreditWindow,
@@ -111,7 +111,8 @@ def test_a_share_that_nobody_waits_in_is_owed_nothing() -> None:
 
 
 async def test_who_waits_for_a_budget_goes_when_it_is_there_and_who_left_does_not() -> None:
-    pacer, went = Pacer(1e6, SystemClock()), list[str]()
+    clock, went = ManualClock(), list[str]()
+    pacer = Pacer(1e6, clock)
     whole, done = pacer.piece_bytes, asyncio.Event()
 
     pacer.ask(whole, Share.COPY, lambda: went.append("burst"))
@@ -123,6 +124,7 @@ async def test_who_waits_for_a_budget_goes_when_it_is_there_and_who_left_does_no
     assert pacer.delay(whole // 8) > 0  # a question's thread goes before them all
     pacer.withdraw(gone)
     assert not pacer.is_idle
+    clock.advance(0.1)
     await done.wait()
     assert went == ["burst", "handoff", "read"]
     assert pacer.is_idle
