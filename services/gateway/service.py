@@ -79,18 +79,14 @@ async def start_gateway(config: GatewayConfig, context: ServiceContext) -> Gatew
         ConfigError: the HTTP port is taken, or keys or targets cannot be used.
         CheckpointError: the model folder has no tokenizer.
     """
-    folder = Path(config.model.path)
     served_name = config.model.name
     tokenizer = load_tokenizer(
-        folder,
+        Path(config.model.path),
         use_generation_config=config.model.use_generation_config,
         tool_calls=config.model.tool_calls,
         reasoning_parser=config.model.reasoning_parser,
     )
-    targets = [target.strip() for target in config.scheduler.targets.split(",") if target.strip()]
-    if not targets:
-        raise ConfigError("scheduler.targets is empty; give host:port of at least one scheduler")
-
+    targets = _schedulers(config)
     tls = config.server.tls
     sessions = WorkerSessions(tls)
     context.stack.push_async_callback(sessions.close)
@@ -135,6 +131,13 @@ async def start_gateway(config: GatewayConfig, context: ServiceContext) -> Gatew
     http_port = await _serve_http(front, config, guard, context)
     log.info("http_serving", address=f"{config.http.host}:{http_port}", model=served_name)
     return Gateway(http_port, sessions, admission, metrics, mesh.turns, mesh.crowd, plans)
+
+
+def _schedulers(config: GatewayConfig) -> list[str]:
+    targets = [target.strip() for target in config.scheduler.targets.split(",") if target.strip()]
+    if not targets:
+        raise ConfigError("scheduler.targets is empty; give host:port of at least one scheduler")
+    return targets
 
 
 async def _watch_lag(crowd: Crowd) -> None:
