@@ -6,6 +6,7 @@ import asyncio
 import random
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import prometheus_client
@@ -28,6 +29,7 @@ from services.gateway.console import ConsoleSources, add_console
 from services.gateway.frontend import Frontend
 from services.gateway.grpc_front import InferenceServicer
 from services.gateway.http import HttpFront
+from services.gateway.http_connection import HttpConnection
 from services.gateway.http_direct import DirectHttp
 from services.gateway.http_guard import ConnectionGuard
 from services.gateway.mesh import Mesh
@@ -157,21 +159,17 @@ async def _serve_http(
     config = gateway.http
     tls = server_context(config.tls, "http.tls")
     # A client that goes away cancels its handler, and with it the work in the mesh.
-    runner = web.AppRunner(
-        front.app(),
-        handler_cancellation=True,
-        access_log=None,
-        shutdown_timeout=HTTP_CLOSE_S,
-        keepalive_timeout=config.idle_timeout_s,
-    )
+    runner = web.AppRunner(front.app(), handler_cancellation=True, shutdown_timeout=HTTP_CLOSE_S)
     await runner.setup()
     context.stack.push_async_callback(runner.cleanup)
     assert runner.server is not None, "set up"
     direct = DirectHttp(front.calls, config)
     context.stack.push_async_callback(direct.close)
+    loop = asyncio.get_running_loop()
+    connection = partial(HttpConnection, runner.server, loop, config.idle_timeout_s)
     try:
-        server = await asyncio.get_running_loop().create_server(
-            guard.wrap(direct.wrap(runner.server)),
+        server = await loop.create_server(
+            guard.wrap(direct.wrap(connection)),
             config.host,
             config.port,
             ssl=tls,
