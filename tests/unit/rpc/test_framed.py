@@ -10,7 +10,7 @@ import pytest
 from google.protobuf.message import DecodeError
 
 from kvmesh.core.errors import ProtocolError
-from kvmesh.rpc.framed import FramedConnection
+from kvmesh.rpc.framed import FramedConnection, ignore
 from kvmesh.v1.kv_manager_service_pb2 import MatchPrefixRequest
 
 
@@ -82,7 +82,7 @@ async def test_a_fault_of_ours_is_reported_and_ends_the_connection_on_both_sides
 
     here, there = socket.socketpair()
     _, faulty = await loop.create_connection(lambda: FramedConnection(on_frame, 100), sock=here)
-    _, peer = await loop.create_connection(lambda: FramedConnection(list, 100), sock=there)
+    _, peer = await loop.create_connection(lambda: FramedConnection(ignore, 100), sock=there)
     peer.send([MatchPrefixRequest(namespace="one"), MatchPrefixRequest(namespace="two")])
     assert await faulty.closed == "a fault of ours"
     assert await peer.closed
