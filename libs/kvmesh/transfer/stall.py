@@ -1,4 +1,4 @@
-"""Notices that nothing moves. Tests: tests/unit/transfer/test_stall.py."""
+"""Notices that nothing moves. Tests: tests/integration/test_transfer_failures.py."""
 
 from __future__ import annotations
 
