@@ -15,7 +15,10 @@ def test_straight_lines_through_the_points_and_beyond(length: float, value: floa
     assert LINE(length) == pytest.approx(value)
 
 
-@pytest.mark.parametrize("points", [((1, 1.0),), ((1, 1.0), (1, 2.0)), ((2, 1.0), (1, 2.0))])
+@pytest.mark.parametrize(
+    "points",
+    [((1, 1.0),), ((1, 1.0), (1, 2.0)), ((2, 1.0), (1, 2.0)), ((1, 1.0), (3, 2.0), (2, 3.0))],
+)
 def test_points_must_rise(points: tuple[tuple[float, float], ...]) -> None:
     with pytest.raises(ValueError, match="rising"):
         Interpolated(points)
@@ -32,3 +35,9 @@ def test_a_quadratic_is_found_again() -> None:
 def test_two_lengths_make_no_quadratic() -> None:
     with pytest.raises(ValueError, match="three"):
         fit_quadratic([(1, 1.0), (2, 2.0), (2, 2.1)])
+
+
+def test_three_lengths_are_enough_and_their_order_means_nothing() -> None:
+    curve = Quadratic(2.0, -3.0, 0.25)
+    found = fit_quadratic([(n, curve(n)) for n in (40, -8, 0)])
+    assert (found.constant, found.linear, found.square) == pytest.approx((2.0, -3.0, 0.25))
