@@ -36,6 +36,16 @@ class TestRatio:
         assert (choice.num_prefill, choice.num_decode) == (2, 4)
         assert choice.limiting is Stage.DECODE
 
+    @pytest.mark.parametrize("prefill_s", [0.25, 0.8, 3.0])
+    @pytest.mark.parametrize("num_instances", [4, 5, 7, 12])
+    def test_no_other_split_serves_more(self, prefill_s: float, num_instances: int) -> None:
+        profile = InstanceProfile(1, prefill_s, 1, 1)
+        counts = range(2, num_instances - 1)
+        rates = [min(n / prefill_s, num_instances - n) for n in counts]
+        choice = choose_ratio(profile, num_instances)
+        assert choice.rate == pytest.approx(max(rates))
+        assert choice.num_prefill == counts[rates.index(max(rates))]
+
     def test_too_few_instances(self) -> None:
         with pytest.raises(ValueError, match="3 instances"):
             choose_ratio(PROFILE, 3)
@@ -75,6 +85,14 @@ class TestMonitor:
         step = ratio_direction(self.BEFORE, LatencyWindow(8.0, 20.0), 4, 4)
         assert step.is_alarm
         assert step.grow is Role.PREFILL
+
+    @pytest.mark.parametrize("now", [LatencyWindow(4.0, 13.0), LatencyWindow(2.2, 20.0)])
+    def test_a_large_change_of_one_is_none(self, now: LatencyWindow) -> None:
+        assert not ratio_direction(self.BEFORE, now, 4, 4).is_alarm
+
+    def test_a_first_window_in_which_nothing_took_time_is_steady(self) -> None:
+        step = ratio_direction(LatencyWindow(0.0, 0.0), LatencyWindow(4.0, 13.0), 4, 4)
+        assert (step.grow, step.reason) == (None, RatioReason.STEADY)
 
     def test_the_giving_role_keeps_two(self) -> None:
         step = ratio_direction(self.BEFORE, LatencyWindow(4.0, 13.0), 4, 2)
