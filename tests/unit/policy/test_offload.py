@@ -10,7 +10,6 @@ from kvmesh.policy.offload import (
     Threshold,
     adjust_threshold,
     choose_cluster,
-    is_bandwidth_abundant,
 )
 
 ABUNDANT = Reach(bandwidth_abundant=True)
@@ -86,7 +85,25 @@ class TestThreshold:
             assert abs(back.tokens - 1000) < abs(start - 1000)
 
     def test_a_full_link_moves_nothing_home_where_requests_wait_already(self) -> None:
-        assert adjust_threshold(self.BASE, LinkState(1.0, 3.0, 1.0)) == self.BASE
+        held = adjust_threshold(self.BASE, LinkState(1.0, 3.0, 1.0))
+        assert held.tokens == self.BASE.tokens
+
+    @pytest.mark.parametrize(
+        ("link", "reason"),
+        [
+            (LinkState(1.0, 0.0, 1.0), AdjustReason.FAR_FULL),
+            (LinkState(0.1, 3.0, 1.0), AdjustReason.FAR_FULL),
+            (LinkState(0.1, 1.0, 3.0), AdjustReason.NEAR_FULL),
+            (LinkState(0.1, 1.0, 1.0), AdjustReason.CALM),
+        ],
+    )
+    def test_a_side_that_is_full_without_relief_is_named(
+        self, link: LinkState, reason: AdjustReason
+    ) -> None:
+        assert adjust_threshold(self.BASE, link) == Threshold(1000.0, 1000.0, reason)
+        back = adjust_threshold(Threshold(1000.0, 200.0), link)
+        assert 200 < back.tokens < 1000
+        assert back.reason is (AdjustReason.RECOVERING if reason is AdjustReason.CALM else reason)
 
     @pytest.mark.parametrize(
         ("start", "link"),
@@ -131,10 +148,3 @@ class TestThreshold:
         for _ in range(100):
             threshold = adjust_threshold(threshold, link)
         assert threshold.tokens == bound
-
-
-def test_abundance_has_hysteresis() -> None:
-    assert not is_bandwidth_abundant(False, 0.6)
-    assert is_bandwidth_abundant(True, 0.6)
-    assert is_bandwidth_abundant(False, 0.4)
-    assert not is_bandwidth_abundant(True, 0.9)
