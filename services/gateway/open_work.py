@@ -124,7 +124,7 @@ class OpenWork:
             sequence=sequence,
             traceparent=traceparent,
             start_within_ms=ttft_budget_ms,
-            source=_source_of(candidate),
+            source=source_of(candidate),
         )
         answer = await self._reserve(candidate, message, timeout_s)
         if isinstance(answer, Started):
@@ -193,7 +193,7 @@ class OpenWork:
             reservation=reservation_to_proto(self._decode.reservation),
             ttft_budget_ms=ttft_budget_ms,
             traceparent=traceparent,
-            source=_source_of(candidate),
+            source=source_of(candidate),
         )
         try:
             session = self.sessions.session(candidate)
@@ -309,7 +309,8 @@ class OpenWork:
                 return event
 
 
-def _source_of(candidate: Candidate) -> PrefixSource | None:
+def source_of(candidate: Candidate) -> PrefixSource | None:
+    """Where a worker finds the cached prefix of the prompt; None if nowhere."""
     return None if candidate.source is None else prefix_source_to_proto(candidate.source)
 
 
