@@ -101,7 +101,7 @@ async def test_the_worker_hears_where_the_cached_prefix_is(
     "trouble", [{"reject_offers": 1}, {"refuse_reserves": 1}, {"fail_decode_after": 3}]
 )
 async def test_what_a_worker_does_not_do_goes_on_the_long_way(
-    stack: Stack, begun: list[Any], trouble: dict[str, int]
+    stack: Stack, begun: list[Any], trouble: dict[str, Any]
 ) -> None:
     stack.mesh.workers["p1"].does = Behaviour(**trouble)
     assert await ask(stack) == SAYS
