@@ -20,14 +20,14 @@ from kvmesh.core.types import (
 )
 from kvmesh.core.values import changed
 from kvmesh.kv.hashing import chain_hashes, root_hash
-from kvmesh.rpc.convert import sequence_spec_to_proto
+from kvmesh.rpc.convert import fill_sequence_spec
+from kvmesh.rpc.convert_route import prefix_source_to_proto
 from kvmesh.telemetry.tracing import is_tracing
-from kvmesh.v1.decode_service_pb2 import DecodeReserve
+from kvmesh.v1.decode_service_pb2 import DecodeRequest
 from services.gateway.generation import Begun, FirstTry, place_until
 from services.gateway.mesh import GenerationRequest, Mesh
-from services.gateway.open_work import source_of
 from services.gateway.routing import ModelFacts
-from services.gateway.short_life import FIRST_ATTEMPT, ShortLife
+from services.gateway.short_life import ShortLife
 from services.gateway.worker_sessions import WorkerSession
 
 
@@ -51,7 +51,7 @@ def short_life(mesh: Mesh, request: GenerationRequest, begun: Begun) -> ShortLif
         return None
     plan = mesh.router.planned(_query(request))
     begun.first_try = FirstTry(plan)
-    return None if plan is None else _begin(mesh, request, begun, plan, now)
+    return None if plan is None else _begin(mesh, request, begun, plan, now, left_s)
 
 
 async def asked_life(mesh: Mesh, request: GenerationRequest, begun: Begun) -> ShortLife | None:
@@ -77,7 +77,11 @@ async def asked_life(mesh: Mesh, request: GenerationRequest, begun: Begun) -> Sh
     if _others_wait(mesh):
         return None  # it stands behind them, and asks when it is its turn
     begun.first_try = FirstTry(plan)
-    return None if isinstance(plan, Refusal) else _begin(mesh, request, begun, plan, loop.time())
+    now = loop.time()
+    left_s = place_until(mesh, request, begun) - now
+    if isinstance(plan, Refusal) or left_s <= 0:
+        return None
+    return _begin(mesh, request, begun, plan, now, left_s)
 
 
 def _others_wait(mesh: Mesh) -> bool:
@@ -105,17 +109,16 @@ def _as_ms(seconds: float) -> int:
 
 
 def _begin(
-    mesh: Mesh, request: GenerationRequest, begun: Begun, plan: RoutePlan, now: float
+    mesh: Mesh,
+    request: GenerationRequest,
+    begun: Begun,
+    plan: RoutePlan,
+    now: float,
+    left_s: float,
 ) -> ShortLife | None:
     """Sends a request to the first worker of a plan; None if the plan or the worker needs more."""
     facts = mesh.router.facts
-    left_s = place_until(mesh, request, begun) - now
-    if (
-        facts is None
-        or left_s <= 0
-        or plan.placement is not Placement.AGGREGATED
-        or not plan.prefill
-    ):
+    if facts is None or plan.placement is not Placement.AGGREGATED or not plan.prefill:
         return None
     candidate = plan.prefill[0]
     session = _session(mesh, candidate)
@@ -123,14 +126,13 @@ def _begin(
         return None
     prompt_ids = request.prompt_ids
     spec = SequenceSpec(prompt_ids, len(prompt_ids), request.sampling, _root(request, facts))
-    message = DecodeReserve(
-        request_id=request.request_id,
-        attempt=FIRST_ATTEMPT,
-        sequence=sequence_spec_to_proto(spec),
-        traceparent=request.traceparent,
-        start_within_ms=_as_ms(left_s),
-        source=source_of(candidate),
-    )
+    message = DecodeRequest()
+    reserve = message.reserve
+    fill_sequence_spec(reserve.sequence, spec)
+    reserve.traceparent = request.traceparent
+    reserve.start_within_ms = _as_ms(left_s)
+    if candidate.source is not None:
+        reserve.source.CopyFrom(prefix_source_to_proto(candidate.source))
     life = ShortLife(mesh, request, begun, session, plan, sent_at=now, place_until=now + left_s)
     life.start(message)
     return life

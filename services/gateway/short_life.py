@@ -25,7 +25,7 @@ from kvmesh.core.types import (
     RoutePlan,
 )
 from kvmesh.rpc.convert import finish_reason_from_proto
-from kvmesh.v1.decode_service_pb2 import DecodeEvent, DecodeReserve, DecodeTokens
+from kvmesh.v1.decode_service_pb2 import DecodeEvent, DecodeRequest, DecodeTokens
 from kvmesh.v1.prefill_service_pb2 import PrefillFirstToken
 from services.gateway.errors import Stage, StageRefusedError
 from services.gateway.generation import Begun, FirstTry, TokenDelta, WorkLostError
@@ -105,11 +105,11 @@ class ShortLife:
         self._accepted_at: float | None = None
         self._trace: RequestTrace
 
-    def start(self, message: DecodeReserve) -> None:
+    def start(self, message: DecodeRequest) -> None:
         """Sends the request to the worker."""
         mesh = self._mesh
         self._begun.num_attempts = FIRST_ATTEMPT
-        self._session.reserve(message, self)
+        self._session.reserve(self._key, message, self)
         self._is_open = True
         mesh.crowd.enter(self._request.tenant.name)
         mesh.waiting.count += 1

@@ -38,7 +38,7 @@ def num_short(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     start = ShortLife.start
 
     def counted(self: ShortLife, message: Any) -> None:
-        seen.append(message.request_id)
+        seen.append(self._request.request_id)
         start(self, message)
 
     monkeypatch.setattr(ShortLife, "start", counted)
