@@ -46,10 +46,15 @@ class OpenedLease(NamedTuple):
 
 
 class ReadTicket(NamedTuple):
-    """Leave to read these blocks, in this order, until `end_read`."""
+    """Leave to read these blocks, in this order, until `end_read`.
+
+    Attributes:
+        is_planned: no request waits for them.
+    """
 
     read_id: int
     blocks: tuple[int, ...]
+    is_planned: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +83,7 @@ class _Lease:
     capability: bytes = field(repr=False)
     deadline: float
     last_deadline: float
+    is_planned: bool
     num_reads: int = 0
     is_open: bool = True
 
@@ -112,12 +118,21 @@ class ReadLeaseTable:
         self._expired_total = self._refused_total = 0
 
     def open(
-        self, reader: WorkerId, blocks: Sequence[int], capability: bytes, now: float
+        self,
+        reader: WorkerId,
+        blocks: Sequence[int],
+        capability: bytes,
+        now: float,
+        *,
+        is_planned: bool = False,
     ) -> OpenedLease | Refusal:
         """Takes blocks that the caller has references on; they come back by `drain_released`.
 
         Who holds some gets no more than half of all leases and blocks that may be out: a reader
         that asks without end does not keep others out.
+
+        Args:
+            is_planned: no request waits for them.
 
         Returns:
             The lease, or BUSY; then the references stay the caller's.
@@ -136,6 +151,7 @@ class ReadLeaseTable:
             capability,
             now + self.lease_s,
             now + MAX_RENEWALS * self.lease_s,
+            is_planned,
         )
         self._next_lease_id += 1
         self._leases[lease.lease_id] = lease
@@ -178,7 +194,7 @@ class ReadLeaseTable:
         self._next_read_id += 1
         self._reads[read_id] = lease
         chosen = (block for first, n in runs for block in lease.blocks[first : first + n])
-        return ReadTicket(read_id, tuple(chosen))
+        return ReadTicket(read_id, tuple(chosen), lease.is_planned)
 
     def claimed(
         self, lease_id: int, incarnation: int, generation: int, capability: bytes, now: float

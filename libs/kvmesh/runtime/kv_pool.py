@@ -25,14 +25,20 @@ from kvmesh.core.types import (
 from kvmesh.kv.hashing import split_hashes
 from kvmesh.kv.read_leases import ReadLeaseStatistics, ReadLeaseTable
 from kvmesh.kv.runs import consecutive_runs
-from kvmesh.rpc.convert import endpoint_to_proto, kv_layout_from_proto, refusal_to_proto
+from kvmesh.rpc.convert import (
+    endpoint_to_proto,
+    host_route_to_proto,
+    kv_layout_from_proto,
+    refusal_to_proto,
+)
 from kvmesh.runtime.worker_parts import WorkerParts
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.transfer.device import DevicePool, pieces_of
 from kvmesh.transfer.frames import GetFrame, WriteClaim
+from kvmesh.transfer.pacing import Share
 from kvmesh.transfer.target import ReadGrant
 from kvmesh.v1 import kv_pool_service_pb2 as pb
-from kvmesh.v1 import kv_pool_service_pb2_grpc, types_pb2
+from kvmesh.v1 import kv_pool_service_pb2_grpc
 
 log = event_logger(__name__)
 
@@ -135,7 +141,9 @@ class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
             return Refusal(RefusalReason.NO_BLOCKS, text)
         capability = secrets.token_bytes(_CAPABILITY_BYTES)
         reader = WorkerId(request.reader_worker_id)
-        opened = self._table.open(reader, blocks, capability, self._clock.now())
+        opened = self._table.open(
+            reader, blocks, capability, self._clock.now(), is_planned=request.planned
+        )
         if isinstance(opened, Refusal):
             self._core.pool.release(blocks)
             return opened
@@ -147,7 +155,7 @@ class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
             generation=opened.generation,
             capability=capability,
             data_endpoint=endpoint_to_proto(self.data_endpoint),
-            host_route=_route_to_proto(self.host_route),
+            host_route=host_route_to_proto(self.host_route),
             num_blocks=length,
             num_leased=len(blocks),
             lease_ms=self._lease_ms,
@@ -169,10 +177,13 @@ class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
         if isinstance(ticket, Refusal):
             return ticket
         runs = consecutive_runs(ticket.blocks)
+        share = Share.COPY if ticket.is_planned else Share.READ
         if isinstance(self._memory, DevicePool):
-            grant = ReadGrant(get, (), pieces_of(runs, self._core.spec.layout.block_bytes, None))
+            pieces = pieces_of(runs, self._core.spec.layout.block_bytes, None)
+            grant = ReadGrant(get, (), pieces, share)
         else:
-            grant = ReadGrant(get, [self._memory.read_view(first, count) for first, count in runs])
+            views = [self._memory.read_view(first, count) for first, count in runs]
+            grant = ReadGrant(get, views, share=share)
         self._reads[grant] = ticket.read_id
         self.read_blocks_total += len(ticket.blocks)
         return grant
@@ -236,9 +247,3 @@ class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
         """Raises AssertionError when the records contradict each other."""
         self._table.check_integrity()
         assert self._table.statistics().num_reads == len(self._reads)
-
-
-def _route_to_proto(route: HostRoute | None) -> types_pb2.HostRoute | None:
-    if route is None:
-        return None
-    return types_pb2.HostRoute(host_id=route.host_id, socket_path=route.socket_path)

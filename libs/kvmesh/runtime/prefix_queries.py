@@ -23,6 +23,7 @@ from kvmesh.runtime.prefill_attempt import PrefillAttempt
 from kvmesh.runtime.query_metrics import QueryMetrics
 from kvmesh.transfer.asker import Asker, Holder, RemoteBlocks
 from kvmesh.transfer.greeting import PeerKey
+from kvmesh.transfer.meters import TransferStatistics
 
 _FULL_STEPS = 4
 
@@ -72,6 +73,15 @@ class PrefixQueries:
         self._token_s = 0.0
         self._asked = 0
         metrics.watch(lambda: (asker.asked, asker.lost))
+
+    @property
+    def sent_bytes(self) -> int:
+        """Of questions, since start."""
+        return self._asker.sent_bytes
+
+    def statistics(self) -> TransferStatistics:
+        """What was asked and answered, by holder."""
+        return self._asker.statistics()
 
     def observe_step(self, num_tokens: int, seconds: float) -> None:
         """Takes a step with prompts; for what a long prefix costs, nearly full ones count.

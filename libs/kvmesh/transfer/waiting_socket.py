@@ -12,11 +12,12 @@ import contextlib
 import os
 import socket
 import struct
-import threading
 from collections.abc import Callable
+from functools import partial
 
 from kvmesh.core.errors import LostError
 from kvmesh.transfer.native import NativeState
+from kvmesh.transfer.pacing import Pacer, Share
 from kvmesh.transfer.stall import StallWatch
 from kvmesh.transfer.wire import Wire
 
@@ -37,7 +38,6 @@ class WaitingSocket:
         self.received_fd: int | None = None
         self._loop = asyncio.get_running_loop()
         self._cause: str | None = None
-        self._is_cut = threading.Event()
         self._is_watched = False
         self._reader: asyncio.Future[None] | None = None
         self._paused: asyncio.Future[None] | None = None
@@ -57,7 +57,6 @@ class WaitingSocket:
         if self._cause is not None:
             return
         self._cause = cause
-        self._is_cut.set()
         self._sending.stop = self._receiving.stop = 1
         if self._paused is not None:
             _wake(self._paused)
@@ -79,17 +78,18 @@ class WaitingSocket:
             os.close(self.received_fd)
             self.received_fd = None
 
-    async def _pause(self, seconds: float) -> None:
-        """Waits before sending; raises LostError as soon as the socket is cut."""
+    async def _turn(self, pacer: Pacer, num_bytes: int, share: Share) -> None:
+        """Waits for leave to send; raises LostError as soon as the socket is cut."""
         self._raise_if_cut()
         self._paused = self._loop.create_future()
-        timer = self._loop.call_later(seconds, _wake, self._paused)
+        ticket = pacer.ask(num_bytes, share, partial(_wake, self._paused))
         try:
             await self._paused
         finally:
-            timer.cancel()
+            pacer.withdraw(ticket)
             self._paused = None
         self._raise_if_cut()
+        self.watch.progress()  # a budget is not the peer's silence
 
     async def _writable(self) -> None:
         fd = self.wire.fileno()
