@@ -47,7 +47,8 @@ def _remainders(divisor: Decimal) -> int:
         return 1  # of a power of ten only the last digits count
     if len(text) + num_zeros > len(str(MAX_REMAINDERS)):
         return MAX_REMAINDERS + 1
-    return int(text or "1") * 10**num_zeros
+    zeros: int = 10**num_zeros
+    return int(text or "1") * zeros
 
 
 def _divisors(structure: Structure) -> Iterator[Decimal]:
