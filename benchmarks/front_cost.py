@@ -133,14 +133,15 @@ async def measure_front(client: StackClient) -> tuple[Front, Loop]:
 
         return sum(await asyncio.gather(*(user() for _ in range(CROWD_USERS))))
 
-    spans = [
-        await _span(client, nothing(), 0),
-        await _span(client, one_by_one(), LONE_TOKENS),
-        await _span(client, batch(), STREAM_TOKENS),
-        await _span(client, crowd(), LONE_TOKENS),
-    ]
+    idle = await _span(client, nothing(), 0)
+    lone = await _span(client, one_by_one(), LONE_TOKENS)
+    streams = await _span(client, batch(), STREAM_TOKENS)
+    crowded = await _span(client, crowd(), LONE_TOKENS)
     cores = float(os.cpu_count() or 1)
-    costs = {name: fit_front(*(span[name] for span in spans), cores) for name in spans[0]}
+    costs = {
+        name: fit_front(idle[name], lone[name], streams[name], crowded[name], cores)
+        for name in idle
+    }
     front, loop = costs[FRONT], fit_loop(costs[PREFILL], costs[DECODE])
     sys.stderr.write(
         f"before the workers: {1000 * front.request_s:.2f} ms a request, "
