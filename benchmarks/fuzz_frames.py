@@ -48,16 +48,8 @@ from kvmesh.transfer.frames import (
     QueryFrame,
     WriteClaim,
 )
-from kvmesh.transfer.protocol import (
-    ChannelIdentity,
-    Copy,
-    Read,
-    ReceiverMachine,
-    Write,
-)
-from kvmesh.transfer.sender_protocol import (
-    SenderMachine,
-)
+from kvmesh.transfer.protocol import ChannelIdentity, Copy, Read, ReceiverMachine, Write
+from kvmesh.transfer.sender_protocol import SenderMachine
 
 LAYOUT = KvLayout("fuzz", "float16", 1, 1, 1, 2)
 BLOCK = LAYOUT.block_bytes

@@ -190,11 +190,6 @@ class HandoffTable:
         entry = self._entries.get(reservation_id)
         return entry is not None and entry.state is not State.FENCED
 
-    def next_expiry(self) -> float | None:
-        """When `expire` next has something to do; None when there is nothing to wait for."""
-        open_entries = [e for e in self._entries.values() if e.state is not State.FENCED]
-        return min((e.deadline for e in [*open_entries, *self._taken.values()]), default=None)
-
     def drain_released(self) -> list[Released]:
         """Reservations that ended unused and whose writers are gone, each exactly once.
 
@@ -262,15 +257,6 @@ class HandoffTable:
             self._release_if_quiet(entry)
         elif ok and write.generation == entry.generation:
             self._count(entry, write)
-
-    def is_write_current(self, write_id: int) -> bool:
-        """Whether bytes of this write still matter; if not, stop writing and end it."""
-        write = self._writes[write_id]
-        return write.entry.state is State.RESERVED and write.generation == write.entry.generation
-
-    def stale_writes(self) -> list[int]:
-        """Writes in flight that no longer matter, for the channel to cut off and end."""
-        return [write_id for write_id in self._writes if not self.is_write_current(write_id)]
 
     def check_claim(
         self, reservation_id: int, incarnation: int, generation: int, capability: bytes, now: float
