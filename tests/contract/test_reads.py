@@ -387,4 +387,5 @@ async def test_a_holder_that_goes_silent_is_noticed_in_the_stall_time(impatient:
         lease = replace(impatient.lease, data_endpoint=endpoint)
         with pytest.raises(LostError):
             await impatient.get(BlockRun(0, 300), lease=lease)
+        assert faults.connections <= 2, "a holder that is silent is not asked again"
         await impatient.reader.close()

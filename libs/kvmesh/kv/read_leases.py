@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvmesh.core.types import Refusal, RefusalReason, WorkerId
+from kvmesh.core.types import Refusal, RefusalReason
 
 MAX_RENEWALS = 12
 """A reader that is slower than this many lease times holds room that others need."""
@@ -78,7 +78,7 @@ class ReadLeaseStatistics:
 @dataclass(slots=True, eq=False)
 class _Lease:
     lease_id: int
-    reader: WorkerId
+    reader: str
     blocks: tuple[int, ...]
     capability: bytes = field(repr=False)
     deadline: float
@@ -119,7 +119,7 @@ class ReadLeaseTable:
 
     def open(
         self,
-        reader: WorkerId,
+        reader: str,
         blocks: Sequence[int],
         capability: bytes,
         now: float,
@@ -132,6 +132,7 @@ class ReadLeaseTable:
         that asks without end does not keep others out.
 
         Args:
+            reader: whom it counts for, by a name that he cannot choose anew each time.
             is_planned: no request waits for them.
 
         Returns:
@@ -269,7 +270,7 @@ class ReadLeaseTable:
         for lease in self._leases.values():
             assert lease.is_open or lease.num_reads, "ended without a reader, and still here"
 
-    def _excess(self, reader: WorkerId, num_blocks: int) -> str | None:
+    def _excess(self, reader: str, num_blocks: int) -> str | None:
         """Why a reader gets no further lease; None when it does."""
         sizes = [len(lease.blocks) for lease in self._leases.values() if lease.reader == reader]
         if not sizes:

@@ -7,7 +7,9 @@ memory and peers. Tests: tests/contract/test_prefix_lease.py.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import secrets
+import urllib.parse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,7 +22,6 @@ from kvmesh.core.types import (
     KvLayout,
     Refusal,
     RefusalReason,
-    WorkerId,
 )
 from kvmesh.kv.hashing import split_hashes
 from kvmesh.kv.read_leases import ReadLeaseStatistics, ReadLeaseTable
@@ -96,7 +97,7 @@ class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
         context: grpc.aio.ServicerContext[pb.LeaseBlocksRequest, pb.LeaseBlocksResponse],
     ) -> pb.LeaseBlocksResponse:
         """Holds the blocks with which a cached prefix can be resumed."""
-        outcome = self._lease(request)
+        outcome = self._lease(request, reader_of(request.reader_worker_id, context.peer()))
         if isinstance(outcome, Refusal):
             log.debug(
                 "lease_refused",
@@ -119,7 +120,7 @@ class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
         self._release()
         return pb.ReleaseBlocksResponse()
 
-    def _lease(self, request: pb.LeaseBlocksRequest) -> pb.ReadLease | Refusal:
+    def _lease(self, request: pb.LeaseBlocksRequest, reader: str) -> pb.ReadLease | Refusal:
         if self._closed:
             return Refusal(RefusalReason.DRAINING, "this worker is leaving")
         here = self._identity
@@ -140,7 +141,6 @@ class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
             text = f"{length} leading blocks are here, the reader has {request.num_held}"
             return Refusal(RefusalReason.NO_BLOCKS, text)
         capability = secrets.token_bytes(_CAPABILITY_BYTES)
-        reader = WorkerId(request.reader_worker_id)
         opened = self._table.open(
             reader, blocks, capability, self._clock.now(), is_planned=request.planned
         )
@@ -247,3 +247,24 @@ class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
         """Raises AssertionError when the records contradict each other."""
         self._table.check_integrity()
         assert self._table.statistics().num_reads == len(self._reads)
+
+
+def reader_of(worker_id: str, peer: str) -> str:
+    """Whose leases are counted together: a name may be invented, the host of a connection not.
+
+    Workers of another host share what one reader gets. Those of this host are told apart by their
+    names: who runs here is trusted with more than leases.
+
+    Args:
+        worker_id: what the reader calls itself.
+        peer: of the call, as gRPC writes it: `ipv4:10.0.0.7:4711`, `ipv6:%5B::1%5D:4711`, `unix:`.
+    """
+    kind, _, address = peer.partition(":")
+    if kind not in ("ipv4", "ipv6"):
+        return worker_id
+    host = urllib.parse.unquote(address).rpartition(":")[0].strip("[]")
+    try:
+        is_here = ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return worker_id
+    return worker_id if is_here else host

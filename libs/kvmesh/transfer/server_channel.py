@@ -46,12 +46,13 @@ from kvmesh.transfer.protocol import (
 )
 from kvmesh.transfer.query_ops import QueryGrant, QueryOps
 from kvmesh.transfer.run_table import numbers_of
-from kvmesh.transfer.staging import StagingRing
+from kvmesh.transfer.staging import StagingRing, Within
 from kvmesh.transfer.target import ReadSource, WriteGrant, WriteTarget
 from kvmesh.transfer.threads import run_to_end
 
 _READERS = "readers"
-"""All of them are one owner of staging memory: half of it stays with KV that arrives."""
+"""They share half of the staging memory, the other stays with KV that arrives; of that half one of
+them gets half."""
 _STAGED_DEPTH = 2
 """Parts of one copy into a device pool at once."""
 
@@ -277,7 +278,8 @@ class ServerChannel:
                 await self._give(get, num_bytes, grant.views, grant.share)
             else:
                 assert staging is not None, "a source with a device pool has staging"
-                async with staging.gathered(grant.pieces, staging.moment(), _READERS) as views:
+                owner = Within(_READERS, self._machine.peer)
+                async with staging.gathered(grant.pieces, staging.moment(), owner) as views:
                     await self._give(get, num_bytes, views, grant.share)
         finally:
             self._source.end_read(grant)

@@ -31,6 +31,7 @@ class WaitingSocket:
         wire: the socket, for `tcp_facts`.
         watch: stalls cut the socket; hold `watch.under_way()` while an answer is owed.
         received_fd: a descriptor that came over a Unix socket; belongs to the caller that takes it.
+        has_stalled: it was cut because the peer made no progress; a new one would be no faster.
     """
 
     def __init__(self, wire: Wire, stall_timeout_s: float) -> None:
@@ -42,9 +43,10 @@ class WaitingSocket:
         self._reader: asyncio.Future[None] | None = None
         self._paused: asyncio.Future[None] | None = None
         self._sending, self._receiving = NativeState(), NativeState()
+        self.has_stalled = False
         self.watch = StallWatch(
             stall_timeout_s,
-            lambda: self.cut(f"no progress for {stall_timeout_s:g} s"),
+            lambda: self._stall(f"no progress for {stall_timeout_s:g} s"),
             lambda: self._sending.moved + self._receiving.moved,
         )
         tick = struct.pack("ll", *divmod(max(1, int(stall_timeout_s * 250_000)), 1_000_000))
@@ -63,6 +65,10 @@ class WaitingSocket:
         # Wakes both directions, threads included.
         with contextlib.suppress(OSError):
             self.wire.shutdown(socket.SHUT_RDWR)
+
+    def _stall(self, cause: str) -> None:
+        self.has_stalled = self._cause is None
+        self.cut(cause)
 
     def close(self) -> None:
         """Frees the socket; nobody may wait on it. May be called again."""
