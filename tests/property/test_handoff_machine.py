@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvmesh.core.types import Refusal, RequestId
 from kvmesh.kv.block_pool import BlockPool
 from kvmesh.kv.handoff import HandoffTable
-from kvmesh.kv.handoff_types import Committed, Outcome, WriteGrant
+from kvmesh.kv.handoff_types import Committed, Outcome, WriteClaim, WriteGrant
 
 LIFE, LEASE_S, NUM_BLOCKS = 3, 10.0, 16
 TORN = (0, 0)
@@ -168,10 +168,7 @@ class HandoffMachine(RuleBasedStateMachine):
         life, capability = wrong.get("life", LIFE), model.capability
         capability = b"forged" if "forged" in wrong else capability
         answer = self.table.begin_write(
-            model.reservation_id,
-            life,
-            model.generation - older,
-            capability,
+            WriteClaim(model.reservation_id, life, model.generation - older, capability),
             first,
             count,
             self.now,
@@ -248,13 +245,9 @@ class HandoffMachine(RuleBasedStateMachine):
     def commit(self, data: st.DataObject, older: int, forged: bool) -> None:
         model = self.pick(data)
         forged = forged and older == 1
-        answer = self.table.commit(
-            model.reservation_id,
-            LIFE,
-            model.generation - older,
-            b"forged" if forged else model.capability,
-            self.now,
-        )
+        secret = b"forged" if forged else model.capability
+        claim = WriteClaim(model.reservation_id, LIFE, model.generation - older, secret)
+        answer = self.table.commit(claim, self.now)
         known = model.outcome in (None, Outcome.TAKEN) and self.now < model.deadline
         content = (model.reservation_id, model.generation)
         complete = all(self.memory.get(block) == content for block in model.to_write)

@@ -5,7 +5,7 @@ import pytest
 from kvmesh.core.types import Refusal, RefusalReason, RequestId
 from kvmesh.kv.block_parts import Part
 from kvmesh.kv.handoff import HandoffTable
-from kvmesh.kv.handoff_types import Committed, Outcome, Released, Taken, WriteGrant
+from kvmesh.kv.handoff_types import Committed, Outcome, Released, Taken, WriteClaim, WriteGrant
 
 LIFE, LEASE_S, SECRET = 7, 10.0, b"secret"
 REQUEST = RequestId("r1")
@@ -22,19 +22,14 @@ class Writer(NamedTuple):
     incarnation: int = LIFE
     capability: bytes = SECRET
 
+    @property
+    def claim(self) -> WriteClaim:
+        return WriteClaim(self.reservation_id, self.incarnation, self.generation, self.capability)
+
     def begin(
         self, first: int, count: int, now: float = 1.0, part: Part | None = None
     ) -> WriteGrant | Refusal:
-        return self.table.begin_write(
-            self.reservation_id,
-            self.incarnation,
-            self.generation,
-            self.capability,
-            first,
-            count,
-            now,
-            part,
-        )
+        return self.table.begin_write(self.claim, first, count, now, part)
 
     def grant(self, first: int, count: int, now: float = 1.0) -> WriteGrant:
         answer = self.begin(first, count, now)
@@ -45,9 +40,7 @@ class Writer(NamedTuple):
         self.table.end_write(self.grant(first, count).write_id, ok=True)
 
     def commit(self, now: float = 1.0) -> Committed | Refusal:
-        return self.table.commit(
-            self.reservation_id, self.incarnation, self.generation, self.capability, now
-        )
+        return self.table.commit(self.claim, now)
 
 
 @pytest.fixture
