@@ -195,11 +195,12 @@ def test_the_limit_of_leases_is_of_all_readers_together() -> None:
 def test_who_asks_about_a_lease_gets_its_blocks_and_renews_it() -> None:
     table = make_table()
     lease = opened(table, 4, 5)
-    assert table.claimed(lease, LIFE, 1, b"secret", 1.5) == (4, 5)
+    assert table.claimed(WriteClaim(lease, LIFE, 1, b"secret"), 1.5) == (4, 5)
     assert table.expire(3.0) == 0
     assert table.expire(3.5) == 1
     lease, now = opened(table, 6, now=4.0), 4.0
-    while not isinstance(table.claimed(lease, LIFE, 1, b"secret", now), Refusal):
+    claim = WriteClaim(lease, LIFE, 1, b"secret")
+    while not isinstance(table.claimed(claim, now), Refusal):
         now += 1.0
     assert now == 4.0 + MAX_RENEWALS * table.lease_s, "not for ever"
 
@@ -212,7 +213,7 @@ def test_who_may_not_read_may_not_ask() -> None:
         (LIFE, 2, b"secret", RefusalReason.STALE),
         (LIFE, 1, b"wrong", RefusalReason.INVALID),
     ):
-        answer = table.claimed(lease, life, generation, capability, 1.0)
+        answer = table.claimed(WriteClaim(lease, life, generation, capability), 1.0)
         assert isinstance(answer, Refusal)
         assert answer.reason is expected
 
