@@ -42,10 +42,13 @@ def summaries(rows: Sequence[Row]) -> list[Row]:
 def gain(rows: Sequence[Row], system: str, over: str) -> float:
     """Median over the rounds of the goodput of one system over another's, under the same load."""
     good = {
-        (row["round"], row["system"]): row["goodput/s"] for row in rows if row["round"] != "all"
+        (row["round"], row["system"]): float(row["goodput/s"])
+        for row in rows
+        if row["round"] != "all"
     }
-    return statistics.median(
+    ratios = [
         value / max(good[number, over], 1e-3)
         for (number, name), value in good.items()
         if name == system
-    )
+    ]
+    return statistics.median(ratios)
