@@ -18,13 +18,14 @@ INTERPRETED = {
     "interpreted_draw.py": 7,
     "interpreted_fused.py": 10,
     "interpreted_hybrid.py": 28,
+    "interpreted_large.py": 5,
 }
 COMPILED = {
-    "compiled_attention.py": 11,
+    "compiled_attention.py": 12,
     "compiled_blocks.py": 2,
-    "compiled_draw.py": 1,
-    "compiled_fused.py": 9,
-    "compiled_hybrid.py": 12,
+    "compiled_fused.py": 4,
+    "compiled_hybrid.py": 9,
+    "compiled_steps.py": 4,
 }
 
 
