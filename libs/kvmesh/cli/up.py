@@ -36,13 +36,12 @@ from kvmesh.cli.stack import (
     engine_threads,
     plan_stack,
 )
-from kvmesh.cli.stack_state import hold_state
+from kvmesh.cli.stack_state import CHECKOUT, DEFAULT_STATE, hold_state
 from kvmesh.core.clock import SystemClock
 from kvmesh.core.config import child_environment
 from kvmesh.core.errors import ConfigError
 from kvmesh.metadata.server_binary import find_redis_binary
 
-ROOT = Path(__file__).resolve().parents[3]
 _PORTS_PER_MEMBER = 2
 _ADMIN_PORTS = 2
 _DRAIN_S = 5.0
@@ -96,9 +95,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _default_model() -> Path:
-    found = embedded_models(ROOT)
+    found = embedded_models(CHECKOUT)
     if not found:
-        raise ConfigError(f"{ROOT}/models holds no model; name a model folder with --model")
+        raise ConfigError(f"{CHECKOUT}/models holds no model; name a model folder with --model")
     return found[0]
 
 
@@ -182,8 +181,8 @@ def main(argv: Sequence[str]) -> int:
     if arguments.run and arguments.restart:
         parser.error("--run and --restart exclude each other")
     options = stack_options(arguments, usable_cores())
-    state = Path(arguments.state_dir).resolve() if arguments.state_dir else ROOT / ".kvmesh"
-    paths = StackPaths(ROOT, state, Path(sys.executable), find_redis_binary())
+    state = Path(arguments.state_dir).resolve() if arguments.state_dir else DEFAULT_STATE
+    paths = StackPaths(CHECKOUT, state, Path(sys.executable), find_redis_binary())
     found = problems(options, paths, psutil.virtual_memory().available)
     for problem in found:
         print(f"kvmesh up: {problem}", file=sys.stderr)

@@ -100,8 +100,8 @@ class Sampler:
         rates = self.worker_rates.values()
         sample = Sample(
             at_s=unix_s,
-            requests_s=_rate(share.arrived_total - self._arrived, elapsed_s),
-            refusals_s=_rate(refusals - self._refusals, elapsed_s),
+            requests_s=per_second(share.arrived_total - self._arrived, elapsed_s),
+            refusals_s=per_second(refusals - self._refusals, elapsed_s),
             prefill_tokens_s=sum(each.prefill_tokens_s for each in rates),
             decode_tokens_s=sum(each.decode_tokens_s for each in rates),
             transfer_bytes_s=sum(self.link_rates.values()),
@@ -126,7 +126,7 @@ class Sampler:
             if name in before and before[name].info.incarnation == worker.info.incarnation
         }
         self.link_rates = {
-            name: _rate(total - links_before[name], elapsed_s)
+            name: per_second(total - links_before[name], elapsed_s)
             for name, total in self._links.items()
             if name in links_before
         }
@@ -148,8 +148,9 @@ def quantile(ordered: Sequence[float], share: float) -> float | None:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def _rate(difference: float, elapsed_s: float) -> float:
-    # A restarted worker counts from zero again.
+def per_second(difference: float, elapsed_s: float) -> float:
+    """How fast a counter grows; 0 where no time has passed."""
+    # Who restarts counts from zero again.
     return max(difference, 0.0) / elapsed_s if elapsed_s > 0 else 0.0
 
 
@@ -160,7 +161,7 @@ def _worker_rates(before: FleetWorker, now: FleetWorker, elapsed_s: float) -> Wo
     generated = now.load.decode_tokens_total - before.load.decode_tokens_total
     return WorkerRates(
         # A step of decode computes the token that it continues from.
-        _rate(computed - generated, elapsed_s),
-        _rate(generated, elapsed_s),
+        per_second(computed - generated, elapsed_s),
+        per_second(generated, elapsed_s),
         found / looked_up if looked_up > 0 else None,
     )

@@ -25,14 +25,19 @@ from kvmesh.core.types import (
 from kvmesh.kv.hashing import split_hashes
 from kvmesh.kv.read_leases import ReadLeaseStatistics, ReadLeaseTable
 from kvmesh.kv.runs import consecutive_runs
-from kvmesh.rpc.convert import endpoint_to_proto, kv_layout_from_proto, refusal_to_proto
+from kvmesh.rpc.convert import (
+    endpoint_to_proto,
+    host_route_to_proto,
+    kv_layout_from_proto,
+    refusal_to_proto,
+)
 from kvmesh.runtime.worker_parts import WorkerParts
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.transfer.device import DevicePool, pieces_of
 from kvmesh.transfer.frames import GetFrame, WriteClaim
 from kvmesh.transfer.target import ReadGrant
 from kvmesh.v1 import kv_pool_service_pb2 as pb
-from kvmesh.v1 import kv_pool_service_pb2_grpc, types_pb2
+from kvmesh.v1 import kv_pool_service_pb2_grpc
 
 log = event_logger(__name__)
 
@@ -147,7 +152,7 @@ class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
             generation=opened.generation,
             capability=capability,
             data_endpoint=endpoint_to_proto(self.data_endpoint),
-            host_route=_route_to_proto(self.host_route),
+            host_route=host_route_to_proto(self.host_route),
             num_blocks=length,
             num_leased=len(blocks),
             lease_ms=self._lease_ms,
@@ -236,9 +241,3 @@ class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
         """Raises AssertionError when the records contradict each other."""
         self._table.check_integrity()
         assert self._table.statistics().num_reads == len(self._reads)
-
-
-def _route_to_proto(route: HostRoute | None) -> types_pb2.HostRoute | None:
-    if route is None:
-        return None
-    return types_pb2.HostRoute(host_id=route.host_id, socket_path=route.socket_path)

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from kvmesh.core.clock import Clock
 from kvmesh.core.details import GET
 from kvmesh.core.errors import LostError, RefusedError
-from kvmesh.core.types import BlockHash, HostRoute, PrefixSource, WorkerId
+from kvmesh.core.types import BlockHash, PrefixSource, WorkerId
 from kvmesh.engine.core import EngineCore
 from kvmesh.engine.prefix_fill import PrefixFill
 from kvmesh.engine.protocol import KvMemory
 from kvmesh.engine.sequence import Sequence as EngineSequence
 from kvmesh.kv.hashing import join_hashes
 from kvmesh.kv.runs import consecutive_runs
-from kvmesh.rpc.convert import endpoint_from_proto, kv_layout_to_proto
+from kvmesh.rpc.convert import endpoint_from_proto, host_route_from_proto, kv_layout_to_proto
 from kvmesh.rpc.pool_client import PoolClient
 from kvmesh.runtime.fetch_result import FetchOptions, FetchOutcome, FetchResult
 from kvmesh.runtime.pool_metrics import PoolMetrics
@@ -338,9 +338,6 @@ class PrefixFetcher:
 
 def lease_of(message: pb.ReadLease) -> ReadLease:
     """A lease as readers and askers show it."""
-    route = None
-    if message.HasField("host_route"):
-        route = HostRoute(message.host_route.host_id, message.host_route.socket_path)
     return ReadLease(
         lease_id=message.lease_id,
         worker_id=WorkerId(message.worker_id),
@@ -348,5 +345,5 @@ def lease_of(message: pb.ReadLease) -> ReadLease:
         generation=message.generation,
         capability=message.capability,
         data_endpoint=endpoint_from_proto(message.data_endpoint),
-        host_route=route,
+        host_route=host_route_from_proto(message),
     )

@@ -26,6 +26,8 @@ SHARED_MEMORY_BYTES = {86: 99 << 10, 90: 227 << 10}
 # Of CUDA, programs along each axis.
 _LARGEST_GRID = ((1 << 31) - 1, 65_535, 65_535)
 
+_IS_CUDA: Any = Tensor.is_cuda
+
 
 @dataclass(frozen=True, slots=True)
 class Launch:
@@ -48,7 +50,7 @@ class _Pointer:
 
     def __init__(self, tensor: Tensor) -> None:
         self.dtype = tensor.dtype
-        self._offset = tensor.storage_offset() * tensor.element_size()
+        self._offset = int(tensor.storage_offset()) * tensor.element_size()
 
     def data_ptr(self) -> int:
         return self._offset
@@ -72,7 +74,7 @@ class _MetaIsCuda(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func == Tensor.is_cuda.__get__:
+        if func == _IS_CUDA.__get__:
             return args[0].device.type == "meta"
         return func(*args, **(kwargs or {}))
 
