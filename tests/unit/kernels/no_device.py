@@ -35,14 +35,10 @@ class Launch:
 
     Attributes:
         kernel: its name.
-        shared_bytes: memory that a program takes.
-        ir: of the compiler, before it knows of a device.
     """
 
     kernel: str
     grid: tuple[int, int, int]
-    shared_bytes: int
-    ir: str
 
 
 class _Pointer:
@@ -93,7 +89,7 @@ def device(arch: int) -> Iterator[list[Launch]]:
         assert all(0 < n <= most for n, most in zip(whole, _LARGEST_GRID, strict=True)), whole
         shared = compiled.metadata.shared
         assert shared <= SHARED_MEMORY_BYTES[arch], f"{self.__name__} wants {shared} bytes"
-        launches.append(Launch(self.__name__, whole, shared, compiled.asm["ttir"]))
+        launches.append(Launch(self.__name__, whole))
 
     shared_memory_bytes.cache_clear()
     with (
