@@ -12,10 +12,10 @@ from tests.unit.kernels.no_device import device, empty
 
 HEADS, KV_HEADS = 32, 8
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-# Usual heads in all dtypes; long heads and the widest dtype where there is least room.
+# What the steps of compiled_steps.py do not launch: other dtypes than bf16, and long heads and the
+# widest dtype where there is least room.
 CASES = [
-    *((dtype, 128, 90) for dtype in (BF16, FP16, FP32)),
-    (BF16, 256, 90),
+    *((dtype, 128, 90) for dtype in (FP16, FP32)),
     (BF16, 256, 86),
     (FP32, 128, 86),
     (FP32, 256, 86),
@@ -41,11 +41,7 @@ def test_a_prompt(dtype: torch.dtype, head_dim: int, arch: int) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "arch", "ids"),
-    [
-        *((dtype, 128, 90, torch.int32) for dtype in (BF16, FP16, FP32)),
-        (BF16, 128, 90, torch.int64),
-        (FP32, 256, 86, torch.int64),
-    ],
+    [(FP16, 128, 90, torch.int32), (FP32, 128, 90, torch.int32), (FP32, 256, 86, torch.int64)],
 )
 def test_a_decode_step(dtype: torch.dtype, head_dim: int, arch: int, ids: torch.dtype) -> None:
     """Block tables are int64 in static steps, which cut contexts by their own lengths."""

@@ -1,5 +1,5 @@
-"""Launches between matrix products, and the draw, compile for sm_90 in every dtype, with no device.
-Run by test_triton_kernels.py in a process of its own, without the interpreter.
+"""Launches between matrix products compile for sm_90 in other dtypes than bf16, and so does the
+draw, with no device. Run by test_triton_kernels.py in a process of its own, without the interpreter.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from kvmesh.kernels.draw import draw
 from tests.unit.kernels.no_device import device, empty
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_the_steps_of_a_layer_compile(dtype: torch.dtype) -> None:
     with device(90) as launches:
         x, angles = empty(5, 4096, dtype=dtype), empty(5, 1, 128, dtype=dtype)
