@@ -12,14 +12,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from kvmesh.core.types import Refusal, RefusalReason
-from kvmesh.policy.quota import (
-    QuotaRefusal,
-    Rate,
-    Tenant,
-    TenantUsage,
-    charge,
-    check_usage,
-)
+from kvmesh.policy.quota import QuotaRefusal, Rate, Tenant, TenantUsage, charge, check_usage
 from services.gateway.errors import QuotaError, Stage, StageRefusedError
 
 DRAIN_RETRY_MS = 1000

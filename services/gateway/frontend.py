@@ -11,14 +11,7 @@ from contextlib import aclosing, closing
 from dataclasses import dataclass, replace
 
 from kvmesh.core.errors import KvMeshError
-from kvmesh.core.types import (
-    FinishReason,
-    Placement,
-    Refusal,
-    RefusalReason,
-    RequestId,
-    Usage,
-)
+from kvmesh.core.types import FinishReason, Placement, Refusal, RefusalReason, RequestId, Usage
 from kvmesh.core.values import quick
 from kvmesh.policy.quota import Tenant
 from kvmesh.telemetry.logs import event_logger

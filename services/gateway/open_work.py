@@ -11,14 +11,7 @@ import enum
 from dataclasses import dataclass, field
 
 from kvmesh.core.errors import LostError
-from kvmesh.core.types import (
-    Candidate,
-    Refusal,
-    RefusalReason,
-    RequestId,
-    Reservation,
-    WorkerId,
-)
+from kvmesh.core.types import Candidate, Refusal, RefusalReason, RequestId, Reservation, WorkerId
 from kvmesh.rpc.convert import reservation_to_proto
 from kvmesh.rpc.convert_route import prefix_source_to_proto
 from kvmesh.v1.decode_service_pb2 import DecodeReserve

@@ -14,14 +14,7 @@ from typing import Any, Protocol
 import grpc
 
 from kvmesh.core.errors import LostError, ProtocolError
-from kvmesh.core.types import (
-    Candidate,
-    Endpoint,
-    Refusal,
-    RefusalReason,
-    RequestId,
-    WorkerId,
-)
+from kvmesh.core.types import Candidate, Endpoint, Refusal, RefusalReason, RequestId, WorkerId
 from kvmesh.rpc.channels import TlsConfig, open_channel
 from kvmesh.rpc.direct import DirectClient
 from kvmesh.rpc.stream import PeerStream
@@ -41,12 +34,7 @@ from kvmesh.v1.prefill_service_pb2 import (
     PrefillResponse,
 )
 from kvmesh.v1.prefill_service_pb2_grpc import PrefillServiceStub
-from services.gateway.worker_events import (
-    Failed,
-    WorkerEvent,
-    decode_event,
-    prefill_event,
-)
+from services.gateway.worker_events import Failed, WorkerEvent, decode_event, prefill_event
 
 log = event_logger(__name__)
 

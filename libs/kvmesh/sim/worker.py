@@ -11,6 +11,7 @@ from typing import Protocol
 from kvmesh.core.types import BlockHash, Refusal, RefusalReason, Role, WorkerInfo, WorkerLoad
 from kvmesh.kv.block_pool import BlockPool
 from kvmesh.kv.handoff import HandoffTable
+from kvmesh.kv.handoff_types import WriteClaim
 from kvmesh.policy.batching import BatchLimits
 from kvmesh.sim.events import EventQueue
 from kvmesh.sim.host import Host
@@ -230,18 +231,13 @@ class SimWorker:
         Args:
             first: among the reservation's blocks to write.
         """
-        assert sequence.reservation is not None, "no reservation to write to"
-        grant = self.handoff.begin_write(
-            sequence.reservation,
-            self.info.incarnation,
-            1,
-            CAPABILITY,
-            first,
-            count,
-            self._events.now(),
-        )
+        grant = self.handoff.begin_write(self._claim(sequence), first, count, self._events.now())
         assert not isinstance(grant, Refusal), grant
         return grant.write_id
+
+    def _claim(self, sequence: SimSequence) -> WriteClaim:
+        assert sequence.reservation is not None, "no reservation to write to"
+        return WriteClaim(sequence.reservation, self.info.incarnation, 1, CAPABILITY)
 
     def end_write(self, write_id: int, *, ok: bool) -> None:
         """A transfer's bytes are in, or it broke off."""
@@ -271,7 +267,7 @@ class SimWorker:
             count = blocks_for(sequence.num_tokens) - num_cached
             self.end_write(self.begin_write(sequence, 0, count), ok=True)
         now = self._events.now()
-        done = self.handoff.commit(sequence.reservation, self.info.incarnation, 1, CAPABILITY, now)
+        done = self.handoff.commit(self._claim(sequence), now)
         assert not isinstance(done, Refusal), done
         taken = self.handoff.take(sequence.reservation)
         assert not isinstance(taken, Refusal), taken

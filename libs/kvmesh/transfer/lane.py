@@ -13,6 +13,7 @@ from functools import partial
 
 from kvmesh.core.errors import LostError, RefusedError
 from kvmesh.core.types import Reservation
+from kvmesh.kv.handoff_types import WriteClaim
 from kvmesh.transfer.alignment import Run
 from kvmesh.transfer.checksums import checksum_function
 from kvmesh.transfer.codec import encode_frame
@@ -26,7 +27,6 @@ from kvmesh.transfer.frames import (
     PullFrame,
     PullRun,
     PutFrame,
-    WriteClaim,
 )
 from kvmesh.transfer.greeting import Connect, LaneOptions, open_frames
 from kvmesh.transfer.meters import LinkMeter
@@ -139,6 +139,15 @@ class Lane:
     def unanswered_bytes(self) -> int:
         """Payload on its way: how busy the lane is."""
         return self._window.unanswered_bytes
+
+    @property
+    def moved_bytes(self) -> int:
+        """Sent since it was opened, as far as the socket took them."""
+        return self._frames.moved_bytes
+
+    def cut(self, cause: str) -> None:
+        """Ends it now; what is under way gets LostError with this cause."""
+        self._fail(cause)
 
     @property
     def wire(self) -> Wire:

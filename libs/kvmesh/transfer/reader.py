@@ -16,6 +16,7 @@ from functools import partial
 
 from kvmesh.core.errors import LostError, ProtocolError, RefusedError
 from kvmesh.core.types import Endpoint, HostRoute, Refusal, WorkerId
+from kvmesh.kv.handoff_types import WriteClaim
 from kvmesh.transfer.alignment import Run, split_runs
 from kvmesh.transfer.channel import IPC, LOCAL, NIXL, SHM, TCP, carry_all, usable_kinds
 from kvmesh.transfer.channel_pool import SendOptions
@@ -24,7 +25,7 @@ from kvmesh.transfer.codec import encode_frame
 from kvmesh.transfer.cursor import ViewCursor
 from kvmesh.transfer.decoder import PayloadStart
 from kvmesh.transfer.frame_socket import FrameSocket
-from kvmesh.transfer.frames import MAX_RUNS, BlockRun, Checksum, GetFrame, LinkOffer, WriteClaim
+from kvmesh.transfer.frames import MAX_RUNS, BlockRun, Checksum, GetFrame, LinkOffer
 from kvmesh.transfer.greeting import LaneOptions, PeerKey, open_frames, sender_machine
 from kvmesh.transfer.host import host_id
 from kvmesh.transfer.local_channel import PROCESS_HUB, LocalHub
@@ -117,6 +118,11 @@ class _ReadLane:
             case Ended(refusal):
                 raise LostError(f"data channel ended by the peer: {refusal.message}")
         raise AssertionError("one request is open, and the channel is")
+
+    @property
+    def has_stalled(self) -> bool:
+        """It was cut because the holder made no progress."""
+        return self._frames.has_stalled
 
     def cut(self, cause: str) -> None:
         """No more reads; the one under way gets LostError and frees the socket."""
@@ -252,7 +258,7 @@ class BlockReader:
     async def _carry(
         self, lease: ReadLease, index: int, runs: list[BlockRun], into: list[memoryview]
     ) -> None:
-        """Reads one piece, on a new connection if one is cut."""
+        """Reads one piece, on a new connection if one is cut; not if the holder is silent."""
         peer = PeerKey(lease.worker_id, lease.incarnation)
         place = self._place((peer, lease.data_endpoint, index))
         place.num_callers += 1
@@ -264,7 +270,7 @@ class BlockReader:
                         await lane.get(lease.claim, runs, into)
                         return
                     except LostError:
-                        if self._closed or tries == _MAX_TRIES:
+                        if self._closed or lane.has_stalled or tries == _MAX_TRIES:
                             raise
         finally:
             place.num_callers -= 1

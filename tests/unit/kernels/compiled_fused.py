@@ -1,5 +1,6 @@
 """Launches between matrix products compile for sm_90 in other dtypes than bf16, and so does the
-draw, with no device. Run by test_triton_kernels.py in a process of its own, without the interpreter.
+draw, with no device. Run by test_triton_kernels.py in a process of its own, without the
+interpreter.
 """
 
 from __future__ import annotations
