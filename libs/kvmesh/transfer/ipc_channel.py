@@ -10,7 +10,6 @@ Tests: tests/contract/test_channels.py, tests/integration/test_device_ipc.py.
 from __future__ import annotations
 
 import asyncio
-import logging
 import struct
 from collections.abc import Sequence
 from concurrent.futures import Executor
@@ -18,6 +17,7 @@ from functools import partial
 
 from kvmesh.core.errors import LostError
 from kvmesh.core.types import HostRoute, Reservation
+from kvmesh.telemetry.logs import event_logger
 from kvmesh.transfer.alignment import Run
 from kvmesh.transfer.device import (
     HANDLE_BYTES,
@@ -46,7 +46,7 @@ _VERSION = 1
 _MAX_ADDRESS = 1 << 48
 _METADATA = struct.Struct(f"<HQ{HANDLE_BYTES}s")
 
-_log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 
 def segment_of(memory: SharedMemory) -> SegmentOffer:
@@ -195,4 +195,4 @@ class IpcReader:
         try:
             self._peer.close()
         except LostError as error:
-            _log.warning("device_unmap_failed", extra={"error": str(error)})
+            log.warning("device_unmap_failed", error=str(error))
