@@ -29,12 +29,10 @@ from kvmesh.transfer.device import (
     pieces_of,
 )
 from kvmesh.transfer.frames import BlockPart, Checksum, LinkOffer, PullFrame, SegmentOffer
-from kvmesh.transfer.greeting import LaneOptions, PeerKey, sender_machine
+from kvmesh.transfer.greeting import LaneOptions, Link, sender_machine
 from kvmesh.transfer.lane import Lane
 from kvmesh.transfer.lane_channel import EngineChannel, or_lost
-from kvmesh.transfer.meters import LinkMeter
 from kvmesh.transfer.nixl_process import EngineError
-from kvmesh.transfer.protocol import ChannelIdentity
 from kvmesh.transfer.sockets import connect_local
 from kvmesh.transfer.threads import run_to_end
 from kvmesh.transfer.wire import Wire
@@ -82,15 +80,7 @@ class IpcChannel(EngineChannel):
 
     @classmethod
     async def open(
-        cls,
-        identity: ChannelIdentity,
-        peer: PeerKey,
-        route: HostRoute,
-        link_id: int,
-        options: LaneOptions,
-        pool: SharedPool,
-        meter: LinkMeter,
-        threads: Executor,
+        cls, link: Link, route: HostRoute, options: LaneOptions, pool: SharedPool
     ) -> IpcChannel:
         """Connects and names this side's memory.
 
@@ -98,15 +88,15 @@ class IpcChannel(EngineChannel):
             RefusedError, LostError: as `Lane.open`; lost also when either side has no such device,
                 or the peer's does not reach the memory.
         """
-        memory = await run_to_end(threads, pool.share)
+        memory = await run_to_end(link.threads, pool.share)
 
         async def connected() -> Wire:
             return await connect_local(route.socket_path)
 
-        offer = LinkOffer(link_id, 0, Checksum.NONE, pool.num_blocks, segment_of(memory))
-        machine = sender_machine(identity, peer, offer)
-        lane = await or_lost(Lane.open(connected, machine, options, meter, threads))
-        return cls(lane, pool, identity.layout.block_bytes, threads)
+        offer = LinkOffer(link.link_id, 0, Checksum.NONE, pool.num_blocks, segment_of(memory))
+        machine = sender_machine(link.identity, link.peer, offer)
+        lane = await or_lost(Lane.open(connected, machine, options, link.meter, link.threads))
+        return cls(lane, pool, link.identity.layout.block_bytes, link.threads)
 
     @property
     def is_barren(self) -> bool:
