@@ -92,6 +92,7 @@ class SimWorker:
         self._decodes: set[SimSequence] = set()
         self._num_reserved = 0
         self._load: WorkerLoad | None = None
+        self._loop = None if host is None else host.sharing.loop
 
     @property
     def max_tokens(self) -> int:
@@ -121,6 +122,8 @@ class SimWorker:
         sequence.reservation = ticket.reservation_id
         self._decodes.add(sequence)
         self._num_reserved += 1
+        if self._loop is not None:
+            self.steps.note_work(self._loop.decode_s)
         self._changed()
         return sequence
 
@@ -155,6 +158,11 @@ class SimWorker:
         self._changed()
         return waiting
 
+    def note_refusal(self) -> None:
+        """It was asked in vain."""
+        if self._loop is not None:
+            self.steps.note_work(self._loop.ask_s)
+
     def _may_queue(self, refusal: Refusal) -> bool:
         return self._queue_offers and refusal.reason is RefusalReason.NO_BLOCKS
 
@@ -178,6 +186,8 @@ class SimWorker:
     def _start_prefill(self, sequence: SimSequence, *, held: bool = False) -> SimSequence:
         self.cached_tokens += sequence.num_cached
         self._prefills.add(sequence)
+        if self._loop is not None:
+            self.steps.note_work(self._loop.prompt_s)
         self._changed()
         if not held:
             self.steps.join(sequence)

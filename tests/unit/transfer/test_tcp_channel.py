@@ -7,10 +7,7 @@ import pytest
 
 from kvmesh.core.errors import LostError
 from kvmesh.core.types import Endpoint
-from kvmesh.transfer.greeting import (
-    LaneOptions,
-    PeerKey,
-)
+from kvmesh.transfer.greeting import LaneOptions, Link, PeerKey
 from kvmesh.transfer.lane import (
     Lane,
 )
