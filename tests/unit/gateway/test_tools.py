@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from services.gateway.errors import InvalidRequestError
-from services.gateway.openai import ChatBody
+from kvmesh.core.errors import InvalidRequestError
+from services.gateway.schema import ChatBody
 from services.gateway.tool_parsers import ToolFamily
 from services.gateway.tools import (
     ToolMode,
