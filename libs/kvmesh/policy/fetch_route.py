@@ -75,10 +75,13 @@ class _Holder:
 
     def weigh_for(self, each: Standing, missing: int) -> None:
         """Lets a worker fetch `missing` tokens, or not."""
-        share = self._inside if each.worker.info.cluster == self._cluster else self._between
+        info = each.worker.info
+        inside = info.cluster == self._cluster
+        share = self._inside if inside else self._between
         saved = saved_tokens(missing, self._queued, self._overhead, share)
         fetches, asks = saved > 0, False
-        if self._ask is not None and each.worker.info.role is not Role.DECODE:
+        # A prompt is decoded beside the worker that computes it, where there is room.
+        if self._ask is not None and inside and info.role is not Role.DECODE:
             asked = self._ask(each.uncached_tokens - missing, missing)
             fetched = missing - saved if fetches else None
             way, cost = cheapest_way(missing, fetched, asked, worth=WORTH)

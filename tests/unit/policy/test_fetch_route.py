@@ -83,6 +83,12 @@ def test_a_prefix_that_a_decode_worker_holds_is_asked_for_where_that_is_quickest
         assert plan(*workers, held=held, pace=pace).prefill[0].fetch is FetchReason.SLOW
 
 
+def test_a_prefix_in_another_cluster_is_not_asked_for() -> None:
+    far = worker("e", Role.DECODE, decode_running=5, cluster="west")
+    made = plan(pending("a", 0), DECODE, far, held={"e": BLOCKS - 2}, pace=ASKED)
+    assert made.prefill[0].fetch is not FetchReason.ASK
+
+
 def test_a_prefix_that_a_prefill_worker_holds_is_not_asked_for() -> None:
     made = plan(pending("a", 5000), pending("b", 0), DECODE, held={"a": BLOCKS}, pace=ASKED)
     assert [each.fetch for each in made.prefill if each.worker_id == "b"] == [FetchReason.SLOW]
