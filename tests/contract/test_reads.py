@@ -164,11 +164,11 @@ class SpentBudget(Pacer):
     """Lets small payloads through and keeps large ones for ever."""
 
     def __init__(self) -> None:
-        super().__init__(10e6, SystemClock())
+        super().__init__(16e6, SystemClock())
         self.num_kept = 0
 
     def ask(self, num_bytes: int, share: Share, go: Callable[[], None]) -> Ticket:
-        if num_bytes < self.piece_bytes:
+        if num_bytes < self.piece(share):
             go()
         else:
             self.num_kept += 1
