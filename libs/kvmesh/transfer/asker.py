@@ -327,11 +327,13 @@ class Asker:
         return connect_tls_blocking(sock, self._options.tls, endpoint.host)
 
 
-def _connected(sock: socket.socket, address: object, timeout_s: float) -> socket.socket:
+def _connected(
+    sock: socket.socket, address: str | tuple[object, ...], timeout_s: float
+) -> socket.socket:
     try:
         tune(sock)
         sock.settimeout(timeout_s)
-        sock.connect(address)  # type: ignore[arg-type]
+        sock.connect(address)
     except OSError:
         sock.close()
         raise

@@ -17,7 +17,7 @@ from kvmesh.core.types import (
 )
 from kvmesh.policy.composition import COMPOSITIONS, OffloadState, decide_route
 from kvmesh.policy.explain import describe_decision
-from kvmesh.policy.prefix_source import FetchPace
+from kvmesh.policy.prefix_source import MIN_FETCH_TOKENS, FetchPace
 from kvmesh.policy.ranking import CACHE_LOAD, KVMESH, RoutePolicy
 from kvmesh.policy.routing import SILENT_AFTER_S, plan_route
 from kvmesh.policy.view import FleetView, WorkerView
@@ -126,3 +126,16 @@ def test_the_decision_shows_the_fetch() -> None:
     # Of 3200 tokens, all but the last block and what the fetch costs are saved.
     assert first.score[0] == LONG - first.saved_tokens
     assert 0.9 * LONG < first.saved_tokens < LONG
+
+
+def test_the_last_token_is_computed_and_what_is_just_too_short_is_not_fetched() -> None:
+    """Of a prompt that a holder has to its last token, a worker with all but a block lacks none."""
+    full, size = MIN_FETCH_TOKENS // LAYOUT.block_size, LAYOUT.block_size
+    asked = query(size * (full + 1))
+    busy, idle = pending("a", 90_000), pending("b", 0)
+    for held, expected in ((full, FetchReason.HELD), (1, FetchReason.SHORT), (0, None)):
+        made = plan(busy, idle, DECODE, held={"a": full + 1, "b": held}, asked=asked)
+        first = made.prefill[0]
+        assert first.worker_id == "b"
+        assert first.fetch is expected or expected is None
+        assert (first.source is not None) == (expected is None)
