@@ -16,6 +16,7 @@ from rich.console import Console
 
 from kvmesh.cli.launcher import (
     FAILED,
+    INTERRUPTED,
     PORT_TAKEN,
     Launcher,
     LaunchSettings,
@@ -112,8 +113,20 @@ async def test_a_stop_while_starting(stack: Stack) -> None:
     running = stack.launch(a=SERVICE, b=NEVER_READY)
     await stack.until_said("a            ready")
     stack.stop.set()
-    assert await running == 0
+    assert await running == INTERRUPTED
+    assert "stopped before it was ready" in stack.output.getvalue()
     assert stack.supervisor.pids == {}
+
+
+async def test_the_line_to_try_has_a_key_where_keys_are_asked_for(stack: Stack) -> None:
+    stack.settings = LaunchSettings(has_keys=True)
+    running = stack.launch(a=SERVICE)
+    await stack.until_said("stop: Ctrl-C")
+    said = stack.output.getvalue()
+    assert '-H "authorization: Bearer $KVMESH_API_KEY"' in said
+    assert "export KVMESH_API_KEY" in said
+    stack.stop.set()
+    assert await running == 0
 
 
 async def test_a_process_that_cannot_start(stack: Stack) -> None:
@@ -142,6 +155,7 @@ async def test_a_death_ends_the_stack(stack: Stack) -> None:
     os.kill(stack.supervisor.pids["a"], signal.SIGKILL)
     assert await running == FAILED
     assert "a was killed by SIGKILL" in stack.output.getvalue()
+    assert "--restart" in stack.output.getvalue()
     assert "  a life" in stack.output.getvalue()
 
 
@@ -153,7 +167,7 @@ async def test_a_death_with_restart(stack: Stack) -> None:
     os.kill(before["a"], signal.SIGKILL)
     await stack.until_said("a was killed by SIGKILL")
     async with asyncio.timeout(30):
-        while "a" not in stack.supervisor.pids:
+        while stack.output.getvalue().count("a            ready") < 2:
             await asyncio.sleep(0.01)
     assert stack.supervisor.pids["a"] != before["a"]
     assert stack.supervisor.pids["b"] == before["b"]
@@ -183,7 +197,7 @@ async def test_a_stop_ends_the_command(stack: Stack) -> None:
         while not marker.exists():
             await asyncio.sleep(0.01)
     stack.stop.set()
-    assert await running == 0
+    assert await running == INTERRUPTED
 
 
 def test_restarts_become_rarer() -> None:
