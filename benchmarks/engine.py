@@ -33,9 +33,10 @@ from benchmarks.engine_peers import (
     Transformers,
     prompt,
 )
-from benchmarks.engine_report import save, targets
+from benchmarks.engine_report import markdown, targets
 from benchmarks.random_llama import SHAPES, Shape, write_checkpoint
-from kvmesh.cli.bench_report import command_line, git_commit, machine, versions
+from benchmarks.result import ROOT
+from kvmesh.cli.bench_report import command_line, git_commit, machine, versions, write_result
 from kvmesh.core.types import SamplingParams, SequenceSpec
 from kvmesh.engine.batch import build_batch
 from kvmesh.engine.core import EngineCore
@@ -44,7 +45,6 @@ from kvmesh.engine.sampler import sample
 from kvmesh.engine.sequence import Sequence
 from kvmesh.kv.hashing import root_hash
 
-ROOT = Path(__file__).resolve().parents[1]
 # Turns of a cell end after this many seconds, but not before there are two.
 _CELL_SECONDS = 15.0
 # Sequences of the step whose overhead is measured, whatever the cells.
@@ -79,7 +79,7 @@ def main() -> None:
         "limits": extra,
         "targets": targets(rows, extra),
     }
-    save(result, options.save)
+    write_result(result, markdown(result), options.save)
     sys.stdout.write(f"{options.save}\n")
 
 

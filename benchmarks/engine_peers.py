@@ -94,6 +94,14 @@ class Ours:
         return [self._chunk(sequence, context, context + 1) for sequence in range(batch)]
 
 
+def static_cache(model: Any, length: int) -> Any:
+    """A cache of transformers for so many tokens, taken at once."""
+    from transformers import StaticCache  # noqa: PLC0415 - slow, and only a peer
+
+    factory: Any = StaticCache
+    return factory(config=model.config, max_cache_len=length)
+
+
 class Transformers:
     """transformers with its static cache and torch's attention."""
 
@@ -128,22 +136,18 @@ class Transformers:
 
         return run
 
-    def _cache(self, length: int) -> Any:
-        from transformers import StaticCache  # noqa: PLC0415
-
-        factory: Any = StaticCache
-        return factory(config=self._model.config, max_cache_len=length)
-
     def prefill(self, num_tokens: int) -> Run:
         """See `Engine.prefill`."""
         return self._step(
-            torch.tensor([prompt(num_tokens, self._vocab)]), 0, self._cache(num_tokens)
+            torch.tensor([prompt(num_tokens, self._vocab)]),
+            0,
+            static_cache(self._model, num_tokens),
         )
 
     def decode(self, batch: int, context: int) -> Run:
         """See `Engine.decode`. What the cache holds is zeros: they cost as much."""
         ids = torch.tensor([prompt(1, self._vocab, sequence) for sequence in range(batch)])
-        return self._step(ids, context, self._cache(context + 1))
+        return self._step(ids, context, static_cache(self._model, context + 1))
 
 
 class HandLoop:

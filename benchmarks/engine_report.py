@@ -1,11 +1,11 @@
-"""Targets of the engine benchmark, and its result as JSON and as a Markdown page."""
+"""Targets of the engine benchmark, and its result as a Markdown page."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
+
+from kvmesh.cli.bench_report import target_table
 
 _ENGINES = ("kvmesh", "transformers", "hand loop", "openvino", "floor")
 
@@ -73,15 +73,4 @@ def markdown(result: Mapping[str, Any]) -> str:
         cells = row["tokens_per_s"]
         numbers = (f"{cells[name]:.0f}" if name in cells else "" for name in engines)
         lines.append(f"| {row['model']} | {row['dtype']} | {row['cell']} | {' | '.join(numbers)} |")
-    lines += ["", "| target | value | goal | met |", "|---|---|---|---|"]
-    for target in result["targets"]:
-        met = "yes" if target["met"] else "no"
-        lines.append(f"| {target['name']} | {target['value']:g} | {target['goal']} | {met} |")
-    return "\n".join(lines) + "\n"
-
-
-def save(result: Mapping[str, Any], path: Path) -> None:
-    """Writes the result as JSON, and as Markdown beside it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=2) + "\n")
-    path.with_suffix(".md").write_text(markdown(result))
+    return "\n".join([*lines, "", *target_table(result["targets"])]) + "\n"

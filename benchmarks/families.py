@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.engine_peers import BLOCK_SIZE, Run, prompt
+from benchmarks.engine_peers import BLOCK_SIZE, Run, prompt, static_cache
 from benchmarks.random_families import (
     FAMILIES,
     VOCAB,
@@ -132,15 +132,9 @@ class Transformers:
         chosen: Tensor = logits[:, -1].argmax(-1)
         return chosen
 
-    def _cache(self, length: int) -> Any:
-        from transformers import StaticCache  # noqa: PLC0415 - slow, and only a peer
-
-        factory: Any = StaticCache
-        return factory(config=self._model.config, max_cache_len=length)
-
     def prefill(self, num_tokens: int) -> Run:
         """See `Ours.prefill`."""
-        cache = None if self._growing else self._cache(num_tokens)
+        cache = None if self._growing else static_cache(self._model, num_tokens)
         ids = torch.tensor([prompt(num_tokens, VOCAB)])
 
         @torch.inference_mode()
@@ -156,7 +150,7 @@ class Transformers:
         ids = torch.tensor([prompt(1, VOCAB, sequence) for sequence in range(batch)])
         if self._growing:
             return self._decode_growing(ids)
-        cache = self._cache(_CONTEXT + 1)
+        cache = static_cache(self._model, _CONTEXT + 1)
 
         @torch.inference_mode()
         def run() -> list[int]:

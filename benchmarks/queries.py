@@ -21,7 +21,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.query_holder import CLAIM, HOLDER, INCARNATION, HolderSpec, holder_process
+from benchmarks.data_child import data_child
+from benchmarks.query_holder import CLAIM, HOLDER, INCARNATION, HolderSpec
 from benchmarks.query_report import LAYER, PROMPT, notes, targets
 from benchmarks.random_llama import SHAPES, Shape, write_checkpoint
 from benchmarks.result import RESULTS, Row, document, save, spread
@@ -231,8 +232,8 @@ def main() -> None:
             block_size=BLOCK,
         )
         spec = HolderSpec(runner.spec.layout, num_blocks, shape.heads, options.seed)
-        with holder_process(spec) as address:
-            rows = asyncio.run(measure(runner, shape, address))
+        with data_child("benchmarks.query_holder", spec) as holder:
+            rows = asyncio.run(measure(runner, shape, holder.address))
         runner.close()
     about = [
         f"random Llama of {shape.name}, {options.dtype}, one thread per process, chunks of {CHUNK}",

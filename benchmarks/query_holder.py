@@ -6,28 +6,25 @@ standard input ends.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import dataclasses
 import json
 import signal
-import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import uvloop
 from prometheus_client import CollectorRegistry
 
-from kvmesh.core.types import Endpoint, HostRoute, KvLayout, Refusal, WorkerId
+from benchmarks.data_child import announced
+from kvmesh.core.types import KvLayout, Refusal, WorkerId
 from kvmesh.engine.kv_cache import HostKvPool
 from kvmesh.engine.partial import PoolAttention
 from kvmesh.kv.block_pool import BlockPool
 from kvmesh.runtime.query_answers import QueryAnswers
 from kvmesh.runtime.query_metrics import QueryMetrics
 from kvmesh.transfer.attend import ClaimKind
-from kvmesh.transfer.data_server import DataAddress, DataServer, ReceiveOptions
+from kvmesh.transfer.data_server import DataServer, ReceiveOptions
 from kvmesh.transfer.frames import CommitFrame, GetFrame, PutFrame, WriteClaim
 from kvmesh.transfer.protocol import ChannelIdentity
 from kvmesh.transfer.target import ReadGrant, WriteGrant
@@ -75,28 +72,6 @@ class _Open:
         """Nothing is kept."""
 
 
-@contextlib.contextmanager
-def holder_process(spec: HolderSpec) -> Iterator[DataAddress]:
-    """A holder in a process of its own."""
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.query_holder",
-        json.dumps(dataclasses.asdict(spec)),
-    ]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        said = json.loads(process.stdout.readline())
-        route = HostRoute(*said["route"]) if said["route"] else None
-        yield DataAddress(Endpoint(*said["endpoint"]), route)
-    finally:
-        process.stdin.close()
-        process.wait(timeout=30)
-        process.stdout.close()
-
-
 async def _serve(spec: HolderSpec) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(spec.seed)
@@ -118,15 +93,7 @@ async def _serve(spec: HolderSpec) -> None:
             QueryMetrics(CollectorRegistry()),
         ),
     )
-    address = await server.start()
-    route = address.route
-    said = {
-        "endpoint": [address.endpoint.host, address.endpoint.port],
-        "route": [route.host_id, route.socket_path] if route else None,
-    }
-    sys.stdout.write(json.dumps(said) + "\n")
-    sys.stdout.flush()
-    await asyncio.to_thread(sys.stdin.read)
+    await announced(await server.start())
     await server.close()
     pool.close()
 

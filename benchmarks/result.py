@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from kvmesh.cli.bench_report import command_line, git_commit, machine, versions
+from kvmesh.cli.bench_report import command_line, git_commit, machine, versions, write_result
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -78,9 +77,7 @@ def _module() -> list[str]:
 
 def save(result: Mapping[str, Any], path: Path) -> None:
     """Writes the file, and a table beside it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    path.with_suffix(".md").write_text(markdown(result))
+    write_result(result, markdown(result), path)
 
 
 def markdown(result: Mapping[str, Any]) -> str:

@@ -24,12 +24,14 @@ from pathlib import Path
 import numpy as np
 import uvloop
 
+from benchmarks.data_child import data_child
 from benchmarks.peer_load import cpu_seconds
 from benchmarks.result import RESULTS, Row, document, markdown, save, spread, table
 from benchmarks.transfer_bare import bare_rows
 from benchmarks.transfer_ends import (
     IN_ORDER,
     RECEIVER,
+    RECEIVER_MODULE,
     SENDER,
     SHUFFLED,
     OpenTarget,
@@ -37,7 +39,6 @@ from benchmarks.transfer_ends import (
     ReceiverSpec,
     layout,
     processes_of,
-    receiver_process,
     reservation,
     shuffled,
 )
@@ -212,7 +213,7 @@ async def ours(channel: Ours, plan: Plan) -> list[Row]:
         PIECE, plan.pool_blocks, plan.seed, channel.copy_threads, channel.options.poll_s
     )
     source = Pool(plan.pool_blocks, PIECE, plan.seed)
-    with receiver_process(spec) as receiver:
+    with data_child(RECEIVER_MODULE, spec) as receiver:
         pool = ChannelPool(ChannelIdentity(SENDER, 1, layout(PIECE)), source, channel.options)
         await pool.put(reservation(receiver.address, IN_ORDER, 1), [Run(0, 0, 1)])
         pids = processes_of((os.getpid(), receiver.pid))
@@ -278,7 +279,8 @@ async def baselines(plan: Plan, channels: Sequence[Ours]) -> list[Row]:
     rows = []
     for channel in channels:
         source = Pool(count, LAYER_PIECE, plan.seed)
-        with receiver_process(ReceiverSpec(LAYER_PIECE, count, plan.seed)) as receiver:
+        spec = ReceiverSpec(LAYER_PIECE, count, plan.seed)
+        with data_child(RECEIVER_MODULE, spec) as receiver:
             identity = ChannelIdentity(SENDER, 1, layout(LAYER_PIECE))
             pool = ChannelPool(identity, source, channel.options)
             target = reservation(receiver.address, IN_ORDER, count)

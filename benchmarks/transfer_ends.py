@@ -6,23 +6,19 @@ lives until its standard input ends.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import dataclasses
 import json
 import random
 import signal
-import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import uvloop
 
-from kvmesh.core.types import Endpoint, HostRoute, KvLayout, Refusal, Reservation, WorkerId
+from benchmarks.data_child import announced
+from kvmesh.core.types import KvLayout, Refusal, Reservation, WorkerId
 from kvmesh.transfer.channel import KINDS
 from kvmesh.transfer.data_server import DataAddress, DataServer, ReceiveOptions
 from kvmesh.transfer.frames import CommitFrame, PutFrame
@@ -33,6 +29,7 @@ from kvmesh.transfer.run_table import blocks_of, numbers_of
 from kvmesh.transfer.target import WriteGrant
 
 SENDER, RECEIVER = WorkerId("sender"), WorkerId("receiver")
+RECEIVER_MODULE = "benchmarks.transfer_ends"
 IN_ORDER, SHUFFLED = 1, 2
 """Reservations: index i is block i, or the block of a random order."""
 
@@ -128,36 +125,6 @@ def reservation(address: DataAddress, reservation_id: int, num_blocks: int) -> R
     )
 
 
-@dataclass(frozen=True, slots=True)
-class ReceiverProcess:
-    """A running receiver."""
-
-    address: DataAddress
-    pid: int
-
-
-@contextlib.contextmanager
-def receiver_process(spec: ReceiverSpec) -> Iterator[ReceiverProcess]:
-    """A receiver in a process of its own."""
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.transfer_ends",
-        json.dumps(dataclasses.asdict(spec)),
-    ]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        said: dict[str, Any] = json.loads(process.stdout.readline())
-        route = HostRoute(*said["route"]) if said["route"] else None
-        yield ReceiverProcess(DataAddress(Endpoint(*said["endpoint"]), route), process.pid)
-    finally:
-        process.stdin.close()
-        process.wait(timeout=30)
-        process.stdout.close()
-
-
 def processes_of(pids: Iterable[int]) -> tuple[int, ...]:
     """These processes and what they have started: engines run beside their workers."""
     found: dict[int, None] = {}
@@ -178,15 +145,7 @@ async def _serve(spec: ReceiverSpec) -> None:
         kinds=KINDS, copy_threads=spec.copy_threads, poll_s=spec.poll_s, stall_timeout_s=30
     )
     server = DataServer(identity, target, options, memory=pool)
-    address = await server.start()
-    route = address.route
-    said = {
-        "endpoint": [address.endpoint.host, address.endpoint.port],
-        "route": [route.host_id, route.socket_path] if route else None,
-    }
-    sys.stdout.write(json.dumps(said) + "\n")
-    sys.stdout.flush()
-    await asyncio.to_thread(sys.stdin.read)
+    await announced(await server.start())
     await server.close()
 
 

@@ -263,6 +263,8 @@ async def _body(request: web.Request, timeout_s: float) -> bytes:
     except TimeoutError as error:
         request.protocol.force_close()  # what is still to come is not waited for
         raise web.HTTPRequestTimeout from error
+    except web.RequestPayloadError as error:
+        raise web.HTTPBadRequest(reason="the body cannot be read") from error
 
 
 def _http_error(error: web.HTTPException, request: web.Request, config: HttpConfig) -> ErrorAnswer:

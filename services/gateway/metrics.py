@@ -7,11 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-)
+from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -52,93 +48,91 @@ class GatewayMetrics(Collector):
     """
 
     def __init__(self, model: str) -> None:
-        registry = CollectorRegistry()
-        self._registry = registry
-
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> BatchHistogram:
-            metric = BatchHistogram(name, text, ["model_name"], registry=registry, buckets=buckets)
-            return metric.labels(model)
-
-        def counter(name: str, text: str) -> Counter:
-            return Counter(name, text, ["model_name"], registry=registry).labels(model)
-
-        self.ttft_s = histogram(
-            "vllm:time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS
-        )
-        self.itl_s = histogram(
-            "vllm:inter_token_latency_seconds", "Gap between tokens.", ITL_BUCKETS
-        )
-        self.e2e_s = histogram(
-            "vllm:e2e_request_latency_seconds", "Arrival to last token.", E2E_BUCKETS
-        )
-        self.queue_s = histogram(
-            "vllm:request_queue_time_seconds", "Arrival to acceptance by prefill.", E2E_BUCKETS
-        )
-        self.prefill_s = histogram(
-            "vllm:request_prefill_time_seconds", "Acceptance to first token.", E2E_BUCKETS
-        )
-        self.decode_s = histogram(
-            "vllm:request_decode_time_seconds", "First token to last.", E2E_BUCKETS
-        )
-        self.inference_s = histogram(
-            "vllm:request_inference_time_seconds", "Acceptance to last token.", E2E_BUCKETS
-        )
-        self.prefill_offers = histogram(
-            "kvmesh_gateway_prefill_offers", "Offers until a worker accepted.", OFFER_BUCKETS
-        )
-        self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of finished requests.")
-        self.generation_tokens = counter("vllm:generation_tokens", "Tokens sent to clients.")
-        self._success = Counter(
-            "vllm:request_success",
-            "Finished requests.",
-            ["model_name", "finished_reason"],
-            registry=registry,
-        )
-        self.requests_open = Gauge(
-            "kvmesh_gateway_requests_open",
-            "Generations that run now.",
-            registry=registry,
-            multiprocess_mode="livesum",
-        )
-        self._refusals = Counter(
-            "kvmesh_gateway_refusals",
-            "Refusals met, by who said no; those of workers are tried elsewhere.",
-            ["reason", "stage"],
-            registry=registry,
-        )
-        self._moves = Counter(
-            "kvmesh_gateway_moves",
-            "Work that was lost and started again elsewhere.",
-            ["reason"],
-            registry=registry,
-        )
-        self.connections = Gauge(
-            "kvmesh_gateway_connections",
-            "Open connections of the HTTP port.",
-            registry=registry,
-            multiprocess_mode="livesum",
-        )
-        self.connections_cut = Counter(
-            "kvmesh_gateway_connections_cut",
-            "Connections of the HTTP port that were cut, and why.",
-            ["reason"],
-            registry=registry,
-        )
-        self._over_quota = Counter(
-            "kvmesh_gateway_over_quota",
-            "Requests refused because a quota was used up.",
-            ["tenant", "quota"],
-            registry=registry,
-        )
-        self._tenant_tokens = Counter(
-            "kvmesh_gateway_tenant_tokens",
-            "Prompt and generated tokens of ended requests.",
-            ["tenant"],
-            registry=registry,
-        )
+        self._registry = CollectorRegistry()
         self._model = model
         self._finished: dict[FinishReason, Counter] = {}
         self._used: dict[str, Counter] = {}
+        self._add_times()
+        self.prefill_offers = self._histogram(
+            "kvmesh_gateway_prefill_offers", "Offers until a worker accepted.", OFFER_BUCKETS
+        )
+        self.requests_open = self._gauge(
+            "kvmesh_gateway_requests_open", "Generations that run now."
+        )
+        self.connections = self._gauge(
+            "kvmesh_gateway_connections", "Open connections of the HTTP port."
+        )
+        self._add_counters()
+
+    def _add_times(self) -> None:
+        self.ttft_s = self._histogram(
+            "vllm:time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS
+        )
+        self.itl_s = self._histogram(
+            "vllm:inter_token_latency_seconds", "Gap between tokens.", ITL_BUCKETS
+        )
+        self.e2e_s = self._histogram(
+            "vllm:e2e_request_latency_seconds", "Arrival to last token.", E2E_BUCKETS
+        )
+        self.queue_s = self._histogram(
+            "vllm:request_queue_time_seconds", "Arrival to acceptance by prefill.", E2E_BUCKETS
+        )
+        self.prefill_s = self._histogram(
+            "vllm:request_prefill_time_seconds", "Acceptance to first token.", E2E_BUCKETS
+        )
+        self.decode_s = self._histogram(
+            "vllm:request_decode_time_seconds", "First token to last.", E2E_BUCKETS
+        )
+        self.inference_s = self._histogram(
+            "vllm:request_inference_time_seconds", "Acceptance to last token.", E2E_BUCKETS
+        )
+
+    def _add_counters(self) -> None:
+        self.prompt_tokens = self._counter(
+            "vllm:prompt_tokens", "Prompt tokens of finished requests.", "model_name"
+        ).labels(self._model)
+        self.generation_tokens = self._counter(
+            "vllm:generation_tokens", "Tokens sent to clients.", "model_name"
+        ).labels(self._model)
+        self._success = self._counter(
+            "vllm:request_success", "Finished requests.", "model_name", "finished_reason"
+        )
+        self._refusals = self._counter(
+            "kvmesh_gateway_refusals",
+            "Refusals met, by who said no; those of workers are tried elsewhere.",
+            "reason",
+            "stage",
+        )
+        self._moves = self._counter(
+            "kvmesh_gateway_moves", "Work that was lost and started again elsewhere.", "reason"
+        )
+        self.connections_cut = self._counter(
+            "kvmesh_gateway_connections_cut",
+            "Connections of the HTTP port that were cut, and why.",
+            "reason",
+        )
+        self._over_quota = self._counter(
+            "kvmesh_gateway_over_quota",
+            "Requests refused because a quota was used up.",
+            "tenant",
+            "quota",
+        )
+        self._tenant_tokens = self._counter(
+            "kvmesh_gateway_tenant_tokens",
+            "Prompt and generated tokens of ended requests.",
+            "tenant",
+        )
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> BatchHistogram:
+        labels = ["model_name"]
+        made = BatchHistogram(name, text, labels, registry=self._registry, buckets=buckets)
+        return made.labels(self._model)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(name, text, labels, registry=self._registry)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(name, text, registry=self._registry, multiprocess_mode="livesum")
 
     def finished(self, reason: FinishReason) -> None:
         """Counts a finished request."""

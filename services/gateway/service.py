@@ -6,6 +6,7 @@ import asyncio
 import random
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import prometheus_client
@@ -28,6 +29,7 @@ from services.gateway.console import ConsoleSources, add_console
 from services.gateway.frontend import Frontend
 from services.gateway.grpc_front import InferenceServicer
 from services.gateway.http import HttpFront
+from services.gateway.http_connection import HttpConnection
 from services.gateway.http_direct import DirectHttp
 from services.gateway.http_guard import ConnectionGuard
 from services.gateway.mesh import Mesh
@@ -77,18 +79,14 @@ async def start_gateway(config: GatewayConfig, context: ServiceContext) -> Gatew
         ConfigError: the HTTP port is taken, or keys or targets cannot be used.
         CheckpointError: the model folder has no tokenizer.
     """
-    folder = Path(config.model.path)
     served_name = config.model.name
     tokenizer = load_tokenizer(
-        folder,
+        Path(config.model.path),
         use_generation_config=config.model.use_generation_config,
         tool_calls=config.model.tool_calls,
         reasoning_parser=config.model.reasoning_parser,
     )
-    targets = [target.strip() for target in config.scheduler.targets.split(",") if target.strip()]
-    if not targets:
-        raise ConfigError("scheduler.targets is empty; give host:port of at least one scheduler")
-
+    targets = _schedulers(config)
     tls = config.server.tls
     sessions = WorkerSessions(tls)
     context.stack.push_async_callback(sessions.close)
@@ -135,6 +133,13 @@ async def start_gateway(config: GatewayConfig, context: ServiceContext) -> Gatew
     return Gateway(http_port, sessions, admission, metrics, mesh.turns, mesh.crowd, plans)
 
 
+def _schedulers(config: GatewayConfig) -> list[str]:
+    targets = [target.strip() for target in config.scheduler.targets.split(",") if target.strip()]
+    if not targets:
+        raise ConfigError("scheduler.targets is empty; give host:port of at least one scheduler")
+    return targets
+
+
 async def _watch_lag(crowd: Crowd) -> None:
     """Measures how late the event loop is."""
     loop = asyncio.get_running_loop()
@@ -154,21 +159,17 @@ async def _serve_http(
     config = gateway.http
     tls = server_context(config.tls, "http.tls")
     # A client that goes away cancels its handler, and with it the work in the mesh.
-    runner = web.AppRunner(
-        front.app(),
-        handler_cancellation=True,
-        access_log=None,
-        shutdown_timeout=HTTP_CLOSE_S,
-        keepalive_timeout=config.idle_timeout_s,
-    )
+    runner = web.AppRunner(front.app(), handler_cancellation=True, shutdown_timeout=HTTP_CLOSE_S)
     await runner.setup()
     context.stack.push_async_callback(runner.cleanup)
     assert runner.server is not None, "set up"
     direct = DirectHttp(front.calls, config)
     context.stack.push_async_callback(direct.close)
+    loop = asyncio.get_running_loop()
+    connection = partial(HttpConnection, runner.server, loop, config.idle_timeout_s)
     try:
-        server = await asyncio.get_running_loop().create_server(
-            guard.wrap(direct.wrap(runner.server)),
+        server = await loop.create_server(
+            guard.wrap(direct.wrap(connection)),
             config.host,
             config.port,
             ssl=tls,

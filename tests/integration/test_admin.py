@@ -139,6 +139,15 @@ async def test_a_page_of_another_site_cannot_act() -> None:
         async with session.post("/admin/drain", headers=foreign) as answer:
             assert answer.status == 403
         assert not context.stop.is_set()
+        for senseless in (
+            "http://[",
+            "null",
+            f"http://127.0.0.1:{context.admin.port}.evil.example",
+        ):
+            headers = {**basic("x"), "Origin": senseless}
+            async with session.post("/admin/drain", headers=headers) as answer:
+                assert answer.status == 403, senseless
+        assert not context.stop.is_set()
         own = {**basic("x"), "Origin": f"http://127.0.0.1:{context.admin.port}"}
         async with session.post("/admin/drain", headers=own) as answer:
             assert answer.status == 202
@@ -148,8 +157,9 @@ async def test_without_a_token_this_host_may_read_and_nobody_may_act() -> None:
     async with admin(token="") as (session, context):
         async with session.get("/debug/config") as answer:
             assert answer.status == 200
-        async with session.get("/debug/config", headers={"Host": "evil.example"}) as answer:
-            assert answer.status == 403
+        for host in ("evil.example", "[", "localhost.evil.example", "evil@[::1"):
+            async with session.get("/debug/config", headers={"Host": host}) as answer:
+                assert answer.status == 403, host
         async with session.post("/admin/drain") as answer:
             assert answer.status == 403
             assert "token" in json.dumps(await answer.json())

@@ -86,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
     for reason, number in failures.most_common(5):
         print(f"{number} x {reason}", file=sys.stderr)
     if arguments.save:
-        bench_report.save(result, Path(arguments.save))
+        bench_report.write_result(result, bench_report.markdown(result), Path(arguments.save))
         console.print(f"saved to {arguments.save}", highlight=False)
     return 0 if all(target["met"] for target in result["targets"][:2]) else 1
 

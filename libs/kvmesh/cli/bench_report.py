@@ -145,15 +145,20 @@ def markdown(result: Mapping[str, Any]) -> str:
     for row in result["rows"]:
         cells = " | ".join(f"{row[column]:.1f}" for column in _COLUMNS)
         lines.append(f"| {row['latency']} | {cells} |")
-    lines += ["", "| target | value | goal | met |", "|---|---|---|---|"]
-    for target in result["targets"]:
+    return "\n".join([*lines, "", *target_table(result["targets"])]) + "\n"
+
+
+def target_table(targets: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Lines of a Markdown table: what was to be reached, and whether it was."""
+    lines = ["| target | value | goal | met |", "|---|---|---|---|"]
+    for target in targets:
         met = "yes" if target["met"] else "no"
         lines.append(f"| {target['name']} | {target['value']:g} | {target['goal']} | {met} |")
-    return "\n".join(lines) + "\n"
+    return lines
 
 
-def save(result: Mapping[str, Any], path: Path) -> None:
-    """Writes the result as JSON, and as Markdown beside it."""
+def write_result(result: Mapping[str, Any], page: str, path: Path) -> None:
+    """Writes the result as JSON, and its Markdown page beside it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=2) + "\n")
-    path.with_suffix(".md").write_text(markdown(result))
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    path.with_suffix(".md").write_text(page)

@@ -60,23 +60,6 @@ def memory_needed(folder: Path, *, dtype: str, num_blocks: int, block_size: int)
     return _needed(load_model_config(folder), dtype, num_blocks, block_size)
 
 
-def estimate_num_blocks(
-    folder: Path, *, dtype: str, block_size: int, memory_bytes: int, fraction: float = 0.9
-) -> int:
-    """How many KV blocks fit beside the weights; 0 when not even the weights fit.
-
-    Args:
-        memory_bytes: free memory of the device, see `available_bytes`.
-        fraction: part of it that may be used.
-
-    Raises:
-        CheckpointError: the checkpoint's config cannot be read or is not supported.
-    """
-    one = memory_needed(folder, dtype=dtype, num_blocks=1, block_size=block_size)
-    left = int(memory_bytes * fraction) - one.weights_bytes - one.work_bytes
-    return max(0, left // one.kv_bytes)
-
-
 def available_bytes(device: str) -> int:
     """Free memory of the host ("cpu") or of the CUDA device."""
     if device != "cpu":

@@ -233,13 +233,6 @@ class MemoryFleetStore:
         self._leases[name] = (owner, self._clock.now() + ttl_s)
         return True
 
-    async def renew_lease(self, name: str, owner: str, ttl_s: float) -> bool:
-        """See `FleetStore.renew_lease`."""
-        if self._holder(name) != owner:
-            return False
-        self._leases[name] = (owner, self._clock.now() + ttl_s)
-        return True
-
     async def release_lease(self, name: str, owner: str) -> None:
         """See `FleetStore.release_lease`."""
         if self._holder(name) == owner:

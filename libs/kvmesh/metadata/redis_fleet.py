@@ -42,11 +42,8 @@ class RedisFleetStore:
 
     async def acquire_lease(self, name: str, owner: str, ttl_s: float) -> bool:
         """See `FleetStore.acquire_lease`."""
-        return await self._hold(name, owner, ttl_s, may_take=True)
-
-    async def renew_lease(self, name: str, owner: str, ttl_s: float) -> bool:
-        """See `FleetStore.renew_lease`."""
-        return await self._hold(name, owner, ttl_s, may_take=False)
+        held = await self._client.run(scripts.HOLD_LEASE, name, owner, _milliseconds(ttl_s))
+        return bool(held)
 
     async def release_lease(self, name: str, owner: str) -> None:
         """See `FleetStore.release_lease`."""
@@ -55,10 +52,3 @@ class RedisFleetStore:
     async def close(self) -> None:
         """See `FleetStore.close`."""
         await self._client.close()
-
-    async def _hold(self, name: str, owner: str, ttl_s: float, *, may_take: bool) -> bool:
-        ttl_ms = _milliseconds(ttl_s)
-        held = await self._client.run(
-            scripts.HOLD_LEASE, name, owner, ttl_ms, "1" if may_take else "0"
-        )
-        return bool(held)

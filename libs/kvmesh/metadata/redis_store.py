@@ -41,10 +41,6 @@ class RedisMetadataStore:
         self._client = client
         self._lease_ms = max(1, round(lease_s * 1000))
 
-    def lease_key(self, slot: Slot) -> str:
-        """Name of the key whose TTL is the slot's lease."""
-        return f"{self._client.prefix}lease:{slot}"
-
     async def register(self, publisher: Publisher) -> Registration:
         """See `MetadataStore.register`."""
         slot, sequence = await self._open(scripts.REGISTER, publisher)

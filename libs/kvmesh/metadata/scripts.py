@@ -289,14 +289,14 @@ return 1
 """ARGV: prefix, worker."""
 
 HOLD_LEASE = """
-local prefix, name, owner, ttl_ms, may_take = unpack(ARGV)
+local prefix, name, owner, ttl_ms = unpack(ARGV)
 local key = prefix .. 'planner_lease:' .. name
 local holder = redis.call('GET', key)
-if holder ~= owner and (holder or may_take == '0') then return 0 end
+if holder and holder ~= owner then return 0 end
 redis.call('SET', key, owner, 'PX', ttl_ms)
 return 1
 """
-"""ARGV: prefix, lease, owner, ttl ms, '1' to take a free one. Returns 1 if it is the owner's."""
+"""ARGV: prefix, lease, owner, ttl ms. Returns 1 if it is the owner's."""
 
 RELEASE_LEASE = """
 local prefix, name, owner = unpack(ARGV)

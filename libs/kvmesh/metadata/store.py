@@ -157,10 +157,6 @@ class FleetStore(Protocol):
         """Takes a lease that is free or already the owner's, for `ttl_s` seconds from now."""
         ...
 
-    async def renew_lease(self, name: str, owner: str, ttl_s: float) -> bool:
-        """Prolongs a lease; False if the owner does not hold it any more."""
-        ...
-
     async def release_lease(self, name: str, owner: str) -> None:
         """Gives a lease back; nothing happens if the owner does not hold it."""
         ...

@@ -182,8 +182,3 @@ def _back(base: float, now: float, share: float) -> float:
         return base
     tokens = now * (base / now) ** share
     return base if abs(tokens - base) < 0.01 * base else tokens
-
-
-def is_bandwidth_abundant(was_abundant: bool, utilisation: float) -> bool:
-    """Whether prefixes may be moved between clusters; becomes so below 50 % use, ends at 80 %."""
-    return utilisation < (0.8 if was_abundant else 0.5)

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 
 from kvmesh.core.types import Role
 
+TOLERANCE = 0.1
+"""Latencies and shares that changed by less of themselves have not changed (3.3)."""
+
 MIN_PER_ROLE = 2
 """Fewer instances of a role would make one of them a single point of failure (3.3)."""
 
@@ -43,33 +46,9 @@ class InstanceProfile:
         return self.decode_batch / self.decode_s
 
 
-def prefill_time_s(ttft_s: float, uncached_share: float) -> float:
-    """T_p: time to the first token of a whole prompt, times what prefix reuse leaves (2.1)."""
-    return ttft_s * uncached_share
-
-
 def decode_time_s(transfer_s: float, tpot_s: float, num_generated: float) -> float:
     """T_d: KV transfer, then one step per generated token (2.1)."""
     return transfer_s + tpot_s * num_generated
-
-
-def throughput_per_instance(
-    profile: InstanceProfile, num_prefill: int, num_decode: int, traffic: float = math.inf
-) -> float:
-    """Requests per second of the bottleneck, divided among all instances (Phi of 2.1).
-
-    Args:
-        traffic: requests per second that arrive.
-    """
-    served = min(traffic, num_prefill * profile.prefill_rate, num_decode * profile.decode_rate)
-    return served / (num_prefill + num_decode)
-
-
-class Stage(enum.Enum):
-    """What limits throughput."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +57,11 @@ class RatioChoice:
 
     Attributes:
         rate: requests per second that the whole group can do.
-        limiting: the stage that would have to grow first.
     """
 
     num_prefill: int
     num_decode: int
     rate: float
-    limiting: Stage
 
 
 def choose_ratio(
@@ -111,8 +88,7 @@ def choose_ratio(
 def _split(profile: InstanceProfile, num_prefill: int, num_decode: int) -> RatioChoice:
     prefill = num_prefill * profile.prefill_rate
     decode = num_decode * profile.decode_rate
-    limiting = Stage.PREFILL if prefill <= decode else Stage.DECODE
-    return RatioChoice(num_prefill, num_decode, min(prefill, decode), limiting)
+    return RatioChoice(num_prefill, num_decode, min(prefill, decode))
 
 
 # --- the monitor (3.3) ---------------------------------------------------------------------------
@@ -152,25 +128,10 @@ class RatioStep:
 
     Attributes:
         grow: the role that gets it; None leaves the ratio alone.
-        is_alarm: both measures changed a lot; somebody should look.
     """
 
     grow: Role | None
-    is_alarm: bool
     reason: RatioReason
-
-
-@dataclass(frozen=True, slots=True)
-class MonitorLimits:
-    """When the monitor acts; shares relative to the window before.
-
-    Attributes:
-        tolerance: smaller changes are noise.
-        alarm: larger changes of both measures are an alarm.
-    """
-
-    tolerance: float = 0.1
-    alarm: float = 0.5
 
 
 def ratio_direction(
@@ -178,25 +139,22 @@ def ratio_direction(
     now: LatencyWindow,
     num_prefill: int,
     num_decode: int,
-    limits: MonitorLimits | None = None,
 ) -> RatioStep:
     """The monitor's rule: latency up and prefill share up asks for prefill, share down for decode.
 
     Gradual: one instance per call. The role that gives keeps `MIN_PER_ROLE`.
     """
-    limits = limits or MonitorLimits()
     slower = _relative(before.total_s, now.total_s)
     shift = _relative(before.prefill_share, now.prefill_share)
-    if slower <= limits.tolerance:
-        return RatioStep(None, False, RatioReason.STEADY)
-    is_alarm = slower > limits.alarm and abs(shift) > limits.alarm
-    if abs(shift) <= limits.tolerance:
-        return RatioStep(None, is_alarm, RatioReason.UNCLEAR)
+    if slower <= TOLERANCE:
+        return RatioStep(None, RatioReason.STEADY)
+    if abs(shift) <= TOLERANCE:
+        return RatioStep(None, RatioReason.UNCLEAR)
     grow = Role.PREFILL if shift > 0 else Role.DECODE
     if (num_decode if grow is Role.PREFILL else num_prefill) <= MIN_PER_ROLE:
-        return RatioStep(None, is_alarm, RatioReason.AT_MINIMUM)
+        return RatioStep(None, RatioReason.AT_MINIMUM)
     reason = RatioReason.PREFILL_GREW if shift > 0 else RatioReason.DECODE_GREW
-    return RatioStep(grow, is_alarm, reason)
+    return RatioStep(grow, reason)
 
 
 def _relative(before: float, now: float) -> float:

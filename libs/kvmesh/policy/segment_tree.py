@@ -85,29 +85,6 @@ class SegmentTree:
             del siblings[segment.name]
             del self._segments[segment.name]
 
-    def lose(self, holder: WorkerId) -> int:
-        """Forgets all copies of a dead worker, and what cannot be read without them.
-
-        Returns:
-            Segments that are gone from the pool.
-        """
-        before = len(self._segments)
-        for segment in list(self._segments.values()):
-            segment.copies.pop(holder, None)
-        for segment in [s for s in self._segments.values() if not s.copies]:
-            self._remove_subtree(segment)
-        return before - len(self._segments)
-
-    def _remove_subtree(self, top: Segment) -> None:
-        siblings = self.roots if top.parent is None else top.parent.children
-        siblings.pop(top.name, None)
-        pending = [top]
-        while pending:
-            segment = pending.pop()
-            pending.extend(segment.children.values())
-            segment.children.clear()
-            self._segments.pop(segment.name, None)
-
     def fade(self, factor: float) -> None:
         """Multiplies all counts, so that old reads weigh less than new ones."""
         for segment in self._segments.values():

@@ -179,7 +179,7 @@ class AdminPort:
 
     def _check_without_token(self, request: web.Request) -> None:
         # A web page can make a browser call this host under a name of its own (DNS rebinding).
-        name = urlsplit(f"//{request.host}").hostname
+        name = _host_in(f"//{request.host}")
         if name not in _THIS_HOST:
             raise web.HTTPForbidden(text=f"ask for 127.0.0.1 or localhost, not {name}")
         if request.method not in _READING:
@@ -214,7 +214,15 @@ def _came_by_socket(request: web.Request) -> bool:
 def _is_same_origin(request: web.Request) -> bool:
     """Browsers say where a page that acts comes from; other programs do not."""
     origin = request.headers.get("Origin", "")
-    return not origin or urlsplit(origin).netloc == request.host
+    return not origin or origin.partition("://")[2] == request.host
+
+
+def _host_in(url: str) -> str | None:
+    """The host's name; None if there is none, or the URL makes no sense."""
+    try:
+        return urlsplit(url).hostname
+    except ValueError:
+        return None
 
 
 def _digest(token: str) -> bytes:
@@ -244,7 +252,10 @@ async def json_body(request: web.Request) -> dict[str, object]:
     Raises:
         web.HTTPBadRequest: it is something else.
     """
-    raw = await request.read()
+    try:
+        raw = await request.read()
+    except web.RequestPayloadError as error:
+        raise web.HTTPBadRequest(text="the body cannot be read") from error
     try:
         content = json.loads(raw) if raw else {}
     except (ValueError, RecursionError) as error:

@@ -150,16 +150,7 @@ class Worker:
         """Opens the data channel, adds the services, joins the mesh."""
         section, context = self._config.worker, self._context
         await context.direct.start()
-        parts = WorkerParts(
-            identity=WorkerIdentity(self.worker_id, self.incarnation),
-            core=self.core,
-            memory=self._runner.kv,
-            clock=self._clock,
-            wake_engine=self._loop.wake,
-            on_change=self._notify,
-            metrics=self._metrics,
-            direct=context.direct,
-        )
+        parts = self._parts()
         self.channels = ChannelPool(
             self._channel_identity(),
             self._runner.kv,
@@ -189,13 +180,12 @@ class Worker:
             self.query_metrics,
         )
         self.decode = DecodeRole(parts, slots=section.decode_slots, lease_s=section.lease_s)
+        sources = PrefixSources(self.core, self.fetcher, self.queries)
         self.prefill = PrefillRole(
             parts,
             self.channels,
             self.decode,
-            PrefixSources(self.core, self.fetcher, self.queries)
-            if self._config.fetch.enabled
-            else None,
+            sources if self._config.fetch.enabled else None,
             slots=section.prefill_slots,
             mode=transfer_mode(section.transfer_mode),
             queries=self.queries,
@@ -205,6 +195,22 @@ class Worker:
         decode_service_pb2_grpc.add_DecodeServiceServicer_to_server(self.decode, context.server)
         kv_pool_service_pb2_grpc.add_KvPoolServiceServicer_to_server(self.pool, context.server)
         self._join_mesh(data_endpoint)
+        self._spawn_loops()
+
+    def _parts(self) -> WorkerParts:
+        return WorkerParts(
+            identity=WorkerIdentity(self.worker_id, self.incarnation),
+            core=self.core,
+            memory=self._runner.kv,
+            clock=self._clock,
+            wake_engine=self._loop.wake,
+            on_change=self._notify,
+            metrics=self._metrics,
+            direct=self._context.direct,
+        )
+
+    def _spawn_loops(self) -> None:
+        context = self._context
         if self._structures is not None:
             wake = partial(asyncio.get_running_loop().call_soon_threadsafe, self._loop.wake)
             self._structures.on_compiled = wake

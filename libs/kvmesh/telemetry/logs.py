@@ -129,6 +129,24 @@ def unsent_is_detail(record: logging.LogRecord) -> bool:
     return True
 
 
+def unreadable_is_detail(record: logging.LogRecord) -> bool:
+    """Filter of aiohttp's server logger: a request that cannot be read is a detail, not an error.
+
+    Anybody can send one; and its traceback quotes the line that could not be read, which may hold a
+    key. What it was is left, where it came from too.
+    """
+    kind = record.exc_info[0] if record.exc_info else None
+    if kind is None or _UNREADABLE.isdisjoint(each.__name__ for each in kind.__mro__):
+        return True
+    record.levelno, record.levelname = logging.DEBUG, "DEBUG"
+    record.fields = {"error": kind.__name__}
+    record.exc_info = record.exc_text = None
+    return logging.getLogger().isEnabledFor(logging.DEBUG)
+
+
+_UNREADABLE = frozenset({"HttpProcessingError", "RequestPayloadError"})
+
+
 def configure_logging(service: str, level: str = "info", fmt: str = "json") -> None:
     """Sends all logs of this process to standard error in one format.
 
@@ -145,6 +163,7 @@ def configure_logging(service: str, level: str = "info", fmt: str = "json") -> N
     root.handlers[:] = [handler]
     root.setLevel(_LEVELS.get(level, logging.INFO))
     logging.getLogger("grpc._cython.cygrpc").addFilter(unsent_is_detail)
+    logging.getLogger("aiohttp.server").addFilter(unreadable_is_detail)
 
 
 def set_level(level: str) -> bool:

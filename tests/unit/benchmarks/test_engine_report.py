@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from benchmarks.engine_floor import Limits, floor_tokens_per_s, streaming_tokens_per_s
-from benchmarks.engine_report import save, targets
+from benchmarks.engine_report import markdown, targets
 from benchmarks.random_llama import SHAPES
+from kvmesh.cli.bench_report import write_result
 
 LIMITS = {
     "0.5B bfloat16": {"weight_streaming_tokens_per_s": 20.0, "step_overhead_share": 0.5},
@@ -61,7 +62,7 @@ def test_result_is_saved_twice(tmp_path: Path) -> None:
         "rows": ROWS,
         "targets": targets(ROWS, LIMITS),
     }
-    save(result, tmp_path / "sub" / "engine.json")
+    write_result(result, markdown(result), tmp_path / "sub" / "engine.json")
     assert json.loads((tmp_path / "sub" / "engine.json").read_text())["rows"] == ROWS
     page = (tmp_path / "sub" / "engine.md").read_text()
     assert "| 110M | bfloat16 | decode 8 | 90 | 70 |  | 160 |  |" in page

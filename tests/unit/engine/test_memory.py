@@ -8,7 +8,6 @@ from kvmesh.core.errors import ConfigError
 from kvmesh.engine.memory import (
     MemoryNeed,
     available_bytes,
-    estimate_num_blocks,
     memory_needed,
     require_memory,
 )
@@ -37,21 +36,6 @@ def test_untied_embeddings_take_as_much_as_tied_ones(tmp_path: Path) -> None:
         for tie in (True, False)
     )
     assert untied == tied
-
-
-def test_estimated_blocks_fit_and_one_more_does_not(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path)
-    memory_bytes = 400 << 20
-    count = estimate_num_blocks(
-        tmp_path, dtype="float32", block_size=16, memory_bytes=memory_bytes, fraction=1.0
-    )
-
-    def total(num_blocks: int) -> int:
-        need = memory_needed(tmp_path, dtype="float32", num_blocks=num_blocks, block_size=16)
-        return need.total_bytes
-
-    assert total(count) <= memory_bytes < total(count + 1)
-    assert estimate_num_blocks(tmp_path, dtype="float32", block_size=16, memory_bytes=1000) == 0
 
 
 def test_refusal_is_one_line_with_the_numbers() -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvmesh.policy.curves import Interpolated, Quadratic, fit_quadratic
+from kvmesh.policy.curves import Interpolated
 
 LINE = Interpolated(((10, 1.0), (20, 3.0), (40, 4.0)))
 
@@ -19,16 +19,3 @@ def test_straight_lines_through_the_points_and_beyond(length: float, value: floa
 def test_points_must_rise(points: tuple[tuple[float, float], ...]) -> None:
     with pytest.raises(ValueError, match="rising"):
         Interpolated(points)
-
-
-def test_a_quadratic_is_found_again() -> None:
-    curve = Quadratic(0.5, 1e-4, 3e-10)
-    found = fit_quadratic([(n, curve(n)) for n in (128, 1024, 8192, 32768, 131072)])
-    assert found.constant == pytest.approx(0.5)
-    assert found.linear == pytest.approx(1e-4)
-    assert found.square == pytest.approx(3e-10)
-
-
-def test_two_lengths_make_no_quadratic() -> None:
-    with pytest.raises(ValueError, match="three"):
-        fit_quadratic([(1, 1.0), (2, 2.0), (2, 2.1)])

@@ -10,7 +10,6 @@ from kvmesh.policy.offload import (
     Threshold,
     adjust_threshold,
     choose_cluster,
-    is_bandwidth_abundant,
 )
 
 ABUNDANT = Reach(bandwidth_abundant=True)
@@ -131,10 +130,3 @@ class TestThreshold:
         for _ in range(100):
             threshold = adjust_threshold(threshold, link)
         assert threshold.tokens == bound
-
-
-def test_abundance_has_hysteresis() -> None:
-    assert not is_bandwidth_abundant(False, 0.6)
-    assert is_bandwidth_abundant(True, 0.6)
-    assert is_bandwidth_abundant(False, 0.4)
-    assert not is_bandwidth_abundant(True, 0.9)

@@ -44,18 +44,6 @@ class TestTree:
         assert len(made) == 0
         assert not made.roots
 
-    def test_a_dead_worker_takes_what_depends_on_it(self) -> None:
-        made = tree(xyz=1, xq=1)
-        root, child = made.get(name("x")), made.get(name("xy"))
-        assert root is not None
-        assert child is not None
-        made.add(name("x"), None, B, now=9.0)
-        made.add(name("xyz"), child, B, now=9.0)
-        assert made.lose(A) == 3, "xy and xq are gone, and xyz cannot be read without xy"
-        assert [s.name for s in made] == [name("x")]
-        assert list(root.copies) == [B]
-        assert not root.children
-
     def test_reads_fade(self) -> None:
         made = tree(x=8)
         made.fade(0.5)

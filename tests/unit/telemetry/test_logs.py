@@ -5,8 +5,16 @@ import json
 import logging
 
 import pytest
+from aiohttp import web
+from aiohttp.http_exceptions import BadHttpMessage
 
-from kvmesh.telemetry.logs import EventLogger, JsonFormatter, TextFormatter, unsent_is_detail
+from kvmesh.telemetry.logs import (
+    EventLogger,
+    JsonFormatter,
+    TextFormatter,
+    unreadable_is_detail,
+    unsent_is_detail,
+)
 
 ExecuteBatchError = importlib.import_module("grpc._cython.cygrpc").ExecuteBatchError
 
@@ -73,3 +81,27 @@ def test_only_grpcs_failed_sends_are_details(caplog: pytest.LogCaptureFixture) -
     with caplog.at_level(logging.DEBUG):
         log(ExecuteBatchError("Failed execute_batch"))
         assert caplog.records[-1].levelname == "DEBUG"
+
+
+def test_requests_that_cannot_be_read_are_details_without_their_bytes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    logger = logging.Logger("aiohttp.server")
+    logger.addFilter(unreadable_is_detail)
+    logger.addHandler(caplog.handler)
+
+    def log(error: Exception) -> None:
+        logger.error("Error handling request from %s", "1.2.3.4", exc_info=error)
+
+    quoting = BadHttpMessage("Authorization : Bearer key")
+    with caplog.at_level(logging.INFO):
+        log(quoting)
+        log(web.RequestPayloadError("key"))
+        assert not caplog.records
+        log(ValueError("a bug"))
+        assert [record.levelname for record in caplog.records] == ["ERROR"]
+    with caplog.at_level(logging.DEBUG):
+        log(quoting)
+        line = JsonFormatter("gateway").format(caplog.records[-1])
+        assert json.loads(line)["error"] == "BadHttpMessage"
+        assert "key" not in line
