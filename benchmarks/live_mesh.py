@@ -21,9 +21,10 @@ import aiohttp
 from benchmarks.live_link import FarLink
 from benchmarks.live_load import CHUNK_TOKENS, Arrival, Limits, Seen, live_row, send
 from benchmarks.result import Row
-from tests.mesh_child import Child, Metrics, scrape, until
+from tests.mesh_child import Child, Metrics, scrape
 from tests.mesh_processes import BLOCK_SIZE, MODEL, MODEL_FOLDER, Flags, Mesh
 from tests.redis_server import redis_process
+from tests.waiting import until
 
 READY_S = 60.0
 FAR = "far"

@@ -25,7 +25,7 @@ from benchmarks.result import Row, Target
 from kvmesh.policy.prfaas import Hardware, optimum, search, threshold_grid
 from kvmesh.sim.profile import load_profile
 from kvmesh.sim.trace import uncached_lengths
-from tests.mesh_child import until
+from tests.waiting import until
 
 TOKEN_BYTES = 8192
 LINK_BYTES_S = 24e6

@@ -39,8 +39,8 @@ from services.scheduler.config import (
     KvManagerConfig as KvManagerTarget,
 )
 from services.scheduler.service import Scheduler, start_scheduler
-from tests.mesh_child import until
 from tests.unit.gateway.tiny_model import write_model
+from tests.waiting import until
 from tests.worker_driver import until_idle
 
 MODEL = "simulated"

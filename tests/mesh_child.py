@@ -5,14 +5,11 @@ It says in its log where it listens, so nobody has to guess a free port.
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,17 +19,16 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvmesh.core.config import child_environment
 from tests.fork_server import ForkedProcess, fork_server
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[1]
 
-POLL_S = 0.02
-FACT_S = 60.0
 STOP_S = 30.0
-"""Long: a wait that does not end costs this once, one that is given up too soon a whole run."""
 
 # Dies with its parent, so that a test run that is killed leaves nobody behind.
 _BOOT = """
 import ctypes, os, runpy, signal, sys
+from tests.waiting import until
 ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))
 parent, module, *arguments = sys.argv[1:]
 if os.getppid() != int(parent):
@@ -40,17 +36,6 @@ if os.getppid() != int(parent):
 sys.argv = [module, *arguments]
 runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
-
-
-async def until(fact: Callable[[], object], what: str, timeout_s: float = FACT_S) -> None:
-    """Waits until `fact` is true; it may be a coroutine function."""
-    deadline = asyncio.get_running_loop().time() + timeout_s
-    while True:
-        found = fact()
-        if await found if inspect.isawaitable(found) else found:
-            return
-        assert asyncio.get_running_loop().time() < deadline, f"not within {timeout_s} s: {what}"
-        await asyncio.sleep(POLL_S)
 
 
 @dataclass

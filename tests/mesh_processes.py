@@ -15,8 +15,9 @@ from kvmesh.engine.fake import FakeRunner
 from kvmesh.engine.sequence import Sequence
 from kvmesh.kv.hashing import root_hash
 from kvmesh.metadata.server_binary import RedisProcess
-from tests.mesh_child import ROOT, Child, scrape, until
+from tests.mesh_child import ROOT, Child, scrape
 from tests.redis_server import redis_process
+from tests.waiting import until
 
 MODEL_FOLDER = ROOT / "models" / "pydoc-6m"
 MODEL = "pydoc"

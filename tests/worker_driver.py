@@ -42,6 +42,7 @@ from kvmesh.v1 import prefill_service_pb2 as prefill_pb
 from kvmesh.v1.decode_service_pb2_grpc import DecodeServiceStub
 from kvmesh.v1.prefill_service_pb2_grpc import PrefillServiceStub
 from kvmesh.v1.types_pb2 import Reservation as ReservationMessage
+from tests.waiting import until
 
 ROOT: BlockHash = root_hash("test")
 
@@ -345,8 +346,6 @@ def _cancel(key: Key) -> prefill_pb.PrefillRequest:
 
 async def until_idle(*workers: Worker) -> None:
     """Waits until nothing is held anywhere, then checks all invariants."""
-    async with asyncio.timeout(10):
-        while not all(worker.is_idle for worker in workers):
-            await asyncio.sleep(0.005)
+    await until(lambda: all(worker.is_idle for worker in workers), "nothing is held")
     for worker in workers:
         worker.core.check_integrity()

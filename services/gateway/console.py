@@ -52,7 +52,8 @@ def add_console(admin: AdminPort, sources: ConsoleSources) -> dict[str, Coroutin
         while True:
             thresholds = {each.model: each.threshold_tokens for each in fleet.models}
             share = await sources.requests.share(with_rows=False)
-            sampler.take(fleet.workers, share, time.time(), thresholds.get(sources.model))
+            threshold = thresholds.get(sources.model)
+            sampler.take(fleet.workers, share, time.time(), threshold, fresh=fleet.fresh)
             await asyncio.sleep(INTERVAL_S)
 
     ConsolePage(sources.requests, view).add_to(admin)

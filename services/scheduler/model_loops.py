@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from kvmesh.core.details import GET, FleetWorker
+from kvmesh.core.details import ANSWER, GET, FleetWorker
 from kvmesh.core.types import Role, WorkerId
 from kvmesh.policy.composition import Composition, Offload, OffloadState
 from kvmesh.policy.control import (
@@ -45,7 +45,7 @@ class ModelLoops:
         self._allocation = AllocationLoop()
         self._roles: dict[str, RoleLoop] = {}
         self._sent: dict[WorkerId, int] = {}
-        self._read: dict[tuple[WorkerId, int, WorkerId], int] = {}
+        self._read: dict[tuple[WorkerId, int, WorkerId, str], int] = {}
         self._groups = GroupLoops()
         self._paths = PathMeter()
         self._pace = FetchPace()
@@ -118,15 +118,17 @@ class ModelLoops:
     ) -> tuple[int, int]:
         """Bytes that workers at home read from the remote cluster in this cycle, and have yet to.
 
-        Readers count them: a prefix that is fetched leaves the cluster like a prompt's KV.
+        Readers count them: a prefix that is fetched leaves the cluster like a prompt's KV, and so
+        do answers to their questions.
         """
         holders = {each.info.worker_id for each in far}
         before, self._read = self._read, {}
         read = reading = 0
         for worker in self._home(workers):
             for link in worker.detail.links:
-                if link.channel == GET and link.peer in holders:
-                    name = (worker.info.worker_id, worker.info.incarnation, link.peer)
+                if link.channel in (GET, ANSWER) and link.peer in holders:
+                    here = worker.info
+                    name = (here.worker_id, here.incarnation, link.peer, link.channel)
                     self._read[name] = link.bytes_total
                     since = link.bytes_total - before.get(name, link.bytes_total)
                     read += max(since, 0)  # its meter was dropped and counts anew

@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from tests.e2e.api_client import Answer, ApiClient
-from tests.mesh_child import until
 from tests.mesh_processes import VOCAB_SIZE, fake_tokens
+from tests.waiting import until
 
 
 def a_prompt(draw: random.Random, shortest: int = 20, longest: int = 200) -> list[int]:

@@ -11,8 +11,8 @@ import pytest
 
 from tests.chaos.load import a_prompt, under_load
 from tests.e2e.api_client import ApiClient
-from tests.mesh_child import until
 from tests.mesh_processes import BLOCK_SIZE, Mesh
+from tests.waiting import until
 
 
 async def route_knows_prefix(mesh: Mesh, client: ApiClient, prompt: list[int]) -> bool:

@@ -8,8 +8,8 @@ import pytest
 
 from tests.chaos.load import under_load
 from tests.e2e.api_client import ApiClient
-from tests.mesh_child import until
 from tests.mesh_processes import Mesh, fake_tokens
+from tests.waiting import until
 
 
 @pytest.mark.parametrize("name", ["prefill-0", "decode-0"])

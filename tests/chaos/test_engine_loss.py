@@ -12,8 +12,9 @@ import pytest
 from kvmesh.transfer.nixl_process import is_installed
 from tests.chaos.load import under_load
 from tests.e2e.api_client import ApiClient
-from tests.mesh_child import Child, until
+from tests.mesh_child import Child
 from tests.mesh_processes import Mesh, running_mesh
+from tests.waiting import until
 
 pytestmark = pytest.mark.skipif(not is_installed(), reason="needs the extra nixl")
 

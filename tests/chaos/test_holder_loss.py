@@ -23,8 +23,9 @@ from kvmesh.transfer.server_channel import ServerChannel
 from kvmesh.v1 import kv_pool_service_pb2 as pb
 from tests.e2e.api_client import ApiClient, placed
 from tests.faulty_link import Faults, faulty_link
-from tests.mesh_child import Child, until
+from tests.mesh_child import Child
 from tests.mesh_processes import BLOCK_SIZE, MODEL, MODEL_FOLDER, VOCAB_SIZE, Mesh, fake_tokens
+from tests.waiting import until
 from tests.worker_driver import (
     ROOT,
     Driver,

@@ -13,8 +13,9 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from kvmesh.rpc.channels import open_channel
 from tests.e2e.api_client import ApiClient, placed
-from tests.mesh_child import Child, scrape, until
+from tests.mesh_child import Child, scrape
 from tests.mesh_processes import Mesh, fake_tokens, running_mesh
+from tests.waiting import until
 
 APART = placed("disaggregated")
 PROMPT = [3 + i % 4000 for i in range(3000)]

@@ -10,8 +10,8 @@ import pytest
 
 from tests.chaos.load import a_prompt, under_load
 from tests.e2e.api_client import ApiClient
-from tests.mesh_child import until
 from tests.mesh_processes import Mesh, fake_tokens
+from tests.waiting import until
 
 
 async def test_a_killed_prefill_worker_costs_a_retry(mesh: Mesh, client: ApiClient) -> None:

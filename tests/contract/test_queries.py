@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from kvmesh.core.clock import ManualClock, SystemClock
+from kvmesh.core.details import ANSWER, ASK
 from kvmesh.core.errors import LostError, RefusedError
 from kvmesh.core.types import Endpoint, Refusal, RefusalReason
 from kvmesh.transfer.asker import SHUN_S, Asker, Holder, RemoteBlocks
@@ -22,6 +23,8 @@ from kvmesh.transfer.greeting import (
     PeerKey,
 )
 from kvmesh.transfer.local_channel import LocalHub
+from kvmesh.transfer.meters import LinkKey
+from kvmesh.transfer.pacing import Pacer
 from kvmesh.transfer.query_line import Question
 from kvmesh.transfer.query_ops import QueryGrant
 from kvmesh.transfer.remote_attention import PartialAnswer
@@ -99,11 +102,13 @@ def expect(answer: PartialAnswer, rows: int, layer: int) -> None:
     assert bytes(answer.lse) == bytes([layer]) * (rows * HEADS * 4)
 
 
-async def running(send: SendOptions, receive: ReceiveOptions) -> AsyncIterator[Asking]:
+async def running(
+    send: SendOptions, receive: ReceiveOptions, egress: Pacer | None = None
+) -> AsyncIterator[Asking]:
     echo = Echo()
     server = DataServer(RECEIVER, RecordingTarget(), receive, queries=echo, hub=LocalHub())
     address = await server.start()
-    asker = Asker(SENDER, replace(send, connect_timeout_s=5), SystemClock())
+    asker = Asker(SENDER, replace(send, connect_timeout_s=5), SystemClock(), egress)
     holder = Holder(
         PeerKey(RECEIVER.worker_id, RECEIVER.incarnation),
         address.endpoint,
@@ -117,6 +122,46 @@ async def running(send: SendOptions, receive: ReceiveOptions) -> AsyncIterator[A
     await server.close()
     assert len(set(echo.ended)) == len(echo.ended)
     assert set(echo.ended) == set(echo.begun)
+
+
+@pytest.mark.parametrize(("kind", "is_paced"), [("tcp", True), ("shm", False)])
+async def test_questions_leave_within_the_budget_and_are_counted(kind: str, is_paced: bool) -> None:
+    taken = list[int]()
+
+    class Counted(Pacer):
+        def delay(self, num_bytes: int) -> float:
+            taken.append(num_bytes)
+            return 0.0
+
+    send, egress = SendOptions(kinds=(kind,)), Counted(1e6, SystemClock())
+    async for asking in running(send, ReceiveOptions(kinds=(kind,)), egress):
+        for layer in (0, 1):
+            expect(await asyncio.to_thread(asking.attend, 3, layer), 3, layer)
+        assert taken == [3 * ROW] * 2 * is_paced
+        assert asking.asker.sent_bytes == 2 * 3 * ROW
+        links = asking.asker.statistics().links
+        asked = links[LinkKey(RECEIVER.worker_id, ASK, "sent")]
+        answered = links[LinkKey(RECEIVER.worker_id, ANSWER, "received")]
+        assert (asked.frames, asked.bytes) == (2, 6 * ROW)
+        assert (answered.frames, answered.bytes) == (2, 6 * ROW + 2 * 3 * HEADS * 4)
+        assert 0 < answered.rtt_s <= answered.seconds
+
+
+async def test_a_question_that_waits_for_its_budget_ends_with_its_asker() -> None:
+    is_asked = threading.Event()
+
+    class Spent(Pacer):
+        def delay(self, num_bytes: int) -> float:
+            is_asked.set()
+            return 1e6
+
+    send, egress = SendOptions(kinds=("tcp",)), Spent(1e6, SystemClock())
+    async for asking in running(send, ReceiveOptions(kinds=("tcp",)), egress):
+        waiting = asyncio.create_task(asyncio.to_thread(asking.attend))
+        await until(is_asked.is_set)
+        await asyncio.to_thread(asking.asker.close)
+        with pytest.raises(LostError, match="closed by this side"):
+            await waiting
 
 
 @pytest.fixture(params=KINDS)

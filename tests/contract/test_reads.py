@@ -18,7 +18,7 @@ from kvmesh.transfer.data_server import DataServer, ReceiveOptions
 from kvmesh.transfer.frames import BlockRun, Checksum, GetFrame
 from kvmesh.transfer.local_channel import LocalHub
 from kvmesh.transfer.native import NativeIo
-from kvmesh.transfer.pacing import Pacer
+from kvmesh.transfer.pacing import Pacer, Share, Ticket
 from kvmesh.transfer.reader import BlockReader, ReadLease
 from kvmesh.transfer.target import ReadGrant
 from tests.contract.test_channels import CHANNELS, certificate, options_of
@@ -143,9 +143,10 @@ class CountedPacer(Pacer):
         super().__init__(1e6, SystemClock())
         self.num_bytes = 0
 
-    def delay(self, num_bytes: int) -> float:
+    def ask(self, num_bytes: int, share: Share, go: Callable[[], None]) -> Ticket:
         self.num_bytes += num_bytes
-        return 0.0
+        go()
+        return Ticket(num_bytes, share, go)
 
 
 @pytest.mark.parametrize(("kind", "num_paced"), [("tcp", 301), ("shm", 0)])
@@ -166,11 +167,12 @@ class SpentBudget(Pacer):
         super().__init__(10e6, SystemClock())
         self.num_kept = 0
 
-    def delay(self, num_bytes: int) -> float:
+    def ask(self, num_bytes: int, share: Share, go: Callable[[], None]) -> Ticket:
         if num_bytes < self.piece_bytes:
-            return 0.0
-        self.num_kept += 1
-        return 1e6
+            go()
+        else:
+            self.num_kept += 1
+        return Ticket(num_bytes, share, go)
 
 
 async def test_what_a_budget_keeps_holds_up_neither_small_reads_nor_what_arrives(
@@ -190,6 +192,32 @@ async def test_what_a_budget_keeps_holds_up_neither_small_reads_nor_what_arrives
         assert not kept.done()
         kept.cancel()
         await other.close()
+        await pool.close()
+        source.close()
+
+
+async def test_a_handoff_goes_before_the_reads_beside_it() -> None:
+    source, send = SourcePool(), SendOptions(kinds=("tcp",), lanes=1)
+    pool = ChannelPool(SENDER, source, replace(send, egress_bytes_s=50e6))
+    async for reading in running(send, ReceiveOptions(egress=pool.egress)):
+        readers = [BlockReader(SENDER, send, hub=LocalHub()) for _ in range(8)]
+        reads = [
+            asyncio.create_task(
+                each.get(reading.lease, [BlockRun(0, 100)], [memoryview(bytearray(100 * BLOCK))])
+            )
+            for each in readers
+        ]
+        granted = reading.held.granted
+        while len(granted) < len(readers):
+            await asyncio.sleep(0)
+        # In one line with them it would have had a ninth of the budget: all would have ended.
+        await pool.put(reservation_behind(reading.lease.data_endpoint), whole(200))
+        assert not any(each.done() for each in reads)
+        await asyncio.gather(*reads)
+        assert pool.egress is not None
+        assert pool.egress.is_idle
+        for reader in readers:
+            await reader.close()
         await pool.close()
         source.close()
 
@@ -359,4 +387,5 @@ async def test_a_holder_that_goes_silent_is_noticed_in_the_stall_time(impatient:
         lease = replace(impatient.lease, data_endpoint=endpoint)
         with pytest.raises(LostError):
             await impatient.get(BlockRun(0, 300), lease=lease)
+        assert faults.connections <= 2, "a holder that is silent is not asked again"
         await impatient.reader.close()

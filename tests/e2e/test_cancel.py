@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from tests.e2e.api_client import ApiClient, placed
-from tests.mesh_child import scrape, until
+from tests.mesh_child import scrape
 from tests.mesh_processes import Mesh, fake_tokens
+from tests.waiting import until
 
 
 async def num_aborted(mesh: Mesh) -> float:

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from kvmesh.cli.__main__ import main
-from tests.mesh_child import ROOT, until
+from tests.mesh_child import ROOT
 from tests.mesh_processes import Mesh
+from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -15,8 +15,9 @@ import pytest
 import pytest_asyncio
 
 from kvmesh.cli.__main__ import main
-from tests.mesh_child import scrape, until
+from tests.mesh_child import scrape
 from tests.mesh_processes import MODEL, Mesh, running_mesh
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -12,8 +12,8 @@ import aiohttp
 import pytest
 
 from kvmesh.cli.keys import main as keys
-from tests.mesh_child import until
 from tests.mesh_processes import MODEL, MODEL_FOLDER, Mesh, running_mesh
+from tests.waiting import until
 
 NUM_ALLOWED = 20
 BODY = {"model": MODEL, "prompt": [20, 30, 40], "max_tokens": 2}

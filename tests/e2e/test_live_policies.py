@@ -12,8 +12,8 @@ import aiohttp
 import pytest
 
 from tests.e2e.api_client import ApiClient
-from tests.mesh_child import until
 from tests.mesh_processes import BLOCK_SIZE, VOCAB_SIZE, Flags, Mesh, fake_tokens, running_mesh
+from tests.waiting import until
 
 SHORT = 64
 

@@ -20,8 +20,8 @@ from kvmesh.rpc.channels import TlsConfig
 from kvmesh.rpc.fleet import FleetWatch
 from kvmesh.rpc.tls import client_context
 from tests.integration.test_gateway_tenants import write_tenants
-from tests.mesh_child import until
 from tests.mesh_processes import MODEL, Mesh, fake_tokens, running_mesh
+from tests.waiting import until
 
 PROMPT = list(range(100, 185))  # five full blocks and a rest
 ADMIN_TOKEN = "the-token-of-the-operators"

@@ -7,8 +7,8 @@ import random
 from typing import Any
 
 from tests.e2e.api_client import ApiClient, placed
-from tests.mesh_child import until
 from tests.mesh_processes import BLOCK_SIZE, VOCAB_SIZE, Mesh
+from tests.waiting import until
 
 Span = dict[str, Any]
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"

@@ -16,8 +16,9 @@ import pytest_asyncio
 
 from benchmarks.live_link import FarLink, far_link, missing
 from tests.e2e.api_client import Answer, ApiClient
-from tests.mesh_child import Child, until
+from tests.mesh_child import Child
 from tests.mesh_processes import VOCAB_SIZE, Flags, Mesh, fake_tokens, running_mesh
+from tests.waiting import until
 
 LINK_BYTES_S = 25e6
 STARVED_BYTES_S = 50e3

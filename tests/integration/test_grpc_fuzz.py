@@ -34,6 +34,7 @@ from services.scheduler.config import SchedulerConfig
 from services.scheduler.service import build as build_scheduler
 from tests.integration.gateway_stack import gateway_stack
 from tests.random_messages import RandomMessages
+from tests.waiting import until
 
 ROUNDS = int(environment("KVMESH_FUZZ_ROUNDS", "1"))
 """More of them for a long run: `make fuzz`."""
@@ -174,7 +175,5 @@ async def test_senseless_messages_are_refused_and_leave_nothing(
         )
         assert not dishonest, sorted(dishonest.items(), key=str)
         assert not target.context.failure.done()
-        async with asyncio.timeout(20):
-            while not target.is_clean():
-                await asyncio.sleep(0.01)
+        await until(target.is_clean)
         assert len({code for _, code, _ in outcomes}) > 1  # the fuzzer got past the door

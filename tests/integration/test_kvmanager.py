@@ -30,6 +30,7 @@ from kvmesh.v1 import kv_manager_service_pb2_grpc as pb_grpc
 from services.kvmanager.config import IndexConfig, KvManagerConfig, LimitConfig
 from services.kvmanager.service import build
 from tests.redis_server import redis_process
+from tests.waiting import until
 
 NAMESPACE = "model-a"
 
@@ -108,12 +109,6 @@ def target_of(context: ServiceContext) -> str:
     return f"{context.host}:{context.port}"
 
 
-async def eventually(fact: Callable[[], Awaitable[bool]], timeout_s: float = 15.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not await fact():
-            await asyncio.sleep(0.01)
-
-
 async def matched(lookup: PrefixLookup, numbers: Iterable[int]) -> dict[str, int] | None:
     """Blocks per worker; None when not known."""
     answer = await lookup.match(NAMESPACE, list(map(block, numbers)), 2.0)
@@ -128,7 +123,7 @@ async def until_matched(
     async def fact() -> bool:
         return await matched(lookup, asked) == expected
 
-    await eventually(fact)
+    await until(fact)
 
 
 async def response(call: Any) -> pb.PublishResponse:
@@ -269,30 +264,26 @@ async def test_kvmanager_restart_with_redis_needs_no_snapshot(redis: RedisProces
             await stack.enter_async_context(running(lookup.run, a.publisher.run))
             a.store(range(3))
             await until_matched(lookup, range(9), {"a": 3})
-            await eventually(lambda: _is(lambda: a.publisher.is_exact))
+            await until(lambda: a.publisher.is_exact)
             snapshots = a.publisher.num_snapshots
         assert not (await lookup.match(NAMESPACE, [block(0)], 2.0)).known
         async with serving("kvmanager", config(redis, port=port), build):
             await until_matched(lookup, range(9), {"a": 3})
-            await eventually(lambda: _is(lambda: a.publisher.connected))
+            await until(lambda: a.publisher.connected)
             a.store([3])
             await until_matched(lookup, range(9), {"a": 4})
             assert a.publisher.num_snapshots == snapshots
-            await eventually(lambda: _is(lambda: a.publisher.is_exact))
+            await until(lambda: a.publisher.is_exact)
         # What changes while nobody listens comes with a snapshot.
-        await eventually(lambda: _is(lambda: not a.publisher.connected))
+        await until(lambda: not a.publisher.connected)
         a.remove([2])
         a.store([7])
-        await eventually(lambda: _is(lambda: not a.publisher.is_exact))
+        await until(lambda: not a.publisher.is_exact)
         async with serving("kvmanager", config(redis, port=port), build):
             await until_matched(lookup, range(9), {"a": 2})
             await until_matched(lookup, [7], {"a": 1})
             assert a.publisher.num_snapshots == snapshots + 1
         await stack.aclose()
-
-
-async def _is(fact: Callable[[], bool]) -> bool:
-    return fact()
 
 
 async def test_restart_without_memory_is_rebuilt_by_the_workers() -> None:
@@ -303,7 +294,7 @@ async def test_restart_without_memory_is_rebuilt_by_the_workers() -> None:
             await stack.enter_async_context(running(lookup.run, a.publisher.run))
             a.store(range(3))
             await until_matched(lookup, range(9), {"a": 3})
-            await eventually(lambda: _is(lambda: a.publisher.is_exact))
+            await until(lambda: a.publisher.is_exact)
             snapshots = a.publisher.num_snapshots
         async with serving("kvmanager", config(None, store="memory", port=port), build):
             await until_matched(lookup, range(9), {"a": 3})
@@ -327,7 +318,7 @@ async def test_silent_worker_is_not_matched_and_leaves_nothing(redis: RedisProce
             async def swept() -> bool:
                 return await asyncio.to_thread(_dbsize, redis.port) == b":0\r\n"
 
-            await eventually(swept)
+            await until(swept)
 
 
 def _dbsize(port: int) -> bytes:

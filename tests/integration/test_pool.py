@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from services.kvmanager import metrics
 from services.kvmanager.config import KvManagerConfig, LimitConfig, PoolConfig
 from services.kvmanager.service import build
 from tests.redis_server import redis_process
+from tests.waiting import until
 from tests.worker_driver import (
     ROOT,
     Driver,
@@ -91,6 +92,13 @@ async def holders(lookup: PrefixLookup, worker: Worker, spec: SequenceSpec) -> s
     return {match.worker_id for match in answer.matches if match.num_blocks == NUM_BLOCKS}
 
 
+async def until_both_hold(lookup: PrefixLookup, worker: Worker, spec: SequenceSpec) -> None:
+    async def fact() -> bool:
+        return await holders(lookup, worker, spec) == {"a", "b"}
+
+    await until(fact, "both hold the prompt")
+
+
 async def read(driver: Driver, worker: Worker, label: str, spec: SequenceSpec) -> None:
     tokens = await driver.generate(worker, worker, Key(label), spec)
     assert tokens == reference_tokens(spec)
@@ -114,12 +122,6 @@ def shows_both(view: dict[str, Any]) -> bool:
     """Whether a plan saw both workers and a prefix that both hold."""
     names = {each["worker_id"] for each in view["workers"]}
     return names == {"a", "b"} and any(each["holders"] == ["a", "b"] for each in view["segments"])
-
-
-async def eventually(fact: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not fact():
-            await asyncio.sleep(0.01)
 
 
 async def test_a_hot_prefix_is_copied_by_one_of_two_kvmanagers_and_read_there(
@@ -148,7 +150,7 @@ async def test_a_hot_prefix_is_copied_by_one_of_two_kvmanagers_and_read_there(
             while not any([shows_both(await seen(each)) for each in (one, two)]):
                 await holders(lookup, a, spec)
         # Nobody asks any more: one of the copies is what leaves first.
-        await eventually(lambda: num_first_to_leave(a) + num_first_to_leave(b) == NUM_BLOCKS)
+        await until(lambda: num_first_to_leave(a) + num_first_to_leave(b) == NUM_BLOCKS)
         await until_idle(a, b)
     for worker in (a, b):
         worker.pool.check_integrity()
@@ -173,9 +175,7 @@ async def test_what_a_leaving_worker_alone_holds_goes_elsewhere(
             a._ordered_to_cordon(True, "an upgrade")
         else:
             a._ordered_to_drain("an upgrade")
-        async with asyncio.timeout(30):
-            while await holders(lookup, a, spec) != {"a", "b"}:
-                await asyncio.sleep(0.02)
+        await until_both_hold(lookup, a, spec)
         assert b.core.statistics().computed_tokens_total == 0
         orders = (await seen(service))["orders"]
         assert {each["reason"] for each in orders} == {"leaving_holder"}
@@ -192,10 +192,10 @@ async def test_a_source_that_is_gone_costs_nothing_but_the_copy(redis: RedisProc
     ):
         async with running_worker(WorkerSection(id="a")) as a:
             endpoint = Endpoint(a._context.host, a._context.port)
-        await eventually(lambda: b._publisher is not None and b._publisher.connected)
+        await until(lambda: b._publisher is not None and b._publisher.connected)
         order = CopyOrder("o", WorkerId("a"), a.incarnation, endpoint, tuple(hashes_of(spec)))
         b.copies.take(order)
-        await eventually(lambda: failed.get() == before + 1)
+        await until(lambda: failed.get() == before + 1)
         await until_idle(b)
         assert b.core.pool.statistics().num_hashed == 0
 
@@ -224,11 +224,9 @@ async def test_a_kvmanager_that_dies_while_a_copy_is_on_its_way(redis: RedisProc
         await begun.wait()
         await first.aclose()
         may_go_on.set()
-        await eventually(lambda: b.copies.num_waiting == 0)
+        await until(lambda: b.copies.num_waiting == 0)
         assert len(b.core.pool.match(hashes_of(spec))) == NUM_BLOCKS
         again = await stack.enter_async_context(kvmanager(redis, port))
         lookup = await stack.enter_async_context(looking(again))
-        async with asyncio.timeout(20):
-            while await holders(lookup, a, spec) != {"a", "b"}:
-                await asyncio.sleep(0.02)
+        await until_both_hold(lookup, a, spec)
         await until_idle(a, b)

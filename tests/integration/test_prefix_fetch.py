@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvmesh.core.types import PrefixSource
+from kvmesh.kv.hashing import chain_hashes
 from kvmesh.runtime.worker import Worker
 from kvmesh.runtime.worker_config import DataSection, EngineSection, FetchSection, WorkerSection
-from kvmesh.transfer.pacing import Pacer
+from kvmesh.transfer.pacing import Pacer, Share, Ticket
 from tests.integration.families import NEW_TOKENS, Checkpoint
 from tests.transfer_pair import until
 from tests.worker_driver import (
@@ -90,11 +91,12 @@ async def test_what_a_reader_fetches_is_within_the_holders_budget(
 ) -> None:
     taken = []
 
-    def delay(_: Pacer, num_bytes: int) -> float:
-        taken.append(num_bytes)
-        return 0.0
+    def ask(_: Pacer, num_bytes: int, share: Share, go: Callable[[], None]) -> Ticket:
+        taken.append((share, num_bytes))
+        go()
+        return Ticket(num_bytes, share, go)
 
-    monkeypatch.setattr(Pacer, "delay", delay)
+    monkeypatch.setattr(Pacer, "ask", ask)
     over_tcp = WorkerSection(id="reader", channels="tcp")
     async with (
         running_worker(WorkerSection(id="h"), ENGINE, data=DataSection(egress_mb_s=9)) as holder,
@@ -104,7 +106,17 @@ async def test_what_a_reader_fetches_is_within_the_holders_budget(
         await prime(driver, holder)
         tokens, _ = await driver.generate_from(source_of(holder), reader, reader, SPEC)
         assert tokens == reference_tokens(SPEC)
-        assert sum(taken) == len(PREFIX) // 16 * holder.core.spec.layout.block_bytes
+        prefix_bytes = len(PREFIX) // 16 * holder.core.spec.layout.block_bytes
+        assert sum(size for share, size in taken if share is Share.READ) == prefix_bytes
+        await until_idle(holder, reader)
+
+        # A planned copy, which no request waits for.
+        taken.clear()
+        reader.core.pool.clear_cached()
+        hashes = chain_hashes(SPEC.root_hash, PREFIX, 16)
+        result = await reader.fetcher.fetch(source_of(holder), hashes)
+        assert result.num_fetched == len(hashes)
+        assert {share for share, _ in taken} == {Share.COPY}
         await until_idle(holder, reader)
 
 

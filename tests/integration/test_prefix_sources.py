@@ -236,4 +236,7 @@ async def test_a_holder_that_refuses_is_not_asked(folder: Path) -> None:
         tokens, _ = await driver.start_from(source_of(holder), worker, spec)
         assert tokens == reference(folder, spec)
         assert asked(worker) == 0
+        counted = queries_of(worker)._metrics.prefixes
+        assert counted.labels("asked")._value.get() == 0, "nothing was leased"
+        assert counted.labels("left")._value.get() == 1
         await nothing_is_left(holder, worker)

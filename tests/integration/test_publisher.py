@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from kvmesh.rpc.publisher import BlockPublisher, PublisherFacts
 from kvmesh.v1 import kv_manager_service_pb2 as pb
 from kvmesh.v1 import kv_manager_service_pb2_grpc as pb_grpc
 from kvmesh.v1 import pool_types_pb2
+from tests.waiting import until
 
 
 def block(number: int) -> BlockHash:
@@ -83,12 +84,6 @@ class Pool:
         self.events.stored += map(block, numbers)
 
 
-async def eventually(fact: Callable[[], bool]) -> None:
-    async with asyncio.timeout(15):
-        while not fact():
-            await asyncio.sleep(0.005)
-
-
 @contextlib.asynccontextmanager
 async def listening(kvmanager: ScriptedKvManager, port: int = 0) -> AsyncIterator[int]:
     server = make_server()
@@ -129,7 +124,7 @@ async def publishing(
     )
     task = asyncio.ensure_future(publisher.run())
     try:
-        await eventually(lambda: publisher.connected)
+        await until(lambda: publisher.connected)
         yield publisher
     finally:
         task.cancel()
@@ -142,8 +137,8 @@ async def test_hello_then_numbered_batches_and_heartbeats() -> None:
         for number in range(3):
             pool.store(number)
             publisher.notify()
-            await eventually(lambda: not pool.events.stored and publisher.is_exact)
-        await eventually(lambda: len(kvmanager.of_kind("heartbeat")) >= 2)
+            await until(lambda: not pool.events.stored and publisher.is_exact)
+        await until(lambda: len(kvmanager.of_kind("heartbeat")) >= 2)
         assert [(e.sequence, e.stored, e.removed) for e in kvmanager.of_kind("events")] == [
             (i + 1, block(i), b"") for i in range(3)
         ]
@@ -163,10 +158,10 @@ async def test_resync_is_answered_with_a_snapshot_in_parts(
         for number in range(5):
             pool.store(number)
             publisher.notify()
-            await eventually(lambda: publisher.is_exact and not pool.events.stored)
+            await until(lambda: publisher.is_exact and not pool.events.stored)
         sequence = publisher.sequence
         await kvmanager.tell(pb.PublishResponse(resync=pb.ResyncOrder(reason="test")))
-        await eventually(lambda: len(kvmanager.of_kind("snapshot")) == 3)
+        await until(lambda: len(kvmanager.of_kind("snapshot")) == 3)
         parts = kvmanager.of_kind("snapshot")
         assert [(p.first, p.last) for p in parts] == [
             (True, False),
@@ -175,18 +170,18 @@ async def test_resync_is_answered_with_a_snapshot_in_parts(
         ]
         assert b"".join(p.held for p in parts) == b"".join(map(block, range(5)))
         assert {p.sequence for p in parts} == {sequence + 1}
-        await eventually(lambda: publisher.is_exact)
+        await until(lambda: publisher.is_exact)
         pool.store(9)
         publisher.notify()
-        await eventually(lambda: kvmanager.of_kind("events")[-1].sequence == sequence + 2)
+        await until(lambda: kvmanager.of_kind("events")[-1].sequence == sequence + 2)
 
 
 async def test_empty_pool_sends_an_empty_snapshot() -> None:
     kvmanager, pool = ScriptedKvManager(), Pool()
     async with listening(kvmanager) as port, publishing(pool, port):
-        await eventually(lambda: bool(kvmanager.of_kind("heartbeat")))
+        await until(lambda: bool(kvmanager.of_kind("heartbeat")))
         await kvmanager.tell(pb.PublishResponse(resync=pb.ResyncOrder(reason="test")))
-        await eventually(lambda: bool(kvmanager.of_kind("snapshot")))
+        await until(lambda: bool(kvmanager.of_kind("snapshot")))
         part = kvmanager.of_kind("snapshot")[0]
         assert (part.first, part.last, part.held) == (True, True, b"")
 
@@ -199,16 +194,16 @@ async def test_service_that_does_not_ack_gets_no_more_than_the_limit() -> None:
         for number in range(limit + 5):
             pool.store(number)
             publisher.notify()
-            await eventually(lambda: not pool.events.stored)
+            await until(lambda: not pool.events.stored)
         # Heartbeats go on, and no snapshot is pressed into a service that is behind.
         beats = len(kvmanager.of_kind("heartbeat"))
-        await eventually(lambda: len(kvmanager.of_kind("heartbeat")) > beats)
+        await until(lambda: len(kvmanager.of_kind("heartbeat")) > beats)
         assert len(kvmanager.of_kind("events")) == publisher.sequence == limit
         assert not publisher.is_exact
         assert not kvmanager.of_kind("snapshot")
         kvmanager.acking = True
         await kvmanager.tell(pb.PublishResponse(ack=pb.PublishAck(sequence=limit)))
-        await eventually(lambda: publisher.is_exact)
+        await until(lambda: publisher.is_exact)
         (part,) = kvmanager.of_kind("snapshot")
         assert part.held == b"".join(map(block, range(limit + 5)))
 
@@ -221,7 +216,7 @@ async def test_batch_too_large_for_a_message_becomes_a_snapshot(
     async with listening(kvmanager) as port, publishing(pool, port) as publisher:
         pool.store(0, 1, 2)
         publisher.notify()
-        await eventually(lambda: len(kvmanager.of_kind("snapshot")) == 2)
+        await until(lambda: len(kvmanager.of_kind("snapshot")) == 2)
         assert not kvmanager.of_kind("events")
 
 
@@ -233,11 +228,11 @@ async def test_lost_ack_forces_a_snapshot_after_reconnect() -> None:
             kvmanager.acking = False
             pool.store(0)
             publisher.notify()
-            await eventually(lambda: bool(kvmanager.of_kind("events")))
-        await eventually(lambda: not publisher.connected)
+            await until(lambda: bool(kvmanager.of_kind("events")))
+        await until(lambda: not publisher.connected)
         kvmanager.acking = True
         async with listening(kvmanager, port):
-            await eventually(lambda: publisher.connected and publisher.is_exact)
+            await until(lambda: publisher.connected and publisher.is_exact)
             assert len(kvmanager.streams) == 2
             assert [p.held for p in kvmanager.of_kind("snapshot")] == [block(0)]
             await stack.aclose()
@@ -248,12 +243,12 @@ async def test_changes_while_away_are_dropped_and_come_as_a_snapshot() -> None:
     async with contextlib.AsyncExitStack() as stack:
         async with listening(kvmanager) as port:
             publisher = await stack.enter_async_context(publishing(pool, port))
-        await eventually(lambda: not publisher.connected)
+        await until(lambda: not publisher.connected)
         pool.store(0, 1)
         # Taken although nobody listens, so that they do not pile up.
-        await eventually(lambda: not pool.events.stored)
+        await until(lambda: not pool.events.stored)
         async with listening(kvmanager, port):
-            await eventually(lambda: publisher.connected and publisher.is_exact)
+            await until(lambda: publisher.connected and publisher.is_exact)
             assert [p.held for p in kvmanager.of_kind("snapshot")] == [block(0) + block(1)]
             assert not kvmanager.of_kind("events")
             await stack.aclose()
@@ -266,11 +261,11 @@ async def test_quiet_reconnect_asks_with_a_heartbeat_only() -> None:
             publisher = await stack.enter_async_context(publishing(pool, port))
             pool.store(0)
             publisher.notify()
-            await eventually(lambda: publisher.sequence == 1 and publisher.is_exact)
-        await eventually(lambda: not publisher.connected)
+            await until(lambda: publisher.sequence == 1 and publisher.is_exact)
+        await until(lambda: not publisher.connected)
         async with listening(kvmanager, port):
-            await eventually(lambda: len(kvmanager.streams) == 2)
-            await eventually(lambda: bool(kvmanager.of_kind("heartbeat")))
+            await until(lambda: len(kvmanager.streams) == 2)
+            await until(lambda: bool(kvmanager.of_kind("heartbeat")))
             assert kvmanager.of_kind("heartbeat")[0].sequence == 1
             assert not kvmanager.of_kind("snapshot")
             await stack.aclose()
@@ -283,19 +278,19 @@ async def test_a_member_of_the_pool_reports_changes_takes_orders_and_answers() -
         listening(kvmanager) as port,
         publishing(pool, port, member) as publisher,
     ):
-        await eventually(lambda: len(kvmanager.of_kind("heartbeat")) >= 3)
+        await until(lambda: len(kvmanager.of_kind("heartbeat")) >= 3)
         assert [report.room_blocks for report in kvmanager.of_kind("pool")] == [5]
         member.room = 4
-        await eventually(lambda: len(kvmanager.of_kind("pool")) == 2)
+        await until(lambda: len(kvmanager.of_kind("pool")) == 2)
         await kvmanager.tell(pb.PublishResponse(order=pool_types_pb2.PoolOrder()))
         cut_off = pool_types_pb2.PoolOrder(
             evict_first=pool_types_pb2.EvictionHint(block_hashes=b"x")
         )
         await kvmanager.tell(pb.PublishResponse(order=cut_off))
         await kvmanager.tell(pb.PublishResponse(order=pool_order_to_proto(hint)))
-        await eventually(lambda: bool(member.taken))
+        await until(lambda: bool(member.taken))
         assert member.taken == [hint]
         publisher.report_copy(CopyResult("o", CopyOutcome.FAILED, "lost"))
-        await eventually(lambda: bool(kvmanager.of_kind("copied")))
+        await until(lambda: bool(kvmanager.of_kind("copied")))
         assert kvmanager.of_kind("copied")[0].reason == "lost"
     publisher.report_copy(CopyResult("o", CopyOutcome.DONE, "fetched"))  # nobody hears it

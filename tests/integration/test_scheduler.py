@@ -46,6 +46,7 @@ from services.scheduler.config import (
 from services.scheduler.service import build
 from tests.redis_server import redis_url
 from tests.unit.policy.fleet_examples import query, worker_info
+from tests.waiting import until
 
 SOON_S = 5.0
 EXAMPLE = SchedulerConfig(
@@ -362,9 +363,7 @@ class TestRestart:
                 await gateway.routes.route(query())
             async with scheduler(port=port):
                 assert await gateway.routes.wait_connected(SOON_S)
-                async with asyncio.timeout(SOON_S):
-                    while not gateway.watch.fresh:
-                        await asyncio.sleep(0.01)
+                await until(lambda: gateway.watch.fresh)
                 await gateway.until_names("p", "d")
                 assert first_names(await gateway.plan()) == ["p", "d"]
 
@@ -378,9 +377,7 @@ class TestRestart:
             async with scheduler(config) as context:
                 gateway = await stack.enter_async_context(mesh(address(context)))
                 await gateway.join(worker_info("h", Role.HYBRID))
-                async with asyncio.timeout(SOON_S):
-                    while not await RedisFleetStore(client).list_workers():
-                        await asyncio.sleep(0.01)
+                await until(RedisFleetStore(client).list_workers)
             # Nobody registers with the next one: what it knows it has from Redis.
             async with scheduler(config) as context, mesh(address(context)) as other:
                 assert first_names(await other.plan()) == ["h"]

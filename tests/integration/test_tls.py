@@ -28,6 +28,7 @@ from kvmesh.v1.scheduler_service_pb2 import OrderWorkerRequest, RouteResponse, W
 from kvmesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.service import build as build_scheduler
+from tests.waiting import until
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command")
 
@@ -147,9 +148,7 @@ async def test_names_of_callers_need_mtls() -> None:
 
 
 async def _until_one_worker(watch: FleetWatch) -> None:
-    async with asyncio.timeout(10):
-        while not watch.workers:
-            await asyncio.sleep(0.01)
+    await until(lambda: watch.workers, "a worker is known")
 
 
 async def _health(address: str, tls: HealthTls) -> str:

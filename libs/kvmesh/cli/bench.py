@@ -30,10 +30,8 @@ from kvmesh.cli.flags import (
     positive_int,
 )
 from kvmesh.cli.https import add_ca_flag
-from kvmesh.cli.stack_state import add_state_flag, add_url_flag, gateway_url
+from kvmesh.cli.stack_state import CHECKOUT, add_state_flag, add_url_flag, gateway_url
 from kvmesh.core.config import environment
-
-_ROOT = Path(__file__).resolve().parents[3]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -150,7 +148,7 @@ def _document(
     return {
         "command": bench_report.command_line(["python", "-m", "kvmesh.cli"], sys.argv[1:]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": bench_report.git_commit(_ROOT),
+        "commit": bench_report.git_commit(CHECKOUT),
         "machine": bench_report.machine(),
         "versions": bench_report.versions(),
         "model": load.model,

@@ -21,8 +21,15 @@ from kvmesh.cli.flags import add_flag, new_parser
 from kvmesh.cli.https import add_ca_flag, trust
 from kvmesh.cli.model_folder import embedded_models
 from kvmesh.cli.screen import terminal
-from kvmesh.cli.stack_state import add_state_flag, add_url_flag, gateway_url, read_description
-from kvmesh.cli.up import ROOT, usable_cores
+from kvmesh.cli.stack_state import (
+    CHECKOUT,
+    DEFAULT_STATE,
+    add_state_flag,
+    add_url_flag,
+    gateway_url,
+    read_description,
+)
+from kvmesh.cli.up import usable_cores
 from kvmesh.core.config import environment
 from kvmesh.metadata.server_binary import find_redis_binary
 
@@ -42,8 +49,8 @@ def main(argv: Sequence[str]) -> int:
     add_flag(parser, "--model", "", "model folder; default: the embedded model", metavar="DIR")
     add_state_flag(parser)
     arguments = parser.parse_args(argv)
-    state = Path(arguments.state_dir) if arguments.state_dir else ROOT / ".kvmesh"
-    embedded = embedded_models(ROOT)
+    state = Path(arguments.state_dir) if arguments.state_dir else DEFAULT_STATE
+    embedded = embedded_models(CHECKOUT)
     model = Path(arguments.model) if arguments.model else (embedded[0] if embedded else None)
     findings = _machine(model)
     url, tls = gateway_url(arguments), trust(arguments.tls_ca)

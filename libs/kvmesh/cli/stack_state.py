@@ -18,7 +18,9 @@ from kvmesh.cli.flags import add_flag
 from kvmesh.cli.https import ca_hint
 from kvmesh.core.errors import ConfigError
 
-DEFAULT_STATE = Path(__file__).resolve().parents[3] / ".kvmesh"
+CHECKOUT = Path(__file__).resolve().parents[3]
+
+DEFAULT_STATE = CHECKOUT / ".kvmesh"
 """Folder of a stack that was not given another one."""
 
 DEFAULT_URL = "http://127.0.0.1:8000"

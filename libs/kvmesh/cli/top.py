@@ -30,7 +30,7 @@ from kvmesh.cli.scheduler_access import (
 )
 from kvmesh.cli.screen import terminal
 from kvmesh.cli.stack_state import add_url_flag, gateway_url
-from kvmesh.console.sampler import Sampler, WorkerRates
+from kvmesh.console.sampler import Sampler, WorkerRates, per_second
 from kvmesh.console.share import Share
 from kvmesh.core.details import FleetWorker
 
@@ -201,16 +201,12 @@ def gateway_totals(exposition: str) -> GatewayTotals:
 
 def gateway_rates(before: GatewayTotals, now: GatewayTotals, elapsed_s: float) -> GatewayRates:
     """Differences per second; all zero where no time has passed."""
-
-    def rate(difference: float) -> float:
-        return max(difference, 0.0) / elapsed_s if elapsed_s > 0 else 0.0
-
     first_tokens = now.ttft_count - before.ttft_count
     return GatewayRates(
         requests_open=int(now.requests_open),
-        finished_s=rate(now.finished - before.finished),
-        tokens_s=rate(now.tokens - before.tokens),
-        refusals_s=rate(now.refusals - before.refusals),
+        finished_s=per_second(now.finished - before.finished, elapsed_s),
+        tokens_s=per_second(now.tokens - before.tokens, elapsed_s),
+        refusals_s=per_second(now.refusals - before.refusals, elapsed_s),
         ttft_s=(now.ttft_sum_s - before.ttft_sum_s) / first_tokens if first_tokens > 0 else None,
     )
 

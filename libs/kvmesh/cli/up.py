@@ -36,13 +36,18 @@ from kvmesh.cli.stack import (
     engine_threads,
     plan_stack,
 )
-from kvmesh.cli.stack_state import held_by_another, hold_state, is_held
+from kvmesh.cli.stack_state import (
+    CHECKOUT,
+    DEFAULT_STATE,
+    held_by_another,
+    hold_state,
+    is_held,
+)
 from kvmesh.core.clock import SystemClock
 from kvmesh.core.config import child_environment, environment
 from kvmesh.core.errors import ConfigError
 from kvmesh.metadata.server_binary import find_redis_binary
 
-ROOT = Path(__file__).resolve().parents[3]
 _PORTS_PER_MEMBER = 2
 _ADMIN_PORTS = 2
 _DRAIN_S = 5.0
@@ -98,9 +103,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _default_model() -> Path:
-    found = embedded_models(ROOT)
+    found = embedded_models(CHECKOUT)
     if not found:
-        raise ConfigError(f"{ROOT}/models holds no model; name a model folder with --model")
+        raise ConfigError(f"{CHECKOUT}/models holds no model; name a model folder with --model")
     return found[0]
 
 
@@ -188,8 +193,8 @@ def main(argv: Sequence[str]) -> int:
     if arguments.run and arguments.restart:
         parser.error("--run and --restart exclude each other")
     options = stack_options(arguments, usable_cores())
-    state = Path(arguments.state_dir).resolve() if arguments.state_dir else ROOT / ".kvmesh"
-    paths = StackPaths(ROOT, state, Path(sys.executable), find_redis_binary())
+    state = Path(arguments.state_dir).resolve() if arguments.state_dir else DEFAULT_STATE
+    paths = StackPaths(CHECKOUT, state, Path(sys.executable), find_redis_binary())
     if is_held(state):
         raise ConfigError(held_by_another(state))
     found = problems(options, paths, psutil.virtual_memory().available)

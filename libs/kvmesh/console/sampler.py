@@ -18,6 +18,11 @@ HISTORY = 300
 """Samples that are kept: five minutes at one a second."""
 
 
+GONE_S = 300.0
+"""A worker that left is told so long."""
+MAX_GONE = 50
+
+
 class LinkName(NamedTuple):
     """One worker's way to another one."""
 
@@ -40,11 +45,24 @@ class WorkerRates:
 
 
 @dataclass(frozen=True, slots=True)
+class Gone:
+    """A worker that was there before.
+
+    Attributes:
+        at_s: when it was missed first, in seconds since 1970.
+    """
+
+    worker: FleetWorker
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     """The mesh at one time.
 
     Attributes:
         at_s: seconds since 1970.
+        prefill_tokens_s, decode_tokens_s, transfer_bytes_s: None while no scheduler tells.
         ttft_p50_s, ttft_p99_s: of requests that ended in the window; None without any.
         disaggregated_share: of requests that were placed in the window, 0 to 1.
         threshold_tokens: uncached tokens from which on a prompt is sent to another cluster; None
@@ -55,9 +73,9 @@ class Sample:
     at_s: float
     requests_s: float
     refusals_s: float
-    prefill_tokens_s: float
-    decode_tokens_s: float
-    transfer_bytes_s: float
+    prefill_tokens_s: float | None
+    decode_tokens_s: float | None
+    transfer_bytes_s: float | None
     num_open: int
     ttft_p50_s: float | None
     ttft_p99_s: float | None
@@ -79,6 +97,7 @@ class Sampler:
         self.samples: deque[Sample] = deque(maxlen=HISTORY)
         self.worker_rates: dict[WorkerId, WorkerRates] = {}
         self.link_rates: dict[LinkName, float] = {}
+        self.gone: dict[WorkerId, Gone] = {}
 
     def take(
         self,
@@ -86,25 +105,29 @@ class Sampler:
         share: Share,
         unix_s: float,
         threshold_tokens: float | None = None,
+        *,
+        fresh: bool = True,
     ) -> Sample:
         """Adds a sample.
 
         Args:
             share: the gateway's requests now.
             unix_s: seconds since 1970; grows from call to call.
+            fresh: False while the workers are only those known last.
         """
         elapsed_s = unix_s - self._at_s if self._at_s is not None else 0.0
+        self._miss(workers, unix_s)
         self._rate_workers(workers, elapsed_s)
         refusals = sum(share.refusals.values())
         ttfts = sorted(share.ttfts_s)
         rates = self.worker_rates.values()
         sample = Sample(
             at_s=unix_s,
-            requests_s=_rate(share.arrived_total - self._arrived, elapsed_s),
-            refusals_s=_rate(refusals - self._refusals, elapsed_s),
-            prefill_tokens_s=sum(each.prefill_tokens_s for each in rates),
-            decode_tokens_s=sum(each.decode_tokens_s for each in rates),
-            transfer_bytes_s=sum(self.link_rates.values()),
+            requests_s=per_second(share.arrived_total - self._arrived, elapsed_s),
+            refusals_s=per_second(refusals - self._refusals, elapsed_s),
+            prefill_tokens_s=sum(each.prefill_tokens_s for each in rates) if fresh else None,
+            decode_tokens_s=sum(each.decode_tokens_s for each in rates) if fresh else None,
+            transfer_bytes_s=sum(self.link_rates.values()) if fresh else None,
             num_open=share.num_open,
             ttft_p50_s=quantile(ttfts, 0.5),
             ttft_p99_s=quantile(ttfts, 0.99),
@@ -117,6 +140,18 @@ class Sampler:
         self.samples.append(sample)
         return sample
 
+    def _miss(self, workers: Sequence[FleetWorker], unix_s: float) -> None:
+        """Notes who left since the last sample; forgets who came back, or left long ago."""
+        here = {each.info.worker_id for each in workers}
+        left = {name: Gone(each, unix_s) for name, each in self._workers.items()}
+        kept = {
+            name: gone
+            for name, gone in {**left, **self.gone}.items()
+            if name not in here and unix_s - gone.at_s < GONE_S
+        }
+        latest = sorted(kept, key=lambda name: -kept[name].at_s)[:MAX_GONE]
+        self.gone = {name: kept[name] for name in latest}
+
     def _rate_workers(self, workers: Sequence[FleetWorker], elapsed_s: float) -> None:
         before, self._workers = self._workers, {each.info.worker_id: each for each in workers}
         links_before, self._links = self._links, links_of(workers)
@@ -126,7 +161,7 @@ class Sampler:
             if name in before and before[name].info.incarnation == worker.info.incarnation
         }
         self.link_rates = {
-            name: _rate(total - links_before[name], elapsed_s)
+            name: per_second(total - links_before[name], elapsed_s)
             for name, total in self._links.items()
             if name in links_before
         }
@@ -148,8 +183,9 @@ def quantile(ordered: Sequence[float], share: float) -> float | None:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def _rate(difference: float, elapsed_s: float) -> float:
-    # A restarted worker counts from zero again.
+def per_second(difference: float, elapsed_s: float) -> float:
+    """How fast a counter grows; 0 where no time has passed."""
+    # Who restarts counts from zero again.
     return max(difference, 0.0) / elapsed_s if elapsed_s > 0 else 0.0
 
 
@@ -160,7 +196,7 @@ def _worker_rates(before: FleetWorker, now: FleetWorker, elapsed_s: float) -> Wo
     generated = now.load.decode_tokens_total - before.load.decode_tokens_total
     return WorkerRates(
         # A step of decode computes the token that it continues from.
-        _rate(computed - generated, elapsed_s),
-        _rate(generated, elapsed_s),
+        per_second(computed - generated, elapsed_s),
+        per_second(generated, elapsed_s),
         found / looked_up if looked_up > 0 else None,
     )

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvmesh.console.rows import Json
-from kvmesh.console.sampler import LinkName, Sample, Sampler, WorkerRates
+from kvmesh.console.sampler import Gone, LinkName, Sample, Sampler, WorkerRates
 from kvmesh.console.share import Share
 from kvmesh.core.details import FleetWorker
 
@@ -46,6 +46,7 @@ def snapshot(view: ConsoleView) -> Json:
             worker_row(each, view.sampler.worker_rates.get(each.info.worker_id, WorkerRates()))
             for each in sorted(view.workers, key=lambda each: each.info.worker_id)
         ],
+        "gone": [gone_row(each, view.unix_s) for each in view.sampler.gone.values()],
         "links": [row for each in view.workers for row in _link_rows(each, view.sampler)],
         "flows": list(share.flows),
         "open": share.num_open,
@@ -103,6 +104,17 @@ def worker_row(worker: FleetWorker, rates: WorkerRates) -> Json:
         "hit_share": rates.hit_share,
         "prefill_tokens_s": round(rates.prefill_tokens_s, 1),
         "decode_tokens_s": round(rates.decode_tokens_s, 1),
+    }
+
+
+def gone_row(gone: Gone, unix_s: float) -> Json:
+    """One worker that left."""
+    info = gone.worker.info
+    return {
+        "id": info.worker_id,
+        "role": info.role.value,
+        "cluster": info.cluster,
+        "for_s": round(max(unix_s - gone.at_s, 0.0), 1),
     }
 
 

@@ -24,14 +24,18 @@ class ModelDetail:
 GET = "get"
 """The kind of channel under which links show what was read, whatever carried it."""
 
+ASK, ANSWER = "ask", "answer"
+"""As `GET`, for questions to the other worker and for what it answered."""
+
 
 @dataclass(frozen=True, slots=True)
 class LinkDetail:
     """A worker's way to another worker, for people.
 
     Attributes:
-        channel: kind of channel: local, ipc, shm, nixl or tcp; get for what is read from the other.
-        bytes_total: KV bytes that arrived since start.
+        channel: kind of channel: local, ipc, shm, nixl or tcp; get for what is read from the other,
+            ask and answer for queries.
+        bytes_total: KV bytes that arrived since start; of ask and answer, of queries and attention.
         queued_bytes: asked for and not ended.
         busy_s: time with a transfer under way since start.
         budget_bytes_s: bound on the link; 0 is none.

@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvmesh.core.types import Refusal, RefusalReason, WorkerId
+from kvmesh.core.types import Refusal, RefusalReason
 
 MAX_RENEWALS = 12
 """A reader that is slower than this many lease times holds room that others need."""
@@ -46,10 +46,15 @@ class OpenedLease(NamedTuple):
 
 
 class ReadTicket(NamedTuple):
-    """Leave to read these blocks, in this order, until `end_read`."""
+    """Leave to read these blocks, in this order, until `end_read`.
+
+    Attributes:
+        is_planned: no request waits for them.
+    """
 
     read_id: int
     blocks: tuple[int, ...]
+    is_planned: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +78,12 @@ class ReadLeaseStatistics:
 @dataclass(slots=True, eq=False)
 class _Lease:
     lease_id: int
-    reader: WorkerId
+    reader: str
     blocks: tuple[int, ...]
     capability: bytes = field(repr=False)
     deadline: float
     last_deadline: float
+    is_planned: bool
     num_reads: int = 0
     is_open: bool = True
 
@@ -112,12 +118,22 @@ class ReadLeaseTable:
         self._expired_total = self._refused_total = 0
 
     def open(
-        self, reader: WorkerId, blocks: Sequence[int], capability: bytes, now: float
+        self,
+        reader: str,
+        blocks: Sequence[int],
+        capability: bytes,
+        now: float,
+        *,
+        is_planned: bool = False,
     ) -> OpenedLease | Refusal:
         """Takes blocks that the caller has references on; they come back by `drain_released`.
 
         Who holds some gets no more than half of all leases and blocks that may be out: a reader
         that asks without end does not keep others out.
+
+        Args:
+            reader: whom it counts for, by a name that he cannot choose anew each time.
+            is_planned: no request waits for them.
 
         Returns:
             The lease, or BUSY; then the references stay the caller's.
@@ -136,6 +152,7 @@ class ReadLeaseTable:
             capability,
             now + self.lease_s,
             now + MAX_RENEWALS * self.lease_s,
+            is_planned,
         )
         self._next_lease_id += 1
         self._leases[lease.lease_id] = lease
@@ -178,7 +195,7 @@ class ReadLeaseTable:
         self._next_read_id += 1
         self._reads[read_id] = lease
         chosen = (block for first, n in runs for block in lease.blocks[first : first + n])
-        return ReadTicket(read_id, tuple(chosen))
+        return ReadTicket(read_id, tuple(chosen), lease.is_planned)
 
     def claimed(
         self, lease_id: int, incarnation: int, generation: int, capability: bytes, now: float
@@ -253,7 +270,7 @@ class ReadLeaseTable:
         for lease in self._leases.values():
             assert lease.is_open or lease.num_reads, "ended without a reader, and still here"
 
-    def _excess(self, reader: WorkerId, num_blocks: int) -> str | None:
+    def _excess(self, reader: str, num_blocks: int) -> str | None:
         """Why a reader gets no further lease; None when it does."""
         sizes = [len(lease.blocks) for lease in self._leases.values() if lease.reader == reader]
         if not sizes:

@@ -43,6 +43,7 @@ from kvmesh.policy.role_switch import (
     Switch,
     SwitchLimits,
     SwitchReason,
+    other,
     plan_switches,
 )
 
@@ -141,6 +142,37 @@ class RoleCycle:
     switches: tuple[Switch, ...]
 
 
+class _Rest:
+    """How long nobody begins to help a side.
+
+    Where help was a mistake it would be one again: each one doubles the time to the next. All whom
+    their side calls in one cycle are one mistake, whoever else returns in it.
+
+    Attributes:
+        cycles_left: 0 while the side may be helped.
+    """
+
+    def __init__(self, limits: SwitchLimits) -> None:
+        self._limits = limits
+        self.cycles_left = 0
+        self._next = self._last = limits.rest_cycles
+        self._was_called = False
+
+    def cycle(self) -> None:
+        """A cycle begins."""
+        self.cycles_left = max(self.cycles_left - 1, 0)
+        self._last, self._was_called = self._next, False
+
+    def begin(self, why: SwitchReason) -> None:
+        """A helper returned."""
+        if why is SwitchReason.NEEDED_AT_HOME:
+            self._next = min(2 * self._last, self._limits.max_rest_cycles)
+            self._was_called = True
+        elif not self._was_called:
+            self._next = self._limits.rest_cycles
+        self.cycles_left = self._next
+
+
 class RoleLoop:
     """FlowKV's controller: scores over a window, a regime, and who helps the other side."""
 
@@ -148,9 +180,7 @@ class RoleLoop:
         self._limits = limits or SwitchLimits()
         self._windows: dict[WorkerId, ScoreWindow] = {}
         self._helping: dict[WorkerId, Help] = {}
-        self._rest = 0
-        self._next_rest = self._last_rest = self._limits.rest_cycles
-        self._was_called = False
+        self._rests = {role: _Rest(self._limits) for role in (Role.PREFILL, Role.DECODE)}
 
     @property
     def is_helping(self) -> bool:
@@ -172,13 +202,14 @@ class RoleLoop:
             for name, help_ in self._helping.items()
             if roles.get(name) is help_.role
         }
-        self._rest = max(self._rest - 1, 0)
-        self._last_rest, self._was_called = self._next_rest, False
+        for rest in self._rests.values():
+            rest.cycle()
         scored = [self._score(each, now) for each in readings]
         fleet = fleet_score(scored)
         regime = classify(fleet)
+        resting = [role for role, rest in self._rests.items() if rest.cycles_left]
         switches = plan_switches(
-            scored, fleet, regime, self._helping, self._limits, resting=self._rest > 0
+            scored, fleet, regime, self._helping, self._limits, resting=resting
         )
         return RoleCycle(regime, fleet, tuple(switches))
 
@@ -188,19 +219,7 @@ class RoleLoop:
             self._helping[switch.worker_id] = Help(switch.role, switch.cycles)
         else:
             self._helping.pop(switch.worker_id, None)
-            self._begin_rest(switch.reason)
-
-    def _begin_rest(self, why: SwitchReason) -> None:
-        """Where help was a mistake it would be one again: each one doubles the time to the next.
-        All whom their side calls in one cycle are one mistake, whoever else returns in it.
-        """
-        limits = self._limits
-        if why is SwitchReason.NEEDED_AT_HOME:
-            self._next_rest = min(2 * self._last_rest, limits.max_rest_cycles)
-            self._was_called = True
-        elif not self._was_called:
-            self._next_rest = limits.rest_cycles
-        self._rest = self._next_rest
+            self._rests[other(switch.role)].begin(switch.reason)
 
     def _score(self, reading: WorkerReading, now: float) -> ScoredWorker:
         window = self._windows.setdefault(reading.worker_id, ScoreWindow(SCORE_WINDOW_S))

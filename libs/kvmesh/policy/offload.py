@@ -84,6 +84,8 @@ class AdjustReason(enum.Enum):
     """Why the threshold moved, or not."""
 
     CALM = "link and queues are within their bounds"
+    FAR_FULL = "the link or the remote cluster is full, and home has no room for its prompts"
+    NEAR_FULL = "requests wait at home, and the remote cluster or the link has no room for them"
     LINK_FULL = "the link is nearly full, and at home nothing waits"
     REMOTE_SURGE = "requests wait for the remote cluster, and at home nothing does"
     LOCAL_SURGE = "requests wait at home, and the remote cluster and the link have room"
@@ -157,23 +159,32 @@ def adjust_threshold(
     is_near_full = link.local_queue > limits.high_queue
     has_near_room = link.local_queue <= limits.low_queue
     has_far_room = not is_full and link.remote_queue <= limits.low_queue
+    has_way_out = has_far_room and link.utilisation < limits.low_utilisation
     nearer = _back(base, now, limits.back)
     if is_far_full and has_near_room:
         reason = AdjustReason.LINK_FULL if is_full else AdjustReason.REMOTE_SURGE
         tokens = min(max(now * limits.step, nearer), base * limits.max_factor)
         return Threshold(base, tokens, reason)
-    if is_near_full and has_far_room and link.utilisation < limits.low_utilisation:
+    if is_near_full and has_way_out:
         tokens = max(min(now / limits.step, nearer), base / limits.max_factor)
         return Threshold(base, tokens, AdjustReason.LOCAL_SURGE)
     if is_far_full and is_near_full:
         return Threshold(base, nearer, AdjustReason.BOTH_FULL)
     if now == base:
-        return Threshold(base, base)
+        return Threshold(base, base, _full_side(is_far_full, is_near_full) or AdjustReason.CALM)
     # What still presses from the side that it moved away from would only move it there again.
     presses_far = link.utilisation >= limits.low_utilisation or not has_far_room
     if (presses_far and has_near_room) if now > base else (not has_near_room and has_far_room):
         return Threshold(base, now, AdjustReason.HOLD)
-    return Threshold(base, nearer, AdjustReason.RECOVERING)
+    reason = _full_side(is_far_full, is_near_full) or AdjustReason.RECOVERING
+    return Threshold(base, nearer, reason)
+
+
+def _full_side(is_far_full: bool, is_near_full: bool) -> AdjustReason | None:
+    """Which side is full while the other one, neither full nor free, can give it no relief."""
+    if is_far_full:
+        return AdjustReason.FAR_FULL
+    return AdjustReason.NEAR_FULL if is_near_full else None
 
 
 def _back(base: float, now: float, share: float) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvmesh.core.details import FleetWorker, LinkDetail
+from kvmesh.core.details import ANSWER, ASK, FleetWorker, LinkDetail
 from kvmesh.core.types import WorkerId
 from kvmesh.policy.measurement import KEEP
 from kvmesh.policy.prefix_source import FetchPace
@@ -55,7 +55,7 @@ class PathMeter:
             for link in worker.detail.links:
                 name = (info.worker_id, info.incarnation, link.peer, link.channel)
                 self._seen[name] = (link.bytes_total, link.busy_s)
-                if link.peer in clusters:
+                if link.peer in clusters and link.channel not in (ASK, ANSWER):
                     same = clusters[link.peer] == info.cluster
                     self._add(self._inside if same else self._between, link, before.get(name))
 

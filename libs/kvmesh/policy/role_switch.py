@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvmesh.core.types import Role, WorkerId
@@ -69,8 +69,9 @@ class SwitchLimits:
             not flap.
         cycles: length of one turn.
         min_cycles: nobody returns before: what a move brings shows when the window has passed.
-        rest_cycles: after a return nobody begins to help for so long; twice as long after each
-            further cycle in a row in which a side called its own back.
+        rest_cycles: after a return nobody begins to help that side again for so long; twice as long
+            after each further cycle in a row in which its helpers were called back. The other side
+            is helped at once: if the load has moved over, who returned may not be enough.
         max_rest_cycles: at most.
         max_share: at most this share of a side helps at once.
         margin: of scores; what a move costs in routes and prefixes that lie on the wrong side.
@@ -109,7 +110,7 @@ def plan_switches(
     helping: Mapping[WorkerId, Help],
     limits: SwitchLimits | None = None,
     *,
-    resting: bool = False,
+    resting: Collection[Role] = (),
 ) -> list[Switch]:
     """The workers to tell in this cycle.
 
@@ -119,7 +120,7 @@ def plan_switches(
     Args:
         workers: all live ones, with the side they work for now.
         helping: who helps, with the cycles that are left before this one.
-        resting: somebody has just returned, so nobody begins to help.
+        resting: sides that nobody begins to help now.
     """
     limits = limits or SwitchLimits()
     num_prefill = sum(worker.prefills for worker in workers)
@@ -128,13 +129,20 @@ def plan_switches(
         Role.DECODE: _Side(len(workers) - num_prefill, fleet.decode),
     }
     ends = _ends(workers, sides, helping, limits)
-    if ends or resting or regime is Regime.NORMAL:
+    if ends or regime is Regime.NORMAL:
         return ends
-    return _starts(workers, sides, helping, limits)
+    role = needier(fleet)
+    return [] if role in resting else _starts(role, workers, sides, helping, limits)
 
 
-def _other(role: Role) -> Role:
+def other(role: Role) -> Role:
+    """The other side."""
     return Role.DECODE if role is Role.PREFILL else Role.PREFILL
+
+
+def needier(fleet: Score) -> Role:
+    """The side that has more to do."""
+    return Role.PREFILL if fleet.prefill >= fleet.decode else Role.DECODE
 
 
 def _balances(giver: _Side, taker: _Side, limits: SwitchLimits) -> bool:
@@ -154,7 +162,7 @@ def _ends(
         help_ = helping.get(worker.worker_id)
         if help_ is None or limits.cycles - help_.cycles_left < limits.min_cycles:
             continue
-        own = _other(help_.role)
+        own = other(help_.role)
         reason = _why_end(help_, sides[help_.role], sides[own], limits)
         if reason is None:
             continue
@@ -176,14 +184,13 @@ def _why_end(help_: Help, helped: _Side, home: _Side, limits: SwitchLimits) -> S
 
 
 def _starts(
+    role: Role,
     workers: Sequence[ScoredWorker],
     sides: dict[Role, _Side],
     helping: Mapping[WorkerId, Help],
     limits: SwitchLimits,
 ) -> list[Switch]:
-    prefill, decode = sides[Role.PREFILL], sides[Role.DECODE]
-    role = Role.PREFILL if prefill.mean >= decode.mean else Role.DECODE
-    helped, home = sides[role], sides[_other(role)]
+    helped, home = sides[role], sides[other(role)]
     # Who is away comes back before others go the other way.
     if helped.mean <= limits.needy or any(help_.role is not role for help_ in helping.values()):
         return []

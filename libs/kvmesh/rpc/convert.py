@@ -32,6 +32,7 @@ from kvmesh.rpc.convert_sampling import sampling_params_from_proto, sampling_par
 from kvmesh.v1 import (
     inference_service_pb2,
     kv_manager_service_pb2,
+    kv_pool_service_pb2,
     scheduler_service_pb2,
     types_pb2,
 )
@@ -184,13 +185,17 @@ def kv_layout_from_proto(message: types_pb2.KvLayout) -> KvLayout:
     )
 
 
-def _host_route_to_proto(route: HostRoute | None) -> types_pb2.HostRoute | None:
+def host_route_to_proto(route: HostRoute | None) -> types_pb2.HostRoute | None:
+    """Way within a host as a message."""
     if route is None:
         return None
     return types_pb2.HostRoute(host_id=route.host_id, socket_path=route.socket_path)
 
 
-def _host_route_from_proto(message: types_pb2.Reservation) -> HostRoute | None:
+def host_route_from_proto(
+    message: types_pb2.Reservation | kv_pool_service_pb2.ReadLease,
+) -> HostRoute | None:
+    """Way to the blocks within their host; None if there is none."""
     if not message.HasField("host_route"):
         return None
     return HostRoute(message.host_route.host_id, message.host_route.socket_path)
@@ -208,7 +213,7 @@ def reservation_to_proto(reservation: Reservation) -> types_pb2.Reservation:
         num_cached_blocks=reservation.num_cached_blocks,
         num_blocks=reservation.num_blocks,
         lease_ms=reservation.lease_ms,
-        host_route=_host_route_to_proto(reservation.host_route),
+        host_route=host_route_to_proto(reservation.host_route),
         run_lengths=reservation.run_lengths,
     )
 
@@ -225,7 +230,7 @@ def reservation_from_proto(message: types_pb2.Reservation) -> Reservation:
         num_cached_blocks=message.num_cached_blocks,
         num_blocks=message.num_blocks,
         lease_ms=message.lease_ms,
-        host_route=_host_route_from_proto(message),
+        host_route=host_route_from_proto(message),
         run_lengths=tuple(message.run_lengths),
     )
 

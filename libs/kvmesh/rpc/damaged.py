@@ -6,11 +6,13 @@ streams in `stream.incoming`. Tests: tests/integration/test_grpc_fuzz.py.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
+
+from kvmesh.rpc.handlers import Continuation, checked
 
 
 class _Damaged:
@@ -24,31 +26,13 @@ class DamagedRequests(grpc.aio.ServerInterceptor):
     """Turns damaged unary requests away before the service sees them."""
 
     async def intercept_service(
-        self,
-        continuation: Callable[
-            [grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]
-        ],
-        handler_call_details: grpc.HandlerCallDetails,
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         """See grpc.aio.ServerInterceptor."""
         handler: Any = await continuation(handler_call_details)
         if handler is None or handler.request_streaming or handler.request_deserializer is None:
             return handler  # type: ignore[no-any-return]
-        make = (
-            grpc.unary_stream_rpc_method_handler
-            if handler.response_streaming
-            else grpc.unary_unary_rpc_method_handler
-        )
-        behaviour = (
-            _refusing_stream(handler.unary_stream)
-            if handler.response_streaming
-            else _refusing(handler.unary_unary)
-        )
-        return make(
-            behaviour,
-            request_deserializer=_tolerant(handler.request_deserializer),
-            response_serializer=handler.response_serializer,
-        )
+        return checked(handler, _check, _tolerant(handler.request_deserializer))
 
 
 def _tolerant(deserializer: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
@@ -61,22 +45,6 @@ def _tolerant(deserializer: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
     return read
 
 
-def _refusing(behaviour: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Any]:
-    async def call(request: Any, context: Any) -> Any:
-        if isinstance(request, _Damaged):
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, request.message)
-        return await behaviour(request, context)
-
-    return call
-
-
-def _refusing_stream(
-    behaviour: Callable[[Any, Any], AsyncIterator[Any]],
-) -> Callable[[Any, Any], Any]:
-    async def call(request: Any, context: Any) -> AsyncIterator[Any]:
-        if isinstance(request, _Damaged):
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, request.message)
-        async for response in behaviour(request, context):
-            yield response
-
-    return call
+async def _check(request: Any, context: Any) -> None:
+    if isinstance(request, _Damaged):
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, request.message)

@@ -21,7 +21,10 @@ class FramedConnection(asyncio.Protocol):
 
     Args:
         on_frame: called for each message's bytes; must not block. ProtocolError and DecodeError
-            from it end the connection.
+            from it are the peer's fault, and end the connection with that word. All others are
+            ours: the loop reports them and ends it too, as a gRPC handler's end its stream. What
+            the message had changed by then, and what came behind it, nobody knows; when the
+            connection goes, all that hangs on it is cancelled on both sides.
         max_bytes: longest frame that is taken.
 
     Attributes:

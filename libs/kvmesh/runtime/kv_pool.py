@@ -7,7 +7,9 @@ memory and peers. Tests: tests/contract/test_prefix_lease.py.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import secrets
+import urllib.parse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,19 +22,24 @@ from kvmesh.core.types import (
     KvLayout,
     Refusal,
     RefusalReason,
-    WorkerId,
 )
 from kvmesh.kv.hashing import split_hashes
 from kvmesh.kv.read_leases import ReadLeaseStatistics, ReadLeaseTable
 from kvmesh.kv.runs import consecutive_runs
-from kvmesh.rpc.convert import endpoint_to_proto, kv_layout_from_proto, refusal_to_proto
+from kvmesh.rpc.convert import (
+    endpoint_to_proto,
+    host_route_to_proto,
+    kv_layout_from_proto,
+    refusal_to_proto,
+)
 from kvmesh.runtime.worker_parts import WorkerParts
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.transfer.device import DevicePool, pieces_of
 from kvmesh.transfer.frames import GetFrame, WriteClaim
+from kvmesh.transfer.pacing import Share
 from kvmesh.transfer.target import ReadGrant
 from kvmesh.v1 import kv_pool_service_pb2 as pb
-from kvmesh.v1 import kv_pool_service_pb2_grpc, types_pb2
+from kvmesh.v1 import kv_pool_service_pb2_grpc
 
 log = event_logger(__name__)
 
@@ -90,7 +97,7 @@ class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
         context: grpc.aio.ServicerContext[pb.LeaseBlocksRequest, pb.LeaseBlocksResponse],
     ) -> pb.LeaseBlocksResponse:
         """Holds the blocks with which a cached prefix can be resumed."""
-        outcome = self._lease(request)
+        outcome = self._lease(request, reader_of(request.reader_worker_id, context.peer()))
         if isinstance(outcome, Refusal):
             log.debug(
                 "lease_refused",
@@ -113,7 +120,7 @@ class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
         self._release()
         return pb.ReleaseBlocksResponse()
 
-    def _lease(self, request: pb.LeaseBlocksRequest) -> pb.ReadLease | Refusal:
+    def _lease(self, request: pb.LeaseBlocksRequest, reader: str) -> pb.ReadLease | Refusal:
         if self._closed:
             return Refusal(RefusalReason.DRAINING, "this worker is leaving")
         here = self._identity
@@ -134,8 +141,9 @@ class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
             text = f"{length} leading blocks are here, the reader has {request.num_held}"
             return Refusal(RefusalReason.NO_BLOCKS, text)
         capability = secrets.token_bytes(_CAPABILITY_BYTES)
-        reader = WorkerId(request.reader_worker_id)
-        opened = self._table.open(reader, blocks, capability, self._clock.now())
+        opened = self._table.open(
+            reader, blocks, capability, self._clock.now(), is_planned=request.planned
+        )
         if isinstance(opened, Refusal):
             self._core.pool.release(blocks)
             return opened
@@ -147,7 +155,7 @@ class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
             generation=opened.generation,
             capability=capability,
             data_endpoint=endpoint_to_proto(self.data_endpoint),
-            host_route=_route_to_proto(self.host_route),
+            host_route=host_route_to_proto(self.host_route),
             num_blocks=length,
             num_leased=len(blocks),
             lease_ms=self._lease_ms,
@@ -169,10 +177,13 @@ class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
         if isinstance(ticket, Refusal):
             return ticket
         runs = consecutive_runs(ticket.blocks)
+        share = Share.COPY if ticket.is_planned else Share.READ
         if isinstance(self._memory, DevicePool):
-            grant = ReadGrant(get, (), pieces_of(runs, self._core.spec.layout.block_bytes, None))
+            pieces = pieces_of(runs, self._core.spec.layout.block_bytes, None)
+            grant = ReadGrant(get, (), pieces, share)
         else:
-            grant = ReadGrant(get, [self._memory.read_view(first, count) for first, count in runs])
+            views = [self._memory.read_view(first, count) for first, count in runs]
+            grant = ReadGrant(get, views, share=share)
         self._reads[grant] = ticket.read_id
         self.read_blocks_total += len(ticket.blocks)
         return grant
@@ -238,7 +249,22 @@ class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
         assert self._table.statistics().num_reads == len(self._reads)
 
 
-def _route_to_proto(route: HostRoute | None) -> types_pb2.HostRoute | None:
-    if route is None:
-        return None
-    return types_pb2.HostRoute(host_id=route.host_id, socket_path=route.socket_path)
+def reader_of(worker_id: str, peer: str) -> str:
+    """Whose leases are counted together: a name may be invented, the host of a connection not.
+
+    Workers of another host share what one reader gets. Those of this host are told apart by their
+    names: who runs here is trusted with more than leases.
+
+    Args:
+        worker_id: what the reader calls itself.
+        peer: of the call, as gRPC writes it: `ipv4:10.0.0.7:4711`, `ipv6:%5B::1%5D:4711`, `unix:`.
+    """
+    kind, _, address = peer.partition(":")
+    if kind not in ("ipv4", "ipv6"):
+        return worker_id
+    host = urllib.parse.unquote(address).rpartition(":")[0].strip("[]")
+    try:
+        is_here = ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return worker_id
+    return worker_id if is_here else host

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from kvmesh.core.clock import Clock
 from kvmesh.core.details import GET
 from kvmesh.core.errors import LostError, RefusedError
-from kvmesh.core.types import BlockHash, HostRoute, PrefixSource, WorkerId
+from kvmesh.core.types import BlockHash, PrefixSource, WorkerId
 from kvmesh.engine.core import EngineCore
 from kvmesh.engine.prefix_fill import PrefixFill
 from kvmesh.engine.protocol import KvMemory
 from kvmesh.engine.sequence import Sequence as EngineSequence
 from kvmesh.kv.hashing import join_hashes
 from kvmesh.kv.runs import consecutive_runs
-from kvmesh.rpc.convert import endpoint_from_proto, kv_layout_to_proto
+from kvmesh.rpc.convert import endpoint_from_proto, host_route_from_proto, kv_layout_to_proto
 from kvmesh.rpc.pool_client import PoolClient
 from kvmesh.runtime.fetch_result import FetchOptions, FetchOutcome, FetchResult
 from kvmesh.runtime.pool_metrics import PoolMetrics
@@ -59,13 +59,19 @@ class _NoRoomError(Exception):
 
 @dataclass(slots=True)
 class _Fetch:
-    """A fetch while it is made; `leads`: it asked the holder itself."""
+    """A fetch while it is made.
+
+    Attributes:
+        leads: it asked the holder itself.
+        is_planned: no request waits for it.
+    """
 
     outcome: FetchOutcome = FetchOutcome.HELD
     num_fetched: int = 0
     num_bytes: int = 0
     reason: str = ""
     leads: bool = False
+    is_planned: bool = False
 
 
 class PrefixFetcher:
@@ -105,12 +111,12 @@ class PrefixFetcher:
         self._shared = SharedFetches()
 
     async def fetch(self, source: PrefixSource, hashes: Sequence[BlockHash]) -> FetchResult:
-        """Brings a prefix into the prefix cache.
+        """Brings a prefix into the prefix cache, as a copy that no request waits for.
 
         Args:
             hashes: chained, from the root on; blocks behind the last one are left alone.
         """
-        return await self._run(source, self._core.fills.begin(hashes))
+        return await self._run(source, self._core.fills.begin(hashes), is_planned=True)
 
     async def fill(self, source: PrefixSource, sequence: EngineSequence) -> FetchResult:
         """Brings what a sequence would have to compute into its blocks.
@@ -118,12 +124,14 @@ class PrefixFetcher:
         The sequence is HELD and runs only afterwards; it may be released at any time. When this is
         cancelled, nobody writes into its blocks any more.
         """
-        return await self._run(source, self._core.begin_fill(sequence))
+        return await self._run(source, self._core.begin_fill(sequence), is_planned=False)
 
-    async def _run(self, source: PrefixSource, fill: PrefixFill) -> FetchResult:
+    async def _run(
+        self, source: PrefixSource, fill: PrefixFill, *, is_planned: bool
+    ) -> FetchResult:
         started = self._clock.now()
         try:
-            fetch = await self._try(source, fill)
+            fetch = await self._try(source, fill, _Fetch(is_planned=is_planned))
             now_here = fill.num_held
         finally:
             fill.end()
@@ -138,9 +146,8 @@ class PrefixFetcher:
             self._on_stored()
         return result
 
-    async def _try(self, source: PrefixSource, fill: PrefixFill) -> _Fetch:
+    async def _try(self, source: PrefixSource, fill: PrefixFill, fetch: _Fetch) -> _Fetch:
         """Brings the prefix, or waits for those who do."""
-        fetch = _Fetch()
         most = min(len(fill.hashes), source.num_blocks)
         if source.worker_id == self._identity.worker_id:
             return fetch
@@ -184,7 +191,7 @@ class PrefixFetcher:
         held = fill.num_held
         with self._shared.flight(source, fill.hashes[held:most]) as flight:
             try:
-                fetch.num_bytes = await self._bring(source, fill)
+                fetch.num_bytes = await self._bring(source, fill, is_planned=fetch.is_planned)
                 fetch.outcome, flight.settled = FetchOutcome.FETCHED, True
             except RefusedError as error:
                 fetch.outcome, fetch.reason = FetchOutcome.REFUSED, error.refusal.reason.value
@@ -208,12 +215,18 @@ class PrefixFetcher:
         self._shunned[source.worker_id, source.incarnation] = now + SHUN_S
 
     async def borrow(
-        self, source: PrefixSource, hashes: Sequence[BlockHash], num_held: int
+        self,
+        source: PrefixSource,
+        hashes: Sequence[BlockHash],
+        num_held: int,
+        *,
+        is_planned: bool = False,
     ) -> pb.ReadLease:
         """Leases what a source has of some blocks; to be given back, whatever comes.
 
         Args:
             num_held: leading blocks that are not wanted.
+            is_planned: no request waits for them.
 
         Raises:
             RefusedError: the source says no.
@@ -222,13 +235,18 @@ class PrefixFetcher:
         if self._is_shunned(source):
             raise LostError(f"{source.worker_id} was lost a moment ago")
         try:
-            return await self._lease(source, hashes, num_held)
+            return await self._lease(source, hashes, num_held, is_planned=is_planned)
         except LostError:
             self._shun(source)  # whoever would fetch instead does not wait for it again
             raise
 
     async def _lease(
-        self, source: PrefixSource, hashes: Sequence[BlockHash], num_held: int
+        self,
+        source: PrefixSource,
+        hashes: Sequence[BlockHash],
+        num_held: int,
+        *,
+        is_planned: bool,
     ) -> pb.ReadLease:
         request = pb.LeaseBlocksRequest(
             incarnation=source.incarnation,
@@ -236,6 +254,7 @@ class PrefixFetcher:
             layout=kv_layout_to_proto(self._core.spec.layout),
             block_hashes=join_hashes(hashes),
             num_held=num_held,
+            planned=is_planned,
         )
         message = await self._client.lease(
             source.control_endpoint, request, self._options.lease_timeout_s
@@ -253,9 +272,9 @@ class PrefixFetcher:
         key = LinkKey(source.worker_id, GET, "received")
         return self._links.of(key).view(key).estimate_s(num_blocks * self._block_bytes)
 
-    async def _bring(self, source: PrefixSource, fill: PrefixFill) -> int:
+    async def _bring(self, source: PrefixSource, fill: PrefixFill, *, is_planned: bool) -> int:
         """Leases, reads, gives back; returns the bytes read."""
-        message = await self.borrow(source, fill.hashes, fill.num_held)
+        message = await self.borrow(source, fill.hashes, fill.num_held, is_planned=is_planned)
         try:
             if not fill.num_held < message.num_blocks:
                 raise LostError(f"{message.num_blocks} blocks are leased, {fill.num_held} are here")
@@ -338,9 +357,6 @@ class PrefixFetcher:
 
 def lease_of(message: pb.ReadLease) -> ReadLease:
     """A lease as readers and askers show it."""
-    route = None
-    if message.HasField("host_route"):
-        route = HostRoute(message.host_route.host_id, message.host_route.socket_path)
     return ReadLease(
         lease_id=message.lease_id,
         worker_id=WorkerId(message.worker_id),
@@ -348,5 +364,5 @@ def lease_of(message: pb.ReadLease) -> ReadLease:
         generation=message.generation,
         capability=message.capability,
         data_endpoint=endpoint_from_proto(message.data_endpoint),
-        host_route=route,
+        host_route=host_route_from_proto(message),
     )

@@ -23,6 +23,7 @@ from kvmesh.runtime.prefill_attempt import PrefillAttempt
 from kvmesh.runtime.query_metrics import QueryMetrics
 from kvmesh.transfer.asker import Asker, Holder, RemoteBlocks
 from kvmesh.transfer.greeting import PeerKey
+from kvmesh.transfer.meters import TransferStatistics
 
 _FULL_STEPS = 4
 
@@ -73,6 +74,15 @@ class PrefixQueries:
         self._asked = 0
         metrics.watch(lambda: (asker.asked, asker.lost))
 
+    @property
+    def sent_bytes(self) -> int:
+        """Of questions, since start."""
+        return self._asker.sent_bytes
+
+    def statistics(self) -> TransferStatistics:
+        """What was asked and answered, by holder."""
+        return self._asker.statistics()
+
     def observe_step(self, num_tokens: int, seconds: float) -> None:
         """Takes a step with prompts; for what a long prefix costs, nearly full ones count.
 
@@ -116,6 +126,8 @@ class PrefixQueries:
     ) -> bool:
         """Whether a prompt that is decoded here should ask a third worker, to its last token.
 
+        If so, `leave` or `pass_over` follows.
+
         Args:
             blocks: of the prompt, that this worker lacks and the peer holds.
             fetch_s: until they would be here; None: not known, and so taken to be soon enough.
@@ -137,9 +149,14 @@ class PrefixQueries:
         Args:
             claimed: the blocks' indexes in what the holder's claim names.
         """
+        self._metrics.prefixes.labels("asked").inc()
         self._metrics.tokens.inc(len(blocks) * self._core.block_size)
         remote = RemotePrefix(blocks, RemoteBlocks(self._asker, holder, claimed))
         leave_remote(sequence, remote, self._core.pool)
+
+    def pass_over(self) -> None:
+        """Counts a prefix that another worker holds and that is not asked for."""
+        self._metrics.prefixes.labels("left").inc()
 
     def _task(self, new_tokens: int, num_blocks: int, later_tokens: int = 0) -> QueryTask:
         layout = self._core.spec.layout
@@ -158,7 +175,8 @@ class PrefixQueries:
     ) -> bool:
         decision = self._decision(peer, task, fetch_s)
         attempt.span.event("prefix_query", query=decision.query, reason=decision.reason)
-        self._metrics.prefixes.labels("asked" if decision.query else "left").inc()
+        if not decision.query:
+            self.pass_over()
         return decision.query
 
     def _decision(self, peer: PeerKey, task: QueryTask, fetch_s: float | None) -> QueryDecision:

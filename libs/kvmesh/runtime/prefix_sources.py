@@ -84,10 +84,12 @@ class PrefixSources:
             message = await self._fetcher.borrow(source, sequence.chain.hashes[:most], first)
         except (RefusedError, LostError) as error:
             log.info("prefix_not_left", holder=source.worker_id, error=str(error))
+            queries.pass_over()
             return False
         blocks = range(first, message.num_blocks)
         if sequence.state is SequenceState.GONE or message.num_leased != len(blocks):
             self._fetcher.give_back(source, message)
+            queries.pass_over()
             return False
         sequence.on_end = partial(self._fetcher.give_back, source, message)
         holder = Holder.of_lease(lease_of(message))

@@ -178,6 +178,7 @@ class Worker:
             self._runner,
             self._channel_identity(),
             self.query_metrics,
+            self.channels.egress,
         )
         self.decode = DecodeRole(parts, slots=section.decode_slots, lease_s=section.lease_s)
         sources = PrefixSources(self.core, self.fetcher, self.queries)
@@ -248,8 +249,9 @@ class Worker:
                 f"data port {port}: {error.strerror}; choose another with --worker.data-port"
             ) from error
         self._context.stack.push_async_callback(server.close)
+        asking = [] if self.queries is None else [self.queries.statistics]
         self._metrics.watch_links(
-            self.channels.statistics, server.statistics, self.fetcher.statistics
+            self.channels.statistics, server.statistics, self.fetcher.statistics, *asking
         )
         self.decode.data_endpoint = Endpoint(self._context.host, bound.endpoint.port)
         self.decode.host_route = self.pool.host_route = bound.route
@@ -393,6 +395,7 @@ class Worker:
     def load(self) -> WorkerLoad:
         """What this worker is doing now."""
         now, at = self.core.statistics(), self._clock.now()
+        asked_bytes = 0 if self.queries is None else self.queries.sent_bytes
         return WorkerLoad(
             prefill_active=self.prefill.num_attempts,
             decode_running=self.decode.num_tasks - self.decode.num_reserved,
@@ -407,16 +410,19 @@ class Worker:
             budget_used=self._steps.budget_used(at),
             compute_used=self._steps.compute_used(at),
             memory_bandwidth_used=self._steps.memory_bandwidth_used(at),
-            sent_bytes_total=self.channels.sent_bytes,
+            sent_bytes_total=self.channels.sent_bytes + asked_bytes,
             sending_bytes=self.channels.sending_bytes,
         )
 
     def detail(self) -> WorkerDetail:
         """What people want to see of this worker now."""
         data = self._config.data
+        links = {**self.channels.statistics().links, **self.fetcher.statistics().links}
+        if self.queries is not None:
+            links |= self.queries.statistics().links
         return worker_detail(
             self.core,
-            {**self.channels.statistics().links, **self.fetcher.statistics().links},
+            links,
             cordoned=self.cordoned,
             # One of both is set, if any.
             budget_bytes_s=max(data.budget_mb_s, data.egress_mb_s) * MEGABYTE,

@@ -22,6 +22,7 @@ from kvmesh.runtime.worker_config import WorkerConfig
 from kvmesh.runtime.worker_parts import WorkerParts
 from kvmesh.transfer.asker import Asker
 from kvmesh.transfer.attend import ClaimKind
+from kvmesh.transfer.pacing import Pacer
 from kvmesh.transfer.protocol import ChannelIdentity
 
 
@@ -32,8 +33,12 @@ def start_queries(
     runner: ModelRunner,
     identity: ChannelIdentity,
     metrics: QueryMetrics,
+    egress: Pacer | None,
 ) -> PrefixQueries | None:
     """What asks other workers; None where that is switched off, or the model's attention is whole.
+
+    Args:
+        egress: see `Asker`.
 
     Raises:
         ConfigError: an unknown mode, or as `send_options`.
@@ -45,7 +50,7 @@ def start_queries(
     sending = send_options(config)
     # The whole batch waits for an answer, so not as long as one handoff may.
     stall_s = min(config.fetch.stall_s, sending.stall_timeout_s)
-    asker = Asker(identity, replace(sending, stall_timeout_s=stall_s), parts.clock)
+    asker = Asker(identity, replace(sending, stall_timeout_s=stall_s), parts.clock, egress)
 
     async def close() -> None:
         await asyncio.to_thread(asker.close)  # it waits for the engine's thread to leave a line

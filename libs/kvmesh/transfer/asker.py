@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvmesh.core.clock import Clock
+from kvmesh.core.details import ANSWER, ASK
 from kvmesh.core.errors import LostError, RefusedError
 from kvmesh.core.types import Endpoint, HostRoute, RefusalReason, Reservation
 from kvmesh.policy.query_cost import QuerySpeed
@@ -26,6 +27,9 @@ from kvmesh.transfer.frames import Checksum, LinkOffer, WriteClaim
 from kvmesh.transfer.greeting import PeerKey, sender_machine
 from kvmesh.transfer.host import host_id
 from kvmesh.transfer.lane import claim_of
+from kvmesh.transfer.meters import LinkKey, LinkMeters, TransferStatistics
+from kvmesh.transfer.native import num_bytes_of
+from kvmesh.transfer.pacing import Pacer
 from kvmesh.transfer.protocol import ChannelIdentity
 from kvmesh.transfer.query_line import QueryLine, Question
 from kvmesh.transfer.reader import ReadLease
@@ -92,13 +96,22 @@ class Asker:
         asked, lost: questions so far, and those without an answer.
     """
 
-    def __init__(self, identity: ChannelIdentity, options: SendOptions, clock: Clock) -> None:
+    def __init__(
+        self,
+        identity: ChannelIdentity,
+        options: SendOptions,
+        clock: Clock,
+        egress: Pacer | None = None,
+    ) -> None:
         """Nothing is opened yet.
 
         Args:
             identity: this worker.
             options: kinds, checksum, timeouts and TLS are those of a sender.
+            egress: budget of all that leaves this worker over TCP; None is no bound.
         """
+        self._egress = egress
+        self._meters = LinkMeters()
         self.layout = identity.layout
         self._identity = identity
         self._options = options
@@ -142,7 +155,7 @@ class Asker:
             line = self._line(holder)
             try:
                 for question in questions:
-                    line.ask(question)
+                    self._ask(line, holder.peer, question)
                     self.asked += 1
             except LostError:
                 self._again(holder, line, questions)
@@ -166,9 +179,26 @@ class Asker:
                     line = self._line(holder)
                     line.hear(question)
 
-    def observe(self, peer: PeerKey, num_units: int, seconds: float) -> None:
+    def observe(
+        self, peer: PeerKey, questions: Sequence[Question], num_units: int, seconds: float
+    ) -> None:
         """Takes a measured exchange: its work in units of `QuerySpeed`, and its time."""
         self._speeds[peer] = self.speed(peer).with_sample(num_units, seconds)
+        meter = self._meters.of(LinkKey(peer.worker_id, ANSWER, "received"))
+        meter.frames += len(questions)
+        meter.bytes += sum(num_bytes_of(question.into) for question in questions)
+        meter.seconds += seconds
+        meter.rtt_s = self._speeds[peer].round_trip_s
+
+    @property
+    def sent_bytes(self) -> int:
+        """Of questions, since start."""
+        links = list(self._meters.links.items())
+        return sum(meter.bytes for key, meter in links if key.channel == ASK)
+
+    def statistics(self) -> TransferStatistics:
+        """What was asked and answered, by holder; from any thread."""
+        return TransferStatistics(len(self._lines), dict(self._meters.links))
 
     def note_failure(self, peer: PeerKey, error: LostError | RefusedError) -> None:
         """Counts a question without an answer; one that no claim can mend is not asked again."""
@@ -211,7 +241,13 @@ class Asker:
         for question in questions:
             if not question.is_answered:
                 question.error = None
-                fresh.ask(question)
+                self._ask(fresh, holder.peer, question)
+
+    def _ask(self, line: QueryLine, peer: PeerKey, question: Question) -> None:
+        line.ask(question)
+        meter = self._meters.of(LinkKey(peer.worker_id, ASK, "sent"))
+        meter.frames += 1
+        meter.bytes += question.operands.nbytes
 
     def _line(self, holder: Holder) -> QueryLine:
         key = (holder.peer, holder.data_endpoint)
@@ -259,7 +295,8 @@ class Asker:
                 try:
                     wire = self._connect(holder, kind)
                     on_failure.callback(wire.close)
-                    line = QueryLine(wire, machine, options.stall_timeout_s)
+                    pacer = self._egress if kind == TCP else None
+                    line = QueryLine(wire, machine, options.stall_timeout_s, pacer)
                     line.greet()
                 except LostError as error:
                     failure = error
@@ -321,7 +358,7 @@ class PendingAnswer:
             self._asker.note_failure(self._holder.peer, error)
             raise
         seconds = self._asker.now() - self._started
-        self._asker.observe(self._holder.peer, self._units, seconds)
+        self._asker.observe(self._holder.peer, self._questions, self._units, seconds)
         outputs, sums = zip(*(question.into for question in self._questions), strict=True)
         return PartialAnswer(_whole(outputs), _whole(sums))
 

@@ -27,7 +27,7 @@ from kvmesh.transfer.decoder import (
 )
 from kvmesh.transfer.frames import Frame
 from kvmesh.transfer.native import NativeIo, load_native, num_bytes_of, ranges_of
-from kvmesh.transfer.pacing import Pacer
+from kvmesh.transfer.pacing import Pacer, Share
 from kvmesh.transfer.polling import Polling
 from kvmesh.transfer.threads import run_to_end
 from kvmesh.transfer.waiting_socket import DESCRIPTOR, WaitingSocket
@@ -107,20 +107,36 @@ class FrameSocket(WaitingSocket):
             await self._send_rest(ViewCursor([memoryview(head)[count:]]), [])
 
     async def send_payload(
-        self, head: bytes, views: Sequence[memoryview], sum_: Sum | None, pacer: Pacer | None
+        self,
+        head: bytes,
+        views: Sequence[memoryview],
+        sum_: Sum | None,
+        pacer: Pacer | None,
+        share: Share = Share.HANDOFF,
     ) -> None:
         """Sends a frame with its payload and, with `sum_`, its checksum.
 
         Cancelled, it cuts the socket; in any case `views` are not read after it ended, or with
         `lends` after the answer.
 
+        Args:
+            pacer: budget that the payload is sent within; None is no bound.
+            share: of the budget.
+
         Raises:
             LostError: the socket failed or was cut.
         """
         num_bytes = num_bytes_of(views)
-        if num_bytes <= (INLINE_BYTES if pacer is None else min(INLINE_BYTES, pacer.piece_bytes)):
-            if pacer is not None and (delay_s := pacer.delay(num_bytes)) > 0:
-                await self._pause(delay_s)
+        if pacer is not None and num_bytes > min(INLINE_BYTES, pacer.piece_bytes):
+            try:
+                await self._send_paced(head, views, sum_, pacer, share)
+            except asyncio.CancelledError:
+                self._cut_in_the_middle()
+                raise
+            return
+        if num_bytes <= INLINE_BYTES:
+            if pacer is not None:
+                await self._turn(pacer, num_bytes, share)
             buffers = [memoryview(head), *views]
             if sum_ is not None:
                 buffers.append(memoryview(TRAILER.pack(sum_of(views, sum_, 0))))
@@ -132,8 +148,33 @@ class FrameSocket(WaitingSocket):
                 await self._send_rest(cursor, [])
             return
         with self.watch.under_way():
-            work = partial(self._send_in_thread, head, views, sum_, pacer)
+            work = partial(self._send_in_thread, head, views, sum_)
             await self._in_thread(self._senders, work)
+
+    async def _send_paced(
+        self,
+        head: bytes,
+        views: Sequence[memoryview],
+        sum_: Sum | None,
+        pacer: Pacer,
+        share: Share,
+    ) -> None:
+        """Piece by piece, each in its turn; no thread is held meanwhile, others have to send."""
+        cursor, value, first = ViewCursor(views), 0, [memoryview(head)]
+        while batch := cursor.batch(pacer.piece_bytes):
+            num_bytes = sum(len(view) for view in batch)
+            await self._turn(pacer, num_bytes, share)
+            if num_bytes > INLINE_BYTES:
+                work = partial(self._push_summed, [*first, *batch], batch, sum_, value)
+                with self.watch.under_way():
+                    value = await run_to_end(self._senders, work, self._cut_in_the_middle)
+            else:
+                value = 0 if sum_ is None else sum_of(batch, sum_, value)
+                await self._send_rest(ViewCursor([*first, *batch]), [])
+            first = []
+            cursor.advance(num_bytes)
+        if sum_ is not None:
+            await self._send_rest(ViewCursor([memoryview(TRAILER.pack(value))]), [])
 
     def _send_at_once(
         self, buffers: Iterable[memoryview | bytes], ancillary: list[tuple[int, int, bytes]]
@@ -159,11 +200,9 @@ class FrameSocket(WaitingSocket):
                 cursor.advance(count)
                 ancillary = []
 
-    def _send_in_thread(
-        self, head: bytes, views: Sequence[memoryview], sum_: Sum | None, pacer: Pacer | None
-    ) -> None:
+    def _send_in_thread(self, head: bytes, views: Sequence[memoryview], sum_: Sum | None) -> None:
         self._push([memoryview(head)])
-        if pacer is None and (native := self._native_for(sum_)) is not None:
+        if (native := self._native_for(sum_)) is not None:
             self._raise_if_cut()
             try:
                 ranges, has_sum = ranges_of(views), sum_ is not None
@@ -176,17 +215,20 @@ class FrameSocket(WaitingSocket):
                 self._push([memoryview(TRAILER.pack(value))])
             return
         cursor, value = ViewCursor(views), 0
-        piece_bytes = PIECE_BYTES if pacer is None else pacer.piece_bytes
-        while batch := cursor.batch(piece_bytes):
-            num_bytes = sum(len(view) for view in batch)
-            if sum_ is not None:
-                value = sum_of(batch, sum_, value)
-            if pacer is not None and self._is_cut.wait(pacer.delay(num_bytes)):
-                raise self._lost("cut")
-            self._push(batch)
-            cursor.advance(num_bytes)
+        while batch := cursor.batch(PIECE_BYTES):
+            value = self._push_summed(batch, batch, sum_, value)
+            cursor.advance(sum(len(view) for view in batch))
         if sum_ is not None:
             self._push([memoryview(TRAILER.pack(value))])
+
+    def _push_summed(
+        self, buffers: list[memoryview], batch: list[memoryview], sum_: Sum | None, value: int
+    ) -> int:
+        """Sends buffers; returns the sum with the batch, of the payload, that is in them."""
+        if sum_ is not None:
+            value = sum_of(batch, sum_, value)
+        self._push(buffers)
+        return value
 
     def _push(self, batch: list[memoryview]) -> None:
         cursor = ViewCursor(batch)
@@ -395,10 +437,10 @@ class FrameSocket(WaitingSocket):
         return self._native if is_crc32c(sum_) and self._native.has_crc32c else None
 
     async def _in_thread(self, threads: Executor, work: Callable[[], None]) -> None:
-        def on_cancel() -> None:
-            self.cut("a frame was cut in the middle")
+        await run_to_end(threads, work, self._cut_in_the_middle)
 
-        await run_to_end(threads, work, on_cancel)
+    def _cut_in_the_middle(self) -> None:
+        self.cut("a frame was cut in the middle")
 
     def _counted(self, count: int) -> int:
         if count == 0:

@@ -1,25 +1,39 @@
-"""Budgets of a link: bytes per second, and bytes on their way. Pure but for `Pacer`'s lock.
+"""Budgets of a link: bytes per second, whose bytes go first, and bytes on their way.
 
-Tests: tests/unit/transfer/test_pacing.py.
+Pure but for `Pacer`, which waits on an event loop. Tests: tests/unit/transfer/test_pacing.py.
 """
 
 from __future__ import annotations
 
+import asyncio
+import enum
 import threading
+from collections import deque
+from collections.abc import Callable
 
 from kvmesh.core.clock import Clock
 
 _BURST_S = 0.02
 _MIN_PIECE_BYTES = 16 << 10
-_MAX_PIECE_BYTES = 1 << 20
+_MAX_PIECE_BYTES = 4 << 20
+
+LEAST_SHARE = 0.1
+"""Of what those before it send, a share that waits may send as much: it is late, not starved."""
+
+
+class Share(enum.IntEnum):
+    """For whom bytes leave: who waits longest for them comes last."""
+
+    HANDOFF = 0
+    """A first token or a step waits: KV that is handed over, questions and their answers."""
+    READ = 1
+    """A prompt waits, which may be computed instead."""
+    COPY = 2
+    """Planned ahead; nobody waits."""
 
 
 class TokenBucket:
-    """Says when bytes may go so that a rate is kept over any span longer than a burst.
-
-    Bytes are always granted, in order, at a time that the answer names: callers that share a
-    bucket are served one after the other and none is asked to try again.
-    """
+    """Says when bytes may go so that a rate is kept over any span longer than a burst."""
 
     def __init__(self, bytes_per_s: float, burst_bytes: int) -> None:
         assert bytes_per_s > 0, f"{bytes_per_s} bytes/s"
@@ -28,11 +42,74 @@ class TokenBucket:
         self._burst_s = burst_bytes / bytes_per_s
         self._paid_until = float("-inf")
 
+    def delay(self, num_bytes: int, now: float) -> float:
+        """Seconds from `now` until so many bytes could be sent if nobody else took any."""
+        return max(0.0, self._paid_after(num_bytes, now) - now)
+
     def take(self, num_bytes: int, now: float) -> float:
-        """Seconds from `now` until these bytes may be sent."""
-        start = max(self._paid_until, now - self._burst_s)
-        self._paid_until = start + num_bytes / self._rate
+        """Grants the bytes at a time that the answer names, in seconds from `now`."""
+        self._paid_until = self._paid_after(num_bytes, now)
         return max(0.0, self._paid_until - now)
+
+    def _paid_after(self, num_bytes: int, now: float) -> float:
+        return max(self._paid_until, now - self._burst_s) + num_bytes / self._rate
+
+
+class Ticket:
+    """A place among those who wait for a budget."""
+
+    __slots__ = ("go", "num_bytes", "share")
+
+    def __init__(self, num_bytes: int, share: Share, go: Callable[[], None]) -> None:
+        """`go` is called, once, when the bytes may be sent."""
+        self.num_bytes, self.share, self.go = num_bytes, share, go
+
+
+class TurnQueue:
+    """Whose turn it is: the first share in which somebody waits, in it who came first.
+
+    A share that waits is owed `LEAST_SHARE` of what goes before it, and goes first when that makes
+    up for the bytes of its oldest ticket. A share that nobody waits in is owed nothing.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[Share, deque[Ticket]] = {share: deque() for share in Share}
+        self._owed = dict.fromkeys(Share, 0.0)
+
+    def join(self, ticket: Ticket) -> None:
+        """Waits from now on."""
+        self._waiting[ticket.share].append(ticket)
+
+    def leave(self, ticket: Ticket) -> None:
+        """Does not wait any more; one that went is left alone."""
+        line = self._waiting[ticket.share]
+        if ticket in line:
+            line.remove(ticket)
+            self._settle(ticket.share)
+
+    def first(self) -> Ticket | None:
+        """Whose turn is next; None when nobody waits."""
+        lines = [line for line in self._waiting.values() if line]
+        for line in lines[1:]:
+            if self._owed[line[0].share] >= line[0].num_bytes:
+                return line[0]
+        return lines[0][0] if lines else None
+
+    def go(self) -> Ticket:
+        """Takes out whose turn it is."""
+        ticket = self.first()
+        assert ticket is not None, "somebody waits"
+        self._waiting[ticket.share].popleft()
+        self._owed[ticket.share] = max(0.0, self._owed[ticket.share] - ticket.num_bytes)
+        for share, line in self._waiting.items():
+            if line and share > ticket.share:
+                self._owed[share] += LEAST_SHARE * ticket.num_bytes
+        self._settle(ticket.share)
+        return ticket
+
+    def _settle(self, share: Share) -> None:
+        if not self._waiting[share]:
+            self._owed[share] = 0.0
 
 
 class CreditWindow:
@@ -64,7 +141,9 @@ class CreditWindow:
 
 
 class Pacer:
-    """Holds senders of one link to its budget; called from their threads.
+    """Holds the senders of one link to its budget, and lets them in by their shares.
+
+    All but `delay` is called on one event loop.
 
     Attributes:
         piece_bytes: most that a sender should take at once, so that no wait is long.
@@ -75,8 +154,49 @@ class Pacer:
         self._bucket = TokenBucket(bytes_per_s, self.piece_bytes)
         self._clock = clock
         self._lock = threading.Lock()
+        self._queue = TurnQueue()
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Nobody waits."""
+        return self._queue.first() is None
 
     def delay(self, num_bytes: int) -> float:
-        """Seconds to wait before sending."""
+        """Takes bytes before all who wait; returns the seconds to wait before they are sent.
+
+        For a thread that asks for little, and not again before it has an answer. From any thread.
+        """
         with self._lock:
             return self._bucket.take(num_bytes, self._clock.now())
+
+    def ask(self, num_bytes: int, share: Share, go: Callable[[], None]) -> Ticket:
+        """Waits for leave to send; `go` is called when it is there, maybe at once.
+
+        Args:
+            num_bytes: at most about `piece_bytes`; with more, others wait for long.
+        """
+        ticket = Ticket(num_bytes, share, go)
+        self._queue.join(ticket)
+        self._serve()
+        return ticket
+
+    def withdraw(self, ticket: Ticket) -> None:
+        """Does not wait any more. One that may send already has spent its bytes."""
+        self._queue.leave(ticket)
+        self._serve()
+
+    def _serve(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        while (ticket := self._queue.first()) is not None:
+            with self._lock:
+                now = self._clock.now()
+                wait_s = self._bucket.delay(ticket.num_bytes, now)
+                if wait_s == 0:
+                    self._bucket.take(ticket.num_bytes, now)
+            if wait_s > 0:
+                self._timer = asyncio.get_running_loop().call_later(wait_s, self._serve)
+                return
+            self._queue.go().go()

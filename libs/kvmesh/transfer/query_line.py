@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import socket
 import struct
+import threading
 from collections import deque
 from collections.abc import Sequence
 
@@ -19,6 +20,7 @@ from kvmesh.transfer.cursor import ViewCursor
 from kvmesh.transfer.decoder import FrameDecoder, FrameEvent, PayloadBytes, PayloadEnd, PayloadStart
 from kvmesh.transfer.frames import Checksum, QueryFrame
 from kvmesh.transfer.native import num_bytes_of
+from kvmesh.transfer.pacing import Pacer
 from kvmesh.transfer.sender_protocol import Arriving, Ended, Late, Opened, Refused, SenderMachine
 from kvmesh.transfer.wire import Wire
 
@@ -64,12 +66,21 @@ class Question:
 class QueryLine:
     """A connected socket; answers come in the order of the questions."""
 
-    def __init__(self, wire: Wire, machine: SenderMachine, stall_timeout_s: float) -> None:
+    def __init__(
+        self,
+        wire: Wire,
+        machine: SenderMachine,
+        stall_timeout_s: float,
+        pacer: Pacer | None = None,
+    ) -> None:
         """`greet` follows.
 
         Args:
             stall_timeout_s: a peer that sends or takes nothing for so long is lost.
+            pacer: budget of the questions; None is no bound.
         """
+        self._pacer = pacer
+        self._is_cut = threading.Event()
         self._wire = wire
         self._machine = machine
         self._decoder = FrameDecoder(machine.block_bytes)
@@ -110,7 +121,7 @@ class QueryLine:
         return len(self._asked)
 
     def ask(self, question: Question) -> None:
-        """Sends a question; `hear` brings its answer.
+        """Sends a question, in its turn; `hear` brings its answer.
 
         Raises:
             LostError: the connection is gone, and with it all questions on it.
@@ -119,6 +130,10 @@ class QueryLine:
         try:
             while self._asked and self._ahead_bytes() + room > AHEAD_BYTES:
                 self._hear_next()
+            if self._pacer is not None and self._is_cut.wait(
+                self._pacer.delay(question.operands.nbytes)
+            ):
+                raise LostError("queries: closed by this side")
             kind = self._machine.terms.checksum
             question.transfer_id = self._machine.open_get(room)
             size = question.operands.nbytes
@@ -158,6 +173,7 @@ class QueryLine:
     def cut(self) -> None:
         """Wakes who waits on it, from any thread."""
         self.is_open = False
+        self._is_cut.set()
         try:
             self._wire.shutdown(socket.SHUT_RDWR)
         except OSError:

@@ -118,6 +118,11 @@ class _ReadLane:
                 raise LostError(f"data channel ended by the peer: {refusal.message}")
         raise AssertionError("one request is open, and the channel is")
 
+    @property
+    def has_stalled(self) -> bool:
+        """It was cut because the holder made no progress."""
+        return self._frames.has_stalled
+
     def cut(self, cause: str) -> None:
         """No more reads; the one under way gets LostError and frees the socket."""
         self.is_open = False
@@ -252,7 +257,7 @@ class BlockReader:
     async def _carry(
         self, lease: ReadLease, index: int, runs: list[BlockRun], into: list[memoryview]
     ) -> None:
-        """Reads one piece, on a new connection if one is cut."""
+        """Reads one piece, on a new connection if one is cut; not if the holder is silent."""
         peer = PeerKey(lease.worker_id, lease.incarnation)
         place = self._place((peer, lease.data_endpoint, index))
         place.num_callers += 1
@@ -264,7 +269,7 @@ class BlockReader:
                         await lane.get(lease.claim, runs, into)
                         return
                     except LostError:
-                        if self._closed or tries == _MAX_TRIES:
+                        if self._closed or lane.has_stalled or tries == _MAX_TRIES:
                             raise
         finally:
             place.num_callers -= 1

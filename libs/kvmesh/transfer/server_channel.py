@@ -31,7 +31,7 @@ from kvmesh.transfer.memory import (
 from kvmesh.transfer.meters import LinkKey, LinkMeter, TransferObserver, TransferSample
 from kvmesh.transfer.nixl_process import EngineError
 from kvmesh.transfer.nixl_reader import NixlReader, NixlReaders, is_hung_up
-from kvmesh.transfer.pacing import Pacer
+from kvmesh.transfer.pacing import Pacer, Share
 from kvmesh.transfer.protocol import (
     Ask,
     Commit,
@@ -46,12 +46,13 @@ from kvmesh.transfer.protocol import (
 )
 from kvmesh.transfer.query_ops import QueryGrant, QueryOps
 from kvmesh.transfer.run_table import numbers_of
-from kvmesh.transfer.staging import StagingRing
+from kvmesh.transfer.staging import StagingRing, Within
 from kvmesh.transfer.target import ReadSource, WriteGrant, WriteTarget
 from kvmesh.transfer.threads import run_to_end
 
 _READERS = "readers"
-"""All of them are one owner of staging memory: half of it stays with KV that arrives."""
+"""They share half of the staging memory, the other stays with KV that arrives; of that half one of
+them gets half."""
 _STAGED_DEPTH = 2
 """Parts of one copy into a device pool at once."""
 
@@ -274,24 +275,29 @@ class ServerChannel:
             return
         try:
             if grant.pieces is None:
-                await self._give(get, num_bytes, grant.views)
+                await self._give(get, num_bytes, grant.views, grant.share)
             else:
                 assert staging is not None, "a source with a device pool has staging"
-                async with staging.gathered(grant.pieces, staging.moment(), _READERS) as views:
-                    await self._give(get, num_bytes, views)
+                owner = Within(_READERS, self._machine.peer)
+                async with staging.gathered(grant.pieces, staging.moment(), owner) as views:
+                    await self._give(get, num_bytes, views, grant.share)
         finally:
             self._source.end_read(grant)
         self._meter.served_bytes += num_bytes
 
     async def _give(
-        self, frame: GetFrame | QueryFrame, num_bytes: int, views: Sequence[memoryview]
+        self,
+        frame: GetFrame | QueryFrame,
+        num_bytes: int,
+        views: Sequence[memoryview],
+        share: Share,
     ) -> None:
         kind = self._machine.terms.checksum
         sum_ = None if kind is Checksum.NONE else checksum_function(kind)
         head = encode_frame(
             self._machine.answered(frame, num_bytes, checksum=sum_ is not None), num_bytes
         )
-        await self._frames.send_payload(head, views, sum_, self.pacer)
+        await self._frames.send_payload(head, views, sum_, self.pacer, share)
 
     async def _ask(self, query: QueryFrame) -> None:
         ops = self._queries
@@ -305,7 +311,7 @@ class ServerChannel:
         finally:
             ops.end(grant)
         if not isinstance(answer, Refusal):
-            await self._give(query, grant.answer_bytes, answer)
+            await self._give(query, grant.answer_bytes, answer, Share.HANDOFF)
             self._meter.served_bytes += grant.answer_bytes
             return
         refused = self._machine.refused(query, answer)

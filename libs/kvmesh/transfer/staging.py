@@ -51,10 +51,18 @@ class Landing(NamedTuple):
     land: Callable[[], Awaitable[None]]
 
 
+class Within(NamedTuple):
+    """An owner that is one of a group: half of the memory is the group's, half of that its own."""
+
+    group: Hashable
+    member: Hashable
+
+
 class Spaces:
     """Which blocks of the memory are taken, and by whom. No I/O.
 
-    Nobody who holds some gets more than half, so that a peer that stalls does not stop all others.
+    Nobody who holds some gets more than half, so that a peer that stalls does not stop all others;
+    no member of a group (`Within`) more than half of that.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -69,14 +77,19 @@ class Spaces:
 
     def may_take(self, num_blocks: int, owner: Hashable) -> bool:
         """Whether it is the owner's to take so many, if they are free."""
-        held = self._held.get(owner, 0)
-        return held == 0 or 2 * (held + num_blocks) <= self.num_blocks
+        room = self.num_blocks
+        for level in _levels(owner):
+            room, held = room // 2, self._held.get(level, 0)
+            if held and held + num_blocks > room:
+                return False
+        return True
 
     def take(self, num_blocks: int, owner: Hashable) -> int | None:
         """The first of so many free blocks in a row; None when there are none now."""
         for index, (first, count) in enumerate(self._free):
             if count >= num_blocks:
-                self._held[owner] = self._held.get(owner, 0) + num_blocks
+                for level in _levels(owner):
+                    self._held[level] = self._held.get(level, 0) + num_blocks
                 rest = (first + num_blocks, count - num_blocks)
                 self._free[index : index + 1] = [rest] if rest[1] else []
                 return first
@@ -88,15 +101,20 @@ class Spaces:
         before, after = self._free[:index], self._free[index:]
         assert not before or sum(before[-1]) <= first, "freed twice"
         assert not after or first + num_blocks <= after[0][0], "freed twice"
-        self._held[owner] -= num_blocks
-        if self._held[owner] == 0:
-            del self._held[owner]
+        for level in _levels(owner):
+            self._held[level] -= num_blocks
+            if self._held[level] == 0:
+                del self._held[level]
         if before and sum(before[-1]) == first:
             first, num_blocks = before[-1][0], before[-1][1] + num_blocks
             before.pop()
         if after and first + num_blocks == after[0][0]:
             num_blocks += after.pop(0)[1]
         self._free = [*before, (first, num_blocks), *after]
+
+
+def _levels(owner: Hashable) -> tuple[Hashable, ...]:
+    return ((Within, owner.group), owner) if isinstance(owner, Within) else (owner,)
 
 
 class _Wait(NamedTuple):

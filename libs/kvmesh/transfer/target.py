@@ -13,6 +13,7 @@ from kvmesh.core.types import Refusal, RefusalReason, WorkerId
 from kvmesh.transfer.device import Pieces
 from kvmesh.transfer.frames import CommitFrame, GetFrame, PutFrame
 from kvmesh.transfer.native import num_bytes_of
+from kvmesh.transfer.pacing import Share
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,11 +85,13 @@ class ReadGrant:
         get: the frame that it answers.
         views: contiguous; sent in order. Their sizes add up to the frame's blocks.
         pieces: of a device pool, instead of views.
+        share: of the holder's budget that the bytes leave by.
     """
 
     get: GetFrame
     views: Sequence[memoryview]
     pieces: Pieces | None = None
+    share: Share = Share.READ
 
 
 class ReadSource(Protocol):

@@ -12,11 +12,12 @@ import contextlib
 import os
 import socket
 import struct
-import threading
 from collections.abc import Callable
+from functools import partial
 
 from kvmesh.core.errors import LostError
 from kvmesh.transfer.native import NativeState
+from kvmesh.transfer.pacing import Pacer, Share
 from kvmesh.transfer.stall import StallWatch
 from kvmesh.transfer.wire import Wire
 
@@ -30,6 +31,7 @@ class WaitingSocket:
         wire: the socket, for `tcp_facts`.
         watch: stalls cut the socket; hold `watch.under_way()` while an answer is owed.
         received_fd: a descriptor that came over a Unix socket; belongs to the caller that takes it.
+        has_stalled: it was cut because the peer made no progress; a new one would be no faster.
     """
 
     def __init__(self, wire: Wire, stall_timeout_s: float) -> None:
@@ -37,14 +39,14 @@ class WaitingSocket:
         self.received_fd: int | None = None
         self._loop = asyncio.get_running_loop()
         self._cause: str | None = None
-        self._is_cut = threading.Event()
         self._is_watched = False
         self._reader: asyncio.Future[None] | None = None
         self._paused: asyncio.Future[None] | None = None
         self._sending, self._receiving = NativeState(), NativeState()
+        self.has_stalled = False
         self.watch = StallWatch(
             stall_timeout_s,
-            lambda: self.cut(f"no progress for {stall_timeout_s:g} s"),
+            lambda: self._stall(f"no progress for {stall_timeout_s:g} s"),
             lambda: self._sending.moved + self._receiving.moved,
         )
         tick = struct.pack("ll", *divmod(max(1, int(stall_timeout_s * 250_000)), 1_000_000))
@@ -57,13 +59,16 @@ class WaitingSocket:
         if self._cause is not None:
             return
         self._cause = cause
-        self._is_cut.set()
         self._sending.stop = self._receiving.stop = 1
         if self._paused is not None:
             _wake(self._paused)
         # Wakes both directions, threads included.
         with contextlib.suppress(OSError):
             self.wire.shutdown(socket.SHUT_RDWR)
+
+    def _stall(self, cause: str) -> None:
+        self.has_stalled = self._cause is None
+        self.cut(cause)
 
     def close(self) -> None:
         """Frees the socket; nobody may wait on it. May be called again."""
@@ -79,17 +84,18 @@ class WaitingSocket:
             os.close(self.received_fd)
             self.received_fd = None
 
-    async def _pause(self, seconds: float) -> None:
-        """Waits before sending; raises LostError as soon as the socket is cut."""
+    async def _turn(self, pacer: Pacer, num_bytes: int, share: Share) -> None:
+        """Waits for leave to send; raises LostError as soon as the socket is cut."""
         self._raise_if_cut()
         self._paused = self._loop.create_future()
-        timer = self._loop.call_later(seconds, _wake, self._paused)
+        ticket = pacer.ask(num_bytes, share, partial(_wake, self._paused))
         try:
             await self._paused
         finally:
-            timer.cancel()
+            pacer.withdraw(ticket)
             self._paused = None
         self._raise_if_cut()
+        self.watch.progress()  # a budget is not the peer's silence
 
     async def _writable(self) -> None:
         fd = self.wire.fileno()

@@ -28,6 +28,7 @@ class LeaseBlocksRequest(_message.Message):
     LAYOUT_FIELD_NUMBER: _builtins.int
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
     NUM_HELD_FIELD_NUMBER: _builtins.int
+    PLANNED_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     """Which life of the holder is meant."""
     reader_worker_id: _builtins.str
@@ -38,6 +39,8 @@ class LeaseBlocksRequest(_message.Message):
     """
     num_held: _builtins.int
     """Of these, leading ones that the reader has already."""
+    planned: _builtins.bool
+    """A copy that was planned ahead: what leaves for requests that wait goes first."""
     @_builtins.property
     def layout(self) -> _types_pb2.KvLayout:
         """The reader's KV memory shape; another one than the holder's is refused."""
@@ -50,10 +53,11 @@ class LeaseBlocksRequest(_message.Message):
         layout: _types_pb2.KvLayout | None = ...,
         block_hashes: _builtins.bytes = ...,
         num_held: _builtins.int = ...,
+        planned: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "incarnation", b"incarnation", "layout", b"layout", "num_held", b"num_held", "reader_worker_id", b"reader_worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "incarnation", b"incarnation", "layout", b"layout", "num_held", b"num_held", "planned", b"planned", "reader_worker_id", b"reader_worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

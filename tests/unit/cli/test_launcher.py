@@ -27,6 +27,7 @@ from kvmesh.cli.processes import ProcessSpec, Supervisor
 from kvmesh.cli.stack import Member, StackPaths, StackPlan
 from kvmesh.core.clock import SystemClock
 from kvmesh.core.types import Endpoint
+from tests.waiting import until
 
 # A service that is ready as soon as it listens, and writes a line for each life.
 SERVICE = """
@@ -77,9 +78,7 @@ class Stack:
         return Member(spec, Probe("http", endpoint))
 
     async def until_said(self, text: str) -> None:
-        async with asyncio.timeout(30):
-            while text not in self.output.getvalue():
-                await asyncio.sleep(0.01)
+        await until(lambda: text in self.output.getvalue(), f"it says {text!r}")
 
     def description(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads((self.folder / "stack.json").read_text())
@@ -166,9 +165,7 @@ async def test_a_death_with_restart(stack: Stack) -> None:
     before = stack.supervisor.pids
     os.kill(before["a"], signal.SIGKILL)
     await stack.until_said("a was killed by SIGKILL")
-    async with asyncio.timeout(30):
-        while stack.output.getvalue().count("a            ready") < 2:
-            await asyncio.sleep(0.01)
+    await until(lambda: stack.output.getvalue().count("a            ready") == 2)
     assert stack.supervisor.pids["a"] != before["a"]
     assert stack.supervisor.pids["b"] == before["b"]
     stack.stop.set()
@@ -193,9 +190,7 @@ async def test_a_stop_ends_the_command(stack: Stack) -> None:
     code = f"import signal, pathlib; pathlib.Path('{marker}').touch(); signal.pause()"
     stack.settings = LaunchSettings(command=f'{sys.executable} -c "{code}"')
     running = stack.launch(a=SERVICE)
-    async with asyncio.timeout(30):
-        while not marker.exists():
-            await asyncio.sleep(0.01)
+    await until(marker.exists)
     stack.stop.set()
     assert await running == INTERRUPTED
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvmesh.cli.processes import Exit, ProcessSpec, Supervisor, log_tail
+from tests.waiting import until
 
 # Writes "up", then a word for each signal; `stubborn` survives SIGTERM.
 CHILD = """
@@ -46,9 +47,7 @@ def _child(tmp_path: Path, name: str, rank: int = 0, stubborn: bool = False) -> 
 
 
 async def _until_up(spec: ProcessSpec) -> None:
-    async with asyncio.timeout(30):
-        while log_tail(spec.log_path, 1) != ["up"]:
-            await asyncio.sleep(0.01)
+    await until(lambda: log_tail(spec.log_path, 1) == ["up"], f"{spec.name} is up")
 
 
 def _is_alive(pid: int) -> bool:
@@ -100,8 +99,7 @@ async def test_kill_cuts_the_grace_short(supervisor: Supervisor, tmp_path: Path)
     await _until_up(spec)
     stopping = asyncio.create_task(supervisor.stop())
     async with asyncio.timeout(20):  # less than the grace
-        while not (tmp_path / "order").exists():
-            await asyncio.sleep(0.01)
+        await until((tmp_path / "order").exists)
         supervisor.kill()
         await stopping
 
@@ -165,6 +163,7 @@ def test_children_do_not_outlive_their_parent(tmp_path: Path) -> None:
 import asyncio, os, sys
 from pathlib import Path
 from kvmesh.cli.processes import ProcessSpec, Supervisor
+from tests.waiting import until
 async def main():
     supervisor = Supervisor(1.0)
     folder = Path({str(tmp_path)!r})

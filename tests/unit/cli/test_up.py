@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from kvmesh.cli.stack import RemoteOptions
-from kvmesh.cli.stack_state import hold_state
-from kvmesh.cli.up import ROOT, main, stack_options
+from kvmesh.cli.stack_state import CHECKOUT, hold_state
+from kvmesh.cli.up import main, stack_options
 from kvmesh.core.errors import ConfigError
 
 DEFAULTS: dict[str, Any] = {
@@ -35,7 +35,7 @@ DEFAULTS: dict[str, Any] = {
 
 def test_the_embedded_model_runs_in_float32() -> None:
     options = stack_options(argparse.Namespace(**DEFAULTS), cores=8)
-    assert options.model.parent == ROOT / "models"
+    assert options.model.parent == CHECKOUT / "models"
     assert options.model_name == options.model.name
     assert options.dtype == "float32"
     assert options.num_threads == 4

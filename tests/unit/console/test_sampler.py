@@ -3,7 +3,9 @@ from __future__ import annotations
 import pytest
 
 from kvmesh.console.sampler import (
+    GONE_S,
     HISTORY,
+    MAX_GONE,
     LinkName,
     Sampler,
     WorkerRates,
@@ -66,6 +68,36 @@ def test_hybrids_count_on_both_sides() -> None:
     ]
     sample = Sampler().take(fleet, NOTHING, 0.0)
     assert (sample.prefill_workers, sample.decode_workers) == (2, 3)
+
+
+def test_rates_of_a_fleet_that_nobody_tells_of_are_not_known() -> None:
+    sampler = Sampler()
+    sampler.take([fleet_worker("p0", decode_tokens_total=5)], NOTHING, 0.0)
+    sample = sampler.take(
+        [fleet_worker("p0", decode_tokens_total=5)], Share(2, 2), 1.0, fresh=False
+    )
+    told = (sample.prefill_tokens_s, sample.decode_tokens_s, sample.transfer_bytes_s)
+    assert told == (None, None, None)
+    assert (sample.requests_s, sample.prefill_workers) == (2.0, 1)
+
+
+def test_who_left_is_told_until_it_is_back_or_forgotten() -> None:
+    sampler = Sampler()
+    both = [fleet_worker("p0"), fleet_worker("d0", Role.DECODE)]
+    sampler.take(both, NOTHING, 0.0)
+    assert sampler.gone == {}
+    for second in (1.0, 2.0):
+        sampler.take(both[1:], NOTHING, second)
+        assert {name: gone.at_s for name, gone in sampler.gone.items()} == {P0: 1.0}
+    sampler.take(both, NOTHING, 3.0)
+    assert sampler.gone == {}
+    sampler.take([], NOTHING, 4.0)
+    assert set(sampler.gone) == {P0, D0}
+    sampler.take([], NOTHING, 4.0 + GONE_S)
+    assert sampler.gone == {}
+    sampler.take([fleet_worker(f"w{n}") for n in range(MAX_GONE + 5)], NOTHING, 400.0)
+    sampler.take([], NOTHING, 401.0)
+    assert len(sampler.gone) == MAX_GONE
 
 
 def test_history_is_bounded() -> None:

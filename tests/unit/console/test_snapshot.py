@@ -60,3 +60,11 @@ def test_a_worker_shows_why_nothing_is_routed_to_it() -> None:
     )
     shown = snapshot(view_of(RequestLog(), worker, fleet_worker("p1", draining=True)))
     assert [each["state"] for each in shown["workers"]] == ["cordoned", "draining"]
+
+
+def test_a_worker_that_left_is_told_apart() -> None:
+    view = view_of(RequestLog(), fleet_worker("d0", Role.DECODE))
+    view.sampler.take([], view.share, 100.0)
+    shown = snapshot(dataclasses.replace(view, workers=()))
+    assert shown["workers"] == []
+    assert shown["gone"] == [{"id": "d0", "role": "decode", "cluster": "east", "for_s": 10.0}]

@@ -22,6 +22,7 @@ from services.gateway.processes import (
     pause_s,
     process_arguments,
 )
+from tests.waiting import until
 
 FREE = GatewayConfig(http=HttpConfig(port=0), server=ServerConfig(port=0))
 APPEND = "import sys; open(sys.argv[1], 'a').write('x')"
@@ -84,8 +85,7 @@ async def test_a_process_that_ends_is_replaced_until_it_is_told_to_stop(tmp_path
     command = [sys.executable, "-c", APPEND, str(marks)]
     processes = GatewayProcesses([command], tmp_path, stop_s=30)
     running = asyncio.create_task(processes.run())
-    while not marks.exists() or len(marks.read_text()) < 2:
-        await asyncio.sleep(0.01)
+    await until(lambda: marks.exists() and len(marks.read_text()) >= 2, "it was started again")
     processes.stop()
     await running
 
@@ -104,7 +104,6 @@ async def test_a_process_that_does_not_stop_is_killed(tmp_path: Path) -> None:
     )
     processes = GatewayProcesses([[sys.executable, "-c", deaf, str(ready)]], tmp_path, stop_s=0.1)
     running = asyncio.create_task(processes.run())
-    while not ready.exists():
-        await asyncio.sleep(0.01)
+    await until(ready.exists)
     processes.stop()
     assert await running == -9

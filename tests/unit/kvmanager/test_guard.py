@@ -16,6 +16,7 @@ from kvmesh.v1 import kv_manager_service_pb2 as pb
 from services.kvmanager.config import LimitConfig
 from services.kvmanager.guard import StoreGuard
 from services.kvmanager.lookup import PrefixLookups
+from tests.waiting import until
 
 HASH = bytes(16)
 
@@ -60,12 +61,6 @@ async def probing(guard: StoreGuard) -> AsyncIterator[None]:
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def until_up(guard: StoreGuard) -> None:
-    async with asyncio.timeout(10):
-        while not guard.up:
-            await asyncio.sleep(0.001)
-
-
 async def test_one_failure_keeps_callers_away_until_a_probe_succeeds() -> None:
     store, recoveries = FaultyStore(), Recoveries()
     guard = StoreGuard(store, 0.001, recoveries)
@@ -79,7 +74,7 @@ async def test_one_failure_keeps_callers_away_until_a_probe_succeeds() -> None:
     async with probing(guard):
         assert not guard.up
         store.fails = False
-        await until_up(guard)
+        await until(lambda: guard.up)
         assert await guard.call(lambda s: s.match("n", HASH)) == []
         assert recoveries.count == 1
 
@@ -115,9 +110,8 @@ async def test_failure_during_recovery_is_followed_by_another_recovery() -> None
     guard = StoreGuard(store, 0.001, recover)
     await guard.start()
     store.fails = False
-    async with probing(guard), asyncio.timeout(10):
-        while len(outcomes) < 2:
-            await asyncio.sleep(0.001)
+    async with probing(guard):
+        await until(lambda: len(outcomes) == 2)
     assert outcomes == [False, True]
 
 

@@ -100,11 +100,14 @@ class TestRoles:
         assert not loop.is_helping
 
     def test_each_mistake_doubles_the_rest(self) -> None:
-        """Decode never recovers from the loss of a worker, whatever its score was before."""
+        """Decode never recovers from the loss of a worker, whatever its score was before; prefill
+        has nobody to spare.
+        """
         loop, limits = RoleLoop(), SwitchLimits()
+        at_work = WorkerLoad(prefill_active=2, budget_used=0.5, compute_used=0.5, blocks_free=512)
         starved = [
             read_worker(worker_info("d0", Role.PREFILL), IDLE, Waiting(0, 0)),
-            *(read_worker(worker_info(f"p{n}"), IDLE, Waiting(0, 0)) for n in range(2)),
+            *(read_worker(worker_info(f"p{n}"), at_work, Waiting(0, 0)) for n in range(2)),
             read_worker(worker_info("d1", Role.DECODE), IDLE, Waiting(0, 90)),
         ]
         rests: list[int] = []
@@ -119,6 +122,30 @@ class TestRoles:
                 ended_at = now
         assert rests == [1, 10, 20, 40, 80, limits.max_rest_cycles, limits.max_rest_cycles]
 
+    def test_after_a_return_the_other_side_is_helped_at_once(self) -> None:
+        """The load moved over while a worker helped: to have it back is not enough."""
+        loop = RoleLoop()
+        idle = [read_worker(worker_info(f"p{n}"), IDLE, Waiting(0, 0)) for n in range(2)]
+        full = [read_worker(worker_info("d0", Role.DECODE), IDLE, Waiting(0, 90))]
+        (switch,) = loop.cycle([*idle, *full], 0.0).switches
+        loop.carried_out(switch)
+        prefill = [read_worker(worker_info("p1"), FULL_PREFILL, Waiting(9, 0))]
+        decode = [
+            read_worker(worker_info(name, Role.DECODE), IDLE, Waiting(0, 0))
+            for name in ("p0", "d0")
+        ]
+        for now in range(10, 10 + SwitchLimits().min_cycles):
+            switches = loop.cycle([*prefill, *decode], float(now)).switches
+        (back,) = switches
+        assert (back.worker_id, back.role) == ("p0", Role.PREFILL)
+        loop.carried_out(back)
+        prefill.append(read_worker(worker_info("p0"), FULL_PREFILL, Waiting(9, 0)))
+        spare = [
+            read_worker(worker_info(f"d{n}", Role.DECODE), IDLE, Waiting(0, 0)) for n in range(2)
+        ]
+        (help_,) = loop.cycle([*prefill, *spare], 16.0).switches
+        assert help_.reason is SwitchReason.HELPS_PREFILL
+
     def test_all_whom_their_side_calls_in_one_cycle_are_one_mistake(self) -> None:
         loop, limits = RoleLoop(), SwitchLimits()
         called, over = (
@@ -131,7 +158,8 @@ class TestRoles:
             for switch in returns:
                 loop.carried_out(switch)
             factor *= 2
-            assert loop._next_rest == factor * limits.rest_cycles
+            assert loop._rests[Role.PREFILL].cycles_left == factor * limits.rest_cycles
+            assert loop._rests[Role.DECODE].cycles_left == 0, "the other side is helped at once"
 
     def test_who_was_not_told_is_asked_for_again(self) -> None:
         loop = RoleLoop()

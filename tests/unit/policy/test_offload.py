@@ -85,7 +85,25 @@ class TestThreshold:
             assert abs(back.tokens - 1000) < abs(start - 1000)
 
     def test_a_full_link_moves_nothing_home_where_requests_wait_already(self) -> None:
-        assert adjust_threshold(self.BASE, LinkState(1.0, 3.0, 1.0)) == self.BASE
+        held = adjust_threshold(self.BASE, LinkState(1.0, 3.0, 1.0))
+        assert held.tokens == self.BASE.tokens
+
+    @pytest.mark.parametrize(
+        ("link", "reason"),
+        [
+            (LinkState(1.0, 0.0, 1.0), AdjustReason.FAR_FULL),
+            (LinkState(0.1, 3.0, 1.0), AdjustReason.FAR_FULL),
+            (LinkState(0.1, 1.0, 3.0), AdjustReason.NEAR_FULL),
+            (LinkState(0.1, 1.0, 1.0), AdjustReason.CALM),
+        ],
+    )
+    def test_a_side_that_is_full_without_relief_is_named(
+        self, link: LinkState, reason: AdjustReason
+    ) -> None:
+        assert adjust_threshold(self.BASE, link) == Threshold(1000.0, 1000.0, reason)
+        back = adjust_threshold(Threshold(1000.0, 200.0), link)
+        assert 200 < back.tokens < 1000
+        assert back.reason is (AdjustReason.RECOVERING if reason is AdjustReason.CALM else reason)
 
     @pytest.mark.parametrize(
         ("start", "link"),

@@ -6,12 +6,13 @@ import dataclasses
 
 import pytest
 
-from kvmesh.core.details import FleetWorker, LinkDetail, WorkerDetail
+from kvmesh.core.details import ANSWER, ASK, FleetWorker, LinkDetail, WorkerDetail
 from kvmesh.core.types import WorkerId, WorkerLoad
 from kvmesh.policy.path_meter import MIN_BYTES, PathMeter
 from kvmesh.policy.prefix_source import FetchPace
 from tests.unit.policy.fleet_examples import LAYOUT, worker_info
 
+ASKS = (ASK, ANSWER)
 TOKEN_BYTES = LAYOUT.block_bytes / LAYOUT.block_size
 
 
@@ -34,6 +35,16 @@ def test_ways_inside_and_between_are_apart() -> None:
     assert pace.token_s == 0.5
     assert pace.inside_token_s == pytest.approx(TOKEN_BYTES * 2.0 / (10 * MIN_BYTES))
     assert pace.between_token_s == pytest.approx(TOKEN_BYTES * 4.0 / (2 * MIN_BYTES))
+
+
+def test_questions_say_nothing_of_how_fast_kv_travels() -> None:
+    meter = PathMeter()
+    asked = [
+        LinkDetail(WorkerId("b"), kind, bytes_total=9 * MIN_BYTES, busy_s=9.0) for kind in ASKS
+    ]
+    asker = dataclasses.replace(seen("a"), detail=WorkerDetail(links=tuple(asked)))
+    meter.observe([asker, seen("b")])
+    assert meter.pace(0.5) == FetchPace(0.5)
 
 
 def test_totals_count_once() -> None:

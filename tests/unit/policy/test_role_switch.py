@@ -83,9 +83,13 @@ class TestHelp:
         helping = {WorkerId("c"): Help(Role.PREFILL, SwitchLimits().cycles - 1)}
         assert plan_switches(workers, fleet, Regime.IMBALANCED, helping) == []
 
-    def test_nobody_begins_right_after_a_return(self) -> None:
+    @pytest.mark.parametrize(("resting", "num_moved"), [(Role.PREFILL, 0), (Role.DECODE, 2)])
+    def test_nobody_begins_to_help_a_side_right_after_a_return(
+        self, resting: Role, num_moved: int
+    ) -> None:
         fleet = Score(1.2, 0.1)
-        assert plan_switches(self.WORKERS, fleet, Regime.IMBALANCED, {}, resting=True) == []
+        found = plan_switches(self.WORKERS, fleet, Regime.IMBALANCED, {}, resting=[resting])
+        assert len(found) == num_moved
 
     @pytest.mark.parametrize(
         ("fleet", "cycles_left", "reason"),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from typing import Any
 
 import pytest
 from google.protobuf.message import DecodeError
 
 from kvmesh.core.errors import ProtocolError
-from kvmesh.rpc.framed import FramedConnection
+from kvmesh.rpc.framed import FramedConnection, ignore
 from kvmesh.v1.kv_manager_service_pb2 import MatchPrefixRequest
 
 
@@ -69,6 +70,24 @@ async def test_a_frame_that_is_no_message_ends_the_connection() -> None:
     assert wire.aborted
     assert connection.failure is not None
     assert connection.failure.reason == "damaged_message"
+
+
+async def test_a_fault_of_ours_is_reported_and_ends_the_connection_on_both_sides() -> None:
+    loop, reported = asyncio.get_running_loop(), list[object]()
+    loop.set_exception_handler(lambda _, context: reported.append(context.get("exception")))
+    fault = RuntimeError("a fault of ours")
+
+    def on_frame(_: bytes) -> None:
+        raise fault
+
+    here, there = socket.socketpair()
+    _, faulty = await loop.create_connection(lambda: FramedConnection(on_frame, 100), sock=here)
+    _, peer = await loop.create_connection(lambda: FramedConnection(ignore, 100), sock=there)
+    peer.send([MatchPrefixRequest(namespace="one"), MatchPrefixRequest(namespace="two")])
+    assert await faulty.closed == "a fault of ours"
+    assert await peer.closed
+    assert reported == [fault]
+    assert faulty.failure is None, "the peer did nothing wrong"
 
 
 async def test_after_the_end_nothing_is_sent_and_the_reason_stays() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvmesh.core.details import GET, LinkDetail, WorkerDetail
+from kvmesh.core.details import ANSWER, GET, LinkDetail, WorkerDetail
 from kvmesh.core.types import (
     RequestId,
     Role,
@@ -160,12 +160,13 @@ class TestThreshold:
             await mesh.second()
         assert mesh.planner.offload("m").threshold_tokens == 1000
 
-    async def test_prefixes_that_are_read_from_there_count_as_what_is_sent(self) -> None:
+    @pytest.mark.parametrize("channel", [GET, ANSWER])
+    async def test_what_is_read_or_answered_from_there_counts_as_sent(self, channel: str) -> None:
         mesh = self.mesh()
         for read in (500_000, 1_490_000, 2_480_000):
             # By another worker of the remote cluster: that stays inside.
             for reader, peer, total in (("p", "far", read), ("far", "elsewhere", 9 * read)):
-                link = LinkDetail(WorkerId(peer), GET, bytes_total=total)
+                link = LinkDetail(WorkerId(peer), channel, bytes_total=total)
                 mesh.fleet.note_detail(mesh.members[reader], WorkerDetail(links=(link,)))
             await mesh.second()
         assert mesh.planner.offload("m").threshold_tokens == pytest.approx(1000 * 1.15**2)

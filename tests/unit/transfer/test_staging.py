@@ -20,7 +20,7 @@ from kvmesh.transfer.local_channel import LocalHub
 from kvmesh.transfer.pacing import Pacer
 from kvmesh.transfer.protocol import ChannelIdentity
 from kvmesh.transfer.reader import BlockReader, ReadLease
-from kvmesh.transfer.staging import Spaces, StagingRing
+from kvmesh.transfer.staging import Spaces, StagingRing, Within
 from kvmesh.transfer.target import ReadGrant
 from tests.device_twin import TwinPool
 from tests.transfer_pair import (
@@ -216,6 +216,25 @@ class DeviceBlocks:
 
     def end_read(self, grant: ReadGrant) -> None:
         return
+
+
+def test_one_of_a_group_that_takes_all_it_can_leaves_half_of_the_groups_half_to_others() -> None:
+    spaces, slow, quick = Spaces(16), Within("readers", "slow"), Within("readers", "quick")
+    taken = []
+    while spaces.may_take(2, slow):
+        taken.append(spaces.take(2, slow))
+    assert taken == [0, 2]
+    first = spaces.take(2, quick)
+    assert first is not None
+    assert spaces.may_take(2, quick)
+    assert not spaces.may_take(3, quick), "half of the memory is not for readers"
+    assert spaces.may_take(8, "a writer")
+    spaces.give_back(first, 2, quick)
+    for each in taken:
+        assert each is not None
+        spaces.give_back(each, 2, slow)
+    assert spaces.num_free == 16
+    assert spaces.may_take(8, slow), "what is more than its share goes alone"
 
 
 async def test_readers_that_wait_for_a_budget_leave_half_to_what_arrives() -> None:

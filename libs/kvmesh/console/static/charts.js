@@ -106,7 +106,7 @@ function draw(chart, samples) {
 function ago(samples) {
   if (samples.length < 2) return "now";
   const seconds = Math.round(samples.at(-1).at_s - samples[0].at_s);
-  return seconds < 120 ? `${seconds} s ago` : `${Math.round(seconds / 60)} min ago`;
+  return `${format.duration(seconds)} ago`;
 }
 
 // A round number that is not below the largest value.

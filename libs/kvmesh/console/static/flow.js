@@ -2,13 +2,8 @@
 
 import { show, svg } from "./dom.js";
 import * as format from "./format.js";
-import { byActivity } from "./order.js";
+import { NARROW, NODE, WIDE, curve, labelAt, layout, waysOf } from "./places.js";
 
-const WIDTH = 1080;
-const NODE = { width: 214, height: 74, gap: 14 };
-const COLUMNS = { gateway: 20, prefill: 330, decode: 760 };
-const TOP = 34;
-const MAX_NODES = 12;
 const DOT_S = 1.6;
 
 // Positions of the dots along their ways are kept over redraws.
@@ -16,26 +11,25 @@ const ways = new Map();
 let frame = 0;
 
 export function drawFlow(element, snapshot) {
-  const plan = layout(snapshot);
+  const plan = layout(snapshot, element.clientWidth);
   const edges = edgesOf(snapshot, plan);
   show(
     element,
     svg(
       "svg",
       {
-        viewBox: `0 0 ${WIDTH} ${plan.height}`,
+        viewBox: `0 0 ${plan.form.width} ${plan.height}`,
         role: "img",
         "aria-label": summary(snapshot),
       },
-      plan.clusters.map(clusterBox),
+      plan.clusters.map((box) => clusterBox(box, plan.form)),
       edges.map(wayOf),
       svg("g", { class: "dots" }),
       edges.filter((edge) => edge.label).map(labelOf),
       gatewayNode(snapshot, plan),
-      plan.nodes.map(workerNode),
-      plan.hidden > 0
-        ? svg("text", { class: "label", x: COLUMNS.prefill, y: plan.height - 10 }, `and ${plan.hidden} more workers in the table below`)
-        : null,
+      plan.nodes.map((node) => workerNode(node, plan.form)),
+      plan.hidden > 0 ? remark(plan, plan.height - 10, `and ${plan.hidden} more workers in the table below`) : null,
+      plan.nodes.length === 0 ? remark(plan, plan.form.top + 40, "no worker is registered: requests wait until their deadline") : null,
     ),
   );
   follow(element.querySelector("svg"), edges);
@@ -47,57 +41,19 @@ function summary(snapshot) {
   return `Gateway with ${snapshot.open} open requests, ${prefill} prefill and ${decode} decode workers`;
 }
 
-// --- where things are ---
-
-function layout(snapshot) {
-  const clusters = [...new Set(snapshot.workers.map((worker) => worker.cluster))].sort();
-  const nodes = [];
-  const boxes = [];
-  let y = TOP;
-  let hidden = 0;
-  for (const cluster of clusters) {
-    const members = snapshot.workers.filter((worker) => worker.cluster === cluster);
-    const shown = busiest(members);
-    hidden += members.length - shown.length;
-    const left = shown.filter((worker) => worker.role === "prefill");
-    const right = shown.filter((worker) => worker.role !== "prefill");
-    const rows = Math.max(left.length, right.length, 1);
-    const height = rows * (NODE.height + NODE.gap) - NODE.gap;
-    place(nodes, left, COLUMNS.prefill, y, height);
-    place(nodes, right, COLUMNS.decode, y, height);
-    boxes.push({ name: cluster, y: y - 26, height: height + 40 });
-    y += height + 54;
-  }
-  const height = Math.max(y - 14, 170);
-  return { nodes, clusters: boxes, hidden, height, gatewayY: height / 2 - NODE.height / 2, at: new Map(nodes.map((n) => [n.worker.id, n])) };
-}
-
-// Of each side as many as there is room for, so that neither crowds the other out.
-function busiest(members) {
-  if (members.length <= MAX_NODES) return members;
-  const side = (isPrefill) => byActivity(members.filter((w) => (w.role === "prefill") === isPrefill)).slice(0, MAX_NODES / 2);
-  const chosen = new Set([...side(true), ...side(false)]);
-  return members.filter((worker) => chosen.has(worker));
-}
-
-function place(nodes, workers, x, y, height) {
-  const own = workers.length * (NODE.height + NODE.gap) - NODE.gap;
-  workers.forEach((worker, i) => nodes.push({ worker, x, y: y + (height - own) / 2 + i * (NODE.height + NODE.gap) }));
-}
-
 // --- what flows ---
 
 function edgesOf(snapshot, plan) {
-  const gateway = { x: COLUMNS.gateway + 176, y: plan.gatewayY + NODE.height / 2 };
+  const ways = waysOf(plan);
   const left = (node) => ({ x: node.x, y: node.y + NODE.height / 2 - 8 });
-  const right = (node) => ({ x: node.x + NODE.width, y: node.y + NODE.height / 2 - 8 });
+  const right = (node) => ({ x: node.x + plan.form.node, y: node.y + NODE.height / 2 - 8 });
   const edges = [];
   for (const node of plan.nodes.filter((n) => n.worker.role !== "decode")) {
     const running = flowsOf(snapshot, (flow) => flow.stage === "prefill" && flow.prefill === node.worker.id);
     edges.push({
       key: `prompt ${node.worker.id}`,
       kind: "prompt",
-      d: curve(gateway, left(node)),
+      d: ways.toPrefill(left(node)),
       weight: running + node.worker.prefill_tokens_s / 500,
     });
   }
@@ -108,7 +64,7 @@ function edgesOf(snapshot, plan) {
     edges.push({
       key: `prompt ${node.worker.id}`,
       kind: "prompt",
-      d: over({ x: gateway.x, y: gateway.y - 12 }, { x: node.x, y: node.y + 16 }, plan),
+      d: ways.toDecode(node),
       weight: running + node.worker.prefill_tokens_s / 500,
     });
   }
@@ -121,9 +77,9 @@ function edgesOf(snapshot, plan) {
     edges.push({
       key: `kv ${link.from} ${link.to}`,
       kind: "kv",
-      d: from.x === to.x ? around(right(from), right(to)) : curve(start, end),
+      d: from.x === to.x ? ways.beside(right(from), right(to)) : curve(start, end),
       weight: link.bytes_s / 2e6 + (link.bytes_s > 0 ? 1 : 0),
-      label: link.bytes_s > 0 ? `${format.bytes(link.bytes_s)}/s` : "",
+      label: ways.hasLabels && link.bytes_s > 0 ? `${format.bytes(link.bytes_s)}/s` : "",
       at: labelAt(start, end),
     });
   }
@@ -131,7 +87,7 @@ function edgesOf(snapshot, plan) {
     edges.push({
       key: `tokens ${node.worker.id}`,
       kind: "tokens",
-      d: back({ x: node.x, y: node.y + NODE.height - 12 }, { x: gateway.x, y: gateway.y + 22 }, plan),
+      d: ways.back(node),
       weight: node.worker.decode_tokens_s / 40,
     });
   }
@@ -153,43 +109,23 @@ function merged(links) {
   return [...byPair.values()];
 }
 
-function curve(from, to) {
-  const bend = Math.max(40, Math.abs(to.x - from.x) * 0.5);
-  const sign = to.x >= from.x ? 1 : -1;
-  return `M${from.x} ${from.y}C${from.x + sign * bend} ${from.y} ${to.x - sign * bend} ${to.y} ${to.x} ${to.y}`;
-}
-
-// Crossing ways have their labels near the sender, straight ones beyond the crossings.
-function labelAt(start, end) {
-  const share = Math.abs(end.y - start.y) < 1 ? 0.72 : 0.3;
-  const bent = share * share * (3 - 2 * share);
-  return [start.x + share * (end.x - start.x), start.y + bent * (end.y - start.y) - 5];
-}
-
-// Above the prefill workers.
-function over(from, to, plan) {
-  const high = Math.max(TOP - 22, Math.min(...plan.nodes.map((node) => node.y)) - 16);
-  return `M${from.x} ${from.y}C${from.x + 70} ${from.y} ${from.x + 60} ${high} ${COLUMNS.prefill + NODE.width / 2} ${high}S${to.x - 70} ${to.y} ${to.x} ${to.y}`;
-}
-
-function around(from, to) {
-  return `M${from.x} ${from.y}C${from.x + 60} ${from.y} ${to.x + 60} ${to.y} ${to.x} ${to.y}`;
-}
-
-// Tokens go back below the prefill workers.
-function back(from, to, plan) {
-  const low = Math.min(plan.height - 8, Math.max(from.y, to.y) + 60);
-  return `M${from.x} ${from.y}C${from.x - 90} ${from.y} ${from.x - 120} ${low} ${(from.x + to.x) / 2} ${low}S${to.x + 70} ${to.y} ${to.x} ${to.y}`;
-}
-
 // --- how it looks ---
 
-function clusterBox(box) {
+function remark(plan, y, text) {
+  return svg("text", { class: "label", x: plan.form.prefill, y }, text);
+}
+
+// Names of pods differ at their end.
+function shortened(name, most) {
+  return name.length <= most ? name : `…${name.slice(1 - most)}`;
+}
+
+function clusterBox(box, form) {
   return svg(
     "g",
     {},
-    svg("rect", { class: "cluster", x: COLUMNS.prefill - 26, y: box.y, width: WIDTH - COLUMNS.prefill + 16, height: box.height, rx: 14 }),
-    svg("text", { class: "cluster-name", x: WIDTH - 22, y: box.y + 17, "text-anchor": "end" }, `cluster ${box.name}`),
+    svg("rect", { class: "cluster", x: form.cluster, y: box.y, width: form.width - form.cluster - (form === WIDE ? 10 : 6), height: box.height, rx: 14 }),
+    svg("text", { class: "cluster-name", x: form.width - 22, y: box.y + 17, "text-anchor": "end" }, `cluster ${box.name}`),
   );
 }
 
@@ -211,8 +147,8 @@ function gatewayNode(snapshot, plan) {
   const waiting = flowsOf(snapshot, (flow) => flow.stage === "waiting");
   return svg(
     "g",
-    { class: "node", transform: `translate(${COLUMNS.gateway} ${plan.gatewayY})` },
-    svg("rect", { class: "body", width: 176, height: NODE.height, rx: 10 }),
+    { class: "node", transform: `translate(${plan.gateway.x} ${plan.gateway.y})` },
+    svg("rect", { class: "body", width: plan.gateway.width, height: NODE.height, rx: 10 }),
     svg("rect", { class: "edge", width: 4, height: NODE.height - 20, x: 0, y: 10, rx: 2 }),
     svg("text", { class: "name", x: 16, y: 25 }, "gateway"),
     svg("text", { class: "fact", x: 16, y: 44 }, `${format.count(snapshot.open)} open, ${format.count(waiting)} waiting`),
@@ -220,31 +156,37 @@ function gatewayNode(snapshot, plan) {
   );
 }
 
-function workerNode(node) {
+function workerNode(node, form) {
   const { worker } = node;
-  const inner = NODE.width - 32;
+  const inner = form.node - 32;
   const used = worker.blocks.used / worker.blocks.total;
   const cached = worker.blocks.cached / worker.blocks.total;
   const word = worker.state === "ready" ? worker.role : worker.state;
   return svg(
     "g",
     { class: "node", "data-role": worker.role, "data-state": worker.state, transform: `translate(${node.x} ${node.y})` },
-    svg("rect", { class: "body", width: NODE.width, height: NODE.height, rx: 10 }),
+    svg("title", {}, worker.id),
+    svg("rect", { class: "body", width: form.node, height: NODE.height, rx: 10 }),
     svg("rect", { class: "edge", width: 4, height: NODE.height - 20, x: 0, y: 10, rx: 2 }),
-    svg("text", { class: "name", x: 16, y: 22 }, worker.id),
-    svg("text", { class: "fact", x: NODE.width - 16, y: 22, "text-anchor": "end" }, word),
+    svg("text", { class: "name", x: 16, y: 22 }, shortened(worker.id, form.name)),
+    svg("text", { class: "fact", x: form.node - 16, y: 22, "text-anchor": "end" }, word),
     svg("rect", { class: "bar", x: 16, y: 31, width: inner, height: 7, rx: 3.5 }),
     svg("rect", { class: "cached", x: 16 + inner * used, y: 31, width: inner * Math.min(cached, 1 - used), height: 7 }),
     svg("rect", { class: "used", x: 16, y: 31, width: inner * used, height: 7, rx: used > 0.02 ? 3.5 : 0 }),
     slots(worker, inner),
-    svg("text", { class: "fact", x: 16, y: 65 }, fact(worker)),
+    svg("text", { class: "fact", x: 16, y: 65 }, fact(worker, form)),
   );
 }
 
-function fact(worker) {
-  const parts = [];
-  if (worker.role !== "decode") parts.push(`${format.count(worker.prefill_tokens_s)} prompt tok/s`);
-  if (worker.role !== "prefill") parts.push(`${format.count(worker.decode_tokens_s)} tok/s`);
+function fact(worker, form) {
+  const prompt = format.count(worker.prefill_tokens_s);
+  const output = format.count(worker.decode_tokens_s);
+  const speeds = {
+    prefill: form === NARROW ? `${prompt} tok/s` : `${prompt} prompt tok/s`,
+    decode: `${output} tok/s`,
+    hybrid: `${prompt} + ${output} ${form === NARROW ? "/s" : "tok/s"}`,
+  };
+  const parts = [speeds[worker.role]];
   if (worker.hit_share !== null) parts.push(`${format.percent(worker.hit_share)} hits`);
   return parts.join(" · ");
 }

@@ -31,6 +31,11 @@ export function milliseconds(value) {
   return `${(value / 1000).toFixed(value < 10_000 ? 2 : 1)} s`;
 }
 
+export function duration(seconds) {
+  if (seconds < 100) return `${seconds.toFixed(0)} s`;
+  return `${(seconds / 60).toFixed(0)} min`;
+}
+
 export function percent(value) {
   return value === null || value === undefined ? "–" : `${(value * 100).toFixed(0)} %`;
 }

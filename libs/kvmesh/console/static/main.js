@@ -10,6 +10,7 @@ import * as format from "./format.js";
 const HISTORY = 300;
 const STAGES = ["waiting", "prefill", "handoff", "decode"];
 let samples = [];
+let latest = null;
 
 function remember(snapshot) {
   if (snapshot.sample && samples.at(-1)?.at_s !== snapshot.sample.at_s) samples.push(snapshot.sample);
@@ -18,19 +19,37 @@ function remember(snapshot) {
 
 function draw(snapshot) {
   remember(snapshot);
+  latest = snapshot;
   byId("model").textContent = `${snapshot.model} · KVMesh ${snapshot.version}`;
-  setState(snapshot.fresh ? "live" : "stale", snapshot.fresh ? "live" : "no scheduler: last known fleet");
+  setState(...condition(snapshot));
   drawFigures(byId("figures"), snapshot);
   drawFlow(byId("flow"), snapshot);
   drawCharts(byId("charts"), samples);
-  drawWorkers(byId("workers"), snapshot.workers);
+  drawWorkers(byId("workers"), snapshot.workers, snapshot.gone);
   drawLinks(byId("links"), snapshot.links);
   drawRequests(byId("requests"), snapshot.requests);
-  byId("worker-count").textContent = `${snapshot.workers.length} in ${new Set(snapshot.workers.map((w) => w.cluster)).size} cluster(s)`;
+  byId("flow").classList.toggle("stale", !snapshot.fresh);
+  byId("worker-count").textContent = workerCount(snapshot);
   byId("refusal-rate").textContent = `${format.rate(snapshot.sample?.refusals_s ?? 0)} per second`;
   drawBars(byId("refusals"), snapshot.refusals.map((each) => [`${each.stage}: ${each.reason}`, each.count]), "", "none since the gateway started");
   drawBars(byId("stages"), stages(snapshot.flows), "stage", "no open request");
   document.body.dataset.drawn = String(snapshot.now);
+}
+
+// What an operator has to know first, in a word.
+function condition(snapshot) {
+  if (!snapshot.fresh) return ["stale", "no scheduler: last known fleet"];
+  const ready = snapshot.workers.filter((worker) => worker.state === "ready");
+  if (ready.length === 0) return ["lost", "no worker is ready"];
+  if (ready.every((worker) => worker.role === "decode")) return ["stale", "no prefill worker is ready"];
+  if (ready.every((worker) => worker.role === "prefill")) return ["lost", "no decode worker is ready"];
+  return ["live", "live"];
+}
+
+function workerCount(snapshot) {
+  const clusters = new Set(snapshot.workers.map((worker) => worker.cluster)).size;
+  const left = snapshot.gone.length ? `, ${snapshot.gone.length} left` : "";
+  return `${snapshot.workers.length} in ${clusters} ${clusters === 1 ? "cluster" : "clusters"}${left}`;
 }
 
 function stages(flows) {
@@ -80,6 +99,7 @@ byId("theme").addEventListener("click", () => {
 
 // --- one request ---
 
+addEventListener("resize", () => latest && drawFlow(byId("flow"), latest));
 byId("find").addEventListener("submit", (event) => {
   event.preventDefault();
   const name = byId("find-id").value.trim();

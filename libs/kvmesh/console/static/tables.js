@@ -9,8 +9,8 @@ export function drawFigures(element, snapshot) {
   const figures = [
     [format.count(snapshot.open), "", "open requests"],
     [format.rate(s?.requests_s ?? 0), "/s", "requests"],
-    [format.count(s?.decode_tokens_s ?? 0), "/s", "tokens generated"],
-    [format.count(s?.prefill_tokens_s ?? 0), "/s", "prompt tokens computed"],
+    [format.count(s?.decode_tokens_s), "/s", "tokens generated"],
+    [format.count(s?.prefill_tokens_s), "/s", "prompt tokens"],
     [...unit(format.milliseconds(scaled(s?.ttft_p50_s))), "first token, p50"],
     [...unit(format.milliseconds(scaled(s?.ttft_p99_s))), "first token, p99"],
     [...unit(format.percent(s?.disaggregated_share)), "disaggregated"],
@@ -57,9 +57,23 @@ const number = (content) => html("td", { class: "number" }, content);
 const word = (content) => text(html("span", { class: "word", "data-word": content }, content));
 const role = (id, its) => text(html("span", { class: "role", "data-role": its }, id));
 
-export function drawWorkers(element, workers) {
+export function drawWorkers(element, workers, gone) {
   const columns = [["worker"], ["role"], ["cluster"], ["group"], ["state"], ["KV blocks"], ["used", 1], ["cached", 1], ["heat", 1], ["prefill", 1], ["decode", 1], ["prompt tok/s", 1], ["tok/s", 1]];
-  table(element, columns, notable(workers), workers.length, (w) => html("tr", {},
+  const rows = [...notable(workers), ...gone];
+  table(element, columns, rows, workers.length + gone.length, (w) => (w.blocks ? workerRow(w) : goneRow(w, columns.length)));
+}
+
+function goneRow(w, width) {
+  return html("tr", { class: "gone" },
+    role(w.id, w.role),
+    text(w.role),
+    text(w.cluster),
+    text(""),
+    html("td", { colspan: width - 4 }, html("span", { class: "word", "data-word": "gone" }, `left ${format.duration(w.for_s)} ago`)));
+}
+
+function workerRow(w) {
+  return html("tr", {},
     role(w.id, w.role),
     text(w.role),
     text(w.cluster),
@@ -72,7 +86,7 @@ export function drawWorkers(element, workers) {
     number(`${w.prefill.active} / ${w.prefill.slots}`),
     number(`${w.decode.running + w.decode.reserved} / ${w.decode.slots}`),
     number(format.count(w.prefill_tokens_s)),
-    number(format.count(w.decode_tokens_s))));
+    number(format.count(w.decode_tokens_s)));
 }
 
 function meter(blocks) {
