@@ -8,6 +8,7 @@ from __future__ import annotations
 from llguidance import LLMatcher
 
 from kvmesh.core.types import Structure, StructureKind
+from kvmesh.engine.grammar_cost import divisor_problem
 
 _JSON_SPACE = r"[ \n]{0,24}"
 """White space between JSON tokens: enough for deep indents, no endless run of blanks."""
@@ -17,8 +18,10 @@ def grammar_text(structure: Structure) -> str:
     """The grammar of a structure, for `LLMatcher`.
 
     Raises:
-        ValueError: a JSON schema that is not JSON.
+        ValueError: a JSON schema that is not JSON, or divisors that are too large.
     """
+    if problem := divisor_problem(structure):
+        raise ValueError(problem)
     if structure.kind is StructureKind.JSON_SCHEMA:
         return LLMatcher.grammar_from_json_schema(
             structure.text, overrides={"whitespace_pattern": _JSON_SPACE, "coerce_one_of": True}

@@ -1,0 +1,79 @@
+"""What a grammar's numbers cost: divisors become automata, which nothing else bounds.
+
+For `multipleOf` llguidance builds an automaton with a state per remainder, and one per pair of
+remainders where two divisors may meet; its own limits do not count them. A divisor of ten million
+took minutes and gigabytes. Pure. Tests: tests/unit/engine/test_grammar_cost.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from decimal import Decimal
+from typing import Any
+
+from kvmesh.core.types import Structure, StructureKind
+
+MAX_REMAINDERS = 100_000
+"""Most states of all divisors together: about a second. A day has 86,400 seconds."""
+
+_INLINE = re.compile(r"%json\s*")
+
+
+def divisor_problem(structure: Structure) -> str:
+    """Why the divisors of a structure are too many or too large; empty if they are not."""
+    product = 1
+    for divisor in set(_divisors(structure)):
+        product *= _remainders(divisor)
+        if product > MAX_REMAINDERS:
+            return (
+                f"multipleOf: the product of all divisors must be at most {MAX_REMAINDERS}, "
+                "without their decimal point"
+            )
+    return ""
+
+
+def _remainders(divisor: Decimal) -> int:
+    """States of one divisor; at most one more than are allowed."""
+    _, digits, exponent = divisor.as_tuple()
+    if not isinstance(exponent, int):
+        return MAX_REMAINDERS + 1  # infinite, or no number
+    # Not `normalize`: that rounds.
+    written = "".join(map(str, digits)).lstrip("0")
+    text = written.rstrip("0")
+    num_zeros = max(exponent + len(written) - len(text), 0)
+    if text == "1":
+        return 1  # of a power of ten only the last digits count
+    if len(text) + num_zeros > len(str(MAX_REMAINDERS)):
+        return MAX_REMAINDERS + 1
+    zeros: int = 10**num_zeros
+    return int(text or "1") * zeros
+
+
+def _divisors(structure: Structure) -> Iterator[Decimal]:
+    """All of them, also those that a later one with the same name hides."""
+    found: list[Decimal] = []
+
+    def note(pairs: list[tuple[str, Any]]) -> None:
+        found.extend(
+            value for name, value in pairs if name == "multipleOf" and isinstance(value, Decimal)
+        )
+
+    decoder = json.JSONDecoder(
+        object_pairs_hook=note, parse_int=Decimal, parse_float=Decimal, parse_constant=Decimal
+    )
+    for start in _schemas(structure):
+        try:
+            decoder.raw_decode(structure.text, start)
+        except (ValueError, RecursionError):
+            continue  # the compiler says what is wrong with it
+    yield from found
+
+
+def _schemas(structure: Structure) -> Iterator[int]:
+    """Where JSON schemas begin in the text."""
+    if structure.kind is StructureKind.JSON_SCHEMA:
+        yield len(structure.text) - len(structure.text.lstrip())
+    elif structure.kind is StructureKind.LARK:
+        yield from (each.end() for each in _INLINE.finditer(structure.text))
