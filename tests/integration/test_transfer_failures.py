@@ -90,6 +90,16 @@ async def test_a_link_that_goes_silent_fails_in_the_stall_time() -> None:
         await until(lambda: not pair.target.open_grants)
 
 
+async def test_a_link_that_starves_a_transfer_is_given_up() -> None:
+    """It never stalls: each window brings some bytes, and all of them would take minutes."""
+    options = dataclasses.replace(TCP, stall_timeout_s=0.6, patience_s=1.0)
+    async with running_pair(options, ReceiveOptions(stall_timeout_s=2)) as pair:
+        with pytest.raises(LostError, match="the link is too slow"):
+            await put_through(pair, Faults(bytes_per_s=1e6), whole(NUM_BLOCKS))
+        assert pair.sent.resumed == 0, "another connection would be no faster"
+        assert pair.sent.queued_bytes == 0
+
+
 @pytest.mark.parametrize("faults", [Faults(delay_s=0.003), Faults(bytes_per_s=60e6)])
 async def test_a_slow_link_is_no_failure(faults: Faults) -> None:
     options = dataclasses.replace(TCP, stall_timeout_s=STALL_S)

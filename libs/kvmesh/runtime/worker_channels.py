@@ -32,11 +32,13 @@ def send_options(config: WorkerConfig) -> SendOptions:
 
     Raises:
         ConfigError: a channel or checksum that is unknown or not to be had, no lane, two budgets,
-            too long a look for answers, or a TLS file that cannot be used.
+            no patience, too long a look for answers, or a TLS file that cannot be used.
     """
     section, data = config.worker, config.data
     if data.lanes < 1:
         raise ConfigError(f"data.lanes must be at least 1, got {data.lanes}")
+    if section.handoff_s <= 0:
+        raise ConfigError(f"worker.handoff_s must be more than 0, got {section.handoff_s:g}")
     if data.budget_mb_s and data.egress_mb_s:
         raise ConfigError("data.budget_mb_s and data.egress_mb_s exclude each other")
     return SendOptions(
@@ -46,6 +48,7 @@ def send_options(config: WorkerConfig) -> SendOptions:
         budget_bytes_s=data.budget_mb_s * MEGABYTE,
         egress_bytes_s=data.egress_mb_s * MEGABYTE,
         stall_timeout_s=section.stall_s,
+        patience_s=section.handoff_s,
         tls=_data_tls(client_context(data.tls, "data.tls"), data),
         poll_s=_poll_s(data.poll_us),
         staging_bytes=_staging_bytes(data),

@@ -45,6 +45,7 @@ class WorkerSection:
     decode_slots: int = option(32, "sequences held at once, reservations included")
     lease_s: float = option(10.0, "a reservation without renewal or progress ends after this")
     stall_s: float = option(5.0, "a transfer without progress fails after this")
+    handoff_s: float = option(60.0, "a link whose handoffs would take longer is given up")
     channels: str = option(
         "local,ipc,shm,tcp", "kinds of data channel that may be used, best first"
     )

@@ -20,7 +20,7 @@ from kvmesh.transfer.alignment import Run, tabled
 from kvmesh.transfer.channel import DEFAULT_KINDS, IPC, LOCAL, NIXL, SHM, SendChannel, usable_kinds
 from kvmesh.transfer.device import DevicePool, Moment, SharedPool
 from kvmesh.transfer.frames import BlockPart, Checksum
-from kvmesh.transfer.greeting import LaneOptions, PeerKey
+from kvmesh.transfer.greeting import DEFAULT_PATIENCE_S, LaneOptions, PeerKey
 from kvmesh.transfer.host import host_id
 from kvmesh.transfer.ipc_channel import IpcChannel
 from kvmesh.transfer.local_channel import PROCESS_HUB, LocalChannel, LocalHub
@@ -62,6 +62,8 @@ class SendOptions:
             may be set.
         connect_timeout_s: for a new connection, greeting included.
         stall_timeout_s: a transfer fails when it makes no progress for this long.
+        patience_s: transfers to a peer over TCP fail when, as slowly as bytes moved for
+            `stall_timeout_s`, the rest of them would take longer than this.
         tls: wraps TCP connections.
         poll_s: after something small was sent, and nothing else is under way on its connection, the
             loop looks for the answer so long at most before it turns to other work, while that pays
@@ -76,6 +78,7 @@ class SendOptions:
     egress_bytes_s: float = 0.0
     connect_timeout_s: float = 2.0
     stall_timeout_s: float = 10.0
+    patience_s: float = DEFAULT_PATIENCE_S
     tls: DataTls | None = None
     poll_s: float = 0.0
     staging_bytes: int = DEFAULT_STAGING_BYTES
@@ -343,6 +346,7 @@ class ChannelPool:
             self._pacer(address.endpoint),
             options.poll_s,
             is_staged=self._staging is not None,
+            patience_s=options.patience_s,
         )
         if kind == LOCAL:
             end = self._hub.find(peer)

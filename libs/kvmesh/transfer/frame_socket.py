@@ -188,6 +188,7 @@ class FrameSocket(WaitingSocket):
         except OSError as error:
             raise self._lost(error) from error
         self.watch.progress()
+        self._counted_bytes += count
         return count
 
     async def _send_rest(self, cursor: ViewCursor, ancillary: list[tuple[int, int, bytes]]) -> None:
@@ -241,6 +242,7 @@ class FrameSocket(WaitingSocket):
             except OSError as error:
                 raise self._lost(error) from error
             self.watch.progress()
+            self._counted_bytes += count
             cursor.advance(count)
             batch = cursor.batch(PIECE_BYTES)
 

@@ -30,6 +30,10 @@ class PeerKey(NamedTuple):
     incarnation: int
 
 
+DEFAULT_PATIENCE_S = 60.0
+"""Who waits for a handoff gives it up after so long."""
+
+
 @dataclass(frozen=True, slots=True)
 class LaneOptions:
     """How lanes behave.
@@ -39,6 +43,7 @@ class LaneOptions:
         stall_timeout_s: a lane that owes progress and makes none for this long is cut.
         pacer: budget of the link; None is no bound.
         poll_s: see `SendOptions`.
+        patience_s: what is sent is given up when at its measured pace the rest would take longer.
         is_staged: what is sent lies in memory that is used again as soon as a transfer has gone on
             by another lane.
     """
@@ -48,6 +53,7 @@ class LaneOptions:
     pacer: Pacer | None = None
     poll_s: float = 0.0
     is_staged: bool = False
+    patience_s: float = DEFAULT_PATIENCE_S
 
 
 Connect = Callable[[], Awaitable[Wire]]

@@ -141,6 +141,15 @@ class Lane:
         return self._window.unanswered_bytes
 
     @property
+    def moved_bytes(self) -> int:
+        """Sent since it was opened, as far as the socket took them."""
+        return self._frames.moved_bytes
+
+    def cut(self, cause: str) -> None:
+        """Ends it now; what is under way gets LostError with this cause."""
+        self._fail(cause)
+
+    @property
     def wire(self) -> Wire:
         """The socket, to ask the kernel about."""
         return self._frames.wire

@@ -1,4 +1,6 @@
-"""Notices that nothing moves. Tests: tests/integration/test_transfer_failures.py."""
+"""Notices that nothing moves, or too little. Tests: tests/unit/transfer/test_stall.py,
+tests/integration/test_transfer_failures.py.
+"""
 
 from __future__ import annotations
 
@@ -78,3 +80,70 @@ class StallWatch:
             self._on_stall()
         else:
             self._timer = self._loop.call_later(self._tick_s, self._tick)
+
+
+def is_starved(moved_bytes: int, left_bytes: int, window_s: float, patience_s: float) -> bool:
+    """Whether what is left takes longer than `patience_s`, as slowly as bytes moved in a window.
+
+    Where nothing moved at all nothing is known of a pace: that is `StallWatch`'s to notice.
+    """
+    return 0 < moved_bytes * patience_s < left_bytes * window_s
+
+
+class PaceWatch:
+    """Calls back when what is under way would take too long at the pace of the last window.
+
+    A link that starves lets some bytes through again and again, so that it never stalls.
+    """
+
+    def __init__(
+        self,
+        window_s: float,
+        patience_s: float,
+        moved: Callable[[], int],
+        on_starved: Callable[[str], None],
+    ) -> None:
+        """Nothing is under way.
+
+        Args:
+            moved: bytes so far; only rises.
+            on_starved: told what was measured.
+        """
+        self._window_s, self._patience_s = window_s, patience_s
+        self._moved, self._on_starved = moved, on_starved
+        self._left_bytes = self._seen = 0
+        self._is_whole = True
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self, num_bytes: int) -> None:
+        """So many more bytes are to move."""
+        if self._left_bytes == 0:
+            # A window that began before says nothing; to start it anew would cost a timer each.
+            self._is_whole = self._timer is None
+            if self._is_whole:
+                self._watch()
+        self._left_bytes += num_bytes
+
+    def end(self, num_bytes: int) -> None:
+        """They moved, or are not to move any more."""
+        self._left_bytes -= num_bytes
+
+    def close(self) -> None:
+        """No more callbacks. May be called again."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _watch(self) -> None:
+        self._seen = self._moved()
+        self._timer = asyncio.get_running_loop().call_later(self._window_s, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        left, is_whole = self._left_bytes, self._is_whole
+        if left == 0:
+            return
+        came, self._is_whole = self._moved() - self._seen, True
+        self._watch()
+        if is_whole and is_starved(came, left, self._window_s, self._patience_s):
+            self._on_starved(f"{came} bytes in {self._window_s:g} s, {left} are left")

@@ -27,6 +27,7 @@ from kvmesh.transfer.protocol import ChannelIdentity
 from kvmesh.transfer.run_table import num_blocks_of
 from kvmesh.transfer.sockets import tcp_facts
 from kvmesh.transfer.staging import SendMemory, StagingRing
+from kvmesh.transfer.stall import PaceWatch
 from kvmesh.transfer.tls import DataTls, connect_wire
 from kvmesh.transfer.wire import Wire
 
@@ -75,6 +76,7 @@ class _Progress:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
+        self.is_starved = False
         self.advance()
 
     def advance(self) -> None:
@@ -117,6 +119,12 @@ class TcpChannel:
         self._lanes: list[Lane | None] = [None] * options.lanes
         self._opening = [_Opening() for _ in range(options.lanes)]
         self._closed = False
+        self._under_way: set[_Progress] = set()
+        self._lost_bytes = 0  # that moved on connections that were replaced
+        lane = options.lane
+        self._pace = PaceWatch(
+            lane.stall_timeout_s, lane.patience_s, self._moved_bytes, self._give_up
+        )
 
     async def open(self) -> None:
         """Opens the first connection; the others follow when a transfer is large.
@@ -173,10 +181,16 @@ class TcpChannel:
             views = run_views(memory, piece, self._identity.layout.block_bytes, part)
             await self._send(reservation, piece, views, part, progress, width)
 
-        if total <= INLINE_BYTES:
-            await carry(pieces[0])
-        else:
-            await carry_all(pieces, carry, self._options.lanes * _DEPTH)
+        self._under_way.add(progress)
+        self._pace.begin(total)
+        try:
+            if total <= INLINE_BYTES:
+                await carry(pieces[0])
+            else:
+                await carry_all(pieces, carry, self._options.lanes * _DEPTH)
+        finally:
+            self._pace.end(total)
+            self._under_way.remove(progress)
 
     async def commit(self, reservation: Reservation, first_token_id: int, num_tokens: int) -> None:
         """See `SendChannel.commit`. Asked once more when its connection is cut."""
@@ -193,6 +207,7 @@ class TcpChannel:
     async def close(self) -> None:
         """See `SendChannel.close`."""
         self._closed = True
+        self._pace.close()
         for lane in self._lanes:
             if lane is not None:
                 await lane.close()
@@ -218,7 +233,7 @@ class TcpChannel:
             except LostError:
                 tries += 1
                 silent = progress.silent_s() >= self._options.lane.stall_timeout_s
-                if self._closed or silent or tries == _MAX_TRIES:
+                if self._closed or silent or progress.is_starved or tries == _MAX_TRIES:
                     raise
                 self._meter.resumed += 1
             except RefusedError as error:
@@ -227,6 +242,17 @@ class TcpChannel:
                 if not is_old_writer or progress.silent_s() >= self._options.lane.stall_timeout_s:
                     raise
                 await asyncio.sleep(_BUSY_RETRY_S)
+
+    def _moved_bytes(self) -> int:
+        lanes = [lane for lane in self._lanes if lane is not None]
+        return self._lost_bytes + sum(lane.moved_bytes for lane in lanes)
+
+    def _give_up(self, measured: str) -> None:
+        """All transfers of this link: those that are not sent elsewhere take their time from it."""
+        for progress in self._under_way:
+            progress.is_starved = True
+        for lane in self.lanes():
+            lane.cut(f"the link is too slow: {measured}")
 
     async def _any_lane(self, width: int) -> Lane:
         """The least busy connection among the first `width`, opened if it is not up."""
@@ -291,6 +317,8 @@ class TcpChannel:
             if self._closed:
                 await lane.close()
                 raise LostError("data channels are closed")
+            if (old := self._lanes[index]) is not None:
+                self._lost_bytes += old.moved_bytes
             self._lanes[index] = lane
             return lane
 

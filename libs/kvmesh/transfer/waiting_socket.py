@@ -43,6 +43,7 @@ class WaitingSocket:
         self._reader: asyncio.Future[None] | None = None
         self._paused: asyncio.Future[None] | None = None
         self._sending, self._receiving = NativeState(), NativeState()
+        self._counted_bytes = 0
         self.has_stalled = False
         self.watch = StallWatch(
             stall_timeout_s,
@@ -53,6 +54,11 @@ class WaitingSocket:
         wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, tick)
         wire.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, tick)
         wire.setblocking(True)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Sent and received, outside of the interpreter and in it, since it was opened."""
+        return self._counted_bytes + self._sending.moved + self._receiving.moved
 
     def cut(self, cause: str) -> None:
         """Ends the socket now: whoever waits on it gets LostError with this cause."""

@@ -33,6 +33,12 @@ def test_a_budget_is_for_one_peer_or_for_all_together() -> None:
         of(budget_mb_s=2.0, egress_mb_s=3.0)
 
 
+def test_patience_with_a_handoff_is_more_than_none() -> None:
+    assert send_options(WorkerConfig(worker=WorkerSection(handoff_s=7.0))).patience_s == 7.0
+    with pytest.raises(ConfigError, match=r"worker\.handoff_s must be more than 0, got 0"):
+        send_options(WorkerConfig(worker=WorkerSection(handoff_s=0.0)))
+
+
 def test_an_engine_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     config = WorkerConfig(worker=WorkerSection(channels="nixl,tcp"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
