@@ -24,15 +24,7 @@ import torch
 
 from benchmarks.engine_device import device_rows
 from benchmarks.engine_floor import floor_tokens_per_s, measure_limits, streaming_tokens_per_s
-from benchmarks.engine_peers import (
-    BLOCK_SIZE,
-    Engine,
-    HandLoop,
-    Ours,
-    Run,
-    Transformers,
-    prompt,
-)
+from benchmarks.engine_peers import BLOCK_SIZE, Engine, HandLoop, Ours, Run, Transformers, prompt
 from benchmarks.engine_report import markdown, targets
 from benchmarks.random_llama import SHAPES, Shape, write_checkpoint
 from benchmarks.result import ROOT

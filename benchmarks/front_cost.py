@@ -1,6 +1,6 @@
 """Processor time of what stands before the workers of a running stack: gateway, scheduler,
-kvmanager, Redis, and the client that measures. Told apart by what it is for: a request, a token,
-or a worker that was asked and refused.
+kvmanager, Redis, and the client that measures; and of the workers' own loops, which their steps
+wait for. Told apart by what it is for: a request, a token, or a worker that was asked and refused.
 Tests: tests/unit/benchmarks/test_front_cost.py.
 """
 
@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import psutil
 
 from benchmarks.stack_client import StackClient
-from kvmesh.sim.profile import Front
+from kvmesh.sim.profile import Front, Loop
 
-_WORKERS = ("services.prefill", "services.decode")
+PREFILL, DECODE, FRONT = "services.prefill", "services.decode", "front"
 _OFFERS = "kvmesh_gateway_prefill_offers_sum"
 
 LONE_REQUESTS, LONE_TOKENS = 20, 2
@@ -28,15 +28,22 @@ SHORT_LENGTH = 4
 """A batch that generates for long, and more users with long prompts than there are slots."""
 
 
-def front_cpu_s() -> float:
-    """Seconds of all processes of the stack that started this one but its workers, and of this."""
-    total = 0.0
+def cpu_s() -> dict[str, float]:
+    """Seconds of the front: all processes of the stack that started this one but its workers, and
+    this; and of the loops of prefill and of decode workers, which are their main threads.
+    """
+    total = dict.fromkeys((FRONT, PREFILL, DECODE), 0.0)
     root = psutil.Process(os.getppid())
     for process in (root, *root.children(recursive=True)):
         try:
-            if not any(worker in process.cmdline() for worker in _WORKERS):
+            words = process.cmdline()
+            role = next((role for role in (PREFILL, DECODE) if role in words), None)
+            if role is None:
                 times = process.cpu_times()
-                total += times.user + times.system
+                total[FRONT] += times.user + times.system
+            else:
+                main = [each for each in process.threads() if each.id == process.pid]
+                total[role] += sum(each.user_time + each.system_time for each in main)
         except psutil.NoSuchProcess:
             continue
     return total
@@ -50,7 +57,7 @@ def offers_of(text: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What the front did in some time.
+    """What the front did in some time, or a loop.
 
     Attributes:
         refusals: offers that were made in vain.
@@ -80,16 +87,27 @@ def fit_front(idle: Span, lone: Span, streams: Span, crowd: Span, cores: float) 
     return Front(cores, request_s, token_s, max(rest / max(crowd.refusals, 1.0), 0.0))
 
 
-async def _span(client: StackClient, work: Awaitable[int], tokens: int) -> Span:
+def fit_loop(prefill: Front, decode: Front) -> Loop:
+    """What workers do beside steps, from the costs of their loops.
+
+    A loop works for each step too; that is a part of the step as it was measured.
+    """
+    return Loop(prefill.request_s, decode.request_s, prefill.ask_s)
+
+
+async def _span(client: StackClient, work: Awaitable[int], tokens: int) -> dict[str, Span]:
     """Measures some work that tells how many requests it was, of so many tokens each."""
-    offers, cpu, started = offers_of(await client.metrics()), front_cpu_s(), time.perf_counter()
+    offers, cpu, started = offers_of(await client.metrics()), cpu_s(), time.perf_counter()
     requests = await work
-    seconds, cpu = time.perf_counter() - started, front_cpu_s() - cpu
-    refusals = offers_of(await client.metrics()) - offers - requests
-    return Span(seconds, cpu, requests, requests * tokens, max(refusals, 0.0))
+    seconds, after = time.perf_counter() - started, cpu_s()
+    refusals = max(offers_of(await client.metrics()) - offers - requests, 0.0)
+    return {
+        name: Span(seconds, after[name] - cpu[name], requests, requests * tokens, refusals)
+        for name in cpu
+    }
 
 
-async def measure_front(client: StackClient) -> Front:
+async def measure_front(client: StackClient) -> tuple[Front, Loop]:
     """Takes about 15 seconds."""
 
     async def nothing() -> int:
@@ -115,15 +133,20 @@ async def measure_front(client: StackClient) -> Front:
 
         return sum(await asyncio.gather(*(user() for _ in range(CROWD_USERS))))
 
-    found = fit_front(
-        await _span(client, nothing(), 0),
-        await _span(client, one_by_one(), LONE_TOKENS),
-        await _span(client, batch(), STREAM_TOKENS),
-        await _span(client, crowd(), LONE_TOKENS),
-        float(os.cpu_count() or 1),
-    )
+    idle = await _span(client, nothing(), 0)
+    lone = await _span(client, one_by_one(), LONE_TOKENS)
+    streams = await _span(client, batch(), STREAM_TOKENS)
+    crowded = await _span(client, crowd(), LONE_TOKENS)
+    cores = float(os.cpu_count() or 1)
+    costs = {
+        name: fit_front(idle[name], lone[name], streams[name], crowded[name], cores)
+        for name in idle
+    }
+    front, loop = costs[FRONT], fit_loop(costs[PREFILL], costs[DECODE])
     sys.stderr.write(
-        f"before the workers: {1000 * found.request_s:.2f} ms a request, "
-        f"{1000 * found.token_s:.3f} ms a token, {1000 * found.ask_s:.2f} ms a refusal\n"
+        f"before the workers: {1000 * front.request_s:.2f} ms a request, "
+        f"{1000 * front.token_s:.3f} ms a token, {1000 * front.ask_s:.2f} ms a refusal\n"
+        f"workers beside steps: {1000 * loop.prompt_s:.2f} ms a prompt, "
+        f"{1000 * loop.decode_s:.2f} ms a decode, {1000 * loop.ask_s:.2f} ms a refusal\n"
     )
-    return found
+    return front, loop

@@ -24,6 +24,7 @@ from pathlib import Path
 from benchmarks.result import RESULTS, Target, document, markdown, save
 from kvmesh.core.errors import ProtocolError
 from kvmesh.core.types import KvLayout, WorkerId
+from kvmesh.kv.handoff_types import WriteClaim
 from kvmesh.transfer.codec import TRAILER, encode_frame
 from kvmesh.transfer.decoder import FrameDecoder, PayloadBytes, PayloadEnd, PayloadStart
 from kvmesh.transfer.frames import (
@@ -46,18 +47,9 @@ from kvmesh.transfer.frames import (
     PutFrame,
     PutOkFrame,
     QueryFrame,
-    WriteClaim,
 )
-from kvmesh.transfer.protocol import (
-    ChannelIdentity,
-    Copy,
-    Read,
-    ReceiverMachine,
-    Write,
-)
-from kvmesh.transfer.sender_protocol import (
-    SenderMachine,
-)
+from kvmesh.transfer.protocol import ChannelIdentity, Copy, Read, ReceiverMachine, Write
+from kvmesh.transfer.sender_protocol import SenderMachine
 
 LAYOUT = KvLayout("fuzz", "float16", 1, 1, 1, 2)
 BLOCK = LAYOUT.block_bytes

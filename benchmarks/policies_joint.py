@@ -11,14 +11,7 @@ import statistics
 from collections.abc import Sequence
 from functools import partial
 
-from benchmarks.policies_experiments import (
-    Experiment,
-    Job,
-    Outcome,
-    Rows,
-    Verdict,
-    summary_row,
-)
+from benchmarks.policies_experiments import Experiment, Job, Outcome, Rows, Verdict, summary_row
 from benchmarks.result import Row, Target
 from kvmesh.sim.fleet import parse_fleet
 from kvmesh.sim.profile import load_profile

@@ -9,14 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks.policies_experiments import (
-    Experiment,
-    Job,
-    Outcome,
-    Rows,
-    Verdict,
-    job_of_seeds,
-)
+from benchmarks.policies_experiments import Experiment, Job, Outcome, Rows, Verdict, job_of_seeds
 from benchmarks.result import Row, Target
 from kvmesh.policy.lengths import LengthDistribution
 from kvmesh.sim.fleet import parse_fleet

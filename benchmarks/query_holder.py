@@ -21,11 +21,12 @@ from kvmesh.core.types import KvLayout, Refusal, WorkerId
 from kvmesh.engine.kv_cache import HostKvPool
 from kvmesh.engine.partial import PoolAttention
 from kvmesh.kv.block_pool import BlockPool
+from kvmesh.kv.handoff_types import WriteClaim
 from kvmesh.runtime.query_answers import QueryAnswers
 from kvmesh.runtime.query_metrics import QueryMetrics
 from kvmesh.transfer.attend import ClaimKind
 from kvmesh.transfer.data_server import DataServer, ReceiveOptions
-from kvmesh.transfer.frames import CommitFrame, GetFrame, PutFrame, WriteClaim
+from kvmesh.transfer.frames import CommitFrame, GetFrame, PutFrame
 from kvmesh.transfer.protocol import ChannelIdentity
 from kvmesh.transfer.target import ReadGrant, WriteGrant
 

@@ -59,7 +59,8 @@ one prefill and one decode worker, a gateway, scheduler, kvmanager, Redis and th
 - in the simulator both workers are on one host: a chunk or a step takes as many times as long while
  the other worker computes as it was measured; the processor time that gateway, scheduler and client
  take for a request, a token and a worker that refuses was measured too, and where all want more
- cores than there are everybody gets an equal part
+ cores than there are the workers divide what these leave; what a worker's loop does for a request
+ or a refusal its next step waits for
 - error is simulated / measured - 1; load is the share of the rate at which eight users in a closed
  loop were served""".replace("\n ", " ").split("\n- ")
 

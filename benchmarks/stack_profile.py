@@ -14,12 +14,21 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.front_cost import front_cpu_s, measure_front
+from benchmarks.front_cost import FRONT, cpu_s, measure_front
 from benchmarks.stack_client import StackClient, Timing
 from kvmesh.policy.curves import Interpolated
 from kvmesh.policy.lengths import LengthDistribution
 from kvmesh.sim.host import crowding
-from kvmesh.sim.profile import DecodeCost, Device, Front, Links, PlanDefaults, Profile, Sharing
+from kvmesh.sim.profile import (
+    DecodeCost,
+    Device,
+    Front,
+    Links,
+    Loop,
+    PlanDefaults,
+    Profile,
+    Sharing,
+)
 
 TINY = 4
 LENGTHS = (64, 128, 256, 512, 1024)
@@ -147,7 +156,7 @@ async def measure_beside(client: StackClient) -> Beside:
         RuntimeError: the machine is too busy for both at a time.
     """
     seen: list[Beside] = []
-    began, cpu = time.perf_counter(), front_cpu_s()
+    began, cpu = time.perf_counter(), cpu_s()[FRONT]
     for _ in range(TRIES * STEP_REPEATS):
         decoding = asyncio.create_task(client.together(SHARED_BATCH, TINY, SHARED_OUTPUT))
         prompts: list[Timing] = []
@@ -159,7 +168,7 @@ async def measure_beside(client: StackClient) -> Beside:
             found = Beside(
                 statistics.median(each.first_s for each in seen),
                 statistics.median(each.step_s for each in seen),
-                (front_cpu_s() - cpu) / (time.perf_counter() - began),
+                (cpu_s()[FRONT] - cpu) / (time.perf_counter() - began),
             )
             sys.stderr.write(
                 f"beside each other: a prompt of {SHARED_LENGTH} {1000 * found.first_s:.1f} ms, "
@@ -185,6 +194,7 @@ class Measured:
     long: StepSample
     beside: Beside
     front: Front
+    loop: Loop
 
     @property
     def overhead_s(self) -> float:
@@ -205,7 +215,7 @@ async def measure(client: StackClient) -> Measured:
     short = [await measure_step(client, batch, TINY) for batch in BATCHES]
     long = await measure_step(client, BATCHES[1], LONG_CONTEXT)
     beside = await measure_beside(client)
-    return Measured(first, handoff, tuple(short), long, beside, await measure_front(client))
+    return Measured(first, handoff, tuple(short), long, beside, *await measure_front(client))
 
 
 def make_profile(measured: Measured, token_bytes: float, *, slots: tuple[int, int]) -> Profile:
@@ -232,6 +242,7 @@ def make_profile(measured: Measured, token_bytes: float, *, slots: tuple[int, in
         max(first_s / prefill(SHARED_LENGTH), 1.0),
         max(measured.beside.step_s / crowded / alone_s, 1.0),
         measured.front,
+        measured.loop,
     )
     device = Device("cpu", prefill, decode, NUM_BLOCKS, *slots)
     link = length * token_bytes / sending_s

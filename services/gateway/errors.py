@@ -11,12 +11,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
-from kvmesh.core.errors import (
-    AuthenticationError,
-    InvalidRequestError,
-    KvMeshError,
-    RefusedError,
-)
+from kvmesh.core.errors import AuthenticationError, InvalidRequestError, KvMeshError, RefusedError
 from kvmesh.core.types import Refusal, RefusalReason
 from kvmesh.policy.quota import Quota, QuotaRefusal
 

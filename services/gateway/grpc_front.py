@@ -13,11 +13,7 @@ import grpc
 
 from kvmesh.core.errors import InvalidRequestError, KvMeshError, RefusedError
 from kvmesh.core.types import RefusalReason, Usage
-from kvmesh.rpc.convert import (
-    finish_reason_to_proto,
-    placement_to_proto,
-    usage_to_proto,
-)
+from kvmesh.rpc.convert import finish_reason_to_proto, placement_to_proto, usage_to_proto
 from kvmesh.rpc.convert_sampling import token_logprobs_to_proto
 from kvmesh.v1.inference_service_pb2 import (
     GenerateRequest,

@@ -13,12 +13,7 @@ import re
 
 from services.gateway.held_text import held_back
 from services.gateway.told import Told
-from services.gateway.tool_scanner import (
-    CallArguments,
-    CallStart,
-    MarkedText,
-    Piece,
-)
+from services.gateway.tool_scanner import CallArguments, CallStart, MarkedText, Piece
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _HEADS = (START, CHANNEL, "to=")

@@ -17,21 +17,9 @@ from aiohttp import HttpVersion11, web
 from kvmesh.core.errors import KvMeshError
 from kvmesh.telemetry.exposition import exposition
 from services.gateway.answers import dumps
-from services.gateway.calls import (
-    PATHS,
-    Calls,
-    Headers,
-    caller_of,
-    given_request_id,
-    parse_json,
-)
+from services.gateway.calls import PATHS, Calls, Headers, caller_of, given_request_id, parse_json
 from services.gateway.config import HttpConfig
-from services.gateway.errors import (
-    ErrorAnswer,
-    answer_for,
-    error_body,
-    plain_http_error,
-)
+from services.gateway.errors import ErrorAnswer, answer_for, error_body, plain_http_error
 from services.gateway.frontend import Frontend, clean_request_id
 from services.gateway.openai import chat_call, check_model
 from services.gateway.openapi import openapi_page

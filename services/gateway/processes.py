@@ -27,12 +27,7 @@ from kvmesh.runtime.app import metrics_server
 from kvmesh.telemetry.exposition import SHARED_FOLDER_VARIABLE, shared_registry
 from kvmesh.telemetry.logs import event_logger
 from services.gateway.config import GatewayConfig
-from services.gateway.process_admin import (
-    AllRequests,
-    ProcessSockets,
-    admin_socket,
-    process_admin,
-)
+from services.gateway.process_admin import AllRequests, ProcessSockets, admin_socket, process_admin
 
 log = event_logger(__name__)
 

@@ -14,11 +14,7 @@ from typing import Any
 from kvmesh.core.errors import ProtocolError
 from kvmesh.core.types import FinishReason, Refusal, Reservation, TokenLogprobs, WorkerId
 from kvmesh.core.values import quick
-from kvmesh.rpc.convert import (
-    finish_reason_from_proto,
-    refusal_from_proto,
-    reservation_from_proto,
-)
+from kvmesh.rpc.convert import finish_reason_from_proto, refusal_from_proto, reservation_from_proto
 from kvmesh.rpc.convert_sampling import token_logprobs_from_proto
 from kvmesh.v1.decode_service_pb2 import DecodeEvent, DecodeTokens
 from kvmesh.v1.prefill_service_pb2 import PrefillEvent

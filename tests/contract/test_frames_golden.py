@@ -9,6 +9,7 @@ import pytest
 
 from kvmesh.core.errors import ProtocolError
 from kvmesh.core.types import KvLayout, WorkerId
+from kvmesh.kv.handoff_types import WriteClaim
 from kvmesh.transfer.codec import HEADER, TRAILER, encode_frame
 from kvmesh.transfer.decoder import (
     FrameDecoder,
@@ -40,7 +41,6 @@ from kvmesh.transfer.frames import (
     PutOkFrame,
     QueryFrame,
     SegmentOffer,
-    WriteClaim,
 )
 
 BLOCK_BYTES = 8

@@ -14,11 +14,12 @@ from kvmesh.core.clock import ManualClock, SystemClock
 from kvmesh.core.details import ANSWER, ASK
 from kvmesh.core.errors import LostError, RefusedError
 from kvmesh.core.types import Endpoint, Refusal, RefusalReason
+from kvmesh.kv.handoff_types import WriteClaim
 from kvmesh.transfer.asker import SHUN_S, Asker, Holder, RemoteBlocks
 from kvmesh.transfer.attend import ATTEND, AttendArguments, ClaimKind, decode_attend
 from kvmesh.transfer.channel_pool import SendOptions
 from kvmesh.transfer.data_server import DataServer, ReceiveOptions
-from kvmesh.transfer.frames import QueryFrame, WriteClaim
+from kvmesh.transfer.frames import QueryFrame
 from kvmesh.transfer.greeting import (
     PeerKey,
 )

@@ -11,6 +11,7 @@ import pytest
 
 from kvmesh.core.errors import LostError, RefusedError
 from kvmesh.core.types import Endpoint, RefusalReason, WorkerId
+from kvmesh.kv.handoff_types import WriteClaim
 from kvmesh.transfer.alignment import Run
 from kvmesh.transfer.channel_pool import ChannelPool, SendOptions
 from kvmesh.transfer.codec import HEADER, encode_frame
@@ -27,7 +28,6 @@ from kvmesh.transfer.frames import (
     PutFrame,
     PutOkFrame,
     QueryFrame,
-    WriteClaim,
 )
 from kvmesh.transfer.meters import LinkKey
 from tests.transfer_pair import (

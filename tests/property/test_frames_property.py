@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from kvmesh.core.errors import ProtocolError
 from kvmesh.core.types import KvLayout, WorkerId
+from kvmesh.kv.handoff_types import WriteClaim
 from kvmesh.transfer.alignment import Run, align_runs
 from kvmesh.transfer.codec import TRAILER, encode_frame
 from kvmesh.transfer.decoder import (
@@ -37,7 +38,6 @@ from kvmesh.transfer.frames import (
     PutFrame,
     PutOkFrame,
     SegmentOffer,
-    WriteClaim,
 )
 
 BLOCK_BYTES = 3

@@ -21,14 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from kvmesh.cli import bench_report
 from kvmesh.cli.bench_load import Load, LoadGenerator, find_model
 from kvmesh.cli.bench_metrics import RequestRecord, parse_goodput, summarize, targets
-from kvmesh.cli.flags import (
-    add_flag,
-    add_list,
-    count,
-    new_parser,
-    not_negative,
-    positive_int,
-)
+from kvmesh.cli.flags import add_flag, add_list, count, new_parser, not_negative, positive_int
 from kvmesh.cli.https import add_ca_flag
 from kvmesh.cli.stack_state import CHECKOUT, add_state_flag, add_url_flag, gateway_url
 from kvmesh.core.config import environment

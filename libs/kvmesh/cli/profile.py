@@ -14,13 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvmesh.cli.flags import (
-    add_flag,
-    new_parser,
-    output_file,
-    picture_file,
-    positive_int,
-)
+from kvmesh.cli.flags import add_flag, new_parser, output_file, picture_file, positive_int
 from kvmesh.cli.link_speed import loopback_bytes_per_s, read_bytes_per_s
 from kvmesh.cli.model_folder import check_model_folder
 from kvmesh.core.errors import ConfigError

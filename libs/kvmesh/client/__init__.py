@@ -9,14 +9,7 @@ Needs grpcio and protobuf only. Tests: tests/unit/client, tests/integration/test
 from kvmesh.client.aio import AsyncClient
 from kvmesh.client.calls import ClientOptions
 from kvmesh.client.connection import ClientTls
-from kvmesh.client.messages import (
-    Delta,
-    GenerateOptions,
-    Generation,
-    Model,
-    PlacedAt,
-    Prompt,
-)
+from kvmesh.client.messages import Delta, GenerateOptions, Generation, Model, PlacedAt, Prompt
 from kvmesh.client.retry import NO_RETRY, RetryPolicy
 from kvmesh.client.sync import Client
 from kvmesh.client.tools import Message, Tool, ToolCall, ToolCallDelta

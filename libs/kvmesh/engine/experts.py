@@ -13,13 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvmesh.engine.config import ModelConfig
-from kvmesh.engine.layers import (
-    GatedMlp,
-    Mlp,
-    SparseMlp,
-    load_gated_mlp,
-    make_sparse_mlp,
-)
+from kvmesh.engine.layers import GatedMlp, Mlp, SparseMlp, load_gated_mlp, make_sparse_mlp
 from kvmesh.engine.weights import LayerWeights
 from kvmesh.kernels import layer_ops
 from kvmesh.kernels.linear import Linear, make_linear

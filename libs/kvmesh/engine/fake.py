@@ -21,13 +21,7 @@ from pathlib import Path
 
 from kvmesh.core.errors import CheckpointError, StructureError
 from kvmesh.core.types import KvLayout, TokenLogprobs
-from kvmesh.engine.protocol import (
-    ModelSpec,
-    SampledToken,
-    SequenceChunk,
-    StateChunk,
-    StepResult,
-)
+from kvmesh.engine.protocol import ModelSpec, SampledToken, SequenceChunk, StateChunk, StepResult
 from kvmesh.engine.step_times import StepTimes
 from kvmesh.kv.groups import KvGroups, num_blocks_of
 from kvmesh.transfer.memory import create_shared

@@ -21,12 +21,7 @@ from kvmesh.engine.device_check import require_device
 from kvmesh.engine.kv_cache import TORCH_DTYPES, KvPool, allocate_pool
 from kvmesh.engine.kv_plan import KvPlan, kv_layout, plan_kv
 from kvmesh.engine.layers import StepMemory
-from kvmesh.engine.memory import (
-    available_bytes,
-    memory_needed,
-    require_memory,
-    resolve_dtype,
-)
+from kvmesh.engine.memory import available_bytes, memory_needed, require_memory, resolve_dtype
 from kvmesh.engine.model import DecoderModel, load_model
 from kvmesh.engine.models import FAMILIES
 from kvmesh.engine.partial import PoolAttention, can_be_parted

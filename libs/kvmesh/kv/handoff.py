@@ -53,6 +53,7 @@ from kvmesh.kv.handoff_types import (
     Taken,
     Ticket,
     Write,
+    WriteClaim,
     WriteGrant,
 )
 
@@ -190,11 +191,6 @@ class HandoffTable:
         entry = self._entries.get(reservation_id)
         return entry is not None and entry.state is not State.FENCED
 
-    def next_expiry(self) -> float | None:
-        """When `expire` next has something to do; None when there is nothing to wait for."""
-        open_entries = [e for e in self._entries.values() if e.state is not State.FENCED]
-        return min((e.deadline for e in [*open_entries, *self._taken.values()]), default=None)
-
     def drain_released(self) -> list[Released]:
         """Reservations that ended unused and whose writers are gone, each exactly once.
 
@@ -207,10 +203,7 @@ class HandoffTable:
 
     def begin_write(
         self,
-        reservation_id: int,
-        incarnation: int,
-        generation: int,
-        capability: bytes,
+        claim: WriteClaim,
         first: int,
         count: int,
         now: float,
@@ -227,11 +220,11 @@ class HandoffTable:
             The grant, or STALE, INVALID (capability or range), or BUSY while an earlier writer is
             still in one of these blocks.
         """
-        entry = self._admit(reservation_id, incarnation, generation, capability, now)
+        entry = self._admit(claim, now)
         if isinstance(entry, Refusal):
             return self._refuse(entry)
         if entry.state is not State.RESERVED:
-            return self._refuse(_stale(f"reservation {reservation_id} is complete"))
+            return self._refuse(_stale(f"reservation {claim.reservation_id} is complete"))
         if first < 0 or count < 1 or first + count > entry.num_to_write:
             message = f"blocks {first}+{count} of {entry.num_to_write}"
             return self._refuse(Refusal(RefusalReason.INVALID, message))
@@ -263,30 +256,12 @@ class HandoffTable:
         elif ok and write.generation == entry.generation:
             self._count(entry, write)
 
-    def is_write_current(self, write_id: int) -> bool:
-        """Whether bytes of this write still matter; if not, stop writing and end it."""
-        write = self._writes[write_id]
-        return write.entry.state is State.RESERVED and write.generation == write.entry.generation
-
-    def stale_writes(self) -> list[int]:
-        """Writes in flight that no longer matter, for the channel to cut off and end."""
-        return [write_id for write_id in self._writes if not self.is_write_current(write_id)]
-
-    def check_claim(
-        self, reservation_id: int, incarnation: int, generation: int, capability: bytes, now: float
-    ) -> Refusal | None:
+    def check_claim(self, claim: WriteClaim, now: float) -> Refusal | None:
         """Whether a message may speak for a reservation; None is yes."""
-        entry = self._admit(reservation_id, incarnation, generation, capability, now)
+        entry = self._admit(claim, now)
         return self._refuse(entry) if isinstance(entry, Refusal) else None
 
-    def commit(
-        self,
-        reservation_id: int,
-        incarnation: int,
-        generation: int,
-        capability: bytes,
-        now: float,
-    ) -> Committed | Refusal:
+    def commit(self, claim: WriteClaim, now: float) -> Committed | Refusal:
         """Declares all blocks written. May be repeated; the answer is the same.
 
         The caller starts decode through `take`, which succeeds once however often this is called.
@@ -295,7 +270,7 @@ class HandoffTable:
             The commit, or STALE, INVALID (capability, or blocks are missing), or BUSY while a
             writer is in the blocks.
         """
-        entry = self._admit(reservation_id, incarnation, generation, capability, now)
+        entry = self._admit(claim, now)
         if isinstance(entry, Refusal):
             return self._refuse(entry)
         if entry.state is State.RESERVED:
@@ -308,7 +283,9 @@ class HandoffTable:
                 return self._refuse(Refusal(RefusalReason.INVALID, message))
             entry.state = State.COMMITTED
             entry.deadline = now + self.lease_s
-        return Committed(reservation_id, entry.request_id, generation, len(entry.blocks))
+        return Committed(
+            entry.reservation_id, entry.request_id, entry.generation, len(entry.blocks)
+        )
 
     # -- Inside ---------------------------------------------------------------------------------
 
@@ -332,19 +309,18 @@ class HandoffTable:
             if entry.partial.add(index, write.part, self._block_bytes):
                 entry.written.add(index)
 
-    def _admit(
-        self, reservation_id: int, incarnation: int, generation: int, capability: bytes, now: float
-    ) -> Entry | Refusal:
+    def _admit(self, claim: WriteClaim, now: float) -> Entry | Refusal:
         """The reservation a message from the data channel may act on, taken ones included."""
-        if incarnation != self.incarnation:
-            return _stale(f"incarnation {incarnation}, this is {self.incarnation}")
-        entry = self._live(reservation_id, now) or self._taken.get(reservation_id)
+        if claim.incarnation != self.incarnation:
+            return _stale(f"incarnation {claim.incarnation}, this is {self.incarnation}")
+        number = claim.reservation_id
+        entry = self._live(number, now) or self._taken.get(number)
         if entry is None or entry.deadline <= now:
-            return _stale(f"reservation {reservation_id} has ended")
-        if not hmac.compare_digest(capability, entry.capability):
+            return _stale(f"reservation {number} has ended")
+        if not hmac.compare_digest(claim.capability, entry.capability):
             return Refusal(RefusalReason.INVALID, "wrong capability")
-        if generation != entry.generation:
-            return _stale(f"generation {generation}, now {entry.generation}")
+        if claim.generation != entry.generation:
+            return _stale(f"generation {claim.generation}, now {entry.generation}")
         return entry
 
     def _live(self, reservation_id: int, now: float) -> Entry | None:

@@ -30,6 +30,19 @@ class State(enum.Enum):
     FENCED = "fenced"
 
 
+@dataclass(frozen=True, slots=True)
+class WriteClaim:
+    """By what right a message writes: a reservation, its attempt, and its secret.
+
+    Reads have claims as well; what they name then is the holder's lease on blocks of the pool.
+    """
+
+    reservation_id: int
+    incarnation: int
+    generation: int
+    capability: bytes = field(repr=False)
+
+
 class Ticket(NamedTuple):
     """A new reservation."""
 

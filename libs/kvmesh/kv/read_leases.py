@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvmesh.core.types import Refusal, RefusalReason
+from kvmesh.kv.handoff_types import WriteClaim
 
 MAX_RENEWALS = 12
 """A reader that is slower than this many lease times holds room that others need."""
@@ -161,10 +162,7 @@ class ReadLeaseTable:
 
     def begin_read(
         self,
-        lease_id: int,
-        incarnation: int,
-        generation: int,
-        capability: bytes,
+        claim: WriteClaim,
         runs: Sequence[tuple[int, int]],
         now: float,
     ) -> ReadTicket | Refusal:
@@ -177,11 +175,9 @@ class ReadLeaseTable:
             The ticket, or STALE (another life or generation, or the lease has ended) or INVALID
             (capability, or outside of the lease).
         """
-        lease = self._admit(lease_id, incarnation, capability, now)
+        lease = self._named(claim, now)
         if isinstance(lease, Refusal):
             return lease
-        if generation != _GENERATION:
-            return self._refuse(RefusalReason.STALE, f"generation {generation}")
         if any(first < 0 or first + count > len(lease.blocks) for first, count in runs):
             text = f"a run ends behind the {len(lease.blocks)} leased blocks"
             return self._refuse(RefusalReason.INVALID, text)
@@ -197,9 +193,7 @@ class ReadLeaseTable:
         chosen = (block for first, n in runs for block in lease.blocks[first : first + n])
         return ReadTicket(read_id, tuple(chosen), lease.is_planned)
 
-    def claimed(
-        self, lease_id: int, incarnation: int, generation: int, capability: bytes, now: float
-    ) -> tuple[int, ...] | Refusal:
+    def claimed(self, claim: WriteClaim, now: float) -> tuple[int, ...] | Refusal:
         """All blocks of a lease, for one who asks about them; it is renewed as by a read.
 
         The caller takes references of its own while it is in them.
@@ -207,11 +201,9 @@ class ReadLeaseTable:
         Returns:
             The blocks, or STALE or INVALID as `begin_read`.
         """
-        lease = self._admit(lease_id, incarnation, capability, now)
+        lease = self._named(claim, now)
         if isinstance(lease, Refusal):
             return lease
-        if generation != _GENERATION:
-            return self._refuse(RefusalReason.STALE, f"generation {generation}")
         lease.deadline = min(now + self.lease_s, lease.last_deadline)
         return lease.blocks
 
@@ -280,6 +272,12 @@ class ReadLeaseTable:
         if 2 * (sum(sizes) + num_blocks) > self._max_blocks:
             return f"{reader} has {sum(sizes)} of {self._max_blocks} blocks, half is the most"
         return None
+
+    def _named(self, claim: WriteClaim, now: float) -> _Lease | Refusal:
+        lease = self._admit(claim.reservation_id, claim.incarnation, claim.capability, now)
+        if not isinstance(lease, Refusal) and claim.generation != _GENERATION:
+            return self._refuse(RefusalReason.STALE, f"generation {claim.generation}")
+        return lease
 
     def _admit(
         self, lease_id: int, incarnation: int, capability: bytes, now: float

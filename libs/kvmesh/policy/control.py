@@ -38,14 +38,7 @@ from kvmesh.policy.prfaas import (
     threshold_grid,
 )
 from kvmesh.policy.reallocation import Reallocation, StageQueues, plan_reallocation
-from kvmesh.policy.role_switch import (
-    Help,
-    Switch,
-    SwitchLimits,
-    SwitchReason,
-    other,
-    plan_switches,
-)
+from kvmesh.policy.role_switch import Help, Switch, SwitchLimits, SwitchReason, other, plan_switches
 
 CYCLE_S = 1.0
 """Fast scale: threshold and role switches."""

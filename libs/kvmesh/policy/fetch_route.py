@@ -9,12 +9,7 @@ import random
 from collections.abc import Sequence
 
 from kvmesh.core.types import FetchReason, PrefixSource
-from kvmesh.policy.prefix_source import (
-    MIN_FETCH_TOKENS,
-    FetchPace,
-    choose_holder,
-    saved_tokens,
-)
+from kvmesh.policy.prefix_source import MIN_FETCH_TOKENS, FetchPace, choose_holder, saved_tokens
 from kvmesh.policy.ranking import Standing
 
 

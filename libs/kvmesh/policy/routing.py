@@ -38,13 +38,7 @@ from kvmesh.policy.ranking import (
     RoutePolicy,
     Standing,
 )
-from kvmesh.policy.reasons import (
-    decode_reason,
-    no_pair,
-    no_workers,
-    prefill_reason,
-    why_aggregated,
-)
+from kvmesh.policy.reasons import decode_reason, no_pair, no_workers, prefill_reason, why_aggregated
 from kvmesh.policy.view import FleetView, WorkerView
 
 SILENT_AFTER_S = 1.5

@@ -30,11 +30,7 @@ from kvmesh.rpc.direct import DirectClient
 from kvmesh.rpc.fleet_view import FleetMirror
 from kvmesh.rpc.stream import Correlator, PeerStream, parts
 from kvmesh.telemetry.logs import event_logger
-from kvmesh.v1.scheduler_service_pb2 import (
-    RouteRequest,
-    RouteResponse,
-    WatchFleetRequest,
-)
+from kvmesh.v1.scheduler_service_pb2 import RouteRequest, RouteResponse, WatchFleetRequest
 from kvmesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 
 FIRST_BACKOFF_S = 0.05

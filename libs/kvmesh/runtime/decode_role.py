@@ -27,6 +27,7 @@ from kvmesh.core.types import (
 from kvmesh.engine.sequence import Emission, Sequence
 from kvmesh.kv.block_parts import Part
 from kvmesh.kv.handoff import HandoffTable
+from kvmesh.kv.handoff_types import WriteClaim
 from kvmesh.kv.runs import consecutive_runs
 from kvmesh.rpc.convert import (
     finish_reason_to_proto,
@@ -42,7 +43,8 @@ from kvmesh.runtime.worker_parts import WorkerParts
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.telemetry.tracing import Span, start_span
 from kvmesh.transfer.device import DevicePool, pieces_of
-from kvmesh.transfer.frames import CommitFrame, PutFrame, WriteClaim
+from kvmesh.transfer.frames import CommitFrame, PutFrame
+from kvmesh.transfer.lane import claim_of
 from kvmesh.transfer.memory import write_views
 from kvmesh.transfer.target import WriteGrant
 from kvmesh.v1 import decode_service_pb2 as pb
@@ -240,10 +242,7 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
         part = None if put.part is None else Part(*put.part)
         for run in put.runs:
             granted = self._handoff.begin_write(
-                put.claim.reservation_id,
-                put.claim.incarnation,
-                put.claim.generation,
-                put.claim.capability,
+                put.claim,
                 run.first,
                 run.count,
                 self._clock.now(),
@@ -282,13 +281,7 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
         if task is not None and not 0 <= frame.first_token_id < self._core.spec.vocab_size:
             text = f"first token {frame.first_token_id} is outside the vocabulary"
             return Refusal(RefusalReason.INVALID, text)
-        outcome = self._handoff.commit(
-            frame.claim.reservation_id,
-            frame.claim.incarnation,
-            frame.claim.generation,
-            frame.claim.capability,
-            self._clock.now(),
-        )
+        outcome = self._handoff.commit(frame.claim, self._clock.now())
         if isinstance(outcome, Refusal):
             return outcome
         if task is not None:
@@ -299,13 +292,7 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
 
     def claimed_blocks(self, claim: WriteClaim) -> list[int] | Refusal:
         """The blocks that a reservation found cached here, for queries about them."""
-        refusal = self._handoff.check_claim(
-            claim.reservation_id,
-            claim.incarnation,
-            claim.generation,
-            claim.capability,
-            self._clock.now(),
-        )
+        refusal = self._handoff.check_claim(claim, self._clock.now())
         if refusal is not None:
             return refusal
         task = self._by_reservation.get(claim.reservation_id)
@@ -343,15 +330,7 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
         """
         task = self._by_reservation.get(reservation.reservation_id)
         now = self._clock.now()
-        granted = self._handoff.begin_write(
-            reservation.reservation_id,
-            reservation.incarnation,
-            reservation.generation,
-            reservation.capability,
-            0,
-            reservation.num_blocks,
-            now,
-        )
+        granted = self._handoff.begin_write(claim_of(reservation), 0, reservation.num_blocks, now)
         if isinstance(granted, Refusal):
             return granted
         assert task is not None
@@ -375,13 +354,7 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
         self._handoff.end_write(task.local_write, ok=True)
         task.local_write = None
         if emission.finish_reason is None:
-            outcome = self._handoff.commit(
-                reservation.reservation_id,
-                reservation.incarnation,
-                reservation.generation,
-                reservation.capability,
-                self._clock.now(),
-            )
+            outcome = self._handoff.commit(claim_of(reservation), self._clock.now())
             if isinstance(outcome, Refusal):  # the lease ended while the prompt was computed
                 self._fail(task, outcome)
                 on_first(emission)

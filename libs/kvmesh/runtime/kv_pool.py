@@ -23,6 +23,7 @@ from kvmesh.core.types import (
     Refusal,
     RefusalReason,
 )
+from kvmesh.kv.handoff_types import WriteClaim
 from kvmesh.kv.hashing import split_hashes
 from kvmesh.kv.read_leases import ReadLeaseStatistics, ReadLeaseTable
 from kvmesh.kv.runs import consecutive_runs
@@ -35,7 +36,7 @@ from kvmesh.rpc.convert import (
 from kvmesh.runtime.worker_parts import WorkerParts
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.transfer.device import DevicePool, pieces_of
-from kvmesh.transfer.frames import GetFrame, WriteClaim
+from kvmesh.transfer.frames import GetFrame
 from kvmesh.transfer.pacing import Share
 from kvmesh.transfer.target import ReadGrant
 from kvmesh.v1 import kv_pool_service_pb2 as pb
@@ -165,12 +166,8 @@ class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
 
     def begin_read(self, get: GetFrame) -> ReadGrant | Refusal:
         """Memory of the runs of a GET, if the table lets it in."""
-        claim = get.claim
         ticket = self._table.begin_read(
-            claim.reservation_id,
-            claim.incarnation,
-            claim.generation,
-            claim.capability,
+            get.claim,
             [(run.first, run.count) for run in get.runs],
             self._clock.now(),
         )
@@ -195,13 +192,7 @@ class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
 
     def claimed_blocks(self, claim: WriteClaim) -> Sequence[int] | Refusal:
         """The blocks of a lease, for queries about them."""
-        return self._table.claimed(
-            claim.reservation_id,
-            claim.incarnation,
-            claim.generation,
-            claim.capability,
-            self._clock.now(),
-        )
+        return self._table.claimed(claim, self._clock.now())
 
     # --- ends --------------------------------------------------------------------------------
 

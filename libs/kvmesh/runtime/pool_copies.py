@@ -13,14 +13,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 
 from kvmesh.core.clock import Clock
-from kvmesh.core.pool import (
-    CopyOrder,
-    CopyOutcome,
-    CopyResult,
-    EvictionHint,
-    PoolOrder,
-    PoolReport,
-)
+from kvmesh.core.pool import CopyOrder, CopyOutcome, CopyResult, EvictionHint, PoolOrder, PoolReport
 from kvmesh.core.types import BlockHash, Endpoint, PrefixSource, Role
 from kvmesh.engine.core import EngineCore
 from kvmesh.runtime.fetch_result import FetchOutcome, FetchResult

@@ -325,7 +325,6 @@ class PrefillRole(prefill_service_pb2_grpc.PrefillServiceServicer):
         event = pb.PrefillEvent(request_id=attempt.request_id, attempt=attempt.attempt)
         event.handed_off.bytes = attempt.sent_bytes
         event.handed_off.calls = attempt.sent_calls
-        event.handed_off.duration_us = int(attempt.sending_s * 1e6)
         attempt.outbox.put(event)
         peer = attempt.reservation.worker_id
         if attempt.sent_calls:

@@ -14,10 +14,11 @@ from typing import Protocol
 from kvmesh.core.types import KvLayout, Refusal, RefusalReason
 from kvmesh.engine.protocol import PartialAttention
 from kvmesh.kv.block_pool import BlockPool
+from kvmesh.kv.handoff_types import WriteClaim
 from kvmesh.runtime.query_metrics import QueryMetrics
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.transfer.attend import ATTEND, AttendArguments, ClaimKind, decode_attend
-from kvmesh.transfer.frames import QueryFrame, WriteClaim
+from kvmesh.transfer.frames import QueryFrame
 from kvmesh.transfer.query_ops import QueryGrant
 
 log = event_logger(__name__)

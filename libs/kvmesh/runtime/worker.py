@@ -51,11 +51,7 @@ from kvmesh.telemetry.logs import event_logger
 from kvmesh.transfer.channel_pool import ChannelPool
 from kvmesh.transfer.data_server import DataServer
 from kvmesh.transfer.protocol import ChannelIdentity
-from kvmesh.v1 import (
-    decode_service_pb2_grpc,
-    kv_pool_service_pb2_grpc,
-    prefill_service_pb2_grpc,
-)
+from kvmesh.v1 import decode_service_pb2_grpc, kv_pool_service_pb2_grpc, prefill_service_pb2_grpc
 
 log = event_logger(__name__)
 

@@ -235,6 +235,12 @@ class SimFleet:
         self._changed |= {prefill, decode}
         self._view = None
 
+    @property
+    def message_s(self) -> float:
+        """Time of a control message now."""
+        latency = self._profile.links.latency_s
+        return latency if self.host is None else latency * self.host.message_stretch
+
     def link(self, source: SimWorker, target: SimWorker) -> SharedLink:
         """The link that KV between two workers takes."""
         if source.info.cluster != target.info.cluster:

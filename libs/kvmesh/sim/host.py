@@ -15,6 +15,9 @@ from kvmesh.sim.profile import Sharing
 FRONT_WINDOW_S = 0.25
 """What the front has computed of late stands for what it computes now."""
 
+FRONT_PROCESSES = 5
+"""Gateway, scheduler, kvmanager, Redis and the client."""
+
 
 class Sharer(Protocol):
     """A step loop of a worker of the host."""
@@ -81,6 +84,17 @@ class Host:
 
     # --- how long work takes -----------------------------------------------------------------
 
+    @property
+    def message_stretch(self) -> float:
+        """How many times as long a control message takes as on an idle host.
+
+        Who handles it wants a core while all workers that compute keep theirs.
+        """
+        front = self.sharing.front
+        if front is None:
+            return 1.0
+        return max((len(self._busy) + 1 + self.front_cores) / front.cores, 1.0)
+
     def prefill_stretch(self, sharer: Sharer) -> float:
         """How many times as long a chunk of a prompt takes as on a host of its own."""
         return self._stretch(self.sharing.prefill, sharer)
@@ -100,5 +114,11 @@ class Host:
 
 
 def crowding(num_workers: int, front_cores: float, cores: float) -> float:
-    """How many times as long work takes where workers and front want more cores than there are."""
-    return max((num_workers + front_cores) / cores, 1.0)
+    """How many times as long work takes where workers and front want more cores than there are.
+
+    A scheduler that is fair serves first who wants less than an equal part: the front, whose
+    processes mostly wait. The workers divide what is left, so that never more is used than there
+    is, and each keeps at least an equal part of all.
+    """
+    left = max(cores - front_cores, cores * num_workers / (num_workers + FRONT_PROCESSES))
+    return max(num_workers / left, 1.0)

@@ -6,8 +6,8 @@ Tests: tests/unit/sim/test_simulation.py.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 
 from kvmesh.core.types import (
     Candidate,
@@ -26,9 +26,10 @@ from kvmesh.policy.forwarding import (
     intervene,
     rounds_per_route,
 )
-from kvmesh.sim.events import EventQueue
+from kvmesh.sim.events import EventQueue, Timer
 from kvmesh.sim.fleet import SimFleet
 from kvmesh.sim.requests import SimRequest, SimSequence
+from kvmesh.sim.turns import Turns
 from kvmesh.sim.worker import SimWorker
 
 
@@ -67,6 +68,7 @@ class Desk:
         fetch: brings a prefix to a worker before it computes.
         searching: requests that look for workers now.
         connections: of the gateway; some policies offer in their order, not the plan's.
+        turns: of the gateway's requests that wait.
     """
 
     events: EventQueue
@@ -78,10 +80,15 @@ class Desk:
     searching: dict[SimRequest, Placing]
     connections: Connections
     fetch: Callable[[SimWorker, SimSequence, PrefixSource], None] = _no_fetch
+    turns: Turns = field(default_factory=Turns)
 
 
 class Placing:
-    """One search, from `start` to a placement or a refusal."""
+    """One search, from `start` to a placement or a refusal.
+
+    A message to a worker and its answer take their time: a slot that is given back stays empty
+    until the next one who looks has come by.
+    """
 
     def __init__(self, desk: Desk, request: SimRequest, avoid: frozenset[WorkerId]) -> None:
         self._desk = desk
@@ -96,6 +103,8 @@ class Placing:
         self._num_rounds = 0
         self._last = RefusalReason.DEADLINE
         self._tried_at_opening = -1
+        self._num_refused = 0
+        self._deadline: Timer | None = None
 
     @property
     def has_reservation(self) -> bool:
@@ -105,17 +114,53 @@ class Placing:
     def start(self) -> None:
         """Begins to ask."""
         self._desk.searching[self._request] = self
-        self._round()
+        self._desk.turns.enter(self._request)
+        # The message that brought it here counts the way to the workers.
+        if self._is_my_turn():
+            self._round()
+
+    def _is_my_turn(self) -> bool:
+        if self._desk.turns.wait(self._request, self._called):
+            return True
+        self._deadline = self._desk.events.at(self._request.deadline_s, self._late)
+        return False
+
+    def _called(self) -> None:
+        assert self._deadline is not None, "who waits for its turn has a deadline"
+        self._deadline.cancel()
+        self._ask_again()
+
+    def _late(self) -> None:
+        self._end(self._last)
+
+    def _go_on(self) -> None:
+        """After a pause."""
+        if not self._ends_now() and self._is_my_turn():
+            self._ask_again()
+
+    def _ask_again(self) -> None:
+        now = self._desk.events.now()
+        # To the scheduler and back comes before the way to the workers.
+        messages = 3 if self._needs_plan(now) else 1
+        arrives = now + messages * self._desk.fleet.message_s
+        self._desk.events.at(min(arrives, self._request.deadline_s), self._round)
+
+    def _ends_now(self) -> bool:
+        waited = self._desk.events.now() - self._started_at
+        limit = self._request.deadline_s - self._started_at
+        if intervene(waited, limit) is not ForwardReason.TIMED_OUT:
+            return False
+        self._end(self._last)
+        return True
 
     def _round(self) -> None:
-        now = self._desk.events.now()
-        limit = self._request.deadline_s - self._started_at
-        if intervene(now - self._started_at, limit) is ForwardReason.TIMED_OUT:
-            self._end(self._last)
+        if self._ends_now():
             return
+        now = self._desk.events.now()
+        self._num_refused = 0
         # Everybody was asked; while nobody has more room than then, the answers are the same.
         if self._desk.fleet.openings == self._tried_at_opening:
-            self._spend(len(self._refused))
+            self._spend(self._refused)
             self._pause()
             return
         if self._needs_plan(now):
@@ -148,11 +193,15 @@ class Placing:
         return self._plan_rounds >= rounds_per_route(self._plan.cause)
 
     def _pause(self) -> None:
-        longest = backoff_s(self._num_rounds, len(self._desk.searching))
+        desk = self._desk
+        desk.turns.missed(self._request)
+        # All together ask at the same rate, whether few look for workers at a time or all do.
+        longest = backoff_s(self._num_rounds, len(desk.searching)) * desk.turns.share
         self._num_rounds += 1
-        wait = longest * self._desk.rng.uniform(0.5, 1.0)
-        now = self._desk.events.now()
-        self._desk.events.at(min(now + wait, self._request.deadline_s), self._round)
+        # One is asked after the other; the way to the first is behind us.
+        answers = max(2 * self._num_refused - 1, 0) * desk.fleet.message_s
+        wait = answers + longest * desk.rng.uniform(0.5, 1.0)
+        desk.events.at(min(desk.events.now() + wait, self._request.deadline_s), self._go_on)
 
     def _try(self, plan: RoutePlan) -> bool:
         if plan.placement is Placement.AGGREGATED:
@@ -205,6 +254,7 @@ class Placing:
             return False
         self._desk.connections.accepted(name)
         self._desk.searching.pop(self._request, None)
+        self._desk.turns.leave(self._request, placed=True)
         self._desk.placed(Placed(self._request, decode_worker, decode, worker, outcome))
         if source is not None:
             self._desk.fetch(worker, outcome, source)
@@ -213,13 +263,16 @@ class Placing:
     def _note(self, name: WorkerId, refusal: Refusal) -> None:
         self._last = refusal.reason
         self._refused.add(name)
-        self._spend(1)
+        self._spend((name,))
 
-    def _spend(self, num_refusals: int) -> None:
-        """Asking in vain takes cores, where they are shared."""
+    def _spend(self, names: Collection[WorkerId]) -> None:
+        """Asking in vain takes time, and cores where they are shared."""
+        self._num_refused += len(names)
         host = self._desk.fleet.host
         if host is not None:
-            host.note_refusals(num_refusals)
+            host.note_refusals(len(names))
+            for name in names:
+                self._desk.fleet.workers[name].note_refusal()
 
     def _drop(self) -> None:
         assert self._reserved is not None, "nothing to drop"
@@ -232,4 +285,5 @@ class Placing:
         if self._reserved is not None:
             self._drop()
         self._desk.searching.pop(self._request, None)
+        self._desk.turns.leave(self._request, placed=False)
         self._desk.refused(self._request, reason)

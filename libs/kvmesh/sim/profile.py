@@ -105,6 +105,21 @@ class Front:
 
 
 @dataclass(frozen=True, slots=True)
+class Loop:
+    """Time that a worker takes for what is no step, while its next step waits.
+
+    Attributes:
+        prompt_s: of a prompt that it takes and hands over.
+        decode_s: of a request that it reserves for and decodes, its steps apart.
+        ask_s: of a request that it refuses.
+    """
+
+    prompt_s: float
+    decode_s: float
+    ask_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Sharing:
     """What it costs workers to be on one host and share its cores.
 
@@ -113,11 +128,13 @@ class Sharing:
             computes.
         decode: a decode step does.
         front: what else computes there; None is nothing that matters.
+        loop: of each worker; None is nothing that matters.
     """
 
     prefill: float
     decode: float
     front: Front | None = None
+    loop: Loop | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,11 +227,21 @@ def parse_profile(fields: Fields) -> Profile:
 
 
 def _sharing(fields: Fields) -> Sharing:
-    fields.only("prefill", "decode", "front")
+    fields.only("prefill", "decode", "front", "loop")
     front = _front(fields.child("front")) if fields.has("front") else None
-    found = Sharing(fields.number("prefill"), fields.number("decode"), front)
+    loop = _loop(fields.child("loop")) if fields.has("loop") else None
+    found = Sharing(fields.number("prefill"), fields.number("decode"), front, loop)
     if min(found.prefill, found.decode) < 1:
         raise ConfigError(f"{fields.path}: nobody computes faster beside others: {found}")
+    return found
+
+
+def _loop(fields: Fields) -> Loop:
+    names = ("prompt_s", "decode_s", "ask_s")
+    fields.only(*names)
+    found = Loop(*(fields.number(name) for name in names))
+    if min(found.prompt_s, found.decode_s, found.ask_s) < 0:
+        raise ConfigError(f"{fields.path}: times are not negative: {found}")
     return found
 
 

@@ -215,8 +215,7 @@ class Simulation:
         if self.fleet.host is not None:
             self.fleet.host.note_request()
         # To the scheduler and on to the workers.
-        delay = 2 * self.scenario.profile.links.latency_s
-        self.events.after(delay, Placing(self._desk, request, frozenset()).start)
+        self.events.after(2 * self.fleet.message_s, Placing(self._desk, request, frozenset()).start)
 
     def ask(self, request: SimRequest, avoid: frozenset[WorkerId], answer: Answer) -> None:
         """Asks the scheduler, which answers at once or when it has decided on several requests.
@@ -335,8 +334,7 @@ class Simulation:
         link.send(size, partial(self._left, handoff))
 
     def _left(self, handoff: _Handoff) -> None:
-        latency = self.scenario.profile.links.latency_s
-        self.events.after(latency, partial(self._arrived, handoff))
+        self.events.after(self.fleet.message_s, partial(self._arrived, handoff))
 
     def _stretch(self) -> float:
         return 1 + self.scenario.jitter * self.rng.random()
@@ -371,7 +369,7 @@ class Simulation:
             request.cached_tokens = sequence.num_cached
             self.control.note_prompt(request)
         if request.first_token_s is None:
-            request.first_token_s = self.events.now() + self.scenario.profile.links.latency_s
+            request.first_token_s = self.events.now() + self.fleet.message_s
         placed = self._placements[request]
         if request.remaining_tokens <= 1 and placed.prefill is not placed.decode:
             # The first token is the last: no KV needs to move.
@@ -386,7 +384,7 @@ class Simulation:
 
     def _finish(self, request: SimRequest) -> None:
         self._hang_up(self._placements.pop(request, None))
-        request.finished_s = self.events.now() + self.scenario.profile.links.latency_s
+        request.finished_s = self.events.now() + self.fleet.message_s
         assert request.first_token_s is not None, "finished without a token"
         late = request.first_token_s > request.deadline_s and request.attempt == 0
         self.control.note_finished(request)

@@ -122,6 +122,7 @@ class StepLoop:
         self._run: _Run | None = None
         self._timer: Timer | None = None
         self._in_step = False
+        self._other_work_s = 0.0
         self.computed_tokens = 0
         self.busy_s = 0.0
         self.preemptions = 0
@@ -152,6 +153,12 @@ class StepLoop:
         if self._preempted and not self._in_step:
             self._next_step()
 
+    def note_work(self, seconds: float) -> None:
+        """The worker has something else to do: its next step waits, if it is busy at all."""
+        if seconds and self._in_step:
+            self._other_work_s += seconds
+            self._interrupt()
+
     def others_changed(self) -> None:
         """See `Sharer`: decode steps take another time from the next one on."""
         self._interrupt()
@@ -164,7 +171,8 @@ class StepLoop:
             self._timer.cancel()
         run, self._run = self._run, None
         if run is not None:
-            self._steps += int((self._events.now() - run.started_at) / run.step_s)
+            done = int((self._events.now() - run.started_at) / run.step_s)
+            self._steps += max(done, 0)
         for sequence in self._running:
             if sequence.settled_at is not None:
                 self._settle(sequence)
@@ -251,6 +259,8 @@ class StepLoop:
             if sequence.settled_at is not None and self._grow(sequence):
                 self._await_due(sequence)
         self._in_step = bool(self._running)
+        if not self._in_step:
+            self._other_work_s = 0.0
         if self._host is not None:
             self._host.note(self, is_busy=self._in_step)
         if self._prompts:
@@ -265,8 +275,13 @@ class StepLoop:
         # The context of the middle step stands for all of them.
         context = self._context + self._num_decoding * (num_steps - 1) / 2
         step_s = self._step_s(self._num_decoding, context)
-        self._run = _Run(self._events.now(), step_s, num_steps)
-        self._timer = self._events.after(num_steps * step_s, self._end_run)
+        begin = self._events.now() + self._take_other_work_s()
+        self._run = _Run(begin, step_s, num_steps)
+        self._timer = self._events.at(begin + num_steps * step_s, self._end_run)
+
+    def _take_other_work_s(self) -> float:
+        seconds, self._other_work_s = self._other_work_s, 0.0
+        return seconds
 
     @property
     def _context(self) -> int:
@@ -291,6 +306,7 @@ class StepLoop:
                 context += sequence.num_tokens
         if count:
             duration += self._step_s(count, context)
+        duration += self._take_other_work_s()
         self.busy_s += duration
         self._timer = self._events.after(duration, partial(self._end_mixed, chunks))
 

@@ -11,6 +11,7 @@ from typing import Protocol
 from kvmesh.core.types import BlockHash, Refusal, RefusalReason, Role, WorkerInfo, WorkerLoad
 from kvmesh.kv.block_pool import BlockPool
 from kvmesh.kv.handoff import HandoffTable
+from kvmesh.kv.handoff_types import WriteClaim
 from kvmesh.policy.batching import BatchLimits
 from kvmesh.sim.events import EventQueue
 from kvmesh.sim.host import Host
@@ -91,6 +92,7 @@ class SimWorker:
         self._decodes: set[SimSequence] = set()
         self._num_reserved = 0
         self._load: WorkerLoad | None = None
+        self._loop = None if host is None else host.sharing.loop
 
     @property
     def max_tokens(self) -> int:
@@ -120,6 +122,8 @@ class SimWorker:
         sequence.reservation = ticket.reservation_id
         self._decodes.add(sequence)
         self._num_reserved += 1
+        if self._loop is not None:
+            self.steps.note_work(self._loop.decode_s)
         self._changed()
         return sequence
 
@@ -154,6 +158,11 @@ class SimWorker:
         self._changed()
         return waiting
 
+    def note_refusal(self) -> None:
+        """It was asked in vain."""
+        if self._loop is not None:
+            self.steps.note_work(self._loop.ask_s)
+
     def _may_queue(self, refusal: Refusal) -> bool:
         return self._queue_offers and refusal.reason is RefusalReason.NO_BLOCKS
 
@@ -177,6 +186,8 @@ class SimWorker:
     def _start_prefill(self, sequence: SimSequence, *, held: bool = False) -> SimSequence:
         self.cached_tokens += sequence.num_cached
         self._prefills.add(sequence)
+        if self._loop is not None:
+            self.steps.note_work(self._loop.prompt_s)
         self._changed()
         if not held:
             self.steps.join(sequence)
@@ -230,18 +241,13 @@ class SimWorker:
         Args:
             first: among the reservation's blocks to write.
         """
-        assert sequence.reservation is not None, "no reservation to write to"
-        grant = self.handoff.begin_write(
-            sequence.reservation,
-            self.info.incarnation,
-            1,
-            CAPABILITY,
-            first,
-            count,
-            self._events.now(),
-        )
+        grant = self.handoff.begin_write(self._claim(sequence), first, count, self._events.now())
         assert not isinstance(grant, Refusal), grant
         return grant.write_id
+
+    def _claim(self, sequence: SimSequence) -> WriteClaim:
+        assert sequence.reservation is not None, "no reservation to write to"
+        return WriteClaim(sequence.reservation, self.info.incarnation, 1, CAPABILITY)
 
     def end_write(self, write_id: int, *, ok: bool) -> None:
         """A transfer's bytes are in, or it broke off."""
@@ -271,7 +277,7 @@ class SimWorker:
             count = blocks_for(sequence.num_tokens) - num_cached
             self.end_write(self.begin_write(sequence, 0, count), ok=True)
         now = self._events.now()
-        done = self.handoff.commit(sequence.reservation, self.info.incarnation, 1, CAPABILITY, now)
+        done = self.handoff.commit(self._claim(sequence), now)
         assert not isinstance(done, Refusal), done
         taken = self.handoff.take(sequence.reservation)
         assert not isinstance(taken, Refusal), taken

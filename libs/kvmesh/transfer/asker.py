@@ -19,11 +19,12 @@ from kvmesh.core.clock import Clock
 from kvmesh.core.details import ANSWER, ASK
 from kvmesh.core.errors import LostError, RefusedError
 from kvmesh.core.types import Endpoint, HostRoute, RefusalReason, Reservation
+from kvmesh.kv.handoff_types import WriteClaim
 from kvmesh.policy.query_cost import QuerySpeed
 from kvmesh.transfer.attend import ATTEND, AttendArguments, ClaimKind, most_queries
 from kvmesh.transfer.channel import IPC, LOCAL, NIXL, SHM, TCP, usable_kinds
 from kvmesh.transfer.channel_pool import SendOptions
-from kvmesh.transfer.frames import Checksum, LinkOffer, WriteClaim
+from kvmesh.transfer.frames import Checksum, LinkOffer
 from kvmesh.transfer.greeting import PeerKey, sender_machine
 from kvmesh.transfer.host import host_id
 from kvmesh.transfer.lane import claim_of

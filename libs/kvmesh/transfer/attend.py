@@ -19,7 +19,8 @@ import struct
 from dataclasses import dataclass
 
 from kvmesh.core.types import KvLayout, Refusal, RefusalReason
-from kvmesh.transfer.frames import MAX_OPERAND_BYTES, WriteClaim
+from kvmesh.kv.handoff_types import WriteClaim
+from kvmesh.transfer.frames import MAX_OPERAND_BYTES
 
 ATTEND = 1
 """The op's number on the wire."""

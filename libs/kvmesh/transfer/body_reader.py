@@ -13,6 +13,7 @@ import numpy as np
 
 from kvmesh.core.errors import ProtocolError
 from kvmesh.core.types import KvLayout, WorkerId
+from kvmesh.kv.handoff_types import WriteClaim
 from kvmesh.transfer.body_shapes import (
     COUNTS,
     ERROR,
@@ -58,7 +59,6 @@ from kvmesh.transfer.frames import (
     PutOkFrame,
     QueryFrame,
     SegmentOffer,
-    WriteClaim,
 )
 from kvmesh.transfer.run_table import MANY_RUNS, RunT, RunTable
 

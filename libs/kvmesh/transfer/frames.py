@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvmesh.core.types import KvLayout, WorkerId
+from kvmesh.kv.handoff_types import WriteClaim
 from kvmesh.transfer.run_table import RunTable, as_runs, num_blocks_of
 
 MAGIC = b"KVMT"
@@ -82,19 +83,6 @@ class BlockPart(NamedTuple):
 
     offset: int
     size: int
-
-
-@dataclass(frozen=True, slots=True)
-class WriteClaim:
-    """By what right a frame writes: a reservation, its attempt, and its secret.
-
-    Reads have claims as well; what they name then is the holder's lease on blocks of the pool.
-    """
-
-    reservation_id: int
-    incarnation: int
-    generation: int
-    capability: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)

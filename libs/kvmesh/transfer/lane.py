@@ -13,6 +13,7 @@ from functools import partial
 
 from kvmesh.core.errors import LostError, RefusedError
 from kvmesh.core.types import Reservation
+from kvmesh.kv.handoff_types import WriteClaim
 from kvmesh.transfer.alignment import Run
 from kvmesh.transfer.checksums import checksum_function
 from kvmesh.transfer.codec import encode_frame
@@ -26,7 +27,6 @@ from kvmesh.transfer.frames import (
     PullFrame,
     PullRun,
     PutFrame,
-    WriteClaim,
 )
 from kvmesh.transfer.greeting import Connect, LaneOptions, open_frames
 from kvmesh.transfer.meters import LinkMeter

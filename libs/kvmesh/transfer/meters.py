@@ -58,7 +58,6 @@ class LinkMeter:
     Attributes:
         bytes: KV bytes that arrived in their blocks.
         calls: contiguous runs they were moved in.
-        served_bytes: KV bytes that the peer read from here.
         frames: PUT and PULL frames that were answered with yes.
         seconds: wall time of successful transfers; those of concurrent transfers add up.
         busy_s: wall time with at least one transfer under way.
@@ -82,7 +81,6 @@ class LinkMeter:
     lost: int = 0
     late: int = 0
     resumed: int = 0
-    served_bytes: int = 0
     channels: int = 0
     retransmits: int = 0
     queued_bytes: int = 0

@@ -16,6 +16,7 @@ from functools import partial
 
 from kvmesh.core.errors import LostError, ProtocolError, RefusedError
 from kvmesh.core.types import Endpoint, HostRoute, Refusal, WorkerId
+from kvmesh.kv.handoff_types import WriteClaim
 from kvmesh.transfer.alignment import Run, split_runs
 from kvmesh.transfer.channel import IPC, LOCAL, NIXL, SHM, TCP, carry_all, usable_kinds
 from kvmesh.transfer.channel_pool import SendOptions
@@ -24,7 +25,7 @@ from kvmesh.transfer.codec import encode_frame
 from kvmesh.transfer.cursor import ViewCursor
 from kvmesh.transfer.decoder import PayloadStart
 from kvmesh.transfer.frame_socket import FrameSocket
-from kvmesh.transfer.frames import MAX_RUNS, BlockRun, Checksum, GetFrame, LinkOffer, WriteClaim
+from kvmesh.transfer.frames import MAX_RUNS, BlockRun, Checksum, GetFrame, LinkOffer
 from kvmesh.transfer.greeting import LaneOptions, PeerKey, open_frames, sender_machine
 from kvmesh.transfer.host import host_id
 from kvmesh.transfer.local_channel import PROCESS_HUB, LocalHub

@@ -283,7 +283,6 @@ class ServerChannel:
                     await self._give(get, num_bytes, views, grant.share)
         finally:
             self._source.end_read(grant)
-        self._meter.served_bytes += num_bytes
 
     async def _give(
         self,
@@ -312,7 +311,6 @@ class ServerChannel:
             ops.end(grant)
         if not isinstance(answer, Refusal):
             await self._give(query, grant.answer_bytes, answer, Share.HANDOFF)
-            self._meter.served_bytes += grant.answer_bytes
             return
         refused = self._machine.refused(query, answer)
         if self._frames.decoder.in_payload:

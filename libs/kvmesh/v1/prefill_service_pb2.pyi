@@ -211,23 +211,19 @@ class PrefillHandedOff(_message.Message):
 
     BYTES_FIELD_NUMBER: _builtins.int
     CALLS_FIELD_NUMBER: _builtins.int
-    DURATION_US_FIELD_NUMBER: _builtins.int
     bytes: _builtins.int
     """Bytes sent."""
     calls: _builtins.int
     """Transfer calls."""
-    duration_us: _builtins.int
-    """Time spent sending, in microseconds."""
     def __init__(
         self,
         *,
         bytes: _builtins.int = ...,
         calls: _builtins.int = ...,
-        duration_us: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "calls", b"calls", "duration_us", b"duration_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "calls", b"calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

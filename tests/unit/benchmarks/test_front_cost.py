@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.front_cost import Span, fit_front, front_cpu_s, offers_of
-from kvmesh.sim.profile import Front
+from benchmarks.front_cost import FRONT, Span, cpu_s, fit_front, fit_loop, offers_of
+from kvmesh.sim.profile import Front, Loop
 
 IDLE_CORES = 0.05
 
@@ -35,7 +35,12 @@ def test_offers_are_read_from_the_metrics() -> None:
 
 
 def test_time_of_this_process_counts() -> None:
-    before = front_cpu_s()
+    before = cpu_s()[FRONT]
     assert before > 0
     assert sum(range(300_000)) > 0
-    assert front_cpu_s() >= before
+    assert cpu_s()[FRONT] >= before
+
+
+def test_what_a_loop_does_for_steps_is_theirs() -> None:
+    prefill, decode = Front(2.0, 0.003, 0.0, 0.0004), Front(2.0, 0.002, 0.0002, 0.0)
+    assert fit_loop(prefill, decode) == Loop(0.003, 0.002, 0.0004)

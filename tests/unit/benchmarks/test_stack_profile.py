@@ -32,7 +32,7 @@ from benchmarks.stack_profile import (
     make_profile,
     steps_of,
 )
-from kvmesh.sim.profile import Front
+from kvmesh.sim.profile import Front, Loop
 
 STEP_S, PER_SEQUENCE_S, PER_TOKEN_S = 0.004, 0.0005, 1e-6
 
@@ -50,13 +50,14 @@ BESIDE = Beside(
     1.25 * sample(SHARED_BATCH, TINY + SHARED_OUTPUT / 2).step_s,
 )
 FRONT = Front(4.0, 0.001, 1e-5, 1e-3)
+LOOP = Loop(0.002, 0.001, 3e-4)
 
 
 def measured() -> Measured:
     """A millisecond per prompt token, 6 ms of overhead, 20 ms from first to second token."""
     first = {n: 0.006 + 0.001 * n for n in PROFILED}
     first[TINY] = 0.006 + SHORT[0].step_s
-    return Measured(first, dict.fromkeys(first, 0.02), SHORT, LONG, BESIDE, FRONT)
+    return Measured(first, dict.fromkeys(first, 0.02), SHORT, LONG, BESIDE, FRONT, LOOP)
 
 
 def stream(first_s: float, step_s: float, count: int) -> Timing:
@@ -99,7 +100,7 @@ def test_what_sharing_costs_is_found_again() -> None:
 
 
 def test_what_the_front_took_is_counted_once() -> None:
-    """On two cores with half of one for the front, all took five quarters of their time."""
+    """On two cores with half of one for the front, all took four thirds of their time."""
     seen = dataclasses.replace(
         measured(),
         beside=dataclasses.replace(BESIDE, front_cores=0.5),
@@ -107,9 +108,9 @@ def test_what_the_front_took_is_counted_once() -> None:
     )
     sharing = make_profile(seen, 1000.0, slots=(1, 32)).sharing
     assert sharing is not None
-    assert sharing.prefill == pytest.approx(1.5 / 1.25, rel=0.01)
+    assert sharing.prefill == pytest.approx(1.5 * 3 / 4, rel=0.01)
     assert sharing.decode == pytest.approx(1.0, rel=0.01)
-    assert sharing.front == seen.front
+    assert (sharing.front, sharing.loop) == (seen.front, LOOP)
 
 
 def test_prompts_count_while_all_generate() -> None:

@@ -5,7 +5,7 @@ import pytest
 from kvmesh.core.types import Refusal, RefusalReason, RequestId
 from kvmesh.kv.block_parts import Part
 from kvmesh.kv.handoff import HandoffTable
-from kvmesh.kv.handoff_types import Committed, Outcome, Released, Taken, WriteGrant
+from kvmesh.kv.handoff_types import Committed, Outcome, Released, Taken, WriteClaim, WriteGrant
 
 LIFE, LEASE_S, SECRET = 7, 10.0, b"secret"
 REQUEST = RequestId("r1")
@@ -22,19 +22,14 @@ class Writer(NamedTuple):
     incarnation: int = LIFE
     capability: bytes = SECRET
 
+    @property
+    def claim(self) -> WriteClaim:
+        return WriteClaim(self.reservation_id, self.incarnation, self.generation, self.capability)
+
     def begin(
         self, first: int, count: int, now: float = 1.0, part: Part | None = None
     ) -> WriteGrant | Refusal:
-        return self.table.begin_write(
-            self.reservation_id,
-            self.incarnation,
-            self.generation,
-            self.capability,
-            first,
-            count,
-            now,
-            part,
-        )
+        return self.table.begin_write(self.claim, first, count, now, part)
 
     def grant(self, first: int, count: int, now: float = 1.0) -> WriteGrant:
         answer = self.begin(first, count, now)
@@ -45,9 +40,7 @@ class Writer(NamedTuple):
         self.table.end_write(self.grant(first, count).write_id, ok=True)
 
     def commit(self, now: float = 1.0) -> Committed | Refusal:
-        return self.table.commit(
-            self.reservation_id, self.incarnation, self.generation, self.capability, now
-        )
+        return self.table.commit(self.claim, now)
 
 
 @pytest.fixture
@@ -118,10 +111,9 @@ def test_repeated_commit_gives_the_same_answer_and_take_succeeds_once(
     table.take(writer.reservation_id)
     assert writer.commit(now=3.0) == answer
     assert reason(table.take(writer.reservation_id)) is RefusalReason.STALE
-    assert table.next_expiry() == 1.0 + LEASE_S
     assert reason(writer.commit(now=1.0 + LEASE_S)) is RefusalReason.STALE
     assert table.expire(1.0 + LEASE_S) == []
-    assert table.next_expiry() is None
+    assert table.is_idle
 
 
 def test_complete_reservation_takes_no_more_writes(table: HandoffTable, writer: Writer) -> None:
@@ -157,8 +149,6 @@ def test_rearm_fences_the_older_writer(table: HandoffTable, writer: Writer) -> N
     newer = rearm(writer)
     assert reason(writer.begin(0, 1)) is RefusalReason.STALE
     assert reason(writer.commit()) is RefusalReason.STALE
-    assert table.stale_writes() == [late.write_id]
-    assert not table.is_write_current(late.write_id)
     assert reason(newer.begin(1, 2)) is RefusalReason.BUSY, "the late writer is still in block 2"
     newer.write(0, 2)
     table.end_write(late.write_id, ok=True)
@@ -191,7 +181,6 @@ def test_cancel_holds_blocks_until_the_last_writer_is_gone(
     first, second = writer.grant(0, 1), writer.grant(1, 1)
     assert table.cancel(writer.reservation_id)
     assert not table.cancel(writer.reservation_id)
-    assert sorted(table.stale_writes()) == [first.write_id, second.write_id]
     table.end_write(first.write_id, ok=True)
     assert table.drain_released() == []
     assert table.statistics().num_fenced == 1
@@ -213,7 +202,6 @@ def test_fenced_reservation_refuses_everything(table: HandoffTable, writer: Writ
     assert reason(table.rearm(writer.reservation_id, 1.0)) is RefusalReason.STALE
     assert not table.renew(writer.reservation_id, 1.0)
     assert table.expire(99.0) == []
-    assert table.next_expiry() is None
 
 
 def test_committed_reservation_can_be_cancelled(table: HandoffTable, writer: Writer) -> None:
@@ -225,7 +213,6 @@ def test_committed_reservation_can_be_cancelled(table: HandoffTable, writer: Wri
 
 
 def test_lease_ends_without_renewal(table: HandoffTable, writer: Writer) -> None:
-    assert table.next_expiry() == LEASE_S
     assert table.expire(LEASE_S - 0.1) == []
     assert table.expire(LEASE_S) == [REQUEST]
     assert table.expire(LEASE_S) == []
@@ -237,12 +224,12 @@ def test_lease_ends_without_renewal(table: HandoffTable, writer: Writer) -> None
 
 def test_renewal_and_progress_extend_the_lease(table: HandoffTable, writer: Writer) -> None:
     assert table.renew(writer.reservation_id, now=4.0)
-    assert table.next_expiry() == 4.0 + LEASE_S
-    table.end_write(writer.grant(0, 3, now=6.0).write_id, ok=True)
-    assert table.next_expiry() == 6.0 + LEASE_S
-    writer.commit(now=8.0)
-    assert table.next_expiry() == 8.0 + LEASE_S
-    assert table.expire(8.0 + LEASE_S) == [REQUEST], "a commit that nobody takes has an end too"
+    assert table.expire(LEASE_S + 1.0) == []
+    table.end_write(writer.grant(0, 3, now=LEASE_S + 2.0).write_id, ok=True)
+    assert table.expire(LEASE_S + 5.0) == []
+    assert isinstance(writer.commit(now=LEASE_S + 6.0), Committed)
+    assert table.expire(2 * LEASE_S + 3.0) == []
+    assert table.expire(2 * LEASE_S + 6.0) == [REQUEST], "a commit that nobody takes has an end too"
 
 
 def test_overdue_reservation_is_refused_before_expire_runs(writer: Writer) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvmesh.core.types import Refusal, RefusalReason, WorkerId
+from kvmesh.kv.handoff_types import WriteClaim
 from kvmesh.kv.read_leases import MAX_RENEWALS, OpenedLease, ReadLeaseTable, ReadTicket
 
 LIFE = 7
@@ -30,7 +31,8 @@ def read(
     generation: int = 1,
     capability: bytes = b"secret",
 ) -> ReadTicket | Refusal:
-    answer = table.begin_read(lease_id, incarnation, generation, capability, runs, now)
+    claim = WriteClaim(lease_id, incarnation, generation, capability)
+    answer = table.begin_read(claim, runs, now)
     table.check_integrity()
     return answer
 

@@ -10,8 +10,8 @@ from kvmesh.core.types import Role
 from kvmesh.sim.events import EventQueue
 from kvmesh.sim.fields import Fields
 from kvmesh.sim.fleet import SimFleet, WorkerGroup, parse_fleet
-from kvmesh.sim.host import FRONT_WINDOW_S, Host
-from kvmesh.sim.profile import Front, Sharing, parse_profile
+from kvmesh.sim.host import FRONT_PROCESSES, FRONT_WINDOW_S, Host, crowding
+from kvmesh.sim.profile import Front, Loop, Sharing, parse_profile
 from kvmesh.sim.scenario import Scenario
 from kvmesh.sim.simulation import simulate
 from kvmesh.sim.steps import ChunkTokens
@@ -105,12 +105,35 @@ def test_the_front_takes_cores_from_those_that_compute() -> None:
     host.note_tokens(15)
     cores = 0.125 / FRONT_WINDOW_S
     assert host.front_cores == pytest.approx(cores)
-    assert host.prefill_stretch(first) == pytest.approx(1.5 * (2 + cores) / 2)
-    assert host.decode_stretch(first) == pytest.approx((2 + cores) / 2)
+    assert host.prefill_stretch(first) == pytest.approx(1.5 * 2 / (2 - cores))
+    assert host.decode_stretch(first) == pytest.approx(2 / (2 - cores)), "no more than there is"
+    assert host.message_stretch == pytest.approx((3 + cores) / 2)
     host.note(second, is_busy=False)
     assert host.decode_stretch(first) == 1.0, "a core is left for the front"
     now += 3 * FRONT_WINDOW_S
     assert host.front_cores < 0.06 * cores
+    assert host.message_stretch == pytest.approx(1.0, abs=0.05)
+
+
+def test_workers_keep_a_part_however_much_the_front_wants() -> None:
+    assert crowding(2, 50.0, 2.0) == pytest.approx((2 + FRONT_PROCESSES) / 2)
+    assert crowding(1, 0.5, 2.0) == 1.0
+
+
+def test_a_step_waits_for_what_its_worker_does_beside_it() -> None:
+    """Two prompts and the end of the first; what is done for a lone one takes no time of a step."""
+
+    def done_s(loop: Loop) -> float:
+        first, _, log = two_workers(Sharing(1.0, 1.0, None, loop))
+        run_local(first, 0, blocks=1, output=100)
+        log.events.after(1.0, first.note_refusal)
+        log.events.after(1.1, lambda: run_local(first, 1, blocks=1, output=1, first_id=9))
+        finish(first, log)
+        return log.at("done r0")
+
+    without = done_s(Loop(0.0, 0.0, 0.0))
+    assert done_s(Loop(0.0, 0.0, 0.3)) == pytest.approx(without + 0.3)
+    assert done_s(Loop(0.5, 0.25, 0.3)) == pytest.approx(without + 0.3 + 0.75)
 
 
 def test_whoever_waits_makes_those_slower_that_are_served() -> None:
@@ -131,7 +154,7 @@ def test_whoever_waits_makes_those_slower_that_are_served() -> None:
         assert last is not None
         return last
 
-    assert first_token_s(0.005) > 1.05 * first_token_s(0.0)
+    assert first_token_s(0.002) > 1.05 * first_token_s(0.0)
 
 
 def test_a_profile_names_what_sharing_costs() -> None:
@@ -153,6 +176,14 @@ def test_a_profile_names_what_sharing_costs() -> None:
     assert parse_profile(Fields(with_front, "p")).sharing == Sharing(
         1.5, 1.25, Front(2, 0.01, 1e-4, 1e-3)
     )
+    loop = {"prompt_s": 0.002, "decode_s": 0.001, "ask_s": 3e-4}
+    with_loop = {**shipped, "sharing": {"prefill": 1.5, "decode": 1.25, "loop": loop}}
+    assert parse_profile(Fields(with_loop, "p")).sharing == Sharing(
+        1.5, 1.25, None, Loop(0.002, 0.001, 3e-4)
+    )
+    loop["ask_s"] = -1
+    with pytest.raises(ConfigError, match=r"p\.sharing\.loop"):
+        parse_profile(Fields(with_loop, "p"))
     front["cores"] = 0
     with pytest.raises(ConfigError, match=r"p\.sharing\.front"):
         parse_profile(Fields(with_front, "p"))

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmesh.core.types import KvLayout, Refusal, RefusalReason
+from kvmesh.kv.handoff_types import WriteClaim
 from kvmesh.transfer.attend import AttendArguments, ClaimKind, decode_attend, most_queries
-from kvmesh.transfer.frames import MAX_ARGUMENT_BYTES, WriteClaim
+from kvmesh.transfer.frames import MAX_ARGUMENT_BYTES
 
 LAYOUT = KvLayout("model", "bfloat16", 16, 4, 2, 64)
 GOOD = AttendArguments(

@@ -6,6 +6,7 @@ import pytest
 
 from kvmesh.core.errors import ProtocolError
 from kvmesh.core.types import KvLayout, Refusal, RefusalReason, WorkerId
+from kvmesh.kv.handoff_types import WriteClaim
 from kvmesh.transfer import protocol
 from kvmesh.transfer.frames import (
     BlockPart,
@@ -27,7 +28,6 @@ from kvmesh.transfer.frames import (
     PutFrame,
     PutOkFrame,
     QueryFrame,
-    WriteClaim,
 )
 from kvmesh.transfer.protocol import (
     ChannelIdentity,

@@ -7,8 +7,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from kvmesh.kv.handoff_types import WriteClaim
 from kvmesh.transfer.alignment import Run, split_runs, tabled
-from kvmesh.transfer.frames import BlockPart, BlockRun, PullFrame, PullRun, WriteClaim
+from kvmesh.transfer.frames import BlockPart, BlockRun, PullFrame, PullRun
 from kvmesh.transfer.memory import MappedPool, create_shared, run_views, write_views
 from kvmesh.transfer.native import PlacedViews, num_bytes_of, ranges_of
 from kvmesh.transfer.run_table import RunTable, as_runs, blocks_of, end_of, num_blocks_of

@@ -17,12 +17,7 @@ from kvmesh.engine.kda import load_kda
 from kvmesh.engine.latent import load_latent_attention
 from kvmesh.engine.layers import DENSE_MLP, Mixer, MixerLayer, load_gated_mlp, load_mixer_layer
 from kvmesh.engine.linear_attention import DeltaInputs
-from kvmesh.engine.models.family import (
-    EXPERT_ALIASES,
-    Family,
-    grouped_experts,
-    latent_shape,
-)
+from kvmesh.engine.models.family import EXPERT_ALIASES, Family, grouped_experts, latent_shape
 from kvmesh.engine.weights import LayerWeights
 from kvmesh.kernels.linear import Linear, make_linear
 

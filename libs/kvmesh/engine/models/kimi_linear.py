@@ -20,12 +20,7 @@ from kvmesh.engine.kda import load_kda
 from kvmesh.engine.latent import load_latent_attention
 from kvmesh.engine.layers import Mixer, MixerLayer, load_mixer_layer
 from kvmesh.engine.linear_attention import DeltaAttention, DeltaInputs
-from kvmesh.engine.models.family import (
-    EXPERT_ALIASES,
-    Family,
-    grouped_experts,
-    latent_shape,
-)
+from kvmesh.engine.models.family import EXPERT_ALIASES, Family, grouped_experts, latent_shape
 from kvmesh.engine.weights import LayerWeights
 from kvmesh.kernels.linear import Linear, make_linear
 

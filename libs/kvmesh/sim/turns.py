@@ -1,0 +1,77 @@
+"""Whose turn it is to look for workers, in virtual time: `services/gateway/turnstile.py`.
+
+As long as nobody looks in vain everybody looks at once. A request that found no worker joins the
+fair queue, and so do all that come after it, until the queue is empty again.
+Tests: tests/unit/sim/test_turns.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvmesh.policy.fair_share import Claim, FairQueue
+from kvmesh.sim.requests import SimRequest
+
+Call = Callable[[], object]
+
+
+class Turns:
+    """All requests of the gateway that wait."""
+
+    def __init__(self) -> None:
+        self._queue = FairQueue()
+        self._queued: set[SimRequest] = set()
+        self._heads: list[SimRequest] = []
+        # Those that wait for their turn, and what calls them.
+        self._calls: dict[SimRequest, Call] = {}
+
+    @property
+    def share(self) -> float:
+        """Which part of the waiting requests looks for workers now, more than 0 to 1."""
+        return len(self._heads) / len(self._queue) if self._heads else 1.0
+
+    def enter(self, request: SimRequest) -> None:
+        """A request begins to look."""
+        if self._queued:
+            self._join(request)
+
+    def wait(self, request: SimRequest, call: Call) -> bool:
+        """Whether it is the request's turn; if not, `call` comes when it is.
+
+        Until then `leave` may end the wait.
+        """
+        if request not in self._queued or request in self._heads:
+            return True
+        self._calls[request] = call
+        return False
+
+    def missed(self, request: SimRequest) -> None:
+        """It looked for workers in vain."""
+        if request in self._queued:
+            self._queue.missed()
+            self._refresh()
+        else:
+            self._join(request)
+
+    def leave(self, request: SimRequest, *, placed: bool) -> None:
+        """It looks no more, and has its workers or is refused."""
+        if request not in self._queued:
+            return
+        (self._queue.placed if placed else self._queue.left)(request)
+        self._queued.remove(request)
+        self._calls.pop(request, None)
+        self._refresh()
+
+    def _join(self, request: SimRequest) -> None:
+        # A client that is reading already waits for nobody.
+        if not request.generated:
+            self._queued.add(request)
+            self._queue.add(request, Claim("", request.num_tokens))
+            self._refresh()
+
+    def _refresh(self) -> None:
+        self._heads = [each for each in self._queue.heads() if isinstance(each, SimRequest)]
+        for request in self._heads:
+            call = self._calls.pop(request, None)
+            if call is not None:
+                call()
