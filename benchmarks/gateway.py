@@ -79,7 +79,7 @@ async def run(starts: Sequence[Start], plan: Plan) -> tuple[list[Row], Mapping[s
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs, prints and saves."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--seconds", type=float, default=1.5, help="length of a phase")
+    parser.add_argument("--seconds", type=float, default=1.2, help="length of a phase")
     parser.add_argument("--rounds", type=int, default=3, help="how often all take their turn")
     parser.add_argument("--streams", type=int, default=128, help="at a time, for tokens/s")
     parser.add_argument("--processes", type=int, default=0, help="also ours with so many processes")
