@@ -11,6 +11,7 @@ from kvmesh.rpc import fleet, stream
 from kvmesh.rpc.channels import open_channel
 from kvmesh.rpc.fleet import FleetWatch
 from kvmesh.rpc.stream import PeerStream
+from kvmesh.v1.scheduler_service_pb2 import RegisterWorkerRequest, RegisterWorkerResponse
 from kvmesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 from tests.waiting import until
 
@@ -40,6 +41,7 @@ async def test_a_worker_says_that_no_scheduler_is_there(
     monkeypatch.setattr(stream, "UNREACHABLE_AFTER", 2)
     async with open_channel(target, None) as channel:
         open_call = SchedulerServiceStub(channel).RegisterWorker
+        peer: PeerStream[RegisterWorkerRequest, RegisterWorkerResponse]
         peer = PeerStream("scheduler@nowhere", open_call, lambda _: None)
         await _said(peer.run(), "peer_unreachable", caplog)
     assert not peer.connected
