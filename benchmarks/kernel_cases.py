@@ -68,7 +68,7 @@ LARGE = Sizes(
     positions=4096,
 )
 SMALL = Sizes(
-    decode=((2, 70),),
+    decode=((2, 80),),
     prefill=((2, 0, 9), (1, 20, 5)),
     rows=3,
     positions=20,

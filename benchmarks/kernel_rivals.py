@@ -1,11 +1,12 @@
 """Other implementations of attention, on the inputs of `kernel_cases`: torch's SDPA on contiguous
 keys and values (no paging, its best backend), FlexAttention, and FlashInfer where it is installed.
+All take contexts that end with a block.
 """
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.kernel_cases import BLOCK_SIZE, Compute, KernelCase
 
+SDPA = "SDPA"
+_WORKSPACE_BYTES = 256 << 20
 _BACKENDS = (
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.CUDNN_ATTENTION,
@@ -23,22 +26,35 @@ _BACKENDS = (
 )
 
 
-def rivals(case: KernelCase) -> Iterator[tuple[str, Compute]]:
-    """Names and calls; a call may raise RuntimeError where it does not take such inputs."""
+def rivals(case: KernelCase) -> Iterator[tuple[str, Callable[[], Compute]]]:
+    """Names, and what makes each call ready; both it and the call may fail on such inputs."""
     if case.name == "paged decode":
         q, k, v = _contiguous_decode(case.tensors)
         for backend in _BACKENDS:
-            yield f"SDPA {backend.name.lower()}", _sdpa(q, k, v, None, backend)
-        yield "FlexAttention", _flex(q, k, v, causal=False)
-        if importlib.util.find_spec("flashinfer"):
-            yield "FlashInfer", _flashinfer_decode(case.tensors)
+            yield f"{SDPA} {backend.name.lower()}", partial(_sdpa, q, k, v, None, backend)
+        yield "FlexAttention", partial(_flex, q, k, v, causal=False)
+        for name, uses_tensor_cores in (("FlashInfer", False), ("FlashInfer, tensor cores", True)):
+            yield name, partial(_flashinfer_decode, case.tensors, uses_tensor_cores)
     elif case.name == "paged prefill":
         q, k, v = _contiguous_prefill(case.tensors)
         mask = causal_lower_right(q.shape[2], k.shape[2])
         for backend in _BACKENDS:
-            yield f"SDPA {backend.name.lower()}", _sdpa(q, k, v, mask, backend)
+            yield f"{SDPA} {backend.name.lower()}", partial(_sdpa, q, k, v, mask, backend)
         if q.shape[2] == k.shape[2]:
-            yield "FlexAttention", _flex(q, k, v, causal=True)
+            yield "FlexAttention", partial(_flex, q, k, v, causal=True)
+        yield "FlashInfer", partial(_flashinfer_prefill, case.tensors)
+
+
+def is_same(ours: Tensor, theirs: Tensor) -> bool:
+    """Whether a rival computed what the kernel did, up to the rounding of half precision.
+
+    Args:
+        ours: [rows, heads, head_dim].
+        theirs: the same, or [sequences, heads, rows of each, head_dim].
+    """
+    if theirs.dim() == 4:
+        theirs = theirs.transpose(1, 2).flatten(0, 1)
+    return torch.allclose(ours.float(), theirs.float(), rtol=2e-2, atol=2e-2)
 
 
 def _contiguous_decode(tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -72,7 +88,8 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Compute:
         flex_attention,
     )
 
-    compiled = torch.compile(flex_attention)
+    # For these shapes alone: one for any shape is slower.
+    compiled = torch.compile(flex_attention, dynamic=False)
     mask = None
     if causal:
         length = q.shape[2]
@@ -82,18 +99,15 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Compute:
     return lambda: compiled(q, k, v, block_mask=mask, enable_gqa=True)
 
 
-def _flashinfer_decode(tensors: dict[str, Tensor]) -> Compute:
+def _flashinfer_decode(tensors: dict[str, Tensor], uses_tensor_cores: bool) -> Compute:
     import flashinfer  # type: ignore[import-not-found] # noqa: PLC0415 - optional
 
     q, kv, tables = tensors["q"], tensors["kv"][:, 0], tensors["tables"]
-    count, blocks = tables.shape
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-        torch.empty(128 << 20, dtype=torch.uint8, device=q.device), "NHD"
+        _workspace(q), "NHD", use_tensor_cores=uses_tensor_cores
     )
     wrapper.plan(
-        torch.arange(0, count * blocks + 1, blocks, dtype=torch.int32, device=q.device),
-        tables.flatten(),
-        torch.full((count,), BLOCK_SIZE, dtype=torch.int32, device=q.device),
+        *_flashinfer_tables(tables),
         q.shape[1],
         kv.shape[3],
         q.shape[2],
@@ -102,3 +116,37 @@ def _flashinfer_decode(tensors: dict[str, Tensor]) -> Compute:
         kv_data_type=kv.dtype,
     )
     return lambda: wrapper.run(q, kv)
+
+
+def _flashinfer_prefill(tensors: dict[str, Tensor]) -> Compute:
+    import flashinfer  # noqa: PLC0415 - optional
+
+    q, kv, tables = tensors["q"], tensors["kv"][:, 0], tensors["tables"]
+    new = len(q) // len(tables)
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(_workspace(q), "NHD")
+    wrapper.plan(
+        torch.arange(0, len(q) + 1, new, dtype=torch.int32, device=q.device),
+        *_flashinfer_tables(tables),
+        q.shape[1],
+        kv.shape[3],
+        q.shape[2],
+        BLOCK_SIZE,
+        causal=True,
+        q_data_type=q.dtype,
+        kv_data_type=kv.dtype,
+    )
+    return lambda: wrapper.run(q, kv)
+
+
+def _workspace(q: Tensor) -> Tensor:
+    return torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
+
+
+def _flashinfer_tables(tables: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Where each context's blocks begin, the blocks, and positions in the last one: all of it."""
+    count, blocks = tables.shape
+    return (
+        torch.arange(0, count * blocks + 1, blocks, dtype=torch.int32, device=tables.device),
+        tables.flatten(),
+        torch.full((count,), BLOCK_SIZE, dtype=torch.int32, device=tables.device),
+    )

@@ -10,9 +10,13 @@ import re
 import torch
 
 from kvmesh.core.errors import ConfigError
+from kvmesh.engine.config import ModelConfig
+from kvmesh.kernels.device_limits import shared_memory_bytes
 
 # Ampere: matrix units with bf16, and asynchronous copies to shared memory.
 _LEAST_CAPABILITY = (8, 0)
+# Shared memory of `latent_attention` per value of a vector in fp32, and what does not grow with it.
+_FP32_LATENT_BYTES, _LATENT_BYTES = 256, 512
 _CUDA = re.compile(r"cuda(?::(0|[1-9][0-9]*))?")
 
 
@@ -43,4 +47,26 @@ def require_device(device: str) -> None:
         raise ConfigError(
             f"device {device!r}: {name} has compute capability {major}.{minor}; "
             "the kernels need 8.0 (Ampere) or later"
+        )
+
+
+def require_room_for_latents(config: ModelConfig, dtype: str, device: str) -> None:
+    """Refuses in one line what would fail at the first step: latents in fp32 on a small device.
+
+    Args:
+        dtype: that the model computes in.
+        device: one that `require_device` took.
+
+    Raises:
+        ConfigError: the kernel over latents does not fit the device in this dtype.
+    """
+    if device == "cpu" or config.latent is None or dtype != "float32":
+        return
+    latent = config.latent
+    width = sum(1 << (size - 1).bit_length() for size in (latent.rank, latent.rope_dim))
+    needed, there = width * _FP32_LATENT_BYTES + _LATENT_BYTES, shared_memory_bytes(device)
+    if needed > there:
+        raise ConfigError(
+            f"device {device!r}: latents in float32 need {-(-needed >> 10)} KiB of shared memory "
+            f"and {there >> 10} are there; use bfloat16 or float16"
         )

@@ -17,7 +17,7 @@ from kvmesh.core.types import TokenLogprobs
 from kvmesh.engine.batch import StepBatch, build_batch
 from kvmesh.engine.checkpoint import load_model_config
 from kvmesh.engine.config import ModelConfig
-from kvmesh.engine.device_check import require_device
+from kvmesh.engine.device_check import require_device, require_room_for_latents
 from kvmesh.engine.kv_cache import TORCH_DTYPES, KvPool, allocate_pool
 from kvmesh.engine.kv_plan import KvPlan, kv_layout, plan_kv
 from kvmesh.engine.layers import StepMemory
@@ -87,6 +87,7 @@ class TorchRunner:
         require_device(device)
         config = load_model_config(folder)
         resolved = resolve_dtype(config, dtype)
+        require_room_for_latents(config, resolved, device)
         length = _model_len(config, max_model_len)
         files = WeightFiles(folder, FAMILIES[config.family].tensor_names)
         need = memory_needed(folder, dtype=dtype, num_blocks=num_blocks, block_size=block_size)

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvmesh.kernels.device_limits import shared_memory_bytes
 from kvmesh.kernels.reference import merge_partials
 
 LOG2_E = 1.4426950408889634
@@ -24,6 +25,8 @@ DECODE_TILE = 64
 _TILE_ROW_BYTES = 512
 # The least that matrix units take.
 _LEAST_TILE = 16
+# What two tiles of a prompt with heads over 128 take, with loads running ahead.
+_LONG_HEADS_BYTES = 161 << 10
 # Programs that fill a large device twice over; contexts are split until there are as many.
 _TARGET_PROGRAMS = 264
 # Longer than any context.
@@ -223,6 +226,19 @@ def tile_of(head_dim: int, element_size: int) -> int:
     return max(_LEAST_TILE, min(DECODE_TILE, DECODE_TILE * _TILE_ROW_BYTES // needed))
 
 
+def prompt_tile_of(head_dim: int, element_size: int, shared_bytes: int) -> tuple[int, int]:
+    """As `tile_of`, for prompts, with the number of warps.
+
+    Args:
+        shared_bytes: that a program may have.
+    """
+    tile = tile_of(head_dim, element_size)
+    if head_dim <= 128 or element_size == torch.float32.itemsize:
+        return tile, 4
+    # In the registers of four warps there is no room for such a tile's result.
+    return (tile, 8) if shared_bytes >= _LONG_HEADS_BYTES else (tile // 2, 4)
+
+
 def num_decode_splits(num_sequences: int, num_kv_heads: int, max_context_len: int) -> int:
     """Into how many parts contexts are cut so that the device is filled."""
     wanted = -(-_TARGET_PROGRAMS // (num_sequences * num_kv_heads))
@@ -409,9 +425,11 @@ def paged_prefill_attention(
     """
     num_heads = q.shape[1]
     pool = kv[:, layer]
-    constants = _constants(kv, num_heads)
+    shared_bytes = shared_memory_bytes(kv.device) if kv.is_cuda else 0
+    tile, num_warps = prompt_tile_of(q.shape[2], kv.element_size(), shared_bytes)
+    constants = _constants(kv, num_heads) | {"TILE": tile}
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    grid = (triton.cdiv(max_query_len, constants["TILE"]), num_heads, len(context_lens))
+    grid = (triton.cdiv(max_query_len, tile), num_heads, len(context_lens))
     _prefill_kernel[grid](
         q,
         pool,
@@ -433,6 +451,6 @@ def paged_prefill_attention(
         window or _NO_WINDOW,
         **constants,
         HAS_SINKS=sinks is not None,
-        num_warps=4,
+        num_warps=num_warps,
     )
     return out

@@ -1,42 +1,41 @@
-"""The fused Triton kernels compile for sm_90 in every dtype, with no device. Run by
-test_triton_kernels.py in a process of its own, without the interpreter.
+"""Launches between matrix products compile for sm_90 in other dtypes than bf16, and so does the
+draw, with no device. Run by test_triton_kernels.py in a process of its own, without the
+interpreter.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+import torch
 
-from kvmesh.kernels import fused
-
-KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "add_rms_norm": (fused._add_rms_norm_kernel, {"TILE": 4096, "HAS_DELTA": True}),
-    "silu_and_mul": (fused._silu_and_mul_kernel, {"TILE": 1024}),
-    "rope_and_write": (
-        fused._rope_and_write_kernel,
-        {"BLOCK_SIZE": 16, "KV_HEADS": 8, "HEAD_DIM": 128, "HALF_TILE": 64, "HAS_NORM": True},
-    ),
-}
+from kvmesh.kernels import layer_ops
+from kvmesh.kernels.draw import draw
+from tests.unit.kernels.no_device import device, empty
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
-@pytest.mark.parametrize("name", list(KERNELS))
-def test_compiles(name: str, dtype: str) -> None:
-    kernel, constants = KERNELS[name]
-    signature = {}
-    for argument in kernel.arg_names:
-        if argument in constants:
-            signature[argument] = "constexpr"
-        elif argument == "slots_ptr":
-            signature[argument] = "*i64"
-        elif argument.endswith("_ptr"):
-            signature[argument] = f"*{dtype}"
-        else:
-            signature[argument] = "fp32" if argument == "eps" else "i32"
-    source = ASTSource(kernel, signature, constants)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
-    assert compiled.asm["cubin"]
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_the_steps_of_a_layer_compile(dtype: torch.dtype) -> None:
+    with device(90) as launches:
+        x, angles = empty(5, 4096, dtype=dtype), empty(5, 1, 128, dtype=dtype)
+        for delta in (None, x):
+            layer_ops.add_rms_norm(x, delta, empty(4096, dtype=dtype), 1e-6)
+        layer_ops.silu_and_mul(empty(5, 2 * 14_336, dtype=dtype))
+        for qk_norm in (None, empty(40, 128, dtype=dtype)):
+            layer_ops.rope_and_write(
+                empty(5, 48, 128, dtype=dtype),
+                qk_norm,
+                1e-6,
+                angles,
+                angles,
+                empty(9, 4, 2, 16, 8, 128, dtype=dtype),
+                3,
+                empty(5, dtype=torch.int64),
+            )
+    assert len(launches) == 5
+
+
+def test_the_draw_compiles() -> None:
+    with device(90) as launches:
+        keys = empty(3, 2, dtype=torch.int32)
+        draw(empty(3, 128_256, dtype=torch.float32), keys[:, 0], keys[:, 1], keys[:, 0])
+    assert len(launches) == 1

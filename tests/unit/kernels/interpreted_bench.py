@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks.kernel_cases import SMALL, KernelCase, kernel_cases
+from benchmarks.kernel_rivals import SDPA, is_same, rivals
 
 # The interpreter's own handling of loop bounds, under the numpy that it needs.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
@@ -25,4 +26,17 @@ def test_work_is_counted() -> None:
     assert all(case.num_bytes > 0 for case in CASES)
     (decode,) = (case for case in CASES if case.name == "paged decode")
     # Scores and mixed values: a multiplication and an addition each.
-    assert decode.flops == 2 * (2 * 2 * 70) * 4 * 16
+    assert decode.flops == 2 * (2 * 2 * 80) * 4 * 16
+
+
+@pytest.mark.parametrize(
+    "case", [each for each in CASES if each.tensors], ids=lambda case: case.shape
+)
+def test_a_rival_computes_the_same(case: KernelCase) -> None:
+    """The one that runs on a host too; FlashInfer is not installed and says so."""
+    found = dict(rivals(case))
+    compute = found[f"{SDPA} flash_attention"]()
+    assert is_same(case.ours(), compute())
+    assert not is_same(case.ours() + 0.1, compute())
+    with pytest.raises(ImportError):
+        found["FlashInfer"]()

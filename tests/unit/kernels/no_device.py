@@ -1,0 +1,108 @@
+"""A CUDA device that is not there: launches compile their kernel for it and compute nothing.
+
+Within `device` tensors on torch's meta device count as CUDA tensors, so that the engine takes its
+device's way; whoever looks at what a tensor holds fails, as there is nothing in it. Kernels are
+compiled with the constants, types and alignments of the launch, which decide what they take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver, jit
+
+from kvmesh.kernels.device_limits import shared_memory_bytes
+
+# Most that one program may have, by architecture; sm_89 and sm_120 have as little as sm_86.
+SHARED_MEMORY_BYTES = {86: 99 << 10, 90: 227 << 10}
+# Of CUDA, programs along each axis.
+_LARGEST_GRID = ((1 << 31) - 1, 65_535, 65_535)
+
+_IS_CUDA: Any = Tensor.is_cuda
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One launch.
+
+    Attributes:
+        kernel: its name.
+    """
+
+    kernel: str
+    grid: tuple[int, int, int]
+
+
+class _Pointer:
+    """What the compiler sees of a tensor, whose memory would begin at a multiple of 256."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.dtype = tensor.dtype
+        self._offset = int(tensor.storage_offset()) * tensor.element_size()
+
+    def data_ptr(self) -> int:
+        return self._offset
+
+
+class _Driver:
+    def __init__(self, arch: int) -> None:
+        self._arch = arch
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self._arch, 32)
+
+    def get_current_device(self) -> int:
+        return self._arch  # what is compiled is kept by device
+
+    def get_current_stream(self, device: int) -> int:
+        return device
+
+
+class _MetaIsCuda(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func == _IS_CUDA.__get__:
+            return args[0].device.type == "meta"
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def device(arch: int) -> Iterator[list[Launch]]:
+    """Within it there is a device of the architecture; yields its launches."""
+    launches: list[Launch] = []
+    compile_only = jit.JITFunction.run
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        del warmup
+        seen = [_Pointer(each) if isinstance(each, Tensor) else each for each in args]
+        compiled = compile_only(self, *seen, grid=grid, warmup=True, **kwargs)
+        whole = (*grid, 1, 1)[:3]
+        assert all(0 < n <= most for n, most in zip(whole, _LARGEST_GRID, strict=True)), whole
+        shared = compiled.metadata.shared
+        assert shared <= SHARED_MEMORY_BYTES[arch], f"{self.__name__} wants {shared} bytes"
+        launches.append(Launch(self.__name__, whole))
+
+    shared_memory_bytes.cache_clear()
+    with (
+        patch.object(driver, "_active", _Driver(arch)),
+        patch.object(jit.JITFunction, "run", run),
+        patch.object(torch.cuda, "get_device_capability", lambda _: divmod(arch, 10)),
+        _MetaIsCuda(),
+        torch.inference_mode(),
+    ):
+        yield launches
+    shared_memory_bytes.cache_clear()
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """A tensor on the device."""
+    return torch.empty(shape, dtype=dtype, device="meta")
