@@ -60,6 +60,40 @@ def test_load_spreads_away_from_the_holder() -> None:
     assert (holder.source, holder.fetch) == (None, FetchReason.HELD)
 
 
+ASKED = FetchPace(token_s=1e-3, inside_token_s=0.9e-3, ask_chunk_s=0.05, ask_pair_s=1e-9)
+"""Moving KV takes nearly as long as computing it; asking does not."""
+
+
+def test_a_prefix_that_a_decode_worker_holds_is_asked_for_where_that_is_quickest() -> None:
+    near, new = worker("d", Role.DECODE, decode_running=5), 32
+    workers, held = (pending("a", 0), near), {"d": (LONG - new) // LAYOUT.block_size}
+    made = plan(*workers, held=held, pace=ASKED)
+    first = made.prefill[0]
+    assert (first.worker_id, first.fetch, first.source) == ("a", FetchReason.ASK, None)
+    assert "which it asks the worker that decodes" in made.reason
+    # Its KV would be here as soon: both are named, and the worker that computes decides.
+    made = plan(*workers, held=held, pace=dataclasses.replace(ASKED, inside_token_s=1e-4))
+    assert made.prefill[0].fetch is FetchReason.ASK
+    assert made.prefill[0].source is not None
+    for pace in (
+        dataclasses.replace(ASKED, ask_chunk_s=0.0),  # nobody has asked yet
+        dataclasses.replace(ASKED, ask_chunk_s=9.0),
+        dataclasses.replace(ASKED, ask_pair_s=1e-3),
+    ):
+        assert plan(*workers, held=held, pace=pace).prefill[0].fetch is FetchReason.SLOW
+
+
+def test_a_prefix_in_another_cluster_is_not_asked_for() -> None:
+    far = worker("e", Role.DECODE, decode_running=5, cluster="west")
+    made = plan(pending("a", 0), DECODE, far, held={"e": BLOCKS - 2}, pace=ASKED)
+    assert made.prefill[0].fetch is not FetchReason.ASK
+
+
+def test_a_prefix_that_a_prefill_worker_holds_is_not_asked_for() -> None:
+    made = plan(pending("a", 5000), pending("b", 0), DECODE, held={"a": BLOCKS}, pace=ASKED)
+    assert [each.fetch for each in made.prefill if each.worker_id == "b"] == [FetchReason.SLOW]
+
+
 def test_an_idle_holder_computes_itself() -> None:
     made = plan(pending("a", 0), pending("b", 0), DECODE, held={"a": BLOCKS})
     assert made.prefill[0].worker_id == "a"
