@@ -46,6 +46,7 @@ def add_console(admin: AdminPort, sources: ConsoleSources) -> dict[str, Coroutin
             fleet.workers,
             share,
             sampler,
+            fleet.kvmanager_connected,
         )
 
     async def sample() -> None:

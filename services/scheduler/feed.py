@@ -30,6 +30,8 @@ class FleetFeed:
         self._messages: dict[tuple[bool, int], WatchFleetResponse] = {}
         self.models: Callable[[], Iterable[ModelDetail]] = tuple
         """Reads what the planner says, for watchers that want details."""
+        self.kvmanager: Callable[[], bool | None] = lambda: None
+        """Whether the kvmanager is connected, for them too; None without one."""
 
     def changed(self) -> None:
         """Wakes the followers if the fleet's version grew."""
@@ -87,6 +89,7 @@ class FleetFeed:
             message = WatchFleetResponse(
                 version=version,
                 models=map(model_detail_to_proto, self.models()) if with_detail else (),
+                kvmanager_connected=self.kvmanager() if with_detail else None,
             )
             changes = self._fleet.changes_since(base) if base else None
             if changes is None:

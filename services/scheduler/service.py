@@ -371,6 +371,8 @@ async def start_scheduler(config: SchedulerConfig, context: ServiceContext) -> S
     servicer = SchedulerServicer(fleet, feed, router, config.fleet, clock, context.direct)
     planner.give_role = servicer.give_role
     feed.models = planner.details
+    if prefixes is not None:
+        feed.kvmanager = lambda: prefixes.connected
 
     def note_details() -> None:
         fleet.note_planned()

@@ -40,19 +40,24 @@ def fleet() -> list[FleetWorker]:
 
 
 def message(
-    workers: list[FleetWorker], before: list[FleetWorker] | None = None, *, fresh: bool = True
+    workers: list[FleetWorker],
+    before: list[FleetWorker] | None = None,
+    *,
+    fresh: bool = True,
+    kvmanager: bool | None = None,
 ) -> dict[str, object]:
     """What the page gets.
 
     Args:
         before: the fleet one second ago.
         fresh: whether a scheduler tells.
+        kvmanager: whether it reaches its kvmanager.
     """
     sampler = Sampler()
     share = share_of(RequestLog(), {}, 1.0, with_rows=True)
     sampler.take(workers if before is None else before, share, 0.0)
     sampler.take(workers, share, 1.0, fresh=fresh)
-    view = ConsoleView(1.0, "m", "0", fresh, workers, share, sampler)
+    view = ConsoleView(1.0, "m", "0", fresh, workers, share, sampler, kvmanager)
     return {**snapshot(view), "history": history(sampler.samples)}
 
 
@@ -112,19 +117,20 @@ P, D = fleet_worker(POD), fleet_worker("d", Role.DECODE, decode_running=3)
 
 
 STATES = [
-    ([P, D], True, "live"),
-    ([P, D], False, "no scheduler: last known fleet"),
-    ([D], True, "no prefill worker is ready"),
-    ([P], True, "no decode worker is ready"),
-    ([], True, "no worker is ready"),
+    ([P, D], True, True, "live"),
+    ([P, D], True, False, "no kvmanager: cached prefixes unknown"),
+    ([P, D], False, False, "no scheduler: last known fleet"),
+    ([D], True, None, "no prefill worker is ready"),
+    ([P], True, None, "no decode worker is ready"),
+    ([], True, None, "no worker is ready"),
 ]
 
 
 async def test_what_is_missing_is_said_and_fits_a_telephone() -> None:
     async with headless_browser() as browser:
-        for now, fresh, state in STATES:
+        for now, fresh, kvmanager, state in STATES:
             page = await browser.new_page(viewport={"width": 390, "height": 800})
-            async with page_of(message(now, [P, D], fresh=fresh)) as url:
+            async with page_of(message(now, [P, D], fresh=fresh, kvmanager=kvmanager)) as url:
                 await check_state(page, url, now, "0" if fresh else "–", state)
                 await page.close()
 

@@ -188,6 +188,12 @@ class TestRoutes:
             await gateway.join(worker_info("h", Role.HYBRID))
             assert not (await gateway.plan(query(block_hashes=hashes))).cache_known
             assert (await gateway.plan(query())).cache_known, "nothing to know"
+            watch = FleetWatch([address(context)], with_detail=True)
+            told: asyncio.Queue[bool | None] = asyncio.Queue()
+            watch.on_change(lambda _: told.put_nowait(watch.kvmanager_connected))
+            async with in_background(watch.run()), asyncio.timeout(SOON_S):
+                assert await told.get() is False
+            assert gateway.watch.kvmanager_connected is None, "for those who ask for details"
 
     async def test_prefix_matches_count_for_the_life_that_holds_them(self) -> None:
         async with AsyncExitStack() as stack:

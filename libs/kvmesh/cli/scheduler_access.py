@@ -92,6 +92,11 @@ class FleetView:
         """Whether a scheduler is connected."""
         return self._watch.fresh
 
+    @property
+    def kvmanager_connected(self) -> bool | None:
+        """Whether that scheduler reaches its kvmanager; None if it has none, or does not say."""
+        return self._watch.kvmanager_connected
+
     async def known(self) -> None:
         """Waits until a scheduler has told of the fleet.
 

@@ -97,6 +97,7 @@ class Frame:
     rates: dict[str, WorkerRates]
     gateway: GatewayRates | None
     fresh: bool
+    kvmanager_connected: bool | None = None
 
 
 def main(argv: Sequence[str]) -> int:
@@ -174,7 +175,8 @@ class Camera:
             gateway = gateway_rates(before, totals, now - since)
             self._before = (now, totals)
         rates = {str(name): each for name, each in self._sampler.worker_rates.items()}
-        return Frame(workers, rates, gateway, self._view.fresh)
+        view = self._view
+        return Frame(workers, rates, gateway, view.fresh, view.kvmanager_connected)
 
     async def _scrape(self) -> str | None:
         try:
@@ -232,6 +234,8 @@ def _headline(frame: Frame) -> Text:
         line.append("   no scheduler: last known fleet", style="yellow")
     elif missing := _missing(frame.workers):
         line.append(f"   {missing}", style="yellow")
+    elif frame.kvmanager_connected is False:
+        line.append("   no kvmanager: cached prefixes unknown", style="yellow")
     return line
 
 
@@ -288,6 +292,7 @@ def as_json(frame: Frame) -> dict[str, Any]:
     gateway = frame.gateway
     return {
         "fresh": frame.fresh,
+        "kvmanager": frame.kvmanager_connected,
         "gateway": None
         if gateway is None
         else {

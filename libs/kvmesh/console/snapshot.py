@@ -22,6 +22,7 @@ class ConsoleView:
     Attributes:
         unix_s: seconds since 1970.
         fresh: whether a scheduler is connected; without one the workers are those known last.
+        kvmanager_connected: whether that scheduler reaches its kvmanager; None if it has none.
         share: the requests of all processes of this gateway.
     """
 
@@ -32,6 +33,7 @@ class ConsoleView:
     workers: Sequence[FleetWorker]
     share: Share
     sampler: Sampler
+    kvmanager_connected: bool | None = None
 
 
 def snapshot(view: ConsoleView) -> Json:
@@ -42,6 +44,7 @@ def snapshot(view: ConsoleView) -> Json:
         "model": view.model,
         "version": view.version,
         "fresh": view.fresh,
+        "kvmanager": view.kvmanager_connected,
         "workers": [
             worker_row(each, view.sampler.worker_rates.get(each.info.worker_id, WorkerRates()))
             for each in sorted(view.workers, key=lambda each: each.info.worker_id)

@@ -54,6 +54,7 @@ class FleetWatch:
         workers: the last view; kept while no scheduler can be reached.
         fresh: whether a scheduler is connected and `workers` is its view.
         models: what its planner says; empty unless details are asked for.
+        kvmanager_connected: whether it reaches its kvmanager; None if it has none, or does not say.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class FleetWatch:
         self._callbacks: list[FleetCallback] = []
         self.workers: tuple[FleetWorker, ...] = ()
         self.models: tuple[ModelDetail, ...] = ()
+        self.kvmanager_connected: bool | None = None
         self.fresh = False
         self._num_failed = 0
 
@@ -99,6 +101,11 @@ class FleetWatch:
             try:
                 async for message in call:
                     self.models = tuple(map(model_detail_from_proto, message.models))
+                    self.kvmanager_connected = (
+                        message.kvmanager_connected
+                        if message.HasField("kvmanager_connected")
+                        else None
+                    )
                     mirror.take(message)
                     self._take(mirror.workers)
             except grpc.aio.AioRpcError as error:

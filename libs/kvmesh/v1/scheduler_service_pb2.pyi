@@ -478,10 +478,13 @@ class WatchFleetResponse(_message.Message):
     MODELS_FIELD_NUMBER: _builtins.int
     BASE_VERSION_FIELD_NUMBER: _builtins.int
     GONE_FIELD_NUMBER: _builtins.int
+    KVMANAGER_CONNECTED_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Grows with every change."""
     base_version: _builtins.int
     """Version of the message that this one changes; 0: this is the whole fleet."""
+    kvmanager_connected: _builtins.bool
+    """Whether the scheduler reaches its kvmanager, for people; unset without one, or unless asked for."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___FleetWorker]:
         """All live workers; with a `base_version`, those that are new or other."""
@@ -502,12 +505,15 @@ class WatchFleetResponse(_message.Message):
         models: _abc.Iterable[Global___ModelDetail] | None = ...,
         base_version: _builtins.int = ...,
         gone: _abc.Iterable[_builtins.str] | None = ...,
+        kvmanager_connected: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_kvmanager_connected", b"_kvmanager_connected", "kvmanager_connected", b"kvmanager_connected"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "gone", b"gone", "models", b"models", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_kvmanager_connected", b"_kvmanager_connected", "base_version", b"base_version", "gone", b"gone", "kvmanager_connected", b"kvmanager_connected", "models", b"models", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__kvmanager_connected: _TypeAlias = _typing.Literal["kvmanager_connected"]  # noqa: Y015
+    _WhichOneofArgType__kvmanager_connected: _TypeAlias = _typing.Literal["_kvmanager_connected", b"_kvmanager_connected"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__kvmanager_connected) -> _WhichOneofReturnType__kvmanager_connected | None: ...
 
 Global___WatchFleetResponse: _TypeAlias = WatchFleetResponse  # noqa: Y015
 

@@ -77,6 +77,14 @@ def test_a_picture_names_who_is_missing(roles: list[Role], said: str) -> None:
     assert (said in text) if said else ("is ready" not in text)
 
 
+def test_a_picture_tells_of_a_kvmanager_that_is_gone() -> None:
+    workers = (fleet_worker("w", Role.HYBRID),)
+    gone = Frame(workers, {}, None, fresh=True, kvmanager_connected=False)
+    assert "no kvmanager" in shown(gone)
+    assert as_json(gone)["kvmanager"] is False
+    assert "no kvmanager" not in shown(Frame(workers, {}, None, fresh=True))
+
+
 def test_a_narrow_terminal_cuts_nothing() -> None:
     workers = (fleet_worker("prefill-0"), fleet_worker("decode-10", Role.DECODE, draining=True))
     narrow = shown(Frame(workers, {}, None, fresh=True), 80)

@@ -33,15 +33,19 @@ async def test_details_are_for_those_who_ask() -> None:
     fleet = Fleet(3.0)
     feed = FleetFeed(fleet)
     feed.models = lambda: [ModelDetail("m", "far", 300.0)]
+    feed.kvmanager = lambda: False
     member = fleet.register(worker_info("p"), 0.0)
     assert isinstance(member, Membership)
     fleet.note_detail(member, WorkerDetail(cordoned=True))
     plain = await anext(feed.views(hold_empty_s=0.0))
     assert not plain.workers[0].detail.cordoned
     assert not plain.models
+    assert not plain.HasField("kvmanager_connected")
     detailed = await anext(feed.views(hold_empty_s=0.0, with_detail=True))
     assert detailed.workers[0].detail.cordoned
     assert detailed.models[0].threshold_tokens == 300.0
+    assert detailed.HasField("kvmanager_connected")
+    assert not detailed.kvmanager_connected
 
 
 async def test_changes_of_load_that_come_together_are_one_message() -> None:

@@ -43,6 +43,7 @@ function condition(snapshot) {
   if (ready.length === 0) return ["lost", "no worker is ready"];
   if (ready.every((worker) => worker.role === "decode")) return ["stale", "no prefill worker is ready"];
   if (ready.every((worker) => worker.role === "prefill")) return ["lost", "no decode worker is ready"];
+  if (snapshot.kvmanager === false) return ["stale", "no kvmanager: cached prefixes unknown"];
   return ["live", "live"];
 }
 
