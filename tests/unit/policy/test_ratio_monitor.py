@@ -48,7 +48,7 @@ def test_counts_say_the_same_as_times() -> None:
 def test_counts_over_any_time_continue_what_times_began(
     prefill_s: float, decode_s: float, reason: RatioReason
 ) -> None:
-    """Ten requests per second, counted every two seconds, after a window in which each was timed."""
+    """Ten requests per second, counted every two seconds, after a window of timed ones."""
     monitor = RatioMonitor()
     monitor.note(1.0, 4.0)
     assert monitor.end_window(4, 4) is None
