@@ -1,9 +1,10 @@
 """The gateway under load, beside other routers, each in front of workers that compute nothing.
 
-All in one run on one machine: loader, front, control plane and workers share its cores.
+All in one run on one machine: loader, front, control plane and workers share its cores. All systems
+run from the start, and take turns in every phase (`benchmarks.gateway_rounds`).
 
     python -m benchmarks.gateway                     # ours
-    python -m benchmarks.gateway --seconds 2         # a quick look
+    python -m benchmarks.gateway --seconds 1 --rounds 1         # a quick look
     python -m benchmarks.gateway --sglang-router-python A/bin/python \
         --vllm-router-python B/bin/python --dynamo-python C/bin/python
 """
@@ -13,7 +14,8 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import uvloop
@@ -24,9 +26,17 @@ from benchmarks.gateway_phases import (
     STREAM_TOKENS,
     TTFT_LIMIT_MS,
     Plan,
-    measure,
 )
-from benchmarks.gateway_systems import Start, dynamo, ours, router
+from benchmarks.gateway_rounds import idle_share, measure
+from benchmarks.gateway_systems import (
+    LOADER_ALONE,
+    Start,
+    System,
+    bare_worker,
+    dynamo,
+    ours,
+    router,
+)
 from benchmarks.gateway_targets import targets_of
 from benchmarks.result import RESULTS, Row, document, markdown, save
 
@@ -35,7 +45,9 @@ NOTES = (
     f" {STREAM_TOKENS}; front: the process that clients talk to; all: with scheduler, kvmanager and"
     " Redis, without workers and loader\n"
     "- workers answer at once, so a time to first token is what was added, the loader's own share"
-    " included\n"
+    f" included; {LOADER_ALONE}: before one bare worker, with nothing between them\n"
+    "- all systems take turns in each phase: medians of the rounds, of failed and late the most;"
+    " spread: largest less smallest of what the row is for, as a share of the median\n"
     f"- overload: {CAPACITY:g} prompts/s can be taken, offered is a multiple; per s counts first"
     f" tokens within {TTFT_LIMIT_MS} ms; p50 and p99 are of all that were served\n"
     "- workers hold no KV and publish none, so no prefix is looked up, except where it is said,"
@@ -45,25 +57,30 @@ NOTES = (
 ).split("\n- ")
 
 
-async def run(starts: Sequence[Start], plan: Plan) -> list[Row]:
-    """All systems, one after the other."""
-    rows: list[Row] = []
+async def run(starts: Sequence[Start], plan: Plan) -> tuple[list[Row], Mapping[str, float]]:
+    """All systems in turn: the rows, and what each takes of a core while it waits."""
+
+    def tell(line: str) -> None:
+        sys.stderr.write(f"{line}\n")
 
     def note(row: Row) -> None:
-        cells = ", ".join(f"{name} {value}" for name, value in row.items())
-        sys.stderr.write(f"{cells}\n")
+        tell(", ".join(f"{name} {value}" for name, value in row.items()))
 
-    for start in starts:
-        with tempfile.TemporaryDirectory(prefix="kvmesh-bench-") as folder:
-            async with start(Path(folder)) as system:
-                rows += await measure(system, plan, note)
-    return rows
+    async with AsyncExitStack() as stack:
+        systems: list[System] = []
+        for start in starts:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvmesh-bench-"))
+            systems.append(await stack.enter_async_context(start(Path(folder))))
+            tell(f"{systems[-1].name} is up")
+        idle = await idle_share(systems)
+        return await measure(systems, plan, note), idle
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs, prints and saves."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--seconds", type=float, default=5.0, help="length of a phase")
+    parser.add_argument("--seconds", type=float, default=1.2, help="length of a phase")
+    parser.add_argument("--rounds", type=int, default=3, help="how often all take their turn")
     parser.add_argument("--streams", type=int, default=128, help="at a time, for tokens/s")
     parser.add_argument("--processes", type=int, default=0, help="also ours with so many processes")
     parser.add_argument("--peers-only", action="store_true", help="without ours")
@@ -72,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.add_argument(f"--{name}-python", type=Path, help=f"interpreter that has {name}")
     parser.add_argument("--out", type=Path, default=RESULTS / "gateway.json")
     arguments = parser.parse_args(argv)
-    plan = Plan(arguments.seconds, arguments.streams, arguments.seed)
+    plan = Plan(arguments.seconds, arguments.streams, arguments.seed, arguments.rounds)
     starts: list[Start] = [] if arguments.peers_only else [ours(), ours(prefixes=True)]
     if arguments.processes > 1:
         starts.append(ours(arguments.processes))
@@ -82,8 +99,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         python = getattr(arguments, f"{name.replace('-', '_')}_python")
         if python:
             starts.append(router(name, python.absolute()))
-    rows = uvloop.run(run(starts, plan))
-    result = document(rows, targets_of(rows), plan.seed, NOTES)
+    starts.append(bare_worker)
+    rows, idle = uvloop.run(run(starts, plan))
+    waiting = ", ".join(f"{name} {share:.1%}" for name, share in idle.items())
+    notes = [*NOTES, f"of a core while they wait for their turn: {waiting}"]
+    result = document(rows, targets_of(rows), plan.seed, notes)
     save(result, arguments.out)
     sys.stdout.write(markdown(result))
     return 0

@@ -138,6 +138,7 @@ class Connection(asyncio.Protocol):
         reply = self._reply
         if reply is None:
             return
+        came_at = time.perf_counter()
         if not reply.status:
             self._head += data
             end = self._head.find(_HEAD_END)
@@ -146,7 +147,7 @@ class Connection(asyncio.Protocol):
             data = self._read_head(reply, self._head[: end + 2], self._head[end + 4 :])
             if not data and self._left:
                 return
-        self._read_body(reply, data)
+        self._read_body(reply, data, came_at)
 
     def _read_head(self, reply: Reply, head: bytes, rest: bytes) -> bytes:
         found = _STATUS.match(head)
@@ -156,11 +157,11 @@ class Connection(asyncio.Protocol):
         self._left = -1 if length is None or _CHUNKED.search(head) else int(length[1])
         return rest
 
-    def _read_body(self, reply: Reply, data: bytes) -> None:
+    def _read_body(self, reply: Reply, data: bytes, came_at: float) -> None:
         if self._keep:
             self._kept.append(data)
         if not reply.first_at and (not self._events or _TEXT.search(self._tail + data)):
-            reply.first_at = time.perf_counter()
+            reply.first_at = came_at  # reading it is no part of it
         if self._left >= 0:
             self._left -= len(data)
             ended = self._left <= 0

@@ -1,6 +1,6 @@
 """What `benchmarks.gateway` measures of one system, phase by phase.
 
-Each phase takes a running system and gives one row or some; times are in milliseconds.
+Each phase takes a running system and gives a row; times are in milliseconds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PROMPT = (
 )
 TTFT_LIMIT_MS = 1000
 PREFILL_S = 0.04
-OVERLOAD_LONGEST_S = 8.0
+OVERLOAD_LONGEST_S = 5.0
 """Then a client gives up: it counts as failed."""
 CAPACITY = NUM_WORKERS / PREFILL_S
 """Prompts per second that the workers can take in the overload phases."""
@@ -33,13 +33,15 @@ class Plan:
     """How long and how much.
 
     Attributes:
-        seconds: length of a phase.
+        seconds: length of a phase; of those with a given rate, which need more, twice as long.
         streams: at a time when tokens per second are measured.
+        rounds: how often all systems take their turn in a phase.
     """
 
     seconds: float
     streams: int
     seed: int
+    rounds: int = 1
 
 
 @dataclass(slots=True)
@@ -60,6 +62,13 @@ class Bench:
             "ignore_eos": True,
         }
         return request_bytes(self.system.endpoint, body, headers)
+
+    async def settle(self) -> None:
+        """Lets go of what still waits in the system, which nobody waits for any more."""
+        await self.system.behave()
+        fronts = self.system.front
+        payload = self.payload(1, stream=False)
+        await self.loader.until_ok(payload, lambda: all(each.running for each in fronts))
 
     def row(self, what: str, **values: object) -> Row:
         """A row of the result."""
@@ -141,17 +150,19 @@ async def overload(bench: Bench, factor: int) -> Row:
     await bench.system.behave(prefill_s=PREFILL_S, slots=1, step_s=0.005)
     payload = bench.payload(8, stream=True, headers=f"x-slo-ttft-ms: {TTFT_LIMIT_MS}\r\n")
     plan = bench.plan
+    seconds = 2 * plan.seconds
     replies, _, front, everything = await bench.measured(
         lambda: bench.loader.open_loop(
-            payload, factor * CAPACITY, plan.seconds, seed=plan.seed, longest_s=OVERLOAD_LONGEST_S
+            payload, factor * CAPACITY, seconds, seed=plan.seed, longest_s=OVERLOAD_LONGEST_S
         )
     )
+    await bench.settle()
     done = [reply for reply in replies if reply.ok]
     refused = [reply for reply in replies if reply.status in (429, 503)]
     in_time = [reply for reply in done if reply.ttft_s * 1000 <= TTFT_LIMIT_MS]
     return bench.row(
         f"overload {factor}x",
-        **{"per s": round(len(in_time) / plan.seconds)},
+        **{"per s": round(len(in_time) / seconds)},
         **_cpu(len(replies), front, everything),
         **_percentiles([reply.ttft_s for reply in done]),
         failed=len(replies) - len(done) - len(refused),
@@ -181,31 +192,29 @@ async def killed_worker(bench: Bench, num_streams: int = 24) -> Row:
     )
 
 
-async def measure(system: System, plan: Plan, note: Callable[[Row], None]) -> list[Row]:
-    """The phases of one system; the last one costs it a worker.
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """One thing that is measured of every system.
 
-    Args:
-        note: told each row as soon as it is there.
+    Attributes:
+        main: the number that it is there for; its spread over the rounds is told.
+        most_rounds: it is not repeated more often.
     """
-    loader = Loader(system.endpoint)
-    bench = Bench(system, loader, plan)
-    phases: Sequence[Callable[[], Awaitable[Row]]] = (
-        lambda: requests(bench, 1),
-        lambda: requests(bench, 32),
-        lambda: first_token(bench),
-        lambda: tokens(bench),
-        lambda: overload(bench, 4),
-        lambda: overload(bench, 7),
-        lambda: killed_worker(bench),
-    )
-    rows = []
-    try:
-        for phase in phases if system.is_compared else phases[:3]:
-            rows.append(await phase())
-            note(rows[-1])
-    finally:
-        loader.close()
-    return rows
+
+    run: Callable[[Bench], Awaitable[Row]]
+    main: str
+    most_rounds: int = 100
+
+
+PHASES = (
+    Phase(lambda bench: requests(bench, 1), "per s"),
+    Phase(lambda bench: requests(bench, 32), "per s"),
+    Phase(first_token, "p50 ms"),
+    Phase(tokens, "per s"),
+    Phase(lambda bench: overload(bench, 4), "per s", 2),
+    Phase(lambda bench: overload(bench, 7), "per s", 2),
+    Phase(killed_worker, "failed", 1),  # it costs each system a worker
+)
 
 
 def _cpu(count: int, front: float, everything: float) -> Row:

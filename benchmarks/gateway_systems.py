@@ -23,6 +23,7 @@ from kvmesh.metadata.server_binary import RedisProcess, find_redis_binary
 MODEL = "fake"
 FOLDER = ROOT / "models" / "pydoc-6m"
 NUM_WORKERS = 3
+LOADER_ALONE = "loader alone"
 _HOST = "127.0.0.1"
 _STOP_S = 5.0
 
@@ -111,7 +112,7 @@ class System:
     Attributes:
         front: the processes that clients talk to, and that a rival is compared by.
         control: processes behind them that take part in each request, workers apart.
-        is_compared: beside rivals, in all phases; else a few are measured.
+        num_phases: it takes part in so many of the phases, the first ones; None: in all.
     """
 
     name: str
@@ -120,7 +121,7 @@ class System:
     workers: list[Process]
     control: list[Process] = field(default_factory=list)
     redis_pid: int | None = None
-    is_compared: bool = True
+    num_phases: int | None = None
 
     async def behave(self, **behaviour: object) -> None:
         """Sets how fast the workers that live are."""
@@ -138,6 +139,13 @@ class System:
             times = psutil.Process(self.redis_pid).cpu_times()
             behind += times.user + times.system
         return front, front + behind
+
+    @property
+    def all_cpu_s(self) -> float:
+        """Processor seconds so far of all of it, the workers that live included."""
+        # A bare worker is its own front.
+        workers = (each for each in self.workers if each.running and each not in self.front)
+        return self.cpu_s()[1] + sum(each.cpu_s for each in workers)
 
 
 Start = Callable[[Path], AbstractAsyncContextManager[System]]
@@ -209,13 +217,23 @@ def ours(num_processes: int = 1, *, prefixes: bool = False) -> Start:
             front = [service("gateway", flags)]
             name = "kvmesh" if num_processes == 1 else f"kvmesh x{num_processes}"
             name = f"{name}, prefixes looked up" if prefixes else name
-            system = System(name, http, front, workers, control, redis.pid, not prefixes)
+            num_phases = 3 if prefixes else None
+            system = System(name, http, front, workers, control, redis.pid, num_phases)
             for worker in workers:
                 await worker.line()
             await _answers(system)
             yield system
 
     return start
+
+
+@asynccontextmanager
+async def bare_worker(folder: Path) -> AsyncIterator[System]:
+    """The loader in front of one worker, with nothing between: what is not the fronts' share."""
+    with ExitStack() as stack:
+        worker = _python(stack, folder, "openai_worker", "openai-alone", named=False)
+        http = Endpoint(_HOST, int(await worker.line()))
+        yield System(LOADER_ALONE, http, [worker], [worker], num_phases=4)
 
 
 def router(name: str, python: Path) -> Start:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from benchmarks.gateway_systems import LOADER_ALONE
 from benchmarks.result import Row, table
 
 BEGIN, END = "<!-- measured -->\n", "<!-- end of measured -->"
@@ -70,7 +71,8 @@ def _gateways(
 
     def line(result: Result) -> tuple[str, str]:
         rows = [row for row in result["rows"] if row["what"] == what]
-        others = [row for row in rows if not row["system"].startswith("kvmesh")]
+        none = ("kvmesh", LOADER_ALONE)
+        others = [row for row in rows if not row["system"].startswith(none)]
         beside = "; ".join(f"{row['system']} {show(row)}" for row in others)
         return show(_row(result, system="kvmesh", what=what)), beside or "–"
 

@@ -30,6 +30,8 @@ times in milliseconds; `good` is the share of requests that were served within b
 - egress is KV that left the far cluster (PrfaaS), elsewhere all KV that left any worker
 - PrfaaS: the link is `tc tbf` between network namespaces; it falls to a third for a quarter of each
  load
+- rounds: each has a load of its own that all systems of the part get, in turning order; their
+ ratios are medians of those of each round, and the row `all` is min / median / max
 - two parts run at a time, with meshes of their own: engines sleep most of their steps
 - recovered: from the kill to the last arrival that was refused or late; the substitute is started
  at once""".replace("\n ", " ").split("\n- ")
@@ -45,12 +47,13 @@ class Part:
 
 PARTS = {
     "prfaas": Part(live_prfaas.run, live_prfaas.judge),
+    "flowkv": Part(live_flowkv.run, live_flowkv.judge),
     "forwarding": Part(live_pdserve.forwarding, live_pdserve.judge_forwarding),
     "ratio": Part(live_pdserve.ratio, live_pdserve.judge_ratio),
-    "recovery": Part(live_pdserve.recovery, live_pdserve.judge_recovery),
-    "flowkv": Part(live_flowkv.run, live_flowkv.judge),
     "tokenlake": Part(live_tokenlake.run, live_tokenlake.judge),
+    "recovery": Part(live_pdserve.recovery, live_pdserve.judge_recovery),
 }
+"""The longest first, so that all lanes end at about the same time."""
 
 
 async def measure(

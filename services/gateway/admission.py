@@ -51,25 +51,6 @@ class Ticket:
         self._use(self.tenant, num_tokens)
 
 
-class Place:
-    """A request's place, held while the context is open: a class, for every request has one."""
-
-    __slots__ = ("_admission", "_tenant", "_ticket")
-
-    def __init__(self, admission: Admission, tenant: Tenant) -> None:
-        self._admission = admission
-        self._tenant = tenant
-        self._ticket: Ticket | None = None
-
-    async def __aenter__(self) -> Ticket:
-        self._ticket = await self._admission.enter(self._tenant)
-        return self._ticket
-
-    async def __aexit__(self, *_error: object) -> None:
-        assert self._ticket is not None, "entered"
-        self._admission.leave(self._ticket)
-
-
 class Admission:
     """Counts requests and tokens, and says no when draining or over quota.
 
@@ -96,17 +77,13 @@ class Admission:
         """Requests admitted and not finished."""
         return self._num_open
 
-    def admit(self, tenant: Tenant) -> Place:
-        """Holds a place for a request while the context that it returns is open.
+    async def enter(self, tenant: Tenant) -> Ticket:
+        """Takes a place; `leave` gives it back.
 
-        Entering it raises:
+        Raises:
             StageRefusedError: draining.
             QuotaError: a quota of the tenant is used up.
         """
-        return Place(self, tenant)
-
-    async def enter(self, tenant: Tenant) -> Ticket:
-        """Takes a place; `leave` gives it back. See `admit`."""
         if self.draining:
             message = "this gateway is draining; another one will take the request"
             refusal = Refusal(RefusalReason.DRAINING, message, retry_after_ms=DRAIN_RETRY_MS)

@@ -106,12 +106,8 @@ class Answer:
         self._sink: EventSink | None = None
         self._lane: TokenLane | None = None
 
-    def _prepare(self, placed: Placed | None) -> None:
-        """Makes what the answer needs when its first tokens come; workers have the call already.
-
-        Args:
-            placed: where its only choice runs; None if that is not known yet.
-        """
+    def _prepare(self) -> None:
+        """Makes what the answer needs when its first tokens come; workers have the call already."""
         call, choices, frontend = self._call, self._choices, self._frontend
         self._texts = [ChoiceText(each.request.prompt_ids, echo=each.echo) for each in choices]
         tokenizer = frontend.tokenizer
@@ -128,8 +124,8 @@ class Answer:
             tokenizer.token_bytes,
             thinking,
         )
-        if self._lane is not None and placed is not None and thinking is None:
-            self._prepare_lane(self._lane, placed)
+        if self._lane is not None and thinking is None:
+            self._lane.on_placed = self._prepare_lane
 
     def _prepare_lane(self, lane: TokenLane, placed: Placed) -> None:
         """Lets the first tokens go by the lane too, with the head before them."""
@@ -223,7 +219,7 @@ class Answer:
         if len(self._choices) == 1:
             (choice,) = self._choices
             return self._frontend.run(choice, lane, whole=whole, meanwhile=self._prepare)
-        self._prepare(None)
+        self._prepare()
         return merge([self._frontend.run(choice, whole=whole) for choice in self._choices])
 
     def _note(self, delta: TextDelta) -> ChoiceText:

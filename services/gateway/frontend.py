@@ -23,7 +23,7 @@ from services.gateway.detokenizer import Detokenizer, TextPiece
 from services.gateway.entry import Admitted
 from services.gateway.errors import Stage, StageRefusedError
 from services.gateway.generation import TokenDelta
-from services.gateway.mesh import GenerationRequest, Mesh, Placed
+from services.gateway.mesh import GenerationRequest, Mesh
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.openai import ApiCall, check_model, choice_sampling
 from services.gateway.prompts import checked_sampling, prompt_ids, prompt_text
@@ -213,7 +213,7 @@ class Frontend:
         lane: TokenLane | None = None,
         *,
         whole: bool = False,
-        meanwhile: Callable[[Placed | None], None] | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> AsyncGenerator[TextDelta, None]:
         """Generates one choice as text; close the generator to cancel.
 
@@ -221,7 +221,7 @@ class Frontend:
             lane: takes what it can of the text; it is not yielded then.
             whole: nobody looks at the text before its end.
             meanwhile: called once, before any text, while a worker has the request if one could be
-                told at once: with where it runs then, else with None.
+                told at once.
 
         Raises:
             KvMeshError: as `Generation.tokens` does.
@@ -241,11 +241,12 @@ class Frontend:
                     self.metrics, request, self._mesh.log, choice.ticket, generation.arrived_at
                 )
                 try:
+                    await generation.ask()
                     text = _Text(self.tokenizer, choice)
                     if lane is not None:
                         lane.record, lane.detokenizer = record, text.detokenizer
                     if meanwhile is not None:
-                        meanwhile(generation.placed)
+                        meanwhile()
                     meter = record if whole and text.keeps_all else None
                     async with aclosing(generation.tokens(lane, meter)) as tokens:
                         async for token_delta in tokens:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvmesh.core.errors import LostError
-from kvmesh.core.types import FinishReason, RoutePlan, TokenLogprobs, WorkerId
+from kvmesh.core.types import FinishReason, Refusal, RoutePlan, TokenLogprobs, WorkerId
 from kvmesh.core.values import quick
 from services.gateway.errors import StageRefusedError
 from services.gateway.mesh import GenerationRequest, Mesh, Placed
@@ -57,12 +57,12 @@ class FirstTry:
     """What a request has tried before it searches for workers.
 
     Attributes:
-        plan: made ahead and not used yet; None if the scheduler has to be asked.
+        plan: not used yet, or that there is none; None if the scheduler has to be asked.
         refused: by this worker.
         last: what it said.
     """
 
-    plan: RoutePlan | None = None
+    plan: RoutePlan | Refusal | None = None
     refused: WorkerId | None = None
     last: StageRefusedError | None = None
 
@@ -74,7 +74,7 @@ class Begun:
     Attributes:
         arrived_at, deadline: on the loop's clock; then it has run for too long.
         tokens: generated so far.
-        first_try: None if nothing was tried.
+        first_try: None if the short way was not tried.
         num_attempts: numbers of attempts that workers may know.
         cached_tokens: None before the first token.
         lost: what ended the short way after a worker had taken the request.

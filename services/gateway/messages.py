@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvmesh.core.errors import InvalidRequestError
+
+MAX_MESSAGES = 10_000
+"""Most messages of a chat, and most parts of one: the event loop reads and renders them all."""
 
 
 def json_value(text: str) -> Any:
@@ -89,13 +92,16 @@ class PastCall(BaseModel):
         return {"type": "function", **(self.model_extra or {}), "function": function}
 
 
+Parts = Annotated[list[TextPart], Field(max_length=MAX_MESSAGES)]
+
+
 class Message(BaseModel):
     """One message of a chat; further fields are for the chat template."""
 
     model_config = ConfigDict(extra="allow", hide_input_in_errors=True)
 
     role: str = Field(min_length=1)
-    content: str | list[TextPart] | None = None
+    content: str | Parts | None = None
     tool_calls: list[PastCall] | None = None
 
     def for_template(self) -> dict[str, Any]:

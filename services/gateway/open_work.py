@@ -14,9 +14,9 @@ from kvmesh.core.errors import LostError
 from kvmesh.core.types import Candidate, Refusal, RefusalReason, RequestId, Reservation, WorkerId
 from kvmesh.rpc.convert import reservation_to_proto
 from kvmesh.rpc.convert_route import prefix_source_to_proto
-from kvmesh.v1.decode_service_pb2 import DecodeReserve
-from kvmesh.v1.prefill_service_pb2 import PrefillOffer
-from kvmesh.v1.types_pb2 import PrefixSource, SequenceSpec
+from kvmesh.v1.decode_service_pb2 import DecodeRequest
+from kvmesh.v1.prefill_service_pb2 import PrefillRequest
+from kvmesh.v1.types_pb2 import SequenceSpec
 from services.gateway.worker_events import (
     Accepted,
     Failed,
@@ -94,7 +94,9 @@ class OpenWork:
         Returns:
             None when they are held, else why not.
         """
-        message = DecodeReserve(sequence=sequence, traceparent=traceparent)
+        message = DecodeRequest()
+        message.reserve.sequence.CopyFrom(sequence)
+        message.reserve.traceparent = traceparent
         answer = await self._reserve(candidate, message, timeout_s)
         return answer.refusal if isinstance(answer, Refused) else None
 
@@ -113,12 +115,12 @@ class OpenWork:
         Returns:
             None when the worker took it, else why not; nothing is held then.
         """
-        message = DecodeReserve(
-            sequence=sequence,
-            traceparent=traceparent,
-            start_within_ms=ttft_budget_ms,
-            source=_source_of(candidate),
-        )
+        message = DecodeRequest()
+        message.reserve.sequence.CopyFrom(sequence)
+        message.reserve.traceparent = traceparent
+        message.reserve.start_within_ms = ttft_budget_ms
+        if candidate.source is not None:
+            message.reserve.source.CopyFrom(prefix_source_to_proto(candidate.source))
         answer = await self._reserve(candidate, message, timeout_s)
         if isinstance(answer, Started):
             return None
@@ -130,16 +132,15 @@ class OpenWork:
         return answer
 
     async def _reserve(
-        self, candidate: Candidate, message: DecodeReserve, timeout_s: float
+        self, candidate: Candidate, message: DecodeRequest, timeout_s: float
     ) -> Reserved | Started | Refused:
         self.cancel_decode()
         key = self._next_key()
-        message.request_id, message.attempt = key
         try:
             session = self.sessions.session(candidate)
             if not session.decode.stream.connected:
                 await session.connected(session.decode)
-            session.reserve(message, self._mailbox)
+            session.reserve(key, message, self._mailbox)
         except LostError as error:
             return Refused(_lost(str(error)))
         self._decode = _Open(session, key)
@@ -179,19 +180,17 @@ class OpenWork:
         assert self._decode is not None, "an offer needs a reservation"
         assert self._decode.reservation is not None, "an offer needs a reservation"
         key = self._next_key()
-        message = PrefillOffer(
-            request_id=key[0],
-            attempt=key[1],
-            sequence=sequence,
-            reservation=reservation_to_proto(self._decode.reservation),
-            ttft_budget_ms=ttft_budget_ms,
-            traceparent=traceparent,
-            source=_source_of(candidate),
-        )
+        message = PrefillRequest()
+        message.offer.sequence.CopyFrom(sequence)
+        message.offer.reservation.CopyFrom(reservation_to_proto(self._decode.reservation))
+        message.offer.ttft_budget_ms = ttft_budget_ms
+        message.offer.traceparent = traceparent
+        if candidate.source is not None:
+            message.offer.source.CopyFrom(prefix_source_to_proto(candidate.source))
         try:
             session = self.sessions.session(candidate)
             await session.connected(session.prefill)
-            session.offer(message, self._mailbox)
+            session.offer(key, message, self._mailbox)
         except LostError as error:
             return Refused(_lost(str(error)), by_prefill=True)
         self._prefill = _Open(session, key)
@@ -300,10 +299,6 @@ class OpenWork:
                 return Refused(event.refusal, event.by_prefill)
             elif isinstance(event, (Accepted, Refused, Reserved, Started)):
                 return event
-
-
-def _source_of(candidate: Candidate) -> PrefixSource | None:
-    return None if candidate.source is None else prefix_source_to_proto(candidate.source)
 
 
 def _lost(message: str) -> Refusal:

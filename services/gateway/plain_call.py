@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvmesh.core.types import SamplingParams
+from services.gateway.messages import MAX_MESSAGES
 from services.gateway.openai import ApiCall, ChatPrompt, Endpoint
 
 _FIELDS = frozenset(
@@ -69,7 +70,7 @@ def plain_chat_call(content: Any, defaults: Mapping[str, float]) -> ApiCall | No
 
 
 def _prompt(messages: Any) -> ChatPrompt | None:
-    if type(messages) is not list or not messages:
+    if type(messages) is not list or not 0 < len(messages) <= MAX_MESSAGES:
         return None
     for message in messages:
         if type(message) is not dict or message.keys() != _MESSAGE:

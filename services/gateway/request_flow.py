@@ -17,12 +17,13 @@ from kvmesh.core.types import FinishReason, TokenLogprobs, WorkerId
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.telemetry.tracing import Span, start_span
 from kvmesh.v1.decode_service_pb2 import DecodeTokens
+from services.gateway.beginning import asked_life, short_life
 from services.gateway.generation import Begun, TokenDelta, WorkLostError, place_until
 from services.gateway.mesh import GenerationRequest, Mesh, Placed
 from services.gateway.open_work import OpenWork, Side
 from services.gateway.phases import Phases
 from services.gateway.placing import Placing
-from services.gateway.short_life import Meter, NotTakenError, short_life
+from services.gateway.short_life import Meter, NotTakenError, ShortLife
 from services.gateway.token_lane import TokenLane
 from services.gateway.worker_events import Failed, FirstToken, HandedOff, Tokens, WorkerEvent
 
@@ -34,7 +35,6 @@ class Generation:
 
     Attributes:
         arrived_at: on the loop's clock.
-        placed: where it was sent already; None if a search has to come first.
     """
 
     def __init__(self, mesh: Mesh, request: GenerationRequest) -> None:
@@ -43,10 +43,15 @@ class Generation:
         self.arrived_at = now = asyncio.get_running_loop().time()
         until = now + mesh.limits.request_timeout_s
         self._begun = Begun(now, until, Phases(mesh.metrics, now))
-        self._short = short_life(mesh, request, self._begun)
-        self.placed = None if self._short is None else self._short.placed
+        self._short: ShortLife | None = short_life(mesh, request, self._begun)
         self._is_open = True
         mesh.metrics.requests_open.inc()
+
+    async def ask(self) -> None:
+        """Has the scheduler plan it, if no plan was made ahead and nobody waits for a worker."""
+        tried = self._begun.first_try
+        if tried is not None and tried.plan is None:
+            self._short = await asked_life(self._mesh, self._request, self._begun)
 
     async def tokens(
         self, lane: TokenLane | None = None, meter: Meter | None = None

@@ -6,12 +6,12 @@ Tests: tests/integration/test_gateway_responses.py.
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvmesh.core.errors import InvalidRequestError
-from services.gateway.messages import FunctionName, Message
+from services.gateway.messages import MAX_MESSAGES, FunctionName, Message
 from services.gateway.responses_input import InputItem, messages_of
 from services.gateway.schema import MAX_TOOLS, MAX_TOP_LOGPROBS, ChatBody, Effort
 from services.gateway.structured import JsonSchema, JsonSchemaFormat, ResponseFormat
@@ -75,13 +75,16 @@ Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"
 """Thinking is not encrypted: it is in the items as it is, and is taken back as it is."""
 
 
+Items = Annotated[list[InputItem], Field(max_length=MAX_MESSAGES)]
+
+
 class ResponsesBody(BaseModel):
     """POST /v1/responses."""
 
     model_config = ConfigDict(extra="ignore", hide_input_in_errors=True)
 
     model: str | None = None
-    input: str | list[InputItem] = Field(min_length=1)
+    input: str | Items = Field(min_length=1)
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, lt=2**32)
     temperature: float | None = Field(None, ge=0, le=2)

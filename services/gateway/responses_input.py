@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator
 
-from services.gateway.messages import Message, PastCall, json_value
+from services.gateway.messages import MAX_MESSAGES, Message, PastCall, json_value
 
 
 class InputText(BaseModel):
@@ -20,6 +20,9 @@ class InputText(BaseModel):
     text: str
 
 
+Texts = Annotated[list[InputText], Field(max_length=MAX_MESSAGES)]
+
+
 class InputMessage(BaseModel):
     """Text of somebody."""
 
@@ -27,7 +30,7 @@ class InputMessage(BaseModel):
 
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[InputText]
+    content: str | Texts
 
 
 class ReasoningText(BaseModel):
@@ -77,7 +80,7 @@ class FunctionCallOutput(BaseModel):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[InputText]
+    output: str | Texts
 
 
 def _kind(item: Any) -> str:

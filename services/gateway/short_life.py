@@ -1,10 +1,10 @@
-"""The short way of a whole request: a plan made ahead, one worker for all, and then its events.
+"""The short way of a whole request: one plan, one worker for all, and then its events.
 
-Nearly all requests of a gateway that keeps up find a plan, a worker that takes them at once, and
-nothing else happens until the last token. Such a one needs no search and no mailbox: its message
-goes out where it comes in, and what the worker says is taken as it comes off the wire. Whatever is
-not so (no plan, two workers, a refusal, a loss, a trace to be kept) goes the long way, in
-`request_flow`, which takes over what there is: same seed, same tokens, nothing lost or repeated.
+Nearly all requests of a gateway that keeps up have a plan soon (`beginning.py`), a worker that
+takes them at once, and nothing else happens until the last token. Such a one needs no search and no
+mailbox: its message goes out where its plan is, and what the worker says is taken as it comes off
+the wire. Whatever is not so (two workers, a refusal, a loss, a trace to be kept) goes the long way,
+in `request_flow`, which takes over what there is: same seed, same tokens, nothing lost or repeated.
 Tests: tests/integration/test_gateway_short_life.py.
 """
 
@@ -18,29 +18,24 @@ from typing import Any, Protocol
 from kvmesh.console.request_log import Moment, RequestTrace
 from kvmesh.core.errors import DeadlineError, KvMeshError, LostError, StructureError
 from kvmesh.core.types import (
-    Candidate,
     FinishReason,
     Placement,
     Refusal,
     RefusalReason,
     RoutePlan,
-    RouteQuery,
-    SequenceSpec,
 )
-from kvmesh.kv.hashing import root_hash
-from kvmesh.rpc.convert import finish_reason_from_proto, sequence_spec_to_proto
-from kvmesh.telemetry.tracing import is_tracing
-from kvmesh.v1.decode_service_pb2 import DecodeEvent, DecodeReserve, DecodeTokens
+from kvmesh.rpc.convert import finish_reason_from_proto
+from kvmesh.v1.decode_service_pb2 import DecodeEvent, DecodeRequest, DecodeTokens
 from kvmesh.v1.prefill_service_pb2 import PrefillFirstToken
 from services.gateway.errors import Stage, StageRefusedError
-from services.gateway.generation import Begun, FirstTry, TokenDelta, WorkLostError, place_until
+from services.gateway.generation import Begun, FirstTry, TokenDelta, WorkLostError
 from services.gateway.mesh import GenerationRequest, Mesh, Placed
 from services.gateway.open_work import ANSWER_TIMEOUT_S
 from services.gateway.token_lane import TokenLane
 from services.gateway.worker_events import Failed, Refused, WorkerEvent
 from services.gateway.worker_sessions import WorkerSession
 
-_FIRST_ATTEMPT = 1
+FIRST_ATTEMPT = 1
 
 MAX_TOGETHER = 256
 """Tokens of a whole answer that come together: more would hold up other requests meanwhile."""
@@ -62,71 +57,11 @@ class Meter(Protocol):
         ...
 
 
-def short_life(
-    mesh: Mesh,
-    request: GenerationRequest,
-    begun: Begun,
-) -> ShortLife | None:
-    """Sends a request to the worker of a plan made ahead; None if that cannot be.
-
-    Args:
-        begun: is told what was tried.
-    """
-    sampling = request.sampling
-    facts = mesh.router.facts
-    if (
-        facts is None
-        or is_tracing()
-        or mesh.turns.num_waiting
-        or mesh.waiting.paused
-        or max(sampling.num_logprobs, sampling.num_prompt_logprobs) >= 0
-    ):
-        return None
-    left_s = place_until(mesh, request, begun) - begun.arrived_at
-    if left_s <= 0:
-        return None
-    num_tokens = len(request.prompt_ids)
-    query = RouteQuery(
-        request_id=request.request_id,
-        model=request.model,
-        num_tokens=num_tokens,
-        max_new_tokens=sampling.max_tokens,
-        scenario=request.scenario,
-        placement=request.placement,
-    )
-    plan = mesh.router.planned(query)
-    begun.first_try = FirstTry(plan)
-    if plan is None or plan.placement is not Placement.AGGREGATED or not plan.prefill:
-        return None
-    candidate = plan.prefill[0]
-    session = _session(mesh, candidate)
-    if session is None or candidate.source is not None:
-        return None
-    root = root_hash(facts.fingerprint, cache_salt=request.cache_salt)
-    spec = SequenceSpec(request.prompt_ids, num_tokens, sampling, root)
-    message = DecodeReserve(
-        request_id=request.request_id,
-        attempt=_FIRST_ATTEMPT,
-        sequence=sequence_spec_to_proto(spec),
-        traceparent=request.traceparent,
-        start_within_ms=max(1, round(left_s * 1000)),
-    )
-    life = ShortLife(mesh, request, begun, session, plan, left_s)
-    life.start(message)
-    return life
-
-
-def _session(mesh: Mesh, candidate: Candidate) -> WorkerSession | None:
-    """The session to a worker, if it is up and the worker starts what it reserves for."""
-    try:
-        session = mesh.sessions.session(candidate)
-    except LostError:
-        return None
-    return session if session.decode.stream.connected and session.starts else None
-
-
 class ShortLife:
     """One request at one worker; `next` gives its tokens, `close` ends it.
+
+    Args:
+        sent_at, place_until: when it goes to the worker, and when one must have taken it.
 
     Attributes:
         placed: where it runs.
@@ -139,19 +74,21 @@ class ShortLife:
         begun: Begun,
         session: WorkerSession,
         plan: RoutePlan,
-        left_s: float,
+        *,
+        sent_at: float,
+        place_until: float,
     ) -> None:
         self._mesh = mesh
         self._request = request
         self._begun = begun
         self._session = session
         self._plan = plan
-        self._left_s = left_s
+        self._place_until = place_until
         self._lane: TokenLane | None = None
         self._meter: Meter | None = None
         worker = session.worker_id
         self.placed = Placed(Placement.AGGREGATED, worker, worker, plan.cause)
-        self._key = (request.request_id, _FIRST_ATTEMPT)
+        self._key = (request.request_id, FIRST_ATTEMPT)
         self._loop = asyncio.get_running_loop()
         self._position = len(request.prompt_ids)
         self._pending: list[int] = []
@@ -164,23 +101,23 @@ class ShortLife:
         self._is_waiting = False
         self._is_accepted = False
         self._is_open = False
-        self._progress_at = begun.arrived_at
+        self._sent_at = self._progress_at = sent_at
         self._accepted_at: float | None = None
         self._trace: RequestTrace
 
-    def start(self, message: DecodeReserve) -> None:
+    def start(self, message: DecodeRequest) -> None:
         """Sends the request to the worker."""
-        mesh, now = self._mesh, self._begun.arrived_at
-        self._begun.num_attempts = _FIRST_ATTEMPT
-        self._session.reserve(message, self)
+        mesh = self._mesh
+        self._begun.num_attempts = FIRST_ATTEMPT
+        self._session.reserve(self._key, message, self)
         self._is_open = True
         mesh.crowd.enter(self._request.tenant.name)
         mesh.waiting.count += 1
         self._is_waiting = True
         limits = mesh.limits
         # Early enough for any limit; what is due then is looked up when it is over.
-        soonest_s = min(ANSWER_TIMEOUT_S, self._left_s, limits.prefill_timeout_s, limits.stall_s)
-        self._timer = self._loop.call_at(now + soonest_s, self._look)
+        soonest = self._sent_at + min(ANSWER_TIMEOUT_S, limits.prefill_timeout_s, limits.stall_s)
+        self._timer = self._loop.call_at(min(soonest, self._place_until), self._look)
 
     def follow(self, lane: TokenLane | None, meter: Meter | None) -> None:
         """Says who is told of tokens, in the same turn of the loop that began it.
@@ -190,9 +127,11 @@ class ShortLife:
             meter: is told of all tokens, which come many together then, the last ones at the end.
         """
         self._lane, self._meter = lane, meter
+        if lane is not None:
+            lane.placed(self.placed)
         self._trace = self._mesh.log.trace(self._request.request_id)
         text = f"{self._plan.policy}: {self._plan.reason}"
-        self._trace.note(Moment.ROUTED, self._begun.arrived_at, text=text)
+        self._trace.note(Moment.ROUTED, self._sent_at, text=text)
 
     async def next(self) -> TokenDelta:
         """The next tokens that did not go by the lane.
@@ -421,8 +360,7 @@ class ShortLife:
     def _look(self) -> None:
         """Ends it if something is overdue; else looks again when the next thing would be."""
         limits, begun = self._mesh.limits, self._begun
-        answer_s = min(self._left_s, ANSWER_TIMEOUT_S)
-        due = begun.arrived_at + answer_s
+        due = min(self._sent_at + ANSWER_TIMEOUT_S, self._place_until)
         if self._is_accepted:
             due = self._progress_at + (limits.stall_s if begun.tokens else limits.prefill_timeout_s)
         due = min(due, begun.deadline)
@@ -437,7 +375,7 @@ class ShortLife:
             worker = self._session.worker_id
             reason = "decode_stalled" if begun.tokens else "prefill_stalled"
             self._fail(WorkLostError(worker, reason, f"no progress at {worker}"))
-        elif answer_s < ANSWER_TIMEOUT_S:  # the request ran out of time, not the worker
+        elif now >= self._place_until:  # the request ran out of time, not the worker
             message = "the deadline passed before the worker answered"
             self._refused(Refusal(RefusalReason.DEADLINE, message), by_prefill=False)
         else:

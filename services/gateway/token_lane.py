@@ -15,6 +15,7 @@ from json.encoder import encode_basestring
 from typing import Any, Protocol
 
 from services.gateway.detokenizer import Detokenizer
+from services.gateway.mesh import Placed
 from services.gateway.request_record import RequestRecord
 from services.gateway.responses import ChoiceText
 
@@ -75,11 +76,13 @@ class TokenLane:
 
     Attributes:
         detokenizer, record: the choice's own, shared with the long way.
+        on_placed: told where the choice runs, before its first token can come; may `prepare`.
     """
 
     def __init__(self) -> None:
         self.detokenizer: Detokenizer | None = None
         self.record: RequestRecord | None = None
+        self.on_placed: Callable[[TokenLane, Placed], None] | None = None
         self._writer: Writer | None = None
         self._opening: tuple[Writer, ChunkTemplate, ChoiceText, Open, bytes] | None = None
 
@@ -87,6 +90,11 @@ class TokenLane:
     def is_open(self) -> bool:
         """Whether tokens are let through."""
         return self._writer is not None
+
+    def placed(self, where: Placed) -> None:
+        """Says where the choice runs, while a worker has it and nothing came yet."""
+        if self.on_placed is not None:
+            self.on_placed(self, where)
 
     def prepare(
         self,

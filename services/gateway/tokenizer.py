@@ -171,21 +171,25 @@ class TextTokenizer:
             if token_ids is not None:
                 return self._before + token_ids + self._after if add_special_tokens else token_ids
         if len(text) > THREAD_THRESHOLD_CHARS:
-            return await asyncio.to_thread(self._encode, text, add_special_tokens)
-        return self._encode(text, add_special_tokens)
-
-    def _encode(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
+            return await asyncio.to_thread(self._encode_aside, text, add_special_tokens)
         return tuple(self.fast.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def _encode_aside(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
+        # Of the library's ways only those for batches let other threads run meanwhile.
+        (whole,) = self.fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return tuple(whole.ids)
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Text of token ids; many do not hold up the event loop."""
         ids = list(token_ids)
         if len(ids) > THREAD_THRESHOLD_TOKENS:
-            return await asyncio.to_thread(self._decode, ids, skip_special_tokens)
-        return self._decode(ids, skip_special_tokens)
+            return await asyncio.to_thread(self._decode_aside, ids, skip_special_tokens)
+        text: str = self.fast.decode(ids, skip_special_tokens=skip_special_tokens)
+        return text
 
-    def _decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
-        text: str = self.fast.decode(token_ids, skip_special_tokens=skip_special_tokens)
+    def _decode_aside(self, token_ids: list[int], skip_special_tokens: bool) -> str:
+        text: str
+        (text,) = self.fast.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
         return text
 
     def token_text(self, token_id: int) -> str:

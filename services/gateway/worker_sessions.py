@@ -23,13 +23,11 @@ from kvmesh.v1.decode_service_pb2 import (
     DecodeCancel,
     DecodeRenew,
     DecodeRequest,
-    DecodeReserve,
     DecodeResponse,
 )
 from kvmesh.v1.decode_service_pb2_grpc import DecodeServiceStub
 from kvmesh.v1.prefill_service_pb2 import (
     PrefillCancel,
-    PrefillOffer,
     PrefillRequest,
     PrefillResponse,
 )
@@ -190,23 +188,23 @@ class WorkerSession:
         """Reservations that are being renewed."""
         return len(self._held)
 
-    def reserve(self, message: DecodeReserve, taker: Taker) -> None:
+    def reserve(self, key: AttemptKey, message: DecodeRequest, taker: Taker) -> None:
         """Asks for blocks and a slot.
 
         Raises:
             LostError: the worker is not connected.
         """
-        key = (RequestId(message.request_id), message.attempt)
-        self.decode.open(key, taker, DecodeRequest(reserve=message))
+        message.reserve.request_id, message.reserve.attempt = key
+        self.decode.open(key, taker, message)
 
-    def offer(self, message: PrefillOffer, taker: Taker) -> None:
+    def offer(self, key: AttemptKey, message: PrefillRequest, taker: Taker) -> None:
         """Offers a prompt.
 
         Raises:
             LostError: the worker is not connected.
         """
-        key = (RequestId(message.request_id), message.attempt)
-        self.prefill.open(key, taker, PrefillRequest(offer=message))
+        message.offer.request_id, message.offer.attempt = key
+        self.prefill.open(key, taker, message)
 
     def cancel_decode(self, key: AttemptKey) -> None:
         """Ends a reservation or a running sequence."""

@@ -57,7 +57,7 @@ class KvManagerServicer(pb_grpc.KvManagerServiceServicer):
         self._writes = asyncio.Semaphore(MAX_WRITES)
         self._sessions: set[PublisherSession] = set()
         self._direct: DirectWay[pb.MatchPrefixResponse] = DirectWay(
-            direct, pb.MatchPrefixRequest, iter
+            direct, pb.MatchPrefixRequest, iter, at_once=True
         )
 
     async def Publish(

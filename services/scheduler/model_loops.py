@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kvmesh.core.details import ANSWER, GET, FleetWorker
 from kvmesh.core.types import Role, WorkerId
@@ -31,6 +32,25 @@ from kvmesh.policy.threshold_loop import ThresholdLoop, ThresholdReading
 from services.scheduler.config import PlanningConfig
 from services.scheduler.demand import Demand
 from services.scheduler.group_loops import GroupLoops, GroupStep
+
+
+@dataclass(frozen=True, slots=True)
+class RoleWork:
+    """One cycle of one cluster's role loop, to be computed anywhere: nobody else touches the loop.
+
+    Attributes:
+        share: of what waits, for each worker.
+    """
+
+    cluster: str
+    loop: RoleLoop
+    members: tuple[FleetWorker, ...]
+    share: Waiting
+
+    def cycle(self, now: float) -> RoleCycle:
+        """Decides."""
+        readings = [read_worker(each.info, each.load, self.share) for each in self.members]
+        return self.loop.cycle(readings, now)
 
 
 class ModelLoops:
@@ -135,10 +155,8 @@ class ModelLoops:
                     reading += link.queued_bytes
         return read, reading
 
-    def role_cycles(
-        self, workers: Sequence[FleetWorker], demand: Demand, now: float
-    ) -> dict[str, tuple[RoleLoop, RoleCycle]]:
-        """FlowKV's cycle for every home cluster that has both sides, by its name."""
+    def role_work(self, workers: Sequence[FleetWorker], demand: Demand) -> list[RoleWork]:
+        """FlowKV's cycle for every home cluster, by its name."""
         waiting = self._waiting(workers, demand)
         movable = [w for w in self._home(workers) if w.info.role is not Role.HYBRID]
         num_prefill = sum(each.info.role is Role.PREFILL for each in movable)
@@ -149,12 +167,10 @@ class ModelLoops:
             clusters.setdefault(worker.info.cluster, []).append(worker)
         for name in self._roles.keys() - clusters.keys():
             del self._roles[name]
-        cycles: dict[str, tuple[RoleLoop, RoleCycle]] = {}
-        for name, members in sorted(clusters.items()):
-            loop = self._roles.setdefault(name, RoleLoop())
-            readings = [read_worker(each.info, each.load, share) for each in members]
-            cycles[name] = (loop, loop.cycle(readings, now))
-        return cycles
+        return [
+            RoleWork(name, self._roles.setdefault(name, RoleLoop()), tuple(members), share)
+            for name, members in sorted(clusters.items())
+        ]
 
     def _waiting(self, workers: Sequence[FleetWorker], demand: Demand) -> Waiting:
         loads = [each.load for each in self._home(workers)]

@@ -232,18 +232,19 @@ class Planner:
         now = self._clock.now()
         demand = self.demand.current(model, now)
         wanted: set[tuple[WorkerId, Role]] = set()
-        if len(workers) > SMALL_FLEET:
-            # Scores of many workers take longer than a route may wait.
-            cycles = await asyncio.to_thread(loops.role_cycles, workers, demand, now)
-        else:
-            cycles = loops.role_cycles(workers, demand, now)
-        for cluster, (loop, cycle) in cycles.items():
+        for work in loops.role_work(workers, demand):
+            if len(workers) > SMALL_FLEET:
+                # Scores of many workers take longer than a route may wait.
+                cycle = await asyncio.to_thread(work.cycle, now)
+            else:
+                cycle = work.cycle(now)
+            cluster = work.cluster
             metrics.LOAD_SCORE.labels(model, cluster, "prefill").set(cycle.fleet.prefill)
             metrics.LOAD_SCORE.labels(model, cluster, "decode").set(cycle.fleet.decode)
             for switch in cycle.switches:
                 wanted.add((switch.worker_id, switch.role))
                 if self._switch(switch, may_order=may_order):
-                    loop.carried_out(switch)
+                    work.loop.carried_out(switch)
             before = self._scale.get((model, cluster), STEADY)
             signal = scale_signal(cycle.fleet, cycle.regime, before, now)
             self._scale[model, cluster] = signal

@@ -101,7 +101,7 @@ class SchedulerServicer(SchedulerServiceServicer):
         self._warm_at = clock.now() + config.warmup_s
         self._orders: dict[WorkerId, tuple[WorkerInfo, Orders]] = {}
         self._closing = False
-        self._direct: DirectWay[RouteResponse] = DirectWay(direct, RouteRequest, iter)
+        self._direct: DirectWay[RouteResponse] = DirectWay(direct, RouteRequest, iter, at_once=True)
 
     async def RegisterWorker(
         self,

@@ -76,7 +76,8 @@ async def test_moved_sequence_is_prompt_plus_tokens(tmp_path: Path) -> None:
         assert after.root_hash == before.root_hash
         # The limit counts from the client's prompt, so less is left to generate.
         left = [query.max_new_tokens for query in stack.mesh.queries]
-        assert left == [400, 400 - kept]
+        # A break before the prompt was accepted is no move: the first plan's next worker takes it.
+        assert left == [400, 400 - kept] or (left, kept) == ([400], 0)
 
 
 async def test_killed_worker_in_the_middle(tmp_path: Path) -> None:
@@ -112,7 +113,9 @@ async def test_aggregated_stream_moves(tmp_path: Path, fault: str, starts: bool)
             worker.does.starts = starts
         setattr(stack.mesh.workers["p1"].does, fault, 3 if fault != "fail_prefills" else 1)
         assert (await stream_text(stack))[0] == SAYS
-        assert [len(stack.mesh.workers[name].reserves) for name in ("p1", "p2")] == [1, 1]
+        # Of one that only reserves the gateway learns by asking it for more, once.
+        reserves = [len(stack.mesh.workers[name].reserves) for name in ("p1", "p2")]
+        assert reserves == [1 + (not starts), 1]
         await stack.idle()
 
 

@@ -17,7 +17,7 @@ import pytest
 from kvmesh.core.types import Placement, RefusalReason
 from kvmesh.policy import plans_ahead
 from kvmesh.policy.crowd import Crowd
-from services.gateway import request_record
+from services.gateway import request_flow, request_record
 from services.gateway.short_life import ShortLife
 from services.gateway.token_lane import TokenLane
 from tests.integration.gateway_fake_worker import MODEL, Behaviour
@@ -38,19 +38,24 @@ def num_short(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     start = ShortLife.start
 
     def counted(self: ShortLife, message: Any) -> None:
-        seen.append(message.request_id)
+        seen.append(self._request.request_id)
         start(self, message)
 
     monkeypatch.setattr(ShortLife, "start", counted)
     return seen
 
 
+async def _no_life(*_: object) -> None:
+    """Leaves a request without a plan to the long way."""
+
+
 @pytest.fixture
 async def stack(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_short: list[str]
 ) -> AsyncIterator[Stack]:
-    """A stack in which plans are there and do not grow old, however slow the machine is."""
+    """Plans made ahead do not grow old; a request that finds none goes the long way."""
     monkeypatch.setattr(plans_ahead, "AHEAD_S", 1000.0)
+    monkeypatch.setattr(request_flow, "asked_life", _no_life)
     async with gateway_stack(tmp_path, TWO_PAIRS, SAYS, limits={"stall_s": 1.0}) as stack:
         stack.mesh.placement = Placement.AGGREGATED
         yield stack

@@ -119,7 +119,7 @@ def is_honest(status: int, body: Any) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(180 * ROUNDS)
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
 async def test_what_the_page_allows_and_what_it_does_not(
     stack: Stack, mode: GenerationMode

@@ -308,7 +308,10 @@ def _put(count: int = 4, incarnation: int = 7) -> PutFrame:
     return PutFrame(1, claim, (BlockRun(0, count),))
 
 
-async def test_a_sender_that_dies_midway_ends_its_grant_once() -> None:
+async def test_a_sender_that_dies_midway_ends_its_grant_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "kvmesh.transfer.data_server")
     async with _pair() as pair:
         sender = await RawSender.connect(pair)
         sender.say(_put())
@@ -319,6 +322,9 @@ async def test_a_sender_that_dies_midway_ends_its_grant_once() -> None:
 
         await until(lambda: pair.target.lost == [PREFILL])
         assert [ok for _, ok in pair.target.ended] == [False]
+    ended = [each for each in caplog.records if each.getMessage() == "data_channel_ended"]
+    assert [vars(each)["fields"]["peer"] for each in ended] == [PREFILL]
+    assert vars(ended[0])["fields"]["cause"] != "closed"
 
 
 async def test_a_sender_that_stalls_midway_is_cut() -> None:

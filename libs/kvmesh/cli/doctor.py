@@ -6,10 +6,10 @@ Tests: tests/unit/cli/test_doctor.py.
 from __future__ import annotations
 
 import asyncio
-import ssl
 import sys
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 from rich.table import Table
@@ -54,7 +54,8 @@ def main(argv: Sequence[str]) -> int:
     model = Path(arguments.model) if arguments.model else (embedded[0] if embedded else None)
     findings = _machine(model)
     url, tls = gateway_url(arguments), trust(arguments.tls_ca)
-    findings += asyncio.run(_network(url, tls, arguments.redis_url, state))
+    gateway = stack_checks.check_gateway(url, tls, must_run=bool(arguments.url))
+    findings += asyncio.run(_network(gateway, arguments.redis_url, state))
     terminal().print(table_of(findings))
     return 1 if any(finding.level is Level.FAIL for finding in findings) else 0
 
@@ -70,10 +71,12 @@ def _machine(model: Path | None) -> list[Finding]:
     ]
 
 
-async def _network(url: str, tls: ssl.SSLContext, redis_url: str, state: Path) -> list[Finding]:
+async def _network(
+    gateway: Coroutine[Any, Any, Finding], redis_url: str, state: Path
+) -> list[Finding]:
     findings = [
         await stack_checks.check_redis(redis_url, find_redis_binary()),
-        await stack_checks.check_gateway(url, tls),
+        await gateway,
     ]
     stack = read_description(state)
     if stack is not None:

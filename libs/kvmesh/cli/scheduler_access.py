@@ -24,6 +24,8 @@ from kvmesh.v1.scheduler_service_pb2 import OrderWorkerRequest
 from kvmesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 
 DEFAULT_TARGET = "127.0.0.1:7001"
+FIRST_ANSWER_S = 10.0
+"""A scheduler that is there answers sooner, whatever is waited for afterwards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +92,35 @@ class FleetView:
         """Whether a scheduler is connected."""
         return self._watch.fresh
 
+    async def known(self) -> None:
+        """Waits until a scheduler has told of the fleet.
+
+        Raises:
+            NoAnswerError: none did in time.
+        """
+        await self._wait(lambda _workers: True, min(self._access.timeout_s, FIRST_ANSWER_S))
+
     async def until(self, is_true: Callable[[tuple[FleetWorker, ...]], bool], what: str) -> None:
         """Waits for a fact about the fleet.
 
         Raises:
             NoAnswerError: it did not become true in time.
         """
+        if not await self._wait(is_true, self._access.timeout_s):
+            raise NoAnswerError(
+                f"not after {self._access.timeout_s:g} s: {what}; give it longer with --timeout"
+            )
+
+    async def _wait(
+        self, is_true: Callable[[tuple[FleetWorker, ...]], bool], timeout_s: float
+    ) -> bool:
+        """Waits for a fact about the fleet; False if it did not become true in time.
+
+        Raises:
+            NoAnswerError: no scheduler is connected.
+        """
         try:
-            async with asyncio.timeout(self._access.timeout_s):
+            async with asyncio.timeout(timeout_s):
                 while not (self.fresh and is_true(self.workers)):
                     self._changed.clear()
                     await self._changed.wait()
@@ -108,9 +131,8 @@ class FleetView:
                     f"no scheduler answers at {where}; start a stack with `kvmesh up`, or name "
                     f"one with --scheduler{_tls_hint(self._access.tls)}"
                 ) from error
-            raise NoAnswerError(
-                f"not after {self._access.timeout_s:g} s: {what}; give it longer with --timeout"
-            ) from error
+            return False
+        return True
 
     async def order(self, request: OrderWorkerRequest) -> None:
         """Gives an order to every scheduler; one that passes it on suffices.
@@ -151,7 +173,7 @@ async def fleet_view(access: SchedulerAccess, watcher: str) -> AsyncIterator[Fle
     view = FleetView(watch, access)
     task = asyncio.create_task(watch.run(), name="fleet watch")
     try:
-        await view.until(lambda _workers: True, "the fleet is known")
+        await view.known()
         yield view
     finally:
         task.cancel()

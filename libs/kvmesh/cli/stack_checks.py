@@ -50,11 +50,14 @@ def _masked(url: str) -> str:
     return url.replace(f":{password}@", ":***@") if password else url
 
 
-async def check_gateway(url: str, tls: ssl.SSLContext | None = None) -> Finding:
+async def check_gateway(
+    url: str, tls: ssl.SSLContext | None = None, *, must_run: bool = False
+) -> Finding:
     """Whether the gateway's port is free, held by a ready gateway, or by something else.
 
     Args:
         tls: whom to trust where the URL is https://; None: whom this machine trusts.
+        must_run: whether a port without a gateway is a failure.
     """
     parts = urlsplit(url)
     port = parts.port or _DEFAULT_PORTS.get(parts.scheme, 0)
@@ -73,12 +76,15 @@ async def check_gateway(url: str, tls: ssl.SSLContext | None = None) -> Finding:
         remedy = ca_hint(body) or "start it, or correct --url"
         return Finding.fail("gateway", f"{url}: {body}", remedy)
     if parts.hostname in ("127.0.0.1", "localhost", "0.0.0.0"):
-        return await _free_port(Endpoint("127.0.0.1", port))
+        return await _free_port(Endpoint("127.0.0.1", port), must_run)
     return Finding.fail("gateway", f"{url}: {body}", "start it, or correct --url")
 
 
-async def _free_port(endpoint: Endpoint) -> Finding:
+async def _free_port(endpoint: Endpoint, must_run: bool) -> Finding:
     if is_free(endpoint):
+        if must_run:
+            detail = f"nothing listens at port {endpoint.port}"
+            return Finding.fail("gateway", detail, "start it, or correct --url")
         return Finding.ok("gateway", f"nothing runs, port {endpoint.port} is free for `kvmesh up`")
     who = "a Redis" if await answers_ping(endpoint) else "a program that does not speak HTTP"
     remedy = "stop it or use `kvmesh up --port`; if it is a gateway with TLS, say https:// in --url"

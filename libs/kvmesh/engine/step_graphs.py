@@ -17,7 +17,7 @@ import torch
 from kvmesh.core.clock import Clock
 from kvmesh.telemetry.logs import event_logger
 
-_log = event_logger(__name__)
+log = event_logger(__name__)
 _WARM_UPS = 2
 
 
@@ -128,9 +128,9 @@ class StepGraphs:
             except RuntimeError as error:
                 reason = f"{bucket} rows: {error}".splitlines()[0]
                 break
-            _log.info("graph_captured", rows=bucket, seconds=round(clock.now() - begun, 2))
+            log.info("graph_captured", rows=bucket, seconds=round(clock.now() - begun, 2))
         self.buckets = tuple(sorted(self._graphs))
-        say = _log.warning if reason else _log.info
+        say = log.warning if reason else log.info
         say(
             "graphs_ready",
             rows=list(self.buckets),

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 from pathlib import Path
 
 import torch
 
 from kvmesh.core.compiled import CompileError, load_compiled
+from kvmesh.telemetry.logs import event_logger
 
 _SOURCE = Path(__file__).with_name("host.cpp")
 _FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-std=c++17", "-fno-math-errno")
 
-_log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 
 @functools.cache
@@ -29,5 +29,5 @@ def load_host_library() -> ctypes.CDLL | None:
     try:
         return load_compiled(_SOURCE, _FLAGS)
     except CompileError as error:
-        _log.warning("host.cpp cannot be built, the CPU path is slower on torch alone: %s", error)
+        log.warning("host_kernels_not_built", error=str(error), instead="torch alone, slower")
         return None

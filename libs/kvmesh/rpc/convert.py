@@ -28,7 +28,7 @@ from kvmesh.core.types import (
     WorkerLoad,
 )
 from kvmesh.rpc.convert_detail import worker_detail_from_proto, worker_detail_to_proto
-from kvmesh.rpc.convert_sampling import sampling_params_from_proto, sampling_params_to_proto
+from kvmesh.rpc.convert_sampling import fill_sampling_params, sampling_params_from_proto
 from kvmesh.v1 import (
     inference_service_pb2,
     kv_manager_service_pb2,
@@ -132,12 +132,20 @@ def endpoint_from_proto(message: types_pb2.Endpoint) -> Endpoint:
 
 def sequence_spec_to_proto(spec: SequenceSpec) -> types_pb2.SequenceSpec:
     """SequenceSpec as a message."""
-    return types_pb2.SequenceSpec(
-        token_ids=spec.token_ids,
-        num_prompt_tokens=spec.num_prompt_tokens,
-        sampling=sampling_params_to_proto(spec.sampling),
-        root_hash=spec.root_hash,
-    )
+    message = types_pb2.SequenceSpec()
+    fill_sequence_spec(message, spec)
+    return message
+
+
+def fill_sequence_spec(message: types_pb2.SequenceSpec, spec: SequenceSpec) -> None:
+    """Writes a SequenceSpec into an empty message, which may be part of another one.
+
+    A message given to another one is copied, by way of its bytes: as much work as sending it.
+    """
+    message.token_ids.extend(spec.token_ids)
+    message.num_prompt_tokens = spec.num_prompt_tokens
+    fill_sampling_params(message.sampling, spec.sampling)
+    message.root_hash = spec.root_hash
 
 
 def sequence_spec_from_proto(message: types_pb2.SequenceSpec) -> SequenceSpec:

@@ -19,22 +19,29 @@ _STRUCTURES_BACK = {number: kind for kind, number in _STRUCTURES.items()}
 
 def sampling_params_to_proto(sampling: SamplingParams) -> types_pb2.SamplingParams:
     """SamplingParams as a message."""
-    message = types_pb2.SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        repetition_penalty=sampling.repetition_penalty,
-        seed=sampling.seed,
-        max_tokens=sampling.max_tokens,
-        min_tokens=sampling.min_tokens,
-        ignore_eos=sampling.ignore_eos,
-        stop_token_ids=sampling.stop_token_ids,
-        num_logprobs=sampling.num_logprobs,
-        allowed_token_ids=sampling.allowed_token_ids,
-    )
+    message = types_pb2.SamplingParams()
+    fill_sampling_params(message, sampling)
+    return message
+
+
+def fill_sampling_params(message: types_pb2.SamplingParams, sampling: SamplingParams) -> None:
+    """Writes SamplingParams into an empty message, which may be part of another one."""
+    message.temperature = sampling.temperature
+    message.top_p = sampling.top_p
+    message.top_k = sampling.top_k
+    message.min_p = sampling.min_p
+    message.presence_penalty = sampling.presence_penalty
+    message.frequency_penalty = sampling.frequency_penalty
+    message.repetition_penalty = sampling.repetition_penalty
+    message.seed = sampling.seed
+    message.max_tokens = sampling.max_tokens
+    message.min_tokens = sampling.min_tokens
+    message.ignore_eos = sampling.ignore_eos
+    message.num_logprobs = sampling.num_logprobs
+    if sampling.stop_token_ids:
+        message.stop_token_ids.extend(sampling.stop_token_ids)
+    if sampling.allowed_token_ids:
+        message.allowed_token_ids.extend(sampling.allowed_token_ids)
     for token_id, bias in sampling.logit_bias:
         message.logit_bias.add(token_id=token_id, bias=bias)
     for word in sampling.bad_words:
@@ -44,7 +51,6 @@ def sampling_params_to_proto(sampling: SamplingParams) -> types_pb2.SamplingPara
     if sampling.structure is not None:
         message.structure.kind = _STRUCTURES[sampling.structure.kind]
         message.structure.text = sampling.structure.text
-    return message
 
 
 def sampling_params_from_proto(message: types_pb2.SamplingParams) -> SamplingParams:

@@ -26,11 +26,13 @@ class DirectWay(Generic[ItemT]):
     Attributes:
         request_type: class of the messages that come.
         messages: what goes out for a batch of the outbox.
+        at_once: each message is all that its reader waits for, and leaves as `Outbox.divert` says.
     """
 
     listener: DirectListener
     request_type: type[Message]
     messages: Callable[[list[ItemT]], Iterable[Message]]
+    at_once: bool = False
 
     def offer(
         self, receive: Callable[[Any, Outbox[ItemT]], None], outbox: Outbox[ItemT]
@@ -41,7 +43,8 @@ class DirectWay(Generic[ItemT]):
         def connected(connection: FramedConnection) -> None:
             connection.on_hold = outbox.hold
             connection.closed.add_done_callback(lambda _: outbox.close())
-            outbox.divert(lambda batch: connection.send(self.messages(batch)))
+            send = connection.send
+            outbox.divert(lambda batch: send(self.messages(batch)), at_once=self.at_once)
 
         return self.listener.offer(lambda frame: receive(parse(frame), outbox), connected)
 

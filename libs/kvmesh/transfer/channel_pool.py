@@ -20,7 +20,7 @@ from kvmesh.transfer.alignment import Run, tabled
 from kvmesh.transfer.channel import DEFAULT_KINDS, IPC, LOCAL, NIXL, SHM, SendChannel, usable_kinds
 from kvmesh.transfer.device import DevicePool, Moment, SharedPool
 from kvmesh.transfer.frames import BlockPart, Checksum
-from kvmesh.transfer.greeting import DEFAULT_PATIENCE_S, LaneOptions, PeerKey
+from kvmesh.transfer.greeting import DEFAULT_PATIENCE_S, LaneOptions, Link, PeerKey
 from kvmesh.transfer.host import host_id
 from kvmesh.transfer.ipc_channel import IpcChannel
 from kvmesh.transfer.local_channel import PROCESS_HUB, LocalChannel, LocalHub
@@ -337,9 +337,9 @@ class ChannelPool:
         raise failure
 
     async def _open(self, kind: str, address: _Address, meter: LinkMeter) -> SendChannel:
-        me, peer = self._identity, address.peer
         options, memory = self._options, self._memory
-        link_id = secrets.randbits(_LINK_ID_BITS)
+        number = secrets.randbits(_LINK_ID_BITS)
+        link = Link(self._identity, address.peer, number, meter, self._threads)
         lane = LaneOptions(
             options.connect_timeout_s,
             options.stall_timeout_s,
@@ -349,28 +349,22 @@ class ChannelPool:
             patience_s=options.patience_s,
         )
         if kind == LOCAL:
-            end = self._hub.find(peer)
+            end = self._hub.find(link.peer)
             if end is None:
-                raise LostError(f"{peer.worker_id} has left this process")
-            return LocalChannel(me, end, self._hub, memory, meter, self._threads)
+                raise LostError(f"{link.peer.worker_id} has left this process")
+            return LocalChannel(self._identity, end, self._hub, memory, meter, self._threads)
         if kind == IPC:
             assert address.route is not None, "usable on the same host only"
             assert self._shared is not None, "usable with a device only"
-            return await IpcChannel.open(
-                me, peer, address.route, link_id, lane, self._shared, meter, self._threads
-            )
+            return await IpcChannel.open(link, address.route, lane, self._shared)
         if kind == SHM:
             assert address.route is not None, "usable on the same host only"
-            return await ShmChannel.open(
-                me, peer, address.route, link_id, lane, memory, meter, self._threads
-            )
+            return await ShmChannel.open(link, address.route, lane, memory)
         tcp = TcpOptions(lane, options.lanes, options.checksum, options.tls)
         if kind == NIXL:
             assert self._nixl is not None, "usable with the engine only"
-            return await NixlChannel.open(
-                me, peer, address.endpoint, link_id, tcp, self._nixl, meter, self._threads
-            )
-        channel = TcpChannel(me, peer, address.endpoint, link_id, tcp, memory, meter, self._threads)
+            return await NixlChannel.open(link, address.endpoint, tcp, self._nixl)
+        channel = TcpChannel(link, address.endpoint, tcp, memory)
         await channel.open()
         return channel
 

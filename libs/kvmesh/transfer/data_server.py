@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import logging
 import shutil
 import socket
 import tempfile
@@ -21,6 +20,7 @@ from pathlib import Path
 
 from kvmesh.core.errors import LostError
 from kvmesh.core.types import Endpoint, HostRoute, WorkerId
+from kvmesh.telemetry.logs import event_logger
 from kvmesh.transfer.channel import DEFAULT_KINDS, IPC, LOCAL, NIXL, SHM, TCP
 from kvmesh.transfer.device import DevicePool
 from kvmesh.transfer.frame_socket import FrameSocket
@@ -49,7 +49,7 @@ from kvmesh.transfer.target import NothingToRead, ReadSource, WriteGrant, WriteT
 from kvmesh.transfer.tls import DataTls, accept_tls
 from kvmesh.transfer.wire import Wire
 
-_log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 Serve = Callable[[socket.socket], Coroutine[None, None, None]]
 
@@ -231,7 +231,7 @@ class DataServer:
         except BlockingIOError:
             return
         except OSError as error:  # out of descriptors, or reset before it was taken
-            _log.warning("data_accept_failed", extra={"error": str(error)})
+            log.warning("data_accept_failed", error=str(error))
             return
         sock.setblocking(False)
         task = asyncio.get_running_loop().create_task(serve(sock))
@@ -242,7 +242,7 @@ class DataServer:
         sock.close()  # a task that was cancelled before its first step has not done it
         self._serving.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("data_channel_crashed", exc_info=error)
+            log.failure("data_channel_crashed", error)
 
     async def _serve_tcp(self, sock: socket.socket) -> None:
         wire: Wire = sock
@@ -251,7 +251,7 @@ class DataServer:
                 async with asyncio.timeout(self._options.stall_timeout_s):
                     wire = await accept_tls(sock, self._options.tls)
             except (LostError, TimeoutError) as error:
-                _log.warning("data_channel_refused", extra={"error": str(error)})
+                log.warning("data_channel_refused", error=str(error))
                 return
         await self._serve(wire, TCP)
 
@@ -286,7 +286,7 @@ class DataServer:
             )
         finally:
             channel.close()
-            _log.info("data_channel_ended", extra={"peer": machine.peer, "cause": cause})
+            log.info("data_channel_ended", peer=machine.peer, cause=cause)
             if machine.peer is not None:
                 self._target.peer_lost(machine.peer)
             if channel.is_metered:

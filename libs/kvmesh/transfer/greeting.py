@@ -17,6 +17,7 @@ from kvmesh.transfer.codec import encode_frame
 from kvmesh.transfer.decoder import PayloadStart
 from kvmesh.transfer.frame_socket import FrameSocket
 from kvmesh.transfer.frames import LinkOffer
+from kvmesh.transfer.meters import LinkMeter
 from kvmesh.transfer.pacing import Pacer
 from kvmesh.transfer.protocol import ChannelIdentity
 from kvmesh.transfer.sender_protocol import Ended, SenderMachine
@@ -32,6 +33,25 @@ class PeerKey(NamedTuple):
 
 DEFAULT_PATIENCE_S = 60.0
 """Who waits for a handoff gives it up after so long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What the connections of a channel share.
+
+    Attributes:
+        identity: this end.
+        peer: the other one.
+        link_id: tells them from those of another channel between the two.
+        meter: counts what goes over them.
+        threads: for calls that block.
+    """
+
+    identity: ChannelIdentity
+    peer: PeerKey
+    link_id: int
+    meter: LinkMeter
+    threads: Executor
 
 
 @dataclass(frozen=True, slots=True)

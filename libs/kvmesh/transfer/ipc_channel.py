@@ -10,7 +10,6 @@ Tests: tests/contract/test_channels.py, tests/integration/test_device_ipc.py.
 from __future__ import annotations
 
 import asyncio
-import logging
 import struct
 from collections.abc import Sequence
 from concurrent.futures import Executor
@@ -18,6 +17,7 @@ from functools import partial
 
 from kvmesh.core.errors import LostError
 from kvmesh.core.types import HostRoute, Reservation
+from kvmesh.telemetry.logs import event_logger
 from kvmesh.transfer.alignment import Run
 from kvmesh.transfer.device import (
     HANDLE_BYTES,
@@ -29,12 +29,10 @@ from kvmesh.transfer.device import (
     pieces_of,
 )
 from kvmesh.transfer.frames import BlockPart, Checksum, LinkOffer, PullFrame, SegmentOffer
-from kvmesh.transfer.greeting import LaneOptions, PeerKey, sender_machine
+from kvmesh.transfer.greeting import LaneOptions, Link, sender_machine
 from kvmesh.transfer.lane import Lane
 from kvmesh.transfer.lane_channel import EngineChannel, or_lost
-from kvmesh.transfer.meters import LinkMeter
 from kvmesh.transfer.nixl_process import EngineError
-from kvmesh.transfer.protocol import ChannelIdentity
 from kvmesh.transfer.sockets import connect_local
 from kvmesh.transfer.threads import run_to_end
 from kvmesh.transfer.wire import Wire
@@ -46,7 +44,7 @@ _VERSION = 1
 _MAX_ADDRESS = 1 << 48
 _METADATA = struct.Struct(f"<HQ{HANDLE_BYTES}s")
 
-_log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 
 def segment_of(memory: SharedMemory) -> SegmentOffer:
@@ -82,15 +80,7 @@ class IpcChannel(EngineChannel):
 
     @classmethod
     async def open(
-        cls,
-        identity: ChannelIdentity,
-        peer: PeerKey,
-        route: HostRoute,
-        link_id: int,
-        options: LaneOptions,
-        pool: SharedPool,
-        meter: LinkMeter,
-        threads: Executor,
+        cls, link: Link, route: HostRoute, options: LaneOptions, pool: SharedPool
     ) -> IpcChannel:
         """Connects and names this side's memory.
 
@@ -98,15 +88,15 @@ class IpcChannel(EngineChannel):
             RefusedError, LostError: as `Lane.open`; lost also when either side has no such device,
                 or the peer's does not reach the memory.
         """
-        memory = await run_to_end(threads, pool.share)
+        memory = await run_to_end(link.threads, pool.share)
 
         async def connected() -> Wire:
             return await connect_local(route.socket_path)
 
-        offer = LinkOffer(link_id, 0, Checksum.NONE, pool.num_blocks, segment_of(memory))
-        machine = sender_machine(identity, peer, offer)
-        lane = await or_lost(Lane.open(connected, machine, options, meter, threads))
-        return cls(lane, pool, identity.layout.block_bytes, threads)
+        offer = LinkOffer(link.link_id, 0, Checksum.NONE, pool.num_blocks, segment_of(memory))
+        machine = sender_machine(link.identity, link.peer, offer)
+        lane = await or_lost(Lane.open(connected, machine, options, link.meter, link.threads))
+        return cls(lane, pool, link.identity.layout.block_bytes, link.threads)
 
     @property
     def is_barren(self) -> bool:
@@ -195,4 +185,4 @@ class IpcReader:
         try:
             self._peer.close()
         except LostError as error:
-            _log.warning("device_unmap_failed", extra={"error": str(error)})
+            log.warning("device_unmap_failed", error=str(error))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,11 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvmesh.core.compiled import CompileError, load_compiled
+from kvmesh.telemetry.logs import event_logger
 
 _SOURCE = Path(__file__).with_name("native.cpp")
 _FLAGS = ("-O3", "-march=native", "-fPIC", "-shared", "-std=c++17", "-pthread")
 
-_log = logging.getLogger(__name__)
+log = event_logger(__name__)
 
 Ranges: TypeAlias = NDArray[np.uint64]
 """[count, 2]: address and number of bytes; C order. Whoever makes them holds the memory."""
@@ -127,7 +127,7 @@ def load_native() -> NativeIo | None:
     try:
         return NativeIo(load_compiled(_SOURCE, _FLAGS))
     except CompileError as error:
-        _log.warning("native.cpp cannot be built, data moves through Python: %s", error)
+        log.warning("native_not_built", error=str(error), instead="data moves through Python")
         return None
 
 

@@ -12,22 +12,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor
 
 from kvmesh.core.errors import LostError
 from kvmesh.core.types import Endpoint, Reservation
 from kvmesh.transfer.alignment import Run
 from kvmesh.transfer.device import Moment
 from kvmesh.transfer.frames import MAX_METADATA_BYTES, BlockPart, Checksum, LinkOffer, SegmentOffer
-from kvmesh.transfer.greeting import PeerKey, sender_machine
+from kvmesh.transfer.greeting import Link, sender_machine
 from kvmesh.transfer.lane import Lane
 from kvmesh.transfer.lane_channel import EngineChannel, or_lost
 from kvmesh.transfer.memory import MappablePool, PoolMemory
-from kvmesh.transfer.meters import LinkMeter
 from kvmesh.transfer.nixl_child import ADDRESS, BUSY, IDLE
 from kvmesh.transfer.nixl_process import EngineError, NixlProcess
 from kvmesh.transfer.nixl_reader import ENGINE
-from kvmesh.transfer.protocol import ChannelIdentity
 from kvmesh.transfer.tcp_channel import TcpOptions
 from kvmesh.transfer.tls import connect_wire
 from kvmesh.transfer.wire import Wire
@@ -126,15 +123,7 @@ class NixlChannel(EngineChannel):
 
     @classmethod
     async def open(
-        cls,
-        identity: ChannelIdentity,
-        peer: PeerKey,
-        endpoint: Endpoint,
-        link_id: int,
-        options: TcpOptions,
-        owner: NixlOwner,
-        meter: LinkMeter,
-        threads: Executor,
+        cls, link: Link, endpoint: Endpoint, options: TcpOptions, owner: NixlOwner
     ) -> NixlChannel:
         """Connects and names this side's pool.
 
@@ -146,10 +135,10 @@ class NixlChannel(EngineChannel):
         async def connected() -> Wire:
             return await connect_wire(endpoint, options.tls)
 
-        offer = LinkOffer(link_id, 0, Checksum.NONE, owner.num_blocks, segment)
-        machine = sender_machine(identity, peer, offer)
-        lane = await or_lost(Lane.open(connected, machine, options.lane, meter, threads))
-        return cls(lane, owner, segment, identity.layout.block_bytes)
+        offer = LinkOffer(link.link_id, 0, Checksum.NONE, owner.num_blocks, segment)
+        machine = sender_machine(link.identity, link.peer, offer)
+        lane = await or_lost(Lane.open(connected, machine, options.lane, link.meter, link.threads))
+        return cls(lane, owner, segment, link.identity.layout.block_bytes)
 
     @property
     def is_open(self) -> bool:

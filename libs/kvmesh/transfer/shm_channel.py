@@ -9,18 +9,15 @@ Tests: tests/contract/test_channels.py, tests/integration/test_transfer_failures
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Executor
 
 from kvmesh.core.types import HostRoute, Reservation
 from kvmesh.transfer.alignment import Run
 from kvmesh.transfer.device import Moment
 from kvmesh.transfer.frames import BlockPart, Checksum, LinkOffer
-from kvmesh.transfer.greeting import LaneOptions, PeerKey, sender_machine
+from kvmesh.transfer.greeting import LaneOptions, Link, sender_machine
 from kvmesh.transfer.lane import Lane, claim_of
 from kvmesh.transfer.lane_channel import LaneChannel
 from kvmesh.transfer.memory import MappablePool
-from kvmesh.transfer.meters import LinkMeter
-from kvmesh.transfer.protocol import ChannelIdentity
 from kvmesh.transfer.sockets import connect_local
 from kvmesh.transfer.staging import SendMemory, StagingRing
 from kvmesh.transfer.wire import Wire
@@ -40,15 +37,7 @@ class ShmChannel(LaneChannel):
 
     @classmethod
     async def open(
-        cls,
-        identity: ChannelIdentity,
-        peer: PeerKey,
-        route: HostRoute,
-        link_id: int,
-        options: LaneOptions,
-        memory: SendMemory,
-        meter: LinkMeter,
-        threads: Executor,
+        cls, link: Link, route: HostRoute, options: LaneOptions, memory: SendMemory
     ) -> ShmChannel:
         """Connects and hands this side's pool over.
 
@@ -60,11 +49,11 @@ class ShmChannel(LaneChannel):
         async def connected() -> Wire:
             return await connect_local(route.socket_path)
 
-        offer = LinkOffer(link_id, 0, Checksum.NONE, memory.num_blocks)
-        machine = sender_machine(identity, peer, offer)
-        lane = await Lane.open(connected, machine, options, meter, threads, memory.fd)
+        offer = LinkOffer(link.link_id, 0, Checksum.NONE, memory.num_blocks)
+        machine = sender_machine(link.identity, link.peer, offer)
+        lane = await Lane.open(connected, machine, options, link.meter, link.threads, memory.fd)
         staging = memory if isinstance(memory, StagingRing) else None
-        return cls(lane, identity.layout.block_bytes, staging)
+        return cls(lane, link.identity.layout.block_bytes, staging)
 
     async def put(
         self,

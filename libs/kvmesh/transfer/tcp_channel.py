@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
 from kvmesh.core.errors import LostError, RefusedError
@@ -19,11 +18,10 @@ from kvmesh.transfer.channel import carry_all
 from kvmesh.transfer.device import Moment
 from kvmesh.transfer.frame_socket import INLINE_BYTES
 from kvmesh.transfer.frames import MAX_RUNS, BlockPart, Checksum, LinkOffer
-from kvmesh.transfer.greeting import LaneOptions, PeerKey, sender_machine
+from kvmesh.transfer.greeting import LaneOptions, Link, sender_machine
 from kvmesh.transfer.lane import Lane, claim_of
 from kvmesh.transfer.memory import run_views
 from kvmesh.transfer.meters import LinkMeter
-from kvmesh.transfer.protocol import ChannelIdentity
 from kvmesh.transfer.run_table import num_blocks_of
 from kvmesh.transfer.sockets import tcp_facts
 from kvmesh.transfer.staging import SendMemory, StagingRing
@@ -99,23 +97,14 @@ class TcpChannel:
     """All connections to one life of a peer at one address."""
 
     def __init__(
-        self,
-        identity: ChannelIdentity,
-        peer: PeerKey,
-        endpoint: Endpoint,
-        link_id: int,
-        options: TcpOptions,
-        memory: SendMemory,
-        meter: LinkMeter,
-        threads: Executor,
+        self, link: Link, endpoint: Endpoint, options: TcpOptions, memory: SendMemory
     ) -> None:
         """Use `open`."""
-        self._identity, self._peer, self._endpoint = identity, peer, endpoint
-        self._link_id = link_id
+        self._link = link
+        self._endpoint = endpoint
         self._options = options
         self._memory = memory
-        self._meter = meter
-        self._threads = threads
+        self._meter = link.meter
         self._lanes: list[Lane | None] = [None] * options.lanes
         self._opening = [_Opening() for _ in range(options.lanes)]
         self._closed = False
@@ -164,7 +153,7 @@ class TcpChannel:
         after: Moment = None,
     ) -> None:
         """See `SendChannel.put`."""
-        block_bytes = self._identity.layout.block_bytes if part is None else part.size
+        block_bytes = self._link.identity.layout.block_bytes if part is None else part.size
         num_blocks = num_blocks_of(runs)
         total = num_blocks * block_bytes
         pieces = split_runs(runs, self._piece_blocks(num_blocks, block_bytes), MAX_RUNS)
@@ -178,7 +167,7 @@ class TcpChannel:
                 async with memory.views(piece, part, after, self) as views:
                     await self._send(reservation, piece, views, part, progress, width)
                 return
-            views = run_views(memory, piece, self._identity.layout.block_bytes, part)
+            views = run_views(memory, piece, self._link.identity.layout.block_bytes, part)
             await self._send(reservation, piece, views, part, progress, width)
 
         self._under_way.add(progress)
@@ -304,11 +293,11 @@ class TcpChannel:
             if opening.tries != tries and opening.failure:
                 raise LostError(opening.failure)  # of the one that was waited for
             opening.tries += 1
-            offer = LinkOffer(self._link_id, index, self._options.checksum)
-            machine = sender_machine(self._identity, self._peer, offer)
+            offer = LinkOffer(self._link.link_id, index, self._options.checksum)
+            machine = sender_machine(self._link.identity, self._link.peer, offer)
             try:
                 lane = await Lane.open(
-                    self._connect, machine, self._options.lane, self._meter, self._threads
+                    self._connect, machine, self._options.lane, self._meter, self._link.threads
                 )
             except LostError as error:
                 opening.failure = str(error)

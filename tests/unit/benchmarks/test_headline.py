@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from benchmarks.gateway_systems import LOADER_ALONE
 from benchmarks.headline import BEGIN, END, headlines, with_headlines
 from benchmarks.result import RESULTS, ROOT
 
@@ -16,6 +17,7 @@ def test_a_line_shows_the_others_of_the_same_run() -> None:
         {"system": "kvmesh", "what": _KILLED, "failed": 0},
         {"system": "kvmesh, prefixes looked up", "what": _KILLED, "failed": 1},
         {"system": "other", "what": _KILLED, "failed": 8},
+        {"system": LOADER_ALONE, "what": _KILLED, "failed": 0},
     ]
     lines = headlines({"gateway": {"rows": rows}}).splitlines()
     [line] = [line for line in lines if "killed" in line]

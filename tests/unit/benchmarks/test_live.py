@@ -94,7 +94,7 @@ def test_recovery_ends_with_the_last_request_that_was_late_or_refused() -> None:
 
 def test_verdicts_compare_with_the_baselines() -> None:
     offload = [
-        {"system": name, "goodput/s": value, "lift": 1.5}
+        {"system": name, "goodput/s": value, "lift": 1.5, "round": 1}
         for name, value in (
             ("all_local", 2.0),
             ("all_remote", 1.0),
@@ -105,7 +105,7 @@ def test_verdicts_compare_with_the_baselines() -> None:
     assert [each.value for each in live_prfaas.judge(offload)] == [2.5, 1.25, 1.5]
     assert live_prfaas.judge([]) == []
     phases = [
-        {"system": name, "goodput/s": value}
+        {"system": name, "goodput/s": value, "round": 1}
         for name, value in (("cache_load", 2.0), ("flowkv", 3.0), ("kvmesh", 1.0))
     ]
     assert [each.met for each in live_flowkv.judge(phases)] == [True, False]

@@ -19,6 +19,7 @@ def test_the_exit_code_tells_of_failures(
     assert main([*local, "--model", str(tmp_path / "none")]) == 1
     shown = capsys.readouterr().out
     assert "FAIL" in shown
+    assert f"nothing listens at port {port}" in shown
     assert "python" in shown
 
 

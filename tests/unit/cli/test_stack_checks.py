@@ -52,9 +52,13 @@ async def test_a_port_that_something_else_holds() -> None:
     assert "a Redis" in finding.detail
 
 
-async def test_a_free_port_is_fine() -> None:
+async def test_a_free_port_is_fine_unless_a_gateway_was_named() -> None:
     [port] = free_ports("127.0.0.1", 1)
-    assert (await check_gateway(f"http://127.0.0.1:{port}")).level is Level.OK
+    url = f"http://127.0.0.1:{port}"
+    assert (await check_gateway(url)).level is Level.OK
+    finding = await check_gateway(url, must_run=True)
+    assert finding.level is Level.FAIL
+    assert "nothing listens" in finding.detail
 
 
 async def test_no_url() -> None:

@@ -9,6 +9,7 @@ from kvmesh.core.errors import InvalidRequestError, ModelNotFoundError
 from kvmesh.core.types import RequestId, SamplingParams
 from services.gateway.config import LimitsConfig
 from services.gateway.mesh import GenerationRequest
+from services.gateway.messages import MAX_MESSAGES
 from services.gateway.openai import (
     ApiCall,
     ChatPrompt,
@@ -26,6 +27,7 @@ from services.gateway.schema import ChatBody, CompletionBody, parse_body
 
 LIMITS = LimitsConfig()
 MESSAGES = [{"role": "user", "content": "hi"}]
+TEXT_PART = {"type": "text", "text": "a"}
 
 
 def chat(**fields: Any) -> ApiCall:
@@ -155,6 +157,11 @@ def test_harmless_fields_are_ignored() -> None:
         ({"max_tokens": 0}, "max_tokens"),
         ({"stream_options": {}}, "stream_options"),
         ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": "a"}] * (MAX_MESSAGES + 1)}, "messages"),
+        (
+            {"messages": [{"role": "user", "content": [TEXT_PART] * (MAX_MESSAGES + 1)}]},
+            "messages[0].content",
+        ),
         ({"messages": [{"content": "no role"}]}, "messages[0].role"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},

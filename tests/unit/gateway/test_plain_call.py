@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from kvmesh.core.errors import InvalidRequestError
 from services.gateway.config import LimitsConfig
+from services.gateway.messages import MAX_MESSAGES
 from services.gateway.openai import ApiCall, chat_call
 from services.gateway.plain_call import plain_chat_call
 from services.gateway.schema import ChatBody, parse_body
@@ -62,6 +63,7 @@ def test_a_plain_body_is_read_as_the_models_read_it(more: dict[str, Any]) -> Non
         {"stream_options": {"include_usage": True}},
         {"stream": True, "stream_options": {"continuous_usage_stats": True}},
         {"messages": []},
+        {"messages": BODY["messages"] * (MAX_MESSAGES + 1)},
         {"messages": "Hi"},
         {"messages": [{"role": "", "content": "Hi"}]},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]},

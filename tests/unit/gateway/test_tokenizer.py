@@ -9,6 +9,7 @@ import pytest
 from kvmesh.core.errors import CheckpointError, InvalidRequestError
 from services.gateway.tokenizer import (
     THREAD_THRESHOLD_CHARS,
+    THREAD_THRESHOLD_TOKENS,
     ChatTemplate,
     TextTokenizer,
     load_tokenizer,
@@ -35,6 +36,23 @@ async def test_long_text_is_the_same_as_short_text(tokenizer: TextTokenizer) -> 
     repeats = THREAD_THRESHOLD_CHARS // len(word) + 1
     long = await tokenizer.encode(word * repeats, add_special_tokens=False)
     assert long == tuple(tokenizer.fast.encode(word * repeats).ids)
+    assert await tokenizer.decode(long) == word * repeats
+
+
+async def test_long_texts_go_the_ways_that_let_others_run(
+    tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class OnlyBatches:
+        """A tokenizer whose other ways hold the interpreter's lock to the end."""
+
+        encode_batch_fast = staticmethod(tokenizer.fast.encode_batch_fast)
+        decode_batch = staticmethod(tokenizer.fast.decode_batch)
+
+    expected = tuple(tokenizer.fast.encode("block " * THREAD_THRESHOLD_TOKENS).ids)
+    monkeypatch.setattr(tokenizer, "fast", OnlyBatches())
+    text = "block " * THREAD_THRESHOLD_TOKENS
+    assert await tokenizer.encode(text, add_special_tokens=False) == expected
+    assert await tokenizer.decode(expected) == text
 
 
 def test_token_bytes_are_exact_for_parts_of_characters(tokenizer: TextTokenizer) -> None:

@@ -7,10 +7,7 @@ import pytest
 
 from kvmesh.core.errors import LostError
 from kvmesh.core.types import Endpoint
-from kvmesh.transfer.greeting import (
-    LaneOptions,
-    PeerKey,
-)
+from kvmesh.transfer.greeting import LaneOptions, Link, PeerKey
 from kvmesh.transfer.lane import (
     Lane,
 )
@@ -66,16 +63,8 @@ async def test_a_lost_connection_is_made_again_before_another_is_used(others: in
     options = TcpOptions(LaneOptions(1.0, 1.0), lanes=len(lanes))
     source = SourcePool(1)
     with ThreadPoolExecutor(1) as threads:
-        channel = TcpChannel(
-            SENDER,
-            PeerKey(DECODE, 7),
-            Endpoint("localhost", 1),
-            7,
-            options,
-            source,
-            LinkMeter(),
-            threads,
-        )
+        link = Link(SENDER, PeerKey(DECODE, 7), 7, LinkMeter(), threads)
+        channel = TcpChannel(link, Endpoint("localhost", 1), options, source)
         channel._lanes[:] = lanes  # type: ignore[assignment]
         made: list[int] = []
 

@@ -1,0 +1,166 @@
+"""A request that asks the scheduler goes the short way with the answer, else the long way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from kvmesh.core.types import (
+    Endpoint,
+    Placement,
+    PrefixSource,
+    Refusal,
+    RefusalReason,
+    RoutePlan,
+    RouteQuery,
+    WorkerId,
+)
+from services.gateway.routing import Router
+from services.gateway.short_life import ShortLife
+from tests.integration.gateway_fake_worker import MODEL, Behaviour
+from tests.integration.gateway_fakes import FakeMesh
+from tests.integration.gateway_stack import TWO_PAIRS, Stack, gateway_stack
+
+SAYS = "one question, one worker, one message"
+CHAT: dict[str, Any] = {
+    "model": MODEL,
+    "messages": [{"role": "user", "content": "hi"}],
+    "max_tokens": 200,
+}
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Messages of requests that began the short way."""
+    seen: list[Any] = []
+    start = ShortLife.start
+
+    def noted(self: ShortLife, message: Any) -> None:
+        seen.append(message.reserve)
+        start(self, message)
+
+    monkeypatch.setattr(ShortLife, "start", noted)
+    return seen
+
+
+@pytest.fixture
+async def stack(tmp_path: Path, begun: list[Any]) -> AsyncIterator[Stack]:
+    """Without plans made ahead."""
+    async with gateway_stack(tmp_path, TWO_PAIRS, SAYS, limits={"stall_s": 1.0}) as stack:
+        stack.mesh.placement = Placement.AGGREGATED
+        yield stack
+
+
+async def ask(stack: Stack, **more: Any) -> str:
+    """The whole text of a stream."""
+    chunks = await stack.client.chat.completions.create(**CHAT, **more, stream=True)
+    return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
+
+
+async def test_one_question_and_the_short_way(stack: Stack, begun: list[Any]) -> None:
+    headers = {"x-slo-ttft-ms": "9000"}
+    raw = await stack.client.chat.completions.with_raw_response.create(
+        **CHAT, extra_headers=headers
+    )
+    assert raw.parse().choices[0].message.content == SAYS
+    assert raw.headers["x-kvmesh-decode-worker"] == raw.headers["x-kvmesh-prefill-worker"] == "p1"
+    assert await ask(stack) == SAYS
+    assert (len(begun), len(stack.mesh.queries)) == (2, 2)
+    query = stack.mesh.queries[0]
+    block_size = stack.mesh.workers["p1"].info.layout.block_size
+    assert len(query.block_hashes) == query.num_tokens // block_size > 0
+    assert 0 < query.ttft_budget_ms <= 9000
+    assert 0 < begun[0].start_within_ms <= 9000
+    await stack.idle()
+
+
+async def test_the_worker_hears_where_the_cached_prefix_is(
+    stack: Stack, begun: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = PrefixSource(WorkerId("p2"), 1, Endpoint("127.0.0.1", 1), 3)
+    plan = FakeMesh.plan
+
+    def with_source(self: FakeMesh, query: RouteQuery) -> RoutePlan:
+        made = plan(self, query)
+        return replace(made, prefill=tuple(replace(each, source=source) for each in made.prefill))
+
+    monkeypatch.setattr(FakeMesh, "plan", with_source)
+    assert await ask(stack) == SAYS
+    assert begun[0].source.num_blocks == 3
+    assert begun[0].source.worker_id == "p2"
+    await stack.idle()
+
+
+@pytest.mark.parametrize(
+    "trouble", [{"reject_offers": 1}, {"refuse_reserves": 1}, {"fail_decode_after": 3}]
+)
+async def test_what_a_worker_does_not_do_goes_on_the_long_way(
+    stack: Stack, begun: list[Any], trouble: dict[str, Any]
+) -> None:
+    stack.mesh.workers["p1"].does = Behaviour(**trouble)
+    assert await ask(stack) == SAYS
+    assert len(begun) == 1
+    # The other worker of a plan is asked before the scheduler is; who lost it is named to it.
+    lost = "fail_decode_after" in trouble
+    assert [query.lost for query in stack.mesh.queries] == [frozenset(), {"p1"}][: 1 + lost]
+    await stack.idle()
+
+
+async def test_a_plan_for_two_workers_is_asked_for_once(stack: Stack, begun: list[Any]) -> None:
+    stack.mesh.placement = Placement.DISAGGREGATED
+    assert await ask(stack) == SAYS
+    assert (len(begun), len(stack.mesh.queries)) == (0, 1)
+    await stack.idle()
+
+
+async def test_a_refusal_is_waited_out_before_the_next_question(
+    stack: Stack, begun: list[Any]
+) -> None:
+    stack.mesh.refuse_routes = Refusal(RefusalReason.NO_WORKERS, "none is awake")
+    asking = asyncio.ensure_future(ask(stack))
+    await stack.mesh.until(lambda: len(stack.mesh.queries) > 1)
+    # The second one is from the long way: it says that somebody waits.
+    assert [query.waiting for query in stack.mesh.queries[:2]] == [0, 1]
+    stack.mesh.refuse_routes = None
+    assert await asking == SAYS
+    assert begun == []
+    await stack.idle()
+
+
+async def test_what_can_never_run_is_said_at_once(stack: Stack) -> None:
+    stack.mesh.refuse_routes = Refusal(RefusalReason.TOO_LONG, "too long for all")
+    with pytest.raises(openai.BadRequestError, match="too long for all"):
+        await ask(stack)
+    assert len(stack.mesh.queries) == 1
+    await stack.idle()
+
+
+async def test_who_leaves_while_the_scheduler_thinks_leaves_nothing(
+    stack: Stack, begun: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = asyncio.Event()
+
+    async def silent(*_: object) -> None:
+        asked.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Router, "route", silent)
+    asking = asyncio.ensure_future(ask(stack))
+    await asked.wait()
+    assert stack.gateway.crowd.num_waiting == 1
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    await stack.idle()
+    assert begun == []
+
+
+async def test_without_a_scheduler_the_last_view_serves(stack: Stack) -> None:
+    await stack.mesh.stop_scheduler()
+    assert await ask(stack) == SAYS
+    await stack.idle()

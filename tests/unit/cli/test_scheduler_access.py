@@ -1,0 +1,19 @@
+from __future__ import annotations
+
+import pytest
+
+from kvmesh.cli import scheduler_access
+from kvmesh.cli.probes import free_ports
+from kvmesh.cli.scheduler_access import NoAnswerError, SchedulerAccess, fleet_view
+from kvmesh.rpc.channels import TlsConfig
+
+
+async def test_a_scheduler_that_is_not_there_is_not_waited_for_as_long_as_an_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    [port] = free_ports("127.0.0.1", 1)
+    monkeypatch.setattr(scheduler_access, "FIRST_ANSWER_S", 0.2)
+    access = SchedulerAccess((f"127.0.0.1:{port}",), TlsConfig(), timeout_s=3600.0)
+    with pytest.raises(NoAnswerError, match=f"no scheduler answers at 127.0.0.1:{port}"):
+        async with fleet_view(access, "test"):
+            pass

@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+import pytest
+
+from kvmesh.core.errors import InvalidRequestError
+from services.gateway.messages import MAX_MESSAGES
+from services.gateway.responses_api import RESPONSES_UNSUPPORTED, ResponsesBody
+from services.gateway.schema import parse_body
+
+ITEM = {"role": "user", "content": "a"}
+
+
+def test_the_items_of_an_input_are_bounded() -> None:
+    def body(num_items: int) -> ResponsesBody:
+        return parse_body(ResponsesBody, {"input": [ITEM] * num_items}, RESPONSES_UNSUPPORTED)
+
+    assert len(body(MAX_MESSAGES).input) == MAX_MESSAGES
+    with pytest.raises(InvalidRequestError) as caught:
+        body(MAX_MESSAGES + 1)
+    assert caught.value.param == "input"
