@@ -343,6 +343,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "gb_s, ms: min / median / max; GB is 1e9 bytes; cpu_s_per_gib: both ends together",
         "tcp channels set cubic, as iperf3 here; plain rows carry no checksum, as iperf3 does not",
         "bare: sockets and threads alone; lent: as tcp channels do, without the sender's copy",
+        "bare, sendfile: out of the sender's memfd, without its copy",
         f"polling: as workers do, both ends look for a frame for {POLL_S * 1e6:.0f} us, then sleep",
         f"blockwise and layerwise: one call per piece, {_IN_FLIGHT} under way",
     ]

@@ -1,5 +1,7 @@
 """What loopback TCP gives without frames, grants and answers: sockets and threads alone.
 
+Bytes leave copied into the socket, lent to it, or by sendfile out of the pool's memfd.
+
 Each connection moves an equal share of one memory into another, never the same bytes twice in a
 transfer, and answers with one byte. `python -m benchmarks.transfer_bare STREAMS SHARES` is the
 receiver: it prints its port and lives until its connections end.
@@ -39,6 +41,9 @@ _BLOCK = 16 << 10
 _MIN_MIB = 16
 
 
+_COPIED, _LENT, _SENDFILE = "copied", "lent", "sendfile"
+
+
 class Share(NamedTuple):
     """What one transfer moves.
 
@@ -62,7 +67,7 @@ class Share(NamedTuple):
 
 
 def bare_rows(sizes: Sequence[int], runs: int, seed: int) -> list[Row]:
-    """Rows of all sizes, by copies into the socket and by lending it the memory."""
+    """Rows of all sizes, by each way into the socket."""
     native, sizes = load_native(), [mib for mib in sizes if mib >= _MIN_MIB]
     if native is None or not sizes:
         return []
@@ -70,10 +75,10 @@ def bare_rows(sizes: Sequence[int], runs: int, seed: int) -> list[Row]:
     rows = []
     shares = [Share(mib, False) for mib in sizes]
     pieces = [Share(mib, True) for mib in sizes]
-    for lends, plan in ((False, shares), (True, shares + pieces)):
+    for way, plan in ((_COPIED, shares), (_LENT, shares + pieces), (_SENDFILE, shares)):
         for streams in _STREAMS:
-            name = f"bare tcp x{streams}, {'lent' if lends else 'copied'}"
-            for share, row in _measured(native, pool, plan, runs, streams, lends=lends):
+            name = f"bare tcp x{streams}, {way}"
+            for share, row in _measured(native, pool, plan, runs, streams, way):
                 shape = "16 KiB pieces" if share.is_scattered else "contiguous"
                 head = {"what": name, "shape": shape, "mib": share.mib, "concurrent": 1}
                 rows.append({**head, **row})
@@ -82,14 +87,18 @@ def bare_rows(sizes: Sequence[int], runs: int, seed: int) -> list[Row]:
 
 
 def _measured(
-    native: NativeIo, pool: Pool, shares: Sequence[Share], runs: int, streams: int, *, lends: bool
+    native: NativeIo, pool: Pool, shares: Sequence[Share], runs: int, streams: int, way: str
 ) -> Iterator[tuple[Share, Row]]:
     plan = [share for share in shares for _ in range(runs + 1)]
     with _receiver(streams, plan) as (process, connections), ThreadPoolExecutor(streams) as threads:
 
         def send(index: int, ranges: Ranges) -> None:
             sock = connections[index]
-            native.send(sock.fileno(), ranges, NativeState(), has_sum=False, lends=lends)
+            if way == _SENDFILE:
+                _send_file(sock, pool, ranges)
+            else:
+                lends = way == _LENT
+                native.send(sock.fileno(), ranges, NativeState(), has_sum=False, lends=lends)
             assert sock.recv(1) == b"k", "the receiver has it"
 
         pids = (os.getpid(), process.pid)
@@ -112,6 +121,14 @@ def _measured(
                     "cpu_s_per_gib": round(cpu * 1024 / (runs * mib), 3),
                 },
             )
+
+
+def _send_file(sock: socket.socket, pool: Pool, ranges: Ranges) -> None:
+    begin = ranges_of([pool.view])[0][0]
+    for address, size in ranges.tolist():
+        at, end = address - begin, address - begin + size
+        while at < end:
+            at += os.sendfile(sock.fileno(), pool.fd, at, end - at)
 
 
 @contextlib.contextmanager

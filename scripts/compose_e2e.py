@@ -10,6 +10,7 @@ for the next run.
 
 from __future__ import annotations
 
+import functools
 import os
 import shlex
 import sys
@@ -178,7 +179,7 @@ def check_running(host: ContainerHost, stack: Stack) -> None:
     """Every container is healthy and, if it is ours, has no rights."""
     for service in stack.services:
         wait_until(
-            lambda name=service: stack.is_healthy(name),  # type: ignore[misc]
+            functools.partial(stack.is_healthy, service),
             f"health check of {service}",
             READY_TIMEOUT_S,
         )

@@ -40,8 +40,9 @@ def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
     for name, value in changes.items():
         known = result.get(name)
         if isinstance(known, dict) and isinstance(value, dict):
-            value = merged(known, value)  # noqa: PLW2901
-        result[name] = value
+            result[name] = merged(known, value)
+        else:
+            result[name] = value
     return result
 
 

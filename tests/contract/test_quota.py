@@ -72,7 +72,9 @@ async def test_tokens_may_be_overdrawn_and_are_paid_before_the_next_request(
     assert here is not None
     assert there is not None
     assert there.quota is Quota.TOKENS
-    assert abs(there.retry_after_s - here.retry_after_s) < 1.0
+    # Less by what has passed since, which may be much where others are busy.
+    passed_s = time.monotonic() - started
+    assert here.retry_after_s - passed_s - 0.01 < there.retry_after_s < here.retry_after_s + 0.01
     assert await store.acquire("other", limits, 1) is None
 
 

@@ -14,6 +14,7 @@ import pytest
 from kvmesh.core.errors import LostError
 from kvmesh.core.types import BlockHash, PrefixSource, SequenceSpec
 from kvmesh.kv.hashing import chain_hashes
+from kvmesh.runtime import prefix_fetch
 from kvmesh.runtime.fetch_result import FetchOptions, FetchOutcome, FetchResult
 from kvmesh.runtime.worker import Worker
 from kvmesh.runtime.worker_config import EngineSection, WorkerSection
@@ -206,6 +207,34 @@ async def test_who_waits_for_a_holder_that_is_lost_computes(
     assert (await first).outcome is FetchOutcome.LOST
     assert {(await each).outcome for each in others} == {FetchOutcome.SHUNNED}
     assert stage.leases.num_calls == 1
+
+
+async def test_a_planned_copy_gives_way_to_a_request_that_wants_the_same(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who waits must not wait at the pace of what nobody waits for."""
+    block_bytes = stage.reader.core.spec.layout.block_bytes
+    monkeypatch.setattr(prefix_fetch, "FIRST_SLICE_BYTES", block_bytes)
+    opened, begun = stage.holder.pool._table.open, list[bool]()
+
+    def opening(*args: Any, is_planned: bool) -> Any:
+        begun.append(is_planned)
+        return opened(*args, is_planned=is_planned)
+
+    monkeypatch.setattr(stage.holder.pool._table, "open", opening)
+    planned = await stage.first()
+    request = asyncio.create_task(
+        stage.driver.generate_from(stage.source, stage.reader, stage.reader, prompt(0))
+    )
+    await until(lambda: stage.reader.core.fills.num_open == 2)
+    stage.leases.opened.set()
+    tokens, cached = await request
+    assert (tokens, cached) == (reference_tokens(prompt(0)), len(PREFIX))
+    result = await planned
+    assert (result.num_blocks, result.num_fetched) == (NUM_BLOCKS, 1)
+    assert result.num_bytes == block_bytes
+    assert begun == [True, False]
+    assert stage.holder.pool.read_blocks_total == NUM_BLOCKS, "each block once"
 
 
 async def test_of_a_longer_prefix_only_the_rest_is_fetched(stage: Stage) -> None:

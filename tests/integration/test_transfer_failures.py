@@ -92,7 +92,7 @@ async def test_a_link_that_goes_silent_fails_in_the_stall_time() -> None:
 
 async def test_a_link_that_starves_a_transfer_is_given_up() -> None:
     """It never stalls: each window brings some bytes, and all of them would take minutes."""
-    options = dataclasses.replace(TCP, stall_timeout_s=0.6, patience_s=1.0)
+    options = dataclasses.replace(TCP, stall_timeout_s=0.6, patience_s=0.05)
     async with running_pair(options, ReceiveOptions(stall_timeout_s=2)) as pair:
         with pytest.raises(LostError, match="the link is too slow"):
             await put_through(pair, Faults(bytes_per_s=1e6), whole(NUM_BLOCKS))

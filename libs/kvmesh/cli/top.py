@@ -33,6 +33,7 @@ from kvmesh.cli.stack_state import add_url_flag, gateway_url
 from kvmesh.console.sampler import Sampler, WorkerRates, per_second
 from kvmesh.console.share import Share
 from kvmesh.core.details import FleetWorker
+from kvmesh.core.types import Role
 
 _BAR = 20
 _WIDE = 104
@@ -229,7 +230,20 @@ def _headline(frame: Frame) -> Text:
         )
     if not frame.fresh:
         line.append("   no scheduler: last known fleet", style="yellow")
+    elif missing := _missing(frame.workers):
+        line.append(f"   {missing}", style="yellow")
     return line
+
+
+def _missing(workers: Sequence[FleetWorker]) -> str:
+    """Which workers it takes and are not there; the console's page says the same."""
+    roles = {each.info.role for each in workers if state_of(each) == "ready"}
+    if not roles:
+        return "no worker is ready"
+    for role, other in ((Role.PREFILL, Role.DECODE), (Role.DECODE, Role.PREFILL)):
+        if roles == {other}:
+            return f"no {role.value} worker is ready"
+    return ""
 
 
 def _workers(frame: Frame, *, with_bars: bool) -> Table:

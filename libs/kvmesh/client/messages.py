@@ -227,7 +227,7 @@ def _set_tools(message: pb.GenerateRequest, options: GenerateOptions) -> None:
 
 
 def _set_sampling(message: pb.GenerateRequest, options: GenerateOptions) -> None:
-    given: dict[str, Any] = {key: options[key] for key in _SAMPLING_KEYS if key in options}  # type: ignore[literal-required]
+    given: dict[str, Any] = {key: value for key, value in options.items() if key in _SAMPLING_KEYS}
     if not given:
         return
     for name in ("stop_token_ids", "allowed_token_ids", "bad_words"):

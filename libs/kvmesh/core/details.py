@@ -39,7 +39,8 @@ class LinkDetail:
         queued_bytes: asked for and not ended.
         busy_s: time with a transfer under way since start.
         budget_bytes_s: bound on the link; 0 is none.
-        rtt_s: smoothed round trip; 0 is not known.
+        rtt_s: smoothed round trip; of answers, that of a question in one layer. 0 is not known.
+        pair_s: of answers, attention for each query token and token of a prefix in all layers.
         failed_total: transfers that were refused or lost.
     """
 
@@ -52,6 +53,7 @@ class LinkDetail:
     rtt_s: float = 0.0
     retransmits: int = 0
     failed_total: int = 0
+    pair_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,6 +90,8 @@ class FetchReason(enum.Enum):
     """What it lacks is computed before it would be here."""
     FETCH = "fetch"
     """What it lacks is here before it would be computed."""
+    ASK = "ask"
+    """What it lacks is with a worker that may decode, and is asked for there sooner still."""
 
 
 class Role(enum.Enum):

@@ -63,10 +63,11 @@ def gather_part(
         Both [positions, kv_heads, head_dim], copies.
     """
     kv_heads, head_dim = kv.shape[4:]
-    k, v = kv[:, layer, 0], kv[:, layer, 1]
-    return tuple(  # type: ignore[return-value]
-        each.index_select(0, blocks).view(-1, kv_heads, head_dim)[:num_positions] for each in (k, v)
-    )
+
+    def run(part: Tensor) -> Tensor:
+        return part.index_select(0, blocks).view(-1, kv_heads, head_dim)[:num_positions]
+
+    return run(kv[:, layer, 0]), run(kv[:, layer, 1])
 
 
 def causal_mask(num_queries: int, num_positions: int, like: Tensor) -> Tensor | None:

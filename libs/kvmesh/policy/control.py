@@ -94,6 +94,16 @@ class WorkerReading:
     capacity: Capacity
 
 
+def room_used(info: WorkerInfo, load: WorkerLoad) -> float:
+    """Share of the room for sequences: of blocks, and where they decode of slots, whichever is
+    scarcer. A decode worker without a free slot is full, however short its sequences are.
+    """
+    blocks = 1.0 - load.blocks_free / max(info.num_blocks, 1)
+    if info.role is Role.PREFILL:
+        return blocks
+    return max(blocks, load.decode_running / max(info.decode_slots, 1))
+
+
 def read_worker(info: WorkerInfo, load: WorkerLoad, waiting: Waiting) -> WorkerReading:
     """The twelve indicators of a worker that reports its load.
 
@@ -101,6 +111,7 @@ def read_worker(info: WorkerInfo, load: WorkerLoad, waiting: Waiting) -> WorkerR
         waiting: for this worker: its even share of what waits at the gateways for its side.
     """
     prefills = info.role is Role.PREFILL
+    slots_used = load.decode_running / max(info.decode_slots, 1)
     state = LoadState(
         prefill=Queues(
             running=max(load.prefill_active - load.prefill_sending, 0),
@@ -114,8 +125,8 @@ def read_worker(info: WorkerInfo, load: WorkerLoad, waiting: Waiting) -> WorkerR
             sending=load.decode_reserved,
         ),
         # A step is bounded by its tokens and by its sequences; decode steps reach the latter.
-        budget_used=max(load.budget_used, load.decode_running / max(info.decode_slots, 1)),
-        blocks_used=1.0 - load.blocks_free / max(info.num_blocks, 1),
+        budget_used=max(load.budget_used, slots_used),
+        blocks_used=room_used(info, load),
         compute_used=load.compute_used,
         memory_bandwidth_used=load.memory_bandwidth_used,
     )

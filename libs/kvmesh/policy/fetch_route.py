@@ -8,8 +8,16 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from kvmesh.core.types import FetchReason, PrefixSource
-from kvmesh.policy.prefix_source import MIN_FETCH_TOKENS, FetchPace, choose_holder, saved_tokens
+from kvmesh.core.types import FetchReason, PrefixSource, Role
+from kvmesh.policy.prefix_source import (
+    MIN_FETCH_TOKENS,
+    WORTH,
+    FetchPace,
+    Way,
+    cheapest_way,
+    choose_holder,
+    saved_tokens,
+)
 from kvmesh.policy.ranking import Standing
 
 
@@ -48,7 +56,7 @@ def weigh_fetches(
 class _Holder:
     """Whom all workers of a route fetch from, with what is the same for all of them."""
 
-    __slots__ = ("_between", "_cluster", "_inside", "_overhead", "_queued", "_source")
+    __slots__ = ("_ask", "_between", "_cluster", "_inside", "_overhead", "_queued", "_source")
 
     def __init__(self, standing: Standing, pace: FetchPace) -> None:
         info = standing.worker.info
@@ -61,22 +69,38 @@ class _Holder:
         self._overhead = pace.overhead_tokens
         self._inside = pace.share(inside=True)
         self._between = pace.share(inside=False)
+        # What a decode worker holds stays there, if the prompt comes to be decoded there.
+        may_decode = info.role is not Role.PREFILL and not standing.decode_full
+        self._ask = pace.ask_tokens if may_decode and pace.ask_chunk_s else None
 
     def weigh_for(self, each: Standing, missing: int) -> None:
         """Lets a worker fetch `missing` tokens, or not."""
-        share = self._inside if each.worker.info.cluster == self._cluster else self._between
+        info = each.worker.info
+        inside = info.cluster == self._cluster
+        share = self._inside if inside else self._between
         saved = saved_tokens(missing, self._queued, self._overhead, share)
+        fetches, asks = saved > 0, False
+        # A prompt is decoded beside the worker that computes it, where there is room.
+        if self._ask is not None and inside and info.role is not Role.DECODE:
+            asked = self._ask(each.uncached_tokens - missing, missing)
+            fetched = missing - saved if fetches else None
+            way, cost = cheapest_way(missing, fetched, asked, worth=WORTH)
+            saved, asks = missing - cost, way is Way.ASK
         if not saved:
             each.fetch = FetchReason.SLOW
             return
-        each.fetch = FetchReason.FETCH
-        each.source = self._source
+        each.fetch = FetchReason.ASK if asks else FetchReason.FETCH
+        # Who asks needs no more than its reservation. If another worker comes to decode, what it
+        # would ask for is brought, where that pays.
+        each.source = self._source if fetches else None
         each.saved_tokens = saved
         each.first_token -= saved
 
 
 def fetch_words(standing: Standing) -> str:
     """What a route's sentence adds for a worker that fetches."""
+    if standing.fetch is FetchReason.ASK:
+        return ", of which it asks the worker that decodes"
     source = standing.source
     if source is None:
         return ""

@@ -41,9 +41,11 @@ class PathMeter:
         self._seen: dict[_LinkName, tuple[int, float]] = {}
         self._inside, self._between = _Carried(), _Carried()
         self._token_bytes = 0.0
+        self._asked = (0.0, 0.0)
 
     def observe(self, workers: Sequence[FleetWorker]) -> None:
-        """Takes what the links carried since the last call."""
+        """Takes what the links carried since the last call, and how fast questions are answered."""
+        asked: list[tuple[float, float]] = []
         for carried in (self._inside, self._between):
             carried.bytes *= KEEP
             carried.busy_s *= KEEP
@@ -53,11 +55,16 @@ class PathMeter:
             info = worker.info
             self._token_bytes = info.layout.block_bytes / info.layout.block_size
             for link in worker.detail.links:
+                if link.channel == ANSWER and link.peer in clusters and link.rtt_s:
+                    asked.append((link.rtt_s * info.layout.num_layers, link.pair_s))
                 name = (info.worker_id, info.incarnation, link.peer, link.channel)
                 self._seen[name] = (link.bytes_total, link.busy_s)
                 if link.peer in clusters and link.channel not in (ASK, ANSWER):
                     same = clusters[link.peer] == info.cluster
                     self._add(self._inside if same else self._between, link, before.get(name))
+
+        # The middle one: which holder a route will find is not known here.
+        self._asked = sorted(asked)[len(asked) // 2] if asked else (0.0, 0.0)
 
     def _add(self, carried: _Carried, link: LinkDetail, before: tuple[int, float] | None) -> None:
         last_bytes, last_busy_s = before or (0, 0.0)
@@ -73,4 +80,4 @@ class PathMeter:
         inside, between = (
             each.token_s(self._token_bytes) for each in (self._inside, self._between)
         )
-        return FetchPace(token_s or 0.0, inside, between)
+        return FetchPace(token_s or 0.0, inside, between, *self._asked)

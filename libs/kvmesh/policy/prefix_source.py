@@ -1,13 +1,15 @@
-"""Whether a worker brings the start of a prompt from one that holds it, or computes it. Pure.
+"""Whether a worker computes the start of a prompt, brings it from one that holds it, or asks there.
 
-Both are counted in the unit of `ranking.Standing.first_token`, tokens computed until the first
-one: a token that is brought costs the part of a token in which its KV travels. Of several holders
+Pure. All are counted in the unit of `ranking.Standing.first_token`, tokens computed until the first
+one: a token that is brought costs the part of a token in which its KV travels; questions cost what
+was measured of them. Of several holders
 of as much, the less loaded of two at random is read (TokenLake 4.3).
 Source: PrfaaS 3.3 (prefix transfer), TokenLake 4. Tests: tests/unit/policy/test_prefix_source.py.
 """
 
 from __future__ import annotations
 
+import enum
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +18,9 @@ from typing import TypeVar
 from kvmesh.core.types import FetchReason
 
 T = TypeVar("T")
+
+ASK_CHUNK_TOKENS = 512
+"""New tokens that ask together; a step's default budget."""
 
 MIN_FETCH_TOKENS = 128
 """Less than this is computed in about the time in which it is asked for."""
@@ -45,11 +50,15 @@ class FetchPace:
         token_s: to compute a token of a prompt.
         inside_token_s: for the KV of a token to travel within a cluster.
         between_token_s: from one cluster to another.
+        ask_chunk_s: for the questions of one chunk, in all layers, without their attention.
+        ask_pair_s: of attention, for each new token and token of the prefix.
     """
 
     token_s: float = 0.0
     inside_token_s: float = 0.0
     between_token_s: float = 0.0
+    ask_chunk_s: float = 0.0
+    ask_pair_s: float = 0.0
 
     def share(self, *, inside: bool) -> float:
         """Cost of a token that is brought, in tokens that are computed."""
@@ -62,6 +71,40 @@ class FetchPace:
     def overhead_tokens(self) -> float:
         """Cost of any fetch, in tokens that are computed."""
         return OVERHEAD_S / self.token_s if self.token_s else OVERHEAD_TOKENS
+
+    def ask_tokens(self, num_new: int, num_remote: int) -> float | None:
+        """Cost of asking about a prefix, in tokens that are computed; None while not known."""
+        if not self.token_s or not self.ask_chunk_s:
+            return None
+        num_chunks = -(-num_new // ASK_CHUNK_TOKENS)
+        seconds = num_chunks * self.ask_chunk_s + num_new * num_remote * self.ask_pair_s
+        return seconds / self.token_s
+
+
+class Way(enum.Enum):
+    """What becomes of a prefix that another worker holds."""
+
+    COMPUTE = "compute"
+    FETCH = "fetch"
+    ASK = "ask"
+
+
+def cheapest_way(
+    compute: float, fetch: float | None, ask: float | None, *, worth: float = 1.0
+) -> tuple[Way, float]:
+    """The cheapest way, and its cost in the unit of the arguments.
+
+    Computing goes before fetching, and that before asking, where they cost the same.
+
+    Args:
+        fetch, ask: None where that cannot be, or is not known.
+        worth: another worker is troubled only for less than this share of what computing costs.
+    """
+    best = (Way.COMPUTE, compute)
+    for way, cost in ((Way.FETCH, fetch), (Way.ASK, ask)):
+        if cost is not None and cost <= worth * compute and cost < best[1]:
+            best = (way, cost)
+    return best
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvmesh.policy.prefix_source import Way, cheapest_way
+
 _SAMPLE_WEIGHT = 0.2
 _MOST_RATIO = 10.0
 
@@ -100,5 +102,5 @@ def choose_query(
     text = f"asking {query_s * 1e3:.1f} ms, computing {compute_s * 1e3:.1f} ms"
     if fetch_s is not None:
         text += f", fetching {fetch_s * 1e3:.1f} ms"
-    best_other_s = compute_s if fetch_s is None else min(compute_s, fetch_s)
-    return QueryDecision(query_s < best_other_s, text)
+    way, _ = cheapest_way(compute_s, fetch_s, query_s)
+    return QueryDecision(way is Way.ASK, text)

@@ -31,9 +31,9 @@ class KnownCallers(grpc.aio.ServerInterceptor):
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         """See grpc.aio.ServerInterceptor."""
-        handler: Any = await continuation(handler_call_details)
+        handler = await continuation(handler_call_details)
         if handler is None or str(handler_call_details.method).startswith(_HEALTH):
-            return handler  # type: ignore[no-any-return]
+            return handler
         return checked(handler, self._check, handler.request_deserializer)
 
     async def _check(self, request: Any, context: Any) -> None:

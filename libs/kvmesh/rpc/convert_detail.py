@@ -59,6 +59,7 @@ def _link_to_proto(link: LinkDetail) -> pb.LinkDetail:
         rtt_s=link.rtt_s,
         retransmits=link.retransmits,
         failed_total=link.failed_total,
+        pair_s=link.pair_s,
     )
 
 
@@ -73,6 +74,7 @@ def _link_from_proto(message: pb.LinkDetail) -> LinkDetail:
         rtt_s=message.rtt_s,
         retransmits=message.retransmits,
         failed_total=message.failed_total,
+        pair_s=message.pair_s,
     )
 
 

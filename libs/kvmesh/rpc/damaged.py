@@ -29,9 +29,9 @@ class DamagedRequests(grpc.aio.ServerInterceptor):
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         """See grpc.aio.ServerInterceptor."""
-        handler: Any = await continuation(handler_call_details)
+        handler = await continuation(handler_call_details)
         if handler is None or handler.request_streaming or handler.request_deserializer is None:
-            return handler  # type: ignore[no-any-return]
+            return handler
         return checked(handler, _check, _tolerant(handler.request_deserializer))
 
 

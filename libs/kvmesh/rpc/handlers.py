@@ -27,7 +27,9 @@ _KINDS: dict[tuple[bool, bool], tuple[str, Callable[..., grpc.RpcMethodHandler[A
 
 
 def checked(
-    handler: Any, check: Check, deserializer: Callable[[bytes], Any] | None
+    handler: grpc.RpcMethodHandler[Any, Any],
+    check: Check,
+    deserializer: Callable[[bytes], Any] | None,
 ) -> grpc.RpcMethodHandler[Any, Any]:
     """The handler behind a check.
 

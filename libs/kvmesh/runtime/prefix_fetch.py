@@ -27,7 +27,7 @@ from kvmesh.rpc.convert import endpoint_from_proto, host_route_from_proto, kv_la
 from kvmesh.rpc.pool_client import PoolClient
 from kvmesh.runtime.fetch_result import FetchOptions, FetchOutcome, FetchResult
 from kvmesh.runtime.pool_metrics import PoolMetrics
-from kvmesh.runtime.shared_fetches import SharedFetches
+from kvmesh.runtime.shared_fetches import Flight, SharedFetches
 from kvmesh.runtime.worker_parts import WorkerIdentity, WorkerParts
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.transfer.device import pieces_of
@@ -57,6 +57,10 @@ class _NoRoomError(Exception):
     """This worker's blocks do not suffice."""
 
 
+class _GiveWayError(Exception):
+    """A request wants what was planned ahead: it brings the rest by itself, and sooner."""
+
+
 @dataclass(slots=True)
 class _Fetch:
     """A fetch while it is made.
@@ -64,6 +68,7 @@ class _Fetch:
     Attributes:
         leads: it asked the holder itself.
         is_planned: no request waits for it.
+        gave_way: to a request, which brings the rest.
     """
 
     outcome: FetchOutcome = FetchOutcome.HELD
@@ -72,6 +77,7 @@ class _Fetch:
     reason: str = ""
     leads: bool = False
     is_planned: bool = False
+    gave_way: bool = False
 
 
 class PrefixFetcher:
@@ -159,8 +165,13 @@ class PrefixFetcher:
                     flight = self._shared.bringing(fill.hashes[fill.num_held])
                     if flight is None:
                         await self._lead(source, fill, most, fetch)
-                        break
+                        if not fetch.gave_way:
+                            break
+                        fetch.gave_way = False
+                        await asyncio.sleep(0)  # who waited is told first, and goes on
+                        continue
                     waited = True
+                    flight.is_wanted |= not fetch.is_planned
                     await flight.over.wait()
                     if fill.adopt():
                         fetch.outcome = FetchOutcome.SHARED
@@ -191,11 +202,14 @@ class PrefixFetcher:
         held = fill.num_held
         with self._shared.flight(source, fill.hashes[held:most]) as flight:
             try:
-                fetch.num_bytes = await self._bring(source, fill, is_planned=fetch.is_planned)
+                fetch.num_bytes += await self._bring(source, fill, flight, fetch.is_planned)
                 fetch.outcome, flight.settled = FetchOutcome.FETCHED, True
             except RefusedError as error:
                 fetch.outcome, fetch.reason = FetchOutcome.REFUSED, error.refusal.reason.value
                 flight.settled, flight.reason = True, fetch.reason
+            except _GiveWayError:
+                fetch.outcome, fetch.gave_way = FetchOutcome.FETCHED, True
+                fetch.num_bytes += (fill.num_held - held) * self._block_bytes
             except _NoRoomError:
                 fetch.outcome = FetchOutcome.NO_ROOM
             except LostError as error:
@@ -203,7 +217,7 @@ class PrefixFetcher:
                 self._shun(source)
                 fetch.outcome = FetchOutcome.LOST
             finally:
-                fetch.num_fetched = fill.num_held - held
+                fetch.num_fetched += fill.num_held - held
 
     def _is_shunned(self, source: PrefixSource) -> bool:
         until = self._shunned.get((source.worker_id, source.incarnation), 0.0)
@@ -272,7 +286,9 @@ class PrefixFetcher:
         key = LinkKey(source.worker_id, GET, "received")
         return self._links.of(key).view(key).estimate_s(num_blocks * self._block_bytes)
 
-    async def _bring(self, source: PrefixSource, fill: PrefixFill, *, is_planned: bool) -> int:
+    async def _bring(
+        self, source: PrefixSource, fill: PrefixFill, flight: Flight, is_planned: bool
+    ) -> int:
         """Leases, reads, gives back; returns the bytes read."""
         message = await self.borrow(source, fill.hashes, fill.num_held, is_planned=is_planned)
         try:
@@ -289,7 +305,10 @@ class PrefixFetcher:
                     fill.close(0)
                     text = f"{message.num_leased} blocks are leased, {len(blocks)} are missing"
                     raise LostError(text)
-                await self._read(lease_of(message), fill, blocks, meter)
+                # Of other layouts nothing counts before all of it is here.
+                may_give_way = is_planned and self._core.spec.groups.is_plain
+                gives_way = (lambda: flight.is_wanted) if may_give_way else (lambda: False)
+                await self._read(lease_of(message), fill, blocks, meter, gives_way)
             finally:
                 meter.end(num_bytes, self._clock.now())
             meter.frames += 1
@@ -298,7 +317,12 @@ class PrefixFetcher:
             self.give_back(source, message)
 
     async def _read(
-        self, lease: ReadLease, fill: PrefixFill, blocks: Sequence[int], meter: LinkMeter
+        self,
+        lease: ReadLease,
+        fill: PrefixFill,
+        blocks: Sequence[int],
+        meter: LinkMeter,
+        gives_way: Callable[[], bool],
     ) -> None:
         """Slice by slice, into blocks that are open for it; they are closed in any case."""
         most = SLICE_BYTES if self._staging is None else self._staging.piece_bytes
@@ -313,6 +337,8 @@ class PrefixFetcher:
                 num_filled += len(chosen)
                 meter.bytes += len(chosen) * self._block_bytes
                 size = min(2 * size, most)
+                if num_filled < len(blocks) and gives_way():
+                    raise _GiveWayError
         finally:
             fill.close(num_filled)
 

@@ -27,6 +27,7 @@ class Flight:
         settled: the holder has said all that it has to say about these blocks: who waited need not
             ask it again.
         reason: of its refusal, in a word.
+        is_wanted: a request waits for it.
     """
 
     source: PrefixSource
@@ -34,6 +35,7 @@ class Flight:
     over: asyncio.Event = field(default_factory=asyncio.Event)
     settled: bool = False
     reason: str = ""
+    is_wanted: bool = False
 
     def answers_for(self, source: PrefixSource, missing: BlockHash) -> bool:
         """Whether asking `source` for a block that did not arrive would bring no other answer."""

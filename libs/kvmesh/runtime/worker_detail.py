@@ -37,6 +37,7 @@ def worker_detail(
             rtt_s=meter.rtt_s,
             retransmits=meter.retransmits,
             failed_total=meter.refused + meter.lost,
+            pair_s=meter.pair_s,
         )
         for key, meter in meters.items()
     ]

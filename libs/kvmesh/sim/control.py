@@ -18,6 +18,7 @@ from kvmesh.policy.control import (
     RoleLoop,
     Waiting,
     WorkerReading,
+    room_used,
     split_waiting,
 )
 from kvmesh.policy.load_score import Capacity, LoadState, Queues
@@ -231,7 +232,7 @@ def _state(worker: SimWorker, waiting: Waiting) -> LoadState:
             swapped=load.decode_preempted,
         ),
         budget_used=1.0 if prefilling else load.decode_running / worker.info.decode_slots,
-        blocks_used=1.0 - load.blocks_free / worker.info.num_blocks,
+        blocks_used=room_used(worker.info, load),
         compute_used=1.0 if prefilling else 0.0,
         memory_bandwidth_used=load.decode_running / worker.info.decode_slots,
     )

@@ -14,6 +14,7 @@ import socket
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvmesh.core.clock import Clock
 from kvmesh.core.details import ANSWER, ASK
@@ -88,6 +89,23 @@ class Holder:
             ClaimKind.LEASE,
             lease.claim,
         )
+
+
+class Work(NamedTuple):
+    """Attention that is asked for in one layer.
+
+    Attributes:
+        num_pairs: of a query's token and a token of the prefix.
+        pair_units: of each pair, in units of `QuerySpeed`.
+    """
+
+    num_pairs: int
+    pair_units: int
+
+    @property
+    def num_units(self) -> int:
+        """Of all pairs."""
+        return self.num_pairs * self.pair_units
 
 
 class Asker:
@@ -181,15 +199,16 @@ class Asker:
                     line.hear(question)
 
     def observe(
-        self, peer: PeerKey, questions: Sequence[Question], num_units: int, seconds: float
+        self, peer: PeerKey, questions: Sequence[Question], work: Work, seconds: float
     ) -> None:
-        """Takes a measured exchange: its work in units of `QuerySpeed`, and its time."""
-        self._speeds[peer] = self.speed(peer).with_sample(num_units, seconds)
+        """Takes a measured exchange and its time."""
+        speed = self._speeds[peer] = self.speed(peer).with_sample(work.num_units, seconds)
         meter = self._meters.of(LinkKey(peer.worker_id, ANSWER, "received"))
         meter.frames += len(questions)
         meter.bytes += sum(num_bytes_of(question.into) for question in questions)
         meter.seconds += seconds
-        meter.rtt_s = self._speeds[peer].round_trip_s
+        meter.rtt_s = speed.round_trip_s
+        meter.pair_s = speed.unit_s * work.pair_units * self.layout.num_layers
 
     @property
     def sent_bytes(self) -> int:
@@ -327,11 +346,13 @@ class Asker:
         return connect_tls_blocking(sock, self._options.tls, endpoint.host)
 
 
-def _connected(sock: socket.socket, address: object, timeout_s: float) -> socket.socket:
+def _connected(
+    sock: socket.socket, address: str | tuple[object, ...], timeout_s: float
+) -> socket.socket:
     try:
         tune(sock)
         sock.settimeout(timeout_s)
-        sock.connect(address)  # type: ignore[arg-type]
+        sock.connect(address)
     except OSError:
         sock.close()
         raise
@@ -342,13 +363,13 @@ class PendingAnswer:
     """Attention that is being computed elsewhere (`PendingAttention`)."""
 
     def __init__(
-        self, asker: Asker, holder: Holder, questions: Sequence[Question], units: int
+        self, asker: Asker, holder: Holder, questions: Sequence[Question], work: Work
     ) -> None:
         """The questions were sent; their pieces of the answer are in the order of the rows."""
         self._asker = asker
         self._holder = holder
         self._questions = questions
-        self._units = units
+        self._work = work
         self._started = asker.now()
 
     def wait(self) -> PartialAnswer:
@@ -359,7 +380,7 @@ class PendingAnswer:
             self._asker.note_failure(self._holder.peer, error)
             raise
         seconds = self._asker.now() - self._started
-        self._asker.observe(self._holder.peer, self._questions, self._units, seconds)
+        self._asker.observe(self._holder.peer, self._questions, self._work, seconds)
         outputs, sums = zip(*(question.into for question in self._questions), strict=True)
         return PartialAnswer(_whole(outputs), _whole(sums))
 
@@ -410,7 +431,7 @@ class RemoteBlocks:
                 memoryview(bytearray(count * num_heads * _LSE_BYTES)),
             ]
             questions.append(Question(ATTEND, arguments.encode(), operands, into))
-        units = num_queries * num_heads * head_dim * self._num_positions
-        pending = PendingAnswer(self._asker, self._holder, questions, units)
+        work = Work(num_queries * self._num_positions, num_heads * head_dim)
+        pending = PendingAnswer(self._asker, self._holder, questions, work)
         self._asker.send(self._holder, questions)
         return pending

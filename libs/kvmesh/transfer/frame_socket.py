@@ -127,7 +127,7 @@ class FrameSocket(WaitingSocket):
             LostError: the socket failed or was cut.
         """
         num_bytes = num_bytes_of(views)
-        if pacer is not None and num_bytes > min(INLINE_BYTES, pacer.piece_bytes):
+        if pacer is not None and num_bytes > min(INLINE_BYTES, pacer.piece(share)):
             try:
                 await self._send_paced(head, views, sum_, pacer, share)
             except asyncio.CancelledError:
@@ -161,7 +161,7 @@ class FrameSocket(WaitingSocket):
     ) -> None:
         """Piece by piece, each in its turn; no thread is held meanwhile, others have to send."""
         cursor, value, first = ViewCursor(views), 0, [memoryview(head)]
-        while batch := cursor.batch(pacer.piece_bytes):
+        while batch := cursor.batch(pacer.piece(share)):
             num_bytes = sum(len(view) for view in batch)
             await self._turn(pacer, num_bytes, share)
             if num_bytes > INLINE_BYTES:

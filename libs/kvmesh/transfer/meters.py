@@ -68,7 +68,9 @@ class LinkMeter:
         channels: connections that were opened.
         retransmits: TCP segments that were sent again, on the connections that are up.
         queued_bytes: asked for and not ended.
-        rtt_s: smallest smoothed round trip of the connections that are up.
+        rtt_s: smallest smoothed round trip of the connections that are up; of answers, that of a
+            question, in one layer, without its attention.
+        pair_s: of answers: attention for each query token and token of the prefix, in all layers.
     """
 
     bytes: int = 0
@@ -85,6 +87,7 @@ class LinkMeter:
     retransmits: int = 0
     queued_bytes: int = 0
     rtt_s: float = 0.0
+    pair_s: float = 0.0
     _under_way: int = field(default=0, repr=False)
     _busy_since: float = field(default=0.0, repr=False)
 

@@ -16,6 +16,7 @@ from kvmesh.core.clock import Clock
 _BURST_S = 0.02
 _MIN_PIECE_BYTES = 16 << 10
 _MAX_PIECE_BYTES = 4 << 20
+_LATER_PIECES = 4
 
 LEAST_SHARE = 0.1
 """Of what those before it send, a share that waits may send as much: it is late, not starved."""
@@ -146,7 +147,7 @@ class Pacer:
     All but `delay` is called on one event loop.
 
     Attributes:
-        piece_bytes: most that a sender should take at once, so that no wait is long.
+        piece_bytes: most that a handoff should take at once, so that no wait is long.
     """
 
     def __init__(self, bytes_per_s: float, clock: Clock) -> None:
@@ -156,6 +157,15 @@ class Pacer:
         self._lock = threading.Lock()
         self._queue = TurnQueue()
         self._timer: asyncio.TimerHandle | None = None
+
+    def piece(self, share: Share) -> int:
+        """Most that a sender should take at once.
+
+        Less for those who may have to do with the least share: many of them take turns, and a peer
+        that sees nothing for too long takes its holder for lost.
+        """
+        whole = self.piece_bytes
+        return whole if share is Share.HANDOFF else max(whole // _LATER_PIECES, _MIN_PIECE_BYTES)
 
     @property
     def is_idle(self) -> bool:
@@ -174,7 +184,7 @@ class Pacer:
         """Waits for leave to send; `go` is called when it is there, maybe at once.
 
         Args:
-            num_bytes: at most about `piece_bytes`; with more, others wait for long.
+            num_bytes: at most about a `piece`; with more, others wait for long.
         """
         ticket = Ticket(num_bytes, share, go)
         self._queue.join(ticket)

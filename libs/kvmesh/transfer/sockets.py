@@ -143,11 +143,11 @@ async def connect_local(path: str) -> socket.socket:
         raise LostError(f"data channel to {path}: {error}") from error
 
 
-async def _connected(sock: socket.socket, address: object) -> socket.socket:
+async def _connected(sock: socket.socket, address: str | tuple[object, ...]) -> socket.socket:
     connected = False
     try:
         tune(sock)
-        await asyncio.get_running_loop().sock_connect(sock, address)  # type: ignore[arg-type]
+        await asyncio.get_running_loop().sock_connect(sock, address)
         connected = True
     finally:
         if not connected:

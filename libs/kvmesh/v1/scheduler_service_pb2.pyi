@@ -384,10 +384,11 @@ class LinkDetail(_message.Message):
     RTT_S_FIELD_NUMBER: _builtins.int
     RETRANSMITS_FIELD_NUMBER: _builtins.int
     FAILED_TOTAL_FIELD_NUMBER: _builtins.int
+    PAIR_S_FIELD_NUMBER: _builtins.int
     peer_worker_id: _builtins.str
     """The other worker."""
     channel: _builtins.str
-    """Kind of channel: local, shm or tcp; get for what is read from the other worker."""
+    """Kind of channel: local, shm or tcp; get for what is read from the other worker, ask and answer for queries."""
     bytes_total: _builtins.int
     """KV bytes that arrived since start."""
     queued_bytes: _builtins.int
@@ -397,11 +398,13 @@ class LinkDetail(_message.Message):
     budget_bytes_s: _builtins.float
     """Bound on the link in bytes per second; 0: none."""
     rtt_s: _builtins.float
-    """Smoothed round trip in seconds; 0: not known."""
+    """Smoothed round trip in seconds, of answers that of a question in one layer; 0: not known."""
     retransmits: _builtins.int
     """TCP segments that were sent again on open connections."""
     failed_total: _builtins.int
     """Transfers that were refused or lost."""
+    pair_s: _builtins.float
+    """Of answers: seconds of attention for each query token and token of a prefix, in all layers; 0: not known."""
     def __init__(
         self,
         *,
@@ -414,10 +417,11 @@ class LinkDetail(_message.Message):
         rtt_s: _builtins.float = ...,
         retransmits: _builtins.int = ...,
         failed_total: _builtins.int = ...,
+        pair_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes_s", b"budget_bytes_s", "busy_s", b"busy_s", "bytes_total", b"bytes_total", "channel", b"channel", "failed_total", b"failed_total", "peer_worker_id", b"peer_worker_id", "queued_bytes", b"queued_bytes", "retransmits", b"retransmits", "rtt_s", b"rtt_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes_s", b"budget_bytes_s", "busy_s", b"busy_s", "bytes_total", b"bytes_total", "channel", b"channel", "failed_total", b"failed_total", "pair_s", b"pair_s", "peer_worker_id", b"peer_worker_id", "queued_bytes", b"queued_bytes", "retransmits", b"retransmits", "rtt_s", b"rtt_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

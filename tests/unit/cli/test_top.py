@@ -60,6 +60,23 @@ def test_a_picture_names_what_is_wrong() -> None:
     assert "p0" in text
 
 
+@pytest.mark.parametrize(
+    ("roles", "said"),
+    [
+        ([Role.PREFILL, Role.DECODE], ""),
+        ([Role.HYBRID], ""),
+        ([Role.DECODE], "no prefill worker is ready"),
+        ([Role.PREFILL], "no decode worker is ready"),
+        ([], "no worker is ready"),
+    ],
+)
+def test_a_picture_names_who_is_missing(roles: list[Role], said: str) -> None:
+    ready = tuple(fleet_worker(f"w{n}", role) for n, role in enumerate(roles))
+    away = fleet_worker("away", Role.HYBRID, draining=True)
+    text = shown(Frame((*ready, away), {}, None, fresh=True))
+    assert (said in text) if said else ("is ready" not in text)
+
+
 def test_a_narrow_terminal_cuts_nothing() -> None:
     workers = (fleet_worker("prefill-0"), fleet_worker("decode-10", Role.DECODE, draining=True))
     narrow = shown(Frame(workers, {}, None, fresh=True), 80)

@@ -108,6 +108,44 @@ async def test_a_changed_directory_is_read_again_and_a_broken_one_changes_nothin
         ring.check("Bearer kvm-one")
 
 
+@pytest.mark.parametrize(
+    "config", [AccessConfig(tenants_file="/tenants.json"), AccessConfig(tenants_in_redis=True)]
+)
+def test_a_directory_anywhere_closes_the_gateway_to_those_without_a_key(
+    config: AccessConfig,
+) -> None:
+    ring = load_keys(config)
+    with pytest.raises(AuthenticationError):
+        ring.check("")
+    with pytest.raises(StageRefusedError, match="could not be read"):
+        ring.check("Bearer anything")
+
+
+def test_keys_without_a_directory_have_the_limits_of_the_config() -> None:
+    limits = TenantLimits(max_concurrent=3)
+    ring = load_keys(AccessConfig(api_keys="one"), limits)
+    assert ring.check("Bearer one").limits == limits
+    assert KeyRing().check("").limits == TenantLimits()
+
+
+async def test_a_directory_that_stays_broken_is_told_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "tenants.json"
+    file.write_text("{")
+    watch = DirectoryWatch(FileTenantStore(file), KeyRing(has_directory=True), 1.0)
+    with caplog.at_level("WARNING"):
+        for _ in range(3):
+            assert not await watch.look()
+    assert caplog.text.count("tenant_directory_unreadable") == 1
+    file.write_text("")
+    assert await watch.look()
+    file.write_text("{")
+    with caplog.at_level("WARNING"):
+        assert not await watch.look()
+    assert caplog.text.count("tenant_directory_unreadable") == 2, "it had been read in between"
+
+
 def test_a_directory_lies_in_one_place() -> None:
     assert directory_store(AccessConfig(), None) is None
     with pytest.raises(ConfigError, match="choose one"):

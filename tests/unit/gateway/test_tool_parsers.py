@@ -263,11 +263,11 @@ def test_thousands_of_calls_that_say_nothing_are_read(family: ToolFamily) -> Non
 def test_arguments_as_long_as_a_file(size: int) -> None:
     arguments = json.dumps({"city": "x" * 400_000})
     text = f'<tool_call>{{"name": "weather", "arguments": {arguments}}}</tool_call>'
-    begin = time.perf_counter()
+    begin = time.process_time()  # of this process: others may be busy
     pieces = [text[at : at + size] for at in range(0, len(text), size)]
     assert read(HermesParser(), pieces) == ("", [("weather", arguments)])
     # A tenth of this; twenty seconds if each character copies what came before.
-    assert time.perf_counter() - begin < 6
+    assert time.process_time() - begin < 6
 
 
 @pytest.mark.parametrize(

@@ -243,3 +243,18 @@ def test_what_is_to_leave_first_does_and_its_end_before_the_rest() -> None:
     assert pool.take_events().removed == [name(3)]
     assert pool.match([name(1)]), "younger ones left before it"
     pool.check_integrity()
+
+
+def test_held_blocks_outlive_their_sequence() -> None:
+    pool = BlockPool(4, 4)
+    blocks = pool.allocate(2)
+    for number, block in enumerate(blocks):
+        pool.seal(block, name(number))
+    with pool.held(blocks):
+        pool.release(blocks)
+        pool.release(pool.allocate(2))
+        with pytest.raises(OutOfBlocksError):
+            pool.allocate(3)
+        assert pool.match([name(0), name(1)]) == blocks
+    assert pool.allocate(4)
+    pool.check_integrity()

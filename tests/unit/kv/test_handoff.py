@@ -300,3 +300,23 @@ def test_a_whole_write_forgets_parts_and_so_does_a_new_generation(
 @pytest.mark.parametrize("part", [Part(0, 9), Part(8, 1), Part(-1, 2)])
 def test_a_part_outside_of_the_block_is_refused(writer: Writer, part: Part) -> None:
     assert reason(writer.begin(0, 1, part=part)) is RefusalReason.INVALID
+
+
+def test_what_does_not_exist_is_neither_open_nor_cancelled(
+    table: HandoffTable, writer: Writer
+) -> None:
+    assert not table.is_open(writer.reservation_id + 1)
+    assert not table.cancel(writer.reservation_id + 1)
+    assert table.is_open(writer.reservation_id)
+
+
+def test_a_reservation_that_ended_under_a_write_is_not_open(
+    table: HandoffTable, writer: Writer
+) -> None:
+    grant = writer.grant(0, 1)
+    assert table.cancel(writer.reservation_id)
+    assert not table.is_open(writer.reservation_id)
+    assert not table.cancel(writer.reservation_id)
+    table.end_write(grant.write_id, ok=True)
+    assert [each.blocks for each in table.drain_released()] == [BLOCKS]
+    assert table.is_idle

@@ -38,6 +38,14 @@ def test_root_separates_fields() -> None:
     assert len(roots) == 6
 
 
+@pytest.mark.parametrize("name", ["namespace", "cache_salt", "adapter"])
+def test_root_depends_on_what_a_field_says(name: str) -> None:
+    """Of two tenants or models with names of one length neither finds the other's KV."""
+    fields = {"namespace": "model", "cache_salt": "salt", "adapter": "lora"}
+    roots = {root_hash(**{**fields, name: text}) for text in ("one", "two", "six")}
+    assert len(roots) == 3
+
+
 @pytest.mark.parametrize("position", [0, 5, 8])
 def test_a_changed_token_changes_its_block_and_all_later_ones(position: int) -> None:
     tokens = list(range(12))

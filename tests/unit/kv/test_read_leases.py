@@ -182,3 +182,51 @@ def test_more_leases_or_blocks_than_allowed_are_refused_until_some_end() -> None
     assert reason(table.open(OTHER, (), b"secret", 0.0)) is RefusalReason.BUSY
     table.close(first, LIFE, b"secret", 0.0)
     opened(table, 6)
+
+
+def test_the_limit_of_leases_is_of_all_readers_together() -> None:
+    table = make_table(max_leases=2)
+    opened(table, 1)
+    opened(table, 2, reader=OTHER)
+    assert reason(table.open(WorkerId("r2"), (3,), b"secret", 0.0)) is RefusalReason.BUSY
+    assert table.statistics().num_open == 2
+
+
+def test_who_asks_about_a_lease_gets_its_blocks_and_renews_it() -> None:
+    table = make_table()
+    lease = opened(table, 4, 5)
+    assert table.claimed(WriteClaim(lease, LIFE, 1, b"secret"), 1.5) == (4, 5)
+    assert table.expire(3.0) == 0
+    assert table.expire(3.5) == 1
+    lease, now = opened(table, 6, now=4.0), 4.0
+    claim = WriteClaim(lease, LIFE, 1, b"secret")
+    while not isinstance(table.claimed(claim, now), Refusal):
+        now += 1.0
+    assert now == 4.0 + MAX_RENEWALS * table.lease_s, "not for ever"
+
+
+def test_who_may_not_read_may_not_ask() -> None:
+    table = make_table()
+    lease = opened(table, 4)
+    for life, generation, capability, expected in (
+        (LIFE + 1, 1, b"secret", RefusalReason.STALE),
+        (LIFE, 2, b"secret", RefusalReason.STALE),
+        (LIFE, 1, b"wrong", RefusalReason.INVALID),
+    ):
+        answer = table.claimed(WriteClaim(lease, life, generation, capability), 1.0)
+        assert isinstance(answer, Refusal)
+        assert answer.reason is expected
+
+
+def test_a_table_is_idle_when_the_last_block_was_taken_back() -> None:
+    table = make_table()
+    assert table.is_idle
+    lease = opened(table, 1)
+    assert not table.is_idle
+    ticket = granted(read(table, lease, (0, 1)))
+    table.close(lease, LIFE, b"secret", 1.0)
+    assert not table.is_idle
+    table.end_read(ticket.read_id, 1.0)
+    assert not table.is_idle, "the references are not the caller's yet"
+    assert table.drain_released() == [(1,)]
+    assert table.is_idle

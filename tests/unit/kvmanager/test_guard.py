@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator
 
 import pytest
+from prometheus_client import REGISTRY
 
 from kvmesh.core.clock import ManualClock
 from kvmesh.core.types import PrefixMatch, WorkerId
@@ -29,7 +30,7 @@ class FaultyStore(MemoryMetadataStore):
         self.fails = False
         self.gate = asyncio.Event()
         self.gate.set()
-        self.num_matches = 0
+        self.num_matches = self.num_probes = 0
 
     async def match(self, namespace: str, hashes: bytes) -> list[PrefixMatch]:
         self.num_matches += 1
@@ -39,6 +40,7 @@ class FaultyStore(MemoryMetadataStore):
         return await super().match(namespace, hashes)
 
     async def probe(self) -> None:
+        self.num_probes += 1
         if self.fails:
             raise StoreUnavailableError("told to")
 
@@ -77,6 +79,42 @@ async def test_one_failure_keeps_callers_away_until_a_probe_succeeds() -> None:
         await until(lambda: guard.up)
         assert await guard.call(lambda s: s.match("n", HASH)) == []
         assert recoveries.count == 1
+
+
+async def test_probes_go_on_until_one_succeeds_and_not_after() -> None:
+    store, recoveries = FaultyStore(), Recoveries()
+    store.fails = True
+    guard = StoreGuard(store, 0.001, recoveries)
+    await guard.start()
+    assert not guard.up
+    async with probing(guard):
+        await until(lambda: store.num_probes >= 4)
+        assert not guard.up
+        assert recoveries.count == 0
+        store.fails = False
+        await until(lambda: guard.up)
+        probes = store.num_probes
+        assert await guard.call(lambda s: s.match("n", HASH)) == []
+        assert store.num_probes == probes
+
+
+async def test_how_it_stands_is_told_by_the_gauge_and_once_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store = FaultyStore()
+    guard = StoreGuard(store, 0.001, Recoveries())
+    await guard.start()
+    assert REGISTRY.get_sample_value("kvmesh_kvmanager_redis_up") == 1
+    store.fails = True
+    calls = [guard.call(lambda s: s.match("n", HASH)) for _ in range(3)]
+    failures = await asyncio.gather(*calls, return_exceptions=True)
+    assert {type(each) for each in failures} == {StoreUnavailableError}
+    assert REGISTRY.get_sample_value("kvmesh_kvmanager_redis_up") == 0
+    assert caplog.text.count("store_down") == 1
+    store.fails = False
+    async with probing(guard):
+        await until(lambda: guard.up)
+    assert REGISTRY.get_sample_value("kvmesh_kvmanager_redis_up") == 1
 
 
 async def test_start_without_a_store() -> None:

@@ -14,7 +14,7 @@ from kvmesh.metadata.store import ApplyResult, Publisher, Slot, StoreUnavailable
 from kvmesh.rpc.stream import Outbox
 from kvmesh.v1 import kv_manager_service_pb2 as pb
 from services.kvmanager.guard import StoreGuard
-from services.kvmanager.session import PublisherSession
+from services.kvmanager.session import PublisherSession, publisher_from_hello
 
 PUBLISHER = Publisher(WorkerId("w"), 1, "east", "n")
 A, B, C = (bytes([number]) * 16 for number in range(3))
@@ -145,3 +145,61 @@ async def test_a_message_of_a_newer_worker_is_left_alone() -> None:
     await stage.session.handle(unknown)
     with pytest.raises(ProtocolError, match="hello"):
         await stage.session.handle(pb.PublishRequest(hello=pb.PublisherHello()))
+
+
+@pytest.mark.parametrize(
+    ("worker_id", "namespace", "reason"),
+    [("", "n", "bad_hello"), ("w", "", "bad_hello"), ("w", "n", None)],
+)
+def test_a_hello_names_its_worker_and_namespace(
+    worker_id: str, namespace: str, reason: str | None
+) -> None:
+    hello = pb.PublisherHello(
+        worker_id=worker_id, namespace=namespace, incarnation=1, cluster="east"
+    )
+    message = pb.PublishRequest(hello=hello)
+    if reason is None:
+        assert publisher_from_hello(message) == PUBLISHER
+        return
+    with pytest.raises(ProtocolError) as caught:
+        publisher_from_hello(message)
+    assert caught.value.reason == reason
+
+
+def test_a_stream_begins_with_a_hello() -> None:
+    with pytest.raises(ProtocolError, match="first message"):
+        publisher_from_hello(pb.PublishRequest(events=pb.BlockEvents(sequence=1)))
+
+
+async def test_hashes_that_are_cut_off_break_the_contract_and_change_nothing() -> None:
+    stage = Stage()
+    await stage.session.open()
+    for events in (
+        pb.BlockEvents(sequence=1, stored=A + B[:5]),
+        pb.BlockEvents(sequence=1, stored=A, removed=B[:5]),
+    ):
+        with pytest.raises(ProtocolError, match="16-byte"):
+            await stage.session.handle(pb.PublishRequest(events=events))
+    with pytest.raises(ProtocolError, match="16-byte"):
+        await stage.snapshot(1, A[:15], first=True, last=True)
+    assert await stage.holders(A) == 0
+    assert await stage.told() == []
+
+
+async def test_a_heartbeat_of_another_sequence_orders_a_snapshot_and_of_the_same_none() -> None:
+    stage = Stage()
+    await stage.session.open()
+    await stage.events(1, A)
+    for sequence in (1, 2, 3):  # the last one comes while the snapshot is awaited
+        beat = pb.PublisherHeartbeat(sequence=sequence)
+        await stage.session.handle(pb.PublishRequest(heartbeat=beat))
+    assert await stage.told() == [1, "unknown"]
+
+
+async def test_events_while_a_snapshot_is_awaited_are_left_out() -> None:
+    stage = Stage()
+    await stage.session.open()
+    await stage.events(2, A)  # a gap
+    await stage.events(1, B)
+    assert await stage.holders(B) == 0
+    assert await stage.told() == ["gap"]

@@ -36,6 +36,14 @@ def test_chunks_are_shorter_while_somebody_decodes() -> None:
     ]
 
 
+def test_the_last_token_of_the_budget_is_spent_and_no_more() -> None:
+    assert plan_batch([1, 1], BatchLimits(max_tokens=1)) == [ChunkPlan(0, 1)]
+    both = [ChunkPlan(0, 1), ChunkPlan(1, 1)]
+    assert plan_batch([1, 5], BatchLimits(max_tokens=2)) == both
+    assert plan_batch([1, 5], BatchLimits(max_tokens=1)) == both[:1]
+    assert plan_batch([2], BatchLimits()) == [ChunkPlan(0, 2)]
+
+
 @given(
     st.lists(st.integers(0, 2000), max_size=40),
     st.integers(1, 1024),

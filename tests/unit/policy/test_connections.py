@@ -20,6 +20,27 @@ def test_offers_go_to_the_batch_being_filled_then_by_connections() -> None:
     assert gateway.num_open == 0
 
 
+def test_who_is_busy_does_not_end_the_batch_of_another() -> None:
+    gateway = Connections()
+    gateway.accepted(B)
+    gateway.rejected(A)
+    assert gateway.order([A, B, C])[0] == B
+
+
+def test_each_request_is_counted_until_it_ends() -> None:
+    gateway = Connections()
+    gateway.accepted(A)
+    gateway.accepted(A)
+    gateway.accepted(B)
+    gateway.rejected(B)
+    gateway.ended(A)
+    assert gateway.num_open == 2
+    assert gateway.order([A, B, C]) == [C, A, B]
+    gateway.accepted(A)
+    gateway.rejected(A)
+    assert gateway.order([A, B, C]) == [C, B, A]
+
+
 def test_what_is_not_open_cannot_end() -> None:
     gateway = Connections()
     gateway.accepted(A)

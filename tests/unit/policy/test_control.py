@@ -13,6 +13,7 @@ from kvmesh.policy.control import (
     Waiting,
     WorkerReading,
     read_worker,
+    room_used,
     split_waiting,
 )
 from kvmesh.policy.curves import Quadratic
@@ -66,6 +67,23 @@ def test_a_decode_worker_with_all_its_slots_in_use_has_no_budget_left() -> None:
     load = WorkerLoad(decode_running=8, budget_used=8 / 512, memory_bandwidth_used=1.0)
     assert read_worker(info, load, Waiting(0, 0)).state.budget_used == 1.0
     assert read_worker(info, WorkerLoad(decode_running=2), Waiting(0, 0)).state.budget_used == 0.25
+
+
+@pytest.mark.parametrize(
+    ("role", "running", "blocks_free", "used"),
+    [
+        (Role.DECODE, 8, 500, 1.0),
+        (Role.DECODE, 2, 128, 0.75),
+        (Role.HYBRID, 4, 512, 0.5),
+        (Role.PREFILL, 8, 256, 0.5),
+    ],
+)
+def test_room_is_what_is_scarcer_of_slots_and_blocks(
+    role: Role, running: int, blocks_free: int, used: float
+) -> None:
+    info = dataclasses.replace(worker_info("w", role), decode_slots=8, num_blocks=512)
+    load = WorkerLoad(decode_running=running, blocks_free=blocks_free)
+    assert room_used(info, load) == used
 
 
 class TestRoles:

@@ -15,7 +15,10 @@ def test_straight_lines_through_the_points_and_beyond(length: float, value: floa
     assert LINE(length) == pytest.approx(value)
 
 
-@pytest.mark.parametrize("points", [((1, 1.0),), ((1, 1.0), (1, 2.0)), ((2, 1.0), (1, 2.0))])
+@pytest.mark.parametrize(
+    "points",
+    [((1, 1.0),), ((1, 1.0), (1, 2.0)), ((2, 1.0), (1, 2.0)), ((1, 1.0), (3, 2.0), (2, 3.0))],
+)
 def test_points_must_rise(points: tuple[tuple[float, float], ...]) -> None:
     with pytest.raises(ValueError, match="rising"):
         Interpolated(points)

@@ -59,3 +59,22 @@ def test_one_cycle_without_a_report_does_not_make_a_fast_way_slow() -> None:
         used = meter.observe(sent, waiting, 1.0)
     assert used == pytest.approx(0.4)
     assert meter.capacity == 100.0
+
+
+def test_a_rate_is_of_the_length_of_the_cycle() -> None:
+    meter = EgressMeter(100.0)
+    assert meter.observe(30, 0, 2.0) == pytest.approx(0.15)
+    assert meter.observe(30, 0, 0.5) == pytest.approx(0.6)
+
+
+def test_a_new_congestion_is_measured_by_itself() -> None:
+    meter = EgressMeter(100.0)
+    for _ in range(4):
+        meter.observe(20, 60, 1.0)
+    assert meter.capacity == pytest.approx(20.0)
+    for sent in (60, 60, 0, 0):
+        meter.observe(sent, 0, 4.0)
+    assert meter.capacity == 100.0
+    for _ in range(3):
+        meter.observe(50, 90, 1.0)
+    assert meter.capacity == pytest.approx(50.0), "what was slow before counts no more"

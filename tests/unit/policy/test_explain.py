@@ -53,3 +53,10 @@ def test_threshold_only_with_a_remote_cluster() -> None:
     )
     assert (facts.threshold_tokens, facts.compared_tokens) == (100.0, 600)
     assert facts.reason == "long_prompt"
+
+
+def test_an_endless_threshold_is_none() -> None:
+    far = worker("far", cluster="west")
+    for offload in (OffloadState("west"), OffloadState("", 100.0)):
+        facts = describe(far, worker("p"), worker("d", Role.DECODE), offload=offload)
+        assert facts.threshold_tokens is None

@@ -94,6 +94,23 @@ def test_the_number_of_heads_adapts_within_its_bounds() -> None:
     assert len(queue.heads()) == MIN_HEADS
 
 
+def test_heads_stand_in_the_order_in_which_they_will_be_placed() -> None:
+    queue = filled(
+        a=(3, Claim("a", 30, weight=2.0)), b=(3, Claim("b", 10)), c=(2, Claim("c", 5, weight=0.25))
+    )
+    serve(queue, 8 - MIN_HEADS)  # so that all that are left are heads
+    heads = [str(name) for name in queue.heads()]
+    assert len(heads) == MIN_HEADS
+    assert heads == serve(queue, MIN_HEADS)
+
+
+def test_equal_starts_go_in_the_order_of_arrival() -> None:
+    queue = FairQueue()
+    for name in ("b0", "a0", "a1", "b1"):
+        queue.add(name, Claim(name[0], 10))
+    assert queue.heads() == ["b0", "a0", "a1", "b1"]
+
+
 @given(st.lists(st.tuples(st.sampled_from("apl"), st.integers(0, 3), st.integers(1, 50))))
 def test_somebody_always_has_a_turn_and_all_leave(steps: list[tuple[str, int, int]]) -> None:
     queue, names = FairQueue(), 0

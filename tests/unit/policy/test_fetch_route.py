@@ -17,7 +17,7 @@ from kvmesh.core.types import (
 )
 from kvmesh.policy.composition import COMPOSITIONS, OffloadState, decide_route
 from kvmesh.policy.explain import describe_decision
-from kvmesh.policy.prefix_source import FetchPace
+from kvmesh.policy.prefix_source import MIN_FETCH_TOKENS, FetchPace
 from kvmesh.policy.ranking import CACHE_LOAD, KVMESH, RoutePolicy
 from kvmesh.policy.routing import SILENT_AFTER_S, plan_route
 from kvmesh.policy.view import FleetView, WorkerView
@@ -58,6 +58,40 @@ def test_load_spreads_away_from_the_holder() -> None:
     assert "fetches up to 3200 from a" in made.reason
     holder = next(each for each in made.prefill if each.worker_id == "a")
     assert (holder.source, holder.fetch) == (None, FetchReason.HELD)
+
+
+ASKED = FetchPace(token_s=1e-3, inside_token_s=0.9e-3, ask_chunk_s=0.05, ask_pair_s=1e-9)
+"""Moving KV takes nearly as long as computing it; asking does not."""
+
+
+def test_a_prefix_that_a_decode_worker_holds_is_asked_for_where_that_is_quickest() -> None:
+    near, new = worker("d", Role.DECODE, decode_running=5), 32
+    workers, held = (pending("a", 0), near), {"d": (LONG - new) // LAYOUT.block_size}
+    made = plan(*workers, held=held, pace=ASKED)
+    first = made.prefill[0]
+    assert (first.worker_id, first.fetch, first.source) == ("a", FetchReason.ASK, None)
+    assert "which it asks the worker that decodes" in made.reason
+    # Its KV would be here as soon: both are named, and the worker that computes decides.
+    made = plan(*workers, held=held, pace=dataclasses.replace(ASKED, inside_token_s=1e-4))
+    assert made.prefill[0].fetch is FetchReason.ASK
+    assert made.prefill[0].source is not None
+    for pace in (
+        dataclasses.replace(ASKED, ask_chunk_s=0.0),  # nobody has asked yet
+        dataclasses.replace(ASKED, ask_chunk_s=9.0),
+        dataclasses.replace(ASKED, ask_pair_s=1e-3),
+    ):
+        assert plan(*workers, held=held, pace=pace).prefill[0].fetch is FetchReason.SLOW
+
+
+def test_a_prefix_in_another_cluster_is_not_asked_for() -> None:
+    far = worker("e", Role.DECODE, decode_running=5, cluster="west")
+    made = plan(pending("a", 0), DECODE, far, held={"e": BLOCKS - 2}, pace=ASKED)
+    assert made.prefill[0].fetch is not FetchReason.ASK
+
+
+def test_a_prefix_that_a_prefill_worker_holds_is_not_asked_for() -> None:
+    made = plan(pending("a", 5000), pending("b", 0), DECODE, held={"a": BLOCKS}, pace=ASKED)
+    assert [each.fetch for each in made.prefill if each.worker_id == "b"] == [FetchReason.SLOW]
 
 
 def test_an_idle_holder_computes_itself() -> None:
@@ -126,3 +160,16 @@ def test_the_decision_shows_the_fetch() -> None:
     # Of 3200 tokens, all but the last block and what the fetch costs are saved.
     assert first.score[0] == LONG - first.saved_tokens
     assert 0.9 * LONG < first.saved_tokens < LONG
+
+
+def test_the_last_token_is_computed_and_what_is_just_too_short_is_not_fetched() -> None:
+    """Of a prompt that a holder has to its last token, a worker with all but a block lacks none."""
+    full, size = MIN_FETCH_TOKENS // LAYOUT.block_size, LAYOUT.block_size
+    asked = query(size * (full + 1))
+    busy, idle = pending("a", 90_000), pending("b", 0)
+    for held, expected in ((full, FetchReason.HELD), (1, FetchReason.SHORT), (0, None)):
+        made = plan(busy, idle, DECODE, held={"a": full + 1, "b": held}, asked=asked)
+        first = made.prefill[0]
+        assert first.worker_id == "b"
+        assert first.fetch is expected or expected is None
+        assert (first.source is not None) == (expected is None)

@@ -150,3 +150,35 @@ def test_everybody_is_decided_once_and_nobody_waits_too_long(
             looking = [each for each in looking if each != seat]
         take()
     assert waiting.num_waiting == len(looking) + len(ready)
+
+
+def test_who_comes_when_it_is_full_is_not_asked_about_and_changes_nothing() -> None:
+    waiting = gathering(hold_s=1.0, late=-5.0)
+    for number in range(MAX_JOINT):
+        come(waiting, f"r{number}")
+    come(waiting, "late", LATER + 0.5)
+    assert waiting.closes_at == LATER
+
+
+def test_the_wait_of_those_who_are_gone_is_not_that_of_the_next() -> None:
+    waiting = gathering(a=0.0, b=0.5)
+    waiting.arrive()
+    come(waiting, "a", 1.0)
+    assert waiting.take(1.0 + LOOKUP_S) == ["a"]
+    come(waiting, "b", 2.0)
+    assert waiting.closes_at == 2.0 + LOOKUP_S, "the first lookup still runs"
+    third = gathering(a=0.0, b=0.5)
+    come(third, "a", 1.0)
+    assert third.take(1.0) == ["a"]
+    come(third, "b", 2.0)
+    assert third.closes_at == 2.5
+
+
+def test_nobody_is_held_after_the_last_one_left() -> None:
+    waiting = gathering(hold_s=1.0)
+    looking, gone = waiting.arrive(), come(waiting, "a")
+    waiting.leave(gone)
+    waiting.leave(looking)
+    assert waiting.closes_at is None
+    come(waiting, "b", 20.0)
+    assert waiting.closes_at == 21.0

@@ -96,3 +96,28 @@ def test_the_facts_name_the_group_and_why() -> None:
     facts: DecisionFacts = describe_decision(view, asked, made, POLICY.route, OffloadState())
     assert (facts.scenario, facts.group) == ("chat", "chat@east")
     assert facts.group_reason is GroupReason.SCENARIO
+
+
+def test_a_group_of_another_model_does_not_serve_the_scenario() -> None:
+    other = [
+        worker("other-p", scenario="chat", cluster="west", model="other"),
+        worker("other-d", Role.DECODE, scenario="chat", cluster="west", model="other"),
+    ]
+    view = fleet(*pair("chat", prefill_active=3), *other)
+    kept, choice = restrict_to_group(view, query(scenario="chat"))
+    assert {each.worker_id for each in kept.workers} == {"chat-east-p", "chat-east-d"}
+    assert choice is not None
+
+
+def test_how_busy_a_group_is_is_said_by_those_that_prefill() -> None:
+    """Idle slots of decode workers would make the fuller group look empty."""
+    busy = pair("chat", prefill_active=2)
+    many = [worker(f"d{n}", Role.DECODE, scenario="chat", prefill_slots=4) for n in range(4)]
+    idler = pair("chat", "west", prefill_active=1)
+    assert "chat-west-p" in chosen(decide(fleet(*busy, *many, *idler), "chat"))
+
+
+def test_without_an_offload_cluster_no_worker_is_added() -> None:
+    view = fleet(*pair("chat"), worker("homeless", cluster=""), *pair(""))
+    kept, _ = restrict_to_group(view, query(scenario="chat"))
+    assert {each.worker_id for each in kept.workers} == {"chat-east-p", "chat-east-d"}

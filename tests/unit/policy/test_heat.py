@@ -124,3 +124,13 @@ def test_what_is_given_is_closed_under_parents_and_bounded(events: list[str], bo
                 assert seen[segment.parent] >= segment.reads
             seen[segment.name] = segment.reads
             assert len(table.prefix(segment.name)) == (segment.depth + 1) * SIZE * 16
+
+
+def test_the_hottest_come_most_read_first_and_each_after_its_parent() -> None:
+    table = HeatTable(SIZE, 100)
+    for path, count in (("a", 1), ("bc", 3), ("d", 2)):
+        table.note(prefix(path), count)
+    found = [segment.name for segment in table.hottest(3)]
+    assert found == [name("b"), name("bc"), name("d")]
+    assert [segment.name for segment in table.hottest(1)] == [name("b")]
+    assert HeatTable(SIZE, 100).hottest(3) == []

@@ -202,6 +202,16 @@ def test_each_gets_decode_room_of_its_own() -> None:
     assert len({route(plan).decode[0].worker_id for plan in plans}) == 2
 
 
+def test_later_ones_know_the_load_of_those_before_them() -> None:
+    """By its slots one has room for all; its blocks are gone after two."""
+    sizes: dict[str, Any] = {"num_blocks": 220, "decode_slots": 40}
+    fewer = worker("d", Role.DECODE, decode_running=25, **sizes)
+    more = worker("e", Role.DECODE, decode_running=30, **sizes)
+    plans = decide(*(ask(name, fleet(worker("a"), fewer, more)) for name in "xyz"))
+    chosen = [route(plan).decode[0].worker_id for plan in plans]
+    assert (chosen[0], chosen[-1]) == ("d", "e")
+
+
 def test_tokenlake_moves_least_whatever_waits() -> None:
     busy = dataclasses.replace(worker("a"), pending_tokens=1500)
     view = fleet(busy, worker("b"), DECODE)

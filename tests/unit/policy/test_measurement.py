@@ -10,8 +10,10 @@ from tests.unit.policy.fleet_examples import LAYOUT, worker_info
 FAR = "west"
 
 
-def prefill(total: int, cluster: str = "east", incarnation: int = 1) -> FleetWorker:
-    load = WorkerLoad(prefill_tokens_total=total, compute_used=0.5)
+def prefill(
+    total: int, cluster: str = "east", incarnation: int = 1, compute_used: float = 0.5
+) -> FleetWorker:
+    load = WorkerLoad(prefill_tokens_total=total, compute_used=compute_used)
     info = worker_info(f"p-{cluster}", cluster=cluster, incarnation=incarnation)
     return FleetWorker(info, load)
 
@@ -67,3 +69,60 @@ def test_a_worker_that_restarted_counts_anew() -> None:
     assert before is not None
     assert meter.serving is not None
     assert meter.serving.local_prefill_s(1000) == pytest.approx(before.local_prefill_s(1000))
+
+
+def test_cycles_may_be_of_any_length() -> None:
+    meter = ServingMeter(FAR)
+    for cycle in range(10):
+        meter.observe([prefill(1000 * cycle), decode(200 * cycle)], 2, 0.5)
+    assert meter.serving is not None
+    # Half of each half second for a thousand tokens; 0.4 s for 50 steps.
+    assert meter.serving.local_prefill_s(1000) == pytest.approx(0.25)
+    assert meter.serving.decode_step_s == pytest.approx(0.008)
+
+
+def test_less_than_a_second_of_work_says_nothing_of_speed() -> None:
+    meter = ServingMeter(FAR)
+    for cycle in range(2):
+        meter.observe([prefill(1000 * cycle, compute_used=0.9)], 1, 1.0)
+    assert meter.prompt_token_s is None
+    meter.observe([prefill(2000, compute_used=0.9)], 1, 1.0)
+    assert meter.prompt_token_s == pytest.approx(0.0009)
+
+
+def test_a_prompts_pace_is_that_at_home_before_that_far_away() -> None:
+    meter = ServingMeter(FAR)
+    for cycle in range(6):
+        meter.observe([prefill(4000 * cycle, FAR)], 1, 1.0)
+    assert meter.prompt_token_s == pytest.approx(0.000125)
+    for cycle in range(6, 16):
+        meter.observe([prefill(4000 * cycle, FAR), prefill(1000 * cycle)], 1, 1.0)
+    assert meter.prompt_token_s == pytest.approx(0.0005)
+
+
+def test_generated_tokens_are_no_prompts_of_a_hybrid() -> None:
+    """Both count as computed; what was generated does not make its prompts look fast."""
+    meter = ServingMeter(FAR)
+    info = worker_info("h", Role.HYBRID)
+    for cycle in range(11):
+        load = WorkerLoad(
+            prefill_tokens_total=1200 * cycle,
+            decode_tokens_total=200 * cycle,
+            decode_running=4,
+            compute_used=0.5,
+            memory_bandwidth_used=0.8,
+        )
+        meter.observe([FleetWorker(info, load)], 2, 1.0)
+    assert meter.serving is not None
+    assert meter.serving.local_prefill_s(1000) == pytest.approx(0.5)
+
+
+def test_decode_that_is_not_seen_at_work_is_not_known() -> None:
+    """A report may come between steps, when nothing runs, and says nothing of how long they are."""
+    meter = ServingMeter(FAR)
+    info = worker_info("d", Role.DECODE)
+    for cycle in range(10):
+        idle = FleetWorker(info, WorkerLoad(decode_tokens_total=200 * cycle, decode_running=4))
+        meter.observe([prefill(1000 * cycle), idle], 2, 1.0)
+    assert meter.prompt_token_s == pytest.approx(0.0005)
+    assert meter.serving is None

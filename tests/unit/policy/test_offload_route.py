@@ -85,6 +85,18 @@ def test_what_was_lost_on_the_way_home_is_computed_at_home() -> None:
     assert route(decide(*others[:1], FAR, NEAR[1], asked=lost)).prefill[0].worker_id == "far-2"
 
 
+def test_one_far_worker_that_takes_prompts_is_enough() -> None:
+    drains = worker("far-2", cluster="far", draining=True)
+    plan = decide(FAR, drains, *NEAR, asked=query(500))
+    assert [c.worker_id for c in route(plan).prefill] == ["far"]
+
+
+def test_decode_workers_far_away_are_no_place_to_prefill() -> None:
+    plan = decide(worker("far", Role.DECODE, cluster="far"), *NEAR, asked=query(500))
+    assert plan.choice is None
+    assert [c.worker_id for c in route(plan).prefill] == ["p"]
+
+
 def test_all_draining_is_no_choice_of_a_cluster() -> None:
     asleep = (worker("far", cluster="far", draining=True), worker("p", draining=True), NEAR[1])
     assert decide(*asleep, asked=query(500)).choice is None

@@ -63,3 +63,19 @@ def test_little_says_nothing() -> None:
     meter = PathMeter()
     meter.observe([seen("a", ("b", MIN_BYTES - 1, 1.0), ("gone", 1 << 40, 1.0)), seen("b")])
     assert meter.pace(None) == FetchPace()
+
+
+def test_questions_are_as_quick_as_the_middle_one_of_those_measured() -> None:
+    meter = PathMeter()
+    times = [0.001, 0.02, 0.003]
+    links = [LinkDetail(WorkerId("b"), ANSWER, rtt_s=rtt_s, pair_s=2 * rtt_s) for rtt_s in times]
+    askers = [
+        dataclasses.replace(seen(name), detail=WorkerDetail(links=(link,)))
+        for name, link in zip("acd", links, strict=True)
+    ]
+    meter.observe([*askers, seen("b")])
+    pace = meter.pace(0.5)
+    assert pace.ask_chunk_s == pytest.approx(0.003 * LAYOUT.num_layers)
+    assert pace.ask_pair_s == pytest.approx(0.006)
+    meter.observe([seen("b")])
+    assert meter.pace(0.5).ask_chunk_s == 0.0

@@ -32,6 +32,16 @@ class TestRatio:
         choice = choose_ratio(slow_decode, 6)
         assert (choice.num_prefill, choice.num_decode) == (2, 4)
 
+    @pytest.mark.parametrize("prefill_s", [0.25, 0.8, 3.0])
+    @pytest.mark.parametrize("num_instances", [4, 5, 7, 12])
+    def test_no_other_split_serves_more(self, prefill_s: float, num_instances: int) -> None:
+        profile = InstanceProfile(1, prefill_s, 1, 1)
+        counts = range(2, num_instances - 1)
+        rates = [min(n / prefill_s, num_instances - n) for n in counts]
+        choice = choose_ratio(profile, num_instances)
+        assert choice.rate == pytest.approx(max(rates))
+        assert choice.num_prefill == counts[rates.index(max(rates))]
+
     def test_too_few_instances(self) -> None:
         with pytest.raises(ValueError, match="3 instances"):
             choose_ratio(PROFILE, 3)
@@ -56,6 +66,10 @@ class TestMonitor:
     def test_directions(self, now: LatencyWindow, grow: Role | None, reason: RatioReason) -> None:
         step = ratio_direction(self.BEFORE, now, num_prefill=4, num_decode=4)
         assert (step.grow, step.reason) == (grow, reason)
+
+    def test_a_first_window_in_which_nothing_took_time_is_steady(self) -> None:
+        step = ratio_direction(LatencyWindow(0.0, 0.0), LatencyWindow(4.0, 13.0), 4, 4)
+        assert (step.grow, step.reason) == (None, RatioReason.STEADY)
 
     def test_the_giving_role_keeps_two(self) -> None:
         step = ratio_direction(self.BEFORE, LatencyWindow(4.0, 13.0), 4, 2)

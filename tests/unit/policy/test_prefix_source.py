@@ -9,12 +9,15 @@ import pytest
 
 from kvmesh.core.types import FetchReason
 from kvmesh.policy.prefix_source import (
+    ASK_CHUNK_TOKENS,
     BETWEEN_SHARE,
     INSIDE_SHARE,
     MIN_FETCH_TOKENS,
     OVERHEAD_TOKENS,
     WORTH,
     FetchPace,
+    Way,
+    cheapest_way,
     choose_holder,
     decide_fetch,
 )
@@ -73,3 +76,29 @@ def test_of_two_holders_at_random_the_less_loaded_is_read() -> None:
     taken = Counter(choose_holder(list(many), lambda name: (many[name],), rng) for _ in range(800))
     assert taken["w7"] == 0, "the most loaded one is never the better of two"
     assert taken["w0"] > taken["w6"] > 0
+
+
+@pytest.mark.parametrize(
+    ("fetch", "ask", "worth", "way", "cost"),
+    [
+        (None, None, 1.0, Way.COMPUTE, 100.0),
+        (50.0, None, 1.0, Way.FETCH, 50.0),
+        (50.0, 49.0, 1.0, Way.ASK, 49.0),
+        (50.0, 50.0, 1.0, Way.FETCH, 50.0),
+        (100.0, 100.0, 1.0, Way.COMPUTE, 100.0),
+        (90.0, 85.0, 0.8, Way.COMPUTE, 100.0),
+        (90.0, 80.0, 0.8, Way.ASK, 80.0),
+    ],
+)
+def test_the_cheapest_way_troubles_another_worker_only_where_that_is_worth_it(
+    fetch: float | None, ask: float | None, worth: float, way: Way, cost: float
+) -> None:
+    assert cheapest_way(100.0, fetch, ask, worth=worth) == (way, cost)
+
+
+def test_asking_costs_a_round_of_questions_per_chunk_and_attention_per_pair() -> None:
+    pace = FetchPace(token_s=0.01, ask_chunk_s=0.2, ask_pair_s=1e-5)
+    assert pace.ask_tokens(100, 1000) == pytest.approx((0.2 + 1.0) / 0.01)
+    assert pace.ask_tokens(ASK_CHUNK_TOKENS + 1, 0) == pytest.approx(2 * 0.2 / 0.01)
+    assert FetchPace(token_s=0.01).ask_tokens(100, 1000) is None
+    assert FetchPace(ask_chunk_s=0.2).ask_tokens(100, 1000) is None

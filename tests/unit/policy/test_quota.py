@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from kvmesh.policy.quota import (
     Quota,
     Rate,
+    Tenant,
     TenantLimits,
     TenantUsage,
     charge,
@@ -78,3 +79,16 @@ def test_the_limit_that_is_used_up_is_named(
     assert refusal.quota is quota
     assert refusal.retry_after_s > 0
     assert check_usage(TenantUsage(), limits, 10.0, now=100.0) is None
+
+
+@pytest.mark.parametrize("name", ["requests_per_min", "tokens_per_min", "max_concurrent"])
+def test_who_has_any_limit_is_not_open(name: str) -> None:
+    assert not TenantLimits(**{name: 1}).is_open
+    assert TenantLimits(priority=1, weight=2.0).is_open
+
+
+def test_a_salt_says_where_the_tenants_name_ends() -> None:
+    assert Tenant("t").salted("x") == "x"
+    salts = {Tenant(namespace=space).salted(salt) for space, salt in (("a", "b:c"), ("a:b", "c"))}
+    assert len(salts) == 2
+    assert Tenant(namespace="a").salted("b") != Tenant(namespace="a").salted("c")

@@ -33,3 +33,27 @@ def test_counts_say_the_same_as_times() -> None:
     assert ends[0] == ends[1]
     assert ends[0] is not None
     assert ends[0].grow is Role.PREFILL
+
+
+def test_counts_over_any_time_continue_what_times_began() -> None:
+    """Ten requests per second as before, told every two seconds; then prefill takes five times."""
+    monitor = RatioMonitor()
+    monitor.note(1.0, 4.0)
+    assert monitor.end_window(4, 4) is None
+    for prefill_s, reason in ((1.0, RatioReason.STEADY), (5.0, RatioReason.PREFILL_GREW)):
+        for _ in range(3):
+            monitor.observe(10 * prefill_s, 30.0, 20, 2.0)
+        step = monitor.end_window(4, 4)
+        assert step is not None
+        assert step.reason is reason
+
+
+def test_a_window_is_a_mean_over_all_its_requests() -> None:
+    monitor = RatioMonitor()
+    monitor.note(1.0, 4.0)
+    monitor.end_window(4, 4)
+    for prefill_s, total_s in ((0.5, 2.0), (0.5, 2.0), (2.0, 8.0)):
+        monitor.note(prefill_s, total_s)
+    step = monitor.end_window(4, 4)
+    assert step is not None
+    assert step.reason is RatioReason.STEADY

@@ -83,3 +83,19 @@ def test_copies_are_read_so_that_all_workers_are_read_alike() -> None:
     holders[0] = list("abcd")
     assert read_evenly(holders, told=True) < 0.05
     assert read_evenly(holders, told=False) > 0.15, "chance does not even out what one alone holds"
+
+
+def test_a_views_reads_are_those_that_each_worker_is_known_for() -> None:
+    reads = RecentReads()
+    for _ in range(2 * HALF_READS):
+        reads.note(plan(A, 10), LAYOUT.block_size)
+        reads.note(plan(B, 20), LAYOUT.block_size)
+    found = reads.among((worker(A), worker(B), worker("c")), {A, B, WorkerId("c")})
+    assert found == {A: reads.of(A), B: reads.of(B)}
+    assert found[B] == pytest.approx(2 * found[A], rel=0.01)
+
+
+def test_a_worker_that_nothing_was_read_of_is_not_known() -> None:
+    reads = RecentReads()
+    reads.note(plan(A, 0), LAYOUT.block_size)
+    assert reads.among((worker(A),), {A}) == {}

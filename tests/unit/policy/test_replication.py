@@ -32,6 +32,18 @@ class TestCopies:
         copies = plan_copies(hitters, {A: 80.0, B: 0.0, C: 0.0})
         assert {c.target for c in copies} == {B, C}
 
+    def test_a_copy_takes_its_share_and_no_more_than_evens_two_out(self) -> None:
+        hitters = [segment(60, A), segment(60, A), segment(10, A), segment(10, B)]
+        copies = plan_copies(hitters, {A: 90.0, B: 30.0, C: 0.0})
+        # 30 of 60 go to C; of the next 60 B gets 15, which makes 45 of both, below the limit of 46.
+        assert [(c.source, c.target) for c in copies] == [(A, C), (A, B)]
+
+    def test_all_holders_are_relieved_alike(self) -> None:
+        hitters = [segment(90, A, B), segment(60, A), segment(60, B)]
+        copies = plan_copies(hitters, {A: 90.0, B: 90.0, C: 0.0})
+        # 15 less each; then A and C meet at 52.5, and of the two A comes first by name.
+        assert [(c.source, c.target) for c in copies] == [(B, C), (A, C), (B, A)]
+
     def test_dead_holders_are_no_source(self) -> None:
         assert plan_copies([segment(60, WorkerId("dead"))], {A: 90.0, B: 0.0}) == []
 

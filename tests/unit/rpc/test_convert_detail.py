@@ -24,6 +24,7 @@ LINK = LinkDetail(
     rtt_s=0.001,
     retransmits=3,
     failed_total=1,
+    pair_s=1e-9,
 )
 
 

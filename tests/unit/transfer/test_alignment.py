@@ -82,10 +82,14 @@ def test_groups_are_bounded_in_blocks_and_runs() -> None:
 
 
 @pytest.mark.parametrize("max_blocks", [1, 7, 40, 1000])
-@pytest.mark.parametrize("max_runs", [1, 20, 1000])
-def test_many_runs_are_split_as_few_are(max_blocks: int, max_runs: int) -> None:
+@pytest.mark.parametrize("max_runs", [1, 3, 20, 1000])
+@pytest.mark.parametrize("num_runs", [12, 60])
+def test_groups_hold_all_in_order_and_end_where_they_must(
+    num_runs: int, max_blocks: int, max_runs: int
+) -> None:
+    """Few runs are tuples, many are a table: both are split alike."""
     rng, runs, index = random.Random(max_blocks * max_runs), list[Run](), 0
-    for _ in range(60):
+    for _ in range(num_runs):
         runs.append(Run(rng.randrange(1000), index, rng.randrange(1, 20)))
         index += runs[-1].count
 

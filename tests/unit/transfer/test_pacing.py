@@ -39,6 +39,9 @@ def test_no_pattern_of_calls_beats_the_rate() -> None:
 def test_a_pacer_takes_small_pieces_of_a_slow_link() -> None:
     assert Pacer(1e5, ManualClock()).piece_bytes == 16 << 10
     assert Pacer(1e12, ManualClock()).piece_bytes == 4 << 20
+    many = Pacer(100e6, ManualClock())
+    assert many.piece(Share.HANDOFF) == 4 * many.piece(Share.READ) == 4 * many.piece(Share.COPY)
+    assert Pacer(1e5, ManualClock()).piece(Share.COPY) == 16 << 10
     pacer = Pacer(1e6, ManualClock())
     assert pacer.delay(pacer.piece_bytes) == 0.0
     assert pacer.delay(500_000) == pytest.approx(0.5)
