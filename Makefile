@@ -40,8 +40,8 @@ setup: $(STAMP) ## make .venv with everything; again only when pyproject.toml or
 # Most modules of what is installed are never imported: Python compiles those that are.
 $(STAMP): pyproject.toml constraints.txt
 	@scripts/make_venv.sh $(PYTHON) $(VENV)
-	grep -v '$(UNPINNED)' constraints.txt > $(VENV)/constraints.txt
-	$(PY) -m pip install --quiet --no-compile --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[dev]'
+	@grep -v '$(UNPINNED)' constraints.txt > $(VENV)/constraints.txt
+	@$(PY) -m pip install --no-compile --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[dev]' | scripts/show_pip.sh
 	@touch $@
 
 proto: setup ## generate the stubs from protos/

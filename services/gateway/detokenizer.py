@@ -159,7 +159,6 @@ class Detokenizer:
     def plain(self, token_ids: Sequence[int]) -> str:
         """Adds tokens that do not end generation, without stop strings: their text."""
         assert self._is_plain, "text may have to be held back"
-        self._num_tokens += len(token_ids)
         if len(token_ids) == 1:  # the hot path
             return self._step(token_ids[0])
         return "".join(map(self._step, token_ids))

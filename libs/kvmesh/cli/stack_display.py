@@ -1,4 +1,5 @@
-"""How a starting stack looks: a live table on a terminal, one line per change elsewhere.
+"""How a starting stack looks: a live table on a terminal, one line per change elsewhere
+and later.
 
 Tests: tests/unit/cli/test_stack_display.py.
 """
@@ -60,7 +61,7 @@ class StackDisplay:
             return
         if state is State.STARTING:
             row.since_s, row.took_s = now_s, None
-        elif row.took_s is None:
+        elif row.took_s is None or state is State.FAILED:  # it may have been ready for long
             row.took_s = now_s - row.since_s
         row.state = state
         if self._live is None:
@@ -109,3 +110,4 @@ class StackDisplay:
     ) -> None:
         if self._live is not None:
             self._live.stop()
+            self._live = None  # later changes get a line each

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from kvmesh.cli.flags import add_flag
 from kvmesh.cli.https import ca_hint
@@ -34,18 +34,32 @@ def hold_state(state: Path) -> Iterator[None]:
     """Holds the folder, made if need be, for one stack.
 
     Raises:
-        ConfigError: another stack holds it.
+        ConfigError: another stack holds it, or it cannot be written.
     """
-    state.mkdir(parents=True, exist_ok=True)
-    with (state / _LOCK).open("w") as lock:
+    with _open_lock(state) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise ConfigError(
-                f"a stack runs already with {state}; stop it, or give this one its own "
-                "--state-dir and --port"
-            ) from error
+            raise ConfigError(held_by_another(state)) from error
         yield
+
+
+def _open_lock(state: Path) -> TextIO:
+    try:
+        state.mkdir(parents=True, exist_ok=True)
+        return (state / _LOCK).open("w")
+    except OSError as error:
+        raise ConfigError(
+            f"{state} cannot be written ({error.strerror}); name another folder with --state-dir"
+        ) from error
+
+
+def held_by_another(state: Path) -> str:
+    """What to say to who wants the folder of a running stack."""
+    return (
+        f"a stack runs already with {state}; stop it, or give this one its own --state-dir and "
+        "--port"
+    )
 
 
 def is_held(state: Path) -> bool:

@@ -23,7 +23,7 @@ from kvmesh.cli.flags import (
     positive,
     positive_int,
 )
-from kvmesh.cli.launcher import PORT_TAKEN, Launcher, LaunchSettings
+from kvmesh.cli.launcher import FAILED, PORT_TAKEN, Launcher, LaunchSettings
 from kvmesh.cli.model_folder import embedded_models, read_model_folder
 from kvmesh.cli.preflight import problems
 from kvmesh.cli.probes import free_ports, port_after
@@ -36,9 +36,15 @@ from kvmesh.cli.stack import (
     engine_threads,
     plan_stack,
 )
-from kvmesh.cli.stack_state import CHECKOUT, DEFAULT_STATE, hold_state
+from kvmesh.cli.stack_state import (
+    CHECKOUT,
+    DEFAULT_STATE,
+    held_by_another,
+    hold_state,
+    is_held,
+)
 from kvmesh.core.clock import SystemClock
-from kvmesh.core.config import child_environment
+from kvmesh.core.config import child_environment, environment
 from kvmesh.core.errors import ConfigError
 from kvmesh.metadata.server_binary import find_redis_binary
 
@@ -56,7 +62,9 @@ def _parser() -> argparse.ArgumentParser:
         "examples:\n"
         "  kvmesh up --prefill 2 --decode 2\n"
         "  kvmesh up --remote 1 --link-mbit 200\n"
-        "  kvmesh up --engine fake --port 0 --run 'kvmesh bench serve --requests 20'",
+        "  kvmesh up --engine fake --port 0 --run 'kvmesh bench serve --requests 20'\n\n"
+        "exit code: 0 after Ctrl-C, or that of --run; 1 if something failed; 130 if it was\n"
+        "stopped before it was ready, or before --run had ended; 2 wrong usage",
     )
     add_flag(parser, "--model", "", "model folder; default: the embedded model", metavar="DIR")
     add_flag(parser, "--model-name", "", "name that clients use; default: name of the folder")
@@ -160,7 +168,7 @@ async def _run(
         code = await launcher.run(stop)
         if code != PORT_TAKEN:
             return code
-    return code
+    return FAILED
 
 
 def _install_signals(stop: asyncio.Event, supervisor: Supervisor) -> None:
@@ -175,7 +183,11 @@ def _install_signals(stop: asyncio.Event, supervisor: Supervisor) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs a stack; exit code 0 after Ctrl-C, 1 if it could not start or a process failed."""
+    """Runs a stack.
+
+    Exit code 0 after Ctrl-C, 130 if that came before the stack was ready or its command had ended,
+    1 if it could not start or a process failed; with `--run` else that of the command.
+    """
     parser = _parser()
     arguments = parser.parse_args(argv)
     if arguments.run and arguments.restart:
@@ -183,6 +195,8 @@ def main(argv: Sequence[str]) -> int:
     options = stack_options(arguments, usable_cores())
     state = Path(arguments.state_dir).resolve() if arguments.state_dir else DEFAULT_STATE
     paths = StackPaths(CHECKOUT, state, Path(sys.executable), find_redis_binary())
+    if is_held(state):
+        raise ConfigError(held_by_another(state))
     found = problems(options, paths, psutil.virtual_memory().available)
     for problem in found:
         print(f"kvmesh up: {problem}", file=sys.stderr)
@@ -192,10 +206,19 @@ def main(argv: Sequence[str]) -> int:
         fits = options.num_blocks * options.block_size
         longest = min(read_model_folder(options.model).max_model_len, fits)
         options = dataclasses.replace(options, max_model_len=longest)
-    settings = LaunchSettings(arguments.restart, arguments.start_timeout, arguments.run)
+    settings = LaunchSettings(
+        arguments.restart, arguments.start_timeout, arguments.run, _has_keys()
+    )
     with hold_state(state):
         _prepare(state)
         return asyncio.run(_run(options, paths, settings, Console()))
+
+
+def _has_keys() -> bool:
+    """Whether the environment tells the gateway to ask for keys."""
+    in_redis = environment("KVMESH_ACCESS__TENANTS_IN_REDIS").lower() in ("true", "1", "yes", "on")
+    names = ("API_KEYS", "API_KEYS_FILE", "TENANTS_FILE")
+    return in_redis or any(environment(f"KVMESH_ACCESS__{name}") for name in names)
 
 
 def _prepare(state: Path) -> None:

@@ -4,7 +4,8 @@ A config is a frozen dataclass whose fields are str, int, float, bool, `X | None
 dataclass. Field `section.name` has the flag `--section.name` and the environment twin
 `KVMESH_SECTION__NAME`; a `secret` has no flag, since command lines can be read by every user of a
 machine. The help text is the field's `metadata["help"]`. An unknown key is an error; in the
-environment, which services share, only within a section that this service has.
+environment, which services share, only within a section that this service has, and only if no
+service has it (`core/shared_sections.py`).
 This is the only module that reads the environment. Tests: tests/unit/core/test_config.py.
 """
 
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from kvmesh.core.errors import ConfigError
+from kvmesh.core.shared_sections import SHARED_OPTIONS
 
 ConfigT = TypeVar("ConfigT")
 
@@ -212,7 +214,7 @@ def _check_environment(options: Sequence[Option], environ: Mapping[str, str]) ->
     known = {leaf.env for leaf in options}
     for name in environ:
         section, separator, _ = name.partition("__")
-        if section + separator in sections and name not in known:
+        if section + separator in sections and name not in known | SHARED_OPTIONS:
             near = ", ".join(sorted(env for env in known if env.startswith(section + separator)))
             raise ConfigError(f"{name}: no such option; known: {near}")
 

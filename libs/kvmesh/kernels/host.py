@@ -44,7 +44,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "lightning": (_P, _P, _P, _P, _I, _I, _I, _I, _I, _I, _THREADS),
 }
 _WITH_STATUS = frozenset({"decode_attention", "prefill_pays", "few_rows", "most_rows"})
-_PANEL = 64
+PANEL = 64
 
 
 @functools.cache
@@ -322,10 +322,10 @@ def in_panels(weight: Tensor) -> Tensor | None:
         [outputs / 64, inputs / lane, 64, lane], lane being the values in four bytes.
     """
     outputs, inputs = weight.shape
-    if outputs % _PANEL or inputs % _VECTOR or not has_vectors(weight):
+    if outputs % PANEL or inputs % _VECTOR or not has_vectors(weight):
         return None
     lane = 4 // weight.element_size()
-    panels = weight.view(outputs // _PANEL, _PANEL, inputs // lane, lane)
+    panels = weight.view(outputs // PANEL, PANEL, inputs // lane, lane)
     return panels.permute(0, 2, 1, 3).contiguous()
 
 

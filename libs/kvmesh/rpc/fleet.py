@@ -28,7 +28,7 @@ from kvmesh.rpc.convert_route import (
 )
 from kvmesh.rpc.direct import DirectClient
 from kvmesh.rpc.fleet_view import FleetMirror
-from kvmesh.rpc.stream import Correlator, PeerStream, parts
+from kvmesh.rpc.stream import UNREACHABLE_AFTER, Correlator, PeerStream, parts
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.v1.scheduler_service_pb2 import RouteRequest, RouteResponse, WatchFleetRequest
 from kvmesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
@@ -72,6 +72,7 @@ class FleetWatch:
         self.workers: tuple[FleetWorker, ...] = ()
         self.models: tuple[ModelDetail, ...] = ()
         self.fresh = False
+        self._num_failed = 0
 
     def on_change(self, callback: FleetCallback) -> None:
         """Adds a callback that gets each new view, on the event loop; it must not block."""
@@ -108,6 +109,9 @@ class FleetWatch:
                 was_fresh, self.fresh = self.fresh, False
         if was_fresh:
             log.warning("fleet_view_stale", scheduler=target, reason=reason)
+        self._num_failed = 0 if was_fresh else self._num_failed + 1
+        if self._num_failed == UNREACHABLE_AFTER:  # said once, not at each attempt
+            log.warning("scheduler_unreachable", scheduler=target, reason=reason)
         return was_fresh
 
     def _take(self, workers: tuple[FleetWorker, ...]) -> None:

@@ -129,6 +129,9 @@ class Outbox(Generic[ItemT]):
 MAX_JOINED_BYTES = 1024 * 1024
 """Messages that are larger together go out apart; a receiver's limit is far above."""
 
+UNREACHABLE_AFTER = 8
+"""Attempts in vain, about five seconds, after which the log says that a peer is not there."""
+
 
 def joined(batch: list[MessageT]) -> Iterator[MessageT]:
     """The messages of a batch in as few as possible: the first carries the others in `more`.
@@ -214,6 +217,7 @@ class PeerStream(Generic[RequestT, ResponseT]):
         self._on_down = on_down
         self._max_backoff_s = max_backoff_s
         self._outbox: Outbox[RequestT] | None = None
+        self._num_failed = 0
         self._up = asyncio.Event()
 
     @property
@@ -281,7 +285,13 @@ class PeerStream(Generic[RequestT, ResponseT]):
                 log.info("stream_down", peer=self.name, reason=reason)
                 if self._on_down is not None:
                     self._on_down(reason)
+            self._count(was_up, reason)
         return was_up
+
+    def _count(self, was_up: bool, reason: str) -> None:
+        self._num_failed = 0 if was_up else self._num_failed + 1
+        if self._num_failed == UNREACHABLE_AFTER:  # said once, not at each attempt
+            log.warning("peer_unreachable", peer=self.name, reason=reason)
 
     async def _go_direct(self, metadata: Any, outbox: Outbox[Any]) -> FramedConnection | None:
         offer = metadata.get(OFFER_KEY) if metadata else None

@@ -131,8 +131,8 @@ class AdminPort:
             await site.start()
         except OSError as error:
             raise ConfigError(
-                f"cannot listen on {config.host}:{config.port}: {error.strerror}; "
-                "choose another with --server.admin.port"
+                f"cannot listen on {config.host}:{config.port}: the port is taken or the address "
+                f"is not this host's ({error.strerror}); choose another with --server.admin.port"
             ) from error
         self.port = next(each[1] for each in runner.addresses if isinstance(each, tuple))
         log.info(

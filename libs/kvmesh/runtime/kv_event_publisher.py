@@ -131,17 +131,20 @@ class KvEventPublisher:
 
 
 def _attach(socket: zmq.Socket[Any], endpoint: str, option: str) -> str:
-    """Binds to an address of this host and connects to any other, as vLLM does.
+    """Binds to what has a wildcard or begins with `@`; connects to any other, as vLLM does.
 
     Returns:
         The endpoint with the port that was chosen.
     """
-    binds = any(mark in endpoint for mark in ("*", "::", "ipc://", "inproc://", "127.0.0.1:0"))
+    address = endpoint.removeprefix("@")
+    wild = any(mark in address for mark in ("*", "::", "ipc://", "inproc://", "127.0.0.1:0"))
+    # Who is asked must be there: only a socket that publishes may go to its subscribers.
+    binds = wild or address != endpoint or socket.type == zmq.ROUTER
     try:
         if not binds:
-            socket.connect(endpoint)
-            return endpoint
-        socket.bind(endpoint.replace("127.0.0.1:0", "127.0.0.1:*"))
+            socket.connect(address)
+            return address
+        socket.bind(address.replace("127.0.0.1:0", "127.0.0.1:*"))
     except zmq.ZMQError as error:
         raise ConfigError(f"{option} {endpoint}: {error.strerror}") from error
     return str(socket.get_string(zmq.LAST_ENDPOINT))

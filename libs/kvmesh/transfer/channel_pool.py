@@ -352,7 +352,7 @@ class ChannelPool:
             end = self._hub.find(link.peer)
             if end is None:
                 raise LostError(f"{link.peer.worker_id} has left this process")
-            return LocalChannel(self._identity, end, self._hub, memory, meter, self._threads)
+            return LocalChannel(link, end, self._hub, memory)
         if kind == IPC:
             assert address.route is not None, "usable on the same host only"
             assert self._shared is not None, "usable with a device only"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,11 +17,10 @@ from kvmesh.transfer.alignment import Run, split_runs
 from kvmesh.transfer.channel import carry_all
 from kvmesh.transfer.device import Moment
 from kvmesh.transfer.frames import BlockPart, CommitFrame, PutFrame
-from kvmesh.transfer.greeting import PeerKey
+from kvmesh.transfer.greeting import Link, PeerKey
 from kvmesh.transfer.lane import block_runs_of, claim_of
 from kvmesh.transfer.layouts import layout_difference
 from kvmesh.transfer.memory import COPY_INLINE_BYTES, copy_views, run_views
-from kvmesh.transfer.meters import LinkMeter
 from kvmesh.transfer.native import num_bytes_of
 from kvmesh.transfer.protocol import ChannelIdentity
 from kvmesh.transfer.staging import SendMemory, StagingRing
@@ -78,36 +76,29 @@ PROCESS_HUB = LocalHub()
 class LocalChannel:
     """To one life of a peer in this process."""
 
-    def __init__(
-        self,
-        identity: ChannelIdentity,
-        end: LocalEnd,
-        hub: LocalHub,
-        memory: SendMemory,
-        meter: LinkMeter,
-        threads: Executor,
-    ) -> None:
+    def __init__(self, link: Link, end: LocalEnd, hub: LocalHub, memory: SendMemory) -> None:
         """Opens.
 
         Raises:
             RefusedError: the layouts differ.
         """
-        if identity.layout != end.identity.layout:
-            message = "layout: " + layout_difference(identity.layout, end.identity.layout)
+        layout = link.identity.layout
+        if layout != end.identity.layout:
+            message = "layout: " + layout_difference(layout, end.identity.layout)
             raise RefusedError(Refusal(RefusalReason.INVALID, message))
-        self._me = identity.worker_id
-        self._peer = PeerKey(end.identity.worker_id, end.identity.incarnation)
+        self._me = link.identity.worker_id
+        self._peer = link.peer
         self._end = end
         self._hub = hub
         self._memory = memory
-        self._meter = meter
-        self._threads = threads
+        self._meter = link.meter
+        self._threads = link.threads
         rings = [each for each in (memory, end.staging) if isinstance(each, StagingRing)]
         self._piece_bytes = min([PIECE_BYTES, *(ring.piece_bytes for ring in rings)])
-        self._block_bytes = identity.layout.block_bytes
+        self._block_bytes = layout.block_bytes
         self._next_transfer_id = 1
         self._closed = False
-        meter.channels += 1
+        self._meter.channels += 1
 
     @property
     def is_open(self) -> bool:

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from kvmesh.cli.launcher import (
     FAILED,
+    INTERRUPTED,
     PORT_TAKEN,
     Launcher,
     LaunchSettings,
@@ -111,8 +112,29 @@ async def test_a_stop_while_starting(stack: Stack) -> None:
     running = stack.launch(a=SERVICE, b=NEVER_READY)
     await stack.until_said("a            ready")
     stack.stop.set()
-    assert await running == 0
+    assert await running == INTERRUPTED
+    assert "stopped before it was ready" in stack.output.getvalue()
     assert stack.supervisor.pids == {}
+
+
+async def test_the_line_to_try_has_a_key_where_keys_are_asked_for(stack: Stack) -> None:
+    stack.settings = LaunchSettings(has_keys=True)
+    running = stack.launch(a=SERVICE)
+    await stack.until_said("stop: Ctrl-C")
+    said = stack.output.getvalue()
+    assert '-H "authorization: Bearer $KVMESH_API_KEY"' in said
+    assert "export KVMESH_API_KEY" in said
+    stack.stop.set()
+    assert await running == 0
+
+
+async def test_a_stack_serves_where_its_description_cannot_be_written(stack: Stack) -> None:
+    (stack.folder / "stack.json").symlink_to("/dev/full")  # as a full disk
+    running = stack.launch(a=SERVICE)
+    await stack.until_said("stop: Ctrl-C")
+    assert "No space left" in stack.output.getvalue()
+    stack.stop.set()
+    assert await running == 0
 
 
 async def test_a_process_that_cannot_start(stack: Stack) -> None:
@@ -141,6 +163,7 @@ async def test_a_death_ends_the_stack(stack: Stack) -> None:
     os.kill(stack.supervisor.pids["a"], signal.SIGKILL)
     assert await running == FAILED
     assert "a was killed by SIGKILL" in stack.output.getvalue()
+    assert "--restart" in stack.output.getvalue()
     assert "  a life" in stack.output.getvalue()
 
 
@@ -151,7 +174,7 @@ async def test_a_death_with_restart(stack: Stack) -> None:
     before = stack.supervisor.pids
     os.kill(before["a"], signal.SIGKILL)
     await stack.until_said("a was killed by SIGKILL")
-    await until(lambda: "a" in stack.supervisor.pids)
+    await until(lambda: stack.output.getvalue().count("a            ready") == 2)
     assert stack.supervisor.pids["a"] != before["a"]
     assert stack.supervisor.pids["b"] == before["b"]
     stack.stop.set()
@@ -178,7 +201,7 @@ async def test_a_stop_ends_the_command(stack: Stack) -> None:
     running = stack.launch(a=SERVICE)
     await until(marker.exists)
     stack.stop.set()
-    assert await running == 0
+    assert await running == INTERRUPTED
 
 
 def test_restarts_become_rarer() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvmesh.cli.model_folder import embedded_models, read_model_folder
+from kvmesh.cli.model_folder import embedded_models, has_chat_template, read_model_folder
 from kvmesh.core.errors import CheckpointError
 
 CONFIG = {
@@ -87,3 +87,19 @@ def test_a_public_name_is_told_how_to_be_downloaded(
         read_model_folder(Path("Qwen/Qwen3-0.6B").resolve())
     with pytest.raises(CheckpointError, match="is no folder; name a model folder"):
         read_model_folder(Path("/nowhere/at/all"))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "has"),
+    [
+        ("chat_template.jinja", "{{ messages }}", True),
+        ("tokenizer_config.json", '{"chat_template": "{{ messages }}"}', True),
+        ("tokenizer_config.json", '{"model_max_length": 5}', False),
+        ("tokenizer_config.json", "{", False),
+    ],
+)
+def test_a_chat_template_may_be_in_either_file(
+    tmp_path: Path, name: str, text: str, has: bool
+) -> None:
+    (tmp_path / name).write_text(text)
+    assert has_chat_template(tmp_path) is has

@@ -70,6 +70,13 @@ def test_a_taken_port(options: StackOptions, paths: StackPaths) -> None:
         listening.listen()
         taken = replace(options, http_port=listening.getsockname()[1])
         assert "--port" in _only(problems(taken, paths, 8 * GIB))
+        taken = replace(options, grpc_port=listening.getsockname()[1])
+        assert "--grpc-port" in _only(problems(taken, paths, 8 * GIB))
+
+
+def test_a_host_that_is_another_machine(options: StackOptions, paths: StackPaths) -> None:
+    elsewhere = replace(options, host="192.0.2.1")  # reserved for documentation
+    assert "--host" in _only(problems(elsewhere, paths, 8 * GIB))
 
 
 def test_no_checkout(options: StackOptions, paths: StackPaths, tmp_path: Path) -> None:

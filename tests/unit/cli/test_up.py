@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from kvmesh.cli.stack import RemoteOptions
-from kvmesh.cli.stack_state import CHECKOUT
+from kvmesh.cli.stack_state import CHECKOUT, hold_state
 from kvmesh.cli.up import main, stack_options
+from kvmesh.core.errors import ConfigError
 
 DEFAULTS: dict[str, Any] = {
     "model": "",
@@ -62,6 +63,17 @@ def test_problems_are_said_and_nothing_starts(
     assert code == 1
     assert "--model" in capsys.readouterr().err
     assert not state.exists()
+
+
+def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="--state-dir"):
+        main(["--port", "0", "--engine", "fake", "--state-dir", str(tmp_path / "file" / "state")])
+
+
+def test_a_second_stack_is_told_of_the_first(tmp_path: Path) -> None:
+    with hold_state(tmp_path), pytest.raises(ConfigError, match="a stack runs already"):
+        main(["--state-dir", str(tmp_path)])
 
 
 def test_run_and_restart_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:

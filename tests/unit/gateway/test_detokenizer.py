@@ -142,6 +142,7 @@ def test_prompt_gives_context_but_no_text() -> None:
         (["b", "ab"], ["xab"], ["x"], "ab"),  # the earliest, not the first in the list
         (["aab"], ["aaab"], ["a"], "aab"),
         (["\n\n"], ["a\n", "\n"], ["a", ""], "\n\n"),
+        (["END", "STOP"], ["a E", "N", "S", "TO", "P"], ["a ", "", "EN", "", ""], "STOP"),
         ([], ["anything"], ["anything"], None),
     ],
 )

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 from kvmesh.core.types import Role
 from kvmesh.policy.pdserve import RatioReason
 from kvmesh.policy.ratio_monitor import RatioMonitor
@@ -35,17 +37,26 @@ def test_counts_say_the_same_as_times() -> None:
     assert ends[0].grow is Role.PREFILL
 
 
-def test_counts_over_any_time_continue_what_times_began() -> None:
-    """Ten requests per second as before, told every two seconds; then prefill takes five times."""
+@pytest.mark.parametrize(
+    ("prefill_s", "decode_s", "reason"),
+    [
+        (1.0, 3.0, RatioReason.STEADY),
+        (5.0, 3.0, RatioReason.PREFILL_GREW),
+        (1.0, 7.0, RatioReason.DECODE_GREW),
+    ],
+)
+def test_counts_over_any_time_continue_what_times_began(
+    prefill_s: float, decode_s: float, reason: RatioReason
+) -> None:
+    """Ten requests per second, counted every two seconds, after a window of timed ones."""
     monitor = RatioMonitor()
     monitor.note(1.0, 4.0)
     assert monitor.end_window(4, 4) is None
-    for prefill_s, reason in ((1.0, RatioReason.STEADY), (5.0, RatioReason.PREFILL_GREW)):
-        for _ in range(3):
-            monitor.observe(10 * prefill_s, 30.0, 20, 2.0)
-        step = monitor.end_window(4, 4)
-        assert step is not None
-        assert step.reason is reason
+    for _ in range(3):
+        monitor.observe(10 * prefill_s, 10 * decode_s, 20, 2.0)
+    step = monitor.end_window(4, 4)
+    assert step is not None
+    assert step.reason is reason
 
 
 def test_a_window_is_a_mean_over_all_its_requests() -> None:

@@ -44,6 +44,13 @@ class TestCopies:
         # 15 less each; then A and C meet at 52.5, and of the two A comes first by name.
         assert [(c.source, c.target) for c in copies] == [(B, C), (A, C), (B, A)]
 
+    def test_who_has_no_room_gets_no_copy(self) -> None:
+        loads = {A: 90.0, B: 30.0, C: 0.0}
+        copies = plan_copies([segment(60, A)], loads, fits=lambda _, worker: worker != C)
+        assert [c.target for c in copies] == [B]
+        assert plan_copies([segment(60, A)], loads, fits=lambda *_: False) == []
+        assert plan_copies([segment(60, A)], {}) == []
+
     def test_dead_holders_are_no_source(self) -> None:
         assert plan_copies([segment(60, WorkerId("dead"))], {A: 90.0, B: 0.0}) == []
 
