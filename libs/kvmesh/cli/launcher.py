@@ -265,7 +265,11 @@ class Launcher:
                 for name, member in self._members.items()
             ],
         }
-        write_description(self._paths.state, stack)
+        try:
+            write_description(self._paths.state, stack)
+        except OSError as error:  # a full disk: no reason to stop what serves
+            text = f"{self._paths.state}: {error.strerror}; other commands do not find this stack"
+            self._console.print(text, style="yellow", highlight=False, soft_wrap=True)
 
     def _greet(self) -> None:
         url = f"http://{self._plan.http}"

@@ -128,6 +128,15 @@ async def test_the_line_to_try_has_a_key_where_keys_are_asked_for(stack: Stack) 
     assert await running == 0
 
 
+async def test_a_stack_serves_where_its_description_cannot_be_written(stack: Stack) -> None:
+    (stack.folder / "stack.json").symlink_to("/dev/full")  # as a full disk
+    running = stack.launch(a=SERVICE)
+    await stack.until_said("stop: Ctrl-C")
+    assert "No space left" in stack.output.getvalue()
+    stack.stop.set()
+    assert await running == 0
+
+
 async def test_a_process_that_cannot_start(stack: Stack) -> None:
     code = await stack.launch(a=SERVICE, b="raise SystemExit('no such thing')")
     assert code == FAILED
