@@ -32,6 +32,8 @@ WORKER: Flags = {
     "engine.fake-token-bytes": TOKEN_BYTES,
     "engine.num-blocks": 256,
     "worker.stall-s": 1.0,
+    # The gateway's patience ends first: a transfer is to be seen under way before it is given up.
+    "worker.handoff-s": 3600.0,
 }
 FLAGS: dict[str, Flags] = {
     "scheduler": {

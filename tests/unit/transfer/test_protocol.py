@@ -244,6 +244,15 @@ def test_a_pull_outside_of_the_mapped_pool_is_refused(
     assert isinstance(machine.receive(PullFrame(2, CLAIM, (PullRun(0, 0, 1),))), Copy | Reply)
 
 
+@pytest.mark.parametrize("refusal", [None, STALE])
+def test_a_pull_that_was_answered_is_not_open_any_more(refusal: Refusal | None) -> None:
+    machine = _pulling(pool_blocks=8)
+    for transfer_id in range(1, protocol.MAX_OPEN_TRANSFERS + 2):
+        pull = PullFrame(transfer_id, CLAIM, (PullRun(0, 0, 1),))
+        assert machine.receive(pull) == Copy(pull)
+        machine.pull_answered(pull, refusal)
+
+
 def test_a_refused_pull_is_over() -> None:
     machine = _pulling(pool_blocks=8)
     pull = PullFrame(1, CLAIM, (PullRun(0, 0, 1),))
