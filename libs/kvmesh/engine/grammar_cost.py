@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from kvmesh.core.types import Structure, StructureKind
@@ -61,7 +61,7 @@ def _divisors(structure: Structure) -> Iterator[Decimal]:
         )
 
     decoder = json.JSONDecoder(
-        object_pairs_hook=note, parse_int=Decimal, parse_float=Decimal, parse_constant=Decimal
+        object_pairs_hook=note, parse_int=_number, parse_float=_number, parse_constant=_number
     )
     for start in _schemas(structure):
         try:
@@ -69,6 +69,13 @@ def _divisors(structure: Structure) -> Iterator[Decimal]:
         except (ValueError, RecursionError):
             continue  # the compiler says what is wrong with it
     yield from found
+
+
+def _number(text: str) -> Decimal:
+    try:
+        return Decimal(text)
+    except InvalidOperation:  # its exponent has more digits than a Decimal holds
+        return Decimal("Infinity")
 
 
 def _schemas(structure: Structure) -> Iterator[int]:

@@ -43,6 +43,8 @@ COSTLY = [
     schema(f'{{"type": "integer", "multipleOf": {"9" * 5000}}}'),
     schema('{"type": "number", "multipleOf": 3e999999999999999999}'),
     schema('{"type": "number", "multipleOf": Infinity}'),
+    schema('{"type": "number", "multipleOf": 3e-99999999999999999999}'),
+    schema(f'{{"minimum": 1e-99999999999999999999, "multipleOf": {LARGE}}}'),
     schema(f' {{"multipleOf": {LARGE}, "multipleOf": 2}}'),
     schema({"anyOf": [integer(900 + n) for n in range(20)]}),
     schema({"allOf": [{"$ref": "#/$defs/a"}, integer(997)], "$defs": {"a": integer(991)}}),
@@ -68,3 +70,6 @@ def test_what_is_no_json_is_left_to_the_compiler() -> None:
     assert divisor_problem(deep) == ""
     assert structure_problem(deep)
     assert divisor_problem(schema("{")) == ""
+    huge = schema('{"type": "number", "maximum": 1e99999999999999999999}')
+    assert divisor_problem(huge) == ""
+    assert structure_problem(huge)
