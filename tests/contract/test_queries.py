@@ -15,6 +15,7 @@ from kvmesh.core.details import ANSWER, ASK
 from kvmesh.core.errors import LostError, RefusedError
 from kvmesh.core.types import Endpoint, Refusal, RefusalReason
 from kvmesh.kv.handoff_types import WriteClaim
+from kvmesh.transfer import meters
 from kvmesh.transfer.asker import SHUN_S, Asker, Holder, RemoteBlocks
 from kvmesh.transfer.attend import ATTEND, AttendArguments, ClaimKind, decode_attend
 from kvmesh.transfer.channel_pool import SendOptions
@@ -147,6 +148,16 @@ async def test_questions_leave_within_the_budget_and_are_counted(kind: str, is_p
         assert (answered.frames, answered.bytes) == (2, 6 * ROW + 2 * 3 * HEADS * 4)
         assert answered.rtt_s > 0
         assert answered.pair_s > 0
+
+
+async def test_what_was_asked_is_counted_when_its_links_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(meters, "MAX_LINKS", 1)
+    async for asking in running(SendOptions(kinds=("tcp",)), ReceiveOptions(kinds=("tcp",))):
+        for layer in (0, 1):
+            await asyncio.to_thread(asking.attend, 3, layer)
+        assert asking.asker.sent_bytes == 2 * 3 * ROW
 
 
 async def test_a_question_that_waits_for_its_budget_ends_with_its_asker() -> None:

@@ -98,7 +98,9 @@ class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
         context: grpc.aio.ServicerContext[pb.LeaseBlocksRequest, pb.LeaseBlocksResponse],
     ) -> pb.LeaseBlocksResponse:
         """Holds the blocks with which a cached prefix can be resumed."""
-        outcome = self._lease(request, reader_of(request.reader_worker_id, context.peer()))
+        assert self.data_endpoint is not None, "the data server is not up"
+        here = self.data_endpoint.host
+        outcome = self._lease(request, reader_of(request.reader_worker_id, context.peer(), here))
         if isinstance(outcome, Refusal):
             log.debug(
                 "lease_refused",
@@ -240,7 +242,7 @@ class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
         assert self._table.statistics().num_reads == len(self._reads)
 
 
-def reader_of(worker_id: str, peer: str) -> str:
+def reader_of(worker_id: str, peer: str, here: str) -> str:
     """Whose leases are counted together: a name may be invented, the host of a connection not.
 
     Workers of another host share what one reader gets. Those of this host are told apart by their
@@ -249,6 +251,7 @@ def reader_of(worker_id: str, peer: str) -> str:
     Args:
         worker_id: what the reader calls itself.
         peer: of the call, as gRPC writes it: `ipv4:10.0.0.7:4711`, `ipv6:%5B::1%5D:4711`, `unix:`.
+        here: address that this worker gives to others; its neighbours come from there, too.
     """
     kind, _, address = peer.partition(":")
     if kind not in ("ipv4", "ipv6"):
@@ -258,4 +261,4 @@ def reader_of(worker_id: str, peer: str) -> str:
         is_here = ipaddress.ip_address(host.partition("%")[0]).is_loopback
     except ValueError:
         return worker_id
-    return worker_id if is_here else host
+    return worker_id if is_here or host == here.strip("[]") else host

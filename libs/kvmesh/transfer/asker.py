@@ -113,6 +113,7 @@ class Asker:
 
     Attributes:
         asked, lost: questions so far, and those without an answer.
+        sent_bytes: of questions, since start.
     """
 
     def __init__(
@@ -143,7 +144,7 @@ class Asker:
         # Held while the asking thread is in a line; `close` comes from another one.
         self._busy = threading.Lock()
         self._closed = False
-        self.asked = self.lost = 0
+        self.asked = self.lost = self.sent_bytes = 0
 
     def answers(self, peer: PeerKey) -> bool:
         """Whether a holder was neither lost nor busy just now, and computes what is like this."""
@@ -210,12 +211,6 @@ class Asker:
         meter.rtt_s = speed.round_trip_s
         meter.pair_s = speed.unit_s * work.pair_units * self.layout.num_layers
 
-    @property
-    def sent_bytes(self) -> int:
-        """Of questions, since start."""
-        links = list(self._meters.links.items())
-        return sum(meter.bytes for key, meter in links if key.channel == ASK)
-
     def statistics(self) -> TransferStatistics:
         """What was asked and answered, by holder; from any thread."""
         return TransferStatistics(len(self._lines), dict(self._meters.links))
@@ -268,6 +263,7 @@ class Asker:
         meter = self._meters.of(LinkKey(peer.worker_id, ASK, "sent"))
         meter.frames += 1
         meter.bytes += question.operands.nbytes
+        self.sent_bytes += question.operands.nbytes
 
     def _line(self, holder: Holder) -> QueryLine:
         key = (holder.peer, holder.data_endpoint)

@@ -203,7 +203,8 @@ class Pacer:
         while (ticket := self._queue.first()) is not None:
             with self._lock:
                 now = self._clock.now()
-                wait_s = self._bucket.delay(ticket.num_bytes, now)
+                # More than a burst is never there at once: it goes on credit, and others wait.
+                wait_s = self._bucket.delay(min(ticket.num_bytes, self.piece_bytes), now)
                 if wait_s == 0:
                     self._bucket.take(ticket.num_bytes, now)
             if wait_s > 0:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 
 _STALL_TICKS = 4
 
@@ -90,10 +91,23 @@ def is_starved(moved_bytes: int, left_bytes: int, window_s: float, patience_s: f
     return 0 < moved_bytes * patience_s < left_bytes * window_s
 
 
+@dataclass(slots=True, eq=False)
+class Rest:
+    """What is left of one thing under way; who moves it counts it down.
+
+    Attributes:
+        is_whole: it was under way when the window began.
+    """
+
+    num_bytes: int
+    is_whole: bool
+
+
 class PaceWatch:
     """Calls back when what is under way would take too long at the pace of the last window.
 
-    A link that starves lets some bytes through again and again, so that it never stalls.
+    A link that starves lets some bytes through again and again, so that it never stalls. Only what
+    was there for the whole window is judged: a link that had little to carry is not slow.
     """
 
     def __init__(
@@ -111,22 +125,22 @@ class PaceWatch:
         """
         self._window_s, self._patience_s = window_s, patience_s
         self._moved, self._on_starved = moved, on_starved
-        self._left_bytes = self._seen = 0
-        self._is_whole = True
+        self._under_way: set[Rest] = set()
+        self._seen = 0
         self._timer: asyncio.TimerHandle | None = None
 
-    def begin(self, num_bytes: int) -> None:
-        """So many more bytes are to move."""
-        if self._left_bytes == 0:
-            # A window that began before says nothing; to start it anew would cost a timer each.
-            self._is_whole = self._timer is None
-            if self._is_whole:
-                self._watch()
-        self._left_bytes += num_bytes
+    def begin(self, num_bytes: int) -> Rest:
+        """So many more bytes are to move, until `end`."""
+        # To start a window that runs anew would cost a timer each.
+        rest = Rest(num_bytes, is_whole=self._timer is None)
+        if rest.is_whole:
+            self._watch()
+        self._under_way.add(rest)
+        return rest
 
-    def end(self, num_bytes: int) -> None:
+    def end(self, rest: Rest) -> None:
         """They moved, or are not to move any more."""
-        self._left_bytes -= num_bytes
+        self._under_way.remove(rest)
 
     def close(self) -> None:
         """No more callbacks. May be called again."""
@@ -140,10 +154,12 @@ class PaceWatch:
 
     def _tick(self) -> None:
         self._timer = None
-        left, is_whole = self._left_bytes, self._is_whole
-        if left == 0:
+        if not self._under_way:
             return
-        came, self._is_whole = self._moved() - self._seen, True
+        left = sum(rest.num_bytes for rest in self._under_way if rest.is_whole)
+        came = self._moved() - self._seen
+        for rest in self._under_way:
+            rest.is_whole = True
         self._watch()
-        if is_whole and is_starved(came, left, self._window_s, self._patience_s):
+        if is_starved(came, left, self._window_s, self._patience_s):
             self._on_starved(f"{came} bytes in {self._window_s:g} s, {left} are left")

@@ -166,19 +166,20 @@ class TcpChannel:
             if isinstance(memory, StagingRing):
                 async with memory.views(piece, part, after, self) as views:
                     await self._send(reservation, piece, views, part, progress, width)
-                return
-            views = run_views(memory, piece, self._link.identity.layout.block_bytes, part)
-            await self._send(reservation, piece, views, part, progress, width)
+            else:
+                views = run_views(memory, piece, self._link.identity.layout.block_bytes, part)
+                await self._send(reservation, piece, views, part, progress, width)
+            rest.num_bytes -= num_blocks_of(piece) * block_bytes
 
         self._under_way.add(progress)
-        self._pace.begin(total)
+        rest = self._pace.begin(total)
         try:
             if total <= INLINE_BYTES:
                 await carry(pieces[0])
             else:
                 await carry_all(pieces, carry, self._options.lanes * _DEPTH)
         finally:
-            self._pace.end(total)
+            self._pace.end(rest)
             self._under_way.remove(progress)
 
     async def commit(self, reservation: Reservation, first_token_id: int, num_tokens: int) -> None:

@@ -133,6 +133,23 @@ async def test_who_waits_for_a_budget_goes_when_it_is_there_and_who_left_does_no
     assert pacer.is_idle
 
 
+async def test_more_than_a_burst_goes_on_credit() -> None:
+    clock, went = ManualClock(), list[str]()
+    pacer = Pacer(1e6, clock)
+    whole = pacer.piece_bytes
+
+    pacer.ask(5 * whole, Share.HANDOFF, lambda: went.append("large"))
+    assert went == ["large"]
+    late = pacer.ask(whole, Share.HANDOFF, lambda: went.append("late"))
+    clock.advance(4.9 * whole / 1e6)
+    pacer.withdraw(pacer.ask(1, Share.COPY, lambda: went.append("copy")))
+    assert went == ["large"]
+    clock.advance(0.2 * whole / 1e6)
+    pacer.withdraw(pacer.ask(1, Share.COPY, lambda: went.append("copy")))
+    assert went == ["large", "late"]
+    pacer.withdraw(late)
+
+
 def test_a_window_bounds_what_is_unanswered_but_lets_one_piece_through() -> None:
     window = CreditWindow(100)
     assert window.has_room(1000)
