@@ -19,17 +19,22 @@ import aiohttp
 from prometheus_client import CollectorRegistry
 
 from kvmesh.core.clock import SystemClock
-from kvmesh.core.types import Role, WorkerId
+from kvmesh.core.types import Role, WorkerId, WorkerLoad
 from kvmesh.engine.fake import FakeRunner
 from kvmesh.engine.protocol import SequenceChunk, StepResult
 from kvmesh.kv.hashing import chain_hashes, root_hash
 from kvmesh.metadata.redis_client import RedisConfig
 from kvmesh.runtime.app import ServerConfig, ServiceContext, serving
 from kvmesh.runtime.worker import Worker
-from kvmesh.runtime.worker_config import EngineSection, WorkerConfig, WorkerSection
+from kvmesh.runtime.worker_config import (
+    EngineSection,
+    FetchSection,
+    WorkerConfig,
+    WorkerSection,
+)
 from kvmesh.runtime.worker_metrics import WorkerMetrics
 from kvmesh.sim.trace import TRACE_BLOCK, TraceRequest
-from services.gateway.config import GatewayConfig, HttpConfig, ModelConfig
+from services.gateway.config import GatewayConfig, HttpConfig, LimitsConfig, ModelConfig
 from services.gateway.config import SchedulerConfig as SchedulerTargets
 from services.gateway.service import Gateway, start_gateway
 from services.kvmanager.config import KvManagerConfig, LimitConfig, PoolConfig
@@ -163,9 +168,18 @@ class LiveMesh:
         return fact
 
 
-def _counted(load: object) -> tuple[object, ...]:
-    names = ("prefill_active", "decode_running", "decode_reserved", "blocks_free")
-    return tuple(getattr(load, name) for name in names)
+def _counted(load: WorkerLoad) -> WorkerLoad:
+    """All that decisions read: one that is told late would count for another request."""
+    return WorkerLoad(
+        prefill_active=load.prefill_active,
+        decode_running=load.decode_running,
+        decode_reserved=load.decode_reserved,
+        decode_preempted=load.decode_preempted,
+        blocks_free=load.blocks_free,
+        draining=load.draining,
+        pending_tokens=load.pending_tokens,
+        sending_bytes=load.sending_bytes,
+    )
 
 
 async def _complete(
@@ -187,6 +201,9 @@ async def _complete(
 
 PATIENCE_S = 10.0
 """No step of a replay gives up on another one because the machine is busy."""
+
+LEASE_S = 60.0
+"""No lease ends during a replay."""
 
 
 def _kvmanager(server: ServerConfig, redis: RedisConfig) -> KvManagerConfig:
@@ -217,7 +234,7 @@ async def live_mesh(
             server=server,
             routing=RoutingConfig(policy=policy),
             planning=PlanningConfig(roles="off"),
-            fleet=FleetConfig(lease_s=60.0),
+            fleet=FleetConfig(lease_s=LEASE_S),
             kvmanager=KvManagerTarget(f"127.0.0.1:{kvmanager.port}", timeout_s=PATIENCE_S),
         )
         scheduler = await stack.enter_async_context(serving("scheduler", config, build_scheduler))
@@ -242,6 +259,7 @@ async def live_mesh(
             scheduler=SchedulerTargets(
                 targets=target, route_timeout_s=2 * PATIENCE_S, plans_ahead=0
             ),
+            limits=LimitsConfig(ttft_deadline_ms=60_000, stall_s=LEASE_S),
         )
         await stack.enter_async_context(serving("gateway", front, build_gateway))
         stack.callback(gate.set)
@@ -270,10 +288,15 @@ async def _worker(
         kvmanager_target=f"127.0.0.1:{kvmanager_port}",
         prefill_slots=plan.prefill_slots,
         decode_slots=plan.decode_slots,
-        lease_s=60.0,
+        lease_s=LEASE_S,
+        stall_s=PATIENCE_S,
     )
     engine = EngineSection(kind="fake", max_batch_tokens=4096)
-    config = replace(WorkerConfig(), worker=section, engine=engine, server=ServerConfig(port=0))
+    # What is not fetched in time is computed, and the simulator knows no such time.
+    fetch = FetchSection(timeout_s=2 * PATIENCE_S, stall_s=PATIENCE_S, lease_s=LEASE_S)
+    config = replace(
+        WorkerConfig(), worker=section, engine=engine, fetch=fetch, server=ServerConfig(port=0)
+    )
 
     async def build(config: WorkerConfig, context: ServiceContext) -> None:
         runner = GatedRunner(gate)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import random
 import uuid
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ import pytest
 from kvmesh.core.config import environment
 from kvmesh.core.types import RequestId, WorkerId
 from kvmesh.metadata.redis_client import RedisConfig
-from kvmesh.policy import composition, gathering, joint
+from kvmesh.policy import composition, gathering, joint, routing
 from kvmesh.policy.connections import Connections
 from kvmesh.policy.curves import Quadratic
 from kvmesh.policy.explain import CandidateFacts, DecisionFacts, describe_decision
@@ -73,6 +74,9 @@ def decided(monkeypatch: pytest.MonkeyPatch) -> Decisions:
             kept.append(describe_decision(ask.view, ask.query, plan, policy.route, offload))
         return made
 
+    # How long ago a live worker reported is this machine's, too.
+    for policies in (routing, joint):
+        monkeypatch.setattr(policies, "SILENT_AFTER_S", math.inf)
     for module in (router, simulation):
         monkeypatch.setattr(module, "decide_route", decide)
         monkeypatch.setattr(module, "decide_jointly", decide_jointly)

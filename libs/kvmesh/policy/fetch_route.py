@@ -26,12 +26,16 @@ def weigh_fetches(
     readable: Sequence[Standing],
     pace: FetchPace,
     rng: random.Random,
+    *,
+    apart: bool = True,
 ) -> None:
     """Lets workers that hold less of the prompt than others bring the rest, where that is sooner.
 
     Args:
         standings: all of one layout; those that fetch are sooner afterwards.
         readable: of these, workers that answer.
+        apart: the prompt may be decoded by another worker than the one that computes it, and be
+            asked about there; else nobody asks.
     """
     longest = max([each.cached_tokens for each in readable], default=0)
     if not longest:
@@ -49,7 +53,7 @@ def weigh_fetches(
         else:
             if holder is None:  # most requests need none, and drawing one takes its time
                 holders = [one for one in readable if one.cached_tokens == longest]
-                holder = _Holder(choose_holder(holders, _load, rng), pace)
+                holder = _Holder(choose_holder(holders, _load, rng), pace, apart=apart)
             holder.weigh_for(each, missing)
 
 
@@ -58,7 +62,7 @@ class _Holder:
 
     __slots__ = ("_ask", "_between", "_cluster", "_inside", "_overhead", "_queued", "_source")
 
-    def __init__(self, standing: Standing, pace: FetchPace) -> None:
+    def __init__(self, standing: Standing, pace: FetchPace, *, apart: bool) -> None:
         info = standing.worker.info
         num_blocks = standing.cached_tokens // info.layout.block_size
         self._source = PrefixSource(
@@ -70,7 +74,7 @@ class _Holder:
         self._inside = pace.share(inside=True)
         self._between = pace.share(inside=False)
         # What a decode worker holds stays there, if the prompt comes to be decoded there.
-        may_decode = info.role is not Role.PREFILL and not standing.decode_full
+        may_decode = apart and info.role is not Role.PREFILL and not standing.decode_full
         self._ask = pace.ask_tokens if may_decode and pace.ask_chunk_s else None
 
     def weigh_for(self, each: Standing, missing: int) -> None:

@@ -307,7 +307,7 @@ def _settled(
 def _standing(seat: Seat, query: RouteQuery) -> Standing:
     candidate = seat.candidate
     standing = Standing(seat.worker, query, candidate.cached_tokens, 0, candidate.saved_tokens)
-    standing.source = candidate.source
+    standing.source, standing.fetch = candidate.source, candidate.fetch
     return standing
 
 

@@ -55,12 +55,13 @@ class PathMeter:
             info = worker.info
             self._token_bytes = info.layout.block_bytes / info.layout.block_size
             for link in worker.detail.links:
-                if link.channel == ANSWER and link.peer in clusters and link.rtt_s:
+                same = clusters.get(link.peer) == info.cluster
+                # Routes price questions within a cluster only: a far answer says nothing of those.
+                if link.channel == ANSWER and same and link.rtt_s:
                     asked.append((link.rtt_s * info.layout.num_layers, link.pair_s))
                 name = (info.worker_id, info.incarnation, link.peer, link.channel)
                 self._seen[name] = (link.bytes_total, link.busy_s)
                 if link.peer in clusters and link.channel not in (ASK, ANSWER):
-                    same = clusters[link.peer] == info.cluster
                     self._add(self._inside if same else self._between, link, before.get(name))
 
         # The middle one: which holder a route will find is not known here.

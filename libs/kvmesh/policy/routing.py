@@ -171,14 +171,18 @@ def plan_route(
         return _nobody(query, by_id)
     call = _Call(view, query, matches, now, rng, policy)
     seats = _take_seats(call, able)
+    all_hybrid = query.placement is Placement.AUTO and all(
+        each.info.role is Role.HYBRID for each in able
+    )
     if policy.fetches and matches:
+        apart = query.placement is not Placement.AGGREGATED and not all_hybrid
         for layout in range(len(call.layouts)):
             members = _of_layout(call, seats, layout)
             holders = [seat for seat in members if not seat.silent]
-            weigh_fetches(members, holders, view.pace, rng)
+            weigh_fetches(members, holders, view.pace, rng, apart=apart)
     if query.placement is Placement.AGGREGATED:
         return _plan_aggregated(call, seats, RouteCause.ASKED, "asked for")
-    if query.placement is Placement.AUTO and all(each.info.role is Role.HYBRID for each in able):
+    if all_hybrid:
         # Nobody's role asks for them to be apart, so which side each would take does not matter.
         return _plan_aggregated(call, seats, RouteCause.NO_PAIR, why_aggregated(able))
     sides = _split_sides(call, seats)

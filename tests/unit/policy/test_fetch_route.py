@@ -94,6 +94,18 @@ def test_a_prefix_that_a_prefill_worker_holds_is_not_asked_for() -> None:
     assert [each.fetch for each in made.prefill if each.worker_id == "b"] == [FetchReason.SLOW]
 
 
+def test_who_decodes_what_it_computes_asks_nobody() -> None:
+    held = {"b": BLOCKS - 2}
+    hybrids = pending("a", 0, role=Role.HYBRID), pending("b", 90_000, role=Role.HYBRID)
+    pair = pending("a", 0), worker("b", Role.DECODE, decode_running=5)
+    together = dataclasses.replace(query(LONG), placement=Placement.AGGREGATED)
+    for workers, asked in ((hybrids, query(LONG)), (pair, together)):
+        made = plan(*workers, held=held, asked=asked, pace=ASKED)
+        assert made.placement is Placement.AGGREGATED
+        [found] = [each for each in made.prefill if each.worker_id == "a"]
+        assert (found.fetch, found.saved_tokens) == (FetchReason.SLOW, 0.0)
+
+
 def test_an_idle_holder_computes_itself() -> None:
     made = plan(pending("a", 0), pending("b", 0), DECODE, held={"a": BLOCKS})
     assert made.prefill[0].worker_id == "a"

@@ -79,3 +79,14 @@ def test_questions_are_as_quick_as_the_middle_one_of_those_measured() -> None:
     assert pace.ask_pair_s == pytest.approx(0.006)
     meter.observe([seen("b")])
     assert meter.pace(0.5).ask_chunk_s == 0.0
+
+
+def test_far_questions_say_nothing_of_those_within_a_cluster() -> None:
+    meter = PathMeter()
+    links = (
+        LinkDetail(WorkerId("b"), ANSWER, rtt_s=0.001, pair_s=0.002),
+        LinkDetail(WorkerId("c"), ANSWER, rtt_s=0.5, pair_s=0.3),
+    )
+    asker = dataclasses.replace(seen("a"), detail=WorkerDetail(links=links))
+    meter.observe([asker, seen("b"), seen("c", cluster="west")])
+    assert meter.pace(0.5).ask_chunk_s == pytest.approx(0.001 * LAYOUT.num_layers)
