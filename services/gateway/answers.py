@@ -157,11 +157,15 @@ class Answer:
         """
         self._sink = sink
         self._lane = TokenLane() if self._is_plain and sink.writer is not None else None
-        async with aclosing(self._deltas(self._lane)) as deltas:
-            # A client may go away between two chunks, before its handler is cancelled: that is no
-            # error, and leaving the block cancels the work.
-            with contextlib.suppress(ConnectionResetError):
-                await self._send_all(sink, deltas)
+        try:
+            async with aclosing(self._deltas(self._lane)) as deltas:
+                # A client may go away between two chunks, before its handler is cancelled: that is
+                # no error, and leaving the block cancels the work.
+                with contextlib.suppress(ConnectionResetError):
+                    await self._send_all(sink, deltas)
+        finally:
+            if self._lane is not None:
+                self._lane.close()  # it knows this answer: a circle that only a collection frees
 
     async def _send_all(self, sink: EventSink, deltas: AsyncGenerator[TextDelta, None]) -> None:
         ending = b""

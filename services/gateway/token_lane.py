@@ -93,8 +93,9 @@ class TokenLane:
 
     def placed(self, where: Placed) -> None:
         """Says where the choice runs, while a worker has it and nothing came yet."""
-        if self.on_placed is not None:
-            self.on_placed(self, where)
+        told, self.on_placed = self.on_placed, None
+        if told is not None:
+            told(self, where)
 
     def prepare(
         self,
@@ -142,7 +143,7 @@ class TokenLane:
 
     def close(self) -> None:
         """Lets no more through. May be called again."""
-        self._writer = self._opening = None
+        self._writer = self._opening = self.on_placed = None
 
     def push(self, token_ids: Sequence[int], now: float) -> bool:
         """Sends the text of the next tokens.

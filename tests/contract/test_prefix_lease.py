@@ -22,6 +22,7 @@ from kvmesh.runtime.fetch_result import FetchOptions, FetchOutcome, FetchResult
 from kvmesh.runtime.worker import Worker
 from kvmesh.runtime.worker_config import EngineSection, FetchSection, WorkerSection
 from kvmesh.transfer.frames import BlockRun, GetFrame
+from kvmesh.transfer.reader import ReadLease
 from kvmesh.v1 import kv_pool_service_pb2 as pb
 from tests.faulty_link import Faults, faulty_link
 from tests.transfer_pair import until
@@ -413,6 +414,43 @@ async def test_a_fetch_that_takes_too_long_is_given_up(pair: Pair) -> None:
         pair.reader.fetcher._options = FetchOptions(timeout_s=0.1)
         result = await pair.fetch()
         assert (result.outcome, result.num_blocks) == (FetchOutcome.TIMEOUT, 1)
+        assert (await pair.fetch()).outcome is FetchOutcome.SHUNNED, "it brought nothing"
+
+
+async def test_a_copy_that_is_late_keeps_no_request_from_its_holder(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies go last within a holder's budget: their pace says nothing of the holder."""
+    fetcher = pair.reader.fetcher
+    monkeypatch.setattr(prefix_fetch, "FIRST_SLICE_BYTES", 1)
+    read, num_reads = fetcher._reader.get, 0
+
+    async def read_once(lease: ReadLease, runs: list[BlockRun], into: list[memoryview]) -> None:
+        nonlocal num_reads
+        num_reads += 1
+        if num_reads == 2:
+            raise TimeoutError  # as the time for a fetch does when it is over
+        await read(lease, runs, into)
+
+    monkeypatch.setattr(fetcher._reader, "get", read_once)
+    late = await pair.fetch()
+    assert (late.outcome, late.num_blocks) == (FetchOutcome.TIMEOUT, 1)
+    assert (await pair.fetch()).outcome is FetchOutcome.FETCHED
+
+
+async def test_a_copy_is_read_in_slices_that_are_soon_here(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, read = list[int](), pair.reader.fetcher._reader.get
+
+    async def noted(lease: ReadLease, runs: list[BlockRun], into: list[memoryview]) -> None:
+        sizes.append(runs[0].count)
+        await read(lease, runs, into)
+
+    monkeypatch.setattr(pair.reader.fetcher._reader, "get", noted)
+    monkeypatch.setattr(prefix_fetch, "COPY_SLICE_BYTES", pair.reader.core.spec.layout.block_bytes)
+    assert (await pair.fetch()).num_blocks == len(HASHES)
+    assert sizes == [1] * len(HASHES)
 
 
 async def test_what_arrived_before_a_loss_counts(

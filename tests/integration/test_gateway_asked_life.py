@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from kvmesh.core.types import (
     RouteQuery,
     WorkerId,
 )
+from services.gateway.answers import Answer
 from services.gateway.routing import Router
 from services.gateway.short_life import ShortLife
 from tests.integration.gateway_fake_worker import MODEL, Behaviour
@@ -164,3 +166,30 @@ async def test_without_a_scheduler_the_last_view_serves(stack: Stack) -> None:
     await stack.mesh.stop_scheduler()
     assert await ask(stack) == SAYS
     await stack.idle()
+
+
+@pytest.mark.parametrize("placement", [Placement.AGGREGATED, Placement.DISAGGREGATED])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_what_an_answer_held_is_free_when_it_ends(
+    stack: Stack, placement: Placement, stream: bool
+) -> None:
+    """Without a collection of garbage: prompts and texts of seconds would lie around until it."""
+    stack.mesh.placement = placement
+
+    def num_answers() -> int:
+        return sum(isinstance(each, Answer) for each in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    try:
+        if stream:
+            assert await ask(stack) == SAYS
+        else:
+            await stack.client.chat.completions.create(**CHAT)
+        await stack.mesh.until(lambda: num_answers() == 0)
+        stack.mesh.refuse_routes = Refusal(RefusalReason.TOO_LONG, "too long for all")
+        with pytest.raises(openai.BadRequestError):
+            await stack.client.chat.completions.create(**CHAT, stream=stream)
+        await stack.mesh.until(lambda: num_answers() == 0)
+    finally:
+        gc.enable()

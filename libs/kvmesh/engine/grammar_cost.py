@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from kvmesh.core.types import Structure, StructureKind
@@ -18,18 +18,27 @@ from kvmesh.core.types import Structure, StructureKind
 MAX_REMAINDERS = 100_000
 """Most states of all divisors together: about a second. A day has 86,400 seconds."""
 
+_MEETING = frozenset(
+    {"$ref", "$dynamicRef", "$recursiveRef", "allOf", "anyOf", "oneOf", "not", "if", "then", "else"}
+    | {"patternProperties", "additionalProperties", "unevaluatedProperties", "additionalItems"}
+    | {"unevaluatedItems", "dependentSchemas", "contains", "propertyNames"}
+)
+"""What may have one number fall under two divisors; without any, each has its own place."""
+
 _INLINE = re.compile(r"%json\s*")
 
 
 def divisor_problem(structure: Structure) -> str:
     """Why the divisors of a structure are too many or too large; empty if they are not."""
-    product = 1
-    for divisor in set(_divisors(structure)):
-        product *= _remainders(divisor)
-        if product > MAX_REMAINDERS:
+    divisors, names = _found(structure)
+    apart = structure.kind is StructureKind.JSON_SCHEMA and names.isdisjoint(_MEETING)
+    states = 0 if apart else 1
+    for divisor in set(divisors):
+        states = states + _remainders(divisor) if apart else states * _remainders(divisor)
+        if states > MAX_REMAINDERS:
             return (
-                f"multipleOf: the product of all divisors must be at most {MAX_REMAINDERS}, "
-                "without their decimal point"
+                f"multipleOf: the {'sum' if apart else 'product'} of all divisors must be at most "
+                f"{MAX_REMAINDERS}, without their decimal point"
             )
     return ""
 
@@ -51,24 +60,33 @@ def _remainders(divisor: Decimal) -> int:
     return int(text or "1") * zeros
 
 
-def _divisors(structure: Structure) -> Iterator[Decimal]:
-    """All of them, also those that a later one with the same name hides."""
+def _found(structure: Structure) -> tuple[list[Decimal], set[str]]:
+    """All divisors, also those that a later one with the same name hides, and all names."""
     found: list[Decimal] = []
+    names: set[str] = set()
 
     def note(pairs: list[tuple[str, Any]]) -> None:
+        names.update(name for name, value in pairs if not isinstance(value, bool))
         found.extend(
             value for name, value in pairs if name == "multipleOf" and isinstance(value, Decimal)
         )
 
     decoder = json.JSONDecoder(
-        object_pairs_hook=note, parse_int=Decimal, parse_float=Decimal, parse_constant=Decimal
+        object_pairs_hook=note, parse_int=_number, parse_float=_number, parse_constant=_number
     )
     for start in _schemas(structure):
         try:
             decoder.raw_decode(structure.text, start)
         except (ValueError, RecursionError):
             continue  # the compiler says what is wrong with it
-    yield from found
+    return found, names
+
+
+def _number(text: str) -> Decimal:
+    try:
+        return Decimal(text)
+    except InvalidOperation:  # its exponent has more digits than a Decimal holds
+        return Decimal("Infinity")
 
 
 def _schemas(structure: Structure) -> Iterator[int]:

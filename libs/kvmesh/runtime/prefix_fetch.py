@@ -47,6 +47,10 @@ FIRST_SLICE_BYTES = 2 << 20
 """The first slice, and each one is twice the one before: a link on which a fetch runs out of time
 has shown its pace by then, so that routes know that it does not pay."""
 
+COPY_SLICE_BYTES = 4 << 20
+"""Most of what nobody waits for: between two slices it gives way, and a large one is long under way
+at the pace of a copy."""
+
 SHUN_S = 5.0
 """A holder that was lost is not asked again for this long: by then routes know, or it is back."""
 
@@ -184,7 +188,10 @@ class PrefixFetcher:
                         break
         except TimeoutError:
             fetch.outcome = FetchOutcome.TIMEOUT
-            if fetch.leads and not waited:
+            # A copy that came forward is slow because all others go before it, at a holder that is
+            # well; one that requests are not to be kept from.
+            is_late_copy = fetch.is_planned and fetch.num_fetched > 0
+            if fetch.leads and not waited and not is_late_copy:
                 log.warning("fetch_timed_out", holder=source.worker_id)
                 self._shun(source)
         return fetch
@@ -307,8 +314,8 @@ class PrefixFetcher:
                     raise LostError(text)
                 # Of other layouts nothing counts before all of it is here.
                 may_give_way = is_planned and self._core.spec.groups.is_plain
-                gives_way = (lambda: flight.is_wanted) if may_give_way else (lambda: False)
-                await self._read(lease_of(message), fill, blocks, meter, gives_way)
+                way = flight if may_give_way else None
+                await self._read(lease_of(message), fill, blocks, meter, way)
             finally:
                 meter.end(num_bytes, self._clock.now())
             meter.frames += 1
@@ -322,10 +329,15 @@ class PrefixFetcher:
         fill: PrefixFill,
         blocks: Sequence[int],
         meter: LinkMeter,
-        gives_way: Callable[[], bool],
+        way: Flight | None,
     ) -> None:
-        """Slice by slice, into blocks that are open for it; they are closed in any case."""
+        """Slice by slice, into blocks that are open for it; they are closed in any case.
+
+        Args:
+            way: given to whoever wants it; None: to nobody.
+        """
         most = SLICE_BYTES if self._staging is None else self._staging.piece_bytes
+        most = most if way is None else min(most, COPY_SLICE_BYTES)
         size = min(FIRST_SLICE_BYTES, most)
         num_filled = 0
         try:
@@ -337,7 +349,7 @@ class PrefixFetcher:
                 num_filled += len(chosen)
                 meter.bytes += len(chosen) * self._block_bytes
                 size = min(2 * size, most)
-                if num_filled < len(blocks) and gives_way():
+                if num_filled < len(blocks) and way is not None and way.is_wanted:
                     raise _GiveWayError
         finally:
             fill.close(num_filled)

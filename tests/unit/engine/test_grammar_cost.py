@@ -25,6 +25,8 @@ def lark(text: str) -> Structure:
 
 LARGE = 9_999_991
 
+FIELDS = {name: integer(divisor) for name, divisor in zip("abcd", (25, 60, 97, 991), strict=True)}
+
 USUAL = [
     schema(integer(86_400)),
     schema(integer(10**9)),
@@ -32,6 +34,7 @@ USUAL = [
     schema({"type": "number", "multipleOf": 1e-6}),
     schema({"properties": {name: integer(60) for name in "abcdefgh"}}),
     schema({"properties": {"a": integer(5), "b": integer(1024), "c": integer(12)}}),
+    schema({"properties": FIELDS, "additionalProperties": False}),
     schema({"properties": {"multipleOf": {"type": "string"}}, "title": "multipleOf"}),
     lark(f'start: "multipleOf: {LARGE}"'),
     Structure(StructureKind.REGEX, "[0-9]+"),
@@ -43,8 +46,14 @@ COSTLY = [
     schema(f'{{"type": "integer", "multipleOf": {"9" * 5000}}}'),
     schema('{"type": "number", "multipleOf": 3e999999999999999999}'),
     schema('{"type": "number", "multipleOf": Infinity}'),
+    schema('{"type": "number", "multipleOf": 3e-99999999999999999999}'),
+    schema(f'{{"minimum": 1e-99999999999999999999, "multipleOf": {LARGE}}}'),
     schema(f' {{"multipleOf": {LARGE}, "multipleOf": 2}}'),
     schema({"anyOf": [integer(900 + n) for n in range(20)]}),
+    schema({"properties": FIELDS, "additionalProperties": integer(7)}),
+    schema({"properties": {**FIELDS, "e": {"anyOf": [integer(7), {"type": "null"}]}}}),
+    schema({"properties": {name: integer(60_000 + n) for n, name in enumerate("ab")}}),
+    lark("\n".join(f"{name}: %json {json.dumps(each)}" for name, each in FIELDS.items())),
     schema({"allOf": [{"$ref": "#/$defs/a"}, integer(997)], "$defs": {"a": integer(991)}}),
     lark(f'start: %json\n {{"type": "integer", "multiple\\u004ff": {LARGE}}}'),
     lark(f'start: %lark {{\nstart: %json {{"type": "integer", "multipleOf": {LARGE}}}\n}}'),
@@ -68,3 +77,6 @@ def test_what_is_no_json_is_left_to_the_compiler() -> None:
     assert divisor_problem(deep) == ""
     assert structure_problem(deep)
     assert divisor_problem(schema("{")) == ""
+    huge = schema('{"type": "number", "maximum": 1e99999999999999999999}')
+    assert divisor_problem(huge) == ""
+    assert structure_problem(huge)
