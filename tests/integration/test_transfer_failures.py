@@ -18,6 +18,7 @@ from kvmesh.transfer.data_server import ReceiveOptions
 from kvmesh.transfer.frames import Checksum
 from kvmesh.transfer.local_channel import LocalHub
 from kvmesh.transfer.memory import create_shared
+from kvmesh.transfer.stall import PaceWatch, Rest
 from tests.faulty_link import Faults, faulty_link
 from tests.transfer_pair import (
     BLOCK,
@@ -98,6 +99,21 @@ async def test_a_link_that_starves_a_transfer_is_given_up() -> None:
             await put_through(pair, Faults(bytes_per_s=1e6), whole(NUM_BLOCKS))
         assert pair.sent.resumed == 0, "another connection would be no faster"
         assert pair.sent.queued_bytes == 0
+
+
+async def test_what_was_acknowledged_counts_no_longer_as_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    left, end = list[int](), PaceWatch.end
+
+    def noted(watch: PaceWatch, rest: Rest) -> None:
+        left.append(rest.num_bytes)
+        end(watch, rest)
+
+    monkeypatch.setattr(PaceWatch, "end", noted)
+    async with running_pair(TCP) as pair:
+        await put_through(pair, Faults(), whole(NUM_BLOCKS))
+    assert left == [0]
 
 
 @pytest.mark.parametrize("faults", [Faults(delay_s=0.003), Faults(bytes_per_s=60e6)])
