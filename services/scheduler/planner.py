@@ -249,7 +249,9 @@ class Planner:
             signal = scale_signal(cycle.fleet, cycle.regime, before, now)
             self._scale[model, cluster] = signal
             self._note_scale(model, cluster, signal)
-        self._told &= wanted
+        # What other models' workers were told stands: this cycle was not about them.
+        names = {each.info.worker_id for each in workers}
+        self._told = {each for each in self._told if each[0] not in names or each in wanted}
 
     def _switch(self, switch: Switch, *, may_order: bool) -> bool:
         reason = switch.reason.name.lower()

@@ -91,7 +91,7 @@ class FetchReason(enum.Enum):
     FETCH = "fetch"
     """What it lacks is here before it would be computed."""
     ASK = "ask"
-    """What it lacks is with a worker that may decode, and is asked for there sooner still."""
+    """What it lacks is with the worker that is to decode, and is asked for there sooner still."""
 
 
 class Role(enum.Enum):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kvmesh.core.types import FetchReason, PrefixSource, Role
 from kvmesh.policy.prefix_source import (
@@ -18,7 +19,28 @@ from kvmesh.policy.prefix_source import (
     choose_holder,
     saved_tokens,
 )
-from kvmesh.policy.ranking import Standing
+from kvmesh.policy.ranking import RankFunction, Standing
+
+
+@dataclass(frozen=True, slots=True)
+class Decoders:
+    """Says where a prompt that is computed elsewhere is decoded: only there it can be asked about.
+
+    Attributes:
+        standings: of all that may be tried to decode it before others.
+        rank: of the policy; the smallest of a cluster is tried first.
+    """
+
+    standings: Sequence[Standing]
+    rank: RankFunction
+
+    def is_first(self, standing: Standing) -> bool:
+        """Whether a prompt of its cluster comes to it."""
+        if standing.decode_full or standing not in self.standings:
+            return False
+        cluster = standing.worker.info.cluster
+        beside = [each for each in self.standings if each.worker.info.cluster == cluster]
+        return self.rank(standing) <= min(map(self.rank, beside))
 
 
 def weigh_fetches(
@@ -26,16 +48,14 @@ def weigh_fetches(
     readable: Sequence[Standing],
     pace: FetchPace,
     rng: random.Random,
-    *,
-    apart: bool = True,
+    decoders: Decoders | None = None,
 ) -> None:
     """Lets workers that hold less of the prompt than others bring the rest, where that is sooner.
 
     Args:
         standings: all of one layout; those that fetch are sooner afterwards.
         readable: of these, workers that answer.
-        apart: the prompt may be decoded by another worker than the one that computes it, and be
-            asked about there; else nobody asks.
+        decoders: see there; None where who computes a prompt decodes it, and asks nobody.
     """
     longest = max([each.cached_tokens for each in readable], default=0)
     if not longest:
@@ -53,7 +73,7 @@ def weigh_fetches(
         else:
             if holder is None:  # most requests need none, and drawing one takes its time
                 holders = [one for one in readable if one.cached_tokens == longest]
-                holder = _Holder(choose_holder(holders, _load, rng), pace, apart=apart)
+                holder = _Holder(choose_holder(holders, _load, rng), pace, decoders)
             holder.weigh_for(each, missing)
 
 
@@ -62,7 +82,7 @@ class _Holder:
 
     __slots__ = ("_ask", "_between", "_cluster", "_inside", "_overhead", "_queued", "_source")
 
-    def __init__(self, standing: Standing, pace: FetchPace, *, apart: bool) -> None:
+    def __init__(self, standing: Standing, pace: FetchPace, decoders: Decoders | None) -> None:
         info = standing.worker.info
         num_blocks = standing.cached_tokens // info.layout.block_size
         self._source = PrefixSource(
@@ -74,8 +94,8 @@ class _Holder:
         self._inside = pace.share(inside=True)
         self._between = pace.share(inside=False)
         # What a decode worker holds stays there, if the prompt comes to be decoded there.
-        may_decode = apart and info.role is not Role.PREFILL and not standing.decode_full
-        self._ask = pace.ask_tokens if may_decode and pace.ask_chunk_s else None
+        asked = pace.ask_chunk_s and decoders is not None and decoders.is_first(standing)
+        self._ask = pace.ask_tokens if asked else None
 
     def weigh_for(self, each: Standing, missing: int) -> None:
         """Lets a worker fetch `missing` tokens, or not."""

@@ -15,6 +15,7 @@ from operator import attrgetter
 from kvmesh.core.details import FleetWorker
 from kvmesh.core.types import (
     Candidate,
+    FetchReason,
     KvLayout,
     Placement,
     Refusal,
@@ -26,7 +27,7 @@ from kvmesh.core.types import (
     WorkerId,
     WorkerLoad,
 )
-from kvmesh.policy.fetch_route import fetch_words, weigh_fetches
+from kvmesh.policy.fetch_route import Decoders, fetch_words, weigh_fetches
 from kvmesh.policy.holders import held_by
 from kvmesh.policy.ranking import (
     CACHE_LOAD,
@@ -119,6 +120,11 @@ def _of_layout(call: _Call, seats: list[_Seat], layout: int) -> list[_Seat]:
     return [seat for seat in seats if seat.layout == layout]
 
 
+def _decoders(seats: list[_Seat], policy: RoutePolicy) -> Decoders:
+    able = [s for s in seats if s.worker.info.role is not Role.PREFILL and _is_in_favour(s)]
+    return Decoders(able, policy.decode)
+
+
 def _layout_number(known: list[KvLayout], layout: KvLayout) -> int:
     for number, each in enumerate(known):
         if each is layout or each == layout:
@@ -179,7 +185,8 @@ def plan_route(
         for layout in range(len(call.layouts)):
             members = _of_layout(call, seats, layout)
             holders = [seat for seat in members if not seat.silent]
-            weigh_fetches(members, holders, view.pace, rng, apart=apart)
+            decoders = _decoders(members, policy) if apart and view.pace.ask_chunk_s else None
+            weigh_fetches(members, holders, view.pace, rng, decoders)
     if query.placement is Placement.AGGREGATED:
         return _plan_aggregated(call, seats, RouteCause.ASKED, "asked for")
     if all_hybrid:
@@ -390,7 +397,11 @@ def _plan_help(call: _Call, sides: _Sides) -> RoutePlan | None:
     helpers = [
         seat
         for seat in sides.decode
-        if cost(seat) * HELP_SLOWDOWN < latest and seat.may_help_prefill and _is_in_favour(seat)
+        if cost(seat) * HELP_SLOWDOWN < latest
+        and seat.may_help_prefill
+        and _is_in_favour(seat)
+        # A hybrid's cost may count on asking whoever decodes: that would be itself.
+        and seat.fetch is not FetchReason.ASK
     ]
     if not helpers:
         return None

@@ -83,6 +83,20 @@ def test_a_prefix_that_a_decode_worker_holds_is_asked_for_where_that_is_quickest
         assert plan(*workers, held=held, pace=pace).prefill[0].fetch is FetchReason.SLOW
 
 
+def test_nobody_asks_where_the_prompt_is_not_decoded() -> None:
+    """An idle worker decodes it; the price of a question that is not asked would be made up."""
+    holder, idle = worker("d", Role.DECODE, decode_running=5), worker("e", Role.DECODE)
+    held = {"d": BLOCKS - 2}
+    made = plan(pending("a", 0), holder, idle, held=held, pace=ASKED)
+    [first] = [each for each in made.prefill if each.worker_id != "d"]
+    assert (first.fetch, first.saved_tokens) == (FetchReason.SLOW, 0.0)
+    refused = dataclasses.replace(query(LONG), avoid=frozenset({WorkerId("d")}))
+    other = worker("e", Role.DECODE, decode_running=6)
+    made = plan(pending("a", 0), holder, other, held=held, asked=refused, pace=ASKED)
+    assert made.decode[0].worker_id == "e"
+    assert made.prefill[0].fetch is FetchReason.SLOW
+
+
 def test_a_prefix_in_another_cluster_is_not_asked_for() -> None:
     far = worker("e", Role.DECODE, decode_running=5, cluster="west")
     made = plan(pending("a", 0), DECODE, far, held={"e": BLOCKS - 2}, pace=ASKED)
@@ -104,6 +118,13 @@ def test_who_decodes_what_it_computes_asks_nobody() -> None:
         assert made.placement is Placement.AGGREGATED
         [found] = [each for each in made.prefill if each.worker_id == "a"]
         assert (found.fetch, found.saved_tokens) == (FetchReason.SLOW, 0.0)
+
+
+def test_a_hybrid_helps_with_no_prefix_that_it_would_have_to_ask_for() -> None:
+    late, hybrid = pending("a", 9000), pending("c", 0, role=Role.HYBRID, decode_running=4)
+    holder = worker("b", Role.DECODE, decode_running=5)
+    made = plan(late, holder, hybrid, held={"b": BLOCKS - 20}, pace=ASKED)
+    assert (made.placement, made.prefill[0].worker_id) != (Placement.AGGREGATED, "c")
 
 
 def test_an_idle_holder_computes_itself() -> None:

@@ -95,6 +95,12 @@ class TestRoles:
         (entry,) = mesh.fleet_log("switch")
         assert entry["outcome"] == "recommended"
 
+    async def test_a_recommendation_is_told_once_beside_another_model(self) -> None:
+        mesh = pairs(changes=RoleChanges.RECOMMEND)
+        mesh.join(worker_info("q0", model="n"), worker_info("q1", Role.DECODE, model="n"))
+        await overload(mesh, may_order=False)
+        assert len(mesh.fleet_log("switch")) == 1
+
     async def test_off_decides_nothing(self) -> None:
         mesh = pairs(changes=RoleChanges.OFF)
         await overload(mesh)
