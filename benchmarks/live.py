@@ -32,6 +32,7 @@ times in milliseconds; `good` is the share of requests that were served within b
  load
 - rounds: each has a load of its own that all systems of the part get, in turning order; their
  ratios are medians of those of each round, and the row `all` is min / median / max
+ (PrfaaS: all-local and all-remote have the first round only, and are compared within it)
 - two parts run at a time, with meshes of their own: engines sleep most of their steps
 - recovered: from the kill to the last arrival that was refused or late; the substitute is started
  at once""".replace("\n ", " ").split("\n- ")
