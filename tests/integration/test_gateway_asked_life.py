@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import weakref
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -54,7 +55,7 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @pytest.fixture
 async def stack(tmp_path: Path, begun: list[Any]) -> AsyncIterator[Stack]:
     """Without plans made ahead."""
-    async with gateway_stack(tmp_path, TWO_PAIRS, SAYS, limits={"stall_s": 1.0}) as stack:
+    async with gateway_stack(tmp_path, TWO_PAIRS, SAYS) as stack:
         stack.mesh.placement = Placement.AGGREGATED
         yield stack
 
@@ -171,25 +172,33 @@ async def test_without_a_scheduler_the_last_view_serves(stack: Stack) -> None:
 @pytest.mark.parametrize("placement", [Placement.AGGREGATED, Placement.DISAGGREGATED])
 @pytest.mark.parametrize("stream", [True, False])
 async def test_what_an_answer_held_is_free_when_it_ends(
-    stack: Stack, placement: Placement, stream: bool
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, placement: Placement, stream: bool
 ) -> None:
     """Without a collection of garbage: prompts and texts of seconds would lie around until it."""
     stack.mesh.placement = placement
 
-    def num_answers() -> int:
-        return sum(isinstance(each, Answer) for each in gc.get_objects())
+    answers: list[weakref.ref[Answer]] = []
+    make = Answer.__init__
 
-    gc.collect()
+    def noted(self: Answer, *args: Any) -> None:
+        answers.append(weakref.ref(self))
+        make(self, *args)
+
+    monkeypatch.setattr(Answer, "__init__", noted)
+
+    def all_free() -> bool:
+        return bool(answers) and all(each() is None for each in answers)
+
     gc.disable()
     try:
         if stream:
             assert await ask(stack) == SAYS
         else:
             await stack.client.chat.completions.create(**CHAT)
-        await stack.mesh.until(lambda: num_answers() == 0)
+        await stack.mesh.until(all_free)
         stack.mesh.refuse_routes = Refusal(RefusalReason.TOO_LONG, "too long for all")
         with pytest.raises(openai.BadRequestError):
             await stack.client.chat.completions.create(**CHAT, stream=stream)
-        await stack.mesh.until(lambda: num_answers() == 0)
+        await stack.mesh.until(all_free)
     finally:
         gc.enable()
