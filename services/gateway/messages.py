@@ -9,12 +9,15 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from kvmesh.core.errors import InvalidRequestError
 
 MAX_MESSAGES = 10_000
-"""Most messages of a chat, and most parts of one: the event loop reads and renders them all."""
+"""Most messages of a chat, and most parts and calls of them all: the event loop reads them all."""
+
+_LISTS = ("content", "tool_calls", "output")
+"""Where a message has parts or calls."""
 
 
 def json_value(text: str) -> Any:
@@ -92,16 +95,13 @@ class PastCall(BaseModel):
         return {"type": "function", **(self.model_extra or {}), "function": function}
 
 
-Parts = Annotated[list[TextPart], Field(max_length=MAX_MESSAGES)]
-
-
 class Message(BaseModel):
     """One message of a chat; further fields are for the chat template."""
 
     model_config = ConfigDict(extra="allow", hide_input_in_errors=True)
 
     role: str = Field(min_length=1)
-    content: str | Parts | None = None
+    content: str | list[TextPart] | None = None
     tool_calls: list[PastCall] | None = None
 
     def for_template(self) -> dict[str, Any]:
@@ -116,6 +116,22 @@ class Message(BaseModel):
         if self.tool_calls:
             more["tool_calls"] = [call.for_template() for call in self.tool_calls]
         return {**more, "role": self.role, "content": content or ""}
+
+
+def _few_parts(messages: Any) -> Any:
+    """Refuses more parts than may be read, before any of them is."""
+    if isinstance(messages, list):
+        named = [each for each in messages if isinstance(each, Mapping)]
+        lists = [each.get(name) for each in named for name in _LISTS]
+        if sum(len(each) for each in lists if isinstance(each, list)) > MAX_MESSAGES:
+            raise ValueError(f"at most {MAX_MESSAGES} parts and calls of all messages are allowed")
+    return messages
+
+
+FewParts = BeforeValidator(_few_parts)
+"""On a list of messages: bounds what they have together."""
+
+Messages = Annotated[list[Message], FewParts, Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
 class Function(BaseModel):

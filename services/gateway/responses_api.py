@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvmesh.core.errors import InvalidRequestError
-from services.gateway.messages import MAX_MESSAGES, FunctionName, Message
+from services.gateway.messages import MAX_MESSAGES, FewParts, FunctionName, Message
 from services.gateway.responses_input import InputItem, messages_of
 from services.gateway.schema import MAX_TOOLS, MAX_TOP_LOGPROBS, ChatBody, Effort
 from services.gateway.structured import JsonSchema, JsonSchemaFormat, ResponseFormat
@@ -75,7 +75,7 @@ Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"
 """Thinking is not encrypted: it is in the items as it is, and is taken back as it is."""
 
 
-Items = Annotated[list[InputItem], Field(max_length=MAX_MESSAGES)]
+Items = Annotated[list[InputItem], FewParts, Field(max_length=MAX_MESSAGES)]
 
 
 class ResponsesBody(BaseModel):

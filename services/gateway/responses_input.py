@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator
 
-from services.gateway.messages import MAX_MESSAGES, Message, PastCall, json_value
+from services.gateway.messages import Message, PastCall, json_value
 
 
 class InputText(BaseModel):
@@ -20,9 +20,6 @@ class InputText(BaseModel):
     text: str
 
 
-Texts = Annotated[list[InputText], Field(max_length=MAX_MESSAGES)]
-
-
 class InputMessage(BaseModel):
     """Text of somebody."""
 
@@ -30,7 +27,7 @@ class InputMessage(BaseModel):
 
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | Texts
+    content: str | list[InputText]
 
 
 class ReasoningText(BaseModel):
@@ -80,7 +77,7 @@ class FunctionCallOutput(BaseModel):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | Texts
+    output: str | list[InputText]
 
 
 def _kind(item: Any) -> str:

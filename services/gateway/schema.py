@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvmesh.core.errors import InvalidRequestError
-from services.gateway.messages import MAX_MESSAGES, Message, NamedChoice, Tool
+from services.gateway.messages import Messages, NamedChoice, Tool
 from services.gateway.structured import StructureFields
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
@@ -79,7 +79,7 @@ class _SamplingBody(StructureFields):
 class ChatBody(_SamplingBody):
     """POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: Messages
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None

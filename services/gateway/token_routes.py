@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from kvmesh.core.errors import InvalidRequestError
 from services.gateway.frontend import Frontend
-from services.gateway.messages import MAX_MESSAGES, Message, Tool
+from services.gateway.messages import Messages, Tool
 from services.gateway.openai import ChatPrompt, Prompt, TextPrompt, check_known, check_model
 from services.gateway.prompts import encode_prompt
 from services.gateway.schema import MAX_TOOLS, TokenId
@@ -24,7 +24,7 @@ class TokenizeBody(BaseModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
+    messages: Messages | None = None
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None

@@ -82,6 +82,15 @@ class ServerState:
     answering: Executor | None = None
 
 
+def owner_of(reader: WorkerId | None, share: Share) -> Within:
+    """Whose staging memory what is read takes.
+
+    Planned copies wait longest for a budget, with the memory: all of them together are one reader,
+    and leave room to those that a prompt waits for.
+    """
+    return Within(_READERS, share if share is Share.COPY else reader)
+
+
 class ServerChannel:
     """Serves one connection until it ends.
 
@@ -278,7 +287,7 @@ class ServerChannel:
                 await self._give(get, num_bytes, grant.views, grant.share)
             else:
                 assert staging is not None, "a source with a device pool has staging"
-                owner = Within(_READERS, self._machine.peer)
+                owner = owner_of(self._machine.peer, grant.share)
                 async with staging.gathered(grant.pieces, staging.moment(), owner) as views:
                     await self._give(get, num_bytes, views, grant.share)
         finally:

@@ -160,8 +160,10 @@ def test_harmless_fields_are_ignored() -> None:
         ({"messages": [{"role": "user", "content": "a"}] * (MAX_MESSAGES + 1)}, "messages"),
         (
             {"messages": [{"role": "user", "content": [TEXT_PART] * (MAX_MESSAGES + 1)}]},
-            "messages[0].content",
+            "messages",
         ),
+        ({"messages": [{"role": "user", "content": [TEXT_PART] * 101}] * 100}, "messages"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}] * 101}] * 100}, "messages"),
         ({"messages": [{"content": "no role"}]}, "messages[0].role"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},

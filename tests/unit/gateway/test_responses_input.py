@@ -18,3 +18,10 @@ def test_the_items_of_an_input_are_bounded() -> None:
     with pytest.raises(InvalidRequestError) as caught:
         body(MAX_MESSAGES + 1)
     assert caught.value.param == "input"
+
+
+def test_what_the_items_have_together_is_bounded() -> None:
+    texts = [{"type": "input_text", "text": "a"}] * 101
+    output = {"type": "function_call_output", "call_id": "a", "output": texts}
+    with pytest.raises(InvalidRequestError, match="parts and calls"):
+        parse_body(ResponsesBody, {"input": [output] * 100}, RESPONSES_UNSUPPORTED)

@@ -17,9 +17,10 @@ from kvmesh.transfer.data_server import DataServer, ReceiveOptions
 from kvmesh.transfer.device import Pieces, pieces_of
 from kvmesh.transfer.frames import BlockPart, BlockRun, GetFrame
 from kvmesh.transfer.local_channel import LocalHub
-from kvmesh.transfer.pacing import Pacer
+from kvmesh.transfer.pacing import Pacer, Share
 from kvmesh.transfer.protocol import ChannelIdentity
 from kvmesh.transfer.reader import BlockReader, ReadLease
+from kvmesh.transfer.server_channel import owner_of
 from kvmesh.transfer.staging import Spaces, StagingRing, Within
 from kvmesh.transfer.target import ReadGrant
 from tests.device_twin import TwinPool
@@ -276,3 +277,14 @@ async def test_readers_that_wait_for_a_budget_leave_half_to_what_arrives() -> No
     await server.close()
     source.close()
     device.close()
+
+
+def test_copies_leave_room_to_reads() -> None:
+    spaces = Spaces(16)
+    copies = [owner_of(WorkerId(name), Share.COPY) for name in ("a", "b", "c")]
+    assert spaces.may_take(4, copies[0])
+    assert spaces.take(4, copies[0]) is not None
+    assert not any(spaces.may_take(1, each) for each in copies)
+    read = owner_of(WorkerId("a"), Share.READ)
+    assert spaces.may_take(4, read)
+    assert not spaces.may_take(5, read)
