@@ -190,6 +190,10 @@ class Planner:
         # Models without workers are forgotten with all that was learnt of them.
         self._models = {name: loops for name, loops in self._models.items() if name in models}
         self.demand.prune(models.keys(), now)
+        self._scale = {key: each for key, each in self._scale.items() if key[0] in models}
+        if self._told:
+            here = {each.info.worker_id for workers in models.values() for each in workers}
+            self._told = {each for each in self._told if each[0] in here}
         for model, workers in models.items():
             loops, demand = self._loops(model), self.demand.current(model, now)
             loops.observe(workers, demand, self.demand.take_new(model), elapsed_s)

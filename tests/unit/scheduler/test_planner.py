@@ -101,6 +101,17 @@ class TestRoles:
         await overload(mesh, may_order=False)
         assert len(mesh.fleet_log("switch")) == 1
 
+    async def test_nothing_is_kept_of_workers_that_left(self) -> None:
+        mesh = pairs(changes=RoleChanges.RECOMMEND)
+        await overload(mesh, may_order=False)
+        assert mesh.planner._told
+        assert mesh.planner._scale
+        for joined in mesh.members.values():
+            assert mesh.fleet.leave(joined)
+        await mesh.second()
+        assert not mesh.planner._told
+        assert not mesh.planner._scale
+
     async def test_off_decides_nothing(self) -> None:
         mesh = pairs(changes=RoleChanges.OFF)
         await overload(mesh)
