@@ -122,6 +122,18 @@ def _limited(arguments: argparse.Namespace) -> Change:
     return change
 
 
+def _revoked(key_id: str) -> Change:
+    """Takes a key away; says where ids are told when this one names none, or several."""
+
+    def change(directory: Directory) -> Directory:
+        try:
+            return directory.without_key(key_id)
+        except DirectoryError as error:
+            raise DirectoryError(f"{error}; `kvmesh keys list` shows the ids") from error
+
+    return change
+
+
 def _show(directory: Directory) -> None:
     if not directory.tenants:
         print("no tenants yet; `kvmesh keys create --tenant NAME` makes one", file=sys.stderr)
@@ -146,7 +158,7 @@ async def _run(arguments: argparse.Namespace) -> None:
             case "list":
                 _show((await _read(store))[1])
             case "revoke":
-                await _change(store, lambda directory: directory.without_key(arguments.key_id))
+                await _change(store, _revoked(arguments.key_id))
                 print(f"key {arguments.key_id} revoked", file=sys.stderr)
             case "limit":
                 await _change(store, limited)

@@ -88,7 +88,8 @@ class Directory:
         """
         found = [digest for digest in self.keys if key_id and digest.startswith(key_id)]
         if len(found) != 1:
-            raise DirectoryError(f"{len(found)} keys have the id {key_id!r}")
+            counted = f"{len(found)} keys have" if found else "no key has"
+            raise DirectoryError(f"{counted} the id {key_id!r}")
         left = {digest: key for digest, key in self.keys.items() if digest != found[0]}
         return dataclasses.replace(self, keys=left)
 

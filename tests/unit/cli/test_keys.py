@@ -35,6 +35,8 @@ def test_create_list_limit_revoke(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert run("revoke", key_id, *place) == 0
     assert directory_from_json(file.read_bytes()).keys == {}
     assert run("revoke", key_id, *place) == 1
+    said_last = capsys.readouterr().err.splitlines()[-1]
+    assert f"no key has the id '{key_id}'; `kvmesh keys list` shows the ids" in said_last
 
 
 def test_keys_in_redis(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

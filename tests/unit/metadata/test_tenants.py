@@ -40,7 +40,7 @@ def test_keys_are_found_by_digest_only() -> None:
 def test_a_key_is_removed_by_an_id_that_is_its_alone() -> None:
     assert FULL.without_key(ONE.key_id).keys == {}
     for key_id in ("", "zzzz"):
-        with pytest.raises(DirectoryError, match="0 keys"):
+        with pytest.raises(DirectoryError, match="no key has"):
             FULL.without_key(key_id)
 
 
