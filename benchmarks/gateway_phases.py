@@ -125,7 +125,7 @@ async def tokens(bench: Bench) -> Row:
 
 
 async def first_token(bench: Bench, rate: float = 50.0) -> Row:
-    """Time to first token when workers answer at once: all of it was added on the way."""
+    """Time to first token when workers answer at once."""
     await bench.system.behave(step_s=0.02)
     payload = bench.payload(STREAM_TOKENS, stream=True)
     plan = bench.plan

@@ -1,6 +1,8 @@
-"""P/D-Serve's monitor: means of two windows in a row say which role should get an instance.
+"""P/D-Serve's monitor: the mean of a window against those before says which role should get an
+instance.
 
-Source: P/D-Serve 3.3. Tests: tests/unit/policy/test_ratio_monitor.py.
+Source: P/D-Serve 3.3, which leaves open what "up" is compared with. The window before alone misses
+a change that is spread over several. Tests: tests/unit/policy/test_ratio_monitor.py.
 """
 
 from __future__ import annotations
@@ -9,15 +11,22 @@ from kvmesh.policy.pdserve import LatencyWindow, RatioStep, ratio_direction
 
 WINDOW_S = 15.0
 
+FORGET = 0.25
+"""Weight of a slower window in what the next ones are compared with."""
+
 
 class RatioMonitor:
-    """Times of the requests of this window, and the window before."""
+    """Times of the requests of this window, and what is usual.
+
+    Usual is the window after the last step, or a faster one since; slower ones, in which nothing
+    was done, move it bit by bit.
+    """
 
     def __init__(self) -> None:
         self._prefill_s = 0.0
         self._total_s = 0.0
         self._count = 0
-        self._before: LatencyWindow | None = None
+        self._usual: LatencyWindow | None = None
 
     def note(self, prefill_s: float, total_s: float) -> None:
         """A request finished, by someone who measures each.
@@ -45,13 +54,24 @@ class RatioMonitor:
         self._count += num_new
 
     def end_window(self, num_prefill: int, num_decode: int) -> RatioStep | None:
-        """What the rule says, and a new window; None without two windows to compare."""
+        """What the rule says, and a new window; None with nothing to compare."""
         if not self._count:
             return None
         now = LatencyWindow(self._prefill_s / self._count, self._total_s / self._count)
-        before, self._before = self._before, now
         self._prefill_s = self._total_s = 0.0
         self._count = 0
-        if before is None:
+        usual = self._usual
+        if usual is None:
+            self._usual = now
             return None
-        return ratio_direction(before, now, num_prefill, num_decode)
+        step = ratio_direction(usual, now, num_prefill, num_decode)
+        as_usual = step.grow is None and now.total_s >= usual.total_s
+        self._usual = _moved(usual, now, FORGET) if as_usual else now
+        return step
+
+
+def _moved(usual: LatencyWindow, now: LatencyWindow, share: float) -> LatencyWindow:
+    return LatencyWindow(
+        usual.prefill_s + share * (now.prefill_s - usual.prefill_s),
+        usual.total_s + share * (now.total_s - usual.total_s),
+    )

@@ -10,7 +10,9 @@ from contextlib import asynccontextmanager
 import pytest
 
 from benchmarks.gateway_load import Loader, Reply, request_bytes, stream_text
+from benchmarks.gateway_systems import LOADER_ALONE
 from benchmarks.gateway_targets import targets_of
+from benchmarks.result import Row
 from kvmesh.core.types import Endpoint
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -143,3 +145,14 @@ def test_targets_use_a_rival_of_the_same_run() -> None:
     found = {target.name: target for target in targets_of(rows)}
     assert found[f"{what} per s, x dynamo"].value == 2.0
     assert found["added first token p50 ms"].value is None
+
+
+def test_what_is_added_is_less_what_the_loader_sees_alone() -> None:
+    what = "first token, 50 streams/s"
+    ours: Row = {"system": "kvmesh", "what": what, "p50 ms": 1.6, "p99 ms": 5.0}
+    alone: Row = {"system": LOADER_ALONE, "what": what, "p50 ms": 0.3, "p99 ms": 1.2}
+    found = {target.name: target for target in targets_of([alone, ours])}
+    assert found["added first token p50 ms"].value == 1.3
+    assert found["added first token p99 ms"].value == 3.8
+    without = {target.name: target for target in targets_of([ours])}
+    assert without["added first token p50 ms"].value is None, "not known without the row"

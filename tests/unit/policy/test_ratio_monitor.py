@@ -59,6 +59,32 @@ def test_counts_over_any_time_continue_what_times_began(
     assert step.reason is reason
 
 
+def test_a_change_that_is_spread_over_windows_is_seen_once() -> None:
+    """From one window to the next neither the time nor the share of prefill rises by a tenth."""
+    monitor = RatioMonitor()
+    steps = []
+    for prefill_s, decode_s in ((1.0, 2.0), (1.15, 2.05), (1.31, 2.1), (1.45, 2.12), (1.5, 2.12)):
+        monitor.note(prefill_s, prefill_s + decode_s)
+        steps.append(monitor.end_window(4, 4))
+    assert [step and step.grow for step in steps] == [None, None, Role.PREFILL, None, None]
+
+
+def test_what_lasts_becomes_usual_and_what_is_faster_at_once() -> None:
+    monitor = RatioMonitor()
+
+    def window(prefill_s: float, decode_s: float) -> RatioReason | None:
+        monitor.note(prefill_s, prefill_s + decode_s)
+        step = monitor.end_window(4, 4)
+        return step and step.reason
+
+    assert window(1.0, 2.0) is None
+    reasons = [window(1.5, 3.0) for _ in range(12)]  # slower, and no role more than the other
+    assert set(reasons) == {RatioReason.UNCLEAR, RatioReason.STEADY}
+    assert reasons == sorted(reasons, key=reasons.index), "once usual, it stays so"
+    assert window(0.5, 1.0) is RatioReason.STEADY
+    assert window(1.0, 1.0) is RatioReason.PREFILL_GREW
+
+
 def test_a_window_is_a_mean_over_all_its_requests() -> None:
     monitor = RatioMonitor()
     monitor.note(1.0, 4.0)
