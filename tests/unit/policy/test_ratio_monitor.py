@@ -75,7 +75,7 @@ def test_what_lasts_becomes_usual_and_what_is_faster_at_once() -> None:
     def window(prefill_s: float, decode_s: float) -> RatioReason | None:
         monitor.note(prefill_s, prefill_s + decode_s)
         step = monitor.end_window(4, 4)
-        return step and step.reason
+        return None if step is None else step.reason
 
     assert window(1.0, 2.0) is None
     reasons = [window(1.5, 3.0) for _ in range(12)]  # slower, and no role more than the other
