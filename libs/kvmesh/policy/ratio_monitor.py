@@ -11,6 +11,10 @@ from kvmesh.policy.pdserve import LatencyWindow, RatioStep, ratio_direction
 
 WINDOW_S = 15.0
 
+MIN_REQUESTS = 8
+"""A window of fewer requests goes on: when a load begins, they are in it with their prefill alone,
+and everything later would be compared with that."""
+
 FORGET = 0.25
 """Weight of a slower window in what the next ones are compared with."""
 
@@ -54,8 +58,8 @@ class RatioMonitor:
         self._count += num_new
 
     def end_window(self, num_prefill: int, num_decode: int) -> RatioStep | None:
-        """What the rule says, and a new window; None with nothing to compare."""
-        if not self._count:
+        """What the rule says, and a new window; None with too few requests, or nothing to compare."""
+        if self._count < MIN_REQUESTS:
             return None
         now = LatencyWindow(self._prefill_s / self._count, self._total_s / self._count)
         self._prefill_s = self._total_s = 0.0
