@@ -58,7 +58,7 @@ class RatioMonitor:
         self._count += num_new
 
     def end_window(self, num_prefill: int, num_decode: int) -> RatioStep | None:
-        """What the rule says, and a new window; None with too few requests, or nothing to compare."""
+        """What the rule says, and a new window; None: too few requests, or nothing to compare."""
         if self._count < MIN_REQUESTS:
             return None
         now = LatencyWindow(self._prefill_s / self._count, self._total_s / self._count)
