@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import pytest
 from openai import AsyncOpenAI
 from tokenizers import Tokenizer
 
@@ -21,11 +22,19 @@ from services.gateway.config import (
     SchedulerConfig,
 )
 from services.gateway.service import Gateway, start_gateway
+from services.gateway.short_life import ShortLife
 from tests.integration.gateway_fake_worker import MODEL
 from tests.integration.gateway_fakes import FakeMesh, fake_mesh
 from tests.unit.gateway.tiny_model import EOS, write_model
 
 PAIR = {"p1": Role.PREFILL, "d1": Role.DECODE}
+_Noted = TypeVar("_Noted")
+
+CHAT: dict[str, Any] = {
+    "model": MODEL,
+    "messages": [{"role": "user", "content": "hi"}],
+    "max_tokens": 200,
+}
 TWO_PAIRS = {"p1": Role.PREFILL, "p2": Role.PREFILL, "d1": Role.DECODE, "d2": Role.DECODE}
 
 
@@ -99,3 +108,18 @@ async def gateway_stack(
             async with AsyncOpenAI(base_url=url, api_key="key", max_retries=0) as client:
                 await mesh.until(lambda: gateway.sessions.num_connected == len(roles or PAIR))
                 yield Stack(mesh, gateway, context, client, tokenizer)
+
+
+def short_starts(
+    monkeypatch: pytest.MonkeyPatch, noted: Callable[[ShortLife, Any], _Noted]
+) -> list[_Noted]:
+    """What is noted of each request that begins the short way, of its life and its message."""
+    seen: list[_Noted] = []
+    start = ShortLife.start
+
+    def begin(self: ShortLife, message: Any) -> None:
+        seen.append(noted(self, message))
+        start(self, message)
+
+    monkeypatch.setattr(ShortLife, "start", begin)
+    return seen

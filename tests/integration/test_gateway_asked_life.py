@@ -25,31 +25,17 @@ from kvmesh.core.types import (
 )
 from services.gateway.answers import Answer
 from services.gateway.routing import Router
-from services.gateway.short_life import ShortLife
-from tests.integration.gateway_fake_worker import MODEL, Behaviour
+from tests.integration.gateway_fake_worker import Behaviour
 from tests.integration.gateway_fakes import FakeMesh
-from tests.integration.gateway_stack import TWO_PAIRS, Stack, gateway_stack
+from tests.integration.gateway_stack import CHAT, TWO_PAIRS, Stack, gateway_stack, short_starts
 
 SAYS = "one question, one worker, one message"
-CHAT: dict[str, Any] = {
-    "model": MODEL,
-    "messages": [{"role": "user", "content": "hi"}],
-    "max_tokens": 200,
-}
 
 
 @pytest.fixture
 def begun(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Messages of requests that began the short way."""
-    seen: list[Any] = []
-    start = ShortLife.start
-
-    def noted(self: ShortLife, message: Any) -> None:
-        seen.append(message.reserve)
-        start(self, message)
-
-    monkeypatch.setattr(ShortLife, "start", noted)
-    return seen
+    return short_starts(monkeypatch, lambda _, message: message.reserve)
 
 
 @pytest.fixture

@@ -21,28 +21,15 @@ from services.gateway import request_flow, request_record
 from services.gateway.short_life import ShortLife
 from services.gateway.token_lane import TokenLane
 from tests.integration.gateway_fake_worker import MODEL, Behaviour
-from tests.integration.gateway_stack import TWO_PAIRS, Stack, gateway_stack
+from tests.integration.gateway_stack import CHAT, TWO_PAIRS, Stack, gateway_stack, short_starts
 
 SAYS = "one plan, one worker, one message: 🙂 ü"
-CHAT: dict[str, Any] = {
-    "model": MODEL,
-    "messages": [{"role": "user", "content": "hi"}],
-    "max_tokens": 200,
-}
 
 
 @pytest.fixture
 def num_short(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Requests that began the short way, appended as they begin."""
-    seen: list[str] = []
-    start = ShortLife.start
-
-    def counted(self: ShortLife, message: Any) -> None:
-        seen.append(self._request.request_id)
-        start(self, message)
-
-    monkeypatch.setattr(ShortLife, "start", counted)
-    return seen
+    return short_starts(monkeypatch, lambda life, _: life._request.request_id)
 
 
 async def _no_life(*_: object) -> None:

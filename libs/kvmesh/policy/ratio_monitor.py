@@ -70,12 +70,12 @@ class RatioMonitor:
             return None
         step = ratio_direction(usual, now, num_prefill, num_decode)
         as_usual = step.grow is None and now.total_s >= usual.total_s
-        self._usual = _moved(usual, now, FORGET) if as_usual else now
+        self._usual = _moved(usual, now) if as_usual else now
         return step
 
 
-def _moved(usual: LatencyWindow, now: LatencyWindow, share: float) -> LatencyWindow:
+def _moved(usual: LatencyWindow, now: LatencyWindow) -> LatencyWindow:
     return LatencyWindow(
-        usual.prefill_s + share * (now.prefill_s - usual.prefill_s),
-        usual.total_s + share * (now.total_s - usual.total_s),
+        usual.prefill_s + FORGET * (now.prefill_s - usual.prefill_s),
+        usual.total_s + FORGET * (now.total_s - usual.total_s),
     )
