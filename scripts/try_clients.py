@@ -4,7 +4,8 @@
 
 Each program gets an environment of its own with the newest version there is, in
 ~/.cache/kvmesh/clients, and tells what worked (scripts/clients). After each, nothing may be held
-anywhere in the stack. Programs that do not install are told of and left out.
+anywhere in the stack. Programs that do not install are told of and left out. Results are kept, so
+that `--page` has those of earlier runs too.
 Tests: tests/unit/packaging/test_try_clients.py.
 """
 
@@ -28,7 +29,14 @@ from rich.console import Console
 from kvmesh.core.config import child_environment, environment
 from scripts.client_environments import InstallError, install, installed_version, python_of
 from scripts.client_programs import PROGRAMS, Program
-from scripts.client_report import ProgramResult, parse_cases, table, verdict, with_table
+from scripts.client_report import (
+    CaseResult,
+    ProgramResult,
+    parse_cases,
+    table,
+    verdict,
+    with_table,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "compatibility.md"
@@ -124,16 +132,14 @@ def try_program(program: Program, folder: Path, url: str, state: Path) -> Progra
     return ProgramResult(program, version, cases, problem)
 
 
-def run_all(programs: Sequence[Program], folder: Path, console: Console) -> list[ProgramResult]:
-    """Tries what is installed, against the stack that the environment names."""
+def run_all(programs: Sequence[Program], folder: Path, console: Console) -> None:
+    """Tries what is installed, against the stack that the environment names; keeps the results."""
     url, state = environment("KVMESH_URL"), Path(environment("KVMESH_STATE_DIR"))
-    results = []
     for program in programs:
         console.print(f"{program.name} ...", highlight=False)
         result = try_program(program, folder, url, state)
         console.print(f"  {result.version}: {verdict(result)}", highlight=False, markup=False)
-        results.append(result)
-    return results
+        keep([result], folder)
 
 
 def make_model(folder: Path) -> Path:
@@ -184,17 +190,24 @@ def logged_errors(state: Path) -> list[str]:
     ]
 
 
-def _as_json(results: Sequence[ProgramResult]) -> str:
-    return json.dumps([dataclasses.asdict(each) for each in results], indent=2)
+def keep(results: Sequence[ProgramResult], folder: Path) -> None:
+    """Adds results to those of earlier runs, or replaces them."""
+    kept = {each.program.name: each for each in (*kept_results(folder), *results)}
+    told = [dataclasses.asdict(each) for each in kept.values()]
+    (folder / "results.json").write_text(json.dumps(told, indent=2))
 
 
-def _from_json(text: str) -> list[ProgramResult]:
-    def one(told: Mapping[str, Any]) -> ProgramResult:
-        cases = parse_cases(f"case: {json.dumps(each)}" for each in told["cases"])
-        program = PROGRAMS[told["program"]["name"]]
-        return ProgramResult(program, told["version"], cases, told["problem"])
+def kept_results(folder: Path) -> list[ProgramResult]:
+    """The last result of each program, in the order of the table."""
+    path = folder / "results.json"
+    told = json.loads(path.read_text()) if path.exists() else []
+    by_name = {each["program"]["name"]: each for each in told}
+    return [_result(PROGRAMS[name], by_name[name]) for name in PROGRAMS if name in by_name]
 
-    return [one(told) for told in json.loads(text)]
+
+def _result(program: Program, told: Mapping[str, Any]) -> ProgramResult:
+    cases = tuple(CaseResult(**each) for each in told["cases"])
+    return ProgramResult(program, told["version"], cases, told["problem"])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -213,27 +226,25 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     if unknown := [name for name in arguments.names if name not in PROGRAMS]:
         parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(PROGRAMS)}")
-    if arguments.page and arguments.names:
-        parser.error("--page is for all programs")
     programs = [PROGRAMS[name] for name in arguments.names or PROGRAMS]
     folder: Path = arguments.folder.resolve()
-    saved = folder / "results.json"
     console = Console()
     if arguments.inside:
-        saved.write_text(_as_json(run_all(programs, folder, console)))
+        run_all(programs, folder, console)
         return 0
     folder.mkdir(parents=True, exist_ok=True)
-    missing = {each.program: each for each in prepare(programs, folder, arguments.fresh, console)}
-    code = run_in_stack([each.name for each in programs if each not in missing], folder)
+    missing = list(prepare(programs, folder, arguments.fresh, console))
+    keep(missing, folder)
+    absent = {each.program.name for each in missing}
+    code = run_in_stack([each.name for each in programs if each.name not in absent], folder)
     if code:
         console.print(f"the stack ended with exit code {code}", style="bold red")
         return code
-    ran = {each.program: each for each in _from_json(saved.read_text())}
-    results = [(ran | missing)[program] for program in programs]
-    text = table(results)
-    print(text)
+    kept = kept_results(folder)
+    results = [each for each in kept if each.program in programs]
+    print(table(results))
     if arguments.page:
-        PAGE.write_text(with_table(PAGE.read_text(), text))
+        PAGE.write_text(with_table(PAGE.read_text(), table(kept)))
     errors = logged_errors(folder / "state")
     for line in errors:
         console.print(line, style="red", highlight=False, markup=False)

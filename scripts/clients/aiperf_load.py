@@ -25,8 +25,9 @@ def _round(name: str, endpoint: str, more: Sequence[str]) -> Callable[[Target], 
             argv += ["--synthetic-input-tokens-stddev", "0"]
             argv += ["--output-tokens-mean", str(LOAD.output_tokens)]
             argv += ["--output-tokens-stddev", "0", "--extra-inputs", "ignore_eos:true"]
-            # Several processes of numerical libraries on few cores: a thread each.
-            run_command([*argv, "--artifact-dir", folder], OMP_NUM_THREADS="1")
+            # Told to stay offline it takes the folder for a name on the hub; else for a folder.
+            online = {"HF_HUB_OFFLINE": "", "TRANSFORMERS_OFFLINE": ""}
+            run_command([*argv, "--artifact-dir", folder], **online)
             (path,) = Path(folder).rglob("profile_export_aiperf.json")
             told = json.loads(path.read_text())
         failed = (told.get("error_request_count") or {}).get("avg", 0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from haystack.components.generators.chat import OpenAIChatGenerator
-from haystack.components.tools import ToolInvoker
 from haystack.dataclasses import ChatMessage, StreamingChunk
 from haystack.tools import tool
 from haystack.utils import Secret
@@ -52,10 +51,13 @@ def a_tool_and_its_result(target: Target) -> None:
     required = {"tool_choice": "required"}
     call = _generator(target, tools=[weather], generation_kwargs=required).run([question])
     (reply,) = call["replies"]
-    results = ToolInvoker(tools=[weather]).run(messages=[reply])["tool_messages"]
-    assert "sunny" in results[0].tool_call_result.result
+    told = [
+        ChatMessage.from_tool(weather.invoke(**each.arguments), origin=each)
+        for each in reply.tool_calls
+    ]
+    assert "sunny" in told[0].tool_call_result.result
     after = _generator(target, tools=[weather], generation_kwargs={"max_completion_tokens": 12})
-    assert after.run([question, reply, *results])["replies"]
+    assert after.run([question, reply, *told])["replies"]
 
 
 if __name__ == "__main__":

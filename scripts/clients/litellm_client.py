@@ -26,7 +26,7 @@ def _chat(provider: str) -> Callable[[Target], None]:
 
 def completions(target: Target) -> None:
     answer = litellm.text_completion(
-        f"text-completion-openai/{target.model}",
+        model=f"text-completion-openai/{target.model}",
         prompt="os.path",
         api_base=target.url,
         api_key="any",

@@ -1,6 +1,7 @@
-"""LlamaIndex for servers like OpenAI's."""
+"""LlamaIndex for servers like OpenAI's.
 
-from __future__ import annotations
+It reads the types of a tool's arguments, so they are not put off to text here.
+"""
 
 from typing import Any, Literal
 

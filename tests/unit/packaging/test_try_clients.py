@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from scripts import client_environments, try_clients
-from scripts.client_programs import CLIENTS, LOAD_GENERATORS, PROGRAMS
+from scripts.client_programs import CLIENTS, LOAD_GENERATORS, PROGRAMS, Program
 from scripts.client_report import CaseResult, ProgramResult
 
 HELD = 'kvmesh_prefill_slots_used{worker="a"} 2.0\nother 3.0\nkvmesh_sequences_held 0.0\n'
@@ -62,7 +62,7 @@ def test_names_and_environments_are_unique() -> None:
 
 
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=lambda each: each.name)
-def test_each_program_has_its_script(program: try_clients.Program) -> None:
+def test_each_program_has_its_script(program: Program) -> None:
     name = program.script if program.is_node else f"{program.script}.py"
     assert (client_environments.CLIENTS / name).is_file()
 
@@ -109,9 +109,14 @@ def test_a_program_is_run_and_read(state: Path, monkeypatch: pytest.MonkeyPatch)
     assert result.problem.startswith("exit code 3")
 
 
-def test_results_survive_the_way_out_of_the_stack() -> None:
-    results = [ProgramResult(PROGRAMS["llm"], "1", (CaseResult("chat", "no", "5 ms"),), "left")]
-    assert try_clients._from_json(try_clients._as_json(results)) == results
+def test_results_are_kept_until_there_are_newer_ones(tmp_path: Path) -> None:
+    old = ProgramResult(PROGRAMS["llm"], "1", (CaseResult("chat", "no", "5 ms"),), "left")
+    other = ProgramResult(PROGRAMS["openai"], "2")
+    try_clients.keep([old, other], tmp_path)
+    assert try_clients.kept_results(tmp_path) == [other, old]
+    newer = ProgramResult(PROGRAMS["llm"], "3")
+    try_clients.keep([newer], tmp_path)
+    assert try_clients.kept_results(tmp_path) == [other, newer]
 
 
 def test_errors_in_logs_are_found(tmp_path: Path) -> None:
