@@ -27,9 +27,10 @@ independently, and blocks go back to the pool only when both have ended.
 RESERVED with a write in flight is what the design calls WRITING; it is derived, not stored. Any
 message with another incarnation or generation, or after the lease, is refused STALE; one with a
 wrong capability INVALID. The generation is the attempt that reserved: whoever is to write for a
-later attempt gets a reservation of its own, with a secret that no earlier writer has. A grant is exclusive: while one writer is in a block's memory, fenced or
-not, no other is let in, so a late writer can never tear what a newer one wrote. Writers of
-different parts of a block may be in it at once; it is written when its parts make it whole.
+later attempt gets a reservation of its own, with a secret that no earlier writer has. A grant is
+exclusive: while one writer is in a block's memory, fenced or not, no other is let in, so a late
+writer can never tear what a newer one wrote. Writers of different parts of a block may be in it at
+once; it is written when its parts make it whole.
 
 No I/O and no clock: `now` is an argument, in seconds that never go back. One thread.
 Why: docs/adr/0004-handoff.md. Tests: tests/unit/kv/test_handoff.py,
