@@ -83,6 +83,6 @@ def is_default(leaf: Option, shown: str) -> bool:
     if isinstance(leaf.default, bool):
         return shown == str(leaf.default).lower()
     if isinstance(leaf.default, str):
-        return shown == leaf.default
+        return shown == str(leaf.default)
     number, _, unit = shown.partition(" ")
-    return float(number) * _SIZES.get(unit, 1) == leaf.default
+    return float(number) * _SIZES.get(unit, 1) == float(leaf.default)
