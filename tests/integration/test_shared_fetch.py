@@ -176,11 +176,11 @@ async def test_a_holder_is_not_blamed_for_the_time_that_was_spent_on_another_fet
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
     assert (await late).outcome is FetchOutcome.TIMEOUT
-    assert not stage.reader.fetcher._is_shunned(stage.source)
+    assert not stage.reader.fetcher.leases.is_shunned(stage.source)
     stage.reader.fetcher._options = FetchOptions(timeout_s=0.02)
     alone = await stage.begin()
     assert alone.outcome is FetchOutcome.TIMEOUT
-    assert stage.reader.fetcher._is_shunned(stage.source)
+    assert stage.reader.fetcher.leases.is_shunned(stage.source)
     stage.leases.opened.set()
 
 
