@@ -106,8 +106,9 @@ class ModelLoops:
         self._meter.observe(workers, num_new, elapsed_s)
         self._paths.observe(workers)
         self._pace = self._paths.pace(self._meter.prompt_token_s)
-        self._allocation.observe(self._waiting(workers, demand))
-        self._groups.observe(self._home(workers), demand.reserved + demand.unreserved, elapsed_s)
+        waiting = self._waiting(workers, demand)
+        self._allocation.observe(waiting)
+        self._groups.observe(self._home(workers), waiting, elapsed_s)
 
     def end_window(self, workers: Sequence[FleetWorker]) -> list[GroupStep]:
         """What P/D-Serve's monitor says of each group at home, once per `planning.monitor_s`."""

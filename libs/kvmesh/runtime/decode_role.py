@@ -311,6 +311,7 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
         del self._by_reservation[task.reservation_id]
         task.reservation_id = None
         task.span.event("committed")
+        self._on_change()  # it runs, and waits for its KV no more: planner loops tell them apart
         task.sequence.on_emission = lambda emission: self._emit(task, emission)
 
     # --- prefill on this worker --------------------------------------------------------------
