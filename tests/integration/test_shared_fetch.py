@@ -63,8 +63,8 @@ class Stage:
     def __init__(self, holder: Worker, reader: Worker, driver: Driver) -> None:
         self.holder, self.reader, self.driver = holder, reader, driver
         fetcher = reader.fetcher
-        self.leases = Gate(fetcher._client.lease)
-        fetcher._client.lease = self.leases  # type: ignore[method-assign, assignment]
+        self.leases = Gate(fetcher.leases._client.lease)
+        fetcher.leases._client.lease = self.leases  # type: ignore[method-assign, assignment]
 
     @property
     def source(self) -> PrefixSource:
