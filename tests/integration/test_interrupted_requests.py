@@ -14,7 +14,7 @@ import pytest
 
 from kvmesh.core.types import PrefixSource
 from kvmesh.runtime.worker import Worker
-from kvmesh.runtime.worker_config import EngineSection, WorkerSection
+from kvmesh.runtime.worker_config import EngineSection, FetchSection, WorkerSection
 from tests.direct_gateway import DirectGateway
 from tests.interruption import Interruptions
 from tests.waiting import FACT_S
@@ -27,6 +27,8 @@ MOST_FEW = 10
 """Points that there are at least, or the test looks at nothing."""
 LENGTH = 2 * CHUNK + 5
 ENGINE = EngineSection(kind="fake", max_batch_tokens=CHUNK)
+LEASE_S = 60.0
+"""However slow the machine is: leases end when the test says so."""
 CARRY_OUT, COPY, STEPS = "PrefillRole._carry_out", "carry_all.<locals>.work", "EngineLoop.run"
 _POLL_S = 0.001
 SERVED = ("DataServer._serve_tcp", "DataServer._serve_unix")
@@ -115,7 +117,7 @@ class Scene:
 
     def lease_ends(self) -> None:
         """Of the one request: the other is renewed half way."""
-        half = self.decode._config.worker.lease_s * 0.6
+        half = 0.6 * LEASE_S
         self.ahead_s[self.decode] += half
         self.neighbour.renew()
         self.ahead_s[self.decode] += half
@@ -142,7 +144,7 @@ class Scene:
     def read_lease_ends(self) -> None:
         """At the holder; nobody reads by it."""
         assert self.holder is not None
-        self.ahead_s[self.holder] += 100.0
+        self.ahead_s[self.holder] += 1.2 * LEASE_S
         self.holder.pool.expire_leases()
 
     # --- after -------------------------------------------------------------------------------
@@ -174,7 +176,9 @@ async def scene(
     with Interruptions((CARRY_OUT, COPY, STEPS, *SERVED)) as interruptions:
         async with (
             running_worker(section, ENGINE) as prefill,
-            running_worker(WorkerSection(id="d", role="decode", prefill_slots=2), ENGINE) as decode,
+            running_worker(
+                WorkerSection(id="d", role="decode", prefill_slots=2, lease_s=LEASE_S), ENGINE
+            ) as decode,
         ):
             made = Scene(prefill, decode, interruptions)
             made.sets_clock(decode, monkeypatch)
@@ -255,7 +259,9 @@ async def test_prefixes_from_a_third_worker(
 ) -> None:
     async with (
         scene(monkeypatch, channels) as made,
-        running_worker(WorkerSection(id="h"), ENGINE) as holder,
+        running_worker(
+            WorkerSection(id="h"), ENGINE, fetch=FetchSection(lease_s=LEASE_S)
+        ) as holder,
     ):
         made.holds(holder, monkeypatch)
         if is_decoded_there:
