@@ -44,7 +44,7 @@ def tools(target: Target) -> None:
         api_base=target.url,
         api_key="any",
     )
-    (call,) = answer.choices[0].message.tool_calls
+    call, *_ = answer.choices[0].message.tool_calls
     assert json.loads(call.function.arguments)["city"] in CITIES
 
 

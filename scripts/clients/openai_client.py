@@ -162,7 +162,7 @@ def responses_with_tools(target: Target) -> None:
     answer = _client(target).responses.create(
         model=target.model, input=QUESTION, tools=[tool], tool_choice="required", store=False
     )
-    (call,) = [each for each in answer.output if each.type == "function_call"]
+    call, *_ = [each for each in answer.output if each.type == "function_call"]
     assert json.loads(call.arguments)["city"] in CITIES
 
 
