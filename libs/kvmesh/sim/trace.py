@@ -82,7 +82,7 @@ def _parse(line: str, where: str) -> TraceRequest:
         raise ConfigError(f"{where}: {error}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{where}: not an object")
-    fields = Fields({_MOONCAKE.get(key, key): value for key, value in data.items()}, where)
+    fields = Fields({_our_name(key): value for key, value in data.items()}, where)
     ids = fields.array("hash_ids")
     tokens = fields.count("input_len", 1)
     if len(ids) != -(-tokens // TRACE_BLOCK) or not all(isinstance(each, int) for each in ids):
@@ -97,6 +97,10 @@ def _parse(line: str, where: str) -> TraceRequest:
         think_s=fields.number("think_ms") / 1000 if fields.has("think_ms") else 0.0,
         scenario=fields.text("scenario") if fields.has("scenario") else "",
     )
+
+
+def _our_name(key: str) -> str:
+    return _MOONCAKE.get(key, key)
 
 
 def matched_blocks(requests: Iterable[TraceRequest]) -> Iterator[tuple[TraceRequest, int]]:
