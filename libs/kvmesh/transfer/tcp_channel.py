@@ -75,6 +75,7 @@ class _Progress:
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self.is_starved = False
+        self.arrived_bytes = 0
         self.advance()
 
     def advance(self) -> None:
@@ -169,7 +170,10 @@ class TcpChannel:
             else:
                 views = run_views(memory, piece, self._link.identity.layout.block_bytes, part)
                 await self._send(reservation, piece, views, part, progress, width)
-            rest.num_bytes -= num_blocks_of(piece) * block_bytes
+            piece_bytes = num_blocks_of(piece) * block_bytes
+            rest.num_bytes -= piece_bytes
+            progress.arrived_bytes += piece_bytes
+            self._meter.arrived_bytes += piece_bytes
 
         self._under_way.add(progress)
         rest = self._pace.begin(total)
@@ -181,6 +185,7 @@ class TcpChannel:
         finally:
             self._pace.end(rest)
             self._under_way.remove(progress)
+            self._meter.arrived_bytes -= progress.arrived_bytes
 
     async def commit(self, reservation: Reservation, first_token_id: int, num_tokens: int) -> None:
         """See `SendChannel.commit`. Asked once more when its connection is cut."""
