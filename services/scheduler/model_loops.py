@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvmesh.core.details import ANSWER, GET, FleetWorker
+from kvmesh.core.details import ANSWER, COPY, GET, FleetWorker
 from kvmesh.core.types import Role, WorkerId
 from kvmesh.policy.composition import Composition, Offload, OffloadState
 from kvmesh.policy.control import (
@@ -147,7 +147,7 @@ class ModelLoops:
         read = reading = 0
         for worker in self._home(workers):
             for link in worker.detail.links:
-                if link.channel in (GET, ANSWER) and link.peer in holders:
+                if link.channel in (GET, COPY, ANSWER) and link.peer in holders:
                     here = worker.info
                     name = (here.worker_id, here.incarnation, link.peer, link.channel)
                     self._read[name] = link.bytes_total
