@@ -149,7 +149,7 @@ async def check_strangers(mesh: Mesh, folder: Path) -> None:
     ]
     assert let_in == []
     assert answers[len(asked) :] == [SERVING] * len(mesh.children)
-    gateway = TlsConfig(*(str(own / file) for file in ("gateway.pem", "gateway.key", "ca.pem")))
+    gateway = TlsConfig(str(own / "gateway.pem"), str(own / "gateway.key"), str(own / "ca.pem"))
     for port in await data_ports(mesh, gateway):
         assert not await greeted(port, None)
         for tls in (
