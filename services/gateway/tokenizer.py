@@ -36,6 +36,13 @@ THREAD_THRESHOLD_TOKENS = 4096
 """As many tokens are decoded in a thread, for the same reason."""
 
 
+_TEMPLATE_ERRORS = (
+    *(jinja2.TemplateError, TypeError, ValueError),
+    *(ArithmeticError, LookupError, RecursionError),
+)
+"""What messages can make a template do: it splits, counts and formats what it is given."""
+
+
 class _Generation(jinja2.ext.Extension):
     """`{% generation %}…{% endgeneration %}`, which marks for training what a model wrote."""
 
@@ -116,7 +123,7 @@ class ChatTemplate:
                 template.environment, template.name, template.blocks, variables, shared=True
             )
             return "".join(self._template.root_render_func(context))
-        except (jinja2.TemplateError, TypeError, RecursionError) as error:
+        except _TEMPLATE_ERRORS as error:
             message = f"the chat template does not accept these messages: {error}"
             raise InvalidRequestError(message, "messages") from error
 
@@ -238,7 +245,7 @@ def load_tokenizer(
         else _template_text(settings.get("chat_template"))
     )
     return TextTokenizer(
-        tokenizers.Tokenizer.from_file(str(path)),
+        _fast_tokenizer(path),
         ChatTemplate(
             source,
             _special_tokens(settings),
@@ -254,6 +261,13 @@ def load_tokenizer(
     )
 
 
+def _fast_tokenizer(path: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare ones for malformed files
+        raise CheckpointError(f"{path} is no tokenizer: {error}") from error
+
+
 def _special_ids_around(fast: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """What `add_special_tokens` puts before and after a text."""
     plain = fast.encode("a", add_special_tokens=False).ids
@@ -266,9 +280,11 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content: dict[str, Any] = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+        content = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: a JSON object is expected")
     return content
 
 

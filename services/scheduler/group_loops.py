@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from kvmesh.core.details import FleetWorker
 from kvmesh.core.types import Role
+from kvmesh.policy.control import Waiting
 from kvmesh.policy.pdserve import RatioStep
-from kvmesh.policy.ratio_monitor import RatioMonitor
+from kvmesh.policy.ratio_monitor import RatioMonitor, StageCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class GroupLoops:
         """A request was routed for the first time."""
         self._new[scenario] += 1
 
-    def observe(self, workers: Sequence[FleetWorker], waiting: int, elapsed_s: float) -> None:
+    def observe(self, workers: Sequence[FleetWorker], waiting: Waiting, elapsed_s: float) -> None:
         """Takes the loads of a cycle.
 
         Args:
@@ -52,17 +53,17 @@ class GroupLoops:
         total = max(self._arrived.total(), 1)
         for name, members in groups.items():
             loads = [each.load for each in members]
-            monitor = self._monitors.setdefault(name, RatioMonitor())
-            monitor.observe(
-                sum(each.prefill_active - each.prefill_sending for each in loads)
-                + waiting * self._arrived[name] / total,
+            share = self._arrived[name] / total
+            counts = StageCounts(
+                Waiting(waiting.prefill * share, waiting.decode * share),
+                sum(each.prefill_active - each.prefill_sending for each in loads),
                 sum(
                     each.prefill_sending + each.decode_running + each.decode_preempted
                     for each in loads
                 ),
-                arrived[name],
-                elapsed_s,
             )
+            monitor = self._monitors.setdefault(name, RatioMonitor())
+            monitor.observe(counts, arrived[name], elapsed_s)
 
     def end_window(self, workers: Sequence[FleetWorker]) -> Iterator[GroupStep]:
         """What the rule says of each group that has two windows to compare."""

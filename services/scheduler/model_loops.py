@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvmesh.core.details import ANSWER, GET, FleetWorker
+from kvmesh.core.details import ANSWER, COPY, GET, FleetWorker
 from kvmesh.core.types import Role, WorkerId
 from kvmesh.policy.composition import Composition, Offload, OffloadState
 from kvmesh.policy.control import (
@@ -106,8 +106,9 @@ class ModelLoops:
         self._meter.observe(workers, num_new, elapsed_s)
         self._paths.observe(workers)
         self._pace = self._paths.pace(self._meter.prompt_token_s)
-        self._allocation.observe(self._waiting(workers, demand))
-        self._groups.observe(self._home(workers), demand.reserved + demand.unreserved, elapsed_s)
+        waiting = self._waiting(workers, demand)
+        self._allocation.observe(waiting)
+        self._groups.observe(self._home(workers), waiting, elapsed_s)
 
     def end_window(self, workers: Sequence[FleetWorker]) -> list[GroupStep]:
         """What P/D-Serve's monitor says of each group at home, once per `planning.monitor_s`."""
@@ -146,7 +147,7 @@ class ModelLoops:
         read = reading = 0
         for worker in self._home(workers):
             for link in worker.detail.links:
-                if link.channel in (GET, ANSWER) and link.peer in holders:
+                if link.channel in (GET, COPY, ANSWER) and link.peer in holders:
                     here = worker.info
                     name = (here.worker_id, here.incarnation, link.peer, link.channel)
                     self._read[name] = link.bytes_total

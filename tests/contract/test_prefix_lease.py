@@ -438,6 +438,22 @@ async def test_a_copy_that_is_late_keeps_no_request_from_its_holder(
     assert (await pair.fetch()).outcome is FetchOutcome.FETCHED
 
 
+async def test_what_a_copy_takes_says_nothing_of_what_a_request_would_pay(pair: Pair) -> None:
+    source, fetcher = source_of(pair.holder), pair.reader.fetcher
+    assert (await pair.fetch()).outcome is FetchOutcome.FETCHED
+    ((key, meter),) = fetcher.statistics().links.items()
+    assert (key.channel, meter.bytes > 0) == ("copy", True)
+    assert fetcher.estimate_s(source, 10) is None
+    meter.busy_s += 1000.0
+    pool = pair.reader.core.pool
+    pool.release(pool.allocate(pool.num_free))  # evicts the copy
+    attempt = make_spec(PROMPT, max_tokens=1)
+    await pair.driver.generate_from(source, pair.reader, pair.reader, attempt)
+    estimate_s = fetcher.estimate_s(source, 10)
+    assert estimate_s is not None
+    assert estimate_s < 1.0
+
+
 async def test_a_copy_is_read_in_slices_that_are_soon_here(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

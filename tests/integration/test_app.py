@@ -54,6 +54,24 @@ async def test_health_follows_the_life_of_the_service() -> None:
     assert order == ["SERVING", "NOT_SERVING", "closed"]
 
 
+async def test_health_can_be_watched() -> None:
+    async def build(config: Config, context: ServiceContext) -> None:
+        pass
+
+    async with (
+        serving("test", Config(), build) as context,
+        open_channel(f"127.0.0.1:{context.port}") as channel,
+    ):
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        watch = stub.Watch(health_pb2.HealthCheckRequest(), timeout=30)
+        seen = [(await watch.read()).status]
+        await context.set_serving(False)
+        seen.append((await watch.read()).status)
+        watch.cancel()
+    states = health_pb2.HealthCheckResponse
+    assert seen == [states.SERVING, states.NOT_SERVING]
+
+
 async def test_a_drain_that_takes_too_long_is_given_up() -> None:
     async def build(config: Config, context: ServiceContext) -> None:
         context.on_drain(asyncio.Event().wait)  # type: ignore[arg-type]

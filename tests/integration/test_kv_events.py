@@ -16,7 +16,7 @@ from kvmesh.cli.probes import accepts, free_ports
 from kvmesh.core.errors import ConfigError
 from kvmesh.core.types import Endpoint
 from kvmesh.kv.hashing import chain_hashes
-from kvmesh.runtime.kv_event_publisher import END_SEQUENCE, KvEventPublisher
+from kvmesh.runtime.kv_event_publisher import END_SEQUENCE, MAX_REQUEST_BYTES, KvEventPublisher
 from kvmesh.runtime.worker import Worker
 from kvmesh.runtime.worker_config import EngineSection, EventsSection, WorkerSection
 from tests.worker_driver import ROOT, Driver, Key, make_spec, running_worker, until_idle
@@ -253,6 +253,25 @@ async def test_only_the_last_batches_are_kept_and_nonsense_is_ignored() -> None:
             while (frames := await asking.recv_multipart())[1] != END_SEQUENCE:
                 numbers.append(int.from_bytes(frames[1], "big"))
         assert numbers == [publisher.num_batches - 2, publisher.num_batches - 1]
+
+
+@pytest.mark.parametrize("kind", [zmq.SUB, zmq.DEALER])
+async def test_a_message_that_is_too_long_is_not_received(kind: int) -> None:
+    async with publishing() as (_, publisher):
+        endpoint = publisher.endpoint if kind == zmq.SUB else publisher.replay_endpoint
+        with (
+            zmq.asyncio.Context() as context,
+            context.socket(kind) as asking,
+            asking.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor,
+        ):
+            asking.connect(endpoint)
+            long = bytes(MAX_REQUEST_BYTES + 1)
+            if kind == zmq.SUB:
+                asking.setsockopt(zmq.SUBSCRIBE, long)
+            else:
+                await asking.send_multipart((b"", long))
+            async with asyncio.timeout(30):
+                await monitor.recv_multipart()  # it was cut
 
 
 @pytest.mark.parametrize(

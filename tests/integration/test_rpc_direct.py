@@ -12,6 +12,7 @@ import grpc
 import pytest
 
 from kvmesh.core.errors import ConfigError, LostError, ProtocolError
+from kvmesh.core.newcomers import Newcomers
 from kvmesh.rpc import direct
 from kvmesh.rpc.channels import bind_server, make_server, open_channel
 from kvmesh.rpc.direct import DirectClient, DirectListener
@@ -22,6 +23,7 @@ from kvmesh.v1 import kv_manager_service_pb2_grpc as pb_grpc
 from kvmesh.v1.kv_manager_service_pb2 import MatchPrefixRequest as Question
 from kvmesh.v1.kv_manager_service_pb2 import MatchPrefixResponse as Answer
 from kvmesh.v1.kv_manager_service_pb2 import PublishRequest, PublishResponse
+from tests.waiting import until
 
 SILENT, BAD, BUG, UNREADABLE = 13, 14, 15, 16
 """Questions that get no answer, that are none, that the server trips over, and with an answer that
@@ -228,6 +230,20 @@ async def test_who_says_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
         stranger = await _raw(echo.direct.port)
         await asyncio.wait_for(stranger.closed, 10)
         assert echo.direct.num_open == 0
+
+
+async def test_of_too_many_silent_ones_the_oldest_is_cut() -> None:
+    async with served() as (echo, port), asking(port) as asker:
+        await asker.ask(1)
+        echo.direct._newcomers = Newcomers(FramedConnection.abort, limit=2)
+        strangers = [await _raw(echo.direct.port) for _ in range(5)]
+        for stranger in strangers[:3]:
+            await asyncio.wait_for(stranger.closed, 10)
+        assert echo.direct.num_open == 3  # two that are silent, and the stream's
+        await asker.ask(2)
+        for stranger in strangers[3:]:
+            stranger.abort()
+        await until(lambda: echo.direct.num_open == 1)
 
 
 async def test_bytes_that_are_no_message_end_the_stream() -> None:

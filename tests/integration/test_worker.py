@@ -118,6 +118,28 @@ async def test_aggregated_tokens_equal_one_engine_alone(
     await until_idle(prefill, decode)
 
 
+@pytest.mark.parametrize("placement", ["disaggregated", "aggregated"])
+async def test_a_sequence_that_waits_for_kv_no_more_is_told_at_once(
+    prefill: Worker,
+    decode: Worker,
+    driver: Driver,
+    placement: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[tuple[int, int]] = []
+
+    def notify() -> None:
+        load = decode.load()
+        told.append((load.decode_reserved, load.decode_running))
+
+    monkeypatch.setattr(decode._registration, "notify", notify)
+    computes = decode if placement == "aggregated" else prefill
+    await driver.generate(computes, decode, Key("r"), make_spec(prompt(40), max_tokens=4))
+    await until_idle(prefill, decode)
+    states = [state for n, state in enumerate(told) if n == 0 or state != told[n - 1]]
+    assert states == [(1, 0), (0, 1), (0, 0)]
+
+
 async def test_one_token_answer_needs_no_transfer(
     prefill: Worker, decode: Worker, driver: Driver
 ) -> None:

@@ -1,7 +1,7 @@
 """The handoff table over a real block pool and a model of the memory, under every interleaving.
 
 The model writes down who wrote each block. A write in flight tears its blocks; a block counts as
-good for a commit only if its last bytes came from one writer of the committing generation.
+good for a commit only if its last bytes came from one writer of this reservation.
 """
 
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ class Model:
     num_cached: int
     capability: bytes
     deadline: float
-    generation: int = 1
+    generation: int
     committed: bool = False
     outcome: Outcome | None = None
     answers: list[Committed] = field(default_factory=list)
@@ -70,7 +70,7 @@ class HandoffMachine(RuleBasedStateMachine):
 
     def is_stale(self, grant: Grant) -> bool:
         model = self.models[grant.reservation_id - 1]
-        return model.outcome is not None or grant.generation != model.generation
+        return model.outcome is not None
 
     def pick(self, data: st.DataObject) -> Model:
         """Mostly a reservation that is open, else one of the last that ended."""
@@ -81,8 +81,8 @@ class HandoffMachine(RuleBasedStateMachine):
     # -- The decode worker ----------------------------------------------------------------------
 
     @precondition(lambda self: sum(map(self.is_live, self.models)) < 3)
-    @rule(num_new=st.integers(0, 4), share=st.booleans())
-    def reserve(self, num_new: int, share: bool) -> None:
+    @rule(num_new=st.integers(0, 4), share=st.booleans(), attempt=st.integers(1, 3))
+    def reserve(self, num_new: int, share: bool, attempt: int) -> None:
         if num_new > self.pool.num_free:
             return
         cached = list(self.shared) if share else []
@@ -90,10 +90,13 @@ class HandoffMachine(RuleBasedStateMachine):
         blocks = cached + self.pool.allocate(num_new)
         number = len(self.models) + 1
         request_id, capability = RequestId(f"r{number}"), bytes([number % 256, 1])
-        ticket = self.table.reserve(request_id, blocks, len(cached), capability, self.now)
-        assert ticket == (number, 1)
+        reserved = self.table.reserve(
+            request_id, blocks, len(cached), capability, attempt, self.now
+        )
+        assert reserved == number
         deadline = self.now + LEASE_S
-        self.models.append(Model(number, request_id, blocks, len(cached), capability, deadline))
+        model = Model(number, request_id, blocks, len(cached), capability, deadline, attempt)
+        self.models.append(model)
 
     @precondition(lambda self: self.models)
     @rule(data=st.data())
@@ -103,18 +106,6 @@ class HandoffMachine(RuleBasedStateMachine):
         assert self.table.renew(model.reservation_id, self.now) == live
         if live:
             model.deadline = self.now + LEASE_S
-
-    @precondition(lambda self: self.models)
-    @rule(data=st.data())
-    def retry_on_another_prefill(self, data: st.DataObject) -> None:
-        model = self.pick(data)
-        answer = self.table.rearm(model.reservation_id, self.now)
-        if not self.is_live(model) or model.committed:
-            assert isinstance(answer, Refusal)
-            return
-        assert answer == model.generation + 1
-        model.generation += 1
-        model.deadline = self.now + LEASE_S
 
     @precondition(lambda self: self.models)
     @rule(data=st.data())

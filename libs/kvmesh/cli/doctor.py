@@ -42,6 +42,9 @@ def main(argv: Sequence[str]) -> int:
         "kvmesh doctor",
         "Checks this machine (Python, packages, Redis, cores, memory, kernel settings, model)\n"
         "and, if a stack runs, its gateway, scheduler and workers. Exit code 1 on any failure.",
+        "examples:\n"
+        "  kvmesh doctor\n"
+        "  kvmesh doctor --url http://gateway:8000 --redis-url redis://127.0.0.1:6379/0",
     )
     add_url_flag(parser)
     add_ca_flag(parser)

@@ -17,6 +17,9 @@ from kvmesh.core.types import DTYPE_BYTES, KvLayout
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
+_UNUSABLE = (OSError, ValueError, KeyError, TypeError, ArithmeticError, RecursionError)
+
+
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
     """Sizes of a checkpoint.
@@ -58,7 +61,7 @@ def read_model_folder(path: Path) -> ModelFolder:
     try:
         config = json.loads((path / "config.json").read_text())
         return _folder_of(path, config, sum(file.stat().st_size for file in _weights(path)))
-    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+    except _UNUSABLE as error:
         raise CheckpointError(f"{path}/config.json cannot be used: {error!r}") from error
 
 

@@ -24,6 +24,9 @@ class ModelDetail:
 GET = "get"
 """The kind of channel under which links show what was read, whatever carried it."""
 
+COPY = "copy"
+"""As `GET`, for planned copies: they give way to others, so their pace tells nobody."""
+
 ASK, ANSWER = "ask", "answer"
 """As `GET`, for questions to the other worker and for what it answered."""
 
@@ -34,7 +37,7 @@ class LinkDetail:
 
     Attributes:
         channel: kind of channel: local, ipc, shm, nixl or tcp; get for what is read from the other,
-            ask and answer for queries.
+            copy for what is read of it as planned, ask and answer for queries.
         bytes_total: KV bytes that arrived since start; of ask and answer, of queries and attention.
         queued_bytes: asked for and not ended.
         busy_s: time with a transfer under way since start.

@@ -9,6 +9,7 @@ from llguidance import LLMatcher
 
 from kvmesh.core.types import Structure, StructureKind
 from kvmesh.engine.grammar_cost import divisor_problem
+from kvmesh.engine.pattern_cost import pattern_problem
 
 _JSON_SPACE = r"[ \n]{0,24}"
 """White space between JSON tokens: enough for deep indents, no endless run of blanks."""
@@ -18,9 +19,10 @@ def grammar_text(structure: Structure) -> str:
     """The grammar of a structure, for `LLMatcher`.
 
     Raises:
-        ValueError: a JSON schema that is not JSON, or divisors that are too large.
+        ValueError: a JSON schema that is not JSON, divisors that are too large, or too many
+            patterns.
     """
-    if problem := divisor_problem(structure):
+    if problem := divisor_problem(structure) or pattern_problem(structure):
         raise ValueError(problem)
     if structure.kind is StructureKind.JSON_SCHEMA:
         return LLMatcher.grammar_from_json_schema(

@@ -74,7 +74,7 @@ def _found(structure: Structure) -> tuple[list[Decimal], set[str]]:
     decoder = json.JSONDecoder(
         object_pairs_hook=note, parse_int=_number, parse_float=_number, parse_constant=_number
     )
-    for start in _schemas(structure):
+    for start in schema_starts(structure):
         try:
             decoder.raw_decode(structure.text, start)
         except (ValueError, RecursionError):
@@ -89,7 +89,7 @@ def _number(text: str) -> Decimal:
         return Decimal("Infinity")
 
 
-def _schemas(structure: Structure) -> Iterator[int]:
+def schema_starts(structure: Structure) -> Iterator[int]:
     """Where JSON schemas begin in the text."""
     if structure.kind is StructureKind.JSON_SCHEMA:
         yield len(structure.text) - len(structure.text.lstrip())

@@ -170,8 +170,12 @@ def find_weight_files(folder: Path) -> tuple[Path, ...]:
     if index.is_file():
         try:
             names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, AttributeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{index}: not a valid weight index") from error
+        outside = [name for name in names if not _is_file_name(name)]
+        if outside or not names:
+            # Links are followed, as caches of models are made of them; an index leads nowhere else.
+            raise CheckpointError(f"{index}: not names of files beside it: {outside!r}")
     elif (folder / _SINGLE).is_file():
         names = {_SINGLE}
     else:
@@ -183,6 +187,10 @@ def find_weight_files(folder: Path) -> tuple[Path, ...]:
     if missing:
         raise CheckpointError(f"{folder}: missing weight files: {', '.join(missing)}")
     return paths
+
+
+def _is_file_name(name: object) -> bool:
+    return isinstance(name, str) and name not in {"", "..", "."} and not set(name) & set("/\\\0")
 
 
 def fingerprint(config: ModelConfig, paths: tuple[Path, ...], dtype: str) -> str:

@@ -65,7 +65,3 @@ class PartialBlocks:
         """Nothing of these blocks is written any more, or all of it."""
         for index in indexes:
             self._written.pop(index, None)
-
-    def clear(self) -> None:
-        """Forgets all."""
-        self._written.clear()

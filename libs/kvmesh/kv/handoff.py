@@ -5,17 +5,16 @@ independently, and blocks go back to the pool only when both have ended.
 
     state      event                                   next        effect
     ---------  --------------------------------------  ----------  ------------------------------
-    (none)     reserve                                 RESERVED    generation 1, lease starts
+    (none)     reserve                                 RESERVED    lease starts
     RESERVED   begin_write, current and free range     RESERVED    write granted, lease renewed
     RESERVED   begin_write, range is being written     RESERVED    refused BUSY
-    RESERVED   end_write ok, of this generation        RESERVED    blocks count as written
-    RESERVED   end_write not ok, or older generation   RESERVED    blocks stay unwritten
-    RESERVED   rearm                                   RESERVED    generation + 1, all unwritten
+    RESERVED   end_write ok                            RESERVED    blocks count as written
+    RESERVED   end_write not ok                        RESERVED    blocks stay unwritten
     RESERVED   commit, all written, nobody writing     COMMITTED   lease renewed
     RESERVED   commit, a write in flight               RESERVED    refused BUSY
     RESERVED   commit, blocks missing                  RESERVED    refused INVALID
-    COMMITTED  commit of the same generation           COMMITTED   the same answer
-    COMMITTED  begin_write, rearm                      COMMITTED   refused STALE
+    COMMITTED  commit                                  COMMITTED   the same answer
+    COMMITTED  begin_write                             COMMITTED   refused STALE
     COMMITTED  take                                    (none)      TAKEN, caller owns the blocks
     (none)     commit, taken less than a lease ago     (none)      the same answer
     RES., COM. renew                                   same        lease renewed
@@ -27,9 +26,11 @@ independently, and blocks go back to the pool only when both have ended.
 
 RESERVED with a write in flight is what the design calls WRITING; it is derived, not stored. Any
 message with another incarnation or generation, or after the lease, is refused STALE; one with a
-wrong capability INVALID. A grant is exclusive: while one writer is in a block's memory, fenced or
-not, no other is let in, so a late writer can never tear what a newer one wrote. Writers of
-different parts of a block may be in it at once; it is written when its parts make it whole.
+wrong capability INVALID. The generation is the attempt that reserved: whoever is to write for a
+later attempt gets a reservation of its own, with a secret that no earlier writer has. A grant is
+exclusive: while one writer is in a block's memory, fenced or not, no other is let in, so a late
+writer can never tear what a newer one wrote. Writers of different parts of a block may be in it at
+once; it is written when its parts make it whole.
 
 No I/O and no clock: `now` is an argument, in seconds that never go back. One thread.
 Why: docs/adr/0004-handoff.md. Tests: tests/unit/kv/test_handoff.py,
@@ -51,7 +52,6 @@ from kvmesh.kv.handoff_types import (
     Released,
     State,
     Taken,
-    Ticket,
     Write,
     WriteClaim,
     WriteGrant,
@@ -94,8 +94,9 @@ class HandoffTable:
         blocks: Sequence[int],
         num_cached: int,
         capability: bytes,
+        generation: int,
         now: float,
-    ) -> Ticket:
+    ) -> int:
         """Opens blocks of a sequence to one prefill.
 
         Args:
@@ -103,6 +104,10 @@ class HandoffTable:
                 reference the table gives back through `take` or `drain_released`.
             num_cached: leading blocks that are filled and shared; they are never written.
             capability: secret that admits writers.
+            generation: which attempt of the request this is.
+
+        Returns:
+            The id of the reservation.
         """
         assert 0 <= num_cached <= len(blocks), f"{num_cached} cached of {len(blocks)} blocks"
         assert len(set(blocks)) == len(blocks), "a block occurs twice"
@@ -115,9 +120,10 @@ class HandoffTable:
             blocks=tuple(blocks),
             num_cached=num_cached,
             capability=capability,
+            generation=generation,
             deadline=now + self.lease_s,
         )
-        return Ticket(reservation_id, generation=1)
+        return reservation_id
 
     def renew(self, reservation_id: int, now: float) -> bool:
         """Starts the lease anew; False if the reservation has ended."""
@@ -126,21 +132,6 @@ class HandoffTable:
             return False
         entry.deadline = now + self.lease_s
         return True
-
-    def rearm(self, reservation_id: int, now: float) -> int | Refusal:
-        """Opens the reservation to another prefill and fences all writers before it.
-
-        Returns:
-            The new generation; or STALE if the reservation has ended or is complete.
-        """
-        entry = self._live(reservation_id, now)
-        if entry is None or entry.state is not State.RESERVED:
-            return self._refuse(_stale(f"reservation {reservation_id} is not open for writing"))
-        entry.generation += 1
-        entry.written.clear()
-        entry.partial.clear()
-        entry.deadline = now + self.lease_s
-        return entry.generation
 
     def take(self, reservation_id: int) -> Taken | Refusal:
         """Ends a complete handoff: decode starts and owns the blocks from here on.
@@ -239,7 +230,7 @@ class HandoffTable:
             return self._refuse(Refusal(RefusalReason.BUSY, message))
         write_id = self._next_write_id
         self._next_write_id += 1
-        self._writes[write_id] = Write(entry, entry.generation, span, part)
+        self._writes[write_id] = Write(entry, span, part)
         entry.writes.add(write_id)
         self._begin(entry, span, part)
         entry.deadline = now + self.lease_s
@@ -253,7 +244,7 @@ class HandoffTable:
         entry.writes.remove(write_id)
         if entry.state is State.FENCED:
             self._release_if_quiet(entry)
-        elif ok and write.generation == entry.generation:
+        elif ok:
             self._count(entry, write)
 
     def check_claim(self, claim: WriteClaim, now: float) -> Refusal | None:
@@ -301,7 +292,7 @@ class HandoffTable:
         entry.written.difference_update(span)
 
     def _count(self, entry: Entry, write: Write) -> None:
-        """A write of the present generation ended well."""
+        """A write ended well."""
         if write.part is None:
             entry.written.update(write.span)
             return
@@ -320,7 +311,7 @@ class HandoffTable:
         if not hmac.compare_digest(claim.capability, entry.capability):
             return Refusal(RefusalReason.INVALID, "wrong capability")
         if claim.generation != entry.generation:
-            return _stale(f"generation {claim.generation}, now {entry.generation}")
+            return _stale(f"generation {claim.generation}, not {entry.generation}")
         return entry
 
     def _live(self, reservation_id: int, now: float) -> Entry | None:

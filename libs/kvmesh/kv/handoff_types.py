@@ -43,13 +43,6 @@ class WriteClaim:
     capability: bytes = field(repr=False)
 
 
-class Ticket(NamedTuple):
-    """A new reservation."""
-
-    reservation_id: int
-    generation: int
-
-
 class WriteGrant(NamedTuple):
     """Leave to write these blocks, in this order, until `end_write`."""
 
@@ -111,8 +104,9 @@ class Entry:
     Attributes:
         deadline: end of the lease, in seconds on the caller's clock.
         partial: blocks to write of which some bytes are there.
-        written: indices among the blocks to write that are complete in this generation.
-        writes: ids of grants in flight, those of earlier generations included.
+        generation: which attempt of the request reserved.
+        written: indices among the blocks to write that are complete.
+        writes: ids of grants in flight.
         outcome: set when the reservation ended; it may still wait for its writers.
     """
 
@@ -121,8 +115,8 @@ class Entry:
     blocks: tuple[int, ...]
     num_cached: int
     capability: bytes = field(repr=False)
+    generation: int
     deadline: float
-    generation: int = 1
     state: State = State.RESERVED
     written: set[int] = field(default_factory=set)
     partial: PartialBlocks = field(default_factory=PartialBlocks)
@@ -148,7 +142,6 @@ class Entry:
             assert not any(write.overlaps(o.span, o.part) for o in others), "writers in one place"
         assert self.written.isdisjoint(covered), "a block is written and being written"
         assert all(0 <= index < self.num_to_write for index in [*self.written, *covered])
-        assert all(writes[write_id].generation <= self.generation for write_id in self.writes)
         if self.state is State.COMMITTED:
             assert complete, "committed with blocks missing"
             assert not self.writes, "committed under a writer"
@@ -161,7 +154,6 @@ class Write:
     """Record of one grant; `span` indexes the entry's blocks to write, `part` is of each."""
 
     entry: Entry = field(repr=False)
-    generation: int
     span: range
     part: Part | None = None
 

@@ -7,7 +7,7 @@ for its time; blocks go when, besides, nobody is reading them any more:
     ------  ---------------------------------  ------  ---------------------------------------
     (none)  open, within the limits            OPEN    generation 1
     (none)  open, too many leases or blocks    (none)  refused BUSY
-    (none)  open, its reader has half of them  (none)  refused BUSY
+    (none)  open, its reader has its share     (none)  refused BUSY
     OPEN    begin_read, current and in range   OPEN    read granted, lease renewed
     OPEN    end_read                           OPEN    lease renewed
     OPEN    close / expire, nobody reading     (none)  released
@@ -25,9 +25,10 @@ Why: docs/adr/0014-prefix-fetch.md. Tests: tests/unit/kv/test_read_leases.py.
 from __future__ import annotations
 
 import hmac
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from kvmesh.core.types import Refusal, RefusalReason
 from kvmesh.kv.handoff_types import WriteClaim
@@ -37,6 +38,21 @@ MAX_RENEWALS = 12
 
 _GENERATION = 1
 _RETRY_MS = 100
+
+
+T = TypeVar("T")
+
+
+class Reader(NamedTuple):
+    """Whom leases count for.
+
+    Attributes:
+        host: who shares it shares what one reader gets; cannot be chosen anew each time.
+        name: tells apart who is on one host, by their own word.
+    """
+
+    host: str
+    name: str
 
 
 class OpenedLease(NamedTuple):
@@ -79,7 +95,7 @@ class ReadLeaseStatistics:
 @dataclass(slots=True, eq=False)
 class _Lease:
     lease_id: int
-    reader: str
+    reader: Reader
     blocks: tuple[int, ...]
     capability: bytes = field(repr=False)
     deadline: float
@@ -114,13 +130,14 @@ class ReadLeaseTable:
         self._leases: dict[int, _Lease] = {}
         self._reads: dict[int, _Lease] = {}
         self._released: list[tuple[int, ...]] = []
+        self._refused_at: OrderedDict[Reader, float] = OrderedDict()
         self._num_blocks = 0
         self._next_lease_id = self._next_read_id = 1
         self._expired_total = self._refused_total = 0
 
     def open(
         self,
-        reader: str,
+        reader: Reader,
         blocks: Sequence[int],
         capability: bytes,
         now: float,
@@ -129,23 +146,25 @@ class ReadLeaseTable:
     ) -> OpenedLease | Refusal:
         """Takes blocks that the caller has references on; they come back by `drain_released`.
 
-        Who holds some gets no more than half of all leases and blocks that may be out: a reader
-        that asks without end does not keep others out.
+        A host that holds some gets no more than half of all leases and blocks that may be out: a
+        reader that asks without end does not keep others out. While others were refused a moment
+        ago, hosts get equal parts, and readers of one host equal parts of what it gets: many
+        workers behind one address do not starve each other.
 
         Args:
-            reader: whom it counts for, by a name that he cannot choose anew each time.
             is_planned: no request waits for them.
 
         Returns:
             The lease, or BUSY; then the references stay the caller's.
         """
-        if len(self._leases) >= self._max_leases:
-            return self._refuse(RefusalReason.BUSY, f"{len(self._leases)} leases are open")
-        if self._num_blocks + len(blocks) > self._max_blocks:
-            text = f"{self._num_blocks} of at most {self._max_blocks} blocks are leased"
-            return self._refuse(RefusalReason.BUSY, text)
+        self._forget_refused(now)
         if (excess := self._excess(reader, len(blocks))) is not None:
+            self._refused_at[reader] = now
+            self._refused_at.move_to_end(reader)
+            if len(self._refused_at) > self._max_leases:  # names may be invented
+                self._refused_at.popitem(last=False)
             return self._refuse(RefusalReason.BUSY, excess)
+        self._refused_at.pop(reader, None)
         lease = _Lease(
             self._next_lease_id,
             reader,
@@ -262,16 +281,44 @@ class ReadLeaseTable:
         for lease in self._leases.values():
             assert lease.is_open or lease.num_reads, "ended without a reader, and still here"
 
-    def _excess(self, reader: str, num_blocks: int) -> str | None:
+    def _excess(self, reader: Reader, num_blocks: int) -> str | None:
         """Why a reader gets no further lease; None when it does."""
-        sizes = [len(lease.blocks) for lease in self._leases.values() if lease.reader == reader]
-        if not sizes:
+        if len(self._leases) >= self._max_leases:
+            return f"{len(self._leases)} leases are open"
+        if self._num_blocks + num_blocks > self._max_blocks:
+            return f"{self._num_blocks} of at most {self._max_blocks} blocks are leased"
+        holders = [lease.reader for lease in self._leases.values()]
+        hosts, waiting_hosts = _hosts(holders), _hosts(self._refused_at)
+        parts = max(2, _equal_parts(reader.host, hosts, waiting_hosts))
+        theirs = [lease for lease in self._leases.values() if lease.reader.host == reader.host]
+        if (excess := self._beyond(reader.host, theirs, num_blocks, parts)) is not None:
+            return excess
+        neighbours = {lease.reader for lease in theirs}
+        waiting = {each for each in self._refused_at if each.host == reader.host}
+        parts *= _equal_parts(reader, neighbours, waiting)
+        own = [lease for lease in theirs if lease.reader == reader]
+        return self._beyond(reader.name, own, num_blocks, parts)
+
+    def _beyond(
+        self, who: str, leases: Sequence[_Lease], num_blocks: int, parts: int
+    ) -> str | None:
+        """Why one more is more than a part of all; who has none may have one of any size."""
+        if not leases:
             return None
-        if 2 * (len(sizes) + 1) > self._max_leases:
-            return f"{reader} has {len(sizes)} of {self._max_leases} leases, half is the most"
-        if 2 * (sum(sizes) + num_blocks) > self._max_blocks:
-            return f"{reader} has {sum(sizes)} of {self._max_blocks} blocks, half is the most"
+        held = sum(len(lease.blocks) for lease in leases)
+        if parts * (len(leases) + 1) > self._max_leases:
+            return f"{who} has {len(leases)} of {self._max_leases} leases, 1/{parts} is the most"
+        if parts * (held + num_blocks) > self._max_blocks:
+            return f"{who} has {held} of {self._max_blocks} blocks, 1/{parts} is the most"
         return None
+
+    def _forget_refused(self, now: float) -> None:
+        """They have asked elsewhere by now."""
+        while self._refused_at:
+            reader, at = next(iter(self._refused_at.items()))
+            if now < at + self.lease_s:
+                return
+            del self._refused_at[reader]
 
     def _named(self, claim: WriteClaim, now: float) -> _Lease | Refusal:
         lease = self._admit(claim.reservation_id, claim.incarnation, claim.capability, now)
@@ -306,3 +353,12 @@ class ReadLeaseTable:
             del self._leases[lease.lease_id]
             self._num_blocks -= len(lease.blocks)
             self._released.append(lease.blocks)
+
+
+def _hosts(readers: Iterable[Reader]) -> set[str]:
+    return {reader.host for reader in readers}
+
+
+def _equal_parts(who: T, holding: Set[T], waiting: Set[T]) -> int:
+    """Into how many parts a whole is to be split; 1 while nobody else waits for one."""
+    return len(holding | waiting | {who}) if waiting - {who} else 1

@@ -76,11 +76,31 @@ def plan_offload(
 
 def _reach(far: list[WorkerView], near: list[WorkerView], query: RouteQuery) -> Reach:
     """What a prompt may use. Where its work was lost in the far cluster and the worker is still
-    there, the link may be what failed, which all workers there share: it stays at home.
+    there, the link may be what failed, which all workers there share: it stays at home. So does
+    one that all workers there have just refused because what they computed has not left yet, while
+    a worker at home idles: over a link so narrow it would only wait. Where they compute, to wait
+    for faster instances may pay, and the threshold is there to decide.
     """
     local = any(map(_is_awake, near))
     was_lost = local and any(worker.worker_id in query.lost for worker in far)
-    return Reach(remote=not was_lost and any(map(_is_awake, far)), local=local)
+    takers = [worker for worker in far if _is_awake(worker)]
+    if all(worker.worker_id in query.avoid and _sends(worker) for worker in takers):
+        takers = [] if any(_idles(worker, query) for worker in near) else takers
+    return Reach(remote=not was_lost and bool(takers), local=local)
+
+
+def _sends(worker: WorkerView) -> bool:
+    """Whether all its slots are held by KV that has yet to leave."""
+    return worker.load.prefill_sending >= worker.info.prefill_slots
+
+
+def _idles(worker: WorkerView, query: RouteQuery) -> bool:
+    """Whether it would compute the prompt at once, as far as is known."""
+    return (
+        _is_awake(worker)
+        and worker.worker_id not in query.avoid
+        and worker.prefill_used < worker.info.prefill_slots
+    )
 
 
 def _may_prefill(worker: WorkerView) -> bool:

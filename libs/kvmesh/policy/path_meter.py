@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvmesh.core.details import ANSWER, ASK, FleetWorker, LinkDetail
+from kvmesh.core.details import ANSWER, ASK, COPY, FleetWorker, LinkDetail
 from kvmesh.core.types import WorkerId
 from kvmesh.policy.measurement import KEEP
 from kvmesh.policy.prefix_source import FetchPace
@@ -61,7 +61,8 @@ class PathMeter:
                     asked.append((link.rtt_s * info.layout.num_layers, link.pair_s))
                 name = (info.worker_id, info.incarnation, link.peer, link.channel)
                 self._seen[name] = (link.bytes_total, link.busy_s)
-                if link.peer in clusters and link.channel not in (ASK, ANSWER):
+                # A copy gives way to all others: a prefix that a prompt waits for is sooner here.
+                if link.peer in clusters and link.channel not in (ASK, ANSWER, COPY):
                     self._add(self._inside if same else self._between, link, before.get(name))
 
         # The middle one: which holder a route will find is not known here.

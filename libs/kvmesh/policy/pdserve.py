@@ -102,6 +102,9 @@ class RatioReason(enum.Enum):
     DECODE_GREW = "latency rose and the prefill share fell"
     UNCLEAR = "latency rose and the prefill share stayed"
     AT_MINIMUM = "the other role has no instance to spare"
+    SETTLING = "the change before is to show first"
+    HOLD = "the change before made it no worse"
+    TAKEN_BACK = "the change before made it worse"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,16 +142,20 @@ def ratio_direction(
     now: LatencyWindow,
     num_prefill: int,
     num_decode: int,
+    tolerance: float = TOLERANCE,
 ) -> RatioStep:
     """The monitor's rule: latency up and prefill share up asks for prefill, share down for decode.
 
     Gradual: one instance per call. The role that gives keeps `MIN_PER_ROLE`.
+
+    Args:
+        tolerance: a latency or share that changed by less of itself has not changed.
     """
     slower = _relative(before.total_s, now.total_s)
-    shift = _relative(before.prefill_share, now.prefill_share)
-    if slower <= TOLERANCE:
+    shift = _share_shift(before.prefill_share, now.prefill_share)
+    if slower <= tolerance:
         return RatioStep(None, RatioReason.STEADY)
-    if abs(shift) <= TOLERANCE:
+    if abs(shift) <= tolerance:
         return RatioStep(None, RatioReason.UNCLEAR)
     grow = Role.PREFILL if shift > 0 else Role.DECODE
     if (num_decode if grow is Role.PREFILL else num_prefill) <= MIN_PER_ROLE:
@@ -159,6 +166,14 @@ def ratio_direction(
 
 def _relative(before: float, now: float) -> float:
     return (now - before) / before if before else 0.0
+
+
+def _share_shift(before: float, now: float) -> float:
+    """Change of a share, relative to it and to what it lacks of one: where prefill is nearly all of
+    the time already, it has no tenth left to grow by.
+    """
+    room = before * (1.0 - before)
+    return (now - before) / room if room else 0.0
 
 
 # --- waiting (3.5) and groups (3.2) --------------------------------------------------------------

@@ -1,77 +1,171 @@
-"""P/D-Serve's monitor: the mean of a window against those before says which role should get an
-instance.
+"""P/D-Serve's monitor: the times of a window say which role should get an instance, and those after
+that whether it was right.
 
-Source: P/D-Serve 3.3, which leaves open what "up" is compared with. The window before alone misses
-a change that is spread over several. Tests: tests/unit/policy/test_ratio_monitor.py.
+Source: P/D-Serve 2.1 and 3.3, which leave open what "up" is compared with, and what follows a
+change. Waiting is the model's sign of a role that is short (2.1), so it never becomes usual: where
+requests wait, times are compared with those had nobody waited, and a ratio that is wrong from the
+first window on is seen in that window. Where none do, they are compared with what is usual.
+Tests: tests/unit/policy/test_ratio_monitor.py.
 """
 
 from __future__ import annotations
 
-from kvmesh.policy.pdserve import LatencyWindow, RatioStep, ratio_direction
+import math
+from dataclasses import dataclass
+
+from kvmesh.core.types import Role
+from kvmesh.policy.control import Waiting
+from kvmesh.policy.pdserve import (
+    TOLERANCE,
+    LatencyWindow,
+    RatioReason,
+    RatioStep,
+    ratio_direction,
+)
 
 WINDOW_S = 15.0
 
 MIN_REQUESTS = 8
-"""A window of fewer requests goes on: when a load begins, they are in it with their prefill alone,
-and everything later would be compared with that."""
+"""A window of fewer requests goes on: a mean of so few says nothing."""
 
 FORGET = 0.25
-"""Weight of a slower window in what the next ones are compared with."""
+"""Weight of a window in what is usual."""
+
+WAITING = 0.25
+"""Requests that come at random wait for a while even where nothing is short; this much of the time
+that they take otherwise is no reason to change."""
+
+SETTLE_WINDOWS = 1
+"""After a change: the instance drains, and what had queued up is still served."""
+
+HOLD_WINDOWS = 8
+"""So long a change is taken back only if times are worse than those that it was made for. Compared
+with what is usual, the times just after it always seem to ask for the way back: the role that gave
+has more to do, and the other one less."""
+
+MAX_HOLD_WINDOWS = 64
+"""Each change that takes one back doubles the hold, up to this: where both ratios are wrong at
+times, instances would go to and fro."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageCounts:
+    """Requests in each stage at one moment.
+
+    Attributes:
+        waiting: for a worker of each role.
+        prefilling: accepted by a worker, and without a first token.
+        decoding: with one.
+    """
+
+    waiting: Waiting
+    prefilling: float
+    decoding: float
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Request-seconds in each stage, and arrivals."""
+
+    wait_prefill: float = 0.0
+    wait_decode: float = 0.0
+    prefill: float = 0.0
+    decode: float = 0.0
+    count: int = 0
+
+    def window(self) -> LatencyWindow:
+        """Mean times, waiting included."""
+        prefill = self.wait_prefill + self.prefill
+        total = prefill + self.wait_decode + self.decode
+        return LatencyWindow(prefill / self.count, total / self.count)
+
+    def quiet_window(self) -> LatencyWindow:
+        """Mean times had nobody waited."""
+        return LatencyWindow(self.prefill / self.count, (self.prefill + self.decode) / self.count)
+
+
+@dataclass(slots=True)
+class _Change:
+    """The last step.
+
+    Attributes:
+        before: times of the window that asked for it.
+        age: windows since.
+    """
+
+    grow: Role
+    before: LatencyWindow
+    age: int = 0
 
 
 class RatioMonitor:
-    """Times of the requests of this window, and what is usual.
+    """Times of the requests of this window, what is usual, and the change that is on trial.
 
-    Usual is the window after the last step, or a faster one since; slower ones, in which nothing
-    was done, move it bit by bit.
+    Times are counted, not measured: the mean time in a stage is the mean number of requests in it,
+    divided by the rate at which they come (Little's law).
     """
 
     def __init__(self) -> None:
-        self._prefill_s = 0.0
-        self._total_s = 0.0
-        self._count = 0
+        self._sums = _Sums()
         self._usual: LatencyWindow | None = None
+        self._change: _Change | None = None
+        self._hold = HOLD_WINDOWS
 
-    def note(self, prefill_s: float, total_s: float) -> None:
-        """A request finished, by someone who measures each.
-
-        Args:
-            prefill_s: from arrival to the first token.
-            total_s: from arrival to the last one.
-        """
-        self._prefill_s += prefill_s
-        self._total_s += total_s
-        self._count += 1
-
-    def observe(self, prefilling: float, decoding: float, num_new: int, elapsed_s: float) -> None:
-        """Counts instead of times: the mean time in a stage is the mean number of requests in it,
-        divided by the rate at which they come (Little's law).
+    def observe(self, counts: StageCounts, num_new: int, elapsed_s: float) -> None:
+        """Takes a sample.
 
         Args:
-            prefilling: requests without a first token now, those that wait included.
-            decoding: requests with one.
             num_new: arrivals since the last call.
             elapsed_s: since the last call.
         """
-        self._prefill_s += prefilling * elapsed_s
-        self._total_s += (prefilling + decoding) * elapsed_s
-        self._count += num_new
+        sums = self._sums
+        sums.wait_prefill += counts.waiting.prefill * elapsed_s
+        sums.wait_decode += counts.waiting.decode * elapsed_s
+        sums.prefill += counts.prefilling * elapsed_s
+        sums.decode += counts.decoding * elapsed_s
+        sums.count += num_new
 
     def end_window(self, num_prefill: int, num_decode: int) -> RatioStep | None:
-        """What the rule says, and a new window; None: too few requests, or nothing to compare."""
-        if self._count < MIN_REQUESTS:
+        """What the rule says, and a new window; None: too few requests, and this one goes on."""
+        sums = self._sums
+        if sums.count < MIN_REQUESTS:
             return None
-        now = LatencyWindow(self._prefill_s / self._count, self._total_s / self._count)
-        self._prefill_s = self._total_s = 0.0
-        self._count = 0
-        usual = self._usual
-        if usual is None:
-            self._usual = now
-            return None
-        step = ratio_direction(usual, now, num_prefill, num_decode)
-        as_usual = step.grow is None and now.total_s >= usual.total_s
-        self._usual = _moved(usual, now) if as_usual else now
+        self._sums = _Sums()
+        now, quiet = sums.window(), sums.quiet_window()
+        # A mean of n counts is off by about one part in the root of n.
+        tolerance = max(TOLERANCE, 1.0 / math.sqrt(sums.count))
+        waited = now.total_s > (1.0 + max(tolerance, WAITING)) * quiet.total_s
+        # Who is refused in the end has waited and taken no other time, which makes the mean of that
+        # less than usual: a window with waiting is compared with itself.
+        before, seen = (quiet, now) if waited else (self._usual or quiet, quiet)
+        if not waited:
+            self._usual = _moved(before, quiet)
+        change = self._aged_change()
+        if change is not None and change.age <= SETTLE_WINDOWS:
+            return RatioStep(None, RatioReason.SETTLING)
+        step = ratio_direction(before, seen, num_prefill, num_decode, tolerance)
+        goes_back = change is not None and step.grow not in (None, change.grow)
+        if change is not None and goes_back and change.age <= self._hold:
+            worse = ratio_direction(change.before, now, num_prefill, num_decode, tolerance)
+            if worse.grow is not step.grow:
+                return RatioStep(None, RatioReason.HOLD)
+            step = RatioStep(step.grow, RatioReason.TAKEN_BACK)
+        if step.grow is not None:
+            if goes_back:
+                self._hold = min(2 * self._hold, MAX_HOLD_WINDOWS)
+            if not waited:
+                self._usual = quiet  # one change answers it; what is slower still asks again
+            self._change = _Change(step.grow, now)
         return step
+
+    def _aged_change(self) -> _Change | None:
+        """The last step, one window older; one that was right for long enough is forgotten."""
+        change = self._change
+        if change is not None:
+            change.age += 1
+            if change.age > 2 * self._hold:
+                self._change, self._hold = None, HOLD_WINDOWS
+        return self._change
 
 
 def _moved(usual: LatencyWindow, now: LatencyWindow) -> LatencyWindow:

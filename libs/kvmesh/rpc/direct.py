@@ -19,6 +19,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from kvmesh.core.errors import ConfigError, ProtocolError
+from kvmesh.core.newcomers import Newcomers
 from kvmesh.rpc.channels import MAX_MESSAGE_BYTES, TlsConfig
 from kvmesh.rpc.framed import FramedConnection, ignore
 from kvmesh.rpc.tls import client_context, server_context
@@ -88,6 +89,9 @@ class DirectListener:
     local_name: str = ""
     _offers: dict[bytes, DirectOffer] = field(default_factory=dict)
     _open: set[FramedConnection] = field(default_factory=set)
+    _newcomers: Newcomers[FramedConnection] = field(
+        default_factory=lambda: Newcomers(FramedConnection.abort)
+    )
     _server: asyncio.Server | None = None
     _local_server: asyncio.Server | None = None
 
@@ -105,7 +109,11 @@ class DirectListener:
         loop = asyncio.get_running_loop()
         try:
             self._server = await loop.create_server(
-                self._connection, self.host, self.wanted_port, ssl=context
+                self._connection,
+                self.host,
+                self.wanted_port,
+                ssl=context,
+                ssl_handshake_timeout=None if context is None else _GREETING_S,
             )
         except OSError as error:
             raise ConfigError(
@@ -182,6 +190,7 @@ class DirectListener:
 
         def greeted(token: bytes) -> None:
             timers[0].cancel()
+            self._newcomers.leave(connection)
             offer = self._offers.pop(token, None)
             if offer is None:
                 raise ProtocolError("unknown_token", "no stream waits for this connection")
@@ -194,11 +203,13 @@ class DirectListener:
         def ended(_: asyncio.Future[str]) -> None:
             timers.pop().cancel()
             self._open.discard(connection)
+            self._newcomers.leave(connection)
 
         def made() -> None:
             timers.append(loop.call_later(_GREETING_S, connection.abort))
             connection.closed.add_done_callback(ended)
             self._open.add(connection)
+            self._newcomers.enter(connection)
 
         timers: list[asyncio.TimerHandle] = []
         connection = FramedConnection(greeted, _TOKEN_BYTES)

@@ -5,6 +5,7 @@ Tests: tests/integration/test_tls.py, tests/integration/test_grpc_fuzz.py.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -49,8 +50,11 @@ def checked(
         async for response in behaviour(request, context):
             yield response
 
+    # Streams that are written by `context.write`, as those of gRPC's own health service, are
+    # coroutines like single answers.
+    yields = handler.response_streaming and not inspect.iscoroutinefunction(behaviour)
     return make(
-        stream if handler.response_streaming else answer,
+        stream if yields else answer,
         request_deserializer=deserializer,
         response_serializer=handler.response_serializer,
     )

@@ -27,6 +27,7 @@ from kvmesh.core.config import option, secret
 from kvmesh.core.errors import ConfigError
 from kvmesh.rpc.channels import TlsConfig
 from kvmesh.rpc.tls import server_context
+from kvmesh.runtime.admin_guard import HEADER_TIMEOUT_S, IDLE_TIMEOUT_S, AdminGuard
 from kvmesh.telemetry.logs import event_logger
 
 log = event_logger(__name__)
@@ -61,6 +62,7 @@ class AdminPort:
 
     Attributes:
         port: the bound port; -1 without one.
+        guard: of its connections.
         is_wanted: whether it will be reachable at all.
 
     Raises:
@@ -74,6 +76,8 @@ class AdminPort:
         self._routes: list[web.RouteDef] = []
         self._open: set[tuple[str, str]] = set()
         self._runner: web.AppRunner | None = None
+        self._server: asyncio.Server | None = None
+        self.guard = AdminGuard()
         self.port = -1
         self.is_wanted = config.port >= 0 or bool(config.socket)
         if config.port >= 0 and not self._digest and config.host not in _THIS_HOST:
@@ -108,7 +112,11 @@ class AdminPort:
         app.add_routes(self._routes)
         app.on_response_prepare.append(_name_server)
         self._runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, shutdown_timeout=CLOSE_S
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=CLOSE_S,
+            keepalive_timeout=IDLE_TIMEOUT_S,
         )
         await self._runner.setup()
         if config.socket:
@@ -126,15 +134,22 @@ class AdminPort:
 
     async def _open_port(self, runner: web.AppRunner) -> None:
         config = self._config
-        site = web.TCPSite(runner, config.host, config.port, ssl_context=self._ssl)
+        assert runner.server is not None, "set up"
+        connections = self.guard.wrap(runner.server)
         try:
-            await site.start()
+            self._server = await asyncio.get_running_loop().create_server(
+                connections,
+                config.host,
+                config.port,
+                ssl=self._ssl,
+                ssl_handshake_timeout=None if self._ssl is None else HEADER_TIMEOUT_S,
+            )
         except OSError as error:
             raise ConfigError(
                 f"cannot listen on {config.host}:{config.port}: the port is taken or the address "
                 f"is not this host's ({error.strerror}); choose another with --server.admin.port"
             ) from error
-        self.port = next(each[1] for each in runner.addresses if isinstance(each, tuple))
+        self.port = self._server.sockets[0].getsockname()[1]
         log.info(
             "admin_serving",
             address=f"{config.host}:{self.port}",
@@ -144,13 +159,16 @@ class AdminPort:
 
     async def close(self) -> None:
         """Closes the port. May be called again."""
+        if self._server is not None:
+            self._server.close()
         if self._runner is not None:
             await self._runner.cleanup()
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
-            self._check(request)
+            if self._check(request):
+                self.guard.let_in(request.transport)
             return await handler(request)
         except web.HTTPException as error:
             if error.status < 400:
@@ -161,13 +179,17 @@ class AdminPort:
             body = {"error": {"message": error.text or error.reason, "code": error.status}}
             return web.json_response(body, status=error.status, headers=headers)
 
-    def _check(self, request: web.Request) -> None:
-        """Lets the request through, or raises the answer that it gets instead."""
+    def _check(self, request: web.Request) -> bool:
+        """Lets the request through, or raises the answer that it gets instead.
+
+        Returns:
+            Whether the caller has shown that it may call; what is open to all shows nothing.
+        """
         if _came_by_socket(request):
-            return
+            return True
         resource = request.match_info.route.resource
         if resource is not None and (request.method, resource.canonical) in self._open:
-            return
+            return False
         if not self._digest:
             self._check_without_token(request)
         elif not hmac.compare_digest(
@@ -176,6 +198,7 @@ class AdminPort:
             raise web.HTTPUnauthorized(text="the admin token is missing or wrong")
         if request.method not in _READING and not _is_same_origin(request):
             raise web.HTTPForbidden(text="an action must not come from another site's page")
+        return True
 
     def _check_without_token(self, request: web.Request) -> None:
         # A web page can make a browser call this host under a name of its own (DNS rebinding).

@@ -210,20 +210,21 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
     def _open_handoff(self, task: DecodeTask) -> Reservation:
         capability = secrets.token_bytes(16)
         assert self.data_endpoint is not None, "the data server is not up"
-        ticket = self._handoff.reserve(
+        reservation_id = self._handoff.reserve(
             task.request_id,
             task.arriving,
             0,  # what is cached is not among them
             capability,
+            task.attempt,
             self._clock.now(),
         )
-        task.reservation_id = ticket.reservation_id
-        self._by_reservation[ticket.reservation_id] = task
+        task.reservation_id = reservation_id
+        self._by_reservation[reservation_id] = task
         return Reservation(
-            reservation_id=ticket.reservation_id,
+            reservation_id=reservation_id,
             worker_id=self._identity.worker_id,
             incarnation=self._identity.incarnation,
-            generation=ticket.generation,
+            generation=task.attempt,
             capability=capability,
             data_endpoint=self.data_endpoint,
             num_cached_blocks=task.sequence.num_cached // self._core.block_size,
@@ -311,6 +312,7 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
         del self._by_reservation[task.reservation_id]
         task.reservation_id = None
         task.span.event("committed")
+        self._on_change()  # it runs, and waits for its KV no more: planner loops tell them apart
         task.sequence.on_emission = lambda emission: self._emit(task, emission)
 
     # --- prefill on this worker --------------------------------------------------------------

@@ -31,6 +31,9 @@ FLUSH_DELAY_S = 0.005
 HIGH_WATER_MARK = 100_000
 """Messages that wait for one slow subscriber; vLLM's number."""
 
+MAX_REQUEST_BYTES = 1024
+"""Longest message that is taken: a topic, or a number. Who sends more is cut."""
+
 END_SEQUENCE = (-1).to_bytes(8, "big", signed=True)
 
 
@@ -60,12 +63,15 @@ class KvEventPublisher:
         # Not an asyncio socket: sending never waits, so that order is kept and no task is needed.
         self._pub = zmq.Socket(self._context, zmq.PUB)
         self._pub.set_hwm(HIGH_WATER_MARK)
+        # Without it anybody could have a message of any size received.
+        self._pub.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
         self._replay: zmq.asyncio.Socket | None = None
         self.replay_endpoint = ""
         try:
             self.endpoint = _attach(self._pub, config.endpoint, "events.endpoint")
             if config.replay_endpoint:
                 self._replay = self._context.socket(zmq.ROUTER)
+                self._replay.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
                 self.replay_endpoint = _attach(
                     self._replay, config.replay_endpoint, "events.replay_endpoint"
                 )

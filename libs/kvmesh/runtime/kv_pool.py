@@ -25,7 +25,7 @@ from kvmesh.core.types import (
 )
 from kvmesh.kv.handoff_types import WriteClaim
 from kvmesh.kv.hashing import split_hashes
-from kvmesh.kv.read_leases import ReadLeaseStatistics, ReadLeaseTable
+from kvmesh.kv.read_leases import Reader, ReadLeaseStatistics, ReadLeaseTable
 from kvmesh.kv.runs import consecutive_runs
 from kvmesh.rpc.convert import (
     endpoint_to_proto,
@@ -54,7 +54,7 @@ class LeaseLimits:
 
     Attributes:
         lease_s: a lease without a read ends after this.
-        max_leases: open at once; one reader gets half of them.
+        max_leases: open at once; one host gets half of them, less while others wait for some.
         max_share: of the pool's blocks, in all leases together; likewise.
     """
 
@@ -123,7 +123,7 @@ class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
         self._release()
         return pb.ReleaseBlocksResponse()
 
-    def _lease(self, request: pb.LeaseBlocksRequest, reader: str) -> pb.ReadLease | Refusal:
+    def _lease(self, request: pb.LeaseBlocksRequest, reader: Reader) -> pb.ReadLease | Refusal:
         if self._closed:
             return Refusal(RefusalReason.DRAINING, "this worker is leaving")
         here = self._identity
@@ -242,23 +242,24 @@ class KvPool(kv_pool_service_pb2_grpc.KvPoolServiceServicer):
         assert self._table.statistics().num_reads == len(self._reads)
 
 
-def reader_of(worker_id: str, peer: str, here: str) -> str:
-    """Whose leases are counted together: a name may be invented, the host of a connection not.
+def reader_of(worker_id: str, peer: str, here: str) -> Reader:
+    """Whom leases are counted for: a name may be invented, the host of a connection not.
 
-    Workers of another host share what one reader gets. Those of this host are told apart by their
-    names: who runs here is trusted with more than leases.
+    Workers of another host share what one host gets. Those of this host are told apart by their
+    names alone: who runs here is trusted with more than leases.
 
     Args:
         worker_id: what the reader calls itself.
         peer: of the call, as gRPC writes it: `ipv4:10.0.0.7:4711`, `ipv6:%5B::1%5D:4711`, `unix:`.
         here: address that this worker gives to others; its neighbours come from there, too.
     """
+    neighbour = Reader(worker_id, worker_id)
     kind, _, address = peer.partition(":")
     if kind not in ("ipv4", "ipv6"):
-        return worker_id
+        return neighbour
     host = urllib.parse.unquote(address).rpartition(":")[0].strip("[]")
     try:
         is_here = ipaddress.ip_address(host.partition("%")[0]).is_loopback
     except ValueError:
-        return worker_id
-    return worker_id if is_here or host == here.strip("[]") else host
+        return neighbour
+    return neighbour if is_here or host == here.strip("[]") else Reader(host, worker_id)

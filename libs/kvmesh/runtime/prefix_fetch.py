@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvmesh.core.clock import Clock
-from kvmesh.core.details import GET
+from kvmesh.core.details import COPY, GET
 from kvmesh.core.errors import LostError, RefusedError
 from kvmesh.core.types import BlockHash, PrefixSource, WorkerId
 from kvmesh.engine.core import EngineCore
@@ -289,7 +289,10 @@ class PrefixFetcher:
         return message
 
     def estimate_s(self, source: PrefixSource, num_blocks: int) -> float | None:
-        """Seconds until so many blocks of a source would be here; None while that is not known."""
+        """Seconds until so many blocks of a source would be here for a request that waits.
+
+        None while that is not known; copies, which give way to all others, do not tell.
+        """
         key = LinkKey(source.worker_id, GET, "received")
         return self._links.of(key).view(key).estimate_s(num_blocks * self._block_bytes)
 
@@ -304,7 +307,8 @@ class PrefixFetcher:
             blocks = fill.open(message.num_blocks)
             if blocks is None:
                 raise _NoRoomError
-            meter = self._links.of(LinkKey(source.worker_id, GET, "received"))
+            kind = COPY if is_planned else GET
+            meter = self._links.of(LinkKey(source.worker_id, kind, "received"))
             num_bytes = len(blocks) * self._block_bytes
             meter.begin(num_bytes, self._clock.now())
             try:

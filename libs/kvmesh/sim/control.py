@@ -24,7 +24,7 @@ from kvmesh.policy.control import (
 from kvmesh.policy.load_score import Capacity, LoadState, Queues
 from kvmesh.policy.offload import Threshold
 from kvmesh.policy.prfaas import Hardware, ServingProfile, optimum, search, threshold_grid
-from kvmesh.policy.ratio_monitor import WINDOW_S, RatioMonitor
+from kvmesh.policy.ratio_monitor import WINDOW_S, RatioMonitor, StageCounts
 from kvmesh.policy.threshold_loop import ThresholdLoop, ThresholdReading
 from kvmesh.sim.events import EventQueue
 from kvmesh.sim.fleet import REMOTE, SimFleet
@@ -59,6 +59,7 @@ class Control:
         self._roles = RoleLoop()
         self._allocation = AllocationLoop()
         self._monitor = RatioMonitor()
+        self._num_new = 0
         self._carried = 0.0
         # Bandwidth that a failure takes away is found out as it is in a service: by what leaves.
         self._offload = ThresholdLoop(self._start_threshold(), fleet.between.bytes_per_s)
@@ -76,6 +77,7 @@ class Control:
         if system.switch_roles:
             self._every(CYCLE_S, self._switch_roles)
         if system.monitor:
+            self._every(CYCLE_S, self._observe_stages)
             self._every(WINDOW_S, self._move_ratio)
         if system.reallocate:
             self._every(CYCLE_S, self._observe_queues)
@@ -85,11 +87,7 @@ class Control:
         """Takes a prompt into the online distribution of uncached lengths."""
         uncached = request.num_tokens - request.cached_tokens
         self._allocation.note_prompt(uncached, request.trace.output_tokens)
-
-    def note_finished(self, request: SimRequest) -> None:
-        """Takes the times of a finished request."""
-        if request.ttft_s is not None and request.finished_s is not None:
-            self._monitor.note(request.ttft_s, request.finished_s - request.arrival_s)
+        self._num_new += 1
 
     def _every(self, period_s: float, action: Callable[[], None]) -> None:
         def again() -> None:
@@ -181,6 +179,18 @@ class Control:
             num_prefill += 1 if move.to_role is Role.PREFILL else -1
         if self._scenario.system.offload is Offload.ADAPTIVE and hardware.num_remote:
             self._offload.threshold = found.threshold(self._offload.threshold, num_prefill)
+
+    def _observe_stages(self) -> None:
+        loads = [(worker.load(), worker.num_waiting) for worker in self._local()]
+        waiting = self._waiting()
+        queued = sum(num_waiting for _, num_waiting in loads)
+        counts = StageCounts(
+            Waiting(waiting.prefill + queued, waiting.decode),
+            sum(load.prefill_active - num_waiting for load, num_waiting in loads),
+            sum(load.decode_running + load.decode_preempted for load, _ in loads),
+        )
+        self._monitor.observe(counts, self._num_new, CYCLE_S)
+        self._num_new = 0
 
     def _move_ratio(self) -> None:
         movable = [worker for worker in self._local() if worker.info.role is not Role.HYBRID]

@@ -387,7 +387,6 @@ class Simulation:
         request.finished_s = self.events.now() + self.fleet.message_s
         assert request.first_token_s is not None, "finished without a token"
         late = request.first_token_s > request.deadline_s and request.attempt == 0
-        self.control.note_finished(request)
         self._end(request, Outcome.LATE if late else Outcome.DONE)
 
     def _hang_up(self, placed: Placed | None) -> None:

@@ -20,7 +20,7 @@ from kvmesh.sim.requests import SimRequest, SimSequence, blocks_for
 from kvmesh.sim.steps import ChunkTokens, StepLoop, take_blocks
 from kvmesh.sim.trace import TRACE_BLOCK
 
-CAPABILITY = b"simulated"
+CAPABILITY, GENERATION = b"simulated", 1
 LEASE_S = 1e9
 """Longer than any run: gateways renew for as long as they care, and cancel what they drop."""
 
@@ -112,14 +112,14 @@ class SimWorker:
         sequence = self._admit(request, min(GROWTH_TOKENS, request.remaining_tokens))
         if isinstance(sequence, Refusal):
             return sequence
-        ticket = self.handoff.reserve(
+        sequence.reservation = self.handoff.reserve(
             request.request_id,
             sequence.blocks[: blocks_for(sequence.num_tokens)],
             sequence.num_cached // TRACE_BLOCK,
             CAPABILITY,
+            GENERATION,
             self._events.now(),
         )
-        sequence.reservation = ticket.reservation_id
         self._decodes.add(sequence)
         self._num_reserved += 1
         if self._loop is not None:
@@ -247,7 +247,7 @@ class SimWorker:
 
     def _claim(self, sequence: SimSequence) -> WriteClaim:
         assert sequence.reservation is not None, "no reservation to write to"
-        return WriteClaim(sequence.reservation, self.info.incarnation, 1, CAPABILITY)
+        return WriteClaim(sequence.reservation, self.info.incarnation, GENERATION, CAPABILITY)
 
     def end_write(self, write_id: int, *, ok: bool) -> None:
         """A transfer's bytes are in, or it broke off."""

@@ -6,7 +6,11 @@ Tests: tests/unit/telemetry/test_exposition.py.
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from socketserver import ThreadingMixIn
@@ -18,6 +22,10 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from kvmesh.core.config import environment
+from kvmesh.core.newcomers import Newcomers
+from kvmesh.telemetry.logs import event_logger
+
+log = event_logger(__name__)
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -32,8 +40,48 @@ def shared_registry(folder: Path) -> CollectorRegistry:
     return registry
 
 
+CALL_S = 5.0
+"""A scrape that takes longer is cut."""
+
+MAX_CALLS = 32
+"""Each has a thread; of more the oldest is cut."""
+
+
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
+    request_queue_size = 2 * MAX_CALLS
+
+    def __init__(self, *args: Any) -> None:
+        self._calls = Newcomers[Any](_cut, MAX_CALLS)
+        self._began: dict[Any, float] = {}
+        super().__init__(*args)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self._began[request] = time.monotonic()
+        self._calls.enter(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self._calls.leave(request)
+        self._began.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Twice a second: ends who has not said all yet, or takes nothing."""
+        due = time.monotonic() - CALL_S
+        for request, began in tuple(self._began.items()):
+            if began < due:
+                _cut(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A caller that went away is worth no traceback on standard error."""
+        log.debug("metrics_call_failed", error=repr(sys.exception()))
+
+
+def _cut(request: socket.socket) -> None:
+    """Ends a call; its thread notices."""
+    with contextlib.suppress(OSError):  # it has ended by itself
+        request.shutdown(socket.SHUT_RDWR)
 
 
 class _Handler(WSGIRequestHandler):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import time
 from functools import lru_cache
@@ -98,6 +99,14 @@ def _utc(second: int) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
 
 
+_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+"""Control characters, and those that end lines or turn the direction of writing."""
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return found[0].encode("unicode_escape").decode()
+
+
 class TextFormatter(logging.Formatter):
     """`time level service event field=value`, for people at a terminal."""
 
@@ -110,6 +119,8 @@ class TextFormatter(logging.Formatter):
         fields = " ".join(f"{k}={v}" for k, v in getattr(record, "fields", {}).items())
         stamp = time.strftime("%H:%M:%S", time.localtime(record.created))
         text = f"{stamp} {record.levelname:<7} {self._service:<10} {record.getMessage()} {fields}"
+        # What others sent may be in a field: it must not end the line, or speak to the terminal.
+        text = _UNPRINTABLE.sub(_escaped, text)
         if record.exc_info:
             text += "\n" + self.formatException(record.exc_info)
         return text.rstrip()

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 from kvmesh.core.clock import SystemClock
 from kvmesh.core.errors import LostError, RefusedError
@@ -42,7 +43,8 @@ from kvmesh.transfer.protocol import ChannelIdentity
 from kvmesh.transfer.run_table import num_blocks_of
 from kvmesh.transfer.shm_channel import ShmChannel
 from kvmesh.transfer.staging import DEFAULT_STAGING_BYTES, SendMemory, StagingRing
-from kvmesh.transfer.tcp_channel import TcpChannel, TcpOptions
+from kvmesh.transfer.stall import PaceWatch
+from kvmesh.transfer.tcp_channel import TcpChannel, TcpOptions, give_up
 from kvmesh.transfer.tls import DataTls
 
 _MAX_THREADS = 32
@@ -140,9 +142,17 @@ class ChannelPool:
         self._host_id = host_id()
         self._slots: dict[_Address, _Slot] = {}
         self._meters = LinkMeters(self._peers)
-        self._pacers: dict[Endpoint, Pacer] = {}
-        egress = self._options.egress_bytes_s
-        self._egress = Pacer(egress, SystemClock()) if egress > 0 else None
+        self._pacers: WeakValueDictionary[Endpoint, Pacer] = WeakValueDictionary()
+        self._egress: Pacer | None = None
+        self._leaving: PaceWatch | None = None
+        if self._options.egress_bytes_s > 0:
+            self._egress = egress = Pacer(self._options.egress_bytes_s, SystemClock())
+            self._leaving = PaceWatch(
+                self._options.stall_timeout_s,
+                self._options.patience_s,
+                lambda: egress.handed_bytes,
+                lambda measured, excess: give_up(f"the budget is too small: {measured}", excess),
+            )
         self._nixl: NixlOwner | None = None
         if NIXL in self._options.kinds and is_installed() and isinstance(memory, MappablePool):
             self._nixl = NixlOwner(memory)
@@ -235,6 +245,8 @@ class ChannelPool:
             async with slot.opening:
                 if slot.channel is not None:
                     await slot.channel.close()
+        if self._leaving is not None:
+            self._leaving.close()
         if self._nixl is not None:
             await self._nixl.close()
         self._threads.shutdown(wait=False)
@@ -364,7 +376,7 @@ class ChannelPool:
         if kind == NIXL:
             assert self._nixl is not None, "usable with the engine only"
             return await NixlChannel.open(link, address.endpoint, tcp, self._nixl)
-        channel = TcpChannel(link, address.endpoint, tcp, memory)
+        channel = TcpChannel(link, address.endpoint, tcp, memory, self._leaving)
         await channel.open()
         return channel
 
@@ -373,6 +385,8 @@ class ChannelPool:
             return self._egress
         if self._options.budget_bytes_s <= 0:
             return None
-        if endpoint not in self._pacers:
-            self._pacers[endpoint] = Pacer(self._options.budget_bytes_s, SystemClock())
-        return self._pacers[endpoint]
+        # All lives of a peer at one endpoint share a budget; kept for as long as a channel has it.
+        pacer = self._pacers.get(endpoint)
+        if pacer is None:
+            pacer = self._pacers[endpoint] = Pacer(self._options.budget_bytes_s, SystemClock())
+        return pacer

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvmesh.core.errors import LostError
+from kvmesh.core.newcomers import Newcomers
 from kvmesh.core.types import Endpoint, HostRoute, WorkerId
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.transfer.channel import DEFAULT_KINDS, IPC, LOCAL, NIXL, SHM, TCP
@@ -52,6 +53,9 @@ from kvmesh.transfer.wire import Wire
 log = event_logger(__name__)
 
 Serve = Callable[[socket.socket], Coroutine[None, None, None]]
+
+ACCEPT_PAUSE_S = 0.1
+"""After a connection that could not be taken in."""
 
 _MAX_THREADS = 32
 _SOCKET_NAME = "data"
@@ -142,6 +146,7 @@ class DataServer:
         self._folder: Path | None = None
         self._local: LocalEnd | None = None
         self._serving: set[asyncio.Task[None]] = set()
+        self._newcomers = Newcomers[asyncio.Task[None]](asyncio.Task.cancel)
         self._num_connections = Counter[WorkerId]()
         self._meters = LinkMeters(lambda: +self._num_connections)
         self._state = ServerState(copy_threads=self._options.copy_threads)
@@ -170,10 +175,7 @@ class DataServer:
         self._listen(tcp, self._serve_tcp)
         route = None
         if {SHM, IPC} & set(options.kinds) and (here := host_id()):
-            # A folder that only this user may enter: its peers are let into each other's memory.
-            self._folder = Path(tempfile.mkdtemp(prefix="kvmesh-"))
-            route = HostRoute(here, str(self._folder / _SOCKET_NAME))
-            self._listen(listen_local(route.socket_path), self._serve_unix)
+            route = self._listen_here(here)
         if LOCAL in options.kinds:
             loop = asyncio.get_running_loop()
             self._local = LocalEnd(
@@ -220,6 +222,18 @@ class DataServer:
         """What was received over sockets."""
         return TransferStatistics(len(self._serving), self._meters.links)
 
+    def _listen_here(self, here: str) -> HostRoute | None:
+        """The way for peers on this host; without one they come over the network."""
+        try:
+            # A folder that only this user may enter: its peers are let into each other's memory.
+            self._folder = Path(tempfile.mkdtemp(prefix="kvmesh-"))
+            route = HostRoute(here, str(self._folder / _SOCKET_NAME))
+            self._listen(listen_local(route.socket_path), self._serve_unix)
+        except OSError as error:  # full, read-only, or a path that is too long for a socket
+            log.warning("host_route_failed", error=str(error))
+            return None
+        return route
+
     def _listen(self, listener: socket.socket, serve: Serve) -> None:
         self._listeners.append(listener)
         asyncio.get_running_loop().add_reader(listener.fileno(), self._accept, listener, serve)
@@ -232,15 +246,30 @@ class DataServer:
             return
         except OSError as error:  # out of descriptors, or reset before it was taken
             log.warning("data_accept_failed", error=str(error))
+            self._pause(listener, serve)
             return
         sock.setblocking(False)
         task = asyncio.get_running_loop().create_task(serve(sock))
         self._serving.add(task)
+        self._newcomers.enter(task)
         task.add_done_callback(functools.partial(self._served, sock))
+
+    def _pause(self, listener: socket.socket, serve: Serve) -> None:
+        """Takes nobody in for a moment: who cannot be taken in stays, and would be told at once."""
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(listener.fileno())
+        self._newcomers.cut_oldest()  # which may be what there was no room for
+
+        def go_on() -> None:
+            if listener in self._listeners:
+                loop.add_reader(listener.fileno(), self._accept, listener, serve)
+
+        loop.call_later(ACCEPT_PAUSE_S, go_on)
 
     def _served(self, sock: socket.socket, task: asyncio.Task[None]) -> None:
         sock.close()  # a task that was cancelled before its first step has not done it
         self._serving.discard(task)
+        self._newcomers.leave(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.failure("data_channel_crashed", error)
 
@@ -286,7 +315,9 @@ class DataServer:
             )
         finally:
             channel.close()
-            log.info("data_channel_ended", peer=machine.peer, cause=cause)
+            # Anybody can connect and say nothing: that is worth no line.
+            tell = log.debug if machine.peer is None else log.info
+            tell("data_channel_ended", peer=machine.peer, cause=cause)
             if machine.peer is not None:
                 self._target.peer_lost(machine.peer)
             if channel.is_metered:
@@ -298,6 +329,8 @@ class DataServer:
         self, kind: str, machine: ReceiverMachine
     ) -> tuple[LinkKey, LinkMeter, TransferObserver]:
         assert machine.peer is not None, "greeted"
+        if (task := asyncio.current_task()) is not None:
+            self._newcomers.leave(task)
         if machine.offer is not None and machine.offer.segment is not None:
             kind = IPC if machine.offer.segment.engine == ENGINE else NIXL
         self._num_connections[machine.peer] += 1

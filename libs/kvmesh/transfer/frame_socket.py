@@ -74,6 +74,7 @@ class FrameSocket(WaitingSocket):
         super().__init__(wire, stall_timeout_s)
         self.decoder = FrameDecoder(block_bytes)
         self.lends = False
+        self._has_begun = False  # some of the frame that is being sent has left
         self._takes_fd = takes_fd
         self._poll_s = poll_s
         self._pollings: dict[type[Frame] | None, Polling] = {}  # by the frame before the look
@@ -95,9 +96,12 @@ class FrameSocket(WaitingSocket):
     async def send(self, head: bytes, fd: int | None = None) -> None:
         """Sends a frame without payload, with a descriptor if one is given.
 
+        Cancelled, it cuts the socket, unless nothing of the frame has left.
+
         Raises:
             LostError: the socket failed or was cut.
         """
+        self._has_begun = False
         if fd is not None:
             rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, DESCRIPTOR.pack(fd))
             await self._send_rest(ViewCursor([memoryview(head)]), [rights])
@@ -116,8 +120,9 @@ class FrameSocket(WaitingSocket):
     ) -> None:
         """Sends a frame with its payload and, with `sum_`, its checksum.
 
-        Cancelled, it cuts the socket; in any case `views` are not read after it ended, or with
-        `lends` after the answer.
+        Cancelled, it cuts the socket, unless nothing of the frame has left: who waits for a budget
+        takes nobody along. In any case `views` are not read after it ended, or with `lends` after
+        the answer.
 
         Args:
             pacer: budget that the payload is sent within; None is no bound.
@@ -127,11 +132,12 @@ class FrameSocket(WaitingSocket):
             LostError: the socket failed or was cut.
         """
         num_bytes = num_bytes_of(views)
+        self._has_begun = False
         if pacer is not None and num_bytes > min(INLINE_BYTES, pacer.piece(share)):
             try:
                 await self._send_paced(head, views, sum_, pacer, share)
             except asyncio.CancelledError:
-                self._cut_in_the_middle()
+                self._cut_if_begun()
                 raise
             return
         if num_bytes <= INLINE_BYTES:
@@ -165,6 +171,7 @@ class FrameSocket(WaitingSocket):
             num_bytes = sum(len(view) for view in batch)
             await self._turn(pacer, num_bytes, share)
             if num_bytes > INLINE_BYTES:
+                self._has_begun = True
                 work = partial(self._push_summed, [*first, *batch], batch, sum_, value)
                 with self.watch.under_way():
                     value = await run_to_end(self._senders, work, self._cut_in_the_middle)
@@ -188,6 +195,7 @@ class FrameSocket(WaitingSocket):
         except OSError as error:
             raise self._lost(error) from error
         self.watch.progress()
+        self._has_begun = True
         self._counted_bytes += count
         return count
 
@@ -196,7 +204,11 @@ class FrameSocket(WaitingSocket):
             while not cursor.at_end:
                 count = self._send_at_once(cursor.batch(PIECE_BYTES), ancillary)
                 if count == 0:
-                    await self._writable()
+                    try:
+                        await self._writable()
+                    except asyncio.CancelledError:
+                        self._cut_if_begun()
+                        raise
                     continue
                 cursor.advance(count)
                 ancillary = []
@@ -440,6 +452,10 @@ class FrameSocket(WaitingSocket):
 
     async def _in_thread(self, threads: Executor, work: Callable[[], None]) -> None:
         await run_to_end(threads, work, self._cut_in_the_middle)
+
+    def _cut_if_begun(self) -> None:
+        if self._has_begun:
+            self._cut_in_the_middle()
 
     def _cut_in_the_middle(self) -> None:
         self.cut("a frame was cut in the middle")

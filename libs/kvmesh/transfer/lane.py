@@ -43,6 +43,7 @@ from kvmesh.transfer.sender_protocol import (
     SenderMachine,
     SenderOutcome,
 )
+from kvmesh.transfer.stall import Rest
 from kvmesh.transfer.wire import Wire
 
 
@@ -145,6 +146,11 @@ class Lane:
         """Sent since it was opened, as far as the socket took them."""
         return self._frames.moved_bytes
 
+    @property
+    def held_back_s(self) -> float:
+        """Seconds in which it waited for a budget, and not for the peer, since it was opened."""
+        return self._frames.held_back_s
+
     def cut(self, cause: str) -> None:
         """Ends it now; what is under way gets LostError with this cause."""
         self._fail(cause)
@@ -160,20 +166,28 @@ class Lane:
         runs: Sequence[Run],
         views: Sequence[memoryview],
         part: BlockPart | None = None,
+        rest: Rest | None = None,
     ) -> None:
         """Sends one PUT and waits for its answer; `views` are not read after that.
 
+        Args:
+            rest: of what it is a piece; given up meanwhile, it is not sent when its turn comes.
+
         Raises:
             RefusedError: the receiver said no.
-            LostError: the lane died or stalled, or was cut because the caller was cancelled.
+            LostError: the lane died or stalled, or was cut because a caller was cancelled, or
+                `rest` was given up.
         """
         num_bytes = num_bytes_of(views)
         has_sum = self._sum is not None
         block_runs = block_runs_of(runs)
 
         async def send(transfer_id: int) -> None:
+            if rest is not None:
+                rest.check()
             frame = PutFrame(transfer_id, claim, block_runs, checksum=has_sum, part=part)
-            await self._send_payload(encode_frame(frame, num_bytes), views)
+            head = encode_frame(frame, num_bytes)
+            await self._sent(self._frames.send_payload(head, views, self._sum, self._pacer))
 
         await self._transact(num_bytes, partial(self._machine.open_put, num_bytes), send)
         self._meter.frames += 1
@@ -197,7 +211,8 @@ class Lane:
             pull_runs = tuple(map(PullRun._make, runs))
 
         async def send(transfer_id: int) -> None:
-            await self._send_head(encode_frame(PullFrame(transfer_id, claim, pull_runs, part)))
+            head = encode_frame(PullFrame(transfer_id, claim, pull_runs, part))
+            await self._sent(self._frames.send(head))
 
         await self._transact(num_bytes, partial(self._machine.open_put, num_bytes), send)
         self._meter.frames += 1
@@ -213,7 +228,7 @@ class Lane:
 
         async def send(transfer_id: int) -> None:
             frame = CommitFrame(transfer_id, claim, first_token_id, num_tokens, num_blocks)
-            await self._send_head(encode_frame(frame))
+            await self._sent(self._frames.send(encode_frame(frame)))
 
         await self._transact(0, self._machine.open_commit, send)
         self._meter.commits += 1
@@ -270,24 +285,16 @@ class Lane:
             raise
         answer.check()
 
-    async def _send_head(self, head: bytes) -> None:
+    async def _sent(self, sending: Awaitable[None]) -> None:
+        """Waits until a frame has left; cancelled in the middle of it, the lane is cut."""
         try:
-            await self._frames.send(head)
+            await sending
         except LostError as error:
             self._fail(str(error))
             raise
         except asyncio.CancelledError:
-            self._fail("a frame was cut by its sender")
-            raise
-
-    async def _send_payload(self, head: bytes, views: Sequence[memoryview]) -> None:
-        try:
-            await self._frames.send_payload(head, views, self._sum, self._pacer)
-        except LostError as error:
-            self._fail(str(error))
-            raise
-        except asyncio.CancelledError:
-            self._fail("a frame was cut by its sender")
+            if self._frames.is_cut:
+                self._fail("a frame was cut by its sender")
             raise
 
     def _receive(self, event: FrameEvent) -> None:

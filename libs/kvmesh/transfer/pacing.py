@@ -148,10 +148,12 @@ class Pacer:
 
     Attributes:
         piece_bytes: most that a handoff should take at once, so that no wait is long.
+        handed_bytes: granted to handoffs that asked for a turn, since the start.
     """
 
     def __init__(self, bytes_per_s: float, clock: Clock) -> None:
         self.piece_bytes = int(min(max(bytes_per_s * _BURST_S, _MIN_PIECE_BYTES), _MAX_PIECE_BYTES))
+        self.handed_bytes = 0
         self._bucket = TokenBucket(bytes_per_s, self.piece_bytes)
         self._clock = clock
         self._lock = threading.Lock()
@@ -210,4 +212,6 @@ class Pacer:
             if wait_s > 0:
                 self._timer = asyncio.get_running_loop().call_later(wait_s, self._serve)
                 return
+            if ticket.share is Share.HANDOFF:
+                self.handed_bytes += ticket.num_bytes
             self._queue.go().go()

@@ -5,8 +5,10 @@ tests/integration/test_transfer_failures.py.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+
+from kvmesh.core.errors import LostError
 
 _STALL_TICKS = 4
 
@@ -83,28 +85,47 @@ class StallWatch:
             self._timer = self._loop.call_later(self._tick_s, self._tick)
 
 
-def is_starved(moved_bytes: int, left_bytes: int, window_s: float, patience_s: float) -> bool:
-    """Whether what is left takes longer than `patience_s`, as slowly as bytes moved in a window.
-
-    Where nothing moved at all nothing is known of a pace: that is `StallWatch`'s to notice.
-    """
-    return 0 < moved_bytes * patience_s < left_bytes * window_s
-
-
 @dataclass(slots=True, eq=False)
 class Rest:
     """What is left of one thing under way; who moves it counts it down.
 
     Attributes:
-        is_whole: it was under way when the window began.
+        num_bytes: left.
+        given_up: why no more of it should be sent; empty while it goes on.
     """
 
     num_bytes: int
-    is_whole: bool
+    given_up: str = ""
+
+    def check(self) -> None:
+        """Raises LostError when it was given up."""
+        if self.given_up:
+            raise LostError(self.given_up)
+
+
+def excess_of(
+    rests: Iterable[Rest], moved_bytes: int, window_s: float, patience_s: float
+) -> list[Rest]:
+    """Those that would not be over within `patience_s`, as slowly as bytes moved in a window.
+
+    Who came first is served first: to give all of them up would waste what has arrived of those
+    that will be there in time once the others have gone. Where nothing moved at all nothing is
+    known of a pace: that is `StallWatch`'s to notice.
+    """
+    if moved_bytes <= 0:
+        return []
+    room = moved_bytes * patience_s / window_s
+    excess = []
+    for rest in rests:
+        if rest.num_bytes <= room:
+            room -= rest.num_bytes
+        else:
+            excess.append(rest)
+    return excess
 
 
 class PaceWatch:
-    """Calls back when what is under way would take too long at the pace of the last window.
+    """Calls back with what would take too long at the pace of the last window.
 
     A link that starves lets some bytes through again and again, so that it never stalls. Only what
     was there for the whole window is judged: a link that had little to carry is not slow.
@@ -115,32 +136,43 @@ class PaceWatch:
         window_s: float,
         patience_s: float,
         moved: Callable[[], int],
-        on_starved: Callable[[str], None],
+        on_starved: Callable[[str, Sequence[Rest]], None],
+        held_back_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """Nothing is under way.
 
         Args:
             moved: bytes so far; only rises.
-            on_starved: told what was measured.
+            held_back_s: seconds so far in which senders waited for a budget that others share. A
+                window that was half spent so says nothing of the link.
+            on_starved: told what was measured, and for what it is too slow, in order of beginning.
+                Again after each window, with those that were given up and are not over.
         """
         self._window_s, self._patience_s = window_s, patience_s
-        self._moved, self._on_starved = moved, on_starved
-        self._under_way: set[Rest] = set()
+        self._moved = moved
+        self._on_starved = on_starved
+        self._held_back_s = held_back_s
+        self._held_before = self._since = 0.0
+        self._under_way: dict[Rest, bool] = {}  # by beginning; true: since before the window
         self._seen = 0
         self._timer: asyncio.TimerHandle | None = None
 
-    def begin(self, num_bytes: int) -> Rest:
+    @property
+    def num_going_on(self) -> int:
+        """Under way, and not given up."""
+        return sum(not rest.given_up for rest in self._under_way)
+
+    def begin(self, rest: Rest) -> None:
         """So many more bytes are to move, until `end`."""
         # To start a window that runs anew would cost a timer each.
-        rest = Rest(num_bytes, is_whole=self._timer is None)
-        if rest.is_whole:
+        starts_window = self._timer is None
+        if starts_window:
             self._watch()
-        self._under_way.add(rest)
-        return rest
+        self._under_way[rest] = starts_window
 
     def end(self, rest: Rest) -> None:
         """They moved, or are not to move any more."""
-        self._under_way.remove(rest)
+        del self._under_way[rest]
 
     def close(self) -> None:
         """No more callbacks. May be called again."""
@@ -149,17 +181,24 @@ class PaceWatch:
             self._timer = None
 
     def _watch(self) -> None:
-        self._seen = self._moved()
-        self._timer = asyncio.get_running_loop().call_later(self._window_s, self._tick)
+        loop = asyncio.get_running_loop()
+        self._seen, self._held_before, self._since = self._moved(), self._held_back_s(), loop.time()
+        self._timer = loop.call_later(self._window_s, self._tick)
 
     def _tick(self) -> None:
         self._timer = None
         if not self._under_way:
             return
-        left = sum(rest.num_bytes for rest in self._under_way if rest.is_whole)
         came = self._moved() - self._seen
-        for rest in self._under_way:
-            rest.is_whole = True
+        judged = [rest for rest, is_whole in self._under_way.items() if is_whole]
+        held_s = self._held_back_s() - self._held_before
+        if 2 * held_s > asyncio.get_running_loop().time() - self._since:
+            judged = []
+        going_on = [rest for rest in judged if not rest.given_up]
+        left = sum(rest.num_bytes for rest in going_on)
+        excess = excess_of(going_on, came, self._window_s, self._patience_s)
+        excess += [rest for rest in judged if rest.given_up]
+        self._under_way = dict.fromkeys(self._under_way, True)
         self._watch()
-        if is_starved(came, left, self._window_s, self._patience_s):
-            self._on_starved(f"{came} bytes in {self._window_s:g} s, {left} are left")
+        if excess:
+            self._on_starved(f"{came} bytes in {self._window_s:g} s, {left} are left", excess)

@@ -25,7 +25,7 @@ from kvmesh.transfer.meters import LinkMeter
 from kvmesh.transfer.run_table import num_blocks_of
 from kvmesh.transfer.sockets import tcp_facts
 from kvmesh.transfer.staging import SendMemory, StagingRing
-from kvmesh.transfer.stall import PaceWatch
+from kvmesh.transfer.stall import PaceWatch, Rest
 from kvmesh.transfer.tls import DataTls, connect_wire
 from kvmesh.transfer.wire import Wire
 
@@ -69,12 +69,18 @@ def even_blocks(num_blocks: int, block_bytes: int, lanes: int, most_bytes: int) 
     return max(share, min(most, MIN_PIECE_BYTES // block_bytes))
 
 
-class _Progress:
-    """When a transfer last came forward; shared by its pieces."""
+def give_up(cause: str, excess: Sequence[Rest]) -> None:
+    """No more of them is sent; the first cause stays."""
+    for rest in excess:
+        rest.given_up = rest.given_up or cause
 
-    def __init__(self) -> None:
+
+class _Progress:
+    """What is left of a transfer, and when it last came forward; shared by its pieces."""
+
+    def __init__(self, rest: Rest) -> None:
+        self.rest = rest
         self._loop = asyncio.get_running_loop()
-        self.is_starved = False
         self.advance()
 
     def advance(self) -> None:
@@ -97,9 +103,19 @@ class TcpChannel:
     """All connections to one life of a peer at one address."""
 
     def __init__(
-        self, link: Link, endpoint: Endpoint, options: TcpOptions, memory: SendMemory
+        self,
+        link: Link,
+        endpoint: Endpoint,
+        options: TcpOptions,
+        memory: SendMemory,
+        egress: PaceWatch | None = None,
     ) -> None:
-        """Use `open`."""
+        """Use `open`.
+
+        Args:
+            egress: watches all that leaves within a budget that other links share; None: the link
+                has none, or one of its own.
+        """
         self._link = link
         self._endpoint = endpoint
         self._options = options
@@ -108,11 +124,16 @@ class TcpChannel:
         self._lanes: list[Lane | None] = [None] * options.lanes
         self._opening = [_Opening() for _ in range(options.lanes)]
         self._closed = False
-        self._under_way: set[_Progress] = set()
-        self._lost_bytes = 0  # that moved on connections that were replaced
+        self._lost_bytes, self._lost_s = 0, 0.0  # of connections that were replaced
+        self._egress = egress
         lane = options.lane
         self._pace = PaceWatch(
-            lane.stall_timeout_s, lane.patience_s, self._moved_bytes, self._give_up
+            lane.stall_timeout_s,
+            lane.patience_s,
+            self._moved_bytes,
+            self._give_up,
+            # A budget that other links share has a watch of its own, which sees all of them.
+            self._held_back_s if egress is not None else lambda: 0.0,
         )
 
     async def open(self) -> None:
@@ -157,7 +178,7 @@ class TcpChannel:
         num_blocks = num_blocks_of(runs)
         total = num_blocks * block_bytes
         pieces = split_runs(runs, self._piece_blocks(num_blocks, block_bytes), MAX_RUNS)
-        progress = _Progress()
+        progress = _Progress(Rest(total))
         memory, width = self._memory, len(pieces)
         if after is None and isinstance(memory, StagingRing):
             after = memory.moment()
@@ -169,18 +190,19 @@ class TcpChannel:
             else:
                 views = run_views(memory, piece, self._link.identity.layout.block_bytes, part)
                 await self._send(reservation, piece, views, part, progress, width)
-            rest.num_bytes -= num_blocks_of(piece) * block_bytes
+            progress.rest.num_bytes -= num_blocks_of(piece) * block_bytes
 
-        self._under_way.add(progress)
-        rest = self._pace.begin(total)
+        watches = [self._pace] if self._egress is None else [self._pace, self._egress]
+        for watch in watches:
+            watch.begin(progress.rest)
         try:
             if total <= INLINE_BYTES:
                 await carry(pieces[0])
             else:
                 await carry_all(pieces, carry, self._options.lanes * _DEPTH)
         finally:
-            self._pace.end(rest)
-            self._under_way.remove(progress)
+            for watch in watches:
+                watch.end(progress.rest)
 
     async def commit(self, reservation: Reservation, first_token_id: int, num_tokens: int) -> None:
         """See `SendChannel.commit`. Asked once more when its connection is cut."""
@@ -217,14 +239,15 @@ class TcpChannel:
         while True:
             lane = await self._any_lane(width)
             try:
-                await lane.put(claim, runs, views, part)
+                await lane.put(claim, runs, views, part, progress.rest)
                 progress.advance()
                 return
             except LostError:
                 tries += 1
                 silent = progress.silent_s() >= self._options.lane.stall_timeout_s
-                if self._closed or silent or progress.is_starved or tries == _MAX_TRIES:
+                if self._closed or silent or tries == _MAX_TRIES:
                     raise
+                progress.rest.check()
                 self._meter.resumed += 1
             except RefusedError as error:
                 # The receiver has not yet seen the end of the connection that was cut.
@@ -234,15 +257,21 @@ class TcpChannel:
                 await asyncio.sleep(_BUSY_RETRY_S)
 
     def _moved_bytes(self) -> int:
-        lanes = [lane for lane in self._lanes if lane is not None]
-        return self._lost_bytes + sum(lane.moved_bytes for lane in lanes)
+        return self._lost_bytes + sum(lane.moved_bytes for lane in self._lanes if lane is not None)
 
-    def _give_up(self, measured: str) -> None:
-        """All transfers of this link: those that are not sent elsewhere take their time from it."""
-        for progress in self._under_way:
-            progress.is_starved = True
-        for lane in self.lanes():
-            lane.cut(f"the link is too slow: {measured}")
+    def _held_back_s(self) -> float:
+        return self._lost_s + sum(lane.held_back_s for lane in self._lanes if lane is not None)
+
+    def _give_up(self, measured: str, excess: Sequence[Rest]) -> None:
+        """Lets those go that a slow link will not carry in time, for the sake of the others.
+
+        Beside others they leave as soon as it is their turn; alone, with the connections, which
+        nobody else needs.
+        """
+        give_up(f"the link is too slow: {measured}", excess)
+        if not self._pace.num_going_on:
+            for lane in self.lanes():
+                lane.cut(excess[0].given_up)
 
     async def _any_lane(self, width: int) -> Lane:
         """The least busy connection among the first `width`, opened if it is not up."""
@@ -309,6 +338,7 @@ class TcpChannel:
                 raise LostError("data channels are closed")
             if (old := self._lanes[index]) is not None:
                 self._lost_bytes += old.moved_bytes
+                self._lost_s += old.held_back_s
             self._lanes[index] = lane
             return lane
 

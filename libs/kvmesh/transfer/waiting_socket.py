@@ -42,6 +42,7 @@ class WaitingSocket:
         self._is_watched = False
         self._reader: asyncio.Future[None] | None = None
         self._paused: asyncio.Future[None] | None = None
+        self._paused_at = self._held_back_s = 0.0
         self._sending, self._receiving = NativeState(), NativeState()
         self._counted_bytes = 0
         self.has_stalled = False
@@ -59,6 +60,17 @@ class WaitingSocket:
     def moved_bytes(self) -> int:
         """Sent and received, outside of the interpreter and in it, since it was opened."""
         return self._counted_bytes + self._sending.moved + self._receiving.moved
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether nothing can be sent or received any more."""
+        return self._cause is not None
+
+    @property
+    def held_back_s(self) -> float:
+        """Seconds in which a sender waited for its budget, since it was opened."""
+        waiting_s = 0.0 if self._paused is None else self._loop.time() - self._paused_at
+        return self._held_back_s + waiting_s
 
     def cut(self, cause: str) -> None:
         """Ends the socket now: whoever waits on it gets LostError with this cause."""
@@ -93,12 +105,13 @@ class WaitingSocket:
     async def _turn(self, pacer: Pacer, num_bytes: int, share: Share) -> None:
         """Waits for leave to send; raises LostError as soon as the socket is cut."""
         self._raise_if_cut()
-        self._paused = self._loop.create_future()
+        self._paused, self._paused_at = self._loop.create_future(), self._loop.time()
         ticket = pacer.ask(num_bytes, share, partial(_wake, self._paused))
         try:
             await self._paused
         finally:
             pacer.withdraw(ticket)
+            self._held_back_s = self.held_back_s
             self._paused = None
         self._raise_if_cut()
         self.watch.progress()  # a budget is not the peer's silence

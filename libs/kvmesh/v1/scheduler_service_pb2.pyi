@@ -388,7 +388,9 @@ class LinkDetail(_message.Message):
     peer_worker_id: _builtins.str
     """The other worker."""
     channel: _builtins.str
-    """Kind of channel: local, shm or tcp; get for what is read from the other worker, ask and answer for queries."""
+    """Kind of channel: local, shm or tcp; get for what is read from the other worker, copy for planned
+    copies of it, ask and answer for queries.
+    """
     bytes_total: _builtins.int
     """KV bytes that arrived since start."""
     queued_bytes: _builtins.int

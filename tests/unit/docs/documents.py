@@ -39,7 +39,7 @@ class Link(NamedTuple):
 
 def documents() -> list[Path]:
     """All Markdown files that people read."""
-    folders = ("docs", "services", "libs", "models", "tests", "bench")
+    folders = ("bench", "deploy", "docs", "libs", "models", "services", "tests")
     found = [*ROOT.glob("*.md"), *(path for f in folders for path in (ROOT / f).rglob("*.md"))]
     return sorted(found)
 
@@ -60,15 +60,6 @@ def code_spans(document: Path) -> list[str]:
     """What stands between backticks in a line."""
     found: list[str] = _SPAN.findall(prose(document))
     return found
-
-
-def commands(document: Path) -> list[str]:
-    """Shell commands: lines of console blocks and indented blocks, and code spans."""
-    text = document.read_text()
-    blocks = [body for kind, body in _FENCE.findall(text) if kind == "console"]
-    lines = [line for body in blocks for line in body.splitlines() if line.startswith("$ ")]
-    lines += [line for line in prose(document).splitlines() if line.startswith("    python -m")]
-    return [line.removeprefix("$ ").strip() for line in lines] + code_spans(document)
 
 
 def slugs(document: Path) -> set[str]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -8,11 +9,13 @@ import pytest
 from kvmesh.cli.__main__ import COMMANDS, main
 from kvmesh.core.config import options_of
 from scripts.gen_config_docs import SERVICES
-from tests.unit.docs.documents import ROOT, code_spans, commands, documents
+from tests.unit.docs.documents import ROOT, code_spans, documents
+from tests.unit.docs.programs import chart_values, flags_of_command, wrong_in
+from tests.unit.docs.shell import Command, shell_commands, simple_commands
 
 _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9.-]*")
-_VERB = re.compile(r"\bmake ([a-z][a-z0-9-]*)")
-_DOTTED = re.compile(r"[a-z_]+(?:\.[a-z_]+)+")
+_EXAMPLE = re.compile(r"^(?:examples?:)? +(?=kvmesh )")
+_DOTTED = re.compile(r"[a-z_-]+(?:\.[a-z_-]+)+")
 _SPAN_NAME = re.compile(r"(?:start_span|_span)\(\s*\"([a-z_.]+)\"")
 _ENV = re.compile(r"KVMESH_[A-Z0-9_]+")
 _OF_EVERY_SERVICE = {"--config", "--print-config", "--help"}
@@ -22,14 +25,12 @@ each_document = pytest.mark.parametrize(
 )
 
 
-def flags_of_service(name: str) -> set[str]:
-    return {leaf.flag for leaf in options_of(SERVICES[name])} | _OF_EVERY_SERVICE
-
-
-def flags_of_command(name: str, capsys: pytest.CaptureFixture[str]) -> set[str]:
-    with pytest.raises(SystemExit):
-        main([name, "--help"])
-    return set(_FLAG.findall(capsys.readouterr().out))
+@cache
+def all_flags() -> frozenset[str]:
+    """Of all services and all commands."""
+    of_services = {leaf.flag for config in SERVICES.values() for leaf in options_of(config)}
+    of_commands = {flag for name in COMMANDS for flag in flags_of_command(name)}
+    return frozenset(of_services | of_commands | {"--config", "--print-config", "--help"})
 
 
 def option_names() -> set[str]:
@@ -46,39 +47,46 @@ def span_names() -> set[str]:
 
 
 @each_document
-def test_make_verbs_exist(document: Path) -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    verbs = set(re.findall(r"^([a-z0-9-]+):.*## ", makefile, re.MULTILINE))
-    assert "up" in verbs
-    for command in commands(document):
-        if command.startswith("make "):
-            assert set(_VERB.findall(command)) <= verbs, command
+def test_each_command_can_be_typed_as_it_stands(document: Path) -> None:
+    """Programs, verbs, variables, flags and their values, files, profiles, paths, bodies."""
+    wrong = [
+        f"{command}: {why}" for command in shell_commands(document) if (why := wrong_in(command))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_examples_of_a_help_text_can_be_typed(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    shown = capsys.readouterr().out
+    examples = [line for line in shown.replace("\\\n", " ").splitlines() if _EXAMPLE.match(line)]
+    assert examples, "a help text ends with an example"
+    for line in examples:
+        for variables, words in simple_commands(_EXAMPLE.sub("", line)):
+            command = Command(ROOT / "README.md", 0, True, variables, words)
+            assert not wrong_in(command), command
 
 
 @each_document
-def test_flags_exist(document: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Flags after a command are that command's; a flag alone is somebody's of ours."""
-    of_commands = {name: flags_of_command(name, capsys) for name in COMMANDS}
-    all_flags = set[str]().union(*of_commands.values(), *map(flags_of_service, SERVICES))
-    for command in commands(document):
-        used = set(_FLAG.findall(command))
-        if service := re.search(r"python -m services\.([a-z]+)\b", command):
-            assert used <= flags_of_service(service[1]), command
-        elif own := re.search(r"\bkvmesh(?:\.cli)? ([a-z]+)\b", command):
-            assert own[1] in COMMANDS, command
-            assert used <= of_commands[own[1]], command
-        elif command.startswith("--"):
-            assert used <= all_flags, command
+def test_flags_named_alone_are_somebodys(document: Path) -> None:
+    for span in code_spans(document):
+        if span.startswith("--"):
+            assert set(_FLAG.findall(span)) <= all_flags(), span
 
 
 @each_document
 def test_options_and_spans_exist(document: Path) -> None:
     options, spans = option_names(), span_names()
+    if document.is_relative_to(ROOT / "deploy"):
+        options |= chart_values()
     sections = {name.split(".")[0] for name in (*options, *spans)}
     for name in code_spans(document):
         is_file = name.endswith((".py", ".proto", ".md", ".json", ".jsonl", ".log", ".h", ".cpp"))
         if _DOTTED.fullmatch(name) and name.split(".")[0] in sections and not is_file:
-            assert name in options or name in spans, name
+            assert name.replace("-", "_") in options or name in spans, name
 
 
 def test_environment_variables_exist() -> None:

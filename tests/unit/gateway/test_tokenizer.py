@@ -141,3 +141,42 @@ def test_malformed_file(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"config\.json"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(10**9) %}x{% endfor %}",
+        "{{ messages[0].content.split('') }}",
+        "{{ 1 / (messages|length - 1) }}",
+        "{{ messages[0].content.index('z') }}",
+        "{{ '{1}'.format(messages[0].content) }}",
+        "{% for a, b in [[1, 2, 3]] %}{% endfor %}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{% include '/etc/passwd' %}",
+        "{% import '/etc/passwd' as x %}",
+        "{{ messages.append(1) }}",
+        "{{ messages|tojson(indent='x') }}{{ cycler|tojson }}",
+    ],
+)
+def test_a_template_reaches_nothing_and_what_fails_in_it_is_the_callers_error(source: str) -> None:
+    with pytest.raises(InvalidRequestError, match="does not accept these messages"):
+        ChatTemplate(source, {}).render(MESSAGES)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("tokenizer.json", "{}"),
+        ("tokenizer.json", "[" * 100_000),
+        ("tokenizer_config.json", "[]"),
+        ("tokenizer_config.json", "[" * 100_000),
+        ("config.json", "\0"),
+    ],
+)
+def test_files_that_are_none_are_named(name: str, text: str, tmp_path: Path) -> None:
+    write_model(tmp_path)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(CheckpointError, match=name):
+        load_tokenizer(tmp_path)

@@ -8,7 +8,7 @@ from kvmesh.kv.handoff import HandoffTable
 from kvmesh.kv.handoff_types import Committed, Outcome, Released, Taken, WriteClaim, WriteGrant
 
 LIFE, LEASE_S, SECRET = 7, 10.0, b"secret"
-REQUEST = RequestId("r1")
+REQUEST, ATTEMPT = RequestId("r1"), 3
 BLOCKS = (4, 5, 6, 9)
 NUM_CACHED = 1
 
@@ -18,7 +18,7 @@ class Writer(NamedTuple):
 
     table: HandoffTable
     reservation_id: int
-    generation: int
+    generation: int = ATTEMPT
     incarnation: int = LIFE
     capability: bytes = SECRET
 
@@ -50,8 +50,8 @@ def table() -> HandoffTable:
 
 @pytest.fixture
 def writer(table: HandoffTable) -> Writer:
-    ticket = table.reserve(REQUEST, BLOCKS, NUM_CACHED, SECRET, now=0.0)
-    return Writer(table, *ticket)
+    number = table.reserve(REQUEST, BLOCKS, NUM_CACHED, SECRET, ATTEMPT, now=0.0)
+    return Writer(table, number)
 
 
 def reason(answer: object) -> RefusalReason:
@@ -59,18 +59,12 @@ def reason(answer: object) -> RefusalReason:
     return answer.reason
 
 
-def rearm(writer: Writer, now: float = 2.0) -> Writer:
-    generation = writer.table.rearm(writer.reservation_id, now)
-    assert isinstance(generation, int)
-    return writer._replace(generation=generation)
-
-
 def test_a_handoff_from_reserve_to_take(table: HandoffTable, writer: Writer) -> None:
     first, second = writer.grant(0, 2), writer.grant(2, 1)
     assert (first.blocks, second.blocks) == ((5, 6), (9,))
     table.end_write(second.write_id, ok=True)
     table.end_write(first.write_id, ok=True)
-    assert writer.commit() == Committed(writer.reservation_id, REQUEST, 1, len(BLOCKS))
+    assert writer.commit() == Committed(writer.reservation_id, REQUEST, ATTEMPT, len(BLOCKS))
     assert table.take(writer.reservation_id) == Taken(REQUEST, BLOCKS, NUM_CACHED)
     assert table.is_idle
     assert table.drain_released() == []
@@ -96,7 +90,7 @@ def test_commit_waits_for_writers(table: HandoffTable, writer: Writer) -> None:
 
 
 def test_fully_cached_prompt_commits_at_once(table: HandoffTable) -> None:
-    writer = Writer(table, *table.reserve(REQUEST, BLOCKS, len(BLOCKS), SECRET, now=0.0))
+    writer = Writer(table, table.reserve(REQUEST, BLOCKS, 4, SECRET, ATTEMPT, now=0.0))
     assert reason(writer.begin(0, 1)) is RefusalReason.INVALID
     assert isinstance(writer.commit(), Committed)
 
@@ -120,7 +114,6 @@ def test_complete_reservation_takes_no_more_writes(table: HandoffTable, writer: 
     writer.write(0, 3)
     writer.commit()
     assert reason(writer.begin(0, 1)) is RefusalReason.STALE
-    assert reason(table.rearm(writer.reservation_id, 2.0)) is RefusalReason.STALE
     table.take(writer.reservation_id)
     assert reason(writer.begin(0, 1)) is RefusalReason.STALE
 
@@ -133,7 +126,8 @@ def test_range_outside_of_the_reservation(writer: Writer, first: int, count: int
 def test_credentials_are_checked(writer: Writer) -> None:
     strangers = {
         writer._replace(incarnation=LIFE - 1): RefusalReason.STALE,
-        writer._replace(generation=2): RefusalReason.STALE,
+        writer._replace(generation=ATTEMPT - 1): RefusalReason.STALE,
+        writer._replace(generation=ATTEMPT + 1): RefusalReason.STALE,
         writer._replace(reservation_id=99): RefusalReason.STALE,
         writer._replace(capability=b"guess"): RefusalReason.INVALID,
     }
@@ -141,38 +135,6 @@ def test_credentials_are_checked(writer: Writer) -> None:
         assert reason(stranger.begin(0, 1)) is expected
         assert reason(stranger.commit()) is expected
     assert writer.table.statistics().refused_total == 2 * len(strangers)
-
-
-def test_rearm_fences_the_older_writer(table: HandoffTable, writer: Writer) -> None:
-    writer.write(0, 2)
-    late = writer.grant(2, 1)
-    newer = rearm(writer)
-    assert reason(writer.begin(0, 1)) is RefusalReason.STALE
-    assert reason(writer.commit()) is RefusalReason.STALE
-    assert reason(newer.begin(1, 2)) is RefusalReason.BUSY, "the late writer is still in block 2"
-    newer.write(0, 2)
-    table.end_write(late.write_id, ok=True)
-    assert reason(newer.commit()) is RefusalReason.INVALID, "what the late writer wrote is void"
-    newer.write(2, 1)
-    assert isinstance(newer.commit(), Committed)
-    table.check_integrity()
-
-
-def test_rearm_forgets_what_was_written(writer: Writer) -> None:
-    writer.write(0, 3)
-    newer = rearm(writer)
-    assert reason(newer.commit()) is RefusalReason.INVALID
-    newer.write(0, 3)
-    assert isinstance(newer.commit(), Committed)
-
-
-def test_commit_waits_for_a_fenced_writer(table: HandoffTable, writer: Writer) -> None:
-    late = writer.grant(2, 1)
-    newer = rearm(writer)
-    newer.write(0, 2)
-    assert reason(newer.commit()) is RefusalReason.BUSY
-    table.end_write(late.write_id, ok=False)
-    assert reason(newer.commit()) is RefusalReason.INVALID
 
 
 def test_cancel_holds_blocks_until_the_last_writer_is_gone(
@@ -199,7 +161,6 @@ def test_fenced_reservation_refuses_everything(table: HandoffTable, writer: Writ
     assert reason(writer.begin(1, 1)) is RefusalReason.STALE
     assert reason(writer.commit()) is RefusalReason.STALE
     assert reason(table.take(writer.reservation_id)) is RefusalReason.STALE
-    assert reason(table.rearm(writer.reservation_id, 1.0)) is RefusalReason.STALE
     assert not table.renew(writer.reservation_id, 1.0)
     assert table.expire(99.0) == []
 
@@ -235,7 +196,6 @@ def test_renewal_and_progress_extend_the_lease(table: HandoffTable, writer: Writ
 def test_overdue_reservation_is_refused_before_expire_runs(writer: Writer) -> None:
     assert reason(writer.begin(0, 1, now=LEASE_S)) is RefusalReason.STALE
     assert reason(writer.commit(now=LEASE_S)) is RefusalReason.STALE
-    assert reason(writer.table.rearm(writer.reservation_id, LEASE_S)) is RefusalReason.STALE
     assert not writer.table.renew(writer.reservation_id, LEASE_S)
     assert writer.table.expire(LEASE_S) == [REQUEST]
 
@@ -245,10 +205,10 @@ def test_capability_is_not_shown(table: HandoffTable, writer: Writer) -> None:
 
 
 def test_integrity_check_notices_a_shared_writable_block(table: HandoffTable) -> None:
-    table.reserve(REQUEST, (1, 2), 1, SECRET, now=0.0)
-    table.reserve(RequestId("r2"), (1, 3), 1, SECRET, now=0.0)
+    table.reserve(REQUEST, (1, 2), 1, SECRET, ATTEMPT, now=0.0)
+    table.reserve(RequestId("r2"), (1, 3), 1, SECRET, ATTEMPT, now=0.0)
     table.check_integrity()
-    table.reserve(RequestId("r3"), (1, 3), 1, SECRET, now=0.0)
+    table.reserve(RequestId("r3"), (1, 3), 1, SECRET, ATTEMPT, now=0.0)
     with pytest.raises(AssertionError, match="one block"):
         table.check_integrity()
 
@@ -283,17 +243,11 @@ def test_a_part_that_failed_leaves_its_blocks_missing(table: HandoffTable, write
     assert isinstance(writer.commit(), Committed)
 
 
-def test_a_whole_write_forgets_parts_and_so_does_a_new_generation(
-    table: HandoffTable, writer: Writer
-) -> None:
+def test_a_whole_write_forgets_parts(table: HandoffTable, writer: Writer) -> None:
     table.end_write(begin_part(writer, 0, 3, 0, 4), ok=True)
     table.end_write(writer.grant(0, 3).write_id, ok=False)
     table.end_write(begin_part(writer, 0, 3, 4, 4), ok=True)
     assert "3 of 3" in str(writer.commit())
-
-    newer = rearm(writer)
-    table.end_write(begin_part(newer, 0, 3, 0, 4), ok=True)
-    assert "3 of 3" in str(newer.commit(now=2.5))
     table.check_integrity()
 
 

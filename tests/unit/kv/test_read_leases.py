@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from kvmesh.core.types import Refusal, RefusalReason, WorkerId
+from kvmesh.core.types import Refusal, RefusalReason
 from kvmesh.kv.handoff_types import WriteClaim
-from kvmesh.kv.read_leases import MAX_RENEWALS, OpenedLease, ReadLeaseTable, ReadTicket
+from kvmesh.kv.read_leases import MAX_RENEWALS, OpenedLease, Reader, ReadLeaseTable, ReadTicket
 
 LIFE = 7
-READER, OTHER = WorkerId("r0"), WorkerId("r1")
+READER, OTHER = Reader("r0", "r0"), Reader("r1", "r1")
 
 
 def make_table(max_leases: int = 4, max_blocks: int = 10) -> ReadLeaseTable:
     return ReadLeaseTable(LIFE, 2.0, max_leases=max_leases, max_blocks=max_blocks)
 
 
-def opened(table: ReadLeaseTable, *blocks: int, now: float = 0.0, reader: WorkerId = READER) -> int:
+def opened(table: ReadLeaseTable, *blocks: int, now: float = 0.0, reader: Reader = READER) -> int:
     lease = table.open(reader, blocks, b"secret", now)
     assert isinstance(lease, OpenedLease)
     return lease.lease_id
@@ -159,11 +159,82 @@ def test_one_reader_gets_half_of_the_leases_and_of_the_blocks(
     refused = table.open(READER, (90, 91), b"secret", 0.0)
     assert reason(refused) is RefusalReason.BUSY
     assert isinstance(refused, Refusal)
-    assert str(READER) in refused.message
+    assert READER.name in refused.message
     assert isinstance(table.open(OTHER, (90, 91), b"secret", 0.0), OpenedLease)
     table.close(leases[0], LIFE, b"secret", 0.0)
     opened(table, 92, 93)
     assert table.statistics().refused_total == 1
+
+
+def is_open(table: ReadLeaseTable, reader: Reader, *blocks: int, now: float = 0.0) -> bool:
+    return isinstance(table.open(reader, blocks or (0,), b"secret", now), OpenedLease)
+
+
+def fill(table: ReadLeaseTable, reader: Reader, now: float = 0.0) -> list[int]:
+    """Takes all that a reader gets."""
+    leases = []
+    while isinstance(lease := table.open(reader, (0,), b"secret", now), OpenedLease):
+        leases.append(lease.lease_id)
+    return leases
+
+
+def test_readers_of_one_host_share_what_it_gets() -> None:
+    """Many workers behind one address: one that asks without end keeps no other out."""
+    table = make_table(max_leases=16, max_blocks=1000)
+    greedy, modest = Reader("nat", "w0"), Reader("nat", "w1")
+    leases = fill(table, greedy)
+    assert len(leases) == 8, "half, while nobody else asks"
+    assert not is_open(table, modest), "the host has its half"
+    table.close(leases[0], LIFE, b"secret", 0.0)
+    assert not is_open(table, greedy), "another one of its host waits"
+    assert is_open(table, modest)
+    assert is_open(table, OTHER), "another host has the other half"
+    for lease_id in leases[1:]:
+        table.close(lease_id, LIFE, b"secret", 0.0)
+    assert len(fill(table, modest)) == 3, "one is open, half of the host's is the most: w0 waits"
+    assert len(fill(table, greedy)) == 4
+
+
+def test_readers_of_one_host_share_its_blocks_as_well() -> None:
+    table = make_table(max_leases=100, max_blocks=16)
+    greedy, modest = Reader("nat", "w0"), Reader("nat", "w1")
+    lease = opened(table, *range(4), reader=greedy)
+    opened(table, *range(4), reader=greedy)
+    assert not is_open(table, modest, *range(2))
+    table.close(lease, LIFE, b"secret", 0.0)
+    assert not is_open(table, greedy)
+    assert is_open(table, modest, *range(4))
+
+
+def test_hosts_share_all_while_one_of_them_waits() -> None:
+    table = make_table(max_leases=6, max_blocks=1000)
+    hosts = [Reader(f"h{number}", "w") for number in range(3)]
+    first, second = fill(table, hosts[0]), fill(table, hosts[1])
+    assert (len(first), len(second)) == (3, 3)
+    assert not is_open(table, hosts[2])
+    table.close(first[0], LIFE, b"secret", 0.0)
+    assert not is_open(table, hosts[0]), "two of six are its third"
+    assert is_open(table, hosts[2])
+
+
+def test_who_was_refused_is_forgotten_after_the_time_of_a_lease() -> None:
+    table = make_table(max_leases=16, max_blocks=1000)
+    greedy, modest = Reader("nat", "w0"), Reader("nat", "w1")
+    lease = fill(table, greedy)[0]
+    assert not is_open(table, modest)
+    table.close(lease, LIFE, b"secret", 0.0)
+    assert not is_open(table, greedy, now=1.9)
+    assert is_open(table, greedy, now=2.0)
+
+
+def test_invented_names_are_not_remembered_without_end() -> None:
+    table = make_table(max_leases=4, max_blocks=1000)
+    fill(table, READER)
+    opened(table, 1, reader=OTHER)
+    opened(table, 1, reader=Reader("r2", "r2"))
+    for number in range(100):
+        assert not is_open(table, Reader("r0", f"w{number}"))
+    assert len(table._refused_at) == 4
 
 
 def test_one_lease_may_be_of_more_than_half_of_the_blocks() -> None:
@@ -188,7 +259,7 @@ def test_the_limit_of_leases_is_of_all_readers_together() -> None:
     table = make_table(max_leases=2)
     opened(table, 1)
     opened(table, 2, reader=OTHER)
-    assert reason(table.open(WorkerId("r2"), (3,), b"secret", 0.0)) is RefusalReason.BUSY
+    assert reason(table.open(Reader("r2", "r2"), (3,), b"secret", 0.0)) is RefusalReason.BUSY
     assert table.statistics().num_open == 2
 
 

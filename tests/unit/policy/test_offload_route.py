@@ -85,6 +85,27 @@ def test_what_was_lost_on_the_way_home_is_computed_at_home() -> None:
     assert route(decide(*others[:1], FAR, NEAR[1], asked=lost)).prefill[0].worker_id == "far-2"
 
 
+def test_what_waits_for_the_link_is_computed_at_home_by_who_idles() -> None:
+    sends = worker("far", cluster="far", prefill_active=4, prefill_sending=4)
+    refused = query(500, avoid=("far",))
+    plan = decide(sends, *NEAR, asked=refused)
+    assert plan.choice is not None
+    assert plan.choice.reason is OffloadReason.REMOTE_DOWN
+    assert [c.worker_id for c in route(plan).prefill] == ["p"]
+    # Before it was refused it is offered, and one that computes will soon be free.
+    computes = worker("far", cluster="far", prefill_active=4, prefill_sending=3)
+    assert route(decide(sends, *NEAR, asked=query(500))).prefill[0].worker_id == "far"
+    assert route(decide(computes, *NEAR, asked=refused)).prefill[0].worker_id == "far"
+    # One of them that has not refused is asked first.
+    others = (worker("far-2", cluster="far"), *NEAR)
+    assert route(decide(sends, *others, asked=refused)).prefill[0].worker_id == "far-2"
+    # Where nobody idles at home, it would take the place of others there.
+    for busy in (worker("p", prefill_active=4), worker("p", draining=True)):
+        assert route(decide(sends, busy, NEAR[1], asked=refused)).prefill[0].worker_id == "far"
+    both = query(500, avoid=("far", "p"))
+    assert route(decide(sends, *NEAR, asked=both)).prefill[0].worker_id == "far"
+
+
 def test_one_far_worker_that_takes_prompts_is_enough() -> None:
     drains = worker("far-2", cluster="far", draining=True)
     plan = decide(FAR, drains, *NEAR, asked=query(500))

@@ -6,13 +6,13 @@ import dataclasses
 
 import pytest
 
-from kvmesh.core.details import ANSWER, ASK, FleetWorker, LinkDetail, WorkerDetail
+from kvmesh.core.details import ANSWER, ASK, COPY, FleetWorker, LinkDetail, WorkerDetail
 from kvmesh.core.types import WorkerId, WorkerLoad
 from kvmesh.policy.path_meter import MIN_BYTES, PathMeter
 from kvmesh.policy.prefix_source import FetchPace
 from tests.unit.policy.fleet_examples import LAYOUT, worker_info
 
-ASKS = (ASK, ANSWER)
+ASKS = (ASK, ANSWER, COPY)
 TOKEN_BYTES = LAYOUT.block_bytes / LAYOUT.block_size
 
 

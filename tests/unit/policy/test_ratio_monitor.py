@@ -3,112 +3,215 @@ from __future__ import annotations
 import pytest
 
 from kvmesh.core.types import Role
-from kvmesh.policy.pdserve import RatioReason
-from kvmesh.policy.ratio_monitor import MIN_REQUESTS, RatioMonitor
+from kvmesh.policy.control import Waiting
+from kvmesh.policy.pdserve import RatioReason, RatioStep
+from kvmesh.policy.ratio_monitor import (
+    HOLD_WINDOWS,
+    MIN_REQUESTS,
+    RatioMonitor,
+    StageCounts,
+)
+
+RATE = 10
+"""Requests per second; at it one request in a stage is a tenth of a second of everyone's time."""
 
 
-def note(monitor: RatioMonitor, prefill_s: float, total_s: float) -> None:
-    """As many requests as make a window."""
-    for _ in range(MIN_REQUESTS):
-        monitor.note(prefill_s, total_s)
+def window(
+    monitor: RatioMonitor,
+    prefill_s: float,
+    decode_s: float,
+    waiting: tuple[float, float] = (0.0, 0.0),
+    ratio: tuple[int, int] = (4, 4),
+) -> RatioStep | None:
+    """Fifteen seconds in which requests take and wait so long."""
+    for _ in range(15):
+        counts = StageCounts(
+            Waiting(RATE * waiting[0], RATE * waiting[1]), RATE * prefill_s, RATE * decode_s
+        )
+        monitor.observe(counts, RATE, 1.0)
+    return monitor.end_window(*ratio)
 
 
-def test_the_few_requests_with_which_a_load_begins_are_no_window() -> None:
+def reason(step: RatioStep | None) -> RatioReason | None:
+    return None if step is None else step.reason
+
+
+def test_few_requests_are_no_window_and_count_for_the_next() -> None:
     monitor = RatioMonitor()
-    monitor.note(0.3, 0.3)  # still in prefill when it ends: a share of one
+    counts = StageCounts(Waiting(0.0, 0.0), 1.0, 1.0)
+    monitor.observe(counts, MIN_REQUESTS - 1, 1.0)
     assert monitor.end_window(4, 4) is None
-    note(monitor, 1.0, 3.0)
-    assert monitor.end_window(4, 4) is None
-    note(monitor, 2.0, 4.0)
-    step = monitor.end_window(4, 4)
-    assert step is not None
-    assert step.grow is Role.PREFILL
-
-
-def test_two_windows_are_compared() -> None:
-    monitor = RatioMonitor()
-    assert monitor.end_window(4, 4) is None, "nothing finished"
-    note(monitor, 1.0, 4.0)
-    assert monitor.end_window(4, 4) is None, "nothing to compare with"
-    note(monitor, 4.0, 7.0)
-    note(monitor, 6.0, 9.0)
-    step = monitor.end_window(4, 4)
-    assert step is not None
-    assert (step.grow, step.reason) == (Role.PREFILL, RatioReason.PREFILL_GREW)
-    note(monitor, 1.0, 20.0)
-    step = monitor.end_window(4, 4)
-    assert step is not None
-    assert step.grow is Role.DECODE
-
-
-def test_counts_say_the_same_as_times() -> None:
-    """Ten requests per second, one second in prefill and three in decode; then five and three."""
-    timed, counted = RatioMonitor(), RatioMonitor()
-    for prefill_s in (1.0, 5.0):
-        for _ in range(20):
-            timed.note(prefill_s, prefill_s + 3.0)
-        for _ in range(2):
-            counted.observe(10 * prefill_s, 30.0, 10, 1.0)
-        ends = [each.end_window(4, 4) for each in (timed, counted)]
-    assert ends[0] == ends[1]
-    assert ends[0] is not None
-    assert ends[0].grow is Role.PREFILL
+    monitor.observe(counts, 1, 1.0)
+    assert reason(monitor.end_window(4, 4)) is RatioReason.STEADY
 
 
 @pytest.mark.parametrize(
-    ("prefill_s", "decode_s", "reason"),
+    ("waiting", "grow"), [((2.0, 0.0), Role.PREFILL), ((0.0, 2.0), Role.DECODE)]
+)
+def test_who_waits_in_the_first_window_shows_which_role_is_short(
+    waiting: tuple[float, float], grow: Role
+) -> None:
+    step = window(RatioMonitor(), 1.0, 1.0, waiting)
+    assert step is not None
+    assert step.grow is grow
+
+
+@pytest.mark.parametrize(
+    ("prefill_s", "decode_s", "waiting", "says"),
     [
-        (1.0, 3.0, RatioReason.STEADY),
-        (5.0, 3.0, RatioReason.PREFILL_GREW),
-        (1.0, 7.0, RatioReason.DECODE_GREW),
+        (1.0, 3.0, (0.5, 0.0), RatioReason.STEADY),  # as random arrivals make some wait
+        (1.0, 3.0, (1.5, 4.5), RatioReason.UNCLEAR),  # both are short
+        (2.5, 3.0, (0.0, 0.0), RatioReason.PREFILL_GREW),  # nobody waits, prompts are slower
+        (1.0, 5.0, (0.0, 0.0), RatioReason.DECODE_GREW),  # nobody waits, steps are slower
+        (1.5, 4.5, (0.0, 0.0), RatioReason.UNCLEAR),
     ],
 )
-def test_counts_over_any_time_continue_what_times_began(
-    prefill_s: float, decode_s: float, reason: RatioReason
+def test_a_window_against_what_is_usual(
+    prefill_s: float, decode_s: float, waiting: tuple[float, float], says: RatioReason
 ) -> None:
-    """Ten requests per second, counted every two seconds, after a window of timed ones."""
     monitor = RatioMonitor()
-    note(monitor, 1.0, 4.0)
-    assert monitor.end_window(4, 4) is None
-    for _ in range(3):
-        monitor.observe(10 * prefill_s, 10 * decode_s, 20, 2.0)
-    step = monitor.end_window(4, 4)
-    assert step is not None
-    assert step.reason is reason
+    assert reason(window(monitor, 1.0, 3.0)) is RatioReason.STEADY
+    assert reason(window(monitor, prefill_s, decode_s, waiting)) is says
 
 
-def test_a_change_that_is_spread_over_windows_is_seen_once() -> None:
+def test_a_share_near_one_still_rises() -> None:
+    step = window(RatioMonitor(), 9.5, 0.5, (5.0, 0.0))
+    assert reason(step) is RatioReason.PREFILL_GREW
+
+
+def test_a_change_that_is_spread_over_windows_is_seen() -> None:
     """From one window to the next neither the time nor the share of prefill rises by a tenth."""
     monitor = RatioMonitor()
     steps = []
     for prefill_s, decode_s in ((1.0, 2.0), (1.15, 2.05), (1.31, 2.1), (1.45, 2.12), (1.5, 2.12)):
-        note(monitor, prefill_s, prefill_s + decode_s)
-        steps.append(monitor.end_window(4, 4))
-    assert [step and step.grow for step in steps] == [None, None, Role.PREFILL, None, None]
+        steps.append(reason(window(monitor, prefill_s, decode_s)))
+    assert steps[0] is RatioReason.STEADY
+    assert steps.count(RatioReason.PREFILL_GREW) == 1
 
 
-def test_what_lasts_becomes_usual_and_what_is_faster_at_once() -> None:
+def test_what_lasts_becomes_usual_and_waiting_never_does() -> None:
     monitor = RatioMonitor()
-
-    def window(prefill_s: float, decode_s: float) -> RatioReason | None:
-        note(monitor, prefill_s, prefill_s + decode_s)
-        step = monitor.end_window(4, 4)
-        return None if step is None else step.reason
-
-    assert window(1.0, 2.0) is None
-    reasons = [window(1.5, 3.0) for _ in range(12)]  # slower, and no role more than the other
-    assert set(reasons) == {RatioReason.UNCLEAR, RatioReason.STEADY}
-    assert reasons == sorted(reasons, key=reasons.index), "once usual, it stays so"
-    assert window(0.5, 1.0) is RatioReason.STEADY
-    assert window(1.0, 1.0) is RatioReason.PREFILL_GREW
+    window(monitor, 1.0, 2.0)
+    reasons = [reason(window(monitor, 1.5, 3.0)) for _ in range(12)]
+    assert reasons[0] is RatioReason.UNCLEAR
+    assert reasons[-1] is RatioReason.STEADY
+    for _ in range(12):  # the other role has none to spare
+        step = window(monitor, 1.5, 3.0, (3.0, 0.0), ratio=(4, 2))
+        assert reason(step) is RatioReason.AT_MINIMUM
 
 
-def test_a_window_is_a_mean_over_all_its_requests() -> None:
+def test_after_relief_the_way_back_is_held() -> None:
+    """The role that gave has more to do than before: that alone is no reason."""
     monitor = RatioMonitor()
-    note(monitor, 1.0, 4.0)
-    monitor.end_window(4, 4)
-    for prefill_s, total_s in ((0.5, 2.0), (0.5, 2.0), (2.0, 8.0)):
-        note(monitor, prefill_s, total_s)
-    step = monitor.end_window(4, 4)
-    assert step is not None
-    assert step.reason is RatioReason.STEADY
+    window(monitor, 1.0, 1.0)
+    assert reason(window(monitor, 1.0, 1.0, (3.0, 0.0))) is RatioReason.PREFILL_GREW
+    assert reason(window(monitor, 1.0, 1.4, (1.0, 0.0))) is RatioReason.SETTLING
+    held = [reason(window(monitor, 1.0, 1.6)) for _ in range(3)]
+    assert held[0] is RatioReason.HOLD
+    assert set(held) <= {RatioReason.HOLD, RatioReason.STEADY, RatioReason.UNCLEAR}
+
+
+def test_a_change_that_made_it_worse_is_taken_back_and_held_twice_as_long() -> None:
+    monitor = RatioMonitor()
+    assert reason(window(monitor, 1.0, 1.0, (1.0, 0.0))) is RatioReason.PREFILL_GREW
+    window(monitor, 1.0, 1.0)
+    step = window(monitor, 1.0, 1.0, (0.0, 3.0))
+    assert step == RatioStep(Role.DECODE, RatioReason.TAKEN_BACK)
+    assert reason(window(monitor, 1.0, 1.0)) is RatioReason.SETTLING
+    later = [reason(window(monitor, 1.0, 1.0, (1.0, 0.0))) for _ in range(2 * HOLD_WINDOWS)]
+    assert later[:-1] == [RatioReason.HOLD] * (2 * HOLD_WINDOWS - 1)
+    assert later[-1] is RatioReason.PREFILL_GREW
+
+
+def test_a_change_that_is_not_enough_is_followed_by_another() -> None:
+    monitor = RatioMonitor()
+    steps = [window(monitor, 1.0, 1.0, (wait_s, 0.0)) for wait_s in (6.0, 5.0, 4.0)]
+    grown = [None if step is None else step.grow for step in steps]
+    assert grown == [Role.PREFILL, None, Role.PREFILL]
+
+
+def test_a_load_that_moves_over_later_gets_its_instance_back() -> None:
+    monitor = RatioMonitor()
+    window(monitor, 1.0, 1.0, (3.0, 0.0))
+    for _ in range(HOLD_WINDOWS):
+        assert reason(window(monitor, 1.0, 1.0)) is not RatioReason.DECODE_GREW
+    assert reason(window(monitor, 1.0, 1.0, (0.0, 0.8))) is RatioReason.DECODE_GREW
+
+
+# Each second of a live load on two prefill and four decode workers that needs three and three, as
+# (wait for prefill, prefilling, decoding, new); the second series is that with four prefilling.
+SHORT_OF_PREFILL = (
+    (0, 2, 2, 4),
+    (1, 2, 0, 4),
+    (0, 1, 0, 1),
+    (1, 1, 1, 4),
+    (0, 2, 0, 2),
+    (3, 2, 1, 7),
+    (2, 2, 0, 6),
+    (2, 2, 1, 6),
+    (1, 2, 2, 4),
+    (0, 2, 1, 3),
+    (1, 2, 2, 5),
+    (4, 2, 1, 7),
+    (10, 2, 1, 8),
+    (5, 2, 1, 13),
+    (6, 2, 2, 10),
+    (3, 2, 0, 11),
+    (5, 2, 1, 6),
+    (1, 1, 1, 6),
+    (3, 2, 1, 9),
+    (2, 2, 1, 4),
+    (0, 2, 1, 6),
+    (0, 2, 0, 3),
+    (2, 2, 1, 5),
+    (5, 2, 1, 9),
+    (0, 2, 0, 4),
+)
+RELIEVED = (
+    (1, 2, 2, 7),
+    (1, 2, 3, 5),
+    (0, 1, 2, 3),
+    (0, 2, 2, 5),
+    (1, 3, 2, 7),
+    (3, 3, 3, 8),
+    (3, 3, 0, 11),
+    (2, 4, 4, 13),
+    (1, 4, 2, 10),
+    (1, 3, 3, 6),
+    (0, 2, 2, 5),
+    (2, 3, 2, 10),
+    (0, 4, 2, 4),
+    (1, 3, 2, 5),
+    (0, 2, 0, 3),
+    (0, 3, 2, 6),
+    (4, 4, 0, 10),
+    (0, 2, 3, 3),
+)
+
+
+def replay(
+    monitor: RatioMonitor, series: tuple[tuple[int, int, int, int], ...], ratio: tuple[int, int]
+) -> list[RatioStep]:
+    """What it says at windows of three seconds."""
+    steps = []
+    for second, (waiting, prefilling, decoding, num_new) in enumerate(series, start=1):
+        monitor.observe(StageCounts(Waiting(waiting, 0.0), prefilling, decoding), num_new, 1.0)
+        step = monitor.end_window(*ratio) if second % 3 == 0 else None
+        steps += [] if step is None else [step]
+    return steps
+
+
+@pytest.mark.parametrize("skip", range(6))
+def test_a_recorded_load_gets_its_instance_and_keeps_it(skip: int) -> None:
+    """Wherever the windows begin."""
+    monitor = RatioMonitor()
+    asked = [each.grow for each in replay(monitor, SHORT_OF_PREFILL[skip:], (2, 4))]
+    assert Role.PREFILL in asked[:4]
+    assert Role.DECODE not in asked
+    monitor = RatioMonitor()
+    for _ in range(4):  # until it has just asked for an instance
+        short = replay(monitor, SHORT_OF_PREFILL[12:15], (2, 4))
+        if short and short[-1].grow is Role.PREFILL:
+            break
+    after = [each.grow for each in replay(monitor, RELIEVED, (4, 4))]
+    assert Role.DECODE not in after

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvmesh.kv.read_leases import Reader
 from kvmesh.runtime.kv_pool import reader_of
 
 
@@ -23,10 +24,11 @@ from kvmesh.runtime.kv_pool import reader_of
 def test_a_reader_of_another_host_is_its_host_whatever_it_calls_itself(
     peer: str, reader: str
 ) -> None:
-    assert reader_of("r0", peer, "10.0.0.1") == reader
+    assert reader_of("r0", peer, "10.0.0.1") == Reader(reader, "r0")
 
 
 def test_the_neighbours_of_a_worker_at_an_ipv6_address_are_told_apart() -> None:
     for here in ("2001:db8::7", "[2001:db8::7]"):
-        assert reader_of("r0", "ipv6:%5B2001:db8::7%5D:4711", here) == "r0"
-        assert reader_of("r0", "ipv6:%5B2001:db8::8%5D:4711", here) == "2001:db8::8"
+        same, other = "ipv6:%5B2001:db8::7%5D:4711", "ipv6:%5B2001:db8::8%5D:4711"
+        assert reader_of("r0", same, here) == Reader("r0", "r0")
+        assert reader_of("r0", other, here) == Reader("2001:db8::8", "r0")

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvmesh.core.details import ANSWER, GET, LinkDetail, WorkerDetail
+from kvmesh.core.details import ANSWER, COPY, GET, LinkDetail, WorkerDetail
 from kvmesh.core.types import (
     RequestId,
     Role,
@@ -177,7 +177,7 @@ class TestThreshold:
             await mesh.second()
         assert mesh.planner.offload("m").threshold_tokens == 1000
 
-    @pytest.mark.parametrize("channel", [GET, ANSWER])
+    @pytest.mark.parametrize("channel", [GET, COPY, ANSWER])
     async def test_what_is_read_or_answered_from_there_counts_as_sent(self, channel: str) -> None:
         mesh = self.mesh()
         for read in (500_000, 1_490_000, 2_480_000):

@@ -17,6 +17,21 @@ def test_prompts_that_pile_up_get_an_instance() -> None:
     assert result.samples[-1].roles["prefill"] > 1
 
 
+def test_an_instance_that_was_given_is_not_taken_back_while_the_load_lasts() -> None:
+    # Prompts of two seconds, one each 0.8 s: two prefill workers are too few, three or four do.
+    requests = [trace(0.8 * n, 4, 20, first_id=100 * n) for n in range(300)]
+    fleet = "home:d:prefill:2,home:d:decode:4"
+    result = simulate(scenario(*requests, fleet=fleet, system="pdserve", objectives=PATIENT))
+    for reason in (RatioReason.DECODE_GREW, RatioReason.TAKEN_BACK):
+        assert result.reasons[f"monitor: {reason.value}"] == 0
+    prefilling = [each.roles["prefill"] for each in result.samples]
+    assert prefilling == sorted(prefilling)
+    assert prefilling[-1] > 2
+    waited = [each.ttft_s for each in result.requests if each.ttft_s is not None]
+    assert max(waited) > 6.0
+    assert max(waited[-50:]) < 4.0, "what had queued up is served"
+
+
 def test_a_scenario_stays_in_its_group() -> None:
     requests = [
         trace(0.1 * n, 2, 3, first_id=100 * n, scenario="chat" if n % 3 else "code")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import struct
 import subprocess
 import sys
 import urllib.request
@@ -11,6 +14,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 
 from kvmesh.core.config import child_environment
+from kvmesh.telemetry import exposition as module
 from kvmesh.telemetry.exposition import (
     SHARED_FOLDER_VARIABLE,
     exposition,
@@ -66,6 +70,57 @@ def test_names_have_their_colons_for_every_prometheus(accept: str) -> None:
         with urllib.request.urlopen(request) as answer:
             assert answer.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
             assert b"\nvllm:prompt_tokens_total 3.0\n" in answer.read()
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def _call(port: int, data: bytes) -> socket.socket:
+    caller = socket.create_connection(("127.0.0.1", port), timeout=30)
+    caller.sendall(data)
+    return caller
+
+
+def _ended(caller: socket.socket) -> bool:
+    """Waits until the other end has cut it."""
+    with contextlib.suppress(ConnectionResetError):
+        while caller.recv(65536):
+            pass
+    caller.close()
+    return True
+
+
+def test_callers_that_do_not_finish_are_cut(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "CALL_S", 0.1)
+    server, thread = start_exposition_server("127.0.0.1", 0, CollectorRegistry())
+    try:
+        slow = [_call(server.server_port, b"GET /metrics HTTP/1.1\r\nX: ") for _ in range(4)]
+        for caller in (_call(server.server_port, b"GET /metrics HTTP/1.1\r\n") for _ in range(4)):
+            # Reset: what is sent to it fails.
+            caller.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            caller.close()
+        assert all(_ended(caller) for caller in slow)
+        with _call(server.server_port, b"GET /metrics HTTP/1.0\r\n\r\n") as good:
+            assert good.recv(65536).startswith(b"HTTP/1.0 200")
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+    assert capfd.readouterr().err == ""
+
+
+def test_more_callers_than_threads_cut_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CALL_S", 60.0)
+    monkeypatch.setattr(module, "MAX_CALLS", 3)
+    server, thread = start_exposition_server("127.0.0.1", 0, CollectorRegistry())
+    try:
+        slow = [_call(server.server_port, b"GET /metrics HTTP/1.1\r\nX: ") for _ in range(6)]
+        assert all(_ended(caller) for caller in slow[:3])
+        for caller in slow[3:]:
+            caller.close()
     finally:
         server.shutdown()
         server.server_close()

@@ -46,6 +46,17 @@ def test_text_line_is_for_people() -> None:
     assert text.endswith("rejected request_id=r1")
 
 
+@pytest.mark.parametrize("make", [JsonFormatter, TextFormatter])
+@pytest.mark.parametrize("odd", ["\n", "\r", "\x1b[2J", "\x9b2J", "\u2028", "\u202e", "\0", "\x7f"])
+def test_what_others_sent_neither_ends_a_line_nor_speaks_to_the_terminal(
+    make: type[JsonFormatter | TextFormatter], odd: str
+) -> None:
+    text = _record(make("prefill"), error=f"no model {odd}12:00 ERROR gateway forged")
+    assert odd not in text
+    assert text.splitlines() == [text]
+    assert "forged" in text
+
+
 def test_a_line_has_the_time_it_was_logged() -> None:
     def at(created: float) -> str:
         record = logging.LogRecord("x", logging.INFO, "", 0, "event", None, None)
