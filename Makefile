@@ -75,6 +75,17 @@ test-fast: setup ## what depends on libs/ and services/ alone and is not slow: a
 test-gpu: setup ## tests that need a CUDA device
 	$(PY) -m pytest -q -m gpu tests/gpu
 
+.PHONY: bench-gpu
+bench-gpu: ## all that needs a CUDA device, within minutes and installing nothing: make bench-gpu ARGS="--minutes 25 --out DIR"
+	PYTHONPATH=libs:. $(if $(wildcard $(PY)),$(PY),$(PYTHON)) -m benchmarks.gpu $(ARGS)
+
+.PHONY: test-triton kernel-registers
+test-triton: setup ## the kernels' tests under Triton 3.6 to 3.9, without a device: make test-triton ARGS="3.9.0"
+	$(PY) -m scripts.triton_versions $(ARGS)
+
+kernel-registers: setup ## registers, spills and shared memory of every kernel by architecture, without a device
+	$(PY) -m tests.unit.kernels.register_table $(ARGS)
+
 up: setup ## start a local stack: make up MODEL=dir PREFILL=n DECODE=n PORT=n REMOTE=n LINK_MBIT=n
 	$(PY) -m kvmesh.cli up $(if $(MODEL),--model $(MODEL)) --prefill $(PREFILL) --decode $(DECODE) --port $(PORT) --remote $(REMOTE) --link-mbit $(LINK_MBIT)
 
@@ -108,6 +119,10 @@ bench-transfer: setup ## data channels against memcpy, iperf3 and other engines;
 
 bench-engine: setup ## the CPU engine against transformers, a bare loop and the floor; writes bench/results/engine.*
 	$(PY) -m benchmarks.engine $(ARGS)
+
+.PHONY: bench-long-prompt
+bench-long-prompt: setup ## a prompt of 32k tokens on the CPU: time and memory; writes bench/results/long_prompt.*
+	$(PY) -m benchmarks.long_prompt $(ARGS)
 
 bench-families: setup ## every model family on the CPU against transformers; writes bench/results/families.*
 	$(PY) -m benchmarks.families $(ARGS)
