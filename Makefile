@@ -75,6 +75,17 @@ test-fast: setup ## what depends on libs/ and services/ alone and is not slow: a
 test-gpu: setup ## tests that need a CUDA device
 	$(PY) -m pytest -q -m gpu tests/gpu
 
+.PHONY: bench-gpu
+bench-gpu: ## all that needs a CUDA device, within minutes and installing nothing: make bench-gpu ARGS="--minutes 25 --out DIR"
+	PYTHONPATH=libs:. $(if $(wildcard $(PY)),$(PY),$(PYTHON)) -m benchmarks.gpu $(ARGS)
+
+.PHONY: test-triton kernel-registers
+test-triton: setup ## the kernels' tests under Triton 3.6 to 3.9, without a device: make test-triton ARGS="3.9.0"
+	$(PY) -m scripts.triton_versions $(ARGS)
+
+kernel-registers: setup ## registers, spills and shared memory of every kernel by architecture, without a device
+	$(PY) -m tests.unit.kernels.register_table $(ARGS)
+
 up: setup ## start a local stack: make up MODEL=dir PREFILL=n DECODE=n PORT=n REMOTE=n LINK_MBIT=n
 	$(PY) -m kvmesh.cli up $(if $(MODEL),--model $(MODEL)) --prefill $(PREFILL) --decode $(DECODE) --port $(PORT) --remote $(REMOTE) --link-mbit $(LINK_MBIT)
 

@@ -26,23 +26,42 @@ _BACKENDS = (
 )
 
 
-def rivals(case: KernelCase) -> Iterator[tuple[str, Callable[[], Compute]]]:
-    """Names, and what makes each call ready; both it and the call may fail on such inputs."""
+def rivals(case: KernelCase, *, slow: bool) -> Iterator[tuple[str, Callable[[], Compute]]]:
+    """Names, and what makes each call ready; both it and the call may fail on such inputs.
+
+    Args:
+        slow: those that compile something of their own first, or the others.
+    """
     if case.name == "paged decode":
         q, k, v = _contiguous_decode(case.tensors)
-        for backend in _BACKENDS:
-            yield f"{SDPA} {backend.name.lower()}", partial(_sdpa, q, k, v, None, backend)
-        yield "FlexAttention", partial(_flex, q, k, v, causal=False)
+        if not slow:
+            for backend in _BACKENDS:
+                yield f"{SDPA} {backend.name.lower()}", partial(_sdpa, q, k, v, None, backend)
+            return
         for name, uses_tensor_cores in (("FlashInfer", False), ("FlashInfer, tensor cores", True)):
             yield name, partial(_flashinfer_decode, case.tensors, uses_tensor_cores)
+        yield "FlexAttention", partial(_flex, q, k, v, causal=False)
     elif case.name == "paged prefill":
         q, k, v = _contiguous_prefill(case.tensors)
-        mask = causal_lower_right(q.shape[2], k.shape[2])
-        for backend in _BACKENDS:
-            yield f"{SDPA} {backend.name.lower()}", partial(_sdpa, q, k, v, mask, backend)
+        if not slow:
+            mask = causal_lower_right(q.shape[2], k.shape[2])
+            for backend in _BACKENDS:
+                yield f"{SDPA} {backend.name.lower()}", partial(_sdpa, q, k, v, mask, backend)
+            return
+        yield "FlashInfer", partial(_flashinfer_prefill, case.tensors)
         if q.shape[2] == k.shape[2]:
             yield "FlexAttention", partial(_flex, q, k, v, causal=True)
-        yield "FlashInfer", partial(_flashinfer_prefill, case.tensors)
+
+
+def largest_difference(ours: Any, theirs: Any) -> float:
+    """Of two results, tensors or tuples of them, as a share of the second's largest value."""
+    if isinstance(ours, Tensor):
+        ours, theirs = (ours,), (theirs,)
+    shares = []
+    for one, other in zip(ours, theirs, strict=True):
+        gap = (one.double() - other.double()).abs().nan_to_num(nan=float("inf")).max()
+        shares.append(float(gap / other.double().abs().max().clamp_min(1e-30)))
+    return max(shares)
 
 
 def is_same(ours: Tensor, theirs: Tensor) -> bool:

@@ -1,23 +1,30 @@
 """The Triton kernels on a CUDA device: share of the measured copy and matmul ceilings, against
-their torch twins and other implementations. Writes bench/results/kernels.json and kernels.md.
+their torch twins and other implementations. Writes bench/results/kernels.json and kernels.md, anew
+after each case: first every kernel beside its twin and SDPA, then rivals that compile for minutes.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+from triton.errors import TritonError
 from triton.testing import do_bench, do_bench_cudagraph
 
 from benchmarks.kernel_cases import LARGE, Compute, KernelCase, kernel_cases
-from benchmarks.kernel_rivals import SDPA, is_same, rivals
+from benchmarks.kernel_rivals import SDPA, is_same, largest_difference, rivals
 from benchmarks.result import RESULTS, Row, Target, document, save
 
 _COPY_BYTES = 2 << 30
 _MATMUL = 8192
+DEVICE_LOST = 3
+"""Exit code: the rows so far are written, and a new process can go on with `--resume`."""
+# What torch, Triton and rivals raise for what they cannot compute or compile.
+_FAILURES = (RuntimeError, ValueError, ImportError, OSError, TypeError, TritonError)
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -32,11 +39,62 @@ def main() -> None:
     device, dtype = torch.device("cuda"), _DTYPES[options.dtype]
     ceilings = {"tb_s": _copy_tb_s(device), "tflop_s": _matmul_tflop_s(dtype, device)}
     cases = kernel_cases(LARGE, dtype, device)
-    rows = []
+    rows: list[Row] = _earlier(options.save) if options.resume else []
+    done = {(row["kernel"], row["shape"]) for row in rows}
     for number, case in enumerate(cases, 1):
+        if (case.name, case.shape) in done:
+            continue
         sys.stderr.write(f"\r{number}/{len(cases)} {case.name}, {case.shape}\x1b[K")
-        rows.append(_measure(case, ceilings))
+        rows.append(_measured(case, ceilings))
+        _write(rows, options, ceilings)
+        if not _still_works():
+            sys.exit(DEVICE_LOST)
+    for case, row in _by_row(cases, rows):
+        sys.stderr.write(f"\rslow rivals: {case.name}, {case.shape}\x1b[K")
+        _add_slow_rivals(case, row)
+        _write(rows, options, ceilings)
     sys.stderr.write("\n")
+    sys.stdout.write(f"{options.save}\n")
+
+
+def _measured(case: KernelCase, ceilings: dict[str, float]) -> Row:
+    """A row, also of a kernel that fails: the others are measured all the same."""
+    try:
+        return _measure(case, ceilings)
+    except _FAILURES as error:
+        return {"kernel": case.name, "shape": case.shape, "failed": _said(error)}
+
+
+def _said(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0][:80]
+
+
+def _still_works() -> bool:
+    """Whether the device takes more work: after a wrong access this process can launch nothing."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _earlier(path: Path) -> list[Row]:
+    rows: list[Row] = json.loads(path.read_text())["rows"] if path.exists() else []
+    return rows
+
+
+def _by_row(cases: list[KernelCase], rows: list[Row]) -> list[tuple[KernelCase, Row]]:
+    """Cases with slow rivals and a time of their own that were not held against them yet."""
+    found = {(row["kernel"], row["shape"]): row for row in rows if "ms" in row}
+    pairs = [(case, found.get((case.name, case.shape))) for case in cases]
+    return [
+        (case, row)
+        for case, row in pairs
+        if row is not None and row["slow rivals"] is None and any(rivals(case, slow=True))
+    ]
+
+
+def _write(rows: list[Row], options: argparse.Namespace, ceilings: dict[str, float]) -> None:
     result = document(rows, targets(rows), options.seed, _notes(ceilings))
     result["machine"] |= {
         "device": torch.cuda.get_device_name(),
@@ -44,13 +102,13 @@ def main() -> None:
         "ceilings": ceilings,
     }
     save(result, options.save)
-    sys.stdout.write(f"{options.save}\n")
 
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--dtype", choices=_DTYPES, default="bfloat16")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--resume", action="store_true", help="keep the rows of the file")
     parser.add_argument("--save", type=Path, default=RESULTS / "kernels.json")
     return parser.parse_args()
 
@@ -79,26 +137,26 @@ def _matmul_tflop_s(dtype: torch.dtype, device: torch.device) -> float:
     return 2 * float(_MATMUL) ** 3 / _milliseconds(lambda: a @ b) / 1e9
 
 
-def _measure_rivals(case: KernelCase) -> tuple[dict[str, float], list[str]]:
+def _measure_rivals(case: KernelCase, *, slow: bool) -> tuple[dict[str, float], list[str]]:
     """Times of those that compute the same, and why the others have none."""
     times: dict[str, float] = {}
     failed: list[str] = []
-    for name, prepare in rivals(case):
+    for name, prepare in rivals(case, slow=slow):
         try:
             compute = prepare()
             if not is_same(case.ours(), compute()):
                 failed.append(f"{name}: other numbers")
                 continue
             times[name] = _milliseconds(compute)
-        except (RuntimeError, ValueError, ImportError, OSError) as error:
-            said = str(error) or type(error).__name__
-            failed.append(f"{name}: {said.splitlines()[0][:60]}")
+        except _FAILURES as error:
+            failed.append(f"{name}: {_said(error)}")
     return times, failed
 
 
 def _measure(case: KernelCase, ceilings: dict[str, float]) -> Row:
+    difference = largest_difference(case.ours(), case.twin())
     ours = _milliseconds(case.ours)
-    others, failed = _measure_rivals(case)
+    others, failed = _measure_rivals(case, slow=False)
     sdpa = [time for name, time in others.items() if name.startswith(SDPA)]
     best = min(others, key=others.__getitem__) if others else None
     floor_ms = max(case.num_bytes / ceilings["tb_s"] / 1e9, case.flops / ceilings["tflop_s"] / 1e9)
@@ -110,19 +168,30 @@ def _measure(case: KernelCase, ceilings: dict[str, float]) -> Row:
         "tb_s": round(case.num_bytes / ours / 1e9, 3),
         "tflop_s": round(case.flops / ours / 1e9, 1),
         "share of ceiling": round(floor_ms / ours, 3),
+        "difference": float(f"{difference:.2g}"),
         "twin ms": round(_milliseconds(case.twin), 4),
         "best rival": best,
         "rival ms": None if best is None else round(others[best], 4),
         "SDPA ms": round(min(sdpa), 4) if sdpa else None,
+        "slow rivals": None,
         "rivals not run": "; ".join(failed) or None,
     }
+
+
+def _add_slow_rivals(case: KernelCase, row: Row) -> None:
+    others, failed = _measure_rivals(case, slow=True)
+    row["slow rivals"] = "; ".join(f"{name} {ms:.4f} ms" for name, ms in others.items()) or "none"
+    for name, ms in others.items():
+        if row["rival ms"] is None or ms < row["rival ms"]:
+            row["best rival"], row["rival ms"] = name, round(ms, 4)
+    row["rivals not run"] = "; ".join(filter(None, [row["rivals not run"], *failed])) or None
 
 
 def targets(rows: list[Row]) -> list[Target]:
     """What the kernels are to reach; a row that is not there leaves its target unmeasured."""
 
     def value(kernel: str, shape: str, key: str) -> float | None:
-        found = [row[key] for row in rows if (row["kernel"], row["shape"]) == (kernel, shape)]
+        found = [row.get(key) for row in rows if (row["kernel"], row["shape"]) == (kernel, shape)]
         return found[0] if found else None
 
     def against_sdpa(shape: str) -> float | None:
@@ -142,10 +211,14 @@ def targets(rows: list[Row]) -> list[Target]:
             if row["kernel"] == "paged prefill"
         ),
         *(
-            Target(f"{row['kernel']}, {row['shape']}, x twin", row["twin ms"] / row["ms"], 1.0)
+            Target(f"{row['kernel']}, {row['shape']}, x twin", _times_twin(row), 1.0)
             for row in rows
         ),
     ]
+
+
+def _times_twin(row: Row) -> float | None:
+    return row["twin ms"] / row["ms"] if "ms" in row else None
 
 
 def _notes(ceilings: dict[str, Any]) -> list[str]:
@@ -154,6 +227,7 @@ def _notes(ceilings: dict[str, Any]) -> list[str]:
         "share of ceiling: time at the ceiling that binds (bytes or operations) / time measured",
         "medians with a cold cache; rivals read contiguous keys and values, FlashInfer blocks",
         "captured: repeated within a CUDA graph with warm caches, nothing launched from the host",
+        "difference: largest from the twin, of its largest value",
         "rivals are timed where their numbers are the kernel's",
         "in-place kernels include a copy of their input, on both sides",
     ]

@@ -6,14 +6,18 @@ Tests: tests/unit/kernels/test_triton_kernels.py.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvmesh.kernels.state_tiles import state_tiles
+from kvmesh.kernels.state_tiles import scan_launch, state_tiles
 
 _CHUNK = 16
+# Prompts differ in length: one kernel serves all.
+_COUNTS = ("num_positions",)
 
 
 @triton.jit
@@ -74,13 +78,90 @@ def _channel_products(q, k, total, CHUNK: tl.constexpr):  # type: ignore[no-unty
     return products, reads
 
 
-@triton.jit
-def _scan_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device signature
+@triton.jit(do_not_specialize=_COUNTS)
+def _prepare_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device signature
     q_ptr,
     k_ptr,
     v_ptr,
     decay_ptr,
     beta_ptr,
+    known_keys_ptr,
+    wanted_ptr,
+    late_q_ptr,
+    late_k_ptr,
+    reads_ptr,
+    kept_ptr,
+    num_positions,
+    num_heads,
+    KEY_DIM: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
+):
+    # One program: one chunk of one head, all that does not depend on the state before it.
+    chunk = tl.program_id(0)
+    head = tl.program_id(1)
+    key = tl.arange(0, KEY_TILE)
+    value = tl.arange(0, VALUE_TILE)
+    one = tl.arange(0, CHUNK)
+    position = chunk * CHUNK + one
+    valid = position < num_positions
+    row = position.to(tl.int64) * num_heads + head
+    keys = row[:, None] * KEY_DIM + key[None, :]
+    key_mask = valid[:, None] & (key < KEY_DIM)[None, :]
+    q = tl.load(q_ptr + keys, mask=key_mask, other=0.0)
+    k = tl.load(k_ptr + keys, mask=key_mask, other=0.0)
+    # Positions past the end keep the state: they forget nothing and take no share.
+    beta = tl.load(beta_ptr + row, mask=valid, other=0.0)
+    place = chunk * num_heads + head
+    if PER_CHANNEL:
+        decay = tl.load(decay_ptr + keys, mask=key_mask, other=0.0)
+        total = tl.cumsum(decay, 0)
+        grown = tl.exp(total)
+        last = tl.sum(decay, 0)
+        left = tl.exp(last[None, :] - total)
+        tl.store(kept_ptr + place * KEY_DIM + key, tl.exp(last), mask=key < KEY_DIM)
+        products, reads = _channel_products(q, k, total, CHUNK)
+    else:
+        decay = tl.load(decay_ptr + row, mask=valid, other=0.0)
+        total = tl.cumsum(decay, 0)
+        grown = tl.exp(total)[:, None]
+        last = tl.sum(decay, 0)
+        left = tl.exp(last - total)[:, None]
+        tl.store(kept_ptr + place, tl.exp(last))
+        gap = tl.where(one[:, None] >= one[None, :], total[:, None] - total[None, :], 0.0)
+        gaps = tl.exp(gap)
+        products = tl.dot(k, tl.trans(k), input_precision="tf32x3") * gaps
+        reads = tl.dot(q, tl.trans(k), input_precision="tf32x3") * gaps
+    tl.store(late_q_ptr + keys, q * grown, mask=key_mask)
+    tl.store(late_k_ptr + keys, k * left, mask=key_mask)
+    reads = tl.where(one[:, None] >= one[None, :], reads, 0.0)
+    tl.store(reads_ptr + row[:, None] * CHUNK + one[None, :], reads, mask=valid[:, None])
+    system = tl.where(one[:, None] > one[None, :], products * beta[:, None], 0.0)
+    # Inverse of the unit triangular system, row by row.
+    inverse = tl.where(one[:, None] == one[None, :], 1.0, 0.0)
+    for line in range(1, CHUNK):
+        factors = tl.sum(tl.where(one[:, None] == line, system, 0.0), 0)
+        known = tl.sum(factors[:, None] * inverse, 0)
+        inverse = tl.where(one[:, None] == line, inverse - known[None, :], inverse)
+    known_keys = tl.dot(inverse, k * grown * beta[:, None], input_precision="tf32x3")
+    tl.store(known_keys_ptr + keys, known_keys, mask=key_mask)
+    values = row[:, None] * VALUE_DIM + value[None, :]
+    value_mask = valid[:, None] & (value < VALUE_DIM)[None, :]
+    v = tl.load(v_ptr + values, mask=value_mask, other=0.0)
+    wanted = tl.dot(inverse, v * beta[:, None], input_precision="tf32x3")
+    tl.store(wanted_ptr + values, wanted, mask=value_mask)
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def _scan_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device signature
+    known_keys_ptr,
+    late_q_ptr,
+    late_k_ptr,
+    reads_ptr,
+    kept_ptr,
     state_ptr,
     out_ptr,
     new_state_ptr,
@@ -93,7 +174,8 @@ def _scan_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device si
     CHUNK: tl.constexpr,
     PER_CHANNEL: tl.constexpr,
 ):
-    # One program: one head, VALUE_TILE columns of the state, all positions in chunks.
+    # One program: one head, VALUE_TILE columns of the state, all positions in chunks. `out` holds
+    # the changes that a state of zeros would get.
     head = tl.program_id(0)
     key = tl.arange(0, KEY_TILE)
     value = tl.program_id(1) * VALUE_TILE + tl.arange(0, VALUE_TILE)
@@ -101,54 +183,31 @@ def _scan_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device si
     cell = head.to(tl.int64) * KEY_DIM * VALUE_DIM + key[:, None] * VALUE_DIM + value[None, :]
     state = tl.load(state_ptr + cell, mask=is_key[:, None] & is_value[None, :], other=0.0)
     one = tl.arange(0, CHUNK)
-    earlier = one[:, None] > one[None, :]
     for start in range(0, num_positions, CHUNK):
         position = start + one
         valid = position < num_positions
         row = position.to(tl.int64) * num_heads + head
         keys = row[:, None] * KEY_DIM + key[None, :]
         key_mask = valid[:, None] & is_key[None, :]
-        q = tl.load(q_ptr + keys, mask=key_mask, other=0.0)
-        k = tl.load(k_ptr + keys, mask=key_mask, other=0.0)
         values = row[:, None] * VALUE_DIM + value[None, :]
         value_mask = valid[:, None] & is_value[None, :]
-        v = tl.load(v_ptr + values, mask=value_mask, other=0.0)
-        # Positions past the end keep the state: they forget nothing and take no share.
-        beta = tl.load(beta_ptr + row, mask=valid, other=0.0)
-        if PER_CHANNEL:
-            decay = tl.load(decay_ptr + keys, mask=key_mask, other=0.0)
-            total = tl.cumsum(decay, 0)
-            grown = tl.exp(total)
-            last = tl.sum(decay, 0)
-            left = tl.exp(last[None, :] - total)
-            kept = tl.exp(last)[:, None]
-            products, reads = _channel_products(q, k, total, CHUNK)
-        else:
-            decay = tl.load(decay_ptr + row, mask=valid, other=0.0)
-            total = tl.cumsum(decay, 0)
-            grown = tl.exp(total)[:, None]
-            last = tl.sum(decay, 0)
-            left = tl.exp(last - total)[:, None]
-            kept = tl.exp(last)
-            gap = tl.where(one[:, None] >= one[None, :], total[:, None] - total[None, :], 0.0)
-            gaps = tl.exp(gap)
-            products = tl.dot(k, tl.trans(k), input_precision="tf32x3") * gaps
-            reads = tl.dot(q, tl.trans(k), input_precision="tf32x3") * gaps
-        system = tl.where(earlier, products * beta[:, None], 0.0)
-        # Inverse of the unit triangular system, row by row.
-        inverse = tl.where(one[:, None] == one[None, :], 1.0, 0.0)
-        for line in range(1, CHUNK):
-            factors = tl.sum(tl.where(one[:, None] == line, system, 0.0), 0)
-            known = tl.sum(factors[:, None] * inverse, 0)
-            inverse = tl.where(one[:, None] == line, inverse - known[None, :], inverse)
-        wanted = beta[:, None] * (v - tl.dot(k * grown, state, input_precision="tf32x3"))
-        change = tl.dot(inverse, wanted, input_precision="tf32x3")
-        reads = tl.where(one[:, None] >= one[None, :], reads, 0.0)
-        out = tl.dot(q * grown, state, input_precision="tf32x3")
+        known_keys = tl.load(known_keys_ptr + keys, mask=key_mask, other=0.0)
+        change = tl.load(out_ptr + values, mask=value_mask, other=0.0)
+        change -= tl.dot(known_keys, state, input_precision="tf32x3")
+        q = tl.load(late_q_ptr + keys, mask=key_mask, other=0.0)
+        out = tl.dot(q, state, input_precision="tf32x3")
+        shares = row[:, None] * CHUNK + one[None, :]
+        reads = tl.load(reads_ptr + shares, mask=valid[:, None], other=0.0)
         out += tl.dot(reads, change, input_precision="tf32x3")
         tl.store(out_ptr + values, out, mask=value_mask)
+        place = (start // CHUNK) * num_heads + head
+        if PER_CHANNEL:
+            kept = tl.load(kept_ptr + place * KEY_DIM + key, mask=is_key, other=0.0)[:, None]
+        else:
+            kept = tl.load(kept_ptr + place)
+        k = tl.load(late_k_ptr + keys, mask=key_mask, other=0.0)
         state = state * kept
-        state += tl.dot(tl.trans(k * left), change, input_precision="tf32x3")
+        state += tl.dot(tl.trans(k), change, input_precision="tf32x3")
     tl.store(new_state_ptr + cell, state, mask=is_key[:, None] & is_value[None, :])
 
 
@@ -177,21 +236,49 @@ def delta_step(
 def delta_scan(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """See `linear_reference.delta_scan`; takes either kind of decay."""
+    """See `linear_reference.delta_scan`; takes either kind of decay.
+
+    What does not depend on the state is computed for all chunks at once; only the rest goes from
+    chunk to chunk.
+    """
     positions, heads, key_dim = q.shape
     value_dim = v.shape[-1]
-    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    new_state = torch.empty(state.shape, dtype=state.dtype, device=state.device)
+    like: dict[str, Any] = {"dtype": q.dtype, "device": q.device}
+    out = torch.empty(v.shape, **like)
+    known_keys, late_q, late_k = (torch.empty(q.shape, **like) for _ in range(3))
+    reads = torch.empty((positions, heads, _CHUNK), **like)
+    num_chunks = triton.cdiv(positions, _CHUNK)
+    kept = torch.empty((num_chunks, heads, decay.shape[-1]), **like)
+    new_state = torch.empty(state.shape, **like)
     tiles = state_tiles(key_dim, value_dim)
-    _scan_kernel[(heads, triton.cdiv(value_dim, tiles["VALUE_TILE"]))](
-        *(each.contiguous() for each in (q, k, v, decay, beta, state)),
+    constants = {"CHUNK": _CHUNK, "PER_CHANNEL": decay.shape[-1] > 1}
+    whole = {"VALUE_TILE": max(16, triton.next_power_of_2(value_dim))}
+    _prepare_kernel[(num_chunks, heads)](
+        *(each.contiguous() for each in (q, k, v, decay, beta)),
+        known_keys,
+        out,
+        late_q,
+        late_k,
+        reads,
+        kept,
+        positions,
+        heads,
+        **tiles | whole | constants,
+        num_warps=8,
+    )
+    launch = scan_launch(q, value_dim)
+    _scan_kernel[(heads, triton.cdiv(value_dim, launch["VALUE_TILE"]))](
+        known_keys,
+        late_q,
+        late_k,
+        reads,
+        kept,
+        state.contiguous(),
         out,
         new_state,
         positions,
         heads,
-        **tiles,
-        CHUNK=_CHUNK,
-        PER_CHANNEL=decay.shape[-1] > 1,
-        num_warps=4,
+        **tiles | launch | constants,
+        num_stages=2,
     )
     return out, new_state

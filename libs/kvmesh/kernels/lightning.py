@@ -10,9 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvmesh.kernels.state_tiles import state_tiles
+from kvmesh.kernels.state_tiles import scan_launch, state_tiles
 
 _CHUNK = 16
+# Prompts differ in length: one kernel serves all.
+_COUNTS = ("num_positions",)
 
 
 @triton.jit
@@ -47,7 +49,7 @@ def _step_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device si
     tl.store(new_state_ptr + cell, state, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_COUNTS)
 def _scan_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device signature
     q_ptr,
     k_ptr,
@@ -128,15 +130,14 @@ def lightning_scan(
     value_dim = v.shape[-1]
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     new_state = torch.empty(state.shape, dtype=state.dtype, device=state.device)
-    tiles = state_tiles(key_dim, value_dim)
-    _scan_kernel[(heads, triton.cdiv(value_dim, tiles["VALUE_TILE"]))](
+    launch = scan_launch(q, value_dim)
+    _scan_kernel[(heads, triton.cdiv(value_dim, launch["VALUE_TILE"]))](
         *(each.contiguous() for each in (q, k, v, slopes, state)),
         out,
         new_state,
         positions,
         heads,
-        **tiles,
+        **state_tiles(key_dim, value_dim) | launch,
         CHUNK=_CHUNK,
-        num_warps=4,
     )
     return out, new_state

@@ -1,7 +1,9 @@
-"""Files, headers, log events and defaults that the documents name."""
+"""Files, headers, log events, families, imports and defaults that the documents name."""
 
 from __future__ import annotations
 
+import ast
+import importlib
 import re
 from collections import defaultdict
 from functools import cache
@@ -10,21 +12,19 @@ from pathlib import Path
 import pytest
 
 from kvmesh.core.config import Option, options_of
+from kvmesh.engine.models import FAMILIES
 from scripts.gen_config_docs import SERVICES
 from tests.unit.docs.documents import ROOT, code_spans, documents, prose
 
 _FILE = re.compile(r"[\w./-]*\w\.(?:py|cpp|h|proto|md|json|yaml|yml|toml|sh|js|css|html|lua)")
 _WRITTEN = {"stack.json", ".kvmesh/stack.json", "/openapi.json"}
 """Made by what runs."""
+_PROGRAM = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _HEADER = re.compile(r"x-[a-z-]+")
 _EVENT = re.compile(r"^\| (`[a-z_]+`(?:, `[a-z_]+`)*) \| (?:info|warning|error) \|", re.MULTILINE)
 _DEFAULT = re.compile(r"^\| `([a-z_]+(?:\.[a-z_]+)+)` \| `?([^|`]*)`? \|(?!.*\n\|-)", re.MULTILINE)
 _SIZES = {"MiB": 1 << 20, "GiB": 1 << 30}
 _IN_WORDS = {"folder name"}
-
-each_document = pytest.mark.parametrize(
-    "document", documents(), ids=lambda path: str(path.relative_to(ROOT))
-)
 
 
 @cache
@@ -43,19 +43,26 @@ def source() -> str:
     return "\n".join(file.read_text() for root in roots for file in root.rglob("*.py"))
 
 
-@each_document
-def test_files_exist(document: Path) -> None:
-    for name in set(code_spans(document)) - _WRITTEN:
-        if _FILE.fullmatch(name) and not (document.parent / name).exists():
-            paths = files().get(name.rpartition("/")[2], [])
-            assert any(path.endswith(f"/{name}") for path in paths), name
+def test_files_exist() -> None:
+    wrong = [
+        f"{document.relative_to(ROOT)}: {name}"
+        for document in documents()
+        for name in set(code_spans(document)) - _WRITTEN
+        if _FILE.fullmatch(name) and not is_file(document, name)
+    ]
+    assert not wrong
 
 
-@each_document
-def test_headers_are_read_or_written(document: Path) -> None:
-    for name in code_spans(document):
-        if _HEADER.fullmatch(name):
-            assert f'"{name}"' in source() or f'"{name.title()}"' in source(), name
+def is_file(document: Path, name: str) -> bool:
+    """Whether a name is a file's beside the document, or the end of a path in the repository."""
+    paths = files().get(name.rpartition("/")[2], [])
+    return (document.parent / name).exists() or any(path.endswith(f"/{name}") for path in paths)
+
+
+def test_headers_are_read_or_written() -> None:
+    headers = {name for each in documents() for name in code_spans(each) if _HEADER.fullmatch(name)}
+    assert "x-kvmesh-decision" in headers
+    assert not {name for name in headers if f'"{name}"' not in source()}
 
 
 def test_log_events_are_written() -> None:
@@ -64,6 +71,38 @@ def test_log_events_are_written() -> None:
     assert "request_finished" in events
     missing = [event for event in events if f'"{event}"' not in source()]
     assert not missing
+
+
+def test_programs_import_what_is_there() -> None:
+    programs = [text for each in documents() for text in _PROGRAM.findall(each.read_text())]
+    assert programs
+    wrong = [name for program in programs for name in missing_imports(program)]
+    assert not wrong
+
+
+def missing_imports(program: str) -> list[str]:
+    """Names that it imports from `kvmesh` and that are not there."""
+    nodes = [node for node in ast.walk(ast.parse(program)) if isinstance(node, ast.ImportFrom)]
+    return [
+        f"{node.module}.{each.name}"
+        for node in nodes
+        if node.module and node.module.startswith("kvmesh")
+        for each in node.names
+        if not hasattr(importlib.import_module(node.module), each.name)
+    ]
+
+
+def test_what_is_not_there_is_found() -> None:
+    assert missing_imports("from kvmesh.client import Client, Clint") == ["kvmesh.client.Clint"]
+    assert is_file(ROOT / "README.md", "kv/handoff.py")
+    assert not is_file(ROOT / "README.md", "kv/hand.py")
+
+
+def test_the_table_of_model_families_names_all() -> None:
+    text = (ROOT / "docs/adding-a-model.md").read_text()
+    table = text.split("| `model_type` |", 1)[1].split("\n\n", 1)[0]
+    first_cells = " ".join(line.split("|")[1] for line in table.splitlines()[2:])
+    assert sorted(re.findall(r"`(\w+)`", first_cells)) == sorted(FAMILIES)
 
 
 @pytest.mark.parametrize("service", SERVICES)

@@ -1,4 +1,4 @@
-"""Launches for latents, states and experts that the steps of compiled_steps.py do not make compile
+"""Launches for latents and experts that the steps of compiled_steps.py do not make compile
 for sm_90, with no device. Run by test_triton_kernels.py in a process of its own, without the
 interpreter.
 """
@@ -9,13 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvmesh.kernels.delta_rule import delta_scan, delta_step
 from kvmesh.kernels.grouped_gemm import grouped_gemm, plan_tiles
 from kvmesh.kernels.latent_attention import latent_decode_attention
-from kvmesh.kernels.lightning import lightning_scan, lightning_step
 from tests.unit.kernels.no_device import device, empty
-
-HEADS, DIM = 32, 128
 
 
 def values(*shape: int) -> Tensor:
@@ -36,22 +32,6 @@ def test_latents_in_fp32() -> None:
             rank=rank,
         )
     assert len(launches) == 1
-
-
-def test_the_delta_rule_with_a_decay_per_channel() -> None:
-    with device(90) as launches:
-        q, k, v, decay = (values(20, HEADS, DIM) for _ in range(4))
-        delta_step(q, k, v, decay, values(20, HEADS), values(20, HEADS, DIM, DIM))
-        delta_scan(q, k, v, decay, values(20, HEADS), values(HEADS, DIM, DIM))
-    assert len(launches) == 2
-
-
-def test_lightning_attention() -> None:
-    with device(90) as launches:
-        q, k, v = (values(20, HEADS, DIM) for _ in range(3))
-        lightning_step(q, k, v, values(HEADS), values(20, HEADS, DIM, DIM))
-        lightning_scan(q, k, v, values(HEADS), values(HEADS, DIM, DIM))
-    assert len(launches) == 2
 
 
 @pytest.mark.parametrize("rows", [4, 4096])

@@ -7,22 +7,34 @@ compiled with the constants, types and alignments of the launch, which decide wh
 
 from __future__ import annotations
 
+import re
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from tempfile import NamedTemporaryFile
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
 from kvmesh.kernels.device_limits import shared_memory_bytes
 
-# Most that one program may have, by architecture; sm_89 and sm_120 have as little as sm_86.
-SHARED_MEMORY_BYTES = {86: 99 << 10, 90: 227 << 10}
+# Most that one program may have, by architecture.
+SHARED_MEMORY_BYTES = {
+    80: 163 << 10,
+    86: 99 << 10,
+    89: 99 << 10,
+    90: 227 << 10,
+    100: 227 << 10,
+    120: 99 << 10,
+}
 # Of CUDA, programs along each axis.
 _LARGEST_GRID = ((1 << 31) - 1, 65_535, 65_535)
 
@@ -35,10 +47,16 @@ class Launch:
 
     Attributes:
         kernel: its name.
+        registers: of a thread.
+        stack_bytes: of a thread; what did not fit in its registers.
+        shared_bytes: of a program.
     """
 
     kernel: str
     grid: tuple[int, int, int]
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
 
 
 class _Pointer:
@@ -75,6 +93,19 @@ class _MetaIsCuda(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@cache
+def _usage(cubin: bytes) -> tuple[int, int]:
+    """Registers and bytes of stack of each thread of a kernel."""
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", said)
+    assert found, said
+    return int(found[1]), int(found[2])
+
+
 @contextmanager
 def device(arch: int) -> Iterator[list[Launch]]:
     """Within it there is a device of the architecture; yields its launches."""
@@ -89,7 +120,7 @@ def device(arch: int) -> Iterator[list[Launch]]:
         assert all(0 < n <= most for n, most in zip(whole, _LARGEST_GRID, strict=True)), whole
         shared = compiled.metadata.shared
         assert shared <= SHARED_MEMORY_BYTES[arch], f"{self.__name__} wants {shared} bytes"
-        launches.append(Launch(self.__name__, whole))
+        launches.append(Launch(self.__name__, whole, *_usage(compiled.asm["cubin"]), shared))
 
     shared_memory_bytes.cache_clear()
     with (

@@ -26,3 +26,10 @@ def test_targets() -> None:
         "sampling, 32 x 100, x twin": False,
     }
     assert [target.met for target in targets([])] == [None]
+
+
+def test_a_kernel_that_failed_misses_its_target_and_no_other() -> None:
+    failed = {"kernel": "sampling", "shape": "32 x 100", "failed": "out of memory"}
+    found = {target.name: target.met for target in targets([failed, row("copy", "1", 1.0)])}
+    assert found["sampling, 32 x 100, x twin"] is None
+    assert found["copy, 1, x twin"] is True

@@ -24,8 +24,8 @@ COMPILED = {
     "compiled_attention.py": 8,
     "compiled_blocks.py": 2,
     "compiled_fused.py": 3,
-    "compiled_hybrid.py": 5,
-    "compiled_steps.py": 4,
+    "compiled_hybrid.py": 3,
+    "compiled_steps.py": 9,
 }
 
 
