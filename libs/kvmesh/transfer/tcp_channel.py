@@ -190,7 +190,9 @@ class TcpChannel:
             else:
                 views = run_views(memory, piece, self._link.identity.layout.block_bytes, part)
                 await self._send(reservation, piece, views, part, progress, width)
-            progress.rest.num_bytes -= num_blocks_of(piece) * block_bytes
+            piece_bytes = num_blocks_of(piece) * block_bytes
+            progress.rest.num_bytes -= piece_bytes
+            self._meter.arrived_bytes += piece_bytes
 
         watches = [self._pace] if self._egress is None else [self._pace, self._egress]
         for watch in watches:
@@ -203,6 +205,7 @@ class TcpChannel:
         finally:
             for watch in watches:
                 watch.end(progress.rest)
+            self._meter.arrived_bytes -= total - progress.rest.num_bytes
 
     async def commit(self, reservation: Reservation, first_token_id: int, num_tokens: int) -> None:
         """See `SendChannel.commit`. Asked once more when its connection is cut."""
