@@ -16,13 +16,13 @@ from kvmesh.core.types import Endpoint, RefusalReason, Reservation
 from kvmesh.transfer.alignment import Run, split_runs
 from kvmesh.transfer.channel import carry_all
 from kvmesh.transfer.device import Moment
-from kvmesh.transfer.frame_socket import INLINE_BYTES
 from kvmesh.transfer.frames import MAX_RUNS, BlockPart, Checksum, LinkOffer
 from kvmesh.transfer.greeting import LaneOptions, Link, sender_machine
 from kvmesh.transfer.lane import Lane, claim_of
 from kvmesh.transfer.memory import run_views
 from kvmesh.transfer.meters import LinkMeter
 from kvmesh.transfer.run_table import num_blocks_of
+from kvmesh.transfer.sending_socket import INLINE_BYTES
 from kvmesh.transfer.sockets import tcp_facts
 from kvmesh.transfer.staging import SendMemory, StagingRing
 from kvmesh.transfer.stall import PaceWatch, Rest
