@@ -120,6 +120,10 @@ bench-transfer: setup ## data channels against memcpy, iperf3 and other engines;
 bench-engine: setup ## the CPU engine against transformers, a bare loop and the floor; writes bench/results/engine.*
 	$(PY) -m benchmarks.engine $(ARGS)
 
+.PHONY: bench-long-prompt
+bench-long-prompt: setup ## a prompt of 32k tokens on the CPU: time and memory; writes bench/results/long_prompt.*
+	$(PY) -m benchmarks.long_prompt $(ARGS)
+
 bench-families: setup ## every model family on the CPU against transformers; writes bench/results/families.*
 	$(PY) -m benchmarks.families $(ARGS)
 

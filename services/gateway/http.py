@@ -120,7 +120,7 @@ class HttpFront:
         """POST /tokenize."""
         async with self._frontend.admit(_authorization(request)):
             body = parse_body(TokenizeBody, await self._json(request), {})
-            return web.json_response(await tokenize(self._frontend, body), dumps=dumps)
+            return web.json_response(text=await tokenize(self._frontend, body))
 
     async def detokenize(self, request: web.Request) -> web.StreamResponse:
         """POST /detokenize."""
