@@ -163,6 +163,10 @@ soak: setup ## a mesh under mixed load whose parts are killed and paused at rand
 e2e-compose: setup ## bring docker-compose.yml up with podman, kill a container, stream on
 	$(PY) -m scripts.compose_e2e
 
+.PHONY: try-clients
+try-clients: setup ## clients and load generators of others against a local stack: make try-clients ARGS="openai guidellm"
+	$(PY) -m scripts.try_clients $(ARGS)
+
 manifests: setup ## render the Helm chart into deploy/manifests
 	$(PY) -m scripts.render_manifests
 

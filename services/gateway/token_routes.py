@@ -1,4 +1,4 @@
-"""POST /tokenize and POST /detokenize, as vLLM has them.
+"""POST /tokenize and POST /detokenize, and GET /tokenizer_info, as vLLM has them.
 
 Tests: tests/integration/test_gateway_api.py, tests/unit/gateway/test_token_routes.py.
 """
@@ -83,6 +83,12 @@ def _prompt(body: TokenizeBody) -> Prompt:
         arguments["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
     messages = tuple(message.for_template() for message in body.messages or ())
     return ChatPrompt(messages, body.add_generation_prompt is not False, arguments)
+
+
+def tokenizer_info(frontend: Frontend) -> dict[str, Any]:
+    """What a client that leaves tokenizing to this server wants to know of the tokenizer."""
+    nothing = dict.fromkeys(("bos_token", "eos_token", "pad_token", "tokenizer_class"))
+    return {**nothing, **frontend.tokenizer.info}
 
 
 async def detokenize(frontend: Frontend, body: DetokenizeBody) -> dict[str, Any]:
