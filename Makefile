@@ -139,7 +139,7 @@ bench-device: setup ## blocks out of and into CUDA pools against plain copies; w
 bench-queries: setup ## queries that travel to a prefix against fetching or computing it; writes bench/results/queries.*
 	$(PY) -m benchmarks.queries $(ARGS)
 
-bench-summary: setup ## one page of what all benchmarks measured last: bench/results/README.md
+bench-summary: setup ## what all benchmarks measured last: writes bench/results/README.md and the tables of other pages
 	$(PY) -m benchmarks.summary
 
 bench-allocator: setup ## fragmentation over replayed traces: make bench-allocator ARGS="TRACE ..."

@@ -1,4 +1,4 @@
-"""What all benchmarks measured last: bench/results/README.md, and a few numbers in the README.
+"""What all benchmarks measured last: bench/results/README.md, and what other pages show of it.
 
 Tests: tests/unit/benchmarks/test_summary.py.
 """
@@ -12,25 +12,28 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.headline import with_headlines
+from benchmarks.quoted_tables import DOCUMENTS, with_tables
 from benchmarks.result import RESULTS, ROOT, table
 
 _HEAD = """# What was measured
 
 Each file is one run of one benchmark (`make help` lists their verbs), whose command, date, commit,
 machine and versions are in it; ratios are of values in the same run. `make bench-summary` writes
-this page.
+this page, and the tables of other pages that are taken from these files.
 """
 
 
 def main() -> None:
-    """Writes the page, and the README's table, from the results that are there."""
+    """Writes the page, and the tables of others, from the results that are there."""
     files = sorted(RESULTS.glob("*.json"))
     results = {file.stem: json.loads(file.read_text()) for file in files}
     page = RESULTS / "README.md"
     page.write_text(summary(results))
     readme = ROOT / "README.md"
     readme.write_text(with_headlines(readme.read_text(), results))
-    for written in (page, readme):
+    for document in DOCUMENTS:
+        document.write_text(with_tables(document.read_text(), results))
+    for written in (page, readme, *DOCUMENTS):
         sys.stdout.write(f"{written.relative_to(Path.cwd())}\n")
 
 

@@ -15,7 +15,7 @@ import pytest
 from kvmesh.core.types import Endpoint, PrefixSource, WorkerId
 from kvmesh.kv.hashing import chain_hashes
 from kvmesh.rpc.pool_client import PoolClient
-from kvmesh.runtime import prefix_fetch
+from kvmesh.runtime import borrowed_leases, prefix_fetch
 from kvmesh.runtime.fetch_result import FetchOutcome
 from kvmesh.runtime.worker_config import EngineSection, FetchSection, WorkerSection
 from kvmesh.transfer.reader import ReadLease
@@ -116,7 +116,7 @@ async def held_up(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
     """All reads go over a link that can be held up."""
     async with AsyncExitStack() as links:
         endpoints: dict[Endpoint, Endpoint] = {}
-        plain = prefix_fetch.lease_of
+        plain = borrowed_leases.lease_of
 
         def lease_over_link(message: pb.ReadLease) -> ReadLease:
             lease = plain(message)

@@ -17,7 +17,7 @@ from kvmesh.kv.groups import KvGroups
 from kvmesh.kv.hashing import chain_hashes, join_hashes
 from kvmesh.rpc.convert import kv_layout_to_proto
 from kvmesh.rpc.pool_client import PoolClient
-from kvmesh.runtime import prefix_fetch
+from kvmesh.runtime import borrowed_leases, prefix_fetch
 from kvmesh.runtime.fetch_result import FetchOptions, FetchOutcome, FetchResult
 from kvmesh.runtime.worker import Worker
 from kvmesh.runtime.worker_config import EngineSection, FetchSection, WorkerSection
@@ -249,7 +249,7 @@ async def test_a_drain_waits_for_those_who_read_and_lends_nothing_more(pair: Pai
     result = await pair.fetch()
     assert (result.outcome, result.reason) == (FetchOutcome.REFUSED, "draining")
     into = memoryview(bytearray(pair.reader.core.spec.layout.block_bytes))
-    lease = prefix_fetch.lease_of(message)
+    lease = borrowed_leases.lease_of(message)
     await pair.reader.fetcher._reader.get(lease, [BlockRun(0, 1)], [into])
     assert not leaving.done()
     request = pb.ReleaseBlocksRequest(
@@ -320,7 +320,7 @@ async def test_a_lease_that_nobody_reads_by_ends_and_admits_no_read() -> None:
         message = await pair.lease(client)
         assert message.num_blocks == message.num_leased == 37
         await until(lambda: pair.holder.pool.is_idle)
-        lease = prefix_fetch.lease_of(message)
+        lease = borrowed_leases.lease_of(message)
         into = memoryview(bytearray(pair.reader.core.spec.layout.block_bytes))
         with pytest.raises(RefusedError) as caught:
             await pair.reader.fetcher._reader.get(lease, [BlockRun(0, 1)], [into])
@@ -349,7 +349,7 @@ async def test_leased_blocks_outlive_the_need_for_room(pair: Pair) -> None:
     message = await pair.lease(client)
     taken = pool.allocate(pool.num_free)  # evicts all that is not held
     assert pool.match(HASHES) != []
-    lease = prefix_fetch.lease_of(message)
+    lease = borrowed_leases.lease_of(message)
     into = bytearray(37 * pair.reader.core.spec.layout.block_bytes)
     run = BlockRun(0, 37)
     await pair.reader.fetcher._reader.get(lease, [run], [memoryview(into)])

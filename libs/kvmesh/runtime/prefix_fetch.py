@@ -16,15 +16,14 @@ from dataclasses import dataclass
 from kvmesh.core.clock import Clock
 from kvmesh.core.details import COPY, GET
 from kvmesh.core.errors import LostError, RefusedError
-from kvmesh.core.types import BlockHash, PrefixSource, WorkerId
+from kvmesh.core.types import BlockHash, PrefixSource
 from kvmesh.engine.core import EngineCore
 from kvmesh.engine.prefix_fill import PrefixFill
 from kvmesh.engine.protocol import KvMemory
 from kvmesh.engine.sequence import Sequence as EngineSequence
-from kvmesh.kv.hashing import join_hashes
 from kvmesh.kv.runs import consecutive_runs
-from kvmesh.rpc.convert import endpoint_from_proto, host_route_from_proto, kv_layout_to_proto
 from kvmesh.rpc.pool_client import PoolClient
+from kvmesh.runtime.borrowed_leases import BorrowedLeases, lease_of
 from kvmesh.runtime.fetch_result import FetchOptions, FetchOutcome, FetchResult
 from kvmesh.runtime.pool_metrics import PoolMetrics
 from kvmesh.runtime.shared_fetches import Flight, SharedFetches
@@ -36,7 +35,6 @@ from kvmesh.transfer.memory import write_views
 from kvmesh.transfer.meters import LinkKey, LinkMeter, LinkMeters, TransferStatistics
 from kvmesh.transfer.reader import BlockReader, ReadLease
 from kvmesh.transfer.staging import StagingRing
-from kvmesh.v1 import kv_pool_service_pb2 as pb
 
 log = event_logger(__name__)
 
@@ -50,11 +48,6 @@ has shown its pace by then, so that routes know that it does not pay."""
 COPY_SLICE_BYTES = 4 << 20
 """Most of what nobody waits for: between two slices it gives way, and a large one is long under way
 at the pace of a copy."""
-
-SHUN_S = 5.0
-"""A holder that was lost is not asked again for this long: by then routes know, or it is back."""
-
-_RELEASE_TIMEOUT_S = 1.0
 
 
 class _NoRoomError(Exception):
@@ -110,14 +103,18 @@ class PrefixFetcher:
         self._memory: KvMemory = parts.memory
         self._clock: Clock = parts.clock
         self._reader = reader
-        self._client = client
         self._options = options
         self._metrics = metrics
         self._on_stored = on_stored
         self._block_bytes = parts.core.spec.layout.block_bytes
-        self._releases: set[asyncio.Task[bool]] = set()
+        self.leases = BorrowedLeases(
+            parts.identity.worker_id,
+            parts.core.spec.layout,
+            client,
+            parts.clock,
+            options.lease_timeout_s,
+        )
         self._links = LinkMeters()
-        self._shunned: dict[tuple[WorkerId, int], float] = {}
         self._shared = SharedFetches()
 
     async def fetch(self, source: PrefixSource, hashes: Sequence[BlockHash]) -> FetchResult:
@@ -193,7 +190,7 @@ class PrefixFetcher:
             is_late_copy = fetch.is_planned and fetch.num_fetched > 0
             if fetch.leads and not waited and not is_late_copy:
                 log.warning("fetch_timed_out", holder=source.worker_id)
-                self._shun(source)
+                self.leases.shun(source)
         return fetch
 
     async def _lead(self, source: PrefixSource, fill: PrefixFill, most: int, fetch: _Fetch) -> None:
@@ -202,7 +199,7 @@ class PrefixFetcher:
         Raises:
             TimeoutError, CancelledError: of the caller; what has arrived counts.
         """
-        if self._is_shunned(source):
+        if self.leases.is_shunned(source):
             fetch.outcome = FetchOutcome.SHUNNED
             return
         fetch.leads = True
@@ -221,72 +218,10 @@ class PrefixFetcher:
                 fetch.outcome = FetchOutcome.NO_ROOM
             except LostError as error:
                 log.warning("fetch_lost", holder=source.worker_id, error=str(error))
-                self._shun(source)
+                self.leases.shun(source)
                 fetch.outcome = FetchOutcome.LOST
             finally:
                 fetch.num_fetched += fill.num_held - held
-
-    def _is_shunned(self, source: PrefixSource) -> bool:
-        until = self._shunned.get((source.worker_id, source.incarnation), 0.0)
-        return self._clock.now() < until
-
-    def _shun(self, source: PrefixSource) -> None:
-        now = self._clock.now()
-        self._shunned = {name: until for name, until in self._shunned.items() if now < until}
-        self._shunned[source.worker_id, source.incarnation] = now + SHUN_S
-
-    async def borrow(
-        self,
-        source: PrefixSource,
-        hashes: Sequence[BlockHash],
-        num_held: int,
-        *,
-        is_planned: bool = False,
-    ) -> pb.ReadLease:
-        """Leases what a source has of some blocks; to be given back, whatever comes.
-
-        Args:
-            num_held: leading blocks that are not wanted.
-            is_planned: no request waits for them.
-
-        Raises:
-            RefusedError: the source says no.
-            LostError: it does not answer, or is another one by now, or was lost a moment ago.
-        """
-        if self._is_shunned(source):
-            raise LostError(f"{source.worker_id} was lost a moment ago")
-        try:
-            return await self._lease(source, hashes, num_held, is_planned=is_planned)
-        except LostError:
-            self._shun(source)  # whoever would fetch instead does not wait for it again
-            raise
-
-    async def _lease(
-        self,
-        source: PrefixSource,
-        hashes: Sequence[BlockHash],
-        num_held: int,
-        *,
-        is_planned: bool,
-    ) -> pb.ReadLease:
-        request = pb.LeaseBlocksRequest(
-            incarnation=source.incarnation,
-            reader_worker_id=self._identity.worker_id,
-            layout=kv_layout_to_proto(self._core.spec.layout),
-            block_hashes=join_hashes(hashes),
-            num_held=num_held,
-            planned=is_planned,
-        )
-        message = await self._client.lease(
-            source.control_endpoint, request, self._options.lease_timeout_s
-        )
-        if (message.worker_id, message.incarnation) != (source.worker_id, source.incarnation):
-            self.give_back(source, message)
-            raise LostError(f"{message.worker_id} answers at this address")
-        if message.num_blocks > len(hashes):
-            self.give_back(source, message)
-            raise LostError(f"{message.num_blocks} of {len(hashes)} blocks are leased")
-        return message
 
     def estimate_s(self, source: PrefixSource, num_blocks: int) -> float | None:
         """Seconds until so many blocks of a source would be here for a request that waits.
@@ -300,7 +235,9 @@ class PrefixFetcher:
         self, source: PrefixSource, fill: PrefixFill, flight: Flight, is_planned: bool
     ) -> int:
         """Leases, reads, gives back; returns the bytes read."""
-        message = await self.borrow(source, fill.hashes, fill.num_held, is_planned=is_planned)
+        message = await self.leases.borrow(
+            source, fill.hashes, fill.num_held, is_planned=is_planned
+        )
         try:
             if not fill.num_held < message.num_blocks:
                 raise LostError(f"{message.num_blocks} blocks are leased, {fill.num_held} are here")
@@ -325,7 +262,7 @@ class PrefixFetcher:
             meter.frames += 1
             return num_bytes
         finally:
-            self.give_back(source, message)
+            self.leases.give_back(source, message)
 
     async def _read(
         self,
@@ -373,19 +310,9 @@ class PrefixFetcher:
         for block, length in runs:
             self._memory.written(block, length)
 
-    def give_back(self, source: PrefixSource, lease: pb.ReadLease) -> None:
-        """Tells the holder, whoever waits for the prefix; unheard, the lease runs out by itself."""
-        request = pb.ReleaseBlocksRequest(
-            incarnation=lease.incarnation, lease_id=lease.lease_id, capability=lease.capability
-        )
-        told = self._client.release(source.control_endpoint, request, _RELEASE_TIMEOUT_S)
-        task = asyncio.create_task(told)
-        self._releases.add(task)
-        task.add_done_callback(self._releases.discard)
-
     async def close(self) -> None:
         """Waits until holders know what was given back. May be called again."""
-        await asyncio.gather(*self._releases)
+        await self.leases.close()
 
     def statistics(self) -> TransferStatistics:
         """What was read, by holder."""
@@ -394,17 +321,4 @@ class PrefixFetcher:
     @property
     def is_idle(self) -> bool:
         """No prefix is on its way, and every lease was given back."""
-        return not self._releases and not self._core.fills.num_open and self._shared.is_idle
-
-
-def lease_of(message: pb.ReadLease) -> ReadLease:
-    """A lease as readers and askers show it."""
-    return ReadLease(
-        lease_id=message.lease_id,
-        worker_id=WorkerId(message.worker_id),
-        incarnation=message.incarnation,
-        generation=message.generation,
-        capability=message.capability,
-        data_endpoint=endpoint_from_proto(message.data_endpoint),
-        host_route=host_route_from_proto(message),
-    )
+        return self.leases.is_idle and not self._core.fills.num_open and self._shared.is_idle

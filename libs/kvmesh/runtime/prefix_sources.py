@@ -16,8 +16,9 @@ from kvmesh.core.errors import LostError, RefusedError
 from kvmesh.core.types import PrefixSource
 from kvmesh.engine.core import EngineCore
 from kvmesh.engine.sequence import Sequence, SequenceState
+from kvmesh.runtime.borrowed_leases import lease_of
 from kvmesh.runtime.prefill_attempt import PrefillAttempt
-from kvmesh.runtime.prefix_fetch import PrefixFetcher, lease_of
+from kvmesh.runtime.prefix_fetch import PrefixFetcher
 from kvmesh.runtime.prefix_queries import PrefixQueries
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.transfer.asker import Holder
@@ -81,17 +82,17 @@ class PrefixSources:
         if not queries.pays_to_leave(attempt, peer, range(first, most), fetch_s):
             return False
         try:
-            message = await self._fetcher.borrow(source, sequence.chain.hashes[:most], first)
+            message = await self._fetcher.leases.borrow(source, sequence.chain.hashes[:most], first)
         except (RefusedError, LostError) as error:
             log.info("prefix_not_left", holder=source.worker_id, error=str(error))
             queries.pass_over()
             return False
         blocks = range(first, message.num_blocks)
         if sequence.state is SequenceState.GONE or message.num_leased != len(blocks):
-            self._fetcher.give_back(source, message)
+            self._fetcher.leases.give_back(source, message)
             queries.pass_over()
             return False
-        sequence.on_end = partial(self._fetcher.give_back, source, message)
+        sequence.on_end = partial(self._fetcher.leases.give_back, source, message)
         holder = Holder.of_lease(lease_of(message))
         queries.leave(sequence, holder, blocks, range(len(blocks)))
         return True

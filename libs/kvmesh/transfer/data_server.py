@@ -175,10 +175,7 @@ class DataServer:
         self._listen(tcp, self._serve_tcp)
         route = None
         if {SHM, IPC} & set(options.kinds) and (here := host_id()):
-            # A folder that only this user may enter: its peers are let into each other's memory.
-            self._folder = Path(tempfile.mkdtemp(prefix="kvmesh-"))
-            route = HostRoute(here, str(self._folder / _SOCKET_NAME))
-            self._listen(listen_local(route.socket_path), self._serve_unix)
+            route = self._listen_here(here)
         if LOCAL in options.kinds:
             loop = asyncio.get_running_loop()
             self._local = LocalEnd(
@@ -224,6 +221,18 @@ class DataServer:
     def statistics(self) -> TransferStatistics:
         """What was received over sockets."""
         return TransferStatistics(len(self._serving), self._meters.links)
+
+    def _listen_here(self, here: str) -> HostRoute | None:
+        """The way for peers on this host; without one they come over the network."""
+        try:
+            # A folder that only this user may enter: its peers are let into each other's memory.
+            self._folder = Path(tempfile.mkdtemp(prefix="kvmesh-"))
+            route = HostRoute(here, str(self._folder / _SOCKET_NAME))
+            self._listen(listen_local(route.socket_path), self._serve_unix)
+        except OSError as error:  # full, read-only, or a path that is too long for a socket
+            log.warning("host_route_failed", error=str(error))
+            return None
+        return route
 
     def _listen(self, listener: socket.socket, serve: Serve) -> None:
         self._listeners.append(listener)

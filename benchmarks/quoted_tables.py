@@ -1,0 +1,60 @@
+"""Tables of the documents that are taken from the results, so that they cannot say something else.
+
+`make bench-summary` writes them between `<!-- measured: NAME -->` and `<!-- end of measured -->`.
+Tests: tests/unit/benchmarks/test_quoted_tables.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from benchmarks import policies_joint
+from benchmarks.result import ROOT, Row, table
+
+Result = Mapping[str, Any]
+
+END = "<!-- end of measured -->\n"
+
+
+def with_tables(text: str, results: Mapping[str, Result]) -> str:
+    """A document with fresh tables; one whose benchmark was not run stays.
+
+    Args:
+        results: by the name of the benchmark.
+    """
+    for name, (benchmark, rows) in _TABLES.items():
+        begin = f"<!-- measured: {name} -->\n"
+        if begin in text and benchmark in results:
+            before, rest = text.split(begin)
+            fresh = "\n".join(table(rows(results[benchmark])))
+            text = f"{before}{begin}{fresh}\n{END}{rest.split(END, 1)[1]}"
+    return text
+
+
+def _joint(result: Result) -> list[Row]:
+    """Loads and systems of the experiment on joint dispatch."""
+    runs = [row for row in result["rows"] if row["experiment"] == policies_joint.NAME]
+    return [_joint_row(row) for row in runs]
+
+
+def _joint_row(row: Mapping[str, Any]) -> Row:
+    load, _, system = row["run"].rpartition(" ")
+    return {
+        "load": load,
+        "policy": f"`{system}`",
+        "goodput/s": f"{row['goodput/s']:.2f}",
+        "mean TTFT": f"{row['TTFT mean']:.3f} s",
+        "TTFT p99": f"{row['TTFT p99']:.2f} s",
+        "hits": f"{100 * row['hits']:.1f} %",
+        "CV": f"{row['CV']:.2f}",
+        "tokens moved": f"{row['moved tokens'] / 1e6:.2f} M",
+    }
+
+
+_TABLES: Mapping[str, tuple[str, Callable[[Result], list[Row]]]] = {
+    "joint dispatch": ("policies", _joint),
+}
+
+DOCUMENTS = (ROOT / "docs/adr/0018-joint-dispatch.md",)
+"""Where the tables are."""
