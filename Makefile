@@ -120,6 +120,10 @@ bench-transfer: setup ## data channels against memcpy, iperf3 and other engines;
 bench-engine: setup ## the CPU engine against transformers, a bare loop and the floor; writes bench/results/engine.*
 	$(PY) -m benchmarks.engine $(ARGS)
 
+.PHONY: bench-long-prompt
+bench-long-prompt: setup ## a prompt of 32k tokens on the CPU: time and memory; writes bench/results/long_prompt.*
+	$(PY) -m benchmarks.long_prompt $(ARGS)
+
 bench-families: setup ## every model family on the CPU against transformers; writes bench/results/families.*
 	$(PY) -m benchmarks.families $(ARGS)
 
@@ -158,6 +162,10 @@ soak: setup ## a mesh under mixed load whose parts are killed and paused at rand
 
 e2e-compose: setup ## bring docker-compose.yml up with podman, kill a container, stream on
 	$(PY) -m scripts.compose_e2e
+
+.PHONY: try-clients
+try-clients: setup ## clients and load generators of others against a local stack: make try-clients ARGS="openai guidellm"
+	$(PY) -m scripts.try_clients $(ARGS)
 
 manifests: setup ## render the Helm chart into deploy/manifests
 	$(PY) -m scripts.render_manifests

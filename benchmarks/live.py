@@ -30,6 +30,9 @@ times in milliseconds; `good` is the share of requests that were served within b
 - egress is KV that left the far cluster (PrfaaS), elsewhere all KV that left any worker
 - PrfaaS: the link is `tc tbf` between network namespaces; it falls to a third for a quarter of each
  load
+- lift: the highest threshold while the link is low, over the one when it fell; median of the rounds
+ (until 2026-11-22 the highest of the whole load over its base, and the lowest of the rounds: what
+ waits at home lowers the threshold before, and a full home holds it)
 - rounds: each has a load of its own that all systems of the part get, in turning order; their
  ratios are medians of those of each round, and the row `all` is min / median / max
  (PrfaaS: all-local and all-remote have the first round only, and are compared within it)

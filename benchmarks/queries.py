@@ -30,12 +30,14 @@ from kvmesh.core.clock import SystemClock
 from kvmesh.core.types import SamplingParams, WorkerId
 from kvmesh.engine.protocol import RemotePrefix, SequenceChunk
 from kvmesh.engine.runner import TorchRunner
-from kvmesh.transfer.asker import Asker, Holder, RemoteBlocks
+from kvmesh.transfer.asker import Asker
 from kvmesh.transfer.channel_pool import SendOptions
 from kvmesh.transfer.data_server import DataAddress
 from kvmesh.transfer.frames import BlockRun, Checksum
+from kvmesh.transfer.holder import Holder
 from kvmesh.transfer.protocol import ChannelIdentity
 from kvmesh.transfer.reader import BlockReader, ReadLease
+from kvmesh.transfer.remote_blocks import RemoteBlocks
 
 BLOCK = 16
 CHUNK = 512

@@ -17,10 +17,20 @@ from benchmarks.result import RESULTS, ROOT, table
 
 _HEAD = """# What was measured
 
-Each file is one run of one benchmark (`make help` lists their verbs), whose command, date, commit,
-machine and versions are in it; ratios are of values in the same run. `make bench-summary` writes
-this page, and the tables of other pages that are taken from these files.
+Each file is one run of one benchmark, whose command, date, commit, machine and versions are in it;
+ratios are of values in the same run. The verb in the last column runs it again on your machine and
+writes its files; what the command in a file has besides (traces, interpreters of other systems) is
+given as `ARGS`, or `TRACES` for the policies. `make bench-summary` then writes this page, and the
+tables of other pages that are taken from these files.
 """
+
+VERBS = {
+    "fuzz_frames": "bench-fuzz",
+    "policies_million": "bench-million",
+    "prefix_fetch": "bench-fetch",
+    "prefix_links": "bench-fetch-links",
+}
+"""Verbs of the Makefile that are not named as their results are."""
 
 
 def main() -> None:
@@ -49,6 +59,7 @@ def summary(results: Mapping[str, Mapping[str, Any]]) -> str:
             "date": result["date"][:10],
             "commit": result["commit"],
             "targets met": _met(result.get("targets", [])),
+            "again": f"`make {VERBS.get(name, f'bench-{name}')}`".replace("_", "-"),
         }
         for name, result in results.items()
     ]

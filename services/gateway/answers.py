@@ -20,6 +20,7 @@ from services.gateway.merge import merge
 from services.gateway.mesh import Placed
 from services.gateway.openai import ApiCall
 from services.gateway.reasoning import thinking_at
+from services.gateway.request_flow import Generation
 from services.gateway.request_record import TextDelta
 from services.gateway.responses import Body, ChoiceText, Responses, usage_body
 from services.gateway.thinking_count import ThinkingCount
@@ -92,15 +93,22 @@ class Answer:
 
     Args:
         request_id: goes into `id`.
+        begun: the only choice, if a worker was told of it already.
     """
 
     def __init__(
-        self, frontend: Frontend, call: ApiCall, choices: Sequence[Choice], request_id: str
+        self,
+        frontend: Frontend,
+        call: ApiCall,
+        choices: Sequence[Choice],
+        request_id: str,
+        begun: Generation | None = None,
     ) -> None:
         self._frontend = frontend
         self._call = call
         self._choices = choices
         self._request_id = request_id
+        self._begun = begun
         self._texts: list[ChoiceText] = []
         self._counts: list[ThinkingCount] = []
         self._sink: EventSink | None = None
@@ -222,7 +230,8 @@ class Answer:
         """
         if len(self._choices) == 1:
             (choice,) = self._choices
-            return self._frontend.run(choice, lane, whole=whole, meanwhile=self._prepare)
+            begun, meanwhile = self._begun, self._prepare
+            return self._frontend.run(choice, lane, begun=begun, whole=whole, meanwhile=meanwhile)
         self._prepare()
         return merge([self._frontend.run(choice, whole=whole) for choice in self._choices])
 

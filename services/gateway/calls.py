@@ -77,11 +77,17 @@ class Calls:
                 exchange.request_id = clean_request_id(call.request_id)
             caller = caller_of(headers, exchange.request_id, ticket)
             choices = await self._frontend.prepare(call, caller)
-            answer = Answer(self._frontend, call, choices, exchange.request_id)
-            if not call.stream:
-                return await answer.whole()
-            await answer.stream(exchange)
-            return None
+            # First of all: what follows is done while a worker has it, if one was told.
+            begun = self._frontend.begin(choices)
+            try:
+                answer = Answer(self._frontend, call, choices, exchange.request_id, begun)
+                if not call.stream:
+                    return await answer.whole()
+                await answer.stream(exchange)
+                return None
+            finally:
+                if begun is not None:
+                    begun.close()
 
     def _call(self, endpoint: Endpoint, content: Any) -> ApiCall:
         frontend = self._frontend

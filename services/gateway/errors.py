@@ -106,8 +106,15 @@ def _refused(error: RefusedError) -> ErrorAnswer:
     headers = {"Retry-After": str(retry_after_s(refusal)), REFUSAL_HEADER: label}
     if isinstance(error, QuotaError):
         headers[QUOTA_HEADER] = error.quota.value
-    body = error_body(refusal.message, kind, code=refusal.reason.value)
+    body = error_body(message_for(error), kind, code=refusal.reason.value)
     return ErrorAnswer(status, body, headers)
+
+
+def message_for(error: KvMeshError) -> str:
+    """What is wrong and, of a refusal, what to do: all of them may be tried again."""
+    if not isinstance(error, RefusedError):
+        return str(error)
+    return f"{error.refusal.message}; try again in {retry_after_s(error.refusal)} s"
 
 
 def retry_after_s(refusal: Refusal) -> int:

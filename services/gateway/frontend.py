@@ -6,7 +6,7 @@ Tests: tests/integration/test_gateway_http.py.
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, closing
 from dataclasses import dataclass, replace
 
@@ -15,7 +15,7 @@ from kvmesh.core.types import FinishReason, Placement, Refusal, RefusalReason, R
 from kvmesh.core.values import quick
 from kvmesh.policy.quota import Tenant
 from kvmesh.telemetry.logs import event_logger
-from kvmesh.telemetry.tracing import start_span
+from kvmesh.telemetry.tracing import is_tracing, start_span
 from services.gateway.access import KeyRing
 from services.gateway.admission import Admission, Ticket
 from services.gateway.config import LimitsConfig
@@ -207,17 +207,30 @@ class Frontend:
                 choices.append(Choice(index, prompt_index, request, call, echo, ticket))
         return choices
 
+    def begin(self, choices: Sequence[Choice]) -> Generation | None:
+        """Tells a worker of a call that has one choice, before all else; to be closed.
+
+        Returns:
+            For `run`, in the same turn of the loop; None if it is to begin there: several choices,
+            or a span around them all.
+        """
+        if len(choices) > 1 or is_tracing():
+            return None
+        return Generation(self._mesh, choices[0].request)
+
     async def run(
         self,
         choice: Choice,
         lane: TokenLane | None = None,
         *,
+        begun: Generation | None = None,
         whole: bool = False,
         meanwhile: Callable[[], None] | None = None,
     ) -> AsyncGenerator[TextDelta, None]:
         """Generates one choice as text; close the generator to cancel.
 
         Args:
+            begun: from `begin`.
             lane: takes what it can of the text; it is not yielded then.
             whole: nobody looks at the text before its end.
             meanwhile: called once, before any text, while a worker has the request if one could be
@@ -235,8 +248,7 @@ class Frontend:
         ) as span:
             if span.traceparent != request.traceparent:
                 request = replace(request, traceparent=span.traceparent)
-            # First of all: what follows is done while the worker has it, if one was told.
-            with closing(Generation(self._mesh, request)) as generation:
+            with closing(begun or Generation(self._mesh, request)) as generation:
                 record = RequestRecord(
                     self.metrics, request, self._mesh.log, choice.ticket, generation.arrived_at
                 )

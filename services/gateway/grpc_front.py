@@ -26,7 +26,13 @@ from kvmesh.v1.inference_service_pb2 import (
 )
 from kvmesh.v1.inference_service_pb2_grpc import InferenceServiceServicer
 from services.gateway.admission import Ticket
-from services.gateway.errors import QUOTA_HEADER, REFUSAL_HEADER, QuotaError, StageRefusedError
+from services.gateway.errors import (
+    QUOTA_HEADER,
+    REFUSAL_HEADER,
+    QuotaError,
+    StageRefusedError,
+    message_for,
+)
 from services.gateway.frontend import Caller, Choice, Frontend, clean_request_id, usage_of
 from services.gateway.grpc_call import call_from_proto, placement_of
 from services.gateway.grpc_chat import CallDeltas
@@ -162,7 +168,7 @@ def _metadata(context: ServerContext) -> dict[str, str]:
 
 
 async def _abort(context: ServerContext, error: KvMeshError) -> NoReturn:
-    await context.abort(_STATUS[status_name(error)], str(error), trailing_metadata(error))
+    await context.abort(_STATUS[status_name(error)], message_for(error), trailing_metadata(error))
 
 
 _STATUS = {code.name: code for code in grpc.StatusCode}

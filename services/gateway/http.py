@@ -27,7 +27,13 @@ from services.gateway.responses_answer import ResponsesAnswer
 from services.gateway.responses_api import RESPONSES_UNSUPPORTED, ResponsesBody, as_chat
 from services.gateway.schema import parse_body
 from services.gateway.token_lane import Writer
-from services.gateway.token_routes import DetokenizeBody, TokenizeBody, detokenize, tokenize
+from services.gateway.token_routes import (
+    DetokenizeBody,
+    TokenizeBody,
+    detokenize,
+    tokenize,
+    tokenizer_info,
+)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -69,6 +75,7 @@ class HttpFront:
                 web.post("/v1/responses", self.responses),
                 web.post("/tokenize", self.tokenize),
                 web.post("/detokenize", self.detokenize),
+                web.get("/tokenizer_info", self.tokenizer_info),
                 web.get("/openapi.json", self.openapi),
                 web.get("/v1/models", self.models),
                 web.get("/v1/models/{model:.+}", self.model),
@@ -113,13 +120,18 @@ class HttpFront:
         """POST /tokenize."""
         async with self._frontend.admit(_authorization(request)):
             body = parse_body(TokenizeBody, await self._json(request), {})
-            return web.json_response(await tokenize(self._frontend, body), dumps=dumps)
+            return web.json_response(text=await tokenize(self._frontend, body))
 
     async def detokenize(self, request: web.Request) -> web.StreamResponse:
         """POST /detokenize."""
         async with self._frontend.admit(_authorization(request)):
             body = parse_body(DetokenizeBody, await self._json(request), {})
             return web.json_response(await detokenize(self._frontend, body), dumps=dumps)
+
+    async def tokenizer_info(self, request: web.Request) -> web.StreamResponse:
+        """GET /tokenizer_info."""
+        self._frontend.check_key(_authorization(request))
+        return web.json_response(tokenizer_info(self._frontend), dumps=dumps)
 
     async def models(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/models."""

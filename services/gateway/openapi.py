@@ -25,6 +25,7 @@ BODIES: dict[str, tuple[type[BaseModel], str]] = {
 
 PLAIN: dict[str, str] = {
     "/v1/models": "The model that is served.",
+    "/tokenizer_info": "Special tokens, chat template and settings of the tokenizer.",
     "/health": "The process lives.",
     "/ready": "Whether requests can be served now.",
     "/version": "Version of the gateway.",

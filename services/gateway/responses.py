@@ -272,13 +272,14 @@ class Responses:
         return {
             "tokens": tokens,
             "token_logprobs": [_finite(entry.logprob) for _, entry in pairs],
-            "top_logprobs": [self._top(entry) for _, entry in pairs],
+            "top_logprobs": [self._top(*pair) for pair in pairs],
             "text_offset": offsets,
         }
 
-    def _top(self, entry: TokenLogprobs) -> Mapping[str, float]:
-        top = zip(entry.top_ids, entry.top_logprobs, strict=True)
-        return {self._text(token_id): _finite(logprob) for token_id, logprob in top}
+    def _top(self, token_id: int, entry: TokenLogprobs) -> Mapping[str, float]:
+        """The chosen token, which need not be one of the most likely, and those."""
+        top = [(token_id, entry.logprob), *zip(entry.top_ids, entry.top_logprobs, strict=True)]
+        return {self._text(top_id): _finite(logprob) for top_id, logprob in top}
 
     def _text(self, token_id: int) -> str:
         return self._token_bytes(token_id).decode(errors="replace")

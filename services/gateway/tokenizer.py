@@ -149,6 +149,8 @@ class TextTokenizer:
         chat: the chat template.
         max_model_len: longest sequence by the model's own config; 0 is unknown.
         sampling_defaults: temperature, top_p, … where the model has its own.
+        info: what tokenizer_config.json says, for clients that tokenize here; special tokens as
+            text, and the chat template that is in use.
     """
 
     def __init__(
@@ -158,7 +160,9 @@ class TextTokenizer:
         *,
         max_model_len: int = 0,
         sampling_defaults: Mapping[str, float] | None = None,
+        info: Mapping[str, Any] | None = None,
     ) -> None:
+        self.info = dict(info or {})
         self.fast = fast
         self.chat = chat
         self.max_model_len = max_model_len
@@ -258,6 +262,7 @@ def load_tokenizer(
             for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
             if generation.get(name) is not None
         },
+        info={**settings, **_special_tokens(settings), "chat_template": source or None},
     )
 
 

@@ -48,6 +48,7 @@ class PlanningConfig:
     remote_cluster: str = option("", "cluster that only prefills, for long prompts; empty: none")
     egress_mb_s: float = option(0.0, "megabytes per second that KV can leave it; 0: not measured")
     threshold_tokens: int = option(0, "uncached tokens above which to use it at first; 0: none")
+    profile: str = option("", "costs of a model until they are measured, from kvmesh profile")
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,11 +27,14 @@ from kvmesh.policy.measurement import ServingMeter
 from kvmesh.policy.offload import Threshold
 from kvmesh.policy.path_meter import PathMeter
 from kvmesh.policy.prefix_source import FetchPace
-from kvmesh.policy.prfaas import Hardware
+from kvmesh.policy.prfaas import Hardware, ServingProfile
 from kvmesh.policy.threshold_loop import ThresholdLoop, ThresholdReading
 from services.scheduler.config import PlanningConfig
 from services.scheduler.demand import Demand
 from services.scheduler.group_loops import GroupLoops, GroupStep
+
+_USUAL_TOKENS = 512
+"""Of a prompt by which an expected pace is told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +57,24 @@ class RoleWork:
 
 
 class ModelLoops:
-    """The loops of one model."""
+    """The loops of one model.
 
-    def __init__(self, policy: Composition, config: PlanningConfig) -> None:
+    Args:
+        expected: its costs until the workers have shown them; None waits for that.
+    """
+
+    def __init__(
+        self,
+        policy: Composition,
+        config: PlanningConfig,
+        expected: ServingProfile | None = None,
+    ) -> None:
         self._policy = policy
         self._remote = config.remote_cluster
         self._egress = config.egress_mb_s * 1e6
         self._offload = ThresholdLoop(_start(policy, config.threshold_tokens), self._egress)
         self._meter = ServingMeter(self._remote)
+        self._expected = expected
         self._allocation = AllocationLoop()
         self._roles: dict[str, RoleLoop] = {}
         self._sent: dict[WorkerId, int] = {}
@@ -105,10 +118,16 @@ class ModelLoops:
         """
         self._meter.observe(workers, num_new, elapsed_s)
         self._paths.observe(workers)
-        self._pace = self._paths.pace(self._meter.prompt_token_s)
+        self._pace = self._paths.pace(self._prompt_token_s())
         waiting = self._waiting(workers, demand)
         self._allocation.observe(waiting)
         self._groups.observe(self._home(workers), waiting, elapsed_s)
+
+    def _prompt_token_s(self) -> float | None:
+        measured, expected = self._meter.prompt_token_s, self._expected
+        if measured is not None or expected is None:
+            return measured
+        return expected.local_prefill_s(_USUAL_TOKENS) / _USUAL_TOKENS
 
     def end_window(self, workers: Sequence[FleetWorker]) -> list[GroupStep]:
         """What P/D-Serve's monitor says of each group at home, once per `planning.monitor_s`."""
@@ -189,7 +208,7 @@ class ModelLoops:
         home = self._home(workers)
         num_prefill = sum(each.info.role is Role.PREFILL for each in home)
         queues = self._allocation.take_queues(num_prefill, len(home) - num_prefill)
-        serving = self._meter.serving
+        serving = self._meter.serving or self._expected
         helping = any(loop.is_helping for loop in self._roles.values())
         if serving is None or helping or not self._allocation.has_lengths:
             return None

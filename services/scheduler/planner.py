@@ -22,6 +22,7 @@ from kvmesh.policy.fleet_index import SMALL_FLEET
 from kvmesh.policy.plans_ahead import MAX_AHEAD, MAX_KINDS, Wish
 from kvmesh.policy.prefix_source import FetchPace
 from kvmesh.policy.role_switch import STEADY, ScaleSignal, Switch, scale_signal
+from kvmesh.sim.profile import Profile
 from kvmesh.telemetry.logs import event_logger
 from services.scheduler import metrics
 from services.scheduler.config import PlanningConfig
@@ -90,6 +91,8 @@ class Planner:
         """Set by whoever is connected to the workers."""
         self.on_details: Callable[[], None] = lambda: None
         """Called when `details` answers something else than before."""
+        self.profile: Profile | None = None
+        """Costs of the model of its name until they are measured."""
         self._shown: list[ModelDetail] = []
 
     # --- what routes read and tell -----------------------------------------------------------
@@ -140,7 +143,9 @@ class Planner:
 
     def _loops(self, model: str) -> ModelLoops:
         if model not in self._models:
-            self._models[model] = ModelLoops(self._policy, self._config)
+            profile = self.profile
+            expected = profile.serving if profile and profile.name == model else None
+            self._models[model] = ModelLoops(self._policy, self._config, expected)
         return self._models[model]
 
     # --- the loops ---------------------------------------------------------------------------

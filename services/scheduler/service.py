@@ -43,6 +43,7 @@ from kvmesh.rpc.prefix_lookup import PrefixLookup
 from kvmesh.rpc.served import DirectWay, serve_questions
 from kvmesh.rpc.stream import Outbox, incoming
 from kvmesh.runtime.app import ServiceContext
+from kvmesh.sim.profile import load_profile
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.v1.scheduler_service_pb2 import (
     OrderWorkerRequest,
@@ -366,6 +367,9 @@ async def start_scheduler(config: SchedulerConfig, context: ServiceContext) -> S
         store=store,
         owner=f"{context.host}:{context.port}",
     )
+    if config.planning.profile:
+        planner.profile = load_profile(config.planning.profile)
+        log.info("profile_loaded", model=planner.profile.name)
     router = Router(fleet, settings, prefixes, clock, decisions, planner)
     await context.direct.start()
     servicer = SchedulerServicer(fleet, feed, router, config.fleet, clock, context.direct)

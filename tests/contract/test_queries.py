@@ -16,7 +16,7 @@ from kvmesh.core.errors import LostError, RefusedError
 from kvmesh.core.types import Endpoint, Refusal, RefusalReason
 from kvmesh.kv.handoff_types import WriteClaim
 from kvmesh.transfer import meters
-from kvmesh.transfer.asker import SHUN_S, Asker, Holder, RemoteBlocks
+from kvmesh.transfer.asker import SHUN_S, Asker
 from kvmesh.transfer.attend import ATTEND, AttendArguments, ClaimKind, decode_attend
 from kvmesh.transfer.channel_pool import SendOptions
 from kvmesh.transfer.data_server import DataServer, ReceiveOptions
@@ -24,12 +24,14 @@ from kvmesh.transfer.frames import QueryFrame
 from kvmesh.transfer.greeting import (
     PeerKey,
 )
+from kvmesh.transfer.holder import Holder
 from kvmesh.transfer.local_channel import LocalHub
 from kvmesh.transfer.meters import LinkKey
 from kvmesh.transfer.pacing import Pacer
 from kvmesh.transfer.query_line import Question
 from kvmesh.transfer.query_ops import QueryGrant
 from kvmesh.transfer.remote_attention import PartialAnswer
+from kvmesh.transfer.remote_blocks import RemoteBlocks
 from tests.contract.test_channels import CHANNELS, certificate, options_of
 from tests.faulty_link import Faults, faulty_link
 from tests.transfer_pair import LAYOUT, RECEIVER, SENDER, STALL_S, RecordingTarget, until

@@ -28,12 +28,16 @@ ADMIN_TOKEN = "the-token-of-the-operators"
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
+_WORKERS = ("prefill", "decode")
+_READS = [f"{name}:{rpc}" for name in _WORKERS for rpc in ("LeaseBlocks", "ReleaseBlocks")]
+_JOINS = [f"{name}:RegisterWorker" for name in _WORKERS]
 CALLERS = {
-    "scheduler": "gateway,prefill,decode",
-    "kvmanager": "scheduler,prefill,decode",
-    "prefill": "gateway,prefill,decode",
-    "decode": "gateway,prefill,decode",
+    "scheduler": ["gateway:Route", "gateway:WatchFleet", *_JOINS],
+    "kvmanager": ["scheduler:MatchPrefix", *(f"{name}:Publish" for name in _WORKERS)],
+    "prefill": ["gateway", *_READS],
+    "decode": ["gateway", *_READS],
 }
+"""What each service is asked for, and by whom: as in docs/security.md."""
 
 Flags = dict[str, dict[str, object]]
 
@@ -50,7 +54,7 @@ def mtls_flags(folder: Path) -> Flags:
         }
         flags[name] = {f"server.tls.{part}": path for part, path in files.items()}
         if name in CALLERS:
-            flags[name]["server.callers"] = CALLERS[name]
+            flags[name]["server.callers"] = ",".join(CALLERS[name])
         if name in ("prefill", "decode"):
             flags[name] |= {f"data.tls.{part}": path for part, path in files.items()}
             flags[name]["worker.channels"] = "tcp"
@@ -145,7 +149,8 @@ async def check_strangers(mesh: Mesh, folder: Path) -> None:
     ]
     assert let_in == []
     assert answers[len(asked) :] == [SERVING] * len(mesh.children)
-    for port in await data_ports(mesh, TlsConfig(trusted.cert, trusted.key, trusted.ca)):
+    gateway = TlsConfig(str(own / "gateway.pem"), str(own / "gateway.key"), str(own / "ca.pem"))
+    for port in await data_ports(mesh, gateway):
         assert not await greeted(port, None)
         for tls in (
             TlsConfig(ca=trusted.ca),
@@ -155,7 +160,7 @@ async def check_strangers(mesh: Mesh, folder: Path) -> None:
 
 
 async def data_ports(mesh: Mesh, tls: TlsConfig) -> list[int]:
-    watch = FleetWatch([mesh["scheduler"].address], tls)  # as decode, which may call it
+    watch = FleetWatch([mesh["scheduler"].address], tls)  # as the gateway, which may call it
     task = asyncio.create_task(watch.run())
     await until(lambda: len(watch.workers) == 2, "two workers are seen over mTLS")
     task.cancel()

@@ -281,6 +281,14 @@ async def test_tokenize_and_back(stack: Stack) -> None:
         assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
 
 
+async def test_the_tokenizer_tells_of_itself(stack: Stack) -> None:
+    async with aiohttp.ClientSession(stack.url) as session, session.get("/tokenizer_info") as told:
+        info = await told.json()
+    assert info["eos_token"] == "<|end|>"
+    assert "<|start|>" in info["chat_template"]
+    assert "pad_token" in info
+
+
 async def test_the_openapi_page(stack: Stack) -> None:
     async with (
         aiohttp.ClientSession() as session,

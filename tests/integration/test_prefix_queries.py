@@ -31,13 +31,14 @@ from kvmesh.runtime.prefix_queries import PrefixQueries
 from kvmesh.runtime.query_answers import QueryAnswers
 from kvmesh.runtime.worker import Worker
 from kvmesh.runtime.worker_config import EngineSection, FetchSection, WorkerSection
-from kvmesh.transfer.asker import Holder, RemoteBlocks
 from kvmesh.transfer.attend import ATTEND, AttendArguments
 from kvmesh.transfer.data_server import DataAddress, DataServer
+from kvmesh.transfer.holder import Holder
 from kvmesh.transfer.query_line import Question
 from kvmesh.transfer.query_ops import QueryGrant
 from kvmesh.transfer.reader import ReadLease
 from kvmesh.transfer.remote_attention import PartialAnswer
+from kvmesh.transfer.remote_blocks import RemoteBlocks
 from kvmesh.v1.kv_pool_service_pb2 import LeaseBlocksRequest
 from tests.remote_prefix import TinyEngine
 from tests.unit.engine.tiny_checkpoint import write_checkpoint

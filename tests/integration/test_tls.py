@@ -140,6 +140,38 @@ async def test_only_named_services_may_call(tmp_path: Path) -> None:
         assert await _health(address, trusted) == SERVING  # open to the CA's own
 
 
+async def test_a_name_may_be_given_one_rpc_and_no_other(tmp_path: Path) -> None:
+    assert make_certs(["--out", str(tmp_path), "--services", "scheduler,prefill,operator"]) == 0
+
+    def files(name: str) -> TlsConfig:
+        cert, key, ca = (str(tmp_path / file) for file in (f"{name}.pem", f"{name}.key", "ca.pem"))
+        return TlsConfig(cert, key, ca)
+
+    callers = "prefill:RegisterWorker, operator:OrderWorker, operator:WatchFleet"
+    server = ServerConfig(tls=files("scheduler"), callers=callers)
+    async with serving("scheduler", SchedulerConfig(server=server), build_scheduler) as scheduler:
+
+        async def answer(name: str, rpc: str, request: Any) -> grpc.StatusCode:
+            async with open_channel(f"127.0.0.1:{scheduler.port}", files(name)) as channel:
+                stub: Any = SchedulerServiceStub(channel)
+                call = getattr(stub, rpc)(request, timeout=10)
+                try:
+                    # A stream that is let in would go on; its first answer is enough.
+                    await (call if rpc == "OrderWorker" else call.read())
+                except grpc.aio.AioRpcError as error:
+                    return error.code()
+                return grpc.StatusCode.OK
+
+        order, watch = OrderWorkerRequest(worker_id="w"), WatchFleetRequest()
+        denied = grpc.StatusCode.PERMISSION_DENIED
+        assert await answer("prefill", "OrderWorker", order) is denied
+        assert await answer("prefill", "WatchFleet", watch) is denied
+        assert await answer("operator", "OrderWorker", order) is not denied
+        assert await answer("operator", "WatchFleet", watch) is grpc.StatusCode.OK
+        assert await answer("operator", "RegisterWorker", iter(())) is denied
+        assert await answer("prefill", "RegisterWorker", iter(())) is not denied
+
+
 async def test_names_of_callers_need_mtls() -> None:
     server = ServerConfig(callers="gateway")
     with pytest.raises(ConfigError, match=r"server\.callers needs mTLS"):

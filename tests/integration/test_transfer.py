@@ -109,6 +109,27 @@ async def test_a_budget_is_kept() -> None:
         assert 300 * BLOCK / seconds <= rate * 1.15
 
 
+async def test_what_arrived_of_a_slow_transfer_counts_before_all_has() -> None:
+    total = 100 * BLOCK
+    options = SendOptions(kinds=("tcp",), stall_timeout_s=5, budget_bytes_s=20e6)
+    async with running_pair(options) as pair:
+        pool = pair.pool
+        under_way = asyncio.create_task(pool.put(pair.reservation, whole(100)))
+
+        await until(lambda: 0 < pool.sent_bytes < total or under_way.done())
+
+        assert not under_way.done()
+        assert pool.sent_bytes + pool.sending_bytes == total
+        await under_way
+        assert (pool.sent_bytes, pool.sending_bytes) == (total, 0)
+        under_way = asyncio.create_task(pool.put(pair.reservation, whole(100)))
+        await until(lambda: pool.sent_bytes > total or under_way.done())
+        under_way.cancel()
+        await asyncio.wait([under_way])
+        assert under_way.cancelled()
+        assert (pool.sent_bytes, pool.sending_bytes) == (total, 0), "what was cut off is no KV"
+
+
 async def test_the_egress_of_a_worker_is_one_budget_for_all_its_peers() -> None:
     options = SendOptions(kinds=("tcp",), stall_timeout_s=5, egress_bytes_s=100e6)
     async with running_pair(options) as one, running_pair() as two:

@@ -13,6 +13,7 @@ from kvmesh.core.clock import Clock
 from kvmesh.core.types import WorkerId
 from kvmesh.metadata import pool_scripts as scripts
 from kvmesh.metadata.memory_store import MemoryFleetStore
+from kvmesh.metadata.redis_answers import strings_of, understanding
 from kvmesh.metadata.redis_client import RedisClient
 from kvmesh.metadata.redis_fleet import RedisFleetStore
 
@@ -105,8 +106,7 @@ class RedisPoolStore:
 
     async def all_knowledge(self) -> list[bytes]:
         """See `PoolStore.all_knowledge`."""
-        found: list[bytes] = await self._client.run(scripts.ALL_KNOWLEDGE)
-        return found
+        return strings_of(await self._client.run(scripts.ALL_KNOWLEDGE))
 
     async def put_orders(self, worker_id: WorkerId, orders: Sequence[bytes], ttl_s: float) -> None:
         """See `PoolStore.put_orders`."""
@@ -117,9 +117,9 @@ class RedisPoolStore:
         if not worker_ids:
             return {}
         found = await self._client.run(scripts.TAKE_ORDERS, *worker_ids)
-        return {
-            worker_id: orders for worker_id, orders in zip(worker_ids, found, strict=True) if orders
-        }
+        with understanding():
+            pairs = zip(worker_ids, found, strict=True)
+            return {worker_id: strings_of(orders) for worker_id, orders in pairs if orders}
 
     async def may_plan(self, replica: str, ttl_s: float) -> bool:
         """See `PoolStore.may_plan`."""

@@ -8,6 +8,7 @@ the requests it has open and when that claim ends if it is not renewed. The arit
 
 from __future__ import annotations
 
+from kvmesh.metadata.redis_answers import understanding
 from kvmesh.metadata.redis_client import RedisClient
 from kvmesh.policy.quota import Quota, QuotaRefusal, TenantLimits
 
@@ -109,15 +110,16 @@ class RedisQuotaStore:
             StoreUnavailableError: Redis did not answer; the request may have been counted.
         """
         found = await self._client.run(ACQUIRE, *self._arguments(tenant, limits, num_open))
-        if not found:
+        if found == []:
             return None
-        quota = Quota(found[0].decode())
-        limit = {
-            Quota.REQUESTS: limits.requests_per_min,
-            Quota.TOKENS: limits.tokens_per_min,
-            Quota.CONCURRENCY: limits.max_concurrent,
-        }[quota]
-        return QuotaRefusal(quota, limit, int(found[1]) / 1000)
+        with understanding():
+            quota = Quota(found[0].decode())
+            limit = {
+                Quota.REQUESTS: limits.requests_per_min,
+                Quota.TOKENS: limits.tokens_per_min,
+                Quota.CONCURRENCY: limits.max_concurrent,
+            }[quota]
+            return QuotaRefusal(quota, limit, int(found[1]) / 1000)
 
     async def settle(
         self, tenant: str, limits: TenantLimits, num_open: int, num_tokens: int

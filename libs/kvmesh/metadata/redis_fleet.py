@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from kvmesh.core.types import WorkerId
 from kvmesh.metadata import scripts
+from kvmesh.metadata.redis_answers import strings_of, understanding
 from kvmesh.metadata.redis_client import RedisClient
 
 
@@ -30,11 +31,10 @@ class RedisFleetStore:
 
     async def list_workers(self) -> dict[WorkerId, bytes]:
         """See `FleetStore.list_workers`."""
-        found: list[bytes] = await self._client.run(scripts.LIST_WORKERS)
-        return {
-            WorkerId(worker.decode()): info
-            for worker, info in zip(found[::2], found[1::2], strict=True)
-        }
+        found = strings_of(await self._client.run(scripts.LIST_WORKERS))
+        with understanding():
+            pairs = zip(found[::2], found[1::2], strict=True)
+            return {WorkerId(worker.decode()): info for worker, info in pairs}
 
     async def remove_worker(self, worker_id: WorkerId) -> None:
         """See `FleetStore.remove_worker`."""

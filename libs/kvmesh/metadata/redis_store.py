@@ -12,6 +12,7 @@ from typing import Any
 
 from kvmesh.core.types import BLOCK_HASH_BYTES, PrefixMatch, WorkerId
 from kvmesh.metadata import scripts
+from kvmesh.metadata.redis_answers import strings_of, understanding
 from kvmesh.metadata.redis_client import RedisClient
 from kvmesh.metadata.store import ApplyResult, Publisher, Registration, Slot, StoreStatistics
 
@@ -43,12 +44,16 @@ class RedisMetadataStore:
 
     async def register(self, publisher: Publisher) -> Registration:
         """See `MetadataStore.register`."""
-        slot, sequence = await self._open(scripts.REGISTER, publisher)
-        return Registration(Slot(slot.decode()), int(sequence))
+        answer = await self._open(scripts.REGISTER, publisher)
+        with understanding():
+            slot, sequence = answer
+            return Registration(Slot(slot.decode()), int(sequence))
 
     async def begin_snapshot(self, publisher: Publisher) -> Slot:
         """See `MetadataStore.begin_snapshot`."""
-        return Slot((await self._open(scripts.BEGIN_SNAPSHOT, publisher)).decode())
+        answer = await self._open(scripts.BEGIN_SNAPSHOT, publisher)
+        with understanding():
+            return Slot(answer.decode())
 
     async def _open(self, script: str, publisher: Publisher) -> Any:
         return await self._client.run(
@@ -77,7 +82,8 @@ class RedisMetadataStore:
             )
             if result != b"applied":
                 break
-        return ApplyResult(result.decode())
+        with understanding():
+            return ApplyResult(result.decode())
 
     async def apply_events(
         self, slot: Slot, sequence: int, stored: bytes, removed: bytes
@@ -100,7 +106,8 @@ class RedisMetadataStore:
             )
             if result != b"applied":
                 break
-        return ApplyResult(result.decode())
+        with understanding():
+            return ApplyResult(result.decode())
 
     async def renew(self, slot: Slot, sequence: int) -> bool:
         """See `MetadataStore.renew`."""
@@ -113,28 +120,33 @@ class RedisMetadataStore:
     async def match(self, namespace: str, hashes: bytes) -> list[PrefixMatch]:
         """See `MetadataStore.match`."""
         found = await self._client.ask(scripts.MATCH, namespace, hashes)
-        matches = [
-            PrefixMatch(WorkerId(worker.decode()), int(incarnation), cluster.decode(), length)
-            for worker, incarnation, cluster, length in found
-        ]
+        with understanding():
+            matches = [
+                PrefixMatch(WorkerId(worker.decode()), int(incarnation), cluster.decode(), +length)
+                for worker, incarnation, cluster, length in found
+            ]
         return sorted(matches, key=lambda match: (-match.num_blocks, match.worker_id))
 
     async def sweep(self, max_blocks: int) -> int:
         """See `MetadataStore.sweep`."""
         removed = 0
-        for slot in await self._client.run(scripts.DEAD_SLOTS):
+        for slot in strings_of(await self._client.run(scripts.DEAD_SLOTS)):
             done = False
             while not done and removed < max_blocks:
                 count = min(APPLY_SLICE_BLOCKS, max_blocks - removed)
-                num_blocks, finished = await self._client.run(scripts.SWEEP, slot, count)
-                removed += num_blocks
-                done = bool(finished)
+                answer = await self._client.run(scripts.SWEEP, slot, count)
+                with understanding():
+                    num_blocks, finished = answer
+                    removed += num_blocks
+                    done = bool(finished)
         return removed
 
     async def statistics(self) -> StoreStatistics:
         """See `MetadataStore.statistics`."""
-        num_publishers, num_blocks = await self._client.run(scripts.STATISTICS)
-        return StoreStatistics(num_publishers, num_blocks)
+        answer = await self._client.run(scripts.STATISTICS)
+        with understanding():
+            num_publishers, num_blocks = answer
+            return StoreStatistics(int(num_publishers), int(num_blocks))
 
     async def probe(self) -> None:
         """See `MetadataStore.probe`."""

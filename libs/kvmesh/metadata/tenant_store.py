@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Protocol
 
+from kvmesh.metadata.redis_answers import bytes_of
 from kvmesh.metadata.redis_client import RedisClient
 from kvmesh.metadata.store import StoreUnavailableError
 
@@ -100,8 +101,7 @@ class RedisTenantStore:
 
     async def read(self) -> bytes:
         """See `TenantStore.read`."""
-        raw: bytes = await self._client.run(_READ)
-        return raw
+        return bytes_of(await self._client.run(_READ))
 
     async def replace(self, old: bytes, new: bytes) -> bool:
         """See `TenantStore.replace`."""

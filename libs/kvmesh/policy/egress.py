@@ -30,7 +30,7 @@ class EgressMeter:
     _waiting: int = 0
     _busy_bytes: float = 0.0
     _busy_s: float = 0.0
-    _was_busy: bool = False
+    _busy_cycles: int = 0
 
     def __post_init__(self) -> None:
         self._capacity = self.configured
@@ -55,14 +55,17 @@ class EgressMeter:
             self._busy_s += elapsed_s
             # Transfers are counted when they arrive or are reported, so that in a single such cycle
             # nothing may have left: it says nothing of speed.
-            if self._was_busy:
+            if self._busy_cycles:
                 found = max(self._busy_bytes / self._busy_s, MIN_SHARE * self.configured)
                 self._capacity = min(found, self.configured)
-            self._was_busy = True
+            self._busy_cycles += 1
             return 1.0
-        self._was_busy = False
-        self._busy_bytes = self._busy_s = 0.0
         rate = sent / elapsed_s
+        if self._busy_cycles > 1:
+            # The last of what waited: it was on its way in the cycles before as well.
+            rate = (self._busy_bytes + sent) / (self._busy_s + elapsed_s)
+        self._busy_cycles = 0
+        self._busy_bytes = self._busy_s = 0.0
         recovered = self._capacity * RECOVER**elapsed_s
         self._capacity = min(max(recovered, rate), self.configured)
         return min(rate / self._capacity, 1.0)

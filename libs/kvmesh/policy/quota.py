@@ -58,9 +58,13 @@ class Tenant:
     namespace: str = ""
 
     def salted(self, cache_salt: str) -> str:
-        """The caller's cache salt within the tenant: salts of two tenants are never equal."""
+        """The caller's cache salt within the tenant: salts of two tenants are never equal.
+
+        Nor are those of a caller whom nobody has checked and of a tenant: gateways with keys and
+        without may share a mesh.
+        """
         space = self.namespace
-        return f"{len(space)}:{space}:{cache_salt}" if space else cache_salt
+        return f"{len(space)}:{space}:{cache_salt}" if space or cache_salt else ""
 
 
 @dataclass(frozen=True, slots=True)

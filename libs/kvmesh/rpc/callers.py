@@ -21,7 +21,8 @@ class KnownCallers(grpc.aio.ServerInterceptor):
     Health stays open to every certificate of the CA: orchestrators and people ask for it.
 
     Args:
-        names: common names.
+        names: common names, each for all rpcs, or with a colon and the one rpc that it may call, as
+            `prefill:RegisterWorker`.
     """
 
     def __init__(self, names: frozenset[str]) -> None:
@@ -32,12 +33,20 @@ class KnownCallers(grpc.aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         """See grpc.aio.ServerInterceptor."""
         handler = await continuation(handler_call_details)
-        if handler is None or str(handler_call_details.method).startswith(_HEALTH):
+        path = str(handler_call_details.method)
+        if handler is None or path.startswith(_HEALTH):
             return handler
-        return checked(handler, self._check, handler.request_deserializer)
+        rpc = path.rpartition("/")[2]
 
-    async def _check(self, request: Any, context: Any) -> None:
-        shown = {name.decode() for name in context.auth_context().get("x509_common_name", ())}
-        if not shown & self._names:
-            text = f"{', '.join(sorted(shown)) or 'nobody'} may not call this service"
+        async def check(_request: Any, context: Any) -> None:
+            shown = {name.decode() for name in context.auth_context().get("x509_common_name", ())}
+            if any(self._may(name, rpc) for name in shown):
+                return
+            text = f"{', '.join(sorted(shown)) or 'nobody'} may not call {rpc} of this service"
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, text)
+
+        return checked(handler, check, handler.request_deserializer)
+
+    def _may(self, name: str, rpc: str) -> bool:
+        # A colon in the certificate's name must not make it another one's right.
+        return ":" not in name and not self._names.isdisjoint({name, f"{name}:{rpc}"})

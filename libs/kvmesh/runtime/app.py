@@ -54,7 +54,9 @@ class ServerConfig:
     advertise_host: str = option("", "host that peers use to reach this service; default: host")
     drain_s: float = option(30.0, "longest time that a drain waits for running work")
     tls: TlsConfig = option(TlsConfig, "")
-    callers: str = option("", "names in certificates that may call, comma-separated; empty: all")
+    callers: str = option(
+        "", "names in certificates that may call, or `name:Rpc`, comma-separated; empty: all"
+    )
     admin: AdminConfig = option(AdminConfig, "")
 
 

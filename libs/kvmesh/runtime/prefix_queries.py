@@ -21,9 +21,11 @@ from kvmesh.policy.preemption import with_sample
 from kvmesh.policy.query_cost import QueryDecision, QueryTask, choose_query
 from kvmesh.runtime.prefill_attempt import PrefillAttempt
 from kvmesh.runtime.query_metrics import QueryMetrics
-from kvmesh.transfer.asker import Asker, Holder, RemoteBlocks
+from kvmesh.transfer.asker import Asker
 from kvmesh.transfer.greeting import PeerKey
+from kvmesh.transfer.holder import Holder
 from kvmesh.transfer.meters import TransferStatistics
+from kvmesh.transfer.remote_blocks import RemoteBlocks
 
 _FULL_STEPS = 4
 

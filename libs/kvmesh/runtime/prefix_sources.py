@@ -21,8 +21,8 @@ from kvmesh.runtime.prefill_attempt import PrefillAttempt
 from kvmesh.runtime.prefix_fetch import PrefixFetcher
 from kvmesh.runtime.prefix_queries import PrefixQueries
 from kvmesh.telemetry.logs import event_logger
-from kvmesh.transfer.asker import Holder
 from kvmesh.transfer.greeting import PeerKey
+from kvmesh.transfer.holder import Holder
 
 log = event_logger(__name__)
 

@@ -2,7 +2,8 @@
 
 One JSON object per line, gzip or plain: `t_ms`, `input_len`, `output_len`, `hash_ids` (one chained
 id per block of 512 prompt tokens), and for sessions `session`, `turn`, `think_ms`; a `scenario`
-where groups serve one each.
+where groups serve one each. Mooncake's published traces name the first three otherwise; both are
+read.
 Tests: tests/unit/sim/test_trace.py.
 """
 
@@ -20,6 +21,8 @@ from kvmesh.sim.fields import Fields
 
 TRACE_BLOCK = 512
 """Prompt tokens per hash id."""
+
+_MOONCAKE = {"timestamp": "t_ms", "input_length": "input_len", "output_length": "output_len"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +82,7 @@ def _parse(line: str, where: str) -> TraceRequest:
         raise ConfigError(f"{where}: {error}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{where}: not an object")
-    fields = Fields(data, where)
+    fields = Fields({_our_name(key): value for key, value in data.items()}, where)
     ids = fields.array("hash_ids")
     tokens = fields.count("input_len", 1)
     if len(ids) != -(-tokens // TRACE_BLOCK) or not all(isinstance(each, int) for each in ids):
@@ -94,6 +97,10 @@ def _parse(line: str, where: str) -> TraceRequest:
         think_s=fields.number("think_ms") / 1000 if fields.has("think_ms") else 0.0,
         scenario=fields.text("scenario") if fields.has("scenario") else "",
     )
+
+
+def _our_name(key: str) -> str:
+    return _MOONCAKE.get(key, key)
 
 
 def matched_blocks(requests: Iterable[TraceRequest]) -> Iterator[tuple[TraceRequest, int]]:

@@ -8,34 +8,28 @@ nothing at the holder, so it may be asked twice. Tests: tests/contract/test_quer
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import secrets
 import socket
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvmesh.core.clock import Clock
 from kvmesh.core.details import ANSWER, ASK
 from kvmesh.core.errors import LostError, RefusedError
-from kvmesh.core.types import Endpoint, HostRoute, RefusalReason, Reservation
-from kvmesh.kv.handoff_types import WriteClaim
+from kvmesh.core.types import Endpoint, RefusalReason
 from kvmesh.policy.query_cost import QuerySpeed
-from kvmesh.transfer.attend import ATTEND, AttendArguments, ClaimKind, most_queries
 from kvmesh.transfer.channel import IPC, LOCAL, NIXL, SHM, TCP, usable_kinds
 from kvmesh.transfer.channel_pool import SendOptions
 from kvmesh.transfer.frames import Checksum, LinkOffer
 from kvmesh.transfer.greeting import PeerKey, sender_machine
+from kvmesh.transfer.holder import Holder
 from kvmesh.transfer.host import host_id
-from kvmesh.transfer.lane import claim_of
 from kvmesh.transfer.meters import LinkKey, LinkMeters, TransferStatistics
 from kvmesh.transfer.native import num_bytes_of
 from kvmesh.transfer.pacing import Pacer
 from kvmesh.transfer.protocol import ChannelIdentity
 from kvmesh.transfer.query_line import QueryLine, Question
-from kvmesh.transfer.reader import ReadLease
-from kvmesh.transfer.remote_attention import PartialAnswer
 from kvmesh.transfer.sockets import resolve_blocking, tune
 from kvmesh.transfer.tls import connect_tls_blocking
 from kvmesh.transfer.wire import Wire
@@ -43,7 +37,6 @@ from kvmesh.transfer.wire import Wire
 _LINK_ID_BITS = 64
 _ASKED_OVER = {LOCAL: SHM, IPC: SHM, NIXL: TCP}
 """Operands and answers come over a connection of ours in any case."""
-_LSE_BYTES = 4
 
 SHUN_S = 5.0
 """A holder that was lost is not asked again for this long: who asks keeps all its batch waiting."""
@@ -51,44 +44,6 @@ BUSY_S = 0.5
 """As `SHUN_S`, of one that has too many questions."""
 MAX_LINES = 64
 """Lines that are kept, unless more have questions on their way."""
-
-
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """Who is asked, and by what right.
-
-    Attributes:
-        peer: one life of a worker.
-        kind, claim: what names the blocks there.
-    """
-
-    peer: PeerKey
-    data_endpoint: Endpoint
-    host_route: HostRoute | None
-    kind: ClaimKind
-    claim: WriteClaim
-
-    @classmethod
-    def of_reservation(cls, reservation: Reservation) -> Holder:
-        """The worker that has reserved, for the blocks that it had cached."""
-        return cls(
-            PeerKey(reservation.worker_id, reservation.incarnation),
-            reservation.data_endpoint,
-            reservation.host_route,
-            ClaimKind.RESERVATION,
-            claim_of(reservation),
-        )
-
-    @classmethod
-    def of_lease(cls, lease: ReadLease) -> Holder:
-        """The worker that leases some of its blocks."""
-        return cls(
-            PeerKey(lease.worker_id, lease.incarnation),
-            lease.data_endpoint,
-            lease.host_route,
-            ClaimKind.LEASE,
-            lease.claim,
-        )
 
 
 class Work(NamedTuple):
@@ -353,81 +308,3 @@ def _connected(
         sock.close()
         raise
     return sock
-
-
-class PendingAnswer:
-    """Attention that is being computed elsewhere (`PendingAttention`)."""
-
-    def __init__(
-        self, asker: Asker, holder: Holder, questions: Sequence[Question], work: Work
-    ) -> None:
-        """The questions were sent; their pieces of the answer are in the order of the rows."""
-        self._asker = asker
-        self._holder = holder
-        self._questions = questions
-        self._work = work
-        self._started = asker.now()
-
-    def wait(self) -> PartialAnswer:
-        """See `PendingAttention.wait`."""
-        try:
-            self._asker.receive(self._holder, self._questions)
-        except (LostError, RefusedError) as error:
-            self._asker.note_failure(self._holder.peer, error)
-            raise
-        seconds = self._asker.now() - self._started
-        self._asker.observe(self._holder.peer, self._questions, self._work, seconds)
-        outputs, sums = zip(*(question.into for question in self._questions), strict=True)
-        return PartialAnswer(_whole(outputs), _whole(sums))
-
-
-def _whole(pieces: Sequence[memoryview]) -> memoryview:
-    return pieces[0] if len(pieces) == 1 else memoryview(bytearray().join(pieces))
-
-
-class RemoteBlocks:
-    """Blocks of one holder, to attend to from here (`RemoteAttention`)."""
-
-    def __init__(self, asker: Asker, holder: Holder, blocks: range) -> None:
-        """`blocks` are indexes of what the holder's claim names."""
-        self._asker = asker
-        self._holder = holder
-        layout = asker.layout
-        self._num_positions = len(blocks) * layout.block_size
-        self._template = AttendArguments(
-            kind=holder.kind,
-            claim=holder.claim,
-            first=blocks.start,
-            count=len(blocks),
-            layer=0,
-            num_queries=0,
-            num_heads=0,
-            head_dim=layout.head_dim,
-            dtype=layout.dtype,
-            scale=1.0,
-        )
-
-    def ask(
-        self, layer: int, queries: memoryview, shape: Sequence[int], scale: float
-    ) -> PendingAnswer:
-        """See `RemoteAttention.ask`."""
-        num_queries, num_heads, head_dim = shape
-        step = most_queries(num_heads, head_dim, self._template.dtype)
-        queries = queries.cast("B")
-        row_bytes = queries.nbytes // num_queries
-        questions = []
-        for first in range(0, num_queries, step):
-            count = min(step, num_queries - first)
-            arguments = dataclasses.replace(
-                self._template, layer=layer, num_queries=count, num_heads=num_heads, scale=scale
-            )
-            operands = queries[first * row_bytes : (first + count) * row_bytes]
-            into = [
-                memoryview(bytearray(arguments.operand_bytes)),
-                memoryview(bytearray(count * num_heads * _LSE_BYTES)),
-            ]
-            questions.append(Question(ATTEND, arguments.encode(), operands, into))
-        work = Work(num_queries * self._num_positions, num_heads * head_dim)
-        pending = PendingAnswer(self._asker, self._holder, questions, work)
-        self._asker.send(self._holder, questions)
-        return pending

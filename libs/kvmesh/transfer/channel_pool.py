@@ -282,7 +282,8 @@ class ChannelPool:
     @property
     def sending_bytes(self) -> int:
         """KV asked to leave that has not arrived."""
-        return sum(meter.queued_bytes for meter in self._meters.links.values())
+        links = self._meters.links.values()
+        return sum(meter.queued_bytes - meter.arrived_bytes for meter in links)
 
     def link_view(self, reservation: Reservation) -> LinkView | None:
         """The link that a transfer would take now; None before the first one."""

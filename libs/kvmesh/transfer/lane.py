@@ -18,7 +18,7 @@ from kvmesh.transfer.alignment import Run
 from kvmesh.transfer.checksums import checksum_function
 from kvmesh.transfer.codec import encode_frame
 from kvmesh.transfer.decoder import FrameEvent, PayloadBytes, PayloadEnd, PayloadStart, Sum
-from kvmesh.transfer.frame_socket import INLINE_BYTES, FrameSocket
+from kvmesh.transfer.frame_socket import FrameSocket
 from kvmesh.transfer.frames import (
     BlockPart,
     BlockRun,
@@ -43,6 +43,7 @@ from kvmesh.transfer.sender_protocol import (
     SenderMachine,
     SenderOutcome,
 )
+from kvmesh.transfer.sending_socket import INLINE_BYTES
 from kvmesh.transfer.stall import Rest
 from kvmesh.transfer.wire import Wire
 

@@ -68,6 +68,7 @@ class LinkMeter:
         channels: connections that were opened.
         retransmits: TCP segments that were sent again, on the connections that are up.
         queued_bytes: asked for and not ended.
+        arrived_bytes: of `queued_bytes`, those in their blocks already, as far as answers tell.
         rtt_s: smallest smoothed round trip of the connections that are up; of answers, that of a
             question, in one layer, without its attention.
         pair_s: of answers: attention for each query token and token of the prefix, in all layers.
@@ -86,6 +87,7 @@ class LinkMeter:
     channels: int = 0
     retransmits: int = 0
     queued_bytes: int = 0
+    arrived_bytes: int = 0
     rtt_s: float = 0.0
     pair_s: float = 0.0
     _under_way: int = field(default=0, repr=False)
@@ -158,8 +160,11 @@ class LinkMeters:
 
     @property
     def bytes(self) -> int:
-        """KV bytes of all links since start, dropped ones included."""
-        return self._dropped_bytes + sum(meter.bytes for meter in self._links.values())
+        """KV bytes of all links since start, dropped ones included, and what has arrived of
+        transfers that are under way: on a slow link one takes seconds.
+        """
+        links = self._links.values()
+        return self._dropped_bytes + sum(meter.bytes + meter.arrived_bytes for meter in links)
 
     def _drop_gone(self) -> None:
         surplus = len(self._links) + 1 - MAX_LINKS

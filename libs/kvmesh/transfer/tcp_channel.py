@@ -16,13 +16,13 @@ from kvmesh.core.types import Endpoint, RefusalReason, Reservation
 from kvmesh.transfer.alignment import Run, split_runs
 from kvmesh.transfer.channel import carry_all
 from kvmesh.transfer.device import Moment
-from kvmesh.transfer.frame_socket import INLINE_BYTES
 from kvmesh.transfer.frames import MAX_RUNS, BlockPart, Checksum, LinkOffer
 from kvmesh.transfer.greeting import LaneOptions, Link, sender_machine
 from kvmesh.transfer.lane import Lane, claim_of
 from kvmesh.transfer.memory import run_views
 from kvmesh.transfer.meters import LinkMeter
 from kvmesh.transfer.run_table import num_blocks_of
+from kvmesh.transfer.sending_socket import INLINE_BYTES
 from kvmesh.transfer.sockets import tcp_facts
 from kvmesh.transfer.staging import SendMemory, StagingRing
 from kvmesh.transfer.stall import PaceWatch, Rest
@@ -190,7 +190,9 @@ class TcpChannel:
             else:
                 views = run_views(memory, piece, self._link.identity.layout.block_bytes, part)
                 await self._send(reservation, piece, views, part, progress, width)
-            progress.rest.num_bytes -= num_blocks_of(piece) * block_bytes
+            piece_bytes = num_blocks_of(piece) * block_bytes
+            progress.rest.num_bytes -= piece_bytes
+            self._meter.arrived_bytes += piece_bytes
 
         watches = [self._pace] if self._egress is None else [self._pace, self._egress]
         for watch in watches:
@@ -203,6 +205,7 @@ class TcpChannel:
         finally:
             for watch in watches:
                 watch.end(progress.rest)
+            self._meter.arrived_bytes -= total - progress.rest.num_bytes
 
     async def commit(self, reservation: Reservation, first_token_id: int, num_tokens: int) -> None:
         """See `SendChannel.commit`. Asked once more when its connection is cut."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -36,6 +38,25 @@ def test_what_fails_or_is_late_says_so(tmp_path: Path) -> None:
     assert (tmp_path / "tests.log").read_text() == "why\n"
     late = GpuStep("late", ["-c", "input()"], 0.0)
     assert _run(late, end(), tmp_path) == "out of time"
+
+
+def test_kernels_and_decode_need_little_more_than_torch() -> None:
+    missing = (
+        "rich",
+        "grpc",
+        "google",
+        "redis",
+        "uvloop",
+        "crc32c",
+        "aiohttp",
+        "prometheus_client",
+    )
+    code = f"import sys; sys.modules.update(dict.fromkeys({missing!r}));"
+    code += "import benchmarks.gpu, benchmarks.gpu_decode"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_row_tells_the_share_of_the_floor_and_what_graphs_gain() -> None:

@@ -92,6 +92,12 @@ def test_recovery_ends_with_the_last_request_that_was_late_or_refused() -> None:
     assert live_pdserve.recovered_s(good + bad, 5.0) == 2.0
 
 
+def test_a_rise_is_from_where_the_link_fell() -> None:
+    tokens = ((900.0, False), (600.0, True), (1500.0, True), (1200.0, True), (2000.0, False))
+    assert live_prfaas.rise([live_prfaas.Seen(*each) for each in tokens]) == 2.5
+    assert live_prfaas.rise([live_prfaas.Seen(600.0, is_low=False)]) == 1.0
+
+
 def test_verdicts_compare_with_the_baselines() -> None:
     offload = [
         {"system": name, "goodput/s": value, "lift": 1.5, "round": 1}

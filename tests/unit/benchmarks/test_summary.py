@@ -21,6 +21,6 @@ def test_counts_targets_and_names_the_missed_ones() -> None:
             "sim": common,
         }
     )
-    assert "| [engine](engine.md) | 2026-05-01 | abc | 1 of 2 |" in page
-    assert "| [sim](sim.md) | 2026-05-01 | abc | – |" in page
+    assert "| [engine](engine.md) | 2026-05-01 | abc | 1 of 2 | `make bench-engine` |" in page
+    assert "| [sim](sim.md) | 2026-05-01 | abc | – | `make bench-sim` |" in page
     assert page.endswith("| engine | prefill | 1.1 | >= 1.15 |\n| serve | p99 | – | <= 3 |\n")

@@ -36,7 +36,8 @@ def test_status_and_code(error: KvMeshError, status: int, code: str) -> None:
     assert answer.status == status
     assert set(answer.body["error"]) == {"message", "type", "param", "code"}
     assert answer.body["error"]["code"] == code
-    assert answer.body["error"]["message"] == str(error)
+    advice = "; try again in 1 s" if isinstance(error, RefusedError) else ""
+    assert answer.body["error"]["message"] == f"{error}{advice}"
 
 
 @pytest.mark.parametrize(("given_ms", "seconds"), [(0, "1"), (1000, "1"), (1001, "2")])

@@ -56,6 +56,16 @@ def test_completion_body() -> None:
     assert only["logprobs"]["top_logprobs"][1] == {" two": -1.0}
 
 
+def test_a_chosen_token_is_among_the_likely_ones_of_a_completion() -> None:
+    drawn = ChoiceText([8], "one", [1], [TokenLogprobs(-3.0, (2,), (-0.5,))], FinishReason.LENGTH)
+    (only,) = responses(Endpoint.COMPLETION, 1).whole([drawn], {})["choices"]
+    assert only["logprobs"]["token_logprobs"] == [-3.0]
+    assert only["logprobs"]["top_logprobs"] == [{"one": -3.0, " two": -0.5}]
+    (chat,) = responses(Endpoint.CHAT, 1).whole([drawn], {})["choices"]
+    (score,) = chat["logprobs"]["content"]
+    assert [top["token"] for top in score["top_logprobs"]] == [" two"]
+
+
 def test_logprobs_only_when_asked_for() -> None:
     for endpoint in Endpoint:
         assert responses(endpoint).whole([choice()], {})["choices"][0]["logprobs"] is None

@@ -128,3 +128,14 @@ async def test_special_tokens_around_a_text(text: str) -> None:
         expected = tuple(tokenizer.encode(text, add_special_tokens=special).ids)
         for _ in range(3):  # new words are learnt meanwhile
             assert await ours.encode(text, add_special_tokens=special) == expected
+
+
+def test_a_piece_of_known_words_is_kept_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = word_encoder(make_tokenizer())
+    assert encoder is not None
+    known = encoder.encode("the mesh, it is")
+    assert (encoder.num_words, encoder.num_pieces) == (5, 4)
+    assert encoder.encode("the mesh, it is") == known
+    monkeypatch.setattr(words, "MAX_PIECES", 4)
+    assert encoder.encode("the is, mesh") is not None
+    assert encoder.num_pieces == 2  # those of the last text that were new

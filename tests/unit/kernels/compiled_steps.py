@@ -5,6 +5,7 @@ registers. Run by test_triton_kernels.py in a process of its own, without the in
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -135,3 +136,14 @@ def test_steps(name: str) -> None:
     assert ("_grouped_kernel" in kernels) == (config.moe is not None)
     assert ({"_scan_kernel", "_step_kernel"} <= kernels) == (config.linear is not None)
     assert {each.kernel for each in launches if each.stack_bytes > MOST_STACK_BYTES} == set()
+
+
+@pytest.mark.parametrize(
+    "look",
+    [Tensor.item, Tensor.tolist, Tensor.cpu, Tensor.nonzero, bool, int, Tensor.numpy],
+    ids=lambda look: look.__name__,
+)
+def test_whoever_would_wait_for_the_device_fails(look: Callable[[Tensor], object]) -> None:
+    """So that the steps above show something."""
+    with device(90), pytest.raises((RuntimeError, TypeError)):
+        look(torch.zeros(1, dtype=torch.int64, device="meta"))

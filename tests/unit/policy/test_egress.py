@@ -32,13 +32,21 @@ def test_transfers_that_arrive_in_lumps_do_not_hide_it() -> None:
     assert meter.capacity == pytest.approx(30.0)
 
 
+def test_what_arrives_at_the_end_of_a_jam_was_on_its_way_all_the_time() -> None:
+    meter = EgressMeter(90.0)
+    for sent in (0, 0, 0, 0):
+        meter.observe(sent, 120, 1.0)
+    assert meter.observe(120, 30, 1.0) == 1.0
+    assert meter.capacity == pytest.approx(30.0), "120 bytes in four cycles"
+
+
 def test_when_the_backlog_is_gone_the_bandwidth_is_believed_again_step_by_step() -> None:
     meter = EgressMeter(90.0)
     for _ in range(4):
         meter.observe(30, 60, 1.0)
-    # The last bytes leave, and a little traffic goes on: more than half of what was found.
+    # The last bytes leave, and a little traffic goes on: more than a quarter of what was found.
     assert meter.observe(60, 0, 1.0) == 1.0
-    assert meter.observe(15, 0, 1.0) == pytest.approx(15 / 75)
+    assert meter.observe(15, 0, 1.0) == pytest.approx(15 / (30 * 1.25**2))
     for _ in range(10):
         meter.observe(9, 0, 1.0)
     assert meter.capacity == 90.0

@@ -88,7 +88,9 @@ def test_who_has_any_limit_is_not_open(name: str) -> None:
 
 
 def test_a_salt_says_where_the_tenants_name_ends() -> None:
-    assert Tenant("t").salted("x") == "x"
+    assert Tenant("t").salted("x") == "0::x"
+    assert Tenant("t").salted("1:a:b") != Tenant(namespace="a").salted("b")
+    assert Tenant("t").salted("") == ""
     salts = {Tenant(namespace=space).salted(salt) for space, salt in (("a", "b:c"), ("a:b", "c"))}
     assert len(salts) == 2
     assert Tenant(namespace="a").salted("b") != Tenant(namespace="a").salted("c")

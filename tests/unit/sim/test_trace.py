@@ -40,6 +40,13 @@ def test_rows_by_arrival(tmp_path: Path, name: str) -> None:
     assert requests[2].full_ids == (9,)
 
 
+def test_mooncakes_names(tmp_path: Path) -> None:
+    row = {"timestamp": 27482, "input_length": 700, "output_length": 52, "hash_ids": [46, 47]}
+    [request] = read_trace(write(tmp_path / "t", [row]))
+    assert (request.arrival_s, request.input_tokens, request.output_tokens) == (27.482, 700, 52)
+    assert request.full_ids == (46,)
+
+
 def test_a_limit(tmp_path: Path) -> None:
     assert len(read_trace(write(tmp_path / "t", ROWS), limit=2)) == 2
 

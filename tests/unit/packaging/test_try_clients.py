@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from scripts import client_environments, try_clients
+from scripts.client_programs import CLIENTS, LOAD_GENERATORS, PROGRAMS, Program
+from scripts.client_report import CaseResult, ProgramResult
+
+HELD = 'kvmesh_prefill_slots_used{worker="a"} 2.0\nother 3.0\nkvmesh_sequences_held 0.0\n'
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Iterator[Path]:
+    """The folder of a stack whose one member holds something the first time it is asked."""
+    answers = [HELD, ""]
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(answers.pop(0).encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        members = [{"name": "redis", "metrics_port": 0}]
+        members.append({"name": "prefill-0", "metrics_port": server.server_port})
+        (tmp_path / "stack.json").write_text(json.dumps({"members": members}))
+        yield tmp_path
+        server.shutdown()
+        thread.join()
+
+
+def test_what_is_held_is_named() -> None:
+    assert try_clients.held(HELD, "prefill-0") == {"prefill-0 kvmesh_prefill_slots_used": 2.0}
+
+
+def test_a_stack_has_time_to_let_go(state: Path) -> None:
+    assert try_clients.left_behind(state) == {}
+
+
+def test_a_stack_that_does_not_let_go_is_told_of(
+    state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(try_clients, "_SETTLE_S", -1.0)
+    assert list(try_clients.left_behind(state)) == ["prefill-0 kvmesh_prefill_slots_used"]
+
+
+def test_names_and_environments_are_unique() -> None:
+    assert len(PROGRAMS) == len({each.folder for each in PROGRAMS.values()})
+    assert len(PROGRAMS) == len(CLIENTS) + len(LOAD_GENERATORS)
+
+
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=lambda each: each.name)
+def test_each_program_has_its_script(program: Program) -> None:
+    name = program.script if program.is_node else f"{program.script}.py"
+    assert (client_environments.CLIENTS / name).is_file()
+
+
+def test_the_version_is_that_of_the_environment(tmp_path: Path) -> None:
+    node, python = PROGRAMS["@ai-sdk/openai-compatible"], PROGRAMS["lm-eval"]
+    assert not client_environments.installed_version(node, tmp_path)
+    assert not client_environments.installed_version(python, tmp_path)
+    package = tmp_path / node.folder / "node_modules" / "@ai-sdk" / "openai-compatible"
+    package.mkdir(parents=True)
+    (package / "package.json").write_text('{"version": "3.1"}')
+    site = tmp_path / python.folder / "lib" / "python3.12" / "site-packages"
+    (site / "lm_eval-0.5.dist-info").mkdir(parents=True)
+    assert client_environments.installed_version(node, tmp_path) == "3.1"
+    assert client_environments.installed_version(python, tmp_path) == "0.5"
+
+
+def test_a_program_that_does_not_install_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise client_environments.InstallError("no network")
+
+    monkeypatch.setattr(try_clients, "install", fail)
+    programs = [PROGRAMS["llm"], PROGRAMS["kvmesh bench serve"]]
+    (missing,) = try_clients.prepare(programs, tmp_path, False, Console(quiet=True))
+    assert missing == ProgramResult(PROGRAMS["llm"], "", problem="no network")
+
+
+def test_a_program_is_run_and_read(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = state / "python"
+    case = json.dumps({"name": "chat", "problem": ""})
+    python.write_text(f"#!/bin/sh\necho noise\necho 'case: {case}'\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(try_clients, "python_of", lambda *_: python)
+    program = PROGRAMS["kvmesh bench serve"]
+    result = try_clients.try_program(program, state, "http://127.0.0.1:1", state)
+    assert result.cases == (CaseResult("chat", ""),)
+    assert not result.has_failed
+    python.write_text("#!/bin/sh\nexit 3\n")
+    monkeypatch.setattr(try_clients, "left_behind", lambda _: {})
+    result = try_clients.try_program(program, state, "http://127.0.0.1:1", state)
+    assert result.has_failed
+    assert result.problem.startswith("exit code 3")
+
+
+def test_results_are_kept_until_there_are_newer_ones(tmp_path: Path) -> None:
+    old = ProgramResult(PROGRAMS["llm"], "1", (CaseResult("chat", "no", "5 ms"),), "left")
+    other = ProgramResult(PROGRAMS["openai"], "2")
+    try_clients.keep([old, other], tmp_path)
+    assert try_clients.kept_results(tmp_path) == [other, old]
+    newer = ProgramResult(PROGRAMS["llm"], "3")
+    try_clients.keep([newer], tmp_path)
+    assert try_clients.kept_results(tmp_path) == [other, newer]
+
+
+def test_errors_in_logs_are_found(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "gateway.log").write_text("10:00 INFO  fine\n10:01 ERROR gateway bad\n")
+    assert try_clients.logged_errors(tmp_path) == ["gateway.log: 10:01 ERROR gateway bad"]
