@@ -25,6 +25,7 @@ from kvmesh.v1 import (
     decode_service_pb2,
     inference_service_pb2,
     kv_manager_service_pb2,
+    kv_pool_service_pb2,
     prefill_service_pb2,
     scheduler_service_pb2,
 )
@@ -112,6 +113,7 @@ SERVICES: list[tuple[Callable[[Path], Any], Any]] = [
     (kvmanager, kv_manager_service_pb2),
     (worker, prefill_service_pb2),
     (worker, decode_service_pb2),
+    (worker, kv_pool_service_pb2),
     (gateway, inference_service_pb2),
 ]
 
@@ -145,6 +147,12 @@ async def call_once(
 def methods_of(module: Any) -> list[MethodDescriptor]:
     services: list[ServiceDescriptor] = list(module.DESCRIPTOR.services_by_name.values())
     return [method for service in services for method in service.methods]
+
+
+def test_no_service_is_left_out() -> None:
+    folder = Path(decode_service_pb2.__file__).parent
+    written = {file.name.removesuffix(".py") for file in folder.glob("*_service_pb2.py")}
+    assert {module.__name__.rpartition(".")[2] for _, module in SERVICES} == written
 
 
 @pytest.mark.parametrize(

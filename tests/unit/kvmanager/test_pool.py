@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 
 import pytest
 
 from kvmesh.core.clock import ManualClock
-from kvmesh.core.errors import ConfigError
+from kvmesh.core.errors import ConfigError, ProtocolError
 from kvmesh.core.pool import CopyOrder, EvictionHint, PoolOrder, PoolReport
 from kvmesh.core.types import Endpoint, Role, WorkerId
 from kvmesh.metadata.memory_store import MemoryMetadataStore
 from kvmesh.metadata.pool_store import MemoryPoolStore
 from kvmesh.metadata.store import Publisher, StoreUnavailableError
 from kvmesh.policy.heat import HeatTable
-from kvmesh.rpc.convert_pool import pool_order_from_proto, pool_report_to_proto
+from kvmesh.rpc.convert_pool import (
+    knowledge_to_proto,
+    pool_order_from_proto,
+    pool_order_to_proto,
+    pool_report_to_proto,
+)
 from kvmesh.rpc.stream import Outbox
 from kvmesh.v1 import kv_manager_service_pb2 as pb
 from kvmesh.v1 import pool_types_pb2
 from services.kvmanager import heat, metrics
 from services.kvmanager.config import PoolConfig
 from services.kvmanager.guard import StoreGuard
-from services.kvmanager.pool import KEPT_WINDOWS, Pool, check_pool_config, merge_knowledge
+from services.kvmanager.pool import (
+    KEPT_WINDOWS,
+    TICKS_PER_WINDOW,
+    Pool,
+    check_pool_config,
+    merge_knowledge,
+)
 from services.kvmanager.pool_seat import PoolSeat
 from tests.unit.policy.test_heat import SIZE, name, prefix
 
@@ -190,6 +204,19 @@ async def test_a_copy_that_nobody_reads_any_more_leaves_first(stage: Stage) -> N
     assert b"".join(hint.hashes) == prefix("abcd")
 
 
+async def test_a_copy_that_stays_cold_is_named_once(stage: Stage) -> None:
+    pool = stage.replica("one")
+    full = await stage.worker(pool, A, "abcd")
+    await stage.worker(pool, B, "abcd")
+    stage.report(full, 0, room=1)
+    pool.heat.note("m", prefix("abcd"), 4 * SIZE)
+    for _ in range(COOLS_IN + 3):
+        pool._planner._ordered.clear()  # nothing that was ordered before keeps it from being so
+        await stage.window(pool)
+        await pool._hand_out()
+    assert len(await stage.orders(pool, A)) == 1
+
+
 async def test_a_copy_on_a_worker_of_another_role_is_no_second_copy(stage: Stage) -> None:
     pool = stage.replica("one")
     await stage.worker(pool, A, "ab", role=Role.PREFILL)
@@ -229,6 +256,157 @@ async def test_a_failure_of_the_store_costs_a_window(stage: Stage) -> None:
     stage.shared.fails = False
     await pool._safely(pool.end_window)
     assert pool.planning
+
+
+@pytest.mark.parametrize("why", ["fails", "is down", "is damaged"])
+async def test_who_planned_and_lost_the_store_plans_no_longer(stage: Stage, why: str) -> None:
+    pool = stage.replica("one")
+    asked = 0
+
+    async def ask() -> None:
+        nonlocal asked
+        asked += 1
+        if why == "fails":
+            raise StoreUnavailableError("told to")
+        if why == "is damaged":
+            raise ProtocolError("bad", "told to")
+
+    await pool._safely(pool.end_window)
+    assert pool.planning
+    metrics.POOL_HOT_RUNS.set(7)
+    if why == "is down":
+        stage.guard._failed.set()
+    await pool._safely(ask)
+    assert asked == (why != "is down")
+    assert not pool.planning
+    assert metrics.POOL_PLANNING._value.get() == 0
+    assert metrics.POOL_HOT_RUNS._value.get() == 0
+
+
+async def test_what_goes_well_leaves_the_plan_with_its_replica(stage: Stage) -> None:
+    pool = stage.replica("one")
+    await pool._safely(pool.end_window)
+    metrics.POOL_HOT_RUNS.set(7)
+    await pool._safely(pool._hand_out)
+    assert pool.planning
+    assert metrics.POOL_PLANNING._value.get() == 1
+    assert metrics.POOL_HOT_RUNS._value.get() == 7
+
+
+async def test_a_running_pool_counts_and_hands_out_often_and_ends_windows(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = stage.replica("one")
+    done, slept, sleep = list[str](), 0.0, asyncio.sleep
+    over = asyncio.Event()
+
+    async def turn(seconds: float) -> None:
+        nonlocal slept
+        slept += seconds
+        await sleep(0)
+
+    def noting(what: str) -> Callable[[], Awaitable[None]]:
+        async def note() -> None:
+            done.append(what)
+            if done.count("window") == 2:
+                over.set()
+
+        return note
+
+    monkeypatch.setattr("services.kvmanager.pool.asyncio.sleep", turn)
+    monkeypatch.setattr(pool.heat, "count", noting("count"))
+    monkeypatch.setattr(pool, "_hand_out", noting("orders"))
+    monkeypatch.setattr(pool, "end_window", noting("window"))
+    assert await stage.shared.may_plan("one", 1e9)
+    running = asyncio.create_task(pool.run())
+    await over.wait()
+    running.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
+    window = [*TICKS_PER_WINDOW * ["count", "orders"], "window"]
+    assert done[: 2 * len(window)] == 2 * window
+    assert slept >= 2 * CONFIG.window_s * (1 - 1e-9)
+    assert slept <= 2 * CONFIG.window_s * (1 + 2 / TICKS_PER_WINDOW)
+    assert await stage.shared.may_plan("two", 1e9), "who leaves gives the plan up"
+
+
+async def test_a_newer_life_and_the_replica_that_counted_more_speak_for_a_worker(
+    stage: Stage,
+) -> None:
+    pool = stage.replica("one")
+    seat = await stage.worker(pool, A)
+    stage.report(seat, 10)
+    member = seat.member
+    assert member is not None
+    lives = [(2, 5.0), (3, 1.0), (3, 4.0), (3, 2.0), (1, 9.0)]
+    told = [
+        knowledge_to_proto({}, {}, [replace(member, incarnation=life, read_blocks=read)])
+        for life, read in lives
+    ]
+    encoded = [each.SerializeToString() for each in told]
+    for order in (encoded, encoded[::-1]):
+        _, (found,) = merge_knowledge([order[0], b"\xff\xff", *order[1:]], pool._make_table)
+        assert (found.incarnation, found.read_blocks) == (3, 4.0)
+
+
+async def test_a_worker_that_has_not_reported_is_told_nothing(stage: Stage) -> None:
+    pool = stage.replica("one")
+    publisher = Publisher(B, 1, "east", "m")
+    outbox: Outbox[pb.PublishResponse] = Outbox()
+    pool.join(PoolSeat(publisher, outbox))
+    order = pool_order_to_proto(EvictionHint((name("a"),)))
+    await stage.shared.put_orders(B, [order.SerializeToString()], 60.0)
+    await pool._hand_out()
+    await pool.end_window()
+    assert list((await stage.shared.take_orders([B])).values()) == [[order.SerializeToString()]]
+
+
+async def test_the_segments_of_each_namespace_are_counted_apart(stage: Stage) -> None:
+    board = stage.replica("one").heat
+    board.note("m", prefix("a"), SIZE)
+    board.note("n", prefix("b") + prefix("c"), SIZE)
+    await board.count()
+    found = {space: [each.name for each in heats] for space, heats in board.hottest(9).items()}
+    assert found == {"m": [name("a")], "n": [name("b")]}
+    assert {space: len(cold) for space, cold in board.cooled(0.5, 2.0, 9).items()} == {
+        "m": 1,
+        "n": 1,
+    }
+    assert {space: len(cold) for space, cold in board.cooled(2.0, 9.0, 9).items()} == {
+        "m": 0,
+        "n": 0,
+    }
+
+
+async def test_a_very_long_prefix_is_counted_at_its_start(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heat, "MAX_NOTED_BLOCKS", 2 * SIZE)
+    board = stage.replica("one").heat
+    board.note("m", prefix("abc"), 3 * SIZE)
+    await board.count()
+    assert {each.name for each in board.hottest(9)["m"]} == {name("a"), name("ab")}
+
+
+async def test_lookups_get_their_turn_between_notes(stage: Stage) -> None:
+    board = stage.replica("one").heat
+    for _ in range(3 * heat.NOTES_AT_ONCE):
+        board.note("m", prefix("a"), SIZE)
+    left = list[int]()
+
+    async def watch() -> None:
+        while board._notes:
+            left.append(len(board._notes))
+            await asyncio.sleep(0)
+
+    watching = asyncio.create_task(watch())
+    await board.count()
+    await watching
+    assert left == [2 * heat.NOTES_AT_ONCE, heat.NOTES_AT_ONCE]
+    before = metrics.HEAT_NOTES_DROPPED._value.get()
+    board.note("m", prefix("a"), SIZE)
+    await board.count()
+    assert metrics.HEAT_NOTES_DROPPED._value.get() == before
 
 
 async def test_a_plan_that_fails_leaves_nothing_on_its_way(
@@ -307,6 +485,8 @@ async def test_what_a_worker_read_counts_from_its_second_report(stage: Stage) ->
     stage.report(seat, 10)
     seat.fade(0.5)
     assert seat.member.read_blocks == 20
+    await pool.end_window()
+    assert seat.member.read_blocks == 10
 
 
 def test_knowledge_that_cannot_be_read_is_left_out() -> None:
