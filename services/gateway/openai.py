@@ -244,11 +244,8 @@ def _with_tools(call: ApiCall, body: ChatBody) -> ApiCall:
     if structure is None:
         skips = call.skip_special_tokens and not call.tools.keeps_special_tokens
         return replace(call, skip_special_tokens=skips)
-    if call.sampling.structure is not None:
-        field_name = call.structure_field
-        raise InvalidRequestError(
-            f"{field_name}: not together with tool_choice required or a named function", field_name
-        )
+    # A forced call is all that comes: what text would look like has nothing to say. Agents send
+    # both, for their first turn and their last.
     return replace(
         call, sampling=replace(call.sampling, structure=structure), structure_field="tools"
     )

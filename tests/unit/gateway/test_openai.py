@@ -24,6 +24,7 @@ from services.gateway.openai import (
 )
 from services.gateway.placing import Placing
 from services.gateway.schema import ChatBody, CompletionBody, parse_body
+from services.gateway.tool_parsers import ToolFamily
 
 LIMITS = LimitsConfig()
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -223,6 +224,24 @@ def test_choices_get_consecutive_seeds() -> None:
         choice_sampling(call, 10, 100, seed=2**64 - 1, choice=choice).seed for choice in (0, 1)
     ]
     assert seeds == [2**64 - 1, 0]
+
+
+def test_a_forced_call_goes_before_the_form_of_a_text() -> None:
+    def tooled(**fields: Any) -> ApiCall:
+        body = parse_body(ChatBody, {"messages": MESSAGES, **fields})
+        return chat_call(body, LIMITS, family=ToolFamily.HERMES)
+
+    function = {"name": "f", "parameters": {"type": "object", "properties": {}}}
+    tools: dict[str, Any] = {
+        "tools": [{"type": "function", "function": function}],
+        "tool_choice": "required",
+    }
+    forced = tooled(**tools)
+    both = tooled(**tools, response_format={"type": "json_object"})
+    assert forced.sampling.structure is not None
+    assert both.sampling.structure == forced.sampling.structure
+    free = tooled(**{**tools, "tool_choice": "auto"}, response_format={"type": "json_object"})
+    assert free.sampling.structure not in (None, forced.sampling.structure)
 
 
 def test_max_tokens_is_what_the_context_leaves() -> None:
