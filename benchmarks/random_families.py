@@ -62,6 +62,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral, window": ("MistralConfig", _HEADS | {"sliding_window": _WINDOW}),
     "qwen2": ("Qwen2Config", _COMMON),
     "qwen3": ("Qwen3Config", _HEADS),
+    "phi3": ("Phi3Config", _COMMON | {"pad_token_id": 0, "bos_token_id": None}),
+    "seed-oss": ("SeedOssConfig", _HEADS),
+    "qwen2-moe": (
+        "Qwen2MoeConfig",
+        _COMMON | _EXPERTS | {"num_experts": 16, "shared_expert_intermediate_size": 384},
+    ),
     "gemma3": (
         "Gemma3TextConfig",
         _HEADS

@@ -19,12 +19,15 @@ from transformers import (
     MiniMaxConfig,
     MistralConfig,
     MixtralConfig,
+    Phi3Config,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
+    SeedOssConfig,
 )
 
 from kvmesh.core.types import SamplingParams
@@ -100,6 +103,19 @@ CONFIGS: dict[str, Any] = {
     "qwen2-tied": Qwen2Config(**SHAPE, tie_word_embeddings=True),
     "qwen3-untied": Qwen3Config(**(SHAPE | {"head_dim": 24}), tie_word_embeddings=False),
     "mistral-window": MistralConfig(**SHAPE, sliding_window=40),
+    # Its heads are what the hidden size leaves for each.
+    "phi3": Phi3Config(
+        **(SHAPE | {"hidden_size": 96}), sliding_window=40, pad_token_id=0, bos_token_id=None
+    ),
+    "seed-oss": SeedOssConfig(**SHAPE, attention_bias=True, attention_out_bias=True),
+    "qwen2-moe": Qwen2MoeConfig(
+        **SHAPE,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        shared_expert_intermediate_size=32,
+        mlp_only_layers=[1],
+    ),
     "mixtral": MixtralConfig(**SHAPE, num_local_experts=5, num_experts_per_tok=2),
     "qwen3-moe-one-dense-layer": Qwen3MoeConfig(
         **(SHAPE | {"head_dim": 32, "hidden_size": 64}),

@@ -6,6 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvmesh.core.clock import ManualClock
 from kvmesh.core.types import SamplingParams, SequenceSpec
@@ -27,6 +29,7 @@ FAMILIES = [
     "qwen3-next",
     "qwen3.5",
     "kimi-linear",
+    "bailing-hybrid",
     "minimax",
 ]
 CHUNK = 40
@@ -40,7 +43,9 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 class Worker:
     """A runner and the bookkeeping of its blocks; one that swaps has static steps too."""
 
-    def __init__(self, checkpoint: Checkpoint, num_blocks: int, *, swaps: bool = False) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, num_blocks: int, *, swaps: bool = False, chunk: int = CHUNK
+    ) -> None:
         self.runner = TorchRunner.load(
             checkpoint.folder, served_name="tiny", num_blocks=num_blocks, block_size=BLOCK_SIZE
         )
@@ -52,7 +57,7 @@ class Worker:
         self.core = EngineCore(
             self.runner.spec,
             num_blocks,
-            BatchLimits(max_tokens=CHUNK),
+            BatchLimits(max_tokens=chunk),
             growth_tokens=0,
             state_interval_tokens=96,
             swap=space if swaps else None,
@@ -129,17 +134,9 @@ def test_preempted_sequences_get_the_same_tokens(checkpoint: Checkpoint, swaps: 
     assert tight.core.is_idle
 
 
-@pytest.mark.parametrize("cached_tokens", [0, 200])
-def test_handed_over_sequences_get_the_same_tokens(
-    checkpoint: Checkpoint, cached_tokens: int
-) -> None:
-    prefill, decode = Worker(checkpoint, 600), Worker(checkpoint, 600)
-    prompt, expected = checkpoint.prompts[4], checkpoint.expected[4]
-    if cached_tokens:
-        for worker in (prefill, decode):
-            worker.generate(prompt[:cached_tokens])
+def hand_over(prefill: Worker, decode: Worker, prompt: list[int]) -> Sequence:
+    """The sequence on the decode worker, which has the first token and all KV."""
     target = decode.admit(prompt)
-    assert (target.num_cached > 0) == (cached_tokens > 0)
     source = prefill.core.admit_prefill(prefill.spec(prompt))
     assert isinstance(source, Sequence)
     prefill.finish()
@@ -152,8 +149,54 @@ def test_handed_over_sequences_get_the_same_tokens(
         decode.runner.kv.written(there.block, 1)
     decode.core.start_decode(target, source.tokens[-1])
     prefill.core.release(source)
+    return target
+
+
+@pytest.mark.parametrize("cached_tokens", [0, 200])
+def test_handed_over_sequences_get_the_same_tokens(
+    checkpoint: Checkpoint, cached_tokens: int
+) -> None:
+    prefill, decode = Worker(checkpoint, 600), Worker(checkpoint, 600)
+    prompt, expected = checkpoint.prompts[4], checkpoint.expected[4]
+    if cached_tokens:
+        for worker in (prefill, decode):
+            worker.generate(prompt[:cached_tokens])
+    target = hand_over(prefill, decode, prompt)
+    assert (target.num_cached > 0) == (cached_tokens > 0)
     decode.finish()
     assert target.tokens[len(prompt) :] == expected
+    assert prefill.core.is_idle
+    assert decode.core.is_idle
+
+
+@settings(max_examples=3, deadline=None)
+@given(
+    length=st.integers(1, 120),
+    shared=st.tuples(st.integers(0, 120), st.integers(0, 120)),
+    chunk=st.integers(1, 50),
+    moves_after=st.integers(1, NEW_TOKENS - 1),
+)
+def test_any_lengths_prefixes_chunks_and_moves_give_the_same_tokens(
+    checkpoint: Checkpoint, length: int, shared: tuple[int, int], chunk: int, moves_after: int
+) -> None:
+    """Disaggregated, each worker with a prefix of its own, then moved while it generates."""
+    prompt = checkpoint.prompts[4][:length]
+    workers = [Worker(checkpoint, 300, chunk=chunk) for _ in range(2)]
+    for worker, common in zip(workers, shared, strict=True):
+        worker.generate(prompt[:common] + [7] * 3)
+    prefill, decode = workers
+    sequence = hand_over(prefill, decode, prompt)
+    while len(sequence.tokens) < length + moves_after:
+        decode.step()
+    so_far = list(sequence.tokens)
+    decode.core.release(sequence)
+    # It goes on where its prompt was computed, prefix and state with it.
+    spec = replace(prefill.spec(so_far), num_prompt_tokens=length)
+    moved = prefill.core.admit_decode(spec)
+    assert isinstance(moved, Sequence)
+    prefill.core.run(moved)
+    prefill.finish()
+    assert moved.tokens[length:] == checkpoint.continue_greedily(prompt)
     assert prefill.core.is_idle
     assert decode.core.is_idle
 

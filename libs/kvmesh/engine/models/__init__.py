@@ -12,11 +12,14 @@ from kvmesh.engine.models import (
     minimax,
     mistral,
     mixtral,
+    phi3,
     qwen2,
+    qwen2_moe,
     qwen3,
     qwen3_5,
     qwen3_moe,
     qwen3_next,
+    seed_oss,
 )
 from kvmesh.engine.models.family import Family
 
@@ -24,7 +27,10 @@ FAMILIES: dict[str, Family] = {
     "llama": llama.FAMILY,
     "mistral": mistral.FAMILY,
     "mixtral": mixtral.FAMILY,
+    "phi3": phi3.FAMILY,
+    "seed_oss": seed_oss.FAMILY,
     "qwen2": qwen2.FAMILY,
+    "qwen2_moe": qwen2_moe.FAMILY,
     "qwen3": qwen3.FAMILY,
     "qwen3_moe": qwen3_moe.FAMILY,
     "qwen3_next": qwen3_next.FAMILY,

@@ -1,0 +1,43 @@
+"""Qwen1.5-MoE and Qwen2-MoE: Qwen2 with experts in most layers, one of them shared and gated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvmesh.core.errors import CheckpointError
+from kvmesh.engine.config import ModelConfig, MoeConfig
+from kvmesh.engine.experts import load_gate_shared
+from kvmesh.engine.json_fields import Fields
+from kvmesh.engine.layers import MixerLayer, load_pre_norm_layer
+from kvmesh.engine.models.family import Family
+from kvmesh.engine.weights import LayerWeights
+
+
+def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
+    if fields.flag("use_sliding_window"):
+        raise CheckpointError(f"{fields.origin}: use_sliding_window is not supported in qwen2_moe")
+    dense = frozenset(fields.raw.get("mlp_only_layers") or ())
+    every = fields.number("decoder_sparse_step", int, default=1)
+    sparse = {layer for layer in range(config.num_layers) if (layer + 1) % every == 0}
+    moe = MoeConfig(
+        num_experts=fields.number("num_experts", int, default=60),
+        top_k=fields.number("num_experts_per_tok", int, default=4),
+        intermediate_size=fields.number("moe_intermediate_size", int, default=1408),
+        normalize=fields.flag("norm_topk_prob"),
+        sparse_layers=frozenset(sparse - dense),
+        shared_size=fields.number("shared_expert_intermediate_size", int, default=5632),
+    )
+    return replace(
+        config, qkv_bias=fields.flag("qkv_bias", default=True), output_bias=False, moe=moe
+    )
+
+
+def _load_layer(weights: LayerWeights, config: ModelConfig) -> MixerLayer:
+    moe = config.moe
+    assert moe is not None
+    if weights.layer not in moe.sparse_layers:
+        return load_pre_norm_layer(weights, config)
+    return load_pre_norm_layer(weights, config, load_gate_shared(weights, config))
+
+
+FAMILY = Family(_configure, _load_layer)
