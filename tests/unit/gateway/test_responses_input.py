@@ -33,6 +33,6 @@ def test_what_the_items_have_together_is_bounded() -> None:
 def test_options_of_a_stream_that_change_nothing_are_taken(options: dict[str, Any]) -> None:
     body = {"input": "a", "stream": True, "stream_options": options}
     assert parse_body(ResponsesBody, body, RESPONSES_UNSUPPORTED).stream
+    refused = {**body, "stream_options": {"include_obfuscation": True}}
     with pytest.raises(InvalidRequestError, match="stream_options"):
-        refused = {**body, "stream_options": {"include_obfuscation": True}}
         parse_body(ResponsesBody, refused, RESPONSES_UNSUPPORTED)
