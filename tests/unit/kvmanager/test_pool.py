@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
 
 from kvmesh.core.clock import ManualClock
 from kvmesh.core.errors import ConfigError, ProtocolError
@@ -462,6 +465,33 @@ async def test_what_another_one_left_damaged_ends_no_service(stage: Stage) -> No
     await stage.shared.put_knowledge("two", knowledge.SerializeToString(), 60.0)
     await pool._safely(pool.end_window)
     assert await stage.orders(pool, A) == []
+
+
+async def test_people_see_members_segments_and_orders(stage: Stage) -> None:
+    pool = stage.replica("one")
+    busy = await stage.worker(pool, A, "ab")
+    await stage.worker(pool, B)
+    stage.report(busy, 80, room=9)
+    for _ in range(10):
+        pool.heat.note("m", prefix("ab"), 2 * SIZE)
+    await stage.window(pool)
+    response = await pool.show(make_mocked_request("GET", "/debug/segments"))
+    assert isinstance(response, web.Response)
+    assert isinstance(response.text, str)
+    shown = json.loads(response.text)
+    assert shown["planning"]
+    assert shown["reads_cv"] == 1.0
+    workers = {each.pop("worker_id"): each for each in shown["workers"]}
+    assert workers[A] == {
+        "cluster": "east",
+        "role": "hybrid",
+        "read_blocks": 80.0,
+        "room_blocks": 9,
+        "leaving": False,
+    }
+    assert len(workers) == 2
+    assert shown["segments"]
+    assert len(shown["orders"]) == 1
 
 
 async def test_who_left_is_no_member(stage: Stage) -> None:
