@@ -98,11 +98,12 @@ def test_nothing_is_run_where_nothing_installs(
     def fail(*_: object) -> None:
         raise client_environments.InstallError("no network")
 
-    started: list[object] = []
+    def start(*_: object) -> int:
+        raise AssertionError("a stack was started")
+
     monkeypatch.setattr(try_clients, "install", fail)
-    monkeypatch.setattr(try_clients, "run_in_stack", lambda *names: started.append(names) or 0)
-    try_clients.main(["llm", "--folder", str(tmp_path)])
-    assert started == []
+    monkeypatch.setattr(try_clients, "run_in_stack", start)
+    assert try_clients.main(["llm", "--folder", str(tmp_path)]) == 0
     assert "not tried" in capsys.readouterr().out
 
 
