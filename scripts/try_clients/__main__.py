@@ -137,6 +137,7 @@ def main(argv: Sequence[str]) -> int:
     absent = {each.program.name for each in missing}
     names = [each.name for each in programs if each.name not in absent]
     inside = [sys.executable, "-m", "scripts.try_clients", "--inside", "--folder", str(folder)]
+    # Without a name it would run them all.
     if names and (code := run_in_stack([*inside, *names], folder)):
         console.print(f"the stack ended with exit code {code}", style="bold red")
         return code

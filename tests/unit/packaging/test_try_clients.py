@@ -12,7 +12,7 @@ from rich.console import Console
 from scripts.try_clients import __main__ as try_clients
 from scripts.try_clients import environments, stack
 from scripts.try_clients.programs import CLIENTS, LOAD_GENERATORS, PROGRAMS, Program
-from scripts.try_clients.report import CaseResult, ProgramResult, kept_results
+from scripts.try_clients.report import CaseResult, ProgramResult
 
 HELD = 'kvmesh_prefill_slots_used{worker="a"} 2.0\nother 3.0\nkvmesh_sequences_held 0.0\n'
 
@@ -93,15 +93,19 @@ def test_a_program_that_does_not_install_is_left_out(
     assert missing == ProgramResult(PROGRAMS["llm"], "", problem="no network")
 
 
-def test_no_stack_is_started_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_run_where_nothing_installs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def fail(*_: object) -> None:
         raise environments.InstallError("no network")
 
+    def start(*_: object) -> int:
+        raise AssertionError("a stack was started")
+
     monkeypatch.setattr(try_clients, "install", fail)
-    monkeypatch.setattr(try_clients, "run_in_stack", lambda *_: 1)
+    monkeypatch.setattr(try_clients, "run_in_stack", start)
     assert try_clients.main(["llm", "--folder", str(tmp_path)]) == 0
-    (kept,) = kept_results(tmp_path)
-    assert not kept.is_installed
+    assert "not tried" in capsys.readouterr().out
 
 
 def test_a_program_is_run_and_read(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
