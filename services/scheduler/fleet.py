@@ -75,6 +75,7 @@ class _Member:
     came_at: int
     changed_at: int
     detail: WorkerDetail = WorkerDetail()
+    reported: bool = False
     prefill_routes: deque[float] = field(default_factory=deque)
     decode_routes: deque[float] = field(default_factory=deque)
 
@@ -144,7 +145,7 @@ class Fleet:
             return False
         urgent = load.draining != member.load.draining
         changed = load != member.load
-        member.load = load
+        member.load, member.reported = load, True
         member.reported_at = now
         member.expires_at = now + self._lease_s
         member.forget_routes_before(now - SETTLE_S)
@@ -217,18 +218,14 @@ class Fleet:
 
     def workers(self) -> tuple[FleetWorker, ...]:
         """All members, for watchers."""
-        members = self._members.values()
-        return tuple(FleetWorker(each.info, each.load, each.detail) for each in members)
+        return tuple(_worker_of(member) for member in self._members.values())
 
     def changes_since(self, version: int) -> FleetChanges | None:
         """What is other now than in a version; None if that is too long ago to know."""
         if len(self._gone) == MAX_GONE and version < self._gone[0][0]:
             return None
-        changed = (each for each in self._members.values() if each.changed_at > version)
-        workers = (
-            FleetChange(FleetWorker(each.info, each.load, each.detail), each.came_at > version)
-            for each in changed
-        )
+        changed = (member for member in self._members.values() if member.changed_at > version)
+        workers = (FleetChange(_worker_of(member), member.came_at > version) for member in changed)
         gone = {name: None for at, name in self._gone if at > version}
         return FleetChanges(tuple(workers), tuple(gone.keys() - self._members.keys()))
 
@@ -296,6 +293,10 @@ class Fleet:
         if urgent:
             self.urgent_version = self.version
             self._fingerprints.clear()
+
+
+def _worker_of(member: _Member) -> FleetWorker:
+    return FleetWorker(member.info, member.load, member.detail, member.reported)
 
 
 def _view_of(member: _Member) -> WorkerView:

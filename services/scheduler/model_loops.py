@@ -152,7 +152,9 @@ class ModelLoops:
     def _take_sent(self, far: Sequence[FleetWorker]) -> int:
         before, sent = self._sent, 0
         # Workers that left are forgotten.
-        self._sent = {each.info.worker_id: each.load.sent_bytes_total for each in far}
+        self._sent = {
+            each.info.worker_id: each.load.sent_bytes_total for each in far if each.reported
+        }
         for name, total in self._sent.items():
             sent += max(total - before.get(name, total), 0)  # it restarted and counts anew
         return sent

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvmesh.core.types import WorkerId, WorkerInfo, WorkerLoad
 
@@ -79,8 +79,14 @@ class WorkerDetail:
 
 @dataclass(frozen=True, slots=True)
 class FleetWorker:
-    """A worker with its load."""
+    """A worker with its load.
+
+    Attributes:
+        reported: False until it reports: its load is a guess, its totals are not known. A worker
+            that serves for long is new to a scheduler that was restarted.
+    """
 
     info: WorkerInfo
     load: WorkerLoad
     detail: WorkerDetail = WorkerDetail()
+    reported: bool = field(default=True, compare=False)  # not told to watchers

@@ -69,6 +69,8 @@ class ServingMeter:
         self._requests = self._requests * KEEP + num_requests
         before, self._seen = self._seen, {}
         for worker in workers:
+            if not worker.reported:
+                continue
             info, load = worker.info, worker.load
             now = (info.incarnation, load.prefill_tokens_total, load.decode_tokens_total)
             self._seen[info.worker_id] = now

@@ -71,6 +71,15 @@ def test_a_worker_that_restarted_counts_anew() -> None:
     assert meter.serving.local_prefill_s(1000) == pytest.approx(before.local_prefill_s(1000))
 
 
+def test_totals_from_before_the_first_report_are_of_no_cycle() -> None:
+    meter = measured(cycles=20)
+    before = meter.prompt_token_s
+    guessed = FleetWorker(prefill(0, incarnation=2).info, WorkerLoad(), reported=False)
+    meter.observe([guessed], 0, 1.0)
+    meter.observe([prefill(9_000_000, incarnation=2)], 0, 1.0)
+    assert meter.prompt_token_s == pytest.approx(before)
+
+
 def test_cycles_may_be_of_any_length() -> None:
     meter = ServingMeter(FAR)
     for cycle in range(10):

@@ -177,6 +177,16 @@ class TestThreshold:
             await mesh.second()
         assert mesh.planner.offload("m").threshold_tokens == 1000
 
+    async def test_what_was_sent_before_the_scheduler_began_is_not_of_this_second(self) -> None:
+        mesh = self.mesh()
+        again = mesh.fleet.register(worker_info("far", cluster="west"), mesh.clock.now())
+        assert isinstance(again, Membership)
+        mesh.members["far"] = again
+        await mesh.second()
+        mesh.report("far", sent_bytes_total=727_000_000, **IDLE)
+        await mesh.second()
+        assert mesh.planner.offload("m").threshold_tokens == 1000
+
     @pytest.mark.parametrize("channel", [GET, COPY, ANSWER])
     async def test_what_is_read_or_answered_from_there_counts_as_sent(self, channel: str) -> None:
         mesh = self.mesh()
