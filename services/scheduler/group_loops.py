@@ -66,7 +66,7 @@ class GroupLoops:
             monitor.observe(counts, arrived[name], elapsed_s)
 
     def end_window(self, workers: Sequence[FleetWorker]) -> Iterator[GroupStep]:
-        """What the rule says of each group that has two windows to compare."""
+        """What the rule says of each group that had enough requests."""
         groups = _groups(workers)
         self._arrived.clear()
         for name in self._monitors.keys() - groups.keys():
@@ -79,6 +79,10 @@ class GroupLoops:
             step = monitor.end_window(num_prefill, len(members) - num_prefill)
             if step is not None:
                 yield GroupStep(name, members, step)
+
+    def carried_out(self, scenario: str) -> None:
+        """The group's last step was ordered."""
+        self._monitors[scenario].carried_out()
 
 
 def _groups(workers: Iterable[FleetWorker]) -> dict[str, list[FleetWorker]]:

@@ -62,6 +62,16 @@ async def test_prompts_that_pile_up_move_an_instance_of_their_group() -> None:
     assert [each["scenario"] for each in steady].count("") == 2, "the other group is as before"
 
 
+async def test_a_change_that_no_worker_was_told_of_is_asked_for_again() -> None:
+    mesh = groups()
+    await window(mesh, 0, prefilling=1)
+    mesh.planner.give_role = lambda _worker, _role, _reason: False
+    for number in (1, 2):
+        await window(mesh, number, prefilling=4**number)
+    reasons = [each["reason"] for each in mesh.fleet_log("ratio")]
+    assert "settling" not in reasons
+
+
 async def test_recommended_changes_are_told_and_not_ordered() -> None:
     mesh = groups(changes=RoleChanges.OFF)
     await window(mesh, 0, prefilling=1)
