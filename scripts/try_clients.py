@@ -236,7 +236,9 @@ def main(argv: Sequence[str]) -> int:
     missing = list(prepare(programs, folder, arguments.fresh, console))
     keep(missing, folder)
     absent = {each.program.name for each in missing}
-    code = run_in_stack([each.name for each in programs if each.name not in absent], folder)
+    installed = [each.name for each in programs if each.name not in absent]
+    # Without a name it would run them all.
+    code = run_in_stack(installed, folder) if installed else 0
     if code:
         console.print(f"the stack ended with exit code {code}", style="bold red")
         return code

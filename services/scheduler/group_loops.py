@@ -42,7 +42,8 @@ class GroupLoops:
         """Takes the loads of a cycle.
 
         Args:
-            waiting: requests at the gateways; they count for groups as their arrivals are shared.
+            waiting: requests at the gateways; they count for groups as their arrivals are shared,
+                for all alike where none came.
         """
         groups = _groups(workers)
         arrived: Counter[str] = Counter()
@@ -50,10 +51,11 @@ class GroupLoops:
             arrived[scenario if scenario in groups else ""] += count
         self._new.clear()
         self._arrived += arrived
-        total = max(self._arrived.total(), 1)
+        total = self._arrived.total()
         for name, members in groups.items():
             loads = [each.load for each in members]
-            share = self._arrived[name] / total
+            # Who waits may have come in a window before, and nobody in this one yet.
+            share = self._arrived[name] / total if total else 1.0 / len(groups)
             counts = StageCounts(
                 Waiting(waiting.prefill * share, waiting.decode * share),
                 sum(each.prefill_active - each.prefill_sending for each in loads),

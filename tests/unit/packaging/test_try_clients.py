@@ -92,6 +92,21 @@ def test_a_program_that_does_not_install_is_left_out(
     assert missing == ProgramResult(PROGRAMS["llm"], "", problem="no network")
 
 
+def test_nothing_is_run_where_nothing_installs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise client_environments.InstallError("no network")
+
+    def start(*_: object) -> int:
+        raise AssertionError("a stack was started")
+
+    monkeypatch.setattr(try_clients, "install", fail)
+    monkeypatch.setattr(try_clients, "run_in_stack", start)
+    assert try_clients.main(["llm", "--folder", str(tmp_path)]) == 0
+    assert "not tried" in capsys.readouterr().out
+
+
 def test_a_program_is_run_and_read(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     python = state / "python"
     case = json.dumps({"name": "chat", "problem": ""})
