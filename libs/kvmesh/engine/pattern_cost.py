@@ -9,6 +9,8 @@ Pure. Tests: tests/unit/engine/test_pattern_cost.py.
 from __future__ import annotations
 
 import json
+import re
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,10 +28,16 @@ MAX_NAME_PATTERNS = 100
 _PATTERNS = ("pattern", "format")
 _ALL = ("allOf", "if", "then", "else", "not", "contains", "propertyNames")
 _ONE = ("anyOf", "oneOf")
-_PLACES = ("items", "additionalProperties", "unevaluatedProperties", "unevaluatedItems")
+_PLACES = ("additionalProperties", "unevaluatedProperties", "unevaluatedItems", "additionalItems")
+_PLACES_IN_LISTS = ("items", "prefixItems")
 _PLACES_BY_NAME = ("properties", "patternProperties", "dependentSchemas")
 _ROUNDS = 8
 """A schema whose references need more to be counted is taken for the worst."""
+
+_BEGINNING = re.compile(r"\^([A-Za-z0-9_-]*)(?![A-Za-z0-9_*?{-])")
+"""Letters of which none may be left out."""
+
+_INDEX = re.compile(r"0|[1-9][0-9]{0,8}")
 
 _UNFOLLOWED = ("$dynamicRef", "$recursiveRef")
 
@@ -39,9 +47,12 @@ def pattern_problem(structure: Structure) -> str:
     for start in schema_starts(structure):
         try:
             schema, _ = json.JSONDecoder().raw_decode(structure.text, start)
-            problem = _problem(schema)
         except (ValueError, RecursionError):
             continue  # the compiler says what is wrong with it
+        try:
+            problem = _problem(schema)
+        except RecursionError:
+            return "pattern: the schema is nested, or refers from one to the next, too deeply"
         if problem:
             return problem
     return ""
@@ -74,6 +85,8 @@ class _Counted:
     num_names: int = 0
     _by_ref: dict[str, int] = field(default_factory=dict)
     _seen: set[str] = field(default_factory=set)
+    _of: dict[int, int] = field(default_factory=dict)
+    """What was found of a schema in this round, by its id: many references may lead to it."""
 
     def __post_init__(self) -> None:
         self._collect(self.root)
@@ -95,6 +108,7 @@ class _Counted:
         for _ in range(_ROUNDS):
             before = dict(self._by_ref)
             self._seen.clear()
+            self._of.clear()
             found = self._meeting(self.root)
             if self._by_ref == before:
                 return found
@@ -108,8 +122,13 @@ class _Counted:
         """
         if not isinstance(schema, dict):
             return 0
-        within = max((self._meeting(each) for each in _places(schema)), default=0)
-        total = max(len(_own(schema)), within)
+        known = self._of.get(id(schema))
+        if known is None:
+            known = self._of[id(schema)] = self._counted(schema)
+        return known
+
+    def _counted(self, schema: Mapping[str, Any]) -> int:
+        total = max(len(_own(schema)), self._within(schema))
         for name in _ALL:
             total += sum(self._meeting(each) for each in _listed(schema.get(name)))
         for name in _ONE:
@@ -119,6 +138,17 @@ class _Counted:
         if "$ref" in schema:
             total += self._meeting_at(schema["$ref"])
         return min(total, len(self.patterns))
+
+    def _within(self, schema: Mapping[str, Any]) -> int:
+        """At most so many at any place inside of a value."""
+        most = max((self._meeting(each) for each in _places(schema)), default=0)
+        named, patterned = schema.get("properties"), schema.get("patternProperties")
+        if not (named and isinstance(named, dict) and isinstance(patterned, dict)):
+            return most
+        # What has a name falls under a pattern of names too: under one, as no two may fit a name.
+        names, of_named = sorted(named), max(map(self._meeting, named.values()))
+        fitting = (each for pattern, each in patterned.items() if _may_fit(pattern, names))
+        return max(most, of_named + max(map(self._meeting, fitting), default=0))
 
     def _meeting_at(self, ref: Any) -> int:
         if not isinstance(ref, str):
@@ -141,12 +171,20 @@ def _listed(value: Any) -> Sequence[Any]:
 def _places(schema: Mapping[str, Any]) -> list[Any]:
     """The schemas of what is inside of a value."""
     found = [schema.get(name) for name in _PLACES]
-    found += _listed(schema.get("prefixItems"))
-    found += _listed(schema.get("items"))
+    for name in _PLACES_IN_LISTS:
+        found += _listed(schema.get(name))
     for name in _PLACES_BY_NAME:
         named = schema.get(name)
         found += named.values() if isinstance(named, dict) else ()
     return found
+
+
+def _may_fit(pattern: str, names: Sequence[str]) -> bool:
+    """Whether a pattern may fit one of some sorted names, by the letters that it begins with."""
+    begins = None if "|" in pattern else _BEGINNING.match(pattern)
+    prefix = begins[1] if begins else ""
+    at = bisect_left(names, prefix)
+    return at < len(names) and names[at].startswith(prefix)
 
 
 def _pointed(root: Any, ref: str) -> tuple[bool, Any]:
@@ -158,7 +196,7 @@ def _pointed(root: Any, ref: str) -> tuple[bool, Any]:
         name = step.replace("~1", "/").replace("~0", "~")
         if isinstance(value, dict) and name in value:
             value = value[name]
-        elif isinstance(value, list) and name.isdecimal() and int(name) < len(value):
+        elif isinstance(value, list) and _INDEX.fullmatch(name) and int(name) < len(value):
             value = value[int(name)]
         else:
             return False, None

@@ -10,7 +10,7 @@ import pytest
 
 from kvmesh.core.types import Structure, StructureKind
 from kvmesh.engine.grammar import structure_problem
-from kvmesh.engine.pattern_cost import MAX_MEETING, MAX_NAME_PATTERNS, pattern_problem
+from kvmesh.engine.pattern_cost import MAX_MEETING, MAX_NAME_PATTERNS, _may_fit, pattern_problem
 
 Schema = dict[str, Any]
 MANY = 4 * MAX_MEETING  # more than would ever be compiled
@@ -41,6 +41,21 @@ COSTLY = {
     "at one name": _all(lambda number: {"properties": {"x": _text(number)}}),
     "at any name": _all(lambda number: {"additionalProperties": _text(number)}),
     "in a list": _all(lambda number: {"type": "array", "items": _text(number)}),
+    "in the rest of a list": _all(lambda number: {"items": [], "additionalItems": _text(number)}),
+    "at a name and a pattern of names": {
+        "properties": {"x1": {"allOf": [_text(n) for n in range(MAX_MEETING)]}},
+        "patternProperties": {
+            "^z": {},
+            "^x[0-9]": {"allOf": [_text(MANY + n) for n in range(MAX_MEETING)]},
+        },
+    },
+    "by references from one to the next": {
+        "$defs": {
+            f"p{n}": {**_text(n), "allOf": [{"$ref": f"#/$defs/p{n + 1}"}]} for n in range(900)
+        },
+        "$ref": "#/$defs/p0",
+    },
+    "by an index of no list": {**_all(_text), "items": {"$ref": "#/allOf/" + "1" * 5000}},
     "at a place of a list": _all(lambda number: {"prefixItems": [_text(number)]}),
     "by references": _defined(lambda number: f"#/$defs/p{number}"),
     "by anchors": _defined(lambda number: f"#q{number}", **{"$anchor": lambda n: f"q{n}"}),
@@ -69,8 +84,13 @@ def test_costly_patterns_are_told_before_anything_is_compiled(name: str) -> None
         Structure(StructureKind.LARK, f"start: %json {text}"),
     ):
         problem = structure_problem(structure)
-        assert "at most" in problem
-        assert "pattern" in problem
+        assert problem.startswith("pattern")
+        assert "at most" in problem or "too deeply" in problem
+
+
+def _lists(depth: int) -> Schema:
+    """Would never be counted if each list were looked into twice."""
+    return {"type": "array", "items": _lists(depth - 1)} if depth else _text(MANY)
 
 
 USUAL = {
@@ -89,6 +109,13 @@ USUAL = {
         },
     },
     "names": {"patternProperties": {f"^a{n}$": {} for n in range(20)}},
+    "names that nobody knows": {
+        "properties": {f"k{n}": _text(n) for n in range(MANY)},
+        "patternProperties": {"^x-": {"$ref": "#"}},
+    },
+    "lists of lists": {
+        "properties": {f"k{n}": _text(n) for n in range(MANY)} | {"deep": _lists(60)},
+    },
 }
 
 
@@ -106,6 +133,27 @@ def test_what_is_no_schema_is_left_to_the_compiler() -> None:
         (StructureKind.REGEX, "a" * MANY),
     ):
         assert pattern_problem(Structure(kind, text)) == ""
+
+
+@pytest.mark.parametrize(
+    ("pattern", "fits"),
+    [
+        ("^x-", False),
+        ("^ka", True),
+        ("^kz*", True),
+        ("^kz?a", True),
+        ("^kz{0,2}", True),
+        ("^kz+", False),
+        ("^z|a", True),
+        ("a$", True),
+        ("^", True),
+        ("^[xyz]", True),
+    ],
+)
+def test_letters_that_a_pattern_begins_with_tell_which_names_it_fits(
+    pattern: str, fits: bool
+) -> None:
+    assert _may_fit(pattern, ["ab", "ka"]) is fits
 
 
 def test_the_limit_itself_is_compiled_in_no_time() -> None:
