@@ -1,7 +1,9 @@
 # One image per service: docker build --target gateway -t kvmesh-gateway .
 #
 # Control-plane images hold no torch. Workers get the build of torch that pip's index offers; for
-# the CPU build pass --build-arg PIP_EXTRA_INDEX_URL=<index with torch's CPU builds>.
+# the CPU build, or an index of your own, pass --secret id=pip.conf,src=<file>: its extra-index-url
+# and index-url hold while packages are installed. Build arguments would stay in the image's history,
+# and a URL may hold a password; what is mounted does not.
 # Code is copied after the dependencies are installed, so changing it does not install them again.
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 
@@ -17,8 +19,8 @@ COPY pyproject.toml constraints.txt README.md ./
 RUN mkdir -p libs/kvmesh && touch libs/kvmesh/__init__.py
 
 FROM base AS gateway
-ARG PIP_INDEX_URL PIP_EXTRA_INDEX_URL
-RUN pip install -c constraints.txt -e ".[gateway]"
+RUN --mount=type=secret,id=pip.conf \
+    PIP_CONFIG_FILE=/run/secrets/pip.conf pip install -c constraints.txt -e ".[gateway]"
 COPY models models
 COPY libs libs
 COPY services/__init__.py services/__init__.py
@@ -28,8 +30,8 @@ EXPOSE 8000 7000
 ENTRYPOINT ["python", "-m", "services.gateway"]
 
 FROM base AS scheduler
-ARG PIP_INDEX_URL PIP_EXTRA_INDEX_URL
-RUN pip install -c constraints.txt -e ".[scheduler]"
+RUN --mount=type=secret,id=pip.conf \
+    PIP_CONFIG_FILE=/run/secrets/pip.conf pip install -c constraints.txt -e ".[scheduler]"
 COPY libs libs
 COPY services/__init__.py services/__init__.py
 COPY services/scheduler services/scheduler
@@ -38,8 +40,8 @@ EXPOSE 7000
 ENTRYPOINT ["python", "-m", "services.scheduler"]
 
 FROM base AS kvmanager
-ARG PIP_INDEX_URL PIP_EXTRA_INDEX_URL
-RUN pip install -c constraints.txt -e ".[kvmanager]"
+RUN --mount=type=secret,id=pip.conf \
+    PIP_CONFIG_FILE=/run/secrets/pip.conf pip install -c constraints.txt -e ".[kvmanager]"
 COPY libs libs
 COPY services/__init__.py services/__init__.py
 COPY services/kvmanager services/kvmanager
@@ -48,11 +50,11 @@ EXPOSE 7000
 ENTRYPOINT ["python", "-m", "services.kvmanager"]
 
 FROM base AS worker
-ARG PIP_INDEX_URL PIP_EXTRA_INDEX_URL
 RUN apt-get update \
  && apt-get install --yes --no-install-recommends g++ \
  && rm -rf /var/lib/apt/lists/*
-RUN pip install -c constraints.txt -e ".[worker,events]"
+RUN --mount=type=secret,id=pip.conf \
+    PIP_CONFIG_FILE=/run/secrets/pip.conf pip install -c constraints.txt -e ".[worker,events]"
 COPY models models
 COPY libs libs
 COPY services/__init__.py services/__init__.py

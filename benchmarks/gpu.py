@@ -1,11 +1,11 @@
-"""`make bench-gpu`: everything that a CUDA device is wanted for, the most telling first.
+"""`make bench-gpu`: what a CUDA device is wanted for, the most telling first.
 
     python -m benchmarks.gpu [--minutes 25] [--steps kernels tests decode device] [--out DIR]
 
-Kernels against twins and rivals, decode with CUDA graphs and without, the tests of tests/gpu,
-blocks out of and into pools. Each step is a process with a time limit of its own; one that fails or
-is late stops no other, and each writes its tables as it goes. Installs nothing: what a step lacks
-(the tests: pytest) is missing in that step alone.
+Kernels against twins and rivals, decode with CUDA graphs and without, the tests of tests/gpu
+that need little more than torch, blocks out of and into pools. Each step is a process with a time
+limit of its own; one that fails or is late stops no other, and each writes its tables as it goes.
+Installs nothing: what a step lacks (the tests: pytest) is missing in that step alone.
 """
 
 from __future__ import annotations

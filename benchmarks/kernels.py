@@ -53,6 +53,8 @@ def main() -> None:
         sys.stderr.write(f"\rslow rivals: {case.name}, {case.shape}\x1b[K")
         _add_slow_rivals(case, row)
         _write(rows, options, ceilings)
+        if not _still_works():
+            sys.exit(DEVICE_LOST)
     sys.stderr.write("\n")
     sys.stdout.write(f"{options.save}\n")
 

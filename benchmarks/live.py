@@ -28,8 +28,12 @@ times in milliseconds; `good` is the share of requests that were served within b
 - `sim`: the same arrivals, profile, fleet and policy in the simulator, which knows nothing of the
  time that services, sockets and cores need
 - egress is KV that left the far cluster (PrfaaS), elsewhere all KV that left any worker
-- PrfaaS: the link is `tc tbf` between network namespaces; it falls to a third for a quarter of each
- load
+- PrfaaS: the link is `tc tbf` between network namespaces; it falls to a third for half of each load
+ of 5 requests/s, and the threshold is the model's for the distribution of lengths (until 2026-11-22
+ for a quarter of 6 requests/s, and for the lengths of the first load. Over the low link the KV of
+ one long prompt takes two to four cycles, so that a quarter held two or three transfers; that
+ load's own optimum was 2148 tokens where the distribution's is about 1480, and together with the
+ rate it filled home, where the rule rightly leaves the threshold alone)
 - lift: the highest threshold while the link is low, over the one when it fell; median of the rounds
  (until 2026-11-22 the highest of the whole load over its base, and the lowest of the rounds: what
  waits at home lowers the threshold before, and a full home holds it)

@@ -39,9 +39,21 @@ DEVICES = {
     "slow": DeviceShape((0.03, 4.5e-4, 4.5e-8), (0.02, 2e-4)),
 }
 LIMITS = Limits(ttft_s=3.0, tpot_s=0.1)
-RATE = 6.0
-"""Requests per second: home alone cannot serve them, and both clusters with the whole link can. At
-more than that home is full as well when the link falls, and no threshold serves more than another.
+LOAD_S = 24.0
+RATE = 5.0
+"""Requests per second: home alone cannot serve them, both clusters with the whole link can, and at
+home there is room when the link falls. At more it is full as well, and no threshold serves more
+than another.
+"""
+
+LOW = (0.3, 0.8)
+"""Shares of the load between which the link is low: at a third of its rate the KV of one long
+prompt is on its way for two to four cycles of the threshold, so that few cycles say little.
+"""
+
+SAMPLE_S = 1000.0
+"""Of the load that the threshold comes from: the optimum of the few prompts of one load is as much
+as half above that of their distribution.
 """
 
 NEAR = 0.1
@@ -54,12 +66,13 @@ have as many rounds as it takes; the extremes have the first one."""
 
 
 def _load(scale: float, rate: float) -> list[Phase]:
-    return [Phase(24.0 * scale, rate, 500, 1.0, 4000, 12)]
+    return [Phase(LOAD_S * scale, rate, 500, 1.0, 4000, 12)]
 
 
-def best_threshold(profile: Path, phases: list[Phase], seed: int) -> int:
-    """What the throughput model says for these lengths and this fleet."""
-    lengths = uncached_lengths(traced(arrivals(phases, seed)))
+def best_threshold(profile: Path, rate: float, seed: int) -> int:
+    """What the throughput model says for the lengths of such loads and this fleet."""
+    long_load = _load(SAMPLE_S / LOAD_S, rate)
+    lengths = uncached_lengths(traced(arrivals(long_load, seed)))
     hardware = Hardware(NUM_FAR, NUM_NEAR + NUM_DECODE, LINK_BYTES_S)
     grid = threshold_grid(lengths)
     points = search(load_profile(str(profile)).serving, lengths, hardware, grid, [NUM_NEAR])
@@ -84,13 +97,13 @@ def rise(seen: Sequence[Seen]) -> float:
 
 
 async def _weather(link: FarLink, mesh: LiveMesh, seconds: float, seen: list[Seen]) -> None:
-    """The link falls after two fifths of the load and recovers after three; notes thresholds."""
+    """Lets the link be low between the shares `LOW` of the load; notes thresholds."""
     loop = asyncio.get_running_loop()
     began, is_low = loop.time(), False
     try:
         while True:
             elapsed = loop.time() - began
-            wants_low = 0.4 * seconds <= elapsed < 0.65 * seconds
+            wants_low = LOW[0] * seconds <= elapsed < LOW[1] * seconds
             if wants_low is not is_low:
                 is_low = wants_low
                 link.set_rate(LINK_BYTES_S * (FALLEN if is_low else 1.0))
@@ -108,7 +121,7 @@ async def run(folder: Path, scale: float, seed: int, rate: float = RATE) -> list
         return []
     profile = write_profile(folder / "prfaas.json", profile_of(DEVICES, TOKEN_BYTES, LINK_BYTES_S))
     phases = _load(scale, rate)
-    threshold = best_threshold(profile, phases, seed)
+    threshold = best_threshold(profile, rate, seed)
     say(f"  threshold by the model: {threshold} tokens")
     seconds = phases[0].seconds
     fleet = Fleet(
@@ -166,7 +179,7 @@ async def _is_back(mesh: LiveMesh, system: str, threshold: int) -> bool:
 def _twin(system: str, load: Sequence[Arrival], profile: Path, seconds: float) -> Row:
     home = f"home:slow:prefill:{NUM_NEAR},home:slow:decode:{NUM_DECODE}"
     fleet = f"remote:fast:prefill:{NUM_FAR},{home}"
-    failures = f"{0.4 * seconds}:link:{FALLEN},{0.65 * seconds}:link:1"
+    failures = f"{LOW[0] * seconds}:link:{FALLEN},{LOW[1] * seconds}:link:1"
     return simulated(system, load, profile, fleet, LIMITS, failures)
 
 

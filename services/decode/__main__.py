@@ -1,6 +1,12 @@
-from kvmesh.runtime.app import run_service
-from services.decode.config import DecodeConfig
-from services.decode.service import build
+"""Starts a decode worker: `python -m services.decode`."""
+
+from kvmesh.core.interrupts import end_when_interrupted
 
 if __name__ == "__main__":
+    end_when_interrupted()  # before modules that take a second to load
+
+    from kvmesh.runtime.app import run_service
+    from services.decode.config import DecodeConfig
+    from services.decode.service import build
+
     run_service("decode", DecodeConfig, build)

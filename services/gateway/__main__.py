@@ -2,16 +2,20 @@
 
 import sys
 
-from kvmesh.cli.processes import end_with
-from kvmesh.core.config import environment, load_config
-from kvmesh.core.errors import KvMeshError
-from kvmesh.runtime.app import run_service
-from kvmesh.telemetry.logs import configure_logging, event_logger
-from services.gateway.config import GatewayConfig
-from services.gateway.processes import PARENT_VARIABLE, run_processes
-from services.gateway.service import build
+from kvmesh.core.interrupts import end_when_interrupted
 
 if __name__ == "__main__":
+    end_when_interrupted()  # before modules that take a second to load
+
+    from kvmesh.cli.processes import end_with
+    from kvmesh.core.config import environment, load_config
+    from kvmesh.core.errors import KvMeshError
+    from kvmesh.runtime.app import run_service
+    from kvmesh.telemetry.logs import configure_logging, event_logger
+    from services.gateway.config import GatewayConfig
+    from services.gateway.processes import PARENT_VARIABLE, run_processes
+    from services.gateway.service import build
+
     if parent := environment(PARENT_VARIABLE):
         end_with(int(parent))
     configure_logging("gateway")

@@ -45,6 +45,26 @@ class ConnectionGuard:
         """A factory of guarded connections."""
         return lambda: _Guarded(self, factory(), self._config)
 
+    def wrap_counted(self, factory: Factory) -> Callable[[str], asyncio.Protocol | None]:
+        """As `wrap` where connections count before their protocol is told, as under TLS.
+
+        Returns:
+            Makes the connection of an address; None if it must not come in. If it never gets as
+            far as to be made, `turned_away` is told.
+        """
+
+        def come(address: str) -> asyncio.Protocol | None:
+            if not self.enter(address):
+                return None
+            return _Guarded(self, factory(), self._config, address)
+
+        return come
+
+    def turned_away(self, connection: asyncio.Protocol) -> None:
+        """A connection of `wrap_counted` has ended; one that was made counts until it is lost."""
+        assert isinstance(connection, _Guarded), "made here"
+        connection.never_made()
+
     def enter(self, address: str) -> bool:
         """Counts a connection; False if it must not come in."""
         config = self._config
@@ -73,8 +93,16 @@ class ConnectionGuard:
 class _Guarded(asyncio.Protocol):
     """One connection; everything goes on to `inner`."""
 
-    def __init__(self, guard: ConnectionGuard, inner: asyncio.Protocol, config: HttpConfig) -> None:
+    def __init__(
+        self,
+        guard: ConnectionGuard,
+        inner: asyncio.Protocol,
+        config: HttpConfig,
+        counted: str | None = None,
+    ) -> None:
+        """`counted` is the address of one that has come in already."""
         self._guard = guard
+        self._counted = counted
         self._inner = inner
         self._config = config
         self._address: str | None = None  # None: not let in
@@ -83,16 +111,22 @@ class _Guarded(asyncio.Protocol):
         self._tail = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        peer = transport.get_extra_info("peername")
-        address = str(peer[0]) if isinstance(peer, tuple) else ""
-        if not self._guard.enter(address):
-            _abort(transport)
-            return
+        address = self._counted
+        if address is None:
+            peer = transport.get_extra_info("peername")
+            address = str(peer[0]) if isinstance(peer, tuple) else ""
+            if not self._guard.enter(address):
+                _abort(transport)
+                return
         self._address, self._transport = address, transport
         _limit_stalls(transport, self._config.stall_timeout_s)
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(self._config.header_timeout_s, self._too_slow)
         self._inner.connection_made(transport)
+
+    def never_made(self) -> None:
+        if self._address is None and self._counted is not None:
+            self._guard.leave(self._counted)
 
     def data_received(self, data: bytes) -> None:
         if self._address is None:

@@ -73,6 +73,7 @@ class ApiCall:
         max_tokens_field: the caller's name for it, for errors.
         prompt_field: the caller's name of the prompt, for errors.
         continuous_usage: token counts on every chunk of a stream.
+        tokens_as_ids: log-probabilities name tokens by their ids, not by their text.
         echo: the prompt comes before the text.
         truncate_prompt: only so many last tokens of the prompt are used; None for all.
         bad_words: as text; `sampling` gets their tokens later.
@@ -99,6 +100,7 @@ class ApiCall:
     include_usage: bool = False
     continuous_usage: bool = False
     return_token_ids: bool = False
+    tokens_as_ids: bool = False
     echo: bool = False
     return_prompt_logprobs: bool = False
     truncate_prompt: int | None = None
@@ -308,6 +310,7 @@ def _common(
         "stream": stream,
         "include_usage": bool(options is not None and options.include_usage),
         "return_token_ids": bool(body.return_token_ids),
+        "tokens_as_ids": bool(body.return_tokens_as_token_ids),
         "priority": body.priority or 0,
         "request_id": body.request_id or "",
         "cache_salt": body.cache_salt or "",

@@ -112,7 +112,7 @@ def _post(path: str) -> dict[str, Any]:
 
 def _get(summary: str, path: str) -> dict[str, Any]:
     responses: dict[str, Any] = {"200": {"description": "Done.", "content": _OBJECT}}
-    if path == "/v1/models":
+    if path in ("/v1/models", "/tokenizer_info"):
         responses["401"] = _failure(_FAILURES["401"])
     if path == "/ready":
         responses["503"] = _failure("Not now.")

@@ -12,7 +12,7 @@ from typing import Any
 from kvmesh.core.types import FinishReason, TokenLogprobs, Usage
 from services.gateway.openai import ApiCall, Endpoint
 from services.gateway.reasoning import Thinking, Thoughts
-from services.gateway.token_scores import LOWEST, TokenBytes, chosen_score
+from services.gateway.token_scores import LOWEST, TokenBytes, chosen_score, id_name
 from services.gateway.tools import ToolReader, whole_message
 
 Body = dict[str, Any]
@@ -217,8 +217,9 @@ class Responses:
             return None
         pairs = list(zip(token_ids, logprobs, strict=True))
         if self._chat:
-            read = self._token_bytes
-            return {"content": [chosen_score(read, token, entry) for token, entry in pairs]}
+            read, as_ids = self._token_bytes, self._call.tokens_as_ids
+            scores = [chosen_score(read, token, entry, as_ids=as_ids) for token, entry in pairs]
+            return {"content": scores}
         return self._completion_logprobs(index, pairs)
 
     def _echoed(self, index: int, choice: ChoiceText) -> Body | None:
@@ -234,7 +235,7 @@ class Responses:
         self._offsets[index] = len(self._text(first))
         body = self._completion_logprobs(index, list(zip(rest, entries, strict=True)))
         return {
-            "tokens": [self._text(first), *body["tokens"]],
+            "tokens": [self._name(first), *body["tokens"]],
             "token_logprobs": [None, *body["token_logprobs"]],
             "top_logprobs": [None, *body["top_logprobs"]],
             "text_offset": [0, *body["text_offset"]],
@@ -264,10 +265,9 @@ class Responses:
         tokens: list[str] = []
         offsets: list[int] = []
         for token_id, _ in pairs:
-            token = self._text(token_id)
-            tokens.append(token)
+            tokens.append(self._name(token_id))
             offsets.append(offset)
-            offset += len(token)
+            offset += len(self._text(token_id))
         self._offsets[index] = offset
         return {
             "tokens": tokens,
@@ -279,7 +279,10 @@ class Responses:
     def _top(self, token_id: int, entry: TokenLogprobs) -> Mapping[str, float]:
         """The chosen token, which need not be one of the most likely, and those."""
         top = [(token_id, entry.logprob), *zip(entry.top_ids, entry.top_logprobs, strict=True)]
-        return {self._text(top_id): _finite(logprob) for top_id, logprob in top}
+        return {self._name(top_id): _finite(logprob) for top_id, logprob in top}
+
+    def _name(self, token_id: int) -> str:
+        return id_name(token_id) if self._call.tokens_as_ids else self._text(token_id)
 
     def _text(self, token_id: int) -> str:
         return self._token_bytes(token_id).decode(errors="replace")

@@ -70,6 +70,7 @@ class _SamplingBody(StructureFields):
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     truncate_prompt_tokens: int | None = Field(None, ge=-1, lt=2**32)
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
     user: str | None = None
     request_id: str | None = None

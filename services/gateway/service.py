@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import ssl
+import sys
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +22,7 @@ from kvmesh.policy.crowd import Crowd
 from kvmesh.policy.plans_ahead import PlanStock
 from kvmesh.rpc.fleet import FleetWatch, RouteClient
 from kvmesh.rpc.tls import server_context
+from kvmesh.rpc.tls_port import TlsPort
 from kvmesh.runtime.app import ServiceContext
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
@@ -31,7 +34,7 @@ from services.gateway.grpc_front import InferenceServicer
 from services.gateway.http import HttpFront
 from services.gateway.http_connection import HttpConnection
 from services.gateway.http_direct import DirectHttp
-from services.gateway.http_guard import ConnectionGuard
+from services.gateway.http_guard import ConnectionGuard, Factory
 from services.gateway.mesh import Mesh
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.routing import Router, candidate_of
@@ -167,21 +170,51 @@ async def _serve_http(
     context.stack.push_async_callback(direct.close)
     loop = asyncio.get_running_loop()
     connection = partial(HttpConnection, runner.server, loop, config.idle_timeout_s)
+    listen = partial(_listen_tls, tls) if tls is not None else _listen_plain
     try:
-        server = await loop.create_server(
-            guard.wrap(direct.wrap(connection)),
-            config.host,
-            config.port,
-            ssl=tls,
-            ssl_handshake_timeout=None if tls is None else config.header_timeout_s,
-            backlog=HTTP_BACKLOG,
-            reuse_port=gateway.server.share_port,
-        )
+        port = await listen(guard, direct.wrap(connection), gateway, context)
     except OSError as error:
         raise ConfigError(
             f"cannot listen on {config.host}:{config.port}: {error.strerror}; "
             "choose another with --http.port"
         ) from error
+    return port
+
+
+async def _listen_plain(
+    guard: ConnectionGuard, factory: Factory, gateway: GatewayConfig, context: ServiceContext
+) -> int:
+    server = await asyncio.get_running_loop().create_server(
+        guard.wrap(factory),
+        gateway.http.host,
+        gateway.http.port,
+        backlog=HTTP_BACKLOG,
+        reuse_port=gateway.server.share_port,
+    )
     context.stack.callback(server.close)
     port: int = server.sockets[0].getsockname()[1]
     return port
+
+
+async def _listen_tls(
+    tls: ssl.SSLContext,
+    guard: ConnectionGuard,
+    factory: Factory,
+    gateway: GatewayConfig,
+    context: ServiceContext,
+) -> int:
+    # The guard alone says who is too many: it knows addresses.
+    server = TlsPort(
+        tls,
+        gateway.http.header_timeout_s,
+        guard.wrap_counted(factory),
+        guard.turned_away,
+        limit=sys.maxsize,
+    )
+    context.stack.callback(server.close)
+    return await server.start(
+        gateway.http.host,
+        gateway.http.port,
+        backlog=HTTP_BACKLOG,
+        reuse_port=gateway.server.share_port,
+    )

@@ -18,19 +18,38 @@ LOWEST = -9999.0
 """JSON has no infinity; OpenAI's API writes this for a token that cannot come."""
 
 
-def token_score(token_bytes: TokenBytes, token_id: int, logprob: float) -> dict[str, Any]:
-    """One token and how likely it was."""
+def id_name(token_id: int) -> str:
+    """A token's name by its id, as vLLM writes it: unlike texts, no two are the same."""
+    return f"token_id:{token_id}"
+
+
+def token_score(
+    token_bytes: TokenBytes, token_id: int, logprob: float, *, as_id: bool = False
+) -> dict[str, Any]:
+    """One token and how likely it was.
+
+    Args:
+        as_id: it is named by its id; `bytes` are those of its text all the same.
+    """
     raw = token_bytes(token_id)
-    text = raw.decode(errors="replace")
-    return {"token": text, "logprob": max(logprob, LOWEST), "bytes": list(raw)}
+    name = id_name(token_id) if as_id else raw.decode(errors="replace")
+    return {"token": name, "logprob": max(logprob, LOWEST), "bytes": list(raw)}
 
 
-def chosen_score(token_bytes: TokenBytes, token_id: int, entry: TokenLogprobs) -> dict[str, Any]:
-    """A chosen token and the most likely ones at its place."""
+def chosen_score(
+    token_bytes: TokenBytes, token_id: int, entry: TokenLogprobs, *, as_ids: bool = False
+) -> dict[str, Any]:
+    """A chosen token and the most likely ones at its place.
+
+    Args:
+        as_ids: tokens are named by their ids.
+    """
     top = zip(entry.top_ids, entry.top_logprobs, strict=True)
     return {
-        **token_score(token_bytes, token_id, entry.logprob),
-        "top_logprobs": [token_score(token_bytes, top_id, logprob) for top_id, logprob in top],
+        **token_score(token_bytes, token_id, entry.logprob, as_id=as_ids),
+        "top_logprobs": [
+            token_score(token_bytes, top_id, logprob, as_id=as_ids) for top_id, logprob in top
+        ],
     }
 
 

@@ -36,6 +36,16 @@ THREAD_THRESHOLD_TOKENS = 4096
 """As many tokens are decoded in a thread, for the same reason."""
 
 
+TOLD_SETTINGS = (
+    *("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token"),
+    *("additional_special_tokens", "extra_special_tokens", "added_tokens_decoder"),
+    *("add_bos_token", "add_eos_token", "add_prefix_space", "legacy", "model_max_length"),
+    *("padding_side", "truncation_side", "clean_up_tokenization_spaces", "split_special_tokens"),
+    *("spaces_between_special_tokens", "use_default_system_prompt", "errors", "tokenizer_class"),
+)
+"""What clients are told of tokenizer_config.json; the rest of such files may name folders of the
+machine that wrote them, and tokens for a hub."""
+
 _TEMPLATE_ERRORS = (
     *(jinja2.TemplateError, TypeError, ValueError),
     *(ArithmeticError, LookupError, RecursionError),
@@ -149,8 +159,8 @@ class TextTokenizer:
         chat: the chat template.
         max_model_len: longest sequence by the model's own config; 0 is unknown.
         sampling_defaults: temperature, top_p, … where the model has its own.
-        info: what tokenizer_config.json says, for clients that tokenize here; special tokens as
-            text, and the chat template that is in use.
+        info: what tokenizer_config.json says of `TOLD_SETTINGS`, for clients that tokenize here;
+            special tokens as text, and the chat template that is in use.
     """
 
     def __init__(
@@ -262,8 +272,14 @@ def load_tokenizer(
             for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
             if generation.get(name) is not None
         },
-        info={**settings, **_special_tokens(settings), "chat_template": source or None},
+        info=_told(settings, source),
     )
+
+
+def _told(settings: Mapping[str, Any], template: str) -> dict[str, Any]:
+    """What clients may know of a tokenizer's settings."""
+    told = {name: settings[name] for name in TOLD_SETTINGS if name in settings}
+    return {**told, **_special_tokens(settings), "chat_template": template or None}
 
 
 def _fast_tokenizer(path: Path) -> tokenizers.Tokenizer:

@@ -1,8 +1,12 @@
 """Starts the kvmanager: `python -m services.kvmanager`."""
 
-from kvmesh.runtime.app import run_service
-from services.kvmanager.config import KvManagerConfig
-from services.kvmanager.service import build
+from kvmesh.core.interrupts import end_when_interrupted
 
 if __name__ == "__main__":
+    end_when_interrupted()  # before modules that take a second to load
+
+    from kvmesh.runtime.app import run_service
+    from services.kvmanager.config import KvManagerConfig
+    from services.kvmanager.service import build
+
     run_service("kvmanager", KvManagerConfig, build)

@@ -1,6 +1,12 @@
-from kvmesh.runtime.app import run_service
-from services.prefill.config import PrefillConfig
-from services.prefill.service import build
+"""Starts a prefill worker: `python -m services.prefill`."""
+
+from kvmesh.core.interrupts import end_when_interrupted
 
 if __name__ == "__main__":
+    end_when_interrupted()  # before modules that take a second to load
+
+    from kvmesh.runtime.app import run_service
+    from services.prefill.config import PrefillConfig
+    from services.prefill.service import build
+
     run_service("prefill", PrefillConfig, build)

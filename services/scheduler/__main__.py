@@ -1,8 +1,12 @@
-"""`python -m services.scheduler`."""
+"""Starts the scheduler: `python -m services.scheduler`."""
 
-from kvmesh.runtime.app import run_service
-from services.scheduler.config import SchedulerConfig
-from services.scheduler.service import build
+from kvmesh.core.interrupts import end_when_interrupted
 
 if __name__ == "__main__":
+    end_when_interrupted()  # before modules that take a second to load
+
+    from kvmesh.runtime.app import run_service
+    from services.scheduler.config import SchedulerConfig
+    from services.scheduler.service import build
+
     run_service("scheduler", SchedulerConfig, build)

@@ -42,7 +42,8 @@ class GroupLoops:
         """Takes the loads of a cycle.
 
         Args:
-            waiting: requests at the gateways; they count for groups as their arrivals are shared.
+            waiting: requests at the gateways; they count for groups as their arrivals are shared,
+                for all alike where none came.
         """
         groups = _groups(workers)
         arrived: Counter[str] = Counter()
@@ -50,10 +51,11 @@ class GroupLoops:
             arrived[scenario if scenario in groups else ""] += count
         self._new.clear()
         self._arrived += arrived
-        total = max(self._arrived.total(), 1)
+        total = self._arrived.total()
         for name, members in groups.items():
             loads = [each.load for each in members]
-            share = self._arrived[name] / total
+            # Who waits may have come in a window before, and nobody in this one yet.
+            share = self._arrived[name] / total if total else 1.0 / len(groups)
             counts = StageCounts(
                 Waiting(waiting.prefill * share, waiting.decode * share),
                 sum(each.prefill_active - each.prefill_sending for each in loads),
@@ -66,7 +68,7 @@ class GroupLoops:
             monitor.observe(counts, arrived[name], elapsed_s)
 
     def end_window(self, workers: Sequence[FleetWorker]) -> Iterator[GroupStep]:
-        """What the rule says of each group that has two windows to compare."""
+        """What the rule says of each group that had enough requests."""
         groups = _groups(workers)
         self._arrived.clear()
         for name in self._monitors.keys() - groups.keys():
@@ -79,6 +81,10 @@ class GroupLoops:
             step = monitor.end_window(num_prefill, len(members) - num_prefill)
             if step is not None:
                 yield GroupStep(name, members, step)
+
+    def carried_out(self, scenario: str) -> None:
+        """The group's last step was ordered."""
+        self._monitors[scenario].carried_out()
 
 
 def _groups(workers: Iterable[FleetWorker]) -> dict[str, list[FleetWorker]]:

@@ -133,6 +133,10 @@ class ModelLoops:
         """What P/D-Serve's monitor says of each group at home, once per `planning.monitor_s`."""
         return list(self._groups.end_window(self._home(workers)))
 
+    def carried_out(self, step: GroupStep) -> None:
+        """What the monitor said was ordered."""
+        self._groups.carried_out(step.scenario)
+
     def adjust(self, workers: Sequence[FleetWorker], demand: Demand, elapsed_s: float) -> bool:
         """Moves the threshold (PrfaaS 3.4.3 point 2); True if it is another now."""
         far = [each for each in workers if each.info.cluster == self._remote]

@@ -227,6 +227,8 @@ class Planner:
                 )
                 continue
             moved = may_order and self.give_role(giver, role, reason.value)
+            if moved:
+                loops.carried_out(found)
             self._note_role("ratio", reason.name.lower(), giver, role, applied=moved)
 
     def _show_details(self) -> None:

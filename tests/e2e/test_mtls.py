@@ -80,13 +80,14 @@ async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
         yield running
 
 
-async def ask(mesh: Mesh, key: str = "key-acme") -> tuple[int, Any]:
-    body = {
+async def ask(mesh: Mesh, key: str = "key-acme", **fields: str) -> tuple[int, Any]:
+    body: dict[str, Any] = {
         "model": MODEL,
         "prompt": PROMPT,
         "max_tokens": 20,
         "temperature": 0,
         "return_token_ids": True,
+        **fields,
     }
     headers = {"Authorization": f"Bearer {key}"}
     async with (
@@ -110,6 +111,11 @@ async def test_requests_are_served_strangers_stay_out_and_no_secret_is_logged(
     assert answer["choices"][0]["token_ids"] == fake_tokens(PROMPT, 20)
     # Workers and index know the prefix by now, but of this tenant alone.
     assert [cached(await ask(mesh, key)) for key in ("key-beta", "key-acme")] == [0, 80]
+    for key, salt, known in (
+        *(("key-beta", "4:acme:", 0), ("key-acme", "user", 0)),
+        *(("key-acme", "user", 80), ("key-acme", "", 80)),
+    ):
+        assert cached(await ask(mesh, key, cache_salt=salt)) == known, (key, salt)
     links = await mesh["decode-0"].metrics()
     assert links.value("kvmesh_link_bytes_total", channel="tcp") > 0  # the KV went over TLS
 

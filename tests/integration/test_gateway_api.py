@@ -116,6 +116,21 @@ async def test_echo_with_logprobs(stack: Stack) -> None:
     assert logprobs.text_offset[len(prompt)] == len("the mesh")
 
 
+async def test_tokens_named_by_their_ids(stack: Stack) -> None:
+    asked = {"max_tokens": 2, "return_tokens_as_token_ids": True}
+    first, second = (f"token_id:{token}" for token in stack.mesh.output[:2])
+    text = {"prompt": [5, 6], "logprobs": 1, "echo": True, **asked}
+    _, answer = await post(stack, "/v1/completions", text)
+    (choice,) = answer["choices"]
+    assert choice["logprobs"]["tokens"] == ["token_id:5", "token_id:6", first, second]
+    assert choice["text"] == stack.tokenizer.decode([5, 6, *stack.mesh.output[:2]])
+    chat = {"messages": HELLO, "logprobs": True, "top_logprobs": 2, **asked}
+    _, answer = await post(stack, "/v1/chat/completions", chat)
+    content = answer["choices"][0]["logprobs"]["content"]
+    assert [score["token"] for score in content] == [first, second]
+    assert content[0]["top_logprobs"][1]["token"] == "token_id:5"
+
+
 async def test_echo_alone_generates_nothing(stack: Stack) -> None:
     answer = await stack.client.completions.create(
         model=MODEL, prompt=[5, 6, 7], echo=True, max_tokens=0, logprobs=0

@@ -138,3 +138,26 @@ async def test_a_budget_that_is_too_small_for_two_peers_serves_the_first() -> No
         assert sum(link.queued_bytes for link in links) == 0
         assert sum(link.resumed for link in links) == 0, "no connection was cut"
         assert egress.is_idle
+
+
+async def test_a_budget_that_nobody_waits_for_is_not_what_is_too_small() -> None:
+    """Large turns are few on a slow link, so that little is handed out while much moves."""
+    options = SendOptions(
+        kinds=("tcp",), stall_timeout_s=WINDOW_S, patience_s=WINDOW_S, egress_bytes_s=4e9
+    )
+    async with running_pair(options) as pair:
+        assert pair.pool._leaving is not None
+        faults = Faults(stall_at=2 << 20)
+        async with faulty_link(pair.reservation.data_endpoint, faults) as endpoint:
+            pair.reservation = reservation_behind(endpoint)
+            large = asyncio.create_task(pair.pool.put(pair.reservation, whole(300)))
+            await until(lambda: bool(pair.target.granted))
+            leaving = pair.pool._leaving
+            (rest,) = leaving._under_way
+            begin_window(leaving)
+            leaving._moved = lambda: leaving._seen + 1
+            leaving._tick()
+            assert not rest.given_up
+            await pair.pool.close()
+            with pytest.raises(LostError):
+                await large

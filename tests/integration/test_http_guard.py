@@ -248,3 +248,29 @@ async def test_tls_on_the_public_port(tmp_path: Path) -> None:
         writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
         assert b"200" not in await reader.read()
         writer.close()
+
+
+async def test_connections_count_while_tls_is_not_through(tmp_path: Path) -> None:
+    assert make_certs(["--out", str(tmp_path)]) == 0
+    tls = TlsConfig(str(tmp_path / "public.pem"), str(tmp_path / "public.key"))
+    trusted = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
+    async with guarded(tmp_path, tls=tls, max_connections_per_address=2) as stack:
+        metrics = stack.gateway.metrics
+        silent = [await connect(stack) for _ in range(2)]
+        await stack.mesh.until(lambda: metrics.value("kvmesh_gateway_connections") == 2)
+        reader, surplus = await connect(stack)
+        assert await is_cut(reader)
+        assert num_cut(stack, "address") == 1
+        for writer in (surplus, *(writer for _, writer in silent)):
+            writer.close()
+        await all_closed(stack)
+        # All of the limit is there for those whose handshake is through.
+        url = stack.url.replace("http:", "https:")
+        connector = aiohttp.TCPConnector(ssl=trusted)
+        async with aiohttp.ClientSession(url, connector=connector) as session:
+            answers = [await session.get("/health") for _ in range(2)]
+            held = [session.post("/v1/completions", data=BODY) for _ in range(2)]
+            codes = [each.status for each in (*answers, *await asyncio.gather(*held))]
+            assert codes == [200] * 4
+        assert num_cut(stack, "address") == 1
+        await all_closed(stack)

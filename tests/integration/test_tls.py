@@ -108,19 +108,20 @@ async def test_callers_may_be_let_in_without_a_certificate(tls: TlsConfig) -> No
         assert await _health(address, HealthTls()) != SERVING
 
 
+def _files(folder: Path, name: str) -> TlsConfig:
+    cert, key, ca = (str(folder / file) for file in (f"{name}.pem", f"{name}.key", "ca.pem"))
+    return TlsConfig(cert, key, ca)
+
+
 async def test_only_named_services_may_call(tmp_path: Path) -> None:
     assert make_certs(["--out", str(tmp_path)]) == 0
 
-    def files(name: str) -> TlsConfig:
-        cert, key, ca = (str(tmp_path / file) for file in (f"{name}.pem", f"{name}.key", "ca.pem"))
-        return TlsConfig(cert, key, ca)
-
-    server = ServerConfig(tls=files("scheduler"), callers="gateway, prefill")
+    server = ServerConfig(tls=_files(tmp_path, "scheduler"), callers="gateway, prefill")
     async with serving("scheduler", SchedulerConfig(server=server), build_scheduler) as scheduler:
         address = f"127.0.0.1:{scheduler.port}"
 
         async def call(name: str) -> grpc.StatusCode:
-            async with open_channel(address, files(name)) as channel:
+            async with open_channel(address, _files(tmp_path, name)) as channel:
                 stub: Any = SchedulerServiceStub(channel)
                 try:
                     async for _ in stub.WatchFleet(WatchFleetRequest(), timeout=10):
@@ -131,11 +132,11 @@ async def test_only_named_services_may_call(tmp_path: Path) -> None:
 
         assert await call("gateway") is grpc.StatusCode.OK
         assert await call("decode") is grpc.StatusCode.PERMISSION_DENIED
-        async with open_channel(address, files("decode")) as channel:
+        async with open_channel(address, _files(tmp_path, "decode")) as channel:
             stub: Any = SchedulerServiceStub(channel)
             with pytest.raises(grpc.aio.AioRpcError, match="decode may not call"):
                 await stub.OrderWorker(OrderWorkerRequest(worker_id="w"), timeout=10)
-        decode = files("decode")
+        decode = _files(tmp_path, "decode")
         trusted = HealthTls(decode.ca, decode.cert, decode.key)
         assert await _health(address, trusted) == SERVING  # open to the CA's own
 
@@ -143,16 +144,14 @@ async def test_only_named_services_may_call(tmp_path: Path) -> None:
 async def test_a_name_may_be_given_one_rpc_and_no_other(tmp_path: Path) -> None:
     assert make_certs(["--out", str(tmp_path), "--services", "scheduler,prefill,operator"]) == 0
 
-    def files(name: str) -> TlsConfig:
-        cert, key, ca = (str(tmp_path / file) for file in (f"{name}.pem", f"{name}.key", "ca.pem"))
-        return TlsConfig(cert, key, ca)
-
     callers = "prefill:RegisterWorker, operator:OrderWorker, operator:WatchFleet"
-    server = ServerConfig(tls=files("scheduler"), callers=callers)
+    server = ServerConfig(tls=_files(tmp_path, "scheduler"), callers=callers)
     async with serving("scheduler", SchedulerConfig(server=server), build_scheduler) as scheduler:
 
         async def answer(name: str, rpc: str, request: Any) -> grpc.StatusCode:
-            async with open_channel(f"127.0.0.1:{scheduler.port}", files(name)) as channel:
+            async with open_channel(
+                f"127.0.0.1:{scheduler.port}", _files(tmp_path, name)
+            ) as channel:
                 stub: Any = SchedulerServiceStub(channel)
                 call = getattr(stub, rpc)(request, timeout=10)
                 try:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import resource
 import socket
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +20,7 @@ from kvmesh.transfer.data_server import ReceiveOptions
 from kvmesh.transfer.frames import HelloOkFrame
 from kvmesh.transfer.host import host_id
 from kvmesh.transfer.meters import LinkKey
+from tests.descriptors import no_descriptor_left
 from tests.transfer_pair import (
     DECODE,
     SENDER,
@@ -35,19 +34,6 @@ from tests.transfer_pair import (
 
 KINDS = pytest.mark.parametrize("kind", ["tcp", "shm"])
 Behave = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-
-
-@contextlib.contextmanager
-def no_descriptor_left() -> Iterator[None]:
-    """While inside, the process can open nothing."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    lowest = os.open(os.devnull, os.O_RDONLY)  # the number that the next one would get
-    os.close(lowest)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @KINDS

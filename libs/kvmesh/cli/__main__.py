@@ -6,13 +6,17 @@ Tests: tests/unit/cli/test_main.py.
 
 from __future__ import annotations
 
-import difflib
-import importlib
-import importlib.metadata
 import sys
 from collections.abc import Sequence
 
-from kvmesh.core.errors import KvMeshError
+from kvmesh.core.interrupts import ended_when_interrupted
+
+with ended_when_interrupted():
+    import difflib
+    import importlib
+    import importlib.metadata
+
+    from kvmesh.core.errors import KvMeshError
 
 COMMANDS = {
     "up": "start a local stack: Redis, control plane, workers, gateway",
@@ -82,7 +86,8 @@ def _advice(name: str) -> str:
 
 def _run(name: str, rest: Sequence[str]) -> int:
     try:
-        command = importlib.import_module(f"kvmesh.cli.{name}")
+        with ended_when_interrupted():
+            command = importlib.import_module(f"kvmesh.cli.{name}")
     except ModuleNotFoundError as error:
         if (error.name or "kvmesh").split(".")[0] == "kvmesh":
             raise

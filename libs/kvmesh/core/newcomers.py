@@ -51,6 +51,6 @@ class Newcomers(Generic[NewcomerT]):
         """Ends the one that has waited longest; nothing without any."""
         oldest = next(iter(self._waiting), None)
         if oldest is not None:
-            del self._waiting[oldest]
+            self._waiting.pop(oldest, None)  # where threads serve, it may just have left
             self.num_cut += 1
             self._cut(oldest)

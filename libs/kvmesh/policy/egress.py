@@ -8,13 +8,21 @@ Tests: tests/unit/policy/test_egress.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 
 RECOVER = 1.25
-"""What a bandwidth that was found to be low may be each second after, until it is found again."""
+"""What a bandwidth that was found to be low may be each second after, until it is found again; and
+what a way may carry, over what left it, when all of that did leave.
+"""
 
 MIN_SHARE = 0.01
 """Of the configured bandwidth: with less the way is cut, and a division by nothing helps nobody."""
+
+JAM_CYCLES = 4
+"""Cycles of a jam that its rate is taken from: enough for transfers that arrive in lumps, few
+enough to see a way that carries more again before all that waits is gone.
+"""
 
 
 @dataclass(slots=True)
@@ -28,9 +36,7 @@ class EgressMeter:
     configured: float
     _capacity: float = 0.0
     _waiting: int = 0
-    _busy_bytes: float = 0.0
-    _busy_s: float = 0.0
-    _busy_cycles: int = 0
+    _jam: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=JAM_CYCLES))
 
     def __post_init__(self) -> None:
         self._capacity = self.configured
@@ -49,23 +55,29 @@ class EgressMeter:
             elapsed_s: its length, above 0.
         """
         before, self._waiting = self._waiting, waiting
-        if before > sent:
-            # What waited when the cycle began did not all leave: the way was in use throughout.
-            self._busy_bytes += sent
-            self._busy_s += elapsed_s
+        if before > sent or (self._jam and waiting and before == sent > 0):
+            # What waited when the cycle began did not all leave: the way was in use throughout. In
+            # a jam that goes for just what waited as well: pieces are counted when they arrive, and
+            # of what waits by now some is on its way.
+            self._jam.append((sent, elapsed_s))
             # Transfers are counted when they arrive or are reported, so that in a single such cycle
             # nothing may have left: it says nothing of speed.
-            if self._busy_cycles:
-                found = max(self._busy_bytes / self._busy_s, MIN_SHARE * self.configured)
+            if len(self._jam) > 1:
+                found = max(self._jam_rate(), MIN_SHARE * self.configured)
                 self._capacity = min(found, self.configured)
-            self._busy_cycles += 1
             return 1.0
-        rate = sent / elapsed_s
-        if self._busy_cycles > 1:
+        if len(self._jam) > 1:
             # The last of what waited: it was on its way in the cycles before as well.
-            rate = (self._busy_bytes + sent) / (self._busy_s + elapsed_s)
-        self._busy_cycles = 0
-        self._busy_bytes = self._busy_s = 0.0
+            self._jam.append((sent, elapsed_s))
+            rate = least = self._jam_rate()
+        else:
+            rate = sent / elapsed_s
+            least = rate * RECOVER**elapsed_s
+        self._jam.clear()
         recovered = self._capacity * RECOVER**elapsed_s
-        self._capacity = min(max(recovered, rate), self.configured)
+        self._capacity = min(max(recovered, least), self.configured)
         return min(rate / self._capacity, 1.0)
+
+    def _jam_rate(self) -> float:
+        """Bytes per second in the last cycles of the jam."""
+        return sum(sent for sent, _ in self._jam) / sum(elapsed for _, elapsed in self._jam)

@@ -43,10 +43,6 @@ class ServingProfile:
         """Requests per second of one decode instance (eq. 5)."""
         return self.decode_batch / (self.decode_step_s * self.output_tokens)
 
-    def kv_rate(self, length: float) -> float:
-        """Phi_kv: bytes per second that one remote instance makes at this length (eq. 1)."""
-        return self.kv_bytes(length) / self.remote_prefill_s(length)
-
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
@@ -194,10 +190,3 @@ def optimum(points: Iterable[OperatingPoint]) -> OperatingPoint:
     eq. 7 (both prefill stages equally far from their limit) leaves the most room.
     """
     return max(points, key=lambda point: (point.rate, point.prefill_ceiling))
-
-
-def egress_demand(
-    profile: ServingProfile, num_devices: int, devices_per_instance: int, long_tokens: float
-) -> float:
-    """Bytes per second that an uncongested offload cluster sends out (eq. 2)."""
-    return num_devices / devices_per_instance * profile.kv_rate(long_tokens)

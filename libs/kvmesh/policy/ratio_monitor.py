@@ -86,7 +86,7 @@ class _Sums:
 
 @dataclass(slots=True)
 class _Change:
-    """The last step.
+    """The last step that was taken.
 
     Attributes:
         before: times of the window that asked for it.
@@ -109,6 +109,7 @@ class RatioMonitor:
         self._sums = _Sums()
         self._usual: LatencyWindow | None = None
         self._change: _Change | None = None
+        self._asked: _Change | None = None
         self._hold = HOLD_WINDOWS
 
     def observe(self, counts: StageCounts, num_new: int, elapsed_s: float) -> None:
@@ -126,7 +127,10 @@ class RatioMonitor:
         sums.count += num_new
 
     def end_window(self, num_prefill: int, num_decode: int) -> RatioStep | None:
-        """What the rule says, and a new window; None: too few requests, and this one goes on."""
+        """What the rule says, and a new window; None: too few requests, and this one goes on.
+
+        Who does what it says calls `carried_out`: of what nobody did no better times are expected.
+        """
         sums = self._sums
         if sums.count < MIN_REQUESTS:
             return None
@@ -145,18 +149,26 @@ class RatioMonitor:
             return RatioStep(None, RatioReason.SETTLING)
         step = ratio_direction(before, seen, num_prefill, num_decode, tolerance)
         goes_back = change is not None and step.grow not in (None, change.grow)
+        self._asked = None
         if change is not None and goes_back and change.age <= self._hold:
             worse = ratio_direction(change.before, now, num_prefill, num_decode, tolerance)
             if worse.grow is not step.grow:
                 return RatioStep(None, RatioReason.HOLD)
             step = RatioStep(step.grow, RatioReason.TAKEN_BACK)
         if step.grow is not None:
-            if goes_back:
-                self._hold = min(2 * self._hold, MAX_HOLD_WINDOWS)
             if not waited:
                 self._usual = quiet  # one change answers it; what is slower still asks again
-            self._change = _Change(step.grow, now)
+            self._asked = _Change(step.grow, now)
         return step
+
+    def carried_out(self) -> None:
+        """An instance changes to the role that the last window asked for."""
+        before, asked = self._change, self._asked
+        if asked is None:
+            return
+        if before is not None and before.grow is not asked.grow:
+            self._hold = min(2 * self._hold, MAX_HOLD_WINDOWS)
+        self._change, self._asked = asked, None
 
     def _aged_change(self) -> _Change | None:
         """The last step, one window older; one that was right for long enough is forgotten."""

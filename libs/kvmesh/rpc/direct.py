@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import secrets
 import socket
+import ssl
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,7 @@ from kvmesh.core.newcomers import Newcomers
 from kvmesh.rpc.channels import MAX_MESSAGE_BYTES, TlsConfig
 from kvmesh.rpc.framed import FramedConnection, ignore
 from kvmesh.rpc.tls import client_context, server_context
+from kvmesh.rpc.tls_port import TlsPort
 from kvmesh.telemetry.logs import event_logger
 
 log = event_logger(__name__)
@@ -92,7 +94,7 @@ class DirectListener:
     _newcomers: Newcomers[FramedConnection] = field(
         default_factory=lambda: Newcomers(FramedConnection.abort)
     )
-    _server: asyncio.Server | None = None
+    _server: asyncio.Server | TlsPort | None = None
     _local_server: asyncio.Server | None = None
 
     async def start(self) -> None:
@@ -106,23 +108,25 @@ class DirectListener:
         # Encrypted exactly when the gRPC port is.
         tls = self.tls
         context = server_context(tls, "server.tls") if tls is not None and tls.cert else None
-        loop = asyncio.get_running_loop()
         try:
-            self._server = await loop.create_server(
-                self._connection,
-                self.host,
-                self.wanted_port,
-                ssl=context,
-                ssl_handshake_timeout=None if context is None else _GREETING_S,
-            )
+            await self._listen(context)
         except OSError as error:
             raise ConfigError(
                 f"cannot listen on {self.host}:{self.wanted_port}; choose another with "
                 "--server.direct-port"
             ) from error
-        self.port = self._server.sockets[0].getsockname()[1]
         if context is None:  # what has to be encrypted is so on each way
             await self._listen_locally()
+
+    async def _listen(self, context: ssl.SSLContext | None) -> None:
+        if context is not None:
+            self._server = TlsPort(context, _GREETING_S, lambda _: self._connection())
+            self.port = await self._server.start(self.host, self.wanted_port)
+            return
+        loop = asyncio.get_running_loop()
+        plain = await loop.create_server(self._connection, self.host, self.wanted_port)
+        self._server = plain
+        self.port = plain.sockets[0].getsockname()[1]
 
     async def _listen_locally(self) -> None:
         """Listens for those on this host; who does not see the socket connects to the port."""

@@ -27,6 +27,7 @@ from kvmesh.core.config import option, secret
 from kvmesh.core.errors import ConfigError
 from kvmesh.rpc.channels import TlsConfig
 from kvmesh.rpc.tls import server_context
+from kvmesh.rpc.tls_port import TlsPort
 from kvmesh.runtime.admin_guard import HEADER_TIMEOUT_S, IDLE_TIMEOUT_S, AdminGuard
 from kvmesh.telemetry.logs import event_logger
 
@@ -76,7 +77,7 @@ class AdminPort:
         self._routes: list[web.RouteDef] = []
         self._open: set[tuple[str, str]] = set()
         self._runner: web.AppRunner | None = None
-        self._server: asyncio.Server | None = None
+        self._server: asyncio.Server | TlsPort | None = None
         self.guard = AdminGuard()
         self.port = -1
         self.is_wanted = config.port >= 0 or bool(config.socket)
@@ -137,25 +138,28 @@ class AdminPort:
         assert runner.server is not None, "set up"
         connections = self.guard.wrap(runner.server)
         try:
-            self._server = await asyncio.get_running_loop().create_server(
-                connections,
-                config.host,
-                config.port,
-                ssl=self._ssl,
-                ssl_handshake_timeout=None if self._ssl is None else HEADER_TIMEOUT_S,
-            )
+            self._server, self.port = await self._listen(connections)
         except OSError as error:
             raise ConfigError(
                 f"cannot listen on {config.host}:{config.port}: the port is taken or the address "
                 f"is not this host's ({error.strerror}); choose another with --server.admin.port"
             ) from error
-        self.port = self._server.sockets[0].getsockname()[1]
         log.info(
             "admin_serving",
             address=f"{config.host}:{self.port}",
             tls=self._ssl is not None,
             needs_token=bool(self._digest),
         )
+
+    async def _listen(
+        self, connections: Callable[[], asyncio.Protocol]
+    ) -> tuple[asyncio.Server | TlsPort, int]:
+        host, port = self._config.host, self._config.port
+        if self._ssl is not None:
+            over_tls = TlsPort(self._ssl, HEADER_TIMEOUT_S, lambda _: connections())
+            return over_tls, await over_tls.start(host, port)
+        server = await asyncio.get_running_loop().create_server(connections, host, port)
+        return server, server.sockets[0].getsockname()[1]
 
     async def close(self) -> None:
         """Closes the port. May be called again."""

@@ -199,8 +199,8 @@ class Control:
         if step is None:
             return
         self._reasons[f"monitor: {step.reason.value}"] += 1
-        if step.grow is not None:
-            _give(movable, step.grow)
+        if step.grow is not None and _give(movable, step.grow):
+            self._monitor.carried_out()
 
     # --- what is read ------------------------------------------------------------------------
 

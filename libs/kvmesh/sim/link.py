@@ -35,11 +35,6 @@ class SharedLink:
         return self._bytes_per_s
 
     @property
-    def num_active(self) -> int:
-        """Transfers that are on the link now."""
-        return len(self._active)
-
-    @property
     def bytes_left(self) -> float:
         """Bytes on the link that have not arrived."""
         self._advance()

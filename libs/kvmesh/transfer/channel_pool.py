@@ -152,6 +152,7 @@ class ChannelPool:
                 self._options.patience_s,
                 lambda: egress.handed_bytes,
                 lambda measured, excess: give_up(f"the budget is too small: {measured}", excess),
+                lambda: egress.idle_s,
             )
         self._nixl: NixlOwner | None = None
         if NIXL in self._options.kinds and is_installed() and isinstance(memory, MappablePool):

@@ -159,6 +159,8 @@ class Pacer:
         self._lock = threading.Lock()
         self._queue = TurnQueue()
         self._timer: asyncio.TimerHandle | None = None
+        self._idle_s = 0.0
+        self._idle_since: float | None = clock.now()
 
     def piece(self, share: Share) -> int:
         """Most that a sender should take at once.
@@ -173,6 +175,12 @@ class Pacer:
     def is_idle(self) -> bool:
         """Nobody waits."""
         return self._queue.first() is None
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds so far in which nobody waited: what was slow then was not the budget."""
+        since = self._idle_since
+        return self._idle_s + (0.0 if since is None else self._clock.now() - since)
 
     def delay(self, num_bytes: int) -> float:
         """Takes bytes before all who wait; returns the seconds to wait before they are sent.
@@ -210,8 +218,11 @@ class Pacer:
                 if wait_s == 0:
                     self._bucket.take(ticket.num_bytes, now)
             if wait_s > 0:
+                self._idle_s, self._idle_since = self.idle_s, None
                 self._timer = asyncio.get_running_loop().call_later(wait_s, self._serve)
                 return
             if ticket.share is Share.HANDOFF:
                 self.handed_bytes += ticket.num_bytes
             self._queue.go().go()
+        if self._idle_since is None:
+            self._idle_since = self._clock.now()

@@ -143,8 +143,9 @@ class PaceWatch:
 
         Args:
             moved: bytes so far; only rises.
-            held_back_s: seconds so far in which senders waited for a budget that others share. A
-                window that was half spent so says nothing of the link.
+            held_back_s: seconds so far in which senders waited for something else: over a link for
+                a budget that others share, within a budget for links. A window that was half spent
+                so says nothing of what is watched.
             on_starved: told what was measured, and for what it is too slow, in order of beginning.
                 Again after each window, with those that were given up and are not over.
         """

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvmesh.cli.__main__ import main
+from kvmesh.cli.certs import issue, read_ca, write
 from kvmesh.rpc.channels import TlsConfig
 from kvmesh.rpc.tls import client_context, server_context
 
@@ -62,6 +63,17 @@ def test_services_trust_each_other_and_strangers_stay_out(tmp_path: Path) -> Non
     assert greet(prefill, files(other, "decode", ca=own)) == b""
     assert greet(prefill, files(other, "decode")) == b""
     assert greet(prefill, TlsConfig(ca=str(own / "ca.pem"))) == b""
+
+
+def test_a_certificate_that_has_ended_opens_no_door_on_either_side(tmp_path: Path) -> None:
+    make(tmp_path)
+    ca = read_ca(tmp_path)
+    assert ca is not None
+    write(issue(ca, "prefill", ["127.0.0.1"], days=0), tmp_path, "prefill")
+    ended, decode = files(tmp_path, "prefill"), files(tmp_path, "decode")
+    assert greet(ended, decode) == b""
+    assert greet(decode, ended) == b""
+    assert greet(decode, files(tmp_path, "gateway")) == b"hello"
 
 
 def test_the_public_certificate_opens_no_door_inside(tmp_path: Path) -> None:

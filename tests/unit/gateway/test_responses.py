@@ -66,6 +66,25 @@ def test_a_chosen_token_is_among_the_likely_ones_of_a_completion() -> None:
     assert [top["token"] for top in score["top_logprobs"]] == [" two"]
 
 
+def test_tokens_may_be_named_by_their_ids() -> None:
+    made = responses(Endpoint.COMPLETION, 1, echo=True, tokens_as_ids=True)
+    told = choice()
+    told.prompt_ids, told.echo = [2, 1], " twoone"
+    told.prompt_logprobs = [TokenLogprobs(-0.7, (3,), (-0.4,))]
+    logprobs = made.whole([told], {})["choices"][0]["logprobs"]
+    assert logprobs["tokens"] == ["token_id:2", "token_id:1", "token_id:1", "token_id:2"]
+    # Where a token's text begins does not depend on what the token is called.
+    assert logprobs["text_offset"] == [0, 4, 7, 10]
+    assert logprobs["top_logprobs"][1] == {"token_id:1": -0.7, "token_id:3": -0.4}
+    piece = responses(Endpoint.CHAT, 2, tokens_as_ids=True).piece(
+        0, "x", [1], told.logprobs[:1], None
+    )
+    assert piece is not None
+    (score,) = piece["choices"][0]["logprobs"]["content"]
+    assert (score["token"], score["bytes"]) == ("token_id:1", list(b"one"))
+    assert [top["token"] for top in score["top_logprobs"]] == ["token_id:1", "token_id:3"]
+
+
 def test_logprobs_only_when_asked_for() -> None:
     for endpoint in Endpoint:
         assert responses(endpoint).whole([choice()], {})["choices"][0]["logprobs"] is None

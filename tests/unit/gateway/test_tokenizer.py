@@ -124,6 +124,21 @@ def test_template_in_tokenizer_config(tmp_path: Path) -> None:
     assert load_tokenizer(tmp_path).chat.render(MESSAGES) == "<b>!"
 
 
+def test_clients_are_told_known_settings_and_no_paths(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    settings = {
+        "eos_token": {"content": "<|end|>", "special": True},
+        "model_max_length": 512,
+        "name_or_path": "/home/somebody/model",
+        "special_tokens_map_file": "/home/somebody/map.json",
+        "token": "hub-token",
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    info = load_tokenizer(tmp_path).info
+    assert set(info) == {"eos_token", "model_max_length", "chat_template"}
+    assert info["eos_token"] == "<|end|>"
+
+
 def test_sampling_defaults_only_when_asked_for(model_folder: Path) -> None:
     assert load_tokenizer(model_folder).sampling_defaults == {}
     loaded = load_tokenizer(model_folder, use_generation_config=True)

@@ -86,3 +86,32 @@ def test_a_new_congestion_is_measured_by_itself() -> None:
     for _ in range(3):
         meter.observe(50, 90, 1.0)
     assert meter.capacity == pytest.approx(50.0), "what was slow before counts no more"
+
+
+def test_lumps_of_a_real_slow_link_are_seen_at_its_rate_while_it_is_slow_and_no_longer() -> None:
+    """Tenths of megabytes, of a link of 24 MB/s that carries 8 in all but the last four cycles."""
+    meter = EgressMeter(240.0)
+    low = [(21, 177), (89, 88), (88, 42), (42, 252), (0, 252), (147, 311), (0, 311)]
+    used = [meter.observe(sent, left, 1.0) for sent, left in low]
+    assert used[1:] == [1.0] * 6, "what left was just what waited: in a jam that is no relief"
+    assert meter.capacity == pytest.approx((42 + 147) / 4)
+    whole = [(334, 0), (126, 64), (189, 63), (244, 126)]
+    used = [meter.observe(sent, left, 1.0) for sent, left in whole]
+    assert used[1:] == [pytest.approx(0.8), pytest.approx(0.8), 1.0]
+    assert meter.capacity == 240.0
+
+
+def test_a_way_that_carries_more_again_is_seen_within_a_jam() -> None:
+    meter = EgressMeter(90.0)
+    for sent, waiting in ((0, 600), *[(30, 600)] * 6, *[(80, 600)] * 4):
+        meter.observe(sent, waiting, 1.0)
+    assert meter.capacity == pytest.approx(80.0), "of its last cycles, not of all"
+
+
+def test_what_left_and_leaves_nothing_behind_does_not_fill_a_way_that_was_slow() -> None:
+    meter = EgressMeter(100.0)
+    for _ in range(4):
+        meter.observe(20, 60, 1.0)
+    meter.observe(60, 0, 1.0)
+    used = [meter.observe(sent, 0, 1.0) for sent in (45, 60, 75)]
+    assert used == [pytest.approx(0.8)] * 3

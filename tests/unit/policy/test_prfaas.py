@@ -6,13 +6,12 @@ import math
 import pytest
 
 from kvmesh.core.types import Role
-from kvmesh.policy.curves import Interpolated, Quadratic
+from kvmesh.policy.curves import Quadratic
 from kvmesh.policy.lengths import LengthDistribution
 from kvmesh.policy.prfaas import (
     Hardware,
     Limit,
     ServingProfile,
-    egress_demand,
     operating_point,
     optimum,
     search,
@@ -76,34 +75,6 @@ def test_grid_spans_from_all_to_none() -> None:
     assert (grid[0], grid[-1]) == (0, math.inf)
     assert {1000, 3000, 9000, 27_000} <= set(grid)
     assert grid == sorted(grid)
-
-
-@pytest.mark.parametrize(
-    ("gbps", "size_gbit", "expected"),
-    [(59.93, 1.0, 3.8e12), (33.35, 1.0, 2.1e12), (2.59, 1.0, 170e9)],
-)
-def test_eq_2_examples(gbps: float, size_gbit: float, expected: float) -> None:
-    """PrfaaS 2.3: 512 devices in instances of 8, KV throughput at 32K from Table 3."""
-    bytes_ = size_gbit * 1e9 / 8
-    profile = dataclasses.replace(
-        PROFILE,
-        kv_bytes=Quadratic(bytes_, 0.0),
-        remote_prefill_s=Quadratic(size_gbit / gbps, 0.0),
-    )
-    assert egress_demand(profile, 512, 8, 32_768) * 8 == pytest.approx(expected, rel=0.03)
-
-
-@pytest.mark.parametrize(
-    ("kv_mib", "prefill_s", "gbps"),
-    [(190.8, 0.44, 3.61), (308.9, 0.72, 3.59), (701.3, 1.84, 3.19), (2316.3, 7.4, 2.62)],
-)
-def test_eq_1_on_table_5(kv_mib: float, prefill_s: float, gbps: float) -> None:
-    profile = dataclasses.replace(
-        PROFILE,
-        kv_bytes=Interpolated(((0, 0.0), (1024, kv_mib * 2**20))),
-        remote_prefill_s=Interpolated(((0, 0.0), (1024, prefill_s))),
-    )
-    assert profile.kv_rate(1024) * 8 / 1e9 == pytest.approx(gbps, rel=0.01)
 
 
 class TestReallocation:

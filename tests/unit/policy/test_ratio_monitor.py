@@ -29,7 +29,14 @@ def window(
             Waiting(RATE * waiting[0], RATE * waiting[1]), RATE * prefill_s, RATE * decode_s
         )
         monitor.observe(counts, RATE, 1.0)
-    return monitor.end_window(*ratio)
+    return ended(monitor, ratio)
+
+
+def ended(monitor: RatioMonitor, ratio: tuple[int, int]) -> RatioStep | None:
+    """A window's end; what it asks for is done."""
+    step = monitor.end_window(*ratio)
+    monitor.carried_out()
+    return step
 
 
 def reason(step: RatioStep | None) -> RatioReason | None:
@@ -123,6 +130,15 @@ def test_a_change_that_made_it_worse_is_taken_back_and_held_twice_as_long() -> N
     assert later[-1] is RatioReason.PREFILL_GREW
 
 
+def test_what_nobody_carried_out_holds_nothing() -> None:
+    monitor = RatioMonitor()
+    counts = StageCounts(Waiting(3.0 * RATE, 0.0), RATE, RATE)
+    for _ in range(3):  # it goes on to ask
+        monitor.observe(counts, MIN_REQUESTS, 1.0)
+        assert reason(monitor.end_window(4, 4)) is RatioReason.PREFILL_GREW
+    assert reason(window(monitor, 1.0, 1.0, (0.0, 3.0))) is RatioReason.DECODE_GREW
+
+
 def test_a_change_that_is_not_enough_is_followed_by_another() -> None:
     monitor = RatioMonitor()
     steps = [window(monitor, 1.0, 1.0, (wait_s, 0.0)) for wait_s in (6.0, 5.0, 4.0)]
@@ -196,7 +212,7 @@ def replay(
     steps = []
     for second, (waiting, prefilling, decoding, num_new) in enumerate(series, start=1):
         monitor.observe(StageCounts(Waiting(waiting, 0.0), prefilling, decoding), num_new, 1.0)
-        step = monitor.end_window(*ratio) if second % 3 == 0 else None
+        step = ended(monitor, ratio) if second % 3 == 0 else None
         steps += [] if step is None else [step]
     return steps
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from kvmesh.core.types import Role
+from kvmesh.core.details import FleetWorker
+from kvmesh.core.types import Role, WorkerLoad
+from kvmesh.policy.control import Waiting
 from kvmesh.policy.pdserve import MIN_PER_ROLE
-from kvmesh.policy.ratio_monitor import WINDOW_S
+from kvmesh.policy.ratio_monitor import MIN_REQUESTS, WINDOW_S
+from services.scheduler.group_loops import GroupLoops
 from services.scheduler.planner import RoleChanges
 from tests.unit.policy.fleet_examples import worker_info
 from tests.unit.scheduler.test_planner import IDLE, Mesh
@@ -60,6 +63,33 @@ async def test_prompts_that_pile_up_move_an_instance_of_their_group() -> None:
     assert (moved["reason"], moved["outcome"]) == ("prefill_grew", "applied")
     steady = [each for each in mesh.fleet_log("ratio") if "worker_id" not in each]
     assert [each["scenario"] for each in steady].count("") == 2, "the other group is as before"
+
+
+async def test_a_change_that_no_worker_was_told_of_is_asked_for_again() -> None:
+    mesh = groups()
+    await window(mesh, 0, prefilling=1)
+    mesh.planner.give_role = lambda _worker, _role, _reason: False
+    for number in (1, 2):
+        await window(mesh, number, prefilling=4**number)
+    reasons = [each["reason"] for each in mesh.fleet_log("ratio")]
+    assert "settling" not in reasons
+
+
+def test_who_waits_counts_in_seconds_in_which_nobody_comes() -> None:
+    loads = (WorkerLoad(prefill_active=1), WorkerLoad(decode_running=1))
+    workers = [
+        FleetWorker(worker_info(f"{role.value}-{n}", role), load)
+        for role, load in zip((Role.PREFILL, Role.DECODE), loads, strict=True)
+        for n in range(PER_ROLE)
+    ]
+    loops = GroupLoops()
+    for second in range(int(WINDOW_S)):
+        if second == WINDOW_S - 1:
+            for _ in range(MIN_REQUESTS):
+                loops.note_new("")
+        loops.observe(workers, Waiting(4.0 * PER_ROLE, 0.0), 1.0)
+    (found,) = loops.end_window(workers)
+    assert found.step.grow is Role.PREFILL
 
 
 async def test_recommended_changes_are_told_and_not_ordered() -> None:

@@ -24,7 +24,7 @@ def run(*sends: tuple[float, float], change: tuple[float, float] | None = None) 
         moment, bandwidth = change
         events.at(moment, lambda: link.set_bandwidth(bandwidth))
     events.run(lambda: False)
-    assert link.num_active == 0
+    assert link.bytes_left == 0
     carried, busy = link.use_until_now()
     assert carried == pytest.approx(sum(size for _, size in sends))
     assert busy <= events.now()

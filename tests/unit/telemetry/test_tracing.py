@@ -7,7 +7,7 @@ import pytest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 
-from kvmesh.telemetry.tracing import JsonLinesExporter, start_span
+from kvmesh.telemetry.tracing import JsonLinesExporter, configure_tracing, start_span
 
 
 def test_a_trace_travels_in_a_traceparent_and_lands_in_a_file(tmp_path: Path) -> None:
@@ -40,3 +40,21 @@ def test_without_a_provider_a_bad_parent_is_no_trace(parent: str) -> None:
         span.set(size=4)
         span.event("refused", reason="busy")
         assert (span.traceparent, span.trace_id) == ("", "0" * 32)
+
+
+def test_a_caller_says_whether_its_request_is_traced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever share of traces that start here is kept."""
+    # The global provider may be set once per process, and spans do not come from it.
+    monkeypatch.setattr("kvmesh.telemetry.tracing.trace.set_tracer_provider", lambda _: None)
+    file = tmp_path / "spans.jsonl"
+    ids = {1.0: "a" * 32, 0.0: "b" * 32}
+    for ratio, flags in ((1.0, "00"), (0.0, "01")):
+        with configure_tracing("test", "jsonl", str(file), ratio):
+            start_span("asked", f"00-{ids[ratio]}-b7ad6b7169203331-{flags}").end()
+            start_span("begun here").end()
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    kept = [(line["name"], line["trace_id"]) for line in lines]
+    assert [name for name, _ in kept] == ["begun here", "asked"]
+    assert kept[1][1] == ids[0.0]

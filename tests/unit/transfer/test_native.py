@@ -5,7 +5,6 @@ import errno
 import fcntl
 import os
 import random
-import resource
 import socket
 import threading
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import pytest
 
 from kvmesh.transfer.memory import copy_in_python
 from kvmesh.transfer.native import NativeIo, NativeState, address_of, load_native, ranges_of
+from tests.descriptors import no_descriptor_left
 
 
 @pytest.fixture
@@ -116,19 +116,6 @@ def connection() -> Iterator[tuple[socket.socket, socket.socket]]:
         listener.accept()[0] as right,
     ):
         yield left, right
-
-
-@contextlib.contextmanager
-def no_descriptor_left() -> Iterator[None]:
-    """While inside, the process can open nothing."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    lowest = os.open(os.devnull, os.O_RDONLY)  # the number that the next one would get
-    os.close(lowest)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize("has_sum", [True, False])

@@ -133,6 +133,22 @@ async def test_who_waits_for_a_budget_goes_when_it_is_there_and_who_left_does_no
     assert pacer.is_idle
 
 
+async def test_time_in_which_nobody_waits_for_a_budget_is_counted() -> None:
+    clock = ManualClock()
+    pacer = Pacer(1e6, clock)
+    clock.advance(2.0)
+    pacer.ask(pacer.piece_bytes, Share.HANDOFF, lambda: None)
+    clock.advance(1.0)
+    assert pacer.idle_s == pytest.approx(3.0), "the burst was there at once"
+    pacer.ask(1 << 30, Share.HANDOFF, lambda: None)
+    waiting = pacer.ask(1, Share.HANDOFF, lambda: None)
+    clock.advance(5.0)
+    assert pacer.idle_s == pytest.approx(3.0)
+    pacer.withdraw(waiting)
+    clock.advance(0.5)
+    assert pacer.idle_s == pytest.approx(3.5)
+
+
 async def test_more_than_a_burst_goes_on_credit() -> None:
     clock, went = ManualClock(), list[str]()
     pacer = Pacer(1e6, clock)

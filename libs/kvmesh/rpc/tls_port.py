@@ -1,0 +1,156 @@
+"""A listening port whose connections count from the moment they stand, not from the end of TLS.
+
+asyncio's servers tell a protocol of its connection when the handshake is over. Until then nobody
+counts it, and whoever says nothing could hold all descriptors of a process. Here who comes is asked
+for first: too many at once, the oldest handshake gives way.
+Tests: tests/integration/test_tls_port.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import socket
+import ssl
+from collections.abc import Callable
+
+from kvmesh.core.newcomers import MAX_NEWCOMERS, Newcomers
+from kvmesh.telemetry.logs import event_logger
+
+log = event_logger(__name__)
+
+Come = Callable[[str], "asyncio.Protocol | None"]
+"""The protocol of a connection from this address; None turns it away."""
+
+ACCEPT_PAUSE_S = 0.1
+"""After a connection that could not be taken in."""
+
+
+def _nothing(_: asyncio.Protocol) -> None:
+    """Nobody counts."""
+
+
+class TlsPort:
+    """Listens, and lets TLS in.
+
+    Args:
+        context: what this end shows and demands.
+        timeout_s: a handshake that takes longer is cut.
+        come: makes protocols.
+        failed: told of each protocol whose handshake has failed; it may have been made all the
+            same, when the port closes in the same moment.
+        limit: most handshakes at once.
+    """
+
+    def __init__(
+        self,
+        context: ssl.SSLContext,
+        timeout_s: float,
+        come: Come,
+        failed: Callable[[asyncio.Protocol], None] = _nothing,
+        limit: int = MAX_NEWCOMERS,
+    ) -> None:
+        self._context = context
+        self._timeout_s = timeout_s
+        self._come = come
+        self._failed = failed
+        self._listeners: list[socket.socket] = []
+        self._greeting: set[asyncio.Task[None]] = set()
+        self._newcomers = Newcomers[asyncio.Task[None]](asyncio.Task.cancel, limit)
+
+    @property
+    def num_greeting(self) -> int:
+        """Handshakes under way."""
+        return len(self._greeting)
+
+    async def start(
+        self, host: str, port: int, *, backlog: int = 100, reuse_port: bool = False
+    ) -> int:
+        """Listens; returns the bound port, the first of them if the host has several addresses.
+
+        Raises:
+            OSError: the address cannot be bound.
+        """
+        assert not self._listeners, "started once"
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        try:
+            for family, _, _, _, address in dict.fromkeys(found):
+                listener = socket.create_server(
+                    (str(address[0]), port), family=family, backlog=backlog, reuse_port=reuse_port
+                )
+                listener.setblocking(False)
+                self._listeners.append(listener)
+        except OSError:
+            self.close()
+            raise
+        for listener in self._listeners:
+            loop.add_reader(listener.fileno(), self._accept, listener)
+        bound: int = self._listeners[0].getsockname()[1]
+        return bound
+
+    def close(self) -> None:
+        """Listens no longer and cuts handshakes; connections that stand go on. Repeatable."""
+        loop = asyncio.get_running_loop()
+        for listener in self._listeners:
+            loop.remove_reader(listener.fileno())
+            listener.close()
+        self._listeners.clear()
+        for task in tuple(self._greeting):
+            task.cancel()
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            sock, peer = listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError as error:  # out of descriptors
+            log.warning("accept_failed", error=str(error))
+            self._pause(listener)
+            return
+        protocol = self._come(str(peer[0]))
+        if protocol is None:
+            sock.close()
+            return
+        loop = asyncio.get_running_loop()
+        task = loop.create_task(self._greet(sock, protocol))
+        self._greeting.add(task)
+        task.add_done_callback(functools.partial(self._greeted, sock, protocol))
+        self._newcomers.enter(task)
+
+    def _pause(self, listener: socket.socket) -> None:
+        """Takes nobody in for a moment: who cannot be taken in stays, and would be told at once."""
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(listener.fileno())
+        self._newcomers.cut_oldest()  # which may be what there was no room for
+
+        def go_on() -> None:
+            if listener in self._listeners:
+                loop.add_reader(listener.fileno(), self._accept, listener)
+
+        loop.call_later(ACCEPT_PAUSE_S, go_on)
+
+    async def _greet(self, sock: socket.socket, protocol: asyncio.Protocol) -> None:
+        await asyncio.get_running_loop().connect_accepted_socket(
+            lambda: protocol,
+            sock,
+            ssl=self._context,
+            ssl_handshake_timeout=self._timeout_s,
+        )
+
+    def _greeted(
+        self, sock: socket.socket, protocol: asyncio.Protocol, task: asyncio.Task[None]
+    ) -> None:
+        self._greeting.discard(task)
+        self._newcomers.leave(task)
+        if task.cancelled():
+            sock.close()  # if it was cancelled before its first step, nobody else does
+            self._failed(protocol)
+        elif (error := task.exception()) is not None:
+            self._failed(protocol)
+            if isinstance(error, OSError):  # of the socket or of TLS: anybody's, worth no line
+                log.debug("tls_refused", error=str(error))
+            else:
+                log.failure("tls_port_crashed", error)
