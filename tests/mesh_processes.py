@@ -15,6 +15,7 @@ from kvmesh.engine.fake import FakeRunner
 from kvmesh.engine.sequence import Sequence
 from kvmesh.kv.hashing import root_hash
 from kvmesh.metadata.server_binary import RedisProcess
+from scripts.try_clients.stack import HELD_NOWHERE
 from tests.mesh_child import ROOT, Child, scrape
 from tests.redis_server import redis_process
 from tests.waiting import until
@@ -25,17 +26,6 @@ VOCAB_SIZE = 4096
 BLOCK_SIZE = 16
 
 Flags = Mapping[str, object]
-
-HELD_NOWHERE = (
-    "vllm:num_requests_running",
-    "vllm:num_requests_waiting",
-    "vllm:kv_cache_usage_perc",  # blocks that are only cached do not count
-    "kvmesh_sequences_held",
-    "kvmesh_prefill_slots_used",
-    "kvmesh_decode_sequences",
-    "kvmesh_decode_reservations_open",
-)
-"""Gauges of a worker that are zero when no request is anywhere."""
 
 
 class Mesh:
@@ -178,11 +168,10 @@ class Mesh:
 
         async def nothing() -> bool:
             held.clear()
-            gateway = await scrape(f"{self.url}/metrics")
-            held["gateway"] = gateway.value("kvmesh_gateway_requests_open")
-            for worker in self.workers:
-                metrics = await worker.metrics()
-                held.update({f"{worker.name} {n}": metrics.value(n) for n in HELD_NOWHERE})
+            told = {worker.name: await worker.metrics() for worker in self.workers}
+            told["gateway"] = await scrape(f"{self.url}/metrics")
+            for owner, metrics in told.items():
+                held.update({f"{owner} {name}": metrics.value(name) for name in HELD_NOWHERE})
             return not any(held.values())
 
         try:

@@ -9,9 +9,19 @@ import dspy
 from scripts.clients.cases import CITIES, QUESTION, Target, run_cases
 
 
+class SchemaLM(dspy.LM):
+    """A model that is not in DSPy's catalog, which has to be told what it can do."""
+
+    supports_response_schema = True
+
+    @property
+    def supported_params(self) -> set[str]:
+        return {*super().supported_params, "response_format"}
+
+
 def _lm(target: Target, kind: str = "chat") -> Any:
     provider = "text-completion-openai" if kind == "text" else "openai"
-    return dspy.LM(
+    return SchemaLM(
         f"{provider}/{target.model}",
         api_base=target.url,
         api_key="any",

@@ -45,10 +45,9 @@ def tools_that_may_be_called(target: Target) -> None:
         """The weather of a city."""
         return f"{city}: sunny"
 
-    chain = _model(target).chain(
-        QUESTION, tools=[weather], key="any", options={"max_tokens": 12}, chain_limit=2
-    )
-    assert chain.text()
+    conversation = _model(target).conversation()
+    options = {"max_tokens": 12}
+    assert conversation.chain(QUESTION, tools=[weather], key="any", options=options).text()
 
 
 if __name__ == "__main__":

@@ -116,7 +116,8 @@ RESPONSES_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "previous_response_id": (),
     "prompt": (),
     "store": (False,),
-    "stream_options": ({}, {"include_obfuscation": False}),
+    # The usage is in the last event of every stream.
+    "stream_options": ({}, {"include_obfuscation": False}, {"include_usage": True}),
     "truncation": ("disabled",),
 }
 """Fields that would change the answer, and their values that do not."""

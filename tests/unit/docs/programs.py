@@ -141,7 +141,9 @@ def _service(name: str, words: Sequence[str]) -> str:
 
 def _flags_of_source(module: str, words: Sequence[str]) -> str:
     """Benchmarks and scripts import far more than their parsers: their source is read instead."""
-    source = (ROOT / f"{module.replace('.', '/')}.py").read_text()
+    place = ROOT / module.replace(".", "/")
+    file = place / "__main__.py" if place.is_dir() else place.with_suffix(".py")
+    source = file.read_text()
     known = [re.sub(r"\{[^}]*\}", r"[a-z-]+", flag) for flag in _ADDED.findall(source)]
     used = [word for word in words if word.startswith("--")]
     unknown = [flag for flag in used if not any(re.fullmatch(each, flag) for each in known)]

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvmesh.core.errors import InvalidRequestError
@@ -25,3 +27,12 @@ def test_what_the_items_have_together_is_bounded() -> None:
     output = {"type": "function_call_output", "call_id": "a", "output": texts}
     with pytest.raises(InvalidRequestError, match="parts and calls"):
         parse_body(ResponsesBody, {"input": [output] * 100}, RESPONSES_UNSUPPORTED)
+
+
+@pytest.mark.parametrize("options", [{}, {"include_obfuscation": False}, {"include_usage": True}])
+def test_options_of_a_stream_that_change_nothing_are_taken(options: dict[str, Any]) -> None:
+    body = {"input": "a", "stream": True, "stream_options": options}
+    assert parse_body(ResponsesBody, body, RESPONSES_UNSUPPORTED).stream
+    refused = {**body, "stream_options": {"include_obfuscation": True}}
+    with pytest.raises(InvalidRequestError, match="stream_options"):
+        parse_body(ResponsesBody, refused, RESPONSES_UNSUPPORTED)

@@ -1,19 +1,23 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from scripts.client_programs import PROGRAMS
-from scripts.client_report import (
+from scripts.clients.cases import Target, run_cases
+from scripts.try_clients.programs import PROGRAMS
+from scripts.try_clients.report import (
     BEGIN,
     END,
     CaseResult,
     ProgramResult,
+    keep,
+    kept_results,
     parse_cases,
     table,
     verdict,
     with_table,
 )
-from scripts.clients.cases import Target, run_cases
 
 OPENAI = PROGRAMS["openai"]
 
@@ -51,8 +55,11 @@ def test_what_does_not_install_is_no_failure() -> None:
 
 
 def test_the_table_replaces_the_one_in_the_page() -> None:
-    text = table([ProgramResult(OPENAI, "3", (CaseResult("chat", "", "5 ms"),))])
-    assert text.splitlines()[-1] == "| `openai` | 3 | chat (5 ms) | works |"
+    results = [ProgramResult(OPENAI, "3", (CaseResult("chat", "", "5 ms"),))]
+    told = table(results, has_notes=True)
+    assert told.splitlines()[-1] == "| `openai` | 3 | chat (5 ms) | works |"
+    text = table(results)
+    assert text.splitlines()[-1] == "| `openai` | 3 | chat | works |"
     page = with_table(f"a\n{BEGIN}\nold\n{END}\nb\n", text)
     assert page == f"a\n{BEGIN}\n{text}\n{END}\nb\n"
     assert with_table(page, "new") == f"a\n{BEGIN}\nnew\n{END}\nb\n"
@@ -61,3 +68,13 @@ def test_the_table_replaces_the_one_in_the_page() -> None:
 def test_a_page_without_marks_is_refused() -> None:
     with pytest.raises(ValueError, match="clients"):
         with_table("nothing", "table")
+
+
+def test_results_are_kept_until_there_are_newer_ones(tmp_path: Path) -> None:
+    old = ProgramResult(PROGRAMS["llm"], "1", (CaseResult("chat", "no", "5 ms"),), "left")
+    other = ProgramResult(PROGRAMS["openai"], "2")
+    keep([old, other], tmp_path)
+    assert kept_results(tmp_path) == [other, old]
+    newer = ProgramResult(PROGRAMS["llm"], "3")
+    keep([newer], tmp_path)
+    assert kept_results(tmp_path) == [other, newer]

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from scripts import client_environments, try_clients
-from scripts.client_programs import CLIENTS, LOAD_GENERATORS, PROGRAMS, Program
-from scripts.client_report import CaseResult, ProgramResult
+from scripts.try_clients import __main__ as try_clients
+from scripts.try_clients import environments, stack
+from scripts.try_clients.programs import CLIENTS, LOAD_GENERATORS, PROGRAMS, Program
+from scripts.try_clients.report import CaseResult, ProgramResult
 
 HELD = 'kvmesh_prefill_slots_used{worker="a"} 2.0\nother 3.0\nkvmesh_sequences_held 0.0\n'
 
@@ -42,18 +43,18 @@ def state(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_what_is_held_is_named() -> None:
-    assert try_clients.held(HELD, "prefill-0") == {"prefill-0 kvmesh_prefill_slots_used": 2.0}
+    assert stack.held(HELD, "prefill-0") == {"prefill-0 kvmesh_prefill_slots_used": 2.0}
 
 
 def test_a_stack_has_time_to_let_go(state: Path) -> None:
-    assert try_clients.left_behind(state) == {}
+    assert stack.left_behind(state) == {}
 
 
 def test_a_stack_that_does_not_let_go_is_told_of(
     state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(try_clients, "_SETTLE_S", -1.0)
-    assert list(try_clients.left_behind(state)) == ["prefill-0 kvmesh_prefill_slots_used"]
+    monkeypatch.setattr(stack, "_SETTLE_S", -1.0)
+    assert list(stack.left_behind(state)) == ["prefill-0 kvmesh_prefill_slots_used"]
 
 
 def test_names_and_environments_are_unique() -> None:
@@ -64,27 +65,27 @@ def test_names_and_environments_are_unique() -> None:
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=lambda each: each.name)
 def test_each_program_has_its_script(program: Program) -> None:
     name = program.script if program.is_node else f"{program.script}.py"
-    assert (client_environments.CLIENTS / name).is_file()
+    assert (environments.CLIENTS / name).is_file()
 
 
 def test_the_version_is_that_of_the_environment(tmp_path: Path) -> None:
     node, python = PROGRAMS["@ai-sdk/openai-compatible"], PROGRAMS["lm-eval"]
-    assert not client_environments.installed_version(node, tmp_path)
-    assert not client_environments.installed_version(python, tmp_path)
+    assert not environments.installed_version(node, tmp_path)
+    assert not environments.installed_version(python, tmp_path)
     package = tmp_path / node.folder / "node_modules" / "@ai-sdk" / "openai-compatible"
     package.mkdir(parents=True)
     (package / "package.json").write_text('{"version": "3.1"}')
     site = tmp_path / python.folder / "lib" / "python3.12" / "site-packages"
     (site / "lm_eval-0.5.dist-info").mkdir(parents=True)
-    assert client_environments.installed_version(node, tmp_path) == "3.1"
-    assert client_environments.installed_version(python, tmp_path) == "0.5"
+    assert environments.installed_version(node, tmp_path) == "3.1"
+    assert environments.installed_version(python, tmp_path) == "0.5"
 
 
 def test_a_program_that_does_not_install_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
-        raise client_environments.InstallError("no network")
+        raise environments.InstallError("no network")
 
     monkeypatch.setattr(try_clients, "install", fail)
     programs = [PROGRAMS["llm"], PROGRAMS["kvmesh bench serve"]]
@@ -96,7 +97,7 @@ def test_nothing_is_run_where_nothing_installs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*_: object) -> None:
-        raise client_environments.InstallError("no network")
+        raise environments.InstallError("no network")
 
     def start(*_: object) -> int:
         raise AssertionError("a stack was started")
@@ -124,17 +125,7 @@ def test_a_program_is_run_and_read(state: Path, monkeypatch: pytest.MonkeyPatch)
     assert result.problem.startswith("exit code 3")
 
 
-def test_results_are_kept_until_there_are_newer_ones(tmp_path: Path) -> None:
-    old = ProgramResult(PROGRAMS["llm"], "1", (CaseResult("chat", "no", "5 ms"),), "left")
-    other = ProgramResult(PROGRAMS["openai"], "2")
-    try_clients.keep([old, other], tmp_path)
-    assert try_clients.kept_results(tmp_path) == [other, old]
-    newer = ProgramResult(PROGRAMS["llm"], "3")
-    try_clients.keep([newer], tmp_path)
-    assert try_clients.kept_results(tmp_path) == [other, newer]
-
-
 def test_errors_in_logs_are_found(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "gateway.log").write_text("10:00 INFO  fine\n10:01 ERROR gateway bad\n")
-    assert try_clients.logged_errors(tmp_path) == ["gateway.log: 10:01 ERROR gateway bad"]
+    assert stack.logged_errors(tmp_path) == ["gateway.log: 10:01 ERROR gateway bad"]

@@ -1,4 +1,4 @@
-"""What came of trying clients: results from their output, tables from results; pure.
+"""What came of trying clients: results from their output, a file that keeps them, tables.
 
 Tests: tests/unit/packaging/test_client_report.py.
 """
@@ -6,11 +6,13 @@ Tests: tests/unit/packaging/test_client_report.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
-from scripts.client_programs import Program
 from scripts.clients.cases import MARK
+from scripts.try_clients.programs import PROGRAMS, Program
 
 BEGIN, END = "<!-- clients -->", "<!-- end of clients -->"
 """What the table in docs/compatibility.md stands between."""
@@ -64,6 +66,26 @@ def parse_cases(output: Iterable[str]) -> tuple[CaseResult, ...]:
     return tuple(CaseResult(each["name"], each["problem"], each.get("note", "")) for each in told)
 
 
+def keep(results: Sequence[ProgramResult], folder: Path) -> None:
+    """Adds results to those of earlier runs, or replaces them."""
+    kept = {each.program.name: each for each in (*kept_results(folder), *results)}
+    told = [asdict(each) for each in kept.values()]
+    (folder / "results.json").write_text(json.dumps(told, indent=2))
+
+
+def kept_results(folder: Path) -> list[ProgramResult]:
+    """The last result of each program, in the order of the table."""
+    path = folder / "results.json"
+    told = json.loads(path.read_text()) if path.exists() else []
+    by_name = {each["program"]["name"]: each for each in told}
+    return [_result(PROGRAMS[name], by_name[name]) for name in PROGRAMS if name in by_name]
+
+
+def _result(program: Program, told: Mapping[str, Any]) -> ProgramResult:
+    cases = tuple(CaseResult(**each) for each in told["cases"])
+    return ProgramResult(program, told["version"], cases, told["problem"])
+
+
 def verdict(result: ProgramResult) -> str:
     """The result in a few words: the last column."""
     if not result.is_installed:
@@ -75,17 +97,24 @@ def verdict(result: ProgramResult) -> str:
     return "; ".join([said, *problems, *([result.problem] if result.problem else [])])
 
 
-def row(result: ProgramResult) -> str:
-    """A line of the table."""
-    cases = (f"{each.name} ({each.note})" if each.note else each.name for each in result.cases)
+def row(result: ProgramResult, *, has_notes: bool = False) -> str:
+    """A line of the table.
+
+    Args:
+        has_notes: with the numbers that the program told; they are those of one run.
+    """
+    cases = (
+        f"{each.name} ({each.note})" if has_notes and each.note else each.name
+        for each in result.cases
+    )
     remark = f" ({result.program.remark})" if result.program.remark else ""
     cells = (f"`{result.program.name}`{remark}", result.version, ", ".join(cases), verdict(result))
     return "| " + " | ".join(cell.replace("|", "/").replace("\n", " ") for cell in cells) + " |"
 
 
-def table(results: Sequence[ProgramResult]) -> str:
-    """The whole table, in Markdown."""
-    return "\n".join([*_HEAD, *(row(result) for result in results)])
+def table(results: Sequence[ProgramResult], *, has_notes: bool = False) -> str:
+    """The whole table, in Markdown; notes as in `row`."""
+    return "\n".join([*_HEAD, *(row(result, has_notes=has_notes) for result in results)])
 
 
 def with_table(page: str, text: str) -> str:

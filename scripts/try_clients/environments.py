@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from scripts.client_programs import CPU_TORCH, Program
+from scripts.try_clients.programs import CPU_TORCH, Program
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
+"""Of the checkout."""
 CLIENTS = ROOT / "scripts" / "clients"
 
 _INSTALL_S = 1800.0
