@@ -44,6 +44,9 @@ def test_the_embedded_model_is_profiled_planned_and_simulated(
         (96, 32),
     ]
     assert len(measured["decode"]) == 4
+    assert len(measured["prefill"][0]["runs"]) == 1
+    assert measured["decode_fit"]["prediction_error"] >= 0
+    assert "90% of fresh runs" in measured["errors"]["prediction_error"]
 
     assert plan.main(["--profile", str(out)]) == 0
     fleet = "home:cpu:prefill:1,home:cpu:decode:1"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from kvmesh.core.errors import ConfigError
 from kvmesh.engine.measure import blocks_of, decode_seconds, handoff_bytes, prefill_seconds
 from kvmesh.engine.protocol import ModelRunner
 from kvmesh.engine.runner import TorchRunner
-from kvmesh.sim.cost_fit import DecodeSample, Fit, PrefillSample
+from kvmesh.sim.cost_fit import COVERAGE, DecodeSample, Fit, PrefillSample
 from kvmesh.sim.profile_record import Measured, plot_profile, profile_record
 
 _TERMS = 3
@@ -111,7 +112,13 @@ def _parser() -> argparse.ArgumentParser:
     add_flag(parser, "--cached", "0,512", "positions before a prompt", kind=numbers)
     add_flag(parser, "--batches", "1,2,4,8,16", "sequences of a decode step", kind=numbers)
     add_flag(parser, "--contexts", "64,256,1024", "positions of each", kind=numbers)
-    add_flag(parser, "--repeats", 5, "runs of which the median counts", kind=positive_int)
+    add_flag(
+        parser,
+        "--repeats",
+        5,
+        "rounds over all points, of which the median counts",
+        kind=positive_int,
+    )
     return parser
 
 
@@ -141,41 +148,53 @@ def _measure(runner: ModelRunner, arguments: argparse.Namespace, console: Consol
         raise ConfigError(
             f"no length fits a context of {longest} and {runner.kv.num_blocks} blocks"
         )
-    prefill: list[PrefillSample] = []
-    decode: list[DecodeSample] = []
+    prompt_runs: dict[tuple[int, int], list[float]] = {each: [] for each in prompts}
+    step_runs: dict[tuple[int, int], list[float]] = {each: [] for each in steps}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    total = repeats * (len(prompts) + len(steps)) + 2
     with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
-        bar = progress.add_task("warm up", total=len(prompts) + len(steps) + 2)
-        prefill_seconds(runner, prompts[0][0], 0, budget, 2)
-        for tokens, cached in prompts:
-            progress.update(bar, description=f"prefill {tokens} after {cached}")
-            seconds = prefill_seconds(runner, tokens, cached, budget, repeats)
-            prefill.append(PrefillSample(tokens, cached, seconds))
-            progress.advance(bar)
-        for batch, context in steps:
-            progress.update(bar, description=f"decode {batch} x {context}")
-            seconds = decode_seconds(runner, batch, context, budget, repeats)
-            decode.append(DecodeSample(batch, context, seconds))
-            progress.advance(bar)
+        bar = progress.add_task("warm up", total=total)
+        for _ in range(2):
+            prefill_seconds(runner, prompts[0][0], 0, budget)
+        # Rounds over all points, so that the runs of one lie as far apart as the machine drifts.
+        for turn in range(repeats):
+            for tokens, cached in prompts:
+                progress.update(bar, description=f"prefill {tokens} after {cached}", advance=1)
+                seconds = prefill_seconds(runner, tokens, cached, budget, fills=not turn)
+                prompt_runs[tokens, cached].append(seconds)
+            for batch, context in steps:
+                progress.update(bar, description=f"decode {batch} x {context}", advance=1)
+                seconds = decode_seconds(runner, batch, context, budget, fills=not turn)
+                step_runs[batch, context].append(seconds)
         progress.update(bar, description="memory and loopback")
         memory = read_bytes_per_s()
         progress.advance(bar)
         link = loopback_bytes_per_s()
-        progress.update(bar, description="done", completed=len(prompts) + len(steps) + 2)
-    kv_bytes: dict[str, list[tuple[int, int]]] = {}
-    for tokens in sorted({1, longest} | {tokens + cached for tokens, cached in prompts}):
-        for name, size in handoff_bytes(runner, tokens).items():
-            kv_bytes.setdefault(name, []).append((tokens, size))
+        progress.update(bar, description="done", completed=total)
     return Measured(
         model=spec.name,
         device=arguments.device.split(":")[0],
-        prefill=tuple(prefill),
-        decode=tuple(decode),
-        kv_bytes=kv_bytes,
+        prefill=tuple(
+            PrefillSample(*point, statistics.median(runs), tuple(runs))
+            for point, runs in prompt_runs.items()
+        ),
+        decode=tuple(
+            DecodeSample(*point, statistics.median(runs), tuple(runs))
+            for point, runs in step_runs.items()
+        ),
+        kv_bytes=_kv_bytes(runner, {1, longest} | {sum(each) for each in prompts}),
         kv_tokens=longest,
         link_bytes_per_s=link,
         memory_bytes_per_s=memory,
     )
+
+
+def _kv_bytes(runner: ModelRunner, lengths: set[int]) -> dict[str, list[tuple[int, int]]]:
+    found: dict[str, list[tuple[int, int]]] = {}
+    for tokens in sorted(lengths):
+        for name, size in handoff_bytes(runner, tokens).items():
+            found.setdefault(name, []).append((tokens, size))
+    return found
 
 
 def _fits(runner: ModelRunner, batch: int, length: int) -> bool:
@@ -196,8 +215,12 @@ def _summarize(measured: dict[str, object], out: str) -> None:
             f"{value:.3g} ± {error:.1g} {unit}"
             for value, error, unit in zip(fit.coefficients, fit.errors, terms, strict=True)
         ]
+        fresh = "not known, a point more tells"
+        if fit.prediction_error is not None:
+            fresh = f"within {fit.prediction_error:.1%} in {COVERAGE:.0%} of cases"
         console.print(
-            f"{name}: {', '.join(parts)}; off by {fit.relative_error:.1%}", soft_wrap=True
+            f"{name}: {', '.join(parts)}; fit off by {fit.relative_error:.1%}; a fresh run {fresh}",
+            soft_wrap=True,
         )
     memory, link = measured["memory_gb_per_s"], measured["link_gb_per_s"]
     console.print(

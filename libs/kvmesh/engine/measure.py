@@ -6,7 +6,6 @@ Needs the runner only, no services. Tests: tests/integration/test_profile_comman
 from __future__ import annotations
 
 import itertools
-import statistics
 import time
 from collections.abc import Iterator
 
@@ -80,41 +79,42 @@ def blocks_of(runner: ModelRunner, length: int) -> int:
 
 
 def prefill_seconds(
-    runner: ModelRunner, tokens: int, cached: int, max_step_tokens: int, repeats: int
+    runner: ModelRunner, tokens: int, cached: int, max_step_tokens: int, *, fills: bool = True
 ) -> float:
-    """Median seconds of computing `tokens` after `cached` positions, in steps of a budget.
+    """Seconds of computing `tokens` after `cached` positions, in steps of a budget.
+
+    Args:
+        fills: computes first what is cached, so that attention meets numbers; without, it meets
+            those of earlier calls.
 
     Raises:
         ValueError: the pool has too few blocks.
     """
     stage = Stage(runner, [cached + tokens])
     bounds = [*range(cached, cached + tokens, max_step_tokens), cached + tokens]
-    if cached:
-        # What comes first fills the pool, so that attention meets numbers.
-        for start in range(0, cached, max_step_tokens):
-            stage.run([start], [min(start + max_step_tokens, cached)])
-    times = []
-    for _ in range(repeats):
-        spans = itertools.pairwise(bounds)
-        times.append(sum(stage.run([start], [end]) for start, end in spans))
-    return statistics.median(times)
+    for start in range(0, cached if fills else 0, max_step_tokens):
+        stage.run([start], [min(start + max_step_tokens, cached)])
+    return sum(stage.run([start], [end]) for start, end in itertools.pairwise(bounds))
 
 
 def decode_seconds(
-    runner: ModelRunner, batch: int, context: int, max_step_tokens: int, repeats: int
+    runner: ModelRunner, batch: int, context: int, max_step_tokens: int, *, fills: bool = True
 ) -> float:
-    """Median seconds of a step in which each of `batch` sequences decodes one token.
+    """Seconds of a step in which each of `batch` sequences decodes one token.
+
+    Args:
+        fills: see `prefill_seconds`.
 
     Raises:
         ValueError: the pool has too few blocks.
     """
     stage = Stage(runner, [context] * batch)
     share = max(1, max_step_tokens // batch)
-    for start in range(0, context - 1, share):
+    for start in range(0, context - 1 if fills else 0, share):
         stage.run([start] * batch, [min(start + share, context - 1)] * batch)
+    # The first step of a batch is no measure: its memory was another's before.
     stage.run([context - 1] * batch, [context] * batch)
-    times = [stage.run([context - 1] * batch, [context] * batch) for _ in range(repeats)]
-    return statistics.median(times)
+    return stage.run([context - 1] * batch, [context] * batch)
 
 
 def handoff_bytes(runner: ModelRunner, tokens: int) -> dict[str, int]:

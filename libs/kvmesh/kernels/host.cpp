@@ -308,6 +308,24 @@ void panel_rows(const T* x, const T* panel, int64_t inputs, int64_t count, const
     for (int row = 0; row < R; ++row) store(sums[row] + v * kWidth, own[v][row]);
 }
 
+// As `few_rows`, of at most a block of rows: their sums never leave the registers.
+template <typename T, int R>
+void block_of_rows(const T* x, const T* weights, const T* bias, T* out, int64_t outputs,
+                   int64_t inputs, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+  for (int64_t panel = 0; panel < outputs / kPanel; ++panel) {
+    const T* const own = weights + panel * kPanel * inputs;
+    Floats sums[kPanel / kWidth][kRowBlock] = {};
+    for (int64_t i = 0; i < inputs; i += kLane<T>)
+      multiply_add(own + i * kPanel, x + i, inputs, R, sums);
+    for (int v = 0; v < kPanel / kWidth; ++v) {
+      const int64_t at = panel * kPanel + v * kWidth;
+      const Floats added = bias == nullptr ? Floats{} : load(bias + at);
+      for (int row = 0; row < R; ++row) store(out + row * outputs + at, sums[v][row] + added);
+    }
+  }
+}
+
 // Product of a few rows with a weight in panels of 64 outputs, [outputs / 64][inputs / N][64][N]
 // with N values to a lane: as fast as memory delivers, which oneDNN's own product is not. Weights
 // come from memory for the first four rows, or with the rows before, and from the cache for the
@@ -316,6 +334,12 @@ template <typename T>
 int few_rows(const T* x, const T* weights, const T* bias, T* out, int64_t rows, int64_t outputs,
              int64_t inputs, int threads) {
   if (rows > kMostRows<T>) return 1;
+  switch (rows) {
+    case 1: block_of_rows<T, 1>(x, weights, bias, out, outputs, inputs, threads); return 0;
+    case 2: block_of_rows<T, 2>(x, weights, bias, out, outputs, inputs, threads); return 0;
+    case 3: block_of_rows<T, 3>(x, weights, bias, out, outputs, inputs, threads); return 0;
+    case 4: block_of_rows<T, 4>(x, weights, bias, out, outputs, inputs, threads); return 0;
+  }
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
   for (int64_t panel = 0; panel < outputs / kPanel; ++panel) {
     const T* const own = weights + panel * kPanel * inputs;

@@ -5,11 +5,16 @@ Pure. Tests: tests/unit/sim/test_cost_fit.py.
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
+
+COVERAGE = 0.9
+"""Share of fresh measurements that a `Fit.prediction_error` promises to hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,20 +24,28 @@ class PrefillSample:
     Attributes:
         tokens: computed.
         cached: positions before them.
+        seconds: median of the runs.
+        runs: seconds of each, one of every round; empty where only the median is known.
     """
 
     tokens: int
     cached: int
     seconds: float
+    runs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeSample:
-    """Seconds of one step of `batch` sequences with `context` positions each."""
+    """Seconds of one step of `batch` sequences with `context` positions each.
+
+    Attributes:
+        seconds, runs: see `PrefillSample`.
+    """
 
     batch: int
     context: int
     seconds: float
+    runs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +55,16 @@ class Fit:
     Attributes:
         coefficients: of the terms, none negative.
         errors: standard errors of them; 0 for a term that was left out.
-        relative_error: root mean square of prediction over measurement, less one.
+        relative_error: root mean square of prediction over measurement, less one, at the samples
+            that were fitted; a fresh measurement is farther off.
+        prediction_error: a fresh run is within this share of the prediction, in `COVERAGE` of
+            cases (`prediction_error`); None where too few samples were there to hold one out.
     """
 
     coefficients: tuple[float, ...]
     errors: tuple[float, ...]
     relative_error: float
+    prediction_error: float | None = None
 
 
 def fit_prefill(samples: Sequence[PrefillSample]) -> Fit:
@@ -58,7 +75,7 @@ def fit_prefill(samples: Sequence[PrefillSample]) -> Fit:
         ValueError: fewer samples than terms.
     """
     rows = [[1.0, each.tokens, each.tokens * (2 * each.cached + each.tokens)] for each in samples]
-    return fit_terms(rows, [each.seconds for each in samples])
+    return _fit_runs(rows, samples)
 
 
 def fit_decode(samples: Sequence[DecodeSample]) -> Fit:
@@ -68,7 +85,51 @@ def fit_decode(samples: Sequence[DecodeSample]) -> Fit:
         ValueError: fewer samples than terms.
     """
     rows = [[1.0, each.batch, each.batch * each.context] for each in samples]
-    return fit_terms(rows, [each.seconds for each in samples])
+    return _fit_runs(rows, samples)
+
+
+def prediction_error(
+    rows: Sequence[Sequence[float]], rounds: Sequence[Sequence[float]]
+) -> float | None:
+    """How far a fresh run is from what a fit says, as a share of that, in `COVERAGE` of cases.
+
+    Each run is predicted by a fit to the medians of the other rounds at the other points. So what
+    the terms do not describe, the noise of one run, and the drift from round to round are in it;
+    drift that takes longer than all rounds is not.
+
+    Args:
+        rows: terms of each point.
+        rounds: of each, the seconds at every point.
+
+    Returns:
+        A quantile of held-out errors, moved up for their number; None where a point is not to spare
+        or no runs are known.
+
+    Source: cross-conformal prediction, arXiv 1208.0806.
+    """
+    if not rounds or len(rows) <= len(rows[0]):
+        return None
+    errors: list[float] = []
+    for held, runs in enumerate(rounds):
+        others = [each for index, each in enumerate(rounds) if index != held] or [runs]
+        medians = [statistics.median(each) for each in zip(*others, strict=True)]
+        for point, row in enumerate(rows):
+            kept = [index for index in range(len(rows)) if index != point]
+            fit = fit_terms([rows[index] for index in kept], [medians[index] for index in kept])
+            predicted = sum(c * term for c, term in zip(fit.coefficients, row, strict=True))
+            # A fit without a term that this point alone has can say nothing of it.
+            errors.append(abs(runs[point] / predicted - 1.0) if predicted > 0 else math.inf)
+    place = min(math.ceil((len(errors) + 1) * COVERAGE), len(errors)) - 1
+    found = sorted(errors)[place]
+    return found if math.isfinite(found) else None
+
+
+def _fit_runs(
+    rows: Sequence[Sequence[float]], samples: Sequence[PrefillSample] | Sequence[DecodeSample]
+) -> Fit:
+    fit = fit_terms(rows, [each.seconds for each in samples])
+    rounds = list(zip(*(each.runs for each in samples), strict=True))
+    return replace(fit, prediction_error=prediction_error(rows, rounds))
 
 
 def fit_terms(rows: Sequence[Sequence[float]], values: Sequence[float]) -> Fit:
