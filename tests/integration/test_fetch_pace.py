@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 
 from kvmesh.core.details import FleetWorker
 from kvmesh.core.types import FetchReason, PrefixSource
-from kvmesh.kv.hashing import chain_hashes
 from kvmesh.policy import path_meter
 from kvmesh.policy.path_meter import PathMeter
 from kvmesh.policy.prefix_source import decide_fetch
-from kvmesh.runtime.fetch_result import FetchOutcome
 from kvmesh.runtime.worker import Worker
 from kvmesh.runtime.worker_config import EngineSection, WorkerSection
 from tests.faulty_link import Faults, faulty_link
 from tests.mesh_processes import BLOCK_SIZE, MODEL_FOLDER, VOCAB_SIZE
-from tests.worker_driver import ROOT, Key, driving, make_spec, running_worker, until_idle
+from tests.worker_driver import Key, driving, make_spec, running_worker, until_idle
 
 NUM_BLOCKS = 60
 PAUSE_S = 0.02
 """Of the link, there and again back."""
 
 PROMPT = [random.Random(9).randrange(3, VOCAB_SIZE) for _ in range(NUM_BLOCKS * BLOCK_SIZE + 1)]
-HASHES = chain_hashes(ROOT, PROMPT, BLOCK_SIZE)
 
 
 def shown(worker: Worker) -> FleetWorker:
@@ -40,7 +38,7 @@ async def test_a_link_that_is_slower_than_computing_is_not_fetched_over(
     async with (
         running_worker(WorkerSection(id="holder", channels="tcp"), engine) as holder,
         running_worker(WorkerSection(id="reader", channels="tcp"), engine) as reader,
-        driving(holder) as driver,
+        driving(holder, reader) as driver,
     ):
         await driver.generate(holder, holder, Key("prime"), make_spec(PROMPT, max_tokens=1))
         await until_idle(holder)
@@ -51,14 +49,15 @@ async def test_a_link_that_is_slower_than_computing_is_not_fetched_over(
             source = PrefixSource(
                 info.worker_id, info.incarnation, info.control_endpoint, NUM_BLOCKS
             )
-            result = await reader.fetcher.fetch(source, HASHES)
-        assert result.outcome is FetchOutcome.FETCHED
+            began = time.monotonic()
+            await driver.generate_from(source, reader, reader, make_spec(PROMPT, max_tokens=1))
+            seconds = time.monotonic() - began
         meter = PathMeter()
         meter.observe([shown(holder), shown(reader)])
         travel_s = meter.pace(None).inside_token_s
         num_tokens = NUM_BLOCKS * BLOCK_SIZE
         # However fast the machine is, the link is not; and the lease is not the link's.
-        assert PAUSE_S / num_tokens < travel_s <= result.seconds / num_tokens
+        assert PAUSE_S / num_tokens < travel_s <= seconds / num_tokens
         slower, faster = meter.pace(token_s=2 * travel_s), meter.pace(token_s=0.9 * travel_s)
         fetch, compute = (
             decide_fetch(num_tokens, 0, pace, inside=True).reason for pace in (slower, faster)
