@@ -299,6 +299,8 @@ class Driver:
         accepted = await self.offer_from(source, prefill, key, spec, reserved.reserved)
         assert accepted.WhichOneof("event") == "accepted", accepted
         first = (await self.prefill_event(key)).first_token
+        if first.finish_reason:
+            self.cancel_decode(decode, key)
         tokens = [first.token_id]
         tokens += await self._rest(key, first.finish_reason)
         handed = await self.prefill_event(key)
