@@ -92,6 +92,14 @@ def qwen_windows(fields: Fields, config: ModelConfig) -> tuple[int, ...]:
     return (0,) * lower + (window,) * (config.num_layers - lower)
 
 
+def qwen_sparse_layers(fields: Fields, config: ModelConfig) -> frozenset[int]:
+    """Layers with experts as Qwen says them: each n-th, but those named as dense."""
+    dense = frozenset(fields.raw.get("mlp_only_layers") or ())
+    every = fields.number("decoder_sparse_step", int, default=1)
+    sparse = {layer for layer in range(config.num_layers) if (layer + 1) % every == 0}
+    return frozenset(sparse - dense)
+
+
 def latent_shape(fields: Fields, *, interleaved: bool) -> LatentConfig:
     """Shape of latent attention by its usual keys.
 

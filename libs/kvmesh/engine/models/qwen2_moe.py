@@ -9,22 +9,19 @@ from kvmesh.engine.config import ModelConfig, MoeConfig
 from kvmesh.engine.experts import load_gate_shared
 from kvmesh.engine.json_fields import Fields
 from kvmesh.engine.layers import MixerLayer, load_pre_norm_layer
-from kvmesh.engine.models.family import Family
+from kvmesh.engine.models.family import Family, qwen_sparse_layers
 from kvmesh.engine.weights import LayerWeights
 
 
 def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
     if fields.flag("use_sliding_window"):
         raise CheckpointError(f"{fields.origin}: use_sliding_window is not supported in qwen2_moe")
-    dense = frozenset(fields.raw.get("mlp_only_layers") or ())
-    every = fields.number("decoder_sparse_step", int, default=1)
-    sparse = {layer for layer in range(config.num_layers) if (layer + 1) % every == 0}
     moe = MoeConfig(
         num_experts=fields.number("num_experts", int, default=60),
         top_k=fields.number("num_experts_per_tok", int, default=4),
         intermediate_size=fields.number("moe_intermediate_size", int, default=1408),
         normalize=fields.flag("norm_topk_prob"),
-        sparse_layers=frozenset(sparse - dense),
+        sparse_layers=qwen_sparse_layers(fields, config),
         shared_size=fields.number("shared_expert_intermediate_size", int, default=5632),
     )
     return replace(

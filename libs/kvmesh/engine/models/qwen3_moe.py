@@ -9,7 +9,7 @@ from kvmesh.engine.config import ModelConfig, MoeConfig
 from kvmesh.engine.experts import load_softmax_routed
 from kvmesh.engine.json_fields import Fields
 from kvmesh.engine.layers import MixerLayer, load_pre_norm_layer
-from kvmesh.engine.models.family import Family
+from kvmesh.engine.models.family import Family, qwen_sparse_layers
 from kvmesh.engine.weights import LayerWeights
 
 
@@ -18,15 +18,12 @@ def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
         raise CheckpointError(f"{fields.origin}: use_sliding_window is not supported in qwen3_moe")
     # transformers writes the number under its own name, the published files under another.
     key = "num_experts" if "num_experts" in fields.raw else "num_local_experts"
-    dense = frozenset(fields.raw.get("mlp_only_layers") or ())
-    every = fields.number("decoder_sparse_step", int, default=1)
-    sparse = {layer for layer in range(config.num_layers) if (layer + 1) % every == 0}
     moe = MoeConfig(
         num_experts=fields.number(key, int, default=128),
         top_k=fields.number("num_experts_per_tok", int, default=8),
         intermediate_size=fields.number("moe_intermediate_size", int),
         normalize=fields.flag("norm_topk_prob"),
-        sparse_layers=frozenset(sparse - dense),
+        sparse_layers=qwen_sparse_layers(fields, config),
     )
     return replace(config, qk_norm=True, moe=moe)
 

@@ -21,7 +21,7 @@ from kvmesh.engine.layers import (
     load_mixer_layer,
 )
 from kvmesh.engine.linear_attention import DeltaAttention
-from kvmesh.engine.models.family import Family
+from kvmesh.engine.models.family import Family, qwen_sparse_layers
 from kvmesh.engine.weights import LayerWeights
 
 # Weights of norms are stored as their difference from one, but for that of the delta rule.
@@ -29,15 +29,12 @@ _NORM_OFFSET = 1.0
 
 
 def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
-    dense = frozenset(fields.raw.get("mlp_only_layers") or ())
-    every = fields.number("decoder_sparse_step", int, default=1)
-    sparse = {layer for layer in range(config.num_layers) if (layer + 1) % every == 0}
     moe = MoeConfig(
         num_experts=fields.number("num_experts", int, default=512),
         top_k=fields.number("num_experts_per_tok", int, default=10),
         intermediate_size=fields.number("moe_intermediate_size", int, default=512),
         normalize=fields.flag("norm_topk_prob", default=True),
-        sparse_layers=frozenset(sparse - dense),
+        sparse_layers=qwen_sparse_layers(fields, config),
         shared_size=fields.number("shared_expert_intermediate_size", int, default=512),
     )
     return replace(
