@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 from benchmarks.engine_device import device_rows
-from benchmarks.engine_floor import floor_tokens_per_s, measure_limits, streaming_tokens_per_s
+from benchmarks.engine_floor import floor_tokens_per_s, measure_limits, reader, weight_bytes
 from benchmarks.engine_peers import BLOCK_SIZE, Engine, HandLoop, Ours, Run, Transformers, prompt
-from benchmarks.engine_report import markdown, targets
+from benchmarks.engine_report import WEIGHTS_READ, markdown, targets
 from benchmarks.random_llama import SHAPES, Shape, write_checkpoint
 from benchmarks.result import ROOT
 from kvmesh.cli.bench_report import command_line, git_commit, machine, versions, write_result
@@ -123,6 +123,10 @@ def _measure(
         tell(f"prefill {tokens}")
     for batch in options.batch:
         runs = {name: engine.decode(batch, options.context) for name, engine in engines.items()}
+        if batch == 1:
+            # In turn with the engines: what memory delivers on a shared machine changes by half
+            # within seconds.
+            runs[WEIGHTS_READ] = reader(weight_bytes(shape, limits))
         cell = {name: batch / s for name, s in _take_turns(runs, options.repeats).items()}
         cell["floor"] = floor_tokens_per_s(shape, limits, 1, batch, options.context)
         found[f"decode {batch}"] = cell
@@ -138,7 +142,6 @@ def _measure(
         label: {
             "matmul_flops": limits.flops,
             "read_bytes_per_s": limits.read_bytes_per_s,
-            "weight_streaming_tokens_per_s": streaming_tokens_per_s(shape, limits),
             "step_overhead_share": _overhead_share(ours, options.context, options.repeats),
         }
     }

@@ -19,6 +19,7 @@ _SOURCE = Path(__file__).with_name("stream.cpp")
 _FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-std=c++17")
 # Ways to read that differ in streams per thread and in what is asked for ahead.
 _WAYS = 4
+_WAY_REPEATS = 5
 # Many times any cache, as weights are.
 _STREAMED_BYTES = 512 << 20
 
@@ -50,7 +51,8 @@ def measure_limits(dtype: str, repeats: int) -> Limits:
     x = torch.randn(512, size).to(kind)
     product = make_linear(torch.randn(size, size).to(kind))
     flops = 2 * 512 * size * size / best_seconds(lambda: product(x), repeats)
-    return Limits(flops, stream_bytes_per_s(_STREAMED_BYTES, repeats), kind.itemsize)
+    read = _STREAMED_BYTES / best_seconds(reader(_STREAMED_BYTES), repeats)
+    return Limits(flops, read, kind.itemsize)
 
 
 def load_stream() -> Callable[[int, int, int, int], int]:
@@ -66,16 +68,19 @@ def load_stream() -> Callable[[int, int, int, int], int]:
     return reader
 
 
-def stream_bytes_per_s(num_bytes: int, repeats: int) -> float:
-    """Reading every byte of memory in huge pieces, as packed weights lie, by all threads."""
+def reader(num_bytes: int) -> Callable[[], object]:
+    """Reads every byte of memory in huge pieces, as packed weights lie, by all threads.
+
+    Of several ways the one that is fastest now.
+    """
     stream, threads = load_stream(), torch.get_num_threads()
     memory = torch.ones(num_bytes // 8, dtype=torch.int64)
-    huge_memory.gather(memory.data_ptr(), num_bytes)
+    huge_memory.gather(memory.data_ptr(), memory.nbytes)
 
     def read(way: int) -> Callable[[], object]:
-        return lambda: stream(memory.data_ptr(), num_bytes, way, threads)
+        return lambda: stream(memory.data_ptr(), memory.nbytes, way, threads)
 
-    return num_bytes / min(best_seconds(read(way), repeats) for way in range(_WAYS))
+    return min((read(way) for way in range(_WAYS)), key=lambda run: best_seconds(run, _WAY_REPEATS))
 
 
 def floor_tokens_per_s(shape: Shape, limits: Limits, rows: int, batch: int, context: int) -> float:
@@ -95,7 +100,6 @@ def floor_tokens_per_s(shape: Shape, limits: Limits, rows: int, batch: int, cont
     return tokens / seconds
 
 
-def streaming_tokens_per_s(shape: Shape, limits: Limits) -> float:
-    """Decode at batch 1 if nothing cost but reading the weights."""
-    weights = (shape.layer_weights + shape.head_weights) * limits.value_bytes
-    return limits.read_bytes_per_s / weights
+def weight_bytes(shape: Shape, limits: Limits) -> int:
+    """What a step at batch 1 has to read, its KV aside."""
+    return (shape.layer_weights + shape.head_weights) * limits.value_bytes

@@ -287,21 +287,35 @@ inline void multiply_add(const Bf16* weights, const Bf16* x, int64_t x_stride, i
   }
 }
 
+// Asks for the weights that `multiply_add` reads kAheadBytes later: a core's own prefetcher has fewer
+// reads under way than memory would answer. KEPT is how near they should stay, as for
+// __builtin_prefetch: 0 for what is used once, which then drives nothing else out of the caches.
+constexpr int64_t kAheadBytes = 2048;
+template <int KEPT, typename T>
+inline void fetch_ahead(const T* weights) {
+  for (int v = 0; v < kPanel / kWidth; ++v)
+    __builtin_prefetch(reinterpret_cast<const char*>(weights) + kAheadBytes + v * 64, 0, KEPT);
+}
+
 // Inputs that are multiplied for all rows before the next: weights of so many lie in the second
 // cache, whatever the depth of the matrix.
 template <typename T>
 constexpr int64_t kDepth = 2048 / sizeof(T);
 
-// Adds the product of R rows with 64 outputs over some inputs to `sums`; on the way a part of what
-// comes next in memory is fetched, where `ahead` is not null.
+// What rows of a panel fetch on their way: all that they read themselves, a part of what comes next
+// in memory, or nothing.
+enum class Fetch { kOwn, kPart, kNothing };
+
+// Adds the product of R rows with 64 outputs over some inputs to `sums`.
 template <typename T, int R>
-void panel_rows(const T* x, const T* panel, int64_t inputs, int64_t count, const T* ahead,
-                float (*sums)[kPanel]) {
+void panel_rows(const T* x, const T* panel, int64_t inputs, int64_t count, Fetch fetch,
+                const T* part, float (*sums)[kPanel]) {
   Floats own[kPanel / kWidth][kRowBlock];
   for (int v = 0; v < kPanel / kWidth; ++v)
     for (int row = 0; row < R; ++row) own[v][row] = load(sums[row] + v * kWidth);
   for (int64_t i = 0; i < count; i += kLane<T>) {
-    if (ahead != nullptr) __builtin_prefetch(ahead + i * kWidth, 0, 2);
+    if (fetch == Fetch::kPart) __builtin_prefetch(part + i * kWidth, 0, 2);
+    if (fetch == Fetch::kOwn) fetch_ahead<2>(panel + i * kPanel);
     multiply_add(panel + i * kPanel, x + i, inputs, R, own);
   }
   for (int v = 0; v < kPanel / kWidth; ++v)
@@ -316,8 +330,10 @@ void block_of_rows(const T* x, const T* weights, const T* bias, T* out, int64_t 
   for (int64_t panel = 0; panel < outputs / kPanel; ++panel) {
     const T* const own = weights + panel * kPanel * inputs;
     Floats sums[kPanel / kWidth][kRowBlock] = {};
-    for (int64_t i = 0; i < inputs; i += kLane<T>)
+    for (int64_t i = 0; i < inputs; i += kLane<T>) {
+      fetch_ahead<0>(own + i * kPanel);
       multiply_add(own + i * kPanel, x + i, inputs, R, sums);
+    }
     for (int v = 0; v < kPanel / kWidth; ++v) {
       const int64_t at = panel * kPanel + v * kWidth;
       const Floats added = bias == nullptr ? Floats{} : load(bias + at);
@@ -348,16 +364,17 @@ int few_rows(const T* x, const T* weights, const T* bias, T* out, int64_t rows, 
       const int64_t count = std::min(kDepth<T>, inputs - first);
       const T* const part = own + first * kPanel;
       for (int64_t row = 0; row < rows; row += kRowBlock) {
-        // A quarter of the next weights for each of the first four blocks of rows.
-        const bool fetches = rows >= 4 * kRowBlock && row < 4 * kRowBlock;
-        const T* const ahead =
-            fetches ? part + count * (kPanel + row / kRowBlock * kWidth) : nullptr;
+        // The first block of rows fetches, or a quarter of the next weights each of the first four.
+        const bool in_parts = rows >= 4 * kRowBlock;
+        const bool fetches = row < (in_parts ? 4 * kRowBlock : kRowBlock);
+        const Fetch fetch = !fetches ? Fetch::kNothing : in_parts ? Fetch::kPart : Fetch::kOwn;
+        const T* const next = part + count * (kPanel + row / kRowBlock * kWidth);
         const T* const from = x + row * inputs + first;
         switch (rows - row) {
-          case 1: panel_rows<T, 1>(from, part, inputs, count, ahead, sums + row); break;
-          case 2: panel_rows<T, 2>(from, part, inputs, count, ahead, sums + row); break;
-          case 3: panel_rows<T, 3>(from, part, inputs, count, ahead, sums + row); break;
-          default: panel_rows<T, 4>(from, part, inputs, count, ahead, sums + row);
+          case 1: panel_rows<T, 1>(from, part, inputs, count, fetch, next, sums + row); break;
+          case 2: panel_rows<T, 2>(from, part, inputs, count, fetch, next, sums + row); break;
+          case 3: panel_rows<T, 3>(from, part, inputs, count, fetch, next, sums + row); break;
+          default: panel_rows<T, 4>(from, part, inputs, count, fetch, next, sums + row);
         }
       }
     }
