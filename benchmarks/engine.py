@@ -3,20 +3,20 @@
     python -m benchmarks.engine [--models 110M 0.5B] [--dtypes bfloat16 float32] [--threads N]
         [--openvino-python PATH] [--save bench/results/engine.json]
 
-Engines of one process take turns in every cell, so that a busy machine is as unkind to each.
+Engines take turns in every cell, so that a busy machine is as unkind to each.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,16 @@ import torch
 
 from benchmarks.engine_device import device_rows
 from benchmarks.engine_floor import floor_tokens_per_s, measure_limits, reader, weight_bytes
-from benchmarks.engine_peers import BLOCK_SIZE, Engine, HandLoop, Ours, Run, Transformers, prompt
+from benchmarks.engine_peers import (
+    BLOCK_SIZE,
+    Engine,
+    HandLoop,
+    OpenVino,
+    Ours,
+    Run,
+    Transformers,
+    prompt,
+)
 from benchmarks.engine_report import WEIGHTS_READ, markdown, targets
 from benchmarks.random_llama import SHAPES, Shape, write_checkpoint
 from benchmarks.result import ROOT
@@ -55,7 +64,8 @@ def main() -> None:
         for name in options.models:
             folder = write_checkpoint(SHAPES[name], Path(scratch) / name, options.seed)
             for dtype in options.dtypes:
-                cells, more = _measure(SHAPES[name], folder, dtype, options)
+                with ExitStack() as stack:
+                    cells, more = _measure(SHAPES[name], folder, dtype, options, stack)
                 rows += cells
                 extra |= more
                 if torch.cuda.is_available() and options.batch:
@@ -94,7 +104,7 @@ def _parse() -> argparse.Namespace:
 
 
 def _measure(
-    shape: Shape, folder: Path, dtype: str, options: argparse.Namespace
+    shape: Shape, folder: Path, dtype: str, options: argparse.Namespace, stack: ExitStack
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """All cells of one model in one dtype, and the limits that they are held against."""
     longest = max([options.context + 1, *options.prefill])
@@ -106,6 +116,10 @@ def _measure(
         "transformers": Transformers(folder, shape, dtype),
         "hand loop": HandLoop(folder, shape, dtype),
     }
+    if options.openvino_python is not None:
+        engines["openvino"] = stack.enter_context(
+            OpenVino(options.openvino_python, folder, dtype, options.threads, options.repeats)
+        )
     limits = measure_limits(dtype, options.repeats)
     label = f"{shape.name} {dtype}"
     found: dict[str, dict[str, float]] = {}
@@ -131,9 +145,6 @@ def _measure(
         cell["floor"] = floor_tokens_per_s(shape, limits, 1, batch, options.context)
         found[f"decode {batch}"] = cell
         tell(f"decode {batch}")
-    for name, value in _openvino(folder, dtype, options).items():
-        found[name]["openvino"] = value
-        tell(name)
     rows = [
         {"model": shape.name, "dtype": dtype, "cell": name, "tokens_per_s": cell}
         for name, cell in found.items()
@@ -165,8 +176,8 @@ def _take_turns(runs: Mapping[str, Run], repeats: int) -> dict[str, float]:
 
 def _seconds(run: Run) -> float:
     started = time.perf_counter()
-    run()
-    return time.perf_counter() - started
+    own = run()
+    return own if isinstance(own, float) else time.perf_counter() - started
 
 
 def _overhead_share(ours: Ours, context: int, repeats: int) -> float:
@@ -200,20 +211,6 @@ def _running_core(ours: Ours, batch: int, context: int) -> EngineCore:
         assert isinstance(admitted, Sequence)
         core.start_decode(admitted, first_token=1)
     return core
-
-
-def _openvino(folder: Path, dtype: str, options: argparse.Namespace) -> dict[str, float]:
-    if options.openvino_python is None:
-        return {}
-    script = Path(__file__).with_name("openvino_engine.py")
-    command = [options.openvino_python, str(script), str(folder), dtype]
-    for name in ("threads", "context", "repeats"):
-        command += [f"--{name}", str(getattr(options, name))]
-    command += ["--seconds", str(_CELL_SECONDS / 2)]
-    command += ["--prefill", *map(str, options.prefill), "--batch", *map(str, options.batch)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    cells: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return cells
 
 
 def _peer_versions(openvino_python: str | None) -> dict[str, str]:

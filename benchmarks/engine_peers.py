@@ -7,9 +7,10 @@ callable that computes one more token for each sequence of a batch.
 from __future__ import annotations
 
 import random
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from safetensors.torch import load_file
@@ -23,6 +24,7 @@ from kvmesh.engine.runner import TorchRunner
 
 BLOCK_SIZE = 16
 Run = Callable[[], object]
+"""Once what is timed; gives the seconds itself where that is not all of the call."""
 
 
 class Engine(Protocol):
@@ -229,3 +231,49 @@ class HandLoop:
         """See `Engine.decode`."""
         ids = [prompt(1, self._shape.vocab, sequence) for sequence in range(batch)]
         return self._step(torch.tensor(ids), context)
+
+
+class OpenVino:
+    """openvino-genai's continuous batching, in a process of the Python that has it.
+
+    Args:
+        python: its interpreter; `optimum-cli` lies beside it.
+        steps: of a decode batch, at most.
+    """
+
+    def __init__(self, python: str, folder: Path, dtype: str, threads: int, steps: int) -> None:
+        script = Path(__file__).with_name("openvino_engine.py")
+        command = [python, str(script), str(folder), dtype, "--threads", str(threads)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self._steps = steps
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+    def prefill(self, num_tokens: int) -> Run:
+        """See `Engine.prefill`."""
+        return lambda: self._ask(f"prefill {num_tokens}")
+
+    def decode(self, batch: int, context: int) -> Run:
+        """See `Engine.decode`."""
+        # One more, where the first turn does not count.
+        self._ask(f"decode {batch} {context} {self._steps + 1}")
+        return lambda: self._ask("step")
+
+    def _ask(self, line: str) -> float:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            message = f"openvino ended with {self._process.wait()} at {line!r}"
+            raise RuntimeError(message)
+        return float(answer)

@@ -1,11 +1,10 @@
-"""Times steps of openvino-genai's continuous batching, in the Python that has it; prints JSON."""
+"""Steps of openvino-genai's continuous batching, in the Python that has it, when asked for."""
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import statistics
+import os
 import subprocess
 import sys
 import time
@@ -28,73 +27,86 @@ def export(folder: Path, dtype: str) -> Path:
 
 
 def main() -> None:
-    """Measures the cells given on the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Answers each line of standard input with one: what to do, and the seconds that it took.
+
+    `prefill N`: one prompt of N tokens to its first token. `decode B N S`: B sequences get N
+    positions, for S steps at most. `step`: each of them gets one token.
+    """
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("dtype", choices=sorted(_DTYPES))
     parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--context", type=int, required=True)
-    parser.add_argument("--prefill", type=int, nargs="*", required=True)
-    parser.add_argument("--batch", type=int, nargs="*", required=True)
-    parser.add_argument("--repeats", type=int, required=True)
-    parser.add_argument("--seconds", type=float, required=True, help="of a cell, but two repeats")
     options = parser.parse_args()
-    steps = _load(export(options.folder, options.dtype), options)
-
-    def median(batch: int, tokens: int, new: int) -> float:
-        """Seconds of the first step, or of those after it when there is more than one token."""
-        steps(batch, tokens, new)
-        times: list[float] = []
-        begun = time.perf_counter()
-        for repeat in range(options.repeats if new == 1 else 2):
-            if repeat >= 2 and time.perf_counter() - begun > options.seconds:
-                break
-            found = steps(batch, tokens, new)
-            times += found if new == 1 else found[1:]
-        return statistics.median(times)
-
-    cells = {f"prefill {n}": n / median(1, n, 1) for n in options.prefill}
-    for batch in options.batch:
-        seconds = median(batch, options.context, 1 + options.repeats)
-        cells[f"decode {batch}"] = batch / seconds
-    sys.stdout.write(json.dumps(cells) + "\n")
+    engine = _Engine(export(options.folder, options.dtype), options)
+    # openvino prints as well.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        verb, *numbers = line.split()
+        seconds = getattr(engine, verb)(*map(int, numbers))
+        answers.write(f"{seconds}\n")
+    engine.drain()
 
 
-def _load(folder: Path, options: argparse.Namespace) -> Any:
-    import numpy as np  # noqa: PLC0415 - of the peer's own environment
-    import openvino  # type: ignore[import-not-found]  # noqa: PLC0415
-    import openvino_genai  # type: ignore[import-not-found]  # noqa: PLC0415
+class _Engine:
+    """The pipeline, step by step."""
 
-    scheduler = openvino_genai.SchedulerConfig()
-    scheduler.cache_size = 3
-    scheduler.max_num_batched_tokens = 1 << 16
-    scheduler.max_num_seqs = 64
-    scheduler.enable_prefix_caching = False
-    properties = {
-        "INFERENCE_PRECISION_HINT": _DTYPES[options.dtype][1],
-        "INFERENCE_NUM_THREADS": options.threads,
-    }
-    pipeline = openvino_genai.ContinuousBatchingPipeline(
-        str(folder), scheduler_config=scheduler, device="CPU", properties=properties
-    )
-    draw = np.random.default_rng(0)
-    numbers = itertools.count()
+    def __init__(self, folder: Path, options: argparse.Namespace) -> None:
+        import numpy as np  # noqa: PLC0415 - of the peer's own environment
+        import openvino_genai  # type: ignore[import-not-found]  # noqa: PLC0415
 
-    def steps(batch: int, tokens: int, new: int) -> list[float]:
+        scheduler = openvino_genai.SchedulerConfig()
+        scheduler.cache_size = 3
+        scheduler.max_num_batched_tokens = 1 << 16
+        scheduler.max_num_seqs = 64
+        scheduler.enable_prefix_caching = False
+        properties = {
+            "INFERENCE_PRECISION_HINT": _DTYPES[options.dtype][1],
+            "INFERENCE_NUM_THREADS": options.threads,
+        }
+        self._pipeline: Any = openvino_genai.ContinuousBatchingPipeline(
+            str(folder), scheduler_config=scheduler, device="CPU", properties=properties
+        )
+        self._draw = np.random.default_rng(0)
+        self._numbers = itertools.count()
+        # A request lives as long as its handle.
+        self._handles: list[Any] = []
+
+    def prefill(self, tokens: int) -> float:
+        """Seconds to the first token of one prompt."""
+        self.drain()
+        self._add(tokens, 1)
+        return self.drain()
+
+    def decode(self, batch: int, tokens: int, steps: int) -> float:
+        """Computes the prompts of a batch."""
+        self.drain()
+        for _ in range(batch):
+            self._add(tokens, 1 + steps)
+        return self.step()
+
+    def step(self) -> float:
+        """Seconds of one step."""
+        started = time.perf_counter()
+        self._pipeline.step()
+        return time.perf_counter() - started
+
+    def drain(self) -> float:
+        """Seconds of what is still to be done."""
+        seconds = 0.0
+        while self._pipeline.has_non_finished_requests():
+            seconds += self.step()
+        self._handles.clear()
+        return seconds
+
+    def _add(self, tokens: int, new: int) -> None:
+        import openvino  # type: ignore[import-not-found]  # noqa: PLC0415
+        import openvino_genai  # noqa: PLC0415
+
         config = openvino_genai.GenerationConfig()
         config.max_new_tokens, config.ignore_eos, config.do_sample = new, True, False
-        ids = [openvino.Tensor(draw.integers(3, 32000, (1, tokens))) for _ in range(batch)]
-        # A request lives as long as its handle.
-        handles = [pipeline.add_request(next(numbers), each, config) for each in ids]
-        times = []
-        while pipeline.has_non_finished_requests():
-            started = time.perf_counter()
-            pipeline.step()
-            times.append(time.perf_counter() - started)
-        del handles
-        return times
-
-    return steps
+        ids = openvino.Tensor(self._draw.integers(3, 32000, (1, tokens)))
+        self._handles.append(self._pipeline.add_request(next(self._numbers), ids, config))
 
 
 if __name__ == "__main__":
