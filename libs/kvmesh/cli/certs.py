@@ -6,9 +6,11 @@ Tests: tests/unit/cli/test_certs.py, tests/e2e/test_mtls.py.
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import ipaddress
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +26,10 @@ from kvmesh.core.errors import ConfigError
 SERVICES = ("gateway", "scheduler", "kvmanager", "prefill", "decode")
 PUBLIC = "public"
 """Certificate of the gateway's HTTP port: it opens no door inside the mesh."""
+
+_CA = "ca"
+_SERVICE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_MAX_DAYS = 36_500
 
 _SKEW = datetime.timedelta(minutes=5)
 """Clocks of two hosts may differ by this much."""
@@ -53,7 +59,7 @@ def make_ca(days: int) -> Issued:
         decipher_only=False,
     )
     cert = (
-        _dated(name, name, key, days)
+        _dated(name, name, key, _in_days(days))
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(usage, critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
@@ -68,14 +74,16 @@ def issue(ca: Issued, service: str, hosts: Sequence[str], days: int) -> Issued:
     Args:
         service: goes into the subject; `PUBLIC` is for servers only, all others are for both ends.
         hosts: names and addresses that peers reach it by.
+        days: how long it is valid; not longer than the CA, beyond which nobody would accept it.
     """
     key = ec.generate_private_key(ec.SECP256R1())
     uses = [ExtendedKeyUsageOID.SERVER_AUTH]
     if service != PUBLIC:
         uses.append(ExtendedKeyUsageOID.CLIENT_AUTH)
     authority = x509.AuthorityKeyIdentifier.from_issuer_public_key(ca.key.public_key())
+    until = min(_in_days(days), ca.cert.not_valid_after_utc)
     cert = (
-        _dated(_name(service), ca.cert.subject, key, days)
+        _dated(_name(service), ca.cert.subject, key, until)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(x509.SubjectAlternativeName([_host(each) for each in hosts]), critical=False)
         .add_extension(x509.ExtendedKeyUsage(uses), critical=False)
@@ -103,7 +111,7 @@ def read_ca(folder: Path) -> Issued | None:
     """The CA that an earlier run made; None without one.
 
     Raises:
-        ConfigError: its files cannot be used.
+        ConfigError: its files cannot be used, or it has ended.
     """
     key_path = folder / "ca.key"
     if not key_path.exists():
@@ -111,10 +119,15 @@ def read_ca(folder: Path) -> Issued | None:
     try:
         key = serialization.load_pem_private_key(key_path.read_bytes(), None)
         cert = x509.load_pem_x509_certificate((folder / "ca.pem").read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError) as error:  # an encrypted key is a TypeError
         raise ConfigError(f"{folder}: the CA cannot be used: {error}") from error
     if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != cert.public_key():
         raise ConfigError(f"{folder}: ca.key is not the key of ca.pem")
+    if cert.not_valid_after_utc <= _in_days(0):
+        raise ConfigError(
+            f"{folder}: the CA ended on {cert.not_valid_after_utc.date()}; remove ca.key and "
+            "ca.pem, make all certificates again, and give every service its new files"
+        )
     return Issued(cert, key)
 
 
@@ -122,18 +135,22 @@ def _name(common_name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
 
 
+def _in_days(days: int) -> datetime.datetime:
+    return datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days)
+
+
 def _dated(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, days: int
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, until: datetime.datetime
 ) -> x509.CertificateBuilder:
-    now = datetime.datetime.now(datetime.UTC)
+    begin = datetime.datetime.now(datetime.UTC) - _SKEW
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
         .issuer_name(issuer)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - _SKEW)
-        .not_valid_after(now + datetime.timedelta(days=days))
+        .not_valid_before(begin)
+        .not_valid_after(until)
     )
 
 
@@ -144,6 +161,35 @@ def _host(text: str) -> x509.GeneralName:
         return x509.DNSName(text)
 
 
+def host_list(raw: str) -> tuple[str, ...]:
+    """Names and addresses, comma-separated."""
+    hosts = tuple(each.strip() for each in raw.split(",") if each.strip())
+    if not hosts:
+        raise argparse.ArgumentTypeError("it names nobody; name the hosts that peers connect to")
+    if other := [each for each in hosts if not each.isascii()]:
+        raise argparse.ArgumentTypeError(f"{other[0]!r} is not in its ASCII form (xn--...)")
+    return hosts
+
+
+def service_list(raw: str) -> tuple[str, ...]:
+    """Names of services, comma-separated; each is a subject and the name of two files."""
+    services = tuple(each.strip() for each in raw.split(","))
+    for each in services:
+        if not _SERVICE.fullmatch(each):
+            raise argparse.ArgumentTypeError(f"{each!r}: 1 to 64 letters, digits, dots, - or _")
+        if each == _CA:
+            raise argparse.ArgumentTypeError("'ca' is the authority itself")
+    return services
+
+
+def num_days(raw: str) -> int:
+    """A validity in days."""
+    days = positive_int(raw)
+    if days > _MAX_DAYS:
+        raise argparse.ArgumentTypeError(f"{days} is more than {_MAX_DAYS}")
+    return days
+
+
 def main(argv: Sequence[str]) -> int:
     """Writes the files; a CA that is there is used again."""
     parser = new_parser(
@@ -152,33 +198,29 @@ def main(argv: Sequence[str]) -> int:
         "example: kvmesh certs --out certs --hosts 127.0.0.1,localhost,node-1.example",
     )
     add_flag(parser, "--out", "certs", "folder for the files", metavar="FOLDER")
+    hosts, services = "127.0.0.1,::1,localhost", ",".join((*SERVICES, PUBLIC))
+    text = "names and addresses of all hosts"
+    add_flag(parser, "--hosts", hosts, text, kind=host_list, metavar="LIST")
     add_flag(
-        parser,
-        "--hosts",
-        "127.0.0.1,::1,localhost",
-        "names and addresses of all hosts",
-        metavar="LIST",
+        parser, "--services", services, "whom to make one for", kind=service_list, metavar="LIST"
     )
-    add_flag(
-        parser, "--services", ",".join((*SERVICES, PUBLIC)), "whom to make one for", metavar="LIST"
-    )
-    add_flag(parser, "--days", 30, "how long they are valid", kind=positive_int)
+    add_flag(parser, "--days", 30, "how long they are valid", kind=num_days)
     arguments = parser.parse_args(argv)
     folder = Path(arguments.out)
-    hosts = [each.strip() for each in arguments.hosts.split(",") if each.strip()]
-    if not hosts:
-        parser.error("--hosts names nobody; a certificate is for the names that peers use")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         ca = read_ca(folder)
         if ca is None:
             ca = make_ca(arguments.days)
-            write(ca, folder, "ca")
-        for service in arguments.services.split(","):
-            write(issue(ca, service.strip(), hosts, arguments.days), folder, service.strip())
+            write(ca, folder, _CA)
+        for service in arguments.services:
+            issued = issue(ca, service, arguments.hosts, arguments.days)
+            write(issued, folder, service)
     except OSError as error:
         raise ConfigError(f"{folder}: {error.strerror}") from error
-    print(f"{folder}: ca.pem, and NAME.pem with NAME.key for {arguments.services}")
+    end = issued.cert.not_valid_after_utc.date()
+    made = ",".join(arguments.services)
+    print(f"{folder}: ca.pem, and NAME.pem with NAME.key for {made}; valid until {end}")
     print(
         "every service: --server.tls.ca ca.pem --server.tls.cert NAME.pem --server.tls.key NAME.key"
     )

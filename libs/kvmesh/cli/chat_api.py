@@ -98,7 +98,7 @@ class ChatApi:
         self, session: aiohttp.ClientSession, url: str, api_key: str, options: dict[str, Any]
     ) -> None:
         self._session = session
-        self._url = url.rstrip("/").removesuffix("/v1")
+        self._url = url
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._options = options
 

@@ -30,6 +30,7 @@ from kvmesh.cli.stack_state import (
     read_description,
 )
 from kvmesh.cli.up import usable_cores
+from kvmesh.core.compiled import find_compiler
 from kvmesh.core.config import environment
 from kvmesh.metadata.server_binary import find_redis_binary
 
@@ -69,6 +70,7 @@ def _machine(model: Path | None) -> list[Finding]:
         *machine_checks.check_packages(),
         machine_checks.check_cores(usable_cores(), environment("OMP_NUM_THREADS")),
         machine_checks.check_memory(psutil.virtual_memory().available),
+        machine_checks.check_compiler(find_compiler()),
         machine_checks.check_congestion_control(),
         machine_checks.check_model(model),
     ]

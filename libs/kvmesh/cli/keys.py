@@ -182,6 +182,8 @@ def main(argv: Sequence[str]) -> int:
     """Runs one action; exit code 0 when it was done."""
     parser = _parser()
     arguments = parser.parse_args(argv)
+    if arguments.key_id and arguments.action != "revoke":
+        parser.error(f"{arguments.action} takes no ID; did you mean --tenant {arguments.key_id}?")
     if arguments.action in ("create", "limit") and not arguments.tenant:
         parser.error(f"{arguments.action} needs --tenant")
     if arguments.action == "limit" and not _named_limits(arguments):

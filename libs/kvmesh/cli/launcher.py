@@ -6,10 +6,8 @@ Tests: tests/unit/cli/test_launcher.py.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import math
-import shlex
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -18,11 +16,11 @@ from rich.console import Console
 
 from kvmesh.cli.probes import is_ready
 from kvmesh.cli.processes import Exit, Supervisor, log_tail
+from kvmesh.cli.ready_command import run_command
 from kvmesh.cli.stack import Member, StackPaths, StackPlan
 from kvmesh.cli.stack_display import StackDisplay, State
 from kvmesh.cli.stack_state import remove_description, write_description
 from kvmesh.core.clock import Clock
-from kvmesh.core.config import child_environment
 
 ResultT = TypeVar("ResultT")
 
@@ -48,13 +46,13 @@ class LaunchSettings:
     Attributes:
         restart: start processes again that end by themselves.
         start_timeout_s: longest time until all processes are ready.
-        command: run when the stack is ready; its end ends the stack.
+        command: run when the stack is ready; its end ends the stack. Empty: none.
         has_keys: the gateway asks its callers for a key.
     """
 
     restart: bool = False
     start_timeout_s: float = 120.0
-    command: str = ""
+    command: tuple[str, ...] = ()
     has_keys: bool = False
 
 
@@ -180,24 +178,15 @@ class Launcher:
         if not self._settings.command:
             await self._wait_for(self._restarted, math.inf)
             await asyncio.Event().wait()
-        process = await asyncio.create_subprocess_exec(
-            *shlex.split(self._settings.command),
-            env=child_environment(
-                {
-                    "KVMESH_URL": f"http://{self._plan.http}",
-                    "KVMESH_TARGET": str(self._plan.grpc),
-                    "KVMESH_CONSOLE": f"http://{self._plan.console}/console",
-                    "KVMESH_STATE_DIR": str(self._paths.state),
-                }
-            ),
+        return await run_command(
+            self._settings.command,
+            {
+                "KVMESH_URL": f"http://{self._plan.http}",
+                "KVMESH_TARGET": str(self._plan.grpc),
+                "KVMESH_CONSOLE": f"http://{self._plan.console}/console",
+                "KVMESH_STATE_DIR": str(self._paths.state),
+            },
         )
-        try:
-            return await process.wait()
-        finally:
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.terminate()
-                await process.wait()
 
     async def _restart(self, down: list[str]) -> None:
         """Starts ended members again, each after its delay."""

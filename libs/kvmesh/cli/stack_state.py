@@ -123,6 +123,7 @@ def no_gateway(url: str, error: Exception) -> str:
 
 
 def gateway_url(arguments: argparse.Namespace) -> str:
-    """Base URL of the gateway that is meant."""
+    """Base URL of the gateway that is meant, without the `/v1` that OpenAI clients are given."""
     url: str = arguments.url or local_stack(arguments.state_dir).get("http", "") or DEFAULT_URL
-    return (url if "://" in url else f"http://{url}").rstrip("/")
+    whole = url if "://" in url else f"http://{url}"
+    return whole.rstrip("/").removesuffix("/v1")

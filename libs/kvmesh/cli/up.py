@@ -28,6 +28,7 @@ from kvmesh.cli.model_folder import embedded_models, read_model_folder
 from kvmesh.cli.preflight import problems
 from kvmesh.cli.probes import free_ports, port_after
 from kvmesh.cli.processes import Supervisor
+from kvmesh.cli.ready_command import command_problems, command_words
 from kvmesh.cli.stack import (
     RemoteOptions,
     StackOptions,
@@ -97,7 +98,8 @@ def _parser() -> argparse.ArgumentParser:
     add_flag(parser, "--redis-url", "", "a running Redis; default: start one", metavar="URL")
     add_flag(parser, "--state-dir", "", "logs and traces; default: .kvmesh", metavar="DIR")
     add_flag(parser, "--start-timeout", 120.0, "seconds until all must be ready", kind=positive)
-    add_flag(parser, "--run", "", "run this when ready, then stop", metavar="COMMAND")
+    text = "run this when ready, then stop"
+    add_flag(parser, "--run", "", text, kind=command_words, metavar="COMMAND")
     add_switch(parser, "--restart", "start processes again that end by themselves")
     return parser
 
@@ -198,6 +200,7 @@ def main(argv: Sequence[str]) -> int:
     if is_held(state):
         raise ConfigError(held_by_another(state))
     found = problems(options, paths, psutil.virtual_memory().available)
+    found += command_problems(arguments.run)
     for problem in found:
         print(f"kvmesh up: {problem}", file=sys.stderr)
     if found:

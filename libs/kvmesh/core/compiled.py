@@ -22,13 +22,18 @@ class CompileError(Exception):
     """There is no compiler, or it refused, or its product cannot be loaded."""
 
 
+def find_compiler() -> str | None:
+    """Path of the C++ compiler; None without one."""
+    return shutil.which("c++") or shutil.which("g++")
+
+
 def load_compiled(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
     """The library made from `source`, compiled now if it is not in the cache.
 
     Raises:
         CompileError: it cannot be had; the message says why.
     """
-    compiler = shutil.which("c++") or shutil.which("g++")
+    compiler = find_compiler()
     if compiler is None:
         raise CompileError("no C++ compiler")
     try:

@@ -238,16 +238,18 @@ def format_config(config: Any) -> str:
             if dataclasses.is_dataclass(inner):
                 walk(inner, (*path, field.name))
                 continue
-            shown = "***" if inner and field.metadata.get("secret") else _without_password(inner)
+            shown = (
+                "***" if inner and field.metadata.get("secret") else without_password(repr(inner))
+            )
             lines.append(f"{'.'.join((*path, field.name))} = {shown}")
 
     walk(config, ())
     return "\n".join(lines) + "\n"
 
 
-def _without_password(value: Any) -> str:
-    """A value as shown to people; the password in a URL is masked."""
-    return re.sub(r"(://[^/:@\s]*:)[^/\s]*@", r"\1***@", repr(value))
+def without_password(text: str) -> str:
+    """A text as shown to people; the password in a URL is masked."""
+    return re.sub(r"(://[^/:@\s]*:)[^/\s]*@", r"\1***@", text)
 
 
 def environment(name: str, default: str = "") -> str:

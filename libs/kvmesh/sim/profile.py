@@ -181,18 +181,18 @@ def load_profile(name_or_path: str) -> Profile:
         ConfigError: there is none, or an entry is wrong.
     """
     if name_or_path in shipped_profiles():
-        text = resources.files("kvmesh.sim.profiles").joinpath(f"{name_or_path}.json").read_text()
+        raw = resources.files("kvmesh.sim.profiles").joinpath(f"{name_or_path}.json").read_bytes()
     else:
         try:
-            text = Path(name_or_path).read_text()
+            raw = Path(name_or_path).read_bytes()
         except OSError as error:
             known = ", ".join(shipped_profiles())
             raise ConfigError(
                 f"{name_or_path} is neither a file ({error.strerror}) nor one of {known}"
             ) from error
     try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
+        data = json.loads(raw)
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{name_or_path}: {error}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{name_or_path}: a profile is a JSON object")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,8 +69,9 @@ def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
                 if limit is not None and number > limit:
                     break
                 requests.append(_parse(line, f"{path}:{number}"))
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}") from error
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:  # cut off, or no text
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{path}: cannot be read: {reason}") from error
     if not requests:
         raise ConfigError(f"{path}: no request")
     return sorted(requests, key=lambda request: request.arrival_s)

@@ -7,9 +7,10 @@ import threading
 from pathlib import Path
 
 import pytest
+from cryptography import x509
 
 from kvmesh.cli.__main__ import main
-from kvmesh.cli.certs import issue, read_ca, write
+from kvmesh.cli.certs import issue, make_ca, read_ca, write
 from kvmesh.rpc.channels import TlsConfig
 from kvmesh.rpc.tls import client_context, server_context
 
@@ -102,3 +103,38 @@ def test_what_cannot_be_used_is_said(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert make(tmp_path) == 1
     (tmp_path / "file").write_text("")
     assert make(tmp_path / "file") == 1
+
+
+def test_an_authority_that_has_ended_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(make_ca(days=0), tmp_path, "ca")
+    assert make(tmp_path) == 1
+    assert "the CA ended on" in capsys.readouterr().err
+
+
+def test_no_certificate_outlives_its_authority(tmp_path: Path) -> None:
+    make(tmp_path, "--days", "2")
+    assert make(tmp_path, "--days", "30") == 0
+    ca = read_ca(tmp_path)
+    assert ca is not None
+    cert = x509.load_pem_x509_certificate((tmp_path / "decode.pem").read_bytes())
+    assert cert.not_valid_after_utc == ca.cert.not_valid_after_utc
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ("--services", "ca"),
+        ("--services", ""),
+        ("--services", "decode,../decode"),
+        ("--hosts", " , "),
+        ("--hosts", "knoten-ü.example"),
+        ("--days", "99999999"),
+    ],
+)
+def test_what_no_certificate_can_be_made_of(wrong: tuple[str, str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as stop:
+        make(tmp_path, *wrong)
+    assert stop.value.code == 2
+    assert not list(tmp_path.iterdir())

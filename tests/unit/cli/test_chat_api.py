@@ -34,7 +34,7 @@ async def server(body: bytes, status: int = 200) -> AsyncIterator[ChatApi]:
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     try:
         async with aiohttp.ClientSession() as session:
-            yield ChatApi(session, f"http://127.0.0.1:{runner.addresses[0][1]}/v1/", "", {})
+            yield ChatApi(session, f"http://127.0.0.1:{runner.addresses[0][1]}", "", {})
     finally:
         await runner.cleanup()
 

@@ -55,6 +55,7 @@ def test_keys_in_redis(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     [
         (["create"], "needs --tenant"),
         (["revoke"], "needs the id"),
+        (["create", "acme"], "did you mean --tenant acme?"),
         (["turn"], "invalid choice"),
         (["limit", "--tenant", "a"], "needs a limit"),
         (["limit", "--tenant", "a", "--weight", "much"], "'much' is not a number"),

@@ -187,7 +187,7 @@ async def test_a_command_that_runs_when_all_is_ready(stack: Stack) -> None:
         "print(e['KVMESH_URL'], e['KVMESH_STATE_DIR'], file=open(sys.argv[1], 'w')); exit(7)"
     )
     seen = stack.folder / "seen"
-    stack.settings = LaunchSettings(command=f'{sys.executable} -c "{code}" {seen}')
+    stack.settings = LaunchSettings(command=(sys.executable, "-c", code, str(seen)))
     assert await stack.launch(a=SERVICE) == 7
     url, state = seen.read_text().split()
     assert url.startswith("http://127.0.0.1:")
@@ -197,7 +197,7 @@ async def test_a_command_that_runs_when_all_is_ready(stack: Stack) -> None:
 async def test_a_stop_ends_the_command(stack: Stack) -> None:
     marker = stack.folder / "marker"
     code = f"import signal, pathlib; pathlib.Path('{marker}').touch(); signal.pause()"
-    stack.settings = LaunchSettings(command=f'{sys.executable} -c "{code}"')
+    stack.settings = LaunchSettings(command=(sys.executable, "-c", code))
     running = stack.launch(a=SERVICE)
     await until(marker.exists)
     stack.stop.set()

@@ -30,7 +30,7 @@ def test_packages() -> None:
             raise importlib.metadata.PackageNotFoundError(package)
         return "1.2.3"
 
-    found = {finding.subject: finding for finding in checks.check_packages(version)}
+    found = {finding.subject: finding for finding in checks.check_packages(version, {})}
     assert _level(found["client"]) is Level.OK
     assert "grpcio 1.2.3" in found["client"].detail
     assert _level(found["worker"]) is Level.WARN
@@ -74,3 +74,36 @@ def test_congestion_control_elsewhere(tmp_path: Path) -> None:
 def test_model(tmp_path: Path) -> None:
     assert _level(checks.check_model(None)) is Level.FAIL
     assert _level(checks.check_model(tmp_path)) is Level.FAIL
+
+
+def test_packages_that_are_too_old() -> None:
+    found = {
+        finding.subject: finding
+        for finding in checks.check_packages(lambda _: "2.9.1+cpu", {"torch": "2.11", "numpy": "2"})
+    }
+    assert _level(found["worker"]) is Level.FAIL
+    assert found["worker"].detail == "torch 2.9.1+cpu is older than 2.11"
+    assert _level(found["gateway"]) is Level.OK
+
+
+def test_what_is_needed_at_least_is_read_from_the_distribution() -> None:
+    lines = [
+        "grpcio<2,>=1.85.1",
+        "torch>=2.11; extra == 'worker'",
+        "helm-python-sdk==0.2.2; sys_platform == 'linux' and python_version >= '3.11'",
+        "kvmesh[service]; extra == 'worker'",
+    ]
+    assert checks.oldest_versions(lambda _: lines) == {"grpcio": "1.85.1", "torch": "2.11"}
+    assert checks.oldest_versions(lambda _: None) == {}
+
+
+def test_versions_compare_as_numbers() -> None:
+    assert checks.version_numbers("2.13.0+cpu") == checks.version_numbers("2.13")
+    assert checks.version_numbers("2.9.1") < checks.version_numbers("2.11")
+    assert checks.version_numbers("8.0.0rc1") == (8,)
+    assert checks.version_numbers("unknown") == ()
+
+
+def test_compiler() -> None:
+    assert _level(checks.check_compiler(None)) is Level.WARN
+    assert _level(checks.check_compiler("/usr/bin/c++")) is Level.OK

@@ -121,3 +121,10 @@ def test_memory_counts_kv(options: StackOptions, paths: StackPaths) -> None:
     large = replace(options, num_blocks=8 * GIB // block_bytes)
     assert "GiB" in _only(problems(large, paths, 8 * GIB))
     assert problems(replace(large, device="cuda"), paths, 8 * GIB) == []
+
+
+def test_an_environment_for_services_with_tls(
+    options: StackOptions, paths: StackPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVMESH_SERVER__TLS__CA", "ca.pem")
+    assert "KVMESH_SERVER__TLS__CA is set" in _only(problems(options, paths, 8 * GIB))

@@ -9,7 +9,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from kvmesh.cli.findings import Level
+from kvmesh.cli.findings import Finding, Level
 from kvmesh.cli.probes import free_ports
 from kvmesh.cli.stack_checks import check_gateway, check_members, check_redis
 
@@ -77,9 +77,34 @@ async def test_redis_that_is_not_there() -> None:
     assert (await check_redis("nonsense", None)).level is Level.FAIL
 
 
-@pytest.mark.parametrize(("version", "level"), [("7.0.15", Level.OK), ("5.0.1", Level.FAIL)])
-async def test_redis_version(version: str, level: Level) -> None:
-    info = f"redis_version:{version}\r\n".encode()
+@pytest.mark.parametrize(
+    ("said", "level", "word"),
+    [
+        ("redis_version:7.0.15", Level.OK, "7.0.15"),
+        ("redis_version:8.0-rc1", Level.OK, "8.0-rc1"),
+        ("redis_version:5.0.1", Level.FAIL, "5.0.1"),
+        ("redis_version:7.0.15\r\nredis_mode:cluster", Level.FAIL, "cluster"),
+        ("redis_version:7.0.15\r\nmaxmemory:9\r\nmaxmemory_policy:noeviction", Level.OK, "7.0"),
+        ("redis_version:7.0.15\r\nmaxmemory:9\r\nmaxmemory_policy:allkeys-lru", Level.WARN, "lru"),
+        ("redis_version:7.0.15\r\nmaxmemory:0\r\nmaxmemory_policy:allkeys-lru", Level.OK, "7.0"),
+    ],
+)
+async def test_redis_that_runs(said: str, level: Level, word: str) -> None:
+    info = f"{said}\r\n".encode()
+    finding = await _asked(lambda: b"$%d\r\n%s\r\n" % (len(info), info))
+    assert finding.level is level
+    assert word in finding.detail
+    assert (level is Level.OK) == (not finding.remedy)
+
+
+async def test_redis_that_wants_a_password() -> None:
+    finding = await _asked(lambda: b"-NOAUTH Authentication required.\r\n")
+    assert finding.level is Level.FAIL
+    assert "KVMESH_REDIS__PASSWORD" in finding.remedy
+
+
+async def _asked(answer: Callable[[], bytes]) -> Finding:
+    """What is found of a Redis that answers INFO so."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while command := await reader.read(4096):
@@ -87,15 +112,13 @@ async def test_redis_version(version: str, level: Level) -> None:
                 if word in (b"HELLO", b"CLIENT"):
                     writer.write(b"-ERR unknown command\r\n" if word == b"HELLO" else b"+OK\r\n")
                 if word == b"INFO":
-                    writer.write(b"$%d\r\n%s\r\n" % (len(info), info))
+                    writer.write(answer())
         writer.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server:
         port = server.sockets[0].getsockname()[1]
-        finding = await check_redis(f"redis://127.0.0.1:{port}/0?protocol=2", None)
-    assert finding.level is level
-    assert version in finding.detail
+        return await check_redis(f"redis://127.0.0.1:{port}/0?protocol=2", None)
 
 
 async def test_members_of_a_running_stack() -> None:
@@ -117,3 +140,10 @@ async def test_members_of_a_running_stack() -> None:
         ("scheduler", Level.OK),
         ("decode-0", Level.FAIL),
     ]
+
+
+@pytest.mark.parametrize("url", ["http://host:port", "http://host:99999", "http://[::1"])
+async def test_what_is_no_url(url: str) -> None:
+    finding = await check_gateway(url)
+    assert finding.level is Level.FAIL
+    assert "is no URL" in finding.detail

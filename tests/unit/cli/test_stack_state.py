@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvmesh.cli.stack_state import (
+    gateway_url,
     hold_state,
     is_held,
     read_description,
@@ -57,3 +59,15 @@ def test_the_lock_goes_with_its_holder(tmp_path: Path) -> None:
         assert is_held(tmp_path)
         holder.kill()
     assert not is_held(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        ("", "http://127.0.0.1:8000"),
+        ("gateway:80", "http://gateway:80"),
+        ("https://gateway/v1/", "https://gateway"),
+    ],
+)
+def test_the_url_of_a_gateway(said: str, meant: str, tmp_path: Path) -> None:
+    assert gateway_url(argparse.Namespace(url=said, state_dir=str(tmp_path))) == meant

@@ -24,7 +24,7 @@ PROGRAMS = {
     "grep",
     "tr",
     "chmod",
-    "hf",
+    ".venv/bin/hf",
 }
 """What commands begin with; another program in a console block is not known here."""
 

@@ -74,10 +74,10 @@ def test_a_missing_entry_is_named() -> None:
         parse_profile(Fields(data, "p"))
 
 
-@pytest.mark.parametrize("text", ["{", "[]"])
-def test_what_is_no_profile(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize("text", [b"{", b"[]", b"\xff\xfe\xfd"])
+def test_what_is_no_profile(tmp_path: Path, text: bytes) -> None:
     path = tmp_path / "bad.json"
-    path.write_text(text)
+    path.write_bytes(text)
     with pytest.raises(ConfigError, match=r"bad\.json"):
         load_profile(str(path))
 

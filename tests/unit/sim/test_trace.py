@@ -82,3 +82,11 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     broken.write_bytes(b"not gzip")
     with pytest.raises(ConfigError, match="gzip"):
         read_trace(broken)
+    line = json.dumps(ROWS[1]) + "\n"
+    broken.write_bytes(gzip.compress(line.encode() * 1000)[:-20])
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_trace(broken)
+    picture = tmp_path / "picture"
+    picture.write_bytes(b"\x89PNG\xff")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_trace(picture)

@@ -1,0 +1,66 @@
+"""The command of `kvmesh up --run`: its words, where its program is looked for, its run.
+
+Tests: tests/unit/cli/test_ready_command.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from kvmesh.core.config import child_environment, environment
+from kvmesh.core.errors import ConfigError
+
+
+def command_words(raw: str) -> tuple[str, ...]:
+    """A command line as a shell cuts it; nothing of an empty one."""
+    try:
+        return tuple(shlex.split(raw))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{raw!r}: {error}") from error
+
+
+def search_path() -> str:
+    """PATH as in an activated environment, so that `kvmesh` and `python` are those of this one."""
+    return os.pathsep.join((str(Path(sys.executable).parent), environment("PATH")))
+
+
+def command_problems(words: Sequence[str]) -> list[str]:
+    """Why the command cannot be run, known before a stack is started for it."""
+    if not words or shutil.which(words[0], path=search_path()):
+        return []
+    return [f"--run: there is no program {words[0]}; a shell's command is --run 'sh -c \"...\"'"]
+
+
+async def run_command(words: Sequence[str], extra: Mapping[str, str]) -> int:
+    """Runs the command to its end; ends it when cancelled.
+
+    Args:
+        extra: environment beside that of this process.
+
+    Returns:
+        Its exit code; as shells say it 128 and the signal that ended it.
+
+    Raises:
+        ConfigError: the program cannot be run.
+    """
+    env = child_environment({**extra, "PATH": search_path()})
+    try:
+        process = await asyncio.create_subprocess_exec(*words, env=env)
+    except OSError as error:
+        raise ConfigError(f"--run: {words[0]} cannot be run: {error.strerror}") from error
+    try:
+        code = await process.wait()
+        return code if code >= 0 else 128 - code
+    finally:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+            await process.wait()
