@@ -4,8 +4,9 @@
 
 Kernels against twins and rivals, decode with CUDA graphs and without, the tests of tests/gpu
 that need little more than torch, blocks out of and into pools. Each step is a process with a time
-limit of its own; one that fails or is late stops no other, and each writes its tables as it goes.
-Installs nothing: what a step lacks (the tests: pytest) is missing in that step alone.
+limit of its own; one that fails or is late stops no other, and each writes its tables and its log
+as it goes, to build/bench-gpu unless told otherwise. Installs nothing: what a step lacks (the
+tests: pytest) is missing in that step alone.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.kernels import DEVICE_LOST
-from benchmarks.result import RESULTS, ROOT
+from benchmarks.result import ROOT
 
+OUT = ROOT / "build" / "bench-gpu"
+"""Out of git's sight: logs, and tables of a run that was cut short, are no results."""
 _RESTARTS = 5
 # A machine made for something else has pytest, but not the plugins that pyproject.toml configures.
 _BARE_PYTEST = [
@@ -83,7 +86,7 @@ def _parse() -> argparse.Namespace:
     names = [step.name for step in steps(Path())]
     parser.add_argument("--minutes", type=float, default=25.0, help="for all steps together")
     parser.add_argument("--steps", nargs="+", choices=names, default=names)
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, default=OUT, help="where results and logs go")
     return parser.parse_args()
 
 

@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.gpu import GpuStep, _run, steps
+from benchmarks.gpu import OUT, GpuStep, _run, steps
 from benchmarks.gpu_decode import as_row
 from benchmarks.kernels import DEVICE_LOST
 from benchmarks.result import ROOT
@@ -63,3 +63,8 @@ def test_a_row_tells_the_share_of_the_floor_and_what_graphs_gain() -> None:
     cell = {"kvmesh without graphs": 50.0, "kvmesh": 100.0, "floor": 125.0}
     row = as_row({"model": "m", "dtype": "bfloat16", "cell": "cuda decode 1", "tokens_per_s": cell})
     assert (row["share of floor"], row["graphs gain"]) == (0.8, 2.0)
+
+
+def test_what_it_writes_is_out_of_sight_for_git() -> None:
+    folder = OUT.relative_to(ROOT).parts[0]
+    assert f"{folder}/" in (ROOT / ".gitignore").read_text().splitlines()
