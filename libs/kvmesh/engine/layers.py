@@ -290,8 +290,11 @@ class StackedExperts:
         out = product(self.activation(inner), self.down, torch.arange(len(rows), device=h.device))
         if self.down_bias is not None:
             out = out + self.down_bias[experts]
-        shares = weights.flatten()[order][:, None]
-        return torch.zeros_like(h).index_add_(0, rows, (out * shares).to(h.dtype))
+        parts = (out * weights.flatten()[order][:, None]).to(h.dtype)
+        # Back in the order of the choices: rows added where they are would be rounded one by one,
+        # on a device in an order that differs from run to run.
+        by_choice = torch.empty_like(parts).index_copy_(0, order, parts)
+        return by_choice.view(*chosen.shape, h.shape[1]).sum(dim=1)
 
     def _sort(self, chosen: Tensor) -> tuple[Tensor, Callable[[Tensor, Tensor, Tensor], Tensor]]:
         """Choices in the order of their experts, and the product of rows in that order."""
