@@ -31,6 +31,9 @@ _LONG_HEADS_BYTES = 161 << 10
 _TARGET_PROGRAMS = 264
 # Longer than any context.
 _NO_WINDOW = 1 << 30
+# Prompts follow the decode rows of a step, as many as there are: aligned or not, one kernel is
+# compiled.
+_ROW_POINTERS = ("tables_ptr", "starts_ptr", "lens_ptr")
 
 
 @triton.jit(do_not_specialize=["stride_table"])
@@ -121,7 +124,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device 
     tl.store(lse_ptr + row, lse, mask=group < GROUP)
 
 
-@triton.jit(do_not_specialize=["stride_table"])
+@triton.jit(do_not_specialize=["stride_table"], do_not_specialize_on_alignment=_ROW_POINTERS)
 def _prefill_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device signature
     q_ptr,
     kv_ptr,

@@ -13,6 +13,8 @@ from torch import Tensor
 _TILE = 2048
 # Programs that fill a large device; rows are split until there are as many.
 _TARGET_PROGRAMS = 264
+# Rows of one table, as long as there are rows: aligned or not, one kernel is compiled.
+_ROW_POINTERS = ("low_ptr", "high_ptr", "random_ptr")
 
 
 @triton.jit
@@ -26,7 +28,7 @@ def _scramble(x):  # type: ignore[no-untyped-def]
     return x
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_ROW_POINTERS)
 def _draw_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device signature
     logits_ptr,
     low_ptr,

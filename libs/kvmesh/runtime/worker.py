@@ -23,6 +23,7 @@ from kvmesh.engine.loop import EngineLoop
 from kvmesh.engine.protocol import ModelRunner
 from kvmesh.engine.step_times import load_step_times
 from kvmesh.engine.structure import StructureCompiler
+from kvmesh.engine.warm_up import warm_up
 from kvmesh.policy.batching import BatchLimits
 from kvmesh.rpc.publisher import BlockPublisher, PublisherFacts
 from kvmesh.rpc.registration import OperatorHooks, SchedulerRegistration
@@ -84,6 +85,9 @@ def load_runner(config: EngineSection) -> ModelRunner:
         max_model_len=config.max_model_len or None,
         num_threads=config.num_threads,
     )
+    if config.device != "cpu":
+        # Before steps are static: those of one token each would not be computed the plain way.
+        warm_up(runner, config.max_batch_tokens)
     runner.use_static_steps(static_batch)
     return runner
 

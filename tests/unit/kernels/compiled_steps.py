@@ -27,6 +27,7 @@ from kvmesh.engine.runner import TorchRunner
 from kvmesh.engine.sampler import choose
 from kvmesh.engine.static_inputs import InputShape, StaticInputs
 from kvmesh.engine.static_step import StaticStep
+from kvmesh.engine.warm_up import warm_up
 from tests.unit.kernels.no_device import device
 from tests.unit.kernels.step_configs import CONFIGS
 
@@ -84,19 +85,22 @@ def _runner(config: ModelConfig) -> tuple[TorchRunner, StaticStep]:
     return TorchRunner(spec, model, plan, pool, "meta"), step
 
 
-def _chunk(runner: TorchRunner, number: int, start: int, end: int) -> SequenceChunk:
+def _chunk(
+    runner: TorchRunner, number: int, start: int, end: int, *, more: int = 0
+) -> SequenceChunk:
+    """`more` tokens of the prompt follow, so that none is sampled."""
     groups = runner.spec.groups
     table = list(range(-(-end // runner.spec.layout.block_size)))
     blocks = list(range(groups.state_blocks))
     return SequenceChunk(
         number,
-        range(3, 3 + end),
+        range(3, 3 + end + more),
         start,
         end,
         table,
         end,
         PARAMS[number % len(PARAMS)],
-        sample=True,
+        sample=not more,
         more_tables=[table] * (len(groups.windows) - 1),
         state=StateChunk(blocks, blocks if start else []) if blocks else None,
     )
@@ -127,8 +131,16 @@ def test_steps(name: str) -> None:
         runner, step = _runner(config)
         for bucket in (MAX_BATCH, 1):
             step.compute(bucket)
+        warm_up(runner, 4096)
+        known = {each.variant for each in launches}
         decode = [_chunk(runner, n, 1000 * n + 40, 1000 * n + 41) for n in range(4)]
-        runner.execute([*decode, _chunk(runner, 4, 0, 2048), _chunk(runner, 5, 1024, 1500)])
+        prompts = [_chunk(runner, 4, 0, 2048), _chunk(runner, 5, 1024, 1500)]
+        for count in (4, 3, 0):
+            runner.execute([*decode[:count], *prompts])
+        runner.execute([_chunk(runner, 6, 512, 547, more=100)])
+        runner.execute(decode[:3])
+    new = {each.kernel for each in launches if each.variant not in known}
+    assert new == set(), "compiled while requests wait"
     kernels = {each.kernel for each in launches}
     assert {"_add_rms_norm_kernel", "_draw_kernel"} <= kernels
     assert ("_latent_decode_kernel" in kernels) == (config.latent is not None)

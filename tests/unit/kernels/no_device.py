@@ -47,12 +47,14 @@ class Launch:
 
     Attributes:
         kernel: its name.
+        variant: what was compiled for it; launches of one share it.
         registers: of a thread.
         stack_bytes: of a thread; what did not fit in its registers.
         shared_bytes: of a program.
     """
 
     kernel: str
+    variant: str
     grid: tuple[int, int, int]
     registers: int
     stack_bytes: int
@@ -117,10 +119,12 @@ def device(arch: int) -> Iterator[list[Launch]]:
         seen = [_Pointer(each) if isinstance(each, Tensor) else each for each in args]
         compiled = compile_only(self, *seen, grid=grid, warmup=True, **kwargs)
         whole = (*grid, 1, 1)[:3]
-        assert all(0 < n <= most for n, most in zip(whole, _LARGEST_GRID, strict=True)), whole
+        # Of no programs nothing is launched.
+        assert all(0 <= n <= most for n, most in zip(whole, _LARGEST_GRID, strict=True)), whole
         shared = compiled.metadata.shared
         assert shared <= SHARED_MEMORY_BYTES[arch], f"{self.__name__} wants {shared} bytes"
-        launches.append(Launch(self.__name__, whole, *_usage(compiled.asm["cubin"]), shared))
+        usage = _usage(compiled.asm["cubin"])
+        launches.append(Launch(self.__name__, compiled.hash, whole, *usage, shared))
 
     shared_memory_bytes.cache_clear()
     with (

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from kvmesh.core.errors import ConfigError
+from kvmesh.engine.protocol import SequenceChunk
 from kvmesh.engine.runner import TorchRunner
 from kvmesh.runtime.worker import load_runner
 from kvmesh.runtime.worker_config import EngineSection
@@ -47,3 +48,27 @@ def test_a_workers_runner_does_as_told(tmp_path: Path, word: str, buckets: tuple
     assert isinstance(runner, TorchRunner)
     assert (runner._static.buckets if runner._static is not None else ()) == buckets
     runner.close()
+
+
+@pytest.mark.parametrize(("device", "num_steps"), [("cpu", 0), ("cuda", 3)])
+def test_a_device_computes_steps_before_there_are_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, num_steps: int
+) -> None:
+    load = TorchRunner.load
+    steps: list[list[SequenceChunk]] = []
+
+    def execute(runner: TorchRunner, chunks: list[SequenceChunk]) -> None:
+        assert runner._static is None, "these are the other steps"
+        steps.append(chunks)
+
+    monkeypatch.setattr(
+        TorchRunner, "load", lambda folder, **given: load(folder, **(given | {"device": "cpu"}))
+    )
+    monkeypatch.setattr(TorchRunner, "execute", execute)
+    model = str(write_checkpoint(tmp_path))
+    config = EngineSection(
+        model=model, device=device, num_blocks=8, cuda_graphs="on", max_batch_tokens=70
+    )
+    load_runner(config)
+    assert len(steps) == num_steps
+    assert all(sum(chunk.end - chunk.start for chunk in step) <= 70 for step in steps)

@@ -1,0 +1,27 @@
+"""Steps that a device computes before there are requests: it compiles a kernel at its first launch.
+
+Captured decode steps compile what they launch when they are captured; these are the others.
+Tests: tests/unit/engine/test_warm_up.py, tests/unit/kernels/test_triton_kernels.py.
+"""
+
+from __future__ import annotations
+
+from kvmesh.engine.measure import Stage
+from kvmesh.engine.protocol import ModelRunner
+
+
+def warm_up(runner: ModelRunner, max_tokens: int) -> None:
+    """Computes steps after which no other step launches a kernel for the first time.
+
+    The longest prompt, a short one and a decode row: experts have other kernels for many rows than
+    for few. They write to blocks, so nobody may have been given one.
+
+    Args:
+        max_tokens: that a step computes at most.
+    """
+    spec, groups = runner.spec, runner.spec.groups
+    blocks = (runner.kv.num_blocks - groups.state_blocks) // len(groups.windows)
+    longest = min(max_tokens, spec.max_model_len, blocks * spec.layout.block_size)
+    short = min(2, longest)
+    for start, end in ((0, longest), (0, short), (short - 1, short)):
+        Stage(runner, [end]).run([start], [end])

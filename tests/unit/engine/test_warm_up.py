@@ -1,0 +1,52 @@
+"""Steps before the first request: they fit the engine, and leave nothing that a request sees."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvmesh.core.types import SamplingParams
+from kvmesh.engine.fake import FakeRunner
+from kvmesh.engine.protocol import SequenceChunk
+from kvmesh.engine.runner import TorchRunner
+from kvmesh.engine.warm_up import warm_up
+from kvmesh.kv.groups import KvGroups
+from tests.unit.engine.tiny_checkpoint import write_checkpoint
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "max_tokens", "longest"),
+    # With two token groups and a state in two blocks, four are left for each group of ten.
+    [(500, 512, 512), (10, 512, 64), (500, 1, 1), (2000, 1 << 30, 8192)],
+)
+def test_a_long_prompt_a_short_one_and_a_decode_row(
+    monkeypatch: pytest.MonkeyPatch, num_blocks: int, max_tokens: int, longest: int
+) -> None:
+    runner = FakeRunner(num_blocks=num_blocks, groups=KvGroups((0, 32), state_blocks=2))
+    execute, seen = runner.execute, []
+
+    def watched(chunks: list[SequenceChunk]) -> object:
+        seen.append([(chunk.start, chunk.end) for chunk in chunks])
+        return execute(chunks)
+
+    monkeypatch.setattr(runner, "execute", watched)
+    warm_up(runner, max_tokens)
+    short = min(2, longest)
+    assert seen == [[(0, longest)], [(0, short)], [(short - 1, short)]]
+
+
+def test_requests_get_the_same_tokens_after_it(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path)
+    prompt = SequenceChunk(
+        1, list(range(10, 21)), 0, 11, [1, 0, 2], 11, SamplingParams(seed=3), sample=True
+    )
+    found = []
+    for warm in (False, True):
+        runner = TorchRunner.load(folder, served_name="tiny", num_blocks=8, block_size=4)
+        if warm:
+            warm_up(runner, 512)
+        found.append(runner.execute([prompt]).tokens[0])
+        runner.close()
+    assert found[0] == found[1]
+    assert found[0] is not None
