@@ -1,0 +1,142 @@
+"""KV of preempted sequences that leaves a device and comes back: the same tokens, nothing computed
+again, no place kept. Real models and copies; the device is a twin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvmesh.core.clock import SystemClock
+from kvmesh.core.types import KvLayout, SamplingParams, SequenceSpec
+from kvmesh.engine.core import EngineCore
+from kvmesh.engine.host_arena import HostArena
+from kvmesh.engine.runner import TorchRunner
+from kvmesh.engine.sequence import Sequence
+from kvmesh.engine.swap_space import SwapSpace
+from kvmesh.kv.groups import KvGroups, blocks_at_most
+from kvmesh.kv.hashing import root_hash
+from kvmesh.policy.batching import BatchLimits
+from tests.device_twin import TwinPool
+from tests.integration.families import BLOCK_SIZE, Checkpoint
+
+CHUNK = 40
+NEW_TOKENS = 24
+ROOMY = 600
+SAMPLING = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.8, seed=5, top_k=40, top_p=0.95),
+    SamplingParams(temperature=1.3, seed=6, min_p=0.02, repetition_penalty=1.2),
+)
+KINDS = {
+    "qwen3-untied": KvGroups(),
+    "gemma3": KvGroups((0, 40, 40)),
+    "deepseek-v3": KvGroups(),
+    "qwen3-next": KvGroups((0,), state_blocks=2),
+}
+
+
+class LateCopier:
+    """Copies when it is told to, so that steps go on meanwhile."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[Callable[[], None], Callable[[], None]]] = []
+
+    def start(self, copy: Callable[[], None], done: Callable[[], None]) -> None:
+        self._waiting.append((copy, done))
+
+    def catch_up(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for copy, done in waiting:
+            copy()
+            done()
+
+
+class DeviceWorker:
+    """A runner over a pool of the twin, and the bookkeeping of its blocks."""
+
+    def __init__(self, checkpoint: Checkpoint, num_blocks: int) -> None:
+        self.runner = TorchRunner.load(
+            checkpoint.folder, served_name="tiny", num_blocks=num_blocks, block_size=BLOCK_SIZE
+        )
+        self.runner.use_static_steps(4)
+        pool = self.runner.kv
+        assert isinstance(pool, TwinPool)
+        self.pool = pool
+        block_bytes = self.runner.spec.layout.block_bytes
+        # Three blocks at once: what leaves or comes back takes several copies.
+        self.arena = HostArena(pool, block_bytes, num_blocks, copy_bytes=3 * block_bytes)
+        self.copier = LateCopier()
+        self.swap = SwapSpace(self.arena, SystemClock(), self.copier)
+        self.core = EngineCore(
+            self.runner.spec,
+            num_blocks,
+            BatchLimits(max_tokens=CHUNK),
+            growth_tokens=0,
+            state_interval_tokens=96,
+            swap=self.swap,
+        )
+
+    def admit(self, tokens: list[int], sampling: SamplingParams) -> Sequence:
+        params = replace(sampling, max_tokens=NEW_TOKENS)
+        spec = SequenceSpec(tuple(tokens), len(tokens), params, root_hash("test"))
+        sequence = self.core.admit_decode(spec)
+        assert isinstance(sequence, Sequence), sequence
+        return sequence
+
+    def finish(self, sequences: list[Sequence]) -> list[list[int]]:
+        """Their outputs; every third step copies are made."""
+        for sequence in sequences:
+            self.core.run(sequence)
+        turn = 0
+        while self.core.has_work:
+            chunks = self.core.plan_step()
+            if chunks:
+                self.core.finish_step(chunks, self.runner.execute(chunks))
+            self.core.check_integrity()
+            turn += 1
+            if turn % 3 == 0:
+                self.copier.catch_up()
+        self.copier.catch_up()
+        return [each.tokens[len(each.spec.token_ids) :] for each in sequences]
+
+
+@pytest.fixture(autouse=True)
+def _pools_of_the_twin(monkeypatch: pytest.MonkeyPatch) -> None:
+    def allocate(layout: KvLayout, num_blocks: int, _device: str) -> TwinPool:
+        return TwinPool(layout, num_blocks)
+
+    monkeypatch.setattr("kvmesh.engine.runner.allocate_pool", allocate)
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_preempted_sequences_go_on_where_they_were(kind: str, tmp_path: Path) -> None:
+    checkpoint = Checkpoint(kind, tmp_path)
+    prompt = checkpoint.prompts[4]
+    prompts = [[(token + shift) % 320 for token in prompt] for shift in range(len(SAMPLING))]
+    roomy = DeviceWorker(checkpoint, ROOMY)
+    assert roomy.core.spec.groups == KINDS[kind]
+    held = [roomy.admit(*each) for each in zip(prompts, SAMPLING, strict=True)]
+    taken = ROOMY - roomy.core.pool.num_free
+    wanted = roomy.finish(held)
+    assert roomy.core.statistics().preemptions_total == 0
+
+    # Room for the prompts and nothing else.
+    size = roomy.core.block_size
+    alone = blocks_at_most(KINDS[kind], len(prompt) + NEW_TOKENS, CHUNK, size)
+    tight = DeviceWorker(checkpoint, max(alone, taken))
+    found = tight.finish([tight.admit(*each) for each in zip(prompts, SAMPLING, strict=True)])
+    assert found == wanted
+
+    now = tight.core.statistics()
+    assert now.swap.swapped_in_total == now.swap.swapped_out_total > 0
+    once = sum(len(each) + NEW_TOKENS - 1 for each in prompts)
+    assert now.computed_tokens_total == once, "nothing is computed again"
+    assert now.swap.blocks_kept == 0
+    assert tight.arena.num_free == tight.arena.num_places
+    assert tight.core.is_idle
+    assert tight.pool.driver.pinned_bytes == 3 * tight.arena.block_bytes
+    tight.swap.close()
+    assert tight.pool.driver.pinned_bytes == 0
