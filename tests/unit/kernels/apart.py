@@ -14,7 +14,7 @@ ROOT = HERE.parents[2]
 
 
 def run_apart(modules: Iterable[str], cache: Path, interpret: bool) -> int:
-    """Runs test modules of this folder; the number of tests that passed."""
+    """Runs test modules of this folder; the number of tests that passed, which it also writes."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
     # Triton 3.9 warns where it is not said.
@@ -33,4 +33,6 @@ def run_apart(modules: Iterable[str], cache: Path, interpret: bool) -> int:
     assert done.returncode == 0, done.stdout + done.stderr
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed, done.stdout
+    kind = "interpreted" if interpret else "compiled"
+    sys.stdout.write(f"{passed[1]} tests {kind}\n")
     return int(passed[1])
