@@ -279,7 +279,11 @@ class Responses:
     def _top(self, token_id: int, entry: TokenLogprobs) -> Mapping[str, float]:
         """The chosen token, which need not be one of the most likely, and those."""
         top = [(token_id, entry.logprob), *zip(entry.top_ids, entry.top_logprobs, strict=True)]
-        return {self._name(top_id): _finite(logprob) for top_id, logprob in top}
+        found: dict[str, float] = {}
+        for top_id, logprob in top:
+            # Parts of characters have one text; the first of them is the chosen or likeliest one.
+            found.setdefault(self._name(top_id), _finite(logprob))
+        return found
 
     def _name(self, token_id: int) -> str:
         return id_name(token_id) if self._call.tokens_as_ids else self._text(token_id)

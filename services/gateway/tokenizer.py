@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
@@ -182,6 +183,7 @@ class TextTokenizer:
             token_id for token_id, token in fast.get_added_tokens_decoder().items() if token.special
         }
         self._byte_level = "ByteLevel" in type(fast.decoder).__name__
+        self._byte_fallback = bool(getattr(fast.model, "byte_fallback", False))
         self._words = word_encoder(fast)
         self._before, self._after = _special_ids_around(fast)
 
@@ -224,8 +226,10 @@ class TextTokenizer:
             table = _byte_level_table()
             if all(char in table for char in token):
                 return bytes(table[char] for char in token)
+        if self._byte_fallback and (byte := _BYTE.fullmatch(token)):
+            return bytes.fromhex(byte[1])
         text: str = self.fast.decode([token_id], skip_special_tokens=False)
-        return text.encode()
+        return (" " * _num_stripped(token, text) + text).encode()
 
 
 def load_tokenizer(
@@ -326,6 +330,21 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(value, str):
             found[name] = value
     return found
+
+
+_SPACE = "\u2581"
+"""A space in SentencePiece's tokens."""
+
+_BYTE = re.compile("<0x([0-9A-F]{2})>")
+"""A byte among SentencePiece's tokens."""
+
+
+def _num_stripped(token: str, text: str) -> int:
+    """Spaces of a token that its text lacks: decoders take it for the begin of a whole text."""
+    if text.startswith(_SPACE):  # it stands for itself here
+        return 0
+    marked = len(token) - len(token.lstrip(_SPACE))
+    return max(marked - (len(text) - len(text.lstrip(" "))), 0)
 
 
 @lru_cache(maxsize=1)

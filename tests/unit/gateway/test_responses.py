@@ -66,6 +66,14 @@ def test_a_chosen_token_is_among_the_likely_ones_of_a_completion() -> None:
     assert [top["token"] for top in score["top_logprobs"]] == [" two"]
 
 
+def test_of_tokens_with_one_text_the_likeliest_is_told() -> None:
+    words = {1: "ö".encode()[:1], 2: "ü".encode()[1:], 3: b"x"}
+    call = ApiCall(Endpoint.COMPLETION, "m", (TextPrompt("a"),), SamplingParams(num_logprobs=3))
+    drawn = ChoiceText([8], "x", [3], [TokenLogprobs(-3.0, (1, 2, 3), (-0.5, -1.5, -3.0))])
+    (only,) = Responses(call, "r", "m", 100, words.__getitem__).whole([drawn], {})["choices"]
+    assert only["logprobs"]["top_logprobs"] == [{"x": -3.0, "\ufffd": -0.5}]
+
+
 def test_tokens_may_be_named_by_their_ids() -> None:
     made = responses(Endpoint.COMPLETION, 1, echo=True, tokens_as_ids=True)
     told = choice()

@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
+from tokenizers import decoders, models
 
 from kvmesh.core.errors import CheckpointError, InvalidRequestError
 from services.gateway.tokenizer import (
@@ -60,6 +62,26 @@ def test_token_bytes_are_exact_for_parts_of_characters(tokenizer: TextTokenizer)
         token_ids = tokenizer.fast.encode(text).ids
         assert b"".join(tokenizer.token_bytes(token) for token in token_ids) == text.encode()
     assert tokenizer.token_bytes(EOS) == b"<|end|>"
+
+
+def test_token_bytes_keep_spaces_that_decoders_strip() -> None:
+    words = ["<unk>", "true", "\u2581true", "\u2581", "\u2581\u2581", "<0xC3>", "<0xB6>"]
+    vocab = {word: token_id for token_id, word in enumerate(words)}
+    fast = tokenizers.Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    # As in the files of Llama 2 and Mistral.
+    strip = decoders.Strip(" ", 1, 0)
+    fast.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), strip]
+    )
+    read = TextTokenizer(fast, ChatTemplate("", {})).token_bytes
+    found = [read(token_id) for token_id in range(1, len(words))]
+    assert found == [b"true", b" true", b" ", b"  ", b"\xc3", b"\xb6"]
+
+
+def test_a_mark_for_a_space_may_stand_for_itself() -> None:
+    fast = tokenizers.Tokenizer(models.WordLevel({"\u2581": 0}, unk_token="\u2581"))
+    read = TextTokenizer(fast, ChatTemplate("", {})).token_bytes
+    assert read(0) == "\u2581".encode()
 
 
 _JSON = '{"a": 1, "b": "\\u00e9"}'
