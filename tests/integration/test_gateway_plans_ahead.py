@@ -22,7 +22,7 @@ async def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     monkeypatch.setattr(plans_ahead, "AHEAD_S", 1000.0)
     async with gateway_stack(tmp_path, TWO_PAIRS) as stack:
         stack.mesh.plans_ahead = True
-        while len(stack.gateway.plans) <= plans_ahead.MAX_AHEAD // 2:
+        while len(stack.gateway.plans) <= plans_ahead.MAX_AHEAD // 8:
             await asyncio.gather(*(ask(stack) for _ in range(8)))
         await stack.idle()
         yield stack

@@ -59,7 +59,7 @@ async def stocked(stack: Stack, num_short: list[str]) -> None:
     stack.mesh.plans_ahead = True
     for worker in stack.mesh.workers.values():
         worker.does = Behaviour()
-    while len(stack.gateway.plans) <= plans_ahead.MAX_AHEAD // 2:
+    while len(stack.gateway.plans) <= plans_ahead.MAX_AHEAD // 8:
         await asyncio.gather(*(ask(stack, stream=False) for _ in range(8)))
     await stack.idle()
     num_short.clear()
