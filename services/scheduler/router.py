@@ -5,7 +5,6 @@ Tests: tests/unit/scheduler/test_router.py.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from kvmesh.core.types import (
     RoutePlan,
     RouteQuery,
 )
+from kvmesh.core.values import changed
 from kvmesh.policy.composition import Composition, OffloadState, decide_route
 from kvmesh.policy.explain import describe_decision
 from kvmesh.policy.joint import Ask, decide_jointly, hold_s, in_turn
@@ -118,7 +118,7 @@ class Router:
         """
         started = time.perf_counter()
         if query.placement is Placement.AUTO is not self._settings.placement:
-            query = dataclasses.replace(query, placement=self._settings.placement)
+            query = changed(query, placement=self._settings.placement)
         with start_span("scheduler.route", traceparent, request_id=query.request_id) as span:
             outcome = await self._outcome(query)
             plan = outcome if isinstance(outcome, RoutePlan) else None
@@ -142,12 +142,10 @@ class Router:
         if placement is Placement.AUTO:
             placement = self._settings.placement
         plans: list[RoutePlan] = []
-        like = dataclasses.replace(
-            query, num_tokens=wish.kind.num_tokens, block_hashes=(), placement=placement
-        )
+        like = changed(query, num_tokens=wish.kind.num_tokens, block_hashes=(), placement=placement)
         for number in range(begin, min(begin + BATCH, wish.count, MAX_AHEAD)):
             name = RequestId(f"{query.request_id}+{number + 1}")
-            outcome = self._decide(dataclasses.replace(like, request_id=name), known)
+            outcome = self._decide(changed(like, request_id=name), known)
             if not isinstance(outcome, RoutePlan):
                 break
             plans.append(outcome)
@@ -224,7 +222,7 @@ class Router:
             view = self._fleet.view(now)
         if policy.route.fetches and (matches or policy.joint is not None):
             reads = self._reads.among(view.workers, matches or {})
-            view = dataclasses.replace(view, pace=self._planner.pace(query.model), reads=reads)
+            view = changed(view, pace=self._planner.pace(query.model), reads=reads)
         return Ask(query, view, matches)
 
     def _take(self, ask: Ask, decision: OffloadPlan, offload: OffloadState, now: float) -> None:

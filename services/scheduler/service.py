@@ -33,8 +33,8 @@ from kvmesh.rpc.convert import (
 )
 from kvmesh.rpc.convert_detail import worker_detail_from_proto, worker_order
 from kvmesh.rpc.convert_route import (
-    plans_ahead_to_proto,
-    route_plan_to_proto,
+    fill_plans_ahead,
+    fill_route_plan,
     route_query_from_proto,
     wish_from_proto,
 )
@@ -194,12 +194,12 @@ class SchedulerServicer(SchedulerServiceServicer):
         else:
             outcome = await self._router.route(query, request.traceparent, answers)
         correlation_id = request.correlation_id
+        answer = RouteResponse(correlation_id=correlation_id)
         if isinstance(outcome, RoutePlan):
-            plan = route_plan_to_proto(outcome)
-            answers.put(RouteResponse(correlation_id=correlation_id, plan=plan))
+            fill_route_plan(answer.plan, outcome)
         else:
-            refusal = refusal_to_proto(outcome)
-            answers.put(RouteResponse(correlation_id=correlation_id, refusal=refusal))
+            answer.refusal.CopyFrom(refusal_to_proto(outcome))
+        answers.put(answer)
         if wish is not None:
             self._router.note_used(query, wish)
             if wish.count and isinstance(outcome, RoutePlan):
@@ -219,8 +219,9 @@ class SchedulerServicer(SchedulerServiceServicer):
         plans = self._router.plan_ahead(query, wish, begin)
         if not plans:
             return
-        ahead = plans_ahead_to_proto(PlansAhead(wish.kind, plans))
-        answers.put(RouteResponse(correlation_id=correlation_id, ahead=ahead))
+        answer = RouteResponse(correlation_id=correlation_id)
+        fill_plans_ahead(answer.ahead, PlansAhead(wish.kind, plans))
+        answers.put(answer)
         loop, begin = asyncio.get_running_loop(), begin + len(plans)
         loop.call_soon(self._plan_ahead, correlation_id, query, wish, begin, answers)
 

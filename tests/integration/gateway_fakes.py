@@ -30,8 +30,8 @@ from kvmesh.rpc.convert import (
     refusal_to_proto,
 )
 from kvmesh.rpc.convert_route import (
-    plans_ahead_to_proto,
-    route_plan_to_proto,
+    fill_plans_ahead,
+    fill_route_plan,
     route_query_from_proto,
     wish_from_proto,
 )
@@ -115,8 +115,9 @@ class FakeScheduler(scheduler_grpc.SchedulerServiceServicer):
             RequestId("ahead"), MODEL, wish.kind.num_tokens, 1, placement=wish.kind.placement
         )
         plan = replace(self.mesh.plan(query), reason="made ahead")
-        ahead = plans_ahead_to_proto(PlansAhead(wish.kind, (plan,) * wish.count))
-        return RouteResponse(correlation_id=correlation_id, ahead=ahead)
+        response = RouteResponse(correlation_id=correlation_id)
+        fill_plans_ahead(response.ahead, PlansAhead(wish.kind, (plan,) * wish.count))
+        return response
 
     def answer(self, message: Any) -> RouteResponse:
         query = route_query_from_proto(message)
@@ -125,7 +126,7 @@ class FakeScheduler(scheduler_grpc.SchedulerServiceServicer):
         if self.mesh.refuse_routes is not None:
             response.refusal.CopyFrom(refusal_to_proto(self.mesh.refuse_routes))
         else:
-            response.plan.CopyFrom(route_plan_to_proto(self.mesh.plan(query)))
+            fill_route_plan(response.plan, self.mesh.plan(query))
         return response
 
     async def WatchFleet(self, request: Any, context: Any) -> AsyncIterator[Any]:

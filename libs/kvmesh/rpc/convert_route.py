@@ -51,15 +51,15 @@ def prefix_source_from_proto(message: types_pb2.PrefixSource) -> PrefixSource:
     )
 
 
-def candidate_to_proto(candidate: Candidate) -> scheduler_service_pb2.Candidate:
-    """Candidate as a message."""
-    return scheduler_service_pb2.Candidate(
-        worker_id=candidate.worker_id,
-        incarnation=candidate.incarnation,
-        control_endpoint=endpoint_to_proto(candidate.control_endpoint),
-        cached_tokens=candidate.cached_tokens,
-        source=None if candidate.source is None else prefix_source_to_proto(candidate.source),
-    )
+def fill_candidate(message: scheduler_service_pb2.Candidate, candidate: Candidate) -> None:
+    """Writes a Candidate into an empty message, which may be part of another one."""
+    message.worker_id = candidate.worker_id
+    message.incarnation = candidate.incarnation
+    endpoint, known = message.control_endpoint, candidate.control_endpoint
+    endpoint.host, endpoint.port = known.host, known.port
+    message.cached_tokens = candidate.cached_tokens
+    if candidate.source is not None:
+        message.source.CopyFrom(prefix_source_to_proto(candidate.source))
 
 
 def candidate_from_proto(message: scheduler_service_pb2.Candidate) -> Candidate:
@@ -144,17 +144,20 @@ def route_query_from_proto(message: scheduler_service_pb2.RouteRequest) -> Route
     )
 
 
-def route_plan_to_proto(plan: RoutePlan) -> scheduler_service_pb2.RoutePlan:
-    """RoutePlan as a message."""
-    return scheduler_service_pb2.RoutePlan(
-        placement=placement_to_proto(plan.placement),
-        prefill=[candidate_to_proto(candidate) for candidate in plan.prefill],
-        decode=[candidate_to_proto(candidate) for candidate in plan.decode],
-        cache_known=plan.cache_known,
-        reason=plan.reason,
-        policy=plan.policy,
-        cause=plan.cause.value,
-    )
+def fill_route_plan(message: scheduler_service_pb2.RoutePlan, plan: RoutePlan) -> None:
+    """Writes a RoutePlan into an empty message, which may be part of another one.
+
+    A message given to another one is copied, by way of its bytes; a plan has four levels of them.
+    """
+    message.placement = placement_to_proto(plan.placement)
+    for candidate in plan.prefill:
+        fill_candidate(message.prefill.add(), candidate)
+    for candidate in plan.decode:
+        fill_candidate(message.decode.add(), candidate)
+    message.cache_known = plan.cache_known
+    message.reason = plan.reason
+    message.policy = plan.policy
+    message.cause = plan.cause.value
 
 
 def route_plan_from_proto(message: scheduler_service_pb2.RoutePlan) -> RoutePlan:
@@ -171,16 +174,15 @@ def route_plan_from_proto(message: scheduler_service_pb2.RoutePlan) -> RoutePlan
     )
 
 
-def plans_ahead_to_proto(ahead: PlansAhead) -> scheduler_service_pb2.PlansAhead:
-    """PlansAhead as a message."""
+def fill_plans_ahead(message: scheduler_service_pb2.PlansAhead, ahead: PlansAhead) -> None:
+    """Writes PlansAhead into an empty message, which may be part of another one."""
     kind = ahead.kind
-    return scheduler_service_pb2.PlansAhead(
-        model=kind.model,
-        scenario=kind.scenario,
-        placement=placement_to_proto(kind.placement),
-        num_tokens=kind.num_tokens,
-        plans=map(route_plan_to_proto, ahead.plans),
-    )
+    message.model = kind.model
+    message.scenario = kind.scenario
+    message.placement = placement_to_proto(kind.placement)
+    message.num_tokens = kind.num_tokens
+    for plan in ahead.plans:
+        fill_route_plan(message.plans.add(), plan)
 
 
 def plans_ahead_from_proto(message: scheduler_service_pb2.PlansAhead) -> PlansAhead:

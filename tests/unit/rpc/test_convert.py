@@ -35,8 +35,7 @@ from kvmesh.core.types import (
 )
 from kvmesh.policy.plans_ahead import PlanKind, PlansAhead, Wish
 from kvmesh.rpc import convert, convert_route, convert_sampling
-from kvmesh.v1 import types_pb2
-from kvmesh.v1.scheduler_service_pb2 import RouteRequest
+from kvmesh.v1 import scheduler_service_pb2, types_pb2
 
 LAYOUT = KvLayout("abc", "bfloat16", 16, 4, 2, 64)
 SAMPLING = SamplingParams(
@@ -66,6 +65,18 @@ LOAD = WorkerLoad(1, 2, 3, 4, 5, True, 6, 7)
 SOURCE = PrefixSource(WorkerId("s"), 4, Endpoint("s", 2), 7)
 CANDIDATE = Candidate(WorkerId("w"), 9, Endpoint("h", 1), 32, SOURCE)
 
+
+def _filled(made: Callable[[], Any], fill: Callable[[Any, Any], None]) -> Callable[[Any], Any]:
+    """As a converter that makes its message."""
+
+    def convert_value(value: Any) -> Any:
+        message = made()
+        fill(message, value)
+        return message
+
+    return convert_value
+
+
 VALUES: list[tuple[Any, Callable[..., Any], Callable[..., Any]]] = [
     (
         Refusal(RefusalReason.STALE, "text", True, 5),
@@ -92,10 +103,14 @@ VALUES: list[tuple[Any, Callable[..., Any], Callable[..., Any]]] = [
     (INFO, convert.worker_info_to_proto, convert.worker_info_from_proto),
     (LOAD, convert.worker_load_to_proto, convert.worker_load_from_proto),
     (FleetWorker(INFO, LOAD), convert.fleet_worker_to_proto, convert.fleet_worker_from_proto),
-    (CANDIDATE, convert_route.candidate_to_proto, convert_route.candidate_from_proto),
+    (
+        CANDIDATE,
+        _filled(scheduler_service_pb2.Candidate, convert_route.fill_candidate),
+        convert_route.candidate_from_proto,
+    ),
     (
         RoutePlan(Placement.DISAGGREGATED, (CANDIDATE,), (CANDIDATE,), True, "why", "p"),
-        convert_route.route_plan_to_proto,
+        _filled(scheduler_service_pb2.RoutePlan, convert_route.fill_route_plan),
         convert_route.route_plan_from_proto,
     ),
     (
@@ -103,7 +118,7 @@ VALUES: list[tuple[Any, Callable[..., Any], Callable[..., Any]]] = [
             PlanKind("m", "s", Placement.AGGREGATED, 63),
             (RoutePlan(Placement.AGGREGATED, (CANDIDATE,), (), False, "why", "p"),) * 2,
         ),
-        convert_route.plans_ahead_to_proto,
+        _filled(scheduler_service_pb2.PlansAhead, convert_route.fill_plans_ahead),
         convert_route.plans_ahead_from_proto,
     ),
     (
@@ -176,4 +191,6 @@ def test_a_sequence_that_cannot_be_is_refused(num_prompt: int, root: int) -> Non
 
 def test_hashes_of_a_broken_length_are_refused() -> None:
     with pytest.raises(ProtocolError):
-        convert_route.route_query_from_proto(RouteRequest(block_hashes=b"x" * 17))
+        convert_route.route_query_from_proto(
+            scheduler_service_pb2.RouteRequest(block_hashes=b"x" * 17)
+        )
