@@ -146,8 +146,13 @@ class Worker(prefill_grpc.PrefillServiceServicer, decode_grpc.DecodeServiceServi
                 _reject(event.prefill)
                 outbox.put(event)
                 return
-            started = StartedOutbox(self._reserve(reserve, outbox), outbox)
-            self._accept(name, self._num_reserved, started)
+            event = decode_pb.DecodeEvent(request_id=name[0], attempt=name[1])
+            # Nobody else writes there, so nobody is told how.
+            event.reserved.worker_id = self.reservation.worker_id
+            event.reserved.incarnation = self.reservation.incarnation
+            event.reserved.lease_ms = self.reservation.lease_ms
+            number = self._hold(reserve, outbox)
+            self._accept(name, number, StartedOutbox(event, outbox))
         elif kind == "cancel":
             key = (request.cancel.request_id, request.cancel.attempt)
             self._cancel((*key, id(outbox)))
@@ -158,16 +163,21 @@ class Worker(prefill_grpc.PrefillServiceServicer, decode_grpc.DecodeServiceServi
     def _reserve(
         self, message: decode_pb.DecodeReserve, outbox: Outbox[Any]
     ) -> decode_pb.DecodeEvent:
+        event = decode_pb.DecodeEvent(request_id=message.request_id, attempt=message.attempt)
+        event.reserved.CopyFrom(self.reservation)
+        event.reserved.reservation_id = self._hold(message, outbox)
+        event.reserved.generation = message.attempt
+        return event
+
+    def _hold(self, message: decode_pb.DecodeReserve, outbox: Outbox[Any]) -> int:
+        """Keeps a sequence until its prompt is computed; the number of its reservation."""
         self._num_reserved += 1
         sequence = message.sequence
         end = sequence.num_prompt_tokens + sequence.sampling.max_tokens
         key = (message.request_id, message.attempt)
         position = len(sequence.token_ids)
         self._held[self._num_reserved] = Sequence(key, outbox, position, end)
-        event = decode_pb.DecodeEvent(request_id=key[0], attempt=key[1], reserved=self.reservation)
-        event.reserved.reservation_id = self._num_reserved
-        event.reserved.generation = key[1]
-        return event
+        return self._num_reserved
 
     def _forget(self, outbox: Outbox[Any]) -> None:
         self._running = {k: s for k, s in self._running.items() if s.outbox is not outbox}
@@ -265,7 +275,10 @@ class Worker(prefill_grpc.PrefillServiceServicer, decode_grpc.DecodeServiceServi
         over.handed_off.calls = 0
         outbox.put(over)
         self._running[sequence.key] = sequence
-        self._wake.set()
+        if self.behaviour.step_s:
+            self._wake.set()
+        else:
+            self._emit(sequence, sequence.end)  # all at once, as the other systems' workers do
 
 
 def _reject(event: prefill_pb.PrefillEvent) -> None:
