@@ -49,6 +49,14 @@ _DELTA: dict[str, Any] = {
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
 }
+_GRANITE: dict[str, Any] = {
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.015625,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 8.0,
+}
+# The classes' own are those of vocabularies that are larger.
+_IDS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": None}
 _LINEAR_THEN_FULL = ["linear_attention"] * (LAYERS - 1) + ["full_attention"]
 _WINDOWS_THEN_FULL = ["sliding_attention"] * (LAYERS - 1) + ["full_attention"]
 
@@ -146,6 +154,49 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": _LINEAR_THEN_FULL,
             "num_local_experts": 8,
             "num_experts_per_tok": 2,
+        },
+    ),
+    "granite": ("GraniteConfig", _HEADS | _GRANITE),
+    "granite-moe": (
+        "GraniteMoeConfig",
+        _HEADS
+        | _GRANITE
+        | {"intermediate_size": 384, "num_local_experts": 16, "num_experts_per_tok": 4},
+    ),
+    "smollm3": ("SmolLM3Config", _HEADS | _IDS),
+    "olmo2": ("Olmo2Config", _HEADS | _IDS),
+    "olmo3": (
+        "Olmo3Config",
+        _HEADS | _IDS | {"layer_types": _WINDOWS_THEN_FULL, "sliding_window": _WINDOW},
+    ),
+    "olmoe": (
+        "OlmoeConfig",
+        _HEADS | _IDS | {"intermediate_size": 384, "num_experts": 16, "num_experts_per_tok": 4},
+    ),
+    "glm": ("GlmConfig", _HEADS | _IDS),
+    "glm4": ("Glm4Config", _HEADS | _IDS),
+    "glm4-moe": (
+        "Glm4MoeConfig",
+        _HEADS | _EXPERTS | {"n_routed_experts": 16, "use_qk_norm": True, "num_mtp_layers": 0},
+    ),
+    "ernie4.5": ("Ernie4_5Config", _HEADS),
+    "exaone4": (
+        "Exaone4Config",
+        _HEADS | {"layer_types": _WINDOWS_THEN_FULL, "sliding_window": _WINDOW},
+    ),
+    "cohere": ("CohereConfig", _HEADS | _IDS),
+    "cohere2": (
+        "Cohere2Config",
+        _HEADS | _IDS | {"layer_types": _WINDOWS_THEN_FULL, "sliding_window": _WINDOW},
+    ),
+    "minimax-m2": (
+        "MiniMaxM2Config",
+        _HEADS
+        | {
+            "intermediate_size": 384,
+            "num_local_experts": 16,
+            "num_experts_per_tok": 4,
+            "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5},
         },
     ),
 }

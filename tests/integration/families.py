@@ -10,15 +10,28 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     BailingHybridConfig,
+    Cohere2Config,
+    CohereConfig,
     DeepseekV2Config,
     DeepseekV3Config,
+    Ernie4_5Config,
+    Exaone4Config,
     Gemma3TextConfig,
+    Glm4Config,
+    Glm4MoeConfig,
+    GlmConfig,
     GptOssConfig,
+    GraniteConfig,
+    GraniteMoeConfig,
     KimiLinearConfig,
     LlamaConfig,
     MiniMaxConfig,
+    MiniMaxM2Config,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
+    Olmo3Config,
+    OlmoeConfig,
     Phi3Config,
     Qwen2Config,
     Qwen2MoeConfig,
@@ -28,6 +41,7 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3NextConfig,
     SeedOssConfig,
+    SmolLM3Config,
 )
 
 from kvmesh.core.types import SamplingParams
@@ -95,6 +109,15 @@ DELTA: dict[str, Any] = {
 }
 LINEAR_FIRST = ["linear_attention", "linear_attention", "full_attention"]
 HYBRID = ["sliding_attention", "full_attention", "sliding_attention"]
+# The epsilon is large enough to matter: the family keeps its stream in another scale.
+GRANITE: dict[str, Any] = SHAPE | {
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.1,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 6.0,
+    "rms_norm_eps": 0.1,
+}
+COHERE: dict[str, Any] = SHAPE | {"hidden_size": 96, "bos_token_id": None, "logit_scale": 0.25}
 CONFIGS: dict[str, Any] = {
     "llama-untied-sharded": LlamaConfig(**SHAPE, tie_word_embeddings=False),
     "llama3-rope-biased": LlamaConfig(
@@ -214,27 +237,90 @@ CONFIGS: dict[str, Any] = {
         mlp_beta_factor=2.0,
         block_size=32,
     ),
+    "granite": GraniteConfig(**GRANITE, attention_bias=True),
+    "granite-moe": GraniteMoeConfig(**GRANITE, num_local_experts=5, num_experts_per_tok=2),
+    "smollm3": SmolLM3Config(**SHAPE, no_rope_layer_interval=2, pad_token_id=0),
+    "olmo2": Olmo2Config(**SHAPE, pad_token_id=0),
+    "olmo3": Olmo3Config(
+        **SHAPE,
+        pad_token_id=0,
+        layer_types=HYBRID,
+        sliding_window=40,
+        rope_parameters={
+            "full_attention": YARN_ROPE | {"truncate": True},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    ),
+    # Its heads are what the hidden size leaves for each.
+    "olmoe": OlmoeConfig(
+        **(SHAPE | {"hidden_size": 96}), pad_token_id=0, num_experts=6, num_experts_per_tok=2
+    ),
+    "glm": GlmConfig(**SHAPE, pad_token_id=0),
+    "glm4": Glm4Config(**SHAPE, pad_token_id=0),
+    "glm4-moe": Glm4MoeConfig(
+        **SHAPE,
+        attention_bias=True,
+        use_qk_norm=True,
+        n_routed_experts=8,
+        n_group=4,
+        topk_group=2,
+        num_experts_per_tok=3,
+        moe_intermediate_size=48,
+        n_shared_experts=2,
+        routed_scaling_factor=1.5,
+        num_mtp_layers=0,
+    ),
+    "ernie4.5": Ernie4_5Config(**SHAPE),
+    "exaone4": Exaone4Config(**SHAPE, layer_types=HYBRID, sliding_window=40),
+    "cohere": CohereConfig(**COHERE, attention_bias=True),
+    "cohere2": Cohere2Config(**COHERE, layer_types=HYBRID, sliding_window=40),
+    "minimax-m2": MiniMaxM2Config(
+        **(SHAPE | {"head_dim": 32}),
+        num_local_experts=6,
+        num_experts_per_tok=3,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 1000.0,
+            "partial_rotary_factor": 0.5,
+        },
+    ),
 }
+
+
+def random_model(config: Any) -> Any:
+    """A model of transformers in fp32 with seeded weights."""
+    torch.set_num_threads(1)
+    torch.manual_seed(17)
+    factory: Any = AutoModelForCausalLM
+    model = factory.from_config(config).eval()
+    for name, parameter in model.named_parameters():
+        # Norm weights of one and biases of zero would hide a missing product or sum.
+        if parameter.dim() == 1:
+            offset = 0.0 if name.endswith("bias") else 1.0
+            torch.nn.init.normal_(parameter, offset, 0.2)
+        elif "experts" in name:
+            # These are not filled by every class of models, and then hold what memory held.
+            torch.nn.init.normal_(parameter, 0.0, 0.25)
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):
+            torch.nn.init.normal_(buffer, 0.0, 0.2)
+    return model
+
+
+def prompt_logprobs(model: Any, prompt: list[int]) -> torch.Tensor:
+    """What a model of transformers gives every token but the first."""
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        logprobs = torch.log_softmax(model(ids).logits[0, :-1].float(), -1)
+    return logprobs.gather(1, ids[0, 1:, None])[:, 0]
 
 
 class Checkpoint:
     """A random model on disk, and what transformers makes of it."""
 
     def __init__(self, name: str, folder: Path) -> None:
-        torch.set_num_threads(1)
-        torch.manual_seed(17)
-        config = CONFIGS[name]
         self.folder = folder
-        factory: Any = AutoModelForCausalLM
-        self._model = factory.from_config(config).eval()
-        for parameter_name, parameter in self._model.named_parameters():
-            # Norm weights of one and biases of zero would hide a missing product or sum.
-            if parameter.dim() == 1:
-                offset = 0.0 if parameter_name.endswith("bias") else 1.0
-                torch.nn.init.normal_(parameter, offset, 0.2)
-            elif "experts" in parameter_name:
-                # These are not filled by every class of models, and then hold what memory held.
-                torch.nn.init.normal_(parameter, 0.0, 0.25)
+        self._model = random_model(CONFIGS[name])
         self._model.save_pretrained(folder, max_shard_size="100KB" if "sharded" in name else "1GB")
         draw = random.Random(5)
         self.prompts = [[draw.randrange(VOCAB_SIZE) for _ in range(n)] for n in PROMPT_LENGTHS]
@@ -258,10 +344,7 @@ class Checkpoint:
         model = factory.from_pretrained(
             self.folder, dtype=dtype, experts_implementation="eager"
         ).eval()
-        ids = torch.tensor([prompt])
-        with torch.inference_mode():
-            logprobs = torch.log_softmax(model(ids).logits[0, :-1].float(), -1)
-        return logprobs.gather(1, ids[0, 1:, None])[:, 0]
+        return prompt_logprobs(model, prompt)
 
     def runner(self, dtype: str = "auto", max_model_len: int | None = None) -> TorchRunner:
         return TorchRunner.load(

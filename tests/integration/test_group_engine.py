@@ -31,6 +31,8 @@ FAMILIES = [
     "kimi-linear",
     "bailing-hybrid",
     "minimax",
+    "olmo3",
+    "exaone4",
 ]
 CHUNK = 40
 

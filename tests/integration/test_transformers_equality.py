@@ -128,15 +128,17 @@ def test_alone(checkpoint: Checkpoint) -> None:
 def test_logits_in_fp32_and_bf16(checkpoint: Checkpoint) -> None:
     prompt = checkpoint.prompts[4]
     exact = checkpoint.prompt_logprobs(prompt, torch.float32)
-    found = {dtype: prompt_logprobs(checkpoint, dtype) for dtype in ("float32", "bfloat16")}
+    found = {
+        dtype: prompt_logprobs(checkpoint.runner(dtype), prompt)
+        for dtype in ("float32", "bfloat16")
+    }
     torch.testing.assert_close(found["float32"], exact, rtol=0, atol=5e-3)
     # Rounding moves choices of experts; it may not move more here than it does there.
     theirs = (checkpoint.prompt_logprobs(prompt, torch.bfloat16) - exact).abs().mean()
     assert (found["bfloat16"] - exact).abs().mean() < 2 * theirs
 
 
-def prompt_logprobs(checkpoint: Checkpoint, dtype: str) -> torch.Tensor:
-    runner, prompt = checkpoint.runner(dtype), checkpoint.prompts[4]
+def prompt_logprobs(runner: ModelRunner, prompt: list[int]) -> torch.Tensor:
     stream = Stream(prompt, Homes(runner).home(len(prompt)), replace(GREEDY, num_prompt_logprobs=0))
     result = runner.execute([replace(stream.next_chunk(4096), score_prompt=True)])
     return torch.tensor([entry.logprob for entry in result.prompt_logprobs[0]])

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvmesh.core.errors import CheckpointError
-from kvmesh.engine.config import ModelConfig
+from kvmesh.engine.config import ModelConfig, MoeConfig
 from kvmesh.engine.json_fields import Fields, read_json
 from kvmesh.engine.models import FAMILIES
 
@@ -20,11 +20,13 @@ SUPPORTED = (
 _UNSUPPORTED_KEYS = (
     "quantization_config",
     "mlp_bias",
+    "use_bias",
+    "use_qkv_bias",
+    "clip_qkv",
     "attn_logit_softcapping",
     "final_logit_softcapping",
     "use_bidirectional_attention",
 )
-_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "linear_attention"})
 
 
 def load_model_config(folder: Path) -> ModelConfig:
@@ -62,8 +64,7 @@ def parse_model_config(
     num_layers = fields.number("num_hidden_layers", int)
     num_heads = fields.number("num_attention_heads", int)
     num_kv_heads = fields.number("num_key_value_heads", int, default=num_heads)
-    usual_head_dim = family.head_dim or hidden_size // num_heads
-    head_dim = fields.number("head_dim", int, default=usual_head_dim)
+    head_dim = fields.number("head_dim", int, default=hidden_size // num_heads)
     if num_heads % num_kv_heads or head_dim % 2:
         raise CheckpointError(
             f"{origin}: {num_heads} heads, {num_kv_heads} KV heads and head size {head_dim} "
@@ -83,7 +84,7 @@ def parse_model_config(
         rms_norm_eps=fields.number("rms_norm_eps", float, default=1e-6),
         rope=fields.rope(family.rope_theta, "full_attention"),
         max_position_embeddings=fields.number("max_position_embeddings", int),
-        tie_word_embeddings=fields.flag("tie_word_embeddings", default=family.ties_embeddings),
+        tie_word_embeddings=fields.flag("tie_word_embeddings"),
         qkv_bias=bias,
         output_bias=bias,
         qk_norm=False,
@@ -94,6 +95,7 @@ def parse_model_config(
     )
     configured = family.configure(fields, config)
     _refuse_uncomputed(fields, configured)
+    _refuse_impossible_experts(fields, configured.moe)
     return configured
 
 
@@ -101,7 +103,8 @@ def _refuse_uncomputed(fields: Fields, config: ModelConfig) -> None:
     """Refuses what the file asks for and the family does not compute."""
     origin, name = fields.origin, config.family
     types = fields.layer_types(config.num_layers) or ()
-    computed = {
+    computed = dict.fromkeys(types, False) | {
+        "full_attention": True,
         "sliding_attention": any(config.windows),
         "linear_attention": config.linear is not None,
     }
@@ -110,18 +113,35 @@ def _refuse_uncomputed(fields: Fields, config: ModelConfig) -> None:
             text = f"{origin}: layer type {kind} is not supported in {name}; {SUPPORTED}"
             raise CheckpointError(text)
     if config.linear is not None and len(config.linear.layers) == config.num_layers:
-        raise CheckpointError(f"{origin}: a model without an attention layer is not supported")
+        raise CheckpointError(f"{origin}: layer_types without an attention layer are not supported")
     if fields.rotary_dim(config.head_dim) != config.head_dim and not config.rotary_dim:
-        text = f"{origin}: partial rotary embedding is not supported in {name}; {SUPPORTED}"
+        text = f"{origin}: partial_rotary_factor is not supported in {name}; {SUPPORTED}"
         raise CheckpointError(text)
+
+
+def _refuse_impossible_experts(fields: Fields, moe: MoeConfig | None) -> None:
+    """Refuses a choice of experts that no row could make."""
+    if moe is None:
+        return
+    origin, experts, groups = fields.origin, moe.num_experts, moe.num_groups
+    if moe.top_k > experts:
+        raise CheckpointError(f"{origin}: num_experts_per_tok is {moe.top_k} of {experts} experts")
+    if moe.top_groups > groups:
+        raise CheckpointError(f"{origin}: topk_group is {moe.top_groups} of n_group, {groups}")
+    if groups == 1:
+        return
+    if experts % groups or experts < groups * (2 if moe.biased_choice else 1):
+        raise CheckpointError(f"{origin}: n_group is {groups} for {experts} experts")
+    if moe.top_groups * experts // groups < moe.top_k:
+        raise CheckpointError(
+            f"{origin}: topk_group is {moe.top_groups} of n_group, {groups}, which have fewer "
+            f"experts than num_experts_per_tok, {moe.top_k}"
+        )
 
 
 def _refuse_unsupported(raw: Mapping[str, Any], activation: str, origin: str) -> None:
     names = ("hidden_act", "hidden_activation")
     found = [f"{key} {raw[key]!r}" for key in names if raw.get(key, activation) != activation]
     found += [key for key in _UNSUPPORTED_KEYS if raw.get(key)]
-    odd_layers = set(raw.get("layer_types") or ()) - _LAYER_TYPES
-    if odd_layers:
-        found.append(f"layer types {', '.join(sorted(odd_layers))}")
     if found:
         raise CheckpointError(f"{origin}: {'; '.join(found)} is not supported; {SUPPORTED}")

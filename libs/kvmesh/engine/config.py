@@ -3,6 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
+
+
+class Rotation(Enum):
+    """Which rotary embedding a layer has."""
+
+    USUAL = "usual"
+    LOCAL = "local"
+    NONE = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +140,11 @@ class ModelConfig:
         residual_factors: of the stream and of what is added to it, where a family scales them: by
             attention, by linear attention, by the MLP.
         decay_bound: logarithm of the fastest decay of a state, where a family bounds it; or 0.
+        wide_qk_norm: queries are normalised over all heads at once, and so are keys.
+        interleaved: rotated pairs are neighbours in the files.
+        unrotated: layers with attention whose queries and keys are not rotated.
+        embedding_scale: factor of embeddings.
+        logit_scale: factor of logits.
     """
 
     family: str
@@ -161,6 +175,11 @@ class ModelConfig:
     linear: LinearConfig | None = None
     residual_factors: tuple[tuple[float, float], ...] = ()
     decay_bound: float = 0.0
+    wide_qk_norm: bool = False
+    interleaved: bool = False
+    unrotated: frozenset[int] = frozenset()
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
 
     @property
     def num_parameters(self) -> int:
@@ -215,3 +234,10 @@ class ModelConfig:
     def sliding(self, layer: int) -> bool:
         """Whether the layer sees a window only."""
         return self.windows[layer] > 0
+
+    def rotation(self, layer: int) -> Rotation:
+        """The rotary embedding of a layer with attention."""
+        if layer in self.unrotated:
+            return Rotation.NONE
+        own = self.local_rope is not None and self.sliding(layer)
+        return Rotation.LOCAL if own else Rotation.USUAL

@@ -216,4 +216,6 @@ def load_group_routed(
         ),
         load_experts(weights, config, f"{prefix}.experts", names),
     )
+    if not moe.shared_size:
+        return chosen
     return SharedMlp(chosen, load_mlp(weights, f"{prefix}.shared_experts", hidden, moe.shared_size))

@@ -59,9 +59,87 @@ class Fields:
             value = default
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise CheckpointError(f"{self.origin}: {key} must be a number, got {value!r}")
-        if value <= 0:
+        if not 0 < value < math.inf:
             raise CheckpointError(f"{self.origin}: {key} must be positive, got {value!r}")
+        if kind is int and value != int(value):
+            raise CheckpointError(f"{self.origin}: {key} must be a whole number, got {value!r}")
         return kind(value)
+
+    def count(self, key: str, default: int) -> int:
+        """A whole number that may be zero.
+
+        Raises:
+            CheckpointError: it is none.
+        """
+        value = self.raw.get(key)
+        if value is None:
+            return default
+        return 0 if value == 0 else self.number(key, int)
+
+    def real(self, key: str, default: float) -> float:
+        """A number of any sign.
+
+        Raises:
+            CheckpointError: it is none.
+        """
+        value = self.raw.get(key)
+        if value is None:
+            return default
+        if isinstance(value, int | float) and value < 0:
+            return -Fields({key: -value}, self.origin).number(key, float)
+        return 0.0 if value == 0 else self.number(key, float)
+
+    def only(self, key: str, *computed: object) -> None:
+        """Refuses what a key asks for, unless it is one of those that are computed.
+
+        Raises:
+            CheckpointError: it is none of them.
+        """
+        value = self.raw.get(key)
+        if value is not None and value not in computed:
+            names = " and ".join(repr(each) for each in computed)
+            raise CheckpointError(
+                f"{self.origin}: {key} {value!r} is not supported; supported is {names}"
+            )
+
+    def numbers(self, key: str) -> tuple[int, ...]:
+        """Whole numbers, none where the key is missing.
+
+        Raises:
+            CheckpointError: it is no list of them.
+        """
+        values = self.raw.get(key) or []
+        if not isinstance(values, list) or not all(type(value) is int for value in values):
+            raise CheckpointError(f"{self.origin}: {key} must be whole numbers, got {values!r}")
+        return tuple(values)
+
+    def names(self, key: str, count: int) -> tuple[str, ...] | None:
+        """One name for each layer, where the file says.
+
+        Raises:
+            CheckpointError: it is no list of names, or their number is not that of the layers.
+        """
+        names = self.raw.get(key)
+        if names is None:
+            return None
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise CheckpointError(f"{self.origin}: {key} must be names, got {names!r}")
+        if len(names) != count:
+            raise CheckpointError(f"{self.origin}: {len(names)} {key} for {count} layers")
+        return tuple(names)
+
+    def table(self, key: str) -> Mapping[str, Any]:
+        """A JSON object, empty where the key is missing.
+
+        Raises:
+            CheckpointError: it is something else.
+        """
+        value = self.raw.get(key)
+        if value is None:
+            return {}
+        if not isinstance(value, Mapping):
+            raise CheckpointError(f"{self.origin}: {key} must be an object, got {value!r}")
+        return value
 
     def flag(self, key: str, default: bool = False) -> bool:
         """A truth value."""
@@ -100,16 +178,9 @@ class Fields:
         """Kind of attention of each layer, where the file says.
 
         Raises:
-            CheckpointError: their number is not that of the layers.
+            CheckpointError: they are malformed, or their number is not that of the layers.
         """
-        types = self.raw.get("layer_types")
-        if types is None:
-            return None
-        if len(types) != num_layers:
-            raise CheckpointError(
-                f"{self.origin}: {len(types)} layer_types for {num_layers} layers"
-            )
-        return tuple(types)
+        return self.names("layer_types", num_layers)
 
     def rope(self, default_theta: float = 10000.0, layer_type: str | None = None) -> RopeConfig:
         """The rotary embedding, of one layer type where the file has several.
@@ -117,11 +188,12 @@ class Fields:
         Raises:
             CheckpointError: a value is malformed or the kind is not supported.
         """
-        # Keys of `rope_parameters` win; older files keep theta beside an optional `rope_scaling`.
-        table: dict[str, Any] = {"rope_theta": self.raw.get("rope_theta")}
-        table |= self.raw.get("rope_scaling") or {}
-        parameters = self.raw.get("rope_parameters") or {}
-        table |= parameters.get(layer_type, parameters) if layer_type else parameters
+        table = self._rope_table()
+        if layer_type is not None and layer_type in table:
+            table = Fields(table, self.origin).table(layer_type)
+            # transformers does not look for it there.
+            Fields(table, self.origin).only("truncate", True)
+        table = {"rope_theta": self.raw.get("rope_theta"), **table}
         max_positions = self.number("max_position_embeddings", int)
         return Fields(table, self.origin)._rope_of_kind(default_theta, max_positions)
 
@@ -131,9 +203,12 @@ class Fields:
         Raises:
             CheckpointError: the share is no number, or leaves half a pair.
         """
-        parameters = self.raw.get("rope_parameters") or {}
         key = "partial_rotary_factor"
-        value = parameters.get(key, self.raw.get(key))
+        parameters = self._rope_table()
+        of_types = [table for table in parameters.values() if isinstance(table, Mapping)]
+        tables = (self.raw, parameters, *of_types)
+        said = [table[key] for table in tables if table.get(key) is not None]
+        value = said[-1] if said else None
         share = Fields({key: value}, self.origin).number(key, float, default=default)
         rotated = int(head_dim * share)
         if rotated % 2 or (head_dim - rotated) % 2 or rotated > head_dim:
@@ -146,12 +221,15 @@ class Fields:
         Raises:
             CheckpointError: a value is no number.
         """
-        table: dict[str, Any] = dict(self.raw.get("rope_scaling") or {})
-        table |= self.raw.get("rope_parameters") or {}
+        table = self._rope_table()
         if table.get("rope_type", table.get("type", "default")) == "default":
             return 1.0
         scaling = Fields(table, self.origin)
-        return _yarn_mscale(scaling.number("factor", float), table.get("mscale_all_dim") or 0.0)
+        return _yarn_mscale(scaling.number("factor", float), scaling.real("mscale_all_dim", 0.0))
+
+    def _rope_table(self) -> Mapping[str, Any]:
+        """`rope_parameters`; older files keep `rope_theta` beside an optional `rope_scaling`."""
+        return self.table("rope_parameters") or self.table("rope_scaling")
 
     def _rope_of_kind(self, default_theta: float, max_positions: int) -> RopeConfig:
         kind = self.raw.get("rope_type", self.raw.get("type", "default"))
@@ -172,7 +250,7 @@ class Fields:
                 original,
             )
         if kind == "yarn":
-            mscale, mscale_all = self.raw.get("mscale"), self.raw.get("mscale_all_dim")
+            mscale, mscale_all = self.real("mscale", 0.0), self.real("mscale_all_dim", 0.0)
             usual = _yarn_mscale(factor, 1.0)
             if mscale and mscale_all:
                 usual = _yarn_mscale(factor, mscale) / _yarn_mscale(factor, mscale_all)
@@ -187,7 +265,7 @@ class Fields:
                 scale=self.number("attention_factor", float, default=usual),
             )
         raise CheckpointError(
-            f"{self.origin}: rope type {kind!r} is not supported; supported are default, linear, "
+            f"{self.origin}: rope_type {kind!r} is not supported; supported are default, linear, "
             "llama3 and yarn"
         )
 

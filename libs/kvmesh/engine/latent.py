@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvmesh.engine.config import LatentConfig, ModelConfig
+from kvmesh.engine.config import LatentConfig, ModelConfig, Rotation
 from kvmesh.engine.kv_plan import KvPlace
 from kvmesh.engine.layers import Step
 from kvmesh.engine.weights import LayerWeights
@@ -71,8 +71,8 @@ class LatentAttention:
         q = self.query(h).view(len(h), len(self.key_up), -1)
         q_nope, q_rope = torch.split(q, [shape.nope_dim, shape.rope_dim], dim=-1)
         latent, k_rope = torch.split(self.down(h), [shape.rank, shape.rope_dim], dim=-1)
-        q_rope = self._rotate(q_rope, step.rope)
-        k_rope = self._rotate(k_rope.unsqueeze(1), step.rope).squeeze(1)
+        q_rope = self._rotate(q_rope, step.ropes[Rotation.USUAL])
+        k_rope = self._rotate(k_rope.unsqueeze(1), step.ropes[Rotation.USUAL]).squeeze(1)
         memory = step.memory.latent[self.place.group]
         normed = reference.rms_norm(latent, self.norm, self.eps)
         memory.write(torch.cat([normed, k_rope], dim=-1), self.place.slot)

@@ -1,12 +1,12 @@
-"""What layers of all families are made of: attention, MLPs, and the usual order of the two.
+"""What layers of all families are made of: MLPs, experts, and the usual order of their parts.
 
-A family's file in models/ puts them together.
+Attention is in attention.py; a family's file in models/ puts the parts together.
 Tests: tests/integration/test_transformers_equality.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvmesh.engine.config import ModelConfig
-from kvmesh.engine.kv_plan import KvPlace
+from kvmesh.engine.config import ModelConfig, Rotation
 from kvmesh.engine.weights import LayerWeights
 from kvmesh.kernels import layer_ops, reference
-from kvmesh.kernels.dispatch import HeadSpec, RopeRows, StepAttention
+from kvmesh.kernels.dispatch import RopeRows, StepAttention
 from kvmesh.kernels.latent import LatentMemory
 from kvmesh.kernels.linear import Linear, make_linear
 from kvmesh.kernels.states import States
@@ -46,12 +45,11 @@ class Step:
 
     Attributes:
         memory: KV of all groups.
-        rope, local_rope: rotation of the rows, in layers without and with a window.
+        ropes: rotations of the rows, those that the model's layers have.
     """
 
     memory: StepMemory
-    rope: RopeRows
-    local_rope: RopeRows
+    ropes: Mapping[Rotation, RopeRows]
 
 
 class Layer(Protocol):
@@ -90,124 +88,6 @@ class Mlp(Protocol):
     def run(self, h: Tensor) -> Tensor:
         """[rows, hidden], normalised, to [rows, hidden] of its own memory."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class SelfAttention:
-    """Attention with its projections.
-
-    Attributes:
-        qkv: to [(heads + 2 * kv_heads) * head_dim], q, then k, then v.
-        place: in the KV pool.
-        uses_local_rope: of `Step`.
-        gate: to one factor per value of the heads' output, before its sigmoid; or None.
-    """
-
-    qkv: Linear
-    output: Linear
-    spec: HeadSpec
-    place: KvPlace
-    head_dim: int
-    uses_local_rope: bool
-    gate: Linear | None = None
-
-    def run(self, h: Tensor, step: Step, keep: Tensor | None) -> Tensor:
-        """[rows, hidden], normalised, to [rows or kept, hidden]."""
-        qkv = self.qkv(h).view(len(h), -1, self.head_dim)
-        rope = step.local_rope if self.uses_local_rope else step.rope
-        attention = step.memory.attention[self.place.group]
-        out = attention.run(qkv, self.place.slot, self.spec, rope)
-        if keep is not None:
-            out, h = out[keep], h[keep]
-        flat = out.flatten(1)
-        if self.gate is not None:
-            flat = flat * torch.sigmoid(self.gate(h))
-        return self.output(flat)
-
-
-def load_attention(
-    weights: LayerWeights,
-    config: ModelConfig,
-    *,
-    sinks: Tensor | None = None,
-    norm_offset: float = 0.0,
-    gated: bool = False,
-) -> SelfAttention:
-    """Reads attention by its usual names.
-
-    Args:
-        sinks: [heads], see `reference.decode_attention`.
-        norm_offset: added to the weights of the norms of queries and keys.
-        gated: the query projection holds a gate beside each head's query.
-
-    Raises:
-        CheckpointError: a tensor is missing or of the wrong shape.
-    """
-    head_dim, layer = config.head_dim, weights.layer
-    q_rows, kv_rows = config.num_heads * head_dim, config.num_kv_heads * head_dim
-    sizes = (("q", q_rows), ("k", kv_rows), ("v", kv_rows))
-    qkv, gate = _projections(weights, config, gated=gated)
-    bias = None
-    if config.qkv_bias:
-        bias = weights.stacked([(f"self_attn.{name}_proj.bias", rows) for name, rows in sizes])
-    qk_norm = None
-    if config.qk_norm:
-        q_norm = weights.vector("self_attn.q_norm.weight", head_dim, norm_offset)
-        k_norm = weights.vector("self_attn.k_norm.weight", head_dim, norm_offset)
-        qk_norm = torch.cat(
-            [q_norm.expand(config.num_heads, -1), k_norm.expand(config.num_kv_heads, -1)]
-        )
-        if config.rotary_dim:
-            qk_norm = qk_norm[:, rotated_halves(head_dim, config.rotary_dim)].contiguous()
-    output_bias = None
-    if config.output_bias:
-        output_bias = weights.vector("self_attn.o_proj.bias", config.hidden_size)
-    return SelfAttention(
-        qkv=make_linear(qkv, bias),
-        output=weights.linear("self_attn.o_proj.weight", config.hidden_size, q_rows, output_bias),
-        spec=HeadSpec(
-            scale=config.attention_scale,
-            window=config.windows[layer],
-            sinks=sinks,
-            qk_norm=qk_norm,
-            norm_eps=config.rms_norm_eps,
-        ),
-        place=weights.place,
-        head_dim=head_dim,
-        uses_local_rope=config.sliding(layer),
-        gate=gate,
-    )
-
-
-def _projections(
-    weights: LayerWeights, config: ModelConfig, *, gated: bool
-) -> tuple[Tensor, Linear | None]:
-    """Weights of queries, keys and values as one, and the gate."""
-    hidden, head_dim = config.hidden_size, config.head_dim
-    rows = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-    names = [f"self_attn.{name}_proj.weight" for name in "qkv"]
-    if not (gated or config.rotary_dim):
-        sizes = [count * head_dim for count in rows]
-        return weights.stacked(list(zip(names, sizes, strict=True)), hidden), None
-    share = 2 if gated else 1
-    q = weights.tensor(names[0], (share * config.num_heads * head_dim, hidden))
-    k, v = (weights.tensor(name, (rows[1] * head_dim, hidden)) for name in names[1:])
-    q, k = q.view(config.num_heads, -1, hidden), k.view(rows[1], -1, hidden)
-    gate = make_linear(q[:, head_dim:].flatten(0, 1)) if gated else None
-    order = rotated_halves(head_dim, config.rotary_dim or head_dim)
-    heads = [part[:, order].flatten(0, 1) for part in (q[:, :head_dim], k)]
-    return torch.cat([*heads, v]), gate
-
-
-def rotated_halves(head_dim: int, rotary_dim: int) -> list[int]:
-    """Order of a head's elements in which rotated pairs lie half a head apart.
-
-    Only the first `rotary_dim` elements of a head are rotated in the files. In this order the
-    others form pairs too, whose angle is 0, so that one kernel serves all (`rope_table`).
-    """
-    pairs, rest = rotary_dim // 2, (head_dim - rotary_dim) // 2
-    first = [*range(pairs), *range(rotary_dim, rotary_dim + rest)]
-    return [*first, *range(pairs, rotary_dim), *range(rotary_dim + rest, head_dim)]
 
 
 # Rows of a prompt that an MLP takes at once on the CPU: what is between its products stays in the
@@ -258,6 +138,20 @@ def load_gated_mlp(
     gate_up = weights.stacked([(gate, intermediate_size), (up, intermediate_size)], hidden_size)
     return GatedMlp(
         make_linear(gate_up), weights.linear(down, hidden_size, intermediate_size), activation
+    )
+
+
+def load_joined_mlp(weights: LayerWeights, config: ModelConfig) -> GatedMlp:
+    """Reads an MLP whose gates and ups are one tensor in the files, gates first.
+
+    Raises:
+        CheckpointError: a tensor is missing or of the wrong shape.
+    """
+    hidden, inner = config.hidden_size, config.intermediate_size
+    return GatedMlp(
+        weights.linear("mlp.gate_up_proj.weight", 2 * inner, hidden),
+        weights.linear("mlp.down_proj.weight", hidden, inner),
+        layer_ops.silu_and_mul,
     )
 
 
@@ -422,22 +316,3 @@ def load_mixer_layer(
         mlp=mlp,
         eps=config.rms_norm_eps,
     )
-
-
-def load_pre_norm_layer(
-    weights: LayerWeights,
-    config: ModelConfig,
-    mlp: Mlp | None = None,
-    sinks: Tensor | None = None,
-) -> MixerLayer:
-    """Reads a layer with attention by its usual names.
-
-    Args:
-        mlp: None for the dense one.
-
-    Raises:
-        CheckpointError: a tensor is missing or of the wrong shape.
-    """
-    dense = (weights, DENSE_MLP, config.hidden_size, config.intermediate_size)
-    attention = load_attention(weights, config, sinks=sinks)
-    return load_mixer_layer(weights, config, attention, mlp or load_gated_mlp(*dense))

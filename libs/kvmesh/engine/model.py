@@ -5,18 +5,18 @@ Tests: tests/integration/test_transformers_equality.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvmesh.engine.config import ModelConfig, RopeConfig
+from kvmesh.engine.config import ModelConfig, Rotation
 from kvmesh.engine.kv_plan import KvPlan
 from kvmesh.engine.layers import Layer, Step, StepMemory
 from kvmesh.engine.models import FAMILIES
-from kvmesh.engine.rope import RopeTable, rope_table
+from kvmesh.engine.rope import RopeTable, resting_table, rope_table
 from kvmesh.engine.weights import LayerWeights, WeightFiles
 from kvmesh.kernels import layer_ops
 from kvmesh.kernels.linear import Linear, make_linear
@@ -28,19 +28,19 @@ class DecoderModel:
 
     Attributes:
         embedding: [vocab, hidden].
-        embedding_scale: factor of looked-up embeddings, a scalar of their dtype, or None.
+        embedding_scale: factor of looked-up embeddings.
+        norm: [hidden], with the factor of logits in it.
         head: to [vocab].
-        local_rope: of layers with a window; `rope` where they have none of their own.
+        ropes: those that the layers have.
     """
 
     config: ModelConfig
     embedding: Tensor
-    embedding_scale: Tensor | None
+    embedding_scale: float
     layers: tuple[Layer, ...]
     norm: Tensor
     head: Linear
-    rope: RopeTable
-    local_rope: RopeTable
+    ropes: Mapping[Rotation, RopeTable]
 
     def forward(
         self,
@@ -63,11 +63,9 @@ class DecoderModel:
             [rows or kept, hidden], normalised, for `logits`.
         """
         x = functional.embedding(token_ids, self.embedding)
-        if self.embedding_scale is not None:
+        if self.embedding_scale != 1:
             x *= self.embedding_scale
-        rope = self.rope.rows(positions)
-        own_local = self.local_rope is not self.rope
-        step = Step(memory, rope, self.local_rope.rows(positions) if own_local else rope)
+        step = Step(memory, {kind: rope.rows(positions) for kind, rope in self.ropes.items()})
         delta: Tensor | None = None
         for number, layer in enumerate(self.layers[:-1], start=1):
             x, delta = layer.run(x, delta, step, None)
@@ -112,28 +110,32 @@ def load_model(
     def matrix(name: str) -> Tensor:
         return files.read_rows([(name, config.vocab_size)], hidden, dtype, device)
 
-    def table(rope_config: RopeConfig) -> RopeTable:
+    def table(kind: Rotation) -> RopeTable:
+        if kind is Rotation.NONE:
+            return resting_table(config.head_dim, dtype, device)
+        local = config.local_rope if kind is Rotation.LOCAL else None
         return rope_table(
-            rope_config, config.head_dim, num_positions, dtype, device, config.rotary_dim
+            local or config.rope, config.head_dim, num_positions, dtype, device, config.rotary_dim
         )
 
     embedding = matrix(f"{family.weight_prefix}.embed_tokens.weight")
     norm_name = f"{family.weight_prefix}.norm.weight"
-    norm = files.read_rows([(norm_name, hidden)], None, dtype, device)
-    rope = table(config.rope)
-    scale = torch.tensor(hidden**0.5, dtype=dtype, device=device)
+    norm = files.read(norm_name, (hidden,)).float() + family.norm_offset
+    scale = config.embedding_scale
+    if family.rounds_embedding_scale:
+        scale = float(torch.tensor(scale, dtype=dtype))
+    kinds = {config.rotation(layer) for layer in range(config.num_layers)}
     return DecoderModel(
         config=config,
         embedding=embedding,
-        embedding_scale=scale if family.scales_embeddings else None,
+        embedding_scale=scale,
         layers=tuple(
             family.load_layer(
                 LayerWeights(files, layer, dtype, device, place, family.weight_prefix), config
             )
             for layer, place in enumerate(plan.places)
         ),
-        norm=norm + family.norm_offset,
+        norm=(norm * config.logit_scale).to(device, dtype),
         head=make_linear(embedding if config.tie_word_embeddings else matrix("lm_head.weight")),
-        rope=rope,
-        local_rope=rope if config.local_rope is None else table(config.local_rope),
+        ropes={kind: table(kind) for kind in kinds},
     )

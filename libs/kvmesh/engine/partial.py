@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 import torch
 
+from kvmesh.engine.attention import SelfAttention
 from kvmesh.engine.kv_cache import KvPool
-from kvmesh.engine.layers import MixerLayer, SelfAttention
+from kvmesh.engine.layers import MixerLayer
 from kvmesh.engine.model import DecoderModel
 from kvmesh.kernels.partial import Part, bytes_of
 from kvmesh.kv.groups import KvGroups

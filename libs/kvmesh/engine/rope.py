@@ -17,7 +17,7 @@ class RopeTable:
     """Cosines and signed sines of every position.
 
     Attributes:
-        cos: [positions, 1, head_dim] in the computation dtype.
+        cos: [positions, 1, head_dim] in the computation dtype; one row where all positions have it.
         signed_sin: the same shape, first half negated, as `reference.apply_rope` wants it.
     """
 
@@ -26,7 +26,8 @@ class RopeTable:
 
     def rows(self, positions: Tensor) -> RopeRows:
         """The rotation of these positions, [rows] int64."""
-        return RopeRows(self.cos[positions], self.signed_sin[positions])
+        index = positions if len(self.cos) > 1 else torch.zeros_like(positions)
+        return RopeRows(self.cos[index], self.signed_sin[index])
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
@@ -96,3 +97,9 @@ def rope_table(
         torch.cat([cos, cos], dim=-1).to(device, dtype)[:, None],
         torch.cat([-sin, sin], dim=-1).to(device, dtype)[:, None],
     )
+
+
+def resting_table(head_dim: int, dtype: torch.dtype, device: str) -> RopeTable:
+    """The table of layers without rotation, which leaves every value as it is."""
+    still = torch.ones((1, 1, head_dim), dtype=dtype, device=device)
+    return RopeTable(still, torch.zeros_like(still))

@@ -8,7 +8,7 @@ import pytest
 
 from kvmesh.core.errors import CheckpointError
 from kvmesh.engine.checkpoint import load_model_config, parse_model_config
-from kvmesh.engine.config import ModelConfig, RopeConfig
+from kvmesh.engine.config import ModelConfig, RopeConfig, Rotation
 from tests.unit.engine.tiny_checkpoint import CONFIG
 
 
@@ -108,7 +108,6 @@ def test_the_unsupported_is_named_with_what_is_supported(
         ({"partial_rotary_factor": 0.5}, "partial"),
         ({"torch_dtype": "float8_e4m3fn"}, "float8.*supported are float32"),
         ({"layer_types": ["full_attention"]}, "1 layer_types for 2 layers"),
-        ({"model_type": "gpt_oss", "num_local_experts": 2}, "sliding_window"),
         (
             {"model_type": "qwen3_moe", "use_sliding_window": True, "moe_intermediate_size": 8},
             "use_sliding_window",
@@ -144,11 +143,12 @@ def test_unsupported_parts_are_named(changes: dict[str, Any], named: str) -> Non
             },
             (16, 0),
         ),
-        ({"model_type": "gpt_oss", "sliding_window": 16, "num_local_experts": 2}, (16, 0)),
+        ({"model_type": "gpt_oss", "sliding_window": 16, "num_local_experts": 4}, (16, 0)),
     ],
 )
 def test_windows_per_layer(changes: dict[str, Any], windows: tuple[int, ...]) -> None:
-    given = {key: value for key, value in (CONFIG | changes).items() if value is not None}
+    given = CONFIG | changes
+    given = {key: given[key] for key in given if key != "hidden_act" or given[key] is not None}
     assert parse_model_config(given, {}, origin="").windows == windows
 
 
@@ -186,11 +186,102 @@ def test_published_and_saved_names_of_the_number_of_experts() -> None:
         ({"num_hidden_layers": 0}, "num_hidden_layers"),
         ({"num_key_value_heads": 3}, "3 KV heads"),
         ({"eos_token_id": "</s>"}, "eos_token_id"),
+        ({"hidden_size": 32.5}, "hidden_size must be a whole number"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+        ({"rope_theta": float("inf")}, "rope_theta"),
+        ({"rope_scaling": ["linear"]}, "rope_scaling must be an object"),
+        ({"layer_types": "full_attention"}, "layer_types must be names"),
+        ({"layer_types": [1, 2]}, "layer_types must be names"),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": -1},
+            "max_window",
+        ),
+        ({"model_type": "smollm3", "no_rope_layers": [1]}, "1 no_rope_layers for 2 layers"),
+        ({"model_type": "smollm3", "no_rope_layers": ["1", "1"]}, "no_rope_layers must be"),
     ],
 )
 def test_malformed_values(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(CheckpointError, match=named):
         parse(**changes)
+
+
+SPARSE: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 8,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+}
+GROUPED: dict[str, Any] = {
+    "model_type": "glm4_moe",
+    "head_dim": 8,
+    "moe_intermediate_size": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        (SPARSE | {"decoder_sparse_step": 0}, "decoder_sparse_step must be positive"),
+        (SPARSE | {"decoder_sparse_step": 0.5}, "decoder_sparse_step must be a whole number"),
+        (SPARSE | {"decoder_sparse_step": "1"}, "decoder_sparse_step must be a number"),
+        (SPARSE | {"mlp_only_layers": 1}, "mlp_only_layers must be whole numbers"),
+        (SPARSE | {"mlp_only_layers": ["1"]}, "mlp_only_layers must be whole numbers"),
+        (SPARSE | {"mlp_only_layers": [[1]]}, "mlp_only_layers must be whole numbers"),
+        (SPARSE | {"num_experts_per_tok": 7}, "num_experts_per_tok is 7 of 6 experts"),
+        (GROUPED | {"n_group": 3}, "n_group is 3 for 8 experts"),
+        (GROUPED | {"n_group": 8}, "n_group is 8 for 8 experts"),
+        (GROUPED | {"topk_group": 5}, "topk_group is 5 of n_group, 4"),
+        (
+            GROUPED | {"topk_group": 1},
+            "topk_group is 1 of n_group, 4, which .* num_experts_per_tok, 3",
+        ),
+        (GROUPED | {"first_k_dense_replace": -1}, "first_k_dense_replace"),
+        (GROUPED | {"first_k_dense_replace": "no"}, "first_k_dense_replace"),
+        (GROUPED | {"mlp_layer_types": ["sparse"]}, "1 mlp_layer_types for 2 layers"),
+    ],
+)
+def test_impossible_experts_are_named(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(CheckpointError, match=named):
+        parse(**changes)
+
+
+def test_experts_in_groups() -> None:
+    moe = parse(**GROUPED, first_k_dense_replace=0).moe
+    assert moe is not None
+    assert (moe.num_experts, moe.top_k, moe.num_groups, moe.top_groups) == (8, 3, 4, 2)
+    assert moe.sparse_layers == frozenset({0, 1})
+
+
+def test_the_stream_of_granite_is_kept_in_another_scale() -> None:
+    factors: dict[str, Any] = {
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.25,
+        "logits_scaling": 8.0,
+    }
+    config = parse(model_type="granite", rms_norm_eps=1e-6, **factors)
+    assert (config.embedding_scale, config.rms_norm_eps) == (24.0, 4e-6)
+    assert (config.attention_scale, config.logit_scale) == (0.25, 0.125)
+
+
+def test_rotations_per_layer() -> None:
+    shape: dict[str, Any] = {"num_hidden_layers": 4, "sliding_window": 8}
+    usual, local, none = Rotation.USUAL, Rotation.LOCAL, Rotation.NONE
+
+    def rotations(**changes: Any) -> list[Rotation]:
+        config = parse(**shape, **changes)
+        return [config.rotation(layer) for layer in range(4)]
+
+    assert rotations(model_type="smollm3") == [usual, usual, usual, none]
+    flags = [0, 1, 1, 0]
+    assert rotations(model_type="smollm3", no_rope_layers=flags) == [none, usual, usual, none]
+    assert rotations(model_type="exaone4") == [usual, usual, usual, none]
+    assert rotations(model_type="olmo3", rope_theta=500000) == [local, local, local, usual]
+    assert rotations(model_type="llama") == [usual] * 4
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

@@ -3,7 +3,8 @@ from __future__ import annotations
 import torch
 
 from kvmesh.engine.config import RopeConfig
-from kvmesh.engine.rope import inverse_frequencies, rope_table
+from kvmesh.engine.rope import inverse_frequencies, resting_table, rope_table
+from kvmesh.kernels import reference
 
 
 def test_llama3_keeps_short_waves_and_stretches_long_ones() -> None:
@@ -47,3 +48,9 @@ def test_yarn_keeps_short_waves_stretches_long_ones_and_scales_the_table() -> No
     torch.testing.assert_close(scaled[seldom], plain[seldom] / 16)
     table = rope_table(rope, 64, 8, torch.float32, "cpu")
     assert table.cos[0].flatten().tolist() == [1.25] * 64
+
+
+def test_a_resting_table_leaves_all_positions_as_they_are() -> None:
+    rows = resting_table(8, torch.bfloat16, "cpu").rows(torch.tensor([0, 7, 900_000]))
+    x = torch.randn(3, 2, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
+    assert torch.equal(reference.apply_rope(x, rows.cos, rows.signed_sin), x)

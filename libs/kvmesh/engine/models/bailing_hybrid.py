@@ -25,7 +25,7 @@ from kvmesh.kernels.linear import Linear, make_linear
 def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
     latent = latent_shape(fields, interleaved=True)
     scale = (latent.nope_dim + latent.rope_dim) ** -0.5
-    bound = float(fields.raw.get("kda_lower_bound", -5.0))
+    bound = fields.real("kda_lower_bound", default=-5.0)
     return replace(
         config,
         # The head is its own whatever the file says: transformers ties none of this family.
@@ -46,6 +46,7 @@ def _linear(fields: Fields, config: ModelConfig) -> LinearConfig:
         layers = frozenset(i for i in range(config.num_layers) if (i + 1) % every)
     else:
         layers = frozenset(i for i, kind in enumerate(types) if kind == "linear_attention")
+    taps = fields.number("short_conv_kernel_size", int, default=4)
     heads = fields.number("linear_num_heads", int, default=config.num_heads)
     size = fields.number("linear_head_dim", int, default=config.head_dim)
     return LinearConfig(
@@ -54,7 +55,7 @@ def _linear(fields: Fields, config: ModelConfig) -> LinearConfig:
         num_value_heads=heads,
         key_dim=size,
         value_dim=size,
-        conv_kernel=fields.number("short_conv_kernel_size", int, default=4),
+        conv_kernel=fields.number("linear_conv_kernel_dim", int, default=taps),
     )
 
 
@@ -143,7 +144,7 @@ def _load_layer(weights: LayerWeights, config: ModelConfig) -> MixerLayer:
 FAMILY = Family(
     _configure,
     _load_layer,
-    head_dim=128,
+    {"head_dim": 128},
     rope_theta=6e6,
     aliases=EXPERT_ALIASES,
     tensor_names=(

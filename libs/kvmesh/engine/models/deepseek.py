@@ -14,7 +14,10 @@ from kvmesh.engine.weights import LayerWeights
 
 
 def _moe(fields: Fields, config: ModelConfig, *, is_v3: bool) -> MoeConfig:
-    dense = int(fields.raw.get("first_k_dense_replace", 3 if is_v3 else 0))
+    fields.only("moe_layer_freq", 1)
+    fields.only("scoring_func", "sigmoid" if is_v3 else "softmax")
+    fields.only("topk_method", *(("noaux_tc",) if is_v3 else ("greedy", "group_limited_greedy")))
+    dense = fields.count("first_k_dense_replace", default=3 if is_v3 else 0)
     in_groups = is_v3 or fields.raw.get("topk_method") == "group_limited_greedy"
     size = fields.number("moe_intermediate_size", int)
     return MoeConfig(
@@ -63,5 +66,5 @@ def _load_layer(weights: LayerWeights, config: ModelConfig) -> MixerLayer:
     return load_mixer_layer(weights, config, load_latent_attention(weights, config), mlp)
 
 
-V2 = Family(_configure_v2, _load_layer)
-V3 = Family(_configure_v3, _load_layer)
+V2 = Family(_configure_v2, _load_layer, {"n_shared_experts": 2, "q_lora_rank": 1536})
+V3 = Family(_configure_v3, _load_layer, {"n_group": 8, "topk_group": 4, "q_lora_rank": 1536})

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvmesh.core.errors import CheckpointError
-from kvmesh.engine.config import LatentConfig, ModelConfig, MoeConfig
+from kvmesh.engine.config import LatentConfig, ModelConfig, MoeConfig, RopeConfig
 from kvmesh.engine.json_fields import Fields
 from kvmesh.engine.layers import Layer
 from kvmesh.engine.weights import LayerWeights
@@ -20,11 +20,10 @@ class Family:
     Attributes:
         configure: config.json and the config that every family shares, to the family's config.
         load_layer: reads one layer.
-        head_dim: where config.json may leave it out; None for hidden size over heads.
-        rope_theta: where config.json may leave it out.
+        defaults: what config.json may leave out, by key.
+        rope_theta: where no key of config.json says it.
         activation: the only name of it that is supported.
-        ties_embeddings: where config.json may leave it out.
-        scales_embeddings: embeddings are multiplied by the root of the hidden size.
+        rounds_embedding_scale: the factor of embeddings has the dtype of computation.
         norm_offset: added to the weights of norms.
         aliases: own names of config.json's keys, and the usual ones.
         nested: key of config.json under which the decoder's keys are; empty when they lie open.
@@ -34,11 +33,10 @@ class Family:
 
     configure: Callable[[Fields, ModelConfig], ModelConfig]
     load_layer: Callable[[LayerWeights, ModelConfig], Layer]
-    head_dim: int | None = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     rope_theta: float = 10000.0
     activation: str = "silu"
-    ties_embeddings: bool = False
-    scales_embeddings: bool = False
+    rounds_embedding_scale: bool = False
     norm_offset: float = 0.0
     aliases: tuple[tuple[str, str], ...] = ()
     nested: str = ""
@@ -58,11 +56,16 @@ class Family:
             # What is said for the whole model counts for its decoder.
             whole = {key: value for key, value in raw.items() if value is not None}
             raw = {**inner, **whole}
-        return {**{usual: raw[own] for own, usual in self.aliases if own in raw}, **raw}
+        own_names = {usual: raw[own] for own, usual in self.aliases if own in raw}
+        return {**self.defaults, **own_names, **raw}
 
 
 def uniform_window(fields: Fields, config: ModelConfig) -> tuple[int, ...]:
-    """`windows` of a model whose layers all have the same one, or none where the key is null."""
+    """`windows` of a model whose layers all have the same one, or none where the key is null.
+
+    Raises:
+        CheckpointError: the window is malformed.
+    """
     if fields.raw.get("sliding_window") is None:
         return config.windows
     return (fields.number("sliding_window", int),) * config.num_layers
@@ -88,16 +91,20 @@ def qwen_windows(fields: Fields, config: ModelConfig) -> tuple[int, ...]:
     if types is not None:
         return windows_of_types(fields, types)
     window = fields.number("sliding_window", int, default=4096)
-    lower = min(int(fields.raw.get("max_window_layers", 28)), config.num_layers)
+    lower = min(fields.count("max_window_layers", default=28), config.num_layers)
     return (0,) * lower + (window,) * (config.num_layers - lower)
 
 
 def qwen_sparse_layers(fields: Fields, config: ModelConfig) -> frozenset[int]:
-    """Layers with experts as Qwen says them: each n-th, but those named as dense."""
-    dense = frozenset(fields.raw.get("mlp_only_layers") or ())
+    """Layers with experts as Qwen says them: each n-th, but those named as dense.
+
+    Raises:
+        CheckpointError: `decoder_sparse_step` or `mlp_only_layers` is malformed.
+    """
+    dense = fields.numbers("mlp_only_layers")
     every = fields.number("decoder_sparse_step", int, default=1)
     sparse = {layer for layer in range(config.num_layers) if (layer + 1) % every == 0}
-    return frozenset(sparse - dense)
+    return frozenset(sparse.difference(dense))
 
 
 def latent_shape(fields: Fields, *, interleaved: bool) -> LatentConfig:
@@ -108,6 +115,8 @@ def latent_shape(fields: Fields, *, interleaved: bool) -> LatentConfig:
     """
     if fields.flag("attention_bias"):
         raise CheckpointError(f"{fields.origin}: attention_bias of latents is not supported")
+    # A latent is shared by all heads: there are no groups of them.
+    fields.only("num_key_value_heads", fields.number("num_attention_heads", int))
     compressed = fields.raw.get("q_lora_rank") is not None
     return LatentConfig(
         query_rank=fields.number("q_lora_rank", int) if compressed else 0,
@@ -148,7 +157,7 @@ def grouped_experts(
         top_k=fields.number("num_experts_per_tok", int, default=usual.top_k),
         intermediate_size=size,
         normalize=fields.flag("norm_topk_prob", default=usual.normalize),
-        sparse_layers=sparse_layers(fields.raw, num_layers, usual_dense),
+        sparse_layers=sparse_layers(fields, num_layers, usual_dense),
         shared_size=size * fields.number("n_shared_experts", int, default=1),
         num_groups=fields.number("n_group", int, default=usual.num_groups),
         top_groups=fields.number("topk_group", int, default=usual.top_groups),
@@ -156,13 +165,34 @@ def grouped_experts(
     )
 
 
-def sparse_layers(raw: Mapping[str, Any], num_layers: int, usual_dense: int) -> frozenset[int]:
+def sparse_layers(fields: Fields, num_layers: int, usual_dense: int) -> frozenset[int]:
     """Layers with experts: as the file lists them, or all behind the first few.
 
     Args:
         usual_dense: how many the first few are where the file does not say.
+
+    Raises:
+        CheckpointError: a value is malformed.
     """
-    types = raw.get("mlp_layer_types")
+    types = fields.names("mlp_layer_types", num_layers)
     if types is None:
-        return frozenset(range(int(raw.get("first_k_dense_replace", usual_dense)), num_layers))
+        return frozenset(range(fields.count("first_k_dense_replace", usual_dense), num_layers))
     return frozenset(layer for layer, kind in enumerate(types) if kind == "sparse")
+
+
+def rope_of_windows(fields: Fields, theta: float, older: RopeConfig) -> RopeConfig:
+    """The rope of layers with a window, where each type of layer has its own.
+
+    Args:
+        theta: where the file does not say.
+        older: where it has no `rope_parameters`.
+
+    Raises:
+        CheckpointError: a value is malformed or not supported.
+    """
+    parameters = fields.table("rope_parameters")
+    if not parameters:
+        return older
+    if not parameters.keys() & {"full_attention", "sliding_attention"}:
+        raise CheckpointError(f"{fields.origin}: rope_parameters must be those of each layer type")
+    return fields.rope(theta, "sliding_attention")

@@ -8,9 +8,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from kvmesh.engine.attention import load_pre_norm_layer
 from kvmesh.engine.config import ModelConfig, MoeConfig
 from kvmesh.engine.json_fields import Fields
-from kvmesh.engine.layers import GatedMlp, MixerLayer, load_pre_norm_layer, make_sparse_mlp
+from kvmesh.engine.layers import GatedMlp, MixerLayer, make_sparse_mlp
 from kvmesh.engine.models.family import Family, windows_of_types
 from kvmesh.engine.weights import LayerWeights
 from kvmesh.kernels import reference
@@ -33,8 +34,6 @@ def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
     )
     return replace(
         config,
-        qkv_bias=True,
-        output_bias=True,
         windows=windows_of_types(fields, types),
         moe=moe,
         swiglu_alpha=fields.number("swiglu_alpha", float, default=1.702),
@@ -85,4 +84,16 @@ def _load_layer(weights: LayerWeights, config: ModelConfig) -> MixerLayer:
     return load_pre_norm_layer(weights, config, mlp, sinks)
 
 
-FAMILY = Family(_configure, _load_layer, head_dim=64, rope_theta=150000.0)
+FAMILY = Family(
+    _configure,
+    _load_layer,
+    {
+        "attention_bias": True,
+        "head_dim": 64,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "truncate": False}
+        | {"original_max_position_embeddings": 4096},
+        "sliding_window": 128,
+    },
+    rope_theta=150000.0,
+)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvmesh.core.errors import CheckpointError
 from kvmesh.engine.config import LinearConfig, ModelConfig, MoeConfig
 from kvmesh.engine.experts import W1_W3_W2, load_group_routed, load_mlp
 from kvmesh.engine.json_fields import Fields
@@ -26,10 +25,9 @@ from kvmesh.kernels.linear import Linear, make_linear
 
 
 def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
-    if not fields.flag("mla_use_nope", default=True):
-        raise CheckpointError(f"{fields.origin}: mla_use_nope false is not supported")
-    if fields.raw.get("moe_router_activation_func", "sigmoid") != "sigmoid":
-        raise CheckpointError(f"{fields.origin}: experts must be chosen by sigmoid scores")
+    fields.only("mla_use_nope", True)
+    fields.only("moe_layer_freq", 1)
+    fields.only("moe_router_activation_func", "sigmoid")
     latent = latent_shape(fields, interleaved=False)
     return replace(
         config,
@@ -45,13 +43,13 @@ def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
 
 def _linear(fields: Fields, num_layers: int) -> LinearConfig:
     # The published files have a table for this, which counts layers from one.
-    table = fields.raw.get("linear_attn_config") or {}
+    table = fields.table("linear_attn_config")
     own = Fields(table, fields.origin)
     types = fields.layer_types(num_layers)
     if types is not None:
         layers = frozenset(i for i, kind in enumerate(types) if kind == "linear_attention")
     elif "kda_layers" in table:
-        layers = frozenset(layer - 1 for layer in table["kda_layers"])
+        layers = frozenset(layer - 1 for layer in own.numbers("kda_layers"))
     else:
         layers = frozenset(layer for layer in range(num_layers) if layer == 0 or layer % 4)
     heads = own.number("num_heads", int, fields.number("linear_num_heads", int, default=32))
@@ -151,8 +149,4 @@ def _load_layer(weights: LayerWeights, config: ModelConfig) -> MixerLayer:
     return load_mixer_layer(weights, config, mixer, mlp)
 
 
-FAMILY = Family(
-    _configure,
-    _load_layer,
-    aliases=EXPERT_ALIASES,
-)
+FAMILY = Family(_configure, _load_layer, {"rms_norm_eps": 1e-5}, aliases=EXPERT_ALIASES)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from kvmesh.engine.attention import load_pre_norm_layer
 from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.json_fields import Fields
-from kvmesh.engine.layers import load_pre_norm_layer
 from kvmesh.engine.models.family import Family
 
 

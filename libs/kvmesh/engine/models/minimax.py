@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from kvmesh.engine.attention import load_attention
 from kvmesh.engine.config import LinearConfig, ModelConfig, MoeConfig
 from kvmesh.engine.experts import W1_W3_W2, load_softmax_routed
 from kvmesh.engine.json_fields import Fields
-from kvmesh.engine.layers import Mixer, Mlp, Step, load_attention
+from kvmesh.engine.layers import Mixer, Mlp, Step
 from kvmesh.engine.lightning import LightningAttention, head_slopes
 from kvmesh.engine.models.family import Family, uniform_window
 from kvmesh.engine.weights import LayerWeights
@@ -21,6 +22,7 @@ from kvmesh.kernels import layer_ops
 
 
 def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
+    fields.only("rotary_dim", config.head_dim)
     types = fields.layer_types(config.num_layers)
     if types is None:
         layers = frozenset(range(1, config.num_layers, 2))
@@ -34,6 +36,8 @@ def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
     return replace(
         config,
         windows=uniform_window(fields, config),
+        qkv_bias=False,
+        output_bias=False,
         linear=LinearConfig(
             layers=layers,
             num_key_heads=config.num_heads,
@@ -117,4 +121,4 @@ def _load_layer(weights: LayerWeights, config: ModelConfig) -> _ScaledLayer:
     )
 
 
-FAMILY = Family(_configure, _load_layer, rope_theta=1e6)
+FAMILY = Family(_configure, _load_layer, {"rms_norm_eps": 1e-5}, rope_theta=1e6)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from kvmesh.engine.attention import load_pre_norm_layer
 from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.json_fields import Fields
-from kvmesh.engine.layers import load_pre_norm_layer
 from kvmesh.engine.models.family import Family, uniform_window
 
 
@@ -16,4 +16,4 @@ def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
     )
 
 
-FAMILY = Family(_configure, load_pre_norm_layer)
+FAMILY = Family(_configure, load_pre_norm_layer, {"sliding_window": 4096})

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from kvmesh.engine.attention import load_pre_norm_layer
 from kvmesh.engine.config import ModelConfig, MoeConfig
 from kvmesh.engine.experts import W1_W3_W2, load_softmax_routed
 from kvmesh.engine.json_fields import Fields
-from kvmesh.engine.layers import MixerLayer, load_pre_norm_layer
+from kvmesh.engine.layers import MixerLayer
 from kvmesh.engine.models.family import Family, uniform_window
 from kvmesh.engine.weights import LayerWeights
 
@@ -29,4 +30,4 @@ def _load_layer(weights: LayerWeights, config: ModelConfig) -> MixerLayer:
     return load_pre_norm_layer(weights, config, mlp)
 
 
-FAMILY = Family(_configure, _load_layer, rope_theta=1e6)
+FAMILY = Family(_configure, _load_layer, {"rms_norm_eps": 1e-5}, rope_theta=1e6)

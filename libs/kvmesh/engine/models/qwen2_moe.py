@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvmesh.core.errors import CheckpointError
+from kvmesh.engine.attention import load_pre_norm_layer
 from kvmesh.engine.config import ModelConfig, MoeConfig
 from kvmesh.engine.experts import load_gate_shared
 from kvmesh.engine.json_fields import Fields
-from kvmesh.engine.layers import MixerLayer, load_pre_norm_layer
+from kvmesh.engine.layers import MixerLayer
 from kvmesh.engine.models.family import Family, qwen_sparse_layers
 from kvmesh.engine.weights import LayerWeights
 
 
 def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
-    if fields.flag("use_sliding_window"):
-        raise CheckpointError(f"{fields.origin}: use_sliding_window is not supported in qwen2_moe")
+    fields.only("use_sliding_window", False)
     moe = MoeConfig(
         num_experts=fields.number("num_experts", int, default=60),
         top_k=fields.number("num_experts_per_tok", int, default=4),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvmesh.core.errors import CheckpointError
+from kvmesh.engine.attention import load_attention
 from kvmesh.engine.config import ModelConfig, MoeConfig
 from kvmesh.engine.experts import load_gate_shared
 from kvmesh.engine.gated_delta import gated_delta_shape, load_gated_delta
@@ -17,7 +17,6 @@ from kvmesh.engine.layers import (
     DENSE_MLP,
     Mixer,
     MixerLayer,
-    load_attention,
     load_gated_mlp,
     load_mixer_layer,
 )
@@ -30,8 +29,8 @@ _NORM_OFFSET = 1.0
 
 
 def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
-    if not fields.flag("attn_output_gate", default=True):
-        raise CheckpointError(f"{fields.origin}: attn_output_gate false is not supported")
+    fields.only("attn_output_gate", True)
+    fields.only("attention_bias", False)
     return replace(
         config,
         qk_norm=True,
@@ -79,7 +78,7 @@ def _load_layer(weights: LayerWeights, config: ModelConfig) -> MixerLayer:
     return load_mixer_layer(weights, config, mixer, experts, norm_offset=_NORM_OFFSET)
 
 
-DENSE = Family(_configure, _load_layer, head_dim=256, norm_offset=_NORM_OFFSET)
-SPARSE = Family(_configure_moe, _load_layer, head_dim=256, norm_offset=_NORM_OFFSET)
+DENSE = Family(_configure, _load_layer, {"head_dim": 256}, norm_offset=_NORM_OFFSET)
+SPARSE = Family(_configure_moe, _load_layer, {"head_dim": 256}, norm_offset=_NORM_OFFSET)
 SEEING_DENSE = replace(DENSE, weight_prefix="model.language_model", nested="text_config")
 SEEING_SPARSE = replace(SPARSE, weight_prefix="model.language_model", nested="text_config")

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from kvmesh.engine.attention import load_attention
 from kvmesh.engine.config import ModelConfig, MoeConfig
 from kvmesh.engine.experts import load_gate_shared
 from kvmesh.engine.gated_delta import gated_delta_shape, load_gated_delta
@@ -16,7 +17,6 @@ from kvmesh.engine.layers import (
     Mixer,
     MixerLayer,
     Mlp,
-    load_attention,
     load_gated_mlp,
     load_mixer_layer,
 )
@@ -29,6 +29,7 @@ _NORM_OFFSET = 1.0
 
 
 def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
+    fields.only("attention_bias", False)
     moe = MoeConfig(
         num_experts=fields.number("num_experts", int, default=512),
         top_k=fields.number("num_experts_per_tok", int, default=10),
@@ -85,4 +86,4 @@ def _load_layer(weights: LayerWeights, config: ModelConfig) -> MixerLayer:
     return load_mixer_layer(weights, config, mixer, mlp, norm_offset=_NORM_OFFSET)
 
 
-FAMILY = Family(_configure, _load_layer, head_dim=256, norm_offset=_NORM_OFFSET)
+FAMILY = Family(_configure, _load_layer, {"head_dim": 256}, norm_offset=_NORM_OFFSET)

@@ -1,0 +1,41 @@
+"""Granite 3 with experts in all layers, whose weights are two tensors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvmesh.engine.attention import load_pre_norm_layer
+from kvmesh.engine.config import ModelConfig, MoeConfig
+from kvmesh.engine.experts import load_softmax_routed
+from kvmesh.engine.json_fields import Fields
+from kvmesh.engine.layers import MixerLayer
+from kvmesh.engine.models.family import Family
+from kvmesh.engine.models.granite import scaled
+from kvmesh.engine.weights import LayerWeights
+
+
+def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
+    moe = MoeConfig(
+        num_experts=fields.number("num_local_experts", int, default=8),
+        top_k=fields.number("num_experts_per_tok", int, default=2),
+        intermediate_size=config.intermediate_size,
+        # A softmax over the chosen ones' scores is one over all, made to sum to 1.
+        normalize=True,
+        sparse_layers=frozenset(range(config.num_layers)),
+    )
+    return replace(scaled(fields, config), moe=moe)
+
+
+def _load_layer(weights: LayerWeights, config: ModelConfig) -> MixerLayer:
+    return load_pre_norm_layer(weights, config, load_softmax_routed(weights, config))
+
+
+FAMILY = Family(
+    _configure,
+    _load_layer,
+    tensor_names=(
+        (".mlp.experts.gate_up_proj", ".block_sparse_moe.input_linear.weight"),
+        (".mlp.experts.down_proj", ".block_sparse_moe.output_linear.weight"),
+        (".mlp.gate.", ".block_sparse_moe.router.layer."),
+    ),
+)

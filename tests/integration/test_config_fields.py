@@ -1,0 +1,177 @@
+"""Every field of a family's config is computed as transformers computes it, or refused by name."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvmesh.core.errors import CheckpointError
+from kvmesh.engine.checkpoint import load_model_config, parse_model_config
+from kvmesh.engine.models import FAMILIES
+from kvmesh.engine.runner import TorchRunner
+from tests.integration.families import BLOCK_SIZE, CONFIGS, NUM_BLOCKS, VOCAB_SIZE, random_model
+from tests.integration.families import prompt_logprobs as transformers_logprobs
+from tests.integration.test_transformers_equality import prompt_logprobs
+
+PROMPT = [(37 * position * position + 11) % VOCAB_SIZE for position in range(64)]
+"""Longer than the windows of the configs."""
+
+FLIPPED = (
+    "attention_bias",
+    "attention_out_bias",
+    "kda_safe_gate",
+    "mlp_bias",
+    "norm_topk_prob",
+    "qkv_bias",
+    "rope_interleave",
+    "tie_word_embeddings",
+    "use_bias",
+    "use_bidirectional_attention",
+    "use_qk_norm",
+    "use_sliding_window",
+)
+STRETCHED = {"factor": 4.0, "original_max_position_embeddings": 32}
+LONG = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+ROPES: tuple[dict[str, Any], ...] = (
+    {"rope_type": "default"},
+    {"rope_type": "default", "partial_rotary_factor": 0.75},
+    {"rope_type": "linear", "factor": 4.0},
+    {"rope_type": "dynamic", "factor": 4.0},
+    {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, **STRETCHED},
+    {"rope_type": "yarn", "attention_factor": 1.5, "beta_fast": 16.0, **STRETCHED},
+    {"rope_type": "longrope", **LONG, **STRETCHED},
+)
+ODD: dict[str, tuple[Any, ...]] = {
+    "attention_multiplier": (0.5,),
+    "attn_logit_softcapping": (1.0,),
+    "clip_qkv": (0.1,),
+    "decoder_sparse_step": (2, 0, 0.5),
+    "embedding_multiplier": (0.25,),
+    "final_logit_softcapping": (1.0,),
+    "first_k_dense_replace": (0, 2),
+    "full_attn_alpha_factor": (2.0,),
+    "head_dim": (8,),
+    "hidden_act": ("gelu", "relu"),
+    "hidden_activation": ("gelu", "silu"),
+    "kda_lower_bound": (-0.5,),
+    "kv_lora_rank": (48,),
+    "layer_types": (["full_attention"] * 3, ["sliding_attention"] * 3),
+    "linear_conv_kernel_dim": (2,),
+    "layer_norm_eps": (0.3,),
+    "logit_scale": (2.0,),
+    "logits_scaling": (0.5,),
+    "mlp_layer_types": (["sparse", "dense", "sparse"],),
+    "mlp_only_layers": ([0, 2], ["1"], 1),
+    "moe_intermediate_size": (24,),
+    "n_group": (1, 3),
+    "n_shared_experts": (1,),
+    "no_rope_layer_interval": (3,),
+    "no_rope_layers": ([0, 1, 1], [0]),
+    "num_experts_per_tok": (1, 100),
+    "num_key_value_heads": (3,),
+    "q_lora_rank": (24, None),
+    "query_pre_attn_scalar": (7,),
+    "residual_multiplier": (0.5,),
+    "rms_norm_eps": (0.3,),
+    "rope_parameters": tuple({"rope_theta": 300.0, **table} for table in ROPES),
+    "routed_scaling_factor": (3.0,),
+    "sliding_window": (8, None),
+    "swiglu_alpha": (1.0,),
+    "swiglu_limit": (0.5,),
+    "topk_group": (1, 100),
+    "topk_method": ("greedy", "noaux_tc"),
+}
+# What a message says of a field whose own name is not all of it.
+NAMED = {
+    "rope_parameters": "rope_parameters|rope_type|partial_rotary_factor",
+    "layer_types": "layer.type|without an attention layer",
+    "n_group": "n_group|topk_group",
+    "sliding_window": "sliding_window|layer type sliding",
+    "use_sliding_window": "use_sliding_window|sliding_window",
+}
+
+
+def odd_values() -> Iterator[Any]:
+    for family, config in CONFIGS.items():
+        usual = config.to_dict()
+        # The size of heads follows from others where latents are kept.
+        derived = {"head_dim"} if "kv_lora_rank" in usual else set()
+        for field in sorted(usual.keys() & {*FLIPPED, *ODD} - derived):
+            values = ODD.get(field, (not usual[field],))
+            for value in values:
+                yield pytest.param(family, field, value, id=f"{family}-{field}-{label(value)}")
+    # Two fields that mean something together only.
+    for family in ("qwen2-tied", "qwen3-untied", "qwen2-moe", "qwen3-moe-one-dense-layer"):
+        changes = {"sliding_window": 8, "max_window_layers": 1, "layer_types": None}
+        yield pytest.param(family, "use_sliding_window", changes, id=f"{family}-windows")
+    changes = {"sliding_window": 8, "layer_types": None, "no_rope_layers": None}
+    yield pytest.param("smollm3", "use_sliding_window", changes, id="smollm3-windows")
+
+
+def label(value: Any) -> str:
+    if not isinstance(value, dict):
+        return str(value)
+    return str(value["rope_type"]) + ("-partial" if "partial_rotary_factor" in value else "")
+
+
+def with_value(family: str, field: str, value: Any) -> dict[str, Any]:
+    raw: dict[str, Any] = CONFIGS[family].to_dict()
+    if field == "use_sliding_window" and isinstance(value, dict):
+        return raw | value | {field: True}
+    return raw | {field: value}
+
+
+def refusal_of(folder: Path) -> str | None:
+    try:
+        load_model_config(folder)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(("family", "field", "value"), list(odd_values()))
+def test_an_odd_value_is_computed_or_refused(
+    family: str, field: str, value: Any, tmp_path: Path
+) -> None:
+    raw = with_value(family, field, value)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    if (refusal := refusal_of(tmp_path)) is not None:
+        assert re.search(NAMED.get(field, field), refusal), refusal
+        return
+    model = random_model(type(CONFIGS[family]).from_dict(raw))
+    model.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    runner = TorchRunner.load(
+        tmp_path, served_name="odd", num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_model_len=128
+    )
+    found, wanted = prompt_logprobs(runner, PROMPT), transformers_logprobs(model, PROMPT)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=5e-3)
+
+
+# A wrong number does not fit the tensors, or is not the architecture's.
+FITTING = {"head_dim", "intermediate_size", "num_key_value_heads", "eos_token_id", "dtype"}
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_missing_key_means_what_transformers_takes_for_it(family: str) -> None:
+    whole = json.loads(CONFIGS[family].to_json_string(use_diff=False))
+    usual_names = dict(FAMILIES[whole["model_type"]].aliases)
+    found = []
+    for key in sorted(whole.keys() - FITTING):
+        raw = {name: value for name, value in whole.items() if name != key}
+        try:
+            parsed = parse_model_config(raw, {}, origin="")
+        except CheckpointError as error:
+            if usual_names.get(key, key) not in str(error):
+                found.append(f"{key}: {error}")
+            continue
+        theirs = type(CONFIGS[family]).from_dict(raw).to_dict()
+        if parsed != parse_model_config(theirs, {}, origin=""):
+            found.append(f"{key}: read as something else than {theirs.get(key)!r}")
+    assert not found
