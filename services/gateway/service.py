@@ -128,7 +128,7 @@ async def start_gateway(config: GatewayConfig, context: ServiceContext) -> Gatew
     frontend = Frontend(mesh, tokenizer, served_name, keys, admission)
     context.on_drain(admission.drain)
 
-    add_InferenceServiceServicer_to_server(InferenceServicer(frontend), context.server)
+    context.add_servicer(add_InferenceServiceServicer_to_server, InferenceServicer(frontend))
     front = HttpFront(frontend, config.http, int(time.time()))
     guard = ConnectionGuard(config.http, metrics)
     http_port = await _serve_http(front, config, guard, context)

@@ -177,7 +177,7 @@ async def build(config: KvManagerConfig, context: ServiceContext) -> None:
     await context.direct.start()
     servicer = KvManagerServicer(config, store, pool_store, context.direct)
     await servicer.guard.start()
-    pb_grpc.add_KvManagerServiceServicer_to_server(servicer, context.server)
+    context.add_servicer(pb_grpc.add_KvManagerServiceServicer_to_server, servicer)
     context.spawn(servicer.guard.run(), "store-guard")
     context.spawn(sweep_forever(servicer.guard, config.index), "store-sweep")
     context.spawn(servicer.pool.run(), "pool")

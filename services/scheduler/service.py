@@ -387,5 +387,5 @@ async def start_scheduler(config: SchedulerConfig, context: ServiceContext) -> S
     context.spawn(planner.run(), "planner")
     context.on_close(servicer.close)
     context.spawn(servicer.expire_leases(), "expire_leases")
-    add_SchedulerServiceServicer_to_server(servicer, context.server)
+    context.add_servicer(add_SchedulerServiceServicer_to_server, servicer)
     return Scheduler(fleet, prefixes, planner, decisions)

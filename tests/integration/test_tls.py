@@ -171,6 +171,22 @@ async def test_a_name_may_be_given_one_rpc_and_no_other(tmp_path: Path) -> None:
         assert await answer("prefill", "RegisterWorker", iter(())) is not denied
 
 
+@pytest.mark.parametrize(
+    "mistyped", ["prefill:RegisterWorkr", "gateway:Publish", "gateway:", ":WatchFleet"]
+)
+async def test_a_caller_of_an_rpc_that_is_not_there_ends_the_start(
+    tmp_path: Path, mistyped: str
+) -> None:
+    assert make_certs(["--out", str(tmp_path)]) == 0
+    server = ServerConfig(
+        tls=_files(tmp_path, "scheduler"), callers=f"gateway,decode:RegisterWorker,{mistyped}"
+    )
+    named = f"'{mistyped}'.*: OrderWorker, RegisterWorker, Route, WatchFleet$"
+    with pytest.raises(ConfigError, match=named):
+        async with serving("scheduler", SchedulerConfig(server=server), build_scheduler):
+            pass
+
+
 async def test_names_of_callers_need_mtls() -> None:
     server = ServerConfig(callers="gateway")
     with pytest.raises(ConfigError, match=r"server\.callers needs mTLS"):

@@ -6,13 +6,52 @@ Tests: tests/integration/test_tls.py.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import grpc
 
+from kvmesh.core.errors import ConfigError
 from kvmesh.rpc.handlers import Continuation, checked
 
 _HEALTH = "/grpc.health.v1.Health/"
+
+
+class RpcNames:
+    """Stands where a server does, and notes the rpcs of servicers that are added to it.
+
+    Attributes:
+        names: without their service.
+    """
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def add_generic_rpc_handlers(self, handlers: object) -> None:
+        """What gRPC's generated code calls first; the names come with the other call."""
+
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, object]) -> None:
+        """Notes the rpcs of a service."""
+        self.names.update(handlers)
+
+
+def check_callers(names: Collection[str], rpcs: Collection[str]) -> None:
+    """Says no to a caller that is given an rpc which is not there: it would be let in nowhere.
+
+    Args:
+        names: as of `KnownCallers`.
+        rpcs: of the service.
+
+    Raises:
+        ConfigError: names the entry, and the rpcs that there are.
+    """
+    for entry in sorted(names):
+        name, colon, rpc = entry.partition(":")
+        if not name or (colon and rpc not in rpcs):
+            known = ", ".join(sorted(rpcs))
+            raise ConfigError(
+                f"server.callers: {entry!r} is no name, or names no rpc of this service: {known}"
+            )
 
 
 class KnownCallers(grpc.aio.ServerInterceptor):

@@ -24,6 +24,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from kvmesh.core.config import load_config, option
 from kvmesh.core.errors import ConfigError, KvMeshError
+from kvmesh.rpc.callers import RpcNames, check_callers
 from kvmesh.rpc.channels import TlsConfig, bind_server, make_server
 from kvmesh.rpc.direct import DirectListener
 from kvmesh.runtime.admin import AdminConfig, AdminPort
@@ -75,6 +76,7 @@ class ServiceConfig(Protocol):
 
 
 ConfigT = TypeVar("ConfigT", bound=ServiceConfig)
+ServicerT = TypeVar("ServicerT")
 
 DrainHook = Callable[[], Awaitable[None]]
 
@@ -83,7 +85,7 @@ class ServiceContext:
     """What `build` gets: the server to add servicers to, and owners for all that it makes.
 
     Attributes:
-        server: add servicers before `build` returns.
+        server: serves what `add_servicer` adds.
         port: bound gRPC port.
         stack: enter every resource here; closed in reverse order.
         admin: add routes for operators before `build` returns.
@@ -98,8 +100,10 @@ class ServiceContext:
         self.stack = stack
         self.stop = stop
         self.admin = AdminPort(config.admin)
+        self._callers = _known_callers(config)
+        self._rpcs = RpcNames()
         self.server: grpc.aio.Server = make_server(
-            share_port=config.share_port, callers=_known_callers(config)
+            share_port=config.share_port, callers=self._callers
         )
         self.port = bind_server(self.server, config.host, config.port, config.tls)
         self.host = config.advertise_host or config.host
@@ -112,6 +116,23 @@ class ServiceContext:
         self._close_hooks: list[Callable[[], None]] = []
         self._tasks: set[asyncio.Task[None]] = set()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+
+    def add_servicer(self, add: Callable[[ServicerT, Any], None], servicer: ServicerT) -> None:
+        """Serves a servicer from the start on; call before `build` returns.
+
+        Args:
+            add: what gRPC generates, such as `add_SchedulerServiceServicer_to_server`.
+        """
+        add(servicer, self.server)
+        add(servicer, self._rpcs)
+
+    def check_callers(self) -> None:
+        """Once all servicers are there.
+
+        Raises:
+            ConfigError: a caller may call what none of them has.
+        """
+        check_callers(self._callers, self._rpcs.names)
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Runs a background task that lives as long as the service; its crash ends the service."""
@@ -187,6 +208,7 @@ async def serving(
         stack.push_async_callback(context.close)  # if build fails
         await context.set_serving(False)
         await build(config, context)
+        context.check_callers()
         add_common_routes(context.admin, name, config, context.stop.set)
         stack.push_async_callback(context.admin.close)
         await context.admin.start()

@@ -192,9 +192,10 @@ class Worker:
             queries=self.queries,
         )
         data_endpoint = await self._listen_for_kv()
-        prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server(self.prefill, context.server)
-        decode_service_pb2_grpc.add_DecodeServiceServicer_to_server(self.decode, context.server)
-        kv_pool_service_pb2_grpc.add_KvPoolServiceServicer_to_server(self.pool, context.server)
+        add = context.add_servicer
+        add(prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server, self.prefill)
+        add(decode_service_pb2_grpc.add_DecodeServiceServicer_to_server, self.decode)
+        add(kv_pool_service_pb2_grpc.add_KvPoolServiceServicer_to_server, self.pool)
         self._join_mesh(data_endpoint)
         self._spawn_loops()
 
