@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import pytest
 
 from kvmesh.core.types import WorkerId
+from kvmesh.metadata import scripts
 from kvmesh.metadata.pool_store import RedisPoolStore
 from kvmesh.metadata.quota_store import RedisQuotaStore
 from kvmesh.metadata.redis_client import RedisClient, RedisConfig
@@ -84,3 +86,36 @@ async def test_a_senseless_answer_is_a_store_that_failed(name: str) -> None:
                 outcomes.append("failed")
     # A lease is yes or no, which any answer can be read as; a few more may look right.
     assert outcomes.count("failed") >= len(CALLS) - 5, dict(zip(CALLS, outcomes, strict=True))
+
+
+class _Sweeping:
+    """A client of a store that has a dead slot and says the same of every sweep."""
+
+    def __init__(self, answer: list[int]) -> None:
+        self._answer = answer
+        self.num_calls = 0
+
+    async def run(self, script: str, *_: object) -> object:
+        self.num_calls += 1
+        assert self.num_calls < 100, "a sweep without end"
+        return [b"1"] if script == scripts.DEAD_SLOTS else self._answer
+
+
+@pytest.mark.parametrize("answer", [[0, 0], [-1, 0], [-1, 1], [11, 0], [11, 1]])
+async def test_a_sweep_that_does_nothing_or_too_much_is_a_store_that_failed(
+    answer: list[int],
+) -> None:
+    client: Any = _Sweeping(answer)
+    with pytest.raises(StoreUnavailableError, match="senseless"):
+        await RedisMetadataStore(client, 1).sweep(10)
+    assert client.num_calls == 2
+
+
+async def test_a_sweep_ends_with_its_slots_and_its_blocks() -> None:
+    client: Any = _Sweeping([0, 1])
+    assert await RedisMetadataStore(client, 1).sweep(10) == 0
+    client = _Sweeping([3, 0])
+    with pytest.raises(StoreUnavailableError):  # the last time one may go, and three do
+        await RedisMetadataStore(client, 1).sweep(10)
+    client = _Sweeping([1, 0])
+    assert await RedisMetadataStore(client, 1).sweep(10) == 10

@@ -128,7 +128,10 @@ class RedisMetadataStore:
         return sorted(matches, key=lambda match: (-match.num_blocks, match.worker_id))
 
     async def sweep(self, max_blocks: int) -> int:
-        """See `MetadataStore.sweep`."""
+        """See `MetadataStore.sweep`.
+
+        Each answer ends a slot or removes a block: no store can keep it busy without end.
+        """
         removed = 0
         for slot in strings_of(await self._client.run(scripts.DEAD_SLOTS)):
             done = False
@@ -137,8 +140,10 @@ class RedisMetadataStore:
                 answer = await self._client.run(scripts.SWEEP, slot, count)
                 with understanding():
                     num_blocks, finished = answer
-                    removed += num_blocks
                     done = bool(finished)
+                    if not (0 if done else 1) <= num_blocks <= count:
+                        raise ValueError(f"{num_blocks} of at most {count} blocks swept")
+                    removed += num_blocks
         return removed
 
     async def statistics(self) -> StoreStatistics:
