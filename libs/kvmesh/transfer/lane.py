@@ -250,8 +250,7 @@ class Lane:
             self._room.clear()
             await self._room.wait()
         self._window.spend(num_bytes)
-        self._frames.watch.begin()
-        transfer_id = None
+        transfer_id, is_owed = None, False
         try:
             async with self._turn:
                 if self._cause is not None:
@@ -260,11 +259,15 @@ class Lane:
                 transfer_id = open_transfer()
                 answer = self._answers[transfer_id] = _Answer()
                 await send(transfer_id)
+            # Before, it may wait for a budget: that is not the peer's silence.
+            self._frames.watch.begin()
+            is_owed = True
             if num_bytes <= INLINE_BYTES and len(self._answers) == 1:
                 self._frames.read_soon()
             await self._settled(answer)
         finally:
-            self._frames.watch.end()
+            if is_owed:
+                self._frames.watch.end()
             self._window.give_back(num_bytes)
             self._room.set()
             if transfer_id is not None:

@@ -69,6 +69,7 @@ class LinkMeter:
         retransmits: TCP segments that were sent again, on the connections that are up.
         queued_bytes: asked for and not ended.
         arrived_bytes: of `queued_bytes`, those in their blocks already, as far as answers tell.
+        cut_off_bytes: of transfers that failed, those that were in their blocks by then.
         rtt_s: smallest smoothed round trip of the connections that are up; of answers, that of a
             question, in one layer, without its attention.
         pair_s: of answers: attention for each query token and token of the prefix, in all layers.
@@ -88,6 +89,7 @@ class LinkMeter:
     retransmits: int = 0
     queued_bytes: int = 0
     arrived_bytes: int = 0
+    cut_off_bytes: int = 0
     rtt_s: float = 0.0
     pair_s: float = 0.0
     _under_way: int = field(default=0, repr=False)
@@ -160,11 +162,13 @@ class LinkMeters:
 
     @property
     def bytes(self) -> int:
-        """KV bytes of all links since start, dropped ones included, and what has arrived of
-        transfers that are under way: on a slow link one takes seconds.
+        """KV bytes of all links since start, dropped ones included. Never falls: what has arrived
+        of transfers that are under way counts, on a slow link one takes seconds, and goes on to
+        when they fail.
         """
-        links = self._links.values()
-        return self._dropped_bytes + sum(meter.bytes + meter.arrived_bytes for meter in links)
+        return self._dropped_bytes + sum(
+            _carried(meter) + meter.arrived_bytes for meter in self._links.values()
+        )
 
     def _drop_gone(self) -> None:
         surplus = len(self._links) + 1 - MAX_LINKS
@@ -172,8 +176,12 @@ class LinkMeters:
         for number, (key, meter) in enumerate(list(self._links.items())):
             is_gone = number < surplus if here is None else key.peer not in here
             if is_gone and meter.is_idle:
-                self._dropped_bytes += meter.bytes
+                self._dropped_bytes += _carried(meter)
                 del self._links[key]
+
+
+def _carried(meter: LinkMeter) -> int:
+    return meter.bytes + meter.cut_off_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -197,15 +197,19 @@ class TcpChannel:
         watches = [self._pace] if self._egress is None else [self._pace, self._egress]
         for watch in watches:
             watch.begin(progress.rest)
+        is_whole = False
         try:
             if total <= INLINE_BYTES:
                 await carry(pieces[0])
             else:
                 await carry_all(pieces, carry, self._options.lanes * _DEPTH)
+            is_whole = True
         finally:
             for watch in watches:
                 watch.end(progress.rest)
-            self._meter.arrived_bytes -= total - progress.rest.num_bytes
+            arrived = total - progress.rest.num_bytes
+            self._meter.arrived_bytes -= arrived
+            self._meter.cut_off_bytes += 0 if is_whole else arrived
 
     async def commit(self, reservation: Reservation, first_token_id: int, num_tokens: int) -> None:
         """See `SendChannel.commit`. Asked once more when its connection is cut."""

@@ -114,7 +114,6 @@ class WaitingSocket:
             self._held_back_s = self.held_back_s
             self._paused = None
         self._raise_if_cut()
-        self.watch.progress()  # a budget is not the peer's silence
 
     async def _writable(self) -> None:
         fd = self.wire.fileno()
