@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from kvmesh.core.errors import AuthenticationError, ConfigError
+from kvmesh.core.text_files import UNREADABLE, why_unreadable
 from kvmesh.core.types import Refusal, RefusalReason
 from kvmesh.metadata.store import StoreUnavailableError
 from kvmesh.metadata.tenant_store import FileTenantStore, RedisTenantStore, TenantStore
@@ -97,10 +98,10 @@ def load_keys(config: AccessConfig, defaults: TenantLimits | None = None) -> Key
     keys = [key.strip() for key in config.api_keys.split(",") if key.strip()]
     if config.api_keys_file:
         try:
-            lines = Path(config.api_keys_file).read_text().splitlines()
-        except OSError as error:
+            lines = Path(config.api_keys_file).read_text(encoding="utf-8").splitlines()
+        except UNREADABLE as error:
             raise ConfigError(
-                f"access.api_keys_file {config.api_keys_file}: {error.strerror}"
+                f"access.api_keys_file {config.api_keys_file}: {why_unreadable(error)}"
             ) from error
         from_file = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
         if not from_file:

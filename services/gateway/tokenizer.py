@@ -23,6 +23,7 @@ import tokenizers
 from jinja2.runtime import new_context
 
 from kvmesh.core.errors import CheckpointError, InvalidRequestError
+from kvmesh.core.text_files import UNREADABLE, why_unreadable
 from services.gateway.reasoning import ReasoningFamily, reasoning_named
 from services.gateway.tool_parsers import ToolFamily, family_named
 from services.gateway.word_encoder import word_encoder
@@ -258,7 +259,7 @@ def load_tokenizer(
     generation = _read_json(folder / "generation_config.json") if use_generation_config else {}
     template_file = folder / "chat_template.jinja"
     source = (
-        template_file.read_text()
+        _read_template(template_file)
         if template_file.is_file()
         else _template_text(settings.get("chat_template"))
     )
@@ -311,6 +312,13 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: a JSON object is expected")
     return content
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UNREADABLE as error:
+        raise CheckpointError(f"{path}: {why_unreadable(error)}") from error
 
 
 def _template_text(value: Any) -> str:

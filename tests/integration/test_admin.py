@@ -197,6 +197,9 @@ def test_the_token_can_come_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "token"
     with pytest.raises(ConfigError, match="No such file"):
         AdminPort(AdminConfig(token_file=str(file)))
+    file.write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        AdminPort(AdminConfig(token_file=str(file)))
     file.write_text("")
     with pytest.raises(ConfigError, match="at least 16"):
         AdminPort(AdminConfig(token_file=str(file)))

@@ -22,6 +22,7 @@ from kvmesh.cli.https import add_ca_flag, ca_hint, trust
 from kvmesh.cli.screen import terminal
 from kvmesh.cli.stack_state import add_state_flag, local_stack
 from kvmesh.core.errors import KvMeshError
+from kvmesh.core.text_files import UNREADABLE, why_unreadable
 
 _NO_TOKEN = 401
 _NAME_CHARS = 12
@@ -73,9 +74,9 @@ def main(argv: Sequence[str]) -> int:
         parser.error("--admin-url must be http://HOST:PORT")
     try:
         path = arguments.admin_token_file
-        token = Path(path).read_text().strip() if path else ""
-    except OSError as error:
-        parser.error(f"{error.filename}: {error.strerror}")
+        token = Path(path).read_text(encoding="utf-8").strip() if path else ""
+    except UNREADABLE as error:
+        parser.error(f"{path}: {why_unreadable(error)}")
     view = fetch_view(url, token, arguments.timeout, trust(arguments.tls_ca))
     if arguments.json:
         sys.stdout.write(json.dumps(view, indent=2) + "\n")

@@ -25,6 +25,7 @@ from typing import Any, NoReturn, TypeVar
 
 from kvmesh.core.errors import ConfigError
 from kvmesh.core.shared_sections import SHARED_OPTIONS
+from kvmesh.core.text_files import UNREADABLE, why_unreadable
 
 ConfigT = TypeVar("ConfigT")
 
@@ -221,9 +222,9 @@ def _check_environment(options: Sequence[Option], environ: Mapping[str, str]) ->
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except UNREADABLE as error:
+        raise ConfigError(f"{path}: cannot be read: {why_unreadable(error)}") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
 

@@ -25,6 +25,7 @@ from aiohttp import web
 
 from kvmesh.core.config import option, secret
 from kvmesh.core.errors import ConfigError
+from kvmesh.core.text_files import UNREADABLE, why_unreadable
 from kvmesh.rpc.channels import TlsConfig
 from kvmesh.rpc.tls import server_context
 from kvmesh.rpc.tls_port import TlsPort
@@ -261,10 +262,10 @@ def _token_digest(config: AdminConfig) -> bytes:
     token = config.token
     if config.token_file:
         try:
-            token = Path(config.token_file).read_text().strip()
-        except OSError as error:
+            token = Path(config.token_file).read_text(encoding="utf-8").strip()
+        except UNREADABLE as error:
             raise ConfigError(
-                f"server.admin.token_file {config.token_file}: {error.strerror}"
+                f"server.admin.token_file {config.token_file}: {why_unreadable(error)}"
             ) from error
     elif not token:
         return b""

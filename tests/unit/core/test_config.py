@@ -74,6 +74,13 @@ def test_missing_file_is_a_clear_error(tmp_path: Path) -> None:
         load_config(Outer, ["--config", str(tmp_path / "none.toml")], environ={})
 
 
+def test_a_file_that_is_no_text_is_a_clear_error(tmp_path: Path) -> None:
+    latin = tmp_path / "latin.toml"
+    latin.write_bytes(b"# \xe9\n")
+    with pytest.raises(ConfigError, match=r"latin\.toml: cannot be read: not UTF-8 at byte 2"):
+        load_config(Outer, ["--config", str(latin)], environ={})
+
+
 def test_printed_config_hides_secrets() -> None:
     text = format_config(Outer(inner=Inner(api_key="hunter2")))
     assert "inner.api_key = ***" in text

@@ -59,6 +59,9 @@ def test_key_file_must_be_there_and_hold_a_key(tmp_path: Path) -> None:
     empty.write_text("# nothing\n")
     with pytest.raises(ConfigError, match="holds no key"):
         load_keys(AccessConfig(api_keys_file=str(empty)))
+    empty.write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        load_keys(AccessConfig(api_keys_file=str(empty)))
 
 
 DIRECTORY = (

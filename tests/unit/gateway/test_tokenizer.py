@@ -210,10 +210,12 @@ def test_a_template_reaches_nothing_and_what_fails_in_it_is_the_callers_error(so
         ("tokenizer_config.json", "[]"),
         ("tokenizer_config.json", "[" * 100_000),
         ("config.json", "\0"),
+        ("config.json", "\udcff"),  # a byte that is no UTF-8
+        ("chat_template.jinja", "\udcff"),
     ],
 )
 def test_files_that_are_none_are_named(name: str, text: str, tmp_path: Path) -> None:
     write_model(tmp_path)
-    (tmp_path / name).write_text(text)
+    (tmp_path / name).write_text(text, errors="surrogateescape")
     with pytest.raises(CheckpointError, match=name):
         load_tokenizer(tmp_path)
