@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 import random
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvmesh.core.details import FleetWorker, WorkerDetail
 from kvmesh.core.types import (
@@ -17,6 +18,7 @@ from kvmesh.core.types import (
     PrefixMatch,
     Refusal,
     RefusalReason,
+    RequestId,
     Role,
     RoutePlan,
     RouteQuery,
@@ -79,10 +81,25 @@ class _Member:
     prefill_routes: deque[float] = field(default_factory=deque)
     decode_routes: deque[float] = field(default_factory=deque)
 
+    def forget_route(self, routed: _Routed) -> None:
+        """Unless a report overtook it, or this is another life of the worker."""
+        if routed.prefill == self.info.worker_id and routed.at in self.prefill_routes:
+            self.prefill_routes.remove(routed.at)
+        if routed.decode == self.info.worker_id and routed.at in self.decode_routes:
+            self.decode_routes.remove(routed.at)
+
     def forget_routes_before(self, moment: float) -> None:
         for routes in (self.prefill_routes, self.decode_routes):
             while routes and routes[0] <= moment:
                 routes.popleft()
+
+
+class _Routed(NamedTuple):
+    """Where a request was sent, and when."""
+
+    at: float
+    prefill: WorkerId
+    decode: WorkerId
 
 
 class Fleet:
@@ -102,7 +119,7 @@ class Fleet:
         self._members: dict[WorkerId, _Member] = {}
         # Its numbers order workers of equal load; any fixed start will do.
         self._index = FleetIndex(random.Random(0), by_tokens=by_tokens)
-        self._routed: deque[tuple[float, WorkerId]] = deque()
+        self._routed: OrderedDict[RequestId, _Routed] = OrderedDict()  # oldest first
         self._roles = dict.fromkeys(Role, 0)
         self._fingerprints: dict[str, set[str]] = {}
         self._last_session = _RESTORED
@@ -181,16 +198,28 @@ class Fleet:
             self._remove(name)
         return lost
 
-    def note_route(self, plan: RoutePlan, now: float) -> None:
+    def note_route(self, request_id: RequestId, plan: RoutePlan, now: float) -> None:
         """Counts a plan as load of its first candidates until they report it themselves."""
+        self.withdraw(request_id)
         self._num_routes += 1
         prefill = plan.prefill[0].worker_id
         decode = prefill if plan.placement is Placement.AGGREGATED else plan.decode[0].worker_id
         self._members[prefill].prefill_routes.append(now)
         self._members[decode].decode_routes.append(now)
+        self._routed[request_id] = _Routed(now, prefill, decode)
         for name in dict.fromkeys((prefill, decode)):
-            self._routed.append((now, name))
             self._index.update(_view_of(self._members[name]))
+
+    def withdraw(self, request_id: RequestId) -> None:
+        """Its last plan counts no more: it asks again, and goes somewhere else."""
+        routed = self._routed.pop(request_id, None)
+        if routed is None:
+            return
+        for name in dict.fromkeys((routed.prefill, routed.decode)):
+            member = self._members.get(name)
+            if member is not None:
+                member.forget_route(routed)
+                self._index.update(_view_of(member))
 
     def view(self, now: float) -> FleetView:
         """All members, as a decision at `now` reads them."""
@@ -253,12 +282,11 @@ class Fleet:
 
     def _land_routes(self, now: float) -> None:
         """Ends the routes that no report overtook in time."""
-        while self._routed and self._routed[0][0] <= now - IN_FLIGHT_S:
-            _, name = self._routed.popleft()
-            member = self._members.get(name)
-            if member is not None:
-                member.forget_routes_before(now - IN_FLIGHT_S)
-                self._index.update(_view_of(member))
+        while self._routed:
+            request_id, routed = next(iter(self._routed.items()))
+            if routed.at > now - IN_FLIGHT_S:
+                return
+            self.withdraw(request_id)
 
     def _remove(self, worker_id: WorkerId) -> None:
         self._roles[self._members.pop(worker_id).info.role] -= 1

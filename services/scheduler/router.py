@@ -119,6 +119,7 @@ class Router:
         started = time.perf_counter()
         if query.placement is Placement.AUTO is not self._settings.placement:
             query = changed(query, placement=self._settings.placement)
+        self._fleet.withdraw(query.request_id)  # it asks again: its last plan came to nothing
         with start_span("scheduler.route", traceparent, request_id=query.request_id) as span:
             outcome = await self._outcome(query)
             plan = outcome if isinstance(outcome, RoutePlan) else None
@@ -232,7 +233,7 @@ class Router:
         describe = partial(describe_decision, ask.view, ask.query, decision, route, offload)
         self._decisions.add(ask.query.request_id, describe)
         if isinstance(decision.route, RoutePlan):
-            self._fleet.note_route(decision.route, now)
+            self._fleet.note_route(ask.query.request_id, decision.route, now)
             if ask.matches:
                 self._reads.note(decision.route, _block_size(ask.view, decision.route))
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import itertools
 import random
+from typing import Any
 
 import pytest
 
@@ -8,6 +10,7 @@ from kvmesh.core.types import (
     Placement,
     Refusal,
     RefusalReason,
+    RequestId,
     Role,
     RoutePlan,
     WorkerId,
@@ -39,11 +42,19 @@ def in_flight(fleet: Fleet, now: float) -> dict[str, tuple[int, int]]:
     }
 
 
-def route(fleet: Fleet, now: float, placement: Placement = Placement.AUTO) -> None:
-    asked = query(placement=placement)
-    plan = plan_route(fleet.view(now), asked, None, now, random.Random(0))
+_numbers = itertools.count()
+
+
+def route(
+    fleet: Fleet, now: float, placement: Placement = Placement.AUTO, name: str = "", **asked: Any
+) -> RoutePlan:
+    """Routes a request, another one without a name."""
+    name = name or f"r{next(_numbers)}"
+    wanted = query(placement=placement, request_id=RequestId(name), **asked)
+    plan = plan_route(fleet.view(now), wanted, None, now, random.Random(0))
     assert isinstance(plan, RoutePlan)
-    fleet.note_route(plan, now)
+    fleet.note_route(wanted.request_id, plan, now)
+    return plan
 
 
 class TestMembership:
@@ -147,6 +158,43 @@ class TestInFlight:
         route(fleet, 10.0 + SETTLE_S)
         fleet.report(member, WorkerLoad(prefill_active=1), 10.0 + 1.5 * SETTLE_S)
         assert in_flight(fleet, 10.0 + 1.5 * SETTLE_S) == {"h": (1, 1)}
+
+    def test_who_asks_again_counts_where_it_is_sent_now(self, fleet: Fleet) -> None:
+        for name in ("p1", "p2"):
+            join(fleet, worker_info(name))
+        join(fleet, worker_info("d", Role.DECODE))
+        refusing = route(fleet, 10.0, name="again").prefill[0].worker_id
+        route(fleet, 10.1, name="other", avoid=[refusing])
+        plan = route(fleet, 10.2, name="again", avoid=[refusing])
+        taken = plan.prefill[0].worker_id
+        assert in_flight(fleet, 10.2) == {refusing: (0, 0), taken: (2, 0), "d": (0, 2)}
+        # Each for its time.
+        assert in_flight(fleet, 10.1 + IN_FLIGHT_S) == {
+            refusing: (0, 0),
+            taken: (1, 0),
+            "d": (0, 1),
+        }
+        assert in_flight(fleet, 10.2 + IN_FLIGHT_S) == {
+            refusing: (0, 0),
+            taken: (0, 0),
+            "d": (0, 0),
+        }
+
+    def test_what_a_report_took_over_is_not_taken_back(self, fleet: Fleet) -> None:
+        member = join(fleet, worker_info("h", Role.HYBRID))
+        route(fleet, 10.0, name="again")
+        fleet.report(member, WorkerLoad(prefill_active=1), 10.0 + 2 * SETTLE_S)
+        route(fleet, 10.0 + 2 * SETTLE_S, name="other")
+        fleet.withdraw(RequestId("again"))
+        assert in_flight(fleet, 10.0 + 2 * SETTLE_S) == {"h": (1, 1)}
+
+    def test_who_was_sent_to_a_worker_that_left_may_ask_again(self, fleet: Fleet) -> None:
+        member = join(fleet, worker_info("h", Role.HYBRID))
+        route(fleet, 10.0, name="again")
+        fleet.leave(member)
+        join(fleet, worker_info("h", Role.HYBRID, incarnation=2))
+        route(fleet, 10.0, name="again")
+        assert in_flight(fleet, 10.0) == {"h": (1, 1)}
 
     def test_equal_workers_share_a_burst(self, fleet: Fleet) -> None:
         for name in ("p1", "p2", "p3"):

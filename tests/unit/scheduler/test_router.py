@@ -223,6 +223,16 @@ async def test_a_thousand_workers_cost_a_route_little_more_than_forty() -> None:
     assert many < 0.05
 
 
+async def test_who_asks_again_is_no_load_of_its_own_and_counts_once() -> None:
+    parts = Parts(fleet_of(worker_info("h1", Role.HYBRID), worker_info("h2", Role.HYBRID)))
+    for _ in range(3):
+        assert isinstance(await parts.router.route(query(), ""), RoutePlan)
+        counted = [each.prefill_in_flight for each in parts.fleet.view(0.0).workers]
+        assert sum(counted) == 1
+    assert isinstance(await parts.router.route(query(10**9), ""), Refusal)
+    assert not any(each.prefill_in_flight for each in parts.fleet.view(0.0).workers)
+
+
 class SlowPrefixes:
     """Answers when all who are expected have asked."""
 
