@@ -2,7 +2,6 @@
 
 Stands between a connection and aiohttp: counts connections, in all and per address; cuts one whose
 first request line and headers do not come in time, or that does not take what is sent to it.
-(Later headers on the same connection fall under aiohttp's idle limit.)
 Tests: tests/integration/test_http_guard.py.
 """
 
@@ -12,12 +11,11 @@ import asyncio
 import socket
 from collections import Counter
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import Protocol
 
+from kvmesh.runtime.timed_connection import TimedConnection, abort
 from services.gateway.config import HttpConfig
 from services.gateway.metrics import GatewayMetrics
-
-_END_OF_HEADERS = b"\r\n\r\n"
 
 
 class Factory(Protocol):
@@ -90,8 +88,8 @@ class ConnectionGuard:
         self._metrics.connections_cut.labels(reason).inc()
 
 
-class _Guarded(asyncio.Protocol):
-    """One connection; everything goes on to `inner`."""
+class _Guarded(TimedConnection):
+    """One connection; one that must not come in is cut, and nothing of it goes on to `inner`."""
 
     def __init__(
         self,
@@ -101,14 +99,11 @@ class _Guarded(asyncio.Protocol):
         counted: str | None = None,
     ) -> None:
         """`counted` is the address of one that has come in already."""
+        super().__init__(inner, config.header_timeout_s)
         self._guard = guard
         self._counted = counted
-        self._inner = inner
-        self._config = config
+        self._stall_timeout_s = config.stall_timeout_s
         self._address: str | None = None  # None: not let in
-        self._timer: asyncio.TimerHandle | None = None
-        self._transport: asyncio.BaseTransport | None = None
-        self._tail = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         address = self._counted
@@ -116,58 +111,31 @@ class _Guarded(asyncio.Protocol):
             peer = transport.get_extra_info("peername")
             address = str(peer[0]) if isinstance(peer, tuple) else ""
             if not self._guard.enter(address):
-                _abort(transport)
+                abort(transport)
                 return
-        self._address, self._transport = address, transport
-        _limit_stalls(transport, self._config.stall_timeout_s)
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(self._config.header_timeout_s, self._too_slow)
-        self._inner.connection_made(transport)
+        self._address = address
+        _limit_stalls(transport, self._stall_timeout_s)
+        super().connection_made(transport)
 
     def never_made(self) -> None:
         if self._address is None and self._counted is not None:
             self._guard.leave(self._counted)
 
     def data_received(self, data: bytes) -> None:
-        if self._address is None:
-            return
-        if self._timer is not None:
-            seen = self._tail + data
-            self._tail = seen[-(len(_END_OF_HEADERS) - 1) :]
-            if _END_OF_HEADERS in seen:
-                self._stop_timer()
-        self._inner.data_received(data)
+        if self._address is not None:
+            super().data_received(data)
 
     def eof_received(self) -> bool | None:
-        return None if self._address is None else self._inner.eof_received()
+        return None if self._address is None else super().eof_received()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_timer()
         if self._address is not None:
             self._guard.leave(self._address)
-            self._inner.connection_lost(exc)
+            super().connection_lost(exc)
 
-    def pause_writing(self) -> None:
-        self._inner.pause_writing()
-
-    def resume_writing(self) -> None:
-        self._inner.resume_writing()
-
-    def _too_slow(self) -> None:
-        self._timer = None
+    def _too_slow(self, transport: asyncio.BaseTransport) -> None:
         self._guard.cut("slow_headers")
-        assert self._transport is not None, "let in"
-        _abort(self._transport)
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = None
-
-
-def _abort(transport: asyncio.BaseTransport) -> None:
-    # Those of uvloop have all of a transport's methods, but not its type.
-    cast("asyncio.Transport", transport).abort()
+        super()._too_slow(transport)
 
 
 def _limit_stalls(transport: asyncio.BaseTransport, timeout_s: float) -> None:

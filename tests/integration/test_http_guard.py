@@ -182,7 +182,8 @@ async def test_connections_are_bounded_in_all(tmp_path: Path) -> None:
         writer.close()
 
 
-async def test_a_client_that_takes_nothing_is_cut() -> None:
+@pytest.mark.parametrize("takes", [0, 1500])
+async def test_a_client_that_takes_hardly_anything_is_cut(takes: int) -> None:
     loop = asyncio.get_running_loop()
     lost: asyncio.Future[BaseException | None] = loop.create_future()
 
@@ -196,11 +197,15 @@ async def test_a_client_that_takes_nothing_is_cut() -> None:
         def connection_lost(self, exc: Exception | None) -> None:
             lost.set_result(exc)
 
-    guard = ConnectionGuard(HttpConfig(stall_timeout_s=0.5), GatewayMetrics("m"))
+    guard = ConnectionGuard(HttpConfig(stall_timeout_s=1.0), GatewayMetrics("m"))
     server = await loop.create_server(guard.wrap(Sender), "127.0.0.1", 0)
     with socket.socket() as client:
         client.setblocking(False)
         await loop.sock_connect(client, server.sockets[0].getsockname())
+        while not lost.done():
+            with contextlib.suppress(BlockingIOError, ConnectionError):
+                client.recv(takes)  # less room than a segment is no progress
+            await asyncio.sleep(0.3)
         assert isinstance(await lost, (TimeoutError, ConnectionError))
         assert guard.num_open == 0
     server.close()

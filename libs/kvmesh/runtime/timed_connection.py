@@ -1,0 +1,74 @@
+"""A connection of an HTTP port whose first request line and headers must come in time.
+
+Stands between the connection and whoever serves it. (Later headers on the same connection fall
+under the server's idle limit.) Tests: tests/integration/test_admin_guard.py,
+tests/integration/test_http_guard.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+_END_OF_HEADERS = b"\r\n\r\n"
+
+
+class TimedConnection(asyncio.Protocol):
+    """One connection; everything goes on to `inner`.
+
+    Args:
+        header_timeout_s: from when it stands; then it is cut.
+    """
+
+    def __init__(self, inner: asyncio.Protocol, header_timeout_s: float) -> None:
+        self._inner = inner
+        self._header_timeout_s = header_timeout_s
+        self._timer: asyncio.TimerHandle | None = None
+        self._tail = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See asyncio.Protocol."""
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(self._header_timeout_s, self._too_slow, transport)
+        self._inner.connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio.Protocol."""
+        if self._timer is not None:
+            seen = self._tail + data
+            self._tail = seen[-(len(_END_OF_HEADERS) - 1) :]
+            if _END_OF_HEADERS in seen:
+                self._stop_timer()
+        self._inner.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        """See asyncio.Protocol."""
+        return self._inner.eof_received()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio.Protocol."""
+        self._stop_timer()
+        self._inner.connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """See asyncio.Protocol."""
+        self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        """See asyncio.Protocol."""
+        self._inner.resume_writing()
+
+    def _too_slow(self, transport: asyncio.BaseTransport) -> None:
+        self._timer = None
+        abort(transport)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None
+
+
+def abort(transport: asyncio.BaseTransport) -> None:
+    """Ends a connection now."""
+    # Those of uvloop have all of a transport's methods, but not its type.
+    cast("asyncio.Transport", transport).abort()
