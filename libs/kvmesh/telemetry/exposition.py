@@ -1,7 +1,7 @@
 """Metrics as text, also those of a service that runs as several processes.
 
 Such processes share a folder: each writes its values there, and any of them can tell the sums.
-Tests: tests/unit/telemetry/test_exposition.py.
+Tests: tests/integration/test_exposition.py.
 """
 
 from __future__ import annotations
