@@ -49,7 +49,9 @@ async def test_a_sender_without_a_descriptor_loses_the_transfer_and_the_next_one
         assert pair.sent.queued_bytes == 0
 
 
-async def test_a_receiver_without_a_descriptor_takes_the_connection_later() -> None:
+async def test_a_receiver_without_a_descriptor_takes_the_connection_later(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with running_pair(SendOptions(kinds=("tcp",))) as pair:
         await pair.pool.put(pair.reservation, whole(1))  # all that is opened once is open
         endpoint = pair.reservation.data_endpoint
@@ -59,8 +61,8 @@ async def test_a_receiver_without_a_descriptor_takes_the_connection_later() -> N
             with no_descriptor_left():
                 with contextlib.suppress(BlockingIOError):
                     client.connect((endpoint.host, endpoint.port))
-                for _ in range(10):
-                    await asyncio.sleep(0)
+                await until(lambda: caplog.messages == ["data_accept_failed"])
+            assert len(pair.server._serving) == 1
             await pair.pool.put(pair.reservation, whole(2, 1))
             assert pair.target.content(1, 2) == pair.source.read_view(1, 2)
             await until(lambda: len(pair.server._serving) == 2)
