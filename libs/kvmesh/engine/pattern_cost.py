@@ -3,6 +3,10 @@
 llguidance asks whether any text follows all of them, in time and memory that double with every
 pattern, and its own limits do not count that: 20 took 13 s and 250 MiB. The patterns that
 `patternProperties` gives to names are compared in pairs, each in full.
+What is counted is at least what meets. Parts of an `allOf` are added up wherever in them patterns
+lie, so one that refers to itself grows in each round: in a document with more than `MAX_MEETING`
+patterns it may be refused though few of them meet. To be exact, sets of schemas that hold together
+would have to be followed, and alternatives multiply those.
 Pure. Tests: tests/unit/engine/test_pattern_cost.py.
 """
 

@@ -133,6 +133,10 @@ def _weigh(state: LoadState, queues: Queues, slots: int, weights: Weights) -> fl
 class ScoreWindow:
     """Means of a worker's scores over the last seconds, so that a burst does not count as a trend.
 
+    The first sample of a worker stands alone: nothing else is known of it, and to wait would leave
+    a fleet that starts full as it is. A burst that it hits costs one turn of help, which ends after
+    `SwitchLimits.min_cycles` when it was a mistake.
+
     Args:
         window_s: samples older than this are dropped.
     """

@@ -41,7 +41,8 @@ SETTLE_WINDOWS = 1
 HOLD_WINDOWS = 8
 """So long a change is taken back only if times are worse than those that it was made for. Compared
 with what is usual, the times just after it always seem to ask for the way back: the role that gave
-has more to do, and the other one less."""
+has more to do, and the other one less. Counted are windows with enough requests: a time without any
+says nothing of the change, however long it is."""
 
 MAX_HOLD_WINDOWS = 64
 """Each change that takes one back doubles the hold, up to this: where both ratios are wrong at

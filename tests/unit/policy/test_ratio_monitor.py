@@ -118,6 +118,17 @@ def test_after_relief_the_way_back_is_held() -> None:
     assert set(held) <= {RatioReason.HOLD, RatioReason.STEADY, RatioReason.UNCLEAR}
 
 
+def test_a_time_without_requests_shortens_no_hold() -> None:
+    monitor = RatioMonitor()
+    window(monitor, 1.0, 1.0)
+    assert reason(window(monitor, 1.0, 1.0, (3.0, 0.0))) is RatioReason.PREFILL_GREW
+    assert reason(window(monitor, 1.0, 1.4, (1.0, 0.0))) is RatioReason.SETTLING
+    for _ in range(2 * HOLD_WINDOWS):
+        monitor.observe(StageCounts(Waiting(0.0, 0.0), 0.0, 0.0), 0, 15.0)
+        assert ended(monitor, (4, 4)) is None
+    assert reason(window(monitor, 1.0, 1.6)) is RatioReason.HOLD
+
+
 def test_a_change_that_made_it_worse_is_taken_back_and_held_twice_as_long() -> None:
     monitor = RatioMonitor()
     assert reason(window(monitor, 1.0, 1.0, (1.0, 0.0))) is RatioReason.PREFILL_GREW
