@@ -32,8 +32,8 @@ from tests.unit.kernels.no_device import device
 from tests.unit.kernels.step_configs import CONFIGS
 
 POOL_BYTES = 120 << 30
-# Other releases of Triton put up to so many bytes of a thread into memory (test-triton).
-MOST_STACK_BYTES = 0 if triton.__version__.startswith("3.6.") else 512
+# Of a thread, that do not fit in its registers, by release of Triton; none under 3.6.
+MOST_STACK_BYTES = {"3.7": 8, "3.8": 272, "3.9": 40}.get(triton.__version__.rpartition(".")[0], 0)
 MAX_BATCH = 64
 PARAMS = (
     SamplingParams(temperature=0.0),
