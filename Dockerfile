@@ -61,6 +61,8 @@ COPY services/__init__.py services/__init__.py
 # C++ libraries, built for the CPU of this machine. On another kind of CPU a worker builds its own,
 # or goes on without where its file system cannot be written.
 RUN HOME=/app python -m kvmesh.kernels.prebuild && chown --recursive 10001:10001 /app/.cache
+# On a device kernels are compiled at run time, when /tmp alone can be written.
+ENV TRITON_CACHE_DIR=/tmp/triton
 
 FROM worker AS prefill
 COPY services/prefill services/prefill

@@ -95,3 +95,12 @@ def test_the_build_context_holds_what_is_copied_and_exists() -> None:
     assert "*" in rules
     assert copied == allowed
     assert all((ROOT / name).exists() for name in copied)
+
+
+@pytest.mark.parametrize("name", ["prefill", "decode"])
+def test_kernels_are_compiled_where_a_container_can_write(name: str) -> None:
+    [folder] = [text for text in stage(name).values("ENV") if text.startswith("TRITON_CACHE_DIR=")]
+    assert folder == "TRITON_CACHE_DIR=/tmp/triton"
+    writable = [service["tmpfs"] for service in kvmesh_services().values() if service["read_only"]]
+    assert writable
+    assert all(folders == ["/tmp"] for folders in writable)
