@@ -6,6 +6,7 @@ Tests: tests/unit/cli/test_main.py.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -40,6 +41,9 @@ EXTRAS = {"plan": "sim", "simulate": "sim"}
 USAGE_ERROR = 2
 INTERRUPTED = 130
 """Ctrl-C, as shells say it."""
+
+NOBODY_READS = 141
+"""The output's reader has left (SIGPIPE), as shells say it."""
 
 
 def _overview() -> str:
@@ -100,8 +104,19 @@ def _run(name: str, rest: Sequence[str]) -> int:
         return USAGE_ERROR
     try:
         code: int = command.main(rest)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Who read it has left, as `head` does. What is left of it is for nobody, and the
+        # interpreter would complain when it closes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return NOBODY_READS
     except KvMeshError as error:
         print(f"kvmesh {name}: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"kvmesh {name}: {error.filename}: {error.strerror}", file=sys.stderr)
         return 1
     return code
 

@@ -29,6 +29,7 @@ PUBLIC = "public"
 
 _CA = "ca"
 _SERVICE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_HOST = re.compile(r"[\w.*:-]+")
 _MAX_DAYS = 36_500
 
 _SKEW = datetime.timedelta(minutes=5)
@@ -166,8 +167,11 @@ def host_list(raw: str) -> tuple[str, ...]:
     hosts = tuple(each.strip() for each in raw.split(",") if each.strip())
     if not hosts:
         raise argparse.ArgumentTypeError("it names nobody; name the hosts that peers connect to")
-    if other := [each for each in hosts if not each.isascii()]:
-        raise argparse.ArgumentTypeError(f"{other[0]!r} is not in its ASCII form (xn--...)")
+    for each in hosts:
+        if not each.isascii():
+            raise argparse.ArgumentTypeError(f"{each!r} is not in its ASCII form (xn--...)")
+        if not _HOST.fullmatch(each):
+            raise argparse.ArgumentTypeError(f"{each!r} is neither a name nor an address")
     return hosts
 
 

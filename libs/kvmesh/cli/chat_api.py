@@ -17,6 +17,7 @@ from kvmesh.cli.stack_state import no_gateway
 from kvmesh.core.errors import KvMeshError
 
 _DATA = b"data: "
+_NO_KEY = 401
 
 
 class ChatError(KvMeshError):
@@ -161,7 +162,8 @@ async def _check(response: aiohttp.ClientResponse) -> None:
         message = str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):
         message = body.strip()[:200]
-    raise ChatError(f"{response.status}: {message}")
+    hint = "; give it one of its keys in KVMESH_API_KEY" if response.status == _NO_KEY else ""
+    raise ChatError(f"{response.status}: {message}{hint}")
 
 
 async def _events(lines: AsyncIterable[bytes]) -> AsyncIterator[dict[str, Any]]:

@@ -15,6 +15,7 @@ from pathlib import Path
 import grpc
 
 from kvmesh.cli.flags import add_flag, new_parser, positive
+from kvmesh.cli.https import trust
 
 SERVING = "SERVING"
 _ADDRESS = re.compile(r"\S+:\d{1,5}")
@@ -84,6 +85,8 @@ def main(argv: Sequence[str]) -> int:
     if not arguments.target.startswith("unix:") and not _ADDRESS.fullmatch(arguments.target):
         parser.error(f"{arguments.target!r} is not HOST:PORT, such as 127.0.0.1:7001")
     tls = HealthTls(arguments.tls_ca, arguments.tls_cert, arguments.tls_key)
+    if tls.ca:
+        trust(tls.ca)  # says what is wrong with the file; gRPC only that nobody answers
     try:
         state = check_health(arguments.target, arguments.timeout, tls)
     except OSError as error:

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from kvmesh.cli.flags import add_flag, new_parser
 from kvmesh.cli.screen import terminal
-from kvmesh.core.config import environment
+from kvmesh.core.config import environment, without_password
 from kvmesh.metadata.redis_client import RedisClient, RedisConfig
 from kvmesh.metadata.store import StoreUnavailableError
 from kvmesh.metadata.tenant_store import FileTenantStore, RedisTenantStore, TenantStore
@@ -152,7 +152,8 @@ def _show(directory: Directory) -> None:
 async def _run(arguments: argparse.Namespace) -> None:
     store = _open(arguments)
     limited = _limited(arguments)
-    place = "the directory in Redis" if arguments.redis_url else arguments.tenants_file
+    redis = f"the directory in Redis (--redis-url {without_password(arguments.redis_url)})"
+    place = redis if arguments.redis_url else arguments.tenants_file
     try:
         match arguments.action:
             case "list":
@@ -174,6 +175,8 @@ async def _run(arguments: argparse.Namespace) -> None:
                 print(key)
     except DirectoryError as error:
         raise DirectoryError(f"{place}: {error}") from error
+    except StoreUnavailableError as error:
+        raise StoreUnavailableError(f"{place} cannot be reached: {error}") from error
     finally:
         await store.close()
 

@@ -103,7 +103,10 @@ def fetch_view(
         NoViewError: nobody answers there, or not what is asked for.
     """
     headers = {"Authorization": f"Bearer {token}"} if token else {}
-    request = urllib.request.Request(f"{url.rstrip('/')}/debug/segments", headers=headers)
+    try:
+        request = urllib.request.Request(f"{url.rstrip('/')}/debug/segments", headers=headers)
+    except ValueError as error:
+        raise NoViewError(f"{url} is no URL: {error}; it is http://HOST:PORT") from error
     https = urllib.request.HTTPSHandler(context=tls)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), https)
     try:

@@ -20,6 +20,7 @@ from kvmesh.core.details import FleetWorker
 from kvmesh.core.errors import KvMeshError
 from kvmesh.rpc.channels import TlsConfig, open_channel
 from kvmesh.rpc.fleet import FleetWatch
+from kvmesh.rpc.tls import client_context
 from kvmesh.v1.scheduler_service_pb2 import OrderWorkerRequest
 from kvmesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 
@@ -58,11 +59,17 @@ def add_scheduler_flags(parser: argparse.ArgumentParser, timeout_s: float) -> No
 
 
 def scheduler_access(arguments: argparse.Namespace) -> SchedulerAccess:
-    """Reads the flags."""
+    """Reads the flags.
+
+    Raises:
+        ConfigError: a file of TLS cannot be used.
+    """
     named = [each.strip() for each in arguments.scheduler.split(",") if each.strip()]
+    tls = TlsConfig(arguments.tls_cert, arguments.tls_key, arguments.tls_ca)
+    client_context(tls, "--tls")  # says which file is wrong; gRPC only that nobody answers
     return SchedulerAccess(
         tuple(named) or _local_schedulers(arguments.state_dir) or (DEFAULT_TARGET,),
-        TlsConfig(arguments.tls_cert, arguments.tls_key, arguments.tls_ca),
+        tls,
         arguments.timeout,
     )
 

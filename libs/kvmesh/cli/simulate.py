@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     add_flag(parser, "--requests", 1000, "requests to make, or to read", kind=positive_int)
     add_flag(parser, "--load", 1.0, "factor on the arrival rate of a trace", kind=positive)
     add_flag(parser, "--rate", 1.0, "requests per second to make", kind=positive)
-    add_flag(parser, "--burst", 1.0, "rate of bursts over rate of calm times", kind=float)
+    add_flag(parser, "--burst", 1.0, "rate of bursts over rate of calm times", kind=positive)
     add_flag(parser, "--turns", 1, "requests per session to make", kind=positive_int)
     add_flag(parser, "--shared", 0, "prefixes that sessions share, to make", kind=count)
     add_switch(parser, "--closed-loop", "a session's next turn follows its answer")

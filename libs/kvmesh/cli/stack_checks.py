@@ -125,9 +125,9 @@ async def check_members(stack: Mapping[str, Any]) -> list[Finding]:
 
 
 def _short(body: str) -> str:
-    """A JSON or text answer in one line."""
+    """What a gateway says is wrong, or the text of another's answer, in one line."""
     try:
-        text = json.dumps(json.loads(body))
-    except ValueError:
-        text = " ".join(body.split())
-    return text[:200]
+        text = str(json.loads(body)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        text = body
+    return " ".join(text.split())[:200]

@@ -5,6 +5,7 @@ Tests: tests/integration/test_rpc.py.
 
 from __future__ import annotations
 
+import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,6 +56,25 @@ def _read(path: str) -> bytes | None:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
 
 
+def load_tls_files(context: ssl.SSLContext, tls: TlsConfig, section: str) -> None:
+    """Gives a context the files that are named.
+
+    Args:
+        section: name of the options, for errors.
+
+    Raises:
+        ConfigError: a file cannot be used.
+    """
+    try:
+        if tls.cert:
+            context.load_cert_chain(tls.cert, tls.key or None)
+        if tls.ca:
+            context.load_verify_locations(tls.ca)
+    except OSError as error:  # ssl.SSLError is one; neither names the file
+        files = ", ".join(name for name in (tls.cert, tls.key, tls.ca) if name)
+        raise ConfigError(f"{section}: {files}: {error.strerror or error}") from error
+
+
 def open_channel(target: str, tls: TlsConfig | None = None) -> grpc.aio.Channel:
     """A channel to `host:port`."""
     if tls is None or not tls.ca:
@@ -83,9 +103,12 @@ def bind_server(server: grpc.aio.Server, host: str, port: int, tls: TlsConfig | 
     """Adds a port (0 picks a free one) and returns it.
 
     Raises:
-        ConfigError: the port is taken; the message says what to change.
+        ConfigError: the port is taken, or a file of TLS cannot be used; the message says which.
     """
     address = f"{host}:{port}"
+    if tls is not None and tls.cert:
+        # gRPC tells of a wrong file as of a port that it did not get.
+        load_tls_files(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), tls, "server.tls")
     try:
         if tls is None or not tls.cert:
             return server.add_insecure_port(address)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ssl
 
 from kvmesh.core.errors import ConfigError
-from kvmesh.rpc.channels import TlsConfig
+from kvmesh.rpc.channels import TlsConfig, load_tls_files
 
 
 def server_context(tls: TlsConfig, section: str) -> ssl.SSLContext | None:
@@ -26,7 +26,7 @@ def server_context(tls: TlsConfig, section: str) -> ssl.SSLContext | None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    _load(context, tls, section)
+    load_tls_files(context, tls, section)
     if tls.ca and tls.verify_callers:
         context.verify_mode = ssl.CERT_REQUIRED
     return context
@@ -45,16 +45,5 @@ def client_context(tls: TlsConfig, section: str) -> ssl.SSLContext | None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    _load(context, tls, section)
+    load_tls_files(context, tls, section)
     return context
-
-
-def _load(context: ssl.SSLContext, tls: TlsConfig, section: str) -> None:
-    try:
-        if tls.cert:
-            context.load_cert_chain(tls.cert, tls.key or None)
-        if tls.ca:
-            context.load_verify_locations(tls.ca)
-    except OSError as error:  # ssl.SSLError is one; neither names the file
-        files = ", ".join(name for name in (tls.cert, tls.key, tls.ca) if name)
-        raise ConfigError(f"{section}: {files}: {error.strerror or error}") from error

@@ -130,6 +130,7 @@ def test_no_certificate_outlives_its_authority(tmp_path: Path) -> None:
         ("--services", "decode,../decode"),
         ("--hosts", " , "),
         ("--hosts", "knoten-ü.example"),
+        ("--hosts", "node-1 node-2"),
         ("--days", "99999999"),
     ],
 )

@@ -60,6 +60,7 @@ async def test_pieces_and_numbers() -> None:
         (PIECES, 200, "ended before its last event"),
         (b'data: {"error":{"message":"moved too often"}}\n\n', 200, "moved too often"),
         (b'{"error":{"message":"all slots are taken"}}', 503, "503: all slots are taken"),
+        (b'{"error":{"message":"no API key"}}', 401, "no API key; .*KVMESH_API_KEY"),
         (b"<html>nginx</html>", 502, "502: <html>nginx</html>"),
         (b"data: {not json\n\n", 200, "Expecting"),
     ],

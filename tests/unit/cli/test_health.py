@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -10,6 +11,7 @@ import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from kvmesh.cli.health import check_health, main
+from kvmesh.core.errors import ConfigError
 
 Status = health_pb2.HealthCheckResponse
 
@@ -61,3 +63,10 @@ def test_an_address_without_a_port_is_wrong_usage(capsys: pytest.CaptureFixture[
         main(["scheduler"])
     assert caught.value.code == 2
     assert "'scheduler' is not HOST:PORT" in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_authority_is_said(tmp_path: Path) -> None:
+    junk = tmp_path / "ca.pem"
+    junk.write_text("junk")
+    with pytest.raises(ConfigError, match="no certificate in it"):
+        main(["127.0.0.1:1", "--tls-ca", str(junk)])

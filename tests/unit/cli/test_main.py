@@ -59,6 +59,21 @@ def test_ctrl_c_ends_a_command_without_a_traceback(
     assert capsys.readouterr().err == "kvmesh plan: stopped\n"
 
 
+def test_a_reader_that_leaves_gets_no_traceback() -> None:
+    command = [sys.executable, "-m", "kvmesh.cli", "plan"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        said = process.stderr.read()
+    assert (process.returncode, said) == (141, b"")
+
+
+def test_a_file_that_cannot_be_written_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--json", "/proc/plan.json"]) == 1
+    assert capsys.readouterr().err.startswith("kvmesh plan: /proc/plan.json: ")
+
+
 def test_a_missing_package_is_named() -> None:
     program = (
         "import sys; sys.modules['rich'] = None; sys.modules['rich.console'] = None\n"

@@ -96,6 +96,8 @@ def test_nobody_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "No such file" in capsys.readouterr().err
     with pytest.raises(NoViewError, match="no local stack runs"):
         main(["--state-dir", str(tmp_path)])
+    with pytest.raises(NoViewError, match="is no URL"):
+        main(["--admin-url", "http://[::1"])
 
 
 async def test_the_local_stack_is_found_by_itself(tmp_path: Path) -> None:

@@ -1,10 +1,22 @@
 from __future__ import annotations
 
+import argparse
+from pathlib import Path
+
 import pytest
 
 from kvmesh.cli import scheduler_access
 from kvmesh.cli.probes import free_ports
-from kvmesh.cli.scheduler_access import NoAnswerError, SchedulerAccess, fleet_view
+from kvmesh.cli.scheduler_access import (
+    NoAnswerError,
+    SchedulerAccess,
+    add_scheduler_flags,
+    fleet_view,
+)
+from kvmesh.cli.scheduler_access import (
+    scheduler_access as read_flags,
+)
+from kvmesh.core.errors import ConfigError
 from kvmesh.rpc.channels import TlsConfig
 
 
@@ -17,3 +29,12 @@ async def test_a_scheduler_that_is_not_there_is_not_waited_for_as_long_as_an_ord
     with pytest.raises(NoAnswerError, match=f"no scheduler answers at 127.0.0.1:{port}"):
         async with fleet_view(access, "test"):
             pass
+
+
+def test_a_file_of_tls_that_is_none_is_said_before_anybody_is_asked(tmp_path: Path) -> None:
+    junk = tmp_path / "ca.pem"
+    junk.write_text("junk")
+    parser = argparse.ArgumentParser()
+    add_scheduler_flags(parser, 1.0)
+    with pytest.raises(ConfigError, match=r"ca\.pem"):
+        read_flags(parser.parse_args(["--tls-ca", str(junk)]))

@@ -34,7 +34,7 @@ async def _answering(answer: Callable[[bytes], bytes]) -> AsyncIterator[int]:
     ],
 )
 async def test_gateway(status: str, level: Level, word: str) -> None:
-    body = b"no decode worker"
+    body = b'{"error": {"message": "no decode worker"}}'
     head = f"HTTP/1.1 {status}\r\ncontent-length: {len(body)}\r\n\r\n".encode()
     async with _answering(lambda _: head + body) as port:
         finding = await check_gateway(f"http://127.0.0.1:{port}/")

@@ -2,10 +2,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import grpc
 import pytest
 
 from kvmesh.core.errors import ConfigError
-from kvmesh.rpc.channels import TlsConfig
+from kvmesh.rpc.channels import TlsConfig, bind_server
 from kvmesh.rpc.tls import client_context, server_context
 
 
@@ -28,3 +29,10 @@ def test_a_file_that_cannot_be_used_names_the_options(tmp_path: Path) -> None:
     junk.write_text("not a certificate")
     with pytest.raises(ConfigError, match=r"^x\.tls: "):
         client_context(TlsConfig(ca=str(junk)), "x.tls")
+
+
+async def test_a_server_with_a_wrong_file_does_not_blame_its_port(tmp_path: Path) -> None:
+    junk = tmp_path / "junk.pem"
+    junk.write_text("not a certificate")
+    with pytest.raises(ConfigError, match=r"^server\.tls: .*junk\.pem"):
+        bind_server(grpc.aio.server(), "127.0.0.1", 0, TlsConfig(str(junk), str(junk)))

@@ -165,7 +165,8 @@ class TestCommand:
         assert message in capsys.readouterr().err
 
     @pytest.mark.parametrize(
-        "flags", [("--rate", "0"), ("--jitter", "-1"), ("--json", "/nowhere/run.json")]
+        "flags",
+        [("--rate", "0"), ("--burst", "nan"), ("--jitter", "-1"), ("--json", "/nowhere/run.json")],
     )
     def test_flags_that_are_wrong_by_themselves_are_told_before_the_run(
         self, flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]
