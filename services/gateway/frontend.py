@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing, closing
+from contextlib import closing
 from dataclasses import dataclass, replace
 
 from kvmesh.core.errors import KvMeshError
@@ -237,7 +237,7 @@ class Frontend:
                 told at once.
 
         Raises:
-            KvMeshError: as `Generation.tokens` does.
+            KvMeshError: as `Generation.next` does.
         """
         request = choice.request
         with start_span(
@@ -259,19 +259,21 @@ class Frontend:
                         lane.record, lane.detokenizer = record, text.detokenizer
                     if meanwhile is not None:
                         meanwhile()
-                    meter = record if whole and text.keeps_all else None
-                    async with aclosing(generation.tokens(lane, meter)) as tokens:
-                        async for token_delta in tokens:
-                            delta = text.push(token_delta)
-                            record.add(delta, token_delta.num_told)
-                            yield delta
-                            if delta.finish_reason is not None:
-                                break
+                    generation.follow(lane, record if whole and text.keeps_all else None)
+                    is_over = False
+                    while not is_over:
+                        token_delta = await generation.next()
+                        delta = text.push(token_delta)
+                        record.add(delta, token_delta.num_told)
+                        is_over = delta.finish_reason is not None
+                        yield delta
                     record.annotate(span)
                 except KvMeshError as error:
                     record.failed(error)
                     raise
                 finally:
+                    # Before the record is closed: it may have to note yet that workers took it.
+                    await generation.aclose()
                     record.close(span.trace_id)
 
 

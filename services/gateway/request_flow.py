@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
 from dataclasses import replace
 
 from kvmesh.console.request_log import Moment
@@ -44,6 +43,8 @@ class Generation:
         until = now + mesh.limits.request_timeout_s
         self._begun = Begun(now, until, Phases(mesh.metrics, now))
         self._short: ShortLife | None = short_life(mesh, request, self._begun)
+        self._long: AsyncGenerator[TokenDelta, None] | None = None
+        self._lane: TokenLane | None = None
         self._is_open = True
         mesh.metrics.requests_open.inc()
 
@@ -53,14 +54,19 @@ class Generation:
         if tried is not None and tried.plan is None:
             self._short = await asked_life(self._mesh, self._request, self._begun)
 
-    async def tokens(
-        self, lane: TokenLane | None = None, meter: Meter | None = None
-    ) -> AsyncGenerator[TokenDelta, None]:
-        """Generates tokens; close the generator and then this to cancel.
+    def follow(self, lane: TokenLane | None, meter: Meter | None) -> None:
+        """Says who is told of tokens, in the same turn of the loop that began it.
 
         Args:
-            lane: takes what it can of the tokens; they are not yielded then.
+            lane: takes what it can of the tokens; they do not come here then.
             meter: given, tokens may come many together; it is told when they came.
+        """
+        self._lane = lane
+        if self._short is not None:
+            self._short.follow(lane, meter)
+
+    async def next(self) -> TokenDelta:
+        """The next tokens; none come after those with a finish reason.
 
         Raises:
             StageRefusedError: nobody took the request in time.
@@ -69,27 +75,29 @@ class Generation:
             StructureError: the structure asked for cannot be followed.
             DeadlineError: it ran for longer than `request_timeout_s`.
         """
-        short, begun = self._short, self._begun
+        # No generator around these two: the loop keeps account of each, in Python.
+        short = self._short
         if short is not None:
-            short.follow(lane, meter)
             try:
-                while True:
-                    delta = await short.next()
-                    yield delta
-                    if delta.finish_reason is not None:
-                        return
+                return await short.next()
             except NotTakenError:
                 pass
             except WorkLostError as error:
-                begun.lost = error
-            finally:
-                short.close()
-        async with aclosing(_long_life(self._mesh, self._request, begun, lane)) as deltas:
-            async for delta in deltas:
-                yield delta
+                self._begun.lost = error
+            short.close()
+            self._short = None
+        if self._long is None:
+            self._long = _long_life(self._mesh, self._request, self._begun, self._lane)
+        return await anext(self._long)
+
+    async def aclose(self) -> None:
+        """Ends all that is open. May be called again."""
+        self.close()
+        if self._long is not None:
+            await self._long.aclose()
 
     def close(self) -> None:
-        """Ends what is open on the short way. May be called again."""
+        """Ends what is open, unless it goes the long way. May be called again."""
         if self._short is not None:
             self._short.close()
         if self._is_open:
