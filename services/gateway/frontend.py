@@ -289,6 +289,7 @@ class _Text:
         self.detokenizer = Detokenizer(
             tokenizer.fast,
             request.prompt_ids,
+            whole=tokenizer.whole,
             stops=call.stop,
             include_stop=call.include_stop,
             skip_special_tokens=call.skip_special_tokens,

@@ -24,6 +24,7 @@ from jinja2.runtime import new_context
 
 from kvmesh.core.errors import CheckpointError, InvalidRequestError
 from kvmesh.core.text_files import UNREADABLE, why_unreadable
+from services.gateway.detokenizer import WholeTokens
 from services.gateway.reasoning import ReasoningFamily, reasoning_named
 from services.gateway.tool_parsers import ToolFamily, family_named
 from services.gateway.word_encoder import word_encoder
@@ -158,6 +159,7 @@ class TextTokenizer:
 
     Attributes:
         fast: the tokenizer itself, for incremental decoding.
+        whole: tokens that need no decoding; None where what a token says depends on its place.
         chat: the chat template.
         max_model_len: longest sequence by the model's own config; 0 is unknown.
         sampling_defaults: temperature, top_p, … where the model has its own.
@@ -186,6 +188,7 @@ class TextTokenizer:
         self._byte_level = "ByteLevel" in type(fast.decoder).__name__
         self._byte_fallback = bool(getattr(fast.model, "byte_fallback", False))
         self._words = word_encoder(fast)
+        self.whole = WholeTokens(fast, _byte_level_table()) if self._byte_level else None
         self._before, self._after = _special_ids_around(fast)
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from tokenizers.decoders import ByteFallback, DecodeStream, Fuse, Replace, Seque
 from tokenizers.models import BPE
 
 from services.gateway.detokenizer import Detokenizer, StopStrings
-from services.gateway.tokenizer import TextTokenizer
+from services.gateway.tokenizer import ChatTemplate, TextTokenizer
 from tests.unit.gateway.tiny_model import EOS, make_tokenizer
 
 FAST = make_tokenizer()
@@ -23,6 +23,31 @@ def test_text_survives_one_token_at_a_time(text: str) -> None:
     token_ids = FAST.encode(text + ".").ids
     pieces = [detokenizer.push([token_id]).text for token_id in token_ids]
     assert "".join(pieces) + detokenizer.finish() == text + "."
+
+
+WHOLE = TextTokenizer(FAST, ChatTemplate("", {})).whole
+TOKENS = st.one_of(
+    st.lists(st.integers(0, FAST.get_vocab_size() - 1), max_size=40),
+    st.text("aö🙂\ufffd the", max_size=20).map(lambda text: FAST.encode(text).ids),
+)
+
+
+@given(prompt=TOKENS, token_ids=TOKENS, skip=st.booleans())
+def test_whole_tokens_change_no_text(prompt: list[int], token_ids: list[int], skip: bool) -> None:
+    assert WHOLE is not None
+    plain = Detokenizer(FAST, prompt, skip_special_tokens=skip)
+    quick = Detokenizer(FAST, prompt, skip_special_tokens=skip, whole=WHOLE)
+    for token_id in token_ids:
+        assert quick.push([token_id]) == plain.push([token_id])
+
+
+def test_only_byte_level_tokens_are_whole_by_themselves() -> None:
+    assert WHOLE is not None
+    half = FAST.encode("ö").ids[0]
+    (comma,) = FAST.encode(",").ids
+    assert (WHOLE[comma], WHOLE[half], WHOLE[EOS], WHOLE[10**6]) == (",", "", "", "")
+    assert [WHOLE.ends_whole(token) for token in (comma, half, EOS)] == [True, False, True]
+    assert TextTokenizer(BYTE_FALLBACK, ChatTemplate("", {})).whole is None
 
 
 def test_incomplete_character_is_never_sent(tokenizer: TextTokenizer) -> None:
