@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 from kvmesh.core.errors import KvMeshError
@@ -70,7 +71,7 @@ class EventSink(Protocol):
 class Whole:
     """An answer as one body of JSON, status 200."""
 
-    headers: dict[str, str]
+    headers: Mapping[str, str]
     content: bytes
 
 
@@ -78,8 +79,9 @@ dumps = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 """Compact JSON."""
 
 
-def placement_headers(placed: Placed) -> dict[str, str]:
-    """Where a request ran, for people who debug."""
+@lru_cache(maxsize=1024)
+def placement_headers(placed: Placed) -> Mapping[str, str]:
+    """Where a request ran, for people who debug; the same places come again and again."""
     return {
         "x-kvmesh-prefill-worker": placed.prefill_worker,
         "x-kvmesh-decode-worker": placed.decode_worker,
@@ -138,7 +140,10 @@ class Answer:
     def _prepare_lane(self, lane: TokenLane, placed: Placed) -> None:
         """Lets the first tokens go by the lane too, with the head before them."""
         assert self._sink is not None, "a lane leads to one"
-        writer, send = self._sink.writer, self._sink.opener(SSE_HEADERS | placement_headers(placed))
+        writer, send = (
+            self._sink.writer,
+            self._sink.opener({**SSE_HEADERS, **placement_headers(placed)}),
+        )
         if writer is not None and send is not None:
             choice = self._texts[0]
             opening = self._responses.opening(0, choice)
@@ -147,7 +152,7 @@ class Answer:
 
     async def whole(self) -> Whole:
         """The answer as one body."""
-        headers: dict[str, str] = {}
+        headers: Mapping[str, str] = {}
         async with aclosing(self._deltas(whole=True)) as deltas:
             async for delta in deltas:
                 choice = self._note(delta)
@@ -182,7 +187,7 @@ class Answer:
                 self._note(delta)
                 events = self._events(delta)
                 if not sink.has_begun:
-                    await sink.start(SSE_HEADERS | placement_headers(delta.placed), events)
+                    await sink.start({**SSE_HEADERS, **placement_headers(delta.placed)}, events)
                 elif events:
                     await sink.write(events)
                 self._open_lane(sink)

@@ -294,7 +294,7 @@ class _DirectExchange:
     def _head_bytes(
         self, status: HTTPStatus, headers: Mapping[str, str], more: Mapping[str, str]
     ) -> bytes:
-        lines = [f"HTTP/1.1 {status.value} {status.phrase}"]
+        lines = [f"HTTP/1.1 {status:d} {status.phrase}"]
         lines += [f"{name}: {value}" for part in (headers, more) for name, value in part.items()]
         lines += (f"x-request-id: {self.request_id}", "Server: kvmesh", f"Date: {_date()}")
         head = "\r\n".join(lines)

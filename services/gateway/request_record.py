@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from kvmesh.console.request_log import RequestLog
 from kvmesh.core.errors import KvMeshError
-from kvmesh.core.types import FinishReason, TokenLogprobs
+from kvmesh.core.types import FINISH_WORDS, FinishReason, TokenLogprobs
 from kvmesh.core.values import quick
 from kvmesh.telemetry.logs import event_logger
-from kvmesh.telemetry.tracing import Span
+from kvmesh.telemetry.tracing import Span, is_tracing
 from services.gateway.admission import Ticket
 from services.gateway.errors import StageRefusedError
 from services.gateway.mesh import GenerationRequest, Placed
@@ -138,7 +138,8 @@ class RequestRecord:
     def annotate(self, span: Span) -> None:
         """Adds the result to the request's span."""
         self._flush()
-        span.set(finish_reason=self._finish.value, completion_tokens=self._num_tokens)
+        if is_tracing():
+            span.set(finish_reason=self._finish.value, completion_tokens=self._num_tokens)
 
     def close(self, trace_id: str) -> None:
         """Writes the log line of the request."""
@@ -149,7 +150,7 @@ class RequestRecord:
             self._metrics.prompt_tokens.inc(len(self._request.prompt_ids))
         self._metrics.finished(self._finish)
         self._shown.end(
-            self._request.request_id, self._loop.time(), self._finish.value, self._error
+            self._request.request_id, self._loop.time(), FINISH_WORDS[self._finish], self._error
         )
         if log.tells_info:
             self._log(trace_id, elapsed_s)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvmesh.core.types import FinishReason, TokenLogprobs, Usage
+from kvmesh.core.types import FINISH_WORDS, FinishReason, TokenLogprobs, Usage
 from services.gateway.openai import ApiCall, Endpoint
 from services.gateway.reasoning import Thinking, Thoughts
 from services.gateway.token_scores import LOWEST, TokenBytes, chosen_score, id_name
@@ -94,7 +94,7 @@ class Responses:
         """The body of an answer that is not streamed."""
         body = {
             **self._head,
-            "object": self._call.endpoint.value,
+            "object": "chat.completion" if self._chat else _TEXT,
             "choices": [self._whole_choice(i, choice) for i, choice in enumerate(choices)],
             "usage": usage,
         }
@@ -164,8 +164,8 @@ class Responses:
 
     def _finish_word(self, index: int, reason: FinishReason | None) -> str | None:
         if reason is FinishReason.STOP and index in self._tools:
-            return self._tools[index].finish_word or reason.value
-        return reason.value if reason else None
+            return self._tools[index].finish_word or FINISH_WORDS[reason]
+        return None if reason is None else FINISH_WORDS[reason]
 
     def closing_usage(self, usage: Body) -> Body:
         """The last chunk: usage, no choices."""

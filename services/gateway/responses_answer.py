@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 
 from aiohttp import web
@@ -50,7 +50,7 @@ class ResponsesAnswer:
 
     async def whole(self) -> web.Response:
         """The answer as one body."""
-        headers: dict[str, str] = {}
+        headers: Mapping[str, str] = {}
         events: list[Body] = []
         async with aclosing(self._frontend.run(self._choice)) as deltas:
             async for delta in deltas:
@@ -63,7 +63,9 @@ class ResponsesAnswer:
         """The answer as events; until the first tokens a refusal is still possible."""
         async with aclosing(self._frontend.run(self._choice)) as deltas:
             first = await anext(deltas)
-            response = web.StreamResponse(headers=SSE_HEADERS | placement_headers(first.placed))
+            response = web.StreamResponse(
+                headers={**SSE_HEADERS, **placement_headers(first.placed)}
+            )
             with contextlib.suppress(ConnectionResetError):
                 await response.prepare(request)
                 await self._send_all(response, first, deltas)

@@ -50,9 +50,11 @@ class PrefillTimes:
         if not self._by_length:
             return 0.0
         length = num_tokens.bit_length()
-        # Of an unknown length, the nearest one is still better than nothing.
-        nearest = min(self._by_length, key=lambda known: (abs(known - length), known))
-        times = self._by_length[nearest]
+        times = self._by_length.get(length)
+        if times is None:
+            # The nearest one is still better than nothing.
+            nearest = min(self._by_length, key=lambda known: (abs(known - length), known))
+            times = self._by_length[nearest]
         return times.mean_s + _DEVIATIONS * times.deviation_s
 
     def patience_s(self, num_tokens: int, ttft_s: float) -> float:
