@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from kvmesh.telemetry.batch_histogram import BatchHistogram
+from kvmesh.telemetry.batch_histogram import GATHERED, BatchHistogram
+from kvmesh.telemetry.exposition import SHARED_FOLDER_VARIABLE
 
 BUCKETS = (0.1, 0.5, 2.0)
 AMOUNTS = st.sampled_from([0.0, 0.1, 0.25, 0.5, 1.0, 2.0, 64.0])
@@ -42,3 +46,21 @@ def test_an_observation_may_have_an_exemplar() -> None:
     histogram.observe(0.3)
     assert registry.get_sample_value("gap_bucket", {"le": "0.5"}) == 2.0
     assert registry.get_sample_value("gap_sum") == 0.5
+
+
+def test_few_observations_are_told_to_who_asks() -> None:
+    registry = CollectorRegistry()
+    histogram = BatchHistogram("gap", "Gaps.", registry=registry, buckets=BUCKETS)
+    for number in range(GATHERED + 1):
+        histogram.observe(0.3)
+        assert registry.get_sample_value("gap_count") == number + 1
+
+
+def test_what_other_processes_read_is_not_gathered(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(SHARED_FOLDER_VARIABLE, str(tmp_path))
+    histogram = BatchHistogram("gap", "Gaps.", registry=CollectorRegistry(), buckets=BUCKETS)
+    histogram.observe(0.3)
+    histogram.observe_all([0.3])
+    assert histogram._sum.get() == 0.6
