@@ -26,7 +26,11 @@ class HostArena:
         block_bytes: of its blocks.
         num_places: room for so many; the memory itself is taken when a place is first written.
         copy_bytes: most that is copied at once, a block at least. A pool on a device takes as much
-            pinned memory, at the first copy, and its steps wait behind each.
+            pinned memory and memory of its own, and its steps wait behind each copy.
+
+    Raises:
+        LostError: the pool's device has no such memory. Better now than at the first copy, when
+            the device is full and sequences run.
     """
 
     def __init__(
@@ -40,10 +44,13 @@ class HostArena:
         self._memory = memory
         self.block_bytes = block_bytes
         self.num_places = num_places
-        self._copy_blocks = max(1, copy_bytes // block_bytes)
+        self._copy_blocks = min(max(1, copy_bytes // block_bytes), num_places)
         self._bytes = memoryview(mmap.mmap(-1, num_places * block_bytes))
         self._free = list(range(num_places))
+        # What blocks of a device pool pass through; None for pools in host memory.
         self._staged: StagedBlocks | None = None
+        if isinstance(memory, DevicePool):
+            self._staged = StagedBlocks(memory, block_bytes, self._copy_blocks)
 
     @property
     def num_free(self) -> int:
@@ -62,8 +69,8 @@ class HostArena:
             LostError: the pool's device failed.
         """
         taken = iter(places)
-        if (staged := self._staging()) is not None:
-            for count, view in staged.read(blocks):
+        if self._staged is not None:
+            for count, view in self._staged.read(blocks):
                 copy_views(self._places(taken, count), [view])
             return
         for first, count in self._pieces(blocks):
@@ -78,8 +85,8 @@ class HostArena:
             LostError: as `store`.
         """
         wanted = iter(places)
-        if (staged := self._staging()) is not None:
-            staged.write(
+        if self._staged is not None:
+            self._staged.write(
                 blocks, lambda count, view: copy_views([view], self._places(wanted, count))
             )
             return
@@ -93,17 +100,9 @@ class HostArena:
         self._free += places
 
     def close(self) -> None:
-        """Gives pinned memory back; nobody copies. May be called again."""
+        """Gives pinned memory back; nobody copies from now on. May be called again."""
         if self._staged is not None:
             self._staged.close()
-            self._staged = None
-
-    def _staging(self) -> StagedBlocks | None:
-        """What blocks of a device pool pass through; None for pools in host memory."""
-        if self._staged is None and isinstance(self._memory, DevicePool):
-            num_blocks = min(self._copy_blocks, self.num_places)
-            self._staged = StagedBlocks(self._memory, self.block_bytes, num_blocks)
-        return self._staged
 
     def _pieces(self, blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Runs of blocks, first and count, none longer than is copied at once."""

@@ -26,6 +26,7 @@ def make_swap_space(
 
     Raises:
         ConfigError: the size is negative, or not even one block fits.
+        LostError: the device has no room for what copies pass through.
     """
     gib = config.swap_gib
     if gib == -1:

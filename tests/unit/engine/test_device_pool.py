@@ -67,7 +67,7 @@ def test_blocks_leave_for_the_host_and_come_back() -> None:
     places = arena.take(3)
     before = len(pool.driver.awaited)
     arena.store([5, 2, 3], places)
-    assert pool.driver.awaited[before:].count(pool.driver.num_marks) == 2, "prepared, and one copy"
+    assert len(pool.driver.awaited) == before + 1, "gathered blocks by one copy"
     pool.tensor.zero_()
     before = len(pool.driver.awaited)
     arena.load(places, [4, 0, 1])

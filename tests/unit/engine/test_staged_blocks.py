@@ -52,7 +52,7 @@ def test_batches_are_as_long_as_the_memory(at_once: int) -> None:
 def test_an_arena_pins_no_more_than_it_copies_at_once_and_gives_it_back() -> None:
     pool = TwinPool(LAYOUT, 8, CONTENT)
     arena = HostArena(pool, BLOCK, 6, copy_bytes=2 * BLOCK)
-    assert pool.driver.pinned_bytes == 0, "most workers never preempt"
+    assert pool.driver.pinned_bytes == 2 * BLOCK, "there is room for it now"
     places = arena.take(5)
     arena.store([7, 0, 2, 4, 6], places)
     assert pool.driver.pinned_bytes == 2 * BLOCK
@@ -61,6 +61,15 @@ def test_an_arena_pins_no_more_than_it_copies_at_once_and_gives_it_back() -> Non
         assert bytes(pool.read_view(there, 1)) == block(here)
     arena.close()
     arena.close()
+    assert pool.driver.pinned_bytes == 0
+    pool.close()
+
+
+def test_a_device_without_room_is_known_before_anything_is_copied() -> None:
+    pool = TwinPool(LAYOUT, 8, CONTENT)
+    pool.driver.is_broken = True
+    with pytest.raises(LostError):
+        HostArena(pool, BLOCK, 6)
     assert pool.driver.pinned_bytes == 0
     pool.close()
 
