@@ -22,6 +22,8 @@ def warm_up(runner: ModelRunner, max_tokens: int) -> None:
     spec, groups = runner.spec, runner.spec.groups
     blocks = (runner.kv.num_blocks - groups.state_blocks) // len(groups.windows)
     longest = min(max_tokens, spec.max_model_len, blocks * spec.layout.block_size)
+    if longest < 1:  # a pool without room for one block; every request is refused
+        return
     short = min(2, longest)
     for start, end in ((0, longest), (0, short), (short - 1, short)):
         Stage(runner, [end]).run([start], [end])

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvmesh.core.types import SamplingParams
+from kvmesh.engine.core import EngineCore
 from kvmesh.engine.fake import FakeRunner
 from kvmesh.engine.protocol import SequenceChunk
 from kvmesh.engine.runner import TorchRunner
@@ -50,3 +51,9 @@ def test_requests_get_the_same_tokens_after_it(tmp_path: Path) -> None:
         runner.close()
     assert found[0] == found[1]
     assert found[0] is not None
+
+
+def test_a_pool_without_room_computes_nothing() -> None:
+    runner = FakeRunner(num_blocks=3, groups=KvGroups((0, 32), state_blocks=2))
+    assert EngineCore(runner.spec, 3).max_model_len == 0
+    warm_up(runner, 512)
