@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Iterator
@@ -175,3 +176,31 @@ def test_a_missing_key_means_what_transformers_takes_for_it(family: str) -> None
         if parsed != parse_model_config(theirs, {}, origin=""):
             found.append(f"{key}: read as something else than {theirs.get(key)!r}")
     assert not found
+
+
+STRANGE: tuple[Any, ...] = (
+    "x",
+    [],
+    {},
+    -1,
+    0.5,
+    True,
+    [None],
+    {"a": [1]},
+    float("nan"),
+    10**400,
+    {"rope_type": []},
+)
+OLDER = ("linear_attn_config", "max_window_layers", "rope_scaling", "rotary_dim", "torch_dtype")
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_what_is_no_value_of_a_field_ends_in_no_other_error(family: str) -> None:
+    whole = CONFIGS[family].to_dict()
+    for key in {*whole, *OLDER}:
+        # These win over what older files have.
+        newer = {"rope_scaling": ["rope_parameters"], "linear_attn_config": ["layer_types"]}
+        usual = {name: whole[name] for name in whole if name not in newer.get(key, [])}
+        for value in STRANGE:
+            with contextlib.suppress(CheckpointError):
+                parse_model_config(usual | {key: value}, {}, origin="")

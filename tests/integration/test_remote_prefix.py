@@ -13,7 +13,7 @@ import torch
 from kvmesh.core.types import SamplingParams, SequenceSpec
 from kvmesh.engine.runner import TorchRunner
 from kvmesh.kv.hashing import root_hash
-from tests.integration.families import Checkpoint
+from tests.integration.families import CONFIGS, random_model
 from tests.remote_prefix import BLOCK, TinyEngine, generated
 from tests.unit.engine.tiny_checkpoint import write_checkpoint
 
@@ -162,14 +162,27 @@ def test_a_preempted_sequence_computes_its_prefix(folder: Path) -> None:
     asker.close()
 
 
-PARTED = {"qwen3-untied": True, "mistral-window": False, "deepseek-v3": False}
+PARTED = ["qwen3-untied", "smollm3", "olmo2", "glm4", "cohere"]
 
 
 @pytest.mark.parametrize("family", PARTED)
-def test_families_say_whether_their_attention_can_be_parted(family: str, tmp_path: Path) -> None:
-    checkpoint = Checkpoint(family, tmp_path)
-    runner = TorchRunner.load(checkpoint.folder, served_name="m", num_blocks=4)
-    assert (runner.partial_attention is not None) is PARTED[family]
+def test_families_whose_attention_is_parted(family: str, tmp_path: Path) -> None:
+    random_model(CONFIGS[family]).save_pretrained(tmp_path)
+    holder, asker = TinyEngine(tmp_path), TinyEngine(tmp_path)
+    spec = spec_of(PROMPT)
+    sequence = asker.admit(spec)
+    asker.behind(sequence, 7, holder.hold(spec))
+    asker.run(sequence)
+    assert generated(sequence) == holder.generate(spec)
+    holder.close()
+    asker.close()
+
+
+@pytest.mark.parametrize("family", ["mistral-window", "deepseek-v3", "exaone4", "minimax"])
+def test_families_whose_attention_cannot_be_parted(family: str, tmp_path: Path) -> None:
+    random_model(CONFIGS[family]).save_pretrained(tmp_path)
+    runner = TorchRunner.load(tmp_path, served_name="m", num_blocks=4)
+    assert runner.partial_attention is None
     runner.close()
 
 

@@ -19,6 +19,8 @@ from kvmesh.engine.config import RopeConfig
 
 NumberT = TypeVar("NumberT", int, float)
 
+_NUMBERS_END = 1 << 63
+
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file.
@@ -59,8 +61,9 @@ class Fields:
             value = default
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise CheckpointError(f"{self.origin}: {key} must be a number, got {value!r}")
-        if not 0 < value < math.inf:
-            raise CheckpointError(f"{self.origin}: {key} must be positive, got {value!r}")
+        if not 0 < value < _NUMBERS_END:
+            text = f"{self.origin}: {key} must be positive and below 2^63, got {str(value)[:30]}"
+            raise CheckpointError(text)
         if kind is int and value != int(value):
             raise CheckpointError(f"{self.origin}: {key} must be a whole number, got {value!r}")
         return kind(value)
@@ -153,12 +156,12 @@ class Fields:
             CheckpointError: it is not one that can be computed in.
         """
         name = self.raw.get("dtype") or self.raw.get("torch_dtype") or "float32"
-        if name not in DTYPE_BYTES:
+        if not isinstance(name, str) or name not in DTYPE_BYTES:
             known = ", ".join(DTYPE_BYTES)
             raise CheckpointError(
                 f"{self.origin}: dtype {name!r} is not supported; supported are {known}"
             )
-        return str(name)
+        return name
 
     def eos_ids(self) -> frozenset[int]:
         """Tokens that end generation.

@@ -11,7 +11,6 @@ import torch
 
 from kvmesh.engine.attention import SelfAttention
 from kvmesh.engine.kv_cache import KvPool
-from kvmesh.engine.layers import MixerLayer
 from kvmesh.engine.model import DecoderModel
 from kvmesh.kernels.partial import Part, bytes_of
 from kvmesh.kv.groups import KvGroups
@@ -24,10 +23,8 @@ def can_be_parted(model: DecoderModel, groups: KvGroups) -> bool:
     sink belongs to the whole context, or something else stands for attention.
     """
     return groups == KvGroups() and all(
-        isinstance(layer, MixerLayer)
-        and isinstance(layer.mixer, SelfAttention)
-        and layer.mixer.spec.sinks is None
-        for layer in model.layers
+        isinstance(mixer, SelfAttention) and mixer.spec.sinks is None
+        for mixer in (getattr(layer, "mixer", None) for layer in model.layers)
     )
 
 

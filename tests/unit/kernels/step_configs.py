@@ -119,5 +119,26 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_local_experts": 32,
         "num_experts_per_tok": 4,
     },
+    "olmo3": COMMON
+    | {
+        "model_type": "olmo3",
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 4096,
+    },
+    "glm4": COMMON | {"model_type": "glm4", "attention_bias": True},
+    "cohere2": COMMON
+    | {
+        "model_type": "cohere2",
+        "head_dim": 64,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 4096,
+    },
+    "minimax_m2": COMMON
+    | {
+        "model_type": "minimax_m2",
+        "rotary_dim": 64,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 8,
+    },
 }
 """The sizes of published models but for their number of layers and vocabulary, by `model_type`."""

@@ -23,6 +23,7 @@ from kvmesh.kernels.linear import Linear, make_linear
 
 
 def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
+    fields.only("score_function", "sigmoid")
     latent = latent_shape(fields, interleaved=True)
     scale = (latent.nope_dim + latent.rope_dim) ** -0.5
     bound = fields.real("kda_lower_bound", default=-5.0)
