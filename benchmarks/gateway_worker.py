@@ -20,9 +20,9 @@ import uvloop
 from kvmesh.core.types import Endpoint, KvLayout, Role, WorkerId, WorkerInfo, WorkerLoad
 from kvmesh.rpc.channels import bind_server, make_server
 from kvmesh.rpc.direct import DirectListener
+from kvmesh.rpc.outbox import Outbox
 from kvmesh.rpc.registration import SchedulerRegistration
 from kvmesh.rpc.served import DirectWay, serve_stream
-from kvmesh.rpc.stream import Outbox
 from kvmesh.runtime.local_start import PrefillOutbox, StartedOutbox
 from kvmesh.v1 import decode_service_pb2 as decode_pb
 from kvmesh.v1 import decode_service_pb2_grpc as decode_grpc

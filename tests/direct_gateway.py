@@ -10,7 +10,7 @@ import asyncio
 from kvmesh.core.types import PrefixSource, SequenceSpec
 from kvmesh.rpc.convert import sequence_spec_to_proto
 from kvmesh.rpc.convert_route import prefix_source_to_proto
-from kvmesh.rpc.stream import Outbox
+from kvmesh.rpc.outbox import Outbox
 from kvmesh.runtime.worker import Worker
 from kvmesh.v1 import decode_service_pb2 as decode_pb
 from kvmesh.v1 import prefill_service_pb2 as prefill_pb

@@ -8,7 +8,7 @@ from __future__ import annotations
 from kvmesh.core.pool import CopyResult, PoolMember, PoolReport
 from kvmesh.metadata.store import Publisher
 from kvmesh.rpc.convert_pool import copy_result_from_proto, pool_report_from_proto
-from kvmesh.rpc.stream import Outbox
+from kvmesh.rpc.outbox import Outbox
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.v1 import kv_manager_service_pb2 as pb
 from kvmesh.v1 import pool_types_pb2

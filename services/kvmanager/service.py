@@ -21,8 +21,9 @@ from kvmesh.metadata.redis_client import RedisClient
 from kvmesh.metadata.redis_store import RedisMetadataStore
 from kvmesh.metadata.store import MetadataStore, StoreUnavailableError
 from kvmesh.rpc.direct import DirectListener
+from kvmesh.rpc.outbox import Outbox
 from kvmesh.rpc.served import DirectWay, serve_questions
-from kvmesh.rpc.stream import Outbox, incoming
+from kvmesh.rpc.stream import incoming
 from kvmesh.runtime.app import ServiceContext
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.v1 import kv_manager_service_pb2 as pb

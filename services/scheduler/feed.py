@@ -11,8 +11,8 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Iterable
 
 from kvmesh.core.details import ModelDetail
-from kvmesh.rpc.convert import fleet_worker_to_proto
 from kvmesh.rpc.convert_detail import model_detail_to_proto
+from kvmesh.rpc.convert_worker import fleet_worker_to_proto
 from kvmesh.v1.scheduler_service_pb2 import WatchFleetResponse
 from services.scheduler.fleet import Fleet, FleetChange, FleetChanges
 

@@ -14,7 +14,7 @@ from kvmesh.core.clock import Clock
 from kvmesh.core.errors import ProtocolError
 from kvmesh.core.types import WorkerId, WorkerInfo
 from kvmesh.metadata.store import FleetStore, StoreUnavailableError
-from kvmesh.rpc.convert import worker_info_from_proto, worker_info_to_proto
+from kvmesh.rpc.convert_worker import worker_info_from_proto, worker_info_to_proto
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.v1 import types_pb2
 from services.scheduler import metrics

@@ -25,12 +25,7 @@ from kvmesh.core.types import (
 from kvmesh.metadata.redis_client import RedisClient, RedisConfig
 from kvmesh.metadata.redis_fleet import RedisFleetStore
 from kvmesh.policy.plans_ahead import PlansAhead, Wish
-from kvmesh.rpc.convert import (
-    refusal_to_proto,
-    role_to_proto,
-    worker_info_from_proto,
-    worker_load_from_proto,
-)
+from kvmesh.rpc.convert import refusal_to_proto
 from kvmesh.rpc.convert_detail import worker_detail_from_proto, worker_order
 from kvmesh.rpc.convert_route import (
     fill_plans_ahead,
@@ -38,10 +33,12 @@ from kvmesh.rpc.convert_route import (
     route_query_from_proto,
     wish_from_proto,
 )
+from kvmesh.rpc.convert_worker import role_to_proto, worker_info_from_proto, worker_load_from_proto
 from kvmesh.rpc.direct import DirectListener
+from kvmesh.rpc.outbox import Outbox
 from kvmesh.rpc.prefix_lookup import PrefixLookup
 from kvmesh.rpc.served import DirectWay, serve_questions
-from kvmesh.rpc.stream import Outbox, incoming
+from kvmesh.rpc.stream import incoming
 from kvmesh.runtime.app import ServiceContext
 from kvmesh.sim.profile import load_profile
 from kvmesh.telemetry.logs import event_logger

@@ -33,7 +33,7 @@ from kvmesh.rpc.convert import (
     sequence_spec_from_proto,
 )
 from kvmesh.rpc.convert_sampling import token_logprobs_to_proto
-from kvmesh.rpc.stream import Outbox, parts
+from kvmesh.rpc.outbox import Outbox, parts
 from kvmesh.runtime.local_start import StartedOutbox
 from kvmesh.v1 import decode_service_pb2_grpc as decode_grpc
 from kvmesh.v1 import prefill_service_pb2_grpc as prefill_grpc

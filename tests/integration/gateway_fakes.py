@@ -25,17 +25,15 @@ from kvmesh.core.types import (
 )
 from kvmesh.policy.plans_ahead import PlansAhead, Wish
 from kvmesh.rpc.channels import bind_server, make_server
-from kvmesh.rpc.convert import (
-    fleet_worker_to_proto,
-    refusal_to_proto,
-)
+from kvmesh.rpc.convert import refusal_to_proto
 from kvmesh.rpc.convert_route import (
     fill_plans_ahead,
     fill_route_plan,
     route_query_from_proto,
     wish_from_proto,
 )
-from kvmesh.rpc.stream import parts
+from kvmesh.rpc.convert_worker import fleet_worker_to_proto
+from kvmesh.rpc.outbox import parts
 from kvmesh.v1 import scheduler_service_pb2_grpc as scheduler_grpc
 from kvmesh.v1.scheduler_service_pb2 import RouteResponse, WatchFleetResponse
 from tests.integration.gateway_fake_worker import MODEL, FakeWorker

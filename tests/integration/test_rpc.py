@@ -11,7 +11,9 @@ import pytest
 
 from kvmesh.core.errors import ConfigError, LostError
 from kvmesh.rpc.channels import bind_server, make_server, open_channel
-from kvmesh.rpc.stream import Correlator, Outbox, PeerStream
+from kvmesh.rpc.correlator import Correlator
+from kvmesh.rpc.outbox import Outbox
+from kvmesh.rpc.stream import PeerStream
 from kvmesh.v1 import kv_manager_service_pb2 as pb
 from kvmesh.v1.kv_manager_service_pb2_grpc import (
     KvManagerServiceServicer,

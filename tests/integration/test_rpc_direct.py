@@ -15,10 +15,12 @@ from kvmesh.core.errors import ConfigError, LostError, ProtocolError
 from kvmesh.core.newcomers import Newcomers
 from kvmesh.rpc import direct
 from kvmesh.rpc.channels import bind_server, make_server, open_channel
+from kvmesh.rpc.correlator import Correlator
 from kvmesh.rpc.direct import DirectClient, DirectListener
 from kvmesh.rpc.framed import FramedConnection
+from kvmesh.rpc.outbox import Outbox
 from kvmesh.rpc.served import DirectWay, serve_questions
-from kvmesh.rpc.stream import Correlator, Outbox, PeerStream
+from kvmesh.rpc.stream import PeerStream
 from kvmesh.v1 import kv_manager_service_pb2_grpc as pb_grpc
 from kvmesh.v1.kv_manager_service_pb2 import MatchPrefixRequest as Question
 from kvmesh.v1.kv_manager_service_pb2 import MatchPrefixResponse as Answer

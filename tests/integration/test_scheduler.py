@@ -29,7 +29,7 @@ from kvmesh.metadata.redis_client import RedisClient, RedisConfig
 from kvmesh.metadata.redis_fleet import RedisFleetStore
 from kvmesh.policy.plans_ahead import BATCH, PlanKind, PlansAhead, Wish
 from kvmesh.rpc.channels import open_channel
-from kvmesh.rpc.convert import worker_info_to_proto
+from kvmesh.rpc.convert_worker import worker_info_to_proto
 from kvmesh.rpc.fleet import FleetWatch, RouteClient
 from kvmesh.rpc.registration import SchedulerRegistration
 from kvmesh.runtime.app import ServerConfig, ServiceContext, serving

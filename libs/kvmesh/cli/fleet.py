@@ -27,7 +27,7 @@ from kvmesh.cli.screen import terminal
 from kvmesh.core.config import OneLineParser
 from kvmesh.core.details import FleetWorker
 from kvmesh.core.types import Role, WorkerId
-from kvmesh.rpc.convert import role_to_proto
+from kvmesh.rpc.convert_worker import role_to_proto
 from kvmesh.v1.scheduler_service_pb2 import (
     OrderWorkerRequest,
     WorkerCordon,

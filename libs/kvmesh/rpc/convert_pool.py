@@ -20,12 +20,8 @@ from kvmesh.core.pool import (
 from kvmesh.core.types import BLOCK_HASH_BYTES, BlockHash, WorkerId
 from kvmesh.kv.hashing import split_hashes
 from kvmesh.policy.heat import CooledPrefix, SegmentHeat
-from kvmesh.rpc.convert import (
-    endpoint_from_proto,
-    endpoint_to_proto,
-    role_from_proto,
-    role_to_proto,
-)
+from kvmesh.rpc.convert import endpoint_from_proto, endpoint_to_proto
+from kvmesh.rpc.convert_worker import role_from_proto, role_to_proto
 from kvmesh.v1 import pool_types_pb2 as pb
 
 _OUTCOMES = {

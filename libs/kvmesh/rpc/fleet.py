@@ -26,9 +26,11 @@ from kvmesh.rpc.convert_route import (
     route_plan_from_proto,
     route_query_to_proto,
 )
+from kvmesh.rpc.correlator import Correlator
 from kvmesh.rpc.direct import DirectClient
 from kvmesh.rpc.fleet_view import FleetMirror
-from kvmesh.rpc.stream import UNREACHABLE_AFTER, Correlator, PeerStream, parts
+from kvmesh.rpc.outbox import parts
+from kvmesh.rpc.stream import UNREACHABLE_AFTER, PeerStream
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.v1.scheduler_service_pb2 import RouteRequest, RouteResponse, WatchFleetRequest
 from kvmesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub

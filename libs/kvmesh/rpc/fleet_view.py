@@ -10,8 +10,8 @@ import dataclasses
 from kvmesh.core.details import FleetWorker
 from kvmesh.core.errors import ProtocolError
 from kvmesh.core.types import WorkerId
-from kvmesh.rpc.convert import fleet_worker_from_proto, worker_load_from_proto
 from kvmesh.rpc.convert_detail import worker_detail_from_proto
+from kvmesh.rpc.convert_worker import fleet_worker_from_proto, worker_load_from_proto
 from kvmesh.v1.scheduler_service_pb2 import WatchFleetResponse
 
 

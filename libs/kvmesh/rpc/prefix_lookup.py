@@ -13,8 +13,9 @@ from kvmesh.core.errors import LostError
 from kvmesh.core.types import BlockHash, PrefixMatch
 from kvmesh.rpc.channels import TlsConfig, open_channel
 from kvmesh.rpc.convert import prefix_match_from_proto
+from kvmesh.rpc.correlator import Correlator
 from kvmesh.rpc.direct import DirectClient
-from kvmesh.rpc.stream import Correlator, PeerStream
+from kvmesh.rpc.stream import PeerStream
 from kvmesh.v1 import kv_manager_service_pb2 as pb
 from kvmesh.v1 import kv_manager_service_pb2_grpc as pb_grpc
 

@@ -15,8 +15,8 @@ import grpc
 from kvmesh.core.details import WorkerDetail
 from kvmesh.core.types import Role, WorkerInfo, WorkerLoad
 from kvmesh.rpc.channels import TlsConfig, open_channel
-from kvmesh.rpc.convert import role_from_proto, worker_info_to_proto, worker_load_to_proto
 from kvmesh.rpc.convert_detail import worker_detail_to_proto
+from kvmesh.rpc.convert_worker import role_from_proto, worker_info_to_proto, worker_load_to_proto
 from kvmesh.rpc.stream import PeerStream
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.v1.scheduler_service_pb2 import (

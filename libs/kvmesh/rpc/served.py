@@ -16,7 +16,8 @@ from google.protobuf.message import Message
 from kvmesh.core.errors import ProtocolError
 from kvmesh.rpc.direct import DirectListener, DirectOffer
 from kvmesh.rpc.framed import FramedConnection
-from kvmesh.rpc.stream import ItemT, JoinableT, MessageT, Outbox, incoming, joined, parts
+from kvmesh.rpc.outbox import ItemT, JoinableT, MessageT, Outbox, joined, parts
+from kvmesh.rpc.stream import incoming
 
 
 @dataclass(frozen=True, slots=True)

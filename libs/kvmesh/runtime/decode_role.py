@@ -36,8 +36,8 @@ from kvmesh.rpc.convert import (
     sequence_spec_from_proto,
 )
 from kvmesh.rpc.convert_sampling import token_logprobs_to_proto
+from kvmesh.rpc.outbox import Outbox
 from kvmesh.rpc.served import DirectWay, serve_stream
-from kvmesh.rpc.stream import Outbox
 from kvmesh.runtime.local_start import LocalPrefill, StartedOutbox
 from kvmesh.runtime.worker_parts import WorkerParts
 from kvmesh.telemetry.logs import event_logger

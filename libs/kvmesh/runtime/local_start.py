@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from kvmesh.core.types import Refusal, Reservation
-from kvmesh.rpc.stream import Outbox
+from kvmesh.rpc.outbox import Outbox
 from kvmesh.v1 import decode_service_pb2 as decode_pb
 from kvmesh.v1 import prefill_service_pb2 as prefill_pb
 

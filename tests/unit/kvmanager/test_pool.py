@@ -26,7 +26,7 @@ from kvmesh.rpc.convert_pool import (
     pool_order_to_proto,
     pool_report_to_proto,
 )
-from kvmesh.rpc.stream import Outbox
+from kvmesh.rpc.outbox import Outbox
 from kvmesh.v1 import kv_manager_service_pb2 as pb
 from kvmesh.v1 import pool_types_pb2
 from services.kvmanager import heat, metrics

@@ -11,7 +11,7 @@ from kvmesh.core.errors import ProtocolError
 from kvmesh.core.types import WorkerId
 from kvmesh.metadata.memory_store import MemoryMetadataStore
 from kvmesh.metadata.store import ApplyResult, Publisher, Slot, StoreUnavailableError
-from kvmesh.rpc.stream import Outbox
+from kvmesh.rpc.outbox import Outbox
 from kvmesh.v1 import kv_manager_service_pb2 as pb
 from services.kvmanager.guard import StoreGuard
 from services.kvmanager.session import PublisherSession, publisher_from_hello

@@ -34,7 +34,7 @@ from kvmesh.core.types import (
     WorkerLoad,
 )
 from kvmesh.policy.plans_ahead import PlanKind, PlansAhead, Wish
-from kvmesh.rpc import convert, convert_route, convert_sampling
+from kvmesh.rpc import convert, convert_route, convert_sampling, convert_worker
 from kvmesh.v1 import scheduler_service_pb2, types_pb2
 
 LAYOUT = KvLayout("abc", "bfloat16", 16, 4, 2, 64)
@@ -100,9 +100,13 @@ VALUES: list[tuple[Any, Callable[..., Any], Callable[..., Any]]] = [
         convert.reservation_to_proto,
         convert.reservation_from_proto,
     ),
-    (INFO, convert.worker_info_to_proto, convert.worker_info_from_proto),
-    (LOAD, convert.worker_load_to_proto, convert.worker_load_from_proto),
-    (FleetWorker(INFO, LOAD), convert.fleet_worker_to_proto, convert.fleet_worker_from_proto),
+    (INFO, convert_worker.worker_info_to_proto, convert_worker.worker_info_from_proto),
+    (LOAD, convert_worker.worker_load_to_proto, convert_worker.worker_load_from_proto),
+    (
+        FleetWorker(INFO, LOAD),
+        convert_worker.fleet_worker_to_proto,
+        convert_worker.fleet_worker_from_proto,
+    ),
     (
         CANDIDATE,
         _filled(scheduler_service_pb2.Candidate, convert_route.fill_candidate),

@@ -5,7 +5,7 @@ import pytest
 from kvmesh.core.details import FleetWorker
 from kvmesh.core.errors import ProtocolError
 from kvmesh.core.types import WorkerLoad
-from kvmesh.rpc.convert import fleet_worker_to_proto
+from kvmesh.rpc.convert_worker import fleet_worker_to_proto
 from kvmesh.rpc.fleet_view import FleetMirror
 from kvmesh.v1.scheduler_service_pb2 import WatchFleetResponse
 from tests.unit.policy.fleet_examples import worker_info

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvmesh.rpc.convert import worker_info_to_proto
+from kvmesh.rpc.convert_worker import worker_info_to_proto
 from kvmesh.rpc.direct import DirectListener
 from kvmesh.v1.scheduler_service_pb2 import RegisterWorkerRequest
 from services.scheduler.config import FleetConfig

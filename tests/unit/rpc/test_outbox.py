@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmesh.rpc.stream import MAX_JOINED_BYTES, Outbox, joined, joined_outbox, parts
+from kvmesh.rpc.outbox import MAX_JOINED_BYTES, Outbox, joined, joined_outbox, parts
 from kvmesh.v1.kv_manager_service_pb2 import MatchPrefixRequest
 
 

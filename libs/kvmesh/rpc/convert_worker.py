@@ -1,0 +1,149 @@
+"""What workers say of themselves, as messages and back: identity, load, and the fleet of them.
+
+Tests: tests/unit/rpc/test_convert.py.
+"""
+
+from __future__ import annotations
+
+from kvmesh.core.details import FleetWorker
+from kvmesh.core.errors import ProtocolError
+from kvmesh.core.types import Role, WorkerId, WorkerInfo, WorkerLoad
+from kvmesh.rpc.convert import (
+    endpoint_from_proto,
+    endpoint_to_proto,
+    kv_layout_from_proto,
+    kv_layout_to_proto,
+)
+from kvmesh.rpc.convert_detail import worker_detail_from_proto, worker_detail_to_proto
+from kvmesh.v1 import scheduler_service_pb2, types_pb2
+
+_ROLES: dict[Role, types_pb2.Role.ValueType] = {
+    Role.PREFILL: types_pb2.ROLE_PREFILL,
+    Role.DECODE: types_pb2.ROLE_DECODE,
+    Role.HYBRID: types_pb2.ROLE_HYBRID,
+}
+_ROLES_BACK = {number: role for role, number in _ROLES.items()}
+
+
+def role_to_proto(role: Role) -> types_pb2.Role.ValueType:
+    """Role as an enum value."""
+    return _ROLES[role]
+
+
+def role_from_proto(value: types_pb2.Role.ValueType) -> Role | None:
+    """Role from an enum value; None if it is not one."""
+    return _ROLES_BACK.get(value)
+
+
+def worker_info_to_proto(info: WorkerInfo) -> types_pb2.WorkerInfo:
+    """WorkerInfo as a message."""
+    return types_pb2.WorkerInfo(
+        worker_id=info.worker_id,
+        incarnation=info.incarnation,
+        role=_ROLES[info.role],
+        cluster=info.cluster,
+        control_endpoint=endpoint_to_proto(info.control_endpoint),
+        data_endpoint=endpoint_to_proto(info.data_endpoint),
+        model=info.model,
+        layout=kv_layout_to_proto(info.layout),
+        max_model_len=info.max_model_len,
+        prefill_slots=info.prefill_slots,
+        decode_slots=info.decode_slots,
+        num_blocks=info.num_blocks,
+        scenario=info.scenario,
+        unpublished=not info.publishes,
+    )
+
+
+def worker_info_from_proto(message: types_pb2.WorkerInfo) -> WorkerInfo:
+    """WorkerInfo from a message.
+
+    Raises:
+        ProtocolError: an unknown role or an empty worker id.
+    """
+    if message.role not in _ROLES_BACK or not message.worker_id:
+        raise ProtocolError("bad_worker", f"role {message.role}, id {message.worker_id!r}")
+    return WorkerInfo(
+        worker_id=WorkerId(message.worker_id),
+        incarnation=message.incarnation,
+        role=_ROLES_BACK[message.role],
+        cluster=message.cluster,
+        control_endpoint=endpoint_from_proto(message.control_endpoint),
+        data_endpoint=endpoint_from_proto(message.data_endpoint),
+        model=message.model,
+        layout=kv_layout_from_proto(message.layout),
+        max_model_len=message.max_model_len,
+        prefill_slots=message.prefill_slots,
+        decode_slots=message.decode_slots,
+        num_blocks=message.num_blocks,
+        scenario=message.scenario,
+        publishes=not message.unpublished,
+    )
+
+
+def worker_load_to_proto(load: WorkerLoad) -> types_pb2.WorkerLoad:
+    """WorkerLoad as a message."""
+    return types_pb2.WorkerLoad(
+        prefill_active=load.prefill_active,
+        decode_running=load.decode_running,
+        decode_reserved=load.decode_reserved,
+        decode_preempted=load.decode_preempted,
+        blocks_free=load.blocks_free,
+        draining=load.draining,
+        prefill_tokens_total=load.prefill_tokens_total,
+        decode_tokens_total=load.decode_tokens_total,
+        prefill_sending=load.prefill_sending,
+        pending_tokens=load.pending_tokens,
+        budget_used=load.budget_used,
+        compute_used=load.compute_used,
+        memory_bandwidth_used=load.memory_bandwidth_used,
+        sent_bytes_total=load.sent_bytes_total,
+        sending_bytes=load.sending_bytes,
+    )
+
+
+def worker_load_from_proto(message: types_pb2.WorkerLoad) -> WorkerLoad:
+    """WorkerLoad from a message."""
+    return WorkerLoad(
+        prefill_active=message.prefill_active,
+        decode_running=message.decode_running,
+        decode_reserved=message.decode_reserved,
+        decode_preempted=message.decode_preempted,
+        blocks_free=message.blocks_free,
+        draining=message.draining,
+        prefill_tokens_total=message.prefill_tokens_total,
+        decode_tokens_total=message.decode_tokens_total,
+        prefill_sending=message.prefill_sending,
+        pending_tokens=message.pending_tokens,
+        budget_used=message.budget_used,
+        compute_used=message.compute_used,
+        memory_bandwidth_used=message.memory_bandwidth_used,
+        sent_bytes_total=message.sent_bytes_total,
+        sending_bytes=message.sending_bytes,
+    )
+
+
+def fleet_worker_to_proto(
+    worker: FleetWorker, *, with_detail: bool = False, with_info: bool = True
+) -> scheduler_service_pb2.FleetWorker:
+    """FleetWorker as a message.
+
+    Args:
+        with_detail: for people.
+        with_info: else only its name.
+    """
+    return scheduler_service_pb2.FleetWorker(
+        info=worker_info_to_proto(worker.info) if with_info else None,
+        worker_id="" if with_info else worker.info.worker_id,
+        load=worker_load_to_proto(worker.load),
+        detail=worker_detail_to_proto(worker.detail) if with_detail else None,
+    )
+
+
+def fleet_worker_from_proto(message: scheduler_service_pb2.FleetWorker) -> FleetWorker:
+    """FleetWorker from a message."""
+    return FleetWorker(
+        worker_info_from_proto(message.info),
+        worker_load_from_proto(message.load),
+        worker_detail_from_proto(message.detail),
+    )
