@@ -24,6 +24,7 @@ from typing import Any
 
 from benchmarks.result import RESULTS, Row, Target, document, markdown, save
 from kvmesh.core.errors import OutOfBlocksError
+from kvmesh.core.summary_statistics import percentile
 from kvmesh.core.types import BlockHash
 from kvmesh.kv.block_pool import BlockPool
 from kvmesh.kv.runs import consecutive_runs
@@ -205,9 +206,8 @@ def row_of(trace: str, name: str, counts: Counts, num_requests: int) -> Row:
     def part(values: list[int]) -> str:
         if not values:
             return "–"
-        ordered = sorted(values)
-        p99 = ordered[int(0.99 * (len(ordered) - 1))]
-        return f"{statistics.mean(values):.2f} / {statistics.median(values):g} / {p99}"
+        middle, most = percentile(values, 50), percentile(values, 99)
+        return f"{statistics.mean(values):.2f} / {middle:g} / {most:g}"
 
     return {
         "trace": trace,

@@ -6,7 +6,6 @@ Each phase takes a running system and gives a row; times are in milliseconds.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from benchmarks.gateway_load import Loader, Reply, request_bytes, stream_text
 from benchmarks.gateway_systems import MODEL, NUM_WORKERS, System
 from benchmarks.result import Row
+from kvmesh.core.summary_statistics import percentile
 
 STREAM_TOKENS = 64
 SHORT_TOKENS = 4
@@ -169,7 +169,7 @@ async def overload(bench: Bench, factor: int) -> Row:
         served=len(done),
         late=len(done) - len(in_time),
         refused=len(refused),
-        **{"refused p99 ms": _ms([reply.duration_s for reply in refused], 0.99)},
+        **{"refused p99 ms": _ms([reply.duration_s for reply in refused], 99)},
     )
 
 
@@ -226,12 +226,9 @@ def _cpu(count: int, front: float, everything: float) -> Row:
 
 
 def _percentiles(values: Sequence[float]) -> Row:
-    return {"p50 ms": _ms(values, 0.5), "p99 ms": _ms(values, 0.99)}
+    return {"p50 ms": _ms(values, 50), "p99 ms": _ms(values, 99)}
 
 
-def _ms(values: Sequence[float], share: float) -> float | None:
-    """The value below which a share of the values lies, in milliseconds."""
-    if not values:
-        return None
-    ranked = sorted(values)
-    return round(ranked[min(len(ranked) - 1, math.ceil(share * len(ranked)) - 1)] * 1000, 2)
+def _ms(values: Sequence[float], percent: float) -> float | None:
+    """A percentile in milliseconds; None of no values."""
+    return round(1000 * percentile(values, percent), 2) if values else None

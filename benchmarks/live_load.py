@@ -17,9 +17,10 @@ from typing import Any
 
 import aiohttp
 
+from benchmarks.poisson import poisson_times
 from benchmarks.result import Row
 from benchmarks.stack_client import VOCAB, StackClient
-from kvmesh.cli.bench_metrics import percentile
+from kvmesh.core.summary_statistics import percentile
 from kvmesh.policy.pdserve import TimeoutTier
 from kvmesh.sim.fleet import parse_fleet
 from kvmesh.sim.profile import load_profile
@@ -106,12 +107,10 @@ def arrivals(phases: Sequence[Phase], seed: int) -> list[Arrival]:
     found: list[Arrival] = []
     begin = 0.0
     for phase in phases:
-        at_s = begin + draw.expovariate(phase.rate)
-        while at_s < begin + phase.seconds:
+        for at_s in poisson_times(draw, phase.rate, begin, begin + phase.seconds):
             length = phase.median * 2.718281828 ** draw.gauss(0.0, phase.sigma)
             tokens = int(min(max(length, 32), phase.longest))
             found.append(Arrival(at_s, tokens, phase.output_tokens))
-            at_s += draw.expovariate(phase.rate)
         begin += phase.seconds
     return found
 
@@ -158,8 +157,9 @@ def live_row(system: str, seen: Sequence[Seen], limits: Limits) -> Row:
     """The numbers of a load; times in milliseconds."""
     served = [each for each in seen if each.outcome == "served"]
     span_s = max(each.arrival.at_s for each in seen) - min(each.arrival.at_s for each in seen)
-    ttfts = [1e3 * each.ttft_s for each in served]
-    tpots = [1e3 * each.tpot_s for each in served]
+    # Zeros where nobody was served: a row has numbers.
+    ttfts = [1e3 * each.ttft_s for each in served] or [0.0]
+    tpots = [1e3 * each.tpot_s for each in served] or [0.0]
     good = sum(each.is_good(limits) for each in seen)
     return {
         "system": system,

@@ -21,7 +21,7 @@ from benchmarks.live_load import (
 )
 from benchmarks.live_mesh import Fleet, LiveMesh, live_mesh, say
 from benchmarks.result import Row, Target
-from kvmesh.sim.report import coefficient_of_variation
+from kvmesh.core.summary_statistics import coefficient_of_variation
 
 TOKEN_BYTES = 512
 NUM_PREFILL = 3

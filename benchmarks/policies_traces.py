@@ -102,8 +102,8 @@ def _service_row(
     row: Row = {
         "rate": round(rate, 2),
         "in time": round(found.in_time, 4),
-        "TTFT p50": round(found.ttft(0.5), 3),
-        "TTFT p99": round(found.ttft(0.99), 3),
+        "TTFT p50": round(found.ttft_s(50), 3),
+        "TTFT p99": round(found.ttft_s(99), 3),
         "hits": round(found.hit_rate, 4),
         "CV": round(found.cv, 3),
         "sent of the worst": round(found.sent_share, 3),

@@ -23,10 +23,11 @@ from functools import partial
 
 import aiohttp
 
+from benchmarks.poisson import poisson_times
 from benchmarks.pool_mesh import BLOCK_SIZE, MODEL, START_POLLS, WORKERS, PoolMesh, pool_mesh
 from benchmarks.result import RESULTS, Row, Target, document, markdown, save
 from benchmarks.stack_client import StackClient
-from kvmesh.cli.bench_metrics import percentile
+from kvmesh.core.summary_statistics import coefficient_of_variation, percentile
 from kvmesh.core.types import BlockHash, PrefixSource, WorkerId
 from kvmesh.kv.hashing import chain_hashes, root_hash
 from kvmesh.policy.replication import choose_copy
@@ -34,7 +35,6 @@ from kvmesh.policy.segment_tree import Segment
 from kvmesh.rpc.prefix_lookup import PrefixLookup
 from kvmesh.runtime.fetch_result import FetchOutcome
 from kvmesh.runtime.worker import Worker
-from kvmesh.sim.report import coefficient_of_variation
 from services.kvmanager import metrics
 
 PREFIXES, PREFIX_TOKENS, TAIL_TOKENS, OUTPUT_TOKENS = 12, 2048, 32, 4
@@ -91,11 +91,9 @@ def arrivals(rate: float, seconds: float, seed: int) -> list[Arrival]:
     prefixes = [tuple(token() for _ in range(PREFIX_TOKENS)) for _ in range(PREFIXES)]
     shares = list(itertools.accumulate((rank + 1) ** -SKEW for rank in range(PREFIXES)))
     found: list[Arrival] = []
-    at_s = draw.expovariate(rate)
-    while at_s < seconds:
+    for at_s in poisson_times(draw, rate, 0.0, seconds):
         chosen = prefixes[bisect.bisect(shares, draw.random() * shares[-1])]
         found.append(Arrival(at_s, chosen + tuple(token() for _ in range(TAIL_TOKENS))))
-        at_s += draw.expovariate(rate)
     return found
 
 

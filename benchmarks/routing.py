@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.result import RESULTS, Row, Target, document, markdown, save
-from kvmesh.cli.bench_metrics import percentile
 from kvmesh.core.clock import ManualClock
+from kvmesh.core.summary_statistics import percentile
 from kvmesh.core.types import (
     BlockHash,
     Endpoint,

@@ -21,12 +21,13 @@ from pathlib import Path
 
 import aiohttp
 
+from benchmarks.poisson import poisson_times
 from benchmarks.result import RESULTS, ROOT, Row, document, markdown, save
 from benchmarks.stack_client import StackClient, Timing
 from benchmarks.stack_profile import make_profile, measure
 from kvmesh.cli.bench_load import find_model
-from kvmesh.cli.bench_metrics import percentile
 from kvmesh.core.config import environment
+from kvmesh.core.summary_statistics import percentile
 from kvmesh.sim.fleet import parse_fleet
 from kvmesh.sim.profile import Profile
 from kvmesh.sim.requests import Outcome
@@ -76,12 +77,8 @@ class Arrival:
 def arrivals(rate: float, seconds: float, seed: int) -> list[Arrival]:
     """Poisson arrivals of prompts of mixed length."""
     draw = random.Random(seed)
-    found: list[Arrival] = []
-    at_s = draw.expovariate(rate)
-    while at_s < seconds:
-        found.append(Arrival(at_s, draw.choice(LENGTHS)))
-        at_s += draw.expovariate(rate)
-    return found
+    times = poisson_times(draw, rate, 0.0, seconds)
+    return [Arrival(at_s, draw.choice(LENGTHS)) for at_s in times]
 
 
 async def send(client: StackClient, load: Sequence[Arrival]) -> list[Timing]:

@@ -7,11 +7,12 @@ Tests: tests/unit/cli/test_bench_metrics.py.
 from __future__ import annotations
 
 import itertools
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+from kvmesh.core.summary_statistics import percentile
 
 PERCENTILES = (50, 90, 95, 99)
 METRICS = ("ttft", "tpot", "itl", "e2el")
@@ -62,17 +63,6 @@ class RequestRecord:
         """Gaps between pieces that carried tokens."""
         times = self.token_times_s
         return [1000 * (b - a) for a, b in itertools.pairwise(times)]
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Linear interpolation between the two nearest ranks; 0 of no values."""
-    if not values:
-        return 0.0
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    low = math.floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
 def parse_goodput(words: Sequence[str]) -> dict[str, float]:
@@ -145,10 +135,12 @@ def summarize(
 
 
 def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
+    # Zeros where nothing completed, as vLLM has them: NaN is no JSON.
+    values = values or [0.0]
     return {
-        f"mean_{name}_ms": statistics.fmean(values) if values else 0.0,
+        f"mean_{name}_ms": statistics.fmean(values),
         f"median_{name}_ms": percentile(values, 50),
-        f"std_{name}_ms": statistics.pstdev(values) if values else 0.0,
+        f"std_{name}_ms": statistics.pstdev(values),
         **{f"p{p}_{name}_ms": percentile(values, p) for p in PERCENTILES},
     }
 

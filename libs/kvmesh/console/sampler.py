@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from kvmesh.console.share import Share
 from kvmesh.core.details import FleetWorker
+from kvmesh.core.summary_statistics import percentile
 from kvmesh.core.types import Role, WorkerId
 
 HISTORY = 300
@@ -119,7 +120,7 @@ class Sampler:
         self._miss(workers, unix_s)
         self._rate_workers(workers, elapsed_s)
         refusals = sum(share.refusals.values())
-        ttfts = sorted(share.ttfts_s)
+        ttfts = share.ttfts_s
         rates = self.worker_rates.values()
         sample = Sample(
             at_s=unix_s,
@@ -129,8 +130,8 @@ class Sampler:
             decode_tokens_s=sum(each.decode_tokens_s for each in rates) if fresh else None,
             transfer_bytes_s=sum(self.link_rates.values()) if fresh else None,
             num_open=share.num_open,
-            ttft_p50_s=quantile(ttfts, 0.5),
-            ttft_p99_s=quantile(ttfts, 0.99),
+            ttft_p50_s=percentile(ttfts, 50) if ttfts else None,
+            ttft_p99_s=percentile(ttfts, 99) if ttfts else None,
             disaggregated_share=share.disaggregated_share,
             threshold_tokens=threshold_tokens,
             prefill_workers=sum(each.info.role is not Role.DECODE for each in workers),
@@ -174,13 +175,6 @@ def links_of(workers: Sequence[FleetWorker]) -> dict[LinkName, int]:
         for worker in workers
         for link in worker.detail.links
     }
-
-
-def quantile(ordered: Sequence[float], share: float) -> float | None:
-    """The value that `share` of the ordered ones do not exceed; None without any."""
-    if not ordered:
-        return None
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 def per_second(difference: float, elapsed_s: float) -> float:

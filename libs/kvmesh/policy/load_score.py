@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvmesh.core.summary_statistics import mean
 from kvmesh.core.types import WorkerId
 
 
@@ -213,8 +214,4 @@ def fleet_score(workers: Sequence[ScoredWorker]) -> Score:
     """C^p over the prefill side, C^d over the decode side; 0 for a side without workers."""
     prefill = [worker.own_score for worker in workers if worker.prefills]
     decode = [worker.own_score for worker in workers if not worker.prefills]
-    return Score(_mean(prefill), _mean(decode))
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
+    return Score(mean(prefill), mean(decode))

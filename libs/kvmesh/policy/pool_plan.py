@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvmesh.core.pool import PoolMember
+from kvmesh.core.summary_statistics import coefficient_of_variation
 from kvmesh.core.types import BLOCK_HASH_BYTES, BlockHash, WorkerId
 from kvmesh.policy.heat import SegmentHeat
 from kvmesh.policy.pool_eviction import plan_eviction
@@ -299,8 +300,4 @@ def plan_hints(
 
 def reads_cv(members: Sequence[PoolMember]) -> float:
     """Coefficient of variation of what workers read of late; 0 without reads."""
-    reads = [member.read_blocks for member in members]
-    mean = sum(reads) / len(reads) if reads else 0.0
-    if mean == 0:
-        return 0.0
-    return math.sqrt(sum((each - mean) ** 2 for each in reads) / len(reads)) / mean
+    return coefficient_of_variation([member.read_blocks for member in members])

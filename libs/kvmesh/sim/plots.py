@@ -15,7 +15,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kvmesh.sim.report import coefficient_of_variation
+from kvmesh.core.summary_statistics import coefficient_of_variation
 from kvmesh.sim.simulation import Result
 
 

@@ -11,13 +11,13 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from kvmesh.core.summary_statistics import coefficient_of_variation, mean
 from kvmesh.core.types import BlockHash, WorkerId
 from kvmesh.policy.heavy_hitters import heavy_hitters, num_heavy_hitters
 from kvmesh.policy.pool_eviction import plan_eviction
 from kvmesh.policy.replication import choose_copy, plan_copies
 from kvmesh.policy.segment_tree import Segment, SegmentTree
 from kvmesh.policy.segments import segment_hashes, striped_homes
-from kvmesh.sim.report import coefficient_of_variation
 from kvmesh.sim.requests import block_hash
 from kvmesh.sim.trace import TraceRequest
 
@@ -77,17 +77,12 @@ class PoolResult:
     @property
     def mean_cv(self) -> float:
         """Mean of the windows after the first, in which the pool is empty."""
-        return _mean_of_later(self.cvs)
+        return mean(self.cvs[1:])
 
     @property
     def chance_cv(self) -> float:
         """As `mean_cv`, of reads that fall on workers by equal chances."""
-        return _mean_of_later(self.chances)
-
-
-def _mean_of_later(values: list[float]) -> float:
-    later = values[1:]
-    return sum(later) / len(later) if later else 0.0
+        return mean(self.chances[1:])
 
 
 def run_pool(requests: Iterable[TraceRequest], settings: PoolSettings, seed: int) -> PoolResult:
@@ -127,15 +122,13 @@ class SegmentPool:
         self.result = PoolResult()
         self._settings = settings
         self._rng = random.Random(seed)
-        self.workers = self._workers = [
-            WorkerId(f"w{index}") for index in range(settings.num_workers)
-        ]
+        self.workers = [WorkerId(f"w{index}") for index in range(settings.num_workers)]
         # Apart, a worker's cache is a tree of its own.
         trees = 1 if settings.pooled else settings.num_workers
         self._trees = [SegmentTree() for _ in range(trees)]
-        self._held = dict.fromkeys(self._workers, 0)
-        self._reads = dict.fromkeys(self._workers, 0.0)
-        self._loads = dict.fromkeys(self._workers, 0.0)
+        self._held = dict.fromkeys(self.workers, 0)
+        self._reads = dict.fromkeys(self.workers, 0.0)
+        self._loads = dict.fromkeys(self.workers, 0.0)
         self._window_end = WINDOW_S
 
     def read(self, request: TraceRequest) -> Read:
@@ -149,7 +142,7 @@ class SegmentPool:
             tree, owner = self._trees[0], None
         else:
             index = self._route(names)
-            tree, owner = self._trees[index], self._workers[index]
+            tree, owner = self._trees[index], self.workers[index]
         found = tree.match(names)
         self.result.hits += len(found)
         holders: list[WorkerId] = []
@@ -172,7 +165,7 @@ class SegmentPool:
         best = max(range(len(matches)), key=lambda index: matches[index])
         if names and matches[best] / len(names) > ROUTER_THRESHOLD:
             return best
-        return min(range(len(matches)), key=lambda index: self._loads[self._workers[index]])
+        return min(range(len(matches)), key=lambda index: self._loads[self.workers[index]])
 
     def _store(
         self,
@@ -186,8 +179,8 @@ class SegmentPool:
         stored: list[WorkerId] = []
         pinned = set(names)
         parent = found[-1] if found else None
-        for name, index in striped_homes(names, len(self._workers), len(found)):
-            holder = owner or self._workers[index]
+        for name, index in striped_homes(names, len(self.workers), len(found)):
+            holder = owner or self.workers[index]
             if not self._make_room(tree, holder, pinned):
                 break  # what follows could not be read without this one
             parent = tree.add(name, parent, holder, now)
@@ -211,19 +204,19 @@ class SegmentPool:
         if any(self._reads.values()):
             self.result.cvs.append(coefficient_of_variation([*self._reads.values()]))
             # Of a multinomial distribution over so many workers.
-            total, others = sum(self._reads.values()), len(self._workers) - 1
+            total, others = sum(self._reads.values()), len(self.workers) - 1
             self.result.chances.append(math.sqrt(others / total))
         if self._settings.pooled and self._settings.replicate:
             self._copy_heavy_hitters()
         for tree in self._trees:
             tree.fade(FADE)
         self._loads = {worker: load * FADE for worker, load in self._loads.items()}
-        self._reads = dict.fromkeys(self._workers, 0.0)
+        self._reads = dict.fromkeys(self.workers, 0.0)
         self._window_end += WINDOW_S
 
     def _copy_heavy_hitters(self) -> None:
         tree = self._trees[0]
-        hitters = heavy_hitters(tree, num_heavy_hitters(len(self._workers)))
+        hitters = heavy_hitters(tree, num_heavy_hitters(len(self.workers)))
         now = self._window_end
         for copy in plan_copies(hitters, self._loads):
             segment = tree.get(copy.segment)

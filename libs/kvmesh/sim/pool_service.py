@@ -13,15 +13,15 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kvmesh.core.summary_statistics import coefficient_of_variation, percentile
 from kvmesh.core.types import RequestId, WorkerId
 from kvmesh.policy.cache_load import CachedRequest, PoolHardware, cache_load
 from kvmesh.policy.dispatch import BatchTraffic, dispatch, volume
-from kvmesh.policy.elastic import Prompt, plan_elastic
+from kvmesh.policy.elastic import Batch, Prompt, plan_elastic
 from kvmesh.policy.urgency import most_urgent, num_usable
 from kvmesh.sim.events import EventQueue
-from kvmesh.sim.pool import PoolSettings, SegmentPool
+from kvmesh.sim.pool import PoolSettings, Read, SegmentPool
 from kvmesh.sim.profile import Profile
-from kvmesh.sim.report import coefficient_of_variation, percentile
 from kvmesh.sim.trace import TRACE_BLOCK, TraceRequest
 
 SLO_FACTOR = 10.0
@@ -92,9 +92,9 @@ class ServiceResult:
         """Coefficient of variation of the seconds that the workers computed."""
         return coefficient_of_variation([*self.computed.values()])
 
-    def ttft(self, share: float) -> float:
+    def ttft_s(self, percent: float) -> float:
         """A percentile of the time to the first token."""
-        return percentile(self.ttfts, share)
+        return percentile(self.ttfts, percent)
 
 
 def serve(
@@ -216,16 +216,7 @@ class _Elastic(_Service):
             for name, request in chosen.items()
         ]
         plan = plan_elastic(prompts, num_usable(len(self._free)), latency)
-        traffic: list[BatchTraffic] = []
-        for batch in plan.batches:
-            names = [each.request_id for each in batch.prompts]
-            queried = frozenset(holder for name in names for holder in reads[name].holders)
-            stored: Counter[WorkerId] = Counter()
-            for name in names:
-                stored.update(reads[name].stored)
-            tokens = self._settings.blocks * TRACE_BLOCK
-            puts = {holder: n * tokens // batch.num_workers for holder, n in stored.items()}
-            traffic += [BatchTraffic(queried, puts)] * batch.num_workers
+        traffic = [each for batch in plan.batches for each in self._traffic(batch, reads)]
         where = dispatch(traffic, sorted(self._free), HIDDEN_SIZE)
         self.result.sent += where.volume_bytes
         self.result.worst_sent += sum(
@@ -237,6 +228,17 @@ class _Elastic(_Service):
             at += batch.num_workers
             duration = latency(batch.prompts, batch.num_workers)
             self._start(group, [chosen[each.request_id] for each in batch.prompts], duration)
+
+    def _traffic(self, batch: Batch, reads: Mapping[RequestId, Read]) -> list[BatchTraffic]:
+        """What each worker of a batch reads from others and puts there."""
+        names = [each.request_id for each in batch.prompts]
+        queried = frozenset(holder for name in names for holder in reads[name].holders)
+        stored: Counter[WorkerId] = Counter()
+        for name in names:
+            stored.update(reads[name].stored)
+        tokens = self._settings.blocks * TRACE_BLOCK
+        puts = {holder: n * tokens // batch.num_workers for holder, n in stored.items()}
+        return [BatchTraffic(queried, puts)] * batch.num_workers
 
     def _slack(self, request: TraceRequest) -> float:
         """Seconds until it is too late to begin, with all workers."""

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from kvmesh.core.summary_statistics import coefficient_of_variation, mean, percentile
 from kvmesh.sim.requests import Outcome, SimRequest
 from kvmesh.sim.simulation import Result, Sample
 
@@ -45,14 +46,6 @@ class Summary:
     refusals: dict[str, int] = field(default_factory=dict)
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that `share` of all do not exceed; NaN without values."""
-    ordered = sorted(values)
-    if not ordered:
-        return math.nan
-    return ordered[min(max(math.ceil(share * len(ordered)) - 1, 0), len(ordered) - 1)]
-
-
 def summarize(result: Result) -> Summary:
     """The numbers of one run."""
     requests = result.requests
@@ -70,14 +63,14 @@ def summarize(result: Result) -> Summary:
         num_requests=count,
         success=len(done) / count,
         goodput=len(good) / arrivals if arrivals else math.nan,
-        ttft_p50_s=percentile(ttfts, 0.5),
-        ttft_p90_s=percentile(ttfts, 0.9),
-        ttft_p99_s=percentile(ttfts, 0.99),
-        tpot_p50_s=percentile(tpots, 0.5),
-        tpot_p99_s=percentile(tpots, 0.99),
+        ttft_p50_s=percentile(ttfts, 50),
+        ttft_p90_s=percentile(ttfts, 90),
+        ttft_p99_s=percentile(ttfts, 99),
+        tpot_p50_s=percentile(tpots, 50),
+        tpot_p99_s=percentile(tpots, 99),
         hit_rate=sum(each.cached_tokens for each in requests) / prompt_tokens,
         cv=mean_cv(result.samples),
-        link_use=_mean(sample.link_use for sample in result.samples),
+        link_use=mean([sample.link_use for sample in result.samples]),
         remote_share=sum(each.remote for each in requests) / count,
         duration_s=result.finished_s,
         refusals=dict(Counter(_refusal(each) for each in requests if each.refusal)),
@@ -88,19 +81,6 @@ def _refusal(request: SimRequest) -> str:
     return request.refusal.value if request.refusal else ""
 
 
-def _mean(values: Iterable[float]) -> float:
-    listed = list(values)
-    return sum(listed) / len(listed) if listed else 0.0
-
-
-def coefficient_of_variation(values: Sequence[float]) -> float:
-    """Standard deviation over mean; 0 when all are 0."""
-    mean = _mean(values)
-    if mean == 0:
-        return 0.0
-    return math.sqrt(_mean((value - mean) ** 2 for value in values)) / mean
-
-
 def mean_cv(samples: Sequence[Sample]) -> float:
     """How unevenly prefill work is spread, mean over the samples in which there was any."""
     found = [
@@ -108,7 +88,7 @@ def mean_cv(samples: Sequence[Sample]) -> float:
         for sample in samples
         if any(sample.computed_tokens.values())
     ]
-    return _mean(found)
+    return mean(found)
 
 
 def summary_record(result: Result) -> dict[str, Any]:

@@ -1,14 +1,11 @@
 from __future__ import annotations
 
-import statistics
-
 import pytest
 
 from kvmesh.cli.bench_metrics import (
     RequestRecord,
     is_good,
     parse_goodput,
-    percentile,
     summarize,
     targets,
 )
@@ -40,18 +37,6 @@ def test_one_request() -> None:
 def test_tpot_counts_tokens_and_not_pieces() -> None:
     assert _done(0.0, 1.0, 3.0, output_tokens=5).tpot_ms == pytest.approx(500)
     assert _done(0.0, 1.0).tpot_ms is None
-
-
-@pytest.mark.parametrize("percent", [0, 1, 25, 50, 90, 99, 100])
-def test_percentiles_are_those_of_the_standard_library(percent: int) -> None:
-    values = [5.0, 1.0, 9.0, 2.0, 2.0, 7.5]
-    cuts = [min(values), *statistics.quantiles(values, n=100, method="inclusive"), max(values)]
-    assert percentile(values, percent) == pytest.approx(cuts[percent])
-
-
-def test_percentiles_of_little() -> None:
-    assert percentile([], 50) == 0.0
-    assert percentile([3.0], 99) == 3.0
 
 
 def test_a_run() -> None:
