@@ -23,7 +23,7 @@ from benchmarks.stack_client import VOCAB, StackClient
 from kvmesh.core.summary_statistics import percentile
 from kvmesh.policy.pdserve import TimeoutTier
 from kvmesh.sim.fleet import parse_fleet
-from kvmesh.sim.profile import load_profile
+from kvmesh.sim.profile_file import load_profile
 from kvmesh.sim.report import summarize
 from kvmesh.sim.scenario import Objectives, Scenario, parse_failures
 from kvmesh.sim.simulation import simulate

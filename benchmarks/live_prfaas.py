@@ -26,7 +26,7 @@ from benchmarks.live_mesh import FAR, Fleet, LiveMesh, live_mesh, say
 from benchmarks.live_rounds import ROUNDS, gain, order, round_seed, summaries
 from benchmarks.result import Row, Target
 from kvmesh.policy.prfaas import Hardware, optimum, search, threshold_grid
-from kvmesh.sim.profile import load_profile
+from kvmesh.sim.profile_file import load_profile
 from kvmesh.sim.trace import uncached_lengths
 from tests.waiting import until
 

@@ -20,7 +20,7 @@ from kvmesh.policy.prfaas import Hardware
 from kvmesh.sim.fleet import WorkerGroup, parse_fleet
 from kvmesh.sim.plan import make_plan, plan_record
 from kvmesh.sim.plots import Series
-from kvmesh.sim.profile import load_profile
+from kvmesh.sim.profile_file import load_profile
 from kvmesh.sim.report import Summary, summarize
 from kvmesh.sim.scenario import Scenario, parse_failures
 from kvmesh.sim.simulation import simulate

@@ -14,7 +14,7 @@ from functools import partial
 from benchmarks.policies_experiments import Experiment, Job, Outcome, Rows, Verdict, summary_row
 from benchmarks.result import Row, Target
 from kvmesh.sim.fleet import parse_fleet
-from kvmesh.sim.profile import load_profile
+from kvmesh.sim.profile_file import load_profile
 from kvmesh.sim.report import summarize
 from kvmesh.sim.scenario import Scenario
 from kvmesh.sim.simulation import Simulation

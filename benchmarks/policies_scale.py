@@ -18,10 +18,11 @@ from kvmesh.core.types import Refusal, RoutePlan
 from kvmesh.policy import routing
 from kvmesh.policy.lengths import LengthDistribution
 from kvmesh.sim.fleet import parse_fleet
-from kvmesh.sim.profile import load_profile
+from kvmesh.sim.profile_file import load_profile
 from kvmesh.sim.report import summarize
+from kvmesh.sim.router import Decide
 from kvmesh.sim.scenario import Scenario
-from kvmesh.sim.simulation import Decide, Simulation
+from kvmesh.sim.simulation import Simulation
 from kvmesh.sim.systems import SYSTEMS
 from kvmesh.sim.workload import Workload, make_requests
 

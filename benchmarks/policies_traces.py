@@ -15,7 +15,7 @@ from kvmesh.policy.lengths import LengthDistribution
 from kvmesh.sim.fleet import parse_fleet
 from kvmesh.sim.pool import PoolSettings, run_pool
 from kvmesh.sim.pool_service import ServiceSettings, goodput_rate, serve
-from kvmesh.sim.profile import load_profile
+from kvmesh.sim.profile_file import load_profile
 from kvmesh.sim.scenario import Scenario
 from kvmesh.sim.systems import SYSTEMS
 from kvmesh.sim.trace import TraceRequest, read_trace

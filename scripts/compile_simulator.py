@@ -26,11 +26,11 @@ MODULES = tuple(
     for package, names in {
         "core": "types",
         "kv": "bit_tree block_pool free_segments handoff handoff_types",
-        "policy": "batching composition connections control fetch_route fleet_index forwarding "
-        "group_route holders joint load_score offload offload_route prefix_source ranking reasons "
-        "recent_reads routing view",
-        "sim": "control events fetch fleet link placing prefix_index profile requests scenario "
-        "simulation steps systems trace worker",
+        "policy": "allocation_loop batching composition connections fetch_route fleet_index "
+        "forwarding group_route holders joint load_score offload offload_route prefix_source "
+        "ranking reasons recent_reads role_loop routing view waiting",
+        "sim": "control events fetch fleet link placing prefix_index profile requests router "
+        "scenario simulation steps systems trace worker",
     }.items()
     for name in names.split()
 )

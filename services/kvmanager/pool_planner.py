@@ -1,7 +1,7 @@
 """Plans for the pool, from what all replicas know: which prefixes to copy where, what may go first.
 
 Asks the store who holds the hot prefixes, lets `policy/pool_plan.py` decide, and remembers what is
-on its way. Tests: tests/unit/kvmanager/test_pool.py.
+on its way. Tests: tests/unit/kvmanager/test_pool_planner.py.
 """
 
 from __future__ import annotations
@@ -20,13 +20,10 @@ from kvmesh.kv.hashing import split_hashes
 from kvmesh.metadata.store import StoreUnavailableError
 from kvmesh.policy.heat import CooledPrefix, HeatTable
 from kvmesh.policy.heavy_hitters import num_heavy_hitters
+from kvmesh.policy.hot_runs import HotRun, held_runs, hot_runs, leaves
 from kvmesh.policy.pool_plan import (
     CopyLimits,
-    HotRun,
     PrefixCopy,
-    held_runs,
-    hot_runs,
-    leaves,
     plan_hints,
     plan_prefix_copies,
     reads_cv,

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from kvmesh.core.details import FleetWorker
 from kvmesh.core.types import Role
-from kvmesh.policy.control import Waiting
 from kvmesh.policy.pdserve import RatioStep
 from kvmesh.policy.ratio_monitor import RatioMonitor, StageCounts
+from kvmesh.policy.waiting import Waiting
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,23 +12,17 @@ from dataclasses import dataclass
 
 from kvmesh.core.details import ANSWER, COPY, GET, FleetWorker
 from kvmesh.core.types import Role, WorkerId
+from kvmesh.policy.allocation_loop import Allocation, AllocationLoop, AllocationQuestion
 from kvmesh.policy.composition import Composition, Offload, OffloadState
-from kvmesh.policy.control import (
-    Allocation,
-    AllocationLoop,
-    AllocationQuestion,
-    RoleCycle,
-    RoleLoop,
-    Waiting,
-    read_worker,
-    split_waiting,
-)
 from kvmesh.policy.measurement import ServingMeter
 from kvmesh.policy.offload import Threshold
 from kvmesh.policy.path_meter import PathMeter
 from kvmesh.policy.prefix_source import FetchPace
 from kvmesh.policy.prfaas import Hardware, ServingProfile
+from kvmesh.policy.reallocation import choose_giver
+from kvmesh.policy.role_loop import RoleCycle, RoleLoop, read_worker
 from kvmesh.policy.threshold_loop import ThresholdLoop, ThresholdReading
+from kvmesh.policy.waiting import Waiting, split_waiting
 from services.scheduler.config import PlanningConfig
 from services.scheduler.demand import Demand
 from services.scheduler.group_loops import GroupLoops, GroupStep
@@ -225,11 +219,9 @@ class ModelLoops:
 
     def giver(self, to_role: Role | None, workers: Sequence[FleetWorker]) -> WorkerId | None:
         """The quietest worker of the side that gives one; None if there is none to spare."""
-        movable = [each for each in self._home(workers) if each.info.role is not Role.HYBRID]
-        givers = [each for each in movable if to_role not in (None, each.info.role)]
-        if len(givers) < 2:  # the last one of a side stays
+        if to_role is None:
             return None
-        return min(givers, key=lambda each: (_share(each), each.info.worker_id)).info.worker_id
+        return choose_giver([(each.info, each.load) for each in self._home(workers)], to_role)
 
     def accept(self, found: Allocation, workers: Sequence[FleetWorker], *, moved: bool) -> None:
         """Takes over the threshold of an evaluation, for the split that runs from now on.
@@ -254,10 +246,3 @@ def _start(policy: Composition, configured: int) -> Threshold:
     if policy.offload is Offload.NONE or not configured:
         return Threshold(math.inf, math.inf)
     return Threshold(float(configured), float(configured))
-
-
-def _share(worker: FleetWorker) -> float:
-    info, load = worker.info, worker.load
-    if info.role is Role.PREFILL:
-        return load.prefill_active / max(info.prefill_slots, 1)
-    return load.decode_running / max(info.decode_slots, 1)

@@ -16,11 +16,12 @@ from kvmesh.core.clock import Clock
 from kvmesh.core.details import FleetWorker, ModelDetail
 from kvmesh.core.types import Role, RouteCause, RoutePlan, RouteQuery, WorkerId
 from kvmesh.metadata.store import FleetStore, StoreUnavailableError
+from kvmesh.policy.allocation_loop import Allocation
 from kvmesh.policy.composition import Composition, OffloadState
-from kvmesh.policy.control import CYCLE_S, Allocation
 from kvmesh.policy.fleet_index import SMALL_FLEET
 from kvmesh.policy.plans_ahead import MAX_AHEAD, MAX_KINDS, Wish
 from kvmesh.policy.prefix_source import FetchPace
+from kvmesh.policy.role_loop import CYCLE_S
 from kvmesh.policy.role_switch import STEADY, ScaleSignal, Switch, scale_signal
 from kvmesh.sim.profile import Profile
 from kvmesh.telemetry.logs import event_logger

@@ -40,7 +40,7 @@ from kvmesh.rpc.prefix_lookup import PrefixLookup
 from kvmesh.rpc.served import DirectWay, serve_questions
 from kvmesh.rpc.stream import incoming
 from kvmesh.runtime.app import ServiceContext
-from kvmesh.sim.profile import load_profile
+from kvmesh.sim.profile_file import load_profile
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.v1.scheduler_service_pb2 import (
     OrderWorkerRequest,

@@ -23,9 +23,10 @@ from kvmesh.policy.explain import CandidateFacts, DecisionFacts, describe_decisi
 from kvmesh.policy.joint_choice import JointReason
 from kvmesh.policy.pdserve import TimeoutTier
 from kvmesh.policy.prefix_source import FetchPace
-from kvmesh.sim import simulation
+from kvmesh.sim import router as sim_router
 from kvmesh.sim.fleet import SimFleet, parse_fleet
-from kvmesh.sim.profile import DecodeCost, Device, Links, Profile, load_profile
+from kvmesh.sim.profile import DecodeCost, Device, Links, Profile
+from kvmesh.sim.profile_file import load_profile
 from kvmesh.sim.scenario import Objectives, Scenario
 from kvmesh.sim.simulation import Simulation
 from kvmesh.sim.systems import SYSTEMS
@@ -77,7 +78,7 @@ def decided(monkeypatch: pytest.MonkeyPatch) -> Decisions:
     # How long ago a live worker reported is this machine's, too.
     for policies in (routing, joint):
         monkeypatch.setattr(policies, "SILENT_AFTER_S", math.inf)
-    for module in (router, simulation):
+    for module in (router, sim_router):
         monkeypatch.setattr(module, "decide_route", decide)
         monkeypatch.setattr(module, "decide_jointly", decide_jointly)
     return kept
@@ -213,7 +214,7 @@ async def test_requests_that_come_at_once(
     size = 3
     monkeypatch.setattr(gathering, "MAX_JOINT", size)
     # They wait for the last one of the round, however long that takes.
-    for holder in (router, simulation):
+    for holder in (router, sim_router):
         monkeypatch.setattr(holder, "hold_s", lambda *_: ROUND_S)
     monkeypatch.setattr(gathering, "LOOKUP_S", ROUND_S)
     rounds = in_rounds([each for each in synthetic(4, 30) if len(each.hash_ids) > 1][:15], size)

@@ -9,7 +9,7 @@ import pytest
 
 from kvmesh.cli import plan, profile, simulate
 from kvmesh.core.errors import ConfigError
-from kvmesh.sim.profile import load_profile
+from kvmesh.sim.profile_file import load_profile
 from tests.integration.families import Checkpoint
 from tests.mesh_processes import MODEL_FOLDER
 

@@ -22,7 +22,8 @@ from kvmesh.cli.flags import (
 from kvmesh.policy.lengths import LengthDistribution
 from kvmesh.policy.prfaas import Hardware
 from kvmesh.sim.plan import make_plan, plan_record, plan_text, plot_plan
-from kvmesh.sim.profile import Profile, gbps, load_profile, shipped_profiles
+from kvmesh.sim.profile import Profile, gbps
+from kvmesh.sim.profile_file import load_profile, shipped_profiles
 from kvmesh.sim.trace import read_trace, uncached_lengths
 
 DESCRIPTION = """\

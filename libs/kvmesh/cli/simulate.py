@@ -28,7 +28,8 @@ from kvmesh.cli.flags import (
 from kvmesh.core.errors import ConfigError
 from kvmesh.sim.fleet import parse_fleet
 from kvmesh.sim.plots import Series, png, write_html
-from kvmesh.sim.profile import Profile, load_profile, shipped_profiles
+from kvmesh.sim.profile import Profile
+from kvmesh.sim.profile_file import load_profile, shipped_profiles
 from kvmesh.sim.report import summarize, summary_record, table
 from kvmesh.sim.scenario import Scenario, parse_failures
 from kvmesh.sim.simulation import Result, simulate

@@ -5,7 +5,7 @@
 short prompt stays with its decode worker, else the prefill worker with the least expected work and
 the decode worker with the most room are taken (`routing.py`), and P/D-Serve's forwarding offers it
 to them in that order. Each second: PrfaaS moves the threshold, FlowKV switches roles. Each few
-minutes: PrfaaS reallocates (`control.py`). Tests: tests/unit/policy/test_composition.py.
+minutes: PrfaaS reallocates (`allocation_loop.py`). Tests: tests/unit/policy/test_composition.py.
 """
 
 from __future__ import annotations

@@ -257,9 +257,8 @@ KVMESH = RoutePolicy(
     first_token=attrgetter("first_token"),
     fetches=True,
 )
-"""The default: the worker whose first token comes soonest, queue, prefix and fetch counted
-(FlowKV B.2);
-short prompts where they are decoded; and decode workers help prefill while they are sooner."""
+"""The default: the worker whose first token comes soonest, queue, prefix and fetch counted (FlowKV
+B.2); short prompts where they are decoded; decode workers help prefill while they are sooner."""
 
 LEAST_LOADED = RoutePolicy(
     "least_loaded",

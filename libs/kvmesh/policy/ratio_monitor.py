@@ -14,7 +14,6 @@ import math
 from dataclasses import dataclass
 
 from kvmesh.core.types import Role
-from kvmesh.policy.control import Waiting
 from kvmesh.policy.pdserve import (
     TOLERANCE,
     LatencyWindow,
@@ -22,6 +21,7 @@ from kvmesh.policy.pdserve import (
     RatioStep,
     ratio_direction,
 )
+from kvmesh.policy.waiting import Waiting
 
 WINDOW_S = 15.0
 

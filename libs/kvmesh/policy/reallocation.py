@@ -1,14 +1,17 @@
-"""PrfaaS's slow time scale: when to turn a local instance from prefill to decode or back.
+"""PrfaaS's slow time scale: when to turn a local instance from prefill to decode or
+back, and which one.
 
-Source: PrfaaS 3.4.3, points 4-5. Tests: tests/unit/policy/test_prfaas.py.
+Source: PrfaaS 3.4.3, points 4-5. Tests: tests/unit/policy/test_prfaas.py,
+tests/unit/policy/test_reallocation.py.
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvmesh.core.types import Role
+from kvmesh.core.types import Role, WorkerId, WorkerInfo, WorkerLoad
 from kvmesh.policy.prfaas import OperatingPoint
 
 
@@ -69,3 +72,24 @@ def plan_reallocation(
     if to_prefill:
         return Reallocation(Role.PREFILL, gain, ReallocationReason.PREFILL_BOTTLENECK)
     return Reallocation(Role.DECODE, gain, ReallocationReason.DECODE_BOTTLENECK)
+
+
+def choose_giver(
+    workers: Iterable[tuple[WorkerInfo, WorkerLoad]], to_role: Role
+) -> WorkerId | None:
+    """The worker that is to take a role for good: the least used one of the other role.
+
+    None if that is its last one, which stays. Hybrid workers have no other role.
+    """
+    givers = [
+        (_used_share(info, load), info.worker_id)
+        for info, load in workers
+        if info.role not in (Role.HYBRID, to_role)
+    ]
+    return min(givers)[1] if len(givers) > 1 else None
+
+
+def _used_share(info: WorkerInfo, load: WorkerLoad) -> float:
+    if info.role is Role.PREFILL:
+        return load.prefill_active / max(info.prefill_slots, 1)
+    return load.decode_running / max(info.decode_slots, 1)

@@ -11,21 +11,15 @@ from collections import Counter
 from collections.abc import Callable
 
 from kvmesh.core.types import Role
-from kvmesh.policy.control import (
-    CYCLE_S,
-    REALLOCATE_S,
-    AllocationLoop,
-    RoleLoop,
-    Waiting,
-    WorkerReading,
-    room_used,
-    split_waiting,
-)
+from kvmesh.policy.allocation_loop import REALLOCATE_S, AllocationLoop
 from kvmesh.policy.load_score import Capacity, LoadState, Queues
 from kvmesh.policy.offload import Threshold
 from kvmesh.policy.prfaas import Hardware, ServingProfile, optimum, search, threshold_grid
 from kvmesh.policy.ratio_monitor import WINDOW_S, RatioMonitor, StageCounts
+from kvmesh.policy.reallocation import choose_giver
+from kvmesh.policy.role_loop import CYCLE_S, RoleLoop, WorkerReading, room_used
 from kvmesh.policy.threshold_loop import ThresholdLoop, ThresholdReading
+from kvmesh.policy.waiting import Waiting, split_waiting
 from kvmesh.sim.events import EventQueue
 from kvmesh.sim.fleet import REMOTE, SimFleet
 from kvmesh.sim.placing import Desk
@@ -168,14 +162,13 @@ class Control:
         if not self._allocation.has_lengths or self._roles.is_helping:
             return
         hardware = self._hardware(self._offload.take_capacity())
-        movable = [worker for worker in local if worker.info.role is not Role.HYBRID]
-        num_prefill = sum(worker.info.role is Role.PREFILL for worker in movable)
+        num_prefill = sum(worker.info.role is Role.PREFILL for worker in local)
         found = self._allocation.question(
             self._serving(), hardware, self._offload.threshold, num_prefill, queues
         ).answer()
         move = found.move
         self._reasons[f"reallocation: {move.reason.value}"] += 1
-        if move.to_role is not None and _give(movable, move.to_role):
+        if move.to_role is not None and self._turn_one(move.to_role):
             num_prefill += 1 if move.to_role is Role.PREFILL else -1
         if self._scenario.system.offload is Offload.ADAPTIVE and hardware.num_remote:
             self._offload.threshold = found.threshold(self._offload.threshold, num_prefill)
@@ -199,8 +192,15 @@ class Control:
         if step is None:
             return
         self._reasons[f"monitor: {step.reason.value}"] += 1
-        if step.grow is not None and _give(movable, step.grow):
+        if step.grow is not None and self._turn_one(step.grow):
             self._monitor.carried_out()
+
+    def _turn_one(self, role: Role) -> bool:
+        giver = choose_giver([(each.info, each.load()) for each in self._local()], role)
+        if giver is None:
+            return False
+        self._fleet.workers[giver].set_role(role)
+        return True
 
     # --- what is read ------------------------------------------------------------------------
 
@@ -246,19 +246,3 @@ def _state(worker: SimWorker, waiting: Waiting) -> LoadState:
         compute_used=1.0 if prefilling else 0.0,
         memory_bandwidth_used=load.decode_running / worker.info.decode_slots,
     )
-
-
-def _give(workers: list[SimWorker], role: Role) -> bool:
-    """Turns the quietest worker of the other role; its last one stays."""
-    candidates = [worker for worker in workers if worker.info.role is not role]
-    if len(candidates) < 2:
-        return False
-    min(candidates, key=lambda w: (_share(w), w.info.worker_id)).set_role(role)
-    return True
-
-
-def _share(worker: SimWorker) -> float:
-    load = worker.load()
-    if worker.info.role is Role.PREFILL:
-        return load.prefill_active / worker.info.prefill_slots
-    return load.decode_running / worker.info.decode_slots

@@ -9,26 +9,21 @@ from __future__ import annotations
 import gc
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvmesh.core.types import Refusal, RefusalReason, Role, RoutePlan, RouteQuery, WorkerId
-from kvmesh.policy.composition import OffloadState, decide_route
+from kvmesh.core.types import Refusal, RefusalReason, Role, RoutePlan, WorkerId
 from kvmesh.policy.connections import Connections
 from kvmesh.policy.fleet_index import FleetIndex
-from kvmesh.policy.joint import Ask, decide_jointly, hold_s, in_turn
-from kvmesh.policy.offload_route import OffloadPlan
 from kvmesh.policy.pdserve import timeout_s
-from kvmesh.policy.recent_reads import RecentReads
-from kvmesh.policy.view import FleetView
 from kvmesh.sim.control import Control
 from kvmesh.sim.events import EventQueue
-from kvmesh.sim.fetch import Fetches, profile_pace
-from kvmesh.sim.fleet import MODEL, REMOTE, SimFleet
-from kvmesh.sim.joint import JointDecisions, Waiting
-from kvmesh.sim.placing import Answer, Desk, Placed, Placing
+from kvmesh.sim.fetch import Fetches
+from kvmesh.sim.fleet import SimFleet
+from kvmesh.sim.placing import Desk, Placed, Placing
 from kvmesh.sim.requests import Outcome, SimRequest, SimSequence, blocks_for
+from kvmesh.sim.router import Decide, SimRouter
 from kvmesh.sim.scenario import Failure, FailureKind, Scenario
 from kvmesh.sim.systems import System
 from kvmesh.sim.trace import TRACE_BLOCK, TraceRequest
@@ -104,22 +99,6 @@ def _index(system: System, rng: random.Random) -> FleetIndex | None:
     return FleetIndex(rng, by_tokens=system.route.first_token is not None)
 
 
-def _query(request: SimRequest, avoid: frozenset[WorkerId]) -> RouteQuery:
-    return RouteQuery(
-        request.request_id,
-        MODEL,
-        request.num_tokens,
-        request.remaining_tokens,
-        request.hashes,
-        avoid=avoid,
-        scenario=request.trace.scenario,
-    )
-
-
-Decide = Callable[[], RoutePlan | Refusal]
-"""A decision that is to be made now."""
-
-
 class Simulation:
     """The parts of one run, and the way of a request through them (`WorkerListener`).
 
@@ -135,7 +114,6 @@ class Simulation:
     ) -> None:
         self.scenario = scenario
         self._ended = ended
-        self._around = around
         self.events = EventQueue()
         self.rng = random.Random(scenario.seed)
         system = scenario.system
@@ -156,20 +134,25 @@ class Simulation:
         self._handoffs: dict[SimSequence, _Handoff] = {}
         self._placements: dict[SimRequest, Placed] = {}
         self.fetches = Fetches(self.events, self.fleet, scenario.profile, self._stretch)
-        self._pace = profile_pace(scenario.profile)
+        self._router = SimRouter(
+            scenario,
+            self.events,
+            self.fleet,
+            lambda: self.control.threshold_tokens,
+            self.result.reasons,
+            around,
+        )
         self._desk = Desk(
             self.events,
             self.rng,
             self.fleet,
-            self.ask,
+            self._router.ask,
             self._placed,
             self._refused,
             {},
             Connections(),
             self.fetches.begin,
         )
-        self._reads = RecentReads()
-        self._joint = JointDecisions(self.events, self._hold_s, self._route_together)
         self.control = Control(scenario, self.events, self.fleet, self._desk, self.result.reasons)
         self._computed: dict[WorkerId, int] = {}
         self._link_seen = 0.0
@@ -216,79 +199,6 @@ class Simulation:
             self.fleet.host.note_request()
         # To the scheduler and on to the workers.
         self.events.after(2 * self.fleet.message_s, Placing(self._desk, request, frozenset()).start)
-
-    def ask(self, request: SimRequest, avoid: frozenset[WorkerId], answer: Answer) -> None:
-        """Asks the scheduler, which answers at once or when it has decided on several requests.
-
-        Args:
-            avoid: workers that failed or refused.
-        """
-        if self.scenario.system.joint is None:
-            decide = partial(self.route, request, avoid)
-            answer(decide() if self._around is None else self._around(decide))
-        else:
-            matches = self.fleet.index.match(request.reusable_hashes)
-            self._joint.take(Waiting(request, _query(request, avoid), matches, answer))
-
-    def route(self, request: SimRequest, avoid: frozenset[WorkerId]) -> RoutePlan | Refusal:
-        """What the scheduler decides now, on this request alone.
-
-        Args:
-            avoid: workers that failed or refused.
-        """
-        query = _query(request, avoid)
-        matches = self.fleet.index.match(request.reusable_hashes)
-        plan = decide_route(
-            self.scenario.system,
-            self._view_for(query, matches),
-            query,
-            matches,
-            self.events.now(),
-            self._offload,
-        )
-        return self._routed(request, plan)
-
-    def _route_together(self, gathered: Sequence[Waiting]) -> None:
-        # By name, as the scheduler does: the order of arrival decides nothing.
-        waiting = sorted(gathered, key=lambda each: each.query.request_id)
-        asks = [self._ask_of(each) for each in waiting]
-        plans = decide_jointly(self.scenario.system, asks, self.events.now(), self._offload)
-        for each, plan in zip(waiting, plans, strict=True):
-            self._routed(each.request, plan)
-        for each, plan in in_turn(waiting, plans):
-            each.answer(plan.route)
-
-    def _hold_s(self, waiting: Waiting) -> float:
-        now = self.events.now()
-        return hold_s(self.scenario.system, self._ask_of(waiting), now, self._offload)
-
-    def _ask_of(self, waiting: Waiting) -> Ask:
-        view = self._view_for(waiting.query, waiting.matches)
-        return Ask(waiting.query, view, waiting.matches)
-
-    @property
-    def _offload(self) -> OffloadState:
-        return OffloadState(REMOTE, self.control.threshold_tokens)
-
-    def _view_for(self, query: RouteQuery, matches: Mapping[WorkerId, int]) -> FleetView:
-        seen = self.fleet.view_for(query, matches)
-        # Field by field: `dataclasses.replace` would be a part of a decision's time.
-        reads = self._reads.among(seen.workers, matches) if matches else {}
-        return FleetView(seen.workers, seen.version, seen.num_routes, self._pace, reads)
-
-    def _routed(self, request: SimRequest, plan: OffloadPlan) -> RoutePlan | Refusal:
-        """Counts a decision, and the plan as load of its workers."""
-        if plan.group is not None:
-            self.result.reasons[f"group: {plan.group.reason.value}"] += 1
-        if plan.choice is not None:
-            request.remote = plan.choice.remote
-            self.result.reasons[f"offload: {plan.choice.reason.value}"] += 1
-        if plan.joint is not None:
-            self.result.reasons[f"joint: {plan.joint.reason.value}"] += 1
-        if isinstance(plan.route, RoutePlan):
-            self.fleet.note_route(plan.route)
-            self._reads.note(plan.route, TRACE_BLOCK)
-        return plan.route
 
     # --- the way of a request ----------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from benchmarks.live_load import (
     write_profile,
 )
 from kvmesh.engine.step_times import load_step_times
-from kvmesh.sim.profile import load_profile
+from kvmesh.sim.profile_file import load_profile
 
 LIMITS = Limits(1.0, 0.1)
 PHASES = [Phase(5.0, 4.0, 300, 0.5, 2000, 8), Phase(5.0, 8.0, 50, 0.5, 2000, 8)]

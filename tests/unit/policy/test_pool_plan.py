@@ -8,16 +8,8 @@ from hypothesis import strategies as st
 from kvmesh.core.pool import PoolMember, PoolReport
 from kvmesh.core.types import BlockHash, Endpoint, Role, WorkerId
 from kvmesh.policy.heat import HeatTable
-from kvmesh.policy.pool_plan import (
-    CopyLimits,
-    HotRun,
-    held_runs,
-    hot_runs,
-    leaves,
-    plan_hints,
-    plan_prefix_copies,
-    reads_cv,
-)
+from kvmesh.policy.hot_runs import HotRun, held_runs, hot_runs, leaves
+from kvmesh.policy.pool_plan import CopyLimits, plan_hints, plan_prefix_copies, reads_cv
 from tests.unit.policy.test_heat import SIZE, name, prefix
 
 A, B, C = WorkerId("a"), WorkerId("b"), WorkerId("c")

@@ -3,7 +3,6 @@ from __future__ import annotations
 import pytest
 
 from kvmesh.core.types import Role
-from kvmesh.policy.control import Waiting
 from kvmesh.policy.pdserve import RatioReason, RatioStep
 from kvmesh.policy.ratio_monitor import (
     HOLD_WINDOWS,
@@ -11,6 +10,7 @@ from kvmesh.policy.ratio_monitor import (
     RatioMonitor,
     StageCounts,
 )
+from kvmesh.policy.waiting import Waiting
 
 RATE = 10
 """Requests per second; at it one request in a stage is a tenth of a second of everyone's time."""

@@ -9,9 +9,9 @@ import pytest
 
 from kvmesh.core.details import FleetWorker, WorkerDetail
 from kvmesh.core.types import Role, WorkerLoad
-from kvmesh.policy.control import MIN_LENGTHS
+from kvmesh.policy.allocation_loop import MIN_LENGTHS
 from kvmesh.sim.cost_fit import DecodeSample, PrefillSample
-from kvmesh.sim.profile import load_profile
+from kvmesh.sim.profile_file import load_profile
 from kvmesh.sim.profile_record import Measured, profile_record
 from tests.unit.policy.fleet_examples import worker_info
 from tests.unit.scheduler.parts import Parts

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from kvmesh.core.details import FleetWorker
 from kvmesh.core.types import Role, WorkerLoad
-from kvmesh.policy.control import Waiting
 from kvmesh.policy.pdserve import MIN_PER_ROLE
 from kvmesh.policy.ratio_monitor import MIN_REQUESTS, WINDOW_S
+from kvmesh.policy.waiting import Waiting
 from services.scheduler.group_loops import GroupLoops
 from services.scheduler.planner import RoleChanges
 from tests.unit.policy.fleet_examples import worker_info

@@ -15,7 +15,7 @@ from kvmesh.core.types import (
     WorkerLoad,
 )
 from kvmesh.metadata.memory_store import MemoryFleetStore
-from kvmesh.policy.control import MIN_LENGTHS
+from kvmesh.policy.allocation_loop import MIN_LENGTHS
 from services.scheduler.config import PlanningConfig
 from services.scheduler.fleet import Membership
 from services.scheduler.planner import ASKED_WITHIN_S, Planner, RoleChanges

@@ -9,7 +9,7 @@ import random
 import pytest
 
 from kvmesh.core.types import Role, RouteCause
-from kvmesh.policy.control import MIN_LENGTHS
+from kvmesh.policy.allocation_loop import MIN_LENGTHS
 from services.scheduler.config import PlanningConfig
 from tests.unit.policy.fleet_examples import worker_info
 from tests.unit.scheduler.test_planner import DECODES, IDLE, TOTALS, Mesh

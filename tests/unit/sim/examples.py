@@ -7,7 +7,8 @@ from typing import Any
 
 from kvmesh.policy.curves import Quadratic
 from kvmesh.sim.fleet import parse_fleet
-from kvmesh.sim.profile import DecodeCost, Device, Links, Profile, load_profile
+from kvmesh.sim.profile import DecodeCost, Device, Links, Profile
+from kvmesh.sim.profile_file import load_profile
 from kvmesh.sim.requests import SimRequest
 from kvmesh.sim.scenario import Scenario
 from kvmesh.sim.systems import SYSTEMS

@@ -7,7 +7,7 @@ from kvmesh.policy.lengths import LengthDistribution
 from kvmesh.policy.offload import AdjustReason
 from kvmesh.policy.pdserve import TimeoutTier
 from kvmesh.sim.fleet import parse_fleet
-from kvmesh.sim.profile import load_profile
+from kvmesh.sim.profile_file import load_profile
 from kvmesh.sim.scenario import Objectives, Scenario, parse_failures
 from kvmesh.sim.simulation import Simulation, simulate
 from kvmesh.sim.systems import SYSTEMS, Offload

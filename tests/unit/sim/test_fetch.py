@@ -9,7 +9,8 @@ import pytest
 from kvmesh.policy.curves import Quadratic
 from kvmesh.policy.pdserve import TimeoutTier
 from kvmesh.sim.fleet import parse_fleet
-from kvmesh.sim.profile import DecodeCost, Device, Links, Profile, load_profile
+from kvmesh.sim.profile import DecodeCost, Device, Links, Profile
+from kvmesh.sim.profile_file import load_profile
 from kvmesh.sim.requests import Outcome
 from kvmesh.sim.scenario import Failure, FailureKind, Objectives, Scenario
 from kvmesh.sim.simulation import Simulation

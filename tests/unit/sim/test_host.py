@@ -11,7 +11,8 @@ from kvmesh.sim.events import EventQueue
 from kvmesh.sim.fields import Fields
 from kvmesh.sim.fleet import SimFleet, WorkerGroup, parse_fleet
 from kvmesh.sim.host import FRONT_PROCESSES, FRONT_WINDOW_S, Host, crowding
-from kvmesh.sim.profile import Front, Loop, Sharing, parse_profile
+from kvmesh.sim.profile import Front, Loop, Sharing
+from kvmesh.sim.profile_file import parse_profile
 from kvmesh.sim.scenario import Scenario
 from kvmesh.sim.simulation import simulate
 from kvmesh.sim.steps import ChunkTokens

@@ -11,7 +11,8 @@ from kvmesh.cli.__main__ import main
 from kvmesh.core.errors import ConfigError
 from kvmesh.policy.prfaas import Hardware, Limit, operating_point, optimum, search
 from kvmesh.sim.plan import Plan, make_plan, plan_record
-from kvmesh.sim.profile import gbps, load_profile
+from kvmesh.sim.profile import gbps
+from kvmesh.sim.profile_file import load_profile
 
 PROFILE = load_profile("prfaas")
 CASE = Hardware(num_remote=4, num_local=8, egress_bytes_per_s=gbps(100))

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from kvmesh.sim.pool_service import ServiceSettings, goodput_rate, serve
-from kvmesh.sim.profile import load_profile
+from kvmesh.sim.profile_file import load_profile
 from kvmesh.sim.trace import TRACE_BLOCK, TraceRequest
 
 PROFILE = load_profile("tokenlake")

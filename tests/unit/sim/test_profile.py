@@ -10,7 +10,8 @@ import pytest
 
 from kvmesh.core.errors import ConfigError
 from kvmesh.sim.fields import Fields
-from kvmesh.sim.profile import gbps, load_profile, parse_profile, shipped_profiles
+from kvmesh.sim.profile import gbps
+from kvmesh.sim.profile_file import load_profile, parse_profile, shipped_profiles
 
 DATA: dict[str, Any] = json.loads(
     resources.files("kvmesh.sim.profiles").joinpath("prfaas.json").read_text()

@@ -1,41 +1,18 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import pytest
 
 from kvmesh.core.types import Role, WorkerId, WorkerLoad
-from kvmesh.policy.control import (
-    MIN_LENGTHS,
-    AllocationLoop,
-    RoleLoop,
-    Waiting,
-    WorkerReading,
-    read_worker,
-    room_used,
-    split_waiting,
-)
-from kvmesh.policy.curves import Quadratic
 from kvmesh.policy.load_score import Regime
-from kvmesh.policy.offload import Threshold
-from kvmesh.policy.prfaas import Hardware, ServingProfile
-from kvmesh.policy.reallocation import ReallocationReason
+from kvmesh.policy.role_loop import RoleLoop, WorkerReading, read_worker, room_used
 from kvmesh.policy.role_switch import Switch, SwitchLimits, SwitchReason
+from kvmesh.policy.waiting import Waiting
 from tests.unit.policy.fleet_examples import worker_info
 
 IDLE = WorkerLoad(blocks_free=512)
 FULL_PREFILL = WorkerLoad(prefill_active=4, blocks_free=256, budget_used=1.0, compute_used=1.0)
-
-
-class TestWaiting:
-    def test_who_has_a_reservation_waits_for_prefill(self) -> None:
-        assert split_waiting(3, 0, [IDLE]) == Waiting(3, 0)
-
-    def test_the_rest_waits_for_what_fills_the_slots(self) -> None:
-        loads = [WorkerLoad(decode_running=3, decode_reserved=1)]
-        assert split_waiting(0, 8, loads) == Waiting(2, 6)
-        assert split_waiting(0, 8, []) == Waiting(0, 8)
 
 
 def test_the_twelve_indicators_come_from_the_report() -> None:
@@ -191,55 +168,3 @@ class TestRoles:
         loop.carried_out(switch)
         loop.cycle(self.readings(helper=Role.HYBRID), 1.0)
         assert not loop.is_helping
-
-
-class TestAllocation:
-    SERVING = ServingProfile(
-        remote_prefill_s=Quadratic(0.0, 1e-4),
-        local_prefill_s=Quadratic(0.0, 1e-3),
-        kv_bytes=Quadratic(0.0, 1e3),
-        decode_batch=8,
-        decode_step_s=0.01,
-        output_tokens=1.0,
-    )
-
-    def loop(self, length: int = 1000, output: float = 10.0) -> AllocationLoop:
-        made = AllocationLoop()
-        for _ in range(MIN_LENGTHS):
-            made.note_prompt(length, output)
-        return made
-
-    def test_needs_prompts(self) -> None:
-        loop = AllocationLoop()
-        loop.note_prompt(5, 5)
-        assert not loop.has_lengths
-        assert self.loop().has_lengths
-
-    def test_moves_towards_what_waits(self) -> None:
-        """A second of prefill and an eightieth of decode: two of six are too few for prefill."""
-        loop = self.loop()
-        loop.observe(Waiting(6, 0))
-        queues = loop.take_queues(2, 4)
-        assert queues.prefill == pytest.approx(3)
-        question = loop.question(
-            self.SERVING, Hardware(0, 6, 0.0), Threshold(float("inf"), float("inf")), 2, queues
-        )
-        move = question.answer().move
-        assert (move.to_role, move.reason) == (Role.PREFILL, ReallocationReason.PREFILL_BOTTLENECK)
-
-    def test_threshold_keeps_its_lift(self) -> None:
-        loop = self.loop()
-        queues = loop.take_queues(2, 4)
-        before = Threshold(500.0, 1000.0)
-        found = loop.question(self.SERVING, Hardware(2, 6, 1e9), before, 2, queues).answer()
-        after = found.threshold(before, 2)
-        assert after.tokens == pytest.approx(2 * after.base_tokens)
-
-    def test_the_first_threshold_that_is_found_is_a_number(self) -> None:
-        """Until then nothing is offloaded: the threshold is endless."""
-        loop = self.loop()
-        before = Threshold(math.inf, math.inf)
-        queues = loop.take_queues(2, 4)
-        found = loop.question(self.SERVING, Hardware(2, 6, 1e9), before, 2, queues).answer()
-        after = found.threshold(before, 2)
-        assert after.tokens == after.base_tokens < math.inf

@@ -1,0 +1,175 @@
+"""Profiles from JSON, checked: those that come with the package, and those of `kvmesh profile`.
+
+Tests: tests/unit/sim/test_profile.py.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+from pathlib import Path
+
+from kvmesh.core.errors import ConfigError
+from kvmesh.policy.curves import Curve, Interpolated, Quadratic
+from kvmesh.policy.lengths import LengthDistribution
+from kvmesh.sim.fields import Fields
+from kvmesh.sim.profile import (
+    DecodeCost,
+    Device,
+    Front,
+    Links,
+    Loop,
+    PlanDefaults,
+    Profile,
+    Sharing,
+    gbps,
+)
+
+
+def shipped_profiles() -> list[str]:
+    """Names of the profiles that come with the package."""
+    folder = resources.files("kvmesh.sim.profiles")
+    return sorted(
+        e.name.removesuffix(".json") for e in folder.iterdir() if e.name.endswith(".json")
+    )
+
+
+def load_profile(name_or_path: str) -> Profile:
+    """Reads a shipped profile by name, or any other by path.
+
+    Raises:
+        ConfigError: there is none, or an entry is wrong.
+    """
+    if name_or_path in shipped_profiles():
+        raw = resources.files("kvmesh.sim.profiles").joinpath(f"{name_or_path}.json").read_bytes()
+    else:
+        try:
+            raw = Path(name_or_path).read_bytes()
+        except OSError as error:
+            known = ", ".join(shipped_profiles())
+            raise ConfigError(
+                f"{name_or_path} is neither a file ({error.strerror}) nor one of {known}"
+            ) from error
+    try:
+        data = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{name_or_path}: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{name_or_path}: a profile is a JSON object")
+    return parse_profile(Fields(data, name_or_path))
+
+
+def parse_profile(fields: Fields) -> Profile:
+    """Checks a parsed profile; raises ConfigError with the path of a wrong entry."""
+    # `measured` is what `kvmesh profile` fitted the costs to, for people.
+    known = ("name", "description", "kv_bytes", "devices", "links", "plan", "sharing", "measured")
+    fields.only(*known)
+    devices = {name: _device(name, each) for name, each in fields.children("devices").items()}
+    plan = _plan(fields.child("plan"))
+    for name in (plan.remote, plan.local):
+        if name not in devices:
+            raise ConfigError(f"{fields.path}.plan: there is no device {name!r}")
+    links = fields.child("links")
+    links.only("inside_gbps", "between_gbps", "latency_s")
+    return Profile(
+        name=fields.text("name"),
+        description=fields.text("description"),
+        kv_bytes=_curve(fields.child("kv_bytes")),
+        devices=devices,
+        links=Links(
+            gbps(links.number("inside_gbps")),
+            gbps(links.number("between_gbps")),
+            links.number("latency_s"),
+        ),
+        plan=plan,
+        sharing=_sharing(fields.child("sharing")) if fields.has("sharing") else None,
+    )
+
+
+def _sharing(fields: Fields) -> Sharing:
+    fields.only("prefill", "decode", "front", "loop")
+    front = _front(fields.child("front")) if fields.has("front") else None
+    loop = _loop(fields.child("loop")) if fields.has("loop") else None
+    found = Sharing(fields.number("prefill"), fields.number("decode"), front, loop)
+    if min(found.prefill, found.decode) < 1:
+        raise ConfigError(f"{fields.path}: nobody computes faster beside others: {found}")
+    return found
+
+
+def _loop(fields: Fields) -> Loop:
+    names = ("prompt_s", "decode_s", "ask_s")
+    fields.only(*names)
+    found = Loop(*(fields.number(name) for name in names))
+    if min(found.prompt_s, found.decode_s, found.ask_s) < 0:
+        raise ConfigError(f"{fields.path}: times are not negative: {found}")
+    return found
+
+
+def _front(fields: Fields) -> Front:
+    names = ("cores", "request_s", "token_s", "ask_s")
+    fields.only(*names)
+    found = Front(*(fields.number(name) for name in names))
+    if found.cores <= 0 or min(found.request_s, found.token_s, found.ask_s) < 0:
+        raise ConfigError(f"{fields.path}: cores are more than 0, times not negative: {found}")
+    return found
+
+
+def _curve(fields: Fields) -> Curve:
+    fields.only("points", "quadratic")
+    try:
+        if fields.has("points"):
+            pairs = fields.array("points")
+            return Interpolated(tuple((float(length), float(value)) for length, value in pairs))
+        return Quadratic(*(float(each) for each in fields.array("quadratic")))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{fields.path}: {error}") from error
+
+
+def _device(name: str, fields: Fields) -> Device:
+    fields.only("prefill_s", "decode_s", "num_blocks", "prefill_slots", "decode_slots")
+    decode = fields.child("decode_s")
+    decode.only("constant", "per_sequence", "per_token")
+    return Device(
+        name=name,
+        prefill_s=_curve(fields.child("prefill_s")),
+        decode=DecodeCost(
+            decode.number("constant"), decode.number("per_sequence"), decode.number("per_token")
+        ),
+        num_blocks=fields.count("num_blocks", 1),
+        prefill_slots=fields.count("prefill_slots", 1),
+        decode_slots=fields.count("decode_slots", 1),
+    )
+
+
+def _plan(fields: Fields) -> PlanDefaults:
+    fields.only(
+        "remote",
+        "local",
+        "num_remote",
+        "num_local",
+        "decode_batch",
+        "decode_step_s",
+        "output_tokens",
+        "lengths",
+    )
+    lengths = fields.child("lengths")
+    lengths.only("mu", "sigma", "min", "max")
+    try:
+        distribution = LengthDistribution.log_normal(
+            lengths.number("mu"),
+            lengths.number("sigma"),
+            lengths.number("min"),
+            lengths.number("max"),
+        )
+    except ValueError as error:
+        raise ConfigError(f"{lengths.path}: {error}") from error
+    return PlanDefaults(
+        remote=fields.text("remote"),
+        local=fields.text("local"),
+        num_remote=fields.count("num_remote"),
+        num_local=fields.count("num_local", 1),
+        decode_batch=fields.number("decode_batch"),
+        decode_step_s=fields.number("decode_step_s"),
+        output_tokens=fields.number("output_tokens"),
+        lengths=distribution,
+    )

@@ -1,0 +1,137 @@
+"""The scheduler of a simulation: it makes the service's decisions (`services/scheduler/router.py`)
+on the simulated fleet, alone or on several requests together.
+
+Tests: tests/unit/sim/test_simulation.py, tests/unit/sim/test_joint.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from kvmesh.core.types import Refusal, RoutePlan, RouteQuery, WorkerId
+from kvmesh.policy.composition import OffloadState, decide_route
+from kvmesh.policy.joint import Ask, decide_jointly, hold_s, in_turn
+from kvmesh.policy.offload_route import OffloadPlan
+from kvmesh.policy.recent_reads import RecentReads
+from kvmesh.policy.view import FleetView
+from kvmesh.sim.events import EventQueue
+from kvmesh.sim.fetch import profile_pace
+from kvmesh.sim.fleet import MODEL, REMOTE, SimFleet
+from kvmesh.sim.joint import JointDecisions, Waiting
+from kvmesh.sim.placing import Answer
+from kvmesh.sim.requests import SimRequest
+from kvmesh.sim.scenario import Scenario
+from kvmesh.sim.trace import TRACE_BLOCK
+
+Decide = Callable[[], RoutePlan | Refusal]
+"""A decision that is to be made now."""
+
+
+class SimRouter:
+    """Answers who is to run a request.
+
+    Args:
+        threshold_tokens: reads the threshold in force for the remote cluster.
+        reasons: decisions are counted here.
+        around: makes the decisions on single requests, to time them, say; None: just that.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        events: EventQueue,
+        fleet: SimFleet,
+        threshold_tokens: Callable[[], float],
+        reasons: Counter[str],
+        around: Callable[[Decide], RoutePlan | Refusal] | None,
+    ) -> None:
+        self._system = scenario.system
+        self._events = events
+        self._fleet = fleet
+        self._threshold_tokens = threshold_tokens
+        self._reasons = reasons
+        self._around = around
+        self._pace = profile_pace(scenario.profile)
+        self._reads = RecentReads()
+        self._joint = JointDecisions(events, self._hold_s, self._route_together)
+
+    def ask(self, request: SimRequest, avoid: frozenset[WorkerId], answer: Answer) -> None:
+        """Answers at once, or when it has been decided on several requests.
+
+        Args:
+            avoid: workers that failed or refused.
+        """
+        if self._system.joint is None:
+            decide = partial(self._route, request, avoid)
+            answer(decide() if self._around is None else self._around(decide))
+        else:
+            matches = self._fleet.index.match(request.reusable_hashes)
+            self._joint.take(Waiting(request, _query(request, avoid), matches, answer))
+
+    def _route(self, request: SimRequest, avoid: frozenset[WorkerId]) -> RoutePlan | Refusal:
+        query = _query(request, avoid)
+        matches = self._fleet.index.match(request.reusable_hashes)
+        plan = decide_route(
+            self._system,
+            self._view_for(query, matches),
+            query,
+            matches,
+            self._events.now(),
+            self._offload,
+        )
+        return self._routed(request, plan)
+
+    def _route_together(self, gathered: Sequence[Waiting]) -> None:
+        # By name, as the scheduler does: the order of arrival decides nothing.
+        waiting = sorted(gathered, key=lambda each: each.query.request_id)
+        asks = [self._ask_of(each) for each in waiting]
+        plans = decide_jointly(self._system, asks, self._events.now(), self._offload)
+        for each, plan in zip(waiting, plans, strict=True):
+            self._routed(each.request, plan)
+        for each, plan in in_turn(waiting, plans):
+            each.answer(plan.route)
+
+    def _hold_s(self, waiting: Waiting) -> float:
+        return hold_s(self._system, self._ask_of(waiting), self._events.now(), self._offload)
+
+    def _ask_of(self, waiting: Waiting) -> Ask:
+        view = self._view_for(waiting.query, waiting.matches)
+        return Ask(waiting.query, view, waiting.matches)
+
+    @property
+    def _offload(self) -> OffloadState:
+        return OffloadState(REMOTE, self._threshold_tokens())
+
+    def _view_for(self, query: RouteQuery, matches: Mapping[WorkerId, int]) -> FleetView:
+        seen = self._fleet.view_for(query, matches)
+        # Field by field: `dataclasses.replace` would be a part of a decision's time.
+        reads = self._reads.among(seen.workers, matches) if matches else {}
+        return FleetView(seen.workers, seen.version, seen.num_routes, self._pace, reads)
+
+    def _routed(self, request: SimRequest, plan: OffloadPlan) -> RoutePlan | Refusal:
+        """Counts a decision, and the plan as load of its workers."""
+        if plan.group is not None:
+            self._reasons[f"group: {plan.group.reason.value}"] += 1
+        if plan.choice is not None:
+            request.remote = plan.choice.remote
+            self._reasons[f"offload: {plan.choice.reason.value}"] += 1
+        if plan.joint is not None:
+            self._reasons[f"joint: {plan.joint.reason.value}"] += 1
+        if isinstance(plan.route, RoutePlan):
+            self._fleet.note_route(plan.route)
+            self._reads.note(plan.route, TRACE_BLOCK)
+        return plan.route
+
+
+def _query(request: SimRequest, avoid: frozenset[WorkerId]) -> RouteQuery:
+    return RouteQuery(
+        request.request_id,
+        MODEL,
+        request.num_tokens,
+        request.remaining_tokens,
+        request.hashes,
+        avoid=avoid,
+        scenario=request.trace.scenario,
+    )
