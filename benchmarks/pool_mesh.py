@@ -14,13 +14,11 @@ from kvmesh.runtime.app import ServerConfig, ServiceContext, serving
 from kvmesh.runtime.worker import Worker, build_worker
 from kvmesh.runtime.worker_config import EngineSection, WorkerConfig, WorkerSection
 from kvmesh.runtime.worker_metrics import WorkerMetrics
-from services.gateway.config import GatewayConfig, HttpConfig, ModelConfig
-from services.gateway.config import SchedulerConfig as SchedulerTargets
+from services.gateway.config import GatewayConfig, HttpConfig, ModelConfig, SchedulerTargets
 from services.gateway.service import Gateway, start_gateway
 from services.kvmanager.config import IndexConfig, KvManagerConfig, PoolConfig
 from services.kvmanager.service import build as build_kvmanager
-from services.scheduler.config import KvManagerConfig as KvManagerTarget
-from services.scheduler.config import PlanningConfig, SchedulerConfig
+from services.scheduler.config import KvManagerTarget, PlanningConfig, SchedulerConfig
 from services.scheduler.service import build as build_scheduler
 
 MODEL = ROOT / "models" / "pydoc-6m"

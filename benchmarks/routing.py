@@ -39,7 +39,8 @@ from kvmesh.policy.composition import COMPOSITIONS, DEFAULT
 from services.scheduler.config import PlanningConfig
 from services.scheduler.decisions import DecisionLog
 from services.scheduler.fleet import Fleet, Membership
-from services.scheduler.planner import Planner, RoleChanges
+from services.scheduler.planner import Planner
+from services.scheduler.role_orders import RoleChanges
 from services.scheduler.router import Router, RouterSettings
 
 SIZES = (100, 1_000, 10_000)
@@ -62,7 +63,7 @@ NOTES = (
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A `PrefixSource` that knows at once."""
+    """A `PrefixMatcher` that knows at once."""
 
     matches: Sequence[PrefixMatch]
     known: bool = True

@@ -34,14 +34,22 @@ from kvmesh.runtime.worker_config import (
 )
 from kvmesh.runtime.worker_metrics import WorkerMetrics
 from kvmesh.sim.trace import TRACE_BLOCK, TraceRequest
-from services.gateway.config import GatewayConfig, HttpConfig, LimitsConfig, ModelConfig
-from services.gateway.config import SchedulerConfig as SchedulerTargets
+from services.gateway.config import (
+    GatewayConfig,
+    HttpConfig,
+    LimitsConfig,
+    ModelConfig,
+    SchedulerTargets,
+)
 from services.gateway.service import Gateway, start_gateway
 from services.kvmanager.config import KvManagerConfig, LimitConfig, PoolConfig
 from services.kvmanager.service import build as build_kvmanager
-from services.scheduler.config import FleetConfig, PlanningConfig, RoutingConfig, SchedulerConfig
 from services.scheduler.config import (
-    KvManagerConfig as KvManagerTarget,
+    FleetConfig,
+    KvManagerTarget,
+    PlanningConfig,
+    RoutingConfig,
+    SchedulerConfig,
 )
 from services.scheduler.service import Scheduler, start_scheduler
 from tests.unit.gateway.tiny_model import write_model

@@ -58,7 +58,7 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class SchedulerConfig:
+class SchedulerTargets:
     """Where the schedulers are."""
 
     targets: str = option("127.0.0.1:7001", "host:port of the schedulers, comma-separated")
@@ -126,7 +126,7 @@ class GatewayConfig:
     telemetry: TelemetryConfig = option(TelemetryConfig, "")
     http: HttpConfig = option(HttpConfig, "")
     model: ModelConfig = option(ModelConfig, "")
-    scheduler: SchedulerConfig = option(SchedulerConfig, "")
+    scheduler: SchedulerTargets = option(SchedulerTargets, "")
     limits: LimitsConfig = option(LimitsConfig, "")
     access: AccessConfig = option(AccessConfig, "")
     quota: QuotaConfig = option(QuotaConfig, "")

@@ -52,7 +52,7 @@ class PlanningConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class KvManagerConfig:
+class KvManagerTarget:
     """Whom to ask for prefix matches."""
 
     target: str = option("", "kvmanager host:port; empty routes without cache knowledge")
@@ -77,5 +77,5 @@ class SchedulerConfig:
     fleet: FleetConfig = option(FleetConfig, "")
     routing: RoutingConfig = option(RoutingConfig, "")
     planning: PlanningConfig = option(PlanningConfig, "")
-    kvmanager: KvManagerConfig = option(KvManagerConfig, "")
+    kvmanager: KvManagerTarget = option(KvManagerTarget, "")
     redis: FleetStoreConfig = option(FleetStoreConfig, "")

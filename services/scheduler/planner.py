@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import enum
 import math
 from collections.abc import Callable, Hashable
 
@@ -22,33 +21,20 @@ from kvmesh.policy.fleet_index import SMALL_FLEET
 from kvmesh.policy.plans_ahead import MAX_AHEAD, MAX_KINDS, Wish
 from kvmesh.policy.prefix_source import FetchPace
 from kvmesh.policy.role_loop import CYCLE_S
-from kvmesh.policy.role_switch import STEADY, ScaleSignal, Switch, scale_signal
+from kvmesh.policy.role_switch import STEADY, ScaleSignal, scale_signal
 from kvmesh.sim.profile import Profile
-from kvmesh.telemetry.logs import event_logger
 from services.scheduler import metrics
 from services.scheduler.config import PlanningConfig
 from services.scheduler.decisions import DecisionLog
 from services.scheduler.demand import DemandBoard
 from services.scheduler.fleet import Fleet
 from services.scheduler.model_loops import ModelLoops
+from services.scheduler.role_orders import RoleChanges, RoleOrders
 
 LEASE = "planner"
 LEASE_TTL_S = 5.0
 ASKED_WITHIN_S = 30.0
 """Only a scheduler that gateways ask knows what waits, so only such a one changes roles."""
-
-log = event_logger(__name__)
-
-GiveRole = Callable[[WorkerId, Role, str], bool]
-"""Orders a worker to take a role, with a reason for its log; False if it is not connected."""
-
-
-class RoleChanges(enum.Enum):
-    """What becomes of a decision to change a role."""
-
-    APPLY = "apply"
-    RECOMMEND = "recommend"
-    OFF = "off"
 
 
 class Planner:
@@ -83,13 +69,11 @@ class Planner:
         self._owner = owner
         self._models: dict[str, ModelLoops] = {}
         self._scale: dict[tuple[str, str], ScaleSignal] = {}
-        self._told: set[tuple[WorkerId, Role]] = set()
         self._last_cycle = clock.now()
         self._last_asked = -math.inf
         self._window_ends = self._last_cycle + config.monitor_s
         self.demand = DemandBoard()
-        self.give_role: GiveRole = lambda _worker, _role, _reason: False
-        """Set by whoever is connected to the workers."""
+        self.role_orders = RoleOrders(decisions)
         self.on_details: Callable[[], None] = lambda: None
         """Called when `details` answers something else than before."""
         self.profile: Profile | None = None
@@ -197,9 +181,9 @@ class Planner:
         self._models = {name: loops for name, loops in self._models.items() if name in models}
         self.demand.prune(models.keys(), now)
         self._scale = {key: each for key, each in self._scale.items() if key[0] in models}
-        if self._told:
+        if self.role_orders.num_recommended:
             here = {each.info.worker_id for workers in models.values() for each in workers}
-            self._told = {each for each in self._told if each[0] in here}
+            self.role_orders.keep(here)
         for model, workers in models.items():
             loops, demand = self._loops(model), self.demand.current(model, now)
             loops.observe(workers, demand, self.demand.take_new(model), elapsed_s)
@@ -227,10 +211,8 @@ class Planner:
                     "ratio", reason.name.lower(), model=model, scenario=found.scenario
                 )
                 continue
-            moved = may_order and self.give_role(giver, role, reason.value)
-            if moved:
+            if self.role_orders.change("ratio", giver, role, reason, may_order=may_order):
                 loops.carried_out(found)
-            self._note_role("ratio", reason.name.lower(), giver, role, applied=moved)
 
     def _show_details(self) -> None:
         details = self.details()
@@ -255,43 +237,16 @@ class Planner:
             metrics.LOAD_SCORE.labels(model, cluster, "decode").set(cycle.fleet.decode)
             for switch in cycle.switches:
                 wanted.add((switch.worker_id, switch.role))
-                if self._switch(switch, may_order=may_order):
+                if self.role_orders.change(
+                    "switch", switch.worker_id, switch.role, switch.reason, may_order=may_order
+                ):
                     work.loop.carried_out(switch)
             before = self._scale.get((model, cluster), STEADY)
             signal = scale_signal(cycle.fleet, cycle.regime, before, now)
             self._scale[model, cluster] = signal
             self._note_scale(model, cluster, signal)
         # What other models' workers were told stands: this cycle was not about them.
-        names = {each.info.worker_id for each in workers}
-        self._told = {each for each in self._told if each[0] not in names or each in wanted}
-
-    def _switch(self, switch: Switch, *, may_order: bool) -> bool:
-        reason = switch.reason.name.lower()
-        applied = may_order and self.give_role(switch.worker_id, switch.role, switch.reason.value)
-        self._note_role("switch", reason, switch.worker_id, switch.role, applied=applied)
-        return applied
-
-    def _note_role(
-        self, kind: str, reason: str, worker_id: WorkerId, role: Role, *, applied: bool
-    ) -> None:
-        """Logs and counts a role change; one that is recommended again and again, once."""
-        if not applied and (worker_id, role) in self._told:
-            return
-        if not applied:
-            self._told.add((worker_id, role))
-        outcome = "applied" if applied else "recommended"
-        metrics.ROLE_CHANGES.labels(kind, reason, outcome).inc()
-        self._decisions.add_fleet(
-            kind, reason, worker_id=worker_id, role=role.value, outcome=outcome
-        )
-        log.info(
-            "role_change",
-            kind=kind,
-            worker_id=worker_id,
-            role=role.value,
-            outcome=outcome,
-            reason=reason,
-        )
+        self.role_orders.withdraw({each.info.worker_id for each in workers}, wanted)
 
     def _note_scale(self, model: str, cluster: str, signal: ScaleSignal) -> None:
         if signal.step == 0 or signal.role is None:
@@ -330,9 +285,9 @@ class Planner:
                 "reallocation", move.reason.name.lower(), model=model, gain=round(move.gain, 4)
             )
         else:
-            moved = may_order and self.give_role(giver, role, move.reason.value)
-            reason = move.reason.name.lower()
-            self._note_role("reallocation", reason, giver, role, applied=moved)
+            moved = self.role_orders.change(
+                "reallocation", giver, role, move.reason, may_order=may_order
+            )
         loops.accept(found, workers, moved=moved)
 
     def _workers_by_model(self) -> dict[str, list[FleetWorker]]:

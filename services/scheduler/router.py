@@ -41,7 +41,7 @@ log = event_logger(__name__)
 
 
 class Matches(Protocol):
-    """Answer of a `PrefixSource`."""
+    """Answer of a `PrefixMatcher`."""
 
     @property
     def matches(self) -> Sequence[PrefixMatch]:
@@ -54,7 +54,7 @@ class Matches(Protocol):
         ...
 
 
-class PrefixSource(Protocol):
+class PrefixMatcher(Protocol):
     """Knows who holds which blocks: `kvmesh.rpc.prefix_lookup.PrefixLookup`."""
 
     async def match(self, namespace: str, hashes: Sequence[BlockHash], timeout_s: float) -> Matches:
@@ -89,7 +89,7 @@ class Router:
         self,
         fleet: Fleet,
         settings: RouterSettings,
-        prefixes: PrefixSource | None,
+        prefixes: PrefixMatcher | None,
         clock: Clock,
         decisions: DecisionLog,
         planner: Planner,

@@ -8,7 +8,7 @@ from kvmesh.core.errors import ConfigError
 from kvmesh.core.types import Placement
 from kvmesh.policy.composition import COMPOSITIONS, Composition
 from services.scheduler.config import PlanningConfig, RoutingConfig, SchedulerConfig
-from services.scheduler.planner import RoleChanges
+from services.scheduler.role_orders import RoleChanges
 from services.scheduler.router import RouterSettings
 
 MOST_WINDOW_MS = 200.0

@@ -19,7 +19,7 @@ from services.gateway.config import (
     HttpConfig,
     LimitsConfig,
     ModelConfig,
-    SchedulerConfig,
+    SchedulerTargets,
 )
 from services.gateway.service import Gateway, start_gateway
 from services.gateway.short_life import ShortLife
@@ -93,7 +93,7 @@ async def gateway_stack(
         config = GatewayConfig(
             http=http,
             model=model,
-            scheduler=SchedulerConfig(targets=f"127.0.0.1:{mesh.port}", route_timeout_s=5.0),
+            scheduler=SchedulerTargets(targets=f"127.0.0.1:{mesh.port}", route_timeout_s=5.0),
             limits=LimitsConfig(**limits),
             **changes,
         )

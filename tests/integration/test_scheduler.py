@@ -39,7 +39,7 @@ from kvmesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 from services.scheduler.config import (
     FleetConfig,
     FleetStoreConfig,
-    KvManagerConfig,
+    KvManagerTarget,
     RoutingConfig,
     SchedulerConfig,
 )
@@ -183,7 +183,7 @@ class TestRoutes:
 
     async def test_routes_go_on_without_a_kvmanager(self) -> None:
         hashes = (BlockHash(bytes(16)),)
-        config = dataclasses.replace(EXAMPLE, kvmanager=KvManagerConfig("127.0.0.1:1"))
+        config = dataclasses.replace(EXAMPLE, kvmanager=KvManagerTarget("127.0.0.1:1"))
         async with scheduler(config) as context, mesh(address(context)) as gateway:
             await gateway.join(worker_info("h", Role.HYBRID))
             assert not (await gateway.plan(query(block_hashes=hashes))).cache_known
@@ -198,7 +198,7 @@ class TestRoutes:
     async def test_prefix_matches_count_for_the_life_that_holds_them(self) -> None:
         async with AsyncExitStack() as stack:
             store = await stack.enter_async_context(kvmanager({"p1": (1, 18), "p2": (9, 18)}))
-            config = dataclasses.replace(EXAMPLE, kvmanager=KvManagerConfig(store, SOON_S))
+            config = dataclasses.replace(EXAMPLE, kvmanager=KvManagerTarget(store, SOON_S))
             context = await stack.enter_async_context(scheduler(config))
             gateway = await stack.enter_async_context(mesh(address(context)))
             for name in ("p1", "p2"):

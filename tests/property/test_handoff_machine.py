@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvmesh.core.types import Refusal, RequestId
 from kvmesh.kv.block_pool import BlockPool
 from kvmesh.kv.handoff import HandoffTable
-from kvmesh.kv.handoff_types import Committed, Outcome, WriteClaim, WriteGrant
+from kvmesh.kv.handoff_types import BlockGrant, Committed, Outcome, WriteClaim
 
 LIFE, LEASE_S, NUM_BLOCKS = 3, 10.0, 16
 TORN = (0, 0)
@@ -170,7 +170,7 @@ class HandoffMachine(RuleBasedStateMachine):
         if not (current and in_range) or self.writers_in(wanted):
             assert isinstance(answer, Refusal)
             return 0
-        assert isinstance(answer, WriteGrant)
+        assert isinstance(answer, BlockGrant)
         assert list(answer.blocks) == wanted
         assert answer.write_id not in self.grants
         self.grants[answer.write_id] = Grant(model.reservation_id, model.generation, answer.blocks)

@@ -16,11 +16,11 @@ from rich.table import Table
 
 from kvmesh.cli.flags import add_switch, new_parser
 from kvmesh.cli.scheduler_access import (
-    FleetView,
+    LiveFleet,
     NoAnswerError,
     SchedulerAccess,
     add_scheduler_flags,
-    fleet_view,
+    live_fleet,
     scheduler_access,
 )
 from kvmesh.cli.screen import terminal
@@ -96,7 +96,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def _list(access: SchedulerAccess, *, as_json: bool) -> int:
-    async with fleet_view(access, "kvmesh fleet") as view:
+    async with live_fleet(access, "kvmesh fleet") as view:
         workers = view.workers
     if as_json:
         print(json.dumps([described(each) for each in workers], indent=2))
@@ -107,7 +107,7 @@ async def _list(access: SchedulerAccess, *, as_json: bool) -> int:
 
 async def _order(access: SchedulerAccess, arguments: argparse.Namespace) -> int:
     name = WorkerId(arguments.worker)
-    async with fleet_view(access, "kvmesh fleet") as view:
+    async with live_fleet(access, "kvmesh fleet") as view:
         found = [each for each in view.workers if each.info.worker_id == name]
         if not found:
             known = ", ".join(each.info.worker_id for each in view.workers) or "none"
@@ -149,7 +149,7 @@ def _request(
     )
 
 
-def _report(view: FleetView, name: WorkerId, action: str) -> str:
+def _report(view: LiveFleet, name: WorkerId, action: str) -> str:
     for each in view.workers:
         if each.info.worker_id == name:
             return f"{name} {state_of(each)}, role {each.info.role.value}"

@@ -80,7 +80,7 @@ def _local_schedulers(state_dir: str) -> tuple[str, ...]:
     return tuple(each["address"] for each in members if each["name"].startswith("scheduler"))
 
 
-class FleetView:
+class LiveFleet:
     """The fleet, live, details included."""
 
     def __init__(self, watch: FleetWatch, access: SchedulerAccess) -> None:
@@ -175,14 +175,14 @@ def _tls_hint(tls: TlsConfig) -> str:
 
 
 @asynccontextmanager
-async def fleet_view(access: SchedulerAccess, watcher: str) -> AsyncIterator[FleetView]:
+async def live_fleet(access: SchedulerAccess, watcher: str) -> AsyncIterator[LiveFleet]:
     """The fleet while the context lasts; complete from the start.
 
     Raises:
         NoAnswerError: no scheduler answered in time.
     """
     watch = FleetWatch(access.targets, access.tls, watcher, with_detail=True)
-    view = FleetView(watch, access)
+    view = LiveFleet(watch, access)
     task = asyncio.create_task(watch.run(), name="fleet watch")
     try:
         await view.known()

@@ -22,10 +22,10 @@ from kvmesh.cli.flags import add_flag, add_switch, new_parser, positive
 from kvmesh.cli.fleet import described, state_of
 from kvmesh.cli.https import trust
 from kvmesh.cli.scheduler_access import (
-    FleetView,
+    LiveFleet,
     NoAnswerError,
     add_scheduler_flags,
-    fleet_view,
+    live_fleet,
     scheduler_access,
 )
 from kvmesh.cli.screen import terminal
@@ -126,7 +126,7 @@ async def _run(arguments: argparse.Namespace) -> int:
     # One CA for the schedulers and the gateway, where one is named.
     connector = aiohttp.TCPConnector(ssl=trust(arguments.tls_ca))
     async with (
-        fleet_view(scheduler_access(arguments), "kvmesh top") as view,
+        live_fleet(scheduler_access(arguments), "kvmesh top") as view,
         aiohttp.ClientSession(connector=connector, timeout=timeout) as session,
     ):
         camera = Camera(view, session, url)
@@ -153,7 +153,7 @@ async def _run(arguments: argparse.Namespace) -> int:
 class Camera:
     """Makes frames from the live fleet and the gateway's metrics."""
 
-    def __init__(self, view: FleetView, session: aiohttp.ClientSession, url: str) -> None:
+    def __init__(self, view: LiveFleet, session: aiohttp.ClientSession, url: str) -> None:
         self._view = view
         self._session = session
         self._url = url

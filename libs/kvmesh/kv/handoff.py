@@ -45,6 +45,7 @@ from collections.abc import Sequence
 from kvmesh.core.types import Refusal, RefusalReason, RequestId
 from kvmesh.kv.block_parts import Part
 from kvmesh.kv.handoff_types import (
+    BlockGrant,
     Committed,
     Entry,
     HandoffStatistics,
@@ -54,7 +55,6 @@ from kvmesh.kv.handoff_types import (
     Taken,
     Write,
     WriteClaim,
-    WriteGrant,
 )
 
 
@@ -199,7 +199,7 @@ class HandoffTable:
         count: int,
         now: float,
         part: Part | None = None,
-    ) -> WriteGrant | Refusal:
+    ) -> BlockGrant | Refusal:
         """Asks for a run of blocks to be written; `end_write` must follow every grant.
 
         Args:
@@ -235,7 +235,7 @@ class HandoffTable:
         self._begin(entry, span, part)
         entry.deadline = now + self.lease_s
         start = entry.num_cached + first
-        return WriteGrant(write_id, entry.blocks[start : start + count])
+        return BlockGrant(write_id, entry.blocks[start : start + count])
 
     def end_write(self, write_id: int, ok: bool) -> None:
         """The writer has left the memory for good; `ok` if it wrote all of it."""

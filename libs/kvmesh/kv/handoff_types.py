@@ -43,7 +43,7 @@ class WriteClaim:
     capability: bytes = field(repr=False)
 
 
-class WriteGrant(NamedTuple):
+class BlockGrant(NamedTuple):
     """Leave to write these blocks, in this order, until `end_write`."""
 
     write_id: int

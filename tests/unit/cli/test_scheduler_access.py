@@ -11,7 +11,7 @@ from kvmesh.cli.scheduler_access import (
     NoAnswerError,
     SchedulerAccess,
     add_scheduler_flags,
-    fleet_view,
+    live_fleet,
 )
 from kvmesh.cli.scheduler_access import (
     scheduler_access as read_flags,
@@ -27,7 +27,7 @@ async def test_a_scheduler_that_is_not_there_is_not_waited_for_as_long_as_an_ord
     monkeypatch.setattr(scheduler_access, "FIRST_ANSWER_S", 0.2)
     access = SchedulerAccess((f"127.0.0.1:{port}",), TlsConfig(), timeout_s=3600.0)
     with pytest.raises(NoAnswerError, match=f"no scheduler answers at 127.0.0.1:{port}"):
-        async with fleet_view(access, "test"):
+        async with live_fleet(access, "test"):
             pass
 
 

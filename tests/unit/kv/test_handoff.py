@@ -5,7 +5,7 @@ import pytest
 from kvmesh.core.types import Refusal, RefusalReason, RequestId
 from kvmesh.kv.block_parts import Part
 from kvmesh.kv.handoff import HandoffTable
-from kvmesh.kv.handoff_types import Committed, Outcome, Released, Taken, WriteClaim, WriteGrant
+from kvmesh.kv.handoff_types import BlockGrant, Committed, Outcome, Released, Taken, WriteClaim
 
 LIFE, LEASE_S, SECRET = 7, 10.0, b"secret"
 REQUEST, ATTEMPT = RequestId("r1"), 3
@@ -28,12 +28,12 @@ class Writer(NamedTuple):
 
     def begin(
         self, first: int, count: int, now: float = 1.0, part: Part | None = None
-    ) -> WriteGrant | Refusal:
+    ) -> BlockGrant | Refusal:
         return self.table.begin_write(self.claim, first, count, now, part)
 
-    def grant(self, first: int, count: int, now: float = 1.0) -> WriteGrant:
+    def grant(self, first: int, count: int, now: float = 1.0) -> BlockGrant:
         answer = self.begin(first, count, now)
-        assert isinstance(answer, WriteGrant)
+        assert isinstance(answer, BlockGrant)
         return answer
 
     def write(self, first: int, count: int) -> None:
@@ -215,7 +215,7 @@ def test_integrity_check_notices_a_shared_writable_block(table: HandoffTable) ->
 
 def begin_part(writer: Writer, first: int, count: int, offset: int, size: int) -> int:
     answer = writer.begin(first, count, part=Part(offset, size))
-    assert isinstance(answer, WriteGrant)
+    assert isinstance(answer, BlockGrant)
     return answer.write_id
 
 

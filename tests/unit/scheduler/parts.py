@@ -8,8 +8,9 @@ from kvmesh.policy.composition import COMPOSITIONS, DEFAULT
 from services.scheduler.config import PlanningConfig
 from services.scheduler.decisions import DecisionLog
 from services.scheduler.fleet import Fleet
-from services.scheduler.planner import Planner, RoleChanges
-from services.scheduler.router import PrefixSource, Router, RouterSettings
+from services.scheduler.planner import Planner
+from services.scheduler.role_orders import RoleChanges
+from services.scheduler.router import PrefixMatcher, Router, RouterSettings
 
 MATCH_TIMEOUT_S = 0.05
 
@@ -24,7 +25,7 @@ class Parts:
     def __init__(
         self,
         fleet: Fleet | None = None,
-        prefixes: PrefixSource | None = None,
+        prefixes: PrefixMatcher | None = None,
         *,
         policy: str = DEFAULT,
         changes: RoleChanges = RoleChanges.APPLY,
@@ -43,7 +44,7 @@ class Parts:
             self.clock,
             changes=changes,
         )
-        self.planner.give_role = self._order
+        self.planner.role_orders.give_role = self._order
         self._prefixes = prefixes
         self.use(RouterSettings(composition, Placement.AUTO, MATCH_TIMEOUT_S))
 

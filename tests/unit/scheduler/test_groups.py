@@ -8,7 +8,7 @@ from kvmesh.policy.pdserve import MIN_PER_ROLE
 from kvmesh.policy.ratio_monitor import MIN_REQUESTS, WINDOW_S
 from kvmesh.policy.waiting import Waiting
 from services.scheduler.group_loops import GroupLoops
-from services.scheduler.planner import RoleChanges
+from services.scheduler.role_orders import RoleChanges
 from tests.unit.policy.fleet_examples import worker_info
 from tests.unit.scheduler.test_planner import IDLE, Mesh
 
@@ -68,7 +68,7 @@ async def test_prompts_that_pile_up_move_an_instance_of_their_group() -> None:
 async def test_a_change_that_no_worker_was_told_of_is_asked_for_again() -> None:
     mesh = groups()
     await window(mesh, 0, prefilling=1)
-    mesh.planner.give_role = lambda _worker, _role, _reason: False
+    mesh.planner.role_orders.give_role = lambda _worker, _role, _reason: False
     for number in (1, 2):
         await window(mesh, number, prefilling=4**number)
     reasons = [each["reason"] for each in mesh.fleet_log("ratio")]

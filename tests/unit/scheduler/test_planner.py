@@ -18,7 +18,8 @@ from kvmesh.metadata.memory_store import MemoryFleetStore
 from kvmesh.policy.allocation_loop import MIN_LENGTHS
 from services.scheduler.config import PlanningConfig
 from services.scheduler.fleet import Membership
-from services.scheduler.planner import ASKED_WITHIN_S, Planner, RoleChanges
+from services.scheduler.planner import ASKED_WITHIN_S, Planner
+from services.scheduler.role_orders import RoleChanges
 from tests.unit.policy.fleet_examples import query, worker_info
 from tests.unit.scheduler.parts import Parts
 
@@ -104,12 +105,12 @@ class TestRoles:
     async def test_nothing_is_kept_of_workers_that_left(self) -> None:
         mesh = pairs(changes=RoleChanges.RECOMMEND)
         await overload(mesh, may_order=False)
-        assert mesh.planner._told
+        assert mesh.planner.role_orders.num_recommended
         assert mesh.planner._scale
         for joined in mesh.members.values():
             assert mesh.fleet.leave(joined)
         await mesh.second()
-        assert not mesh.planner._told
+        assert not mesh.planner.role_orders.num_recommended
         assert not mesh.planner._scale
 
     async def test_off_decides_nothing(self) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from kvmesh.core.errors import ConfigError
 from services.scheduler.config import PlanningConfig, RoutingConfig, SchedulerConfig
-from services.scheduler.planner import RoleChanges
+from services.scheduler.role_orders import RoleChanges
 from services.scheduler.settings import role_changes, router_settings
 
 

@@ -1,0 +1,158 @@
+"""The workers that are connected to this scheduler: what they tell over their streams goes to the
+fleet, orders go back.
+
+Tests: tests/unit/scheduler/test_registrations.py, tests/integration/test_scheduler.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from kvmesh.core.clock import Clock
+from kvmesh.core.errors import ProtocolError
+from kvmesh.core.types import Refusal, RefusalReason, Role, WorkerId, WorkerInfo
+from kvmesh.rpc.convert_detail import worker_detail_from_proto
+from kvmesh.rpc.convert_worker import role_to_proto, worker_info_from_proto, worker_load_from_proto
+from kvmesh.rpc.outbox import Outbox
+from kvmesh.rpc.stream import incoming
+from kvmesh.telemetry.logs import event_logger
+from kvmesh.v1.scheduler_service_pb2 import (
+    RegisterWorkerRequest,
+    RegisterWorkerResponse,
+    WorkerAccepted,
+    WorkerDrain,
+    WorkerRole,
+)
+from services.scheduler import metrics
+from services.scheduler.config import FleetConfig
+from services.scheduler.feed import FleetFeed
+from services.scheduler.fleet import Fleet, Membership
+
+log = event_logger(__name__)
+
+Orders = Outbox[RegisterWorkerResponse]
+"""What is said to one worker."""
+
+
+class Registrations:
+    """One stream of each worker; a newer one of the same worker ends the older one."""
+
+    def __init__(self, fleet: Fleet, feed: FleetFeed, config: FleetConfig, clock: Clock) -> None:
+        self._fleet = fleet
+        self._feed = feed
+        self._config = config
+        self._clock = clock
+        self._orders: dict[WorkerId, tuple[WorkerInfo, Orders]] = {}
+        self._closing = False
+
+    async def follow(
+        self, requests: AsyncIterator[RegisterWorkerRequest], orders: Orders
+    ) -> Refusal | None:
+        """Reads one worker's stream to its end; a refusal says why the end came from here."""
+        membership: Membership | None = None
+        try:
+            async for request in incoming(requests):
+                kind = request.WhichOneof("report")
+                if kind == "info":
+                    registered = self._register(worker_info_from_proto(request.info), orders)
+                    if isinstance(registered, Refusal):
+                        return registered
+                    membership = registered
+                elif membership is None:
+                    return Refusal(RefusalReason.INVALID, f"{kind} came before the worker's info")
+                elif kind == "load":
+                    load = worker_load_from_proto(request.load)
+                    if not self._fleet.report(membership, load, self._clock.now()):
+                        return None  # its lease ended; it connects and registers again
+                    self._note_change()
+                elif kind == "detail":
+                    self._fleet.note_detail(membership, worker_detail_from_proto(request.detail))
+                    self._note_change()
+                elif kind == "goodbye":
+                    self._remove(membership, cause="goodbye", reason=request.goodbye.reason)
+                    return None
+        except ProtocolError as error:
+            return Refusal(RefusalReason.INVALID, str(error))
+        finally:
+            if membership is not None:
+                self._remove(membership, cause="stream", reason="its stream ended")
+                self._forget_orders(membership.worker_id, orders)
+            orders.close()
+        return None
+
+    def order(self, worker_id: WorkerId, order: RegisterWorkerResponse) -> bool:
+        """Says something to a worker; False if it is not connected to this scheduler."""
+        if worker_id not in self._orders:
+            return False
+        self._orders[worker_id][1].put(order)
+        return True
+
+    def give_role(self, worker_id: WorkerId, role: Role, reason: str) -> bool:
+        """Orders a worker to take a role; False if it is not connected to this scheduler."""
+        given = WorkerRole(role=role_to_proto(role), reason=reason)
+        return self.order(worker_id, RegisterWorkerResponse(role=given))
+
+    async def expire_leases(self) -> None:
+        """Removes silent workers, until cancelled."""
+        while True:
+            await asyncio.sleep(self._config.lease_s / 6)
+            for worker_id in self._fleet.expire(self._clock.now()):
+                log.warning("worker_lost", worker_id=worker_id, cause="lease")
+                metrics.WORKERS_LOST.labels("lease").inc()
+            self._note_change()
+
+    def close(self) -> None:
+        """From here on, streams end because this service does, not because workers left."""
+        self._closing = True
+
+    def _register(self, info: WorkerInfo, orders: Orders) -> Membership | Refusal:
+        registered = self._fleet.register(info, self._clock.now())
+        if isinstance(registered, Refusal):
+            return registered
+        self._replace_orders(info, orders)
+        accepted = WorkerAccepted(
+            report_interval_ms=round(self._config.report_interval_s * 1000),
+            lease_ms=round(self._config.lease_s * 1000),
+        )
+        orders.put(RegisterWorkerResponse(accepted=accepted))
+        log.info(
+            "worker_registered",
+            worker_id=info.worker_id,
+            incarnation=info.incarnation,
+            role=info.role.value,
+            cluster=info.cluster,
+            model=info.model,
+        )
+        self._note_change()
+        return registered
+
+    def _replace_orders(self, info: WorkerInfo, orders: Orders) -> None:
+        before = self._orders.get(info.worker_id)
+        self._orders[info.worker_id] = (info, orders)
+        if before is None or before[1] is orders:
+            return
+        older, its_orders = before
+        if older.incarnation < info.incarnation:
+            reason = f"replaced by incarnation {info.incarnation}"
+            its_orders.put(RegisterWorkerResponse(drain=WorkerDrain(reason=reason)))
+        its_orders.close()
+
+    def _forget_orders(self, worker_id: WorkerId, orders: Orders) -> None:
+        if worker_id in self._orders and self._orders[worker_id][1] is orders:
+            del self._orders[worker_id]
+
+    def _remove(self, membership: Membership, cause: str, reason: str) -> None:
+        if self._closing or not self._fleet.leave(membership):
+            return
+        if cause == "goodbye":
+            log.info("worker_left", worker_id=membership.worker_id, reason=reason)
+        else:
+            log.warning("worker_lost", worker_id=membership.worker_id, cause=cause, reason=reason)
+            metrics.WORKERS_LOST.labels(cause).inc()
+        self._note_change()
+
+    def _note_change(self) -> None:
+        for role, count in self._fleet.count_by_role().items():
+            metrics.WORKERS.labels(role.value).set(count)
+        self._feed.changed()
