@@ -9,6 +9,7 @@ import hmac
 import os
 import random
 from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 
 from kvmesh.core.types import (
@@ -221,6 +222,14 @@ async def running_pair(
                 assert each.driver.pinned_bytes == 0
                 await until(lambda driver=each.driver: driver.num_open == 0)  # type: ignore[misc]
         target.check_grants_ended_once()
+
+
+def tcp_pair(stall_timeout_s: float = STALL_S) -> AbstractAsyncContextManager[Pair]:
+    """Both ends over TCP, which wait so long for each other."""
+    return running_pair(
+        SendOptions(kinds=("tcp",), stall_timeout_s=stall_timeout_s),
+        ReceiveOptions(stall_timeout_s=stall_timeout_s),
+    )
 
 
 async def until(fact: Callable[[], bool]) -> None:

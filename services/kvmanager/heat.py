@@ -1,7 +1,7 @@
 """Reads of segments as this replica sees them: noted with each lookup, counted beside them.
 
 A lookup pays for an append. Notes that come faster than they are counted push out the oldest ones.
-Tests: tests/unit/kvmanager/test_pool.py.
+Tests: tests/unit/kvmanager/test_heat.py.
 """
 
 from __future__ import annotations

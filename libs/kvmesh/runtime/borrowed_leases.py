@@ -2,7 +2,7 @@
 
 A holder that did not answer is left alone for a while. Whoever asks may be cancelled at any time:
 a lease that is granted to nobody any more is given back as soon as it is known.
-Tests: tests/contract/test_prefix_lease.py, tests/integration/test_interrupted_requests.py.
+Tests: tests/contract/test_prefix_reader.py, tests/integration/test_interrupted_requests.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How a worker fetches prefixes, and what a fetch came to.
 
-Tests: tests/contract/test_prefix_lease.py.
+Tests: tests/contract/test_prefix_reader.py.
 """
 
 from __future__ import annotations

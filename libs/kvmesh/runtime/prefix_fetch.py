@@ -4,7 +4,7 @@ The blocks that are read into are those of the sequence that waits, or fresh one
 prefix cache. What one request fetches, others that come meanwhile wait for. Whatever happens on the
 way, nothing is held afterwards, and a fetch never fails: it says how many leading blocks are here
 now, and what is missing is computed.
-Tests: tests/contract/test_prefix_lease.py, tests/integration/test_shared_fetch.py.
+Tests: tests/contract/test_prefix_reader.py, tests/integration/test_shared_fetch.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A connected socket that frames leave by: heads on the event loop, large payloads in threads.
 
-Tests: tests/integration/test_transfer.py, tests/integration/test_given_up.py.
+Tests: tests/integration/test_transfer_receivers.py, tests/integration/test_given_up.py.
 """
 
 from __future__ import annotations

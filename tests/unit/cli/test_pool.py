@@ -16,7 +16,7 @@ from kvmesh.cli.stack_state import hold_state, write_description
 from kvmesh.core.types import WorkerId
 from kvmesh.runtime.admin import AdminConfig, AdminPort
 from services.kvmanager.pool import Pool
-from tests.unit.kvmanager.test_pool import Stage
+from tests.unit.kvmanager.pool_stage import Stage
 from tests.unit.policy.test_heat import SIZE, prefix
 
 TOKEN = "a token that is long enough"

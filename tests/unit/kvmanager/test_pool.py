@@ -5,149 +5,32 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
-from kvmesh.core.clock import ManualClock
 from kvmesh.core.errors import ConfigError, ProtocolError
-from kvmesh.core.pool import CopyOrder, EvictionHint, PoolOrder, PoolReport
-from kvmesh.core.types import Endpoint, Role, WorkerId
-from kvmesh.metadata.memory_store import MemoryMetadataStore
-from kvmesh.metadata.pool_store import MemoryPoolStore
+from kvmesh.core.pool import CopyOrder, EvictionHint
 from kvmesh.metadata.store import Publisher, StoreUnavailableError
 from kvmesh.policy.heat import HeatTable
-from kvmesh.rpc.convert_pool import (
-    knowledge_to_proto,
-    pool_order_from_proto,
-    pool_order_to_proto,
-    pool_report_to_proto,
-)
+from kvmesh.rpc.convert_pool import knowledge_to_proto, pool_order_to_proto
 from kvmesh.rpc.outbox import Outbox
 from kvmesh.v1 import kv_manager_service_pb2 as pb
 from kvmesh.v1 import pool_types_pb2
-from services.kvmanager import heat, metrics
+from services.kvmanager import metrics
 from services.kvmanager.config import PoolConfig
-from services.kvmanager.guard import StoreGuard
 from services.kvmanager.pool import (
     KEPT_WINDOWS,
     TICKS_PER_WINDOW,
-    Pool,
     check_pool_config,
     merge_knowledge,
 )
 from services.kvmanager.pool_seat import PoolSeat
+from tests.unit.kvmanager.pool_stage import CONFIG, A, B, Stage
 from tests.unit.policy.test_heat import SIZE, name, prefix
-
-CONFIG = PoolConfig(
-    budget_mb_s=1.0, window_s=10.0, min_reads=2.0, segment_blocks=SIZE, max_segments=100
-)
-BLOCK_BYTES = 1000
-COOLS_IN = 5
-"""Windows after which a segment that was read once is cold."""
-
-A, B = WorkerId("a"), WorkerId("b")
-
-
-class FaultyPoolStore(MemoryPoolStore):
-    """Refuses to take knowledge when told to."""
-
-    fails = False
-
-    async def put_knowledge(self, replica: str, knowledge: bytes, ttl_s: float) -> None:
-        if self.fails:
-            raise StoreUnavailableError("told to")
-        await super().put_knowledge(replica, knowledge, ttl_s)
-
-
-class Stage:
-    """Stores that replicas share, and workers that are connected to one of them each."""
-
-    def __init__(self) -> None:
-        self.clock = ManualClock()
-        self.store = MemoryMetadataStore(self.clock, 1e9)
-        self.shared = FaultyPoolStore(self.clock)
-        self.guard = StoreGuard(self.store, 0.0, self._recovered)
-        self._outboxes: dict[WorkerId, Outbox[pb.PublishResponse]] = {}
-        self._read: dict[WorkerId, int] = {}
-        self._roles: dict[WorkerId, Role] = {}
-
-    async def _recovered(self) -> None:
-        """No sessions here."""
-
-    def replica(self, label: str, config: PoolConfig = CONFIG) -> Pool:
-        return Pool(config, self.shared, self.guard, self.clock, label)
-
-    async def worker(
-        self, pool: Pool, worker_id: WorkerId, *held: str, role: Role = Role.HYBRID
-    ) -> PoolSeat:
-        """A worker that holds the prefixes of these paths."""
-        self._roles[worker_id] = role
-        publisher = Publisher(worker_id, 1, "east", "m")
-        slot = (await self.store.register(publisher)).slot
-        for number, path in enumerate(held):
-            await self.store.apply_events(slot, number + 1, prefix(path), b"")
-        outbox = self._outboxes[worker_id] = Outbox()
-        seat = PoolSeat(publisher, outbox)
-        pool.join(seat)
-        self.report(seat, 0)
-        return seat
-
-    def report(self, seat: PoolSeat, more: int, room: int = 1000) -> None:
-        """The worker read so many blocks more."""
-        who = seat.publisher.worker_id
-        self._read[who] = self._read.get(who, 100) + more
-        role, read = self._roles[who], self._read[who]
-        report = PoolReport(role, Endpoint(who, 1), BLOCK_BYTES, room, read)
-        assert seat.handle(pb.PublishRequest(pool=pool_report_to_proto(report)))
-
-    async def orders(self, pool: Pool, worker_id: WorkerId) -> Sequence[PoolOrder | None]:
-        """What the worker is told; nothing can be told after it."""
-        await pool._hand_out()
-        self._outboxes[worker_id].close()
-        return [pool_order_from_proto(m.order) async for m in self._outboxes[worker_id]]
-
-    async def window(self, *pools: Pool) -> None:
-        for pool in pools:
-            await pool.heat.count()
-            await pool.end_window()
-        self.clock.advance(CONFIG.window_s)
-
-
-@pytest.fixture
-def stage() -> Stage:
-    return Stage()
-
-
-async def test_a_hot_prefix_is_copied_to_who_reads_less(stage: Stage) -> None:
-    pool = stage.replica("one")
-    busy = await stage.worker(pool, A, "abcd")
-    await stage.worker(pool, B)
-    stage.report(busy, 80)
-    for _ in range(10):
-        pool.heat.note("m", prefix("abcd") + b"asked for, not found", 4 * SIZE)
-    await stage.window(pool)
-    assert pool.planning
-    (order,) = await stage.orders(pool, B)
-    assert isinstance(order, CopyOrder)
-    assert (order.source, order.source_incarnation, order.endpoint) == (A, 1, Endpoint("a", 1))
-    assert b"".join(order.hashes) == prefix("abcd")
-    assert await stage.orders(pool, A) == []
-
-
-async def test_a_copy_on_its_way_is_ordered_once(stage: Stage) -> None:
-    pool = stage.replica("one")
-    busy = await stage.worker(pool, A, "ab")
-    await stage.worker(pool, B)
-    for _ in range(KEPT_WINDOWS - 1):
-        stage.report(busy, 80)
-        for _ in range(10):
-            pool.heat.note("m", prefix("ab"), 2 * SIZE)
-        await stage.window(pool)
-    assert len(await stage.orders(pool, B)) == 1
 
 
 async def test_reads_of_two_replicas_count_together_and_one_of_them_plans(stage: Stage) -> None:
@@ -174,75 +57,6 @@ async def test_another_replica_plans_when_the_lease_of_a_dead_one_ends(stage: St
     stage.clock.advance(CONFIG.window_s * KEPT_WINDOWS)
     await stage.window(two)
     assert two.planning
-
-
-async def test_the_budget_holds_over_windows(stage: Stage) -> None:
-    # 20 bytes per window: a copy of 4 kB is made on credit, and paid back in 200 windows.
-    config = PoolConfig(2e-6, CONFIG.window_s, CONFIG.min_reads, SIZE, CONFIG.max_segments)
-    pool = stage.replica("one", config)
-    busy = await stage.worker(pool, A, "ab", "xy")
-    await stage.worker(pool, B)
-    ordered = metrics.POOL_ORDERS.labels("copy")._value
-    before = ordered.get()
-    for _ in range(10):
-        stage.report(busy, 100)
-        for path in ("ab", "xy"):
-            for _ in range(10):
-                pool.heat.note("m", prefix(path), 2 * SIZE)
-        await stage.window(pool)
-    assert ordered.get() == before + 1
-
-
-async def test_a_copy_that_nobody_reads_any_more_leaves_first(stage: Stage) -> None:
-    pool = stage.replica("one")
-    full = await stage.worker(pool, A, "abcd")
-    await stage.worker(pool, B, "abcd")
-    stage.report(full, 0, room=1)
-    pool.heat.note("m", prefix("abcd"), 4 * SIZE)
-    for _ in range(COOLS_IN):
-        await stage.window(pool)
-    assert await stage.orders(pool, B) == []
-    (hint,) = await stage.orders(pool, A)
-    assert isinstance(hint, EvictionHint)
-    assert b"".join(hint.hashes) == prefix("abcd")
-
-
-async def test_a_copy_that_stays_cold_is_named_once(stage: Stage) -> None:
-    pool = stage.replica("one")
-    full = await stage.worker(pool, A, "abcd")
-    await stage.worker(pool, B, "abcd")
-    stage.report(full, 0, room=1)
-    # After 7, 3.5, ... it is cold with 0.109, and not forgotten yet with 0.055.
-    for _ in range(7):
-        pool.heat.note("m", prefix("abcd"), 4 * SIZE)
-    for _ in range(12):
-        await stage.window(pool)
-        await pool._hand_out()
-    assert len(await stage.orders(pool, A)) == 1
-
-
-async def test_a_copy_on_a_worker_of_another_role_is_no_second_copy(stage: Stage) -> None:
-    pool = stage.replica("one")
-    await stage.worker(pool, A, "ab", role=Role.PREFILL)
-    await stage.worker(pool, B, "ab", role=Role.DECODE)
-    pool.heat.note("m", prefix("ab"), 2 * SIZE)
-    for _ in range(COOLS_IN):
-        await stage.window(pool)
-    assert await stage.orders(pool, A) == []
-    assert await stage.orders(pool, B) == []
-
-
-async def test_what_another_replica_s_schedulers_read_is_not_cold(stage: Stage) -> None:
-    one, two = stage.replica("one"), stage.replica("two")
-    await stage.worker(one, A, "ab")
-    await stage.worker(one, B, "ab")
-    one.heat.note("m", prefix("ab"), 2 * SIZE)
-    for _ in range(COOLS_IN - 1):
-        await stage.window(two, one)
-    two.heat.note("m", prefix("ab"), 2 * SIZE)
-    await stage.window(one, two)
-    assert await stage.orders(one, A) == []
-    assert await stage.orders(one, B) == []
 
 
 async def test_without_a_budget_nothing_is_planned(stage: Stage) -> None:
@@ -365,80 +179,6 @@ async def test_a_worker_that_has_not_reported_is_told_nothing(stage: Stage) -> N
     assert list((await stage.shared.take_orders([B])).values()) == [[order.SerializeToString()]]
 
 
-async def test_the_segments_of_each_namespace_are_counted_apart(stage: Stage) -> None:
-    board = stage.replica("one").heat
-    board.note("m", prefix("a"), SIZE)
-    board.note("n", prefix("b") + prefix("c"), SIZE)
-    await board.count()
-    found = {space: [each.name for each in heats] for space, heats in board.hottest(9).items()}
-    assert found == {"m": [name("a")], "n": [name("b")]}
-    assert {space: len(cold) for space, cold in board.cooled(0.5, 2.0, 9).items()} == {
-        "m": 1,
-        "n": 1,
-    }
-    assert {space: len(cold) for space, cold in board.cooled(2.0, 9.0, 9).items()} == {
-        "m": 0,
-        "n": 0,
-    }
-
-
-async def test_a_very_long_prefix_is_counted_at_its_start(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(heat, "MAX_NOTED_BLOCKS", 2 * SIZE)
-    board = stage.replica("one").heat
-    board.note("m", prefix("abc"), 3 * SIZE)
-    await board.count()
-    assert {each.name for each in board.hottest(9)["m"]} == {name("a"), name("ab")}
-
-
-async def test_lookups_get_their_turn_between_notes(stage: Stage) -> None:
-    board = stage.replica("one").heat
-    for _ in range(3 * heat.NOTES_AT_ONCE):
-        board.note("m", prefix("a"), SIZE)
-    left = list[int]()
-
-    async def watch() -> None:
-        while board._notes:
-            left.append(len(board._notes))
-            await asyncio.sleep(0)
-
-    watching = asyncio.create_task(watch())
-    await board.count()
-    await watching
-    assert left == [2 * heat.NOTES_AT_ONCE, heat.NOTES_AT_ONCE]
-    before = metrics.HEAT_NOTES_DROPPED._value.get()
-    board.note("m", prefix("a"), SIZE)
-    await board.count()
-    assert metrics.HEAT_NOTES_DROPPED._value.get() == before
-
-
-async def test_a_plan_that_fails_leaves_nothing_on_its_way(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def fails(*_arguments: object) -> None:
-        raise StoreUnavailableError("told to")
-
-    pool = stage.replica("one")
-    busy = await stage.worker(pool, A, "ab")
-    await stage.worker(pool, B)
-    monkeypatch.setattr(pool._planner, "_plan_hints", fails)  # after copies were planned
-    counted = metrics.POOL_ORDERS.labels("copy")._value
-    before = counted.get()
-    for num_orders in (0, 1):
-        stage.report(busy, 80)
-        for _ in range(10):
-            pool.heat.note("m", prefix("ab"), 2 * SIZE)
-        await pool.heat.count()
-        await pool._safely(pool.end_window)
-        assert len(pool._planner._ordered) == num_orders
-        assert len(pool._planner.view.orders) == num_orders, "what nobody is told is not shown"
-        assert counted.get() == before + num_orders
-        stage.clock.advance(CONFIG.window_s)
-        monkeypatch.undo()
-    assert len(await stage.orders(pool, B)) == 1
-
-
 @pytest.mark.parametrize(
     "config",
     [
@@ -522,18 +262,3 @@ async def test_what_a_worker_read_counts_from_its_second_report(stage: Stage) ->
 
 def test_knowledge_that_cannot_be_read_is_left_out() -> None:
     assert merge_knowledge([b"\xff\xff\xff"], lambda: HeatTable(1, 1)) == ({}, [])
-
-
-async def test_lookups_that_come_too_fast_are_not_all_counted(stage: Stage) -> None:
-    pool = stage.replica("one")
-    before = metrics.HEAT_NOTES_DROPPED._value.get()
-    for _ in range(heat.MAX_NOTES + 5):
-        pool.heat.note("m", prefix("a"), SIZE)
-    await pool.heat.count()
-    await pool.heat.count()
-    assert metrics.HEAT_NOTES_DROPPED._value.get() == before + 5, "each of them once"
-    (segment,) = pool.heat.hottest(10)["m"]
-    assert (segment.name, segment.reads) == (name("a"), heat.MAX_NOTES)
-    for _ in range(20):
-        pool.heat.fade(0.5)
-    assert pool.heat.hottest(10) == {}
