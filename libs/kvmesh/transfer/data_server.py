@@ -43,7 +43,8 @@ from kvmesh.transfer.nixl_reader import NixlReaders
 from kvmesh.transfer.pacing import Pacer
 from kvmesh.transfer.protocol import ChannelIdentity, ReceiverMachine
 from kvmesh.transfer.query_ops import QueryOps
-from kvmesh.transfer.server_channel import ServerChannel, ServerState
+from kvmesh.transfer.server_channel import ServerChannel
+from kvmesh.transfer.server_state import ServerState
 from kvmesh.transfer.sockets import listen, listen_local, local_endpoint
 from kvmesh.transfer.staging import DEFAULT_STAGING_BYTES, StagingRing
 from kvmesh.transfer.target import NothingToRead, ReadSource, WriteGrant, WriteTarget

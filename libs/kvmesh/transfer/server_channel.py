@@ -1,4 +1,4 @@
-"""One accepted connection of a `DataServer`. Tests: tests/integration/test_transfer.py."""
+"""One accepted connection of a `DataServer`. Tests: tests/integration/test_transfer_senders.py."""
 
 from __future__ import annotations
 
@@ -6,32 +6,20 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
 from functools import partial
 
 from kvmesh.core.errors import LostError, ProtocolError
 from kvmesh.core.types import Refusal, RefusalReason, WorkerId
-from kvmesh.transfer.channel import carry_all
 from kvmesh.transfer.checksums import checksum_function
 from kvmesh.transfer.codec import encode_frame
 from kvmesh.transfer.decoder import PayloadStart
-from kvmesh.transfer.device import Pieces
 from kvmesh.transfer.frame_socket import FrameSocket
-from kvmesh.transfer.frames import BlockPart, Checksum, GetFrame, PullFrame, PutFrame, QueryFrame
-from kvmesh.transfer.ipc_channel import ENGINE as IPC_ENGINE
-from kvmesh.transfer.ipc_channel import IpcReader
-from kvmesh.transfer.memory import (
-    COPY_INLINE_BYTES,
-    MappedPool,
-    MappingError,
-    PoolMemory,
-    copy_ranges,
-    places_of,
-)
+from kvmesh.transfer.frames import Checksum, GetFrame, PullFrame, PutFrame, QueryFrame
+from kvmesh.transfer.memory import MappingError
 from kvmesh.transfer.meters import LinkKey, LinkMeter, TransferObserver, TransferSample
 from kvmesh.transfer.nixl_process import EngineError
-from kvmesh.transfer.nixl_reader import NixlReader, NixlReaders, is_hung_up
 from kvmesh.transfer.pacing import Pacer, Share
+from kvmesh.transfer.peer_pools import PeerPool, open_peer_pool
 from kvmesh.transfer.protocol import (
     Ask,
     Commit,
@@ -45,41 +33,16 @@ from kvmesh.transfer.protocol import (
     last_word,
 )
 from kvmesh.transfer.query_ops import QueryGrant, QueryOps
-from kvmesh.transfer.run_table import numbers_of
-from kvmesh.transfer.staging import StagingRing, Within
+from kvmesh.transfer.server_state import ServerState
+from kvmesh.transfer.staging import Within
 from kvmesh.transfer.target import ReadSource, WriteGrant, WriteTarget
 from kvmesh.transfer.threads import run_to_end
 
 _READERS = "readers"
 """They share half of the staging memory, the other stays with KV that arrives; of that half one of
 them gets half."""
-_STAGED_DEPTH = 2
-"""Parts of one copy into a device pool at once."""
 
 Metering = Callable[[ReceiverMachine], tuple[LinkKey, LinkMeter, TransferObserver]]
-
-
-@dataclass(slots=True)
-class ServerState:
-    """What the connections of one server share.
-
-    Attributes:
-        filling: the connection that each open grant is filled by.
-        lanes: the newest connection of each (peer, link id, lane).
-        copy_threads: that share one large copy out of a peer's pool.
-        readers: of peers' segments; None: no engine is to be used.
-        pool: that grants lie in, for peers whose devices read each other's; None: for no peer.
-        staging: what blocks of a device pool arrive through; None: the pool is in host memory.
-        answering: where queries are computed, one at a time; None: none is.
-    """
-
-    filling: dict[WriteGrant, FrameSocket] = field(default_factory=dict)
-    lanes: dict[tuple[WorkerId, int, int], FrameSocket] = field(default_factory=dict)
-    copy_threads: int = 1
-    readers: NixlReaders | None = None
-    pool: PoolMemory | None = None
-    staging: StagingRing | None = None
-    answering: Executor | None = None
 
 
 def owner_of(reader: WorkerId | None, share: Share) -> Within:
@@ -115,9 +78,7 @@ class ServerChannel:
         self._target = target
         self._state = state
         self._threads = threads
-        self._pool: MappedPool | None = None
-        self._reader: NixlReader | None = None
-        self._device: IpcReader | None = None
+        self._peer_pool: PeerPool | None = None
         self._lane: tuple[WorkerId, int, int] | None = None
         self.is_metered = False
         self.pacer: Pacer | None = None
@@ -150,12 +111,8 @@ class ServerChannel:
     def close(self) -> None:
         """Frees everything; nothing is under way."""
         self._frames.close()
-        if self._pool is not None:
-            self._pool.close()
-        if self._reader is not None:
-            self._reader.kill()
-        if self._device is not None:
-            self._device.close()
+        if self._peer_pool is not None:
+            self._peer_pool.close()
         if self._lane is not None and self._state.lanes.get(self._lane) is self._frames:
             del self._state.lanes[self._lane]
 
@@ -183,24 +140,9 @@ class ServerChannel:
         self._frames.decoder.sum = checksum_function(self._machine.terms.checksum)
         if offer is None:
             return
-        if offer.segment is not None and offer.segment.engine == IPC_ENGINE:
-            self._device = await IpcReader.open(
-                self._state.pool,
-                offer.segment,
-                offer.pool_blocks,
-                self._machine.block_bytes,
-                self._threads,
-            )
-        elif offer.segment is not None:
-            if self._state.readers is None:
-                raise EngineError(f"no {offer.segment.engine} here")
-            self._reader = self._state.readers.open(offer.segment)
-        elif offer.pool_blocks:
-            if self._frames.received_fd is None:
-                raise MappingError("no descriptor came with the greeting")
-            self._pool = MappedPool(
-                self._frames.received_fd, offer.pool_blocks, self._machine.block_bytes
-            )
+        self._peer_pool = await open_peer_pool(
+            peer, offer, self._frames, self._machine.block_bytes, self._state, self._threads
+        )
         # The sender gave its old connection up, maybe before this side could notice.
         self._lane = (peer, offer.link_id, offer.lane)
         old = self._state.lanes.get(self._lane)
@@ -350,17 +292,8 @@ class ServerChannel:
         num_bytes = grant.num_bytes
         done = False
         try:
-            if self._reader is not None:
-                await self._read_segment(self._reader, pull, grant)
-            elif self._device is not None:
-                assert grant.pieces is not None, "the pool is on a device, or was not mapped"
-                await self._device.read(grant.pieces, pull)
-            elif grant.pieces is not None:
-                await self._copy_staged(pull, grant.pieces)
-            elif num_bytes <= COPY_INLINE_BYTES:
-                self._copy_mapped(pull, grant)
-            else:
-                await run_to_end(self._threads, partial(self._copy_mapped, pull, grant))
+            assert self._peer_pool is not None, "runs of a pool that is not mapped are refused"
+            await self._peer_pool.read(pull, grant)
             done = True
         finally:
             self._target.end_write(grant, done)
@@ -368,40 +301,6 @@ class ServerChannel:
         # The peer waits: its answer goes before the books are kept.
         await self._frames.send(encode_frame(self._machine.pull_answered(pull, None)))
         self._moved(grant, num_bytes, len(pull.runs), seconds)
-
-    def _copy_mapped(self, pull: PullFrame, grant: WriteGrant) -> None:
-        assert self._pool is not None, "runs of a pool that is not mapped are refused"
-        sources = self._pool.byte_ranges(pull.runs, pull.part)
-        copy_ranges(grant.views, sources, num_threads=self._state.copy_threads)
-
-    async def _copy_staged(self, pull: PullFrame, pieces: Pieces) -> None:
-        """Out of the mapped pool into a device pool: while one part is copied another lands."""
-        staging, pool = self._state.staging, self._pool
-        assert staging is not None, "a target with a device pool has staging"
-        assert pool is not None, "runs of a pool that is not mapped are refused"
-        each = BlockPart(0, self._machine.block_bytes)
-        sources = pool.byte_ranges(pull.runs, pull.part or each)
-        count = max(1, staging.piece_bytes // pieces.size)
-
-        async def carry(first: int) -> None:
-            arriving = pieces.cut(first, count)
-            async with staging.landing(arriving, self._machine.peer) as landing:
-                copy = partial(copy_ranges, landing.views, sources[first : first + count])
-                await run_to_end(self._threads, copy)
-                await landing.land()
-
-        await carry_all(range(0, len(pieces.starts), count), carry, _STAGED_DEPTH)
-
-    async def _read_segment(self, reader: NixlReader, pull: PullFrame, grant: WriteGrant) -> None:
-        sources = places_of(numbers_of(pull.runs), self._machine.block_bytes, pull.part)
-        fd = self._frames.wire.fileno()
-        self._state.filling[grant] = self._frames
-        try:
-            await reader.read(grant.views, sources, partial(is_hung_up, fd))
-        except EngineError as error:
-            raise ProtocolError("engine", str(error)) from error
-        finally:
-            del self._state.filling[grant]
 
     def _moved(self, grant: WriteGrant, num_bytes: int, num_runs: int, seconds: float) -> None:
         calls = max(num_runs, len(grant.views))
