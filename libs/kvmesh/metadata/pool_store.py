@@ -14,7 +14,7 @@ from kvmesh.core.types import WorkerId
 from kvmesh.metadata import pool_scripts as scripts
 from kvmesh.metadata.memory_store import MemoryFleetStore
 from kvmesh.metadata.redis_answers import strings_of, understanding
-from kvmesh.metadata.redis_client import RedisClient
+from kvmesh.metadata.redis_client import RedisClient, milliseconds
 from kvmesh.metadata.redis_fleet import RedisFleetStore
 
 LEASE = "pool"
@@ -102,7 +102,7 @@ class RedisPoolStore:
 
     async def put_knowledge(self, replica: str, knowledge: bytes, ttl_s: float) -> None:
         """See `PoolStore.put_knowledge`."""
-        await self._client.run(scripts.PUT_KNOWLEDGE, replica, knowledge, _milliseconds(ttl_s))
+        await self._client.run(scripts.PUT_KNOWLEDGE, replica, knowledge, milliseconds(ttl_s))
 
     async def all_knowledge(self) -> list[bytes]:
         """See `PoolStore.all_knowledge`."""
@@ -110,7 +110,7 @@ class RedisPoolStore:
 
     async def put_orders(self, worker_id: WorkerId, orders: Sequence[bytes], ttl_s: float) -> None:
         """See `PoolStore.put_orders`."""
-        await self._client.run(scripts.PUT_ORDERS, worker_id, _milliseconds(ttl_s), *orders)
+        await self._client.run(scripts.PUT_ORDERS, worker_id, milliseconds(ttl_s), *orders)
 
     async def take_orders(self, worker_ids: Sequence[WorkerId]) -> dict[WorkerId, list[bytes]]:
         """See `PoolStore.take_orders`."""
@@ -128,7 +128,3 @@ class RedisPoolStore:
     async def end_plan(self, replica: str) -> None:
         """See `PoolStore.end_plan`."""
         await self._leases.release_lease(LEASE, replica)
-
-
-def _milliseconds(seconds: float) -> int:
-    return max(1, round(seconds * 1000))

@@ -25,6 +25,11 @@ MAX_CONNECTIONS = 64
 """Callers keep fewer calls than this in flight; one more waits for `timeout_s`."""
 
 
+def milliseconds(seconds: float) -> int:
+    """A time to live as scripts take it: whole, and not 0, which Redis refuses."""
+    return max(1, round(seconds * 1000))
+
+
 @dataclass(frozen=True, slots=True)
 class RedisConfig:
     """Where Redis is."""

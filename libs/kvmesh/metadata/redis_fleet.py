@@ -8,11 +8,7 @@ from __future__ import annotations
 from kvmesh.core.types import WorkerId
 from kvmesh.metadata import scripts
 from kvmesh.metadata.redis_answers import strings_of, understanding
-from kvmesh.metadata.redis_client import RedisClient
-
-
-def _milliseconds(seconds: float) -> int:
-    return max(1, round(seconds * 1000))
+from kvmesh.metadata.redis_client import RedisClient, milliseconds
 
 
 class RedisFleetStore:
@@ -27,7 +23,7 @@ class RedisFleetStore:
 
     async def put_worker(self, worker_id: WorkerId, info: bytes, ttl_s: float) -> None:
         """See `FleetStore.put_worker`."""
-        await self._client.run(scripts.PUT_WORKER, worker_id, info, _milliseconds(ttl_s))
+        await self._client.run(scripts.PUT_WORKER, worker_id, info, milliseconds(ttl_s))
 
     async def list_workers(self) -> dict[WorkerId, bytes]:
         """See `FleetStore.list_workers`."""
@@ -42,7 +38,7 @@ class RedisFleetStore:
 
     async def acquire_lease(self, name: str, owner: str, ttl_s: float) -> bool:
         """See `FleetStore.acquire_lease`."""
-        held = await self._client.run(scripts.HOLD_LEASE, name, owner, _milliseconds(ttl_s))
+        held = await self._client.run(scripts.HOLD_LEASE, name, owner, milliseconds(ttl_s))
         return bool(held)
 
     async def release_lease(self, name: str, owner: str) -> None:
