@@ -125,3 +125,17 @@ def is_default(leaf: Option, shown: str) -> bool:
         return shown == str(leaf.default)
     number, _, unit = shown.partition(" ")
     return float(number) * _SIZES.get(unit, 1) == float(leaf.default)
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_a_services_readme_names_its_modules(service: str) -> None:
+    folder = ROOT / "services" / service
+    named = {name.rpartition("/")[2] for name in code_spans(folder / "README.md")}
+    modules = {path.name for path in folder.glob("*.py")}
+    assert modules - named <= {
+        "__init__.py",
+        "__main__.py",
+        "config.py",
+        "metrics.py",
+        "service.py",
+    }
