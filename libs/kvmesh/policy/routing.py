@@ -182,11 +182,7 @@ def plan_route(
     )
     if policy.fetches and matches:
         apart = query.placement is not Placement.AGGREGATED and not all_hybrid
-        for layout in range(len(call.layouts)):
-            members = _of_layout(call, seats, layout)
-            holders = [seat for seat in members if not seat.silent]
-            decoders = _decoders(members, policy) if apart and view.pace.ask_chunk_s else None
-            weigh_fetches(members, holders, view.pace, rng, decoders)
+        _weigh_fetches(call, seats, apart=apart)
     if query.placement is Placement.AGGREGATED:
         return _plan_aggregated(call, seats, RouteCause.ASKED, "asked for")
     if all_hybrid:
@@ -204,6 +200,20 @@ def plan_route(
     )
     assert plan is not None, "a default pair exists, so a pair does"
     return plan
+
+
+def _weigh_fetches(call: _Call, seats: list[_Seat], *, apart: bool) -> None:
+    """Says of each seat whom it fetches a prefix from.
+
+    Args:
+        apart: prefill and decode may be on two workers, so that one may ask the other.
+    """
+    pace = call.view.pace
+    for layout in range(len(call.layouts)):
+        members = _of_layout(call, seats, layout)
+        holders = [seat for seat in members if not seat.silent]
+        decoders = _decoders(members, call.policy) if apart and pace.ask_chunk_s else None
+        weigh_fetches(members, holders, pace, call.rng, decoders)
 
 
 def plan_without_scheduler(
