@@ -38,9 +38,12 @@ class Ticket:
     Attributes:
         tenant: whose it is.
         num_tokens: charged so far, prompt and generated.
+
+    Args:
+        use: told of all that is charged; None where nothing is limited.
     """
 
-    def __init__(self, tenant: Tenant, use: Callable[[Tenant, int], None]) -> None:
+    def __init__(self, tenant: Tenant, use: Callable[[Tenant, int], None] | None) -> None:
         self.tenant = tenant
         self.num_tokens = 0
         self._use = use
@@ -48,7 +51,8 @@ class Ticket:
     def charge(self, num_tokens: int) -> None:
         """Counts tokens that were computed for it."""
         self.num_tokens += num_tokens
-        self._use(self.tenant, num_tokens)
+        if self._use is not None:
+            self._use(self.tenant, num_tokens)
 
 
 class Admission:
@@ -100,7 +104,7 @@ class Admission:
             finally:
                 if not is_in:
                     self._release(usage, tenant)
-        return Ticket(tenant, self._use)
+        return Ticket(tenant, None if tenant.limits.is_open else self._use)
 
     def leave(self, ticket: Ticket) -> None:
         """Gives a place back."""
@@ -132,11 +136,8 @@ class Admission:
             usage.requests_until = charge(usage.requests_until, rate, count, self._clock())
 
     def _use(self, tenant: Tenant, num_tokens: int) -> None:
-        limits = tenant.limits
-        if limits.is_open:  # counted by the caller alone
-            return
         usage = self._usage[tenant.name]
-        rate = Rate(limits.tokens_per_min, self._burst_s)
+        rate = Rate(tenant.limits.tokens_per_min, self._burst_s)
         usage.tokens_until = charge(usage.tokens_until, rate, num_tokens, self._clock())
         if self._shared is not None:
             self._shared.used(tenant, usage.num_open, num_tokens)

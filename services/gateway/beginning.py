@@ -37,9 +37,9 @@ def short_life(mesh: Mesh, request: GenerationRequest, begun: Begun) -> ShortLif
     Args:
         begun: is told what was tried; nothing if `asked_life` cannot help either.
     """
-    sampling = request.sampling
+    sampling, facts = request.sampling, mesh.router.facts
     if (
-        mesh.router.facts is None
+        facts is None
         or is_tracing()
         or _others_wait(mesh)
         or max(sampling.num_logprobs, sampling.num_prompt_logprobs) >= 0
@@ -51,7 +51,7 @@ def short_life(mesh: Mesh, request: GenerationRequest, begun: Begun) -> ShortLif
         return None
     plan = mesh.router.planned(_query(request))
     begun.first_try = FirstTry(plan)
-    return None if plan is None else _begin(mesh, request, begun, plan, now, left_s)
+    return None if plan is None else _begin(mesh, request, begun, plan, facts, now, left_s)
 
 
 async def asked_life(mesh: Mesh, request: GenerationRequest, begun: Begun) -> ShortLife | None:
@@ -81,7 +81,7 @@ async def asked_life(mesh: Mesh, request: GenerationRequest, begun: Begun) -> Sh
     left_s = place_until(mesh, request, begun) - now
     if isinstance(plan, Refusal) or left_s <= 0:
         return None
-    return _begin(mesh, request, begun, plan, now, left_s)
+    return _begin(mesh, request, begun, plan, facts, now, left_s)
 
 
 def _others_wait(mesh: Mesh) -> bool:
@@ -113,12 +113,12 @@ def _begin(
     request: GenerationRequest,
     begun: Begun,
     plan: RoutePlan,
+    facts: ModelFacts,
     now: float,
     left_s: float,
 ) -> ShortLife | None:
     """Sends a request to the first worker of a plan; None if the plan or the worker needs more."""
-    facts = mesh.router.facts
-    if facts is None or plan.placement is not Placement.AGGREGATED or not plan.prefill:
+    if plan.placement is not Placement.AGGREGATED or not plan.prefill:
         return None
     candidate = plan.prefill[0]
     session = _session(mesh, candidate)

@@ -5,7 +5,7 @@ Tests: tests/integration/test_gateway_http.py.
 
 from __future__ import annotations
 
-import secrets
+import os
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -18,13 +18,11 @@ from kvmesh.telemetry.logs import event_logger
 from kvmesh.telemetry.tracing import is_tracing, start_span
 from services.gateway.access import KeyRing
 from services.gateway.admission import Admission, Ticket
-from services.gateway.config import LimitsConfig
 from services.gateway.detokenizer import Detokenizer, TextPiece
 from services.gateway.entry import Admitted
 from services.gateway.errors import Stage, StageRefusedError
 from services.gateway.generation import TokenDelta
 from services.gateway.mesh import GenerationRequest, Mesh
-from services.gateway.metrics import GatewayMetrics
 from services.gateway.openai import ApiCall, check_model, choice_sampling
 from services.gateway.prompts import checked_sampling, prompt_ids, prompt_text
 from services.gateway.request_flow import Generation
@@ -81,7 +79,7 @@ class Choice:
 def clean_request_id(given: str) -> str:
     """The caller's request id if it can go into headers and logs, else a new one."""
     name = given.strip()[:MAX_REQUEST_ID_CHARS]
-    return name if name and name.isascii() and name.isprintable() else secrets.token_hex(12)
+    return name if name and name.isascii() and name.isprintable() else os.urandom(12).hex()
 
 
 class Frontend:
@@ -89,6 +87,9 @@ class Frontend:
 
     Args:
         served_name: the model's name for clients.
+
+    Attributes:
+        limits: of a request.
     """
 
     def __init__(
@@ -104,16 +105,8 @@ class Frontend:
         self._admission = admission
         self.tokenizer = tokenizer
         self.served_name = served_name
-
-    @property
-    def limits(self) -> LimitsConfig:
-        """Limits of a request."""
-        return self._mesh.limits
-
-    @property
-    def metrics(self) -> GatewayMetrics:
-        """The gateway's metrics."""
-        return self._mesh.metrics
+        self.limits = mesh.limits
+        self.metrics = mesh.metrics
 
     @property
     def not_ready(self) -> str:

@@ -98,11 +98,12 @@ class Generation:
 
     def close(self) -> None:
         """Ends what is open, unless it goes the long way. May be called again."""
+        if not self._is_open:
+            return
+        self._is_open = False
         if self._short is not None:
             self._short.close()
-        if self._is_open:
-            self._is_open = False
-            self._mesh.metrics.requests_open.dec()
+        self._mesh.metrics.requests_open.dec()
 
 
 async def _long_life(

@@ -46,15 +46,15 @@ def usage_body(usages: Sequence[Usage], *, has_reasoning: bool = False) -> Body:
     """
     details: Body = {}
     if has_reasoning:
-        reasoning = sum(usage.reasoning_tokens for usage in usages)
+        reasoning = sum([usage.reasoning_tokens for usage in usages])
         details["completion_tokens_details"] = {"reasoning_tokens": reasoning}
-    prompt = sum(usage.prompt_tokens for usage in usages)
-    completion = sum(usage.completion_tokens for usage in usages)
+    prompt = sum([usage.prompt_tokens for usage in usages])
+    completion = sum([usage.completion_tokens for usage in usages])
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in usages)},
+        "prompt_tokens_details": {"cached_tokens": sum([usage.cached_tokens for usage in usages])},
         **details,
     }
 
@@ -189,11 +189,14 @@ class Responses:
             message = whole_message(self._reader(index), text)
         if self._thoughts is not None and self._call.include_reasoning:
             message |= _thought(thought or None)
-        echoed = self._echoed(index, choice)
-        logprobs = self._logprobs(index, choice.token_ids, choice.logprobs)
+        logprobs: Body | None = None
+        if self._call.sampling.num_logprobs >= 0:
+            echoed = self._echoed(index, choice)
+            scores = self._logprobs(index, choice.token_ids, choice.logprobs)
+            logprobs = joined_logprobs(echoed, scores)
         body: Body = {
             "index": index,
-            "logprobs": joined_logprobs(echoed, logprobs),
+            "logprobs": logprobs,
             "finish_reason": self._finish_word(index, choice.finish_reason),
         }
         if self._chat:

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import NamedTuple
 
 from kvmesh.core.types import Placement, RoutePlan, RouteQuery
 from kvmesh.core.values import quick
@@ -33,9 +34,7 @@ MAX_KINDS = 64
 """Kinds of which a gateway remembers how often they come: those that came last."""
 
 
-@quick
-@dataclass(frozen=True, slots=True)
-class PlanKind:
+class PlanKind(NamedTuple):
     """Requests for which the same plan is as good.
 
     Attributes:

@@ -43,8 +43,8 @@ def stocked(count: int, now: float = 0.0) -> PlanStock:
 def test_prompts_of_up_to_twice_the_length_are_of_one_kind(
     num_tokens: int, longest: int, expected: int
 ) -> None:
-    assert kind_of(replace(QUERY, num_tokens=num_tokens), longest) == replace(
-        KIND, num_tokens=expected
+    assert kind_of(replace(QUERY, num_tokens=num_tokens), longest) == KIND._replace(
+        num_tokens=expected
     )
 
 
@@ -134,8 +134,8 @@ def test_more_plans_than_were_wished_for_are_dropped() -> None:
 
 def test_plans_are_for_their_kind_alone() -> None:
     stock = stocked(2)
-    assert stock.take(replace(KIND, scenario="other"), 100, 0.0) is None
-    assert stock.take(replace(KIND, num_tokens=63), 60, 0.0) is None
+    assert stock.take(KIND._replace(scenario="other"), 100, 0.0) is None
+    assert stock.take(KIND._replace(num_tokens=63), 60, 0.0) is None
     assert len(stock) == 2
 
 
@@ -157,7 +157,7 @@ def test_kinds_are_bounded() -> None:
         now = number * AHEAD_S / (4 * MAX_KINDS)
         if number == MAX_KINDS // 2:
             assert stock.take(KIND, 100, now) is not None
-        assert stock.take(replace(KIND, scenario=str(number)), 100, now) is None
+        assert stock.take(KIND._replace(scenario=str(number)), 100, now) is None
         # The one that came last so long ago makes room, and no other.
         assert len(stock) == (
             3 if number < MAX_KINDS // 2 else 2 if number < 1.5 * MAX_KINDS - 1 else 0
