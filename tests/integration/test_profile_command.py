@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from kvmesh.cli import plan, profile, simulate
+from kvmesh.cli.profile import warning_of
 from kvmesh.core.errors import ConfigError
+from kvmesh.sim.cost_fit import Fit
 from kvmesh.sim.profile_file import load_profile
 from tests.integration.families import Checkpoint
 from tests.mesh_processes import MODEL_FOLDER
@@ -80,3 +82,11 @@ def test_what_cannot_be_measured_is_said(tmp_path: Path) -> None:
         profile.main([*flags, "--lengths", "99999997,99999998"])
     with pytest.raises(ConfigError, match="2 samples, the fit needs 3"):
         profile.main([*flags, "--lengths", "8,16", "--cached", "0", "--batches", "1"])
+
+
+@pytest.mark.parametrize(("error", "warns"), [(None, False), (0.1, False), (3.0, True)])
+def test_what_a_busy_machine_measured_is_said_to_be_no_help(
+    error: float | None, warns: bool
+) -> None:
+    fit = Fit((1.0,), (0.1,), relative_error=0.1, prediction_error=error)
+    assert bool(warning_of(fit)) is warns

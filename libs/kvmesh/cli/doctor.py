@@ -85,7 +85,7 @@ async def _network(
     ]
     stack = read_description(state)
     if stack is not None:
-        findings += await stack_checks.check_members(stack)
+        findings += await stack_checks.check_members(stack, state / "logs")
     return findings
 
 

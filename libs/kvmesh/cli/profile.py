@@ -26,6 +26,8 @@ from kvmesh.sim.cost_fit import COVERAGE, DecodeSample, Fit, PrefillSample
 from kvmesh.sim.profile_record import Measured, plot_profile, profile_record
 
 _TERMS = 3
+_UNQUIET = 0.5
+"""Error of a prediction from which on a profile is no help to anybody."""
 DESCRIPTION = """\
 Times prefill over prompt and cached lengths and decode steps over batch and context, reads memory
 and sends over the loopback, fits costs with error bars, and writes a profile for `kvmesh plan` and
@@ -202,6 +204,13 @@ def _fits(runner: ModelRunner, batch: int, length: int) -> bool:
     return fits_context and batch * blocks_of(runner, length) <= runner.kv.num_blocks
 
 
+def warning_of(fit: Fit) -> str:
+    """What to do about a fit that a fresh run is far from; empty if it is not."""
+    if fit.prediction_error is None or fit.prediction_error < _UNQUIET:
+        return ""
+    return "too far off to plan with; was the machine busy? measure again on a quiet one"
+
+
 def _summarize(measured: dict[str, object], out: str) -> None:
     console = Console()
     for name, terms in (
@@ -222,6 +231,8 @@ def _summarize(measured: dict[str, object], out: str) -> None:
             f"{name}: {', '.join(parts)}; fit off by {fit.relative_error:.1%}; a fresh run {fresh}",
             soft_wrap=True,
         )
+        if warning := warning_of(fit):
+            console.print(f"{name}: {warning}", style="yellow", soft_wrap=True)
     memory, link = measured["memory_gb_per_s"], measured["link_gb_per_s"]
     console.print(
         f"memory {memory:.1f} GB/s, loopback {link:.1f} GB/s; wrote {out}", soft_wrap=True

@@ -26,6 +26,12 @@ from kvmesh.core.types import Endpoint
 
 _OLDEST_REDIS = (6, 2)
 _KEEPS_ALL = "noeviction"
+_CAUSES = {
+    "NOT_SERVING": "it drains, or was drained and waits to be started again; ",
+    "UNAVAILABLE": "it has ended, or does not listen yet; ",
+    "DEADLINE_EXCEEDED": "it hangs, was paused, or has far too little processor time; ",
+}
+"""What a state of health that is not SERVING may come from."""
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
@@ -107,8 +113,12 @@ async def _free_port(endpoint: Endpoint, must_run: bool) -> Finding:
     return Finding.fail("gateway", f"port {endpoint.port} is held by {who}", remedy)
 
 
-async def check_members(stack: Mapping[str, Any]) -> list[Finding]:
-    """The processes of a running stack, from the description that its launcher wrote."""
+async def check_members(stack: Mapping[str, Any], logs: Path) -> list[Finding]:
+    """The processes of a running stack, from the description that its launcher wrote.
+
+    Args:
+        logs: folder of their logs.
+    """
     members = [member for member in stack["members"] if member["kind"] == "grpc"]
     states = await asyncio.gather(
         *(asyncio.to_thread(check_health, member["address"], 3.0) for member in members)
@@ -119,7 +129,7 @@ async def check_members(stack: Mapping[str, Any]) -> list[Finding]:
         if state == SERVING:
             found.append(Finding.ok(member["name"], detail))
         else:
-            remedy = f"see its log, logs/{member['name']}.log"
+            remedy = f"{_CAUSES.get(state, '')}see {logs / member['name']}.log"
             found.append(Finding.fail(member["name"], detail, remedy))
     return found
 

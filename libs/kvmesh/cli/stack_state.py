@@ -119,6 +119,8 @@ def no_gateway(url: str, error: Exception) -> str:
     """What to say when nobody answers at a gateway's URL."""
     reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
     hint = ca_hint(str(error)) or "start one with `kvmesh up`, or name another with --url"
+    if "disconnected" in reason and url.startswith("http://"):
+        hint = "if it is one with TLS, say https:// in --url"
     return f"no gateway answers at {url} ({reason}); {hint}"
 
 

@@ -134,12 +134,14 @@ async def test_members_of_a_running_stack() -> None:
         {"name": "decode-0", "kind": "grpc", "address": f"127.0.0.1:{nobody}"},
         {"name": "redis", "kind": "redis", "address": "127.0.0.1:1"},
     ]
-    found = await check_members({"members": members})
+    found = await check_members({"members": members}, Path("/state/logs"))
     await server.stop(grace=0)
     assert [(f.subject, f.level) for f in found] == [
         ("scheduler", Level.OK),
         ("decode-0", Level.FAIL),
     ]
+    assert found[1].remedy.startswith("it has ended")
+    assert found[1].remedy.endswith("see /state/logs/decode-0.log")
 
 
 @pytest.mark.parametrize("url", ["http://host:port", "http://host:99999", "http://[::1"])

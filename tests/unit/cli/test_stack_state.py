@@ -5,12 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from kvmesh.cli.stack_state import (
     gateway_url,
     hold_state,
     is_held,
+    no_gateway,
     read_description,
     remove_description,
     write_description,
@@ -59,6 +61,11 @@ def test_the_lock_goes_with_its_holder(tmp_path: Path) -> None:
         assert is_held(tmp_path)
         holder.kill()
     assert not is_held(tmp_path)
+
+
+def test_a_gateway_with_tls_that_is_asked_without() -> None:
+    assert "https://" in no_gateway("http://here", aiohttp.ServerDisconnectedError())
+    assert "kvmesh up" in no_gateway("http://here", OSError("refused"))
 
 
 @pytest.mark.parametrize(
