@@ -180,6 +180,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         _HEADS | _EXPERTS | {"n_routed_experts": 16, "use_qk_norm": True, "num_mtp_layers": 0},
     ),
     "ernie4.5": ("Ernie4_5Config", _HEADS),
+    "ernie4.5-moe": (
+        "Ernie4_5_MoeConfig",
+        _HEADS
+        | {
+            "moe_num_experts": 16,
+            "moe_k": 4,
+            "moe_intermediate_size": 384,
+            "moe_num_shared_experts": 1,
+        },
+    ),
     "exaone4": (
         "Exaone4Config",
         _HEADS | {"layer_types": _WINDOWS_THEN_FULL, "sliding_window": _WINDOW},

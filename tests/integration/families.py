@@ -14,6 +14,7 @@ from transformers import (
     CohereConfig,
     DeepseekV2Config,
     DeepseekV3Config,
+    Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
     Gemma3TextConfig,
@@ -271,6 +272,9 @@ CONFIGS: dict[str, Any] = {
         num_mtp_layers=0,
     ),
     "ernie4.5": Ernie4_5Config(**SHAPE),
+    "ernie4.5-moe": Ernie4_5_MoeConfig(
+        **SHAPE, moe_num_experts=8, moe_k=3, moe_intermediate_size=48, moe_num_shared_experts=2
+    ),
     "exaone4": Exaone4Config(**SHAPE, layer_types=HYBRID, sliding_window=40),
     "cohere": CohereConfig(**COHERE, attention_bias=True),
     "cohere2": Cohere2Config(**COHERE, layer_types=HYBRID, sliding_window=40),
@@ -301,9 +305,9 @@ def random_model(config: Any) -> Any:
         elif "experts" in name:
             # These are not filled by every class of models, and then hold what memory held.
             torch.nn.init.normal_(parameter, 0.0, 0.25)
-    for name, buffer in model.named_buffers():
+    for name, bias in (*model.named_parameters(), *model.named_buffers()):
         if name.endswith("correction_bias"):
-            torch.nn.init.normal_(buffer, 0.0, 0.2)
+            torch.nn.init.normal_(bias, 0.0, 0.2)
     return model
 
 

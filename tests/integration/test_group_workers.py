@@ -23,6 +23,7 @@ from tests.worker_driver import Driver, Key, make_spec, running_worker, until_id
         ("qwen3-next", "tcp"),
         ("kimi-linear", "tcp"),
         ("minimax", "tcp"),
+        ("exaone4", "tcp"),
     ],
 )
 async def test_tokens_over_the_handoff_equal_those_of_transformers(

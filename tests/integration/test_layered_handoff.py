@@ -25,7 +25,7 @@ from tests.worker_driver import Driver, Key, driving, make_spec, running_worker,
 CHUNK, BLOCK_TOKENS = 64, 16
 
 
-@pytest.fixture(scope="module", params=["llama-untied-sharded", "deepseek-v3"])
+@pytest.fixture(scope="module", params=["llama-untied-sharded", "deepseek-v3", "olmo2"])
 def checkpoint(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Checkpoint:

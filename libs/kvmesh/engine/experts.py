@@ -59,9 +59,10 @@ class GroupRoute:
     """Choice of experts from the best groups of experts only.
 
     Attributes:
-        bias: [experts] fp32, added for the choice but not to the weights; None for softmax
-            scores, whose groups count by their best expert instead of their best two.
+        bias: [experts] fp32, added for the choice but not to the weights; None for none, where
+            groups count by their best expert instead of their best two.
         scale: factor of the weights.
+        is_softmax: scores are a softmax over all experts, not sigmoids.
 
     Source: DeepSeek-V3, arXiv 2412.19437 §2.1.2; DeepSeek-V2, arXiv 2405.04434 §2.2.2.
     """
@@ -72,14 +73,13 @@ class GroupRoute:
     normalize: bool
     scale: float
     bias: Tensor | None = None
+    is_softmax: bool = False
 
     def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """[rows, experts] to weights and expert ids, both [rows, top_k]."""
-        if self.bias is None:
-            scores = choice = torch.softmax(logits.float(), dim=-1)
-        else:
-            scores = torch.sigmoid(logits.float())
-            choice = scores + self.bias
+        exact = logits.float()
+        scores = torch.softmax(exact, dim=-1) if self.is_softmax else torch.sigmoid(exact)
+        choice = scores if self.bias is None else scores + self.bias
         if self.num_groups > 1:
             choice = self._only_best_groups(choice)
         experts = choice.topk(self.top_k, dim=-1).indices
@@ -199,23 +199,43 @@ def load_group_routed(
     Raises:
         CheckpointError: a tensor is missing or of the wrong shape.
     """
-    moe, hidden = config.moe, config.hidden_size
+    moe = config.moe
     assert moe is not None
     bias = None
     if moe.biased_choice:
         bias = weights.exact(f"{prefix}.gate.e_score_correction_bias", (moe.num_experts,))
-    chosen = make_sparse_mlp(
-        ExactRouter(weights.exact(f"{prefix}.gate.weight", (moe.num_experts, hidden))),
-        GroupRoute(
-            top_k=moe.top_k,
-            num_groups=moe.num_groups,
-            top_groups=moe.top_groups,
-            normalize=moe.normalize,
-            scale=moe.scale,
-            bias=bias,
-        ),
-        load_experts(weights, config, f"{prefix}.experts", names),
+    route = GroupRoute(
+        top_k=moe.top_k,
+        num_groups=moe.num_groups,
+        top_groups=moe.top_groups,
+        normalize=moe.normalize,
+        scale=moe.scale,
+        bias=bias,
+        is_softmax=bias is None,
     )
+    return load_routed(weights, config, route, prefix, names)
+
+
+def load_routed(
+    weights: LayerWeights,
+    config: ModelConfig,
+    route: GroupRoute,
+    prefix: str = "mlp",
+    names: tuple[str, str, str] = GATE_UP_DOWN,
+) -> Mlp:
+    """Reads experts whose scores are computed in fp32, and the shared one where there is one.
+
+    Args:
+        names: see `load_group_routed`.
+
+    Raises:
+        CheckpointError: a tensor is missing or of the wrong shape.
+    """
+    moe, hidden = config.moe, config.hidden_size
+    assert moe is not None
+    router = ExactRouter(weights.exact(f"{prefix}.gate.weight", (moe.num_experts, hidden)))
+    experts = load_experts(weights, config, f"{prefix}.experts", names)
+    chosen = make_sparse_mlp(router, route, experts)
     if not moe.shared_size:
         return chosen
     return SharedMlp(chosen, load_mlp(weights, f"{prefix}.shared_experts", hidden, moe.shared_size))

@@ -23,3 +23,14 @@ def test_without_a_bias_groups_count_by_their_best_expert() -> None:
     weights, experts = route(logits)
     assert experts.tolist() == [[4, 5]]
     torch.testing.assert_close(weights.sum(), torch.tensor(1.0))
+
+
+def test_biased_softmax_scores() -> None:
+    logits = torch.tensor([[1.0, 0.9, 0.0, -1.0]])
+    bias = torch.tensor([0.0, -1.0, 0.0, 0.0])
+    route = GroupRoute(
+        top_k=2, num_groups=1, top_groups=1, normalize=False, scale=1.0, bias=bias, is_softmax=True
+    )
+    weights, experts = route(logits)
+    assert experts.tolist() == [[0, 2]]
+    torch.testing.assert_close(weights, torch.softmax(logits, -1)[:, [0, 2]])
