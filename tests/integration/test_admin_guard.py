@@ -51,9 +51,10 @@ async def _ended(reader: asyncio.StreamReader) -> bytes:
         return b""
 
 
-async def test_headers_that_do_not_come_are_not_waited_for() -> None:
+@pytest.mark.parametrize("before", [b"", b"\r\n\r\n"])
+async def test_headers_that_do_not_come_are_not_waited_for(before: bytes) -> None:
     async with admin_port(AdminGuard(header_timeout_s=0.05)) as admin:
-        reader, writer = await _say(admin.port, HALF)
+        reader, writer = await _say(admin.port, before + HALF)
         assert await _ended(reader) == b""
         writer.close()
         assert len(admin.guard.newcomers) == 0

@@ -69,7 +69,7 @@ async def test_slow_headers_are_cut_and_do_not_stop_others(tmp_path: Path) -> No
 
         async def drip(writer: asyncio.StreamWriter) -> None:
             with contextlib.suppress(ConnectionError):
-                for byte in HEAD * 1000:
+                for byte in b"\r\n\r\n" + HEAD * 1000:  # empty lines before are no headers
                     writer.write(bytes([byte]))
                     await writer.drain()
                     await asyncio.sleep(0.02)

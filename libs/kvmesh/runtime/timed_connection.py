@@ -35,7 +35,8 @@ class TimedConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
         if self._timer is not None:
-            seen = self._tail + data
+            # Servers skip empty lines before a request: they end no headers.
+            seen = self._tail + data if self._tail else data.lstrip(b"\r\n")
             self._tail = seen[-(len(_END_OF_HEADERS) - 1) :]
             if _END_OF_HEADERS in seen:
                 self._stop_timer()
