@@ -256,6 +256,8 @@ async def _add_request_id(request: web.Request, response: web.StreamResponse) ->
 
 
 async def _body(request: web.Request, timeout_s: float) -> bytes:
+    if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise web.HTTPUnsupportedMediaType
     try:
         # Most bodies are short and here already: nothing to be patient about.
         async with asyncio.timeout(None if request.content.is_eof() else timeout_s):
@@ -274,6 +276,7 @@ def _http_error(error: web.HTTPException, request: web.Request, config: HttpConf
         f"{error.headers.get('Allow', '')}",
         408: f"the body did not come within {config.body_timeout_s} s",
         413: f"the body is longer than {config.max_body_bytes} bytes",
+        415: "a body with a Content-Encoding is not read: send it as it is",
     }
     answer = plain_http_error(error.status, messages.get(error.status, error.reason))
     allow = error.headers.get("Allow")

@@ -37,7 +37,13 @@ class HttpConnection(web.RequestHandler):
     def __init__(
         self, server: web.Server, loop: asyncio.AbstractEventLoop, idle_timeout_s: float
     ) -> None:
-        super().__init__(server, loop=loop, access_log=_NOTHING, keepalive_timeout=idle_timeout_s)
+        super().__init__(
+            server,
+            loop=loop,
+            access_log=_NOTHING,
+            keepalive_timeout=idle_timeout_s,
+            auto_decompress=False,  # a thousand bytes out of one, on the event loop
+        )
 
     def handle_error(
         self,

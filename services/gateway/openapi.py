@@ -40,6 +40,7 @@ _FAILURES = {
     "401": "The API key is missing or not accepted.",
     "404": "The model is not served here.",
     "413": "The body is too long.",
+    "415": "The body has a Content-Encoding.",
     "429": "The caller's quota is used up; see Retry-After.",
     "502": "The work was lost again and again.",
     "503": "Nobody took the request in time, or the gateway drains; see Retry-After.",

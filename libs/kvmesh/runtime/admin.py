@@ -119,6 +119,7 @@ class AdminPort:
             access_log=None,
             shutdown_timeout=CLOSE_S,
             keepalive_timeout=IDLE_TIMEOUT_S,
+            auto_decompress=False,  # nobody sends much here
         )
         await self._runner.setup()
         if config.socket:
