@@ -18,6 +18,7 @@ from kvmesh.core.types import DTYPE_BYTES
 from kvmesh.engine.config import RopeConfig
 
 NumberT = TypeVar("NumberT", int, float)
+_ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 
 _NUMBERS_END = 1 << 63
 
@@ -236,6 +237,11 @@ class Fields:
 
     def _rope_of_kind(self, default_theta: float, max_positions: int) -> RopeConfig:
         kind = self.raw.get("rope_type", self.raw.get("type", "default"))
+        if kind not in _ROPE_KINDS:
+            raise CheckpointError(
+                f"{self.origin}: rope_type {kind!r} is not supported; supported are default, "
+                "linear, llama3 and yarn"
+            )
         theta = self.number("rope_theta", float, default=default_theta)
         if kind == "default":
             return RopeConfig(theta)
@@ -252,24 +258,19 @@ class Fields:
                 self.number("high_freq_factor", float),
                 original,
             )
-        if kind == "yarn":
-            mscale, mscale_all = self.real("mscale", 0.0), self.real("mscale_all_dim", 0.0)
-            usual = _yarn_mscale(factor, 1.0)
-            if mscale and mscale_all:
-                usual = _yarn_mscale(factor, mscale) / _yarn_mscale(factor, mscale_all)
-            return RopeConfig(
-                theta,
-                kind,
-                factor,
-                original_max_positions=original,
-                beta_fast=self.number("beta_fast", float, default=32.0),
-                beta_slow=self.number("beta_slow", float, default=1.0),
-                truncate=self.flag("truncate", default=True),
-                scale=self.number("attention_factor", float, default=usual),
-            )
-        raise CheckpointError(
-            f"{self.origin}: rope_type {kind!r} is not supported; supported are default, linear, "
-            "llama3 and yarn"
+        mscale, mscale_all = self.real("mscale", 0.0), self.real("mscale_all_dim", 0.0)
+        usual = _yarn_mscale(factor, 1.0)
+        if mscale and mscale_all:
+            usual = _yarn_mscale(factor, mscale) / _yarn_mscale(factor, mscale_all)
+        return RopeConfig(
+            theta,
+            kind,
+            factor,
+            original_max_positions=original,
+            beta_fast=self.number("beta_fast", float, default=32.0),
+            beta_slow=self.number("beta_slow", float, default=1.0),
+            truncate=self.flag("truncate", default=True),
+            scale=self.number("attention_factor", float, default=usual),
         )
 
 

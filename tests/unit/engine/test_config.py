@@ -104,7 +104,11 @@ def test_the_unsupported_is_named_with_what_is_supported(
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, "longrope.*supported are"),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "longrope.*supported are"),
+        (
+            {"rope_scaling": {"factor": 4}, "rope_parameters": {"rope_type": "default"}},
+            "rope_scaling contradicts rope_parameters",
+        ),
         ({"partial_rotary_factor": 0.5}, "partial"),
         ({"torch_dtype": "float8_e4m3fn"}, "float8.*supported are float32"),
         ({"layer_types": ["full_attention"]}, "1 layer_types for 2 layers"),

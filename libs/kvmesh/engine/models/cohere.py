@@ -15,7 +15,12 @@ from kvmesh.engine.attention import load_attention
 from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.json_fields import Fields
 from kvmesh.engine.layers import DENSE_MLP, Mixer, Mlp, Step, load_gated_mlp
-from kvmesh.engine.models.family import Family, windows_of_types
+from kvmesh.engine.models.family import (
+    Family,
+    types_or_each_nth,
+    unrotated_without_window,
+    windows_of_types,
+)
 from kvmesh.engine.weights import LayerWeights
 from kvmesh.kernels import layer_ops
 
@@ -28,16 +33,8 @@ def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
 
 def _configure_v2(fields: Fields, config: ModelConfig) -> ModelConfig:
     fields.only("head_dim", config.hidden_size // config.num_heads)
-    types = fields.layer_types(config.num_layers)
-    if types is None:
-        every = fields.number("sliding_window_pattern", int, default=4)
-        types = tuple(
-            "sliding_attention" if (layer + 1) % every else "full_attention"
-            for layer in range(config.num_layers)
-        )
-    windows = windows_of_types(fields, types)
-    full = frozenset(layer for layer, window in enumerate(windows) if not window)
-    return replace(_configure(fields, config), windows=windows, unrotated=full)
+    windows = windows_of_types(fields, types_or_each_nth(fields, config.num_layers, 4))
+    return unrotated_without_window(replace(_configure(fields, config), windows=windows))
 
 
 @dataclass(frozen=True, slots=True)

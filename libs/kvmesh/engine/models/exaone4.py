@@ -8,7 +8,12 @@ from dataclasses import replace
 
 from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.json_fields import Fields
-from kvmesh.engine.models.family import Family, windows_of_types
+from kvmesh.engine.models.family import (
+    Family,
+    types_or_each_nth,
+    unrotated_without_window,
+    windows_of_types,
+)
 from kvmesh.engine.norm_orders import load_post_norm_layer
 
 
@@ -16,16 +21,8 @@ def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
     config = replace(config, qk_norm=True, qkv_bias=False, output_bias=False)
     if fields.raw.get("sliding_window") is None:
         return config
-    types = fields.layer_types(config.num_layers)
-    if types is None:
-        every = fields.number("sliding_window_pattern", int, default=4)
-        types = tuple(
-            "sliding_attention" if (layer + 1) % every else "full_attention"
-            for layer in range(config.num_layers)
-        )
-    windows = windows_of_types(fields, types)
-    full = frozenset(layer for layer, window in enumerate(windows) if not window)
-    return replace(config, windows=windows, unrotated=full)
+    windows = windows_of_types(fields, types_or_each_nth(fields, config.num_layers, 4))
+    return unrotated_without_window(replace(config, windows=windows))
 
 
 FAMILY = Family(_configure, load_post_norm_layer, {"rms_norm_eps": 1e-5, "sliding_window": 4096})

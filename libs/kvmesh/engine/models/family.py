@@ -47,7 +47,7 @@ class Family:
         """A config.json's keys as other families name them.
 
         Raises:
-            CheckpointError: the decoder's keys are missing.
+            CheckpointError: the decoder's keys are missing, or contradict each other.
         """
         if self.nested:
             inner = raw.get(self.nested)
@@ -56,8 +56,18 @@ class Family:
             # What is said for the whole model counts for its decoder.
             whole = {key: value for key, value in raw.items() if value is not None}
             raw = {**inner, **whole}
+        _refuse_two_ropes(Fields(raw, origin))
         own_names = {usual: raw[own] for own, usual in self.aliases if own in raw}
         return {**self.defaults, **own_names, **raw}
+
+
+def _refuse_two_ropes(fields: Fields) -> None:
+    """Refuses an old key, as pages on long contexts say to add it, that a new one contradicts."""
+    old, new = fields.table("rope_scaling"), fields.table("rope_parameters")
+    if new and any(old[key] != new.get(key) for key in old):
+        raise CheckpointError(
+            f"{fields.origin}: rope_scaling contradicts rope_parameters; put it into that one"
+        )
 
 
 def uniform_window(fields: Fields, config: ModelConfig) -> tuple[int, ...]:
@@ -81,6 +91,31 @@ def windows_of_types(fields: Fields, types: tuple[str, ...]) -> tuple[int, ...]:
         return (0,) * len(types)
     window = fields.number("sliding_window", int)
     return tuple(window if kind == "sliding_attention" else 0 for kind in types)
+
+
+def types_or_each_nth(fields: Fields, num_layers: int, usual: int) -> tuple[str, ...]:
+    """The type of each layer; where the file has no list, each n-th has full attention.
+
+    Args:
+        usual: n, where `sliding_window_pattern` does not say.
+
+    Raises:
+        CheckpointError: a value is malformed.
+    """
+    types = fields.layer_types(num_layers)
+    if types is not None:
+        return types
+    every = fields.number("sliding_window_pattern", int, default=usual)
+    return tuple(
+        "sliding_attention" if (layer + 1) % every else "full_attention"
+        for layer in range(num_layers)
+    )
+
+
+def unrotated_without_window(config: ModelConfig) -> ModelConfig:
+    """A config whose layers are rotated only where they have a window."""
+    full = frozenset(layer for layer, window in enumerate(config.windows) if not window)
+    return replace(config, unrotated=full)
 
 
 def qwen_windows(fields: Fields, config: ModelConfig) -> tuple[int, ...]:

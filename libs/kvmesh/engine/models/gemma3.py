@@ -10,7 +10,12 @@ from kvmesh.engine.attention import load_attention
 from kvmesh.engine.config import ModelConfig, RopeConfig
 from kvmesh.engine.json_fields import Fields
 from kvmesh.engine.layers import DENSE_MLP, load_gated_mlp
-from kvmesh.engine.models.family import Family, rope_of_windows, windows_of_types
+from kvmesh.engine.models.family import (
+    Family,
+    rope_of_windows,
+    types_or_each_nth,
+    windows_of_types,
+)
 from kvmesh.engine.norm_orders import SandwichLayer
 from kvmesh.engine.weights import LayerWeights
 from kvmesh.kernels import reference
@@ -20,13 +25,7 @@ _NORM_OFFSET = 1.0
 
 
 def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
-    types = fields.layer_types(config.num_layers)
-    if types is None:
-        every = fields.number("sliding_window_pattern", int, default=6)
-        types = tuple(
-            "sliding_attention" if (layer + 1) % every else "full_attention"
-            for layer in range(config.num_layers)
-        )
+    types = types_or_each_nth(fields, config.num_layers, 6)
     # Older files stretch the global rope only.
     older = RopeConfig(fields.number("rope_local_base_freq", float, default=10000.0))
     scalar = fields.number("query_pre_attn_scalar", float, default=256.0)

@@ -8,7 +8,12 @@ from dataclasses import replace
 
 from kvmesh.engine.config import ModelConfig, RopeConfig
 from kvmesh.engine.json_fields import Fields
-from kvmesh.engine.models.family import Family, rope_of_windows, windows_of_types
+from kvmesh.engine.models.family import (
+    Family,
+    rope_of_windows,
+    types_or_each_nth,
+    windows_of_types,
+)
 from kvmesh.engine.norm_orders import load_post_norm_layer
 
 
@@ -17,12 +22,7 @@ def _configure_v2(fields: Fields, config: ModelConfig) -> ModelConfig:
 
 
 def _configure_v3(fields: Fields, config: ModelConfig) -> ModelConfig:
-    types = fields.layer_types(config.num_layers)
-    if types is None:
-        types = tuple(
-            "sliding_attention" if (layer + 1) % 4 else "full_attention"
-            for layer in range(config.num_layers)
-        )
+    types = types_or_each_nth(fields, config.num_layers, 4)
     # Older files stretch the rope of full layers only, and versions of transformers disagree about
     # any other base than the published one.
     fields.only("rope_theta", _THETA)
