@@ -403,7 +403,9 @@ def _plan_help(call: _Call, sides: _Sides) -> RoutePlan | None:
     if cost is None or not call.policy.aggregate_tokens:
         return None
     sending = TRANSFER_SHARE * call.query.num_tokens
-    latest = sending + min(map(cost, sides.prefill))
+    # Who has refused this request is no measure of when its first token comes, while others are.
+    measures = [seat for seat in sides.prefill if _is_in_favour(seat)] or sides.prefill
+    latest = sending + min(map(cost, measures))
     helpers = [
         seat
         for seat in sides.decode

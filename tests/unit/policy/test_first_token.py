@@ -78,6 +78,15 @@ def test_decode_workers_help_while_they_are_sooner() -> None:
     assert (idle.placement, prefill(idle)) == (Placement.DISAGGREGATED, ["a"])
 
 
+def test_who_refused_is_no_measure_while_others_are_left() -> None:
+    helper, late = worker("d", Role.DECODE, decode_running=3), pending("b", 8000)
+    asked = query(LONG, avoid=["a"])
+    again = plan(pending("a", 0), late, helper, asked=asked)
+    assert (prefill(again), again.cause) == (["d"], RouteCause.HELP)
+    alone = plan(pending("a", 0), helper, asked=asked)
+    assert (alone.placement, prefill(alone)) == (Placement.DISAGGREGATED, ["a"])
+
+
 def test_a_decode_worker_helps_only_with_room_and_in_favour() -> None:
     late = pending("a", 8000)
     assert plan(late, DECODE).placement is Placement.DISAGGREGATED
