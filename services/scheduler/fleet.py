@@ -81,12 +81,17 @@ class _Member:
     prefill_routes: deque[float] = field(default_factory=deque)
     decode_routes: deque[float] = field(default_factory=deque)
 
-    def forget_route(self, routed: _Routed) -> None:
-        """Unless a report overtook it, or this is another life of the worker."""
-        if routed.prefill == self.info.worker_id and routed.at in self.prefill_routes:
-            self.prefill_routes.remove(routed.at)
-        if routed.decode == self.info.worker_id and routed.at in self.decode_routes:
-            self.decode_routes.remove(routed.at)
+    def forget_route(self, routed: _Routed) -> bool:
+        """Whether it still counted: not if a report overtook it, or in another life."""
+        counted = False
+        sides = (routed.prefill, self.prefill_routes), (routed.decode, self.decode_routes)
+        for worker_id, routes in sides:
+            if worker_id != self.info.worker_id or not routes or routes[0] > routed.at:
+                continue  # oldest first: what is older than the first was overtaken
+            if routed.at in routes:
+                routes.remove(routed.at)
+                counted = True
+        return counted
 
     def forget_routes_before(self, moment: float) -> None:
         for routes in (self.prefill_routes, self.decode_routes):
@@ -217,8 +222,7 @@ class Fleet:
             return
         for name in dict.fromkeys((routed.prefill, routed.decode)):
             member = self._members.get(name)
-            if member is not None:
-                member.forget_route(routed)
+            if member is not None and member.forget_route(routed):
                 self._index.update(_view_of(member))
 
     def view(self, now: float) -> FleetView:
