@@ -222,8 +222,10 @@ class ShortLife:
         self._begun.first_try = None  # carried out: if it is lost now, another plan is needed
         self._progress_at = self._accepted_at = self._loop.time()
         self._session.hold(self._key, lease_ms)
-        # The first token may have come along: it goes out before anything is noted.
-        self._loop.call_soon(self._book)
+        if self._lane is None:
+            self._book()
+        else:  # the first token may have come along: it goes out before anything is noted
+            self._loop.call_soon(self._book)
 
     def _book(self) -> None:
         """Notes that the worker took the request, if it did, once."""
