@@ -37,6 +37,7 @@ from services.gateway.frontend import Caller, Choice, Frontend, clean_request_id
 from services.gateway.grpc_call import call_from_proto, placement_of
 from services.gateway.grpc_chat import CallDeltas
 from services.gateway.mesh import Placed
+from services.gateway.openai import check_room
 from services.gateway.reasoning import Thoughts, thinking_at
 from services.gateway.request_record import TextDelta
 from services.gateway.thinking_count import ThinkingCount
@@ -86,6 +87,9 @@ class InferenceServicer(InferenceServiceServicer):
         chat = self._frontend.tokenizer.chat
         limits = self._frontend.limits
         families = (chat.tool_family, chat.reasoning_family)
+        if request.WhichOneof("prompt") == "tokens":
+            # Before they are made Python's: a message holds 30 million of them.
+            check_room("tokens", len(request.tokens.token_ids), self._frontend.max_model_len)
         call = call_from_proto(request, limits.max_stop, *families)
         caller = Caller(
             request_id=request_id,

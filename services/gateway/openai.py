@@ -393,6 +393,26 @@ def check_model(name: str, served_name: str) -> None:
         )
 
 
+def check_room(field: str, num_prompt_tokens: int, max_model_len: int) -> int:
+    """Tokens that a prompt leaves room for.
+
+    Args:
+        field: that the prompt came in.
+
+    Raises:
+        InvalidRequestError: none.
+    """
+    room = max_model_len - num_prompt_tokens
+    if room < 1:
+        raise InvalidRequestError(
+            f"{field}: the prompt has {num_prompt_tokens} tokens; allowed are at most "
+            f"{max_model_len - 1} (context of {max_model_len} with one token to generate)",
+            field,
+            "context_length_exceeded",
+        )
+    return room
+
+
 def choice_sampling(
     call: ApiCall, num_prompt_tokens: int, max_model_len: int, *, seed: int, choice: int
 ) -> SamplingParams:
@@ -407,14 +427,7 @@ def choice_sampling(
     Raises:
         InvalidRequestError: prompt and max_tokens do not fit the context.
     """
-    room = max_model_len - num_prompt_tokens
-    if room < 1:
-        raise InvalidRequestError(
-            f"{call.prompt_field}: the prompt has {num_prompt_tokens} tokens; allowed are at most "
-            f"{max_model_len - 1} (context of {max_model_len} with one token to generate)",
-            call.prompt_field,
-            "context_length_exceeded",
-        )
+    room = check_room(call.prompt_field, num_prompt_tokens, max_model_len)
     # Only the echo of the prompt is wanted with 0; the engine always makes one token.
     max_tokens = room if call.max_tokens is None else max(call.max_tokens, 1)
     if max_tokens > room:

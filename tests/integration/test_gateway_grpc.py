@@ -33,6 +33,7 @@ from kvmesh.v1.types_pb2 import (
     Structure,
     TokenSequence,
 )
+from services.gateway import grpc_front
 from services.gateway.config import AccessConfig
 from tests.integration.gateway_fake_worker import MODEL
 from tests.integration.gateway_stack import Stack, gateway_stack
@@ -220,6 +221,19 @@ async def test_invalid(
         await collect(stub, request_)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert trailers(caught.value)["kvmesh-param"] == param
+
+
+async def test_more_tokens_than_fit_are_refused_before_they_are_read(
+    stub: InferenceServiceAsyncStub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[object] = []
+    monkeypatch.setattr(grpc_front, "call_from_proto", lambda *call: read.append(call))
+    tokens = TokenPrompt(token_ids=[5] * 100_000)
+    with pytest.raises(grpc.aio.AioRpcError, match="the prompt has 100000 tokens") as caught:
+        await collect(stub, GenerateRequest(tokens=tokens))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert trailers(caught.value)["kvmesh-param"] == "tokens"
+    assert read == []
 
 
 BAD_CHATS: list[tuple[ChatPrompt, str]] = [
