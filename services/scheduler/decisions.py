@@ -60,13 +60,9 @@ class DecisionLog:
         at_s = self._clock.now()
         self._fleet.append({"at_s": at_s, "kind": kind, "reason": reason, **facts})
 
-    def routes(self, request_id: str = "") -> Iterator[DecisionFacts]:
-        """Route decisions, the newest first.
-
-        Args:
-            request_id: only those of this request; empty for all.
-        """
-        return (route.describe() for route in self._found(request_id))
+    def routes(self) -> Iterator[DecisionFacts]:
+        """Route decisions, the newest first."""
+        return (route.describe() for route in reversed(self._routes))
 
     def _found(self, request_id: str) -> Iterator[_Route]:
         return (each for each in reversed(self._routes) if request_id in ("", each.request_id))

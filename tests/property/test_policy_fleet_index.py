@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from kvmesh.core.types import Candidate, Refusal, Role, RoutePlan, RouteQuery, WorkerId
 from kvmesh.policy.fleet_index import WIDTH, FleetIndex
-from kvmesh.policy.ranking import POLICIES, Rank, RoutePolicy, Standing
+from kvmesh.policy.ranking import Rank, RoutePolicy, Standing
 from kvmesh.policy.routing import SILENT_AFTER_S, plan_route
 from kvmesh.policy.view import FleetView, WorkerView
-from tests.unit.policy.fleet_examples import NOW, query, worker
+from tests.unit.policy.fleet_examples import NOW, POLICIES, query, worker
 
 NAMES = [WorkerId(f"w{i:02}") for i in range(40)]
 

@@ -274,8 +274,3 @@ PDSERVE = replace(LEAST_LOADED, name="pdserve")
 ROUND_ROBIN = RoutePolicy(
     "round_robin", _turn, _turn, _turn, basis=RouteCause.ROTATION, reads_cache=False
 )
-
-POLICIES: dict[str, RoutePolicy] = {
-    policy.name: policy for policy in (KVMESH, CACHE_LOAD, LEAST_LOADED, PDSERVE, ROUND_ROBIN)
-}
-"""Ours, by name; those of other systems are in `baselines.py`."""

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from kvmesh.core.types import Role, WorkerId, WorkerInfo, WorkerLoad
 from kvmesh.policy.prfaas import OperatingPoint
 
+MIN_GAIN = 0.05
+"""Smaller gains are left alone, so that noise does not turn instances to and fro."""
+
 
 class ReallocationReason(enum.Enum):
     """Why instances change their role, or not."""
@@ -48,7 +51,7 @@ class StageQueues:
 
 
 def plan_reallocation(
-    now: OperatingPoint, best: OperatingPoint, queues: StageQueues, min_gain: float = 0.05
+    now: OperatingPoint, best: OperatingPoint, queues: StageQueues
 ) -> Reallocation:
     """Compares the running split with the best one and moves one instance towards it.
 
@@ -58,12 +61,11 @@ def plan_reallocation(
     Args:
         now: the model at the running threshold and split, with the lengths of late.
         best: the optimum for the same lengths.
-        min_gain: smaller gains are left alone, so that noise does not turn instances to and fro.
     """
     gain = best.rate / now.rate - 1.0 if now.rate > 0 else float("inf")
     if best.num_prefill == now.num_prefill:
         return Reallocation(None, gain, ReallocationReason.OPTIMAL)
-    if gain < min_gain:
+    if gain < MIN_GAIN:
         return Reallocation(None, gain, ReallocationReason.SMALL_GAIN)
     to_prefill = best.num_prefill > now.num_prefill
     more, less = (queues.prefill, queues.decode) if to_prefill else (queues.decode, queues.prefill)

@@ -125,8 +125,8 @@ class _Rest:
 class RoleLoop:
     """FlowKV's controller: scores over a window, a regime, and who helps the other side."""
 
-    def __init__(self, limits: SwitchLimits | None = None) -> None:
-        self._limits = limits or SwitchLimits()
+    def __init__(self) -> None:
+        self._limits = SwitchLimits()
         self._windows: dict[WorkerId, ScoreWindow] = {}
         self._helping: dict[WorkerId, Help] = {}
         self._rests = {role: _Rest(self._limits) for role in (Role.PREFILL, Role.DECODE)}

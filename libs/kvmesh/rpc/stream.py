@@ -29,6 +29,9 @@ log = event_logger(__name__)
 OpenCall = Callable[[AsyncIterator[Any]], Any]
 """A stub's stream-stream method."""
 
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.05, 1.0
+"""Pauses between attempts to connect; each is twice the one before."""
+
 UNREACHABLE_AFTER = 8
 """Attempts in vain, about five seconds, after which the log says that a peer is not there."""
 
@@ -71,7 +74,6 @@ class PeerStream(Generic[RequestT, ResponseT]):
         *,
         on_up: Callable[[], None] | None = None,
         on_down: Callable[[str], None] | None = None,
-        max_backoff_s: float = 1.0,
         joins: bool = False,
         direct: DirectClient | None = None,
     ) -> None:
@@ -82,7 +84,6 @@ class PeerStream(Generic[RequestT, ResponseT]):
         self._on_message = on_message
         self._on_up = on_up
         self._on_down = on_down
-        self._max_backoff_s = max_backoff_s
         self._outbox: Outbox[RequestT] | None = None
         self._num_failed = 0
         self._up = asyncio.Event()
@@ -112,10 +113,10 @@ class PeerStream(Generic[RequestT, ResponseT]):
 
     async def run(self) -> None:
         """Connects and reads until cancelled."""
-        backoff = 0.05
+        backoff = FIRST_BACKOFF_S
         while True:
             was_up = await self._run_once()
-            backoff = 0.05 if was_up else min(backoff * 2, self._max_backoff_s)
+            backoff = FIRST_BACKOFF_S if was_up else min(backoff * 2, MAX_BACKOFF_S)
             # Jitter, so that a fleet does not reconnect in step.
             await asyncio.sleep(backoff * (0.5 + random.random()))
 

@@ -15,11 +15,15 @@ from kvmesh.core.types import (
     WorkerInfo,
     WorkerLoad,
 )
+from kvmesh.policy.ranking import CACHE_LOAD, KVMESH, LEAST_LOADED, PDSERVE, ROUND_ROBIN
 from kvmesh.policy.view import FleetView, WorkerView
 
 NOW = 100.0
 
 LAYOUT = KvLayout("fingerprint", "float32", 16, 2, 2, 32)
+
+POLICIES = {each.name: each for each in (KVMESH, CACHE_LOAD, LEAST_LOADED, PDSERVE, ROUND_ROBIN)}
+"""Ours, by name; those of other systems are in `policy/baselines.py`."""
 
 
 def worker_info(name: str, role: Role = Role.PREFILL, **changes: Any) -> WorkerInfo:

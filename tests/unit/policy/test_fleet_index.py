@@ -8,10 +8,9 @@ from collections import Counter
 from kvmesh.core.types import Role, RoutePlan, WorkerId
 from kvmesh.policy.fleet_index import WIDTH, FleetIndex
 from kvmesh.policy.offload_route import plan_offload
-from kvmesh.policy.ranking import POLICIES
 from kvmesh.policy.routing import SILENT_AFTER_S, plan_route
 from kvmesh.policy.view import WorkerView
-from tests.unit.policy.fleet_examples import NOW, query, worker
+from tests.unit.policy.fleet_examples import NOW, POLICIES, query, worker
 
 
 def index_of(*workers: WorkerView, seed: int = 0) -> FleetIndex:

@@ -6,9 +6,8 @@ import random
 from kvmesh.core.types import Placement, Refusal, Role, RoutePlan, RouteQuery, WorkerId
 from kvmesh.policy.offload import OffloadReason
 from kvmesh.policy.offload_route import OffloadPlan, plan_offload
-from kvmesh.policy.ranking import POLICIES
 from kvmesh.policy.view import WorkerView
-from tests.unit.policy.fleet_examples import NOW, fleet, query, worker
+from tests.unit.policy.fleet_examples import NOW, POLICIES, fleet, query, worker
 
 FAR = worker("far", cluster="far")
 NEAR = (worker("p"), worker("d", Role.DECODE))

@@ -14,10 +14,10 @@ from kvmesh.core.types import (
     RouteQuery,
     WorkerId,
 )
-from kvmesh.policy.ranking import DECODE_CACHE_WEIGHT, POLICIES, decode_cost
+from kvmesh.policy.ranking import DECODE_CACHE_WEIGHT, decode_cost
 from kvmesh.policy.routing import SILENT_AFTER_S, plan_route, plan_without_scheduler
 from kvmesh.policy.view import FleetView
-from tests.unit.policy.fleet_examples import LAYOUT, NOW, fleet, query, worker
+from tests.unit.policy.fleet_examples import LAYOUT, NOW, POLICIES, fleet, query, worker
 
 
 def plan(

@@ -15,10 +15,10 @@ from kvmesh.core.types import (
     RouteQuery,
     WorkerId,
 )
-from kvmesh.policy.ranking import POLICIES, RoutePolicy
+from kvmesh.policy.ranking import RoutePolicy
 from kvmesh.policy.routing import SILENT_AFTER_S, plan_route
 from kvmesh.policy.view import FleetView, WorkerView
-from tests.unit.policy.fleet_examples import LAYOUT, NOW, query, worker
+from tests.unit.policy.fleet_examples import LAYOUT, NOW, POLICIES, query, worker
 
 LAYOUTS = (LAYOUT, dataclasses.replace(LAYOUT, model_fingerprint="other"))
 NAMES = [f"w{i}" for i in range(8)]
