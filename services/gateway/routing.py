@@ -90,7 +90,8 @@ def missing_role(workers: tuple[FleetWorker, ...], model: str) -> str:
     ]
     if not missing:
         return ""
-    return f"no {' and no '.join(missing)} worker for {model}; {len(awake)} of {len(workers)} serve"
+    ready = f"{len(awake)} of {len(workers)} workers ready"
+    return f"no {' and no '.join(missing)} worker for {model}; {ready}"
 
 
 def candidate_of(worker: FleetWorker) -> Candidate:
