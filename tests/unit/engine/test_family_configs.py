@@ -138,6 +138,16 @@ def test_keys_of_a_seeing_model_lie_deeper() -> None:
     assert config.hidden_size == CONFIG["hidden_size"]
 
 
+DEEPSEEK = CONFIG | {
+    "model_type": "deepseek_v2",
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+
+
 @pytest.mark.parametrize(
     ("raw", "changes", "named"),
     [
@@ -145,6 +155,30 @@ def test_keys_of_a_seeing_model_lie_deeper() -> None:
         (KIMI, {"moe_router_activation_func": "softmax"}, "sigmoid"),
         (KIMI, {"linear_attn_config": None}, "without an attention layer"),
         (KIMI, {"attention_bias": True}, "attention_bias of latents"),
+        (KIMI, {"moe_layer_freq": 2}, "moe_layer_freq 2 is not supported; supported is 1"),
+        (KIMI, {"num_key_value_heads": 2}, "num_key_value_heads 2"),
+        (BAILING, {"score_function": "softmax"}, "score_function"),
+        (DEEPSEEK, {"topk_method": "noaux_tc"}, "topk_method"),
+        (DEEPSEEK, {"scoring_func": "sigmoid"}, "scoring_func"),
+        (CONFIG, {"model_type": "minimax", "rotary_dim": 4}, "rotary_dim"),
+        (CONFIG, {"model_type": "minimax_m2", "attn_type_list": [1, 0]}, "attn_type_list"),
+        (CONFIG, {"model_type": "cohere", "use_parallel_block": False}, "use_parallel_block"),
+        (CONFIG, {"model_type": "phi3", "rope_scaling": YARN}, "rope_type 'yarn'"),
+        (CONFIG, {"model_type": "olmo3"}, "rope_theta 10000.0"),
+        (
+            CONFIG,
+            {"model_type": "olmo3", "rope_theta": None, "rope_parameters": YARN},
+            "rope_parameters must be those of each layer type",
+        ),
+        (
+            CONFIG,
+            {
+                "model_type": "olmo3",
+                "rope_theta": None,
+                "rope_parameters": {"full_attention": YARN | {"truncate": False}},
+            },
+            "truncate False",
+        ),
         (CONFIG, {"model_type": "qwen3_5"}, "text_config is missing"),
         (CONFIG, {"model_type": "qwen3_5_text", "attn_output_gate": False}, "attn_output_gate"),
     ],

@@ -26,6 +26,8 @@ from kvmesh.kernels import layer_ops
 
 
 def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
+    fields.only("use_gated_activation", True)
+    fields.only("use_parallel_block", True)
     fields.only("use_qk_norm", False)
     scale = fields.number("logit_scale", float, default=0.0625)
     return replace(config, interleaved=True, logit_scale=scale)
