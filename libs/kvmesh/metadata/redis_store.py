@@ -13,7 +13,7 @@ from typing import Any
 from kvmesh.core.types import BLOCK_HASH_BYTES, PrefixMatch, WorkerId
 from kvmesh.metadata import scripts
 from kvmesh.metadata.redis_answers import strings_of, understanding
-from kvmesh.metadata.redis_client import RedisClient
+from kvmesh.metadata.redis_client import RedisClient, milliseconds
 from kvmesh.metadata.store import ApplyResult, Publisher, Registration, Slot, StoreStatistics
 
 APPLY_SLICE_BLOCKS = 256
@@ -40,7 +40,7 @@ class RedisMetadataStore:
 
     def __init__(self, client: RedisClient, lease_s: float) -> None:
         self._client = client
-        self._lease_ms = max(1, round(lease_s * 1000))
+        self._lease_ms = milliseconds(lease_s)
 
     async def register(self, publisher: Publisher) -> Registration:
         """See `MetadataStore.register`."""

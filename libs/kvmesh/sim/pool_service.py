@@ -27,6 +27,9 @@ from kvmesh.sim.trace import TRACE_BLOCK, TraceRequest
 SLO_FACTOR = 10.0
 """A first token within so many times that of an idle device without a cache (TokenLake 7)."""
 
+IN_TIME = 0.9
+"""Share of the requests that must be in time for a rate to be served."""
+
 MAX_PLANNED = 6
 """Prompts that one plan takes; the program's cost grows with the square."""
 
@@ -108,15 +111,15 @@ def serve(
     return service.result
 
 
-def goodput_rate(points: Iterable[tuple[float, float]], share: float = 0.9) -> float:
-    """The highest rate at which, and below which, `share` of the requests are in time; 0 for none.
+def goodput_rate(points: Iterable[tuple[float, float]]) -> float:
+    """The highest rate at which, and below which, enough requests are in time; 0 for none.
 
     Args:
         points: (rate, share in time).
     """
     best = 0.0
     for rate, in_time in sorted(points):
-        if in_time < share:
+        if in_time < IN_TIME:
             break
         best = rate
     return best

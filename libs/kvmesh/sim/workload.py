@@ -16,6 +16,9 @@ from kvmesh.core.errors import ConfigError
 from kvmesh.policy.lengths import LengthDistribution
 from kvmesh.sim.trace import TRACE_BLOCK, TraceRequest
 
+TICK_S = 3.0
+"""To which traces round their arrivals."""
+
 BURST_S = 20.0
 """Mean length of a burst and of the calm around it."""
 
@@ -130,13 +133,11 @@ def _session(
         tokens += output
 
 
-def spread_ticks(
-    requests: Sequence[TraceRequest], seed: int, tick_s: float = 3.0
-) -> tuple[TraceRequest, ...]:
+def spread_ticks(requests: Sequence[TraceRequest], seed: int) -> tuple[TraceRequest, ...]:
     """Spreads arrivals that a trace rounded to ticks evenly at random within them."""
     rng = random.Random(seed)
     moved = (
-        dataclasses.replace(each, arrival_s=each.arrival_s + rng.random() * tick_s)
+        dataclasses.replace(each, arrival_s=each.arrival_s + rng.random() * TICK_S)
         for each in requests
     )
     return tuple(sorted(moved, key=lambda request: request.arrival_s))
