@@ -250,6 +250,11 @@ def _authorization(request: web.Request) -> str:
     return request.headers.get("Authorization", "")
 
 
+def http_refusal(status: int, message: str) -> web.Response:
+    """The answer to what never reached a route."""
+    return _error_response(plain_http_error(status, message))
+
+
 async def _add_request_id(request: web.Request, response: web.StreamResponse) -> None:
     response.headers["x-request-id"] = request.get(_REQUEST_ID, "")
     response.headers["Server"] = "kvmesh"  # not the versions of what it is built with

@@ -24,6 +24,7 @@ from kvmesh.rpc.fleet import FleetWatch, RouteClient
 from kvmesh.rpc.tls import server_context
 from kvmesh.rpc.tls_port import TlsPort
 from kvmesh.runtime.app import ServiceContext
+from kvmesh.runtime.http_connection import HttpConnection
 from kvmesh.telemetry.logs import event_logger
 from kvmesh.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
 from services.gateway.admission import Admission
@@ -31,8 +32,7 @@ from services.gateway.config import GatewayConfig
 from services.gateway.console import ConsoleSources, add_console
 from services.gateway.frontend import Frontend
 from services.gateway.grpc_front import InferenceServicer
-from services.gateway.http import HttpFront
-from services.gateway.http_connection import HttpConnection
+from services.gateway.http import HttpFront, http_refusal
 from services.gateway.http_direct import DirectHttp
 from services.gateway.http_guard import ConnectionGuard, Factory
 from services.gateway.mesh import Mesh
@@ -169,7 +169,7 @@ async def _serve_http(
     direct = DirectHttp(front.calls, config)
     context.stack.push_async_callback(direct.close)
     loop = asyncio.get_running_loop()
-    connection = partial(HttpConnection, runner.server, loop, config.idle_timeout_s)
+    connection = partial(HttpConnection, runner.server, loop, config.idle_timeout_s, http_refusal)
     listen = partial(_listen_tls, tls) if tls is not None else _listen_plain
     try:
         port = await listen(guard, direct.wrap(connection), gateway, context)

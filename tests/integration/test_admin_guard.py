@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator
 
 import aiohttp
@@ -81,3 +82,14 @@ async def test_a_flood_without_a_token_does_not_keep_the_operator_out(data: byte
                 assert answer.status == 200
             for _, writer in flood:
                 writer.close()
+
+
+async def test_what_is_not_http_is_told_neither_versions_nor_its_own_bytes() -> None:
+    async with admin_port(AdminGuard()) as admin:
+        reader, writer = await _say(admin.port, b"secret-bytes are no HTTP\r\n\r\n")
+        head, _, body = (await _ended(reader)).partition(b"\r\n\r\n")
+        writer.close()
+    assert head.split()[1] == b"400"
+    assert b"Server: kvmesh\r\n" in head + b"\r\n"
+    assert json.loads(body)["error"]["code"] == 400
+    assert not any(word in head + body for word in (b"aiohttp", b"Python", b"secret-bytes"))

@@ -12,8 +12,9 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
+from kvmesh.runtime.http_connection import HttpConnection
 from services.gateway.config import HttpConfig
-from services.gateway.http_connection import HttpConnection
+from services.gateway.http import http_refusal
 from tests.integration.gateway_fake_worker import MODEL
 from tests.integration.gateway_stack import Stack, gateway_stack
 
@@ -131,7 +132,9 @@ async def test_what_is_packed_stays_so() -> None:
 
     loop = asyncio.get_running_loop()
     http = web.Server(handle)
-    server = await loop.create_server(lambda: HttpConnection(http, loop, 75.0), "127.0.0.1", 0)
+    server = await loop.create_server(
+        lambda: HttpConnection(http, loop, 75.0, http_refusal), "127.0.0.1", 0
+    )
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     headers = {"Content-Encoding": "gzip"}
     async with (

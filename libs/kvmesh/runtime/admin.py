@@ -16,8 +16,9 @@ import hashlib
 import hmac
 import json
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -30,6 +31,7 @@ from kvmesh.rpc.channels import TlsConfig
 from kvmesh.rpc.tls import server_context
 from kvmesh.rpc.tls_port import TlsPort
 from kvmesh.runtime.admin_guard import HEADER_TIMEOUT_S, IDLE_TIMEOUT_S, AdminGuard
+from kvmesh.runtime.http_connection import HttpConnection
 from kvmesh.telemetry.logs import event_logger
 
 log = event_logger(__name__)
@@ -138,7 +140,10 @@ class AdminPort:
     async def _open_port(self, runner: web.AppRunner) -> None:
         config = self._config
         assert runner.server is not None, "set up"
-        connections = self.guard.wrap(runner.server)
+        loop = asyncio.get_running_loop()
+        connections = self.guard.wrap(
+            partial(HttpConnection, runner.server, loop, IDLE_TIMEOUT_S, _refusal)
+        )
         try:
             self._server, self.port = await self._listen(connections)
         except OSError as error:
@@ -182,8 +187,7 @@ class AdminPort:
             headers = {}
             if error.status == 401:
                 headers["WWW-Authenticate"] = 'Basic realm="kvmesh admin"'
-            body = {"error": {"message": error.text or error.reason, "code": error.status}}
-            return web.json_response(body, status=error.status, headers=headers)
+            return _refusal(error.status, error.text or error.reason, headers)
 
     def _check(self, request: web.Request) -> bool:
         """Lets the request through, or raises the answer that it gets instead.
@@ -227,6 +231,11 @@ def sent_token(authorization: str) -> str:
     except (binascii.Error, UnicodeDecodeError):
         return ""
     return pair.partition(":")[2]
+
+
+def _refusal(status: int, message: str, headers: Mapping[str, str] | None = None) -> web.Response:
+    body = {"error": {"message": message, "code": status}}
+    return web.json_response(body, status=status, headers=headers)
 
 
 async def _name_server(_request: web.Request, response: web.StreamResponse) -> None:

@@ -1,22 +1,21 @@
-"""A connection of the HTTP server, with refusals of its own in the API's form.
+"""A connection of an HTTP server, with refusals of the owner's own form.
 
-What the server cannot read never reaches a route: it would answer in plain text with its version,
-and log each such request as an error, with the line that it stumbled over. That line may hold a
-key, and anybody can send one.
-Tests: tests/integration/test_http_hostile.py.
+What aiohttp cannot read never reaches a route: it would answer in plain text with its version and
+Python's, and log each such request as an error, with the line that it stumbled over. That line may
+hold a key, and anybody can send one.
+Tests: tests/integration/test_http_hostile.py, tests/integration/test_admin_guard.py.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from http import HTTPStatus
 
 from aiohttp import web
 
 from kvmesh.telemetry.logs import event_logger
-from services.gateway.answers import dumps
-from services.gateway.errors import plain_http_error
 
 log = event_logger(__name__)
 
@@ -30,12 +29,17 @@ class HttpConnection(web.RequestHandler):
     Args:
         server: what it belongs to.
         idle_timeout_s: it is closed when nothing was asked for so long.
+        refusal: the answer to a status and what is wrong.
     """
 
-    __slots__ = ()
+    __slots__ = ("_refusal",)
 
     def __init__(
-        self, server: web.Server, loop: asyncio.AbstractEventLoop, idle_timeout_s: float
+        self,
+        server: web.Server,
+        loop: asyncio.AbstractEventLoop,
+        idle_timeout_s: float,
+        refusal: Callable[[int, str], web.Response],
     ) -> None:
         super().__init__(
             server,
@@ -44,6 +48,7 @@ class HttpConnection(web.RequestHandler):
             keepalive_timeout=idle_timeout_s,
             auto_decompress=False,  # a thousand bytes out of one, on the event loop
         )
+        self._refusal = refusal
 
     def handle_error(
         self,
@@ -60,15 +65,14 @@ class HttpConnection(web.RequestHandler):
         if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             if exc is not None:
                 log.failure("http_request_failed", exc)
-            text = "an error inside the gateway"
+            text = "an error inside this service"
         else:
             log.debug("http_unreadable", error=type(exc).__name__)
             # The first line says what is wrong; then come the bytes themselves.
             text = f"not HTTP: {(message or '').partition(chr(10))[0].strip(' :') or 'unreadable'}"
         if request.writer.output_size > 0:
             raise ConnectionError("an answer has begun already")
-        answer = plain_http_error(status, text)
-        response = web.json_response(answer.body, status=status, dumps=dumps)
+        response = self._refusal(status, text)
         response.headers["Server"] = "kvmesh"
         response.force_close()
         return response
