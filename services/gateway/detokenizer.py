@@ -205,17 +205,24 @@ class Detokenizer:
         return "".join(map(self._step, token_ids))
 
     def _stream_after(self, tail: list[int]) -> DecodeStream:
-        """A stream that has read the prompt's end, half a character there included."""
-        whole = len(tail)
-        if tail and self._is_half(tail[-1:]):
-            while whole > max(0, len(tail) - _CHARACTER_BYTES) and self._is_half(tail[:whole]):
+        """A stream that has read the prompt's end, half a character there included.
+
+        Unless a mark that is left out came after the half: nothing completes it any more.
+        """
+        end = len(tail)
+        while end and not self._text_of(tail[end - 1 : end]):
+            end -= 1
+        whole = end
+        if end and self._is_half(tail[end - 1 : end]):
+            while whole > max(0, end - _CHARACTER_BYTES) and self._is_half(tail[:whole]):
                 whole -= 1
             if self._is_half(tail[:whole]):  # more bytes than a character has: no context at all
                 return DecodeStream([], self._skip_special)
         # Given to it as context, a half would make it give out all of the context.
         stream = DecodeStream(tail[:whole], self._skip_special)
-        for token_id in tail[whole:]:
-            stream.step(self._fast, token_id)
+        if end == len(tail):
+            for token_id in tail[whole:]:
+                stream.step(self._fast, token_id)
         return stream
 
     def _stream_now(self) -> DecodeStream:
@@ -225,9 +232,12 @@ class Detokenizer:
             return self._stream_after(list(self._tail))
         return DecodeStream([last], self._skip_special)
 
-    def _is_half(self, token_ids: list[int]) -> bool:
+    def _text_of(self, token_ids: list[int]) -> str:
         text: str = self._fast.decode(token_ids, skip_special_tokens=self._skip_special)
-        return text.endswith(_NO_CHARACTER)
+        return text
+
+    def _is_half(self, token_ids: list[int]) -> bool:
+        return self._text_of(token_ids).endswith(_NO_CHARACTER)
 
     def _step(self, token_id: int) -> str:
         whole = self._whole

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import ByteFallback, DecodeStream, Fuse, Replace, Sequence, Strip
 from tokenizers.models import BPE
 
-from services.gateway.detokenizer import Detokenizer, StopStrings
+from services.gateway.detokenizer import Detokenizer, StopStrings, WholeTokens
 from services.gateway.tokenizer import ChatTemplate, TextTokenizer
 from tests.unit.gateway.tiny_model import EOS, make_tokenizer
 
@@ -39,6 +39,16 @@ def test_whole_tokens_change_no_text(prompt: list[int], token_ids: list[int], sk
     quick = Detokenizer(FAST, prompt, skip_special_tokens=skip, whole=WHOLE)
     for token_id in token_ids:
         assert quick.push([token_id]) == plain.push([token_id])
+
+
+@pytest.mark.parametrize("whole", [WHOLE, None])
+def test_a_half_character_before_a_mark_is_not_completed(whole: WholeTokens | None) -> None:
+    half, rest = FAST.encode("ö").ids
+    (letter,) = FAST.encode("a").ids
+    completed = Detokenizer(FAST, [letter, half], whole=whole)
+    assert completed.push([rest, letter]).text == "öa"
+    marked = Detokenizer(FAST, [letter, half, EOS], whole=whole)
+    assert marked.push([letter, letter]).text == "aa"
 
 
 def test_only_byte_level_tokens_are_whole_by_themselves() -> None:
