@@ -18,8 +18,7 @@ from kvmesh.kernels.linear import make_linear
 _SOURCE = Path(__file__).with_name("stream.cpp")
 _FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-std=c++17")
 # Ways to read that differ in streams per thread and in what is asked for ahead.
-_WAYS = 4
-_WAY_REPEATS = 5
+WAYS = ("one stream", "one stream, ahead", "four streams", "four streams, ahead")
 # Many times any cache, as weights are.
 _STREAMED_BYTES = 512 << 20
 
@@ -51,7 +50,8 @@ def measure_limits(dtype: str, repeats: int) -> Limits:
     x = torch.randn(512, size).to(kind)
     product = make_linear(torch.randn(size, size).to(kind))
     flops = 2 * 512 * size * size / best_seconds(lambda: product(x), repeats)
-    read = _STREAMED_BYTES / best_seconds(reader(_STREAMED_BYTES), repeats)
+    ways = readers(_STREAMED_BYTES).values()
+    read = _STREAMED_BYTES / min(best_seconds(way, repeats) for way in ways)
     return Limits(flops, read, kind.itemsize)
 
 
@@ -68,11 +68,8 @@ def load_stream() -> Callable[[int, int, int, int], int]:
     return reader
 
 
-def reader(num_bytes: int) -> Callable[[], object]:
-    """Reads every byte of memory in huge pieces, as packed weights lie, by all threads.
-
-    Of several ways the one that is fastest now.
-    """
+def readers(num_bytes: int) -> dict[str, Callable[[], object]]:
+    """Reads every byte of memory in huge pieces, as packed weights lie, by all threads; by way."""
     stream, threads = load_stream(), torch.get_num_threads()
     memory = torch.ones(num_bytes // 8, dtype=torch.int64)
     huge_memory.gather(memory.data_ptr(), memory.nbytes)
@@ -80,7 +77,7 @@ def reader(num_bytes: int) -> Callable[[], object]:
     def read(way: int) -> Callable[[], object]:
         return lambda: stream(memory.data_ptr(), memory.nbytes, way, threads)
 
-    return min((read(way) for way in range(_WAYS)), key=lambda run: best_seconds(run, _WAY_REPEATS))
+    return {name: read(way) for way, name in enumerate(WAYS)}
 
 
 def floor_tokens_per_s(shape: Shape, limits: Limits, rows: int, batch: int, context: int) -> float:
