@@ -80,7 +80,8 @@ def _gateways(
 
 
 def _in_time(row: Mapping[str, Any]) -> str:
-    return f"{row['served'] - row['late']:,} / {row['late']:,} / {row['failed']:,}"
+    # Medians and worst rounds lie side by side in a row, so none is subtracted from another.
+    return f"{row['per s']:,} / {row['late']:,} / {row['failed']:,}"
 
 
 def _engine(result: Result) -> tuple[str, str]:
@@ -114,7 +115,7 @@ _LINES: tuple[tuple[str, str, Callable[[Result], tuple[str, str]]], ...] = (
     ),
     (
         "gateway",
-        "7x overload: first tokens in time / late / neither answer nor refusal",
+        "7x overload: first tokens in time per second / all late ones / neither answer nor refusal",
         _gateways("overload 7x", _in_time),
     ),
     (
