@@ -81,6 +81,7 @@ class AdminPort:
         self._open: set[tuple[str, str]] = set()
         self._runner: web.AppRunner | None = None
         self._server: asyncio.Server | TlsPort | None = None
+        self._socket: asyncio.Server | None = None
         self.guard = AdminGuard()
         self.port = -1
         self.is_wanted = config.port >= 0 or bool(config.socket)
@@ -115,35 +116,26 @@ class AdminPort:
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._guard])
         app.add_routes(self._routes)
         app.on_response_prepare.append(_name_server)
-        self._runner = web.AppRunner(
-            app,
-            handler_cancellation=True,
-            access_log=None,
-            shutdown_timeout=CLOSE_S,
-            keepalive_timeout=IDLE_TIMEOUT_S,
-            auto_decompress=False,  # nobody sends much here
-        )
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=CLOSE_S)
         await self._runner.setup()
+        assert self._runner.server is not None, "set up"
+        loop = asyncio.get_running_loop()
+        connection = partial(HttpConnection, self._runner.server, loop, IDLE_TIMEOUT_S, _refusal)
         if config.socket:
-            await self._open_socket(self._runner)
+            await self._open_socket(connection)
         if config.port >= 0:
-            await self._open_port(self._runner)
+            await self._open_port(self.guard.wrap(connection))
 
-    async def _open_socket(self, runner: web.AppRunner) -> None:
+    async def _open_socket(self, connection: Callable[[], asyncio.Protocol]) -> None:
         path = self._config.socket
         try:
-            await web.UnixSite(runner, path).start()
+            self._socket = await asyncio.get_running_loop().create_unix_server(connection, path)
             await asyncio.to_thread(os.chmod, path, 0o600)
         except OSError as error:
             raise ConfigError(f"server.admin.socket {path}: {error.strerror}") from error
 
-    async def _open_port(self, runner: web.AppRunner) -> None:
+    async def _open_port(self, connections: Callable[[], asyncio.Protocol]) -> None:
         config = self._config
-        assert runner.server is not None, "set up"
-        loop = asyncio.get_running_loop()
-        connections = self.guard.wrap(
-            partial(HttpConnection, runner.server, loop, IDLE_TIMEOUT_S, _refusal)
-        )
         try:
             self._server, self.port = await self._listen(connections)
         except OSError as error:
@@ -170,8 +162,9 @@ class AdminPort:
 
     async def close(self) -> None:
         """Closes the port. May be called again."""
-        if self._server is not None:
-            self._server.close()
+        for server in (self._server, self._socket):
+            if server is not None:
+                server.close()
         if self._runner is not None:
             await self._runner.cleanup()
 
