@@ -1,18 +1,17 @@
 // Steps of a decoder layer on the CPU that cost more in calls and passes over memory than in
-// arithmetic: norms, activations, rotary embedding with the KV write, and decode attention that
-// reads blocks where they lie. Twins: reference.py. Loaded by host_library.py through a C ABI.
+// arithmetic: norms, activations, rotary embedding with the KV write, products of a few rows.
+// Twins: reference.py. Loaded by host_library.py through a C ABI.
 //
 // Sums are fp32 whatever the tensors hold, and bf16 results are rounded once (vectors.h). Attention
-// of prompts is in prefill.h, linear attention in recurrence.h, decode over latents in
-// latent.h.
+// of prompts is in prefill.h, that of decode steps in decode.h and over latents in latent.h, linear
+// attention in recurrence.h.
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <limits>
-#include <vector>
 
+#include "decode.h"
 #include "latent.h"
 #include "prefill.h"
 #include "recurrence.h"
@@ -91,156 +90,6 @@ void rope_and_write(T* qkv, const T* qk_norm, float eps, const T* cos, const T* 
     T* const key = kv + block * pool.block_stride + offset * pool.kv_heads * dim;
     std::memcpy(key, own + heads * dim, bytes);
     std::memcpy(key + pool.value_offset, own + turned * dim, bytes);
-  }
-}
-
-// Attention of H queries of one KV head over `count` positions of one block, added to a running
-// softmax: `highest` and `total` per query, `acc` not yet divided by `total`.
-template <typename T, int V, int H>
-void attend_block(const float* q, const T* keys, const T* values, int64_t stride, int64_t count,
-                  const T* next, float* highest, float* total, float* acc) {
-  constexpr int kDim = V * kWidth;
-  for (int64_t first = 0; first < count; first += kWidth) {
-    const int64_t here = count - first < kWidth ? count - first : kWidth;
-    Floats products[H][kWidth] = {};
-    for (int64_t p = 0; p < here; ++p) {
-      const T* const key = keys + (first + p) * stride;
-      for (int v = 0; v < V; ++v) __builtin_prefetch(next + (first + p) * stride + v * kWidth);
-      for (int v = 0; v < V; ++v) {
-        const Floats k = load(key + v * kWidth);
-        for (int h = 0; h < H; ++h) products[h][p] += load(q + h * kDim + v * kWidth) * k;
-      }
-    }
-    float scores[H][kWidth];
-    for (int h = 0; h < H; ++h) {
-      store(scores[h], sums(products[h]));
-      for (int64_t p = here; p < kWidth; ++p)
-        scores[h][p] = -std::numeric_limits<float>::infinity();
-    }
-    for (int h = 0; h < H; ++h) {
-      float peak = highest[h];
-      for (int64_t p = 0; p < here; ++p) peak = scores[h][p] > peak ? scores[h][p] : peak;
-      const float rescale = std::exp(highest[h] - peak);
-      const Floats weights = exponential(load(scores[h]) - peak);
-      store(scores[h], weights);
-      highest[h] = peak;
-      total[h] = total[h] * rescale + sum(weights);
-      for (int v = 0; v < V; ++v) {
-        float* const part = acc + h * kDim + v * kWidth;
-        store(part, load(part) * rescale);
-      }
-    }
-    Floats sums[H][V];
-    for (int h = 0; h < H; ++h)
-      for (int v = 0; v < V; ++v) sums[h][v] = load(acc + h * kDim + v * kWidth);
-    for (int64_t p = 0; p < here; ++p) {
-      const T* const value = values + (first + p) * stride;
-      for (int v = 0; v < V; ++v) {
-        const Floats x = load(value + v * kWidth);
-        for (int h = 0; h < H; ++h) sums[h][v] += scores[h][p] * x;
-      }
-    }
-    for (int h = 0; h < H; ++h)
-      for (int v = 0; v < V; ++v) store(acc + h * kDim + v * kWidth, sums[h][v]);
-  }
-}
-
-struct Decode {
-  const int64_t *tables, *lens;
-  int64_t table_stride, sequences, heads, window;
-  float scale;
-  const float* sinks;
-  Pool pool;
-};
-
-// One part of one sequence's context, all heads, added to the running softmax of each.
-template <typename T, int V>
-void attend_part(const Decode& call, const float* q, const T* kv, int64_t sequence, int64_t first,
-                 int64_t last, float* highest, float* total, float* acc) {
-  constexpr int kDim = V * kWidth;
-  // More queries at once than this would not fit the registers.
-  constexpr int kMost = V <= 4 ? 4 : 2;
-  const Pool& pool = call.pool;
-  const int64_t group = call.heads / pool.kv_heads, stride = pool.kv_heads * kDim;
-  const int64_t* const table = call.tables + sequence * call.table_stride;
-  for (int64_t at = first; at < last;) {
-    const int64_t offset = at % pool.block_size;
-    const int64_t left = pool.block_size - offset;
-    const int64_t count = last - at < left ? last - at : left;
-    const T* const block = kv + table[at / pool.block_size] * pool.block_stride;
-    const T* const next =
-        at + count < last ? kv + table[at / pool.block_size + 1] * pool.block_stride : block;
-    for (int64_t kv_head = 0; kv_head < pool.kv_heads; ++kv_head) {
-      const T* const keys = block + offset * stride + kv_head * kDim;
-      for (int64_t done = 0; done < group;) {
-        const int64_t head = kv_head * group + done;
-        const auto run = [&](auto attend) {
-          attend(q + head * kDim, keys, keys + pool.value_offset, stride, count,
-                 next + kv_head * kDim, highest + head, total + head, acc + head * kDim);
-        };
-        const int64_t queries = group - done < kMost ? group - done : kMost;
-        if (queries == 4) run(attend_block<T, V, kMost>);
-        else if (queries == 3) run(attend_block<T, V, kMost < 3 ? kMost : 3>);
-        else if (queries == 2) run(attend_block<T, V, 2>);
-        else run(attend_block<T, V, 1>);
-        done += queries;
-      }
-    }
-    at += count;
-  }
-}
-
-template <typename T, int V>
-void decode(const Decode& call, const T* q, int64_t q_stride, const T* kv, T* out, int threads) {
-  constexpr int kDim = V * kWidth;
-  // Fewer sequences than threads are cut into parts, so that every thread has one.
-  const int64_t splits = call.sequences >= threads ? 1 : (threads - 1) / call.sequences + 1;
-  const int64_t items = call.sequences * splits, heads = call.heads;
-  std::vector<float> highest(items * heads, -std::numeric_limits<float>::infinity());
-  std::vector<float> total(items * heads, 0.0f), acc(items * heads * kDim, 0.0f);
-#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
-  for (int64_t item = 0; item < items; ++item) {
-    const int64_t sequence = item / splits, part = item % splits;
-    const int64_t len = call.lens[sequence];
-    const int64_t begin = call.window > 0 && len > call.window ? len - call.window : 0;
-    const int64_t size = (len - begin + splits - 1) / splits, first = begin + part * size;
-    const int64_t last = first + size < len ? first + size : len;
-    std::vector<float> scaled(heads * kDim);
-    for (int64_t i = 0; i < heads * kDim; i += kWidth)
-      store(&scaled[i], load(q + sequence * q_stride + i) * call.scale);
-    attend_part<T, V>(call, scaled.data(), kv, sequence, first, last, &highest[item * heads],
-                      &total[item * heads], &acc[item * heads * kDim]);
-  }
-  for (int64_t row = 0; row < call.sequences * heads; ++row) {
-    const int64_t sequence = row / heads, head = row % heads;
-    float peak = call.sinks != nullptr ? call.sinks[head] : -std::numeric_limits<float>::infinity();
-    for (int64_t part = 0; part < splits; ++part) {
-      const float other = highest[(sequence * splits + part) * heads + head];
-      peak = other > peak ? other : peak;
-    }
-    // A sink takes its share of the softmax and gives no value.
-    float sum_of_weights = call.sinks != nullptr ? std::exp(call.sinks[head] - peak) : 0.0f;
-    Floats joined[V] = {};
-    for (int64_t part = 0; part < splits; ++part) {
-      const int64_t from = (sequence * splits + part) * heads + head;
-      const float weight = std::exp(highest[from] - peak);
-      sum_of_weights += total[from] * weight;
-      for (int v = 0; v < V; ++v) joined[v] += load(&acc[from * kDim + v * kWidth]) * weight;
-    }
-    for (int v = 0; v < V; ++v) store(out + row * kDim + v * kWidth, joined[v] / sum_of_weights);
-  }
-}
-
-template <typename T>
-int decode_any(const Decode& call, const T* q, int64_t q_stride, const T* kv, T* out, int64_t dim,
-               int threads) {
-  switch (dim) {
-    case 16: decode<T, 1>(call, q, q_stride, kv, out, threads); return 0;
-    case 32: decode<T, 2>(call, q, q_stride, kv, out, threads); return 0;
-    case 64: decode<T, 4>(call, q, q_stride, kv, out, threads); return 0;
-    case 128: decode<T, 8>(call, q, q_stride, kv, out, threads); return 0;
-    case 256: decode<T, 16>(call, q, q_stride, kv, out, threads); return 0;
-    default: return 1;
   }
 }
 
@@ -412,7 +261,8 @@ int few_rows(const T* x, const T* weights, const T* bias, T* out, int64_t rows, 
       int64_t heads, int64_t dim, int64_t window, float scale, int64_t block_stride,               \
       int64_t value_offset, int64_t block_size, int64_t kv_heads, int threads) {                   \
     const Pool pool{block_stride, value_offset, block_size, kv_heads};                             \
-    const Decode call{tables, lens, table_stride, sequences, heads, window, scale, sinks, pool};   \
+    const Decode call{tables, lens, table_stride, sequences, heads, window, scale * kLog2E, sinks, \
+                      pool};                                                                       \
     return decode_any(call, q, q_stride, kv, out, dim, threads);                                   \
   }                                                                                                \
   extern "C" void prefill_attention_##NAME(                                                        \

@@ -65,15 +65,22 @@ inline float sum(Floats value) {
   return value[0];
 }
 
-// Sums of sixteen vectors, one in each lane; `of` is overwritten. A third of the shuffles that
-// sixteen single sums take: each round adds neighbours of two vectors into one.
-inline Floats sums(Floats of[kWidth]) {
-  constexpr Ints kEven{0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
-  for (int left = kWidth / 2; left > 0; left /= 2)
-    for (int i = 0; i < left; ++i)
-      of[i] = __builtin_shuffle(of[2 * i], of[2 * i + 1], kEven) +
-              __builtin_shuffle(of[2 * i], of[2 * i + 1], kEven + 1);
-  return of[0];
+// Adds neighbours of two vectors whose lanes are `kBit` apart: those of `a` to lanes without the bit,
+// those of `b` to the others.
+template <int kBit>
+inline Floats add_neighbours(Floats a, Floats b) {
+  constexpr Ints kLane{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  constexpr Ints kFromB = (kLane & kBit) / kBit * kWidth;
+  return __builtin_shuffle(a, b, kLane + kFromB) + __builtin_shuffle(a, b, (kLane ^ kBit) + kFromB);
+}
+
+// Sums of sixteen vectors, one in each lane; `of` is overwritten. A quarter of the shuffles that
+// sixteen single sums take.
+inline Floats sums(Floats (&of)[kWidth]) {
+  for (int i = 0; i < 8; ++i) of[i] = add_neighbours<1>(of[2 * i], of[2 * i + 1]);
+  for (int i = 0; i < 4; ++i) of[i] = add_neighbours<2>(of[2 * i], of[2 * i + 1]);
+  for (int i = 0; i < 2; ++i) of[i] = add_neighbours<4>(of[2 * i], of[2 * i + 1]);
+  return add_neighbours<8>(of[0], of[1]);
 }
 
 // exp of each lane, relative error about 2e-7; below -87 the result is about 1e-38.

@@ -1,0 +1,293 @@
+// Attention of one query per sequence over paged KV, blocks read where they lie.
+//
+// For every 64 positions and each KV head, the scores of its queries, their weights and the sums of
+// values follow one another while keys and values are in the first cache; those of the next head
+// are asked for meanwhile. Fewer sequences than threads are cut into parts that are joined at the
+// end, as in Flash-Decoding. Twin: reference.py.
+
+#pragma once
+
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+#include <algorithm>
+#include <vector>
+
+#include "prefill.h"
+#include "vectors.h"
+
+namespace {
+
+struct Decode {
+  const int64_t *tables, *lens;
+  int64_t table_stride, sequences, heads, window;
+  // Of scores, times log2(e): powers of two are cheaper.
+  float scale;
+  const float* sinks;
+  Pool pool;
+};
+
+// Queries that share what is loaded.
+constexpr int kQueries = 4;
+
+// The running softmax of all heads of one sequence over a part of its context.
+struct Softmax {
+  // Per head: a bound of its scores, sixteen parts of the sum of its weights, and the weighted sum
+  // of values, not yet divided.
+  float *peaks, *totals, *acc;
+
+  static int64_t size(int64_t heads, int64_t dim) { return heads * (1 + kWidth + dim); }
+
+  static Softmax in(float* memory, int64_t heads) {
+    return {memory, memory + heads, memory + heads * (1 + kWidth)};
+  }
+
+  // That of the heads from one on.
+  Softmax from(int64_t head, int64_t dim) const {
+    return {peaks + head, totals + head * kWidth, acc + head * dim};
+  }
+
+  void reset(int64_t heads, int64_t dim) const {
+    std::fill_n(peaks, heads, kNothing);
+    std::fill_n(totals, heads * (kWidth + dim), 0.0f);
+  }
+};
+
+// Where the keys of some positions lie, those of the first KV head.
+template <typename T>
+struct Positions {
+  const T* rows[kTile];
+  int count;
+
+  void find(const Decode& call, const T* kv, const int64_t* table, int64_t stride, int64_t first,
+            int64_t last) {
+    const Pool& pool = call.pool;
+    count = static_cast<int>(std::min<int64_t>(kTile, last - first));
+    int64_t block = first / pool.block_size, offset = first % pool.block_size;
+    for (int i = 0; i < kTile; ++i) {
+      // Vectors are filled up with what is there; its weight will be none.
+      rows[i] = i < count ? kv + table[block] * pool.block_stride + offset * stride : rows[i - 1];
+      offset = offset + 1 == pool.block_size ? 0 : offset + 1;
+      block += offset == 0 && i + 1 < count;
+    }
+  }
+
+};
+
+// What is asked for while other positions are computed: `at` leads to the keys of a KV head.
+template <typename T>
+struct Ahead {
+  const Positions<T>* positions;
+  int64_t at;
+
+  template <int DIM>
+  void fetch(int position, int64_t offset) const {
+    if (positions == nullptr) return;
+    const T* const from = positions->rows[position] + at + offset;
+    for (int i = 0; i < DIM; i += 64 / static_cast<int>(sizeof(T))) __builtin_prefetch(from + i);
+  }
+};
+
+// Values of a key that one step of a product takes, and that step.
+template <typename T, int V>
+constexpr int kStep = kWidth;
+#ifdef __AVX512BF16__
+template <int V>
+constexpr int kStep<Bf16, V> = V % 2 == 0 ? 2 * kWidth : kWidth;
+#endif
+
+template <int STEP, typename T>
+inline Floats add_products(Floats sum, const T* key, const T* query) {
+#ifdef __AVX512BF16__
+  if constexpr (STEP == 2 * kWidth)
+    return bits_as<Floats>(_mm512_dpbf16_ps(bits_as<__m512>(sum),
+                                            bits_as<__m512bh>(_mm512_loadu_si512(key)),
+                                            bits_as<__m512bh>(_mm512_loadu_si512(query))));
+#endif
+  return sum + load(key) * load(query);
+}
+
+// Scores of H queries with sixteen keys, from `first` on.
+template <typename T, int V, int H>
+inline void score(const T* q, const Positions<T>& here, int first, int64_t at, float scale,
+                  const Ahead<T>& ahead, Floats* scores) {
+  constexpr int kDim = V * kWidth;
+  Floats products[H][kWidth];
+#pragma GCC unroll 2
+  for (int p = 0; p < kWidth; ++p) {
+    ahead.template fetch<kDim>(first + p, 0);
+    const T* const key = here.rows[first + p] + at;
+    Floats own[H] = {};
+    for (int i = 0; i < kDim; i += kStep<T, V>)
+      for (int h = 0; h < H; ++h) own[h] = add_products<kStep<T, V>>(own[h], key + i, q + h * kDim + i);
+    for (int h = 0; h < H; ++h) products[h][p] = own[h];
+  }
+  for (int h = 0; h < H; ++h) scores[h * kVectors] = sums(products[h]) * scale;
+}
+
+// Scores of one query to weights; what was summed under a lower bound is scaled anew.
+template <int V>
+inline void weigh(const Floats* scores, int vectors, Softmax own, float* weights) {
+  Floats peak = scores[0];
+  for (int v = 1; v < vectors; ++v) peak = scores[v] > peak ? scores[v] : peak;
+  Floats total = load(own.totals);
+  if (any_above(peak, *own.peaks + kSlack)) {
+    const float risen = highest_of(peak), rescale = power_of_two(*own.peaks - risen);
+    *own.peaks = risen;
+    total *= rescale;
+    for (int v = 0; v < V; ++v) store(own.acc + v * kWidth, load(own.acc + v * kWidth) * rescale);
+  }
+  for (int v = 0; v < vectors; ++v) {
+    const Floats weight = power_of_two(scores[v] - *own.peaks);
+    total += weight;
+    store(weights + v * kWidth, weight);
+  }
+  store(own.totals, total);
+}
+
+// Adds the weighted values of the positions to N vectors of the sums of H queries.
+template <typename T, int V, int H, int N>
+inline void add_values(const Positions<T>& here, int64_t at, const float* weights, float* acc,
+                       const Ahead<T>& ahead, int64_t value_offset) {
+  Floats sums[H][N];
+  for (int h = 0; h < H; ++h)
+    for (int n = 0; n < N; ++n) sums[h][n] = load(acc + (h * V + n) * kWidth);
+  for (int p = 0; p < here.count; ++p) {
+    ahead.template fetch<V * kWidth>(p, value_offset);
+    const T* const value = here.rows[p] + at;
+    for (int n = 0; n < N; ++n) {
+      const Floats part = load(value + n * kWidth);
+      for (int h = 0; h < H; ++h) sums[h][n] += weights[h * kTile + p] * part;
+    }
+  }
+  for (int h = 0; h < H; ++h)
+    for (int n = 0; n < N; ++n) store(acc + (h * V + n) * kWidth, sums[h][n]);
+}
+
+// H queries of one KV head over some positions, of which `at` leads to that head's keys.
+template <typename T, int V, int H>
+void attend(const Decode& call, const T* q, const Positions<T>& here, int64_t at,
+            const Ahead<T>& ahead, Softmax own) {
+  constexpr int kDim = V * kWidth;
+  constexpr int kSlice = V % 4 == 0 ? 4 : V % 3 == 0 ? 3 : V;
+  constexpr Ints kCount{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const int vectors = (here.count + kWidth - 1) / kWidth;
+  Floats scores[H][kVectors];
+  for (int v = 0; v < vectors; ++v)
+    score<T, V, H>(q, here, v * kWidth, at, call.scale, ahead, &scores[0][v]);
+  const Ints seen = kCount < here.count - (vectors - 1) * kWidth;
+  float weights[H * kTile];
+  for (int h = 0; h < H; ++h) {
+    Floats& last = scores[h][vectors - 1];
+    last = seen ? last : splat(2 * kNothing);
+    weigh<V>(scores[h], vectors, own.from(h, kDim), weights + h * kTile);
+  }
+  const int64_t values = call.pool.value_offset;
+  for (int v = 0; v < V; v += kSlice)
+    add_values<T, V, H, kSlice>(here, at + values + v * kWidth, weights, own.acc + v * kWidth,
+                                v == 0 ? ahead : Ahead<T>{}, values);
+}
+
+// All heads of one sequence over a part of its context.
+template <typename T, int V>
+void attend_part(const Decode& call, const T* q, const T* kv, const int64_t* table, int64_t first,
+                 int64_t last, Softmax own) {
+  constexpr int kDim = V * kWidth;
+  const int64_t kv_heads = call.pool.kv_heads, group = call.heads / kv_heads;
+  Positions<T> both[2];
+  Positions<T>*here = both, *next = both + 1;
+  if (first < last) here->find(call, kv, table, kv_heads * kDim, first, last);
+  for (int64_t at = first; at < last; at += kTile) {
+    const bool is_last = at + kTile >= last;
+    if (!is_last) next->find(call, kv, table, kv_heads * kDim, at + kTile, last);
+    for (int64_t kv_head = 0; kv_head < kv_heads; ++kv_head) {
+      Ahead<T> ahead{here, (kv_head + 1) * kDim};
+      if (kv_head + 1 == kv_heads) ahead = {is_last ? nullptr : next, 0};
+      for (int64_t done = 0; done < group; done += kQueries) {
+        const int64_t head = kv_head * group + done;
+        const auto run = [&](auto attend) {
+          attend(call, q + head * kDim, *here, kv_head * kDim, ahead, own.from(head, kDim));
+        };
+        switch (group - done) {
+          case 1: run(attend<T, V, 1>); break;
+          case 2: run(attend<T, V, 2>); break;
+          case 3: run(attend<T, V, 3>); break;
+          default: run(attend<T, V, kQueries>);
+        }
+        ahead.positions = nullptr;
+      }
+    }
+    std::swap(here, next);
+  }
+}
+
+// Joins what the parts of one sequence hold and writes its row.
+template <typename T, int V>
+void join_parts(const Decode& call, float* memory, int64_t splits, T* out) {
+  constexpr int kDim = V * kWidth;
+  const int64_t heads = call.heads, size = Softmax::size(heads, kDim);
+  for (int64_t head = 0; head < heads; ++head) {
+    const float sink = call.sinks == nullptr ? 2 * kNothing : call.sinks[head] * kLog2E;
+    float peak = sink;
+    for (int64_t part = 0; part < splits; ++part)
+      peak = std::max(peak, Softmax::in(memory + part * size, heads).peaks[head]);
+    // A sink takes its share of the softmax and gives no value.
+    float total = call.sinks == nullptr ? 0.0f : power_of_two(sink - peak);
+    Floats joined[V] = {};
+    for (int64_t part = 0; part < splits; ++part) {
+      const Softmax own = Softmax::in(memory + part * size, heads).from(head, kDim);
+      const float weight = power_of_two(*own.peaks - peak);
+      total += sum(load(own.totals)) * weight;
+      for (int v = 0; v < V; ++v) joined[v] += load(own.acc + v * kWidth) * weight;
+    }
+    for (int v = 0; v < V; ++v) store(out + head * kDim + v * kWidth, joined[v] / total);
+  }
+}
+
+// Floats of the calling thread that stay allocated from one layer to the next.
+inline float* scratch(int64_t size) {
+  static thread_local std::vector<float> memory;
+  if (static_cast<int64_t>(memory.size()) < size) memory.resize(size);
+  return memory.data();
+}
+
+template <typename T, int V>
+void decode(const Decode& call, const T* q, int64_t q_stride, const T* kv, T* out, int threads) {
+  constexpr int kDim = V * kWidth;
+  // Fewer sequences than threads are cut into parts, so that every thread has one.
+  const int64_t splits = call.sequences >= threads ? 1 : (threads - 1) / call.sequences + 1;
+  const int64_t size = Softmax::size(call.heads, kDim), width = call.heads * kDim;
+  float* const parts = splits > 1 ? scratch(call.sequences * splits * size) : nullptr;
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
+  for (int64_t item = 0; item < call.sequences * splits; ++item) {
+    const int64_t sequence = item / splits, part = item % splits, len = call.lens[sequence];
+    const int64_t begin = call.window > 0 && len > call.window ? len - call.window : 0;
+    const int64_t each = (len - begin + splits - 1) / splits, first = begin + part * each;
+    float* const memory = splits > 1 ? parts + item * size : scratch(size);
+    const Softmax own = Softmax::in(memory, call.heads);
+    own.reset(call.heads, kDim);
+    attend_part<T, V>(call, q + sequence * q_stride, kv, call.tables + sequence * call.table_stride,
+                      first, std::min(first + each, len), own);
+    if (splits == 1) join_parts<T, V>(call, memory, 1, out + sequence * width);
+  }
+  if (splits == 1) return;
+  for (int64_t sequence = 0; sequence < call.sequences; ++sequence)
+    join_parts<T, V>(call, parts + sequence * splits * size, splits, out + sequence * width);
+}
+
+// Returns 1 for a head size that is not compiled.
+template <typename T>
+int decode_any(const Decode& call, const T* q, int64_t q_stride, const T* kv, T* out, int64_t dim,
+               int threads) {
+  switch (dim) {
+    case 16: decode<T, 1>(call, q, q_stride, kv, out, threads); return 0;
+    case 32: decode<T, 2>(call, q, q_stride, kv, out, threads); return 0;
+    case 64: decode<T, 4>(call, q, q_stride, kv, out, threads); return 0;
+    case 128: decode<T, 8>(call, q, q_stride, kv, out, threads); return 0;
+    case 256: decode<T, 16>(call, q, q_stride, kv, out, threads); return 0;
+    default: return 1;
+  }
+}
+
+}  // namespace
