@@ -22,7 +22,8 @@ from kvmesh.engine.layers import (
 )
 from kvmesh.engine.weights import LayerWeights
 from kvmesh.kernels import reference
-from kvmesh.kernels.dispatch import HeadSpec
+from kvmesh.kernels.dispatch import HostAttention
+from kvmesh.kernels.heads import HeadSpec
 from kvmesh.kernels.linear import Linear, make_linear
 
 
@@ -71,12 +72,20 @@ class SelfAttention:
 
     def run(self, h: Tensor, step: Step, keep: Tensor | None) -> Tensor:
         """[rows, hidden], normalised, to [rows or kept, hidden]."""
+        attention = step.memory.attention[self.place.group]
+        rope = step.ropes[self.rotation]
+        is_plain = self.gate is None and self.wide_norm is None and keep is None
+        if is_plain and isinstance(attention, HostAttention):
+            done = attention.run_projected(
+                h, self.qkv, self.output, self.place.slot, self.spec, rope
+            )
+            if done is not None:
+                return done
         qkv = self.qkv(h)
         if self.wide_norm is not None:
             self.wide_norm.apply(qkv)
         heads = qkv.view(len(h), -1, self.head_dim)
-        attention = step.memory.attention[self.place.group]
-        out = attention.run(heads, self.place.slot, self.spec, step.ropes[self.rotation])
+        out = attention.run(heads, self.place.slot, self.spec, rope)
         if keep is not None:
             out, h = out[keep], h[keep]
         flat = out.flatten(1)

@@ -18,7 +18,7 @@ from kvmesh.engine.kv_plan import KvPlace
 from kvmesh.engine.layers import Step
 from kvmesh.engine.weights import LayerWeights
 from kvmesh.kernels import reference
-from kvmesh.kernels.dispatch import RopeRows
+from kvmesh.kernels.heads import RopeRows
 from kvmesh.kernels.latent import causal_attention
 from kvmesh.kernels.linear import Linear, make_linear
 

@@ -17,8 +17,9 @@ from torch.nn import functional
 
 from kvmesh.engine.config import ModelConfig, Rotation
 from kvmesh.engine.weights import LayerWeights
-from kvmesh.kernels import layer_ops, reference
-from kvmesh.kernels.dispatch import RopeRows, StepAttention
+from kvmesh.kernels import host_layer, layer_ops, reference
+from kvmesh.kernels.dispatch import StepAttention
+from kvmesh.kernels.heads import RopeRows
 from kvmesh.kernels.latent import LatentMemory
 from kvmesh.kernels.linear import Linear, make_linear
 from kvmesh.kernels.states import States
@@ -110,6 +111,10 @@ class GatedMlp:
 
     def run(self, h: Tensor) -> Tensor:
         """See `Mlp.run`."""
+        if self.activation is layer_ops.silu_and_mul and host_layer.has_gated_mlp(
+            h, self.gate_up, self.down
+        ):
+            return host_layer.gated_mlp(h, self.gate_up, self.down)
         if h.is_cuda or len(h) <= _CACHED_ROWS:
             return self.down(self.activation(self.gate_up(h)))
         out = torch.empty_like(h)

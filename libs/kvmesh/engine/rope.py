@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvmesh.engine.config import RopeConfig
-from kvmesh.kernels.dispatch import RopeRows
+from kvmesh.kernels.heads import RopeRows
 
 
 @dataclass(frozen=True, slots=True)

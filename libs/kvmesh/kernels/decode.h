@@ -12,9 +12,11 @@
 #endif
 
 #include <algorithm>
-#include <vector>
+#include <cstdint>
+#include <utility>
 
 #include "prefill.h"
+#include "scratch.h"
 #include "vectors.h"
 
 namespace {
@@ -245,26 +247,32 @@ void join_parts(const Decode& call, float* memory, int64_t splits, T* out) {
   }
 }
 
-// Floats of the calling thread that stay allocated from one layer to the next.
-inline float* scratch(int64_t size) {
-  static thread_local std::vector<float> memory;
-  if (static_cast<int64_t>(memory.size()) < size) memory.resize(size);
-  return memory.data();
-}
+// Fewer sequences than threads are cut into parts, so that every thread has one; what the parts
+// hold is the calling thread's.
+struct Parts {
+  int64_t splits, size;
+  float* memory;
 
+  Parts(const Decode& call, int64_t dim, int threads)
+      : splits(call.sequences >= threads ? 1 : (threads - 1) / call.sequences + 1),
+        size(Softmax::size(call.heads, dim)),
+        memory(splits > 1 ? scratch<float, Use::kSoftmax>(call.sequences * splits * size)
+                          : nullptr) {}
+};
+
+// Attention of all sequences, by all threads of the region that calls it.
 template <typename T, int V>
-void decode(const Decode& call, const T* q, int64_t q_stride, const T* kv, T* out, int threads) {
+void decode(const Decode& call, const T* q, int64_t q_stride, const T* kv, T* out,
+            const Parts& parts) {
   constexpr int kDim = V * kWidth;
-  // Fewer sequences than threads are cut into parts, so that every thread has one.
-  const int64_t splits = call.sequences >= threads ? 1 : (threads - 1) / call.sequences + 1;
-  const int64_t size = Softmax::size(call.heads, kDim), width = call.heads * kDim;
-  float* const parts = splits > 1 ? scratch(call.sequences * splits * size) : nullptr;
-#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
+  const int64_t splits = parts.splits, width = call.heads * kDim;
+#pragma omp for schedule(dynamic)
   for (int64_t item = 0; item < call.sequences * splits; ++item) {
     const int64_t sequence = item / splits, part = item % splits, len = call.lens[sequence];
     const int64_t begin = call.window > 0 && len > call.window ? len - call.window : 0;
     const int64_t each = (len - begin + splits - 1) / splits, first = begin + part * each;
-    float* const memory = splits > 1 ? parts + item * size : scratch(size);
+    float* const memory = splits > 1 ? parts.memory + item * parts.size
+                                     : scratch<float, Use::kSoftmax>(parts.size);
     const Softmax own = Softmax::in(memory, call.heads);
     own.reset(call.heads, kDim);
     attend_part<T, V>(call, q + sequence * q_stride, kv, call.tables + sequence * call.table_stride,
@@ -272,21 +280,25 @@ void decode(const Decode& call, const T* q, int64_t q_stride, const T* kv, T* ou
     if (splits == 1) join_parts<T, V>(call, memory, 1, out + sequence * width);
   }
   if (splits == 1) return;
+#pragma omp for schedule(static)
   for (int64_t sequence = 0; sequence < call.sequences; ++sequence)
-    join_parts<T, V>(call, parts + sequence * splits * size, splits, out + sequence * width);
+    join_parts<T, V>(call, parts.memory + sequence * splits * parts.size, splits,
+                     out + sequence * width);
 }
 
-// Returns 1 for a head size that is not compiled.
+inline bool has_decode(int64_t dim) {
+  return dim == 16 || dim == 32 || dim == 64 || dim == 128 || dim == 256;
+}
+
 template <typename T>
-int decode_any(const Decode& call, const T* q, int64_t q_stride, const T* kv, T* out, int64_t dim,
-               int threads) {
+void decode_rows(const Decode& call, int64_t dim, const T* q, int64_t q_stride, const T* kv, T* out,
+                 const Parts& parts) {
   switch (dim) {
-    case 16: decode<T, 1>(call, q, q_stride, kv, out, threads); return 0;
-    case 32: decode<T, 2>(call, q, q_stride, kv, out, threads); return 0;
-    case 64: decode<T, 4>(call, q, q_stride, kv, out, threads); return 0;
-    case 128: decode<T, 8>(call, q, q_stride, kv, out, threads); return 0;
-    case 256: decode<T, 16>(call, q, q_stride, kv, out, threads); return 0;
-    default: return 1;
+    case 16: decode<T, 1>(call, q, q_stride, kv, out, parts); break;
+    case 32: decode<T, 2>(call, q, q_stride, kv, out, parts); break;
+    case 64: decode<T, 4>(call, q, q_stride, kv, out, parts); break;
+    case 128: decode<T, 8>(call, q, q_stride, kv, out, parts); break;
+    default: decode<T, 16>(call, q, q_stride, kv, out, parts);
   }
 }
 

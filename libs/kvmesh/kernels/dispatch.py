@@ -6,48 +6,17 @@ Tests: tests/unit/kernels/test_dispatch.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvmesh.kernels import host, layer_ops, reference
+from kvmesh.kernels import host, host_layer, layer_ops, reference
+from kvmesh.kernels.heads import HeadSpec, RopeRows
+from kvmesh.kernels.linear import Linear
 from kvmesh.kernels.plan import RaggedBatch, decode_buckets, padded_tables, slots_of
 from kvmesh.kernels.upload import sent
-
-
-@dataclass(frozen=True, slots=True)
-class HeadSpec:
-    """How one layer attends.
-
-    Attributes:
-        scale: factor of the scores.
-        window: latest positions that a query sees, its own among them; 0 for all.
-        sinks: [heads] fp32, see `reference.decode_attention`, or None.
-        qk_norm: [heads + kv_heads, head_dim] or None.
-        norm_eps: of `qk_norm`.
-    """
-
-    scale: float
-    window: int = 0
-    sinks: Tensor | None = None
-    qk_norm: Tensor | None = None
-    norm_eps: float = 1e-6
-
-
-@dataclass(frozen=True, slots=True)
-class RopeRows:
-    """Rotation of the rows of a step.
-
-    Attributes:
-        cos: [rows, 1, head_dim], contiguous, in the computation dtype.
-        signed_sin: the same shape, first half negated, as `reference.apply_rope` wants it.
-    """
-
-    cos: Tensor
-    signed_sin: Tensor
 
 
 class StepAttention(Protocol):
@@ -164,6 +133,24 @@ class HostAttention(ReferenceAttention):
         self._prefill_lens = torch.tensor(batch.context_lens[cut:], dtype=torch.int64)
         # Rows of chunks, counted from the first of them.
         self._prefill_starts = torch.tensor(batch.query_starts[cut:], dtype=torch.int64) - cut
+        self._only_decodes = cut == batch.num_sequences and host.has_rope(kv)
+        self._rows = host_layer.DecodeRows(kv, self._slots, self._tables, self._lens)
+
+    def run_projected(
+        self, h: Tensor, qkv: Linear, output: Linear, layer: int, spec: HeadSpec, rope: RopeRows
+    ) -> Tensor | None:
+        """`run` with the products before and after it in one call; None where that is not possible.
+
+        Args:
+            h: [rows, hidden], contiguous.
+            qkv, output: to the heads, and from them back.
+
+        Returns:
+            [rows, hidden].
+        """
+        if not (self._only_decodes and host_layer.fits(h, qkv, output)):
+            return None
+        return host_layer.attention(h, qkv, output, self._rows, layer, spec, rope)
 
     def _write(self, qkv: Tensor, layer: int, spec: HeadSpec, rope: RopeRows) -> None:
         layer_ops.rope_and_write(

@@ -1,20 +1,21 @@
 // Steps of a decoder layer on the CPU that cost more in calls and passes over memory than in
-// arithmetic: norms, activations, rotary embedding with the KV write, products of a few rows.
-// Twins: reference.py. Loaded by host_library.py through a C ABI.
+// arithmetic. Twins: reference.py. Loaded by host_library.py through a C ABI.
 //
-// Sums are fp32 whatever the tensors hold, and bf16 results are rounded once (vectors.h). Attention
-// of prompts is in prefill.h, that of decode steps in decode.h and over latents in latent.h, linear
-// attention in recurrence.h.
+// Sums are fp32 whatever the tensors hold, and bf16 results are rounded once (vectors.h). What is
+// done row by row is in rows.h, products of a few rows in products.h, attention of prompts in
+// prefill.h, of decode steps in decode.h and over latents in latent.h, linear attention in
+// recurrence.h, and what runs several of them in one call in layer.h.
 
-#include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 
 #include "decode.h"
 #include "latent.h"
+#include "layer.h"
 #include "prefill.h"
+#include "products.h"
 #include "recurrence.h"
+#include "rows.h"
 #include "vectors.h"
 
 namespace {
@@ -43,196 +44,33 @@ void add_rms_norm(T* x, const T* delta, const T* weight, T* out, int64_t rows, i
 template <typename T>
 void silu_and_mul(const T* gate_up, T* out, int64_t rows, int64_t dim, int threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1 && rows >= 8)
-  for (int64_t row = 0; row < rows; ++row) {
-    const T* const gate = gate_up + row * 2 * dim;
-    for (int64_t i = 0; i < dim; i += kWidth) {
-      const Floats g = load(gate + i);
-      store(out + row * dim + i, g / (exponential(-g) + 1.0f) * load(gate + dim + i));
-    }
-  }
-}
-
-// One head: optional norm, then rotation of the pairs (i, i + dim / 2).
-template <typename T>
-void norm_rope_head(T* head, const T* weight, float eps, const T* cos, const T* signed_sin,
-                    int dim) {
-  Floats factor = splat(1.0f);
-  if (weight != nullptr) {
-    Floats squares{};
-    for (int i = 0; i < dim; i += kWidth) squares += load(head + i) * load(head + i);
-    factor = splat(1.0f / std::sqrt(sum(squares) / static_cast<float>(dim) + eps));
-  }
-  const int half = dim / 2;
-  for (int i = 0; i < half; i += kWidth) {
-    Floats low = load(head + i) * factor, high = load(head + half + i) * factor;
-    if (weight != nullptr) {
-      low *= load(weight + i);
-      high *= load(weight + half + i);
-    }
-    store(head + i, low * load(cos + i) + high * load(signed_sin + i));
-    store(head + half + i, high * load(cos + half + i) + low * load(signed_sin + half + i));
-  }
+  for (int64_t row = 0; row < rows; ++row)
+    silu_and_mul_row(gate_up + row * 2 * dim, gate_up + (row * 2 + 1) * dim, out + row * dim, dim);
 }
 
 template <typename T>
-void rope_and_write(T* qkv, const T* qk_norm, float eps, const T* cos, const T* signed_sin,
-                    T* kv, const int64_t* slots, int64_t rows, int64_t heads, int dim, Pool pool,
-                    int threads) {
-  const int64_t turned = heads + pool.kv_heads, row_size = (turned + pool.kv_heads) * dim;
-  const size_t bytes = static_cast<size_t>(pool.kv_heads * dim) * sizeof(T);
+void rope_and_write(const Rope<T>& rope, T* qkv, int64_t rows, int threads) {
+  const int64_t width = (rope.heads + 2 * rope.pool.kv_heads) * rope.dim;
 #pragma omp parallel for num_threads(threads) if (threads > 1 && rows >= 8)
-  for (int64_t row = 0; row < rows; ++row) {
-    T* const own = qkv + row * row_size;
-    for (int64_t head = 0; head < turned; ++head)
-      norm_rope_head(own + head * dim, qk_norm == nullptr ? nullptr : qk_norm + head * dim, eps,
-                     cos + row * dim, signed_sin + row * dim, dim);
-    const int64_t block = slots[row] / pool.block_size, offset = slots[row] % pool.block_size;
-    T* const key = kv + block * pool.block_stride + offset * pool.kv_heads * dim;
-    std::memcpy(key, own + heads * dim, bytes);
-    std::memcpy(key + pool.value_offset, own + turned * dim, bytes);
-  }
+  for (int64_t row = 0; row < rows; ++row) rope_and_write_row(rope, qkv + row * width, row);
 }
 
-// Rows that `few_rows` takes at most: so many are computed faster than by oneDNN. Without vectors of
-// 512 bits that is while memory delivers weights no faster; with tiles for bf16 oneDNN is soon ahead.
 template <typename T>
-constexpr int kMostRows = 4;
-#ifdef __AVX512F__
-template <>
-constexpr int kMostRows<float> = 16;
-#endif
-#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
-template <>
-constexpr int kMostRows<Bf16> = 32;
-#endif
-// Rows that are computed at once: their sums fill half of the vector registers.
-constexpr int kRowBlock = 4;
-constexpr int kPanel = 64;
-
-inline void multiply_add(const float* weights, const float* x, int64_t x_stride, int rows,
-                         Floats (*sums)[kRowBlock]) {
-  for (int v = 0; v < kPanel / kWidth; ++v) {
-    const Floats w = load(weights + v * kWidth);
-    for (int row = 0; row < rows; ++row) sums[v][row] += w * x[row * x_stride];
-  }
-}
-
-inline float widened(Bf16 value) { return bits_as<float>(static_cast<uint32_t>(value) << 16); }
-
-inline void multiply_add(const Bf16* weights, const Bf16* x, int64_t x_stride, int rows,
-                         Floats (*sums)[kRowBlock]) {
-  for (int v = 0; v < kPanel / kWidth; ++v) {
-#ifdef __AVX512BF16__
-    for (int row = 0; row < rows; ++row)
-      sums[v][row] = multiply_add(sums[v][row], weights + v * 2 * kWidth, x + row * x_stride);
-#else
-    // Weights of two inputs lie side by side in each lane.
-    Words pairs;
-    std::memcpy(&pairs, weights + v * 2 * kWidth, sizeof pairs);
-    const Floats even = bits_as<Floats>(pairs << 16), odd = bits_as<Floats>(pairs & 0xffff0000u);
-    for (int row = 0; row < rows; ++row)
-      sums[v][row] += even * widened(x[row * x_stride]) + odd * widened(x[row * x_stride + 1]);
-#endif
-  }
-}
-
-// Asks for the weights that `multiply_add` reads kAheadBytes later: a core's own prefetcher has fewer
-// reads under way than memory would answer. KEPT is how near they should stay, as for
-// __builtin_prefetch: 0 for what is used once, which then drives nothing else out of the caches.
-constexpr int64_t kAheadBytes = 2048;
-template <int KEPT, typename T>
-inline void fetch_ahead(const T* weights) {
-  for (int v = 0; v < kPanel / kWidth; ++v)
-    __builtin_prefetch(reinterpret_cast<const char*>(weights) + kAheadBytes + v * 64, 0, KEPT);
-}
-
-// Inputs that are multiplied for all rows before the next: weights of so many lie in the second
-// cache, whatever the depth of the matrix.
-template <typename T>
-constexpr int64_t kDepth = 2048 / sizeof(T);
-
-// What rows of a panel fetch on their way: all that they read themselves, a part of what comes next
-// in memory, or nothing.
-enum class Fetch { kOwn, kPart, kNothing };
-
-// Adds the product of R rows with 64 outputs over some inputs to `sums`.
-template <typename T, int R>
-void panel_rows(const T* x, const T* panel, int64_t inputs, int64_t count, Fetch fetch,
-                const T* part, float (*sums)[kPanel]) {
-  Floats own[kPanel / kWidth][kRowBlock];
-  for (int v = 0; v < kPanel / kWidth; ++v)
-    for (int row = 0; row < R; ++row) own[v][row] = load(sums[row] + v * kWidth);
-  for (int64_t i = 0; i < count; i += kLane<T>) {
-    if (fetch == Fetch::kPart) __builtin_prefetch(part + i * kWidth, 0, 2);
-    if (fetch == Fetch::kOwn) fetch_ahead<2>(panel + i * kPanel);
-    multiply_add(panel + i * kPanel, x + i, inputs, R, own);
-  }
-  for (int v = 0; v < kPanel / kWidth; ++v)
-    for (int row = 0; row < R; ++row) store(sums[row] + v * kWidth, own[v][row]);
-}
-
-// As `few_rows`, of at most a block of rows: their sums never leave the registers.
-template <typename T, int R>
-void block_of_rows(const T* x, const T* weights, const T* bias, T* out, int64_t outputs,
-                   int64_t inputs, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-  for (int64_t panel = 0; panel < outputs / kPanel; ++panel) {
-    const T* const own = weights + panel * kPanel * inputs;
-    Floats sums[kPanel / kWidth][kRowBlock] = {};
-    for (int64_t i = 0; i < inputs; i += kLane<T>) {
-      fetch_ahead<0>(own + i * kPanel);
-      multiply_add(own + i * kPanel, x + i, inputs, R, sums);
-    }
-    for (int v = 0; v < kPanel / kWidth; ++v) {
-      const int64_t at = panel * kPanel + v * kWidth;
-      const Floats added = bias == nullptr ? Floats{} : load(bias + at);
-      for (int row = 0; row < R; ++row) store(out + row * outputs + at, sums[v][row] + added);
-    }
-  }
-}
-
-// Product of a few rows with a weight in panels of 64 outputs, [outputs / 64][inputs / N][64][N]
-// with N values to a lane: as fast as memory delivers, which oneDNN's own product is not. Weights
-// come from memory for the first four rows, or with the rows before, and from the cache for the
-// rest. A row's sums are taken in the same order whatever the number of rows.
-template <typename T>
-int few_rows(const T* x, const T* weights, const T* bias, T* out, int64_t rows, int64_t outputs,
-             int64_t inputs, int threads) {
+int few_rows(const T* x, const Weight<T>& weight, T* out, int64_t rows, int threads) {
   if (rows > kMostRows<T>) return 1;
-  switch (rows) {
-    case 1: block_of_rows<T, 1>(x, weights, bias, out, outputs, inputs, threads); return 0;
-    case 2: block_of_rows<T, 2>(x, weights, bias, out, outputs, inputs, threads); return 0;
-    case 3: block_of_rows<T, 3>(x, weights, bias, out, outputs, inputs, threads); return 0;
-    case 4: block_of_rows<T, 4>(x, weights, bias, out, outputs, inputs, threads); return 0;
-  }
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-  for (int64_t panel = 0; panel < outputs / kPanel; ++panel) {
-    const T* const own = weights + panel * kPanel * inputs;
-    float sums[kMostRows<T>][kPanel] = {};
-    for (int64_t first = 0; first < inputs; first += kDepth<T>) {
-      const int64_t count = std::min(kDepth<T>, inputs - first);
-      const T* const part = own + first * kPanel;
-      for (int64_t row = 0; row < rows; row += kRowBlock) {
-        // The first block of rows fetches, or a quarter of the next weights each of the first four.
-        const bool in_parts = rows >= 4 * kRowBlock;
-        const bool fetches = row < (in_parts ? 4 * kRowBlock : kRowBlock);
-        const Fetch fetch = !fetches ? Fetch::kNothing : in_parts ? Fetch::kPart : Fetch::kOwn;
-        const T* const next = part + count * (kPanel + row / kRowBlock * kWidth);
-        const T* const from = x + row * inputs + first;
-        switch (rows - row) {
-          case 1: panel_rows<T, 1>(from, part, inputs, count, fetch, next, sums + row); break;
-          case 2: panel_rows<T, 2>(from, part, inputs, count, fetch, next, sums + row); break;
-          case 3: panel_rows<T, 3>(from, part, inputs, count, fetch, next, sums + row); break;
-          default: panel_rows<T, 4>(from, part, inputs, count, fetch, next, sums + row);
-        }
-      }
-    }
-    for (int64_t row = 0; row < rows; ++row)
-      for (int v = 0; v < kPanel; v += kWidth) {
-        const Floats added = bias == nullptr ? Floats{} : load(bias + panel * kPanel + v);
-        store(out + row * outputs + panel * kPanel + v, load(sums[row] + v) + added);
-      }
-  }
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  multiply_rows(x, weight, out, rows);
+  return 0;
+}
+
+// Returns 1 for a head size that is not compiled.
+template <typename T>
+int decode_attention(const Decode& call, int64_t dim, const T* q, int64_t q_stride, const T* kv,
+                     T* out, int threads) {
+  if (!has_decode(dim)) return 1;
+  const Parts parts(call, dim, threads);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  decode_rows(call, dim, q, q_stride, kv, out, parts);
   return 0;
 }
 
@@ -252,8 +90,8 @@ int few_rows(const T* x, const T* weights, const T* bias, T* out, int64_t rows, 
       const int64_t* slots, int64_t rows, int64_t heads, int64_t dim, int64_t block_stride,        \
       int64_t value_offset, int64_t block_size, int64_t kv_heads, int threads) {                   \
     const Pool pool{block_stride, value_offset, block_size, kv_heads};                             \
-    rope_and_write(qkv, qk_norm, eps, cos, signed_sin, kv, slots, rows, heads,                     \
-                   static_cast<int>(dim), pool, threads);                                          \
+    const Rope<T> rope{qk_norm, eps, cos, signed_sin, kv, slots, heads, static_cast<int>(dim), pool}; \
+    rope_and_write(rope, qkv, rows, threads);                                                      \
   }                                                                                                \
   extern "C" int decode_attention_##NAME(                                                          \
       const T* q, int64_t q_stride, const T* kv, T* out, const int64_t* tables,                    \
@@ -263,7 +101,7 @@ int few_rows(const T* x, const T* weights, const T* bias, T* out, int64_t rows, 
     const Pool pool{block_stride, value_offset, block_size, kv_heads};                             \
     const Decode call{tables, lens, table_stride, sequences, heads, window, scale * kLog2E, sinks, \
                       pool};                                                                       \
-    return decode_any(call, q, q_stride, kv, out, dim, threads);                                   \
+    return decode_attention(call, dim, q, q_stride, kv, out, threads);                             \
   }                                                                                                \
   extern "C" void prefill_attention_##NAME(                                                        \
       const T* q, int64_t q_stride, const T* kv, T* out, const int64_t* tables,                    \
@@ -279,7 +117,27 @@ int few_rows(const T* x, const T* weights, const T* bias, T* out, int64_t rows, 
   extern "C" int prefill_pays_##NAME() { return kPrefillPays<T>; }                                  \
   extern "C" int few_rows_##NAME(const T* x, const T* weights, const T* bias, T* out,              \
                                  int64_t rows, int64_t outputs, int64_t inputs, int threads) {     \
-    return few_rows(x, weights, bias, out, rows, outputs, inputs, threads);                        \
+    return few_rows(x, {weights, bias, outputs, inputs}, out, rows, threads);                      \
+  }                                                                                                \
+  extern "C" int gated_mlp_##NAME(const T* x, const T* gate_up, const T* gate_up_bias,             \
+                                  const T* down, const T* down_bias, T* out, int64_t rows,         \
+                                  int64_t hidden, int64_t inner, int threads) {                    \
+    return gated_mlp<T>(x, {gate_up, gate_up_bias, 2 * inner, hidden},                             \
+                        {down, down_bias, hidden, inner}, out, rows, threads);                     \
+  }                                                                                                \
+  extern "C" int attention_layer_##NAME(                                                              \
+      const T* x, const T* qkv, const T* qkv_bias, const T* output, const T* output_bias, T* out,  \
+      int64_t rows, int64_t hidden, const T* qk_norm, float eps, const T* cos,                     \
+      const T* signed_sin, T* kv, const int64_t* slots, const int64_t* tables,                     \
+      const int64_t* lens, const float* sinks, int64_t table_stride, int64_t heads, int64_t dim,   \
+      int64_t window, float scale, int64_t block_stride, int64_t value_offset,                     \
+      int64_t block_size, int64_t kv_heads, int threads) {                                         \
+    const Pool pool{block_stride, value_offset, block_size, kv_heads};                             \
+    const Rope<T> rope{qk_norm, eps, cos, signed_sin, kv, slots, heads, static_cast<int>(dim), pool}; \
+    const Decode call{tables, lens, table_stride, rows, heads, window, scale * kLog2E, sinks,      \
+                      pool};                                                                       \
+    return attention_layer<T>(x, {qkv, qkv_bias, (heads + 2 * kv_heads) * dim, hidden}, rope,      \
+                              call, {output, output_bias, hidden, heads * dim}, out, threads);     \
   }                                                                                                \
   extern "C" int most_rows_##NAME() { return kMostRows<T>; }                                        \
   extern "C" void latent_decode_##NAME(                                                            \

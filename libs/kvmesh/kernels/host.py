@@ -27,6 +27,12 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "rope_and_write": (_P, _P, _F, _P, _P, _P, _P, _I, _I, _I, *_POOL, _THREADS),
     "few_rows": (_P, _P, _P, _P, _I, _I, _I, _THREADS),
     "most_rows": (),
+    "gated_mlp": (_P, _P, _P, _P, _P, _P, _I, _I, _I, _THREADS),
+    "attention_layer": (
+        *(_P, _P, _P, _P, _P, _P, _I, _I, _P, _F, _P, _P, _P, _P, _P, _P, _P, _I, _I, _I, _I, _F),
+        *_POOL,
+        _THREADS,
+    ),
     "decode_attention": (
         *(_P, _I, _P, _P, _P, _P, _P, _I, _I, _I, _I, _I, _F),
         *_POOL,
@@ -43,7 +49,9 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "latent_decode": (_P, _P, _P, _P, _P, _I, _I, _I, _I, _I, _I, _I, _F, _THREADS),
     "lightning": (_P, _P, _P, _P, _I, _I, _I, _I, _I, _I, _THREADS),
 }
-_WITH_STATUS = frozenset({"decode_attention", "prefill_pays", "few_rows", "most_rows"})
+_WITH_STATUS = frozenset(
+    {"decode_attention", "prefill_pays", "few_rows", "most_rows", "gated_mlp", "attention_layer"}
+)
 PANEL = 64
 
 
@@ -126,7 +134,8 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     return out
 
 
-def _pool_shape(kv: Tensor) -> tuple[int, int, int, int]:
+def pool_shape(kv: Tensor) -> tuple[int, int, int, int]:
+    """Strides of a block and from keys to values, positions in a block, heads of keys."""
     return kv.stride(0), kv.stride(2), kv.shape[3], kv.shape[4]
 
 
@@ -154,7 +163,7 @@ def rope_and_write(
         rows,
         heads - 2 * kv.shape[4],
         head_dim,
-        *_pool_shape(kv),
+        *pool_shape(kv),
         torch.get_num_threads(),
     )
 
@@ -199,7 +208,7 @@ def decode_attention(
         head_dim,
         window,
         scale,
-        *_pool_shape(kv),
+        *pool_shape(kv),
         torch.get_num_threads(),
     )
     assert status == 0, "has_decode was not asked"
@@ -299,7 +308,7 @@ def _prefill(
         head_dim,
         window,
         scale,
-        *_pool_shape(kv),
+        *pool_shape(kv),
         causal,
         None if lse is None else lse.data_ptr(),
         torch.get_num_threads(),

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from kvmesh.core.errors import LostError, RefusedError
 from kvmesh.kernels import layer_ops
-from kvmesh.kernels.dispatch import HeadSpec, RopeRows, plan_attention
+from kvmesh.kernels.dispatch import plan_attention
+from kvmesh.kernels.heads import HeadSpec, RopeRows
 from kvmesh.kernels.partial import Part, bytes_of, join_parts
 from kvmesh.kernels.plan import RaggedBatch, slots_of
 from kvmesh.transfer.remote_attention import PendingAttention, RemoteAttention

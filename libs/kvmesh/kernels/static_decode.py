@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvmesh.kernels import host, layer_ops, reference
-from kvmesh.kernels.dispatch import HeadSpec, RopeRows
+from kvmesh.kernels.heads import HeadSpec, RopeRows
 from kvmesh.kernels.latent import decode_on_cpu
 from kvmesh.kernels.states import Recurrence
 

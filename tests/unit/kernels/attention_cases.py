@@ -14,7 +14,8 @@ from kvmesh.kernels.attention import (
     paged_partial_attention,
     paged_prefill_attention,
 )
-from kvmesh.kernels.dispatch import HeadSpec, RopeRows, StepAttention
+from kvmesh.kernels.dispatch import StepAttention
+from kvmesh.kernels.heads import HeadSpec, RopeRows
 from kvmesh.kernels.plan import RaggedBatch, padded_tables, slots_of
 from kvmesh.kernels.reference import merge_partials
 from kvmesh.kernels.static_decode import GroupRows, StaticAttention

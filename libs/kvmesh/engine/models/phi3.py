@@ -11,7 +11,7 @@ from kvmesh.engine.json_fields import Fields
 from kvmesh.engine.layers import MixerLayer, load_joined_mlp, load_mixer_layer
 from kvmesh.engine.models.family import Family, uniform_window
 from kvmesh.engine.weights import LayerWeights
-from kvmesh.kernels.dispatch import HeadSpec
+from kvmesh.kernels.heads import HeadSpec
 
 
 def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:

@@ -1,0 +1,21 @@
+// Memory of a thread that stays allocated from one layer to the next.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace {
+
+// Each use has memory of its own.
+enum class Use { kRows, kSoftmax };
+
+template <typename T, Use>
+inline T* scratch(int64_t size) {
+  static thread_local std::vector<T> memory;
+  if (memory.size() < static_cast<size_t>(size)) memory.resize(static_cast<size_t>(size));
+  return memory.data();
+}
+
+}  // namespace
