@@ -263,8 +263,7 @@ class OpenVino:
 
     def decode(self, batch: int, context: int) -> Run:
         """See `Engine.decode`."""
-        # One more, where the first turn does not count.
-        self._ask(f"decode {batch} {context} {self._steps + 1}")
+        self._ask(f"decode {batch} {context} {self._steps}")
         return lambda: self._ask("step")
 
     def _ask(self, line: str) -> float:

@@ -115,17 +115,27 @@ template <typename T, int V, int H>
 inline void score(const T* q, const Positions<T>& here, int first, int64_t at, float scale,
                   const Ahead<T>& ahead, Floats* scores) {
   constexpr int kDim = V * kWidth;
-  Floats products[H][kWidth];
-#pragma GCC unroll 2
-  for (int p = 0; p < kWidth; ++p) {
-    ahead.template fetch<kDim>(first + p, 0);
-    const T* const key = here.rows[first + p] + at;
-    Floats own[H] = {};
+  Floats quarters[H][4];
+  for (int quarter = 0; quarter < 4; ++quarter) {
+    // Products of four keys stay in registers until they are added up.
+    Floats products[H][4] = {};
+    const T* keys[4];
+    for (int p = 0; p < 4; ++p) {
+      ahead.template fetch<kDim>(first + quarter * 4 + p, 0);
+      keys[p] = here.rows[first + quarter * 4 + p] + at;
+    }
     for (int i = 0; i < kDim; i += kStep<T, V>)
-      for (int h = 0; h < H; ++h) own[h] = add_products<kStep<T, V>>(own[h], key + i, q + h * kDim + i);
-    for (int h = 0; h < H; ++h) products[h][p] = own[h];
+      for (int p = 0; p < 4; ++p)
+        for (int h = 0; h < H; ++h)
+          products[h][p] = add_products<kStep<T, V>>(products[h][p], keys[p] + i, q + h * kDim + i);
+    for (int h = 0; h < H; ++h)
+      quarters[h][quarter] = add_neighbours<2>(add_neighbours<1>(products[h][0], products[h][1]),
+                                               add_neighbours<1>(products[h][2], products[h][3]));
   }
-  for (int h = 0; h < H; ++h) scores[h * kVectors] = sums(products[h]) * scale;
+  for (int h = 0; h < H; ++h)
+    scores[h * kVectors] = add_neighbours<8>(add_neighbours<4>(quarters[h][0], quarters[h][1]),
+                                             add_neighbours<4>(quarters[h][2], quarters[h][3])) *
+                           scale;
 }
 
 // Scores of one query to weights; what was summed under a lower bound is scaled anew.
