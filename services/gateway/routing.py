@@ -23,8 +23,8 @@ from kvmesh.telemetry.logs import event_logger
 
 log = event_logger(__name__)
 
-_Seat = tuple[WorkerId, int, bool]
-"""A worker, its life, and whether it drains."""
+_Seat = tuple[WorkerId, int, Role, bool]
+"""A worker, its life, its role, and whether it drains."""
 
 
 class Fleet(Protocol):
@@ -222,9 +222,10 @@ class Router:
         self._stock.clear()
 
     def note_fleet(self, workers: tuple[FleetWorker, ...]) -> None:
-        """Drops plans made ahead when a worker has come, gone or begun to drain."""
+        """Drops plans made ahead when a worker came, left, changed its role or began to drain."""
         seats = frozenset(
-            (each.info.worker_id, each.info.incarnation, each.load.draining) for each in workers
+            (each.info.worker_id, each.info.incarnation, each.info.role, each.load.draining)
+            for each in workers
         )
         if seats != self._seats:
             self._seats = seats

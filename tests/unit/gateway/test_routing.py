@@ -207,7 +207,7 @@ async def test_who_asks_again_or_sees_others_wait_asks_the_scheduler() -> None:
         assert ahead.source.wishes[-1] is None
 
 
-@pytest.mark.parametrize("happens", ["refusal", "drain", "departure", "time"])
+@pytest.mark.parametrize("happens", ["refusal", "drain", "departure", "role", "time"])
 async def test_plans_made_ahead_are_void_when_things_are_other_than_they_were(happens: str) -> None:
     ahead = Ahead()
     await ahead.stocked()
@@ -218,6 +218,8 @@ async def test_plans_made_ahead_are_void_when_things_are_other_than_they_were(ha
         ahead.router.note_fleet((FleetWorker(P.info, WorkerLoad(draining=True)), D))
     elif happens == "departure":
         ahead.router.note_fleet((D,))
+    elif happens == "role":
+        ahead.router.note_fleet((worker(P.info.worker_id, Role.DECODE), D))
     else:
         ahead.clock.now = AHEAD_S
     assert await ahead.request() is ahead.plan

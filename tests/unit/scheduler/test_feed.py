@@ -6,7 +6,7 @@ import random
 import pytest
 
 from kvmesh.core.details import ModelDetail, WorkerDetail
-from kvmesh.core.types import WorkerLoad
+from kvmesh.core.types import Role, WorkerLoad
 from kvmesh.rpc.fleet_view import FleetMirror
 from services.scheduler.feed import FleetFeed
 from services.scheduler.fleet import MAX_GONE, Fleet, Membership
@@ -26,6 +26,23 @@ async def test_first_view_comes_at_once_and_changes_follow() -> None:
     fleet.register(worker_info("q"), 0.0)
     feed.changed()
     assert len((await following).workers) == 2
+    await views.aclose()  # type: ignore[attr-defined]
+
+
+async def test_another_role_is_told_at_once_with_who_has_it() -> None:
+    fleet = Fleet(3.0)
+    feed = FleetFeed(fleet)
+    fleet.register(worker_info("p"), 0.0)
+    fleet.register(worker_info("q"), 0.0)
+    views = feed.views(hold_empty_s=0.0, changes=True)
+    mirror = FleetMirror()
+    mirror.take(await anext(views))
+    before = fleet.urgent_version
+    fleet.register(worker_info("p", role=Role.DECODE), 0.1)  # as a worker says it, in the same life
+    feed.changed()
+    assert fleet.urgent_version > before
+    mirror.take(await anext(views))
+    assert [each.info.role for each in mirror.workers] == [Role.DECODE, Role.PREFILL]
     await views.aclose()  # type: ignore[attr-defined]
 
 
