@@ -82,6 +82,27 @@ async def test_ctrl_c_stops_an_answer_and_not_the_conversation(fake_mesh: Mesh) 
     assert await process.wait() == 0
 
 
+async def test_ctrl_c_at_the_only_question_is_an_exit_code(fake_mesh: Mesh) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", AT_A_TERMINAL, "chat", "--url", fake_mesh.url),
+        *("--max-tokens", "3000", "--prompt", "talk on"),
+        cwd=ROOT,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    first = await process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    rest, said = await process.communicate()
+    assert process.returncode == 130
+    answer = (first + rest).decode().removesuffix("\n")
+    assert said.decode().splitlines() == [
+        f"kvmesh chat: the answer is cut off after {len(answer)} characters",
+        "kvmesh chat: stopped",
+    ]
+    await fake_mesh.idle()
+
+
 async def test_failures_are_exit_codes(fake_mesh: Mesh, capsys: pytest.CaptureFixture[str]) -> None:
     assert await kvmesh("chat", "--url", "http://127.0.0.1:1", "--prompt", "x") == 1
     assert "no gateway answers" in capsys.readouterr().err

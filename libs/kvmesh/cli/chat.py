@@ -1,4 +1,7 @@
-"""`kvmesh chat`: talk to a running stack. Tests: tests/e2e/test_chat_and_top.py."""
+"""`kvmesh chat`: talk to a running stack.
+
+Tests: tests/unit/cli/test_chat.py, tests/e2e/test_chat_and_top.py.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,8 @@ examples:
   kvmesh chat --prompt 'What does os.path.join do?' --temperature 0
   kvmesh chat --url http://gateway:8000 --system 'Be brief.' < questions.txt
 
-exit code: 0; 1 if an answer failed (on a terminal: only if no server was found); 2 wrong usage
+exit code: 0; 1 if an answer failed (on a terminal: only if no server was found); 2 wrong usage;
+130 if Ctrl-C cut off the answer to --prompt
 """
 
 
@@ -80,7 +84,13 @@ def _run(arguments: argparse.Namespace, runner: asyncio.Runner) -> int:
         is_terminal = sys.stdin.isatty() and not arguments.prompt
         if is_terminal:
             print(f"{model} at {arguments.url}; /help for commands, Ctrl-D to leave")
-        chat = Chat(api, model, Conversation(arguments.system), as_json=arguments.json)
+        chat = Chat(
+            api,
+            model,
+            Conversation(arguments.system),
+            as_json=arguments.json,
+            goes_on=not arguments.prompt,
+        )
         failed = chat.run(_questions(arguments.prompt, sys.stdin, is_terminal), runner)
         return 1 if failed and not is_terminal else 0
     finally:
@@ -113,20 +123,36 @@ def _typed() -> Iterator[str]:
 
 
 class Chat:
-    """The loop of questions and answers."""
+    """The loop of questions and answers.
+
+    Args:
+        goes_on: whether Ctrl-C ends an answer only, not the conversation.
+    """
 
     def __init__(
-        self, api: ChatApi, model: str, conversation: Conversation, *, as_json: bool
+        self,
+        api: ChatApi,
+        model: str,
+        conversation: Conversation,
+        *,
+        as_json: bool,
+        goes_on: bool = True,
     ) -> None:
         self._api = api
         self._model = model
         self._conversation = conversation
         self._as_json = as_json
+        self._goes_on = goes_on
         self._last = Answer()
         self._failed = False
 
     def run(self, lines: Iterable[str], runner: asyncio.Runner) -> bool:
-        """Answers line by line; whether any answer failed."""
+        """Answers line by line; whether any answer failed.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C in an answer after which nothing goes on; it is told how
+                much of it came.
+        """
         for line in lines:
             text = line.strip()
             if text in ("/exit", "/quit"):
@@ -166,12 +192,19 @@ class Chat:
             self._conversation.undo()
             print(f"\nkvmesh chat: {error}", file=sys.stderr)
             return
-        except KeyboardInterrupt:  # the answer ends, the conversation goes on
+        except KeyboardInterrupt:
             answer.finish_reason = "stopped"
-            print(" [stopped]")
+            self._end(answer, " [stopped]" if self._goes_on else "")
+            if not self._goes_on:
+                print(f"kvmesh chat: {_what_was_cut(answer)}", file=sys.stderr)
+                raise
         else:
-            print(json.dumps(as_json(answer)) if self._as_json else "", flush=True)
+            self._end(answer, "")
         self._conversation.answered(answer.text)
+
+    def _end(self, answer: Answer, mark: str) -> None:
+        """Ends the line of an answer, or prints it for programs."""
+        print(json.dumps(as_json(answer)) if self._as_json else mark, flush=True)
 
     async def _print(self, answer: Answer) -> None:
         async with aclosing(self._api.stream(self._model, self._conversation, answer)) as pieces:
@@ -188,6 +221,14 @@ class Chat:
 
 
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
+
+
+def _what_was_cut(answer: Answer) -> str:
+    """How much of an answer that was stopped has come."""
+    if answer.text:
+        return f"the answer is cut off after {len(answer.text)} characters"
+    thinking = f"; it had thought {len(answer.thinking)} characters" if answer.thinking else ""
+    return f"no word of the answer has come yet{thinking}"
 
 
 def as_json(answer: Answer) -> dict[str, Any]:
