@@ -15,6 +15,7 @@ from kvmesh.core.types import (
     Endpoint,
     KvLayout,
     Placement,
+    RequestId,
     Role,
     RoutePlan,
     RouteQuery,
@@ -116,6 +117,7 @@ class SimFleet:
         self._view: FleetView | None = None
         self._next_report = 0.0
         self._num_routes = 0
+        self._routed: dict[RequestId, RoutePlan] = {}  # since the last report
         self._own_links: dict[WorkerId, SharedLink] = {}
         links = profile.links
         self.between = SharedLink(events, links.between_bytes_per_s)
@@ -197,6 +199,7 @@ class SimFleet:
                         pending_tokens=worker.waiting_tokens,
                     )
             self._changed.clear()
+            self._routed.clear()
             self._view = None
         if due and self._report_interval_s:
             self._next_report = self._events.now() + self._report_interval_s
@@ -219,20 +222,32 @@ class SimFleet:
         self._changed.clear()
         return self._order.shortlist(query, matches, self._events.now(), SILENT_AFTER_S)
 
-    def note_route(self, plan: RoutePlan) -> None:
+    def note_route(self, request_id: RequestId, plan: RoutePlan) -> None:
         """Counts a plan as load until its workers report it."""
         self._num_routes += 1
-        if not self._report_interval_s:
-            return
-        prefill = plan.prefill[0].worker_id
-        decode = prefill if plan.placement is Placement.AGGREGATED else plan.decode[0].worker_id
-        seen = self._views[prefill]
-        self._views[prefill] = dataclasses.replace(
-            seen, prefill_in_flight=seen.prefill_in_flight + 1
-        )
-        seen = self._views[decode]
-        self._views[decode] = dataclasses.replace(seen, decode_in_flight=seen.decode_in_flight + 1)
-        self._changed |= {prefill, decode}
+        if self._report_interval_s:
+            self._routed[request_id] = plan
+            self._count(plan, 1)
+
+    def withdraw(self, request_id: RequestId) -> None:
+        """Its last plan counts no more: it asks again, and goes somewhere else."""
+        plan = self._routed.pop(request_id, None)
+        if plan is not None:
+            self._count(plan, -1)
+
+    def _count(self, plan: RoutePlan, change: int) -> None:
+        first = plan.prefill[0]
+        second = first if plan.placement is Placement.AGGREGATED else plan.decode[0]
+        for candidate, prefill, decode in ((first, change, 0), (second, 0, change)):
+            seen = self._views.get(candidate.worker_id)
+            if seen is None or seen.info.incarnation != candidate.incarnation:
+                continue  # gone, or in another life
+            self._views[candidate.worker_id] = dataclasses.replace(
+                seen,
+                prefill_in_flight=seen.prefill_in_flight + prefill,
+                decode_in_flight=seen.decode_in_flight + decode,
+            )
+            self._changed.add(candidate.worker_id)
         self._view = None
 
     @property

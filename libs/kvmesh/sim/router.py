@@ -63,6 +63,7 @@ class SimRouter:
         Args:
             avoid: workers that failed or refused.
         """
+        self._fleet.withdraw(request.request_id)  # it asks again: its last plan came to nothing
         if self._system.joint is None:
             decide = partial(self._route, request, avoid)
             answer(decide() if self._around is None else self._around(decide))
@@ -120,7 +121,7 @@ class SimRouter:
         if plan.joint is not None:
             self._reasons[f"joint: {plan.joint.reason.value}"] += 1
         if isinstance(plan.route, RoutePlan):
-            self._fleet.note_route(plan.route)
+            self._fleet.note_route(request.request_id, plan.route)
             self._reads.note(plan.route, TRACE_BLOCK)
         return plan.route
 

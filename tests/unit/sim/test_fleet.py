@@ -3,7 +3,15 @@ from __future__ import annotations
 import pytest
 
 from kvmesh.core.errors import ConfigError
-from kvmesh.core.types import Candidate, Endpoint, Placement, Role, RoutePlan, WorkerId
+from kvmesh.core.types import (
+    Candidate,
+    Endpoint,
+    Placement,
+    RequestId,
+    Role,
+    RoutePlan,
+    WorkerId,
+)
 from kvmesh.sim.events import EventQueue
 from kvmesh.sim.fleet import LOST_AFTER_S, SimFleet, WorkerGroup, parse_fleet
 from kvmesh.sim.requests import SimSequence
@@ -98,15 +106,42 @@ class TestView:
     def test_routes_count_until_the_next_report(self) -> None:
         fleet, events = start(report_interval_s=1.0)
         fleet.view()
-        fleet.note_route(plan())
+        fleet.note_route(RequestId("r"), plan())
         assert used(fleet)[D] == 1
         events.at(1.0, lambda: None)
         events.run(lambda: False)
         assert used(fleet)[D] == 0
 
+    def test_who_asks_again_counts_once(self) -> None:
+        fleet, events = start(report_interval_s=1.0)
+        fleet.view()
+        for _ in range(2):
+            fleet.withdraw(RequestId("r"))
+            fleet.note_route(RequestId("r"), plan())
+            assert used(fleet) == {P: 0, D: 1}
+        fleet.note_route(RequestId("s"), plan())
+        assert used(fleet)[D] == 2
+        fleet.withdraw(RequestId("r"))
+        fleet.withdraw(RequestId("r"))
+        assert used(fleet)[D] == 1
+        events.at(1.0, lambda: None)
+        events.run(lambda: False)
+        assert used(fleet)[D] == 0
+        fleet.withdraw(RequestId("s"))  # a report overtook it
+        assert used(fleet)[D] == 0
+
+    def test_a_plan_for_an_earlier_life_is_not_taken_from_the_next_one(self) -> None:
+        fleet, _ = start(report_interval_s=1.0)
+        fleet.view()
+        fleet.note_route(RequestId("r"), plan())
+        fleet.workers[D].fail()
+        fleet.restart(D)
+        fleet.withdraw(RequestId("r"))
+        assert used(fleet) == {P: 0, D: 0}
+
     def test_routes_turn_a_rotation(self) -> None:
         fleet, _ = start()
-        fleet.note_route(plan())
+        fleet.note_route(RequestId("r"), plan())
         assert fleet.view().num_routes == 1
 
     def test_the_dead_leave_with_their_lease_and_come_back_empty(self) -> None:

@@ -10,7 +10,7 @@ from kvmesh.sim.simulation import Result, Simulation
 from kvmesh.sim.steps import ChunkTokens
 from kvmesh.sim.systems import SYSTEMS
 from kvmesh.sim.trace import TRACE_BLOCK, TraceRequest
-from tests.unit.sim.examples import scenario, trace
+from tests.unit.sim.examples import request, scenario, trace
 
 QUICK = Objectives((TimeoutTier(1 << 62, 2.0),))
 TWO_CLUSTERS = "remote:d:prefill:1,home:d:prefill:1,home:d:decode:1"
@@ -32,6 +32,16 @@ def run(what: Scenario) -> Result:
 
 
 class TestOneRequest:
+    def test_one_that_asks_again_is_load_once_and_not_for_itself(self) -> None:
+        fleet = "home:d:prefill:2,home:d:decode:1"
+        simulation = Simulation(scenario(trace(), fleet=fleet, system="pending_tokens"))
+        simulation.fleet.view()
+        for _ in range(3):
+            simulation._desk.route(request(), frozenset(), lambda _: None)
+            seen = simulation.fleet.view().workers
+            assert sorted(each.prefill_in_flight for each in seen) == [0, 0, 1]
+            assert sorted(each.decode_in_flight for each in seen) == [0, 0, 1]
+
     def test_prefill_transfer_and_decode_take_their_times(self) -> None:
         (request,) = run(scenario(trace(blocks=2, output=5))).requests
         assert request.outcome is Outcome.DONE
