@@ -5,6 +5,7 @@ Tests: tests/unit/engine/test_experts.py, tests/integration/test_transformers_eq
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,7 +14,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvmesh.engine.config import ModelConfig
-from kvmesh.engine.layers import GatedMlp, Mlp, SparseMlp, load_gated_mlp, make_sparse_mlp
+from kvmesh.engine.layers import (
+    DENSE_MLP,
+    GatedMlp,
+    Mlp,
+    SparseMlp,
+    load_gated_mlp,
+    make_sparse_mlp,
+)
 from kvmesh.engine.weights import LayerWeights
 from kvmesh.kernels import layer_ops
 from kvmesh.kernels.linear import Linear, make_linear
@@ -95,6 +103,24 @@ class GroupRoute:
         best = strength.topk(self.top_groups, dim=-1).indices
         open_groups = torch.zeros_like(strength, dtype=torch.bool).scatter_(1, best, value=True)
         return grouped.masked_fill(~open_groups[..., None], -torch.inf).view(choice.shape)
+
+
+def experts_or_dense(
+    weights: LayerWeights,
+    config: ModelConfig,
+    load_sparse: Callable[[LayerWeights, ModelConfig], Mlp],
+) -> Mlp:
+    """Reads a layer's experts, or its dense MLP by its usual names where it has none.
+
+    Args:
+        load_sparse: reads the experts.
+
+    Raises:
+        CheckpointError: a tensor is missing or of the wrong shape.
+    """
+    if config.moe is not None and weights.layer in config.moe.sparse_layers:
+        return load_sparse(weights, config)
+    return load_gated_mlp(weights, DENSE_MLP, config.hidden_size, config.intermediate_size)
 
 
 GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvmesh.engine.config import LinearConfig, ModelConfig, MoeConfig
-from kvmesh.engine.experts import load_group_routed
+from kvmesh.engine.experts import experts_or_dense, load_group_routed
 from kvmesh.engine.json_fields import Fields
 from kvmesh.engine.kda import load_kda
 from kvmesh.engine.latent import load_latent_attention
-from kvmesh.engine.layers import DENSE_MLP, Mixer, MixerLayer, load_gated_mlp, load_mixer_layer
+from kvmesh.engine.layers import Mixer, MixerLayer, load_mixer_layer
 from kvmesh.engine.linear_attention import DeltaInputs
 from kvmesh.engine.models.family import EXPERT_ALIASES, Family, grouped_experts, latent_shape
 from kvmesh.engine.weights import LayerWeights
@@ -127,18 +127,13 @@ def _project(weights: LayerWeights, config: ModelConfig) -> _Projection:
 
 
 def _load_layer(weights: LayerWeights, config: ModelConfig) -> MixerLayer:
-    moe, hidden = config.moe, config.hidden_size
-    assert moe is not None
     mixer: Mixer
     if config.is_linear(weights.layer):
         mixer = load_kda(weights, config, _project(weights, config))
     else:
-        gate = weights.linear("self_attn.g_proj.weight", config.num_heads, hidden)
+        gate = weights.linear("self_attn.g_proj.weight", config.num_heads, config.hidden_size)
         mixer = load_latent_attention(weights, config, gate=gate)
-    if weights.layer in moe.sparse_layers:
-        mlp = load_group_routed(weights, config)
-    else:
-        mlp = load_gated_mlp(weights, DENSE_MLP, hidden, config.intermediate_size)
+    mlp = experts_or_dense(weights, config, load_group_routed)
     return load_mixer_layer(weights, config, mixer, mlp)
 
 

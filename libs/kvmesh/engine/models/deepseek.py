@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvmesh.engine.config import ModelConfig, MoeConfig
-from kvmesh.engine.experts import load_group_routed
+from kvmesh.engine.experts import experts_or_dense, load_group_routed
 from kvmesh.engine.json_fields import Fields
 from kvmesh.engine.latent import load_latent_attention
-from kvmesh.engine.layers import DENSE_MLP, MixerLayer, load_gated_mlp, load_mixer_layer
+from kvmesh.engine.layers import MixerLayer, load_mixer_layer
 from kvmesh.engine.models.family import Family, latent_shape
 from kvmesh.engine.weights import LayerWeights
 
@@ -57,12 +57,7 @@ def _configure_v3(fields: Fields, config: ModelConfig) -> ModelConfig:
 
 
 def _load_layer(weights: LayerWeights, config: ModelConfig) -> MixerLayer:
-    moe = config.moe
-    assert moe is not None
-    if weights.layer in moe.sparse_layers:
-        mlp = load_group_routed(weights, config)
-    else:
-        mlp = load_gated_mlp(weights, DENSE_MLP, config.hidden_size, config.intermediate_size)
+    mlp = experts_or_dense(weights, config, load_group_routed)
     return load_mixer_layer(weights, config, load_latent_attention(weights, config), mlp)
 
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from kvmesh.engine.attention import load_pre_norm_layer
 from kvmesh.engine.config import ModelConfig, MoeConfig
-from kvmesh.engine.experts import GroupRoute, load_routed
+from kvmesh.engine.experts import GroupRoute, experts_or_dense, load_routed
 from kvmesh.engine.json_fields import Fields
-from kvmesh.engine.layers import MixerLayer
+from kvmesh.engine.layers import MixerLayer, Mlp
 from kvmesh.engine.models.family import Family
 from kvmesh.engine.weights import LayerWeights
 
@@ -38,11 +38,9 @@ def _sparse_layers(fields: Fields, num_layers: int) -> frozenset[int]:
     return frozenset(layer for layer in range(first, last + 1) if (layer + 1) % every == 0)
 
 
-def _load_layer(weights: LayerWeights, config: ModelConfig) -> MixerLayer:
+def _load_experts(weights: LayerWeights, config: ModelConfig) -> Mlp:
     moe = config.moe
     assert moe is not None
-    if weights.layer not in moe.sparse_layers:
-        return load_pre_norm_layer(weights, config)
     bias = weights.exact("mlp.moe_statics.e_score_correction_bias", (1, moe.num_experts))
     route = GroupRoute(
         top_k=moe.top_k,
@@ -53,7 +51,12 @@ def _load_layer(weights: LayerWeights, config: ModelConfig) -> MixerLayer:
         bias=bias[0],
         is_softmax=True,
     )
-    return load_pre_norm_layer(weights, config, load_routed(weights, config, route))
+    return load_routed(weights, config, route)
+
+
+def _load_layer(weights: LayerWeights, config: ModelConfig) -> MixerLayer:
+    mlp = experts_or_dense(weights, config, _load_experts)
+    return load_pre_norm_layer(weights, config, mlp)
 
 
 FAMILY = Family(

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from kvmesh.engine.attention import load_pre_norm_layer
 from kvmesh.engine.config import ModelConfig, MoeConfig
-from kvmesh.engine.experts import load_group_routed
+from kvmesh.engine.experts import experts_or_dense, load_group_routed
 from kvmesh.engine.json_fields import Fields
 from kvmesh.engine.layers import MixerLayer
 from kvmesh.engine.models.family import Family, grouped_experts
@@ -34,11 +34,8 @@ def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
 
 
 def _load_layer(weights: LayerWeights, config: ModelConfig) -> MixerLayer:
-    moe = config.moe
-    assert moe is not None
-    if weights.layer not in moe.sparse_layers:
-        return load_pre_norm_layer(weights, config)
-    return load_pre_norm_layer(weights, config, load_group_routed(weights, config))
+    mlp = experts_or_dense(weights, config, load_group_routed)
+    return load_pre_norm_layer(weights, config, mlp)
 
 
 FAMILY = Family(

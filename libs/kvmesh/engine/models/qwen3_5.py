@@ -7,25 +7,15 @@ Checkpoints that also see pictures hold the decoder as `language_model` and its 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
-from kvmesh.engine.attention import load_attention
 from kvmesh.engine.config import ModelConfig, MoeConfig
-from kvmesh.engine.experts import load_gate_shared
 from kvmesh.engine.gated_delta import gated_delta_shape, load_gated_delta
 from kvmesh.engine.json_fields import Fields
-from kvmesh.engine.layers import (
-    DENSE_MLP,
-    Mixer,
-    MixerLayer,
-    load_gated_mlp,
-    load_mixer_layer,
-)
 from kvmesh.engine.linear_attention import DeltaAttention
 from kvmesh.engine.models.family import Family
+from kvmesh.engine.models.qwen3_next import NORM_OFFSET, load_hybrid_layer
 from kvmesh.engine.weights import LayerWeights
-
-# Weights of norms are stored as their difference from one, but for that of the delta rule.
-_NORM_OFFSET = 1.0
 
 
 def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
@@ -65,20 +55,8 @@ def _load_delta(weights: LayerWeights, config: ModelConfig) -> DeltaAttention:
     )
 
 
-def _load_layer(weights: LayerWeights, config: ModelConfig) -> MixerLayer:
-    mixer: Mixer
-    if config.is_linear(weights.layer):
-        mixer = _load_delta(weights, config)
-    else:
-        mixer = load_attention(weights, config, norm_offset=_NORM_OFFSET, gated=True)
-    if config.moe is None:
-        mlp = load_gated_mlp(weights, DENSE_MLP, config.hidden_size, config.intermediate_size)
-        return load_mixer_layer(weights, config, mixer, mlp, norm_offset=_NORM_OFFSET)
-    experts = load_gate_shared(weights, config)
-    return load_mixer_layer(weights, config, mixer, experts, norm_offset=_NORM_OFFSET)
-
-
-DENSE = Family(_configure, _load_layer, {"head_dim": 256}, norm_offset=_NORM_OFFSET)
-SPARSE = Family(_configure_moe, _load_layer, {"head_dim": 256}, norm_offset=_NORM_OFFSET)
+_load_layer = partial(load_hybrid_layer, load_delta=_load_delta)
+DENSE = Family(_configure, _load_layer, {"head_dim": 256}, norm_offset=NORM_OFFSET)
+SPARSE = Family(_configure_moe, _load_layer, {"head_dim": 256}, norm_offset=NORM_OFFSET)
 SEEING_DENSE = replace(DENSE, weight_prefix="model.language_model", nested="text_config")
 SEEING_SPARSE = replace(SPARSE, weight_prefix="model.language_model", nested="text_config")

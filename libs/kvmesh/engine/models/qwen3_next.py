@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from kvmesh.engine.attention import load_attention
 from kvmesh.engine.config import ModelConfig, MoeConfig
-from kvmesh.engine.experts import load_gate_shared
+from kvmesh.engine.experts import experts_or_dense, load_gate_shared
 from kvmesh.engine.gated_delta import gated_delta_shape, load_gated_delta
 from kvmesh.engine.json_fields import Fields
-from kvmesh.engine.layers import (
-    DENSE_MLP,
-    Mixer,
-    MixerLayer,
-    Mlp,
-    load_gated_mlp,
-    load_mixer_layer,
-)
+from kvmesh.engine.layers import Mixer, MixerLayer, load_mixer_layer
 from kvmesh.engine.linear_attention import DeltaAttention
 from kvmesh.engine.models.family import Family, qwen_sparse_layers
 from kvmesh.engine.weights import LayerWeights
 
 # Weights of norms are stored as their difference from one, but for that of the delta rule.
-_NORM_OFFSET = 1.0
+NORM_OFFSET = 1.0
 
 
 def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
@@ -68,22 +63,31 @@ def _load_delta(weights: LayerWeights, config: ModelConfig) -> DeltaAttention:
     )
 
 
-def _load_mlp(weights: LayerWeights, config: ModelConfig) -> Mlp:
-    moe = config.moe
-    assert moe is not None
-    if weights.layer in moe.sparse_layers:
-        return load_gate_shared(weights, config)
-    return load_gated_mlp(weights, DENSE_MLP, config.hidden_size, config.intermediate_size)
+def load_hybrid_layer(
+    weights: LayerWeights,
+    config: ModelConfig,
+    load_delta: Callable[[LayerWeights, ModelConfig], DeltaAttention],
+) -> MixerLayer:
+    """Reads a layer of either kind of attention.
 
+    Args:
+        load_delta: reads the delta rule, whose projections families lay out differently.
 
-def _load_layer(weights: LayerWeights, config: ModelConfig) -> MixerLayer:
+    Raises:
+        CheckpointError: a tensor is missing or of the wrong shape.
+    """
     mixer: Mixer
     if config.is_linear(weights.layer):
-        mixer = _load_delta(weights, config)
+        mixer = load_delta(weights, config)
     else:
-        mixer = load_attention(weights, config, norm_offset=_NORM_OFFSET, gated=True)
-    mlp = _load_mlp(weights, config)
-    return load_mixer_layer(weights, config, mixer, mlp, norm_offset=_NORM_OFFSET)
+        mixer = load_attention(weights, config, norm_offset=NORM_OFFSET, gated=True)
+    mlp = experts_or_dense(weights, config, load_gate_shared)
+    return load_mixer_layer(weights, config, mixer, mlp, norm_offset=NORM_OFFSET)
 
 
-FAMILY = Family(_configure, _load_layer, {"head_dim": 256}, norm_offset=_NORM_OFFSET)
+FAMILY = Family(
+    _configure,
+    partial(load_hybrid_layer, load_delta=_load_delta),
+    {"head_dim": 256},
+    norm_offset=NORM_OFFSET,
+)
