@@ -70,7 +70,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral, window": ("MistralConfig", _HEADS | {"sliding_window": _WINDOW}),
     "qwen2": ("Qwen2Config", _COMMON),
     "qwen3": ("Qwen3Config", _HEADS),
-    "phi3": ("Phi3Config", _COMMON | {"pad_token_id": 0, "bos_token_id": None}),
+    "phi3": ("Phi3Config", _COMMON | _IDS),
+    "phi3, longrope": (
+        "Phi3Config",
+        _COMMON
+        | _IDS
+        | {
+            "original_max_position_embeddings": 4096,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0] * 24,
+                "long_factor": [1.0 + pair for pair in range(24)],
+            },
+        },
+    ),
     "seed-oss": ("SeedOssConfig", _HEADS),
     "qwen2-moe": (
         "Qwen2MoeConfig",

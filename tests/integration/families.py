@@ -83,6 +83,15 @@ YARN_ROPE = {
     "original_max_position_embeddings": 256,
     "truncate": False,
 }
+# Of heads of 16, of which 12 are rotated.
+LONG_ROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 1000.0,
+    "factor": 8.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.7, 2.0, 2.5],
+    "long_factor": [1.0, 1.5, 3.0, 9.0, 20.0, 31.0],
+    "original_max_position_embeddings": 4096,
+}
 DEEPSEEK_SCALES = {"mscale": 0.7, "mscale_all_dim": 1.0}
 LATENT: dict[str, Any] = {
     **{key: value for key, value in SHAPE.items() if key != "head_dim"},
@@ -130,6 +139,14 @@ CONFIGS: dict[str, Any] = {
     # Its heads are what the hidden size leaves for each.
     "phi3": Phi3Config(
         **(SHAPE | {"hidden_size": 96}), sliding_window=40, pad_token_id=0, bos_token_id=None
+    ),
+    # No prompt is longer than the original length, and some are beyond it in test_long_rope.py.
+    "phi3-longrope": Phi3Config(
+        **(SHAPE | {"hidden_size": 96}),
+        pad_token_id=0,
+        bos_token_id=None,
+        original_max_position_embeddings=4096,
+        rope_parameters=LONG_ROPE | {"partial_rotary_factor": 0.75},
     ),
     "seed-oss": SeedOssConfig(**SHAPE, attention_bias=True, attention_out_bias=True),
     "qwen2-moe": Qwen2MoeConfig(

@@ -81,6 +81,7 @@ ODD: dict[str, tuple[Any, ...]] = {
     "no_rope_layers": ([0, 1, 1], [0]),
     "num_experts_per_tok": (1, 100),
     "num_key_value_heads": (3,),
+    "original_max_position_embeddings": (32, 4096),
     "q_lora_rank": (24, None),
     "query_pre_attn_scalar": (7,),
     "residual_multiplier": (0.5,),

@@ -13,6 +13,7 @@ from kvmesh.core.errors import CheckpointError
 from kvmesh.engine.config import ModelConfig, MoeConfig
 from kvmesh.engine.json_fields import Fields, read_json
 from kvmesh.engine.models import FAMILIES
+from kvmesh.engine.rope_fields import refuse_wrong_factors, rope_of, rotary_dim
 
 SUPPORTED = (
     f"supported are {', '.join(sorted(FAMILIES))} checkpoints in safetensors without quantization"
@@ -82,7 +83,7 @@ def parse_model_config(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         rms_norm_eps=fields.number("rms_norm_eps", float, default=1e-6),
-        rope=fields.rope(family.rope_theta, "full_attention"),
+        rope=rope_of(fields, family.rope_theta, "full_attention"),
         max_position_embeddings=fields.number("max_position_embeddings", int),
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
         qkv_bias=bias,
@@ -95,6 +96,7 @@ def parse_model_config(
     )
     configured = family.configure(fields, config)
     _refuse_uncomputed(fields, configured)
+    refuse_wrong_factors(configured, origin)
     _refuse_impossible_experts(fields, configured.moe)
     return configured
 
@@ -114,7 +116,7 @@ def _refuse_uncomputed(fields: Fields, config: ModelConfig) -> None:
             raise CheckpointError(text)
     if config.linear is not None and len(config.linear.layers) == config.num_layers:
         raise CheckpointError(f"{origin}: layer_types without an attention layer are not supported")
-    if fields.rotary_dim(config.head_dim) != config.head_dim and not config.rotary_dim:
+    if rotary_dim(fields, config.head_dim) != config.head_dim and not config.rotary_dim:
         text = f"{origin}: partial_rotary_factor is not supported in {name}; {SUPPORTED}"
         raise CheckpointError(text)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 
@@ -19,12 +19,14 @@ class RopeConfig:
     """Rotary position embedding.
 
     Attributes:
-        kind: "default", "linear", "llama3" or "yarn".
-        factor: how far the context was stretched; 1 for "default".
+        kind: "default", "linear", "llama3", "longrope" or "yarn".
+        factor: how far the context was stretched; 1 for "default" and "longrope".
         low_freq_factor, high_freq_factor: of "llama3" only.
-        original_max_positions: of "llama3" and "yarn".
+        original_max_positions: of "llama3", "longrope" and "yarn".
         beta_fast, beta_slow, truncate: of "yarn", whose ramp lies between those many turns.
-        scale: factor of cosines and sines; 1 but for "yarn".
+        scale: factor of cosines and sines; 1 but for "longrope" and "yarn".
+        pair_factors: of "longrope", what the frequency of each pair is divided by.
+        long_factors: the same for lengths above the original one; none once one is chosen.
     """
 
     theta: float
@@ -37,6 +39,20 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncate: bool = True
     scale: float = 1.0
+    pair_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+
+    def for_length(self, length: int) -> RopeConfig:
+        """The one embedding that serves sequences of up to `length` positions.
+
+        "longrope" has one for the original length and one for all that is longer. Cached keys are
+        rotated, so a cache holds those of one of them.
+        """
+        if not self.long_factors:
+            return self
+        is_long = length > self.original_max_positions
+        factors = self.long_factors if is_long else self.pair_factors
+        return replace(self, pair_factors=factors, long_factors=())
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +196,11 @@ class ModelConfig:
     unrotated: frozenset[int] = frozenset()
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
+
+    def for_length(self, length: int) -> ModelConfig:
+        """The config with the rotary embeddings of sequences of up to `length` positions."""
+        local = self.local_rope and self.local_rope.for_length(length)
+        return replace(self, rope=self.rope.for_length(length), local_rope=local)
 
     @property
     def num_parameters(self) -> int:

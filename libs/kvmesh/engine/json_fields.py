@@ -1,13 +1,12 @@
 """Typed reading of a checkpoint's JSON files; whatever is wrong names the file and the key.
 
-Accepts the keys of transformers 5 (`rope_parameters`, `dtype`) and the older ones (`rope_theta`,
-`rope_scaling`, `torch_dtype`). Torch-free. Tests: tests/unit/engine/test_config.py.
+Accepts the key of transformers 5 (`dtype`) and the older one (`torch_dtype`); rope_fields.py reads
+those of rotations. Torch-free. Tests: tests/unit/engine/test_config.py.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +14,8 @@ from typing import Any, TypeVar
 
 from kvmesh.core.errors import CheckpointError
 from kvmesh.core.types import DTYPE_BYTES
-from kvmesh.engine.config import RopeConfig
 
 NumberT = TypeVar("NumberT", int, float)
-_ROPE_KINDS = ("default", "linear", "llama3", "yarn")
-
 _NUMBERS_END = 1 << 63
 
 
@@ -117,6 +113,17 @@ class Fields:
             raise CheckpointError(f"{self.origin}: {key} must be whole numbers, got {values!r}")
         return tuple(values)
 
+    def reals(self, key: str) -> tuple[float, ...]:
+        """Positive numbers.
+
+        Raises:
+            CheckpointError: the key is missing, no list, or holds something else.
+        """
+        values = self.raw.get(key)
+        if not isinstance(values, list):
+            raise CheckpointError(f"{self.origin}: {key} must be numbers, got {values!r}")
+        return tuple(Fields({key: value}, self.origin).number(key, float) for value in values)
+
     def names(self, key: str, count: int) -> tuple[str, ...] | None:
         """One name for each layer, where the file says.
 
@@ -185,94 +192,3 @@ class Fields:
             CheckpointError: they are malformed, or their number is not that of the layers.
         """
         return self.names("layer_types", num_layers)
-
-    def rope(self, default_theta: float = 10000.0, layer_type: str | None = None) -> RopeConfig:
-        """The rotary embedding, of one layer type where the file has several.
-
-        Raises:
-            CheckpointError: a value is malformed or the kind is not supported.
-        """
-        table = self._rope_table()
-        if layer_type is not None and layer_type in table:
-            table = Fields(table, self.origin).table(layer_type)
-            # transformers does not look for it there.
-            Fields(table, self.origin).only("truncate", True)
-        table = {"rope_theta": self.raw.get("rope_theta"), **table}
-        max_positions = self.number("max_position_embeddings", int)
-        return Fields(table, self.origin)._rope_of_kind(default_theta, max_positions)
-
-    def rotary_dim(self, head_dim: int, default: float = 1.0) -> int:
-        """Elements of a head that are rotated.
-
-        Raises:
-            CheckpointError: the share is no number, or leaves half a pair.
-        """
-        key = "partial_rotary_factor"
-        parameters = self._rope_table()
-        of_types = [table for table in parameters.values() if isinstance(table, Mapping)]
-        tables = (self.raw, parameters, *of_types)
-        said = [table[key] for table in tables if table.get(key) is not None]
-        value = said[-1] if said else None
-        share = Fields({key: value}, self.origin).number(key, float, default=default)
-        rotated = int(head_dim * share)
-        if rotated % 2 or (head_dim - rotated) % 2 or rotated > head_dim:
-            raise CheckpointError(f"{self.origin}: {key} {share} of {head_dim} is not supported")
-        return rotated
-
-    def yarn_scale(self) -> float:
-        """Factor by which yarn sharpens queries and keys of DeepSeek; 1 without `mscale_all_dim`.
-
-        Raises:
-            CheckpointError: a value is no number.
-        """
-        table = self._rope_table()
-        if table.get("rope_type", table.get("type", "default")) == "default":
-            return 1.0
-        scaling = Fields(table, self.origin)
-        return _yarn_mscale(scaling.number("factor", float), scaling.real("mscale_all_dim", 0.0))
-
-    def _rope_table(self) -> Mapping[str, Any]:
-        """`rope_parameters`; older files keep `rope_theta` beside an optional `rope_scaling`."""
-        return self.table("rope_parameters") or self.table("rope_scaling")
-
-    def _rope_of_kind(self, default_theta: float, max_positions: int) -> RopeConfig:
-        kind = self.raw.get("rope_type", self.raw.get("type", "default"))
-        if kind not in _ROPE_KINDS:
-            raise CheckpointError(
-                f"{self.origin}: rope_type {kind!r} is not supported; supported are default, "
-                "linear, llama3 and yarn"
-            )
-        theta = self.number("rope_theta", float, default=default_theta)
-        if kind == "default":
-            return RopeConfig(theta)
-        factor = self.number("factor", float)
-        if kind == "linear":
-            return RopeConfig(theta, kind, factor)
-        original = self.number("original_max_position_embeddings", int, default=max_positions)
-        if kind == "llama3":
-            return RopeConfig(
-                theta,
-                kind,
-                factor,
-                self.number("low_freq_factor", float),
-                self.number("high_freq_factor", float),
-                original,
-            )
-        mscale, mscale_all = self.real("mscale", 0.0), self.real("mscale_all_dim", 0.0)
-        usual = _yarn_mscale(factor, 1.0)
-        if mscale and mscale_all:
-            usual = _yarn_mscale(factor, mscale) / _yarn_mscale(factor, mscale_all)
-        return RopeConfig(
-            theta,
-            kind,
-            factor,
-            original_max_positions=original,
-            beta_fast=self.number("beta_fast", float, default=32.0),
-            beta_slow=self.number("beta_slow", float, default=1.0),
-            truncate=self.flag("truncate", default=True),
-            scale=self.number("attention_factor", float, default=usual),
-        )
-
-
-def _yarn_mscale(factor: float, mscale: float) -> float:
-    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -20,6 +20,9 @@ from kvmesh.engine.rope import RopeTable, resting_table, rope_table
 from kvmesh.engine.weights import LayerWeights, WeightFiles
 from kvmesh.kernels import layer_ops
 from kvmesh.kernels.linear import Linear, make_linear
+from kvmesh.telemetry.logs import event_logger
+
+log = event_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +117,12 @@ def load_model(
         if kind is Rotation.NONE:
             return resting_table(config.head_dim, dtype, device)
         local = config.local_rope if kind is Rotation.LOCAL else None
-        return rope_table(
-            local or config.rope, config.head_dim, num_positions, dtype, device, config.rotary_dim
-        )
+        rope = local or config.rope
+        if rope.kind == "longrope":
+            original = rope.original_max_positions
+            factors = "long" if num_positions > original else "short"
+            log.info("rope_chosen", factors=factors, original=original, longest=num_positions)
+        return rope_table(rope, config.head_dim, num_positions, dtype, device, config.rotary_dim)
 
     embedding = matrix(f"{family.weight_prefix}.embed_tokens.weight")
     norm_name = f"{family.weight_prefix}.norm.weight"

@@ -89,6 +89,7 @@ class TorchRunner:
         resolved = resolve_dtype(config, dtype)
         require_room_for_latents(config, resolved, device)
         length = _model_len(config, max_model_len)
+        config = config.for_length(length)
         files = WeightFiles(folder, FAMILIES[config.family].tensor_names)
         need = memory_needed(folder, dtype=dtype, num_blocks=num_blocks, block_size=block_size)
         require_memory(need, available_bytes(device))

@@ -63,6 +63,38 @@ def test_rope_scaling_of_older_files(type_key: str) -> None:
     )
 
 
+LONG_ROPE: dict[str, Any] = {
+    "type": "longrope",
+    "short_factor": [1.0, 1.5, 2.0, 2.5],
+    "long_factor": [1.0, 4.0, 8.0, 16.0],
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize("name", ["longrope", "su"])
+def test_longrope_has_one_embedding_for_each_side_of_the_original_length(name: str) -> None:
+    config = parse(rope_scaling=LONG_ROPE | {"type": name}, max_position_embeddings=64 * 8)
+    # Three steps of 2, of the six that the original length has.
+    scale = pytest.approx((1 + 3 / 6) ** 0.5)
+    factors = tuple(LONG_ROPE["short_factor"]), tuple(LONG_ROPE["long_factor"])
+    shared: dict[str, Any] = {"original_max_positions": 64, "scale": scale}
+    short, long = (RopeConfig(10000.0, "longrope", pair_factors=f, **shared) for f in factors)
+    assert [config.for_length(length).rope for length in (1, 64, 65, 512)] == [
+        short,
+        short,
+        long,
+        long,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "scale"),
+    [({"factor": 1.0}, 1.0), ({"factor": 64.0}, 2**0.5), ({"attention_factor": 1.25}, 1.25)],
+)
+def test_the_factor_of_longrope_scales_the_table(changes: dict[str, Any], scale: float) -> None:
+    assert parse(rope_scaling=LONG_ROPE | changes).rope.scale == pytest.approx(scale)
+
+
 def test_llama3_rope() -> None:
     table = {
         "rope_type": "llama3",
@@ -104,7 +136,14 @@ def test_the_unsupported_is_named_with_what_is_supported(
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "longrope.*supported are"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "dynamic.*supported are.*longrope"),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "long_factor must be"),
+        ({"rope_scaling": LONG_ROPE | {"long_factor": [1.0, 0.0]}}, "long_factor must be positive"),
+        ({"rope_scaling": LONG_ROPE | {"long_factor": [2.0] * 3}}, "4 numbers in .* 4 and 3"),
+        (
+            {"rope_scaling": LONG_ROPE | {"original_max_position_embeddings": 1}},
+            "original_max_position_embeddings must be above 1",
+        ),
         (
             {"rope_scaling": {"factor": 4}, "rope_parameters": {"rope_type": "default"}},
             "rope_scaling contradicts rope_parameters",

@@ -138,6 +138,18 @@ def test_keys_of_a_seeing_model_lie_deeper() -> None:
     assert config.hidden_size == CONFIG["hidden_size"]
 
 
+@pytest.mark.parametrize("said", [{}, {"original_max_position_embeddings": 128}])
+def test_the_original_length_of_phi3_lies_beside_its_rope(said: dict[str, int]) -> None:
+    long_rope = {"type": "su", "short_factor": [1.0] * 3, "long_factor": [2.0] * 3}
+    shares = {"partial_rotary_factor": 0.75, "max_position_embeddings": 131072}
+    config = parse(CONFIG | shares, model_type="phi3", rope_scaling=long_rope, **said)
+    assert config.rotary_dim == 6
+    assert config.rope.original_max_positions == said.get("original_max_position_embeddings", 4096)
+    inner = long_rope | {"original_max_position_embeddings": 64}
+    other = parse(CONFIG | shares, model_type="phi3", rope_scaling=inner, **said)
+    assert other.rope == config.rope
+
+
 DEEPSEEK = CONFIG | {
     "model_type": "deepseek_v2",
     "num_key_value_heads": 4,

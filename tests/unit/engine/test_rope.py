@@ -50,6 +50,15 @@ def test_yarn_keeps_short_waves_stretches_long_ones_and_scales_the_table() -> No
     assert table.cos[0].flatten().tolist() == [1.25] * 64
 
 
+def test_longrope_divides_each_frequency_and_scales_the_table() -> None:
+    factors = (1.0, 2.0, 4.0, 8.0)
+    rope = RopeConfig(1000.0, "longrope", scale=1.25, pair_factors=factors)
+    plain = inverse_frequencies(RopeConfig(1000.0), 8)
+    torch.testing.assert_close(inverse_frequencies(rope, 8), plain / torch.tensor(factors))
+    table = rope_table(rope, 8, 8, torch.float32, "cpu")
+    assert table.cos[0].flatten().tolist() == [1.25] * 8
+
+
 def test_a_resting_table_leaves_all_positions_as_they_are() -> None:
     rows = resting_table(8, torch.bfloat16, "cpu").rows(torch.tensor([0, 7, 900_000]))
     x = torch.randn(3, 2, 8, generator=torch.Generator().manual_seed(1)).bfloat16()

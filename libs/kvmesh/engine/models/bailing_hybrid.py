@@ -18,6 +18,7 @@ from kvmesh.engine.latent import load_latent_attention
 from kvmesh.engine.layers import Mixer, MixerLayer, load_mixer_layer
 from kvmesh.engine.linear_attention import DeltaInputs
 from kvmesh.engine.models.family import EXPERT_ALIASES, Family, grouped_experts, latent_shape
+from kvmesh.engine.rope_fields import yarn_scale
 from kvmesh.engine.weights import LayerWeights
 from kvmesh.kernels.linear import Linear, make_linear
 
@@ -35,7 +36,7 @@ def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
         latent=latent,
         linear=_linear(fields, config),
         moe=grouped_experts(fields, config.num_layers, _EXPERTS, usual_dense=2),
-        attention_scale=scale * fields.yarn_scale() ** 2,
+        attention_scale=scale * yarn_scale(fields) ** 2,
         decay_bound=bound if fields.flag("kda_safe_gate", default=True) else 0.0,
     )
 

@@ -10,6 +10,7 @@ from kvmesh.engine.json_fields import Fields
 from kvmesh.engine.latent import load_latent_attention
 from kvmesh.engine.layers import MixerLayer, load_mixer_layer
 from kvmesh.engine.models.family import Family, latent_shape
+from kvmesh.engine.rope_fields import yarn_scale
 from kvmesh.engine.weights import LayerWeights
 
 
@@ -44,7 +45,7 @@ def _configure(fields: Fields, config: ModelConfig, *, is_v3: bool) -> ModelConf
         head_dim=latent.rope_dim,
         latent=latent,
         moe=_moe(fields, config, is_v3=is_v3),
-        attention_scale=scale * fields.yarn_scale() ** 2,
+        attention_scale=scale * yarn_scale(fields) ** 2,
     )
 
 

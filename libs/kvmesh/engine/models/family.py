@@ -10,6 +10,7 @@ from kvmesh.core.errors import CheckpointError
 from kvmesh.engine.config import LatentConfig, ModelConfig, MoeConfig, RopeConfig
 from kvmesh.engine.json_fields import Fields
 from kvmesh.engine.layers import Layer
+from kvmesh.engine.rope_fields import rope_of
 from kvmesh.engine.weights import LayerWeights
 
 
@@ -230,4 +231,4 @@ def rope_of_windows(fields: Fields, theta: float, older: RopeConfig) -> RopeConf
         return older
     if not parameters.keys() & {"full_attention", "sliding_attention"}:
         raise CheckpointError(f"{fields.origin}: rope_parameters must be those of each layer type")
-    return fields.rope(theta, "sliding_attention")
+    return rope_of(fields, theta, "sliding_attention")

@@ -14,6 +14,7 @@ from kvmesh.engine.json_fields import Fields
 from kvmesh.engine.layers import MixerLayer, load_joined_mlp, load_mixer_layer
 from kvmesh.engine.models.family import Family
 from kvmesh.engine.norm_orders import SandwichLayer
+from kvmesh.engine.rope_fields import rotary_dim
 from kvmesh.engine.weights import LayerWeights
 
 
@@ -21,7 +22,7 @@ def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
     return replace(
         config,
         output_bias=False,
-        rotary_dim=fields.rotary_dim(config.head_dim, default=0.5),
+        rotary_dim=rotary_dim(fields, config.head_dim, default=0.5),
         interleaved=True,
     )
 

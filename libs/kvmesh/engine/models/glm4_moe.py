@@ -10,6 +10,7 @@ from kvmesh.engine.experts import experts_or_dense, load_group_routed
 from kvmesh.engine.json_fields import Fields
 from kvmesh.engine.layers import MixerLayer
 from kvmesh.engine.models.family import Family, grouped_experts
+from kvmesh.engine.rope_fields import rotary_dim
 from kvmesh.engine.weights import LayerWeights
 
 _EXPERTS = MoeConfig(
@@ -28,7 +29,7 @@ def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
         config,
         qk_norm=fields.flag("use_qk_norm"),
         output_bias=False,
-        rotary_dim=fields.rotary_dim(config.head_dim, default=0.5),
+        rotary_dim=rotary_dim(fields, config.head_dim, default=0.5),
         moe=grouped_experts(fields, config.num_layers, _EXPERTS, usual_dense=1),
     )
 

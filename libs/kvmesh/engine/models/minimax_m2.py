@@ -13,6 +13,7 @@ from kvmesh.engine.experts import W1_W3_W2, load_group_routed
 from kvmesh.engine.json_fields import Fields
 from kvmesh.engine.layers import MixerLayer
 from kvmesh.engine.models.family import Family
+from kvmesh.engine.rope_fields import rotary_dim
 from kvmesh.engine.weights import LayerWeights
 
 
@@ -39,7 +40,7 @@ def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
         qkv_bias=False,
         output_bias=False,
         wide_qk_norm=True,
-        rotary_dim=fields.rotary_dim(config.head_dim, default=rotated / config.head_dim),
+        rotary_dim=rotary_dim(fields, config.head_dim, default=rotated / config.head_dim),
         moe=moe,
     )
 

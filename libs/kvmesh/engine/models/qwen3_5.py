@@ -15,6 +15,7 @@ from kvmesh.engine.json_fields import Fields
 from kvmesh.engine.linear_attention import DeltaAttention
 from kvmesh.engine.models.family import Family
 from kvmesh.engine.models.qwen3_next import NORM_OFFSET, load_hybrid_layer
+from kvmesh.engine.rope_fields import rotary_dim
 from kvmesh.engine.weights import LayerWeights
 
 
@@ -24,7 +25,7 @@ def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
     return replace(
         config,
         qk_norm=True,
-        rotary_dim=fields.rotary_dim(config.head_dim, default=0.25),
+        rotary_dim=rotary_dim(fields, config.head_dim, default=0.25),
         linear=gated_delta_shape(fields, config.num_layers),
     )
 

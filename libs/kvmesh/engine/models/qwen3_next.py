@@ -17,6 +17,7 @@ from kvmesh.engine.json_fields import Fields
 from kvmesh.engine.layers import Mixer, MixerLayer, load_mixer_layer
 from kvmesh.engine.linear_attention import DeltaAttention
 from kvmesh.engine.models.family import Family, qwen_sparse_layers
+from kvmesh.engine.rope_fields import rotary_dim
 from kvmesh.engine.weights import LayerWeights
 
 # Weights of norms are stored as their difference from one, but for that of the delta rule.
@@ -36,7 +37,7 @@ def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
     return replace(
         config,
         qk_norm=True,
-        rotary_dim=fields.rotary_dim(config.head_dim, default=0.25),
+        rotary_dim=rotary_dim(fields, config.head_dim, default=0.25),
         linear=gated_delta_shape(fields, config.num_layers),
         moe=moe,
     )
