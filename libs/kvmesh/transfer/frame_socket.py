@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
@@ -30,8 +31,20 @@ from kvmesh.transfer.waiting_socket import DESCRIPTOR
 from kvmesh.transfer.wire import Wire
 
 _SCRATCH_BYTES = 256 << 10
+_AHEAD_BYTES = 32 << 10
+"""Most that is read ahead: small frames by the hundred keep the loop some milliseconds."""
 _ALONE_S = 1e-3
-"""Frames that are looked for one after the other keep the loop so long, and a look, at most."""
+"""Frames that are there one after the other keep the loop so long, and a look, at most."""
+
+
+class _Scratch(threading.local):
+    """Where heads arrive: they are read out before anything else of the thread's loop runs."""
+
+    def __init__(self) -> None:
+        self.view = memoryview(bytearray(_SCRATCH_BYTES))
+
+
+_SCRATCH = _Scratch()
 
 
 class FrameSocket(SendingSocket):
@@ -66,7 +79,8 @@ class FrameSocket(SendingSocket):
         self._newest: type[Frame] | None = None
         self._alone_since = 0.0
         self._threads = threads
-        self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
+        # One for all connections of the loop: anybody may open many, and they cost little.
+        self._scratch = _SCRATCH.view
         self._events: deque[FrameEvent] = deque()
         # What was read last was all there was: look again only when the loop says so. TLS may have
         # bytes that the loop does not know of.
@@ -84,17 +98,16 @@ class FrameSocket(SendingSocket):
             LostError: the socket failed, was cut, or ended within a frame.
             ProtocolError: the peer broke the frame format.
         """
+        # A peer that never rests must not have the loop alone. Its own clock may stand still until
+        # its next turn.
+        if (now := monotonic()) - self._alone_since >= _ALONE_S:
+            self._alone_since = now
+            await asyncio.sleep(0)
         while not self._events:
             # Never more than wanted: the bytes of a payload stay in the socket.
-            piece = self._scratch if greedy else self._scratch[: self.decoder.wanted]
+            piece = self._scratch[: _AHEAD_BYTES if greedy else self.decoder.wanted]
             if self.decoder.at_boundary:
-                if self._is_there_soon():
-                    # A peer that never rests must not have it alone. The loop's own clock may
-                    # stand still until its next turn.
-                    if (now := monotonic()) - self._alone_since >= _ALONE_S:
-                        self._alone_since = now
-                        await asyncio.sleep(0)
-                elif self._is_dry:
+                if not self._is_there_soon() and self._is_dry:
                     await self._readable()
                 count = await self._receive_now([piece])
             else:
@@ -120,18 +133,30 @@ class FrameSocket(SendingSocket):
             take: may raise ProtocolError, which ends the reading as well.
             ended: told once, why; nothing is read any more.
         """
+        is_going_on = False
+
+        def go_on() -> None:
+            nonlocal is_going_on
+            is_going_on = False
+            on_readable()
 
         def on_readable() -> None:
+            nonlocal is_going_on
             if not self._is_watched:
                 return
             try:
-                while (count := self._read_at_once()) is not None:
-                    if count == 0:
-                        raise self._lost("closed by the peer")
-                    for event in self.decoder.feed(self._scratch[:count]):
-                        take(event)
-                    if self._may_be_dry and count < len(self._scratch):
-                        return
+                count = self._read_at_once()
+                if count is None:
+                    return
+                if count == 0:
+                    raise self._lost("closed by the peer")
+                for event in self.decoder.feed(self._scratch[:count]):
+                    take(event)
+                # In a turn of its own: a peer that answers without end must not have the loop
+                # alone. Of a plain socket the loop knows whether there is more.
+                if not self._may_be_dry and not is_going_on:
+                    is_going_on = True
+                    self._loop.call_soon(go_on)
             except (LostError, ProtocolError) as error:
                 self._unwatch()
                 ended(str(error))
@@ -161,7 +186,7 @@ class FrameSocket(SendingSocket):
     def _read_at_once(self) -> int | None:
         """Bytes now in the scratch memory, 0 at the end; None when there is nothing yet."""
         try:
-            count = self.wire.recvmsg_into([self._scratch], 0, NOW)[0]
+            count = self.wire.recvmsg_into([self._scratch[:_AHEAD_BYTES]], 0, NOW)[0]
         except BlockingIOError:
             return None
         except OSError as error:
@@ -241,6 +266,10 @@ class FrameSocket(SendingSocket):
         end = self._events.popleft()
         assert isinstance(end, PayloadEnd), "the reader asks for no more than the trailer"
         return end.intact
+
+    async def _readable(self) -> None:
+        await super()._readable()
+        self._alone_since = monotonic()
 
     async def _receive_now(self, buffers: list[memoryview]) -> int:
         while True:
