@@ -8,7 +8,6 @@ nothing at the holder, so it may be asked twice. Tests: tests/contract/test_quer
 from __future__ import annotations
 
 import contextlib
-import secrets
 import socket
 import threading
 from collections.abc import Iterator, Sequence
@@ -19,10 +18,9 @@ from kvmesh.core.details import ANSWER, ASK
 from kvmesh.core.errors import LostError, RefusedError
 from kvmesh.core.types import Endpoint, RefusalReason
 from kvmesh.policy.query_cost import QuerySpeed
-from kvmesh.transfer.channel import IPC, LOCAL, NIXL, SHM, TCP, usable_kinds
+from kvmesh.transfer.channel import IPC, LOCAL, NIXL, SHM, TCP, kinds_to_ask
 from kvmesh.transfer.channel_pool import SendOptions
-from kvmesh.transfer.frames import Checksum, LinkOffer
-from kvmesh.transfer.greeting import PeerKey, sender_machine
+from kvmesh.transfer.greeting import PeerKey, asker_machine
 from kvmesh.transfer.holder import Holder
 from kvmesh.transfer.host import host_id
 from kvmesh.transfer.meters import LinkKey, LinkMeters, TransferStatistics
@@ -34,7 +32,6 @@ from kvmesh.transfer.sockets import resolve_blocking, tune
 from kvmesh.transfer.tls import connect_tls_blocking
 from kvmesh.transfer.wire import Wire
 
-_LINK_ID_BITS = 64
 _ASKED_OVER = {LOCAL: SHM, IPC: SHM, NIXL: TCP}
 """Operands and answers come over a connection of ours in any case."""
 
@@ -252,16 +249,10 @@ class Asker:
         if self._is_shunned(holder.peer):  # other sequences of the step wait for it no second time
             raise LostError("queries: the holder was lost just now")
         self._forget_unused(holder.peer)
-        kinds = tuple(dict.fromkeys(_ASKED_OVER.get(kind, kind) for kind in options.kinds))
-        usable = usable_kinds(
-            kinds, same_process=False, has_memfd=True, here=self._host_id, there=holder.host_route
-        )
+        kinds = kinds_to_ask(options.kinds, _ASKED_OVER, self._host_id, holder.host_route)
         failure = LostError(f"no channel of {', '.join(options.kinds)} leads to the holder")
-        for kind in usable:
-            # Nothing leaves the machine on a Unix socket: a sum would only cost time.
-            checksum = Checksum.NONE if kind == SHM else options.checksum
-            offer = LinkOffer(secrets.randbits(_LINK_ID_BITS), 0, checksum)
-            machine = sender_machine(self._identity, holder.peer, offer)
+        for kind in kinds:
+            machine = asker_machine(self._identity, holder.peer, kind, 0, options.checksum)
             with contextlib.ExitStack() as on_failure:
                 try:
                     wire = self._connect(holder, kind)

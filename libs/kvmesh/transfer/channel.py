@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from kvmesh.core.errors import ConfigError
@@ -116,6 +116,18 @@ def usable_kinds(
         TCP: True,
     }
     return tuple(kind for kind in allowed if usable[kind])
+
+
+def kinds_to_ask(
+    allowed: Sequence[str], stand_ins: Mapping[str, str], here: str, there: HostRoute | None
+) -> tuple[str, ...]:
+    """As `usable_kinds`, for who asks a peer over a connection of its own.
+
+    Args:
+        stand_ins: kinds that take the place of those that only write.
+    """
+    kinds = tuple(dict.fromkeys(stand_ins.get(kind, kind) for kind in allowed))
+    return usable_kinds(kinds, same_process=False, has_memfd=True, here=here, there=there)
 
 
 async def carry_all(

@@ -6,7 +6,6 @@ Tests: tests/contract/test_channels.py, tests/integration/test_transfer.py.
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from kvmesh.transfer.alignment import Run, tabled
 from kvmesh.transfer.channel import DEFAULT_KINDS, IPC, LOCAL, NIXL, SHM, SendChannel, usable_kinds
 from kvmesh.transfer.device import DevicePool, Moment, SharedPool
 from kvmesh.transfer.frames import BlockPart, Checksum
-from kvmesh.transfer.greeting import DEFAULT_PATIENCE_S, LaneOptions, Link, PeerKey
+from kvmesh.transfer.greeting import DEFAULT_PATIENCE_S, LaneOptions, Link, PeerKey, new_link_id
 from kvmesh.transfer.host import host_id
 from kvmesh.transfer.ipc_channel import IpcChannel
 from kvmesh.transfer.local_channel import PROCESS_HUB, LocalChannel, LocalHub
@@ -48,7 +47,6 @@ from kvmesh.transfer.tcp_channel import TcpChannel, TcpOptions, give_up
 from kvmesh.transfer.tls import DataTls
 
 _MAX_THREADS = 32
-_LINK_ID_BITS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,8 +350,7 @@ class ChannelPool:
 
     async def _open(self, kind: str, address: _Address, meter: LinkMeter) -> SendChannel:
         options, memory = self._options, self._memory
-        number = secrets.randbits(_LINK_ID_BITS)
-        link = Link(self._identity, address.peer, number, meter, self._threads)
+        link = Link(self._identity, address.peer, new_link_id(), meter, self._threads)
         lane = LaneOptions(
             options.connect_timeout_s,
             options.stall_timeout_s,

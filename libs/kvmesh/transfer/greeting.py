@@ -6,6 +6,7 @@ Tests: tests/integration/test_transfer.py, tests/contract/test_channels.py.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -13,10 +14,11 @@ from typing import NamedTuple
 
 from kvmesh.core.errors import LostError, ProtocolError, RefusedError
 from kvmesh.core.types import WorkerId
+from kvmesh.transfer.channel import SHM
 from kvmesh.transfer.codec import encode_frame
 from kvmesh.transfer.decoder import PayloadStart
 from kvmesh.transfer.frame_socket import FrameSocket
-from kvmesh.transfer.frames import LinkOffer
+from kvmesh.transfer.frames import Checksum, LinkOffer
 from kvmesh.transfer.meters import LinkMeter
 from kvmesh.transfer.pacing import Pacer
 from kvmesh.transfer.protocol import ChannelIdentity
@@ -30,6 +32,8 @@ class PeerKey(NamedTuple):
     worker_id: WorkerId
     incarnation: int
 
+
+_LINK_ID_BITS = 64
 
 DEFAULT_PATIENCE_S = 60.0
 """Who waits for a handoff gives it up after so long."""
@@ -123,6 +127,24 @@ async def _greeted(frames: FrameSocket, machine: SenderMachine) -> None:
         raise LostError(f"data channel: {error}") from error
     if isinstance(outcome, Ended):
         raise RefusedError(outcome.refusal)
+
+
+def new_link_id() -> int:
+    """A number that no other channel between two workers has."""
+    return secrets.randbits(_LINK_ID_BITS)
+
+
+def asker_machine(
+    identity: ChannelIdentity, peer: PeerKey, kind: str, lane: int, checksum: Checksum
+) -> SenderMachine:
+    """The state of a new connection of its own channel, on which one end asks and one answers.
+
+    Args:
+        checksum: this end's wish where bytes leave the machine.
+    """
+    # Nothing leaves the machine on a Unix socket: a sum would only cost time.
+    wish = Checksum.NONE if kind == SHM else checksum
+    return sender_machine(identity, peer, LinkOffer(new_link_id(), lane, wish))
 
 
 def sender_machine(

@@ -7,7 +7,6 @@ Tests: tests/contract/test_reads.py.
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,15 +17,15 @@ from kvmesh.core.errors import LostError, ProtocolError, RefusedError
 from kvmesh.core.types import Endpoint, HostRoute, Refusal, WorkerId
 from kvmesh.kv.handoff_types import WriteClaim
 from kvmesh.transfer.alignment import Run, split_runs
-from kvmesh.transfer.channel import IPC, LOCAL, NIXL, SHM, TCP, carry_all, usable_kinds
+from kvmesh.transfer.channel import IPC, LOCAL, NIXL, SHM, TCP, carry_all, kinds_to_ask
 from kvmesh.transfer.channel_pool import SendOptions
 from kvmesh.transfer.checksums import checksum_function
 from kvmesh.transfer.codec import encode_frame
 from kvmesh.transfer.cursor import ViewCursor
 from kvmesh.transfer.decoder import PayloadStart
 from kvmesh.transfer.frame_socket import FrameSocket
-from kvmesh.transfer.frames import MAX_RUNS, BlockRun, Checksum, GetFrame, LinkOffer
-from kvmesh.transfer.greeting import LaneOptions, PeerKey, open_frames, sender_machine
+from kvmesh.transfer.frames import MAX_RUNS, BlockRun, GetFrame
+from kvmesh.transfer.greeting import LaneOptions, PeerKey, asker_machine, open_frames
 from kvmesh.transfer.host import host_id
 from kvmesh.transfer.local_channel import PROCESS_HUB, LocalHub
 from kvmesh.transfer.memory import COPY_INLINE_BYTES, copy_views
@@ -46,7 +45,6 @@ _READ_OVER = {IPC: SHM, NIXL: TCP}
 """What stands in for channels that only write."""
 _MAX_THREADS = 16
 _MAX_TRIES = 3
-_LINK_ID_BITS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,20 +307,10 @@ class BlockReader:
         options = self._options
         peer = PeerKey(lease.worker_id, lease.incarnation)
         # What is read by GET comes over a connection of ours in any case.
-        kinds = tuple(dict.fromkeys(_READ_OVER.get(kind, kind) for kind in options.kinds))
-        usable = usable_kinds(
-            kinds,
-            same_process=False,
-            has_memfd=True,
-            here=self._host_id,
-            there=lease.host_route,
-        )
+        kinds = kinds_to_ask(options.kinds, _READ_OVER, self._host_id, lease.host_route)
         failure = LostError(f"no channel of {', '.join(options.kinds)} leads to the peer")
-        for kind in usable:
-            # Nothing leaves the machine on a Unix socket: a sum would only cost time.
-            checksum = Checksum.NONE if kind == SHM else options.checksum
-            offer = LinkOffer(secrets.randbits(_LINK_ID_BITS), index, checksum)
-            machine = sender_machine(self._identity, peer, offer)
+        for kind in kinds:
+            machine = asker_machine(self._identity, peer, kind, index, options.checksum)
             lane = LaneOptions(options.connect_timeout_s, options.stall_timeout_s)
             to = partial(self._connect, lease, kind)
             try:
