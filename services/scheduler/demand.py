@@ -57,7 +57,9 @@ class DemandBoard:
         self._num_new: dict[str, int] = {}
 
     def note_query(self, gateway: Hashable, query: RouteQuery, now: float) -> bool:
-        """Takes a query in; False if the request has asked before.
+        """Takes a query in; False if the request was counted before.
+
+        Who has workers to avoid was: it asked then, or used a plan made ahead.
 
         Args:
             gateway: identity of the stream that it came over.
@@ -68,7 +70,10 @@ class DemandBoard:
             asked.times += 1
             asked.at = now
             return False
-        self._asked[query.request_id] = _Asked(query.model, False, 1, now)
+        was_refused = bool(query.avoid - query.lost)
+        self._asked[query.request_id] = _Asked(query.model, False, 1 + was_refused, now)
+        if query.avoid:
+            return False
         self._num_new[query.model] = self._num_new.get(query.model, 0) + 1
         return True
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
-from kvmesh.core.types import RequestId
+import pytest
+
+from kvmesh.core.types import RequestId, WorkerId
 from services.scheduler.demand import STALE_S, Demand, DemandBoard
 from tests.unit.policy.fleet_examples import query
 
@@ -35,6 +37,24 @@ def test_who_asks_again_waits_for_the_cluster_that_was_chosen() -> None:
     assert not board.note_query("g", query(request_id=RequestId("b")), 0.3)
     demand = board.current("m", 0.4)
     assert (demand.remote, demand.local) == (1, 1)
+
+
+@pytest.mark.parametrize("lost", [frozenset(), frozenset({WorkerId("w")})])
+def test_who_has_workers_to_avoid_was_counted_before(lost: frozenset[WorkerId]) -> None:
+    board = DemandBoard()
+    board.note_used("m", 1)  # by a plan made ahead, whose worker refused
+    assert not board.note_query("g", query(avoid=frozenset({WorkerId("w")}), lost=lost), 0.0)
+    assert board.take_new("m") == 1
+    # Refused, it waits for the cluster that is chosen now; lost, it has asked for nothing yet.
+    assert board.current("m", 0.1).local == (0 if lost else 1)
+
+
+def test_who_asks_again_late_is_no_new_request() -> None:
+    board = DemandBoard()
+    assert board.note_query("g", query(), 0.0)
+    board.prune({"m"}, STALE_S)
+    assert not board.note_query("g", query(avoid=frozenset({WorkerId("w")})), STALE_S)
+    assert board.take_new("m") == 1
 
 
 def test_who_waits_for_its_turn_to_ask_is_counted_as_those_who_asked() -> None:
