@@ -18,6 +18,7 @@ from http import HTTPStatus
 from typing import cast
 
 from kvmesh.core.errors import KvMeshError
+from kvmesh.runtime.http_connection import INTERNAL_ERROR
 from kvmesh.telemetry.logs import event_logger
 from services.gateway.answers import dumps
 from services.gateway.calls import Calls, Headers, given_request_id
@@ -182,7 +183,7 @@ class _Connection(asyncio.Protocol):
             log.failure("http_request_failed", error)
             if transport is not None and exchange is not None:
                 if not exchange.has_begun:
-                    exchange.refuse(plain_http_error(500, "an error inside the gateway"))
+                    exchange.refuse(plain_http_error(500, INTERNAL_ERROR))
                 transport.close()
             return
         if task.cancelled() or transport is None or transport.is_closing():

@@ -196,11 +196,17 @@ async def test_an_error_of_ours_is_told_and_logged(
         raise ZeroDivisionError
 
     monkeypatch.setattr(Calls, "answer", broken)
-    async with connected(stack) as (reader, writer):
-        writer.write(request(body))
-        assert (await answer(reader))[0] == b"HTTP/1.1 500 Internal Server Error"
-        assert await reader.read() == b""
-    assert "ZeroDivisionError" in caplog.text
+    said = []
+    for headers in ((), ("X-Twice: 1", "X-Twice: 2")):  # the second one is for the server
+        async with connected(stack) as (reader, writer):
+            writer.write(request(body, *headers))
+            status, _, content = await answer(reader)
+            assert status == b"HTTP/1.1 500 Internal Server Error"
+            assert await reader.read() == b""
+            said.append(content)
+        assert "ZeroDivisionError" in caplog.text
+        caplog.clear()
+    assert said[0] == said[1]
 
 
 async def test_a_gateway_that_ends_closes_connections(tmp_path: Path) -> None:

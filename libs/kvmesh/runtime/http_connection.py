@@ -19,6 +19,9 @@ from kvmesh.telemetry.logs import event_logger
 
 log = event_logger(__name__)
 
+INTERNAL_ERROR = "an error inside this service"
+"""What a client is told of what went wrong here; the log says more."""
+
 _NOTHING = logging.Logger("no access log", logging.CRITICAL + 1)
 """Requests are told by who serves them."""
 
@@ -65,7 +68,7 @@ class HttpConnection(web.RequestHandler):
         if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             if exc is not None:
                 log.failure("http_request_failed", exc)
-            text = "an error inside this service"
+            text = INTERNAL_ERROR
         else:
             log.debug("http_unreadable", error=type(exc).__name__)
             # The first line says what is wrong; then come the bytes themselves.
