@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvmesh.core.types import SamplingParams
-from kvmesh.engine.noise import uniform_noise
+from kvmesh.engine.noise import key_halves, uniform_of
 from kvmesh.engine.protocol import SequenceChunk
 from kvmesh.engine.runner import TorchRunner
 from tests.unit.engine.tiny_checkpoint import write_checkpoint
@@ -74,6 +74,7 @@ def test_blocks_travel_between_pools(tmp_path: Path) -> None:
 
 def test_noise_is_the_same_on_every_device() -> None:
     keys = [1, 2**63 + 5, 12345678901234567]
-    on_host = uniform_noise(keys, 50_000, torch.device("cpu"))
-    on_device = uniform_noise(keys, 50_000, torch.device("cuda"))
+    low, high = torch.tensor([key_halves(key) for key in keys], dtype=torch.int32).T
+    on_host = uniform_of(low, high, 50_000)
+    on_device = uniform_of(low.cuda(), high.cuda(), 50_000)
     assert torch.equal(on_host, on_device.cpu())

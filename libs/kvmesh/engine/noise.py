@@ -61,24 +61,14 @@ def key_halves(key: int) -> tuple[int, int]:
     return _signed_32(key), _signed_32(key >> 32)
 
 
-def uniform_noise(keys: Sequence[int], vocab_size: int, device: torch.device) -> Tensor:
-    """Uniform numbers in (0, 1) for each key and token.
-
-    Args:
-        keys: from `stream_key`.
-
-    Returns:
-        [keys, vocab] fp32.
-    """
-    halves = torch.tensor([key_halves(key) for key in keys], dtype=torch.int32, device=device)
-    return uniform_of(halves[:, 0], halves[:, 1], vocab_size)
-
-
 def uniform_of(low: Tensor, high: Tensor, vocab_size: int) -> Tensor:
-    """As `uniform_noise`, from the halves of keys.
+    """Uniform numbers in (0, 1) for each row and token.
 
     Args:
         low, high: [rows] int32, see `key_halves`.
+
+    Returns:
+        [rows, vocab] fp32.
     """
     x = torch.arange(vocab_size, dtype=torch.int32, device=low.device) * _signed_32(_TOKEN_STEP)
     x = x + low[:, None]
