@@ -12,20 +12,21 @@
 
 namespace {
 
-// Rows that `few_rows` takes at most: so many are computed faster than by oneDNN. Without vectors of
-// 512 bits that is while memory delivers weights no faster; with tiles for bf16 oneDNN is soon ahead.
+// Rows that `few_rows` takes at most: so many are computed faster than by oneDNN, as measured on Zen 5
+// (96 still are, by little). Without vectors of 512 bits that is while memory delivers weights no
+// faster; with tiles for bf16 oneDNN is soon ahead.
 template <typename T>
 constexpr int kMostRows = 4;
 #ifdef __AVX512F__
 template <>
-constexpr int kMostRows<float> = 16;
+constexpr int kMostRows<float> = 64;
 #endif
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
 template <>
-constexpr int kMostRows<Bf16> = 32;
+constexpr int kMostRows<Bf16> = 64;
 #endif
-// Rows that are computed at once: their sums fill half of the vector registers.
-constexpr int kRowBlock = 4;
+// Rows that are computed at once: their sums fill three quarters of the vector registers.
+constexpr int kRowBlock = 6;
 constexpr int kPanel = 64;
 
 inline void multiply_add(const float* weights, const float* x, int64_t x_stride, int rows,
@@ -56,38 +57,48 @@ inline void multiply_add(const Bf16* weights, const Bf16* x, int64_t x_stride, i
 }
 
 // Asks for the weights that `multiply_add` reads kAheadBytes later: a core's own prefetcher has fewer
-// reads under way than memory would answer. KEPT is how near they should stay, as for
-// __builtin_prefetch: 0 for what is used once, which then drives nothing else out of the caches.
+// reads under way than memory would answer. They are used once, and drive nothing out of the caches.
 constexpr int64_t kAheadBytes = 2048;
-template <int KEPT, typename T>
+template <typename T>
 inline void fetch_ahead(const T* weights) {
   for (int v = 0; v < kPanel / kWidth; ++v)
-    __builtin_prefetch(reinterpret_cast<const char*>(weights) + kAheadBytes + v * 64, 0, KEPT);
+    __builtin_prefetch(reinterpret_cast<const char*>(weights) + kAheadBytes + v * 64, 0, 0);
 }
 
-// Inputs that are multiplied for all rows before the next: weights of so many lie in the second
-// cache, whatever the depth of the matrix.
+// Inputs that are multiplied for all rows before the next: weights of so many, and of as many that
+// come, lie in the first cache.
 template <typename T>
-constexpr int64_t kDepth = 2048 / sizeof(T);
+constexpr int64_t kDepth = 256 / sizeof(T);
 
-// What rows of a panel fetch on their way: all that they read themselves, a part of what comes next
-// in memory, or nothing.
-enum class Fetch { kOwn, kPart, kNothing };
-
-// Adds the product of R rows with 64 outputs over some inputs to `sums`.
-template <typename T, int R>
-void panel_rows(const T* x, const T* panel, int64_t inputs, int64_t count, Fetch fetch,
-                const T* part, float (*sums)[kPanel]) {
+// Adds the product of R rows with 64 outputs over some inputs to `sums`; fetches LINES lines of what
+// comes next in memory for every lane of inputs.
+template <typename T, int R, int LINES>
+void panel_rows(const T* x, const T* panel, int64_t inputs, int64_t count, const T* next,
+                float (*sums)[kPanel]) {
   Floats own[kPanel / kWidth][kRowBlock];
   for (int v = 0; v < kPanel / kWidth; ++v)
     for (int row = 0; row < R; ++row) own[v][row] = load(sums[row] + v * kWidth);
   for (int64_t i = 0; i < count; i += kLane<T>) {
-    if (fetch == Fetch::kPart) __builtin_prefetch(part + i * kWidth, 0, 2);
-    if (fetch == Fetch::kOwn) fetch_ahead<2>(panel + i * kPanel);
+    for (int line = 0; line < LINES; ++line)
+      __builtin_prefetch(next + (i * LINES + line * kLane<T>) * kWidth);
     multiply_add(panel + i * kPanel, x + i, inputs, R, own);
   }
   for (int v = 0; v < kPanel / kWidth; ++v)
     for (int row = 0; row < R; ++row) store(sums[row] + v * kWidth, own[v][row]);
+}
+
+// As `panel_rows` of at most a block of rows.
+template <typename T, int LINES>
+void panel_block(const T* x, const T* panel, int64_t rows, int64_t inputs, int64_t count,
+                 const T* next, float (*sums)[kPanel]) {
+  switch (rows) {
+    case 1: panel_rows<T, 1, LINES>(x, panel, inputs, count, next, sums); break;
+    case 2: panel_rows<T, 2, LINES>(x, panel, inputs, count, next, sums); break;
+    case 3: panel_rows<T, 3, LINES>(x, panel, inputs, count, next, sums); break;
+    case 4: panel_rows<T, 4, LINES>(x, panel, inputs, count, next, sums); break;
+    case 5: panel_rows<T, 5, LINES>(x, panel, inputs, count, next, sums); break;
+    default: panel_rows<T, 6, LINES>(x, panel, inputs, count, next, sums);
+  }
 }
 
 // Product of at most a block of rows with one panel: their sums never leave the registers.
@@ -96,7 +107,7 @@ void few_rows_panel(const T* x, const T* panel, const T* bias, T* out, int64_t o
                     int64_t inputs) {
   Floats sums[kPanel / kWidth][kRowBlock] = {};
   for (int64_t i = 0; i < inputs; i += kLane<T>) {
-    fetch_ahead<0>(panel + i * kPanel);
+    fetch_ahead(panel + i * kPanel);
     multiply_add(panel + i * kPanel, x + i, inputs, R, sums);
   }
   for (int v = 0; v < kPanel / kWidth; ++v) {
@@ -105,28 +116,26 @@ void few_rows_panel(const T* x, const T* panel, const T* bias, T* out, int64_t o
   }
 }
 
-// Product of more rows with one panel. Its weights come from memory for the first four rows, or
-// with the rows before, and from the cache for the rest.
+// Product of more rows with one panel. Weights come from memory while those before them are
+// multiplied: each of the first two blocks of rows asks for a half of what comes next, or each of
+// the first four for a quarter.
 template <typename T>
 void more_rows_panel(const T* x, const T* panel, const T* bias, T* out, int64_t rows,
                      int64_t outputs, int64_t inputs) {
-  float sums[kMostRows<T>][kPanel] = {};
+  float sums[kMostRows<T>][kPanel];
+  std::fill_n(sums[0], rows * kPanel, 0.0f);
+  const int64_t blocks = (rows + kRowBlock - 1) / kRowBlock, sharers = blocks > 3 ? 4 : 2;
   for (int64_t first = 0; first < inputs; first += kDepth<T>) {
     const int64_t count = std::min(kDepth<T>, inputs - first);
     const T* const part = panel + first * kPanel;
-    for (int64_t row = 0; row < rows; row += kRowBlock) {
-      // The first block of rows fetches, or a quarter of the next weights each of the first four.
-      const bool in_parts = rows >= 4 * kRowBlock;
-      const bool fetches = row < (in_parts ? 4 * kRowBlock : kRowBlock);
-      const Fetch fetch = !fetches ? Fetch::kNothing : in_parts ? Fetch::kPart : Fetch::kOwn;
-      const T* const next = part + count * (kPanel + row / kRowBlock * kWidth);
+    for (int64_t block = 0, row = 0; block < blocks; ++block) {
+      const int64_t size = (rows - row + blocks - block - 1) / (blocks - block);
+      const T* const next = part + count * kPanel + block * (count * kPanel / sharers);
       const T* const from = x + row * inputs + first;
-      switch (rows - row) {
-        case 1: panel_rows<T, 1>(from, part, inputs, count, fetch, next, sums + row); break;
-        case 2: panel_rows<T, 2>(from, part, inputs, count, fetch, next, sums + row); break;
-        case 3: panel_rows<T, 3>(from, part, inputs, count, fetch, next, sums + row); break;
-        default: panel_rows<T, 4>(from, part, inputs, count, fetch, next, sums + row);
-      }
+      if (block >= sharers) panel_block<T, 0>(from, part, size, inputs, count, next, sums + row);
+      else if (sharers == 4) panel_block<T, 1>(from, part, size, inputs, count, next, sums + row);
+      else panel_block<T, 2>(from, part, size, inputs, count, next, sums + row);
+      row += size;
     }
   }
   for (int64_t row = 0; row < rows; ++row)
@@ -155,6 +164,8 @@ void multiply_panel(const T* x, const Weight<T>& weight, int64_t panel, T* out, 
     case 2: few_rows_panel<T, 2>(x, own, bias, out, stride, weight.inputs); break;
     case 3: few_rows_panel<T, 3>(x, own, bias, out, stride, weight.inputs); break;
     case 4: few_rows_panel<T, 4>(x, own, bias, out, stride, weight.inputs); break;
+    case 5: few_rows_panel<T, 5>(x, own, bias, out, stride, weight.inputs); break;
+    case 6: few_rows_panel<T, 6>(x, own, bias, out, stride, weight.inputs); break;
     default: more_rows_panel(x, own, bias, out, rows, stride, weight.inputs);
   }
 }

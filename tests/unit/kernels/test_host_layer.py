@@ -33,7 +33,7 @@ def made_linear(outputs: int, inputs: int, dtype: torch.dtype, *, has_bias: bool
 
 
 def row_counts(dtype: torch.dtype) -> list[int]:
-    return [rows for rows in (1, 2, 3, 4, 7, 16, 32) if rows <= host.most_rows(dtype)]
+    return [rows for rows in (1, 2, 3, 4, 7, 20, 64) if rows <= host.most_rows(dtype)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
