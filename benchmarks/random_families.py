@@ -101,6 +101,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": _WINDOW,
         },
     ),
+    "gemma": (
+        "GemmaConfig",
+        _HEADS | {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256},
+    ),
+    "hunyuan": ("HunYuanDenseV1Config", _HEADS | _IDS),
+    "hunyuan-moe": (
+        "HunYuanMoEV1Config",
+        _HEADS | _IDS | {"intermediate_size": 384, "num_experts": 16, "moe_topk": 4},
+    ),
     "gpt-oss": (
         "GptOssConfig",
         _HEADS

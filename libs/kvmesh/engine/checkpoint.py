@@ -59,7 +59,7 @@ def parse_model_config(
     if family is None:
         raise CheckpointError(f"{origin}: model_type {name!r} is not supported; {SUPPORTED}")
     raw = family.usual_keys(raw, origin)
-    _refuse_unsupported(raw, family.activation, origin)
+    _refuse_unsupported(raw, family.activations, origin)
     fields = Fields(raw, origin)
     hidden_size = fields.number("hidden_size", int)
     num_layers = fields.number("num_hidden_layers", int)
@@ -141,9 +141,9 @@ def _refuse_impossible_experts(fields: Fields, moe: MoeConfig | None) -> None:
         )
 
 
-def _refuse_unsupported(raw: Mapping[str, Any], activation: str, origin: str) -> None:
+def _refuse_unsupported(raw: Mapping[str, Any], activations: tuple[str, ...], origin: str) -> None:
     names = ("hidden_act", "hidden_activation")
-    found = [f"{key} {raw[key]!r}" for key in names if raw.get(key, activation) != activation]
+    found = [f"{key} {raw[key]!r}" for key in names if raw.get(key) not in (None, *activations)]
     found += [key for key in _UNSUPPORTED_KEYS if raw.get(key)]
     if found:
         raise CheckpointError(f"{origin}: {'; '.join(found)} is not supported; {SUPPORTED}")

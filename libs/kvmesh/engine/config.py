@@ -19,8 +19,8 @@ class RopeConfig:
     """Rotary position embedding.
 
     Attributes:
-        kind: "default", "linear", "llama3", "longrope" or "yarn".
-        factor: how far the context was stretched; 1 for "default" and "longrope".
+        kind: "default", "dynamic", "linear", "llama3", "longrope" or "yarn".
+        factor: how far "linear", "llama3" and "yarn" stretched the context.
         low_freq_factor, high_freq_factor: of "llama3" only.
         original_max_positions: of "llama3", "longrope" and "yarn".
         beta_fast, beta_slow, truncate: of "yarn", whose ramp lies between those many turns.

@@ -41,7 +41,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     frequencies = 1.0 / (rope.theta**exponents)
-    if rope.kind == "default":
+    # "dynamic" stretches only what is longer than any sequence that is served.
+    if rope.kind in ("default", "dynamic"):
         return frequencies
     if rope.kind == "linear":
         return frequencies / rope.factor

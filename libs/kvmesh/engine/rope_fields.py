@@ -14,7 +14,7 @@ from kvmesh.core.errors import CheckpointError
 from kvmesh.engine.config import ModelConfig, RopeConfig
 from kvmesh.engine.json_fields import Fields
 
-_KINDS = ("default", "linear", "llama3", "longrope", "su", "yarn")
+_KINDS = ("default", "dynamic", "linear", "llama3", "longrope", "su", "yarn")
 _ORIGINAL = "original_max_position_embeddings"
 
 
@@ -100,11 +100,11 @@ def _rope_of_kind(table: Fields, default_theta: float, max_positions: int) -> Ro
     if kind not in _KINDS:
         raise CheckpointError(
             f"{table.origin}: rope_type {kind!r} is not supported; supported are default, "
-            "linear, llama3, longrope and yarn"
+            "dynamic, linear, llama3, longrope and yarn"
         )
     theta = table.number("rope_theta", float, default=default_theta)
-    if kind == "default":
-        return RopeConfig(theta)
+    if kind in ("default", "dynamic"):
+        return RopeConfig(theta, kind)
     original = table.number(_ORIGINAL, int, default=max_positions)
     if kind in ("longrope", "su"):
         return _long_rope(table, theta, original, max_positions)

@@ -136,7 +136,7 @@ def test_the_unsupported_is_named_with_what_is_supported(
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "dynamic.*supported are.*longrope"),
+        ({"rope_scaling": {"type": "proportional"}}, "proportional.*supported are.*longrope"),
         ({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "long_factor must be"),
         ({"rope_scaling": LONG_ROPE | {"long_factor": [1.0, 0.0]}}, "long_factor must be positive"),
         ({"rope_scaling": LONG_ROPE | {"long_factor": [2.0] * 3}}, "4 numbers in .* 4 and 3"),

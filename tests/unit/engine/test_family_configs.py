@@ -150,6 +150,31 @@ def test_the_original_length_of_phi3_lies_beside_its_rope(said: dict[str, int]) 
     assert other.rope == config.rope
 
 
+def test_hunyuan_says_how_many_experts_a_row_takes_for_each_layer() -> None:
+    sizes = {"model_type": "hunyuan_v1_moe", "num_experts": 8}
+    for said in (3, [3, 3]):
+        config = parse(CONFIG | sizes, moe_topk=said)
+        assert config.moe is not None
+        assert config.moe.top_k == 3
+    for wrong in ([2, 3], [], ["x", "x"]):
+        with pytest.raises(CheckpointError, match="moe_topk"):
+            parse(CONFIG | sizes, moe_topk=wrong)
+
+
+@pytest.mark.parametrize("kind", ["default", "dynamic"])
+def test_alpha_of_hunyuan_stretches_the_base_of_its_own_kind(kind: str) -> None:
+    table = {"type": kind, "alpha": 1000.0, "factor": 1.0}
+    config = parse(CONFIG, model_type="hunyuan_v1_dense", rope_scaling=table)
+    stretch = 1000.0 ** (8 / 6) if kind == "dynamic" else 1
+    assert config.rope.theta == pytest.approx(10000.0 * stretch)
+
+
+@pytest.mark.parametrize("names", [{"hidden_act": "gelu"}, {"hidden_activation": None}])
+def test_older_names_of_gemmas_activation(names: dict[str, str | None]) -> None:
+    usual = {"model_type": "gemma", "hidden_act": "gelu_pytorch_tanh"}
+    assert parse(CONFIG | usual, **names) == parse(CONFIG | usual)
+
+
 DEEPSEEK = CONFIG | {
     "model_type": "deepseek_v2",
     "num_key_value_heads": 4,

@@ -20,6 +20,11 @@ def test_llama3_keeps_short_waves_and_stretches_long_ones() -> None:
     assert (scaled[between] > plain[between] / 8).all()
 
 
+def test_dynamic_is_the_default_one_within_the_context() -> None:
+    found = inverse_frequencies(RopeConfig(10000.0, "dynamic"), 16)
+    torch.testing.assert_close(found, inverse_frequencies(RopeConfig(10000.0), 16))
+
+
 def test_linear_divides_all() -> None:
     plain = inverse_frequencies(RopeConfig(10000.0), 16)
     torch.testing.assert_close(

@@ -23,7 +23,7 @@ class Family:
         load_layer: reads one layer.
         defaults: what config.json may leave out, by key.
         rope_theta: where no key of config.json says it.
-        activation: the only name of it that is supported.
+        activations: names of the one that is computed.
         rounds_embedding_scale: the factor of embeddings has the dtype of computation.
         norm_offset: added to the weights of norms.
         aliases: own names of config.json's keys, and the usual ones.
@@ -36,7 +36,7 @@ class Family:
     load_layer: Callable[[LayerWeights, ModelConfig], Layer]
     defaults: Mapping[str, Any] = field(default_factory=dict)
     rope_theta: float = 10000.0
-    activation: str = "silu"
+    activations: tuple[str, ...] = ("silu",)
     rounds_embedding_scale: bool = False
     norm_offset: float = 0.0
     aliases: tuple[tuple[str, str], ...] = ()

@@ -63,7 +63,7 @@ FAMILY = Family(
     _load_layer,
     {"head_dim": 256, "tie_word_embeddings": True, "sliding_window": 4096},
     rope_theta=1e6,
-    activation="gelu_pytorch_tanh",
+    activations=("gelu_pytorch_tanh",),
     rounds_embedding_scale=True,
     norm_offset=_NORM_OFFSET,
 )
