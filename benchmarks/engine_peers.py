@@ -104,6 +104,20 @@ def static_cache(model: Any, length: int) -> Any:
     return factory(config=model.config, max_cache_len=length)
 
 
+def next_tokens(model: Any, ids: Tensor, first: int, cache: Any) -> Tensor:
+    """The likeliest next token of each row, [rows].
+
+    Args:
+        ids: [rows, tokens], of which the first is at position `first`.
+    """
+    positions = torch.arange(first, first + ids.shape[1])[None].expand(len(ids), -1)
+    logits = model(
+        ids, past_key_values=cache, position_ids=positions, logits_to_keep=1, use_cache=True
+    ).logits
+    chosen: Tensor = logits[:, -1].argmax(-1)
+    return chosen
+
+
 class Transformers:
     """transformers with its static cache and torch's attention."""
 
@@ -117,8 +131,6 @@ class Transformers:
         ).eval()
 
     def _step(self, ids: Tensor, first: int, cache: Any) -> Run:
-        positions = torch.arange(first, first + ids.shape[1])[None].expand(len(ids), -1)
-
         @torch.inference_mode()
         def run() -> Tensor:
             cache.reset()
@@ -126,15 +138,7 @@ class Transformers:
             for layer in cache.layers:
                 if getattr(layer, "cumulative_length", None) is not None:
                     layer.cumulative_length.fill_(first)
-            logits = self._model(
-                ids,
-                past_key_values=cache,
-                position_ids=positions,
-                logits_to_keep=1,
-                use_cache=True,
-            ).logits
-            chosen: Tensor = logits[:, -1].argmax(-1)
-            return chosen
+            return next_tokens(self._model, ids, first, cache)
 
         return run
 

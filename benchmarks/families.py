@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.engine_peers import BLOCK_SIZE, Run, prompt, static_cache
+from benchmarks.engine_peers import BLOCK_SIZE, Run, next_tokens, prompt, static_cache
 from benchmarks.random_families import (
     FAMILIES,
     VOCAB,
@@ -124,14 +124,6 @@ class Transformers:
         if way:
             self._model.set_experts_implementation(way)
 
-    def _forward(self, ids: Tensor, first: int, cache: Any) -> Tensor:
-        positions = torch.arange(first, first + ids.shape[1])[None].expand(len(ids), -1)
-        logits = self._model(
-            ids, past_key_values=cache, position_ids=positions, logits_to_keep=1, use_cache=True
-        ).logits
-        chosen: Tensor = logits[:, -1].argmax(-1)
-        return chosen
-
     def prefill(self, num_tokens: int) -> Run:
         """See `Ours.prefill`."""
         cache = None if self._growing else static_cache(self._model, num_tokens)
@@ -141,7 +133,7 @@ class Transformers:
         def run() -> list[int]:
             if cache is not None:
                 cache.reset()
-            return [int(token) for token in self._forward(ids, 0, cache)]
+            return [int(token) for token in next_tokens(self._model, ids, 0, cache)]
 
         return run
 
@@ -160,11 +152,11 @@ class Transformers:
                     count.fill_(min(_CONTEXT, layer.max_cache_len - 1))
                 if hasattr(layer, "cumulative_length_int"):
                     layer.cumulative_length_int = _CONTEXT
-            return [int(token) for token in self._forward(ids, _CONTEXT, cache)]
+            return [int(token) for token in next_tokens(self._model, ids, _CONTEXT, cache)]
 
         with torch.inference_mode():
             # States of linear layers are there only after something was computed.
-            self._forward(ids, 0, cache)
+            next_tokens(self._model, ids, 0, cache)
         return run
 
     def _decode_growing(self, ids: Tensor) -> Run:
@@ -178,7 +170,7 @@ class Transformers:
                 if layer.is_initialized:
                     layer.keys = layer.keys[:, :, :_CONTEXT]
                     layer.values = layer.values[:, :, :_CONTEXT]
-            return [int(token) for token in self._forward(ids, _CONTEXT, cache)]
+            return [int(token) for token in next_tokens(self._model, ids, _CONTEXT, cache)]
 
         return run
 

@@ -137,10 +137,20 @@ def _measure(work: Callable[[], None], num_bytes: int, runs: int, pids: tuple[in
         work()
         seconds.append(time.perf_counter() - started)
     cpu = sum(cpu_seconds(pid) for pid in pids) - cpu
+    return figures(num_bytes, seconds, cpu)
+
+
+def figures(num_bytes: int, seconds: list[float], cpu_s: float) -> Row:
+    """What a row says of a transfer that was repeated.
+
+    Args:
+        seconds: of each time.
+        cpu_s: of all processes, for all times together.
+    """
     return {
         "gb_s": _spread([num_bytes / second / 1e9 for second in seconds]),
         "ms": _spread([second * 1e3 for second in seconds]),
-        "cpu_s_per_gib": round(cpu / (runs * num_bytes / (1 << 30)), 3),
+        "cpu_s_per_gib": round(cpu_s / (len(seconds) * num_bytes / (1 << 30)), 3),
     }
 
 

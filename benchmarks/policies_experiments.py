@@ -89,6 +89,15 @@ def summary_row(summary: Summary) -> Row:
     }
 
 
+def mean_row(rows: Sequence[Row]) -> Row:
+    """The means of all columns of numbers."""
+    return {
+        name: round(statistics.mean(each[name] for each in rows), 4)
+        for name, value in rows[0].items()
+        if not isinstance(value, str)
+    }
+
+
 def run_scenario(label: str, scenario: Scenario) -> Outcome:
     """Simulates one scenario."""
     result = simulate(scenario)
@@ -109,11 +118,7 @@ def run_scenarios(label: str, scenarios: Sequence[Scenario]) -> Outcome:
     refused: Counter[str] = Counter()
     for summary in summaries:
         refused.update(summary.refusals)
-    row: Row = {
-        name: round(statistics.mean(each[name] for each in rows), 4)
-        for name, value in rows[0].items()
-        if not isinstance(value, str)
-    }
+    row = mean_row(rows)
     words = (f"{reason}:{count}" for reason, count in sorted(refused.items()))
     row["refused"] = " ".join(words) or "0"
     goodputs = [each["goodput/s"] for each in rows]

@@ -11,7 +11,15 @@ import statistics
 from collections.abc import Sequence
 from functools import partial
 
-from benchmarks.policies_experiments import Experiment, Job, Outcome, Rows, Verdict, summary_row
+from benchmarks.policies_experiments import (
+    Experiment,
+    Job,
+    Outcome,
+    Rows,
+    Verdict,
+    mean_row,
+    summary_row,
+)
 from benchmarks.result import Row, Target
 from kvmesh.sim.fleet import parse_fleet
 from kvmesh.sim.profile_file import load_profile
@@ -90,12 +98,7 @@ def _run(scenarios: Sequence[Scenario]) -> Outcome:
         row["moved tokens"] = simulation.fetches.tokens
         row["elsewhere"] = result.reasons["joint: moved"]
         rows.append(row)
-    means: Row = {
-        name: round(statistics.mean(each[name] for each in rows), 4)
-        for name, value in rows[0].items()
-        if not isinstance(value, str)
-    }
-    return Outcome(means)
+    return Outcome(mean_row(rows))
 
 
 def _judge(rows: Rows) -> Verdict:

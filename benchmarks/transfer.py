@@ -25,8 +25,8 @@ import numpy as np
 import uvloop
 
 from benchmarks.data_child import data_child
-from benchmarks.peer_load import cpu_seconds
-from benchmarks.result import RESULTS, Row, document, markdown, save, spread, table
+from benchmarks.peer_load import cpu_seconds, figures
+from benchmarks.result import RESULTS, Row, document, markdown, save, table
 from benchmarks.transfer_bare import bare_rows
 from benchmarks.transfer_ends import (
     IN_ORDER,
@@ -131,11 +131,7 @@ async def measure(
         await work()
         seconds.append(time.perf_counter() - started)
     cpu = sum(cpu_seconds(pid) for pid in pids) - cpu
-    return {
-        "gb_s": spread([num_bytes / second / 1e9 for second in seconds]),
-        "ms": spread([second * 1e3 for second in seconds]),
-        "cpu_s_per_gib": round(cpu / (runs * num_bytes / (1 << 30)), 3),
-    }
+    return figures(num_bytes, seconds, cpu)
 
 
 def runs_of(shape: str, num_blocks: int, first: int, plan: Plan) -> list[Run]:

@@ -21,21 +21,13 @@ from pathlib import Path
 
 from kvmesh.core.errors import CheckpointError, StructureError
 from kvmesh.core.types import KvLayout, TokenLogprobs
+from kvmesh.engine.mixing import split_mix
 from kvmesh.engine.protocol import ModelSpec, SampledToken, SequenceChunk, StateChunk, StepResult
 from kvmesh.engine.step_times import StepTimes
 from kvmesh.kv.groups import KvGroups, num_blocks_of
 from kvmesh.transfer.memory import create_shared
 
-_MASK = (1 << 64) - 1
 _WORD = 8
-
-
-def _mix(value: int) -> int:
-    """The splitmix64 finaliser: a bijection on 64-bit integers."""
-    value = (value + 0x9E3779B97F4A7C15) & _MASK
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)
 
 
 class HostMemory:
@@ -200,7 +192,7 @@ class FakeRunner:
         size = self._spec.layout.block_size
         # The words of a block lie at its start; the rest is only there to be moved.
         place = table[position // size] * self._spec.layout.block_bytes + position % size * _WORD
-        struct.pack_into("<Q", self._memory.view, place, _mix(token_id << 32 | position))
+        struct.pack_into("<Q", self._memory.view, place, split_mix(token_id << 32 | position))
 
     def _carry_on(self, chunk: SequenceChunk, state: StateChunk) -> None:
         """Mixes the chunk's tokens into the state, and copies it where that is asked for."""
@@ -208,7 +200,7 @@ class FakeRunner:
         saves = dict(state.saves)
         for position in range(chunk.start, chunk.end):
             token_id = chunk.token_ids[position]
-            values = [_mix(value ^ (token_id + part)) for part, value in enumerate(values)]
+            values = [split_mix(value ^ (token_id + part)) for part, value in enumerate(values)]
             self._write_words(saves.get(position + 1, ()), values)
         self._write_words(state.live, values)
 
@@ -231,7 +223,7 @@ class FakeRunner:
                 digest.update(self._read_word(block).to_bytes(_WORD, "little"))
         value = int.from_bytes(digest.digest(), "little")
         if chunk.sampling.temperature > 0:
-            value = _mix(value ^ _mix(chunk.sampling.seed ^ chunk.end))
+            value = split_mix(value ^ split_mix(chunk.sampling.seed ^ chunk.end))
         # Token 0 is the usual end of sequence: it is never drawn.
         token = 1 + value % (self._spec.vocab_size - 1)
         if chunk.constraint is not None:

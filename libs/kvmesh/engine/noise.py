@@ -12,28 +12,17 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from kvmesh.engine.mixing import mix_64, split_mix
 from kvmesh.kernels.upload import sent
 
-_MASK_64 = (1 << 64) - 1
 # Odd, 2^32 / golden ratio: neighbouring token ids land far apart.
 _TOKEN_STEP = 0x9E3779B1
 _LARGEST_UNIFORM = 1.0 - 2.0**-24
 
 
-def mix_64(value: int) -> int:
-    """A bijection of 64-bit integers that leaves no visible pattern.
-
-    Source: finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014).
-    """
-    value &= _MASK_64
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK_64
-    return value ^ (value >> 31)
-
-
 def stream_key(seed: int, position: int) -> int:
     """64-bit key of all noise for one token of one stream."""
-    return mix_64(mix_64(seed + 0x9E3779B97F4A7C15) + position)
+    return mix_64(split_mix(seed) + position)
 
 
 def _signed_32(value: int) -> int:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvmesh.engine.noise import gumbel_noise, key_halves, mix_64, stream_key, uniform_of
+from kvmesh.engine.mixing import mix_64
+from kvmesh.engine.noise import gumbel_noise, key_halves, stream_key, uniform_of
 
 CPU = torch.device("cpu")
 MASK = 0xFFFFFFFF
