@@ -29,7 +29,13 @@ from kvmesh.core.values import changed
 from kvmesh.kv.hashing import chain_hashes, root_hash
 from kvmesh.policy.connections import BY_CONNECTIONS
 from kvmesh.policy.fair_share import Claim
-from kvmesh.policy.forwarding import REROUTE_AFTER_S, backoff_s, rounds_per_route, waiting_told
+from kvmesh.policy.forwarding import (
+    REROUTE_AFTER_S,
+    backoff_s,
+    rounds_per_route,
+    still_refusing,
+    waiting_told,
+)
 from kvmesh.rpc.convert import sequence_spec_to_proto
 from kvmesh.telemetry.tracing import Span, start_span
 from kvmesh.v1 import types_pb2
@@ -104,7 +110,7 @@ class Placing:
         self._deadline_now = deadline
         self._deadline = deadline()
         self._failed = avoid
-        self._refused: set[WorkerId] = set()
+        self._refused: dict[WorkerId, float] = {}  # when, on the loop's clock
         self._unfit: dict[WorkerId, Refusal] = {}
         self._num_rounds = 0
         self._num_offers = 0
@@ -125,7 +131,7 @@ class Placing:
         self._last = last
         self._num_offers += last.stage is Stage.PREFILL
         if refused is not None:
-            self._refused.add(refused)
+            self._refused[refused] = self._now()
             if last.refusal.reason in _NEVER:
                 self._unfit[refused] = last.refusal
 
@@ -202,7 +208,7 @@ class Placing:
             else:
                 span.set(placement=plan.placement.value, reason=plan.reason, policy=plan.policy)
         if tried is None or plan is not tried.plan:  # else they are to be avoided yet
-            self._refused.clear()
+            self._refused = still_refusing(self._refused, self._now())
         if isinstance(plan, RoutePlan):
             self._trace.note(Moment.ROUTED, self._now(), text=f"{plan.policy}: {plan.reason}")
             return plan
@@ -226,7 +232,7 @@ class Placing:
             num_tokens=len(self._token_ids),
             max_new_tokens=request.sampling.max_tokens - num_generated,
             scenario=request.scenario,
-            avoid=self._failed | self._refused,
+            avoid=self._failed.union(self._refused),
             ttft_budget_ms=_budget_ms(remaining_s),
             placement=request.placement,
             waiting=waiting,
@@ -351,7 +357,7 @@ class Placing:
         if span is not None:
             reason = refusal.reason.value
             span.event("refused", worker=candidate.worker_id, reason=reason)
-        self._refused.add(candidate.worker_id)
+        self._refused[candidate.worker_id] = self._now()
         self._mesh.router.note_refused()
         if refusal.reason in _NEVER:
             self._unfit[candidate.worker_id] = refusal

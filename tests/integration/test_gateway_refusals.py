@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,14 @@ import aiohttp
 import openai
 import pytest
 
-from kvmesh.core.types import Refusal, RefusalReason, Role
+from kvmesh.core.types import (
+    Refusal,
+    RefusalReason,
+    Role,
+    RouteCause,
+    RoutePlan,
+    RouteQuery,
+)
 from services.gateway.config import AccessConfig, QuotaConfig
 from tests.integration.gateway_fake_worker import MODEL
 from tests.integration.gateway_stack import PAIR, TWO_PAIRS, Stack, gateway_stack
@@ -86,6 +94,51 @@ async def test_waits_for_capacity_and_then_runs(tmp_path: Path) -> None:
         answer = await stack.client.chat.completions.create(model=MODEL, messages=HELLO)
         assert answer.choices[0].message.content == "one request, one handoff"
         assert len(stack.mesh.workers["d2"].reserves) == 1
+        await stack.idle()
+
+
+THREE = dict.fromkeys(("p1", "p2", "p3"), Role.PREFILL) | {"d1": Role.DECODE}
+
+
+def names_one_at_a_time(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans of the scheduler name the first worker that is not to be avoided, as one that is free
+    just now.
+    """
+    whole = stack.mesh.plan
+
+    def plan(query: RouteQuery) -> RoutePlan:
+        made = whole(query)
+        return replace(made, prefill=made.prefill[:1], cause=RouteCause.HELP)
+
+    monkeypatch.setattr(stack.mesh, "plan", plan)
+
+
+async def test_who_is_refused_by_two_goes_on_to_the_third(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with gateway_stack(tmp_path, THREE) as stack:
+        names_one_at_a_time(stack, monkeypatch)
+        for name in ("p1", "p2"):
+            stack.mesh.workers[name].does.reject_offers = -1
+        answer = await stack.client.chat.completions.create(model=MODEL, messages=HELLO)
+        assert answer.choices[0].message.content == "one request, one handoff"
+        assert len(stack.mesh.workers["p3"].offers) == 1
+        await stack.idle()
+
+
+async def test_who_is_refused_by_all_asks_all_until_its_deadline_and_ends_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with gateway_stack(tmp_path, THREE) as stack:
+        names_one_at_a_time(stack, monkeypatch)
+        for name in ("p1", "p2", "p3"):
+            stack.mesh.workers[name].does.reject_offers = -1
+        with pytest.raises(openai.InternalServerError) as caught:
+            await stack.client.chat.completions.create(
+                model=MODEL, messages=HELLO, extra_headers={"x-slo-ttft-ms": "1000"}
+            )
+        assert caught.value.response.headers["x-kvmesh-refusal"] == "prefill-busy"
+        assert all(len(stack.mesh.workers[name].offers) > 1 for name in ("p1", "p2", "p3"))
         await stack.idle()
 
 

@@ -7,7 +7,7 @@ Source: P/D-Serve 3.5. The pace of asking is ours. Tests: tests/unit/policy/test
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvmesh.core.types import RouteCause, WorkerId
@@ -30,6 +30,18 @@ _ELSEWHERE = frozenset({RouteCause.SHORT_PROMPT, RouteCause.HELP})
 def rounds_per_route(cause: RouteCause) -> int:
     """Rounds over a plan's candidates before another plan is asked for."""
     return 1 if cause in _ELSEWHERE else ROUNDS_PER_ROUTE
+
+
+def still_refusing(refused: Mapping[WorkerId, float], now: float) -> dict[WorkerId, float]:
+    """Who is to be avoided in the plan after the next as well, since it refused just now.
+
+    A plan may name one or two workers that are free. If only the refusals of the last plan counted,
+    two such plans would send a request to and fro, and never on to a third worker.
+
+    Args:
+        refused: when each worker last refused the request, seconds on any clock.
+    """
+    return {name: at for name, at in refused.items() if at > now - REROUTE_AFTER_S}
 
 
 def backoff_s(num_rounds: int, num_waiting: int) -> float:

@@ -25,6 +25,7 @@ from kvmesh.policy.forwarding import (
     backoff_s,
     intervene,
     rounds_per_route,
+    still_refusing,
 )
 from kvmesh.sim.events import EventQueue, Timer
 from kvmesh.sim.fleet import SimFleet
@@ -95,7 +96,8 @@ class Placing:
         self._request = request
         self._started_at = desk.events.now()
         self._failed = avoid
-        self._refused: set[WorkerId] = set()
+        self._refused: dict[WorkerId, float] = {}
+        self._asked: set[WorkerId] = set()  # of this plan, in vain
         self._reserved: tuple[SimWorker, SimSequence] | None = None
         self._plan: RoutePlan | None = None
         self._plan_rounds = 0
@@ -160,18 +162,21 @@ class Placing:
         self._num_refused = 0
         # Everybody was asked; while nobody has more room than then, the answers are the same.
         if self._desk.fleet.openings == self._tried_at_opening:
-            self._spend(self._refused)
+            self._spend(self._asked)
             self._pause()
             return
         if self._needs_plan(now):
-            self._desk.route(self._request, self._failed | self._refused, self._planned)
+            avoid = self._failed.union(self._refused)
+            self._desk.route(self._request, avoid, self._planned)
         else:
             self._ask_workers()
 
     def _planned(self, outcome: RoutePlan | Refusal) -> None:
-        self._refused.clear()
+        now = self._desk.events.now()
+        self._refused = still_refusing(self._refused, now)
+        self._asked.clear()
         self._plan_rounds = 0
-        self._plan_old_at = self._desk.events.now() + REROUTE_AFTER_S
+        self._plan_old_at = now + REROUTE_AFTER_S
         self._plan = outcome if isinstance(outcome, RoutePlan) else None
         if isinstance(outcome, Refusal):
             self._last = outcome.reason
@@ -262,7 +267,8 @@ class Placing:
 
     def _note(self, name: WorkerId, refusal: Refusal) -> None:
         self._last = refusal.reason
-        self._refused.add(name)
+        self._refused[name] = self._desk.events.now()
+        self._asked.add(name)
         self._spend((name,))
 
     def _spend(self, names: Collection[WorkerId]) -> None:

@@ -7,6 +7,7 @@ from kvmesh.policy.forwarding import (
     FULL_PACE_WAITERS,
     MAX_BACKOFF_S,
     MIN_BACKOFF_S,
+    REROUTE_AFTER_S,
     ROUNDS_PER_ROUTE,
     ForwardReason,
     PrefillPeer,
@@ -14,6 +15,7 @@ from kvmesh.policy.forwarding import (
     intervene,
     offer_order,
     rounds_per_route,
+    still_refusing,
     waiting_told,
 )
 
@@ -49,6 +51,12 @@ def test_many_waiting_requests_ask_at_a_bounded_rate() -> None:
 def test_plans_that_name_only_who_is_free_are_tried_once(cause: RouteCause) -> None:
     once = cause in (RouteCause.SHORT_PROMPT, RouteCause.HELP)
     assert rounds_per_route(cause) == (1 if once else ROUNDS_PER_ROUTE)
+
+
+def test_who_refused_just_now_is_to_be_avoided_yet() -> None:
+    refused = {WorkerId("a"): 1.0, WorkerId("b"): 1.1}
+    assert still_refusing(refused, 1.0 + REROUTE_AFTER_S) == {"b": 1.1}
+    assert still_refusing(refused, 1.1 + REROUTE_AFTER_S) == {}
 
 
 @pytest.mark.parametrize(
