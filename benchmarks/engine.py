@@ -1,7 +1,7 @@
-"""Speed of the engine on the CPU, beside transformers, a bare torch loop, OpenVINO and the floor.
+"""Speed of the engine on the CPU, beside transformers, a bare torch loop, other engines, the floor.
 
     python -m benchmarks.engine [--models 110M 0.5B] [--dtypes bfloat16 float32] [--threads N]
-        [--openvino-python PATH] [--save bench/results/engine.json]
+        [--peers openvino=PYTHON ...] [--save bench/results/engine.json]
 
 Engines take turns in every cell, so that a busy machine is as unkind to each.
 """
@@ -15,8 +15,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +33,16 @@ from benchmarks.engine_floor import (
 )
 from benchmarks.engine_peers import (
     BLOCK_SIZE,
+    Child,
     Engine,
     HandLoop,
-    OpenVino,
     Ours,
     Run,
     Transformers,
     prompt,
 )
 from benchmarks.engine_report import WEIGHTS_READ, markdown, targets
+from benchmarks.engines import ENGINES
 from benchmarks.random_llama import SHAPES, Shape, write_checkpoint
 from benchmarks.result import ROOT
 from kvmesh.cli.bench_report import command_line, git_commit, machine, versions, write_result
@@ -49,7 +51,7 @@ from kvmesh.engine.batch import build_batch
 from kvmesh.engine.core import EngineCore
 from kvmesh.engine.protocol import SampledToken, StepResult
 from kvmesh.engine.sampler import sample
-from kvmesh.engine.sequence import Sequence
+from kvmesh.engine.sequence import Sequence as RunningSequence
 from kvmesh.kv.hashing import root_hash
 
 # Turns of a cell end after this many seconds, but not before there are two.
@@ -86,7 +88,7 @@ def main() -> None:
         "date": datetime.datetime.now(tz=datetime.UTC).isoformat(timespec="seconds"),
         "commit": git_commit(ROOT),
         "machine": machine() | {"threads": options.threads},
-        "versions": versions() | _peer_versions(options.openvino_python),
+        "versions": versions() | _peer_versions(options.peers),
         "seed": options.seed,
         "context": options.context,
         "rows": rows,
@@ -108,9 +110,24 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=12, help="turns of each engine in a cell")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--openvino-python", help="a Python with openvino-genai and optimum-intel")
+    parser.add_argument(
+        "--peers",
+        nargs="+",
+        type=_peer,
+        default=[],
+        metavar="NAME=PYTHON",
+        help=f"other engines and the Pythons that have them: {', '.join(ENGINES)}",
+    )
     parser.add_argument("--save", type=Path, default=Path("bench/results/engine.json"))
     return parser.parse_args()
+
+
+def _peer(text: str) -> tuple[str, str]:
+    name, separator, python = text.partition("=")
+    if name not in ENGINES or not separator:
+        known = ", ".join(ENGINES)
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=PYTHON with a name of {known}")
+    return name, python
 
 
 def _measure(
@@ -127,11 +144,12 @@ def _measure(
         "transformers": Transformers(folder, shape, dtype),
         "hand loop": HandLoop(folder, shape, dtype),
     }
-    if options.openvino_python is not None:
-        most_steps = _RUNS_OF_A_TURN * (options.repeats + 1)  # where the first turn does not count
-        engines["openvino"] = stack.enter_context(
-            OpenVino(options.openvino_python, folder, dtype, options.threads, most_steps)
-        )
+    most_steps = _RUNS_OF_A_TURN * (options.repeats + 1)  # where the first turn does not count
+    for name, python in options.peers:
+        if dtype in ENGINES[name].dtypes:
+            engines[name] = stack.enter_context(
+                Child(name, python, folder, dtype, options.threads, most_steps)
+            )
     label = f"{shape.name} {dtype}"
     found: dict[str, dict[str, float]] = {}
 
@@ -225,21 +243,18 @@ def _running_core(ours: Ours, batch: int, context: int) -> EngineCore:
     for sequence in range(batch):
         tokens = tuple(prompt(context, spec.vocab_size, sequence))
         admitted = core.admit_decode(SequenceSpec(tokens, context, sampling, root_hash("bench")))
-        assert isinstance(admitted, Sequence)
+        assert isinstance(admitted, RunningSequence)
         core.start_decode(admitted, first_token=1)
     return core
 
 
-def _peer_versions(openvino_python: str | None) -> dict[str, str]:
-    from importlib.metadata import version  # noqa: PLC0415
-
-    found = {"transformers": version("transformers")}
-    if openvino_python is not None:
-        ask = "from importlib.metadata import version; print(version('openvino-genai'))"
-        done = subprocess.run(
-            [openvino_python, "-c", ask], check=True, stdout=subprocess.PIPE, text=True
-        )
-        found["openvino-genai"] = done.stdout.strip()
+def _peer_versions(peers: Sequence[tuple[str, str]]) -> dict[str, str]:
+    found = {"transformers": metadata.version("transformers")}
+    for name, python in peers:
+        package = ENGINES[name].package
+        ask = f"from importlib.metadata import version; print(version({package!r}))"
+        done = subprocess.run([python, "-c", ask], check=True, stdout=subprocess.PIPE, text=True)
+        found[package] = done.stdout.strip()
     return found
 
 

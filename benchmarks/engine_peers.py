@@ -17,7 +17,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
+from benchmarks.engines import ENGINES
 from benchmarks.random_llama import Shape
+from benchmarks.result import ROOT
 from kvmesh.core.types import SamplingParams
 from kvmesh.engine.protocol import SequenceChunk
 from kvmesh.engine.runner import TorchRunner
@@ -237,19 +239,22 @@ class HandLoop:
         return self._step(torch.tensor(ids), context)
 
 
-class OpenVino:
-    """openvino-genai's continuous batching, in a process of the Python that has it.
+class Child:
+    """An engine of `benchmarks.engines`, in a process of the Python that has it.
 
     Args:
-        python: its interpreter; `optimum-cli` lies beside it.
+        python: its interpreter.
         steps: of a decode batch, at most.
     """
 
-    def __init__(self, python: str, folder: Path, dtype: str, threads: int, steps: int) -> None:
-        script = Path(__file__).with_name("openvino_engine.py")
-        command = [python, str(script), str(folder), dtype, "--threads", str(threads)]
+    def __init__(
+        self, name: str, python: str, folder: Path, dtype: str, threads: int, steps: int
+    ) -> None:
+        self._name = name
+        module = f"benchmarks.engines.{ENGINES[name].module}"
+        command = [python, "-m", module, str(folder), dtype, "--threads", str(threads)]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
         )
         self._steps = steps
 
@@ -277,6 +282,6 @@ class OpenVino:
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
         if not answer:
-            message = f"openvino ended with {self._process.wait()} at {line!r}"
+            message = f"{self._name} ended with {self._process.wait()} at {line!r}"
             raise RuntimeError(message)
         return float(answer)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks.engines import ENGINES
 from kvmesh.cli.bench_report import target_table
 
 WEIGHTS_READ = "weights read"
 """Nothing but reading as many bytes as there are weights."""
-_ENGINES = ("kvmesh", "transformers", "hand loop", "openvino", WEIGHTS_READ, "floor")
+_ENGINES = ("kvmesh", "transformers", "hand loop", *ENGINES, WEIGHTS_READ, "floor")
 
 
 def _target(name: str, value: float, goal: float, *, at_most: bool = False) -> dict[str, Any]:
@@ -57,8 +58,8 @@ def markdown(result: Mapping[str, Any]) -> str:
     """The result as a Markdown page."""
     where = result["machine"]
     plain = "kvmesh without graphs"
-    on_device = any(plain in row["tokens_per_s"] for row in result["rows"])
-    engines = (*_ENGINES, plain) if on_device else _ENGINES
+    measured = {name for row in result["rows"] for name in row["tokens_per_s"]}
+    engines = tuple(name for name in (*_ENGINES, plain) if name in measured)
     lines = [
         "# Engine benchmark",
         "",

@@ -65,4 +65,4 @@ def test_result_is_saved_twice(tmp_path: Path) -> None:
     write_result(result, markdown(result), tmp_path / "sub" / "engine.json")
     assert json.loads((tmp_path / "sub" / "engine.json").read_text())["rows"] == ROWS
     page = (tmp_path / "sub" / "engine.md").read_text()
-    assert "| 110M | bfloat16 | decode 8 | 90 | 70 |  | 160 |  |  |" in page
+    assert "| 110M | bfloat16 | decode 8 | 90 | 70 | 160 |  |" in page

@@ -1,15 +1,15 @@
-"""Steps of openvino-genai's continuous batching, in the Python that has it, when asked for."""
+"""openvino-genai's continuous batching, step by step."""
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from benchmarks.engines.child import serve
 
 _DTYPES = {"bfloat16": ("fp16", "bf16"), "float32": ("fp32", "f32")}
 
@@ -26,32 +26,10 @@ def export(folder: Path, dtype: str) -> Path:
     return out
 
 
-def main() -> None:
-    """Answers each line of standard input with one: what to do, and the seconds that it took.
-
-    `prefill N`: one prompt of N tokens to its first token. `decode B N S`: B sequences get N
-    positions, for S steps at most. `step`: each of them gets one token.
-    """
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("dtype", choices=sorted(_DTYPES))
-    parser.add_argument("--threads", type=int, required=True)
-    options = parser.parse_args()
-    engine = _Engine(export(options.folder, options.dtype), options)
-    # openvino prints as well.
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    for line in sys.stdin:
-        verb, *numbers = line.split()
-        seconds = getattr(engine, verb)(*map(int, numbers))
-        answers.write(f"{seconds}\n")
-    engine.drain()
-
-
 class _Engine:
     """The pipeline, step by step."""
 
-    def __init__(self, folder: Path, options: argparse.Namespace) -> None:
+    def __init__(self, folder: Path, dtype: str, threads: int) -> None:
         import numpy as np  # noqa: PLC0415 - of the peer's own environment
         import openvino_genai  # type: ignore[import-not-found]  # noqa: PLC0415
 
@@ -61,11 +39,14 @@ class _Engine:
         scheduler.max_num_seqs = 64
         scheduler.enable_prefix_caching = False
         properties = {
-            "INFERENCE_PRECISION_HINT": _DTYPES[options.dtype][1],
-            "INFERENCE_NUM_THREADS": options.threads,
+            "INFERENCE_PRECISION_HINT": _DTYPES[dtype][1],
+            "INFERENCE_NUM_THREADS": threads,
         }
         self._pipeline: Any = openvino_genai.ContinuousBatchingPipeline(
-            str(folder), scheduler_config=scheduler, device="CPU", properties=properties
+            str(export(folder, dtype)),
+            scheduler_config=scheduler,
+            device="CPU",
+            properties=properties,
         )
         self._draw = np.random.default_rng(0)
         self._numbers = itertools.count()
@@ -73,26 +54,26 @@ class _Engine:
         self._handles: list[Any] = []
 
     def prefill(self, tokens: int) -> float:
-        """Seconds to the first token of one prompt."""
+        """See `SteppingEngine.prefill`."""
         self.drain()
         self._add(tokens, 1)
         return self.drain()
 
     def decode(self, batch: int, tokens: int, steps: int) -> float:
-        """Computes the prompts of a batch."""
+        """See `SteppingEngine.decode`."""
         self.drain()
         for _ in range(batch):
             self._add(tokens, 1 + steps)
         return self.step()
 
     def step(self) -> float:
-        """Seconds of one step."""
+        """See `SteppingEngine.step`."""
         started = time.perf_counter()
         self._pipeline.step()
         return time.perf_counter() - started
 
     def drain(self) -> float:
-        """Seconds of what is still to be done."""
+        """See `SteppingEngine.drain`."""
         seconds = 0.0
         while self._pipeline.has_non_finished_requests():
             seconds += self.step()
@@ -110,4 +91,4 @@ class _Engine:
 
 
 if __name__ == "__main__":
-    main()
+    serve(_Engine, __doc__)

@@ -1,0 +1,57 @@
+"""The side of a process that computes for `benchmarks.engine` when asked for."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+
+class SteppingEngine(Protocol):
+    """An engine that is told every step."""
+
+    def prefill(self, tokens: int) -> float:
+        """Seconds from one prompt of so many tokens to its first token."""
+        ...
+
+    def decode(self, batch: int, tokens: int, steps: int) -> float:
+        """Gives each of a batch so many positions of its own, for `steps` steps at most.
+
+        Returns the seconds of the first of them.
+        """
+        ...
+
+    def step(self) -> float:
+        """Seconds in which each sequence gets one token."""
+        ...
+
+    def drain(self) -> float:
+        """Ends what is still to be done; the seconds of it."""
+        ...
+
+
+def serve(make: Callable[[Path, str, int], SteppingEngine], doc: str | None) -> None:
+    """Answers each line of standard input with one: what to do, and the seconds that it took.
+
+    `prefill N`, `decode B N S` and `step` are the methods of `SteppingEngine`.
+
+    Args:
+        make: given the checkpoint's folder, a dtype and a number of threads.
+    """
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("dtype", choices=("bfloat16", "float32"))
+    parser.add_argument("--threads", type=int, required=True)
+    options = parser.parse_args()
+    # Engines print as well.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    engine = make(options.folder, options.dtype, options.threads)
+    for line in sys.stdin:
+        verb, *numbers = line.split()
+        seconds = getattr(engine, verb)(*map(int, numbers))
+        answers.write(f"{seconds}\n")
+    engine.drain()
