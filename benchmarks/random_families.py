@@ -222,6 +222,50 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Cohere2Config",
         _HEADS | _IDS | {"layer_types": _WINDOWS_THEN_FULL, "sliding_window": _WINDOW},
     ),
+    "internlm3": ("InternLM3Config", _HEADS | _IDS),
+    "iquest-coder": ("IQuestCoderConfig", _HEADS | _IDS),
+    "helium": ("HeliumConfig", _HEADS | _IDS),
+    "cwm": (
+        "CwmConfig",
+        _HEADS
+        | _IDS
+        | {"bos_token_id": 1, "layer_types": _WINDOWS_THEN_FULL, "sliding_window": _WINDOW},
+    ),
+    "ministral": (
+        "MinistralConfig",
+        _HEADS | {"layer_types": _WINDOWS_THEN_FULL, "sliding_window": _WINDOW},
+    ),
+    "hyperclovax": ("HyperCLOVAXConfig", _HEADS | _GRANITE | {"logits_scaling": 0.125}),
+    "dots1": (
+        "Dots1Config",
+        _HEADS
+        | _EXPERTS
+        | {
+            "n_routed_experts": 16,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "layer_types": _WINDOWS_THEN_FULL,
+            "sliding_window": _WINDOW,
+        },
+    ),
+    "solar-open": (
+        "SolarOpenConfig",
+        _without(_HEADS, "intermediate_size") | _EXPERTS | {"n_routed_experts": 16},
+    ),
+    "mellum": (
+        "MellumConfig",
+        _HEADS
+        | _EXPERTS
+        | {
+            "num_experts": 16,
+            "layer_types": _WINDOWS_THEN_FULL,
+            "sliding_window": _WINDOW,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 5e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
     "minimax-m2": (
         "MiniMaxM2Config",
         _HEADS

@@ -32,6 +32,7 @@ FLIPPED = (
     "qkv_bias",
     "rope_interleave",
     "tie_word_embeddings",
+    "use_post_norm",
     "use_bias",
     "use_bidirectional_attention",
     "use_qk_norm",

@@ -1,4 +1,6 @@
-"""GLM-4.5 to 4.7: half of a head is rotated, DeepSeek's choice of experts beside a shared one."""
+"""GLM-4.5 to 4.7: half of a head is rotated, DeepSeek's choice of experts beside a shared one.
+Solar Open: the same with all of a head rotated and experts in all layers.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +24,7 @@ _EXPERTS = MoeConfig(
     biased_choice=True,
 )
 """What the published files may leave out."""
+_SOLAR_EXPERTS = replace(_EXPERTS, intermediate_size=1280)
 
 
 def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
@@ -34,14 +37,25 @@ def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
     )
 
 
+def _configure_solar(fields: Fields, config: ModelConfig) -> ModelConfig:
+    fields.only("first_k_dense_replace", 0)
+    fields.only("use_qk_norm", False)
+    moe = grouped_experts(fields, config.num_layers, _SOLAR_EXPERTS, usual_dense=0)
+    return replace(config, output_bias=False, moe=moe)
+
+
 def _load_layer(weights: LayerWeights, config: ModelConfig) -> MixerLayer:
     mlp = experts_or_dense(weights, config, load_group_routed)
     return load_pre_norm_layer(weights, config, mlp)
 
 
-FAMILY = Family(
-    _configure,
+_DEFAULTS = {"rms_norm_eps": 1e-5}
+_ALIASES = (("n_routed_experts", "num_experts"),)
+GLM4 = Family(_configure, _load_layer, _DEFAULTS, aliases=_ALIASES)
+SOLAR = Family(
+    _configure_solar,
     _load_layer,
-    {"rms_norm_eps": 1e-5},
-    aliases=(("n_routed_experts", "num_experts"),),
+    _DEFAULTS | {"head_dim": 128, "num_key_value_heads": 8},
+    rope_theta=1e6,
+    aliases=_ALIASES,
 )

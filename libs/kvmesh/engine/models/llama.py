@@ -1,4 +1,4 @@
-"""Llama 2 and 3."""
+"""Llama 2 and 3; InternLM 3 and IQuest-Coder, whose files are Llama's with other defaults."""
 
 from __future__ import annotations
 
@@ -12,4 +12,23 @@ def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
     return config
 
 
+def _configure_internlm3(fields: Fields, config: ModelConfig) -> ModelConfig:
+    # One flag is for the attention, one for the MLP; the latter is refused for all families.
+    fields.only("attention_bias", False)
+    return config
+
+
+def _configure_iquest(fields: Fields, config: ModelConfig) -> ModelConfig:
+    fields.only("use_sliding_window", False)
+    return config
+
+
+_DEFAULTS = {"head_dim": 128, "rms_norm_eps": 1e-5}
 FAMILY = Family(_configure, load_pre_norm_layer)
+INTERNLM3 = Family(
+    _configure_internlm3,
+    load_pre_norm_layer,
+    _DEFAULTS,
+    aliases=(("qkv_bias", "attention_bias"), ("bias", "mlp_bias")),
+)
+IQUEST = Family(_configure_iquest, load_pre_norm_layer, _DEFAULTS)

@@ -1,4 +1,4 @@
-"""Mistral: Llama, and in its first version a window in all layers."""
+"""Mistral: Llama, and in its first version a window in all layers; Ministral: in some or all."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from kvmesh.engine.attention import load_pre_norm_layer
 from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.json_fields import Fields
-from kvmesh.engine.models.family import Family, uniform_window
+from kvmesh.engine.models.family import Family, uniform_window, windows_of_types
 
 
 def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
@@ -16,4 +16,14 @@ def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
     )
 
 
-FAMILY = Family(_configure, load_pre_norm_layer, {"sliding_window": 4096})
+def _configure_ministral(fields: Fields, config: ModelConfig) -> ModelConfig:
+    types = fields.layer_types(config.num_layers)
+    if types is None:
+        return _configure(fields, config)
+    windows = windows_of_types(fields, types)
+    return replace(config, windows=windows, qkv_bias=False, output_bias=False)
+
+
+_DEFAULTS = {"sliding_window": 4096}
+FAMILY = Family(_configure, load_pre_norm_layer, _DEFAULTS)
+MINISTRAL = Family(_configure_ministral, load_pre_norm_layer, _DEFAULTS)
