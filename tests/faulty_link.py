@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from kvmesh.core.types import Endpoint
 
 _CHUNK = 64 << 10
+_DRIP_S = 0.02
 
 
 @dataclass
@@ -24,12 +25,16 @@ class Faults:
         stall_at: from this byte count on nothing passes.
         delay_s: added to each piece, in both directions.
         bytes_per_s: 0 is no bound.
+        drip_at, answers_drip_at: from this byte count on, towards the receiver or back, bytes pass
+            one at a time: the link is never silent.
     """
 
     cut_at: list[int] = field(default_factory=list)
     stall_at: int | None = None
     delay_s: float = 0.0
     bytes_per_s: float = 0.0
+    drip_at: int | None = None
+    answers_drip_at: int | None = None
     passed: int = 0
     connections: int = 0
 
@@ -52,15 +57,15 @@ async def faulty_link(to: Endpoint, faults: Faults) -> AsyncIterator[Endpoint]:
                 writer.write(data[:keep])
                 await writer.drain()
                 return
+            await _pass_on(writer, data, faults.drip_at, faults.passed)
             faults.passed += len(data)
-            writer.write(data)
-            await writer.drain()
 
     async def back(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        passed = 0
         while data := await reader.read(_CHUNK):
             await _pause(faults, 0)
-            writer.write(data)
-            await writer.drain()
+            await _pass_on(writer, data, faults.answers_drip_at, passed)
+            passed += len(data)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         faults.connections += 1
@@ -107,3 +112,15 @@ async def _pause(faults: Faults, num_bytes: int) -> None:
         pause_s += num_bytes / faults.bytes_per_s
     if pause_s:
         await asyncio.sleep(pause_s)
+
+
+async def _pass_on(
+    writer: asyncio.StreamWriter, data: bytes, drip_at: int | None, passed: int
+) -> None:
+    at_once = len(data) if drip_at is None else max(0, drip_at - passed)
+    writer.write(data[:at_once])
+    await writer.drain()
+    for byte in data[at_once:]:
+        writer.write(bytes([byte]))
+        await writer.drain()
+        await asyncio.sleep(_DRIP_S)

@@ -12,6 +12,7 @@ import pytest
 
 from kvmesh.core.errors import LostError, RefusedError
 from kvmesh.core.types import Refusal, RefusalReason
+from kvmesh.transfer import tcp_channel
 from kvmesh.transfer.alignment import Run
 from kvmesh.transfer.channel_pool import ChannelPool, SendOptions
 from kvmesh.transfer.data_server import ReceiveOptions
@@ -104,13 +105,14 @@ async def test_a_link_that_starves_a_transfer_is_given_up() -> None:
 async def test_what_was_acknowledged_counts_no_longer_as_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    left, end = list[int](), PaceWatch.end
+    left = list[int]()
 
-    def noted(watch: PaceWatch, rest: Rest) -> None:
-        left.append(rest.num_bytes)
-        end(watch, rest)
+    class Noted(PaceWatch):
+        def end(self, rest: Rest) -> None:
+            left.append(rest.num_bytes)
+            super().end(rest)
 
-    monkeypatch.setattr(PaceWatch, "end", noted)
+    monkeypatch.setattr(tcp_channel, "PaceWatch", Noted)
     async with running_pair(TCP) as pair:
         await put_through(pair, Faults(), whole(NUM_BLOCKS))
     assert left == [0]

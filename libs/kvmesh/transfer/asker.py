@@ -203,7 +203,7 @@ class Asker:
         if line is not None:
             line.close()
             if line.has_stalled:
-                raise LostError("queries: the holder is silent")
+                raise LostError("queries: the holder is silent or too slow")
         fresh = self._line(holder)
         for question in questions:
             if not question.is_answered:

@@ -305,15 +305,20 @@ class DataServer:
         ops = frozenset[int]() if self._queries is None else self._queries.ops
         machine = ReceiverMachine(self._identity, terms, ops)
         channel = ServerChannel(
-            frames, machine, self._target, self._state, self._threads, self._source, self._queries
+            frames,
+            machine,
+            self._target,
+            self._state,
+            self._threads,
+            self._source,
+            options.stall_timeout_s,
+            self._queries,
         )
         if kind == TCP:
             channel.pacer = options.egress
         cause = "closed"
         try:
-            cause = await channel.serve(
-                options.stall_timeout_s, functools.partial(self._meter, kind)
-            )
+            cause = await channel.serve(functools.partial(self._meter, kind))
         finally:
             channel.close()
             # Anybody can connect and say nothing: that is worth no line.

@@ -252,6 +252,7 @@ class FrameSocket(SendingSocket):
             cursor.advance(count)
 
     def _payload_came(self, batch: list[memoryview], count: int) -> None:
+        self._counted_bytes += count
         self._payload_ended(self.decoder.take_payload(batch, count))
 
     def _payload_ended(self, end: PayloadEnd | None) -> None:

@@ -12,6 +12,7 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Sequence
+from time import monotonic
 
 from kvmesh.core.errors import LostError, ProtocolError, RefusedError
 from kvmesh.transfer.checksums import checksum_function, sum_of
@@ -31,6 +32,11 @@ AHEAD_BYTES = 64 << 10
 
 They fit into the sockets' buffers; a holder that could not send its answer would not read on, and
 both sides would wait for each other.
+"""
+PATIENCE = 4
+"""Stall times in which a question must have left, and in which its answer must be there.
+
+A peer that sends a byte now and then is never silent, and all that is computed waits for it.
 """
 _SCRATCH_BYTES = 4096
 
@@ -76,7 +82,8 @@ class QueryLine:
         """`greet` follows.
 
         Args:
-            stall_timeout_s: a peer that sends or takes nothing for so long is lost.
+            stall_timeout_s: a peer that sends or takes nothing for so long is lost, and one that
+                is not done after `PATIENCE` of them.
             pacer: budget of the questions; None is no bound.
         """
         self._pacer = pacer
@@ -87,9 +94,11 @@ class QueryLine:
         self._events: deque[FrameEvent] = deque()
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
         self._asked: deque[Question] = deque()
+        self._patience_s = PATIENCE * stall_timeout_s
+        self._deadline = 0.0
         self.is_open = True
         self.has_stalled = False
-        """It was given up because the peer was silent, and another line would not be answered."""
+        """It was given up because the peer was silent or slow, as it would be on another line."""
         limit = struct.pack("ll", *divmod(max(1, int(stall_timeout_s * 1e6)), 1_000_000))
         wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         wire.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
@@ -104,6 +113,7 @@ class QueryLine:
         """
         try:
             self._send([memoryview(encode_frame(self._machine.hello()))])
+            self._hurry()
             event = self._next()
             assert not isinstance(event, PayloadBytes | PayloadEnd), "no payload has begun"
             outcome = self._machine.receive(
@@ -193,6 +203,7 @@ class QueryLine:
         Raises:
             LostError: there will be none.
         """
+        self._hurry()
         try:
             event = self._next()
             assert not isinstance(event, PayloadBytes | PayloadEnd), "nothing reads past a payload"
@@ -224,12 +235,23 @@ class QueryLine:
         self._asked.clear()
 
     def _send(self, views: list[memoryview]) -> None:
+        self._hurry()
         cursor = ViewCursor(views)
         while batch := cursor.batch(PIECE_BYTES):
+            self._check_time()
             try:
                 cursor.advance(self._wire.sendmsg(batch, [], 0))
             except OSError as error:
                 raise self._lost(error) from error
+
+    def _hurry(self) -> None:
+        """The peer has so much time for the next thing."""
+        self._deadline = monotonic() + self._patience_s
+
+    def _check_time(self) -> None:
+        if monotonic() > self._deadline:
+            self.has_stalled = True
+            raise LostError(f"queries: the peer is too slow, not done in {self._patience_s:g} s")
 
     def _lost(self, error: OSError) -> LostError:
         if isinstance(error, BlockingIOError):  # the socket's time limit
@@ -238,6 +260,7 @@ class QueryLine:
         return LostError(f"queries: {error}")
 
     def _receive(self, buffers: list[memoryview], flags: int = 0) -> int:
+        self._check_time()
         try:
             count = self._wire.recvmsg_into(buffers, 0, flags)[0]
         except OSError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from functools import partial
 
@@ -17,6 +17,7 @@ from kvmesh.transfer.frame_socket import FrameSocket
 from kvmesh.transfer.frames import Checksum, GetFrame, PullFrame, PutFrame, QueryFrame
 from kvmesh.transfer.memory import MappingError
 from kvmesh.transfer.meters import LinkKey, LinkMeter, TransferObserver, TransferSample
+from kvmesh.transfer.native import num_bytes_of
 from kvmesh.transfer.nixl_process import EngineError
 from kvmesh.transfer.pacing import Pacer, Share
 from kvmesh.transfer.peer_pools import PeerPool, open_peer_pool
@@ -35,12 +36,20 @@ from kvmesh.transfer.protocol import (
 from kvmesh.transfer.query_ops import QueryGrant, QueryOps
 from kvmesh.transfer.server_state import ServerState
 from kvmesh.transfer.staging import Within
+from kvmesh.transfer.stall import PaceWatch, Rest
 from kvmesh.transfer.target import ReadSource, WriteGrant, WriteTarget
 from kvmesh.transfer.threads import run_to_end
 
 _READERS = "readers"
 """They share half of the staging memory, the other stays with KV that arrives; of that half one of
 them gets half."""
+
+PATIENCE_S = 60.0
+"""A payload that would take longer at its measured pace is cut, whichever way it goes.
+
+It holds blocks, staging memory or a question's place, also for a peer that is never silent long
+enough to count as lost.
+"""
 
 Metering = Callable[[ReceiverMachine], tuple[LinkKey, LinkMeter, TransferObserver]]
 
@@ -70,8 +79,14 @@ class ServerChannel:
         state: ServerState,
         threads: Executor,
         source: ReadSource,
+        stall_timeout_s: float,
         queries: QueryOps | None = None,
     ) -> None:
+        """Serves nobody yet.
+
+        Args:
+            stall_timeout_s: for a HELLO; and a payload's pace is that of so many seconds.
+        """
         self._source, self._queries = source, queries
         self._frames = frames
         self._machine = machine
@@ -80,17 +95,25 @@ class ServerChannel:
         self._threads = threads
         self._peer_pool: PeerPool | None = None
         self._lane: tuple[WorkerId, int, int] | None = None
+        self._hello_timeout_s = stall_timeout_s
+        self._pace = PaceWatch(
+            stall_timeout_s,
+            PATIENCE_S,
+            lambda: frames.moved_bytes,
+            lambda measured, _: frames.cut(f"the peer is too slow: {measured}"),
+            lambda: frames.held_back_s,
+        )
         self.is_metered = False
         self.pacer: Pacer | None = None
 
-    async def serve(self, hello_timeout_s: float, metering: Metering) -> str:
+    async def serve(self, metering: Metering) -> str:
         """Greets, then answers frames until the connection ends; returns why it did.
 
         Args:
             metering: asked once, when the peer is known.
         """
         try:
-            async with asyncio.timeout(hello_timeout_s):
+            async with asyncio.timeout(self._hello_timeout_s):
                 greeted = await self._greet()
             if greeted:
                 self._key, self._meter, self._observe = metering(self._machine)
@@ -99,7 +122,7 @@ class ServerChannel:
                 while await self._step():
                     pass
         except TimeoutError:
-            return f"no HELLO in {hello_timeout_s:g} s"
+            return f"no HELLO in {self._hello_timeout_s:g} s"
         except ProtocolError as error:
             with contextlib.suppress(LostError):
                 await self._frames.send(encode_frame(last_word(error)))
@@ -110,6 +133,7 @@ class ServerChannel:
 
     def close(self) -> None:
         """Frees everything; nothing is under way."""
+        self._pace.close()
         self._frames.close()
         if self._peer_pool is not None:
             self._peer_pool.close()
@@ -207,13 +231,27 @@ class ServerChannel:
     async def _fill(self, grant: WriteGrant) -> bool:
         """Reads a payload to where it belongs; whether it is intact and there."""
         if grant.pieces is None:
-            return await self._frames.receive_payload(grant.views)
+            return await self._receive(grant.views)
         assert self._state.staging is not None, "a target with a device pool has staging"
         async with self._state.staging.landing(grant.pieces, self._machine.peer) as landing:
-            intact = await self._frames.receive_payload(landing.views)
+            intact = await self._receive(landing.views)
             if intact:
                 await landing.land()
             return intact
+
+    async def _receive(self, views: Sequence[memoryview]) -> bool:
+        with self._at_pace(num_bytes_of(views)):
+            return await self._frames.receive_payload(views)
+
+    @contextlib.contextmanager
+    def _at_pace(self, num_bytes: int) -> Iterator[None]:
+        """While so many bytes come or go."""
+        rest = Rest(num_bytes)
+        self._pace.begin(rest)
+        try:
+            yield
+        finally:
+            self._pace.end(rest)
 
     async def _read(self, get: GetFrame) -> None:
         staging = self._state.staging
@@ -247,7 +285,8 @@ class ServerChannel:
         head = encode_frame(
             self._machine.answered(frame, num_bytes, checksum=sum_ is not None), num_bytes
         )
-        await self._frames.send_payload(head, views, sum_, self.pacer, share)
+        with self._at_pace(num_bytes):
+            await self._frames.send_payload(head, views, sum_, self.pacer, share)
 
     async def _ask(self, query: QueryFrame) -> None:
         ops = self._queries
@@ -277,7 +316,7 @@ class ServerChannel:
             text = f"room: the answer has {grant.answer_bytes} bytes, not {query.answer_bytes}"
             return Refusal(RefusalReason.INVALID, text)
         operands = memoryview(bytearray(query.operand_bytes))
-        if not await self._frames.receive_payload([operands]):
+        if not await self._receive([operands]):
             return Refusal(RefusalReason.LOST, "checksum: the operands' sum is wrong")
         assert self._state.answering is not None, "a server with ops has a thread for them"
         return await run_to_end(self._state.answering, partial(ops.compute, grant, operands))

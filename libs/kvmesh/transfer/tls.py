@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import socket
 import ssl
+import struct
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from time import monotonic
 from typing import Any
 
 from kvmesh.core.errors import LostError
@@ -22,6 +25,8 @@ from kvmesh.transfer.wire import Wire
 
 _CIPHER_BYTES = 256 << 10
 _PLAIN_BYTES = 256 << 10
+_LEAST_S = 1e-3
+"""Of a socket's timeout; zero would mean not to block."""
 
 Ancillary = list[tuple[int, int, bytes]]
 
@@ -56,6 +61,7 @@ class TlsWire:
             server_hostname=server_name,
         )
         self._lock = threading.Lock()
+        self._limit_s = math.inf
         self._cipher_in = memoryview(bytearray(_CIPHER_BYTES))
         # Ciphertext that the socket did not take, and how much plaintext it stands for.
         self._cipher_out = memoryview(b"")
@@ -76,12 +82,17 @@ class TlsWire:
                     self._hear(await loop.sock_recv_into(self._sock, self._cipher_in))
 
     def handshake_blocking(self) -> None:
-        """As `handshake`, for a socket that blocks."""
+        """As `handshake`, for a socket that blocks; within its timeout, as a whole."""
+        timeout_s = self._sock.gettimeout()
+        assert timeout_s, "a peer that says nothing is not waited for without end"
+        deadline = monotonic() + timeout_s
         with _lost_handshake():
             for said, listens in self._greetings():
                 if said:
                     self._sock.sendall(said)
                 if listens:
+                    # What comes byte by byte must be over in time as well.
+                    self._sock.settimeout(max(deadline - monotonic(), _LEAST_S))
                     self._hear(self._sock.recv_into(self._cipher_in))
 
     def _greetings(self) -> Iterator[tuple[bytes, bool]]:
@@ -119,12 +130,19 @@ class TlsWire:
     def recvmsg_into(
         self, buffers: Iterable[memoryview], ancbufsize: int, flags: int
     ) -> tuple[int, Ancillary, int, object]:
-        """Receives some plaintext into the first buffer."""
+        """Receives some plaintext into the first buffer.
+
+        Raises:
+            BlockingIOError: there is none yet, or none came within the socket's time limit.
+        """
         target = next(iter(buffers))
+        deadline = monotonic() + self._limit_s
         while True:
             count = self._decrypt(target)
             if count is not None:
                 return count, [], 0, None
+            if monotonic() > deadline:  # a record that comes byte by byte
+                raise BlockingIOError
             arrived = self._sock.recv_into(self._cipher_in, 0, flags & ~socket.MSG_WAITALL)
             with self._lock:
                 if arrived:
@@ -141,8 +159,11 @@ class TlsWire:
         self._sock.shutdown(how)
 
     def setsockopt(self, level: int, option: int, value: bytes) -> None:
-        """See `Wire`."""
+        """See `Wire`; a time limit is one for plaintext."""
         self._sock.setsockopt(level, option, value)
+        if (level, option) == (socket.SOL_SOCKET, socket.SO_RCVTIMEO):
+            seconds, microseconds = struct.unpack("ll", value)
+            self._limit_s = seconds + microseconds / 1e6
 
     def getsockopt(self, level: int, option: int, size: int) -> bytes:
         """See `Wire`."""
