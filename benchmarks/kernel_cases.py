@@ -29,6 +29,7 @@ from kvmesh.kernels import (
     linear_reference,
     reference,
 )
+from kvmesh.kernels.attention_sizes import num_decode_splits
 
 BLOCK_SIZE = 16
 Compute = Callable[[], Any]
@@ -147,7 +148,7 @@ def _decode_inputs(
         "block_tables": tables,
         "context_lens": torch.full((count,), context, dtype=torch.int32, device=device),
         "max_context_len": context,
-        "num_splits": attention.num_decode_splits(count, sizes.kv_heads, context),
+        "num_splits": num_decode_splits(count * sizes.kv_heads, context),
         "scale": sizes.head_dim**-0.5,
     }
     return q, kv, given, reference.plan_decode(tables.tolist(), [context] * count, kv)

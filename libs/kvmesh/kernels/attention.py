@@ -15,20 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvmesh.kernels.attention_parts import LOG2_E, end_of_part, part_of, slots_of, weights_of
+from kvmesh.kernels.attention_sizes import DECODE_TILE, prompt_tile_of, tile_of
 from kvmesh.kernels.device_limits import shared_memory_bytes
 from kvmesh.kernels.reference import merge_partials
 
-LOG2_E = 1.4426950408889634
-DECODE_TILE = 64
-# Of a padded head: with more, tiles of so many positions pass the least shared memory that a
-# program may have, the 99 KiB of sm_86, sm_89 and sm_120.
-_TILE_ROW_BYTES = 512
-# The least that matrix units take.
-_LEAST_TILE = 16
-# What two tiles of a prompt with heads over 128 take, with loads running ahead.
-_LONG_HEADS_BYTES = 161 << 10
-# Programs that fill a large device twice over; contexts are split until there are as many.
-_TARGET_PROGRAMS = 264
 # Longer than any context.
 _NO_WINDOW = 1 << 30
 # Prompts follow the decode rows of a step, as many as there are: aligned or not, one kernel is
@@ -79,25 +70,21 @@ def _decode_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device 
     if UPCAST:
         q = q.to(tl.float32)
 
-    context_len = tl.load(lens_ptr + sequence).to(tl.int32)
-    # Unless it is given, every context is cut by its own length.
-    own_len = tl.cdiv(tl.cdiv(context_len, num_splits), TILE) * TILE
-    split_len = tl.where(split_len > 0, split_len, own_len)
+    context_len, start_of_part, end = part_of(
+        lens_ptr, sequence, split, num_splits, split_len, TILE
+    )
     # Positions before the window are neither read nor seen.
     seen = tl.maximum(context_len - window, 0)
-    first = tl.maximum(split * split_len, seen // TILE * TILE)
-    last = tl.minimum(split * split_len + split_len, context_len)
+    first = tl.maximum(start_of_part, seen // TILE * TILE)
+    last = tl.minimum(end, context_len)
+    table_ptr = tables_ptr + sequence * stride_table
     highest = tl.full((GROUP_TILE,), float("-inf"), tl.float32)
     total = tl.zeros((GROUP_TILE,), tl.float32)
     acc = tl.zeros((GROUP_TILE, DIM_TILE), tl.float32)
     for start in range(first, last, TILE):
         position = start + tile
         valid = (position < last) & (position >= seen)
-        block = tl.load(
-            tables_ptr + sequence * stride_table + position // BLOCK_SIZE, mask=valid, other=0
-        )
-        # int64: block strides times block ids pass 2^31 in a large pool.
-        slot = block.to(tl.int64) * stride_block + (position % BLOCK_SIZE) * stride_slot
+        slot = slots_of(table_ptr, position, valid, stride_block, stride_slot, BLOCK_SIZE)
         offsets = slot[:, None] + kv_head * stride_kv_head + dim[None, :]
         kv_mask = valid[:, None] & (dim[None, :] < HEAD_DIM)
         k = tl.load(kv_ptr + offsets, mask=kv_mask, other=0.0)
@@ -108,16 +95,12 @@ def _decode_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device 
         scores = tl.dot(q, tl.trans(k), input_precision="tf32x3") * scale_log2
         scores = tl.where(valid[None, :], scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_highest[:, None])
-        rescale = tl.exp2(highest - new_highest)
-        total = total * rescale + tl.sum(weights, 1)
+        weights, rescale, total = weights_of(scores, highest, new_highest, total)
         acc = acc * rescale[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="tf32x3")
         highest = new_highest
 
-    # A part past the end of its context has lse -inf, so its weight in the merge is 0.
-    total = tl.where(total > 0, total, 1.0)
+    total, lse = end_of_part(highest, total)
     acc = acc / total[:, None]
-    lse = (highest + tl.log2(total)) * 0.6931471805599453
     num_heads = num_kv_heads * GROUP
     row = (sequence * num_heads + head) * num_splits + split
     tl.store(out_ptr + row[:, None] * HEAD_DIM + dim[None, :], acc, mask=q_mask)
@@ -179,15 +162,13 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device
         acc = tl.zeros((TILE, DIM_TILE), tl.float32)
         # Keys after the tile's last query are masked for all its rows.
         last = tl.minimum(num_cached + first_query + TILE, context_len)
+        table_ptr = tables_ptr + sequence * stride_table
         # Those before the window of the tile's first query, too.
         seen = tl.maximum(num_cached + first_query + 1 - window, 0) // TILE * TILE
         for start in range(seen, last, TILE):
             position = start + tile
             valid = position < last
-            block = tl.load(
-                tables_ptr + sequence * stride_table + position // BLOCK_SIZE, mask=valid, other=0
-            )
-            slot = block.to(tl.int64) * stride_block + (position % BLOCK_SIZE) * stride_slot
+            slot = slots_of(table_ptr, position, valid, stride_block, stride_slot, BLOCK_SIZE)
             offsets = slot[:, None] + (head // GROUP) * stride_kv_head + dim[None, :]
             kv_mask = valid[:, None] & (dim[None, :] < HEAD_DIM)
             k = tl.load(kv_ptr + offsets, mask=kv_mask, other=0.0)
@@ -201,9 +182,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device
             scores = tl.where(visible, scores, float("-inf"))
             # The bound keeps rows whose window starts in a later tile at zero, not at NaN.
             new_highest = tl.maximum(tl.maximum(highest, tl.max(scores, 1)), -1e30)
-            weights = tl.exp2(scores - new_highest[:, None])
-            rescale = tl.exp2(highest - new_highest)
-            total = total * rescale + tl.sum(weights, 1)
+            weights, rescale, total = weights_of(scores, highest, new_highest, total)
             acc = acc * rescale[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="tf32x3")
             highest = new_highest
 
@@ -219,35 +198,6 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device
             acc.to(out_ptr.dtype.element_ty),
             mask=q_mask,
         )
-
-
-def tile_of(head_dim: int, element_size: int) -> int:
-    """Positions that a program takes at once: fewer where heads are long, to fit shared memory."""
-    padded: int = triton.next_power_of_2(head_dim) * element_size
-    # fp32 lies there twice: operands, and what three tf32 products take of them.
-    needed = 2 * padded if element_size == torch.float32.itemsize else padded
-    return max(_LEAST_TILE, min(DECODE_TILE, DECODE_TILE * _TILE_ROW_BYTES // needed))
-
-
-def prompt_tile_of(head_dim: int, element_size: int, shared_bytes: int) -> tuple[int, int]:
-    """As `tile_of`, for prompts, with the number of warps.
-
-    Args:
-        shared_bytes: that a program may have.
-    """
-    tile = tile_of(head_dim, element_size)
-    if head_dim <= 128 or element_size == torch.float32.itemsize:
-        return tile, 4
-    # In the registers of four warps there is no room for such a tile's result.
-    return (tile, 8) if shared_bytes >= _LONG_HEADS_BYTES else (tile // 2, 4)
-
-
-def num_decode_splits(num_sequences: int, num_kv_heads: int, max_context_len: int) -> int:
-    """Into how many parts contexts are cut so that the device is filled."""
-    wanted = -(-_TARGET_PROGRAMS // (num_sequences * num_kv_heads))
-    # Parts under four tiles cost more in the merge than they win.
-    useful = max(1, max_context_len // (4 * DECODE_TILE))
-    return max(1, min(wanted, useful))
 
 
 def _constants(kv: Tensor, num_heads: int) -> dict[str, Any]:

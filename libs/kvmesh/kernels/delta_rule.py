@@ -13,7 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvmesh.kernels.state_tiles import scan_launch, state_tiles
+from kvmesh.kernels.state_tiles import (
+    cells_of,
+    load_row,
+    places_of,
+    rows_of,
+    scan_launch,
+    state_tiles,
+)
 
 _CHUNK = 16
 # Prompts differ in length: one kernel serves all.
@@ -39,15 +46,12 @@ def _step_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device si
 ):
     # One program: one sequence, one head, VALUE_TILE columns of the state.
     row = tl.program_id(0).to(tl.int64) * num_heads + tl.program_id(1)
-    key = tl.arange(0, KEY_TILE)
-    value = tl.program_id(2) * VALUE_TILE + tl.arange(0, VALUE_TILE)
-    is_key, is_value = key < KEY_DIM, value < VALUE_DIM
-    cell = row * KEY_DIM * VALUE_DIM + key[:, None] * VALUE_DIM + value[None, :]
+    key, value, is_key, is_value, cell = cells_of(
+        row, tl.program_id(2), KEY_DIM, KEY_TILE, VALUE_DIM, VALUE_TILE
+    )
     mask = is_key[:, None] & is_value[None, :]
     state = tl.load(state_ptr + cell, mask=mask, other=0.0)
-    q = tl.load(q_ptr + row * KEY_DIM + key, mask=is_key, other=0.0)
-    k = tl.load(k_ptr + row * KEY_DIM + key, mask=is_key, other=0.0)
-    v = tl.load(v_ptr + row * VALUE_DIM + value, mask=is_value, other=0.0)
+    q, k, v = load_row(q_ptr, k_ptr, v_ptr, row, key, value, KEY_DIM, VALUE_DIM)
     if PER_CHANNEL:
         decay = tl.load(decay_ptr + row * KEY_DIM + key, mask=is_key, other=0.0)
         state = state * tl.exp(decay)[:, None]
@@ -106,11 +110,8 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device
     key = tl.arange(0, KEY_TILE)
     value = tl.arange(0, VALUE_TILE)
     one = tl.arange(0, CHUNK)
-    position = chunk * CHUNK + one
-    valid = position < num_positions
-    row = position.to(tl.int64) * num_heads + head
-    keys = row[:, None] * KEY_DIM + key[None, :]
-    key_mask = valid[:, None] & (key < KEY_DIM)[None, :]
+    row, valid = rows_of(chunk * CHUNK + one, num_positions, num_heads, head)
+    keys, key_mask = places_of(row, valid, key, KEY_DIM)
     q = tl.load(q_ptr + keys, mask=key_mask, other=0.0)
     k = tl.load(k_ptr + keys, mask=key_mask, other=0.0)
     # Positions past the end keep the state: they forget nothing and take no share.
@@ -148,8 +149,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device
         inverse = tl.where(one[:, None] == line, inverse - known[None, :], inverse)
     known_keys = tl.dot(inverse, k * grown * beta[:, None], input_precision="tf32x3")
     tl.store(known_keys_ptr + keys, known_keys, mask=key_mask)
-    values = row[:, None] * VALUE_DIM + value[None, :]
-    value_mask = valid[:, None] & (value < VALUE_DIM)[None, :]
+    values, value_mask = places_of(row, valid, value, VALUE_DIM)
     v = tl.load(v_ptr + values, mask=value_mask, other=0.0)
     wanted = tl.dot(inverse, v * beta[:, None], input_precision="tf32x3")
     tl.store(wanted_ptr + values, wanted, mask=value_mask)
@@ -177,20 +177,16 @@ def _scan_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device si
     # One program: one head, VALUE_TILE columns of the state, all positions in chunks. `out` holds
     # the changes that a state of zeros would get.
     head = tl.program_id(0)
-    key = tl.arange(0, KEY_TILE)
-    value = tl.program_id(1) * VALUE_TILE + tl.arange(0, VALUE_TILE)
-    is_key, is_value = key < KEY_DIM, value < VALUE_DIM
-    cell = head.to(tl.int64) * KEY_DIM * VALUE_DIM + key[:, None] * VALUE_DIM + value[None, :]
-    state = tl.load(state_ptr + cell, mask=is_key[:, None] & is_value[None, :], other=0.0)
+    key, value, is_key, is_value, cell = cells_of(
+        head.to(tl.int64), tl.program_id(1), KEY_DIM, KEY_TILE, VALUE_DIM, VALUE_TILE
+    )
+    mask = is_key[:, None] & is_value[None, :]
+    state = tl.load(state_ptr + cell, mask=mask, other=0.0)
     one = tl.arange(0, CHUNK)
     for start in range(0, num_positions, CHUNK):
-        position = start + one
-        valid = position < num_positions
-        row = position.to(tl.int64) * num_heads + head
-        keys = row[:, None] * KEY_DIM + key[None, :]
-        key_mask = valid[:, None] & is_key[None, :]
-        values = row[:, None] * VALUE_DIM + value[None, :]
-        value_mask = valid[:, None] & is_value[None, :]
+        row, valid = rows_of(start + one, num_positions, num_heads, head)
+        keys, key_mask = places_of(row, valid, key, KEY_DIM)
+        values, value_mask = places_of(row, valid, value, VALUE_DIM)
         known_keys = tl.load(known_keys_ptr + keys, mask=key_mask, other=0.0)
         change = tl.load(out_ptr + values, mask=value_mask, other=0.0)
         change -= tl.dot(known_keys, state, input_precision="tf32x3")
@@ -208,7 +204,7 @@ def _scan_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device si
         k = tl.load(late_k_ptr + keys, mask=key_mask, other=0.0)
         state = state * kept
         state += tl.dot(tl.trans(k), change, input_precision="tf32x3")
-    tl.store(new_state_ptr + cell, state, mask=is_key[:, None] & is_value[None, :])
+    tl.store(new_state_ptr + cell, state, mask=mask)
 
 
 def delta_step(

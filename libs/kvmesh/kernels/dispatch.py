@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvmesh.kernels import host, host_layer, layer_ops, reference
+from kvmesh.kernels.attention_sizes import num_decode_splits
 from kvmesh.kernels.heads import HeadSpec, RopeRows
 from kvmesh.kernels.linear import Linear
 from kvmesh.kernels.plan import RaggedBatch, decode_buckets, padded_tables, slots_of
@@ -241,9 +242,7 @@ class TritonAttention:
                     self._tables[:cut],
                     self._lens[:cut],
                     max_context_len=self._max_context_len,
-                    num_splits=self._kernels.num_decode_splits(
-                        cut, kv_heads, self._max_context_len
-                    ),
+                    num_splits=num_decode_splits(cut * kv_heads, self._max_context_len),
                     scale=spec.scale,
                     window=spec.window,
                     sinks=spec.sinks,

@@ -10,13 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvmesh.kernels.attention import LOG2_E
+from kvmesh.kernels.attention_parts import LOG2_E, end_of_part, part_of, slots_of, weights_of
+from kvmesh.kernels.attention_sizes import num_decode_splits
 from kvmesh.kernels.reference import merge_partials
 
 _TILE = 32
 _HEAD_TILE = 16
-# Programs that fill a large device; contexts are split until there are as many.
-_TARGET_PROGRAMS = 264
 
 
 @triton.jit(do_not_specialize=["stride_table"])
@@ -60,23 +59,16 @@ def _latent_decode_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a 
         q_latent = q_latent.to(tl.float32)
         q_rope = q_rope.to(tl.float32)
 
-    context_len = tl.load(lens_ptr + sequence).to(tl.int32)
-    # Unless it is given, every context is cut by its own length.
-    own_len = tl.cdiv(tl.cdiv(context_len, num_splits), TILE) * TILE
-    split_len = tl.where(split_len > 0, split_len, own_len)
-    first = split * split_len
-    last = tl.minimum(first + split_len, context_len)
+    context_len, first, end = part_of(lens_ptr, sequence, split, num_splits, split_len, TILE)
+    last = tl.minimum(end, context_len)
+    table_ptr = tables_ptr + sequence * stride_table
     highest = tl.full((HEAD_TILE,), float("-inf"), tl.float32)
     total = tl.zeros((HEAD_TILE,), tl.float32)
     acc = tl.zeros((HEAD_TILE, RANK_TILE), tl.float32)
     for start in range(first, last, TILE):
         position = start + tile
         valid = position < last
-        block = tl.load(
-            tables_ptr + sequence * stride_table + position // BLOCK_SIZE, mask=valid, other=0
-        )
-        # int64: block strides times block ids pass 2^31 in a large pool.
-        slot = block.to(tl.int64) * stride_block + (position % BLOCK_SIZE) * stride_slot
+        slot = slots_of(table_ptr, position, valid, stride_block, stride_slot, BLOCK_SIZE)
         vector = kv_ptr + slot[:, None]
         latent = tl.load(
             vector + rank[None, :], mask=valid[:, None] & (rank[None, :] < RANK), other=0.0
@@ -91,19 +83,15 @@ def _latent_decode_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a 
         scores += tl.dot(q_rope, tl.trans(key), input_precision="tf32x3")
         scores = tl.where(valid[None, :], scores * scale_log2, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_highest[:, None])
-        rescale = tl.exp2(highest - new_highest)
-        total = total * rescale + tl.sum(weights, 1)
+        weights, rescale, total = weights_of(scores, highest, new_highest, total)
         mixed = tl.dot(weights.to(latent.dtype), latent, input_precision="tf32x3")
         acc = acc * rescale[:, None] + mixed
         highest = new_highest
 
-    # A part past the end of its context has lse -inf, so its weight in the merge is 0.
-    total = tl.where(total > 0, total, 1.0)
+    total, lse = end_of_part(highest, total)
     part = (sequence * num_heads + head) * num_splits + split
     out = out_ptr + part[:, None] * RANK + rank[None, :]
     tl.store(out, acc / total[:, None], mask=is_head & (rank[None, :] < RANK))
-    lse = (highest + tl.log2(total)) * 0.6931471805599453
     tl.store(lse_ptr + part, lse, mask=head < num_heads)
 
 
@@ -129,9 +117,7 @@ def latent_decode_attention(
     pool = kv[:, layer]
     head_tiles = triton.cdiv(heads, _HEAD_TILE)
     span = tables.shape[1] * kv.shape[2]
-    if not num_splits:
-        wanted = triton.cdiv(_TARGET_PROGRAMS, sequences * head_tiles)
-        num_splits = max(1, min(wanted, span // (4 * _TILE)))
+    num_splits = num_splits or num_decode_splits(sequences * head_tiles, span, _TILE)
     split_len = 0 if by_length else triton.cdiv(triton.cdiv(span, num_splits), _TILE) * _TILE
     parts = torch.empty((sequences, heads, num_splits, rank), dtype=torch.float32, device=q.device)
     lse = torch.empty((sequences, heads, num_splits), dtype=torch.float32, device=q.device)

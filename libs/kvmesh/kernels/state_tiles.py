@@ -1,4 +1,4 @@
-"""How the kernels of linear states cut a state, the same for all of them.
+"""How the Triton kernels of linear states cut a state and find its rows, the same for all of them.
 
 Tests: tests/unit/kernels/test_triton_kernels.py.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 _MOST_COLUMNS = 32
@@ -37,3 +38,49 @@ def scan_launch(x: Tensor, value_dim: int) -> dict[str, int]:
         "VALUE_TILE": max(16, min(columns, triton.next_power_of_2(value_dim))),
         "num_warps": 4 if is_wide else 8,
     }
+
+
+@triton.jit
+def cells_of(  # type: ignore[no-untyped-def]
+    state,
+    part,
+    KEY_DIM: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_TILE: tl.constexpr,
+):
+    """Rows and columns of a part of a state, where they are, and the offsets of their cells."""
+    key = tl.arange(0, KEY_TILE)
+    value = part * VALUE_TILE + tl.arange(0, VALUE_TILE)
+    cell = state * KEY_DIM * VALUE_DIM + key[:, None] * VALUE_DIM + value[None, :]
+    return key, value, key < KEY_DIM, value < VALUE_DIM, cell
+
+
+@triton.jit
+def load_row(  # type: ignore[no-untyped-def]
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    row,
+    key,
+    value,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+):
+    """Query, key and value of one head at one position."""
+    is_key = key < KEY_DIM
+    q = tl.load(q_ptr + row * KEY_DIM + key, mask=is_key, other=0.0)
+    k = tl.load(k_ptr + row * KEY_DIM + key, mask=is_key, other=0.0)
+    return q, k, tl.load(v_ptr + row * VALUE_DIM + value, mask=value < VALUE_DIM, other=0.0)
+
+
+@triton.jit
+def rows_of(position, num_positions, num_heads, head):  # type: ignore[no-untyped-def]
+    """Rows of a head's positions, and which of them there are."""
+    return position.to(tl.int64) * num_heads + head, position < num_positions
+
+
+@triton.jit
+def places_of(row, valid, column, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Offsets of columns of those rows, and their mask."""
+    return row[:, None] * WIDTH + column[None, :], valid[:, None] & (column < WIDTH)[None, :]

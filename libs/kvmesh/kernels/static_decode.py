@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvmesh.kernels import host, layer_ops, reference
+from kvmesh.kernels.attention_sizes import num_decode_splits
 from kvmesh.kernels.heads import HeadSpec, RopeRows
 from kvmesh.kernels.latent import decode_on_cpu
 from kvmesh.kernels.states import Recurrence
@@ -91,7 +92,7 @@ class StaticAttention:
             tables,
             self._rows.lens,
             max_context_len=0,
-            num_splits=attention.num_decode_splits(len(tables), kv.shape[4], longest),
+            num_splits=num_decode_splits(len(tables) * kv.shape[4], longest),
             scale=spec.scale,
             window=spec.window,
             sinks=spec.sinks,
