@@ -22,6 +22,7 @@ import jinja2.sandbox
 import tokenizers
 from jinja2.runtime import new_context
 
+from kvmesh.core.decoder_keys import decoder_keys
 from kvmesh.core.errors import CheckpointError, InvalidRequestError
 from kvmesh.core.text_files import UNREADABLE, why_unreadable
 from services.gateway.detokenizer import WholeTokens
@@ -258,7 +259,7 @@ def load_tokenizer(
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; model.path must be a folder with a tokenizer")
     settings = _read_json(folder / "tokenizer_config.json")
-    model = _read_json(folder / "config.json")
+    model = decoder_keys(_read_json(folder / "config.json"))
     generation = _read_json(folder / "generation_config.json") if use_generation_config else {}
     template_file = folder / "chat_template.jinja"
     source = (

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvmesh.core.decoder_keys import decoder_keys
 from kvmesh.core.errors import CheckpointError
 from kvmesh.core.types import DTYPE_BYTES, KvLayout
 
@@ -59,7 +61,7 @@ def read_model_folder(path: Path) -> ModelFolder:
     """
     check_model_folder(path)
     try:
-        config = json.loads((path / "config.json").read_text())
+        config = decoder_keys(json.loads((path / "config.json").read_text()))
         return _folder_of(path, config, sum(file.stat().st_size for file in _weights(path)))
     except _UNUSABLE as error:
         raise CheckpointError(f"{path}/config.json cannot be used: {error!r}") from error
@@ -103,7 +105,7 @@ def _advice(path: Path) -> str:
     )
 
 
-def _folder_of(path: Path, config: dict[str, Any], weight_bytes: int) -> ModelFolder:
+def _folder_of(path: Path, config: Mapping[str, Any], weight_bytes: int) -> ModelFolder:
     heads = int(config["num_attention_heads"])
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     if dtype not in DTYPE_BYTES:

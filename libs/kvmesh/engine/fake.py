@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvmesh.core.decoder_keys import decoder_keys
 from kvmesh.core.errors import CheckpointError, StructureError
 from kvmesh.core.types import KvLayout, TokenLogprobs
 from kvmesh.engine.mixing import split_mix
@@ -130,7 +131,7 @@ class FakeRunner:
     ) -> FakeRunner:
         """A fake with the vocabulary of a checkpoint, so that a real tokenizer fits it."""
         try:
-            config = json.loads((folder / "config.json").read_text())
+            config = decoder_keys(json.loads((folder / "config.json").read_text()))
         except OSError as error:
             raise CheckpointError(f"{folder}/config.json: {error.strerror}") from error
         return cls(

@@ -23,6 +23,7 @@ from kvmesh.kernels.linear import Linear, make_linear
 from kvmesh.telemetry.logs import event_logger
 
 log = event_logger(__name__)
+_HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +125,14 @@ def load_model(
             log.info("rope_chosen", factors=factors, original=original, longest=num_positions)
         return rope_table(rope, config.head_dim, num_positions, dtype, device, config.rotary_dim)
 
+    def head() -> Tensor:
+        if config.tie_word_embeddings and not files.has(_HEAD):
+            return embedding
+        stored = matrix(_HEAD)
+        # As transformers does it: what the files have wins over what config.json says.
+        is_tied = config.tie_word_embeddings and torch.equal(stored, embedding)
+        return embedding if is_tied else stored
+
     embedding = matrix(f"{family.weight_prefix}.embed_tokens.weight")
     norm_name = f"{family.weight_prefix}.norm.weight"
     norm = files.read(norm_name, (hidden,)).float() + family.norm_offset
@@ -142,6 +151,6 @@ def load_model(
             for layer, place in enumerate(plan.places)
         ),
         norm=(norm * config.logit_scale).to(device, dtype),
-        head=make_linear(embedding if config.tie_word_embeddings else matrix("lm_head.weight")),
+        head=make_linear(head()),
         ropes={kind: table(kind) for kind in kinds},
     )

@@ -23,6 +23,10 @@ from kvmesh.kernels.linear import Linear, make_linear
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_OLDER_NAMES = (
+    ("language_model.model.", "model.language_model."),
+    ("language_model.lm_head.", "lm_head."),
+)
 _SAMPLE_BYTES = 4096
 _SAMPLES_PER_FILE = 16
 
@@ -41,7 +45,7 @@ class WeightFiles:
         """
         self.paths = find_weight_files(folder)
         self._handles: list[Any] = []
-        self._owner: dict[str, Any] = {}
+        self._owner: dict[str, tuple[Any, str]] = {}
         self._names = names
 
     def __enter__(self) -> WeightFiles:
@@ -53,7 +57,8 @@ class WeightFiles:
                     f"{path}: not a readable safetensors file: {error}"
                 ) from error
             self._handles.append(handle)
-            self._owner |= dict.fromkeys(handle.keys(), handle)
+            names = handle.keys()
+            self._owner |= {_newer_name(name): (handle, name) for name in names}
         return self
 
     def __exit__(
@@ -83,8 +88,9 @@ class WeightFiles:
         name = self._own_name(name)
         if name not in self._owner:
             raise CheckpointError(f"{self.paths[0].parent}: tensor {name} is missing")
+        handle, stored_name = self._owner[name]
         try:
-            tensor: Tensor = self._owner[name].get_tensor(name)
+            tensor: Tensor = handle.get_tensor(stored_name)
         except safetensors.SafetensorError as error:
             raise CheckpointError(f"tensor {name} cannot be read: {error}") from error
         if tuple(tensor.shape) != shape:
@@ -110,6 +116,14 @@ class WeightFiles:
             out[first : first + count].copy_(self.read(name, (count, *tail)))
             first += count
         return out
+
+
+def _newer_name(name: str) -> str:
+    """What a tensor of an older file is called now, where it is in a model that sees pictures."""
+    for older, newer in _OLDER_NAMES:
+        if name.startswith(older):
+            return newer + name.removeprefix(older)
+    return name
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,13 @@ def test_latents_and_linear_layers_are_counted_as_they_are_kept(tmp_path: Path) 
     assert read_model_folder(_write(tmp_path / "b", hybrid)).num_layers == 1
 
 
+def test_keys_of_a_model_that_sees_pictures_lie_deeper(tmp_path: Path) -> None:
+    flat = read_model_folder(_write(tmp_path / "flat", CONFIG))
+    whole = {"model_type": "mistral3", "dtype": "bfloat16", "text_config": CONFIG}
+    found = read_model_folder(_write(tmp_path / "seeing", whole))
+    assert found.block_bytes("bfloat16", 8) == flat.block_bytes("bfloat16", 8)
+
+
 def test_older_configs(tmp_path: Path) -> None:
     older = {**CONFIG, "torch_dtype": "float16"}
     del older["dtype"], older["num_key_value_heads"]

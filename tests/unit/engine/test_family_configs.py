@@ -217,6 +217,11 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
             "truncate False",
         ),
         (CONFIG, {"model_type": "qwen3_5"}, "text_config is missing"),
+        (
+            CONFIG,
+            {"model_type": "mistral3", "text_config": {"model_type": "ministral3"}},
+            "model_type of text_config 'ministral3'",
+        ),
         (CONFIG, {"model_type": "qwen3_5_text", "attn_output_gate": False}, "attn_output_gate"),
     ],
 )

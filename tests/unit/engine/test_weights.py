@@ -31,6 +31,21 @@ def test_tensors_of_shards_are_stacked(tmp_path: Path) -> None:
     assert stacked.tolist() == [[2.0] * 3, [1.0] * 3, [1.0] * 3]
 
 
+@pytest.mark.parametrize(
+    ("stored", "name"),
+    [
+        ("language_model.model.norm.weight", "model.language_model.norm.weight"),
+        ("model.language_model.norm.weight", "model.language_model.norm.weight"),
+        ("language_model.lm_head.weight", "lm_head.weight"),
+    ],
+)
+def test_older_names_of_a_seeing_models_decoder(tmp_path: Path, stored: str, name: str) -> None:
+    save_file({stored: torch.ones(2)}, tmp_path / "model.safetensors")
+    with WeightFiles(tmp_path) as files:
+        assert files.has(name)
+        assert files.read(name, (2,)).tolist() == [1.0, 1.0]
+
+
 def test_missing_shard_is_named(tmp_path: Path) -> None:
     write_shards(tmp_path)
     (tmp_path / "model-2.safetensors").unlink()

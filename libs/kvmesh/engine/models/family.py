@@ -6,12 +6,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kvmesh.core.decoder_keys import decoder_keys
 from kvmesh.core.errors import CheckpointError
 from kvmesh.engine.config import LatentConfig, ModelConfig, MoeConfig, RopeConfig
 from kvmesh.engine.json_fields import Fields
 from kvmesh.engine.layers import Layer
 from kvmesh.engine.rope_fields import rope_of
 from kvmesh.engine.weights import LayerWeights
+
+SEEING_PREFIX = "model.language_model"
+"""Of the decoder's tensors in a model that also sees pictures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +31,8 @@ class Family:
         rounds_embedding_scale: the factor of embeddings has the dtype of computation.
         norm_offset: added to the weights of norms.
         aliases: own names of config.json's keys, and the usual ones.
-        nested: key of config.json under which the decoder's keys are; empty when they lie open.
+        decoder: `model_type` of the decoder whose keys are under `text_config`; empty when they
+            lie open.
         weight_prefix: of the decoder's tensors.
         tensor_names: parts of tensors' usual names and the family's own, replaced in this order.
     """
@@ -40,7 +45,7 @@ class Family:
     rounds_embedding_scale: bool = False
     norm_offset: float = 0.0
     aliases: tuple[tuple[str, str], ...] = ()
-    nested: str = ""
+    decoder: str = ""
     weight_prefix: str = "model"
     tensor_names: tuple[tuple[str, str], ...] = ()
 
@@ -50,13 +55,14 @@ class Family:
         Raises:
             CheckpointError: the decoder's keys are missing, or contradict each other.
         """
-        if self.nested:
-            inner = raw.get(self.nested)
+        if self.decoder:
+            inner = raw.get("text_config")
             if not isinstance(inner, Mapping):
-                raise CheckpointError(f"{origin}: {self.nested} is missing")
-            # What is said for the whole model counts for its decoder.
-            whole = {key: value for key, value in raw.items() if value is not None}
-            raw = {**inner, **whole}
+                raise CheckpointError(f"{origin}: text_config is missing")
+            Fields({"model_type of text_config": inner.get("model_type")}, origin).only(
+                "model_type of text_config", self.decoder
+            )
+            raw = decoder_keys(raw)
         _refuse_two_ropes(Fields(raw, origin))
         own_names = {usual: raw[own] for own, usual in self.aliases if own in raw}
         return {**self.defaults, **own_names, **raw}

@@ -1,4 +1,7 @@
-"""Gemma 3 (text): windows in most layers with their own rope, norms before and after each part."""
+"""Gemma 3: windows in most layers with their own rope, norms before and after each part.
+
+Checkpoints that also see pictures are read for text only.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,13 @@ from dataclasses import replace
 
 import torch
 
+from kvmesh.core.decoder_keys import GEMMA3_DEFAULTS
 from kvmesh.engine.attention import load_attention
 from kvmesh.engine.config import ModelConfig, RopeConfig
 from kvmesh.engine.json_fields import Fields
 from kvmesh.engine.layers import DENSE_MLP, load_gated_mlp
 from kvmesh.engine.models.family import (
+    SEEING_PREFIX,
     Family,
     rope_of_windows,
     types_or_each_nth,
@@ -61,9 +66,10 @@ def _load_layer(weights: LayerWeights, config: ModelConfig) -> SandwichLayer:
 FAMILY = Family(
     _configure,
     _load_layer,
-    {"head_dim": 256, "tie_word_embeddings": True, "sliding_window": 4096},
+    {**GEMMA3_DEFAULTS, "tie_word_embeddings": True, "sliding_window": 4096},
     rope_theta=1e6,
     activations=("gelu_pytorch_tanh",),
     rounds_embedding_scale=True,
     norm_offset=_NORM_OFFSET,
 )
+SEEING = replace(FAMILY, weight_prefix=SEEING_PREFIX, decoder="gemma3_text")

@@ -32,14 +32,14 @@ def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
         configured,
         rms_norm_eps=config.rms_norm_eps,
         embedding_scale=configured.embedding_scale * factor,
-        residual_factors=((1.0, factor),),
+        residual_factors=((1.0, factor),) * 3,
     )
 
 
 def _load_layer(weights: LayerWeights, config: ModelConfig) -> Layer:
     if not config.residual_factors:
         return load_pre_norm_layer(weights, config)
-    hidden, ((_, factor),) = config.hidden_size, config.residual_factors
+    hidden, (_, factor) = config.hidden_size, config.residual_factors[0]
 
     def scaled_norm(name: str) -> Tensor:
         return (weights.exact(f"{name}.weight", (hidden,)) * factor).to(weights.dtype)

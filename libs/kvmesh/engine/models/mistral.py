@@ -1,4 +1,7 @@
-"""Mistral: Llama, and in its first version a window in all layers; Ministral: in some or all."""
+"""Mistral: Llama, and in its first version a window in all layers; Ministral: in some or all.
+
+Mistral Small 3.1 also sees pictures; it is read for text only.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from dataclasses import replace
 from kvmesh.engine.attention import load_pre_norm_layer
 from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.json_fields import Fields
-from kvmesh.engine.models.family import Family, uniform_window, windows_of_types
+from kvmesh.engine.models.family import SEEING_PREFIX, Family, uniform_window, windows_of_types
 
 
 def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
@@ -27,3 +30,10 @@ def _configure_ministral(fields: Fields, config: ModelConfig) -> ModelConfig:
 _DEFAULTS = {"sliding_window": 4096}
 FAMILY = Family(_configure, load_pre_norm_layer, _DEFAULTS)
 MINISTRAL = Family(_configure_ministral, load_pre_norm_layer, _DEFAULTS)
+SEEING = replace(
+    FAMILY,
+    # transformers ties unless the files have a head of their own, and so it is done here.
+    defaults=_DEFAULTS | {"tie_word_embeddings": True},
+    weight_prefix=SEEING_PREFIX,
+    decoder="mistral",
+)

@@ -13,7 +13,7 @@ from kvmesh.engine.config import ModelConfig, MoeConfig
 from kvmesh.engine.gated_delta import gated_delta_shape, load_gated_delta
 from kvmesh.engine.json_fields import Fields
 from kvmesh.engine.linear_attention import DeltaAttention
-from kvmesh.engine.models.family import Family
+from kvmesh.engine.models.family import SEEING_PREFIX, Family
 from kvmesh.engine.models.qwen3_next import NORM_OFFSET, load_hybrid_layer
 from kvmesh.engine.rope_fields import rotary_dim
 from kvmesh.engine.weights import LayerWeights
@@ -59,5 +59,5 @@ def _load_delta(weights: LayerWeights, config: ModelConfig) -> DeltaAttention:
 _load_layer = partial(load_hybrid_layer, load_delta=_load_delta)
 DENSE = Family(_configure, _load_layer, {"head_dim": 256}, norm_offset=NORM_OFFSET)
 SPARSE = Family(_configure_moe, _load_layer, {"head_dim": 256}, norm_offset=NORM_OFFSET)
-SEEING_DENSE = replace(DENSE, weight_prefix="model.language_model", nested="text_config")
-SEEING_SPARSE = replace(SPARSE, weight_prefix="model.language_model", nested="text_config")
+SEEING_DENSE = replace(DENSE, weight_prefix=SEEING_PREFIX, decoder="qwen3_5_text")
+SEEING_SPARSE = replace(SPARSE, weight_prefix=SEEING_PREFIX, decoder="qwen3_5_moe_text")
