@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
+from kvmesh.core.clock import ManualClock
 from kvmesh.core.types import Reservation
 from kvmesh.engine.protocol import SequenceChunk
 from kvmesh.runtime.worker import Worker
@@ -267,6 +268,21 @@ async def test_a_lease_that_nobody_renews_ends(prefill: Worker) -> None:
         assert event.WhichOneof("event") == "failed"
         assert not driver.has_events("decode", Key("kept"))
         driver.cancel_decode(decode, Key("kept"))
+        await until_idle(decode)
+
+
+async def test_leases_that_end_at_the_same_moment_all_end() -> None:
+    async with (
+        running_worker(WorkerSection(id="short", lease_s=60.0)) as decode,
+        driving(decode) as driver,
+    ):
+        keys = [Key(f"r{number}") for number in range(3)]
+        for key in keys:
+            await driver.reserve(decode, key, make_spec(prompt(40)))
+        decode.decode._clock = ManualClock(decode.decode._clock.now() + 61.0)
+        decode.decode.expire_leases()
+        for key in keys:
+            assert (await driver.decode_event(key)).failed.message == "the reservation's lease ended"
         await until_idle(decode)
 
 

@@ -408,8 +408,7 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
         if task.reservation_id is None:
             self._core.release(task.sequence)
         else:
-            del self._by_reservation[task.reservation_id]
-            self._fenced[task.reservation_id] = task.sequence
+            self._fence(task.reservation_id)
             self._handoff.cancel(task.reservation_id)
             if task.local_write is not None:
                 if task.stop_prefill is not None:
@@ -422,6 +421,11 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
         if not self._tasks:
             self._idle.set()
         self._on_change()
+
+    def _fence(self, reservation_id: int) -> None:
+        task = self._by_reservation.pop(reservation_id, None)
+        if task is not None:
+            self._fenced[reservation_id] = task.sequence
 
     def _release_quiet(self) -> None:
         """Frees the blocks of ended reservations whose writers are gone."""
@@ -439,14 +443,15 @@ class DecodeRole(decode_service_pb2_grpc.DecodeServiceServicer):
         before = list(self._by_reservation.items())
         if not self._handoff.expire(self._clock.now()):
             return
-        for reservation_id, task in before:
-            if not self._handoff.is_open(reservation_id):
-                log.warning(
-                    "reservation_expired",
-                    request_id=task.request_id,
-                    trace_id=task.span.trace_id,
-                )
-                self._fail(task, Refusal(RefusalReason.STALE, "the reservation's lease ended"))
+        ended = [(number, task) for number, task in before if not self._handoff.is_open(number)]
+        # All of them first: the end of each releases what is quiet, whoever's it is.
+        for reservation_id, _ in ended:
+            self._fence(reservation_id)
+        for _, task in ended:
+            log.warning(
+                "reservation_expired", request_id=task.request_id, trace_id=task.span.trace_id
+            )
+            self._fail(task, Refusal(RefusalReason.STALE, "the reservation's lease ended"))
 
     # --- state -------------------------------------------------------------------------------
 
