@@ -71,3 +71,14 @@ def test_missing_symbols_are_found_missing() -> None:
     protos = ROOT / "protos/kvmesh/v1/prefill_service.proto"
     assert defined(protos, "PrefillOffer")
     assert not defined(protos, "Offer")
+
+
+def test_the_index_of_decisions_has_all_of_them_by_their_titles() -> None:
+    folder = ROOT / "docs" / "adr"
+    rows = re.findall(
+        r"^\| \[(\d+)\]\(([^)]+)\) \| (.+) \|$", (folder / "README.md").read_text(), re.M
+    )
+    titles = [f"# {number}. {title}" for number, _, title in rows]
+    pages = sorted(folder.glob("0*.md"))
+    assert [name for _, name, _ in rows] == [page.name for page in pages]
+    assert titles == [page.read_text().partition("\n")[0] for page in pages]
