@@ -11,13 +11,11 @@ from __future__ import annotations
 import argparse
 import datetime
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +41,7 @@ from benchmarks.engine_peers import (
 )
 from benchmarks.engine_report import WEIGHTS_READ, markdown, targets
 from benchmarks.engines import ENGINES
+from benchmarks.peer_versions import own_versions, peer_versions
 from benchmarks.random_llama import SHAPES, Shape, write_checkpoint
 from benchmarks.result import ROOT
 from kvmesh.cli.bench_report import command_line, git_commit, machine, versions, write_result
@@ -70,6 +69,10 @@ def main() -> None:
     """Measures and writes the result."""
     options = _parse()
     torch.set_num_threads(options.threads)
+    pythons = {name: Path(python) for name, python in options.peers}
+    peers = own_versions("transformers") | peer_versions(
+        pythons, {name: (kind.package,) for name, kind in ENGINES.items()}
+    )
     rows: list[dict[str, Any]] = []
     extra: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
@@ -88,7 +91,7 @@ def main() -> None:
         "date": datetime.datetime.now(tz=datetime.UTC).isoformat(timespec="seconds"),
         "commit": git_commit(ROOT),
         "machine": machine() | {"threads": options.threads},
-        "versions": versions() | _peer_versions(options.peers),
+        "versions": versions() | peers,
         "seed": options.seed,
         "context": options.context,
         "rows": rows,
@@ -246,16 +249,6 @@ def _running_core(ours: Ours, batch: int, context: int) -> EngineCore:
         assert isinstance(admitted, RunningSequence)
         core.start_decode(admitted, first_token=1)
     return core
-
-
-def _peer_versions(peers: Sequence[tuple[str, str]]) -> dict[str, str]:
-    found = {"transformers": metadata.version("transformers")}
-    for name, python in peers:
-        package = ENGINES[name].package
-        ask = f"from importlib.metadata import version; print(version({package!r}))"
-        done = subprocess.run([python, "-c", ask], check=True, stdout=subprocess.PIPE, text=True)
-        found[package] = done.stdout.strip()
-    return found
 
 
 if __name__ == "__main__":

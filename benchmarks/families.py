@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.engine_peers import BLOCK_SIZE, Run, next_tokens, prompt, static_cache
+from benchmarks.peer_versions import own_versions
 from benchmarks.random_families import (
     FAMILIES,
     VOCAB,
@@ -193,7 +194,8 @@ def main() -> None:
             folder = write_checkpoint(model, Path(scratch))
             for dtype in options.dtypes:
                 rows += _measure(label, model, folder, dtype, options.seconds)
-    save(document(rows, targets(rows), options.seed, _NOTES), options.save)
+    peers = own_versions("transformers")
+    save(document(rows, targets(rows), options.seed, _NOTES, peers), options.save)
     sys.stdout.write(f"{options.save}\n")
 
 

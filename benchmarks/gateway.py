@@ -38,7 +38,10 @@ from benchmarks.gateway_systems import (
     router,
 )
 from benchmarks.gateway_targets import targets_of
+from benchmarks.peer_versions import peer_versions
 from benchmarks.result import RESULTS, Row, document, markdown, save
+
+_PEERS = ("dynamo", "sglang-router", "vllm-router")
 
 NOTES = (
     f"requests: whole answers of {SHORT_TOKENS} tokens; tokens and first token: streams of"
@@ -85,25 +88,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=0, help="also ours with so many processes")
     parser.add_argument("--peers-only", action="store_true", help="without ours")
     parser.add_argument("--seed", type=int, default=1)
-    for name in ("sglang-router", "vllm-router", "dynamo"):
+    for name in _PEERS:
         parser.add_argument(f"--{name}-python", type=Path, help=f"interpreter that has {name}")
     parser.add_argument("--out", type=Path, default=RESULTS / "gateway.json")
     arguments = parser.parse_args(argv)
     plan = Plan(arguments.seconds, arguments.streams, arguments.seed, arguments.rounds)
+    pythons = {
+        name: python
+        for name in _PEERS
+        if (python := getattr(arguments, f"{name.replace('-', '_')}_python"))
+    }
+    peers = peer_versions(pythons)
     starts: list[Start] = [] if arguments.peers_only else [ours(), ours(prefixes=True)]
     if arguments.processes > 1:
         starts.append(ours(arguments.processes))
-    if arguments.dynamo_python:
-        starts.append(dynamo(arguments.dynamo_python.absolute()))
-    for name in ("sglang-router", "vllm-router"):
-        python = getattr(arguments, f"{name.replace('-', '_')}_python")
-        if python:
-            starts.append(router(name, python.absolute()))
+    for name, python in pythons.items():
+        there = python.absolute()
+        starts.append(dynamo(there) if name == "dynamo" else router(name, there))
     starts.append(bare_worker)
     rows, idle = uvloop.run(run(starts, plan))
     waiting = ", ".join(f"{name} {share:.1%}" for name, share in idle.items())
     notes = [*NOTES, f"of a core while they wait for their turn: {waiting}"]
-    result = document(rows, targets_of(rows), plan.seed, notes)
+    result = document(rows, targets_of(rows), plan.seed, notes, peers)
     save(result, arguments.out)
     sys.stdout.write(markdown(result))
     return 0

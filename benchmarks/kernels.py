@@ -17,6 +17,7 @@ from triton.testing import do_bench, do_bench_cudagraph
 
 from benchmarks.kernel_cases import LARGE, Compute, KernelCase, kernel_cases
 from benchmarks.kernel_rivals import SDPA, is_same, largest_difference, rivals
+from benchmarks.peer_versions import own_versions
 from benchmarks.result import RESULTS, Row, Target, document, save
 
 _COPY_BYTES = 2 << 30
@@ -97,7 +98,9 @@ def _by_row(cases: list[KernelCase], rows: list[Row]) -> list[tuple[KernelCase, 
 
 
 def _write(rows: list[Row], options: argparse.Namespace, ceilings: dict[str, float]) -> None:
-    result = document(rows, targets(rows), options.seed, _notes(ceilings))
+    result = document(
+        rows, targets(rows), options.seed, _notes(ceilings), own_versions("flashinfer")
+    )
     result["machine"] |= {
         "device": torch.cuda.get_device_name(),
         "cuda": torch.version.cuda,

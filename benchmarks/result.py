@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from kvmesh.cli.bench_report import command_line, git_commit, machine, versions, write_result
@@ -55,15 +56,23 @@ def spread(values: Sequence[float], digits: int = 3) -> Row:
 
 
 def document(
-    rows: Sequence[Row], targets: Sequence[Target], seed: int, notes: Sequence[str]
+    rows: Sequence[Row],
+    targets: Sequence[Target],
+    seed: int,
+    notes: Sequence[str],
+    peers: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """A result with all that is needed to run it again."""
+    """A result with all that is needed to run it again.
+
+    Args:
+        peers: versions of other systems that were measured, see `peer_versions`.
+    """
     return {
         "command": command_line(["python", "-m", *_module()], sys.argv[1:]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": git_commit(ROOT),
         "machine": machine(),
-        "versions": versions(),
+        "versions": versions() | dict(peers),
         "seed": seed,
         "rows": list(rows),
         "targets": [target.as_row() for target in targets],

@@ -26,6 +26,7 @@ import uvloop
 
 from benchmarks.data_child import data_child
 from benchmarks.peer_load import cpu_seconds, figures
+from benchmarks.peer_versions import peer_versions, program_version
 from benchmarks.result import RESULTS, Row, document, markdown, save, table
 from benchmarks.transfer_bare import bare_rows
 from benchmarks.transfer_ends import (
@@ -334,7 +335,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.nixl_python is None and is_installed():
         arguments.nixl_python = Path(sys.executable)
     found = {"nixl": arguments.nixl_python, "mooncake": arguments.mooncake_python}
-    rows = uvloop.run(run(plan, {name: python for name, python in found.items() if python}))
+    pythons = {name: python for name, python in found.items() if python}
+    peers = program_version("iperf3") | peer_versions(pythons)
+    rows = uvloop.run(run(plan, pythons))
     notes = [
         "gb_s, ms: min / median / max; GB is 1e9 bytes; cpu_s_per_gib: both ends together",
         "tcp channels set cubic, as iperf3 here; plain rows carry no checksum, as iperf3 does not",
@@ -343,7 +346,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"polling: as workers do, both ends look for a frame for {POLL_S * 1e6:.0f} us, then sleep",
         f"blockwise and layerwise: one call per piece, {_IN_FLIGHT} under way",
     ]
-    result = document(rows, targets_of(rows), plan.seed, notes)
+    result = document(rows, targets_of(rows), plan.seed, notes, peers)
     save(result, arguments.out)
     sys.stdout.write(markdown(result))
     return 0
