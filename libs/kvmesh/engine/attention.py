@@ -5,7 +5,7 @@ Tests: tests/integration/test_transformers_equality.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -23,7 +23,8 @@ from kvmesh.engine.layers import (
 from kvmesh.engine.weights import LayerWeights
 from kvmesh.kernels import reference
 from kvmesh.kernels.dispatch import HostAttention
-from kvmesh.kernels.heads import HeadSpec
+from kvmesh.kernels.heads import HeadSpec, RopeRows
+from kvmesh.kernels.host_layer import AttentionCall, DecodeRows, takes
 from kvmesh.kernels.linear import Linear, make_linear
 
 
@@ -59,6 +60,7 @@ class SelfAttention:
         rotation: which of those of `Step`.
         gate: to one factor per value of the heads' output, before its sigmoid; or None.
         wide_norm: of queries and keys before they are heads, or None.
+        call: computes decode rows on the CPU; None where that takes several calls.
     """
 
     qkv: Linear
@@ -69,18 +71,31 @@ class SelfAttention:
     rotation: Rotation = Rotation.USUAL
     gate: Linear | None = None
     wide_norm: WideNorm | None = None
+    call: AttentionCall | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        if self.gate is None and self.wide_norm is None:
+            made = AttentionCall.of(
+                self.qkv, self.output, self.spec, self.head_dim, self.place.slot
+            )
+            object.__setattr__(self, "call", made)
+
+    def decode_rows(self, step: Step) -> DecodeRows | None:
+        """See `CallableMixer.decode_rows`."""
+        attention = step.memory.attention[self.place.group]
+        return attention.decode_rows if isinstance(attention, HostAttention) else None
+
+    def rope(self, step: Step) -> RopeRows:
+        """See `CallableMixer.rope`."""
+        return step.ropes[self.rotation]
 
     def run(self, h: Tensor, step: Step, keep: Tensor | None) -> Tensor:
         """[rows, hidden], normalised, to [rows or kept, hidden]."""
         attention = step.memory.attention[self.place.group]
         rope = step.ropes[self.rotation]
-        is_plain = self.gate is None and self.wide_norm is None and keep is None
-        if is_plain and isinstance(attention, HostAttention):
-            done = attention.run_projected(
-                h, self.qkv, self.output, self.place.slot, self.spec, rope
-            )
-            if done is not None:
-                return done
+        rows = self.decode_rows(step)
+        if rows is not None and self.call is not None and keep is None and takes(h):
+            return self.call.run(h, rows, rope)
         qkv = self.qkv(h)
         if self.wide_norm is not None:
             self.wide_norm.apply(qkv)

@@ -7,9 +7,9 @@ Tests: tests/integration/test_transformers_equality.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -17,9 +17,10 @@ from torch.nn import functional
 
 from kvmesh.engine.config import ModelConfig, Rotation
 from kvmesh.engine.weights import LayerWeights
-from kvmesh.kernels import host_layer, layer_ops, reference
+from kvmesh.kernels import layer_ops, reference
 from kvmesh.kernels.dispatch import StepAttention
 from kvmesh.kernels.heads import RopeRows
+from kvmesh.kernels.host_layer import AttentionCall, DecodeRows, LayerCall, MlpCall, takes
 from kvmesh.kernels.latent import LatentMemory
 from kvmesh.kernels.linear import Linear, make_linear
 from kvmesh.kernels.states import States
@@ -83,6 +84,24 @@ class Mixer(Protocol):
         ...
 
 
+@runtime_checkable
+class CallableMixer(Protocol):
+    """A mixer that one call on the CPU can compute together with the rest of its layer."""
+
+    @property
+    def call(self) -> AttentionCall | None:
+        """None where it takes several calls."""
+        ...
+
+    def decode_rows(self, step: Step) -> DecodeRows | None:
+        """The rows of a step that has only such as decode; else None."""
+        ...
+
+    def rope(self, step: Step) -> RopeRows:
+        """Rotation of the rows."""
+        ...
+
+
 class Mlp(Protocol):
     """What follows attention in a layer."""
 
@@ -103,18 +122,22 @@ class GatedMlp:
     Attributes:
         gate_up: to [2 * intermediate], gates first.
         activation: [rows, 2 * intermediate] to [rows, intermediate].
+        call: computes a few rows on the CPU; None where that takes several calls.
     """
 
     gate_up: Linear
     down: Linear
     activation: Callable[[Tensor], Tensor]
+    call: MlpCall | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        if self.activation is layer_ops.silu_and_mul:
+            object.__setattr__(self, "call", MlpCall.of(self.gate_up, self.down))
 
     def run(self, h: Tensor) -> Tensor:
         """See `Mlp.run`."""
-        if self.activation is layer_ops.silu_and_mul and host_layer.has_gated_mlp(
-            h, self.gate_up, self.down
-        ):
-            return host_layer.gated_mlp(h, self.gate_up, self.down)
+        if self.call is not None and takes(h):
+            return self.call.run(h)
         if h.is_cuda or len(h) <= _CACHED_ROWS:
             return self.down(self.activation(self.gate_up(h)))
         out = torch.empty_like(h)
@@ -277,18 +300,34 @@ class SparseMlp:
 
 @dataclass(frozen=True, slots=True)
 class MixerLayer:
-    """The Llama order: norm, attention or what stands for it, norm, MLP."""
+    """The Llama order: norm, attention or what stands for it, norm, MLP.
+
+    Attributes:
+        whole: computes decode rows on the CPU, with its mixer; None where that takes several calls.
+    """
 
     input_norm: Tensor
     mixer: Mixer
     post_norm: Tensor
     mlp: Mlp
     eps: float
+    whole: tuple[LayerCall, CallableMixer] | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        mixer, mlp = self.mixer, self.mlp.call if isinstance(self.mlp, GatedMlp) else None
+        if isinstance(mixer, CallableMixer) and mixer.call is not None and mlp is not None:
+            made = LayerCall(mixer.call, mlp, self.input_norm, self.post_norm, self.eps)
+            object.__setattr__(self, "whole", (made, mixer))
 
     def run(
         self, x: Tensor, delta: Tensor | None, step: Step, keep: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """See `Layer.run`."""
+        if self.whole is not None and keep is None and takes(x):
+            call, mixer = self.whole
+            rows = mixer.decode_rows(step)
+            if rows is not None:
+                return x, call.run(x, delta, rows, mixer.rope(step))
         h = layer_ops.add_rms_norm(x, delta, self.input_norm, self.eps)
         delta = self.mixer.run(h, step, keep)
         if keep is not None:

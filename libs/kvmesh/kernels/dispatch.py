@@ -15,7 +15,6 @@ from torch import Tensor
 from kvmesh.kernels import host, host_layer, layer_ops, reference
 from kvmesh.kernels.attention_sizes import num_decode_splits
 from kvmesh.kernels.heads import HeadSpec, RopeRows
-from kvmesh.kernels.linear import Linear
 from kvmesh.kernels.plan import RaggedBatch, decode_buckets, padded_tables, slots_of
 from kvmesh.kernels.upload import sent
 
@@ -134,24 +133,10 @@ class HostAttention(ReferenceAttention):
         self._prefill_lens = torch.tensor(batch.context_lens[cut:], dtype=torch.int64)
         # Rows of chunks, counted from the first of them.
         self._prefill_starts = torch.tensor(batch.query_starts[cut:], dtype=torch.int64) - cut
-        self._only_decodes = cut == batch.num_sequences and host.has_rope(kv)
-        self._rows = host_layer.DecodeRows(kv, self._slots, self._tables, self._lens)
-
-    def run_projected(
-        self, h: Tensor, qkv: Linear, output: Linear, layer: int, spec: HeadSpec, rope: RopeRows
-    ) -> Tensor | None:
-        """`run` with the products before and after it in one call; None where that is not possible.
-
-        Args:
-            h: [rows, hidden], contiguous.
-            qkv, output: to the heads, and from them back.
-
-        Returns:
-            [rows, hidden].
-        """
-        if not (self._only_decodes and host_layer.fits(h, qkv, output)):
-            return None
-        return host_layer.attention(h, qkv, output, self._rows, layer, spec, rope)
+        self.decode_rows: host_layer.DecodeRows | None = None
+        """What halves of a layer in one call read, in a step of decode rows alone."""
+        if 0 < cut == batch.num_sequences and host.has_rope(kv):
+            self.decode_rows = host_layer.DecodeRows(kv, self._slots, self._tables, self._lens)
 
     def _write(self, qkv: Tensor, layer: int, spec: HeadSpec, rope: RopeRows) -> None:
         layer_ops.rope_and_write(

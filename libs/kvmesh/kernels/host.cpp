@@ -23,22 +23,8 @@ namespace {
 template <typename T>
 void add_rms_norm(T* x, const T* delta, const T* weight, T* out, int64_t rows, int64_t dim,
                   float eps, int threads) {
-#pragma omp parallel for num_threads(threads) if (threads > 1 && rows >= 8)
-  for (int64_t row = 0; row < rows; ++row) {
-    T* const own = x + row * dim;
-    Floats squares{};
-    for (int64_t i = 0; i < dim; i += kWidth) {
-      Floats value = load(own + i);
-      if (delta != nullptr) {
-        store(own + i, value + load(delta + row * dim + i));
-        value = load(own + i);
-      }
-      squares += value * value;
-    }
-    const Floats factor = splat(1.0f / std::sqrt(sum(squares) / static_cast<float>(dim) + eps));
-    for (int64_t i = 0; i < dim; i += kWidth)
-      store(out + row * dim + i, load(own + i) * factor * load(weight + i));
-  }
+#pragma omp parallel num_threads(threads) if (threads > 1 && rows >= 8)
+  add_rms_norm_rows(x, delta, weight, out, rows, dim, eps);
 }
 
 template <typename T>
@@ -119,25 +105,22 @@ int decode_attention(const Decode& call, int64_t dim, const T* q, int64_t q_stri
                                  int64_t rows, int64_t outputs, int64_t inputs, int threads) {     \
     return few_rows(x, {weights, bias, outputs, inputs}, out, rows, threads);                      \
   }                                                                                                \
-  extern "C" int gated_mlp_##NAME(const T* x, const T* gate_up, const T* gate_up_bias,             \
-                                  const T* down, const T* down_bias, T* out, int64_t rows,         \
-                                  int64_t hidden, int64_t inner, int threads) {                    \
-    return gated_mlp<T>(x, {gate_up, gate_up_bias, 2 * inner, hidden},                             \
-                        {down, down_bias, hidden, inner}, out, rows, threads);                     \
+  extern "C" int gated_mlp_##NAME(const MlpParts* own, const T* x, T* out, int64_t rows,           \
+                                  int threads) {                                                   \
+    return gated_mlp(*own, x, out, rows, threads);                                                 \
   }                                                                                                \
-  extern "C" int attention_layer_##NAME(                                                              \
-      const T* x, const T* qkv, const T* qkv_bias, const T* output, const T* output_bias, T* out,  \
-      int64_t rows, int64_t hidden, const T* qk_norm, float eps, const T* cos,                     \
-      const T* signed_sin, T* kv, const int64_t* slots, const int64_t* tables,                     \
-      const int64_t* lens, const float* sinks, int64_t table_stride, int64_t heads, int64_t dim,   \
-      int64_t window, float scale, int64_t block_stride, int64_t value_offset,                     \
-      int64_t block_size, int64_t kv_heads, int threads) {                                         \
-    const Pool pool{block_stride, value_offset, block_size, kv_heads};                             \
-    const Rope<T> rope{qk_norm, eps, cos, signed_sin, kv, slots, heads, static_cast<int>(dim), pool}; \
-    const Decode call{tables, lens, table_stride, rows, heads, window, scale * kLog2E, sinks,      \
-                      pool};                                                                       \
-    return attention_layer<T>(x, {qkv, qkv_bias, (heads + 2 * kv_heads) * dim, hidden}, rope,      \
-                              call, {output, output_bias, hidden, heads * dim}, out, threads);     \
+  extern "C" int attention_layer_##NAME(const AttentionParts* own, const DecodeRows* step,         \
+                                        const T* x, const T* cos, const T* signed_sin, T* kv,      \
+                                        T* out, int threads) {                                     \
+    return attention_layer(*own, *step, x, cos, signed_sin, kv, out, threads);                     \
+  }                                                                                                \
+  extern "C" int decoder_layer_##NAME(                                                             \
+      const AttentionParts* attention, const MlpParts* mlp, const DecodeRows* step,                \
+      const T* input_norm, const T* post_norm, float eps, T* x, const T* delta, const T* cos,      \
+      const T* signed_sin, T* kv, T* out, int threads) {                                           \
+    const Norms<T> norms{input_norm, post_norm, eps};                                              \
+    return decoder_layer(*attention, *mlp, norms, *step, x, delta, cos, signed_sin, kv, out,       \
+                         threads);                                                                 \
   }                                                                                                \
   extern "C" int most_rows_##NAME() { return kMostRows<T>; }                                        \
   extern "C" void latent_decode_##NAME(                                                            \

@@ -27,12 +27,9 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "rope_and_write": (_P, _P, _F, _P, _P, _P, _P, _I, _I, _I, *_POOL, _THREADS),
     "few_rows": (_P, _P, _P, _P, _I, _I, _I, _THREADS),
     "most_rows": (),
-    "gated_mlp": (_P, _P, _P, _P, _P, _P, _I, _I, _I, _THREADS),
-    "attention_layer": (
-        *(_P, _P, _P, _P, _P, _P, _I, _I, _P, _F, _P, _P, _P, _P, _P, _P, _P, _I, _I, _I, _I, _F),
-        *_POOL,
-        _THREADS,
-    ),
+    "gated_mlp": (_P, _P, _P, _I, _THREADS),
+    "attention_layer": (_P, _P, _P, _P, _P, _P, _P, _THREADS),
+    "decoder_layer": (_P, _P, _P, _P, _P, _F, _P, _P, _P, _P, _P, _P, _THREADS),
     "decode_attention": (
         *(_P, _I, _P, _P, _P, _P, _P, _I, _I, _I, _I, _I, _F),
         *_POOL,
@@ -50,7 +47,10 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "lightning": (_P, _P, _P, _P, _I, _I, _I, _I, _I, _I, _THREADS),
 }
 _WITH_STATUS = frozenset(
-    {"decode_attention", "prefill_pays", "few_rows", "most_rows", "gated_mlp", "attention_layer"}
+    {
+        *("decode_attention", "prefill_pays", "few_rows", "most_rows"),
+        *("gated_mlp", "attention_layer", "decoder_layer"),
+    }
 )
 PANEL = 64
 

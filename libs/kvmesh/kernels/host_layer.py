@@ -1,13 +1,16 @@
-"""`layer.h` on torch tensors: the halves of a decoder layer in one call each, for a few rows.
+"""`layer.h` on torch tensors: a decoder layer or one of its halves in one call, for a few rows.
 
 What is computed is what the parts compute when they are called one by one, to the bit; a step of
-one row has hundreds of them, and each costs as much to call as to run.
+one row has hundreds of them, and each costs as much to call as to run. What a layer keeps is handed
+over as structures that are made once.
 Tests: tests/unit/kernels/test_host_layer.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import ctypes
+from collections.abc import Sequence
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -16,117 +19,195 @@ from kvmesh.kernels import host
 from kvmesh.kernels.heads import HeadSpec, RopeRows
 from kvmesh.kernels.linear import Linear
 
-
-def fits(x: Tensor, first: Linear, second: Linear) -> bool:
-    """Whether two products of these rows, and what is between, can be one call.
-
-    Args:
-        x: [rows, inputs].
-        second: of what comes from the first.
-    """
-    return bool(first.panels and second.panels) and 0 < len(x) <= host.most_rows(x.dtype)
+_P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
-def has_gated_mlp(x: Tensor, gate_up: Linear, down: Linear) -> bool:
-    """Whether `gated_mlp` takes these rows."""
-    return fits(x, gate_up, down) and gate_up.weight.shape[0] % (2 * host.PANEL) == 0
+class _AttentionParts(ctypes.Structure):
+    _fields_: ClassVar[Sequence[tuple[str, type]]] = [
+        *((name, _P) for name in ("qkv", "qkv_bias", "output", "output_bias", "qk_norm", "sinks")),
+        *((name, _I) for name in ("hidden", "heads", "window")),
+        *((name, _F) for name in ("norm_eps", "scale")),
+    ]
 
 
-def gated_mlp(x: Tensor, gate_up: Linear, down: Linear) -> Tensor:
-    """`down(silu_and_mul(gate_up(x)))`.
-
-    Args:
-        x: [rows, hidden], contiguous; `has_gated_mlp` was asked.
-
-    Returns:
-        [rows, hidden].
-    """
-    assert x.is_contiguous()
-    rows, hidden = x.shape
-    out = torch.empty_like(x)
-    status = host.function_of("gated_mlp", x.dtype)(
-        x.data_ptr(),
-        gate_up.panels,
-        _address(gate_up.bias),
-        down.panels,
-        _address(down.bias),
-        out.data_ptr(),
-        rows,
-        hidden,
-        gate_up.weight.shape[0] // 2,
-        torch.get_num_threads(),
-    )
-    assert status == 0, "too many rows"
-    return out
+class _MlpParts(ctypes.Structure):
+    _fields_: ClassVar[Sequence[tuple[str, type]]] = [
+        *((name, _P) for name in ("gate_up", "gate_up_bias", "down", "down_bias")),
+        *((name, _I) for name in ("hidden", "inner")),
+    ]
 
 
-@dataclass(frozen=True, slots=True)
+class _DecodeRows(ctypes.Structure):
+    _fields_: ClassVar[Sequence[tuple[str, type]]] = [
+        *((name, _P) for name in ("slots", "tables", "lens")),
+        *((name, _I) for name in ("rows", "table_stride", "dim")),
+        *((name, _I) for name in ("block_stride", "value_offset", "block_size", "kv_heads")),
+    ]
+
+
+def takes(x: Tensor) -> bool:
+    """Whether the calls here compute so many rows, [rows, hidden], of weights in their form."""
+    return 0 < x.shape[0] <= host.most_rows(x.dtype)
+
+
 class DecodeRows:
-    """KV of sequences that compute one position each.
+    """KV of sequences that compute one position each, during one step.
 
-    Attributes:
-        kv: the pool.
+    Args:
+        kv: the pool, for which `host.has_decode` and `host.has_rope` say yes.
         slots: [rows] int64, of the rows' own positions.
         tables: [rows, blocks] int64.
         lens: [rows] int64, positions with the row's own.
     """
 
-    kv: Tensor
-    slots: Tensor
-    tables: Tensor
-    lens: Tensor
+    def __init__(self, kv: Tensor, slots: Tensor, tables: Tensor, lens: Tensor) -> None:
+        self._kept = (kv, slots, tables, lens)
+        self._kv = kv.data_ptr()
+        self._layer_bytes = kv.stride(1) * kv.element_size()
+        rows = (slots.data_ptr(), tables.data_ptr(), lens.data_ptr(), len(slots), tables.shape[1])
+        self._rows = _DecodeRows(*rows, kv.shape[5], *host.pool_shape(kv))
+        self.address = ctypes.addressof(self._rows)
+
+    def kv_of(self, layer: int) -> int:
+        """Address of a layer in the pool."""
+        return self._kv + layer * self._layer_bytes
 
 
-def attention(
-    x: Tensor,
-    qkv: Linear,
-    output: Linear,
-    own: DecodeRows,
-    layer: int,
-    spec: HeadSpec,
-    rope: RopeRows,
-) -> Tensor:
-    """Projects rows, turns their heads and writes their KV, attends, and projects back.
+class MlpCall:
+    """`down(silu_and_mul(gate_up(x)))` in one call."""
+
+    def __init__(self, gate_up: Linear, down: Linear) -> None:
+        self._kept = (gate_up, down)
+        self.hidden, inner = down.weight.shape[0], gate_up.weight.shape[0] // 2
+        biases = _address(gate_up.bias), _address(down.bias)
+        self._parts = _MlpParts(
+            gate_up.panels, biases[0], down.panels, biases[1], self.hidden, inner
+        )
+        self.address = ctypes.addressof(self._parts)
+
+    @classmethod
+    def of(cls, gate_up: Linear, down: Linear) -> Self | None:
+        """None where the weights have no such form."""
+        # Gates and ups are to begin with a panel each.
+        fits = gate_up.weight.shape[0] % (2 * host.PANEL) == 0
+        return cls(gate_up, down) if gate_up.panels and down.panels and fits else None
+
+    def run(self, x: Tensor) -> Tensor:
+        """[rows, hidden], contiguous, to as much; `takes` was asked."""
+        assert x.is_contiguous()
+        out = torch.empty_like(x)
+        status = host.function_of("gated_mlp", x.dtype)(
+            self.address, x.data_ptr(), out.data_ptr(), x.shape[0], torch.get_num_threads()
+        )
+        assert status == 0, "too many rows"
+        return out
+
+
+class AttentionCall:
+    """Attention of decode rows with its projections in one call.
 
     Args:
-        x: [rows, hidden], contiguous; `fits` was asked, and of the pool `host.has_decode` and
-            `host.has_rope`.
-
-    Returns:
-        [rows, hidden].
+        qkv: to [(heads + 2 * kv_heads) * head_dim].
+        output: from [heads * head_dim].
+        layer: of the pool.
     """
-    assert x.is_contiguous()
-    rows, hidden = x.shape
-    kv, head_dim, kv_heads = own.kv, own.kv.shape[5], own.kv.shape[4]
-    out = torch.empty_like(x)
-    status = host.function_of("attention_layer", x.dtype)(
-        x.data_ptr(),
-        qkv.panels,
-        _address(qkv.bias),
-        output.panels,
-        _address(output.bias),
-        out.data_ptr(),
-        rows,
-        hidden,
-        _address(spec.qk_norm),
-        spec.norm_eps,
-        rope.cos.data_ptr(),
-        rope.signed_sin.data_ptr(),
-        kv.data_ptr() + layer * kv.stride(1) * kv.element_size(),
-        own.slots.data_ptr(),
-        own.tables.data_ptr(),
-        own.lens.data_ptr(),
-        _address(spec.sinks),
-        own.tables.shape[1],
-        qkv.weight.shape[0] // head_dim - 2 * kv_heads,
-        head_dim,
-        spec.window,
-        spec.scale,
-        *host.pool_shape(kv),
-        torch.get_num_threads(),
-    )
-    assert status == 0, "fits and has_decode were not asked"
-    return out
+
+    def __init__(
+        self, qkv: Linear, output: Linear, spec: HeadSpec, head_dim: int, layer: int
+    ) -> None:
+        self._kept = (qkv, output, spec)
+        heads = output.weight.shape[1] // head_dim
+        self._parts = _AttentionParts(
+            *(qkv.panels, _address(qkv.bias), output.panels, _address(output.bias)),
+            *(_address(spec.qk_norm), _address(spec.sinks)),
+            *(output.weight.shape[0], heads, spec.window),
+            *(spec.norm_eps, spec.scale),
+        )
+        self.address = ctypes.addressof(self._parts)
+        self.layer = layer
+
+    @classmethod
+    def of(
+        cls, qkv: Linear, output: Linear, spec: HeadSpec, head_dim: int, layer: int
+    ) -> Self | None:
+        """None where the weights have no such form."""
+        if not (qkv.panels and output.panels):
+            return None
+        return cls(qkv, output, spec, head_dim, layer)
+
+    def run(self, x: Tensor, rows: DecodeRows, rope: RopeRows) -> Tensor:
+        """Projects rows, turns their heads and writes their KV, attends, and projects back.
+
+        Args:
+            x: [rows, hidden], contiguous; `takes` was asked.
+
+        Returns:
+            [rows, hidden].
+        """
+        assert x.is_contiguous()
+        out = torch.empty_like(x)
+        status = host.function_of("attention_layer", x.dtype)(
+            self.address,
+            rows.address,
+            x.data_ptr(),
+            rope.cos.data_ptr(),
+            rope.signed_sin.data_ptr(),
+            rows.kv_of(self.layer),
+            out.data_ptr(),
+            torch.get_num_threads(),
+        )
+        assert status == 0, "takes was not asked"
+        return out
+
+
+class LayerCall:
+    """Norm, attention, norm and MLP in one call.
+
+    Args:
+        input_norm, post_norm: [hidden], before attention and before the MLP.
+    """
+
+    def __init__(
+        self,
+        attention: AttentionCall,
+        mlp: MlpCall,
+        input_norm: Tensor,
+        post_norm: Tensor,
+        eps: float,
+    ) -> None:
+        self._kept = (attention, mlp, input_norm, post_norm)
+        self._attention = attention
+        self._constant = (input_norm.data_ptr(), post_norm.data_ptr(), eps)
+
+    def run(self, x: Tensor, delta: Tensor | None, rows: DecodeRows, rope: RopeRows) -> Tensor:
+        """Adds `delta` and what attention gives to the stream.
+
+        Args:
+            x: [rows, hidden], contiguous, changed in place; `takes` was asked.
+            delta: as large, contiguous, or None.
+
+        Returns:
+            [rows, hidden], what the MLP adds.
+        """
+        assert x.is_contiguous()
+        assert delta is None or delta.is_contiguous()
+        attention, mlp = self._attention, self._kept[1]
+        out = torch.empty_like(x)
+        status = host.function_of("decoder_layer", x.dtype)(
+            attention.address,
+            mlp.address,
+            rows.address,
+            *self._constant,
+            x.data_ptr(),
+            _address(delta),
+            rope.cos.data_ptr(),
+            rope.signed_sin.data_ptr(),
+            rows.kv_of(attention.layer),
+            out.data_ptr(),
+            torch.get_num_threads(),
+        )
+        assert status == 0, "takes was not asked"
+        return out
 
 
 def _address(tensor: Tensor | None) -> int | None:

@@ -1,10 +1,11 @@
-// The halves of a decoder layer in one call each, for steps of a few rows: attention with its
-// projections, and an MLP. One region of threads serves all that happens in between, and nothing
-// returns to Python. The parts are those of rows.h, products.h and decode.h, so that results are the
-// same to the bit as by calls of their own.
+// A decoder layer, or one of its halves, in one call for steps of a few rows: attention with its
+// projections, an MLP, and the norms before them. One region of threads serves all that happens in
+// between, and nothing returns to Python. The parts are those of rows.h, products.h and decode.h, so
+// that results are the same to the bit as by calls of their own.
 
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "decode.h"
@@ -14,15 +15,51 @@
 
 namespace {
 
-// Returns 1 for too many rows.
+// What host_layer.py hands over, in the same order: what a layer keeps, and what its rows are.
+struct AttentionParts {
+  const void *qkv, *qkv_bias, *output, *output_bias, *qk_norm;
+  const float* sinks;
+  int64_t hidden, heads, window;
+  float norm_eps, scale;
+};
+
+struct MlpParts {
+  const void *gate_up, *gate_up_bias, *down, *down_bias;
+  int64_t hidden, inner;
+};
+
+struct DecodeRows {
+  const int64_t *slots, *tables, *lens;
+  int64_t rows, table_stride, dim, block_stride, value_offset, block_size, kv_heads;
+};
+
 template <typename T>
-int gated_mlp(const T* x, const Weight<T>& gate_up, const Weight<T>& down, T* out, int64_t rows,
-              int threads) {
-  if (rows > kMostRows<T>) return 1;
-  const int64_t inner = down.inputs, pairs = inner / kPanel;
-  T* const active = scratch<T, Use::kRows>(rows * inner);
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  {
+struct Norms {
+  const T *input, *post;
+  float eps;
+};
+
+template <typename T>
+Weight<T> weight_of(const void* panels, const void* bias, int64_t outputs, int64_t inputs) {
+  return {static_cast<const T*>(panels), static_cast<const T*>(bias), outputs, inputs};
+}
+
+// An MLP and the memory between its products; `run` is for all threads of a region.
+template <typename T>
+struct Mlp {
+  Weight<T> gate_up, down;
+  // [rows][inner].
+  T* active;
+
+  Mlp(const MlpParts& own, T* memory)
+      : gate_up(weight_of<T>(own.gate_up, own.gate_up_bias, 2 * own.inner, own.hidden)),
+        down(weight_of<T>(own.down, own.down_bias, own.hidden, own.inner)),
+        active(memory) {}
+
+  static int64_t size(const MlpParts& own, int64_t rows) { return rows * own.inner; }
+
+  void run(const T* x, T* out, int64_t rows) const {
+    const int64_t inner = down.inputs, pairs = inner / kPanel;
     // Gates and ups of the same columns are one thread's, which activates them at once.
 #pragma omp for schedule(guided)
     for (int64_t panel = 0; panel < pairs; ++panel) {
@@ -35,26 +72,96 @@ int gated_mlp(const T* x, const Weight<T>& gate_up, const Weight<T>& down, T* ou
     }
     multiply_rows(active, down, out, rows);
   }
-  return 0;
-}
+};
 
-// Projects, turns and writes the rows, one of each sequence, attends and projects back. Returns 1
-// for too many rows or a head size that is not compiled.
+// Attention of rows, one of each sequence, and the memory between its products.
 template <typename T>
-int attention_layer(const T* x, const Weight<T>& qkv, const Rope<T>& rope, const Decode& call,
-                    const Weight<T>& output, T* out, int threads) {
-  const int64_t rows = call.sequences, width = qkv.outputs, dim = rope.dim;
-  if (rows > kMostRows<T> || !has_decode(dim)) return 1;
-  T* const heads = scratch<T, Use::kRows>(rows * (width + output.inputs));
-  T* const attended = heads + rows * width;
-  const Parts parts(call, dim, threads);
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  {
+struct Attention {
+  Rope<T> rope;
+  Decode call;
+  Weight<T> qkv, output;
+  Parts parts;
+  // [rows][heads and keys and values] and [rows][heads].
+  T *heads, *attended;
+
+  Attention(const AttentionParts& own, const DecodeRows& step, const T* cos, const T* signed_sin,
+            T* kv, T* memory, int threads)
+      : rope{static_cast<const T*>(own.qk_norm), own.norm_eps, cos, signed_sin, kv, step.slots,
+             own.heads, static_cast<int>(step.dim), pool_of(step)},
+        call{step.tables, step.lens, step.table_stride, step.rows, own.heads, own.window,
+             own.scale * kLog2E, own.sinks, pool_of(step)},
+        qkv(weight_of<T>(own.qkv, own.qkv_bias, width(own, step), own.hidden)),
+        output(weight_of<T>(own.output, own.output_bias, own.hidden, own.heads * step.dim)),
+        parts(call, step.dim, threads),
+        heads(memory),
+        attended(memory + step.rows * qkv.outputs) {}
+
+  static int64_t size(const AttentionParts& own, const DecodeRows& step) {
+    return step.rows * (width(own, step) + own.heads * step.dim);
+  }
+
+  // Projects the rows, turns their heads, writes keys and values, attends and projects back; for all
+  // threads of a region.
+  void run(const T* x, T* out) const {
+    const int64_t rows = call.sequences, width = qkv.outputs;
     multiply_rows(x, qkv, heads, rows);
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < rows; ++row) rope_and_write_row(rope, heads + row * width, row);
-    decode_rows(call, dim, heads, width, rope.kv, attended, parts);
+    decode_rows(call, rope.dim, heads, width, rope.kv, attended, parts);
     multiply_rows(attended, output, out, rows);
+  }
+
+ private:
+  static int64_t width(const AttentionParts& own, const DecodeRows& step) {
+    return (own.heads + 2 * step.kv_heads) * step.dim;
+  }
+
+  static Pool pool_of(const DecodeRows& step) {
+    return {step.block_stride, step.value_offset, step.block_size, step.kv_heads};
+  }
+};
+
+// These return 1 for too many rows or a head size that is not compiled.
+
+template <typename T>
+int gated_mlp(const MlpParts& own, const T* x, T* out, int64_t rows, int threads) {
+  if (rows > kMostRows<T>) return 1;
+  const Mlp<T> mlp(own, scratch<T, Use::kRows>(Mlp<T>::size(own, rows)));
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  mlp.run(x, out, rows);
+  return 0;
+}
+
+template <typename T>
+int attention_layer(const AttentionParts& own, const DecodeRows& step, const T* x, const T* cos,
+                    const T* signed_sin, T* kv, T* out, int threads) {
+  if (step.rows > kMostRows<T> || !has_decode(step.dim)) return 1;
+  T* const memory = scratch<T, Use::kRows>(Attention<T>::size(own, step));
+  const Attention<T> attention(own, step, cos, signed_sin, kv, memory, threads);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  attention.run(x, out);
+  return 0;
+}
+
+// `x` is the residual stream, to which `delta`, or nothing when it is null, and then attention is
+// added; `out` is what the MLP adds.
+template <typename T>
+int decoder_layer(const AttentionParts& own, const MlpParts& mlp_parts, const Norms<T>& norms,
+                  const DecodeRows& step, T* x, const T* delta, const T* cos, const T* signed_sin,
+                  T* kv, T* out, int threads) {
+  if (step.rows > kMostRows<T> || !has_decode(step.dim)) return 1;
+  const int64_t rows = step.rows, hidden = own.hidden, stream = rows * hidden;
+  const int64_t between = std::max(Attention<T>::size(own, step), Mlp<T>::size(mlp_parts, rows));
+  T* const normed = scratch<T, Use::kRows>(2 * stream + between);
+  T* const mixed = normed + stream;
+  const Attention<T> attention(own, step, cos, signed_sin, kv, mixed + stream, threads);
+  const Mlp<T> mlp(mlp_parts, mixed + stream);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    add_rms_norm_rows(x, delta, norms.input, normed, rows, hidden, norms.eps);
+    attention.run(normed, mixed);
+    add_rms_norm_rows(x, mixed, norms.post, normed, rows, hidden, norms.eps);
+    mlp.run(normed, out, rows);
   }
   return 0;
 }

@@ -12,6 +12,28 @@
 
 namespace {
 
+// By all threads of the region that calls it.
+template <typename T>
+inline void add_rms_norm_rows(T* x, const T* delta, const T* weight, T* out, int64_t rows,
+                              int64_t dim, float eps) {
+#pragma omp for schedule(static)
+  for (int64_t row = 0; row < rows; ++row) {
+    T* const own = x + row * dim;
+    Floats squares{};
+    for (int64_t i = 0; i < dim; i += kWidth) {
+      Floats value = load(own + i);
+      if (delta != nullptr) {
+        store(own + i, value + load(delta + row * dim + i));
+        value = load(own + i);
+      }
+      squares += value * value;
+    }
+    const Floats factor = splat(1.0f / std::sqrt(sum(squares) / static_cast<float>(dim) + eps));
+    for (int64_t i = 0; i < dim; i += kWidth)
+      store(out + row * dim + i, load(own + i) * factor * load(weight + i));
+  }
+}
+
 template <typename T>
 inline void silu_and_mul_row(const T* gate, const T* up, T* out, int64_t dim) {
   for (int64_t i = 0; i < dim; i += kWidth) {

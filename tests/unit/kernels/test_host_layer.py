@@ -42,34 +42,33 @@ def row_counts(dtype: torch.dtype) -> list[int]:
 def test_mlp(threads: int, has_bias: bool, dtype: torch.dtype) -> None:
     gate_up = made_linear(2 * 192, HIDDEN, dtype, has_bias=has_bias)
     down = made_linear(HIDDEN, 192, dtype, has_bias=has_bias)
+    call = host_layer.MlpCall.of(gate_up, down)
+    assert call is not None
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         for rows in row_counts(dtype):
             x = torch.randn(rows, HIDDEN).to(dtype)
-            assert host_layer.has_gated_mlp(x, gate_up, down)
+            assert host_layer.takes(x)
             expected = down(layer_ops.silu_and_mul(gate_up(x)))
-            assert torch.equal(host_layer.gated_mlp(x, gate_up, down), expected)
+            assert torch.equal(call.run(x), expected)
     finally:
         torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_an_mlp_does_not_take(dtype: torch.dtype) -> None:
+def test_what_takes_several_calls(dtype: torch.dtype) -> None:
     gate_up = made_linear(2 * 192, HIDDEN, dtype, has_bias=False)
     down = made_linear(HIDDEN, 192, dtype, has_bias=False)
+    assert host_layer.takes(torch.zeros(host.most_rows(dtype), HIDDEN, dtype=dtype))
     for rows in (0, host.most_rows(dtype) + 1):
-        x = torch.zeros(rows, HIDDEN, dtype=dtype)
-        assert not host_layer.has_gated_mlp(x, gate_up, down)
-    x = torch.zeros(1, HIDDEN, dtype=dtype)
+        assert not host_layer.takes(torch.zeros(rows, HIDDEN, dtype=dtype))
     # Gates end within a panel, so that a panel is no gate's or up's alone.
-    odd, back = (
-        made_linear(2 * 96, HIDDEN, dtype, has_bias=False),
-        made_linear(128, 96, dtype, has_bias=False),
-    )
-    assert not host_layer.has_gated_mlp(x, odd, back)
+    odd = made_linear(2 * 96, HIDDEN, dtype, has_bias=False)
+    assert host_layer.MlpCall.of(odd, made_linear(128, 96, dtype, has_bias=False)) is None
     plain = Linear(torch.ones(2 * 192, HIDDEN, dtype=dtype), None, packed=False)
-    assert not host_layer.has_gated_mlp(x, plain, down)
+    assert host_layer.MlpCall.of(plain, down) is None
+    assert host_layer.AttentionCall.of(gate_up, plain, HeadSpec(1.0), 64, 0) is None
 
 
 @dataclass(frozen=True)
@@ -95,24 +94,54 @@ def rows_of(lens: list[int], chunk: int = 1) -> RaggedBatch:
     return RaggedBatch(tuple(starts), tuple(lens), tables, num_decode, BLOCK_SIZE)
 
 
-def both_ways(heads: Heads, lens: list[int], dtype: torch.dtype) -> tuple[Tensor, Tensor, bool]:
-    """In one call and part by part, and whether the KV that they leave is the same."""
+@dataclass
+class Both:
+    """The same layer twice, over KV of its own."""
+
+    qkv: Linear
+    output: Linear
+    spec: HeadSpec
+    rope: RopeRows
+    h: Tensor
+    attentions: tuple[HostAttention, HostAttention]
+    kvs: tuple[Tensor, Tensor]
+    head_dim: int
+
+    def call(self) -> host_layer.AttentionCall:
+        made = host_layer.AttentionCall.of(self.qkv, self.output, self.spec, self.head_dim, LAYER)
+        assert made is not None
+        return made
+
+    def rows(self) -> host_layer.DecodeRows:
+        rows = self.attentions[0].decode_rows
+        assert rows is not None
+        return rows
+
+    def by_parts(self, h: Tensor) -> Tensor:
+        heads = self.qkv(h).view(len(h), -1, self.head_dim)
+        attended = self.attentions[1].run(heads, LAYER, self.spec, self.rope)
+        return self.output(attended.flatten(1))
+
+
+def both_ways(heads: Heads, lens: list[int], dtype: torch.dtype) -> Both:
     num_heads, dim = heads.kv_heads * heads.group, heads.head_dim
     width = (num_heads + 2 * heads.kv_heads) * dim
-    qkv = made_linear(width, HIDDEN, dtype, has_bias=heads.has_bias)
-    output = made_linear(HIDDEN, num_heads * dim, dtype, has_bias=heads.has_bias)
     norm = torch.rand(num_heads + heads.kv_heads, dim).to(dtype) if heads.has_norm else None
     sinks = torch.randn(num_heads) if heads.has_sinks else None
-    spec = HeadSpec(dim**-0.5, heads.window, sinks, norm)
     cos, sin = (torch.rand(len(lens), 1, dim).to(dtype) for _ in range(2))
-    rope, batch = RopeRows(cos, sin), rows_of(lens)
+    batch = rows_of(lens)
     shape = (sum(map(len, batch.block_tables)), 2, 2, BLOCK_SIZE, heads.kv_heads, dim)
     one, other = (torch.randn(shape, generator=seeded()).to(dtype) for _ in range(2))
-    h = torch.randn(len(lens), HIDDEN).to(dtype)
-    whole = HostAttention(batch, one).run_projected(h, qkv, output, LAYER, spec, rope)
-    assert whole is not None
-    parts = HostAttention(batch, other).run(qkv(h).view(len(lens), -1, dim), LAYER, spec, rope)
-    return whole, output(parts.flatten(1)), torch.equal(one, other)
+    return Both(
+        made_linear(width, HIDDEN, dtype, has_bias=heads.has_bias),
+        made_linear(HIDDEN, num_heads * dim, dtype, has_bias=heads.has_bias),
+        HeadSpec(dim**-0.5, heads.window, sinks, norm),
+        RopeRows(cos, sin),
+        torch.randn(len(lens), HIDDEN).to(dtype),
+        (HostAttention(batch, one), HostAttention(batch, other)),
+        (one, other),
+        dim,
+    )
 
 
 def seeded() -> torch.Generator:
@@ -137,19 +166,42 @@ def test_attention(threads: int, heads: Heads, dtype: torch.dtype) -> None:
     try:
         for rows in row_counts(dtype):
             lens = [1 + 37 * row % 150 for row in range(rows)]
-            whole, parts, is_same_kv = both_ways(heads, lens, dtype)
-            assert torch.equal(whole, parts)
-            assert is_same_kv
+            both = both_ways(heads, lens, dtype)
+            whole = both.call().run(both.h, both.rows(), both.rope)
+            assert torch.equal(whole, both.by_parts(both.h))
+            assert torch.equal(*both.kvs)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("has_delta", [False, True])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_layer(threads: int, has_delta: bool, dtype: torch.dtype) -> None:
+    gate_up = made_linear(2 * 192, HIDDEN, dtype, has_bias=False)
+    down = made_linear(HIDDEN, 192, dtype, has_bias=False)
+    norms = [torch.rand(HIDDEN).to(dtype) for _ in range(2)]
+    mlp = host_layer.MlpCall.of(gate_up, down)
+    assert mlp is not None
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for rows in row_counts(dtype):
+            both = both_ways(Heads(group=3), [1 + 53 * row % 130 for row in range(rows)], dtype)
+            delta = torch.randn(rows, HIDDEN).to(dtype) if has_delta else None
+            x, other = both.h.clone(), both.h.clone()
+            call = host_layer.LayerCall(both.call(), mlp, norms[0], norms[1], 1e-5)
+            whole = call.run(x, delta, both.rows(), both.rope)
+            mixed = both.by_parts(layer_ops.add_rms_norm(other, delta, norms[0], 1e-5))
+            h = layer_ops.add_rms_norm(other, mixed, norms[1], 1e-5)
+            assert torch.equal(whole, down(layer_ops.silu_and_mul(gate_up(h))))
+            assert torch.equal(x, other), "the residual stream"
+            assert torch.equal(*both.kvs)
     finally:
         torch.set_num_threads(before)
 
 
 def test_chunks_of_prompts_go_part_by_part() -> None:
-    batch, kv = rows_of([5, 9], chunk=3), torch.zeros(2, 2, 2, BLOCK_SIZE, 2, 64)
-    qkv = made_linear(8 * 64, HIDDEN, torch.float32, has_bias=False)
-    output = made_linear(HIDDEN, 4 * 64, torch.float32, has_bias=False)
-    rope = RopeRows(torch.ones(4, 1, 64), torch.zeros(4, 1, 64))
-    attention = HostAttention(batch, kv)
-    assert (
-        attention.run_projected(torch.ones(4, HIDDEN), qkv, output, 0, HeadSpec(1.0), rope) is None
-    )
+    kv = torch.zeros(2, 2, 2, BLOCK_SIZE, 2, 64)
+    assert HostAttention(rows_of([5, 9], chunk=3), kv).decode_rows is None
+    assert HostAttention(rows_of([5, 9]), kv).decode_rows is not None
