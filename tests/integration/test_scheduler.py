@@ -288,6 +288,7 @@ class TestMembership:
             await worker.registration.goodbye("test")
             outcome = await gateway.routes.route(query())
             assert isinstance(outcome, Refusal)
+            assert outcome.reason is RefusalReason.NO_WORKERS
             async with asyncio.timeout(SOON_S):
                 await running  # ends by itself and does not register again
 

@@ -282,7 +282,9 @@ async def test_leases_that_end_at_the_same_moment_all_end() -> None:
         decode.decode._clock = ManualClock(decode.decode._clock.now() + 61.0)
         decode.decode.expire_leases()
         for key in keys:
-            assert (await driver.decode_event(key)).failed.message == "the reservation's lease ended"
+            assert (
+                await driver.decode_event(key)
+            ).failed.message == "the reservation's lease ended"
         await until_idle(decode)
 
 

@@ -1,6 +1,15 @@
 from __future__ import annotations
 
-from kvmesh.core.types import Placement, Refusal, RequestId, Role, RouteCause, RoutePlan, WorkerId
+from kvmesh.core.types import (
+    Placement,
+    Refusal,
+    RefusalReason,
+    RequestId,
+    Role,
+    RouteCause,
+    RoutePlan,
+    WorkerId,
+)
 from kvmesh.policy.composition import (
     COMPOSITIONS,
     DEFAULT,
@@ -119,6 +128,7 @@ class TestOffload:
 def test_refusal_has_its_reason() -> None:
     made = decide_route(COMPOSITIONS[DEFAULT], fleet(), query(), {}, NOW, OffloadState())
     assert isinstance(made.route, Refusal)
+    assert made.route.reason is RefusalReason.NO_WORKERS
 
 
 def test_ties_fall_alike_for_one_request_and_differ_between_requests() -> None:

@@ -3,7 +3,15 @@ from __future__ import annotations
 import dataclasses
 import random
 
-from kvmesh.core.types import Placement, Refusal, Role, RoutePlan, RouteQuery, WorkerId
+from kvmesh.core.types import (
+    Placement,
+    Refusal,
+    RefusalReason,
+    Role,
+    RoutePlan,
+    RouteQuery,
+    WorkerId,
+)
 from kvmesh.policy.offload import OffloadReason
 from kvmesh.policy.offload_route import OffloadPlan, plan_offload
 from kvmesh.policy.view import WorkerView
@@ -136,4 +144,6 @@ def test_one_cluster_is_an_ordinary_route() -> None:
 
 
 def test_nobody_at_all() -> None:
-    assert isinstance(decide().route, Refusal)
+    refused = decide().route
+    assert isinstance(refused, Refusal)
+    assert refused.reason is RefusalReason.NO_WORKERS

@@ -275,6 +275,7 @@ class TestWithoutScheduler:
     def test_no_worker_is_a_refusal(self) -> None:
         outcome = plan_without_scheduler((), query(), {})
         assert isinstance(outcome, Refusal)
+        assert outcome.reason is RefusalReason.NO_WORKERS
 
 
 def test_a_prefix_counts_for_less_on_a_fuller_decode_worker() -> None:
