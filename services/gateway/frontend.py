@@ -23,7 +23,8 @@ from services.gateway.entry import Admitted
 from services.gateway.errors import Stage, StageRefusedError
 from services.gateway.generation import TokenDelta
 from services.gateway.mesh import GenerationRequest, Mesh
-from services.gateway.openai import ApiCall, check_model, choice_sampling
+from services.gateway.model_checks import check_model, choice_sampling
+from services.gateway.openai import ApiCall
 from services.gateway.prompts import checked_sampling, prompt_ids, prompt_text
 from services.gateway.request_flow import Generation
 from services.gateway.request_limits import check_limits

@@ -37,7 +37,7 @@ from services.gateway.frontend import Caller, Choice, Frontend, clean_request_id
 from services.gateway.grpc_call import call_from_proto, placement_of
 from services.gateway.grpc_chat import CallDeltas
 from services.gateway.mesh import Placed
-from services.gateway.openai import check_room
+from services.gateway.model_checks import check_room
 from services.gateway.reasoning import Thoughts, thinking_at
 from services.gateway.request_record import TextDelta
 from services.gateway.thinking_count import ThinkingCount

@@ -21,7 +21,8 @@ from services.gateway.calls import PATHS, Calls, Headers, caller_of, given_reque
 from services.gateway.config import HttpConfig
 from services.gateway.errors import ErrorAnswer, answer_for, error_body, plain_http_error
 from services.gateway.frontend import Frontend, clean_request_id
-from services.gateway.openai import chat_call, check_model
+from services.gateway.model_checks import check_model
+from services.gateway.openai import chat_call
 from services.gateway.openapi import openapi_page
 from services.gateway.responses_answer import ResponsesAnswer
 from services.gateway.responses_api import RESPONSES_UNSUPPORTED, ResponsesBody, as_chat

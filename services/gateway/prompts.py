@@ -10,14 +10,8 @@ from dataclasses import replace
 
 from kvmesh.core.errors import InvalidRequestError
 from kvmesh.core.types import SamplingParams
-from services.gateway.openai import (
-    ApiCall,
-    ChatPrompt,
-    Prompt,
-    TextPrompt,
-    check_known,
-    check_token_ids,
-)
+from services.gateway.model_checks import check_known, check_token_ids
+from services.gateway.openai import ApiCall, ChatPrompt, Prompt, TextPrompt
 from services.gateway.structured import check_structure
 from services.gateway.tokenizer import TextTokenizer
 

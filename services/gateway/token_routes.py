@@ -15,7 +15,8 @@ from kvmesh.core.errors import InvalidRequestError
 from services.gateway.answers import dumps
 from services.gateway.frontend import Frontend
 from services.gateway.messages import Messages, Tool
-from services.gateway.openai import ChatPrompt, Prompt, TextPrompt, check_known, check_model
+from services.gateway.model_checks import check_known, check_model
+from services.gateway.openai import ChatPrompt, Prompt, TextPrompt
 from services.gateway.prompts import encode_prompt
 from services.gateway.schema import MAX_TOOLS, TokenId
 

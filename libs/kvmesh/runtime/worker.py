@@ -10,7 +10,6 @@ import asyncio
 import dataclasses
 import time
 from functools import partial
-from pathlib import Path
 
 from kvmesh.core.clock import SystemClock
 from kvmesh.core.details import WorkerDetail
@@ -18,12 +17,9 @@ from kvmesh.core.errors import ConfigError
 from kvmesh.core.types import Endpoint, Role, WorkerId, WorkerInfo, WorkerLoad
 from kvmesh.engine.copier import ThreadCopier
 from kvmesh.engine.core import EngineCore
-from kvmesh.engine.fake import FakeDevice, FakeRunner
 from kvmesh.engine.loop import EngineLoop
 from kvmesh.engine.protocol import ModelRunner
-from kvmesh.engine.step_times import load_step_times
 from kvmesh.engine.structure import StructureCompiler
-from kvmesh.engine.warm_up import warm_up
 from kvmesh.policy.batching import BatchLimits
 from kvmesh.rpc.publisher import BlockPublisher, PublisherFacts
 from kvmesh.rpc.registration import OperatorHooks, SchedulerRegistration
@@ -39,13 +35,13 @@ from kvmesh.runtime.prefix_sources import PrefixSources
 from kvmesh.runtime.query_metrics import QueryMetrics
 from kvmesh.runtime.step_meter import StepMeter
 from kvmesh.runtime.worker_channels import MEGABYTE, receive_options, send_options, transfer_mode
-from kvmesh.runtime.worker_config import EngineSection, WorkerConfig
+from kvmesh.runtime.worker_config import WorkerConfig
 from kvmesh.runtime.worker_detail import worker_detail
 from kvmesh.runtime.worker_metrics import EngineCollector, WorkerMetrics
 from kvmesh.runtime.worker_parts import WorkerIdentity, WorkerParts
 from kvmesh.runtime.worker_pool import lease_limits, start_fetcher
 from kvmesh.runtime.worker_queries import answer_queries, start_queries
-from kvmesh.runtime.worker_static import static_batch_of
+from kvmesh.runtime.worker_runner import load_runner
 from kvmesh.runtime.worker_structures import load_structures
 from kvmesh.runtime.worker_swap import make_swap_space
 from kvmesh.telemetry.logs import event_logger
@@ -55,56 +51,6 @@ from kvmesh.transfer.protocol import ChannelIdentity
 from kvmesh.v1 import decode_service_pb2_grpc, kv_pool_service_pb2_grpc, prefill_service_pb2_grpc
 
 log = event_logger(__name__)
-
-
-def load_runner(config: EngineSection) -> ModelRunner:
-    """Loads the checkpoint, or makes the fake. Takes seconds: call it in a thread.
-
-    Raises:
-        ConfigError: an unknown kind or no model folder.
-        CheckpointError: the folder cannot be loaded.
-    """
-    name = config.model_name or Path(config.model).name or "fake"
-    if config.kind == "fake":
-        return _load_fake(config, name)
-    if config.kind != "torch":
-        raise ConfigError(f"engine.kind must be torch or fake, got {config.kind!r}")
-    if not config.model:
-        raise ConfigError("engine.model is empty: name a checkpoint folder with --engine.model")
-    # Only a worker with the real engine pays for importing torch.
-    from kvmesh.engine.runner import TorchRunner  # noqa: PLC0415
-
-    static_batch = static_batch_of(config)
-    runner = TorchRunner.load(
-        Path(config.model),
-        served_name=name,
-        device=config.device,
-        dtype=config.dtype,
-        num_blocks=config.num_blocks,
-        block_size=config.block_size,
-        max_model_len=config.max_model_len or None,
-        num_threads=config.num_threads,
-    )
-    if config.device != "cpu":
-        # Before steps are static: those of one token each would not be computed the plain way.
-        warm_up(runner, config.max_batch_tokens)
-    runner.use_static_steps(static_batch)
-    return runner
-
-
-def _load_fake(config: EngineSection, name: str) -> FakeRunner:
-    if config.fake_token_bytes < 8 or config.fake_token_bytes % 8:
-        raise ConfigError("engine.fake_token_bytes is a multiple of 8, at least 8")
-    times = None
-    if config.fake_profile:
-        times = load_step_times(Path(config.fake_profile), config.fake_device)
-    make = partial(FakeRunner.for_checkpoint, Path(config.model)) if config.model else FakeRunner
-    return make(
-        name=name,
-        num_blocks=config.num_blocks,
-        block_size=config.block_size,
-        device=FakeDevice(config.fake_step_s, times, config.fake_token_bytes),
-    )
 
 
 class Worker:

@@ -12,8 +12,8 @@ from kvmesh.core.types import SamplingParams
 from kvmesh.engine.protocol import SequenceChunk
 from kvmesh.engine.step_times import StepTimes, load_step_times
 from kvmesh.policy.curves import Quadratic
-from kvmesh.runtime.worker import load_runner
 from kvmesh.runtime.worker_config import EngineSection
+from kvmesh.runtime.worker_runner import load_runner
 from kvmesh.sim.profile_file import load_profile, shipped_profiles
 
 TIMES = StepTimes(Quadratic(0.1, 0.01, 0.001), step_s=1.0, sequence_s=0.25, token_s=0.5)

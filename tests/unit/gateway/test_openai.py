@@ -10,6 +10,7 @@ from kvmesh.core.types import RequestId, SamplingParams
 from services.gateway.config import LimitsConfig
 from services.gateway.mesh import GenerationRequest
 from services.gateway.messages import MAX_MESSAGES
+from services.gateway.model_checks import check_model, check_token_ids, choice_sampling
 from services.gateway.openai import (
     ApiCall,
     ChatPrompt,
@@ -17,9 +18,6 @@ from services.gateway.openai import (
     TextPrompt,
     TokenPrompt,
     chat_call,
-    check_model,
-    check_token_ids,
-    choice_sampling,
     completion_call,
 )
 from services.gateway.placing import Placing

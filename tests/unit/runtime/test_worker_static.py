@@ -7,8 +7,8 @@ import pytest
 from kvmesh.core.errors import ConfigError
 from kvmesh.engine.protocol import SequenceChunk
 from kvmesh.engine.runner import TorchRunner
-from kvmesh.runtime.worker import load_runner
 from kvmesh.runtime.worker_config import EngineSection
+from kvmesh.runtime.worker_runner import load_runner
 from kvmesh.runtime.worker_static import static_batch_of
 from tests.unit.engine.tiny_checkpoint import write_checkpoint
 
