@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import math
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
+import torch
 
 from kvmesh.core.clock import ManualClock, SystemClock
 from kvmesh.core.details import ANSWER, ASK
@@ -17,7 +19,7 @@ from kvmesh.core.types import Endpoint, Refusal, RefusalReason
 from kvmesh.kv.handoff_types import WriteClaim
 from kvmesh.transfer import meters
 from kvmesh.transfer.asker import SHUN_S, Asker
-from kvmesh.transfer.attend import ATTEND, AttendArguments, ClaimKind, decode_attend
+from kvmesh.transfer.attend import ATTEND, ITEM_BYTES, AttendArguments, ClaimKind, decode_attend
 from kvmesh.transfer.channel_pool import SendOptions
 from kvmesh.transfer.data_server import DataServer, ReceiveOptions
 from kvmesh.transfer.frames import QueryFrame
@@ -31,7 +33,7 @@ from kvmesh.transfer.pacing import Pacer
 from kvmesh.transfer.query_line import Question
 from kvmesh.transfer.query_ops import QueryGrant
 from kvmesh.transfer.remote_attention import PartialAnswer
-from kvmesh.transfer.remote_blocks import RemoteBlocks
+from kvmesh.transfer.remote_blocks import RemoteBlocks, _are_finite
 from tests.contract.test_channels import CHANNELS, certificate, options_of
 from tests.faulty_link import Faults, faulty_link
 from tests.transfer_pair import LAYOUT, RECEIVER, SENDER, STALL_S, RecordingTarget, until
@@ -98,7 +100,8 @@ class Asking:
 
 
 def content(rows: int, layer: int) -> bytes:
-    return (bytes(range(256)) * (rows * ROW // 256 + 1))[layer : layer + rows * ROW]
+    # Backwards as well, none of these bytes is that of a NaN.
+    return (bytes(range(125)) * (rows * ROW // 125 + 1))[layer : layer + rows * ROW]
 
 
 def expect(answer: PartialAnswer, rows: int, layer: int) -> None:
@@ -338,6 +341,40 @@ async def test_an_asker_that_closes_wakes_who_waits(asking: Asking) -> None:
         await task
     asking.echo.may_compute.set()
     await until(lambda: len(asking.echo.ended) == 1)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("place", [0, 3 * ROW // 4 - 1, 3 * ROW // 4, -1])
+async def test_an_answer_that_is_no_number_is_refused_and_its_holder_not_asked_again(
+    over_tcp: Asking, number: float, place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At both ends of the output and of the sums."""
+
+    def compute(grant: QueryGrant, operands: memoryview) -> Sequence[memoryview]:
+        answer = memoryview(bytearray(grant.answer_bytes))
+        answer.cast("f")[place] = number
+        return [answer]
+
+    monkeypatch.setattr(over_tcp.echo, "compute", compute)
+    with pytest.raises(RefusedError, match="NaN or infinity"):
+        await asyncio.to_thread(over_tcp.attend)
+    assert over_tcp.asker.lost == 1
+    assert not over_tcp.asker.answers(over_tcp.holder.peer)
+
+
+@pytest.mark.parametrize("dtype", [*ITEM_BYTES])
+def test_numbers_of_all_dtypes_are_told_from_infinity_and_nan(dtype: str) -> None:
+    kind = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[dtype]
+    most = torch.finfo(kind).max
+    for numbers in ([0.0, -most, most], [-0.0, torch.finfo(kind).tiny, -1.0]):
+        assert _are_finite(_bytes_of(numbers, kind), dtype)
+    for bad in (math.nan, math.inf, -math.inf):
+        assert not _are_finite(_bytes_of([0.0, bad, 1.0], kind), dtype)
+
+
+def _bytes_of(numbers: list[float], dtype: torch.dtype) -> memoryview:
+    tensor = torch.tensor(numbers, dtype=torch.float32).to(dtype)
+    return memoryview(tensor.view(torch.uint8).numpy().tobytes())
 
 
 async def test_a_line_that_was_cut_is_opened_once_more(over_tcp: Asking) -> None:

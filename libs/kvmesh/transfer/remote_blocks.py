@@ -8,7 +8,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import numpy as np
+
 from kvmesh.core.errors import LostError, RefusedError
+from kvmesh.core.types import Refusal, RefusalReason
 from kvmesh.transfer.asker import Asker, Work
 from kvmesh.transfer.attend import ATTEND, AttendArguments, most_queries
 from kvmesh.transfer.holder import Holder
@@ -16,6 +19,12 @@ from kvmesh.transfer.query_line import Question
 from kvmesh.transfer.remote_attention import PartialAnswer
 
 _LSE_BYTES = 4
+_INFINITY = {
+    "float32": ("<u4", 0x7F800000),
+    "float16": ("<u2", 0x7C00),
+    "bfloat16": ("<u2", 0x7F80),
+}
+"""Numbers of each dtype as integers: NaN and infinity are the highest, the sign left out."""
 
 
 class PendingAnswer:
@@ -32,9 +41,10 @@ class PendingAnswer:
         self._started = asker.now()
 
     def wait(self) -> PartialAnswer:
-        """See `PendingAttention.wait`."""
+        """See `PendingAttention.wait`; an answer that is no number counts as a no."""
         try:
             self._asker.receive(self._holder, self._questions)
+            self._check_numbers()
         except (LostError, RefusedError) as error:
             self._asker.note_failure(self._holder.peer, error)
             raise
@@ -42,6 +52,21 @@ class PendingAnswer:
         self._asker.observe(self._holder.peer, self._questions, self._work, seconds)
         outputs, sums = zip(*(question.into for question in self._questions), strict=True)
         return PartialAnswer(_whole(outputs), _whole(sums))
+
+    def _check_numbers(self) -> None:
+        # It would be in every token that follows, and nobody would hear of it.
+        layout = self._asker.layout
+        for question in self._questions:
+            output, sums = question.into
+            if not (_are_finite(output, layout.dtype) and _are_finite(sums, "float32")):
+                text = "the holder's answer holds NaN or infinity"
+                raise RefusedError(Refusal(RefusalReason.INVALID, text))
+
+
+def _are_finite(numbers: memoryview, dtype: str) -> bool:
+    type_, infinity = _INFINITY[dtype]
+    no_sign = np.iinfo(type_).max >> 1
+    return bool((np.frombuffer(numbers, type_) & no_sign).max() < infinity)
 
 
 def _whole(pieces: Sequence[memoryview]) -> memoryview:
