@@ -398,6 +398,35 @@ def test_a_part_lies_within_the_block(
     assert _reason(head) == reason
 
 
+HELLO = HelloFrame(WorkerId("p0"), 3, WorkerId("d0"), 7, LAYOUT)
+LAYOUT_NAMED = (KvLayout("x" * 1025, "f", 1, 1, 1, 1), KvLayout("m", "x" * 1025, 1, 1, 1, 1))
+SEGMENT_NAMED = LinkOffer(1, 0, Checksum.NONE, 1, SegmentOffer("x" * 1025, 0, b""))
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        replace(HELLO, worker_id=WorkerId("x" * 1025)),
+        replace(HELLO, peer_worker_id=WorkerId("x" * 1025)),
+        *(replace(HELLO, layout=layout) for layout in LAYOUT_NAMED),
+        replace(HELLO, link=SEGMENT_NAMED),
+        HelloOkFrame(WorkerId("x" * 1025), 1),
+        ErrorFrame(1, "x" * 1025, ""),
+    ],
+)
+def test_names_have_a_bound(frame: Frame) -> None:
+    """They end up in logs and in labels of metrics."""
+    assert _reason(encode_frame(frame)) == "bad_body"
+
+
+def test_a_message_that_is_longer_than_one_may_be_is_not_passed_on() -> None:
+    body = struct.pack("<QBI", 1, 0, 0) + struct.pack("<H", 0)
+    for size, fits in ((1024, True), (1025, False)):
+        head = _head(kind=FrameType.ERROR, body=body + struct.pack("<H", size) + b"x" * size)
+        assert fits or _reason(head) == "bad_body"
+        assert not fits or _feed(FrameDecoder(BLOCK_BYTES), head) == [ErrorFrame(1, "", "x" * size)]
+
+
 @pytest.mark.parametrize("kind", [FrameType.GET, FrameType.COMMIT, FrameType.DATA])
 def test_only_writes_have_parts(kind: FrameType) -> None:
     payload_bytes = 8 if kind is FrameType.DATA else 0

@@ -35,7 +35,9 @@ from kvmesh.transfer.frames import (
     FLAG_LAST,
     FLAG_PART,
     MAX_ARGUMENT_BYTES,
+    MAX_MESSAGE_BYTES,
     MAX_METADATA_BYTES,
+    MAX_NAME_BYTES,
     MAX_OPERAND_BYTES,
     MAX_RUNS,
     BlockPart,
@@ -112,9 +114,12 @@ class _BodyReader:
     def u64(self) -> int:
         return self._number(U64)
 
-    def text(self) -> str:
+    def text(self, most: int = MAX_NAME_BYTES) -> str:
+        size = self._number(U16)
+        if size > most:
+            raise ProtocolError("bad_body", f"{size} bytes of text, at most {most}")
         try:
-            return self.take(self._number(U16)).decode()
+            return self.take(size).decode()
         except UnicodeDecodeError as error:
             raise ProtocolError("bad_body", "text is not UTF-8") from error
 
@@ -246,7 +251,8 @@ def _read_cancel(body: _BodyReader, flags: int, payload_bytes: int) -> Frame:
 
 def _read_error(body: _BodyReader, flags: int, payload_bytes: int) -> Frame:
     transfer_id, work_done, retry_after_ms = body.unpack(ERROR)
-    return ErrorFrame(transfer_id, body.text(), body.text(), work_done != 0, retry_after_ms)
+    reason, message = body.text(), body.text(MAX_MESSAGE_BYTES)
+    return ErrorFrame(transfer_id, reason, message, work_done != 0, retry_after_ms)
 
 
 _READERS: dict[int, Callable[[_BodyReader, int, int], Frame]] = {

@@ -21,6 +21,8 @@ VERSION = 1
 MAX_BODY_BYTES = 64 * 1024
 MAX_RUNS = 4096
 """Runs in one PUT; 32 KiB of its body."""
+MAX_NAME_BYTES = 1024
+"""Of a worker's id and of all other names; they are logged, and label metrics."""
 MAX_MESSAGE_BYTES = 1024
 MAX_ARGUMENT_BYTES = 16 * 1024
 MAX_OPERAND_BYTES = 64 << 20
