@@ -16,7 +16,7 @@ from kvmesh.cli.certs import main as make_certs
 from kvmesh.core.errors import LostError
 from kvmesh.rpc.channels import TlsConfig
 from kvmesh.rpc.tls import client_context, server_context
-from kvmesh.transfer.tls import DataTls, TlsWire, accept_tls, connect_tls
+from kvmesh.transfer.tls import DataTls, TlsWire, WrongPeerError, accept_tls, connect_tls
 
 WORKERS = frozenset({"prefill", "decode"})
 ANYBODY: frozenset[str] = frozenset()
@@ -85,7 +85,7 @@ async def test_another_service_of_the_mesh_may_not_write(certificates: Certifica
     _, server = await _greet(
         certificates.connecting("gateway", ANYBODY), certificates.accepting("decode", WORKERS)
     )
-    assert isinstance(server, LostError)
+    assert isinstance(server, WrongPeerError)
     assert "gateway is no peer" in str(server)
 
 

@@ -88,7 +88,8 @@ class PrefixSources:
             queries.pass_over()
             return False
         blocks = range(first, message.num_blocks)
-        if sequence.state is SequenceState.GONE or message.num_leased != len(blocks):
+        is_whole = blocks and message.num_leased == len(blocks)
+        if sequence.state is SequenceState.GONE or not is_whole:
             self._fetcher.leases.give_back(source, message)
             queries.pass_over()
             return False

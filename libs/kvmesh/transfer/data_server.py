@@ -48,7 +48,7 @@ from kvmesh.transfer.server_state import ServerState
 from kvmesh.transfer.sockets import listen, listen_local, local_endpoint
 from kvmesh.transfer.staging import DEFAULT_STAGING_BYTES, StagingRing
 from kvmesh.transfer.target import NothingToRead, ReadSource, WriteGrant, WriteTarget
-from kvmesh.transfer.tls import DataTls, accept_tls
+from kvmesh.transfer.tls import DataTls, WrongPeerError, accept_tls
 from kvmesh.transfer.wire import Wire
 
 log = event_logger(__name__)
@@ -281,7 +281,9 @@ class DataServer:
                 async with asyncio.timeout(self._options.stall_timeout_s):
                     wire = await accept_tls(sock, self._options.tls)
             except (LostError, TimeoutError) as error:
-                log.warning("data_channel_refused", error=str(error))
+                # Who has no certificate of the mesh is anybody: that is worth no line.
+                tell = log.warning if isinstance(error, WrongPeerError) else log.debug
+                tell("data_channel_refused", error=str(error))
                 return
         await self._serve(wire, TCP)
 

@@ -31,7 +31,7 @@ from kvmesh.transfer.local_channel import PROCESS_HUB, LocalHub
 from kvmesh.transfer.memory import COPY_INLINE_BYTES, copy_views
 from kvmesh.transfer.native import load_native
 from kvmesh.transfer.protocol import ChannelIdentity
-from kvmesh.transfer.sender_protocol import Arriving, Ended, Moved, Refused, SenderMachine
+from kvmesh.transfer.sender_protocol import Arriving, Ended, Late, Moved, Refused, SenderMachine
 from kvmesh.transfer.sockets import connect_local
 from kvmesh.transfer.threads import run_to_end
 from kvmesh.transfer.tls import connect_wire
@@ -115,6 +115,8 @@ class _ReadLane:
                 return refusal
             case Ended(refusal):
                 raise LostError(f"data channel ended by the peer: {refusal.message}")
+            case Late():
+                raise LostError("data channel: an answer out of turn")
         raise AssertionError("one request is open, and the channel is")
 
     @property

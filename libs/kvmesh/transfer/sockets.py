@@ -17,6 +17,8 @@ from kvmesh.core.errors import LostError
 from kvmesh.core.types import Endpoint
 
 _TCP_CONGESTION = 13
+_UNRESOLVED = (OSError, UnicodeError)
+"""What getaddrinfo raises; the second of names that cannot be any."""
 # struct tcp_info: 8 one-byte fields, then u32s; rtt is number 15 of them, total_retrans number 23.
 _TCP_INFO_U32S = struct.Struct("<24I")
 _RTT, _TOTAL_RETRANS = 15, 23
@@ -93,7 +95,7 @@ async def connect(endpoint: Endpoint) -> socket.socket:
     cause: OSError | None = None
     try:
         infos = await loop.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
-    except OSError as error:
+    except _UNRESOLVED as error:
         raise LostError(f"data channel to {endpoint}: {error}") from error
     for family, kind, protocol, _, address in infos:
         try:
@@ -111,13 +113,13 @@ def resolve_blocking(endpoint: Endpoint, timeout_s: float) -> AddressInfo:
     Raises:
         LostError: the name is unknown, or nobody says in time.
     """
-    said: queue.SimpleQueue[AddressInfo | OSError] = queue.SimpleQueue()
+    said: queue.SimpleQueue[AddressInfo | OSError | UnicodeError] = queue.SimpleQueue()
 
     def ask() -> None:
         try:
             infos = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
             said.put(infos[0])
-        except OSError as error:
+        except _UNRESOLVED as error:
             said.put(error)
 
     threading.Thread(target=ask, name="kv-resolve", daemon=True).start()
@@ -126,7 +128,7 @@ def resolve_blocking(endpoint: Endpoint, timeout_s: float) -> AddressInfo:
     except queue.Empty as error:
         text = f"data channel to {endpoint}: its name is not resolved in {timeout_s:g} s"
         raise LostError(text) from error
-    if isinstance(answer, OSError):
+    if isinstance(answer, _UNRESOLVED):
         raise LostError(f"data channel to {endpoint}: {answer}") from answer
     return answer
 

@@ -28,6 +28,11 @@ _PLAIN_BYTES = 256 << 10
 _LEAST_S = 1e-3
 """Of a socket's timeout; zero would mean not to block."""
 
+
+class WrongPeerError(LostError):
+    """The other end has a certificate of the mesh, and none that may be here."""
+
+
 Ancillary = list[tuple[int, int, bytes]]
 
 
@@ -241,7 +246,7 @@ async def accept_tls(sock: socket.socket, tls: DataTls) -> TlsWire:
     """The server's end, after its handshake.
 
     Raises:
-        LostError: as `connect_tls`.
+        LostError: as `connect_tls`; `WrongPeerError` when it is none of the peers.
     """
     return await _greeted(TlsWire(sock, tls.context, None), tls.peers)
 
@@ -265,4 +270,5 @@ def connect_tls_blocking(sock: socket.socket, tls: DataTls, server_name: str) ->
 
 def _check_peer(wire: TlsWire, peers: frozenset[str]) -> None:
     if peers and wire.peer_name() not in peers:
-        raise LostError(f"data channel: {wire.peer_name() or 'nobody'} is no peer of this worker")
+        name = wire.peer_name() or "nobody"
+        raise WrongPeerError(f"data channel: {name} is no peer of this worker")
