@@ -27,6 +27,11 @@ MAX_AHEAD = 256
 BATCH = 8
 """Plans that a scheduler makes in one go; others wait meanwhile, less than 1 ms."""
 
+REST_S = 0.05
+"""Plans of one wish come on each other's heels: where none has come for so long, no more do. A
+scheduler may make fewer than were wished for, an older one makes no more than 64.
+"""
+
 LOW_SHARE = 4
 """Who finds a part of the last plans that is no more than one in so many has the next ones made."""
 
@@ -91,12 +96,14 @@ class _Shelf:
     """One kind: what is there and on its way, until when, and when its last requests came.
 
     Attributes:
+        used_until: plans that are on their way are of use until then.
         low: with so many or fewer it is time to ask for more.
     """
 
     plans: deque[tuple[float, RoutePlan]] = field(default_factory=deque)
     num_expected: int = 0
     expected_until: float = 0.0
+    used_until: float = 0.0
     low: int = 0
     arrivals: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_AHEAD + 1))
 
@@ -167,7 +174,8 @@ class PlanStock:
             recent = sum(at > now - AHEAD_S for at in shelf.arrivals)
             # As many as before this one will come after it, and some of them find a plan here.
             count = max(min(recent - 1, self._most) - len(shelf.plans), 0)
-            shelf.num_expected, shelf.expected_until = count + is_exchanged, now + AHEAD_S
+            shelf.num_expected = count + is_exchanged
+            shelf.expected_until = shelf.used_until = now + AHEAD_S
             shelf.low = (count + len(shelf.plans)) // LOW_SHARE
         used, self._used = self._used, 0
         tokens, self._used_tokens = self._used_tokens, 0
@@ -188,9 +196,10 @@ class PlanStock:
             return
         before = len(shelf.plans)
         # They were made after they were wished for, however long they were on their way.
-        until = shelf.expected_until
+        until = shelf.used_until
         shelf.plans.extend((until, plan) for plan in islice(plans, shelf.num_expected))
         shelf.num_expected -= len(shelf.plans) - before
+        shelf.expected_until = min(until, now + REST_S)
 
     def clear(self) -> None:
         """Drops all plans, and those on their way: the fleet is other than they took it to be."""

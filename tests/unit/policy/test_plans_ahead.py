@@ -9,6 +9,7 @@ from kvmesh.policy.plans_ahead import (
     AHEAD_S,
     MAX_AHEAD,
     MAX_KINDS,
+    REST_S,
     PlanKind,
     PlanStock,
     kind_of,
@@ -97,6 +98,34 @@ def test_plans_that_never_come_are_wished_for_again() -> None:
     assert stock.wish(KIND, 0.0).count == 2
     came(stock, 3, AHEAD_S)
     assert stock.wish(KIND, AHEAD_S).count == 2
+
+
+def test_where_fewer_come_than_were_wished_for_more_are_asked_for_soon() -> None:
+    stock = PlanStock()
+    came(stock, 101)
+    assert stock.wish(KIND, 0.0).count == 100
+    for _ in range(4):
+        stock.put(KIND, [plan("early")] * 8, 0.01)
+    assert not stock.is_low(KIND, 0.01)
+    for _ in range(8):
+        assert stock.take(KIND, 100, 0.02) is not None
+    assert not stock.is_low(KIND, 0.02)  # the rest may be on its way
+    quiet = 0.01 + REST_S
+    assert stock.is_low(KIND, quiet)
+    assert stock.take(KIND, 100, quiet, is_exchanged=True) is not None
+    assert stock.wish(KIND, quiet, is_exchanged=True).count == 110 - 1 - 23
+    # What there is keeps its age.
+    assert stock.take(KIND, 100, AHEAD_S - 0.001) is not None
+    assert stock.take(KIND, 100, AHEAD_S) is None
+
+
+def test_plans_that_come_one_after_the_other_are_all_taken() -> None:
+    stock = PlanStock()
+    came(stock, 25)
+    assert stock.wish(KIND, 0.0).count == 24
+    for number in range(3):
+        stock.put(KIND, [plan("a")] * 8, 0.04 + number * 0.8 * REST_S)
+    assert len(stock) == 24
 
 
 def test_each_plan_is_used_once_in_order_and_told_of() -> None:
