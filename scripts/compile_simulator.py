@@ -28,7 +28,7 @@ MODULES = tuple(
         "kv": "bit_tree block_pool free_segments handoff handoff_types",
         "policy": "allocation_loop batching composition connections fetch_route fleet_index "
         "forwarding group_route holders joint load_score offload offload_route prefix_source "
-        "ranking reasons recent_reads role_loop routing view waiting",
+        "ranking reasons recent_reads role_loop routing seats view waiting",
         "sim": "control events fetch fleet link placing prefix_index profile requests router "
         "scenario simulation steps systems trace worker",
     }.items()

@@ -27,7 +27,7 @@ from kvmesh.core.types import (
     WorkerLoad,
 )
 from kvmesh.policy.fleet_index import SMALL_FLEET, FleetIndex
-from kvmesh.policy.routing import SILENT_AFTER_S
+from kvmesh.policy.seats import SILENT_AFTER_S
 from kvmesh.policy.view import FleetView, WorkerView
 
 IN_FLIGHT_S = 0.5

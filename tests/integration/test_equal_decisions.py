@@ -16,7 +16,7 @@ import pytest
 from kvmesh.core.config import environment
 from kvmesh.core.types import RequestId, WorkerId
 from kvmesh.metadata.redis_client import RedisConfig
-from kvmesh.policy import composition, gathering, joint, routing
+from kvmesh.policy import composition, gathering, joint, seats
 from kvmesh.policy.connections import Connections
 from kvmesh.policy.curves import Quadratic
 from kvmesh.policy.explain import CandidateFacts, DecisionFacts, describe_decision
@@ -76,7 +76,7 @@ def decided(monkeypatch: pytest.MonkeyPatch) -> Decisions:
         return made
 
     # How long ago a live worker reported is this machine's, too.
-    for policies in (routing, joint):
+    for policies in (seats, joint):
         monkeypatch.setattr(policies, "SILENT_AFTER_S", math.inf)
     for module in (router, sim_router):
         monkeypatch.setattr(module, "decide_route", decide)

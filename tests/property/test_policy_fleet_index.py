@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from kvmesh.core.types import Candidate, Refusal, Role, RoutePlan, RouteQuery, WorkerId
 from kvmesh.policy.fleet_index import WIDTH, FleetIndex
 from kvmesh.policy.ranking import Rank, RoutePolicy, Standing
-from kvmesh.policy.routing import SILENT_AFTER_S, plan_route
+from kvmesh.policy.routing import plan_route
+from kvmesh.policy.seats import SILENT_AFTER_S
 from kvmesh.policy.view import FleetView, WorkerView
 from tests.unit.policy.fleet_examples import NOW, POLICIES, query, worker
 

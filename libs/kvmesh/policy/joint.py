@@ -43,7 +43,7 @@ from kvmesh.policy.joint_queues import (
 from kvmesh.policy.offload_route import OffloadPlan
 from kvmesh.policy.ranking import SLACK_TOKENS, Standing
 from kvmesh.policy.reasons import decode_reason, prefill_reason
-from kvmesh.policy.routing import SILENT_AFTER_S
+from kvmesh.policy.seats import SILENT_AFTER_S
 from kvmesh.policy.view import FleetView, WorkerView
 
 T = TypeVar("T")

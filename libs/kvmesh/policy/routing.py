@@ -1,6 +1,7 @@
 """Route plans: which workers to ask for a request, in which order, and why.
 
-Pure: a function of (view, query, matches, now, rng). How workers are compared is in `ranking.py`.
+Pure: a function of (view, query, matches, now, rng). Who may take a request, and in which order, is
+in `seats.py`; how workers are compared in `ranking.py`.
 Tests: tests/unit/policy/test_routing.py, test_routing_properties.py.
 """
 
@@ -8,15 +9,13 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from operator import attrgetter
 
 from kvmesh.core.details import FleetWorker
 from kvmesh.core.types import (
     Candidate,
     FetchReason,
-    KvLayout,
     Placement,
     Refusal,
     RefusalReason,
@@ -28,117 +27,33 @@ from kvmesh.core.types import (
     WorkerLoad,
 )
 from kvmesh.policy.fetch_route import Decoders, fetch_words, weigh_fetches
-from kvmesh.policy.holders import held_by
 from kvmesh.policy.ranking import (
     CACHE_LOAD,
     HELP_SLOWDOWN,
     LEAST_CONNECTIONS,
     TRANSFER_SHARE,
-    Rank,
-    RankFunction,
     RoutePolicy,
-    Standing,
 )
 from kvmesh.policy.reasons import decode_reason, no_pair, no_workers, prefill_reason, why_aggregated
+from kvmesh.policy.seats import (
+    Call,
+    Group,
+    LastResort,
+    Seat,
+    Sides,
+    first_of,
+    has_default_pair,
+    in_order,
+    of_layout,
+    split_sides,
+    take_seats,
+)
 from kvmesh.policy.view import FleetView, WorkerView
 
-SILENT_AFTER_S = 1.5
-"""A worker without a report for this long (three intervals) is tried after the others."""
 
-Group = tuple[int, str]
-"""Workers of equal layout (by number) in one cluster: KV moves freely among them."""
-
-LastResort = Callable[["_Seat"], bool] | None
-"""Who is tried after all others; None: nobody in particular."""
-
-
-@dataclass(slots=True)
-class _Call:
-    """The arguments of one decision, and the layouts and groups that it has met."""
-
-    view: FleetView
-    query: RouteQuery
-    matches: Mapping[WorkerId, int] | None
-    now: float
-    rng: random.Random
-    policy: RoutePolicy
-    layouts: list[KvLayout] = field(default_factory=list)
-    groups: set[Group] = field(default_factory=set)
-
-
-class _Seat(Standing):
-    """A worker's standing in one decision.
-
-    Attributes:
-        avoided: it refused, or failed.
-        silent: its last report is old.
-        layout: number of its KV layout; hashing one each time would be much of a decision's work.
-    """
-
-    __slots__ = ("avoided", "group", "layout", "silent")
-
-    avoided: bool
-    silent: bool
-    layout: int
-    group: Group
-
-
-def _take_seats(call: _Call, able: list[WorkerView]) -> list[_Seat]:
-    """The standings of all workers; in one loop, since a route spends most of its time here."""
-    query, layouts = call.query, call.layouts
-    num_tokens, avoid = query.num_tokens, query.avoid
-    heard_since = call.now - SILENT_AFTER_S
-    held = held_by(call.matches, [worker.info.worker_id for worker in able])
-    reads = call.view.reads
-    seats: list[_Seat] = []
-    group: Group = (-1, "")
-    known: KvLayout | None = None
-    number = 0
-    for worker, blocks in zip(able, held, strict=True):
-        info = worker.info
-        layout = info.layout
-        cached = min(blocks * layout.block_size, num_tokens) if blocks else 0
-        seat = _Seat(worker, query, cached, 0)
-        if blocks:
-            seat.reads = reads.get(info.worker_id, 0.0)
-        seat.avoided = info.worker_id in avoid
-        seat.silent = worker.reported_at < heard_since
-        if layout is not known:
-            known, number = layout, _layout_number(layouts, layout)
-        seat.layout = number
-        if group[0] != number or group[1] != info.cluster:
-            group = (number, info.cluster)
-            call.groups.add(group)
-        seat.group = group
-        seats.append(seat)
-    return seats
-
-
-def _of_layout(call: _Call, seats: list[_Seat], layout: int) -> list[_Seat]:
-    if len(call.layouts) == 1:
-        return seats
-    return [seat for seat in seats if seat.layout == layout]
-
-
-def _decoders(seats: list[_Seat], policy: RoutePolicy) -> Decoders:
+def _decoders(seats: list[Seat], policy: RoutePolicy) -> Decoders:
     able = [s for s in seats if s.worker.info.role is not Role.PREFILL and _is_in_favour(s)]
     return Decoders(able, policy.decode)
-
-
-def _layout_number(known: list[KvLayout], layout: KvLayout) -> int:
-    for number, each in enumerate(known):
-        if each is layout or each == layout:
-            return number
-    known.append(layout)
-    return len(known) - 1
-
-
-@dataclass(frozen=True, slots=True)
-class _Sides:
-    """Who may prefill and who may decode, by name; no worker is in both."""
-
-    prefill: list[_Seat]
-    decode: list[_Seat]
 
 
 def plan_route(
@@ -175,8 +90,8 @@ def plan_route(
     ]
     if not able:
         return _nobody(query, by_id)
-    call = _Call(view, query, matches, now, rng, policy)
-    seats = _take_seats(call, able)
+    call = Call(view, query, matches, now, rng, policy)
+    seats = take_seats(call, able)
     all_hybrid = query.placement is Placement.AUTO and all(
         each.info.role is Role.HYBRID for each in able
     )
@@ -188,10 +103,10 @@ def plan_route(
     if all_hybrid:
         # Nobody's role asks for them to be apart, so which side each would take does not matter.
         return _plan_aggregated(call, seats, RouteCause.NO_PAIR, why_aggregated(able))
-    sides = _split_sides(call, seats)
+    sides = split_sides(call, seats)
     if query.placement is Placement.DISAGGREGATED:
         return _plan_disaggregated(call, sides) or no_pair(query, able)
-    if not _has_default_pair(sides):
+    if not has_default_pair(sides):
         return _plan_aggregated(call, seats, RouteCause.NO_PAIR, why_aggregated(able))
     plan = (
         _plan_short(call, sides.decode)
@@ -202,7 +117,7 @@ def plan_route(
     return plan
 
 
-def _weigh_fetches(call: _Call, seats: list[_Seat], *, apart: bool) -> None:
+def _weigh_fetches(call: Call, seats: list[Seat], *, apart: bool) -> None:
     """Says of each seat whom it fetches a prefix from.
 
     Args:
@@ -210,7 +125,7 @@ def _weigh_fetches(call: _Call, seats: list[_Seat], *, apart: bool) -> None:
     """
     pace = call.view.pace
     for layout in range(len(call.layouts)):
-        members = _of_layout(call, seats, layout)
+        members = of_layout(call, seats, layout)
         holders = [seat for seat in members if not seat.silent]
         decoders = _decoders(members, call.policy) if apart and pace.ask_chunk_s else None
         weigh_fetches(members, holders, pace, call.rng, decoders)
@@ -261,85 +176,7 @@ def _nobody(query: RouteQuery, by_id: list[WorkerView]) -> Refusal:
     )
 
 
-def _ordered(
-    call: _Call, seats: list[_Seat], rank: RankFunction, last_resort: LastResort
-) -> list[_Seat]:
-    """Workers as they are to be tried; all of them, whatever speaks against one."""
-    keyed = _keyed(call, seats, rank, last_resort)
-    keyed.sort()
-    return [seats[key[5]] for key in keyed]
-
-
-def _first(call: _Call, seats: list[_Seat], rank: RankFunction, last_resort: LastResort) -> _Seat:
-    """The one that is to be tried first."""
-    return seats[min(_keyed(call, seats, rank, last_resort))[5]]
-
-
-def _keyed(
-    call: _Call, seats: list[_Seat], rank: RankFunction, last_resort: LastResort
-) -> list[tuple[bool, bool, bool, Rank, float, int]]:
-    """What says which worker is tried before which; the last number is its place in `seats`."""
-    if call.policy.basis is RouteCause.ROTATION:
-        for index, seat in enumerate(seats):
-            seat.turn = (index - call.view.num_routes) % len(seats)
-    tie = call.rng.random
-    if last_resort is None:
-        return [
-            (seat.avoided, seat.silent, False, rank(seat), tie(), index)
-            for index, seat in enumerate(seats)
-        ]
-    return [
-        (seat.avoided, seat.silent, last_resort(seat), rank(seat), tie(), index)
-        for index, seat in enumerate(seats)
-    ]
-
-
-def _split_sides(call: _Call, seats: list[_Seat]) -> _Sides:
-    """Gives each hybrid worker the side that its group needs more for this request."""
-    whole = _Sides(
-        [seat for seat in seats if seat.worker.info.role is Role.PREFILL],
-        [seat for seat in seats if seat.worker.info.role is Role.DECODE],
-    )
-    if len(whole.prefill) + len(whole.decode) == len(seats):
-        return whole
-    for group in dict.fromkeys(seat.group for seat in seats):
-        members = [seat for seat in seats if seat.group == group]
-        hybrids = [seat for seat in members if seat.worker.info.role is Role.HYBRID]
-        sides = _Sides(
-            [seat for seat in members if seat.worker.info.role is Role.PREFILL],
-            [seat for seat in members if seat.worker.info.role is Role.DECODE],
-        )
-        for seat in _ordered(call, hybrids, call.policy.prefill, None):
-            side = _needier_side(sides)
-            side.append(seat)
-            (whole.prefill if side is sides.prefill else whole.decode).append(seat)
-    # By name again, so that turns of a rotation do not depend on loads.
-    for side in (whole.prefill, whole.decode):
-        side.sort(key=lambda seat: seat.worker.info.worker_id)
-    return whole
-
-
-def _needier_side(sides: _Sides) -> list[_Seat]:
-    if not sides.prefill or not sides.decode:
-        return sides.decode if sides.prefill else sides.prefill
-    ready_prefill = sum(not seat.prefill_busy for seat in sides.prefill)
-    ready_decode = sum(not seat.decode_full for seat in sides.decode)
-    return sides.prefill if ready_prefill < ready_decode else sides.decode
-
-
-def _has_default_pair(sides: _Sides) -> bool:
-    """Whether a group has both sides and someone whose role asks for them to be apart."""
-    if not sides.prefill or not sides.decode:
-        return False
-    groups = {seat.group for seat in sides.prefill}
-    groups &= {seat.group for seat in sides.decode}
-    for seat in (*sides.prefill, *sides.decode):
-        if seat.worker.info.role is not Role.HYBRID and seat.group in groups:
-            return True
-    return False
-
-
-def _plan_disaggregated(call: _Call, sides: _Sides) -> RoutePlan | None:
+def _plan_disaggregated(call: Call, sides: Sides) -> RoutePlan | None:
     paired = sides.prefill
     if len(call.layouts) > 1:
         decode_layouts = {seat.layout for seat in sides.decode}
@@ -348,18 +185,18 @@ def _plan_disaggregated(call: _Call, sides: _Sides) -> RoutePlan | None:
         return None
 
     # The best prefill worker that has decode room beside it says where the request goes.
-    home = _first(call, paired, call.policy.prefill, _crowded(call, sides.decode))
+    home = first_of(call, paired, call.policy.prefill, _crowded(call, sides.decode))
     layout, cluster = home.group
 
-    def is_far(seat: _Seat) -> bool:
+    def is_far(seat: Seat) -> bool:
         return seat.group[1] != cluster
 
     last_resort = is_far if len(call.groups) > 1 else None
-    rest = [seat for seat in _of_layout(call, paired, layout) if seat is not home]
-    prefill = [home, *_ordered(call, rest, call.policy.prefill, last_resort)]
+    rest = [seat for seat in of_layout(call, paired, layout) if seat is not home]
+    prefill = [home, *in_order(call, rest, call.policy.prefill, last_resort)]
     prefill = _worth_asking(call, prefill, home.group)
-    beside = _of_layout(call, sides.decode, layout)
-    decode = _ordered(call, beside, call.policy.decode, last_resort)
+    beside = of_layout(call, sides.decode, layout)
+    decode = in_order(call, beside, call.policy.decode, last_resort)
     first = prefill[0]
     reason = f"{prefill_reason(first)}{fetch_words(first)}; {decode_reason(decode[0])}"
     cause = call.policy.basis
@@ -370,7 +207,7 @@ def _plan_disaggregated(call: _Call, sides: _Sides) -> RoutePlan | None:
     return _plan(call, prefill, decode, cause, reason)
 
 
-def _crowded(call: _Call, decode: list[_Seat]) -> LastResort:
+def _crowded(call: Call, decode: list[Seat]) -> LastResort:
     """Who has no decode room beside it; nobody in a fleet of one group, where it says nothing."""
     if len(call.groups) == 1:
         return None
@@ -378,7 +215,7 @@ def _crowded(call: _Call, decode: list[_Seat]) -> LastResort:
     return lambda seat: seat.group not in ready
 
 
-def _plan_short(call: _Call, decode: list[_Seat]) -> RoutePlan | None:
+def _plan_short(call: Call, decode: list[Seat]) -> RoutePlan | None:
     """The prompt on a decode worker that has room for it, if little of it is left to compute.
 
     Nothing has to be transferred then. A follow-up of a conversation is the common case: the worker
@@ -392,12 +229,12 @@ def _plan_short(call: _Call, decode: list[_Seat]) -> RoutePlan | None:
     ]
     if not fitting:
         return None
-    ordered = _ordered(call, fitting, call.policy.aggregated, None)
+    ordered = in_order(call, fitting, call.policy.aggregated, None)
     reason = f"aggregated, a short prompt: {prefill_reason(ordered[0])}"
     return _plan(call, ordered, [], RouteCause.SHORT_PROMPT, reason)
 
 
-def _plan_help(call: _Call, sides: _Sides) -> RoutePlan | None:
+def _plan_help(call: Call, sides: Sides) -> RoutePlan | None:
     """The prompt on a decode worker, where the first token comes before any prefill worker's."""
     cost = call.policy.first_token
     if cost is None or not call.policy.aggregate_tokens:
@@ -422,12 +259,12 @@ def _plan_help(call: _Call, sides: _Sides) -> RoutePlan | None:
     return _plan(call, [best], [], RouteCause.HELP, reason)
 
 
-def _is_in_favour(seat: _Seat) -> bool:
+def _is_in_favour(seat: Seat) -> bool:
     """It has neither refused nor fallen silent."""
     return not (seat.silent or seat.avoided)
 
 
-def _worth_asking(call: _Call, prefill: list[_Seat], home: Group) -> list[_Seat]:
+def _worth_asking(call: Call, prefill: list[Seat], home: Group) -> list[Seat]:
     """Leaves out workers that are much later than the best one of the group that was chosen: one
     of another is no measure, since that group has no room to decode.
     """
@@ -441,19 +278,19 @@ def _worth_asking(call: _Call, prefill: list[_Seat], home: Group) -> list[_Seat]
     return [seat for seat in prefill if cost(seat) <= latest]
 
 
-def _plan_aggregated(call: _Call, seats: list[_Seat], cause: RouteCause, why: str) -> RoutePlan:
-    def is_dedicated(seat: _Seat) -> bool:
+def _plan_aggregated(call: Call, seats: list[Seat], cause: RouteCause, why: str) -> RoutePlan:
+    def is_dedicated(seat: Seat) -> bool:
         return seat.worker.info.role is not Role.HYBRID
 
-    ordered = _ordered(call, seats, call.policy.aggregated, is_dedicated)
+    ordered = in_order(call, seats, call.policy.aggregated, is_dedicated)
     reason = f"aggregated, {why}: {prefill_reason(ordered[0])}{fetch_words(ordered[0])}"
     return _plan(call, ordered, [], cause, reason)
 
 
 def _plan(
-    call: _Call,
-    prefill: list[_Seat],
-    decode: list[_Seat],
+    call: Call,
+    prefill: list[Seat],
+    decode: list[Seat],
     cause: RouteCause,
     reason: str,
 ) -> RoutePlan:
@@ -469,7 +306,7 @@ def _plan(
     )
 
 
-def _candidate(seat: _Seat) -> Candidate:
+def _candidate(seat: Seat) -> Candidate:
     info = seat.worker.info
     return Candidate(
         info.worker_id,

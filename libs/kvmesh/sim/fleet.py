@@ -23,7 +23,7 @@ from kvmesh.core.types import (
     WorkerInfo,
 )
 from kvmesh.policy.fleet_index import SMALL_FLEET, FleetIndex
-from kvmesh.policy.routing import SILENT_AFTER_S
+from kvmesh.policy.seats import SILENT_AFTER_S
 from kvmesh.policy.view import FleetView, WorkerView
 from kvmesh.sim.events import EventQueue
 from kvmesh.sim.host import Host

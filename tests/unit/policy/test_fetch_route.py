@@ -19,7 +19,8 @@ from kvmesh.policy.composition import COMPOSITIONS, OffloadState, decide_route
 from kvmesh.policy.explain import describe_decision
 from kvmesh.policy.prefix_source import MIN_FETCH_TOKENS, FetchPace
 from kvmesh.policy.ranking import CACHE_LOAD, KVMESH, RoutePolicy
-from kvmesh.policy.routing import SILENT_AFTER_S, plan_route
+from kvmesh.policy.routing import plan_route
+from kvmesh.policy.seats import SILENT_AFTER_S
 from kvmesh.policy.view import FleetView, WorkerView
 from tests.unit.policy.fleet_examples import LAYOUT, NOW, fleet, query, worker
 

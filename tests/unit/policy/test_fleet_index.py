@@ -8,7 +8,8 @@ from collections import Counter
 from kvmesh.core.types import Role, RoutePlan, WorkerId
 from kvmesh.policy.fleet_index import WIDTH, FleetIndex
 from kvmesh.policy.offload_route import plan_offload
-from kvmesh.policy.routing import SILENT_AFTER_S, plan_route
+from kvmesh.policy.routing import plan_route
+from kvmesh.policy.seats import SILENT_AFTER_S
 from kvmesh.policy.view import WorkerView
 from tests.unit.policy.fleet_examples import NOW, POLICIES, query, worker
 

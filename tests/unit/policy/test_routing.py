@@ -15,7 +15,8 @@ from kvmesh.core.types import (
     WorkerId,
 )
 from kvmesh.policy.ranking import DECODE_CACHE_WEIGHT, decode_cost
-from kvmesh.policy.routing import SILENT_AFTER_S, plan_route, plan_without_scheduler
+from kvmesh.policy.routing import plan_route, plan_without_scheduler
+from kvmesh.policy.seats import SILENT_AFTER_S
 from kvmesh.policy.view import FleetView
 from tests.unit.policy.fleet_examples import LAYOUT, NOW, POLICIES, fleet, query, worker
 

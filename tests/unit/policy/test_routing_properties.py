@@ -16,7 +16,8 @@ from kvmesh.core.types import (
     WorkerId,
 )
 from kvmesh.policy.ranking import RoutePolicy
-from kvmesh.policy.routing import SILENT_AFTER_S, plan_route
+from kvmesh.policy.routing import plan_route
+from kvmesh.policy.seats import SILENT_AFTER_S
 from kvmesh.policy.view import FleetView, WorkerView
 from tests.unit.policy.fleet_examples import LAYOUT, NOW, POLICIES, query, worker
 

@@ -1,0 +1,188 @@
+"""Seats: the workers that could take a request, each with its standing in this one decision.
+
+What they hold, who is tried before whom, and which side a hybrid takes; what becomes of them is in
+`routing.py`. Pure. Tests: tests/unit/policy/test_routing.py, test_routing_properties.py.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from kvmesh.core.types import KvLayout, Role, RouteCause, RouteQuery, WorkerId
+from kvmesh.policy.holders import held_by
+from kvmesh.policy.ranking import Rank, RankFunction, RoutePolicy, Standing
+from kvmesh.policy.view import FleetView, WorkerView
+
+SILENT_AFTER_S = 1.5
+"""A worker without a report for this long (three intervals) is tried after the others."""
+
+Group = tuple[int, str]
+"""Workers of equal layout (by number) in one cluster: KV moves freely among them."""
+
+LastResort = Callable[["Seat"], bool] | None
+"""Who is tried after all others; None: nobody in particular."""
+
+
+@dataclass(slots=True)
+class Call:
+    """The arguments of one decision, and the layouts and groups that it has met."""
+
+    view: FleetView
+    query: RouteQuery
+    matches: Mapping[WorkerId, int] | None
+    now: float
+    rng: random.Random
+    policy: RoutePolicy
+    layouts: list[KvLayout] = field(default_factory=list)
+    groups: set[Group] = field(default_factory=set)
+
+
+class Seat(Standing):
+    """A worker's standing in one decision.
+
+    Attributes:
+        avoided: it refused, or failed.
+        silent: its last report is old.
+        layout: number of its KV layout; hashing one each time would be much of a decision's work.
+    """
+
+    __slots__ = ("avoided", "group", "layout", "silent")
+
+    avoided: bool
+    silent: bool
+    layout: int
+    group: Group
+
+
+def take_seats(call: Call, able: list[WorkerView]) -> list[Seat]:
+    """The standings of all workers; in one loop, since a route spends most of its time here."""
+    query, layouts = call.query, call.layouts
+    num_tokens, avoid = query.num_tokens, query.avoid
+    heard_since = call.now - SILENT_AFTER_S
+    held = held_by(call.matches, [worker.info.worker_id for worker in able])
+    reads = call.view.reads
+    seats: list[Seat] = []
+    group: Group = (-1, "")
+    known: KvLayout | None = None
+    number = 0
+    for worker, blocks in zip(able, held, strict=True):
+        info = worker.info
+        layout = info.layout
+        cached = min(blocks * layout.block_size, num_tokens) if blocks else 0
+        seat = Seat(worker, query, cached, 0)
+        if blocks:
+            seat.reads = reads.get(info.worker_id, 0.0)
+        seat.avoided = info.worker_id in avoid
+        seat.silent = worker.reported_at < heard_since
+        if layout is not known:
+            known, number = layout, _layout_number(layouts, layout)
+        seat.layout = number
+        if group[0] != number or group[1] != info.cluster:
+            group = (number, info.cluster)
+            call.groups.add(group)
+        seat.group = group
+        seats.append(seat)
+    return seats
+
+
+def of_layout(call: Call, seats: list[Seat], layout: int) -> list[Seat]:
+    """Those of one KV layout."""
+    if len(call.layouts) == 1:
+        return seats
+    return [seat for seat in seats if seat.layout == layout]
+
+
+def _layout_number(known: list[KvLayout], layout: KvLayout) -> int:
+    for number, each in enumerate(known):
+        if each is layout or each == layout:
+            return number
+    known.append(layout)
+    return len(known) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """Who may prefill and who may decode, by name; no worker is in both."""
+
+    prefill: list[Seat]
+    decode: list[Seat]
+
+
+def in_order(
+    call: Call, seats: list[Seat], rank: RankFunction, last_resort: LastResort
+) -> list[Seat]:
+    """Workers as they are to be tried; all of them, whatever speaks against one."""
+    keyed = _keyed(call, seats, rank, last_resort)
+    keyed.sort()
+    return [seats[key[5]] for key in keyed]
+
+
+def first_of(call: Call, seats: list[Seat], rank: RankFunction, last_resort: LastResort) -> Seat:
+    """The one that is to be tried first."""
+    return seats[min(_keyed(call, seats, rank, last_resort))[5]]
+
+
+def _keyed(
+    call: Call, seats: list[Seat], rank: RankFunction, last_resort: LastResort
+) -> list[tuple[bool, bool, bool, Rank, float, int]]:
+    """What says which worker is tried before which; the last number is its place in `seats`."""
+    if call.policy.basis is RouteCause.ROTATION:
+        for index, seat in enumerate(seats):
+            seat.turn = (index - call.view.num_routes) % len(seats)
+    tie = call.rng.random
+    if last_resort is None:
+        return [
+            (seat.avoided, seat.silent, False, rank(seat), tie(), index)
+            for index, seat in enumerate(seats)
+        ]
+    return [
+        (seat.avoided, seat.silent, last_resort(seat), rank(seat), tie(), index)
+        for index, seat in enumerate(seats)
+    ]
+
+
+def split_sides(call: Call, seats: list[Seat]) -> Sides:
+    """Gives each hybrid worker the side that its group needs more for this request."""
+    whole = Sides(
+        [seat for seat in seats if seat.worker.info.role is Role.PREFILL],
+        [seat for seat in seats if seat.worker.info.role is Role.DECODE],
+    )
+    if len(whole.prefill) + len(whole.decode) == len(seats):
+        return whole
+    for group in dict.fromkeys(seat.group for seat in seats):
+        members = [seat for seat in seats if seat.group == group]
+        hybrids = [seat for seat in members if seat.worker.info.role is Role.HYBRID]
+        sides = Sides(
+            [seat for seat in members if seat.worker.info.role is Role.PREFILL],
+            [seat for seat in members if seat.worker.info.role is Role.DECODE],
+        )
+        for seat in in_order(call, hybrids, call.policy.prefill, None):
+            side = _needier_side(sides)
+            side.append(seat)
+            (whole.prefill if side is sides.prefill else whole.decode).append(seat)
+    # By name again, so that turns of a rotation do not depend on loads.
+    for side in (whole.prefill, whole.decode):
+        side.sort(key=lambda seat: seat.worker.info.worker_id)
+    return whole
+
+
+def _needier_side(sides: Sides) -> list[Seat]:
+    if not sides.prefill or not sides.decode:
+        return sides.decode if sides.prefill else sides.prefill
+    ready_prefill = sum(not seat.prefill_busy for seat in sides.prefill)
+    ready_decode = sum(not seat.decode_full for seat in sides.decode)
+    return sides.prefill if ready_prefill < ready_decode else sides.decode
+
+
+def has_default_pair(sides: Sides) -> bool:
+    """Whether a group has both sides and someone whose role asks for them to be apart."""
+    if not sides.prefill or not sides.decode:
+        return False
+    groups = {seat.group for seat in sides.prefill}
+    groups &= {seat.group for seat in sides.decode}
+    for seat in (*sides.prefill, *sides.decode):
+        if seat.worker.info.role is not Role.HYBRID and seat.group in groups:
+            return True
+    return False
