@@ -125,15 +125,9 @@ def load_model(
             log.info("rope_chosen", factors=factors, original=original, longest=num_positions)
         return rope_table(rope, config.head_dim, num_positions, dtype, device, config.rotary_dim)
 
-    def head() -> Tensor:
-        if config.tie_word_embeddings and not files.has(_HEAD):
-            return embedding
-        stored = matrix(_HEAD)
-        # As transformers does it: what the files have wins over what config.json says.
-        is_tied = config.tie_word_embeddings and torch.equal(stored, embedding)
-        return embedding if is_tied else stored
-
     embedding = matrix(f"{family.weight_prefix}.embed_tokens.weight")
+    # As transformers does it: a head that the files have wins over what config.json says.
+    is_tied = config.tie_word_embeddings and not files.has(_HEAD)
     norm_name = f"{family.weight_prefix}.norm.weight"
     norm = files.read(norm_name, (hidden,)).float() + family.norm_offset
     scale = config.embedding_scale
@@ -151,6 +145,6 @@ def load_model(
             for layer, place in enumerate(plan.places)
         ),
         norm=(norm * config.logit_scale).to(device, dtype),
-        head=make_linear(head()),
+        head=make_linear(embedding if is_tied else matrix(_HEAD)),
         ropes={kind: table(kind) for kind in kinds},
     )
