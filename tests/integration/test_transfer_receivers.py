@@ -141,6 +141,37 @@ async def test_a_receiver_that_answers_nonsense_is_lost(
         await pool.close()
 
 
+@pytest.mark.parametrize("said", [PutOkFrame(2, 1), PutOkFrame(1, BLOCK)], ids=["part", "again"])
+async def test_a_receiver_that_talks_on_and_answers_nothing_loses_its_connection(
+    source: SourcePool, said: Frame
+) -> None:
+    """It is never silent for the stall time; a second connection is asked once more."""
+    released, ended = asyncio.Event(), asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await _greet(reader, writer)
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            for answer in (PutOkFrame(1, BLOCK), said):
+                head = await reader.readexactly(HEADER.size)
+                await reader.readexactly(int.from_bytes(head[8:12], "little") + BLOCK)
+                await reader.readexactly(4)
+                writer.write(encode_frame(answer))
+            while not released.is_set():
+                await asyncio.sleep(STALL_S / 5)
+                writer.write(encode_frame(said))
+                await writer.drain()
+        ended.set()
+
+    async with _listening(serve) as endpoint, asyncio.timeout(20):
+        pool = _pool(source)
+        await pool.put(reservation_behind(endpoint), whole(1))
+        await pool.put(reservation_behind(endpoint), whole(1))
+        assert pool.statistics().links[LinkKey(DECODE, "tcp", "sent")].resumed == 1
+        released.set()
+        await ended.wait()
+        await pool.close()
+
+
 async def test_a_put_that_is_cancelled_twice_cuts_the_channel(source: SourcePool) -> None:
     released = asyncio.Event()
     greeted = asyncio.Event()

@@ -318,9 +318,12 @@ class Lane:
 
     def _take(self, outcome: SenderOutcome) -> None:
         match outcome:
-            case Moved(transfer_id, complete):
+            case Moved(_, complete=False):
+                # A transfer is one PUT here; who tells of parts of it could do so without end.
+                self._fail("data channel: an answer to a part of what was sent")
+            case Moved(transfer_id):
                 answer = self._answers.get(transfer_id)
-                if complete and answer is not None:
+                if answer is not None:
                     answer.give()
             case Refused(transfer_id, refusal):
                 answer = self._answers.get(transfer_id)

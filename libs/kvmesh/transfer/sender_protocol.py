@@ -58,7 +58,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """An answer to a transfer that was given up."""
+    """The answer to a transfer that was given up."""
 
     transfer_id: int
 
@@ -96,6 +96,7 @@ class SenderMachine:
         self._next_transfer_id = CHANNEL + 1
         self._open: dict[int, int | None] = {}
         self._gets: dict[int, int] = {}
+        self._given_up = set[int]()
         self.terms = PLAIN_TERMS
 
     def hello(self) -> HelloFrame:
@@ -120,7 +121,7 @@ class SenderMachine:
 
     def data_received(self, transfer_id: int, *, intact: bool) -> Moved | Refused:
         """The payload of an `Arriving` was read to its end."""
-        self.give_up(transfer_id)
+        self._close(transfer_id)
         if intact:
             return Moved(transfer_id, complete=True)
         refusal = Refusal(CHANNEL_REASONS["checksum"], "checksum: the payload's sum is wrong")
@@ -128,8 +129,9 @@ class SenderMachine:
 
     def give_up(self, transfer_id: int) -> None:
         """No answer to this transfer is waited for any more; it may be over already."""
-        self._open.pop(transfer_id, None)
-        self._gets.pop(transfer_id, None)
+        if transfer_id in self._open or transfer_id in self._gets:
+            self._close(transfer_id)
+            self._given_up.add(transfer_id)
 
     def receive(self, frame: Frame) -> SenderOutcome:
         """What an answer means.
@@ -149,13 +151,24 @@ class SenderMachine:
         if isinstance(frame, DataFrame):
             return self._arriving(frame)
         if frame.transfer_id not in self._open and frame.transfer_id not in self._gets:
-            return Late(frame.transfer_id)
+            return self._late(frame.transfer_id)
         if isinstance(frame, ErrorFrame):
-            self.give_up(frame.transfer_id)
+            self._close(frame.transfer_id)
             return Refused(frame.transfer_id, refusal_of(frame))
         if frame.transfer_id in self._gets:
             raise ProtocolError("unexpected_frame", f"{type(frame).__name__} answers a GET")
         return self._moved(frame)
+
+    def _late(self, transfer_id: int) -> Late:
+        # Once each: a peer that says it again and again is not silent, and answers nothing.
+        if transfer_id not in self._given_up:
+            raise ProtocolError("unknown_transfer", f"{transfer_id} was answered before")
+        self._given_up.remove(transfer_id)
+        return Late(transfer_id)
+
+    def _close(self, transfer_id: int) -> None:
+        self._open.pop(transfer_id, None)
+        self._gets.pop(transfer_id, None)
 
     def _arriving(self, frame: DataFrame) -> Arriving:
         # A reader takes its answers in turn, so one that it gave up cannot be here.
@@ -187,7 +200,7 @@ class SenderMachine:
                 raise ProtocolError("wrong_progress", f"{frame.received_bytes} of {total} bytes")
             complete = frame.received_bytes == total
         if complete:
-            self.give_up(frame.transfer_id)
+            self._close(frame.transfer_id)
         return Moved(frame.transfer_id, complete)
 
     def _new_transfer(self, num_bytes: int | None) -> int:
