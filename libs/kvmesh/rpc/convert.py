@@ -139,7 +139,8 @@ def sequence_spec_from_proto(message: types_pb2.SequenceSpec) -> SequenceSpec:
     """SequenceSpec from a message.
 
     Raises:
-        ProtocolError: no tokens, a prompt length outside 1..tokens, or a hash of another size.
+        ProtocolError: no tokens, a prompt length outside 1..tokens, a hash of another size or a
+            bad word without tokens.
     """
     if not 0 < message.num_prompt_tokens <= len(message.token_ids):
         raise ProtocolError(
@@ -148,6 +149,8 @@ def sequence_spec_from_proto(message: types_pb2.SequenceSpec) -> SequenceSpec:
         )
     if len(message.root_hash) != BLOCK_HASH_BYTES:
         raise ProtocolError("bad_sequence", f"root hash of {len(message.root_hash)} bytes")
+    if not all(word.token_ids for word in message.sampling.bad_words):
+        raise ProtocolError("bad_sequence", "a bad word has no tokens")
     return SequenceSpec(
         token_ids=tuple(message.token_ids),
         num_prompt_tokens=message.num_prompt_tokens,

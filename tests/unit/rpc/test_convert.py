@@ -193,6 +193,13 @@ def test_a_sequence_that_cannot_be_is_refused(num_prompt: int, root: int) -> Non
         convert.sequence_spec_from_proto(message)
 
 
+def test_a_bad_word_without_tokens_is_refused() -> None:
+    message = convert.sequence_spec_to_proto(SPEC)
+    message.sampling.bad_words.add()
+    with pytest.raises(ProtocolError, match="a bad word has no tokens"):
+        convert.sequence_spec_from_proto(message)
+
+
 def test_hashes_of_a_broken_length_are_refused() -> None:
     with pytest.raises(ProtocolError):
         convert_route.route_query_from_proto(
