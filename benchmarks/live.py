@@ -34,9 +34,11 @@ times in milliseconds; `good` is the share of requests that were served within b
  one long prompt takes two to four cycles, so that a quarter held two or three transfers; that
  load's own optimum was 2148 tokens where the distribution's is about 1480, and together with the
  rate it filled home, where the rule rightly leaves the threshold alone)
-- lift: the highest threshold while the link is low, over the one when it fell; median of the rounds
- (until 2026-11-22 the highest of the whole load over its base, and the lowest of the rounds: what
- waits at home lowers the threshold before, and a full home holds it)
+- lift: mean threshold while the link is low over that while it is whole, settled, in a load of its
+ own of 4 requests/s with the link to and fro (until 2026-11-22 the highest while it was low over
+ the one when it fell, at least 1.3: in the simulator bursts alone do that in half of the loads,
+ when the link does not fall at all; this one was 1.11 at most then, in 30 loads, and when it falls
+ 1.30 in the middle of 30, of which a tenth stayed below 1.11)
 - rounds: each has a load of its own that all systems of the part get, in turning order; their
  ratios are medians of those of each round, and the row `all` is min / median / max
  (PrfaaS: all-local and all-remote have the first round only, and are compared within it)

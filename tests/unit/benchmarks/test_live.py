@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import pytest
+
 from benchmarks import live_flowkv, live_pdserve, live_prfaas, live_tokenlake
 from benchmarks.live_load import (
     DeviceShape,
@@ -92,23 +94,34 @@ def test_recovery_ends_with_the_last_request_that_was_late_or_refused() -> None:
     assert live_pdserve.recovered_s(good + bad, 5.0) == 2.0
 
 
-def test_a_rise_is_from_where_the_link_fell() -> None:
-    tokens = ((900.0, False), (600.0, True), (1500.0, True), (1200.0, True), (2000.0, False))
-    assert live_prfaas.rise([live_prfaas.Seen(*each) for each in tokens]) == 2.5
-    assert live_prfaas.rise([live_prfaas.Seen(600.0, is_low=False)]) == 1.0
+def test_a_lift_is_of_the_settled_threshold_and_not_of_a_burst() -> None:
+    settled = live_prfaas.SETTLE_S
+    seen = [
+        live_prfaas.Seen(1000.0, is_low=False, for_s=settled),
+        live_prfaas.Seen(4000.0, is_low=False, for_s=settled),
+        live_prfaas.Seen(9000.0, is_low=True, for_s=settled - 0.1),  # just fell
+        live_prfaas.Seen(2000.0, is_low=True, for_s=settled),
+        live_prfaas.Seen(8000.0, is_low=True, for_s=settled),
+        live_prfaas.Seen(9000.0, is_low=False, for_s=settled - 0.1),  # just came back
+    ]
+    assert live_prfaas.lift(seen) == pytest.approx(2.0)
+    assert live_prfaas.lift(seen[:2]) == 1.0
 
 
 def test_verdicts_compare_with_the_baselines() -> None:
     offload = [
-        {"system": name, "goodput/s": value, "lift": 1.5, "round": 1}
+        {"system": name, "goodput/s": value, "round": 1}
         for name, value in (
             ("all_local", 2.0),
             ("all_remote", 1.0),
             ("cache_load", 4.0),
             ("prfaas", 5.0),
+            (live_prfaas.FLAPPING, 9.0),
         )
     ]
+    offload[-1]["lift"] = 1.5
     assert [each.value for each in live_prfaas.judge(offload)] == [2.5, 1.25, 1.5]
+    assert live_prfaas.judge(offload[:-1])[-1].met is None
     assert live_prfaas.judge([]) == []
     phases = [
         {"system": name, "goodput/s": value, "round": 1}
