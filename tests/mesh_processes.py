@@ -10,13 +10,12 @@ from pathlib import Path
 import aiohttp
 
 from kvmesh.core.types import SamplingParams, SequenceSpec
-from kvmesh.engine.core import EngineCore
 from kvmesh.engine.fake import FakeRunner
-from kvmesh.engine.sequence import Sequence
 from kvmesh.kv.hashing import root_hash
 from kvmesh.metadata.server_binary import RedisProcess
 from scripts.try_clients.stack import HELD_NOWHERE
 from tests.mesh_child import ROOT, Child, scrape
+from tests.one_engine import tokens_of
 from tests.redis_server import redis_process
 from tests.waiting import until
 
@@ -245,13 +244,6 @@ def fake_tokens(
     runner = FakeRunner.for_checkpoint(
         MODEL_FOLDER, name=MODEL, num_blocks=1024, block_size=BLOCK_SIZE
     )
-    core = EngineCore(runner.spec, runner.kv.num_blocks)
     sampling = SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens)
     spec = SequenceSpec(tuple(prompt), len(prompt), sampling, root_hash("reference"))
-    sequence = core.admit_decode(spec)
-    assert isinstance(sequence, Sequence), sequence
-    core.run(sequence)
-    while core.has_work:
-        chunks = core.plan_step()
-        core.finish_step(chunks, runner.execute(chunks))
-    return list(sequence.tokens[len(prompt) :])
+    return tokens_of(runner, spec)

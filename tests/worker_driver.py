@@ -17,9 +17,7 @@ from kvmesh.core.types import (
     SequenceSpec,
     WorkerId,
 )
-from kvmesh.engine.core import EngineCore
 from kvmesh.engine.fake import FakeRunner
-from kvmesh.engine.sequence import Sequence
 from kvmesh.kv.groups import KvGroups
 from kvmesh.kv.hashing import root_hash
 from kvmesh.rpc.channels import open_channel
@@ -42,6 +40,7 @@ from kvmesh.v1 import prefill_service_pb2 as prefill_pb
 from kvmesh.v1.decode_service_pb2_grpc import DecodeServiceStub
 from kvmesh.v1.prefill_service_pb2_grpc import PrefillServiceStub
 from kvmesh.v1.types_pb2 import Reservation as ReservationMessage
+from tests.one_engine import tokens_of
 from tests.waiting import until
 
 ROOT: BlockHash = root_hash("test")
@@ -64,14 +63,7 @@ def reference_tokens(
 ) -> list[int]:
     """What one engine alone generates for `spec`."""
     runner = FakeRunner(num_blocks=num_blocks, block_size=block_size, groups=groups)
-    core = EngineCore(runner.spec, num_blocks)
-    sequence = core.admit_decode(spec)
-    assert isinstance(sequence, Sequence), sequence
-    core.run(sequence)
-    while core.has_work:
-        chunks = core.plan_step()
-        core.finish_step(chunks, runner.execute(chunks))
-    return list(sequence.tokens[len(spec.token_ids) :])
+    return tokens_of(runner, spec)
 
 
 @asynccontextmanager

@@ -214,18 +214,28 @@ def decode_attention(
 
     Source: PagedAttention, arXiv 2309.06180 §4.1.
     """
+    grouped, k, v = _gathered(q, kv, layer, plan)
+    if sinks is not None:
+        columns = sinks.view(grouped.shape[1], -1, 1)
+        return attention_with_sinks(grouped, k, v, plan.mask, scale, columns).reshape(q.shape)
+    out = functional.scaled_dot_product_attention(grouped, k, v, attn_mask=plan.mask, scale=scale)
+    return out.reshape(q.shape)
+
+
+def _gathered(q: Tensor, kv: Tensor, layer: int, plan: DecodePlan) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries by KV head and copies of the keys and values of their contexts, with the head second.
+
+    Returns:
+        [sequences, kv_heads, heads of one, head_dim] and twice [sequences, kv_heads, longest,
+        head_dim].
+    """
     _, _, _, size, kv_heads, head_dim = kv.shape
     pool = kv.view(-1, size * kv_heads * head_dim)[2 * layer :]
     both = functional.embedding(plan.gather, pool)
     if plan.spare is not None:
         both.view(-1, kv_heads * head_dim).index_fill_(0, plan.spare, 0)
     k, v = both.view(2, plan.num_sequences, -1, kv_heads, head_dim).transpose(2, 3)
-    grouped = q.view(plan.num_sequences, kv_heads, -1, head_dim)
-    if sinks is not None:
-        columns = sinks.view(kv_heads, -1, 1)
-        return attention_with_sinks(grouped, k, v, plan.mask, scale, columns).reshape(q.shape)
-    out = functional.scaled_dot_product_attention(grouped, k, v, attn_mask=plan.mask, scale=scale)
-    return out.reshape(q.shape)
+    return q.view(plan.num_sequences, kv_heads, -1, head_dim), k, v
 
 
 def attention_with_sinks(
@@ -366,13 +376,7 @@ def partial_attention(
 
     Source: TokenLake §3.3 (a query travels to the KV).
     """
-    _, _, _, size, kv_heads, head_dim = kv.shape
-    pool = kv.view(-1, size * kv_heads * head_dim)[2 * layer :]
-    both = functional.embedding(plan.gather, pool)
-    if plan.spare is not None:
-        both.view(-1, kv_heads * head_dim).index_fill_(0, plan.spare, 0)
-    k, v = both.view(2, plan.num_sequences, -1, kv_heads, head_dim).transpose(2, 3).float()
-    grouped = q.view(plan.num_sequences, kv_heads, -1, head_dim).float()
+    grouped, k, v = (each.float() for each in _gathered(q, kv, layer, plan))
     scores = grouped @ k.transpose(-1, -2) * scale + plan.mask
     lse = scores.logsumexp(dim=-1, keepdim=True)
     # Of an empty part both are -inf, and their difference is no number.

@@ -149,6 +149,15 @@ class Ahead:
         assert (wish.count, wish.kind) == (1, PlanKind("tiny", "", Placement.AUTO, 15))
         self.router.take_ahead(PlansAhead(wish.kind, (self.early,)))
 
+    async def crowded(self) -> None:
+        """Five requests have come at once, and as many plans as were wished for are here."""
+        for _ in range(5):
+            assert self.router.planned(QUERY) is None
+        await self.router.route(QUERY, "", 1.0)
+        wish = self.source.wishes[-1]
+        assert wish is not None
+        self.router.take_ahead(PlansAhead(wish.kind, (self.early,) * wish.count))
+
 
 async def test_plans_made_ahead_are_used_and_then_told_of() -> None:
     ahead = Ahead()
@@ -161,12 +170,7 @@ async def test_plans_made_ahead_are_used_and_then_told_of() -> None:
 
 async def test_who_finds_few_has_more_made_and_does_not_wait() -> None:
     ahead = Ahead()
-    for _ in range(5):
-        assert ahead.router.planned(QUERY) is None
-    await ahead.router.route(QUERY, "", 1.0)
-    wish = ahead.source.wishes[-1]
-    assert wish is not None
-    ahead.router.take_ahead(PlansAhead(wish.kind, (ahead.early,) * wish.count))
+    await ahead.crowded()
     assert [ahead.router.planned(QUERY) for _ in range(4)] == [ahead.early] * 4
     assert len(ahead.source.wishes) == 1  # nobody has waited
     while len(ahead.stock) == 0:
@@ -180,12 +184,7 @@ async def test_who_finds_few_has_more_made_and_does_not_wait() -> None:
 
 async def test_plans_used_while_the_scheduler_is_silent_are_told_of_later() -> None:
     ahead = Ahead()
-    for _ in range(5):
-        assert ahead.router.planned(QUERY) is None
-    await ahead.router.route(QUERY, "", 1.0)
-    wish = ahead.source.wishes[-1]
-    assert wish is not None
-    ahead.router.take_ahead(PlansAhead(wish.kind, (ahead.early,) * wish.count))
+    await ahead.crowded()
     ahead.source.answer = None  # silent
     assert [ahead.router.planned(QUERY) for _ in range(4)] == [ahead.early] * 4
     while ahead.router._exchanges:
