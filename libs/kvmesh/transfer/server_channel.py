@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from functools import partial
 
+import numpy as np
+
 from kvmesh.core.errors import LostError, ProtocolError
 from kvmesh.core.types import Refusal, RefusalReason, WorkerId
 from kvmesh.transfer.checksums import checksum_function
@@ -315,7 +317,8 @@ class ServerChannel:
         if grant.answer_bytes > query.answer_bytes:
             text = f"room: the answer has {grant.answer_bytes} bytes, not {query.answer_bytes}"
             return Refusal(RefusalReason.INVALID, text)
-        operands = memoryview(bytearray(query.operand_bytes))
+        # Not zeroed: that would keep the loop, and take memory for bytes that may never come.
+        operands = np.empty(query.operand_bytes, np.uint8).data
         if not await self._receive([operands]):
             return Refusal(RefusalReason.LOST, "checksum: the operands' sum is wrong")
         assert self._state.answering is not None, "a server with ops has a thread for them"
