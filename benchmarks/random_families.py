@@ -101,6 +101,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": _WINDOW,
         },
     ),
+    "gemma2": (
+        "Gemma2Config",
+        _HEADS
+        | {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "head_dim": 256,
+            "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2),
+            "sliding_window": _WINDOW,
+        },
+    ),
     "gemma": (
         "GemmaConfig",
         _HEADS | {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256},

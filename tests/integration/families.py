@@ -19,6 +19,7 @@ from transformers import (
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
+    Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
     Glm4Config,
@@ -179,6 +180,14 @@ CONFIGS: dict[str, Any] = {
         mlp_only_layers=[1],
     ),
     "gemma": GemmaConfig(**SHAPE, attention_bias=True),
+    "gemma2": Gemma2Config(
+        **SHAPE,
+        layer_types=HYBRID,
+        sliding_window=40,
+        query_pre_attn_scalar=20,
+        attn_logit_softcapping=3.0,
+        final_logit_softcapping=8.0,
+    ),
     "hunyuan": HunYuanDenseV1Config(
         **SHAPE,
         attention_bias=True,
@@ -403,6 +412,7 @@ class Checkpoint:
     """A random model on disk, and what transformers makes of it."""
 
     def __init__(self, name: str, folder: Path) -> None:
+        self.name = name
         self.folder = folder
         self._model = random_model(CONFIGS[name])
         self._model.save_pretrained(folder, max_shard_size="100KB" if "sharded" in name else "1GB")

@@ -22,6 +22,7 @@ from kvmesh.policy.batching import BatchLimits
 from tests.integration.families import BLOCK_SIZE, GREEDY, NEW_TOKENS, Checkpoint
 
 FAMILIES = [
+    "gemma2",
     "gemma3",
     "gpt-oss",
     "mistral-window",

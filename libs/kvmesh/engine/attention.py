@@ -83,7 +83,9 @@ class SelfAttention:
     def decode_rows(self, step: Step) -> DecodeRows | None:
         """See `CallableMixer.decode_rows`."""
         attention = step.memory.attention[self.place.group]
-        return attention.decode_rows if isinstance(attention, HostAttention) else None
+        if self.spec.cap or not isinstance(attention, HostAttention):
+            return None
+        return attention.decode_rows
 
     def rope(self, step: Step) -> RopeRows:
         """See `CallableMixer.rope`."""
@@ -143,6 +145,7 @@ def load_attention(
             sinks=sinks,
             qk_norm=_head_norms(weights, config, order, norm_offset) if config.qk_norm else None,
             norm_eps=config.rms_norm_eps,
+            cap=config.attention_cap,
         ),
         place=weights.place,
         head_dim=head_dim,

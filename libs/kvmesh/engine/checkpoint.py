@@ -13,6 +13,7 @@ from kvmesh.core.errors import CheckpointError
 from kvmesh.engine.config import ModelConfig, MoeConfig
 from kvmesh.engine.json_fields import Fields, read_json
 from kvmesh.engine.models import FAMILIES
+from kvmesh.engine.models.family import Family
 from kvmesh.engine.rope_fields import refuse_wrong_factors, rope_of, rotary_dim
 
 SUPPORTED = (
@@ -59,7 +60,7 @@ def parse_model_config(
     if family is None:
         raise CheckpointError(f"{origin}: model_type {name!r} is not supported; {SUPPORTED}")
     raw = family.usual_keys(raw, origin)
-    _refuse_unsupported(raw, family.activations, origin)
+    _refuse_unsupported(raw, family, origin)
     fields = Fields(raw, origin)
     hidden_size = fields.number("hidden_size", int)
     num_layers = fields.number("num_hidden_layers", int)
@@ -141,9 +142,12 @@ def _refuse_impossible_experts(fields: Fields, moe: MoeConfig | None) -> None:
         )
 
 
-def _refuse_unsupported(raw: Mapping[str, Any], activations: tuple[str, ...], origin: str) -> None:
+def _refuse_unsupported(raw: Mapping[str, Any], family: Family, origin: str) -> None:
     names = ("hidden_act", "hidden_activation")
-    found = [f"{key} {raw[key]!r}" for key in names if raw.get(key) not in (None, *activations)]
-    found += [key for key in _UNSUPPORTED_KEYS if raw.get(key)]
+    found = [
+        f"{key} {raw[key]!r}" for key in names if raw.get(key) not in (None, *family.activations)
+    ]
+    refused = set(_UNSUPPORTED_KEYS) - family.computed_keys
+    found += [key for key in _UNSUPPORTED_KEYS if key in refused and raw.get(key)]
     if found:
         raise CheckpointError(f"{origin}: {'; '.join(found)} is not supported; {SUPPORTED}")

@@ -161,6 +161,7 @@ class ModelConfig:
         unrotated: layers with attention whose queries and keys are not rotated.
         embedding_scale: factor of embeddings.
         logit_scale: factor of logits.
+        attention_cap, logit_cap: scores and logits are bent to stay within; 0 for not.
     """
 
     family: str
@@ -196,6 +197,8 @@ class ModelConfig:
     unrotated: frozenset[int] = frozenset()
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
+    attention_cap: float = 0.0
+    logit_cap: float = 0.0
 
     def for_length(self, length: int) -> ModelConfig:
         """The config with the rotary embeddings of sequences of up to `length` positions."""

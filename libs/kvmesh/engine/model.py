@@ -18,7 +18,7 @@ from kvmesh.engine.layers import Layer, Step, StepMemory
 from kvmesh.engine.models import FAMILIES
 from kvmesh.engine.rope import RopeTable, resting_table, rope_table
 from kvmesh.engine.weights import LayerWeights, WeightFiles
-from kvmesh.kernels import layer_ops
+from kvmesh.kernels import layer_ops, reference
 from kvmesh.kernels.linear import Linear, make_linear
 from kvmesh.telemetry.logs import event_logger
 
@@ -87,7 +87,12 @@ class DecoderModel:
         Returns:
             [rows, vocab] fp32, a tensor of its own.
         """
-        return self.head(hidden).float()
+        return self.bent(self.head(hidden).float())
+
+    def bent(self, logits: Tensor) -> Tensor:
+        """Logits, fp32, within the model's bound, where it has one."""
+        cap = self.config.logit_cap
+        return reference.capped(logits, cap) if cap else logits
 
 
 def load_model(

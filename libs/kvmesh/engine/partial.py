@@ -20,10 +20,10 @@ def can_be_parted(model: DecoderModel, groups: KvGroups) -> bool:
     """Whether the model's attention over a context is that over its parts, joined.
 
     It is for full attention over keys and values. Not so where a window depends on positions, a
-    sink belongs to the whole context, or something else stands for attention.
+    sink belongs to the whole context, scores are bent, or something else stands for attention.
     """
     return groups == KvGroups() and all(
-        isinstance(mixer, SelfAttention) and mixer.spec.sinks is None
+        isinstance(mixer, SelfAttention) and mixer.spec.sinks is None and not mixer.spec.cap
         for mixer in (getattr(layer, "mixer", None) for layer in model.layers)
     )
 

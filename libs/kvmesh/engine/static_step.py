@@ -86,7 +86,7 @@ class StaticStep:
         self._save_states(chunks)
         chosen: list[SampledToken] = []
         if others:
-            logits = self._logits.index_select(0, picked).float()
+            logits = self._model.bent(self._logits.index_select(0, picked).float())
             chosen = sample(logits, [chunks[index] for index in others])
         drawn = self._read(bucket)
         tokens: list[SampledToken | None] = [
@@ -105,8 +105,9 @@ class StaticStep:
         )
         logits = self._model.head(hidden)
         self._logits[:bucket] = logits
+        bent = self._model.bent(logits.float())
         temperature, low, high, is_random = inputs.sampling(bucket)
-        self._drawn[:bucket] = draw_rows(logits.float() / temperature, low, high, is_random)
+        self._drawn[:bucket] = draw_rows(bent / temperature, low, high, is_random)
 
     def _memory(self, bucket: int) -> StepMemory:
         inputs, kv = self._inputs, self._kv

@@ -15,7 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvmesh.kernels.attention_parts import LOG2_E, end_of_part, part_of, slots_of, weights_of
+from kvmesh.kernels.attention_parts import (
+    end_of_part,
+    part_of,
+    score_factors,
+    scores_of,
+    slots_of,
+    weights_of,
+)
 from kvmesh.kernels.attention_sizes import DECODE_TILE, prompt_tile_of, tile_of
 from kvmesh.kernels.device_limits import shared_memory_bytes
 from kvmesh.kernels.reference import merge_partials
@@ -35,7 +42,8 @@ def _decode_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device 
     lens_ptr,
     out_ptr,
     lse_ptr,
-    scale_log2,
+    scale,
+    cap,
     stride_q_row,
     stride_q_head,
     stride_block,
@@ -52,6 +60,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device 
     DIM_TILE: tl.constexpr,
     TILE: tl.constexpr,
     UPCAST: tl.constexpr,
+    HAS_CAP: tl.constexpr,
 ):
     # One program: one sequence, one KV head with its GROUP query heads, one part of the context.
     sequence = tl.program_id(0)
@@ -92,7 +101,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device 
         if UPCAST:
             k = k.to(tl.float32)
             v = v.to(tl.float32)
-        scores = tl.dot(q, tl.trans(k), input_precision="tf32x3") * scale_log2
+        scores = scores_of(q, k, scale, cap, HAS_CAP)
         scores = tl.where(valid[None, :], scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1))
         weights, rescale, total = weights_of(scores, highest, new_highest, total)
@@ -116,7 +125,8 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device
     lens_ptr,
     out_ptr,
     sinks_ptr,
-    scale_log2,
+    scale,
+    cap,
     stride_q_row,
     stride_q_head,
     stride_out_row,
@@ -133,6 +143,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device
     DIM_TILE: tl.constexpr,
     TILE: tl.constexpr,
     UPCAST: tl.constexpr,
+    HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
     # One program: TILE queries of one head of one sequence.
@@ -176,7 +187,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device
             if UPCAST:
                 k = k.to(tl.float32)
                 v = v.to(tl.float32)
-            scores = tl.dot(q, tl.trans(k), input_precision="tf32x3") * scale_log2
+            scores = scores_of(q, k, scale, cap, HAS_CAP)
             ahead = (num_cached + query)[:, None] - position[None, :]
             visible = valid[None, :] & (ahead >= 0) & (ahead < window)
             scores = tl.where(visible, scores, float("-inf"))
@@ -225,6 +236,7 @@ def paged_decode_attention(
     scale: float,
     window: int = 0,
     sinks: Tensor | None = None,
+    cap: float = 0.0,
 ) -> Tensor:
     """Attention of one query per sequence over its blocks.
 
@@ -239,6 +251,7 @@ def paged_decode_attention(
         scale: factor of the scores.
         window: latest positions that a query sees, its own among them; 0 for all.
         sinks: [heads] fp32, see `reference.decode_attention`.
+        cap: see `reference.capped`; 0 for none.
 
     Returns:
         [sequences, heads, head_dim], dtype of `q`.
@@ -253,6 +266,7 @@ def paged_decode_attention(
         num_splits=num_splits,
         scale=scale,
         window=window,
+        cap=cap,
     )
     out = parts[:, :, 0] if num_splits == 1 else merge_partials(parts, lse)
     if sinks is not None:
@@ -291,6 +305,7 @@ def paged_partial_attention(
         num_splits=num_splits,
         scale=scale,
         window=0,
+        cap=0.0,
     )
     if num_splits == 1:
         return parts[:, :, 0], lse[:, :, 0]
@@ -310,6 +325,7 @@ def _decode_parts(
     num_splits: int,
     scale: float,
     window: int,
+    cap: float,
 ) -> tuple[Tensor, Tensor]:
     """Each part's attention [sequences, heads, splits, head_dim] and lse without the last axis."""
     num_sequences, num_heads, head_dim = q.shape
@@ -328,7 +344,7 @@ def _decode_parts(
         context_lens,
         parts,
         lse,
-        scale * LOG2_E,
+        *score_factors(scale, cap),
         q.stride(0),
         q.stride(1),
         pool.stride(0),
@@ -339,6 +355,7 @@ def _decode_parts(
         split_len,
         window or _NO_WINDOW,
         **_constants(kv, num_heads),
+        HAS_CAP=cap > 0,
         GROUP_TILE=max(16, triton.next_power_of_2(num_heads // kv_heads)),
         num_warps=4,
     )
@@ -357,6 +374,7 @@ def paged_prefill_attention(
     scale: float,
     window: int = 0,
     sinks: Tensor | None = None,
+    cap: float = 0.0,
 ) -> Tensor:
     """Causal attention of chunks over their cached prefixes and themselves, varlen.
 
@@ -370,6 +388,7 @@ def paged_prefill_attention(
         scale: factor of the scores.
         window: latest positions that a query sees, its own among them; 0 for all.
         sinks: [heads] fp32, see `reference.decode_attention`.
+        cap: see `reference.capped`; 0 for none.
 
     Returns:
         [rows, heads, head_dim], dtype of `q`.
@@ -391,7 +410,7 @@ def paged_prefill_attention(
         context_lens,
         out,
         out if sinks is None else sinks,
-        scale * LOG2_E,
+        *score_factors(scale, cap),
         q.stride(0),
         q.stride(1),
         out.stride(0),
@@ -403,6 +422,7 @@ def paged_prefill_attention(
         block_tables.stride(0),
         window or _NO_WINDOW,
         **constants,
+        HAS_CAP=cap > 0,
         HAS_SINKS=sinks is not None,
         num_warps=num_warps,
     )

@@ -33,6 +33,25 @@ def slots_of(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def scores_of(q, k, scale, cap, HAS_CAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Scores of a tile, with the factors that `score_factors` gives."""
+    scores = tl.dot(q, tl.trans(k), input_precision="tf32x3") * scale
+    if HAS_CAP:
+        # tanh(x) is 2 * sigmoid(2 * x) - 1.
+        scores = (2.0 * tl.sigmoid(2.0 * scores) - 1.0) * cap
+    return scores
+
+
+def score_factors(scale: float, cap: float) -> tuple[float, float]:
+    """What products of queries and keys are multiplied with, and then what is bent, if at all.
+
+    Args:
+        cap: see `reference.capped`; 0 for none.
+    """
+    return (scale / cap, cap * LOG2_E) if cap else (scale * LOG2_E, 0.0)
+
+
+@triton.jit
 def weights_of(scores, highest, new_highest, total):  # type: ignore[no-untyped-def]
     """Adds a tile of scores to the softmax.
 

@@ -75,7 +75,15 @@ class ReferenceAttention:
             self._prefill_plans[spec.window] = self._plan_prefill(spec.window)
         return [
             reference.prefill_attention(
-                q[rows], k[rows], v[rows], self._kv, layer, plan, spec.scale, spec.sinks
+                q[rows],
+                k[rows],
+                v[rows],
+                self._kv,
+                layer,
+                plan,
+                spec.scale,
+                spec.sinks,
+                cap=spec.cap,
             )
             for rows, plan in self._prefill_plans[spec.window]
         ]
@@ -84,7 +92,9 @@ class ReferenceAttention:
         if spec.window not in self._decode_plans:
             self._decode_plans[spec.window] = self._plan_decode(spec.window)
         parts = [
-            reference.decode_attention(q[rows], self._kv, layer, plan, spec.scale, spec.sinks)
+            reference.decode_attention(
+                q[rows], self._kv, layer, plan, spec.scale, spec.sinks, cap=spec.cap
+            )
             for rows, plan in self._decode_plans[spec.window]
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -121,7 +131,10 @@ class ReferenceAttention:
 
 
 class HostAttention(ReferenceAttention):
-    """As the twins, but blocks are read where they lie, and rotation is fused."""
+    """As the twins, but blocks are read where they lie, and rotation is fused.
+
+    Layers whose scores are bent are left to the twins.
+    """
 
     def __init__(self, batch: RaggedBatch, kv: Tensor) -> None:
         super().__init__(batch, kv)
@@ -151,6 +164,8 @@ class HostAttention(ReferenceAttention):
         )
 
     def _decode(self, q: Tensor, layer: int, spec: HeadSpec) -> Tensor:
+        if spec.cap:
+            return super()._decode(q, layer, spec)
         return host.decode_attention(
             q,
             self._kv,
@@ -163,7 +178,7 @@ class HostAttention(ReferenceAttention):
         )
 
     def _prefill(self, q: Tensor, k: Tensor, v: Tensor, layer: int, spec: HeadSpec) -> list[Tensor]:
-        if not self._has_prefill:
+        if spec.cap or not self._has_prefill:
             return super()._prefill(q, k, v, layer, spec)
         attended = host.prefill_attention(
             q[self._batch.num_decode :],
@@ -231,6 +246,7 @@ class TritonAttention:
                     scale=spec.scale,
                     window=spec.window,
                     sinks=spec.sinks,
+                    cap=spec.cap,
                 )
             )
         if self._num_prefill:
@@ -246,6 +262,7 @@ class TritonAttention:
                     scale=spec.scale,
                     window=spec.window,
                     sinks=spec.sinks,
+                    cap=spec.cap,
                 )
             )
         return parts[0] if len(parts) == 1 else torch.cat(parts)

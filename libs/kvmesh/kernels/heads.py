@@ -17,6 +17,7 @@ class HeadSpec:
         sinks: [heads] fp32, see `reference.decode_attention`, or None.
         qk_norm: [heads + kv_heads, head_dim] or None.
         norm_eps: of `qk_norm`.
+        cap: scores are bent to stay between -cap and cap; 0 for not.
     """
 
     scale: float
@@ -24,6 +25,7 @@ class HeadSpec:
     sinks: Tensor | None = None
     qk_norm: Tensor | None = None
     norm_eps: float = 1e-6
+    cap: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -198,7 +198,14 @@ def plan_decode(
 
 
 def decode_attention(
-    q: Tensor, kv: Tensor, layer: int, plan: DecodePlan, scale: float, sinks: Tensor | None = None
+    q: Tensor,
+    kv: Tensor,
+    layer: int,
+    plan: DecodePlan,
+    scale: float,
+    sinks: Tensor | None = None,
+    *,
+    cap: float = 0.0,
 ) -> Tensor:
     """Attention of one query per sequence over its blocks.
 
@@ -208,6 +215,7 @@ def decode_attention(
         q: [sequences, heads, head_dim].
         scale: factor of the scores.
         sinks: [heads], a logit per head that takes a share of the softmax and gives no value.
+        cap: see `capped`.
 
     Returns:
         [sequences, heads, head_dim].
@@ -215,9 +223,10 @@ def decode_attention(
     Source: PagedAttention, arXiv 2309.06180 §4.1.
     """
     grouped, k, v = _gathered(q, kv, layer, plan)
-    if sinks is not None:
-        columns = sinks.view(grouped.shape[1], -1, 1)
-        return attention_with_sinks(grouped, k, v, plan.mask, scale, columns).reshape(q.shape)
+    if sinks is not None or cap:
+        columns = None if sinks is None else sinks.view(grouped.shape[1], -1, 1)
+        out = attention_by_scores(grouped, k, v, plan.mask, scale, columns, cap)
+        return out.reshape(q.shape)
     out = functional.scaled_dot_product_attention(grouped, k, v, attn_mask=plan.mask, scale=scale)
     return out.reshape(q.shape)
 
@@ -238,22 +247,43 @@ def _gathered(q: Tensor, kv: Tensor, layer: int, plan: DecodePlan) -> tuple[Tens
     return q.view(plan.num_sequences, kv_heads, -1, head_dim), k, v
 
 
-def attention_with_sinks(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, sinks: Tensor
+def attention_by_scores(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    scale: float,
+    sinks: Tensor | None,
+    cap: float = 0.0,
 ) -> Tensor:
-    """Attention whose softmax has one more logit per query, with no value behind it.
+    """Attention whose scores are written out, for what the fused one does not have.
 
     Args:
         q: [..., queries, head_dim].
         k, v: [..., positions, head_dim].
         mask: broadcastable to [..., queries, positions], 0 or -inf.
-        sinks: broadcastable to [..., queries, 1].
+        sinks: broadcastable to [..., queries, 1], one more logit of each query with no value
+            behind it; or None.
+        cap: see `capped`.
 
     Source: the "attention sinks" of gpt-oss; StreamingLLM, arXiv 2309.17453 §3.2.
     """
-    scores = (q @ k.transpose(-1, -2)).float() * scale + mask
+    scores = (q @ k.transpose(-1, -2)).float() * scale
+    if cap:
+        scores = capped(scores, cap)
+    scores = scores + mask
+    if sinks is None:
+        return torch.softmax(scores, dim=-1).to(v.dtype) @ v
     logits = torch.cat([scores, sinks.float().expand(*scores.shape[:-1], 1)], dim=-1)
     return torch.softmax(logits, dim=-1)[..., :-1].to(v.dtype) @ v
+
+
+def capped(values: Tensor, cap: float) -> Tensor:
+    """Values bent to stay between -cap and cap; small ones stay nearly as they are.
+
+    Source: Gemma 2, arXiv 2408.00118 §2.
+    """
+    return torch.tanh(values / cap) * cap
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,13 +333,15 @@ def prefill_attention(
     plan: PrefillPlan,
     scale: float,
     sinks: Tensor | None = None,
+    *,
+    cap: float = 0.0,
 ) -> Tensor:
     """Causal attention of a chunk over its cached prefix and itself.
 
     Args:
         q: [queries, heads, head_dim].
         k, v: [queries, kv_heads, head_dim] of the chunk; its slots in `kv` are written already.
-        sinks: [heads], as in `decode_attention`.
+        sinks, cap: as in `decode_attention`.
 
     Returns:
         [queries, heads, head_dim].
@@ -321,8 +353,8 @@ def prefill_attention(
         k, v = both[0, : plan.context_len], both[1, : plan.context_len]
     # KV heads take the batch axis and their query heads the head axis: K and V are not repeated.
     grouped = q.view(len(q), kv_heads, -1, head_dim).permute(1, 2, 0, 3)
-    if sinks is not None:
-        return _prefill_with_sinks(grouped, k, v, plan.mask, scale, sinks).reshape(q.shape)
+    if sinks is not None or cap:
+        return _prefill_by_scores(grouped, k, v, plan.mask, scale, sinks, cap).reshape(q.shape)
     shape = (kv_heads, grouped.shape[1], len(k), head_dim)
     out = functional.scaled_dot_product_attention(
         grouped,
@@ -335,8 +367,14 @@ def prefill_attention(
     return out.permute(2, 0, 1, 3).reshape(q.shape)
 
 
-def _prefill_with_sinks(
-    grouped: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, sinks: Tensor
+def _prefill_by_scores(
+    grouped: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    sinks: Tensor | None,
+    cap: float,
 ) -> Tensor:
     """As `prefill_attention`, query rows in parts because the scores are written out.
 
@@ -347,7 +385,7 @@ def _prefill_with_sinks(
         [queries, kv_heads, group, head_dim].
     """
     keys, values = k.transpose(0, 1)[:, None], v.transpose(0, 1)[:, None]
-    columns = sinks.view(len(grouped), -1, 1, 1)
+    columns = None if sinks is None else sinks.view(len(grouped), -1, 1, 1)
     # One result for all parts: many small ones between large scores would tear the heap apart.
     out = torch.empty_like(grouped)
     step = max(_FEWEST_ROWS, _SCORES // (grouped.shape[0] * grouped.shape[1] * len(k)))
@@ -358,7 +396,7 @@ def _prefill_with_sinks(
             hidden.triu_(first + 1)
         else:
             hidden = mask[first : first + step]
-        part = attention_with_sinks(q, keys, values, hidden, scale, columns)
+        part = attention_by_scores(q, keys, values, hidden, scale, columns, cap)
         out[:, :, first : first + step] = part
     return out.permute(2, 0, 1, 3)
 
@@ -368,7 +406,7 @@ def partial_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention of one query per sequence over the part of its context that is in this pool.
 
-    Args: as in `decode_attention`, without sinks, which belong to the whole context.
+    Args: as in `decode_attention`, without a cap and sinks, which belong to the whole context.
 
     Returns:
         [sequences, heads, head_dim] fp32, normalised over the part, and [sequences, heads] fp32,

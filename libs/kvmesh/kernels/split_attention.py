@@ -86,6 +86,7 @@ class SplitAttention:
     def run(self, qkv: Tensor, layer: int, spec: HeadSpec, rope: RopeRows) -> Tensor:
         """See `StepAttention.run`."""
         assert not spec.window, "a window is not asked for elsewhere"
+        assert not spec.cap, "parts of a context are not bent"
         assert spec.sinks is None, "sinks belong to the whole context"
         first, kv = self._first, self._kv
         rows = qkv[first:]

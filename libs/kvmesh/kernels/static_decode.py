@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -67,7 +68,9 @@ class StaticAttention:
         q = qkv[:, : qkv.shape[1] - 2 * kv.shape[4]]
         if self._by_kernel:
             return self._on_device(q, layer, spec)
-        attend = host.decode_attention if self._on_host else static_decode_attention
+        by_host = self._on_host and not spec.cap
+        twin = partial(static_decode_attention, cap=spec.cap)
+        attend = host.decode_attention if by_host else twin
         return attend(
             q,
             kv,
@@ -96,6 +99,7 @@ class StaticAttention:
             scale=spec.scale,
             window=spec.window,
             sinks=spec.sinks,
+            cap=spec.cap,
         )
         return out
 
@@ -110,8 +114,13 @@ def static_decode_attention(
     scale: float,
     window: int,
     sinks: Tensor | None,
+    cap: float = 0.0,
 ) -> Tensor:
-    """The twin of `host.decode_attention`, with the same arguments; gathers whole tables."""
+    """The twin of `host.decode_attention`, with the same arguments; gathers whole tables.
+
+    Args:
+        cap: see `reference.capped`.
+    """
     _, layers, _, size, kv_heads, head_dim = kv.shape
     span = tables.shape[1] * size
     positions = torch.arange(span, device=q.device)
@@ -128,9 +137,9 @@ def static_decode_attention(
     mask = torch.zeros(visible.shape, dtype=kv.dtype, device=q.device)
     mask = mask.masked_fill(~visible, -torch.inf)[:, None, None]
     grouped = q.reshape(len(q), kv_heads, -1, head_dim)
-    if sinks is not None:
-        columns = sinks.view(kv_heads, -1, 1)
-        out = reference.attention_with_sinks(grouped, k, v, mask, scale, columns)
+    if sinks is not None or cap:
+        columns = None if sinks is None else sinks.view(kv_heads, -1, 1)
+        out = reference.attention_by_scores(grouped, k, v, mask, scale, columns, cap)
     else:
         out = functional.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale)
     return out.reshape(q.shape)

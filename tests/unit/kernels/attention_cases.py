@@ -37,6 +37,7 @@ class Case:
     num_splits: int = 1
     window: int = 0
     has_sinks: bool = False
+    cap: float = 0.0
 
     def __str__(self) -> str:
         return self.name
@@ -63,6 +64,17 @@ PREFILL_CASES = (
 )
 
 
+# What the compiled library does not compute.
+BENT_DECODE_CASES = (
+    Case("bent", ((70, 1), (3, 1)), num_splits=2, cap=0.7),
+    Case("bent, window and sinks", ((70, 1), (3, 1)), window=20, has_sinks=True, cap=0.7),
+)
+BENT_PREFILL_CASES = (
+    Case("bent", ((5, 9), (0, 3)), kv_heads=1, cap=0.7),
+    Case("bent, a window", ((70, 40),), kv_heads=1, window=50, cap=0.7),
+)
+
+
 @dataclass(frozen=True)
 class Inputs:
     """Tensors of a case; slots outside the contexts are NaN."""
@@ -73,6 +85,7 @@ class Inputs:
     lens: list[int]
     starts: list[int]
     sinks: Tensor | None
+    cap: float = 0.0
 
 
 def make_inputs(case: Case, dtype: torch.dtype, device: str) -> Inputs:
@@ -93,7 +106,7 @@ def make_inputs(case: Case, dtype: torch.dtype, device: str) -> Inputs:
         starts.append(starts[-1] + new)
     q = torch.randn(starts[-1], case.kv_heads * case.group, case.head_dim, generator=generator)
     sinks = torch.randn(q.shape[1], generator=generator).to(device) if case.has_sinks else None
-    return Inputs(q.to(device, dtype), kv.to(device, dtype), tables, lens, starts, sinks)
+    return Inputs(q.to(device, dtype), kv.to(device, dtype), tables, lens, starts, sinks, case.cap)
 
 
 def expected(inputs: Inputs, scale: float, window: int) -> Tensor:
@@ -114,6 +127,8 @@ def expected(inputs: Inputs, scale: float, window: int) -> Tensor:
                 kv_head = head // (q.shape[1] // kv_heads)
                 first_seen = max(0, seen - window) if window else 0
                 scores = keys[first_seen:seen, kv_head] @ q[row, head] * scale
+                if inputs.cap:
+                    scores = inputs.cap * torch.tanh(scores / inputs.cap)
                 if inputs.sinks is not None:
                     scores = torch.cat([scores, inputs.sinks[head : head + 1].cpu()])
                 weights = torch.softmax(scores, dim=0)[: seen - first_seen]
@@ -136,6 +151,7 @@ def check_decode(case: Case, dtype: torch.dtype, device: str, *, static: bool = 
         scale=scale,
         window=case.window,
         sinks=inputs.sinks,
+        cap=inputs.cap,
     )
     assert_close(out, inputs, scale, dtype, case.window)
 
@@ -191,6 +207,7 @@ def check_prefill(case: Case, dtype: torch.dtype, device: str) -> None:
         scale=scale,
         window=case.window,
         sinks=inputs.sinks,
+        cap=inputs.cap,
     )
     assert_close(out, inputs, scale, dtype, case.window)
 
@@ -229,7 +246,7 @@ def check_step(
     # No rotation: the expected values come from queries and keys as they are.
     still = torch.ones(len(qkv), 1, case.head_dim, dtype=dtype, device=device)
     rope = RopeRows(still, torch.zeros_like(still))
-    spec = HeadSpec(scale, case.window, full.sinks)
+    spec = HeadSpec(scale, case.window, full.sinks, cap=case.cap)
     out = kind(batch, kv).run(qkv, LAYER, spec, rope)
     assert torch.equal(kv.nan_to_num(), full.kv.nan_to_num())
     assert_close(out, full, scale, dtype, case.window)
@@ -238,6 +255,7 @@ def check_step(
 STATIC_CASES = [
     Case("static", ((70, 1), (3, 1), (16, 1), (0, 1))),
     Case("static window and sinks", ((70, 1), (30, 1), (5, 1)), window=20, has_sinks=True),
+    Case("static bent", ((70, 1), (3, 1), (16, 1)), cap=0.7),
 ]
 
 

@@ -22,8 +22,9 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("cap", [0.0, 50.0])
 @pytest.mark.parametrize(("dtype", "head_dim", "arch"), CASES)
-def test_a_prompt(dtype: torch.dtype, head_dim: int, arch: int) -> None:
+def test_a_prompt(dtype: torch.dtype, head_dim: int, arch: int, cap: float) -> None:
     with device(arch) as launches:
         paged_prefill_attention(
             empty(600, HEADS, head_dim, dtype=dtype),
@@ -35,6 +36,7 @@ def test_a_prompt(dtype: torch.dtype, head_dim: int, arch: int) -> None:
             max_query_len=500,
             scale=0.1,
             sinks=empty(HEADS, dtype=FP32),
+            cap=cap,
         )
     assert [each.kernel for each in launches] == ["_prefill_kernel"]
 
@@ -43,7 +45,10 @@ def test_a_prompt(dtype: torch.dtype, head_dim: int, arch: int) -> None:
     ("dtype", "head_dim", "arch", "ids"),
     [(FP16, 128, 90, torch.int32), (FP32, 128, 90, torch.int32), (FP32, 256, 86, torch.int64)],
 )
-def test_a_decode_step(dtype: torch.dtype, head_dim: int, arch: int, ids: torch.dtype) -> None:
+@pytest.mark.parametrize("cap", [0.0, 50.0])
+def test_a_decode_step(
+    dtype: torch.dtype, head_dim: int, arch: int, ids: torch.dtype, cap: float
+) -> None:
     """Block tables are int64 in static steps, which cut contexts by their own lengths."""
     with device(arch) as launches:
         paged_decode_attention(
@@ -55,5 +60,6 @@ def test_a_decode_step(dtype: torch.dtype, head_dim: int, arch: int, ids: torch.
             max_context_len=0 if ids == torch.int64 else 500,
             num_splits=2,
             scale=0.1,
+            cap=cap,
         )
     assert [each.kernel for each in launches] == ["_decode_kernel"]

@@ -25,6 +25,17 @@ def test_step_writes_then_attends(chunks: tuple[tuple[int, int], ...], num_decod
     check_step(ReferenceAttention, case, num_decode, torch.float32, "cpu")
 
 
+@pytest.mark.parametrize("window", [0, 20])
+@pytest.mark.parametrize(
+    ("chunks", "num_decode"), [(MIXED, 3), (MIXED[:3], 3), (MIXED[3:], 0)], ids=str
+)
+def test_bent_scores_are_left_to_the_twins(
+    chunks: tuple[tuple[int, int], ...], num_decode: int, window: int
+) -> None:
+    case = Case("mixed", chunks, block_size=8, head_dim=64, window=window, cap=0.7)
+    check_step(plan_attention, case, num_decode, torch.float32, "cpu")
+
+
 @pytest.mark.parametrize("by_library", [True, False])
 @pytest.mark.parametrize("case", STATIC_CASES, ids=str)
 def test_static_step(case: Case, by_library: bool, monkeypatch: pytest.MonkeyPatch) -> None:

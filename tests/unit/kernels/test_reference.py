@@ -5,6 +5,8 @@ import torch
 
 from kvmesh.kernels import reference
 from tests.unit.kernels.attention_cases import (
+    BENT_DECODE_CASES,
+    BENT_PREFILL_CASES,
     DECODE_CASES,
     LAYER,
     PREFILL_CASES,
@@ -69,11 +71,13 @@ def test_write_kv_touches_its_slots_and_no_others() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", DECODE_CASES, ids=str)
+@pytest.mark.parametrize("case", DECODE_CASES + BENT_DECODE_CASES, ids=str)
 def test_decode_attention(case: Case, dtype: torch.dtype) -> None:
     inputs, scale = make_inputs(case, dtype, "cpu"), case.head_dim**-0.5
     plan = reference.plan_decode(inputs.tables, inputs.lens, inputs.kv, case.window)
-    out = reference.decode_attention(inputs.q, inputs.kv, LAYER, plan, scale, inputs.sinks)
+    out = reference.decode_attention(
+        inputs.q, inputs.kv, LAYER, plan, scale, inputs.sinks, cap=inputs.cap
+    )
     assert_close(out, inputs, scale, dtype, case.window)
 
 
@@ -89,7 +93,7 @@ def test_parts_of_a_context(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", PREFILL_CASES, ids=str)
+@pytest.mark.parametrize("case", PREFILL_CASES + BENT_PREFILL_CASES, ids=str)
 def test_prefill_attention(case: Case, dtype: torch.dtype) -> None:
     inputs, scale = make_inputs(case, dtype, "cpu"), case.head_dim**-0.5
     parts = []
@@ -106,7 +110,7 @@ def test_prefill_attention(case: Case, dtype: torch.dtype) -> None:
         plan = reference.plan_prefill(table, context_len, new, inputs.kv, case.window)
         parts.append(
             reference.prefill_attention(
-                inputs.q[rows], k, v, inputs.kv, LAYER, plan, scale, inputs.sinks
+                inputs.q[rows], k, v, inputs.kv, LAYER, plan, scale, inputs.sinks, cap=inputs.cap
             )
         )
     assert_close(torch.cat(parts), inputs, scale, dtype, case.window)

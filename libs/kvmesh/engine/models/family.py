@@ -28,6 +28,7 @@ class Family:
         defaults: what config.json may leave out, by key.
         rope_theta: where no key of config.json says it.
         activations: names of the one that is computed.
+        computed_keys: of those that are refused for other families.
         rounds_embedding_scale: the factor of embeddings has the dtype of computation.
         norm_offset: added to the weights of norms.
         aliases: own names of config.json's keys, and the usual ones.
@@ -42,6 +43,7 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     rope_theta: float = 10000.0
     activations: tuple[str, ...] = ("silu",)
+    computed_keys: frozenset[str] = frozenset()
     rounds_embedding_scale: bool = False
     norm_offset: float = 0.0
     aliases: tuple[tuple[str, str], ...] = ()

@@ -26,7 +26,7 @@ from kvmesh.engine.weights import LayerWeights
 from kvmesh.kernels import reference
 
 # Weights of norms are stored as their difference from one.
-_NORM_OFFSET = 1.0
+NORM_OFFSET = 1.0
 
 
 def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
@@ -44,15 +44,20 @@ def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
     )
 
 
-def _load_layer(weights: LayerWeights, config: ModelConfig) -> SandwichLayer:
+def load_layer(weights: LayerWeights, config: ModelConfig) -> SandwichLayer:
+    """Reads a layer of Gemma 2 or 3.
+
+    Raises:
+        CheckpointError: a tensor is missing or of the wrong shape.
+    """
     hidden = config.hidden_size
 
     def norm(name: str) -> torch.Tensor:
-        return weights.vector(f"{name}_layernorm.weight", hidden, _NORM_OFFSET)
+        return weights.vector(f"{name}_layernorm.weight", hidden, NORM_OFFSET)
 
     return SandwichLayer(
         input_norm=norm("input"),
-        mixer=load_attention(weights, config, norm_offset=_NORM_OFFSET),
+        mixer=load_attention(weights, config, norm_offset=NORM_OFFSET),
         post_mixer_norm=norm("post_attention"),
         pre_mlp_norm=norm("pre_feedforward"),
         mlp=load_gated_mlp(
@@ -65,11 +70,11 @@ def _load_layer(weights: LayerWeights, config: ModelConfig) -> SandwichLayer:
 
 FAMILY = Family(
     _configure,
-    _load_layer,
+    load_layer,
     {**GEMMA3_DEFAULTS, "tie_word_embeddings": True, "sliding_window": 4096},
     rope_theta=1e6,
     activations=("gelu_pytorch_tanh",),
     rounds_embedding_scale=True,
-    norm_offset=_NORM_OFFSET,
+    norm_offset=NORM_OFFSET,
 )
 SEEING = replace(FAMILY, weight_prefix=SEEING_PREFIX, decoder="gemma3_text")
