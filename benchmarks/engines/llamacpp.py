@@ -18,8 +18,8 @@ from benchmarks.engines.child import serve
 from benchmarks.engines.llamacpp_weights import export
 
 # Rounds in which a thread of OpenMP waits before it sleeps: long enough within a step, and soon
-# over behind it, when another engine has its turn. By default it waits some milliseconds.
-os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+# over behind it, when another engine has its turn. The default is three times as many.
+os.environ.setdefault("GOMP_SPINCOUNT", "100000")
 # Cells of a sequence are a multiple of this many.
 _CELLS = 256
 
