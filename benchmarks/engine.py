@@ -48,6 +48,7 @@ from kvmesh.cli.bench_report import command_line, git_commit, machine, versions,
 from kvmesh.core.types import SamplingParams, SequenceSpec
 from kvmesh.engine.batch import build_batch
 from kvmesh.engine.core import EngineCore
+from kvmesh.engine.memory import available_bytes
 from kvmesh.engine.protocol import SampledToken, StepResult
 from kvmesh.engine.sampler import sample
 from kvmesh.engine.sequence import Sequence as RunningSequence
@@ -61,6 +62,9 @@ _LONG_S = 2.0
 # served, and one after another engine's finds none of its own code and KV in the caches.
 _RUNS_OF_A_TURN = 3
 _SHORT_S = 0.1
+# What a peer may need while it converts and loads the weights, and what is to be left.
+_COPIES = 3
+_SPARE_BYTES = 3 << 29
 # Sequences of the step whose overhead is measured, whatever the cells.
 _OVERHEAD_BATCH = 8
 
@@ -148,12 +152,19 @@ def _measure(
         "hand loop": HandLoop(folder, shape, dtype),
     }
     most_steps = _RUNS_OF_A_TURN * (options.repeats + 1)  # where the first turn does not count
-    for name, python in options.peers:
-        if dtype in ENGINES[name].dtypes:
-            engines[name] = stack.enter_context(
-                Child(name, python, folder, dtype, options.threads, most_steps)
-            )
     label = f"{shape.name} {dtype}"
+    weights = weight_bytes(shape, limits)
+    for name, python in options.peers:
+        if dtype not in ENGINES[name].dtypes:
+            continue
+        if available_bytes("cpu") < _COPIES * weights + _SPARE_BYTES:
+            sys.stdout.write(
+                f"{label}: {name} is left out, there is not the memory for it as well\n"
+            )
+            continue
+        engines[name] = stack.enter_context(
+            Child(name, python, folder, dtype, options.threads, most_steps)
+        )
     found: dict[str, dict[str, float]] = {}
 
     def tell(name: str) -> None:
@@ -172,7 +183,7 @@ def _measure(
         if batch == 1:
             # In turn with the engines: what memory delivers on a shared machine changes by half
             # within seconds.
-            runs |= readers(weight_bytes(shape, limits))
+            runs |= readers(weights)
         cell = {name: batch / s for name, s in _take_turns(runs, options.repeats).items()}
         if batch == 1:
             cell[WEIGHTS_READ] = max(cell.pop(way) for way in WAYS)

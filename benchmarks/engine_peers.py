@@ -257,6 +257,8 @@ class Child:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
         )
         self._steps = steps
+        # One after the other: each needs all cores and more memory than it keeps.
+        self._answer("start")
 
     def __enter__(self) -> Self:
         return self
@@ -277,9 +279,12 @@ class Child:
 
     def _ask(self, line: str) -> float:
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
         self._process.stdin.write(line + "\n")
         self._process.stdin.flush()
+        return self._answer(line)
+
+    def _answer(self, line: str) -> float:
+        assert self._process.stdout is not None
         answer = self._process.stdout.readline()
         if not answer:
             message = f"{self._name} ended with {self._process.wait()} at {line!r}"

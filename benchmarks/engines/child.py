@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -34,7 +35,8 @@ class SteppingEngine(Protocol):
 
 
 def serve(make: Callable[[Path, str, int], SteppingEngine], doc: str | None) -> None:
-    """Answers each line of standard input with one: what to do, and the seconds that it took.
+    """Says in how many seconds the engine was there, then answers each line of standard input with
+    one: what to do, and the seconds that it took.
 
     `prefill N`, `decode B N S` and `step` are the methods of `SteppingEngine`.
 
@@ -49,7 +51,9 @@ def serve(make: Callable[[Path, str, int], SteppingEngine], doc: str | None) -> 
     # Engines print as well.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
+    begun = time.perf_counter()
     engine = make(options.folder, options.dtype, options.threads)
+    answers.write(f"{time.perf_counter() - begun}\n")
     for line in sys.stdin:
         verb, *numbers = line.split()
         seconds = getattr(engine, verb)(*map(int, numbers))

@@ -34,7 +34,7 @@ class _Engine:
         import openvino_genai  # type: ignore[import-not-found]  # noqa: PLC0415
 
         scheduler = openvino_genai.SchedulerConfig()
-        scheduler.cache_size = 3
+        scheduler.cache_size = 1
         scheduler.max_num_batched_tokens = 1 << 16
         scheduler.max_num_seqs = 64
         scheduler.enable_prefix_caching = False

@@ -46,7 +46,7 @@ class _Engine:
             # Prompts of a whole batch are one step, so that its sequences are of one length.
             max_num_batched_tokens=1 << 14,
             enable_prefix_caching=False,
-            kv_cache_memory_bytes=3 << 30,
+            kv_cache_memory_bytes=1 << 30,
             disable_log_stats=True,
         )
         self._engine: Any = vllm.LLMEngine.from_engine_args(arguments)
