@@ -14,7 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from benchmarks.engine_peers import (
     Transformers,
     prompt,
 )
-from benchmarks.engine_report import WEIGHTS_READ, markdown, targets
+from benchmarks.engine_report import SHARE_OF_READING, WEIGHTS_READ, markdown, targets
 from benchmarks.engines import ENGINES
 from benchmarks.peer_versions import own_versions, peer_versions
 from benchmarks.random_llama import SHAPES, Shape, write_checkpoint
@@ -166,6 +166,7 @@ def _measure(
             Child(name, python, folder, dtype, options.threads, most_steps)
         )
     found: dict[str, dict[str, float]] = {}
+    shares: dict[str, float] = {}
 
     def tell(name: str) -> None:
         numbers = ", ".join(f"{engine} {value:.0f}" for engine, value in found[name].items())
@@ -174,24 +175,28 @@ def _measure(
 
     for tokens in options.prefill:
         runs = {name: engine.prefill(tokens) for name, engine in engines.items()}
-        cell = {name: tokens / s for name, s in _take_turns(runs, options.repeats).items()}
+        turns = _take_turns(runs, options.repeats)
+        cell = {name: tokens / statistics.median(times) for name, times in turns.items()}
         cell["floor"] = floor_tokens_per_s(shape, limits, tokens, 1, 0)
         found[f"prefill {tokens}"] = cell
         tell(f"prefill {tokens}")
     for batch in options.batch:
         runs = {name: engine.decode(batch, options.context) for name, engine in engines.items()}
         if batch == 1:
-            # In turn with the engines: what memory delivers on a shared machine changes by half
-            # within seconds.
-            runs |= readers(weights)
-        cell = {name: batch / s for name, s in _take_turns(runs, options.repeats).items()}
+            # In turn with the engines, next to ours: what memory delivers on a shared machine
+            # changes by half within seconds.
+            runs = {"kvmesh": runs["kvmesh"]} | readers(weights) | runs
+        turns = _take_turns(runs, options.repeats)
+        cell = {name: batch / statistics.median(times) for name, times in turns.items()}
         if batch == 1:
+            shares[f"decode {batch}"] = share_of_reading(turns)
             cell[WEIGHTS_READ] = max(cell.pop(way) for way in WAYS)
         cell["floor"] = floor_tokens_per_s(shape, limits, 1, batch, options.context)
         found[f"decode {batch}"] = cell
         tell(f"decode {batch}")
     rows = [
         {"model": shape.name, "dtype": dtype, "cell": name, "tokens_per_s": cell}
+        | ({SHARE_OF_READING: shares[name]} if name in shares else {})
         for name, cell in found.items()
     ]
     more: dict[str, Any] = {
@@ -204,8 +209,21 @@ def _measure(
     return rows, more
 
 
-def _take_turns(runs: Mapping[str, Run], repeats: int) -> dict[str, float]:
-    """Median seconds of each."""
+def share_of_reading(turns: Mapping[str, Sequence[float]]) -> float:
+    """How much of a step's time the weights take to be read, turn by turn, in the fastest way.
+
+    Two medians over all turns may be of moments in which memory was not equally fast.
+    """
+    return min(
+        statistics.median(
+            read / ours for read, ours in zip(turns[way], turns["kvmesh"], strict=True)
+        )
+        for way in WAYS
+    )
+
+
+def _take_turns(runs: Mapping[str, Run], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each, turn by turn."""
     times = {name: [_seconds(run)] for name, run in runs.items()}
     if min(first for (first,) in times.values()) < _LONG_S:
         times = {name: [] for name in runs}
@@ -216,7 +234,7 @@ def _take_turns(runs: Mapping[str, Run], repeats: int) -> dict[str, float]:
             break
         for name, run in runs.items():
             times[name].append(_seconds(run))
-    return {name: statistics.median(values) for name, values in times.items()}
+    return times
 
 
 def _seconds(run: Run) -> float:
@@ -237,7 +255,7 @@ def _overhead_share(ours: Ours, context: int, repeats: int) -> float:
     result = StepResult([SampledToken(1)] * _OVERHEAD_BATCH)
     chunks = ours.decode_chunks(_OVERHEAD_BATCH, context)
     logits = torch.randn(_OVERHEAD_BATCH, ours.runner.spec.vocab_size)
-    times = _take_turns(
+    turns = _take_turns(
         {
             "step": lambda: ours.runner.execute(chunks),
             "batch": lambda: build_batch(chunks, BLOCK_SIZE),
@@ -246,6 +264,7 @@ def _overhead_share(ours: Ours, context: int, repeats: int) -> float:
         },
         repeats,
     )
+    times = {name: statistics.median(values) for name, values in turns.items()}
     return (times["batch"] + times["sample"] + times["loop"]) / times["step"]
 
 

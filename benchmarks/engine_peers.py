@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import subprocess
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -253,8 +254,14 @@ class Child:
         self._name = name
         module = f"benchmarks.engines.{ENGINES[name].module}"
         command = [python, "-m", module, str(folder), dtype, "--threads", str(threads)]
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - ends with the process
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            cwd=ROOT,
         )
         self._steps = steps
         # One after the other: each needs all cores and more memory than it keeps.
@@ -267,6 +274,7 @@ class Child:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
+        self._log.close()
 
     def prefill(self, num_tokens: int) -> Run:
         """See `Engine.prefill`."""
@@ -287,6 +295,8 @@ class Child:
         assert self._process.stdout is not None
         answer = self._process.stdout.readline()
         if not answer:
-            message = f"{self._name} ended with {self._process.wait()} at {line!r}"
-            raise RuntimeError(message)
+            status = self._process.wait()
+            self._log.seek(0)
+            said = "".join(self._log.readlines()[-20:])
+            raise RuntimeError(f"{self._name} ended with {status} at {line!r}:\n{said}")
         return float(answer)

@@ -10,6 +10,8 @@ from kvmesh.cli.bench_report import target_table
 
 WEIGHTS_READ = "weights read"
 """Nothing but reading as many bytes as there are weights."""
+SHARE_OF_READING = "share_of_weights_read"
+"""Field of a row: the time of reading the weights over that of our step, median of all turns."""
 _ENGINES = ("kvmesh", "transformers", "hand loop", *ENGINES, WEIGHTS_READ, "floor")
 
 
@@ -44,9 +46,8 @@ def targets(rows: Sequence[Mapping[str, Any]], limits: Mapping[str, Any]) -> lis
     for row in rows:
         label = f"{row['model']} {row['dtype']}"
         if (label, row["cell"]) == ("0.5B bfloat16", "decode 1"):
-            speeds = row["tokens_per_s"]
             name = f"{label} decode 1: share of weight streaming"
-            out.append(_target(name, speeds["kvmesh"] / speeds[WEIGHTS_READ], 0.8))
+            out.append(_target(name, row[SHARE_OF_READING], 0.8))
     for label, found in limits.items():
         if label.startswith("110M"):
             name = f"{label} batch 8: step loop, batching and sampling, share of a step"

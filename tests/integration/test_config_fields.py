@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassClassValidationError
 
 from kvmesh.core.errors import CheckpointError
 from kvmesh.engine.checkpoint import load_model_config, parse_model_config
@@ -179,7 +180,10 @@ def test_a_missing_key_means_what_transformers_takes_for_it(family: str) -> None
             if usual_names.get(key, key) not in str(error):
                 found.append(f"{key}: {error}")
             continue
-        theirs = type(CONFIGS[family]).from_dict(raw).to_dict()
+        try:
+            theirs = type(CONFIGS[family]).from_dict(raw).to_dict()
+        except StrictDataclassClassValidationError:
+            continue  # what it takes does not go with the other fields of the test
         if parsed != parse_model_config(theirs, {}, origin=""):
             found.append(f"{key}: read as something else than {theirs.get(key)!r}")
     assert not found

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.engine_floor import Limits, floor_tokens_per_s, weight_bytes
-from benchmarks.engine_report import WEIGHTS_READ, markdown, targets
+from benchmarks.engine import share_of_reading
+from benchmarks.engine_floor import WAYS, Limits, floor_tokens_per_s, weight_bytes
+from benchmarks.engine_report import SHARE_OF_READING, WEIGHTS_READ, markdown, targets
 from benchmarks.random_llama import SHAPES
 from kvmesh.cli.bench_report import write_result
 
@@ -23,7 +24,8 @@ def row(model: str, cell: str, **tokens_per_s: float) -> dict[str, Any]:
 
 ROWS = [
     row("0.5B", "prefill 512", kvmesh=100.0, transformers=80.0),
-    row("0.5B", "decode 1", kvmesh=15.0, transformers=10.0, **{WEIGHTS_READ: 20.0}),
+    row("0.5B", "decode 1", kvmesh=15.0, transformers=10.0, **{WEIGHTS_READ: 20.0})
+    | {SHARE_OF_READING: 0.75},
     row("110M", "decode 8", kvmesh=90.0, transformers=70.0, openvino=160.0),
 ]
 
@@ -66,3 +68,11 @@ def test_result_is_saved_twice(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "sub" / "engine.json").read_text())["rows"] == ROWS
     page = (tmp_path / "sub" / "engine.md").read_text()
     assert "| 110M | bfloat16 | decode 8 | 90 | 70 | 160 |  |" in page
+
+
+def test_the_share_of_reading_is_that_of_each_turn() -> None:
+    # Memory was twice as fast in the last two turns; medians over all would give 1.0 / 2.4.
+    turns = {"kvmesh": [2.4, 2.4, 2.4, 1.2, 1.2]}
+    turns |= {way: [2.0, 2.0, 1.0, 1.0, 1.0] for way in WAYS}
+    turns[WAYS[1]] = [1.8, 1.8, 1.8, 0.9, 0.9]
+    assert share_of_reading(turns) == pytest.approx(0.75)
