@@ -64,7 +64,7 @@ _RUNS_OF_A_TURN = 3
 _SHORT_S = 0.1
 # What a peer may need while it converts and loads the weights, and what is to be left.
 _COPIES = 3
-_SPARE_BYTES = 3 << 29
+_SPARE_BYTES = 6 << 30
 # Sequences of the step whose overhead is measured, whatever the cells.
 _OVERHEAD_BATCH = 8
 
