@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import argparse
 import os
 import sys
@@ -32,6 +33,48 @@ class SteppingEngine(Protocol):
     def drain(self) -> float:
         """Ends what is still to be done; the seconds of it."""
         ...
+
+
+class BatchingEngine(abc.ABC):
+    """A `SteppingEngine` to which prompts are added, and which steps all of them."""
+
+    @abc.abstractmethod
+    def _add(self, tokens: int, new: int) -> None:
+        """A prompt of so many positions of its own, and how many tokens it gets."""
+
+    @abc.abstractmethod
+    def _compute(self) -> None:
+        """One step."""
+
+    @abc.abstractmethod
+    def _is_busy(self) -> bool:
+        """Whether a prompt has not got all of its tokens."""
+
+    def prefill(self, tokens: int) -> float:
+        """See `SteppingEngine.prefill`."""
+        self.drain()
+        self._add(tokens, 1)
+        return self.drain()
+
+    def decode(self, batch: int, tokens: int, steps: int) -> float:
+        """See `SteppingEngine.decode`."""
+        self.drain()
+        for _ in range(batch):
+            self._add(tokens, 1 + steps)
+        return self.step()
+
+    def step(self) -> float:
+        """See `SteppingEngine.step`."""
+        started = time.perf_counter()
+        self._compute()
+        return time.perf_counter() - started
+
+    def drain(self) -> float:
+        """See `SteppingEngine.drain`."""
+        seconds = 0.0
+        while self._is_busy():
+            seconds += self.step()
+        return seconds
 
 
 def serve(make: Callable[[Path, str, int], SteppingEngine], doc: str | None) -> None:

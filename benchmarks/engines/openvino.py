@@ -5,11 +5,10 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engines.child import serve
+from benchmarks.engines.child import BatchingEngine, serve
 
 _DTYPES = {"bfloat16": ("fp16", "bf16"), "float32": ("fp32", "f32")}
 
@@ -26,7 +25,7 @@ def export(folder: Path, dtype: str) -> Path:
     return out
 
 
-class _Engine:
+class _Engine(BatchingEngine):
     """The pipeline, step by step."""
 
     def __init__(self, folder: Path, dtype: str, threads: int) -> None:
@@ -53,32 +52,17 @@ class _Engine:
         # A request lives as long as its handle.
         self._handles: list[Any] = []
 
-    def prefill(self, tokens: int) -> float:
-        """See `SteppingEngine.prefill`."""
-        self.drain()
-        self._add(tokens, 1)
-        return self.drain()
-
-    def decode(self, batch: int, tokens: int, steps: int) -> float:
-        """See `SteppingEngine.decode`."""
-        self.drain()
-        for _ in range(batch):
-            self._add(tokens, 1 + steps)
-        return self.step()
-
-    def step(self) -> float:
-        """See `SteppingEngine.step`."""
-        started = time.perf_counter()
-        self._pipeline.step()
-        return time.perf_counter() - started
-
     def drain(self) -> float:
         """See `SteppingEngine.drain`."""
-        seconds = 0.0
-        while self._pipeline.has_non_finished_requests():
-            seconds += self.step()
+        seconds = super().drain()
         self._handles.clear()
         return seconds
+
+    def _compute(self) -> None:
+        self._pipeline.step()
+
+    def _is_busy(self) -> bool:
+        return bool(self._pipeline.has_non_finished_requests())
 
     def _add(self, tokens: int, new: int) -> None:
         import openvino  # type: ignore[import-not-found]  # noqa: PLC0415

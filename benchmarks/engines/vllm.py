@@ -11,11 +11,10 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engines.child import serve
+from benchmarks.engines.child import BatchingEngine, serve
 
 # The OpenMP that vLLM asks for comes with it, and has to be there before torch's own.
 _OPENMP = Path(sys.prefix) / "lib" / "libiomp5.so"
@@ -29,7 +28,7 @@ _ENVIRONMENT = {
 }
 
 
-class _Engine:
+class _Engine(BatchingEngine):
     """The engine, which is told of every step."""
 
     def __init__(self, folder: Path, dtype: str, threads: int) -> None:
@@ -53,31 +52,11 @@ class _Engine:
         self._draw = np.random.default_rng(0)
         self._numbers = itertools.count()
 
-    def prefill(self, tokens: int) -> float:
-        """See `SteppingEngine.prefill`."""
-        self.drain()
-        self._add(tokens, 1)
-        return self.drain()
-
-    def decode(self, batch: int, tokens: int, steps: int) -> float:
-        """See `SteppingEngine.decode`."""
-        self.drain()
-        for _ in range(batch):
-            self._add(tokens, 1 + steps)
-        return self.step()
-
-    def step(self) -> float:
-        """See `SteppingEngine.step`."""
-        started = time.perf_counter()
+    def _compute(self) -> None:
         self._engine.step()
-        return time.perf_counter() - started
 
-    def drain(self) -> float:
-        """See `SteppingEngine.drain`."""
-        seconds = 0.0
-        while self._engine.has_unfinished_requests():
-            seconds += self.step()
-        return seconds
+    def _is_busy(self) -> bool:
+        return bool(self._engine.has_unfinished_requests())
 
     def _add(self, tokens: int, new: int) -> None:
         import vllm  # noqa: PLC0415

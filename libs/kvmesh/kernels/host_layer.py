@@ -78,11 +78,9 @@ class MlpCall:
 
     def __init__(self, gate_up: Linear, down: Linear) -> None:
         self._kept = (gate_up, down)
-        self.hidden, inner = down.weight.shape[0], gate_up.weight.shape[0] // 2
+        hidden, inner = down.weight.shape[0], gate_up.weight.shape[0] // 2
         biases = _address(gate_up.bias), _address(down.bias)
-        self._parts = _MlpParts(
-            gate_up.panels, biases[0], down.panels, biases[1], self.hidden, inner
-        )
+        self._parts = _MlpParts(gate_up.panels, biases[0], down.panels, biases[1], hidden, inner)
         self.address = ctypes.addressof(self._parts)
 
     @classmethod
@@ -175,8 +173,9 @@ class LayerCall:
         post_norm: Tensor,
         eps: float,
     ) -> None:
-        self._kept = (attention, mlp, input_norm, post_norm)
+        self._kept = (input_norm, post_norm)
         self._attention = attention
+        self._mlp = mlp
         self._constant = (input_norm.data_ptr(), post_norm.data_ptr(), eps)
 
     def run(self, x: Tensor, delta: Tensor | None, rows: DecodeRows, rope: RopeRows) -> Tensor:
@@ -191,7 +190,7 @@ class LayerCall:
         """
         assert x.is_contiguous()
         assert delta is None or delta.is_contiguous()
-        attention, mlp = self._attention, self._kept[1]
+        attention, mlp = self._attention, self._mlp
         out = torch.empty_like(x)
         status = host.function_of("decoder_layer", x.dtype)(
             attention.address,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -24,6 +25,14 @@ pytestmark = [
 ]
 
 
+@pytest.fixture(params=[1, 2], ids="threads {}".format)
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
 def made_linear(outputs: int, inputs: int, dtype: torch.dtype, *, has_bias: bool) -> Linear:
     bias = torch.randn(outputs).to(dtype) if has_bias else None
     made = make_linear((torch.randn(outputs, inputs) / inputs**0.5).to(dtype), bias)
@@ -38,22 +47,17 @@ def row_counts(dtype: torch.dtype) -> list[int]:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("threads", [1, 2])
-def test_mlp(threads: int, has_bias: bool, dtype: torch.dtype) -> None:
+@pytest.mark.usefixtures("threads")
+def test_mlp(has_bias: bool, dtype: torch.dtype) -> None:
     gate_up = made_linear(2 * 192, HIDDEN, dtype, has_bias=has_bias)
     down = made_linear(HIDDEN, 192, dtype, has_bias=has_bias)
     call = host_layer.MlpCall.of(gate_up, down)
     assert call is not None
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        for rows in row_counts(dtype):
-            x = torch.randn(rows, HIDDEN).to(dtype)
-            assert host_layer.takes(x)
-            expected = down(layer_ops.silu_and_mul(gate_up(x)))
-            assert torch.equal(call.run(x), expected)
-    finally:
-        torch.set_num_threads(before)
+    for rows in row_counts(dtype):
+        x = torch.randn(rows, HIDDEN).to(dtype)
+        assert host_layer.takes(x)
+        expected = down(layer_ops.silu_and_mul(gate_up(x)))
+        assert torch.equal(call.run(x), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -159,46 +163,36 @@ def seeded() -> torch.Generator:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("threads", [1, 2])
-def test_attention(threads: int, heads: Heads, dtype: torch.dtype) -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        for rows in row_counts(dtype):
-            lens = [1 + 37 * row % 150 for row in range(rows)]
-            both = both_ways(heads, lens, dtype)
-            whole = both.call().run(both.h, both.rows(), both.rope)
-            assert torch.equal(whole, both.by_parts(both.h))
-            assert torch.equal(*both.kvs)
-    finally:
-        torch.set_num_threads(before)
+@pytest.mark.usefixtures("threads")
+def test_attention(heads: Heads, dtype: torch.dtype) -> None:
+    for rows in row_counts(dtype):
+        lens = [1 + 37 * row % 150 for row in range(rows)]
+        both = both_ways(heads, lens, dtype)
+        whole = both.call().run(both.h, both.rows(), both.rope)
+        assert torch.equal(whole, both.by_parts(both.h))
+        assert torch.equal(*both.kvs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("has_delta", [False, True])
-@pytest.mark.parametrize("threads", [1, 2])
-def test_layer(threads: int, has_delta: bool, dtype: torch.dtype) -> None:
+@pytest.mark.usefixtures("threads")
+def test_layer(has_delta: bool, dtype: torch.dtype) -> None:
     gate_up = made_linear(2 * 192, HIDDEN, dtype, has_bias=False)
     down = made_linear(HIDDEN, 192, dtype, has_bias=False)
     norms = [torch.rand(HIDDEN).to(dtype) for _ in range(2)]
     mlp = host_layer.MlpCall.of(gate_up, down)
     assert mlp is not None
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        for rows in row_counts(dtype):
-            both = both_ways(Heads(group=3), [1 + 53 * row % 130 for row in range(rows)], dtype)
-            delta = torch.randn(rows, HIDDEN).to(dtype) if has_delta else None
-            x, other = both.h.clone(), both.h.clone()
-            call = host_layer.LayerCall(both.call(), mlp, norms[0], norms[1], 1e-5)
-            whole = call.run(x, delta, both.rows(), both.rope)
-            mixed = both.by_parts(layer_ops.add_rms_norm(other, delta, norms[0], 1e-5))
-            h = layer_ops.add_rms_norm(other, mixed, norms[1], 1e-5)
-            assert torch.equal(whole, down(layer_ops.silu_and_mul(gate_up(h))))
-            assert torch.equal(x, other), "the residual stream"
-            assert torch.equal(*both.kvs)
-    finally:
-        torch.set_num_threads(before)
+    for rows in row_counts(dtype):
+        both = both_ways(Heads(group=3), [1 + 53 * row % 130 for row in range(rows)], dtype)
+        delta = torch.randn(rows, HIDDEN).to(dtype) if has_delta else None
+        x, other = both.h.clone(), both.h.clone()
+        call = host_layer.LayerCall(both.call(), mlp, norms[0], norms[1], 1e-5)
+        whole = call.run(x, delta, both.rows(), both.rope)
+        mixed = both.by_parts(layer_ops.add_rms_norm(other, delta, norms[0], 1e-5))
+        h = layer_ops.add_rms_norm(other, mixed, norms[1], 1e-5)
+        assert torch.equal(whole, down(layer_ops.silu_and_mul(gate_up(h))))
+        assert torch.equal(x, other), "the residual stream"
+        assert torch.equal(*both.kvs)
 
 
 def test_chunks_of_prompts_go_part_by_part() -> None:
