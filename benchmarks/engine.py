@@ -146,25 +146,14 @@ def _measure(
     most = max([_OVERHEAD_BATCH, *options.batch])
     num_blocks = most * -(-(options.context + 1) // BLOCK_SIZE) + -(-longest // BLOCK_SIZE)
     ours = Ours(folder, shape, dtype, num_blocks, options.threads)
+    label = f"{shape.name} {dtype}"
+    weights = weight_bytes(shape, limits)
     engines: dict[str, Engine] = {
         "kvmesh": ours,
         "transformers": Transformers(folder, shape, dtype),
         "hand loop": HandLoop(folder, shape, dtype),
     }
-    most_steps = _RUNS_OF_A_TURN * (options.repeats + 1)  # where the first turn does not count
-    label = f"{shape.name} {dtype}"
-    weights = weight_bytes(shape, limits)
-    for name, python in options.peers:
-        if dtype not in ENGINES[name].dtypes:
-            continue
-        if available_bytes("cpu") < _COPIES * weights + _SPARE_BYTES:
-            sys.stdout.write(
-                f"{label}: {name} is left out, there is not the memory for it as well\n"
-            )
-            continue
-        engines[name] = stack.enter_context(
-            Child(name, python, folder, dtype, options.threads, most_steps)
-        )
+    engines |= _start_peers(folder, dtype, weights, label, options, stack)
     found: dict[str, dict[str, float]] = {}
     shares: dict[str, float] = {}
 
@@ -207,6 +196,31 @@ def _measure(
         }
     }
     return rows, more
+
+
+def _start_peers(
+    folder: Path,
+    dtype: str,
+    weights: int,
+    label: str,
+    options: argparse.Namespace,
+    stack: ExitStack,
+) -> dict[str, Engine]:
+    """The other engines that compute in this dtype, as many as there is memory for."""
+    most_steps = _RUNS_OF_A_TURN * (options.repeats + 1)  # where the first turn does not count
+    peers: dict[str, Engine] = {}
+    for name, python in options.peers:
+        if dtype not in ENGINES[name].dtypes:
+            continue
+        if available_bytes("cpu") < _COPIES * weights + _SPARE_BYTES:
+            sys.stdout.write(
+                f"{label}: {name} is left out, there is not the memory for it as well\n"
+            )
+            continue
+        peers[name] = stack.enter_context(
+            Child(name, python, folder, dtype, options.threads, most_steps)
+        )
+    return peers
 
 
 def share_of_reading(turns: Mapping[str, Sequence[float]]) -> float:
