@@ -74,18 +74,21 @@ class SelfAttention:
     call: AttentionCall | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        if self.gate is None and self.wide_norm is None:
+        if self.gate is None and self.wide_norm is None and not self.spec.cap:
             made = AttentionCall.of(
                 self.qkv, self.output, self.spec, self.head_dim, self.place.slot
             )
             object.__setattr__(self, "call", made)
 
+    @property
+    def reads(self) -> tuple[int, Rotation]:
+        """See `CallableMixer.reads`."""
+        return self.place.group, self.rotation
+
     def decode_rows(self, step: Step) -> DecodeRows | None:
         """See `CallableMixer.decode_rows`."""
         attention = step.memory.attention[self.place.group]
-        if self.spec.cap or not isinstance(attention, HostAttention):
-            return None
-        return attention.decode_rows
+        return attention.decode_rows if isinstance(attention, HostAttention) else None
 
     def rope(self, step: Step) -> RopeRows:
         """See `CallableMixer.rope`."""
@@ -95,9 +98,10 @@ class SelfAttention:
         """[rows, hidden], normalised, to [rows or kept, hidden]."""
         attention = step.memory.attention[self.place.group]
         rope = step.ropes[self.rotation]
-        rows = self.decode_rows(step)
-        if rows is not None and self.call is not None and keep is None and takes(h):
-            return self.call.run(h, rows, rope)
+        if self.call is not None and keep is None and takes(h):
+            rows = self.decode_rows(step)
+            if rows is not None:
+                return self.call.run(h, rows, rope)
         qkv = self.qkv(h)
         if self.wide_norm is not None:
             self.wide_norm.apply(qkv)

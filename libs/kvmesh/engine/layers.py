@@ -20,7 +20,7 @@ from kvmesh.engine.weights import LayerWeights
 from kvmesh.kernels import layer_ops, reference
 from kvmesh.kernels.dispatch import StepAttention
 from kvmesh.kernels.heads import RopeRows
-from kvmesh.kernels.host_layer import AttentionCall, DecodeRows, LayerCall, MlpCall, takes
+from kvmesh.kernels.host_layer import AttentionCall, DecodeRows, MlpCall, takes
 from kvmesh.kernels.latent import LatentMemory
 from kvmesh.kernels.linear import Linear, make_linear
 from kvmesh.kernels.states import States
@@ -91,6 +91,11 @@ class CallableMixer(Protocol):
     @property
     def call(self) -> AttentionCall | None:
         """None where it takes several calls."""
+        ...
+
+    @property
+    def reads(self) -> tuple[int, Rotation]:
+        """The token group and the rotation; rows and rope of mixers alike in them are the same."""
         ...
 
     def decode_rows(self, step: Step) -> DecodeRows | None:
@@ -300,34 +305,18 @@ class SparseMlp:
 
 @dataclass(frozen=True, slots=True)
 class MixerLayer:
-    """The Llama order: norm, attention or what stands for it, norm, MLP.
-
-    Attributes:
-        whole: computes decode rows on the CPU, with its mixer; None where that takes several calls.
-    """
+    """The Llama order: norm, attention or what stands for it, norm, MLP."""
 
     input_norm: Tensor
     mixer: Mixer
     post_norm: Tensor
     mlp: Mlp
     eps: float
-    whole: tuple[LayerCall, CallableMixer] | None = field(init=False, default=None)
-
-    def __post_init__(self) -> None:
-        mixer, mlp = self.mixer, self.mlp.call if isinstance(self.mlp, GatedMlp) else None
-        if isinstance(mixer, CallableMixer) and mixer.call is not None and mlp is not None:
-            made = LayerCall(mixer.call, mlp, self.input_norm, self.post_norm, self.eps)
-            object.__setattr__(self, "whole", (made, mixer))
 
     def run(
         self, x: Tensor, delta: Tensor | None, step: Step, keep: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """See `Layer.run`."""
-        if self.whole is not None and keep is None and takes(x):
-            call, mixer = self.whole
-            rows = mixer.decode_rows(step)
-            if rows is not None:
-                return x, call.run(x, delta, rows, mixer.rope(step))
         h = layer_ops.add_rms_norm(x, delta, self.input_norm, self.eps)
         delta = self.mixer.run(h, step, keep)
         if keep is not None:

@@ -6,7 +6,7 @@ Tests: tests/integration/test_transformers_equality.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from kvmesh.engine.config import ModelConfig, Rotation
 from kvmesh.engine.kv_plan import KvPlan
+from kvmesh.engine.layer_stack import stacked
 from kvmesh.engine.layers import Layer, Step, StepMemory
 from kvmesh.engine.models import FAMILIES
 from kvmesh.engine.rope import RopeTable, resting_table, rope_table
@@ -36,6 +37,7 @@ class DecoderModel:
         norm: [hidden], with the factor of logits in it.
         head: to [vocab].
         ropes: those that the layers have.
+        stacks: the layers, those together that one call can compute.
     """
 
     config: ModelConfig
@@ -45,6 +47,10 @@ class DecoderModel:
     norm: Tensor
     head: Linear
     ropes: Mapping[Rotation, RopeTable]
+    stacks: tuple[Layer, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stacks", stacked(self.layers))
 
     def forward(
         self,
@@ -71,11 +77,12 @@ class DecoderModel:
             x *= self.embedding_scale
         step = Step(memory, {kind: rope.rows(positions) for kind, rope in self.ropes.items()})
         delta: Tensor | None = None
-        for number, layer in enumerate(self.layers[:-1], start=1):
+        layers = self.stacks if after_layer is None else self.layers
+        for number, layer in enumerate(layers[:-1], start=1):
             x, delta = layer.run(x, delta, step, None)
             if after_layer is not None:
                 after_layer(number)
-        x, delta = self.layers[-1].run(x, delta, step, keep)
+        x, delta = layers[-1].run(x, delta, step, keep)
         return layer_ops.add_rms_norm(x, delta, self.norm, self.config.rms_norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -53,7 +53,8 @@ class Chosen:
             [reported, best]; None when there are no such rows.
         errors: by row, why no token could be chosen.
         shaped: rows that the request forbids tokens in, or changes otherwise.
-        best: [shaped] fp32, their highest logits; -inf where nothing may be chosen.
+        best: [shaped] fp32, their highest logits, -inf where nothing may be chosen; None when there
+            are no such rows.
     """
 
     tokens: Tensor
@@ -61,7 +62,7 @@ class Chosen:
     logprobs: tuple[Tensor, Tensor, Tensor] | None
     errors: dict[int, str]
     shaped: list[int]
-    best: Tensor
+    best: Tensor | None
 
 
 def sample(logits: Tensor, chunks: Sequence[SequenceChunk]) -> list[SampledToken]:
@@ -82,16 +83,19 @@ def choose(logits: Tensor, chunks: Sequence[SequenceChunk]) -> Chosen:
     assert len(logits) == len(chunks)
     device = logits.device
     reported = [row for row, chunk in enumerate(chunks) if chunk.sampling.num_logprobs >= 0]
-    told = sent(reported, torch.int64, device)
-    raw = torch.log_softmax(logits.index_select(0, told), dim=-1) if reported else None
+    told = raw = best = None
+    if reported:
+        told = sent(reported, torch.int64, device)
+        raw = torch.log_softmax(logits.index_select(0, told), dim=-1)
     errors: dict[int, str] = {}
-    for index, (row, chunk) in enumerate(zip(logits, chunks, strict=True)):
-        try:
-            shape_row(row, chunk)
-        except StructureError as error:
-            errors[index] = str(error)
     shaped = [row for row, chunk in enumerate(chunks) if shapes_row(chunk)]
-    best = logits.index_select(0, sent(shaped, torch.int64, device)).amax(dim=-1)
+    for row in shaped:
+        try:
+            shape_row(logits[row], chunks[row])
+        except StructureError as error:
+            errors[row] = str(error)
+    if shaped:
+        best = logits.index_select(0, sent(shaped, torch.int64, device)).amax(dim=-1)
     random = [row for row, chunk in enumerate(chunks) if chunk.sampling.temperature > 0]
     if random:
         params = [chunks[row].sampling for row in random]
@@ -102,7 +106,7 @@ def choose(logits: Tensor, chunks: Sequence[SequenceChunk]) -> Chosen:
             logits.index_copy_(0, rows, filter_rows(logits.index_select(0, rows), params))
     keys = {row: stream_key(chunks[row].sampling.seed, chunks[row].end) for row in random}
     tokens = draw(logits, keys)
-    if raw is None:
+    if raw is None or told is None:
         return Chosen(tokens, reported, None, errors, shaped, best)
     count = max(chunks[row].sampling.num_logprobs for row in reported)
     top = raw.topk(min(count, raw.shape[1]), dim=-1)
@@ -121,12 +125,11 @@ def read_chosen(chosen: Chosen, chunks: Sequence[SequenceChunk]) -> list[Sampled
                 own[place], tuple(ids[place][:count]), tuple(values[place][:count])
             )
             tokens[row] = SampledToken(tokens[row].token_id, told)
-    nothing = {
-        row: _NOTHING_ALLOWED
-        for row, best in zip(chosen.shaped, chosen.best.tolist(), strict=True)
-        if best == -math.inf
-    }
-    for index, message in (nothing | chosen.errors).items():
+    errors = chosen.errors
+    if chosen.best is not None:
+        shaped = zip(chosen.shaped, chosen.best.tolist(), strict=True)
+        errors = {row: _NOTHING_ALLOWED for row, best in shaped if best == -math.inf} | errors
+    for index, message in errors.items():
         tokens[index] = SampledToken(tokens[index].token_id, error=message)
     return tokens
 

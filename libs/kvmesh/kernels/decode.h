@@ -236,9 +236,9 @@ void attend_part(const Decode& call, const T* q, const T* kv, const int64_t* tab
 
 // Joins what the parts of one sequence hold and writes its row.
 template <typename T, int V>
-void join_parts(const Decode& call, float* memory, int64_t splits, T* out) {
+void join_parts(const Decode& call, float* memory, int64_t splits, int64_t size, T* out) {
   constexpr int kDim = V * kWidth;
-  const int64_t heads = call.heads, size = Softmax::size(heads, kDim);
+  const int64_t heads = call.heads;
   for (int64_t head = 0; head < heads; ++head) {
     const float sink = call.sinks == nullptr ? 2 * kNothing : call.sinks[head] * kLog2E;
     float peak = sink;
@@ -258,16 +258,15 @@ void join_parts(const Decode& call, float* memory, int64_t splits, T* out) {
 }
 
 // Fewer sequences than threads are cut into parts, so that every thread has one; what the parts
-// hold is the calling thread's.
+// hold, of at most so many heads, is the calling thread's.
 struct Parts {
   int64_t splits, size;
   float* memory;
 
-  Parts(const Decode& call, int64_t dim, int threads)
-      : splits(call.sequences >= threads ? 1 : (threads - 1) / call.sequences + 1),
-        size(Softmax::size(call.heads, dim)),
-        memory(splits > 1 ? scratch<float, Use::kSoftmax>(call.sequences * splits * size)
-                          : nullptr) {}
+  Parts(int64_t sequences, int64_t heads, int64_t dim, int threads)
+      : splits(sequences >= threads ? 1 : (threads - 1) / sequences + 1),
+        size(Softmax::size(heads, dim)),
+        memory(splits > 1 ? scratch<float, Use::kSoftmax>(sequences * splits * size) : nullptr) {}
 };
 
 // Attention of all sequences, by all threads of the region that calls it.
@@ -287,12 +286,12 @@ void decode(const Decode& call, const T* q, int64_t q_stride, const T* kv, T* ou
     own.reset(call.heads, kDim);
     attend_part<T, V>(call, q + sequence * q_stride, kv, call.tables + sequence * call.table_stride,
                       first, std::min(first + each, len), own);
-    if (splits == 1) join_parts<T, V>(call, memory, 1, out + sequence * width);
+    if (splits == 1) join_parts<T, V>(call, memory, 1, parts.size, out + sequence * width);
   }
   if (splits == 1) return;
 #pragma omp for schedule(static)
   for (int64_t sequence = 0; sequence < call.sequences; ++sequence)
-    join_parts<T, V>(call, parts.memory + sequence * splits * parts.size, splits,
+    join_parts<T, V>(call, parts.memory + sequence * splits * parts.size, splits, parts.size,
                      out + sequence * width);
 }
 

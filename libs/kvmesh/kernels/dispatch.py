@@ -6,7 +6,8 @@ Tests: tests/unit/kernels/test_dispatch.py.
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Protocol, Self
 
 import numpy as np
 import torch
@@ -130,6 +131,30 @@ class ReferenceAttention:
         ]
 
 
+@dataclass(frozen=True, slots=True)
+class _Chunks:
+    """Chunks of prompts in a step.
+
+    Attributes:
+        tables: [chunks, blocks] int64.
+        starts: [chunks + 1] int64, rows counted from the first chunk's.
+        lens: [chunks] int64.
+    """
+
+    tables: Tensor
+    starts: Tensor
+    lens: Tensor
+
+    @classmethod
+    def of(cls, batch: RaggedBatch) -> Self:
+        cut = batch.num_decode
+        return cls(
+            torch.from_numpy(padded_tables(batch.block_tables[cut:])),
+            torch.tensor(batch.query_starts[cut:], dtype=torch.int64) - cut,
+            torch.tensor(batch.context_lens[cut:], dtype=torch.int64),
+        )
+
+
 class HostAttention(ReferenceAttention):
     """As the twins, but blocks are read where they lie, and rotation is fused.
 
@@ -141,11 +166,9 @@ class HostAttention(ReferenceAttention):
         cut = batch.num_decode
         self._tables = torch.from_numpy(padded_tables(batch.block_tables[:cut]))
         self._lens = torch.tensor(batch.context_lens[:cut], dtype=torch.int64)
-        self._has_prefill = host.has_prefill(kv)
-        self._prefill_tables = torch.from_numpy(padded_tables(batch.block_tables[cut:]))
-        self._prefill_lens = torch.tensor(batch.context_lens[cut:], dtype=torch.int64)
-        # Rows of chunks, counted from the first of them.
-        self._prefill_starts = torch.tensor(batch.query_starts[cut:], dtype=torch.int64) - cut
+        self._chunks: _Chunks | None = None
+        if cut < batch.num_sequences and host.has_prefill(kv):
+            self._chunks = _Chunks.of(batch)
         self.decode_rows: host_layer.DecodeRows | None = None
         """What halves of a layer in one call read, in a step of decode rows alone."""
         if 0 < cut == batch.num_sequences and host.has_rope(kv):
@@ -178,15 +201,16 @@ class HostAttention(ReferenceAttention):
         )
 
     def _prefill(self, q: Tensor, k: Tensor, v: Tensor, layer: int, spec: HeadSpec) -> list[Tensor]:
-        if spec.cap or not self._has_prefill:
+        chunks = self._chunks
+        if spec.cap or chunks is None:
             return super()._prefill(q, k, v, layer, spec)
         attended = host.prefill_attention(
             q[self._batch.num_decode :],
             self._kv,
             layer,
-            self._prefill_tables,
-            self._prefill_starts,
-            self._prefill_lens,
+            chunks.tables,
+            chunks.starts,
+            chunks.lens,
             scale=spec.scale,
             window=spec.window,
             sinks=spec.sinks,

@@ -54,7 +54,7 @@ template <typename T>
 int decode_attention(const Decode& call, int64_t dim, const T* q, int64_t q_stride, const T* kv,
                      T* out, int threads) {
   if (!has_decode(dim)) return 1;
-  const Parts parts(call, dim, threads);
+  const Parts parts(call.sequences, call.heads, dim, threads);
 #pragma omp parallel num_threads(threads) if (threads > 1)
   decode_rows(call, dim, q, q_stride, kv, out, parts);
   return 0;
@@ -114,13 +114,10 @@ int decode_attention(const Decode& call, int64_t dim, const T* q, int64_t q_stri
                                         T* out, int threads) {                                     \
     return attention_layer(*own, *step, x, cos, signed_sin, kv, out, threads);                     \
   }                                                                                                \
-  extern "C" int decoder_layer_##NAME(                                                             \
-      const AttentionParts* attention, const MlpParts* mlp, const DecodeRows* step,                \
-      const T* input_norm, const T* post_norm, float eps, T* x, const T* delta, const T* cos,      \
-      const T* signed_sin, T* kv, T* out, int threads) {                                           \
-    const Norms<T> norms{input_norm, post_norm, eps};                                              \
-    return decoder_layer(*attention, *mlp, norms, *step, x, delta, cos, signed_sin, kv, out,       \
-                         threads);                                                                 \
+  extern "C" int decoder_layers_##NAME(                                                            \
+      const LayerParts* layers, int64_t count, const DecodeRows* step, T* x, const T* delta,       \
+      const T* cos, const T* signed_sin, T* kv, T* out, int threads) {                             \
+    return decoder_layers(layers, count, *step, x, delta, cos, signed_sin, kv, out, threads);      \
   }                                                                                                \
   extern "C" int most_rows_##NAME() { return kMostRows<T>; }                                        \
   extern "C" void latent_decode_##NAME(                                                            \

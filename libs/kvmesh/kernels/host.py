@@ -29,7 +29,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "most_rows": (),
     "gated_mlp": (_P, _P, _P, _I, _THREADS),
     "attention_layer": (_P, _P, _P, _P, _P, _P, _P, _THREADS),
-    "decoder_layer": (_P, _P, _P, _P, _P, _F, _P, _P, _P, _P, _P, _P, _THREADS),
+    "decoder_layers": (_P, _I, _P, _P, _P, _P, _P, _P, _P, _THREADS),
     "decode_attention": (
         *(_P, _I, _P, _P, _P, _P, _P, _I, _I, _I, _I, _I, _F),
         *_POOL,
@@ -49,7 +49,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
 _WITH_STATUS = frozenset(
     {
         *("decode_attention", "prefill_pays", "few_rows", "most_rows"),
-        *("gated_mlp", "attention_layer", "decoder_layer"),
+        *("gated_mlp", "attention_layer", "decoder_layers"),
     }
 )
 PANEL = 64

@@ -1,4 +1,4 @@
-"""`layer.h` on torch tensors: a decoder layer or one of its halves in one call, for a few rows.
+"""`layer.h` on torch tensors: decoder layers, or half of one, in one call for a few rows.
 
 What is computed is what the parts compute when they are called one by one, to the bit; a step of
 one row has hundreds of them, and each costs as much to call as to run. What a layer keeps is handed
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar, Self
 
 import torch
@@ -40,8 +41,18 @@ class _MlpParts(ctypes.Structure):
 class _DecodeRows(ctypes.Structure):
     _fields_: ClassVar[Sequence[tuple[str, type]]] = [
         *((name, _P) for name in ("slots", "tables", "lens")),
-        *((name, _I) for name in ("rows", "table_stride", "dim")),
+        *((name, _I) for name in ("rows", "table_stride", "dim", "layer_stride")),
         *((name, _I) for name in ("block_stride", "value_offset", "block_size", "kv_heads")),
+    ]
+
+
+class _LayerParts(ctypes.Structure):
+    _fields_: ClassVar[Sequence[tuple[str, type]]] = [
+        ("attention", _AttentionParts),
+        ("mlp", _MlpParts),
+        *((name, _P) for name in ("input_norm", "post_norm")),
+        ("eps", _F),
+        ("place", _I),
     ]
 
 
@@ -65,7 +76,7 @@ class DecodeRows:
         self._kv = kv.data_ptr()
         self._layer_bytes = kv.stride(1) * kv.element_size()
         rows = (slots.data_ptr(), tables.data_ptr(), lens.data_ptr(), len(slots), tables.shape[1])
-        self._rows = _DecodeRows(*rows, kv.shape[5], *host.pool_shape(kv))
+        self._rows = _DecodeRows(*rows, kv.shape[5], kv.stride(1), *host.pool_shape(kv))
         self.address = ctypes.addressof(self._rows)
 
     def kv_of(self, layer: int) -> int:
@@ -80,8 +91,8 @@ class MlpCall:
         self._kept = (gate_up, down)
         hidden, inner = down.weight.shape[0], gate_up.weight.shape[0] // 2
         biases = _address(gate_up.bias), _address(down.bias)
-        self._parts = _MlpParts(gate_up.panels, biases[0], down.panels, biases[1], hidden, inner)
-        self.address = ctypes.addressof(self._parts)
+        self.parts = _MlpParts(gate_up.panels, biases[0], down.panels, biases[1], hidden, inner)
+        self._address = ctypes.addressof(self.parts)
 
     @classmethod
     def of(cls, gate_up: Linear, down: Linear) -> Self | None:
@@ -95,7 +106,7 @@ class MlpCall:
         assert x.is_contiguous()
         out = torch.empty_like(x)
         status = host.function_of("gated_mlp", x.dtype)(
-            self.address, x.data_ptr(), out.data_ptr(), x.shape[0], torch.get_num_threads()
+            self._address, x.data_ptr(), out.data_ptr(), x.shape[0], torch.get_num_threads()
         )
         assert status == 0, "too many rows"
         return out
@@ -115,13 +126,13 @@ class AttentionCall:
     ) -> None:
         self._kept = (qkv, output, spec)
         heads = output.weight.shape[1] // head_dim
-        self._parts = _AttentionParts(
+        self.parts = _AttentionParts(
             *(qkv.panels, _address(qkv.bias), output.panels, _address(output.bias)),
             *(_address(spec.qk_norm), _address(spec.sinks)),
             *(output.weight.shape[0], heads, spec.window),
             *(spec.norm_eps, spec.scale),
         )
-        self.address = ctypes.addressof(self._parts)
+        self._address = ctypes.addressof(self.parts)
         self.layer = layer
 
     @classmethod
@@ -145,7 +156,7 @@ class AttentionCall:
         assert x.is_contiguous()
         out = torch.empty_like(x)
         status = host.function_of("attention_layer", x.dtype)(
-            self.address,
+            self._address,
             rows.address,
             x.data_ptr(),
             rope.cos.data_ptr(),
@@ -158,50 +169,64 @@ class AttentionCall:
         return out
 
 
-class LayerCall:
-    """Norm, attention, norm and MLP in one call.
+@dataclass(frozen=True, slots=True)
+class LayerParts:
+    """Norm, attention, norm and MLP of one layer.
 
-    Args:
+    Attributes:
         input_norm, post_norm: [hidden], before attention and before the MLP.
+        eps: of both norms.
     """
 
-    def __init__(
-        self,
-        attention: AttentionCall,
-        mlp: MlpCall,
-        input_norm: Tensor,
-        post_norm: Tensor,
-        eps: float,
-    ) -> None:
-        self._kept = (input_norm, post_norm)
-        self._attention = attention
-        self._mlp = mlp
-        self._constant = (input_norm.data_ptr(), post_norm.data_ptr(), eps)
+    attention: AttentionCall
+    mlp: MlpCall
+    input_norm: Tensor
+    post_norm: Tensor
+    eps: float
 
-    def run(self, x: Tensor, delta: Tensor | None, rows: DecodeRows, rope: RopeRows) -> Tensor:
-        """Adds `delta` and what attention gives to the stream.
+    def structure(self) -> _LayerParts:
+        """What the library reads."""
+        norms = self.input_norm.data_ptr(), self.post_norm.data_ptr(), self.eps
+        return _LayerParts(self.attention.parts, self.mlp.parts, *norms, self.attention.layer)
+
+
+class LayersCall:
+    """Layers that follow one another, in one call; their heads are of one size.
+
+    Args:
+        layers: at least one.
+    """
+
+    def __init__(self, layers: Sequence[LayerParts]) -> None:
+        self._kept = tuple(layers)
+        self._layers = (_LayerParts * len(layers))(*(layer.structure() for layer in layers))
+
+    def run(
+        self, count: int, x: Tensor, delta: Tensor | None, rows: DecodeRows, rope: RopeRows
+    ) -> Tensor:
+        """Adds `delta` and what layers give to the stream, but for what the last MLP gives.
 
         Args:
+            count: layers to compute, from the first on; at least one.
             x: [rows, hidden], contiguous, changed in place; `takes` was asked.
             delta: as large, contiguous, or None.
 
         Returns:
-            [rows, hidden], what the MLP adds.
+            [rows, hidden], what the last MLP adds.
         """
+        assert 0 < count <= len(self._kept)
         assert x.is_contiguous()
         assert delta is None or delta.is_contiguous()
-        attention, mlp = self._attention, self._mlp
         out = torch.empty_like(x)
-        status = host.function_of("decoder_layer", x.dtype)(
-            attention.address,
-            mlp.address,
+        status = host.function_of("decoder_layers", x.dtype)(
+            ctypes.addressof(self._layers),
+            count,
             rows.address,
-            *self._constant,
             x.data_ptr(),
             _address(delta),
             rope.cos.data_ptr(),
             rope.signed_sin.data_ptr(),
-            rows.kv_of(attention.layer),
+            rows.kv_of(0),
             out.data_ptr(),
             torch.get_num_threads(),
         )

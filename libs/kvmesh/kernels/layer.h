@@ -1,4 +1,4 @@
-// A decoder layer, or one of its halves, in one call for steps of a few rows: attention with its
+// Decoder layers, or one half of one, in one call for steps of a few rows: attention with its
 // projections, an MLP, and the norms before them. One region of threads serves all that happens in
 // between, and nothing returns to Python. The parts are those of rows.h, products.h and decode.h, so
 // that results are the same to the bit as by calls of their own.
@@ -28,15 +28,18 @@ struct MlpParts {
   int64_t hidden, inner;
 };
 
-struct DecodeRows {
-  const int64_t *slots, *tables, *lens;
-  int64_t rows, table_stride, dim, block_stride, value_offset, block_size, kv_heads;
+// `place` is the layer's number in the pool.
+struct LayerParts {
+  AttentionParts attention;
+  MlpParts mlp;
+  const void *input_norm, *post_norm;
+  float eps;
+  int64_t place;
 };
 
-template <typename T>
-struct Norms {
-  const T *input, *post;
-  float eps;
+struct DecodeRows {
+  const int64_t *slots, *tables, *lens;
+  int64_t rows, table_stride, dim, layer_stride, block_stride, value_offset, block_size, kv_heads;
 };
 
 template <typename T>
@@ -64,8 +67,8 @@ struct Mlp {
 #pragma omp for schedule(guided)
     for (int64_t panel = 0; panel < pairs; ++panel) {
       T gates[kMostRows<T> * kPanel], ups[kMostRows<T> * kPanel];
-      multiply_panel(x, gate_up, panel, gates, rows, kPanel);
-      multiply_panel(x, gate_up, pairs + panel, ups, rows, kPanel);
+      multiply_panel(x, gate_up, panel, gates, rows, kPanel, gate_up.panel(pairs + panel));
+      multiply_panel(x, gate_up, pairs + panel, ups, rows, kPanel, gate_up.panel(panel + 1));
       for (int64_t row = 0; row < rows; ++row)
         silu_and_mul_row(gates + row * kPanel, ups + row * kPanel,
                          active + row * inner + panel * kPanel, kPanel);
@@ -80,19 +83,19 @@ struct Attention {
   Rope<T> rope;
   Decode call;
   Weight<T> qkv, output;
-  Parts parts;
+  const Parts& parts;
   // [rows][heads and keys and values] and [rows][heads].
   T *heads, *attended;
 
   Attention(const AttentionParts& own, const DecodeRows& step, const T* cos, const T* signed_sin,
-            T* kv, T* memory, int threads)
+            T* kv, T* memory, const Parts& all_parts)
       : rope{static_cast<const T*>(own.qk_norm), own.norm_eps, cos, signed_sin, kv, step.slots,
              own.heads, static_cast<int>(step.dim), pool_of(step)},
         call{step.tables, step.lens, step.table_stride, step.rows, own.heads, own.window,
              own.scale * kLog2E, own.sinks, pool_of(step)},
         qkv(weight_of<T>(own.qkv, own.qkv_bias, width(own, step), own.hidden)),
         output(weight_of<T>(own.output, own.output_bias, own.hidden, own.heads * step.dim)),
-        parts(call, step.dim, threads),
+        parts(all_parts),
         heads(memory),
         attended(memory + step.rows * qkv.outputs) {}
 
@@ -137,30 +140,41 @@ int attention_layer(const AttentionParts& own, const DecodeRows& step, const T* 
                     const T* signed_sin, T* kv, T* out, int threads) {
   if (step.rows > kMostRows<T> || !has_decode(step.dim)) return 1;
   T* const memory = scratch<T, Use::kRows>(Attention<T>::size(own, step));
-  const Attention<T> attention(own, step, cos, signed_sin, kv, memory, threads);
+  const Parts parts(step.rows, own.heads, step.dim, threads);
+  const Attention<T> attention(own, step, cos, signed_sin, kv, memory, parts);
 #pragma omp parallel num_threads(threads) if (threads > 1)
   attention.run(x, out);
   return 0;
 }
 
-// `x` is the residual stream, to which `delta`, or nothing when it is null, and then attention is
-// added; `out` is what the MLP adds.
+// `x` is the residual stream, to which `delta`, or nothing when it is null, and then what the layers
+// give is added, all but what the last MLP gives: that is in `out`. The layers' heads are of one size.
 template <typename T>
-int decoder_layer(const AttentionParts& own, const MlpParts& mlp_parts, const Norms<T>& norms,
-                  const DecodeRows& step, T* x, const T* delta, const T* cos, const T* signed_sin,
-                  T* kv, T* out, int threads) {
+int decoder_layers(const LayerParts* layers, int64_t count, const DecodeRows& step, T* x,
+                   const T* delta, const T* cos, const T* signed_sin, T* kv, T* out, int threads) {
   if (step.rows > kMostRows<T> || !has_decode(step.dim)) return 1;
-  const int64_t rows = step.rows, hidden = own.hidden, stream = rows * hidden;
-  const int64_t between = std::max(Attention<T>::size(own, step), Mlp<T>::size(mlp_parts, rows));
+  const int64_t rows = step.rows, hidden = layers->attention.hidden, stream = rows * hidden;
+  int64_t between = 0, heads = 0;
+  for (int64_t number = 0; number < count; ++number) {
+    const LayerParts& layer = layers[number];
+    between = std::max({between, Attention<T>::size(layer.attention, step),
+                        Mlp<T>::size(layer.mlp, rows)});
+    heads = std::max(heads, layer.attention.heads);
+  }
   T* const normed = scratch<T, Use::kRows>(2 * stream + between);
   T* const mixed = normed + stream;
-  const Attention<T> attention(own, step, cos, signed_sin, kv, mixed + stream, threads);
-  const Mlp<T> mlp(mlp_parts, mixed + stream);
+  const Parts parts(rows, heads, step.dim, threads);
 #pragma omp parallel num_threads(threads) if (threads > 1)
-  {
-    add_rms_norm_rows(x, delta, norms.input, normed, rows, hidden, norms.eps);
+  for (int64_t number = 0; number < count; ++number) {
+    const LayerParts& layer = layers[number];
+    const Attention<T> attention(layer.attention, step, cos, signed_sin,
+                                 kv + layer.place * step.layer_stride, mixed + stream, parts);
+    const Mlp<T> mlp(layer.mlp, mixed + stream);
+    add_rms_norm_rows(x, number == 0 ? delta : out, static_cast<const T*>(layer.input_norm), normed,
+                      rows, hidden, layer.eps);
     attention.run(normed, mixed);
-    add_rms_norm_rows(x, mixed, norms.post, normed, rows, hidden, norms.eps);
+    add_rms_norm_rows(x, mixed, static_cast<const T*>(layer.post_norm), normed, rows, hidden,
+                      layer.eps);
     mlp.run(normed, out, rows);
   }
   return 0;

@@ -56,13 +56,16 @@ inline void multiply_add(const Bf16* weights, const Bf16* x, int64_t x_stride, i
   }
 }
 
-// Asks for the weights that `multiply_add` reads kAheadBytes later: a core's own prefetcher has fewer
-// reads under way than memory would answer. They are used once, and drive nothing out of the caches.
-constexpr int64_t kAheadBytes = 2048;
+// Weights are asked for so many values before `multiply_add` reads them: a core's own prefetcher has
+// fewer reads under way than memory would answer.
 template <typename T>
-inline void fetch_ahead(const T* weights) {
+constexpr int64_t kAhead = 2048 / sizeof(T);
+
+// Asks for a lane of inputs of a panel. It is used once, and drives nothing out of the caches.
+template <typename T>
+inline void fetch_lane(const T* weights) {
   for (int v = 0; v < kPanel / kWidth; ++v)
-    __builtin_prefetch(reinterpret_cast<const char*>(weights) + kAheadBytes + v * 64, 0, 0);
+    __builtin_prefetch(reinterpret_cast<const char*>(weights) + v * 64, 0, 0);
 }
 
 // Inputs that are multiplied for all rows before the next: weights of so many, and of as many that
@@ -104,10 +107,12 @@ void panel_block(const T* x, const T* panel, int64_t rows, int64_t inputs, int64
 // Product of at most a block of rows with one panel: their sums never leave the registers.
 template <typename T, int R>
 void few_rows_panel(const T* x, const T* panel, const T* bias, T* out, int64_t outputs,
-                    int64_t inputs) {
+                    int64_t inputs, const T* next) {
   Floats sums[kPanel / kWidth][kRowBlock] = {};
+  const int64_t size = inputs * kPanel;
   for (int64_t i = 0; i < inputs; i += kLane<T>) {
-    fetch_ahead(panel + i * kPanel);
+    const int64_t ahead = i * kPanel + kAhead<T>;
+    fetch_lane(ahead < size ? panel + ahead : next + (ahead - size));
     multiply_add(panel + i * kPanel, x + i, inputs, R, sums);
   }
   for (int v = 0; v < kPanel / kWidth; ++v) {
@@ -121,20 +126,21 @@ void few_rows_panel(const T* x, const T* panel, const T* bias, T* out, int64_t o
 // the first four for a quarter.
 template <typename T>
 void more_rows_panel(const T* x, const T* panel, const T* bias, T* out, int64_t rows,
-                     int64_t outputs, int64_t inputs) {
+                     int64_t outputs, int64_t inputs, const T* next) {
   float sums[kMostRows<T>][kPanel];
   std::fill_n(sums[0], rows * kPanel, 0.0f);
   const int64_t blocks = (rows + kRowBlock - 1) / kRowBlock, sharers = blocks > 3 ? 4 : 2;
   for (int64_t first = 0; first < inputs; first += kDepth<T>) {
     const int64_t count = std::min(kDepth<T>, inputs - first);
     const T* const part = panel + first * kPanel;
+    const T* const following = first + count < inputs ? part + count * kPanel : next;
     for (int64_t block = 0, row = 0; block < blocks; ++block) {
       const int64_t size = (rows - row + blocks - block - 1) / (blocks - block);
-      const T* const next = part + count * kPanel + block * (count * kPanel / sharers);
+      const T* const later = following + block * (count * kPanel / sharers);
       const T* const from = x + row * inputs + first;
-      if (block >= sharers) panel_block<T, 0>(from, part, size, inputs, count, next, sums + row);
-      else if (sharers == 4) panel_block<T, 1>(from, part, size, inputs, count, next, sums + row);
-      else panel_block<T, 2>(from, part, size, inputs, count, next, sums + row);
+      if (block >= sharers) panel_block<T, 0>(from, part, size, inputs, count, later, sums + row);
+      else if (sharers == 4) panel_block<T, 1>(from, part, size, inputs, count, later, sums + row);
+      else panel_block<T, 2>(from, part, size, inputs, count, later, sums + row);
       row += size;
     }
   }
@@ -150,23 +156,25 @@ template <typename T>
 struct Weight {
   const T *panels, *bias;
   int64_t outputs, inputs;
+
+  const T* panel(int64_t number) const { return panels + number * kPanel * inputs; }
 };
 
 // Columns of one panel of the product, at most `kMostRows` rows; `stride` leads to the next row of
-// `out`. A row's sums are taken in the same order whatever the number of rows.
+// `out`, and `next` is the panel that this thread multiplies with afterwards. A row's sums are taken in the same order whatever the number of rows.
 template <typename T>
 void multiply_panel(const T* x, const Weight<T>& weight, int64_t panel, T* out, int64_t rows,
-                    int64_t stride) {
-  const T* const own = weight.panels + panel * kPanel * weight.inputs;
+                    int64_t stride, const T* next) {
+  const T* const own = weight.panel(panel);
   const T* const bias = weight.bias == nullptr ? nullptr : weight.bias + panel * kPanel;
   switch (rows) {
-    case 1: few_rows_panel<T, 1>(x, own, bias, out, stride, weight.inputs); break;
-    case 2: few_rows_panel<T, 2>(x, own, bias, out, stride, weight.inputs); break;
-    case 3: few_rows_panel<T, 3>(x, own, bias, out, stride, weight.inputs); break;
-    case 4: few_rows_panel<T, 4>(x, own, bias, out, stride, weight.inputs); break;
-    case 5: few_rows_panel<T, 5>(x, own, bias, out, stride, weight.inputs); break;
-    case 6: few_rows_panel<T, 6>(x, own, bias, out, stride, weight.inputs); break;
-    default: more_rows_panel(x, own, bias, out, rows, stride, weight.inputs);
+    case 1: few_rows_panel<T, 1>(x, own, bias, out, stride, weight.inputs, next); break;
+    case 2: few_rows_panel<T, 2>(x, own, bias, out, stride, weight.inputs, next); break;
+    case 3: few_rows_panel<T, 3>(x, own, bias, out, stride, weight.inputs, next); break;
+    case 4: few_rows_panel<T, 4>(x, own, bias, out, stride, weight.inputs, next); break;
+    case 5: few_rows_panel<T, 5>(x, own, bias, out, stride, weight.inputs, next); break;
+    case 6: few_rows_panel<T, 6>(x, own, bias, out, stride, weight.inputs, next); break;
+    default: more_rows_panel(x, own, bias, out, rows, stride, weight.inputs, next);
   }
 }
 
@@ -176,7 +184,8 @@ template <typename T>
 void multiply_rows(const T* x, const Weight<T>& weight, T* out, int64_t rows) {
 #pragma omp for schedule(guided)
   for (int64_t panel = 0; panel < weight.outputs / kPanel; ++panel)
-    multiply_panel(x, weight, panel, out + panel * kPanel, rows, weight.outputs);
+    multiply_panel(x, weight, panel, out + panel * kPanel, rows, weight.outputs,
+                   weight.panel(panel + 1));
 }
 
 }  // namespace

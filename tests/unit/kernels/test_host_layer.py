@@ -1,4 +1,4 @@
-"""Halves of a layer in one call give what their parts give, to the bit."""
+"""Layers and halves of one in one call give what their parts give, to the bit."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ class Both:
     kvs: tuple[Tensor, Tensor]
     head_dim: int
 
-    def call(self) -> host_layer.AttentionCall:
-        made = host_layer.AttentionCall.of(self.qkv, self.output, self.spec, self.head_dim, LAYER)
+    def call(self, place: int = LAYER) -> host_layer.AttentionCall:
+        made = host_layer.AttentionCall.of(self.qkv, self.output, self.spec, self.head_dim, place)
         assert made is not None
         return made
 
@@ -173,26 +173,58 @@ def test_attention(heads: Heads, dtype: torch.dtype) -> None:
         assert torch.equal(*both.kvs)
 
 
+@dataclass
+class Made:
+    """A layer over the pool of another one's test."""
+
+    both: Both
+    place: int
+    gate_up: Linear
+    down: Linear
+    norms: tuple[Tensor, Tensor]
+
+    def parts(self) -> host_layer.LayerParts:
+        mlp = host_layer.MlpCall.of(self.gate_up, self.down)
+        assert mlp is not None
+        return host_layer.LayerParts(self.both.call(self.place), mlp, *self.norms, 1e-5)
+
+    def by_parts(self, x: Tensor, delta: Tensor | None, shared: Both) -> Tensor:
+        h = layer_ops.add_rms_norm(x, delta, self.norms[0], 1e-5)
+        heads = self.both.qkv(h).view(len(h), -1, self.both.head_dim)
+        attended = shared.attentions[1].run(heads, self.place, self.both.spec, shared.rope)
+        mixed = self.both.output(attended.flatten(1))
+        h = layer_ops.add_rms_norm(x, mixed, self.norms[1], 1e-5)
+        return self.down(layer_ops.silu_and_mul(self.gate_up(h)))
+
+
+def made_layer(both: Both, place: int, inner: int, dtype: torch.dtype) -> Made:
+    gate_up = made_linear(2 * inner, HIDDEN, dtype, has_bias=False)
+    down = made_linear(HIDDEN, inner, dtype, has_bias=False)
+    first, second = (torch.rand(HIDDEN).to(dtype) for _ in range(2))
+    return Made(both, place, gate_up, down, (first, second))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("has_delta", [False, True])
 @pytest.mark.usefixtures("threads")
-def test_layer(has_delta: bool, dtype: torch.dtype) -> None:
-    gate_up = made_linear(2 * 192, HIDDEN, dtype, has_bias=False)
-    down = made_linear(HIDDEN, 192, dtype, has_bias=False)
-    norms = [torch.rand(HIDDEN).to(dtype) for _ in range(2)]
-    mlp = host_layer.MlpCall.of(gate_up, down)
-    assert mlp is not None
+def test_layers(has_delta: bool, dtype: torch.dtype) -> None:
     for rows in row_counts(dtype):
-        both = both_ways(Heads(group=3), [1 + 53 * row % 130 for row in range(rows)], dtype)
-        delta = torch.randn(rows, HIDDEN).to(dtype) if has_delta else None
-        x, other = both.h.clone(), both.h.clone()
-        call = host_layer.LayerCall(both.call(), mlp, norms[0], norms[1], 1e-5)
-        whole = call.run(x, delta, both.rows(), both.rope)
-        mixed = both.by_parts(layer_ops.add_rms_norm(other, delta, norms[0], 1e-5))
-        h = layer_ops.add_rms_norm(other, mixed, norms[1], 1e-5)
-        assert torch.equal(whole, down(layer_ops.silu_and_mul(gate_up(h))))
-        assert torch.equal(x, other), "the residual stream"
-        assert torch.equal(*both.kvs)
+        lens = [1 + 53 * row % 130 for row in range(rows)]
+        # The layer with more heads and a wider MLP comes later, so that memory is not the first's.
+        shared = both_ways(Heads(group=2), lens, dtype)
+        wider = both_ways(Heads(group=5, window=30, has_norm=True, has_bias=True), lens, dtype)
+        layers = [made_layer(shared, 1, 192, dtype), made_layer(wider, 0, 320, dtype)]
+        call = host_layer.LayersCall([layer.parts() for layer in layers])
+        for count in (1, 2):
+            delta = torch.randn(rows, HIDDEN).to(dtype) if has_delta else None
+            x, other = shared.h.clone(), shared.h.clone()
+            added = call.run(count, x, delta, shared.rows(), shared.rope)
+            for layer in layers[:count]:
+                delta = layer.by_parts(other, delta, shared)
+            assert delta is not None
+            assert torch.equal(added, delta)
+            assert torch.equal(x, other), "the residual stream"
+            assert torch.equal(*shared.kvs)
 
 
 def test_chunks_of_prompts_go_part_by_part() -> None:
