@@ -27,7 +27,7 @@ class RopeTable:
     def rows(self, positions: Tensor) -> RopeRows:
         """The rotation of these positions, [rows] int64."""
         index = positions if len(self.cos) > 1 else torch.zeros_like(positions)
-        return RopeRows(self.cos[index], self.signed_sin[index])
+        return RopeRows(self.cos.index_select(0, index), self.signed_sin.index_select(0, index))
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
