@@ -14,12 +14,18 @@ from transformers import (
     Gemma3ForConditionalGeneration,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
     Qwen3_5MoeConfig,
     Qwen3_5MoeForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
 )
 
 from kvmesh.engine.runner import TorchRunner
@@ -42,6 +48,23 @@ OTHER_SIGHT: dict[str, Any] = {
     "image_size": 28,
     "patch_size": 14,
 }
+
+
+# Windows in the upper layers; sections of the rope are shares of a head's pairs.
+QWEN2_DECODER: dict[str, Any] = {
+    "hidden_size": 96,
+    "use_sliding_window": True,
+    "sliding_window": 20,
+    "max_window_layers": 1,
+    "layer_types": None,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1000.0,
+        "mrope_section": [2, 3, 3],
+    },
+}
+QWEN3_MOE_DECODER = ("qwen3-moe-one-dense-layer", {"model_type": "qwen3_vl_moe_text"})
+DEEP_SIGHT = SIGHT | {"deepstack_visual_indexes": [0]}
 
 
 class Case(NamedTuple):
@@ -75,10 +98,31 @@ CASES = {
         Qwen3VLConfig,
         Qwen3VLForConditionalGeneration,
         ("qwen3-untied", {"model_type": "qwen3_vl_text"}),
-        {
-            "vision_config": SIGHT | {"deepstack_visual_indexes": [0]},
-            "tie_word_embeddings": False,
-        },
+        {"vision_config": DEEP_SIGHT, "tie_word_embeddings": False},
+    ),
+    "qwen3-vl-moe": Case(
+        Qwen3VLMoeConfig,
+        Qwen3VLMoeForConditionalGeneration,
+        QWEN3_MOE_DECODER,
+        {"vision_config": DEEP_SIGHT, "tie_word_embeddings": False},
+    ),
+    "qwen3-vl-moe-published": Case(
+        Qwen3VLMoeConfig,
+        Qwen3VLMoeForConditionalGeneration,
+        QWEN3_MOE_DECODER,
+        {"vision_config": DEEP_SIGHT, "tie_word_embeddings": False},
+    ),
+    "qwen2.5-vl": Case(
+        Qwen2_5_VLConfig,
+        Qwen2_5_VLForConditionalGeneration,
+        ("qwen2-tied", QWEN2_DECODER | {"model_type": "qwen2_5_vl_text"}),
+        {"vision_config": SIGHT, "tie_word_embeddings": True},
+    ),
+    "qwen2-vl-published": Case(
+        Qwen2VLConfig,
+        Qwen2VLForConditionalGeneration,
+        ("qwen2-tied", QWEN2_DECODER | {"model_type": "qwen2_vl_text"}),
+        {"vision_config": SIGHT | {"embed_dim": 16}, "tie_word_embeddings": False},
     ),
     "gemma3": Case(
         Gemma3Config,
@@ -116,6 +160,29 @@ def stack_experts(folder: Path) -> None:
     save_file(tensors, file)
 
 
+def transpose_experts(folder: Path) -> None:
+    """Stores the products of experts the other way round, as published files have them."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    for name in [name for name in tensors if ".experts." in name]:
+        tensors[name] = tensors[name].transpose(1, 2).contiguous()
+    save_file(tensors, file)
+
+
+def open_the_decoders_keys(folder: Path) -> None:
+    """Puts the decoder's keys beside the others, under the names that published files have."""
+    path = folder / "config.json"
+    whole = json.loads(path.read_text())
+    inner = whole.pop("text_config")
+    rope = inner.pop("rope_parameters")
+    del inner["layer_types"]
+    older = {
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]},
+    }
+    path.write_text(json.dumps(inner | whole | older))
+
+
 def forget_that_the_head_is_its_own(folder: Path) -> None:
     """Leaves out a key as published files do; they have a head, which then counts."""
     path = folder / "config.json"
@@ -123,6 +190,15 @@ def forget_that_the_head_is_its_own(folder: Path) -> None:
     for keys in (whole, whole["text_config"]):
         keys.pop("tie_word_embeddings", None)
     path.write_text(json.dumps(whole))
+
+
+PUBLISHED = {
+    "qwen3.5-moe": stack_experts,
+    "mistral3": forget_that_the_head_is_its_own,
+    "qwen3-vl-moe-published": transpose_experts,
+    "qwen2-vl-published": open_the_decoders_keys,
+}
+"""What makes files of today look like published ones."""
 
 
 @pytest.mark.parametrize("name", list(CASES))
@@ -133,10 +209,8 @@ def test_the_decoder_of_a_seeing_model(name: str, tmp_path: Path) -> None:
     config = case.config_class(text_config=CONFIGS[label].to_dict() | changes, **case.whole)
     model = case.model_class(config).eval()
     model.save_pretrained(tmp_path)
-    if name == "qwen3.5-moe":
-        stack_experts(tmp_path)
-    if name == "mistral3":
-        forget_that_the_head_is_its_own(tmp_path)
+    if name in PUBLISHED:
+        PUBLISHED[name](tmp_path)
     prompt = [(7 * position) % 300 for position in range(50)]
     ids = torch.tensor([prompt])
     wanted = model.generate(

@@ -145,8 +145,9 @@ def load_experts(
     assert moe is not None
     size = moe.intermediate_size
     if weights.has(f"{prefix}.gate_up_proj"):
-        gate_up = weights.tensor(f"{prefix}.gate_up_proj", (moe.num_experts, 2 * size, hidden))
-        down = weights.tensor(f"{prefix}.down_proj", (moe.num_experts, hidden, size))
+        number, read = moe.num_experts, weights.transposed_or_not
+        gate_up = read(f"{prefix}.gate_up_proj", (number, 2 * size, hidden))
+        down = read(f"{prefix}.down_proj", (number, hidden, size))
         return tuple(
             GatedMlp(make_linear(inner), make_linear(outer), layer_ops.silu_and_mul)
             for inner, outer in zip(gate_up, down, strict=True)

@@ -17,6 +17,7 @@ from kvmesh.engine.kv_plan import KvPlan
 from kvmesh.engine.layer_stack import stacked
 from kvmesh.engine.layers import Layer, Step, StepMemory
 from kvmesh.engine.models import FAMILIES
+from kvmesh.engine.models.family import Family
 from kvmesh.engine.rope import RopeTable, resting_table, rope_table
 from kvmesh.engine.weights import LayerWeights, WeightFiles
 from kvmesh.kernels import layer_ops, reference
@@ -24,6 +25,7 @@ from kvmesh.kernels.linear import Linear, make_linear
 from kvmesh.telemetry.logs import event_logger
 
 log = event_logger(__name__)
+_EMBEDDING = "embed_tokens.weight"
 _HEAD = "lm_head.weight"
 
 
@@ -137,11 +139,11 @@ def load_model(
             log.info("rope_chosen", factors=factors, original=original, longest=num_positions)
         return rope_table(rope, config.head_dim, num_positions, dtype, device, config.rotary_dim)
 
-    embedding = matrix(f"{family.weight_prefix}.embed_tokens.weight")
+    prefix = _decoder_prefix(files, family)
+    embedding = matrix(f"{prefix}.{_EMBEDDING}")
     # As transformers does it: a head that the files have wins over what config.json says.
     is_tied = config.tie_word_embeddings and not files.has(_HEAD)
-    norm_name = f"{family.weight_prefix}.norm.weight"
-    norm = files.read(norm_name, (hidden,)).float() + family.norm_offset
+    norm = files.read(f"{prefix}.norm.weight", (hidden,)).float() + family.norm_offset
     scale = config.embedding_scale
     if family.rounds_embedding_scale:
         scale = float(torch.tensor(scale, dtype=dtype))
@@ -151,12 +153,16 @@ def load_model(
         embedding=embedding,
         embedding_scale=scale,
         layers=tuple(
-            family.load_layer(
-                LayerWeights(files, layer, dtype, device, place, family.weight_prefix), config
-            )
+            family.load_layer(LayerWeights(files, layer, dtype, device, place, prefix), config)
             for layer, place in enumerate(plan.places)
         ),
         norm=(norm * config.logit_scale).to(device, dtype),
         head=make_linear(embedding if is_tied else matrix(_HEAD)),
         ropes={kind: table(kind) for kind in kinds},
     )
+
+
+def _decoder_prefix(files: WeightFiles, family: Family) -> str:
+    """Of the decoder's tensors; some files of models that see name them as if it were alone."""
+    prefix = family.weight_prefix
+    return prefix if files.has(f"{prefix}.{_EMBEDDING}") else "model"

@@ -14,7 +14,7 @@ from kvmesh.core.errors import CheckpointError
 from kvmesh.engine.config import ModelConfig, RopeConfig
 from kvmesh.engine.json_fields import Fields
 
-_KINDS = ("default", "dynamic", "linear", "llama3", "longrope", "su", "yarn")
+_KINDS = ("default", "dynamic", "linear", "llama3", "longrope", "mrope", "su", "yarn")
 _ORIGINAL = "original_max_position_embeddings"
 
 
@@ -103,8 +103,9 @@ def _rope_of_kind(table: Fields, default_theta: float, max_positions: int) -> Ro
             "dynamic, linear, llama3, longrope and yarn"
         )
     theta = table.number("rope_theta", float, default=default_theta)
-    if kind in ("default", "dynamic"):
-        return RopeConfig(theta, kind)
+    if kind in ("default", "dynamic", "mrope"):
+        # The three axes of "mrope" are one for text.
+        return RopeConfig(theta, "default" if kind == "mrope" else kind)
     original = table.number(_ORIGINAL, int, default=max_positions)
     if kind in ("longrope", "su"):
         return _long_rope(table, theta, original, max_positions)

@@ -74,6 +74,15 @@ class WeightFiles:
         """Whether a tensor of this name is in the files."""
         return self._own_name(name) in self._owner
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of one tensor.
+
+        Raises:
+            CheckpointError: it is missing.
+        """
+        handle, stored_name = self._found(name)
+        return tuple(handle.get_slice(stored_name).get_shape())
+
     def _own_name(self, name: str) -> str:
         for usual, own in self._names:
             name = name.replace(usual, own)
@@ -85,10 +94,8 @@ class WeightFiles:
         Raises:
             CheckpointError: it is missing, truncated or of another shape.
         """
+        handle, stored_name = self._found(name)
         name = self._own_name(name)
-        if name not in self._owner:
-            raise CheckpointError(f"{self.paths[0].parent}: tensor {name} is missing")
-        handle, stored_name = self._owner[name]
         try:
             tensor: Tensor = handle.get_tensor(stored_name)
         except safetensors.SafetensorError as error:
@@ -98,6 +105,12 @@ class WeightFiles:
                 f"tensor {name} has shape {tuple(tensor.shape)}, config.json says {shape}"
             )
         return tensor
+
+    def _found(self, name: str) -> tuple[Any, str]:
+        name = self._own_name(name)
+        if name not in self._owner:
+            raise CheckpointError(f"{self.paths[0].parent}: tensor {name} is missing")
+        return self._owner[name]
 
     def read_rows(
         self, parts: list[tuple[str, int]], columns: int | None, dtype: torch.dtype, device: str
@@ -161,6 +174,14 @@ class LayerWeights:
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """One tensor of any shape."""
         return self.files.read(self._full(name), shape).to(self.device, self.dtype)
+
+    def transposed_or_not(self, name: str, shape: tuple[int, int, int]) -> Tensor:
+        """One tensor whose last two axes some files have the other way round."""
+        first, rows, columns = shape
+        other_way = (first, columns, rows)
+        if rows != columns and self.files.shape(self._full(name)) == other_way:
+            return self.tensor(name, other_way).transpose(1, 2).contiguous()
+        return self.tensor(name, shape)
 
     def exact(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """One tensor in fp32 whatever the model computes in, for what a rounding would shift."""

@@ -32,8 +32,9 @@ class Family:
         rounds_embedding_scale: the factor of embeddings has the dtype of computation.
         norm_offset: added to the weights of norms.
         aliases: own names of config.json's keys, and the usual ones.
-        decoder: `model_type` of the decoder whose keys are under `text_config`; empty when they
-            lie open.
+        decoders: `model_type` of decoders whose keys are under `text_config`, and what files with
+            such a one may leave out, by key; empty when the keys lie open.
+        older_lie_open: older files have the decoder's keys beside the others.
         weight_prefix: of the decoder's tensors.
         tensor_names: parts of tensors' usual names and the family's own, replaced in this order.
     """
@@ -47,7 +48,8 @@ class Family:
     rounds_embedding_scale: bool = False
     norm_offset: float = 0.0
     aliases: tuple[tuple[str, str], ...] = ()
-    decoder: str = ""
+    decoders: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    older_lie_open: bool = False
     weight_prefix: str = "model"
     tensor_names: tuple[tuple[str, str], ...] = ()
 
@@ -57,17 +59,24 @@ class Family:
         Raises:
             CheckpointError: the decoder's keys are missing, or contradict each other.
         """
-        if self.decoder:
+        defaults = self.defaults
+        if self.decoders:
             inner = raw.get("text_config")
-            if not isinstance(inner, Mapping):
+            if isinstance(inner, Mapping):
+                defaults = {**defaults, **self._decoder_defaults(inner, origin)}
+                raw = decoder_keys(raw)
+            elif inner is not None or not self.older_lie_open:
                 raise CheckpointError(f"{origin}: text_config is missing")
-            Fields({"model_type of text_config": inner.get("model_type")}, origin).only(
-                "model_type of text_config", self.decoder
-            )
-            raw = decoder_keys(raw)
         _refuse_two_ropes(Fields(raw, origin))
         own_names = {usual: raw[own] for own, usual in self.aliases if own in raw}
-        return {**self.defaults, **own_names, **raw}
+        return {**defaults, **own_names, **raw}
+
+    def _decoder_defaults(self, inner: Mapping[str, Any], origin: str) -> Mapping[str, Any]:
+        key = "model_type of text_config"
+        fields = Fields({key: inner.get("model_type")}, origin)
+        fields.only(key, *self.decoders)
+        name = fields.raw[key]
+        return {} if name is None else self.decoders[name]
 
 
 def _refuse_two_ropes(fields: Fields) -> None:

@@ -77,4 +77,4 @@ FAMILY = Family(
     rounds_embedding_scale=True,
     norm_offset=NORM_OFFSET,
 )
-SEEING = replace(FAMILY, weight_prefix=SEEING_PREFIX, decoder="gemma3_text")
+SEEING = replace(FAMILY, weight_prefix=SEEING_PREFIX, decoders={"gemma3_text": {}})

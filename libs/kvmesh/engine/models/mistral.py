@@ -35,5 +35,5 @@ SEEING = replace(
     # transformers ties unless the files have a head of their own, and so it is done here.
     defaults=_DEFAULTS | {"tie_word_embeddings": True},
     weight_prefix=SEEING_PREFIX,
-    decoder="mistral",
+    decoders={"mistral": {}},
 )

@@ -30,5 +30,5 @@ SEEING = Family(
     {"head_dim": 128},
     rope_theta=500000.0,
     weight_prefix=SEEING_PREFIX,
-    decoder="qwen3_vl_text",
+    decoders={"qwen3_vl_text": {}},
 )

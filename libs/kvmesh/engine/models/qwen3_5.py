@@ -59,5 +59,5 @@ def _load_delta(weights: LayerWeights, config: ModelConfig) -> DeltaAttention:
 _load_layer = partial(load_hybrid_layer, load_delta=_load_delta)
 DENSE = Family(_configure, _load_layer, {"head_dim": 256}, norm_offset=NORM_OFFSET)
 SPARSE = Family(_configure_moe, _load_layer, {"head_dim": 256}, norm_offset=NORM_OFFSET)
-SEEING_DENSE = replace(DENSE, weight_prefix=SEEING_PREFIX, decoder="qwen3_5_text")
-SEEING_SPARSE = replace(SPARSE, weight_prefix=SEEING_PREFIX, decoder="qwen3_5_moe_text")
+SEEING_DENSE = replace(DENSE, weight_prefix=SEEING_PREFIX, decoders={"qwen3_5_text": {}})
+SEEING_SPARSE = replace(SPARSE, weight_prefix=SEEING_PREFIX, decoders={"qwen3_5_moe_text": {}})
