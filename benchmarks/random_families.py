@@ -213,6 +213,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Glm4MoeConfig",
         _HEADS | _EXPERTS | {"n_routed_experts": 16, "use_qk_norm": True, "num_mtp_layers": 0},
     ),
+    "glm4-moe-lite": ("Glm4MoeLiteConfig", _without(_LATENT, "first_k_dense_replace")),
     "ernie4.5": ("Ernie4_5Config", _HEADS),
     "ernie4.5-moe": (
         "Ernie4_5_MoeConfig",

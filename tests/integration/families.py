@@ -24,6 +24,7 @@ from transformers import (
     GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GlmConfig,
     GptOssConfig,
     GraniteConfig,
@@ -315,6 +316,12 @@ CONFIGS: dict[str, Any] = {
         n_shared_experts=2,
         routed_scaling_factor=1.5,
         num_mtp_layers=0,
+    ),
+    "glm4-moe-lite": Glm4MoeLiteConfig(
+        **{key: value for key, value in LATENT.items() if key != "first_k_dense_replace"},
+        mlp_layer_types=["sparse", "dense", "sparse"],
+        routed_scaling_factor=1.5,
+        rope_parameters=YARN_ROPE | DEEPSEEK_SCALES,
     ),
     "ernie4.5": Ernie4_5Config(**SHAPE),
     "ernie4.5-moe": Ernie4_5_MoeConfig(

@@ -35,32 +35,45 @@ def _moe(fields: Fields, config: ModelConfig, *, is_v3: bool) -> MoeConfig:
     )
 
 
-def _configure(fields: Fields, config: ModelConfig, *, is_v3: bool) -> ModelConfig:
-    # V2 always rotates neighbours; V3's files say.
-    interleaved = not is_v3 or fields.flag("rope_interleave", default=True)
+def with_latents(
+    fields: Fields, config: ModelConfig, moe: MoeConfig, *, interleaved: bool
+) -> ModelConfig:
+    """A config with latent attention and experts.
+
+    Raises:
+        CheckpointError: a value is malformed or not supported.
+    """
     latent = latent_shape(fields, interleaved=interleaved)
     scale = (latent.nope_dim + latent.rope_dim) ** -0.5
     return replace(
         config,
         head_dim=latent.rope_dim,
         latent=latent,
-        moe=_moe(fields, config, is_v3=is_v3),
+        moe=moe,
         attention_scale=scale * yarn_scale(fields) ** 2,
     )
 
 
 def _configure_v2(fields: Fields, config: ModelConfig) -> ModelConfig:
-    return _configure(fields, config, is_v3=False)
+    # It always rotates neighbours; V3's files say.
+    return with_latents(fields, config, _moe(fields, config, is_v3=False), interleaved=True)
 
 
 def _configure_v3(fields: Fields, config: ModelConfig) -> ModelConfig:
-    return _configure(fields, config, is_v3=True)
+    interleaved = fields.flag("rope_interleave", default=True)
+    moe = _moe(fields, config, is_v3=True)
+    return with_latents(fields, config, moe, interleaved=interleaved)
 
 
-def _load_layer(weights: LayerWeights, config: ModelConfig) -> MixerLayer:
+def load_layer(weights: LayerWeights, config: ModelConfig) -> MixerLayer:
+    """Reads a layer with latent attention.
+
+    Raises:
+        CheckpointError: a tensor is missing or of the wrong shape.
+    """
     mlp = experts_or_dense(weights, config, load_group_routed)
     return load_mixer_layer(weights, config, load_latent_attention(weights, config), mlp)
 
 
-V2 = Family(_configure_v2, _load_layer, {"n_shared_experts": 2, "q_lora_rank": 1536})
-V3 = Family(_configure_v3, _load_layer, {"n_group": 8, "topk_group": 4, "q_lora_rank": 1536})
+V2 = Family(_configure_v2, load_layer, {"n_shared_experts": 2, "q_lora_rank": 1536})
+V3 = Family(_configure_v3, load_layer, {"n_group": 8, "topk_group": 4, "q_lora_rank": 1536})
