@@ -247,6 +247,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "MinistralConfig",
         _HEADS | {"layer_types": _WINDOWS_THEN_FULL, "sliding_window": _WINDOW},
     ),
+    "ministral3": (
+        "Ministral3Config",
+        _HEADS
+        | {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 16.0,
+                "original_max_position_embeddings": 256,
+                "llama_4_scaling_beta": 0.1,
+            }
+        },
+    ),
     "hyperclovax": ("HyperCLOVAXConfig", _HEADS | _GRANITE | {"logits_scaling": 0.125}),
     "dots1": (
         "Dots1Config",

@@ -40,6 +40,7 @@ from transformers import (
     MellumConfig,
     MiniMaxConfig,
     MiniMaxM2Config,
+    Ministral3Config,
     MinistralConfig,
     MistralConfig,
     MixtralConfig,
@@ -335,6 +336,10 @@ CONFIGS: dict[str, Any] = {
     "helium": HeliumConfig(**(SHAPE | {"hidden_size": 96}), attention_bias=True),
     "cwm": CwmConfig(**SHAPE, layer_types=HYBRID, sliding_window=40, bos_token_id=0),
     "ministral": MinistralConfig(**SHAPE, layer_types=HYBRID, sliding_window=40),
+    # Most prompts are several times as long as queries stay the same.
+    "ministral3": Ministral3Config(
+        **SHAPE, rope_parameters=YARN_ROPE | {"llama_4_scaling_beta": 0.5}
+    ),
     "hyperclovax": HyperCLOVAXConfig(
         **(GRANITE | {"hidden_size": 96, "logits_scaling": 0.25}), attention_bias=True
     ),

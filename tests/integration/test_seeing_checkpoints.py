@@ -142,6 +142,15 @@ CASES = {
             "tie_word_embeddings": False,
         },
     ),
+    "ministral3": Case(
+        Mistral3Config,
+        Mistral3ForConditionalGeneration,
+        ("ministral3", {}),
+        {
+            "vision_config": OTHER_SIGHT | {"model_type": "pixtral", "head_dim": 8},
+            "tie_word_embeddings": False,
+        },
+    ),
 }
 
 

@@ -60,6 +60,7 @@ class SelfAttention:
         rotation: which of those of `Step`.
         gate: to one factor per value of the heads' output, before its sigmoid; or None.
         wide_norm: of queries and keys before they are heads, or None.
+        has_factors: queries are multiplied by those of `Step`.
         call: computes decode rows on the CPU; None where that takes several calls.
     """
 
@@ -71,10 +72,12 @@ class SelfAttention:
     rotation: Rotation = Rotation.USUAL
     gate: Linear | None = None
     wide_norm: WideNorm | None = None
+    has_factors: bool = False
     call: AttentionCall | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        if self.gate is None and self.wide_norm is None and not self.spec.cap:
+        is_plain = self.gate is None and self.wide_norm is None
+        if is_plain and not self.has_factors and not self.spec.cap:
             made = AttentionCall.of(
                 self.qkv, self.output, self.spec, self.head_dim, self.place.slot
             )
@@ -105,6 +108,9 @@ class SelfAttention:
         qkv = self.qkv(h)
         if self.wide_norm is not None:
             self.wide_norm.apply(qkv)
+        if self.has_factors:
+            assert step.query_factors is not None
+            qkv[:, : self.output.weight.shape[1]] *= step.query_factors
         heads = qkv.view(len(h), -1, self.head_dim)
         out = attention.run(heads, self.place.slot, self.spec, rope)
         if keep is not None:
@@ -156,6 +162,7 @@ def load_attention(
         rotation=config.rotation(layer),
         gate=gate,
         wide_norm=_wide_norm(weights, config, order) if config.wide_qk_norm else None,
+        has_factors=config.query_growth is not None,
     )
 
 

@@ -56,6 +56,19 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class QueryGrowth:
+    """Queries far behind the beginning are longer: by a share for each e-fold of the distance.
+
+    Attributes:
+        share: of a query's length; 0 for none.
+        length: positions before which queries stay as they are.
+    """
+
+    share: float
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
 class MoeConfig:
     """Mixture of experts.
 
@@ -162,6 +175,7 @@ class ModelConfig:
         embedding_scale: factor of embeddings.
         logit_scale: factor of logits.
         attention_cap, logit_cap: scores and logits are bent to stay within; 0 for not.
+        query_growth: of all layers, where a family has it.
     """
 
     family: str
@@ -199,6 +213,7 @@ class ModelConfig:
     logit_scale: float = 1.0
     attention_cap: float = 0.0
     logit_cap: float = 0.0
+    query_growth: QueryGrowth | None = None
 
     def for_length(self, length: int) -> ModelConfig:
         """The config with the rotary embeddings of sequences of up to `length` positions."""

@@ -48,10 +48,12 @@ class Step:
     Attributes:
         memory: KV of all groups.
         ropes: rotations of the rows, those that the model's layers have.
+        query_factors: [rows, 1], of the rows' queries; None for 1.
     """
 
     memory: StepMemory
     ropes: Mapping[Rotation, RopeRows]
+    query_factors: Tensor | None = None
 
 
 class Layer(Protocol):

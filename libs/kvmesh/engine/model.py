@@ -18,7 +18,7 @@ from kvmesh.engine.layer_stack import stacked
 from kvmesh.engine.layers import Layer, Step, StepMemory
 from kvmesh.engine.models import FAMILIES
 from kvmesh.engine.models.family import Family
-from kvmesh.engine.rope import RopeTable, resting_table, rope_table
+from kvmesh.engine.rope import RopeTable, query_factors, resting_table, rope_table
 from kvmesh.engine.weights import LayerWeights, WeightFiles
 from kvmesh.kernels import layer_ops, reference
 from kvmesh.kernels.linear import Linear, make_linear
@@ -39,6 +39,7 @@ class DecoderModel:
         norm: [hidden], with the factor of logits in it.
         head: to [vocab].
         ropes: those that the layers have.
+        query_factors: [positions, 1], see `Step`; None for 1.
         stacks: the layers, those together that one call can compute.
     """
 
@@ -49,6 +50,7 @@ class DecoderModel:
     norm: Tensor
     head: Linear
     ropes: Mapping[Rotation, RopeTable]
+    query_factors: Tensor | None = None
     stacks: tuple[Layer, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -77,7 +79,9 @@ class DecoderModel:
         x = functional.embedding(token_ids, self.embedding)
         if self.embedding_scale != 1:
             x *= self.embedding_scale
-        step = Step(memory, {kind: rope.rows(positions) for kind, rope in self.ropes.items()})
+        ropes = {kind: rope.rows(positions) for kind, rope in self.ropes.items()}
+        factors = self.query_factors
+        step = Step(memory, ropes, None if factors is None else factors.index_select(0, positions))
         delta: Tensor | None = None
         layers = self.stacks if after_layer is None else self.layers
         for number, layer in enumerate(layers[:-1], start=1):
@@ -147,6 +151,9 @@ def load_model(
     scale = config.embedding_scale
     if family.rounds_embedding_scale:
         scale = float(torch.tensor(scale, dtype=dtype))
+    factors = None
+    if config.query_growth is not None:
+        factors = query_factors(config.query_growth, num_positions, dtype, device)
     kinds = {config.rotation(layer) for layer in range(config.num_layers)}
     return DecoderModel(
         config=config,
@@ -159,6 +166,7 @@ def load_model(
         norm=(norm * config.logit_scale).to(device, dtype),
         head=make_linear(embedding if is_tied else matrix(_HEAD)),
         ropes={kind: table(kind) for kind in kinds},
+        query_factors=factors,
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvmesh.engine.config import RopeConfig
+from kvmesh.engine.config import QueryGrowth, RopeConfig
 from kvmesh.kernels.heads import RopeRows
 
 
@@ -106,3 +106,18 @@ def resting_table(head_dim: int, dtype: torch.dtype, device: str) -> RopeTable:
     """The table of layers without rotation, which leaves every value as it is."""
     still = torch.ones((1, 1, head_dim), dtype=dtype, device=device)
     return RopeTable(still, torch.zeros_like(still))
+
+
+def query_factors(
+    growth: QueryGrowth, num_positions: int, dtype: torch.dtype, device: str
+) -> Tensor:
+    """What queries of the positions below `num_positions` are multiplied by.
+
+    Returns:
+        [positions, 1].
+
+    Source: the reference code published with the Llama 4 weights.
+    """
+    positions = torch.arange(num_positions, dtype=torch.float32)
+    factors = 1 + growth.share * torch.log1p(torch.floor(positions / growth.length))
+    return factors.to(device, dtype)[:, None]

@@ -217,10 +217,16 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
             "truncate False",
         ),
         (CONFIG, {"model_type": "qwen3_5"}, "text_config is missing"),
+        (CONFIG, {"model_type": "qwen2_vl", "text_config": []}, "text_config is missing"),
         (
             CONFIG,
-            {"model_type": "mistral3", "text_config": {"model_type": "ministral3"}},
-            "model_type of text_config 'ministral3'",
+            {"model_type": "ministral3", "rope_theta": None, "rope_parameters": YARN},
+            "rope_parameters without llama_4_scaling_beta",
+        ),
+        (
+            CONFIG,
+            {"model_type": "mistral3", "text_config": {"model_type": "mistral4"}},
+            "model_type of text_config 'mistral4'",
         ),
         (CONFIG, {"model_type": "qwen3_5_text", "attn_output_gate": False}, "attn_output_gate"),
     ],

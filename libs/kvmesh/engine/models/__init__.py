@@ -54,6 +54,7 @@ FAMILIES: dict[str, Family] = {
     "mistral": mistral.FAMILY,
     "mistral3": mistral.SEEING,
     "ministral": mistral.MINISTRAL,
+    "ministral3": mistral.MINISTRAL3,
     "mixtral": mixtral.FAMILY,
     "phi3": phi3.FAMILY,
     "seed_oss": seed_oss.FAMILY,
