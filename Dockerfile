@@ -58,8 +58,8 @@ RUN --mount=type=secret,id=pip.conf \
 COPY models models
 COPY libs libs
 COPY services/__init__.py services/__init__.py
-# C++ libraries, built for the CPU of this machine. On another kind of CPU a worker builds its own,
-# or goes on without where its file system cannot be written.
+# C++ libraries, built for the CPU of this machine. On another kind of CPU a worker builds its own, in
+# /tmp where nothing else can be written, or goes on without.
 RUN HOME=/app python -m kvmesh.kernels.prebuild && chown --recursive 10001:10001 /app/.cache
 # On a device kernels are compiled at run time, when /tmp alone can be written.
 ENV TRITON_CACHE_DIR=/tmp/triton

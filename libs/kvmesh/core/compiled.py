@@ -1,7 +1,8 @@
 """Compiles a C++ file of this package into a library, once per machine and version.
 
 The library is kept in the user's cache under a name that follows from the source and the headers
-beside it, the compiler, its flags and the CPU. Tests: tests/unit/core/test_compiled.py.
+beside it, the compiler, its flags and the CPU. Where that cannot be written, as in a pod whose file
+system is read-only, it is kept beside temporary files. Tests: tests/unit/core/test_compiled.py.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import ctypes
 import hashlib
 import os
 import shutil
+import stat
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -37,12 +39,35 @@ def load_compiled(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
     if compiler is None:
         raise CompileError("no C++ compiler")
     try:
-        folder = Path.home() / ".cache" / "kvmesh"
-        return ctypes.CDLL(str(compile_library(compiler, source, flags, folder)))
+        return ctypes.CDLL(str(_library(compiler, source, flags)))
     except subprocess.CalledProcessError as error:
         raise CompileError(f"{error}: {error.stderr}") from error
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         raise CompileError(str(error)) from error
+
+
+def _library(compiler: str, source: Path, flags: Sequence[str]) -> Path:
+    try:
+        return compile_library(compiler, source, flags, Path.home() / ".cache" / "kvmesh")
+    except (OSError, RuntimeError):  # not to be written, or no home at all
+        return compile_library(compiler, source, flags, _own_temporary_folder())
+
+
+def _own_temporary_folder() -> Path:
+    """A folder that outlives this process and that nobody else writes: code is loaded from it.
+
+    Raises:
+        OSError: there is none, or somebody else was first, or no code may be loaded from there.
+    """
+    folder = Path(tempfile.gettempdir()) / f"kvmesh-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+    if not is_own or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(f"{folder} is not this user's alone")
+    if os.statvfs(folder).f_flag & os.ST_NOEXEC:
+        raise PermissionError(f"{folder} is on a file system without programs")
+    return folder
 
 
 def compile_library(compiler: str, source: Path, flags: Sequence[str], folder: Path) -> Path:

@@ -1,6 +1,8 @@
 """Compiling a source file of the package."""
 
+import os
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -47,6 +49,42 @@ def test_the_library_is_loaded_from_the_users_cache(
     path = source(tmp_path, 'extern "C" int answer() { return 42; }')
     assert load_compiled(path, FLAGS).answer() == 42
     assert [file.suffix for file in (tmp_path / ".cache" / "kvmesh").iterdir()] == [".so"]
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the library goes for a user whose home is a file, in which no cache can be made."""
+    home = tmp_path / "home"
+    home.write_text("")
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path / f"kvmesh-{os.getuid()}"
+
+
+def test_without_a_cache_the_library_is_kept_beside_temporary_files(
+    compiler: str, tmp_path: Path, temporary: Path
+) -> None:
+    path = source(tmp_path, 'extern "C" int answer() { return 42; }')
+    assert load_compiled(path, FLAGS).answer() == 42
+    (made,) = temporary.iterdir()
+    assert temporary.stat().st_mode & 0o777 == 0o700
+    before = made.stat().st_mtime_ns
+    assert load_compiled(path, FLAGS).answer() == 42
+    assert made.stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("trap", ["link", "open"])
+def test_no_code_is_loaded_from_a_folder_that_others_write(
+    compiler: str, tmp_path: Path, temporary: Path, trap: str
+) -> None:
+    if trap == "link":
+        (tmp_path / "elsewhere").mkdir()
+        temporary.symlink_to(tmp_path / "elsewhere")
+    else:
+        temporary.mkdir()
+        temporary.chmod(0o777)
+    with pytest.raises(CompileError, match="not this user's alone"):
+        load_compiled(source(tmp_path, 'extern "C" int answer() { return 42; }'), FLAGS)
 
 
 def test_a_source_that_does_not_compile_says_why_and_leaves_nothing(
