@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvmesh.core.config import option, secret
+from kvmesh.core.config import option, positive, secret
 from kvmesh.policy.plans_ahead import MAX_AHEAD
 from kvmesh.rpc.channels import TlsConfig
 from kvmesh.runtime.app import ServerConfig
@@ -18,12 +18,12 @@ class HttpConfig:
 
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "HTTP port; 0 picks a free one")
-    max_body_bytes: int = option(16 * 1024 * 1024, "longest request body")
-    processes: int = option(1, "processes that share the ports; about one per core")
-    header_timeout_s: float = option(20.0, "first request line and headers must come within this")
-    body_timeout_s: float = option(60.0, "a request's body must come within this")
-    idle_timeout_s: float = option(75.0, "a connection without a request is closed after this")
-    stall_timeout_s: float = option(60.0, "a client that takes nothing for this long is cut")
+    max_body_bytes: int = positive(16 * 1024 * 1024, "longest request body")
+    processes: int = positive(1, "processes that share the ports; about one per core")
+    header_timeout_s: float = positive(20.0, "first request line and headers must come within this")
+    body_timeout_s: float = positive(60.0, "a request's body must come within this")
+    idle_timeout_s: float = positive(75.0, "a connection without a request is closed after this")
+    stall_timeout_s: float = positive(60.0, "a client that takes nothing for this long is cut")
     max_connections: int = option(10_000, "connections at once; 0 is no limit")
     max_connections_per_address: int = option(
         2048, "connections of one address; 0 is no limit, for a load balancer in front"
@@ -62,7 +62,7 @@ class SchedulerTargets:
     """Where the schedulers are."""
 
     targets: str = option("127.0.0.1:7001", "host:port of the schedulers, comma-separated")
-    route_timeout_s: float = option(0.5, "longest wait for a route plan")
+    route_timeout_s: float = positive(0.5, "longest wait for a route plan")
     plans_ahead: int = option(
         MAX_AHEAD, "most route plans made before their requests come; 0 asks for every request"
     )
@@ -72,19 +72,19 @@ class SchedulerTargets:
 class LimitsConfig:
     """Deadlines and limits of one request."""
 
-    ttft_deadline_ms: int = option(10_000, "default longest wait until a worker takes a request")
-    request_timeout_s: float = option(600.0, "longest life of a request")
-    prefill_timeout_s: float = option(
+    ttft_deadline_ms: int = positive(10_000, "default longest wait until a worker takes a request")
+    request_timeout_s: float = positive(600.0, "longest life of a request")
+    prefill_timeout_s: float = positive(
         60.0, "a prefill without its first token or handoff after this long is lost"
     )
-    stall_s: float = option(10.0, "a decode stream without tokens for this long is lost")
+    stall_s: float = positive(10.0, "a decode stream without tokens for this long is lost")
     max_moves: int = option(3, "how often lost work of one request is started again")
-    max_choices: int = option(16, "largest n")
-    max_prompts: int = option(64, "most prompts in one completions request")
+    max_choices: int = positive(16, "largest n")
+    max_prompts: int = positive(64, "most prompts in one completions request")
     max_stop: int = option(16, "most stop strings")
     max_stop_chars: int = option(1024, "longest stop string")
-    max_sequences: int = option(128, "most generations of one request: n times prompts")
-    max_prompt_chars: int = option(4_000_000, "most text of all prompts of one request")
+    max_sequences: int = positive(128, "most generations of one request: n times prompts")
+    max_prompt_chars: int = positive(4_000_000, "most text of all prompts of one request")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class AccessConfig:
     api_keys_file: str = option("", "file with one accepted bearer key per line")
     tenants_file: str = option("", "tenants and hashed keys, a file that `kvmesh keys` makes")
     tenants_in_redis: bool = option(False, "tenants and hashed keys are in Redis")
-    refresh_s: float = option(2.0, "tenants and keys are read again after this long")
+    refresh_s: float = positive(2.0, "tenants and keys are read again after this long")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class QuotaConfig:
     max_concurrent_per_key: int = option(0, "requests of one key at once")
     requests_per_min_per_key: int = option(0, "requests of one key per minute")
     tokens_per_min_per_key: int = option(0, "prompt and generated tokens of one key per minute")
-    burst_s: float = option(10.0, "seconds of a rate that may be used at once; tenants' too")
+    burst_s: float = positive(10.0, "seconds of a rate that may be used at once; tenants' too")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class QuotaStoreConfig:
     url: str = option("", "redis:// URL; empty counts in each gateway alone")
     password: str = secret("password, if it is not part of the URL")
     key_prefix: str = option("kvmesh:", "start of all keys; two meshes in one Redis need two")
-    timeout_s: float = option(0.5, "a call that takes longer has failed")
+    timeout_s: float = positive(0.5, "a call that takes longer has failed")
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvmesh.core.config import option
+from kvmesh.core.config import option, positive
 from kvmesh.metadata.redis_client import RedisConfig
 from kvmesh.runtime.app import ServerConfig
 from kvmesh.telemetry.config import TelemetryConfig
@@ -13,25 +13,25 @@ from kvmesh.telemetry.config import TelemetryConfig
 @dataclass(frozen=True, slots=True)
 class IndexConfig:
     store: str = option("redis", "redis, or memory: one replica, rebuilt by the workers if lost")
-    lease_s: float = option(10.0, "a worker that is silent for longer is not matched any more")
-    sweep_interval_s: float = option(5.0, "pause between removals of what dead workers left")
-    sweep_max_blocks: int = option(20_000, "most entries that one sweep removes")
+    lease_s: float = positive(10.0, "a worker that is silent for longer is not matched any more")
+    sweep_interval_s: float = positive(5.0, "pause between removals of what dead workers left")
+    sweep_max_blocks: int = positive(20_000, "most entries that one sweep removes")
 
 
 @dataclass(frozen=True, slots=True)
 class LimitConfig:
-    lookup_timeout_s: float = option(0.1, "a lookup that takes longer is answered as degraded")
-    max_lookups: int = option(32, "lookups at one time; one more is answered as degraded")
-    probe_interval_s: float = option(0.25, "pause between attempts to reach a store that is down")
+    lookup_timeout_s: float = positive(0.1, "a lookup that takes longer is answered as degraded")
+    max_lookups: int = positive(32, "lookups at one time; one more is answered as degraded")
+    probe_interval_s: float = positive(0.25, "pause between attempts to reach a store that is down")
 
 
 @dataclass(frozen=True, slots=True)
 class PoolConfig:
     budget_mb_s: float = option(100.0, "megabytes per second that copies may take; 0: no copies")
-    window_s: float = option(10.0, "pause between plans; reads count half after each")
+    window_s: float = positive(10.0, "pause between plans; reads count half after each")
     min_reads: float = option(8.0, "a prefix that was read less often of late is not copied")
-    segment_blocks: int = option(16, "blocks per segment, for which reads are counted")
-    max_segments: int = option(8192, "segments whose reads are remembered, per model")
+    segment_blocks: int = positive(16, "blocks per segment, for which reads are counted")
+    max_segments: int = positive(8192, "segments whose reads are remembered, per model")
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from aiohttp import web
 from google.protobuf.message import DecodeError
 
 from kvmesh.core.clock import Clock
-from kvmesh.core.errors import ConfigError, ProtocolError
+from kvmesh.core.errors import ProtocolError
 from kvmesh.core.pool import PoolMember
 from kvmesh.core.types import PrefixMatch, WorkerId
 from kvmesh.metadata.pool_store import PoolStore
@@ -54,20 +54,6 @@ KEPT_WINDOWS = 3
 """Windows after which the knowledge of a silent replica, an order and the lease end."""
 
 log = event_logger(__name__)
-
-
-def check_pool_config(config: PoolConfig) -> None:
-    """Says no to what cannot be.
-
-    Raises:
-        ConfigError: names the option.
-    """
-    for option in ("window_s", "segment_blocks", "max_segments"):
-        value = getattr(config, option)
-        if not value > 0:
-            raise ConfigError(f"pool.{option} must be more than 0, got {value:g}")
-    if not config.budget_mb_s >= 0:
-        raise ConfigError(f"pool.budget_mb_s must be at least 0, got {config.budget_mb_s:g}")
 
 
 class Pool:

@@ -32,7 +32,7 @@ from services.kvmanager import metrics
 from services.kvmanager.config import IndexConfig, KvManagerConfig
 from services.kvmanager.guard import StoreGuard
 from services.kvmanager.lookup import PrefixLookups
-from services.kvmanager.pool import Pool, check_pool_config
+from services.kvmanager.pool import Pool
 from services.kvmanager.pool_seat import PoolSeat
 from services.kvmanager.session import PublisherSession, check_hashes, publisher_from_hello
 
@@ -172,7 +172,6 @@ def open_stores(config: KvManagerConfig) -> tuple[MetadataStore, PoolStore]:
 
 async def build(config: KvManagerConfig, context: ServiceContext) -> None:
     """Constructs the service."""
-    check_pool_config(config.pool)
     store, pool_store = open_stores(config)
     context.stack.push_async_callback(store.close)
     await context.direct.start()

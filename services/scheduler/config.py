@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvmesh.core.config import option, secret
+from kvmesh.core.config import option, positive, secret
 from kvmesh.policy.joint_choice import JOINT_WINDOW_S
 from kvmesh.policy.ranking import AGGREGATE_TOKENS
 from kvmesh.policy.ratio_monitor import WINDOW_S
@@ -16,8 +16,8 @@ from kvmesh.telemetry.config import TelemetryConfig
 class FleetConfig:
     """How workers are kept track of."""
 
-    lease_s: float = option(3.0, "a worker counts as lost after this long without a report")
-    report_interval_s: float = option(0.5, "interval at which workers report their load")
+    lease_s: float = positive(3.0, "a worker counts as lost after this long without a report")
+    report_interval_s: float = positive(0.5, "interval at which workers report their load")
     warmup_s: float = option(1.0, "after the start, hold back an empty fleet view for this long")
 
 
@@ -43,8 +43,8 @@ class PlanningConfig:
     """The loops above single requests."""
 
     roles: str = option("apply", "role changes: apply, recommend (log and count them) or off")
-    reallocate_s: float = option(120.0, "interval at which the split of roles is evaluated")
-    monitor_s: float = option(WINDOW_S, "windows that the policy pdserve compares latencies over")
+    reallocate_s: float = positive(120.0, "interval at which the split of roles is evaluated")
+    monitor_s: float = positive(WINDOW_S, "windows that the policy pdserve compares latencies over")
     remote_cluster: str = option("", "cluster that only prefills, for long prompts; empty: none")
     egress_mb_s: float = option(0.0, "megabytes per second that KV can leave it; 0: not measured")
     threshold_tokens: int = option(0, "uncached tokens above which to use it at first; 0: none")
@@ -56,7 +56,7 @@ class KvManagerTarget:
     """Whom to ask for prefix matches."""
 
     target: str = option("", "kvmanager host:port; empty routes without cache knowledge")
-    timeout_s: float = option(0.05, "longest time that a route waits for prefix matches")
+    timeout_s: float = positive(0.05, "longest time that a route waits for prefix matches")
 
 
 @dataclass(frozen=True, slots=True)

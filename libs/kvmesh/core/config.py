@@ -3,7 +3,8 @@
 A config is a frozen dataclass whose fields are str, int, float, bool, `X | None` or another such
 dataclass. Field `section.name` has the flag `--section.name` and the environment twin
 `KVMESH_SECTION__NAME`; a `secret` has no flag, since command lines can be read by every user of a
-machine. The help text is the field's `metadata["help"]`. An unknown key is an error; in the
+machine. The help text is the field's `metadata["help"]`. A number below 0 is an error unless the
+default is one; what has to be above 0 is declared as `positive`. An unknown key is an error; in the
 environment, which services share, only within a section that this service has, and only if no
 service has it (`core/shared_sections.py`).
 This is the only module that reads the environment. Tests: tests/unit/core/test_config.py.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import os
 import re
 import sys
@@ -58,6 +60,11 @@ def option(default: Any, help_text: str) -> Any:
     return dataclasses.field(default=default, metadata={"help": help_text})
 
 
+def positive(default: float, help_text: str) -> Any:
+    """A config field for a number above 0."""
+    return dataclasses.field(default=default, metadata={"help": help_text, "positive": True})
+
+
 def secret(help_text: str) -> Any:
     """A text field that is never printed and comes from a file or the environment alone."""
     return dataclasses.field(default="", metadata={"help": help_text, "secret": True})
@@ -72,6 +79,7 @@ class Option:
     default: Any
     help: str
     is_secret: bool = False
+    is_positive: bool = False
 
     @property
     def flag(self) -> str:
@@ -100,8 +108,14 @@ def _leaves(config: type[Any], path: tuple[str, ...]) -> Iterator[Option]:
         if field.default is dataclasses.MISSING:
             raise TypeError(f"{config.__name__}.{field.name} needs a default")
         facts = field.metadata
-        is_secret = bool(facts.get("secret"))
-        yield Option(here, kind, field.default, facts.get("help", ""), is_secret)
+        yield Option(
+            here,
+            kind,
+            field.default,
+            facts.get("help", ""),
+            is_secret=bool(facts.get("secret")),
+            is_positive=bool(facts.get("positive")),
+        )
 
 
 def _parse(option: Option, raw: Any, origin: str) -> Any:
@@ -114,19 +128,35 @@ def _parse(option: Option, raw: Any, origin: str) -> Any:
     try:
         if kind is bool:
             return _parse_bool(raw)
-        if kind in (int, float, str) and not isinstance(raw, (dict, list)):
-            return _in_range(option, kind(raw), origin)
-    except ValueError:
+        if kind is str and not isinstance(raw, (dict, list)):
+            return str(raw)
+        if kind in (int, float):
+            return _in_range(option, _number(kind, raw), origin)
+    except (TypeError, ValueError, OverflowError):
         pass
     name = _KIND_NOUNS.get(kind, str(kind))
     raise ConfigError(f"{origin}: {'.'.join(option.path)} must be {name}, got {raw!r}")
 
 
+def _number(kind: Any, raw: Any) -> Any:
+    value = kind(raw)
+    if isinstance(raw, bool) or math.isnan(value) or (isinstance(raw, float) and value != raw):
+        raise ValueError(raw)  # what a file says is a number is not made another one
+    return value
+
+
 def _in_range(option: Option, value: Any, origin: str) -> Any:
-    """Ports are ports: a listener would take one modulo 65,536 and say nothing."""
-    is_port = option.path[-1] == "port" or option.path[-1].endswith("_port")
-    if is_port and not -1 <= value <= _LAST_PORT:
-        raise ConfigError(f"{origin}: {'.'.join(option.path)}: {value} is not a port")
+    name = ".".join(option.path)
+    if option.path[-1] == "port" or option.path[-1].endswith("_port"):
+        # A listener would take one modulo 65,536 and say nothing.
+        if not -1 <= value <= _LAST_PORT:
+            raise ConfigError(f"{origin}: {name}: {value} is not a port")
+        return value
+    lowest = min(option.default or 0, 0)
+    if value < lowest:
+        raise ConfigError(f"{origin}: {name} must be at least {lowest:g}, got {value:g}")
+    if option.is_positive and not value:
+        raise ConfigError(f"{origin}: {name} must be more than 0")
     return value
 
 

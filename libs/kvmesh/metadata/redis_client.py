@@ -14,7 +14,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError, RedisError
 
-from kvmesh.core.config import option, secret
+from kvmesh.core.config import option, positive, secret
 from kvmesh.core.errors import ConfigError
 from kvmesh.metadata.redis_line import RedisLines, script_name
 from kvmesh.metadata.store import StoreUnavailableError
@@ -37,7 +37,7 @@ class RedisConfig:
     url: str = option("redis://127.0.0.1:6379/0", "redis://, rediss:// (TLS) or unix:// URL")
     password: str = secret("password, if it is not part of the URL")
     key_prefix: str = option("kvmesh:", "start of all keys; two meshes in one Redis need two")
-    timeout_s: float = option(0.5, "a call that takes longer has failed")
+    timeout_s: float = positive(0.5, "a call that takes longer has failed")
 
 
 class RedisClient:

@@ -31,14 +31,10 @@ def send_options(config: WorkerConfig) -> SendOptions:
     """How a worker sends.
 
     Raises:
-        ConfigError: a channel or checksum that is unknown or not to be had, no lane, two budgets,
-            no patience, too long a look for answers, or a TLS file that cannot be used.
+        ConfigError: a channel or checksum that is unknown or not to be had, two budgets, too long a
+            look for answers, or a TLS file that cannot be used.
     """
     section, data = config.worker, config.data
-    if data.lanes < 1:
-        raise ConfigError(f"data.lanes must be at least 1, got {data.lanes}")
-    if section.handoff_s <= 0:
-        raise ConfigError(f"worker.handoff_s must be more than 0, got {section.handoff_s:g}")
     if data.budget_mb_s and data.egress_mb_s:
         raise ConfigError("data.budget_mb_s and data.egress_mb_s exclude each other")
     return SendOptions(
@@ -59,11 +55,9 @@ def receive_options(config: WorkerConfig) -> ReceiveOptions:
     """How a worker receives.
 
     Raises:
-        ConfigError: as `send_options`, or no thread to copy.
+        ConfigError: as `send_options`.
     """
     section, data = config.worker, config.data
-    if data.copy_threads < 1:
-        raise ConfigError(f"data.copy_threads must be at least 1, got {data.copy_threads}")
     return ReceiveOptions(
         kinds=_kinds(config),
         host=config.server.host,
@@ -112,7 +106,7 @@ def _data_tls(context: ssl.SSLContext | None, data: DataSection) -> DataTls | No
 
 
 def _poll_s(microseconds: int) -> float:
-    if not 0 <= microseconds <= MAX_POLL_US:
+    if microseconds > MAX_POLL_US:
         raise ConfigError(f"data.poll_us must be 0 to {MAX_POLL_US}, got {microseconds}")
     return microseconds / 1e6
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvmesh.core.config import option
+from kvmesh.core.config import option, positive
 from kvmesh.rpc.channels import TlsConfig
 from kvmesh.runtime.app import ServerConfig
 from kvmesh.telemetry.config import TelemetryConfig
@@ -14,12 +14,12 @@ from kvmesh.telemetry.config import TelemetryConfig
 class DataSection:
     """The data channel over the network."""
 
-    lanes: int = option(2, "TCP connections per peer")
+    lanes: int = positive(2, "TCP connections per peer")
     checksum: str = option("crc32c", "of TCP payloads: crc32c, crc32 or none")
     budget_mb_s: float = option(0.0, "TCP megabytes per second to one peer; 0: no bound")
     egress_mb_s: float = option(0.0, "TCP megabytes per second to all, reads included; 0: no bound")
-    window_mb: int = option(64, "megabytes that one connection may be ahead of its answers")
-    copy_threads: int = option(1, "that share a large copy out of shared memory")
+    window_mb: int = positive(64, "megabytes that one connection may be ahead of its answers")
+    copy_threads: int = positive(1, "that share a large copy out of shared memory")
     poll_us: int = option(200, "microseconds to look for the next frame, while that pays; 0: not")
     staging_mb: int = option(
         64, "pinned host memory per direction for blocks of a device, megabytes"
@@ -43,9 +43,9 @@ class WorkerSection:
     data_port: int = option(0, "data channel port; 0 picks a free one")
     prefill_slots: int = option(1, "prompts held at once; all others are rejected")
     decode_slots: int = option(32, "sequences held at once, reservations included")
-    lease_s: float = option(10.0, "a reservation without renewal or progress ends after this")
-    stall_s: float = option(5.0, "a transfer without progress fails after this")
-    handoff_s: float = option(60.0, "a link whose handoffs would take longer is given up")
+    lease_s: float = positive(10.0, "a reservation without renewal or progress ends after this")
+    stall_s: float = positive(5.0, "a transfer without progress fails after this")
+    handoff_s: float = positive(60.0, "a link whose handoffs would take longer is given up")
     channels: str = option(
         "local,ipc,shm,tcp", "kinds of data channel that may be used, best first"
     )
@@ -61,11 +61,11 @@ class EngineSection:
     model_name: str = option("", "name under which the model is served; default: folder name")
     dtype: str = option("auto", "auto, float32, float16 or bfloat16")
     device: str = option("cpu", "cpu or cuda")
-    num_blocks: int = option(1024, "KV blocks")
-    block_size: int = option(16, "token positions per KV block")
-    num_threads: int = option(1, "CPU threads of the engine")
+    num_blocks: int = positive(1024, "KV blocks")
+    block_size: int = positive(16, "token positions per KV block")
+    num_threads: int = positive(1, "CPU threads of the engine")
     max_model_len: int = option(0, "longest sequence in tokens; 0: the model's own limit")
-    max_batch_tokens: int = option(512, "tokens computed in one step (chunk budget)")
+    max_batch_tokens: int = positive(512, "tokens computed in one step (chunk budget)")
     growth_tokens: int = option(64, "room for new tokens that a reservation asks for")
     state_interval_tokens: int = option(
         0, "positions between cached states of linear layers; 0: as much room as their KV takes"
@@ -73,7 +73,7 @@ class EngineSection:
     cuda_graphs: str = option(
         "auto", "static decode steps: auto (with a device), on (on the CPU uncaptured) or off"
     )
-    max_graph_batch: int = option(64, "sequences of the largest static decode step")
+    max_graph_batch: int = positive(64, "sequences of the largest static decode step")
     swap_gib: float = option(
         -1.0, "host memory for KV of preempted sequences, GiB; 0: none; -1: 4 with a device, else 0"
     )
@@ -88,9 +88,11 @@ class FetchSection:
     """KV that workers read from each other's prefix caches."""
 
     enabled: bool = option(True, "fetch prefixes that routes say other workers hold")
-    timeout_s: float = option(10.0, "a fetch that takes longer is given up, the rest is computed")
-    stall_s: float = option(2.0, "a fetch or query without progress for this long is given up")
-    lease_s: float = option(5.0, "blocks leased to a reader are free again so long after its reads")
+    timeout_s: float = positive(10.0, "a fetch that takes longer is given up, the rest is computed")
+    stall_s: float = positive(2.0, "a fetch or query without progress for this long is given up")
+    lease_s: float = positive(
+        5.0, "blocks leased to a reader are free again so long after its reads"
+    )
     max_leases: int = option(64, "leases at once, half to one reader; 0: nothing is given away")
     max_share: float = option(0.5, "of all blocks, in leases at once; half of that to one reader")
     max_queries: int = option(8, "questions about KV here that are open at once, else refused")
@@ -107,7 +109,7 @@ class EventsSection:
     endpoint: str = option("", "ZMQ PUB address, for example tcp://*:5557; empty: off")
     replay_endpoint: str = option("", "ZMQ ROUTER address for missed batches; empty: none")
     topic: str = option("kv-events", "topic of the messages")
-    buffer_batches: int = option(10_000, "batches kept for the replay")
+    buffer_batches: int = positive(10_000, "batches kept for the replay")
     encoding: str = option("array", "of an event: array, or map (vLLM 0.28 and later)")
     int_hashes: bool = option(True, "block hashes as 64-bit numbers; else as bytes")
 

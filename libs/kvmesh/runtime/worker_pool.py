@@ -27,27 +27,11 @@ def lease_limits(section: FetchSection) -> LeaseLimits:
     """What this worker gives to readers.
 
     Raises:
-        ConfigError: a limit that cannot be.
+        ConfigError: a share that cannot be.
     """
-    if section.lease_s <= 0:
-        raise ConfigError(f"fetch.lease_s must be more than 0, got {section.lease_s:g}")
-    if section.max_leases < 0:
-        raise ConfigError(f"fetch.max_leases must be at least 0, got {section.max_leases}")
-    if not 0 <= section.max_share <= 1:
+    if section.max_share > 1:
         raise ConfigError(f"fetch.max_share must be 0 to 1, got {section.max_share:g}")
     return LeaseLimits(section.lease_s, section.max_leases, section.max_share)
-
-
-def fetch_options(section: FetchSection) -> FetchOptions:
-    """How this worker fetches.
-
-    Raises:
-        ConfigError: a time that cannot be.
-    """
-    for name, seconds in (("timeout_s", section.timeout_s), ("stall_s", section.stall_s)):
-        if seconds <= 0:
-            raise ConfigError(f"fetch.{name} must be more than 0, got {seconds:g}")
-    return FetchOptions(section.timeout_s)
 
 
 def start_fetcher(
@@ -65,9 +49,9 @@ def start_fetcher(
         staging: see `PrefixFetcher`; outlives the fetcher.
 
     Raises:
-        ConfigError: as `fetch_options` and `send_options`.
+        ConfigError: as `send_options`.
     """
-    options = fetch_options(config.fetch)
+    options = FetchOptions(config.fetch.timeout_s)
     sending = send_options(config)
     # What does not come is computed, so it is not waited for as long as for a handoff.
     stall_s = min(config.fetch.stall_s, sending.stall_timeout_s)

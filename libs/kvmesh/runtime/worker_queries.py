@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from kvmesh.core.errors import ConfigError
 from kvmesh.engine.core import EngineCore
 from kvmesh.engine.protocol import ModelRunner
 from kvmesh.runtime.app import ServiceContext
@@ -67,13 +66,7 @@ def answer_queries(
     metrics: QueryMetrics,
     max_open: int,
 ) -> QueryAnswers | None:
-    """What answers other workers; None where the model's attention cannot be cut in parts.
-
-    Raises:
-        ConfigError: `max_open` cannot be.
-    """
-    if max_open < 0:
-        raise ConfigError(f"fetch.max_queries must be at least 0, got {max_open}")
+    """What answers other workers; None where the model's attention cannot be cut in parts."""
     partial = runner.partial_attention
     if partial is None:
         return None

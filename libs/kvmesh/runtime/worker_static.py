@@ -15,12 +15,10 @@ def static_batch_of(config: EngineSection) -> int:
     On the CPU there is nothing to capture, and a plain step does less for the same tokens.
 
     Raises:
-        ConfigError: an unknown word, or a size below one.
+        ConfigError: an unknown word.
     """
     word = config.cuda_graphs
     if word not in {"auto", "on", "off"}:
         raise ConfigError(f"engine.cuda_graphs must be auto, on or off, got {word!r}")
-    if config.max_graph_batch < 1:
-        raise ConfigError(f"engine.max_graph_batch must be at least 1: {config.max_graph_batch}")
     wanted = config.device != "cpu" if word == "auto" else word == "on"
     return config.max_graph_batch if wanted else 0

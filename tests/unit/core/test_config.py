@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvmesh.core.config import format_config, load_config, option, options_of, secret
+from kvmesh.core.config import format_config, load_config, option, options_of, positive, secret
 from kvmesh.core.errors import ConfigError
 
 
@@ -14,7 +14,7 @@ class Inner:
     """Inner."""
 
     port: int = option(80, "a port")
-    wait_s: float = option(1.5, "seconds")
+    wait_s: float = positive(1.5, "seconds")
     is_on: bool = option(False, "a switch")
     api_key: str = secret("a secret")
 
@@ -25,6 +25,7 @@ class Outer:
 
     name: str = option("x", "a name")
     limit: int | None = option(None, "a limit")
+    room: float = option(-1.0, "-1: as much as there is")
     inner: Inner = option(Inner, "")
 
 
@@ -35,7 +36,7 @@ def test_later_sources_win(tmp_path: Path) -> None:
     config = load_config(
         Outer, ["--config", str(file), "--inner.port", "3", "--limit", "9"], environ=environ
     )
-    assert config == Outer("env", 9, Inner(3, 2.0, True))
+    assert config == Outer("env", 9, inner=Inner(3, 2.0, True))
 
 
 def test_defaults() -> None:
@@ -46,7 +47,7 @@ def test_every_option_has_a_flag_and_an_env_twin() -> None:
     leaves = {leaf.flag: leaf.env for leaf in options_of(Outer)}
     assert leaves["--inner.wait-s"] == "KVMESH_INNER__WAIT_S"
     assert leaves[""] == "KVMESH_INNER__API_KEY"  # the secret
-    assert len(leaves) == 6
+    assert len(leaves) == 7
 
 
 def test_unknown_key_in_a_file_names_the_known_ones(tmp_path: Path) -> None:
@@ -62,11 +63,30 @@ def test_unknown_key_in_a_file_names_the_known_ones(tmp_path: Path) -> None:
         ("KVMESH_INNER__PORT", "eighty", "a whole number"),
         ("KVMESH_INNER__IS_ON", "maybe", "true or false"),
         ("KVMESH_LIMIT", "1.5", "a whole number"),
+        ("KVMESH_LIMIT", "-1", "at least 0, got -1"),
+        ("KVMESH_ROOM", "-2", "at least -1, got -2"),
+        ("KVMESH_ROOM", "nan", "a number"),
+        ("KVMESH_INNER__WAIT_S", "0", "more than 0"),
+        ("KVMESH_INNER__WAIT_S", "-1", "at least 0, got -1"),
     ],
 )
-def test_a_value_of_the_wrong_type_names_its_source(name: str, value: str, kind: str) -> None:
+def test_a_value_of_the_wrong_type_or_range_names_its_source(
+    name: str, value: str, kind: str
+) -> None:
     with pytest.raises(ConfigError, match=f"{name}.*must be {kind}"):
         load_config(Outer, environ={name: value})
+
+
+def test_a_default_below_zero_may_be_said() -> None:
+    assert load_config(Outer, environ={"KVMESH_ROOM": "-1"}).room == -1
+
+
+@pytest.mark.parametrize("value", ["1.5", "true", "inf", "2026-01-01", "[1]"])
+def test_what_a_file_says_is_no_whole_number_is_not_made_one(tmp_path: Path, value: str) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text(f"limit = {value}\n")
+    with pytest.raises(ConfigError, match="limit must be a whole number"):
+        load_config(Outer, ["--config", str(file)], environ={})
 
 
 def test_missing_file_is_a_clear_error(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
-from kvmesh.core.errors import ConfigError, ProtocolError
+from kvmesh.core.errors import ProtocolError
 from kvmesh.core.pool import CopyOrder, EvictionHint
 from kvmesh.metadata.store import Publisher, StoreUnavailableError
 from kvmesh.policy.heat import HeatTable
@@ -22,12 +22,7 @@ from kvmesh.v1 import kv_manager_service_pb2 as pb
 from kvmesh.v1 import pool_types_pb2
 from services.kvmanager import metrics
 from services.kvmanager.config import PoolConfig
-from services.kvmanager.pool import (
-    KEPT_WINDOWS,
-    TICKS_PER_WINDOW,
-    check_pool_config,
-    merge_knowledge,
-)
+from services.kvmanager.pool import KEPT_WINDOWS, TICKS_PER_WINDOW, merge_knowledge
 from services.kvmanager.pool_seat import PoolSeat
 from tests.unit.kvmanager.pool_stage import CONFIG, A, B, Stage
 from tests.unit.policy.test_heat import SIZE, name, prefix
@@ -177,22 +172,6 @@ async def test_a_worker_that_has_not_reported_is_told_nothing(stage: Stage) -> N
     await pool._hand_out()
     await pool.end_window()
     assert list((await stage.shared.take_orders([B])).values()) == [[order.SerializeToString()]]
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        PoolConfig(window_s=0.0),
-        PoolConfig(segment_blocks=0),
-        PoolConfig(max_segments=-1),
-        PoolConfig(budget_mb_s=-1.0),
-    ],
-)
-def test_a_pool_that_cannot_be_is_an_error_that_names_the_option(config: PoolConfig) -> None:
-    with pytest.raises(ConfigError, match=r"pool\.\w+ must be"):
-        check_pool_config(config)
-    check_pool_config(PoolConfig())
-    check_pool_config(PoolConfig(budget_mb_s=0.0))
 
 
 async def test_what_another_one_left_damaged_ends_no_service(stage: Stage) -> None:

@@ -32,6 +32,27 @@ def test_one_environment_for_all_services(service: str) -> None:
         assert config.redis.timeout_s == 2
 
 
+@pytest.mark.parametrize(
+    ("service", "name", "value"),
+    [
+        ("gateway", "KVMESH_LIMITS__STALL_S", "0"),
+        ("gateway", "KVMESH_HTTP__MAX_CONNECTIONS", "-1"),
+        ("scheduler", "KVMESH_FLEET__REPORT_INTERVAL_S", "0"),
+        ("scheduler", "KVMESH_PLANNING__REALLOCATE_S", "0"),
+        ("scheduler", "KVMESH_ROUTING__AGGREGATE_TOKENS", "-1"),
+        ("kvmanager", "KVMESH_POOL__WINDOW_S", "0"),
+        ("kvmanager", "KVMESH_POOL__BUDGET_MB_S", "-1"),
+        ("prefill", "KVMESH_DATA__LANES", "0"),
+        ("prefill", "KVMESH_WORKER__HANDOFF_S", "0"),
+        ("decode", "KVMESH_ENGINE__BLOCK_SIZE", "0"),
+        ("decode", "KVMESH_FETCH__MAX_QUERIES", "-1"),
+    ],
+)
+def test_numbers_that_nothing_works_with_end_the_start(service: str, name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{name}: \S+ must be "):
+        load_config(CONFIGS[service], environ={name: value})
+
+
 def test_an_option_of_no_service_is_a_mistake() -> None:
     with pytest.raises(ConfigError, match="STALLS"):
         load_config(CONFIGS["gateway"], environ={"KVMESH_LIMITS__STALLS": "3"})

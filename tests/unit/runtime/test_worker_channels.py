@@ -33,10 +33,8 @@ def test_a_budget_is_for_one_peer_or_for_all_together() -> None:
         of(budget_mb_s=2.0, egress_mb_s=3.0)
 
 
-def test_patience_with_a_handoff_is_more_than_none() -> None:
+def test_patience_with_a_handoff_is_the_configs() -> None:
     assert send_options(WorkerConfig(worker=WorkerSection(handoff_s=7.0))).patience_s == 7.0
-    with pytest.raises(ConfigError, match=r"worker\.handoff_s must be more than 0, got 0"):
-        send_options(WorkerConfig(worker=WorkerSection(handoff_s=0.0)))
 
 
 def test_an_engine_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,9 +82,7 @@ def test_sizes_are_in_megabytes() -> None:
         (WorkerSection(channels="tcp,rdma"), DataSection(), "local, ipc, shm, nixl, tcp"),
         (WorkerSection(channels=" , "), DataSection(), "channels must be"),
         (WorkerSection(), DataSection(checksum="md5"), "md5"),
-        (WorkerSection(), DataSection(lanes=0), "at least 1"),
         (WorkerSection(), DataSection(staging_mb=31), "at least 32"),
-        (WorkerSection(), DataSection(poll_us=-1), "0 to 1000"),
         (WorkerSection(), DataSection(poll_us=1001), "0 to 1000"),
         (WorkerSection(), DataSection(tls=TlsConfig(ca="/nowhere.pem")), "data.tls"),
         (WorkerSection(), DataSection(peers="prefill"), "data.peers needs mTLS"),
@@ -95,11 +91,6 @@ def test_sizes_are_in_megabytes() -> None:
 def test_mistakes_are_named(section: WorkerSection, data: DataSection, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         send_options(WorkerConfig(worker=section, data=data))
-
-
-def test_a_copy_has_a_thread() -> None:
-    with pytest.raises(ConfigError, match=r"data\.copy_threads"):
-        receive_options(WorkerConfig(data=DataSection(copy_threads=0)))
 
 
 def test_a_broken_certificate_is_named(tmp_path: Path) -> None:

@@ -28,16 +28,9 @@ def test_when_steps_are_static(device: str, word: str, batch: int) -> None:
     assert static_batch_of(config) == batch
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (EngineSection(cuda_graphs="yes"), "engine.cuda_graphs must be auto, on or off"),
-        (EngineSection(max_graph_batch=0), "engine.max_graph_batch must be at least 1"),
-    ],
-)
-def test_words_and_sizes_that_mean_nothing(config: EngineSection, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        static_batch_of(config)
+def test_a_word_that_means_nothing() -> None:
+    with pytest.raises(ConfigError, match=r"engine\.cuda_graphs must be auto, on or off"):
+        static_batch_of(EngineSection(cuda_graphs="yes"))
 
 
 @pytest.mark.parametrize(("word", "buckets"), [("on", (1, 2, 3)), ("auto", ())])

@@ -24,8 +24,6 @@ def test_tokens_for_aggregation_are_the_config_s_where_the_policy_has_the_rule()
     [
         RoutingConfig(policy="best"),
         RoutingConfig(placement="here"),
-        RoutingConfig(aggregate_tokens=-1),
-        RoutingConfig(joint_window_ms=-1.0),
         RoutingConfig(joint_window_ms=1000.0),
     ],
 )
@@ -36,13 +34,8 @@ def test_wrong_routing_is_named(routing: RoutingConfig) -> None:
 
 def test_role_changes() -> None:
     assert role_changes(PlanningConfig(roles="recommend")) is RoleChanges.RECOMMEND
-    for wrong in (
-        PlanningConfig(roles="maybe"),
-        PlanningConfig(reallocate_s=0.0),
-        PlanningConfig(monitor_s=0.0),
-    ):
-        with pytest.raises(ConfigError, match=r"planning\."):
-            role_changes(wrong)
+    with pytest.raises(ConfigError, match=r"planning\."):
+        role_changes(PlanningConfig(roles="maybe"))
 
 
 def test_the_window_is_the_config_s() -> None:
