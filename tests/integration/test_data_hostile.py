@@ -89,7 +89,6 @@ def _left_at(pair: Pair) -> tuple[int, ...]:
         len(server._serving),
         len(server._newcomers),
         len(server._state.lanes),
-        len(server._state.filling),
     )
 
 

@@ -47,7 +47,7 @@ from kvmesh.transfer.server_channel import ServerChannel
 from kvmesh.transfer.server_state import ServerState
 from kvmesh.transfer.sockets import listen, listen_local, local_endpoint
 from kvmesh.transfer.staging import DEFAULT_STAGING_BYTES, StagingRing
-from kvmesh.transfer.target import NothingToRead, ReadSource, WriteGrant, WriteTarget
+from kvmesh.transfer.target import NothingToRead, ReadSource, WriteTarget
 from kvmesh.transfer.tls import DataTls, WrongPeerError, accept_tls
 from kvmesh.transfer.wire import Wire
 
@@ -207,17 +207,6 @@ class DataServer:
             await self._state.staging.close()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
-
-    def cut(self, grant: WriteGrant) -> None:
-        """Ends the connection that fills this grant, for a writer that nobody waits for any more.
-
-        Its `end_write(ok=False)` follows in a later turn of the loop. Other pieces on the same
-        connection are lost with it; a writer that makes progress ends soon by itself. A grant
-        that has ended is left alone.
-        """
-        frames = self._state.filling.get(grant)
-        if frames is not None:
-            frames.cut("the write is stale")
 
     def statistics(self) -> TransferStatistics:
         """What was received over sockets."""

@@ -82,7 +82,7 @@ async def open_peer_pool(
     if segment is not None:
         if state.readers is None:
             raise EngineError(f"no {segment.engine} here")
-        return _RemotePool(state.readers.open(segment), frames, block_bytes, state)
+        return _RemotePool(state.readers.open(segment), frames, block_bytes)
     if not num_blocks:
         return None
     if frames.received_fd is None:
@@ -108,24 +108,18 @@ class _DevicePool:
 class _RemotePool:
     """On another host, read by an engine."""
 
-    def __init__(
-        self, reader: NixlReader, frames: FrameSocket, block_bytes: int, state: ServerState
-    ) -> None:
+    def __init__(self, reader: NixlReader, frames: FrameSocket, block_bytes: int) -> None:
         self._reader = reader
         self._frames = frames
         self._block_bytes = block_bytes
-        self._filling = state.filling
 
     async def read(self, pull: PullFrame, grant: WriteGrant) -> None:
         sources = places_of(numbers_of(pull.runs), self._block_bytes, pull.part)
         fd = self._frames.wire.fileno()
-        self._filling[grant] = self._frames
         try:
             await self._reader.read(grant.views, sources, partial(is_hung_up, fd))
         except EngineError as error:
             raise ProtocolError("engine", str(error)) from error
-        finally:
-            del self._filling[grant]
 
     def close(self) -> None:
         self._reader.kill()

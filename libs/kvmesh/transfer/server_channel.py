@@ -212,11 +212,9 @@ class ServerChannel:
             return
         started = asyncio.get_running_loop().time()
         intact = False
-        self._state.filling[grant] = self._frames
         try:
             intact = await self._fill(grant)
         finally:
-            del self._state.filling[grant]
             self._target.end_write(grant, intact)
         num_bytes = grant.num_bytes
         seconds = asyncio.get_running_loop().time() - started

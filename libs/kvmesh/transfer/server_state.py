@@ -10,7 +10,6 @@ from kvmesh.transfer.frame_socket import FrameSocket
 from kvmesh.transfer.memory import PoolMemory
 from kvmesh.transfer.nixl_reader import NixlReaders
 from kvmesh.transfer.staging import StagingRing
-from kvmesh.transfer.target import WriteGrant
 
 
 @dataclass(slots=True)
@@ -18,7 +17,6 @@ class ServerState:
     """What the connections of one server share.
 
     Attributes:
-        filling: the connection that each open grant is filled by.
         lanes: the newest connection of each (peer, link id, lane).
         copy_threads: that share one large copy out of a peer's pool.
         readers: of peers' segments; None: no engine is to be used.
@@ -27,7 +25,6 @@ class ServerState:
         answering: where queries are computed, one at a time; None: none is.
     """
 
-    filling: dict[WriteGrant, FrameSocket] = field(default_factory=dict)
     lanes: dict[tuple[WorkerId, int, int], FrameSocket] = field(default_factory=dict)
     copy_threads: int = 1
     readers: NixlReaders | None = None
