@@ -26,7 +26,7 @@ from benchmarks.paced_link import FRONT, Pace, free_port, paced_link
 from benchmarks.random_llama import SHAPES, Shape, write_checkpoint
 from benchmarks.result import RESULTS, Row, Target, document, markdown, save, spread
 from kvmesh.core.types import FetchReason
-from kvmesh.policy.prefix_source import WORTH, FetchPace, decide_fetch
+from kvmesh.policy.prefix_source import WORTH, FetchPace, saved_tokens
 
 BLOCK, TAIL, PREFIX = 16, 16, 512
 SHORT = 256
@@ -44,8 +44,8 @@ ABOUT = f"""\
 prefix of {PREFIX} tokens, {TAIL} new ones behind it; times are from the request on a worker's
  stream to the first token
 - share: the time in which a token's KV travels over the link, of that in which it is computed
-- decision: `decide_fetch`, told the time of a computed token and the pace that a fetch of {SHORT}
- tokens over the same link showed; fetches that save less than a fifth are left alone
+- decision: by `saved_tokens`, told the time of a computed token and the pace that a fetch of
+ {SHORT} tokens over the same link showed; fetches that save less than a fifth are left alone
 - right: the way that it chose was the sooner one""".replace("\n ", " ").split("\n- ")
 
 
@@ -91,9 +91,10 @@ async def measure(ends: Ends, repeats: int) -> list[Row]:
         ends.pace.bytes_s = ends.token_bytes / (share * token_s)
         shown_ms = (await ends.fetch(SHORT))[1] - base_ms
         pace = FetchPace(token_s, inside_token_s=max(shown_ms, 0.01) / SHORT / 1e3)
-        choice = decide_fetch(PREFIX, 0.0, pace, inside=True)
+        saved = saved_tokens(PREFIX, 0.0, pace.overhead_tokens, pace.share(inside=True))
+        reason = FetchReason.FETCH if saved else FetchReason.SLOW
         times = [await ends.fetch(PREFIX) for _ in range(repeats)]
-        rows.append(_row(share, ends.pace.bytes_s, choice.reason, times))
+        rows.append(_row(share, ends.pace.bytes_s, reason, times))
         sys.stdout.write(f"{rows[-1]}\n")
         sys.stdout.flush()
     return rows

@@ -8,10 +8,10 @@ import time
 import pytest
 
 from kvmesh.core.details import FleetWorker
-from kvmesh.core.types import FetchReason, PrefixSource
+from kvmesh.core.types import PrefixSource
 from kvmesh.policy import path_meter
 from kvmesh.policy.path_meter import PathMeter
-from kvmesh.policy.prefix_source import decide_fetch
+from kvmesh.policy.prefix_source import saved_tokens
 from kvmesh.runtime.worker import Worker
 from kvmesh.runtime.worker_config import EngineSection, WorkerSection
 from tests.faulty_link import Faults, faulty_link
@@ -59,8 +59,9 @@ async def test_a_link_that_is_slower_than_computing_is_not_fetched_over(
         # However fast the machine is, the link is not; and the lease is not the link's.
         assert PAUSE_S / num_tokens < travel_s <= seconds / num_tokens
         slower, faster = meter.pace(token_s=2 * travel_s), meter.pace(token_s=0.9 * travel_s)
-        fetch, compute = (
-            decide_fetch(num_tokens, 0, pace, inside=True).reason for pace in (slower, faster)
+        fetched, computed = (
+            saved_tokens(num_tokens, 0, pace.overhead_tokens, pace.share(inside=True))
+            for pace in (slower, faster)
         )
-        assert (fetch, compute) == (FetchReason.FETCH, FetchReason.SLOW)
+        assert fetched > 0 == computed
         await until_idle(holder, reader)

@@ -2,8 +2,8 @@
 
 Pure. All are counted in the unit of `ranking.Standing.first_token`, tokens computed until the first
 one: a token that is brought costs the part of a token in which its KV travels; questions cost what
-was measured of them. Of several holders
-of as much, the less loaded of two at random is read (TokenLake 4.3).
+was measured of them. Of several holders of as much, the less loaded of two at random is read
+(TokenLake 4.3).
 Source: PrfaaS 3.3 (prefix transfer), TokenLake 4. Tests: tests/unit/policy/test_prefix_source.py.
 """
 
@@ -14,8 +14,6 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
-
-from kvmesh.core.types import FetchReason
 
 T = TypeVar("T")
 
@@ -107,43 +105,14 @@ def cheapest_way(
     return best
 
 
-@dataclass(frozen=True, slots=True)
-class FetchChoice:
-    """A decision.
-
-    Attributes:
-        saved_tokens: by which the first token comes sooner than if all were computed; 0 when
-            nothing is fetched.
-    """
-
-    reason: FetchReason
-    saved_tokens: float = 0.0
-
-
-def decide_fetch(
-    num_missing: int, queued_tokens: float, pace: FetchPace, *, inside: bool
-) -> FetchChoice:
-    """Fetch or compute what one worker lacks and another one holds.
-
-    Args:
-        num_missing: tokens, of those that could be taken from a cache.
-        queued_tokens: whose KV has to leave the holder before.
-        inside: both are in one cluster.
-    """
-    if num_missing < MIN_FETCH_TOKENS:
-        return FetchChoice(FetchReason.SHORT)
-    share = pace.share(inside=inside)
-    saved = saved_tokens(num_missing, queued_tokens, pace.overhead_tokens, share)
-    return FetchChoice(FetchReason.FETCH, saved) if saved else FetchChoice(FetchReason.SLOW)
-
-
 def saved_tokens(
     num_missing: int, queued_tokens: float, overhead_tokens: float, share: float
 ) -> float:
     """Tokens by which the first one comes sooner through a fetch; 0 if it is not worth it.
 
     Args:
-        num_missing: at least `MIN_FETCH_TOKENS`.
+        num_missing: that one worker lacks and another one holds; at least `MIN_FETCH_TOKENS`.
+        queued_tokens: whose KV has to leave the holder before.
         overhead_tokens, share: of the `FetchPace`; one route weighs many workers with them.
     """
     cost = overhead_tokens + (num_missing + queued_tokens) * share

@@ -7,19 +7,17 @@ from collections import Counter
 
 import pytest
 
-from kvmesh.core.types import FetchReason
 from kvmesh.policy.prefix_source import (
     ASK_CHUNK_TOKENS,
     BETWEEN_SHARE,
     INSIDE_SHARE,
-    MIN_FETCH_TOKENS,
     OVERHEAD_TOKENS,
     WORTH,
     FetchPace,
     Way,
     cheapest_way,
     choose_holder,
-    decide_fetch,
+    saved_tokens,
 )
 
 PACE = FetchPace(token_s=0.001, inside_token_s=0.0001, between_token_s=0.0005)
@@ -35,37 +33,24 @@ def test_what_is_not_measured_has_a_default() -> None:
     assert half.share(inside=False) == BETWEEN_SHARE
 
 
+def saved(queued: float, *, inside: bool) -> float:
+    """Of a thousand tokens that are missing."""
+    return saved_tokens(1000, queued, PACE.overhead_tokens, PACE.share(inside=inside))
+
+
 def test_a_fetch_saves_what_it_does_not_cost() -> None:
-    choice = decide_fetch(1000, 0, PACE, inside=True)
     # Five milliseconds are five tokens, and each token that travels is a tenth of one.
-    assert choice.reason is FetchReason.FETCH
-    assert choice.saved_tokens == pytest.approx(1000 - 5 - 100)
-    queued = decide_fetch(1000, 2000, PACE, inside=True)
-    assert queued.saved_tokens == pytest.approx(1000 - 5 - 300)
-
-
-def test_a_short_piece_is_computed_however_fast_the_way() -> None:
-    free = FetchPace(token_s=1.0, inside_token_s=1e-9)
-    assert decide_fetch(MIN_FETCH_TOKENS - 1, 0, free, inside=True).reason is FetchReason.SHORT
-    assert decide_fetch(MIN_FETCH_TOKENS, 0, free, inside=True).reason is FetchReason.FETCH
+    assert saved(0, inside=True) == pytest.approx(1000 - 5 - 100)
+    assert saved(2000, inside=True) == pytest.approx(1000 - 5 - 300)
 
 
 @pytest.mark.parametrize(
-    ("queued", "inside", "reason"),
-    [
-        (0, True, FetchReason.FETCH),
-        (0, False, FetchReason.FETCH),
-        (7000, True, FetchReason.SLOW),
-        (1000, False, FetchReason.SLOW),
-    ],
+    ("queued", "inside", "pays"),
+    [(0, True, True), (0, False, True), (7000, True, False), (1000, False, False)],
 )
-def test_a_slow_way_or_a_busy_holder_is_left_alone(
-    queued: float, inside: bool, reason: FetchReason
-) -> None:
-    choice = decide_fetch(1000, queued, PACE, inside=inside)
-    assert choice.reason is reason
-    assert (choice.saved_tokens > 0) == (reason is FetchReason.FETCH)
-    assert choice.saved_tokens == 0 or choice.saved_tokens >= 1000 * (1 - WORTH)
+def test_a_slow_way_or_a_busy_holder_is_left_alone(queued: float, inside: bool, pays: bool) -> None:
+    found = saved(queued, inside=inside)
+    assert found >= 1000 * (1 - WORTH) if pays else found == 0
 
 
 def test_of_two_holders_at_random_the_less_loaded_is_read() -> None:
