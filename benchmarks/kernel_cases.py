@@ -113,7 +113,6 @@ def kernel_cases(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> list
     """All cases; inputs come from the seed of the device's generator."""
     return [
         *(_decode(sizes, *each, dtype, device) for each in sizes.decode),
-        *(_partial(sizes, *each, dtype, device) for each in sizes.decode),
         *(_prefill(sizes, *each, dtype, device) for each in sizes.prefill),
         *(_latent(sizes, *each, dtype, device) for each in sizes.decode),
         _rope_and_write(sizes, dtype, device),
@@ -166,20 +165,6 @@ def _decode(
         num_bytes=kv.nbytes + 2 * q.nbytes,
         flops=4 * count * context * sizes.heads * sizes.head_dim,
         tensors={"q": q, "kv": kv, "tables": given["block_tables"]},
-    )
-
-
-def _partial(
-    sizes: Sizes, count: int, context: int, dtype: torch.dtype, device: torch.device
-) -> KernelCase:
-    q, kv, given, plan = _decode_inputs(sizes, count, context, dtype, device)
-    return KernelCase(
-        "partial attention",
-        f"batch {count}, part {context}",
-        lambda: attention.paged_partial_attention(q, kv, 0, **given),
-        lambda: reference.partial_attention(q, kv, 0, plan, given["scale"]),
-        num_bytes=kv.nbytes + 3 * q.nbytes,
-        flops=4 * count * context * sizes.heads * sizes.head_dim,
     )
 
 

@@ -27,11 +27,6 @@ PREFILL_CASES = (
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_parts_of_a_context(dtype: torch.dtype) -> None:
-    cases.check_partial(cases.partial_by_kernel, dtype, "cuda")
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", DECODE_CASES, ids=str)
 def test_decode(case: cases.Case, dtype: torch.dtype) -> None:
     cases.check_decode(case, dtype, "cuda")

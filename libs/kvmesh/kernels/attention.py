@@ -275,45 +275,6 @@ def paged_decode_attention(
     return out.to(q.dtype)
 
 
-def paged_partial_attention(
-    q: Tensor,
-    kv: Tensor,
-    layer: int,
-    block_tables: Tensor,
-    context_lens: Tensor,
-    *,
-    max_context_len: int,
-    num_splits: int,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Attention of one query per sequence over the part of its context that is in this pool.
-
-    Args: as in `paged_decode_attention`; a context may be empty here.
-
-    Returns:
-        As `reference.partial_attention`, to be joined by `reference.merge_partials`.
-
-    Source: TokenLake §3.3 (a query travels to the KV); FlashInfer, arXiv 2501.01005 §2.2.
-    """
-    parts, lse = _decode_parts(
-        q,
-        kv,
-        layer,
-        block_tables,
-        context_lens,
-        max_context_len=max_context_len,
-        num_splits=num_splits,
-        scale=scale,
-        window=0,
-        cap=0.0,
-    )
-    if num_splits == 1:
-        return parts[:, :, 0], lse[:, :, 0]
-    total = lse.logsumexp(dim=-1)
-    # Nothing but empty parts: their weights would be 0 / 0.
-    return merge_partials(parts, lse).masked_fill_((total == -torch.inf)[..., None], 0.0), total
-
-
 def _decode_parts(
     q: Tensor,
     kv: Tensor,

@@ -401,27 +401,6 @@ def _prefill_by_scores(
     return out.permute(2, 0, 1, 3)
 
 
-def partial_attention(
-    q: Tensor, kv: Tensor, layer: int, plan: DecodePlan, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Attention of one query per sequence over the part of its context that is in this pool.
-
-    Args: as in `decode_attention`, without a cap and sinks, which belong to the whole context.
-
-    Returns:
-        [sequences, heads, head_dim] fp32, normalised over the part, and [sequences, heads] fp32,
-        the log of its sum of exponentials, for `merge_partials`.
-
-    Source: TokenLake §3.3 (a query travels to the KV).
-    """
-    grouped, k, v = (each.float() for each in _gathered(q, kv, layer, plan))
-    scores = grouped @ k.transpose(-1, -2) * scale + plan.mask
-    lse = scores.logsumexp(dim=-1, keepdim=True)
-    # Of an empty part both are -inf, and their difference is no number.
-    out = torch.exp(scores - lse.clamp_min(torch.finfo(lse.dtype).min)) @ v
-    return out.reshape(q.shape), lse.reshape(q.shape[:2])
-
-
 def merge_partials(out: Tensor, lse: Tensor) -> Tensor:
     """Joins attention over parts of a context into attention over all of it.
 

@@ -9,15 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvmesh.kernels.attention import (
-    paged_decode_attention,
-    paged_partial_attention,
-    paged_prefill_attention,
-)
+from kvmesh.kernels.attention import paged_decode_attention, paged_prefill_attention
 from kvmesh.kernels.dispatch import StepAttention
 from kvmesh.kernels.heads import HeadSpec, RopeRows
 from kvmesh.kernels.plan import RaggedBatch, padded_tables, slots_of
-from kvmesh.kernels.reference import merge_partials
 from kvmesh.kernels.static_decode import GroupRows, StaticAttention
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -154,44 +149,6 @@ def check_decode(case: Case, dtype: torch.dtype, device: str, *, static: bool = 
         cap=inputs.cap,
     )
     assert_close(out, inputs, scale, dtype, case.window)
-
-
-PartialAttention = Callable[[Inputs, list[list[int]], list[int], float], tuple[Tensor, Tensor]]
-
-
-def partial_by_kernel(
-    inputs: Inputs, tables: list[list[int]], lens: list[int], scale: float
-) -> tuple[Tensor, Tensor]:
-    device = inputs.q.device
-    return paged_partial_attention(
-        inputs.q,
-        inputs.kv,
-        LAYER,
-        torch.tensor(padded_tables(tables), dtype=torch.int32, device=device),
-        torch.tensor(lens, dtype=torch.int32, device=device),
-        max_context_len=max(1, *lens),
-        num_splits=2,
-        scale=scale,
-    )
-
-
-def check_partial(compute: PartialAttention, dtype: torch.dtype, device: str) -> None:
-    """Contexts cut at a block, some of them with nothing behind it, as if in two pools."""
-    case = Case("cut", ((150, 1), (3, 1), (95, 1)))
-    inputs, scale, cut = make_inputs(case, dtype, device), case.head_dim**-0.5, 6
-    outs, lses = [], []
-    for blocks in (slice(cut), slice(cut, None)):
-        tables = [table[blocks] for table in inputs.tables]
-        before = 0 if blocks.start is None else cut * case.block_size
-        left = [max(0, length - before) for length in inputs.lens]
-        own = [min(n, len(table) * case.block_size) for n, table in zip(left, tables, strict=True)]
-        out, lse = compute(inputs, tables, own, scale)
-        outs.append(out)
-        lses.append(lse)
-    assert outs[1][1].eq(0).all()
-    assert lses[1][1].eq(-torch.inf).all()
-    whole = merge_partials(torch.stack(outs, dim=2), torch.stack(lses, dim=2))
-    assert_close(whole.to(dtype), inputs, scale, dtype, case.window)
 
 
 def check_prefill(case: Case, dtype: torch.dtype, device: str) -> None:

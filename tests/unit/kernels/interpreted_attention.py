@@ -18,11 +18,6 @@ DTYPES = [torch.float32, torch.float16]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_parts_of_a_context(dtype: torch.dtype) -> None:
-    cases.check_partial(cases.partial_by_kernel, dtype, "cpu")
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", cases.DECODE_CASES + cases.BENT_DECODE_CASES, ids=str)
 def test_decode(case: cases.Case, dtype: torch.dtype) -> None:
     cases.check_decode(case, dtype, "cpu")

@@ -12,9 +12,7 @@ from tests.unit.kernels.attention_cases import (
     PREFILL_CASES,
     TOLERANCE,
     Case,
-    Inputs,
     assert_close,
-    check_partial,
     make_inputs,
 )
 
@@ -79,17 +77,6 @@ def test_decode_attention(case: Case, dtype: torch.dtype) -> None:
         inputs.q, inputs.kv, LAYER, plan, scale, inputs.sinks, cap=inputs.cap
     )
     assert_close(out, inputs, scale, dtype, case.window)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_parts_of_a_context(dtype: torch.dtype) -> None:
-    def compute(
-        inputs: Inputs, tables: list[list[int]], lens: list[int], scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        plan = reference.plan_decode(tables, lens, inputs.kv)
-        return reference.partial_attention(inputs.q, inputs.kv, LAYER, plan, scale)
-
-    check_partial(compute, dtype, "cpu")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -12,8 +12,8 @@ import pytest
 from tests.unit.kernels.apart import run_apart
 
 INTERPRETED = {
-    "interpreted_attention.py": 47,
-    "interpreted_bench.py": 23,
+    "interpreted_attention.py": 45,
+    "interpreted_bench.py": 22,
     "interpreted_blocks.py": 16,
     "interpreted_draw.py": 7,
     "interpreted_fused.py": 10,
