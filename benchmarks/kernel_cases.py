@@ -16,6 +16,7 @@ from torch import Tensor
 from kvmesh.engine import noise
 from kvmesh.kernels import (
     attention,
+    attention_reference,
     block_copy,
     block_ops,
     delta_rule,
@@ -139,7 +140,7 @@ def _pool(sizes: Sizes, count: int, context: int, like: dict[str, Any]) -> tuple
 
 def _decode_inputs(
     sizes: Sizes, count: int, context: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor, dict[str, Any], reference.DecodePlan]:
+) -> tuple[Tensor, Tensor, dict[str, Any], attention_reference.DecodePlan]:
     like: dict[str, Any] = {"dtype": dtype, "device": device}
     kv, tables = _pool(sizes, count, context, like)
     q = torch.randn(count, sizes.heads, sizes.head_dim, **like)
@@ -150,7 +151,7 @@ def _decode_inputs(
         "num_splits": num_decode_splits(count * sizes.kv_heads, context),
         "scale": sizes.head_dim**-0.5,
     }
-    return q, kv, given, reference.plan_decode(tables.tolist(), [context] * count, kv)
+    return q, kv, given, attention_reference.plan_decode(tables.tolist(), [context] * count, kv)
 
 
 def _decode(
@@ -161,7 +162,7 @@ def _decode(
         "paged decode",
         f"batch {count}, context {context}",
         lambda: attention.paged_decode_attention(q, kv, 0, **given),
-        lambda: reference.decode_attention(q, kv, 0, plan, given["scale"]),
+        lambda: attention_reference.decode_attention(q, kv, 0, plan, given["scale"]),
         num_bytes=kv.nbytes + 2 * q.nbytes,
         flops=4 * count * context * sizes.heads * sizes.head_dim,
         tensors={"q": q, "kv": kv, "tables": given["block_tables"]},
@@ -178,7 +179,7 @@ def _prefill(
     starts = torch.arange(0, count * new + 1, new, dtype=torch.int32, device=device)
     lens = torch.full((count,), context, dtype=torch.int32, device=device)
     lists = tables.tolist()
-    plans = [reference.plan_prefill(table, context, new, kv) for table in lists]
+    plans = [attention_reference.plan_prefill(table, context, new, kv) for table in lists]
     rows = [slice(index * new, (index + 1) * new) for index in range(count)]
     # With nothing cached the twin reads the chunk's own keys and values, not the pool.
     flat = kv[:, 0].transpose(0, 1).flatten(1, 2)
@@ -193,7 +194,7 @@ def _prefill(
         ),
         lambda: torch.cat(
             [
-                reference.prefill_attention(q[part], k, v, kv, 0, plan, scale)
+                attention_reference.prefill_attention(q[part], k, v, kv, 0, plan, scale)
                 for part, (k, v), plan in zip(rows, chunks, plans, strict=True)
             ]
         ),

@@ -132,7 +132,7 @@ def load_attention(
     """Reads attention by its usual names.
 
     Args:
-        sinks: [heads], see `reference.decode_attention`.
+        sinks: [heads], see `attention_reference.decode_attention`.
         norm_offset: added to the weights of the norms of queries and keys.
         gated: the query projection holds a gate beside each head's query.
 

@@ -3,7 +3,7 @@
 Operands stay in the pool's dtype on a device; under the interpreter, whose bf16 arithmetic is
 wrong, they are upcast to fp32. Accumulators are fp32, products of fp32 operands are three tf32 ones
 (plain fp32 takes ptxas ten times as long). Positions find their block one by one, so any block size
-works. Twins: reference.py. Tests: tests/unit/kernels/test_triton_kernels.py, tests/gpu.
+works. Twins: attention_reference.py. Tests: tests/unit/kernels/test_triton_kernels.py, tests/gpu.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from kvmesh.kernels.attention_parts import (
     slots_of,
     weights_of,
 )
+from kvmesh.kernels.attention_reference import merge_partials
 from kvmesh.kernels.attention_sizes import DECODE_TILE, prompt_tile_of, tile_of
 from kvmesh.kernels.device_limits import shared_memory_bytes
-from kvmesh.kernels.reference import merge_partials
 
 # Longer than any context.
 _NO_WINDOW = 1 << 30
@@ -250,7 +250,7 @@ def paged_decode_attention(
         num_splits: parts that a context is cut into, see `num_decode_splits`.
         scale: factor of the scores.
         window: latest positions that a query sees, its own among them; 0 for all.
-        sinks: [heads] fp32, see `reference.decode_attention`.
+        sinks: [heads] fp32, see `attention_reference.decode_attention`.
         cap: see `reference.capped`; 0 for none.
 
     Returns:
@@ -348,7 +348,7 @@ def paged_prefill_attention(
         max_query_len: at least the longest chunk.
         scale: factor of the scores.
         window: latest positions that a query sees, its own among them; 0 for all.
-        sinks: [heads] fp32, see `reference.decode_attention`.
+        sinks: [heads] fp32, see `attention_reference.decode_attention`.
         cap: see `reference.capped`; 0 for none.
 
     Returns:

@@ -3,7 +3,7 @@
 // For every 64 positions and each KV head, the scores of its queries, their weights and the sums of
 // values follow one another while keys and values are in the first cache; those of the next head
 // are asked for meanwhile. Fewer sequences than threads are cut into parts that are joined at the
-// end, as in Flash-Decoding. Twin: reference.py.
+// end, as in Flash-Decoding. Twin: attention_reference.py.
 
 #pragma once
 

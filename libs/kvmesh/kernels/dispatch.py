@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvmesh.kernels import host, host_layer, layer_ops, reference
+from kvmesh.kernels import attention_reference, host, host_layer, layer_ops, reference
 from kvmesh.kernels.attention_sizes import num_decode_splits
 from kvmesh.kernels.heads import HeadSpec, RopeRows
 from kvmesh.kernels.plan import RaggedBatch, decode_buckets, padded_tables, slots_of
@@ -43,8 +43,8 @@ class ReferenceAttention:
         self._kv = kv
         self._slots = torch.from_numpy(slots_of(batch)).to(kv.device)
         # Layers of one model have at most a few windows; the index work is done once for each.
-        self._decode_plans: dict[int, list[tuple[slice, reference.DecodePlan]]] = {}
-        self._prefill_plans: dict[int, list[tuple[slice, reference.PrefillPlan]]] = {}
+        self._decode_plans: dict[int, list[tuple[slice, attention_reference.DecodePlan]]] = {}
+        self._prefill_plans: dict[int, list[tuple[slice, attention_reference.PrefillPlan]]] = {}
 
     def run(self, qkv: Tensor, layer: int, spec: HeadSpec, rope: RopeRows) -> Tensor:
         """See `StepAttention.run`."""
@@ -75,7 +75,7 @@ class ReferenceAttention:
         if spec.window not in self._prefill_plans:
             self._prefill_plans[spec.window] = self._plan_prefill(spec.window)
         return [
-            reference.prefill_attention(
+            attention_reference.prefill_attention(
                 q[rows],
                 k[rows],
                 v[rows],
@@ -93,33 +93,33 @@ class ReferenceAttention:
         if spec.window not in self._decode_plans:
             self._decode_plans[spec.window] = self._plan_decode(spec.window)
         parts = [
-            reference.decode_attention(
+            attention_reference.decode_attention(
                 q[rows], self._kv, layer, plan, spec.scale, spec.sinks, cap=spec.cap
             )
             for rows, plan in self._decode_plans[spec.window]
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _plan_decode(self, window: int) -> list[tuple[slice, reference.DecodePlan]]:
+    def _plan_decode(self, window: int) -> list[tuple[slice, attention_reference.DecodePlan]]:
         batch = self._batch
         num_blocks = [len(table) for table in batch.block_tables[: batch.num_decode]]
         runs = [slice(run.start, run.stop) for run in decode_buckets(num_blocks)]
         return [
             (
                 run,
-                reference.plan_decode(
+                attention_reference.plan_decode(
                     batch.block_tables[run], batch.context_lens[run], self._kv, window
                 ),
             )
             for run in runs
         ]
 
-    def _plan_prefill(self, window: int) -> list[tuple[slice, reference.PrefillPlan]]:
+    def _plan_prefill(self, window: int) -> list[tuple[slice, attention_reference.PrefillPlan]]:
         batch = self._batch
         return [
             (
                 slice(batch.query_starts[sequence], batch.query_starts[sequence + 1]),
-                reference.plan_prefill(
+                attention_reference.plan_prefill(
                     batch.block_tables[sequence],
                     batch.context_lens[sequence],
                     batch.query_len(sequence),

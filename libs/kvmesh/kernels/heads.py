@@ -14,7 +14,7 @@ class HeadSpec:
     Attributes:
         scale: factor of the scores.
         window: latest positions that a query sees, its own among them; 0 for all.
-        sinks: [heads] fp32, see `reference.decode_attention`, or None.
+        sinks: [heads] fp32, see `attention_reference.decode_attention`, or None.
         qk_norm: [heads + kv_heads, head_dim] or None.
         norm_eps: of `qk_norm`.
         cap: scores are bent to stay between -cap and cap; 0 for not.

@@ -1,5 +1,5 @@
 // Steps of a decoder layer on the CPU that cost more in calls and passes over memory than in
-// arithmetic. Twins: reference.py. Loaded by host_library.py through a C ABI.
+// arithmetic. Twins: reference.py, attention_reference.py. Loaded by host_library.py through a C ABI.
 //
 // Sums are fp32 whatever the tensors hold, and bf16 results are rounded once (vectors.h). What is
 // done row by row is in rows.h, products of a few rows in products.h, attention of prompts in

@@ -1,4 +1,5 @@
-"""`host.cpp` and `prefill.h` on torch tensors. The twins are in reference.py; layer_ops.py chooses.
+"""`host.cpp` and `prefill.h` on torch tensors. The twins are in reference.py and
+attention_reference.py; layer_ops.py and dispatch.py choose.
 
 Tests: tests/unit/kernels/test_host.py.
 """
@@ -186,7 +187,7 @@ def decode_attention(
         tables: [sequences, blocks] int64.
         lens: [sequences] int64, at least 1.
         window: positions that a query sees, its own among them; 0 for all.
-        sinks: [heads] fp32 or None, see `reference.decode_attention`.
+        sinks: [heads] fp32 or None, see `attention_reference.decode_attention`.
 
     Returns:
         [sequences, heads, head_dim].
@@ -237,7 +238,7 @@ def prefill_attention(
         starts: [sequences + 1] int64, first row of each, then the number of rows.
         lens: [sequences] int64, cached positions and the chunk's own.
         window: positions that a query sees, its own among them; 0 for all.
-        sinks: [heads] fp32 or None, see `reference.decode_attention`.
+        sinks: [heads] fp32 or None, see `attention_reference.decode_attention`.
 
     Returns:
         [rows, heads, head_dim].

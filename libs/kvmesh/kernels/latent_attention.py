@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kvmesh.kernels.attention_parts import LOG2_E, end_of_part, part_of, slots_of, weights_of
+from kvmesh.kernels.attention_reference import merge_partials
 from kvmesh.kernels.attention_sizes import num_decode_splits
-from kvmesh.kernels.reference import merge_partials
 
 _TILE = 32
 _HEAD_TILE = 16

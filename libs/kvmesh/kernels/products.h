@@ -161,7 +161,8 @@ struct Weight {
 };
 
 // Columns of one panel of the product, at most `kMostRows` rows; `stride` leads to the next row of
-// `out`, and `next` is the panel that this thread multiplies with afterwards. A row's sums are taken in the same order whatever the number of rows.
+// `out`, and `next` is the panel that this thread multiplies with afterwards. A row's sums are taken
+// in the same order whatever the number of rows.
 template <typename T>
 void multiply_panel(const T* x, const Weight<T>& weight, int64_t panel, T* out, int64_t rows,
                     int64_t stride, const T* next) {

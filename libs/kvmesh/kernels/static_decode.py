@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvmesh.kernels import host, layer_ops, reference
+from kvmesh.kernels import attention_reference, host, layer_ops
 from kvmesh.kernels.attention_sizes import num_decode_splits
 from kvmesh.kernels.heads import HeadSpec, RopeRows
 from kvmesh.kernels.latent import decode_on_cpu
@@ -139,7 +139,7 @@ def static_decode_attention(
     grouped = q.reshape(len(q), kv_heads, -1, head_dim)
     if sinks is not None or cap:
         columns = None if sinks is None else sinks.view(kv_heads, -1, 1)
-        out = reference.attention_by_scores(grouped, k, v, mask, scale, columns, cap)
+        out = attention_reference.attention_by_scores(grouped, k, v, mask, scale, columns, cap)
     else:
         out = functional.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale)
     return out.reshape(q.shape)

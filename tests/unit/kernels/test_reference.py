@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvmesh.kernels import reference
+from kvmesh.kernels import attention_reference, reference
 from tests.unit.kernels.attention_cases import (
     BENT_DECODE_CASES,
     BENT_PREFILL_CASES,
@@ -72,8 +72,8 @@ def test_write_kv_touches_its_slots_and_no_others() -> None:
 @pytest.mark.parametrize("case", DECODE_CASES + BENT_DECODE_CASES, ids=str)
 def test_decode_attention(case: Case, dtype: torch.dtype) -> None:
     inputs, scale = make_inputs(case, dtype, "cpu"), case.head_dim**-0.5
-    plan = reference.plan_decode(inputs.tables, inputs.lens, inputs.kv, case.window)
-    out = reference.decode_attention(
+    plan = attention_reference.plan_decode(inputs.tables, inputs.lens, inputs.kv, case.window)
+    out = attention_reference.decode_attention(
         inputs.q, inputs.kv, LAYER, plan, scale, inputs.sinks, cap=inputs.cap
     )
     assert_close(out, inputs, scale, dtype, case.window)
@@ -94,9 +94,9 @@ def test_prefill_attention(case: Case, dtype: torch.dtype) -> None:
             for which in (0, 1)
         )
         rows = slice(inputs.starts[sequence], inputs.starts[sequence + 1])
-        plan = reference.plan_prefill(table, context_len, new, inputs.kv, case.window)
+        plan = attention_reference.plan_prefill(table, context_len, new, inputs.kv, case.window)
         parts.append(
-            reference.prefill_attention(
+            attention_reference.prefill_attention(
                 inputs.q[rows], k, v, inputs.kv, LAYER, plan, scale, inputs.sinks, cap=inputs.cap
             )
         )
@@ -109,5 +109,5 @@ def test_merge_of_parts_is_attention_over_all() -> None:
     out = torch.stack([torch.softmax(scores[:, cut], -1) @ values[cut] for cut in cuts], dim=1)
     lse = torch.stack([scores[:, cut].logsumexp(-1) for cut in cuts], dim=1)
     torch.testing.assert_close(
-        reference.merge_partials(out, lse), torch.softmax(scores, -1) @ values
+        attention_reference.merge_partials(out, lse), torch.softmax(scores, -1) @ values
     )
