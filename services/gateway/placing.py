@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from kvmesh.console.request_log import Moment
@@ -33,16 +33,16 @@ from kvmesh.policy.forwarding import (
     REROUTE_AFTER_S,
     backoff_s,
     rounds_per_route,
-    still_refusing,
     waiting_told,
 )
 from kvmesh.rpc.convert import sequence_spec_to_proto
 from kvmesh.telemetry.tracing import Span, start_span
 from kvmesh.v1 import types_pb2
-from services.gateway.errors import Stage, StageRefusedError
+from services.gateway.errors import Stage
 from services.gateway.generation import FirstTry
 from services.gateway.mesh import GenerationRequest, Mesh, Placed
 from services.gateway.open_work import OpenWork, ReservationLostError
+from services.gateway.refusals import NEVER, Refusals
 from services.gateway.routing import ModelFacts
 from services.gateway.turnstile import Turn
 from services.gateway.worker_events import Refused
@@ -51,9 +51,6 @@ ShowPrompt = Callable[
     [Candidate, types_pb2.SequenceSpec, str, int, float], Awaitable[Refused | None]
 ]
 """`OpenWork.start` or `OpenWork.offer`."""
-
-_NEVER = frozenset({RefusalReason.TOO_LONG, RefusalReason.INVALID})
-"""Refusals that the same worker would repeat for ever."""
 
 
 @dataclass(frozen=True)
@@ -110,30 +107,15 @@ class Placing:
         self._deadline_now = deadline
         self._deadline = deadline()
         self._failed = avoid
-        self._refused: dict[WorkerId, float] = {}  # when, on the loop's clock
-        self._unfit: dict[WorkerId, Refusal] = {}
         self._num_rounds = 0
-        self._num_offers = 0
+        last = None if first_try is None else first_try.last
+        self._num_offers = int(last is not None and last.stage is Stage.PREFILL)
         self._spans: dict[str, Span] = {}
         self._sequence: _Sequence | None = None
         self._trace = mesh.log.trace(request.request_id)
         self._now = asyncio.get_running_loop().time
-        self._last = StageRefusedError(
-            Refusal(RefusalReason.DEADLINE, "the deadline passed before any worker was asked"),
-            Stage.GATEWAY,
-        )
         self._tried = first_try
-        if first_try is not None and first_try.last is not None:
-            self._take_over(first_try.last, first_try.refused)
-
-    def _take_over(self, last: StageRefusedError, refused: WorkerId | None) -> None:
-        """Goes on after a refusal that was noted already."""
-        self._last = last
-        self._num_offers += last.stage is Stage.PREFILL
-        if refused is not None:
-            self._refused[refused] = self._now()
-            if last.refusal.reason in _NEVER:
-                self._unfit[refused] = last.refusal
+        self._refusals = Refusals(first_try, self._now())
 
     async def run(self) -> Placed:
         """Searches until the deadline.
@@ -208,12 +190,12 @@ class Placing:
             else:
                 span.set(placement=plan.placement.value, reason=plan.reason, policy=plan.policy)
         if tried is None or plan is not tried.plan:  # else they are to be avoided yet
-            self._refused = still_refusing(self._refused, self._now())
+            self._refusals.fade(self._now())
         if isinstance(plan, RoutePlan):
             self._trace.note(Moment.ROUTED, self._now(), text=f"{plan.policy}: {plan.reason}")
             return plan
         self._note(Stage.SCHEDULER, plan)
-        if plan.reason in _NEVER:
+        if plan.reason in NEVER:
             raise InvalidRequestError(plan.message, code="context_length_exceeded")
         return None
 
@@ -232,7 +214,7 @@ class Placing:
             num_tokens=len(self._token_ids),
             max_new_tokens=request.sampling.max_tokens - num_generated,
             scenario=request.scenario,
-            avoid=self._failed.union(self._refused),
+            avoid=self._failed.union(self._refusals.workers),
             ttft_budget_ms=_budget_ms(remaining_s),
             placement=request.placement,
             waiting=waiting,
@@ -248,8 +230,7 @@ class Placing:
         try_once = self._round_aggregated if aggregated else self._round_apart
         old_at = self._now() + REROUTE_AFTER_S
         for _ in range(rounds_per_route(plan.cause)):
-            if self._unfit:
-                self._check_fit(plan)
+            self._refusals.check(plan)
             try:
                 placed = await try_once(plan)
             except ReservationLostError as error:
@@ -300,7 +281,7 @@ class Placing:
 
     async def _show(self, candidate: Candidate, ask: ShowPrompt) -> bool:
         """Shows the prompt to a worker; True if it took it."""
-        if candidate.worker_id in self._unfit:
+        if self._refusals.is_for_ever(candidate.worker_id):
             return False
         span = self._span("gateway.offer")
         remaining_s = self._remaining_s()
@@ -323,7 +304,7 @@ class Placing:
         return False
 
     async def _reserve(self, candidate: Candidate) -> bool:
-        if candidate.worker_id in self._unfit:
+        if self._refusals.is_for_ever(candidate.worker_id):
             return False
         span = self._span("gateway.reserve")
         refusal = await self._work.reserve(
@@ -344,12 +325,9 @@ class Placing:
         span: Span | None = None,
     ) -> None:
         """Remembers a refusal: it is counted, traced, and the last one is the client's answer."""
-        deadline = RefusalReason.DEADLINE
-        if refusal.reason is not deadline or self._last.refusal.reason is deadline:
-            # That time ran out says less than what it was spent on.
-            self._last = StageRefusedError(refusal, stage)
-        self._mesh.metrics.refused(refusal.reason.value, stage.value)
         where = None if candidate is None else candidate.worker_id
+        self._refusals.note(stage, refusal, where, self._now())
+        self._mesh.metrics.refused(refusal.reason.value, stage.value)
         text = f"{stage.value}: {refusal.reason.value}"
         self._trace.note(Moment.REFUSED, self._now(), where, text)
         if candidate is None:
@@ -357,21 +335,7 @@ class Placing:
         if span is not None:
             reason = refusal.reason.value
             span.event("refused", worker=candidate.worker_id, reason=reason)
-        self._refused[candidate.worker_id] = self._now()
         self._mesh.router.note_refused()
-        if refusal.reason in _NEVER:
-            self._unfit[candidate.worker_id] = refusal
-
-    def _check_fit(self, plan: RoutePlan) -> None:
-        for side in (plan.prefill, plan.decode):
-            if side and all(candidate.worker_id in self._unfit for candidate in side):
-                refusal = self._unfit[side[-1].worker_id]
-                raise InvalidRequestError(
-                    f"no worker can take this request: {refusal.message}",
-                    code="context_length_exceeded"
-                    if refusal.reason is RefusalReason.TOO_LONG
-                    else "invalid_value",
-                )
 
     # --- time ---
 
@@ -389,10 +353,7 @@ class Placing:
         left = self._deadline - self._now()
         if left > 0:
             return left
-        last = self._last.refusal
-        waited_ms = round(self._request.ttft_s * 1000)
-        message = f"no worker took the request within {waited_ms} ms; last answer: {last.message}"
-        raise StageRefusedError(replace(last, message=message), self._last.stage)
+        raise self._refusals.after(self._request.ttft_s)
 
     @property
     def _holds(self) -> bool:
