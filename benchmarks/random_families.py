@@ -197,6 +197,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | _GRANITE
         | {"intermediate_size": 384, "num_local_experts": 16, "num_experts_per_tok": 4},
     ),
+    "granite4": (
+        "GraniteMoeHybridConfig",
+        _HEADS
+        | _GRANITE
+        | {
+            "layer_types": ["full_attention"] * LAYERS,
+            "mamba_n_heads": 12,
+            "num_local_experts": 0,
+            "position_embedding_type": "rope",
+            "shared_intermediate_size": 2304,
+        },
+    ),
     "smollm3": ("SmolLM3Config", _HEADS | _IDS),
     "olmo2": ("Olmo2Config", _HEADS | _IDS),
     "olmo3": (

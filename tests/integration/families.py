@@ -29,6 +29,8 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
+    GraniteMoeHybridConfig,
+    GraniteMoeSharedConfig,
     HeliumConfig,
     HunYuanDenseV1Config,
     HunYuanMoEV1Config,
@@ -142,6 +144,8 @@ GRANITE: dict[str, Any] = SHAPE | {
     "logits_scaling": 6.0,
     "rms_norm_eps": 0.1,
 }
+# transformers wants heads of Mamba that fit, whether there are such layers or not.
+GRANITE4: dict[str, Any] = GRANITE | {"layer_types": ["full_attention"] * 3, "mamba_n_heads": 4}
 COHERE: dict[str, Any] = SHAPE | {"hidden_size": 96, "bos_token_id": None, "logit_scale": 0.25}
 CONFIGS: dict[str, Any] = {
     "llama-untied-sharded": LlamaConfig(**SHAPE, tie_word_embeddings=False),
@@ -287,6 +291,19 @@ CONFIGS: dict[str, Any] = {
     ),
     "granite": GraniteConfig(**GRANITE, attention_bias=True),
     "granite-moe": GraniteMoeConfig(**GRANITE, num_local_experts=5, num_experts_per_tok=2),
+    "granite4": GraniteMoeHybridConfig(
+        **GRANITE4,
+        attention_bias=True,
+        position_embedding_type="rope",
+        num_local_experts=0,
+        shared_intermediate_size=80,
+    ),
+    "granite4-moe": GraniteMoeHybridConfig(
+        **GRANITE4, num_local_experts=5, num_experts_per_tok=2, shared_intermediate_size=48
+    ),
+    "granite-moe-shared": GraniteMoeSharedConfig(
+        **GRANITE, num_local_experts=5, num_experts_per_tok=2, shared_intermediate_size=48
+    ),
     "smollm3": SmolLM3Config(**SHAPE, no_rope_layer_interval=2, pad_token_id=0),
     "olmo2": Olmo2Config(**SHAPE, pad_token_id=0),
     "olmo3": Olmo3Config(

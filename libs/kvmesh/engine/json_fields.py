@@ -17,6 +17,8 @@ from kvmesh.core.types import DTYPE_BYTES
 
 NumberT = TypeVar("NumberT", int, float)
 _NUMBERS_END = 1 << 63
+_OLDER_TYPES = {"attention": "full_attention"}
+"""Of layers, as older files call them."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -191,4 +193,5 @@ class Fields:
         Raises:
             CheckpointError: they are malformed, or their number is not that of the layers.
         """
-        return self.names("layer_types", num_layers)
+        types = self.names("layer_types", num_layers)
+        return types and tuple(_OLDER_TYPES.get(kind, kind) for kind in types)

@@ -20,6 +20,8 @@ def test_other_tokens_than_those_of_transformers_miss_a_target() -> None:
 
 
 def test_hybrids_have_layers_of_both_kinds() -> None:
-    kinds = [values["layer_types"] for _, values in FAMILIES.values() if "layer_types" in values]
+    # Granite 4 wants its layers named even where all are of one kind.
+    others = [values for label, (_, values) in FAMILIES.items() if label != "granite4"]
+    kinds = [values["layer_types"] for values in others if "layer_types" in values]
     assert len(kinds) >= 6
     assert all(len(types) == LAYERS and len(set(types)) == 2 for types in kinds)

@@ -150,6 +150,14 @@ def test_the_original_length_of_phi3_lies_beside_its_rope(said: dict[str, int]) 
     assert other.rope == config.rope
 
 
+def test_older_files_of_granite_4_call_layers_otherwise() -> None:
+    none = {"num_local_experts": 0, "num_experts_per_tok": 0}
+    usual = CONFIG | none | {"model_type": "granitemoehybrid"}
+    newer = parse(usual, layer_types=["full_attention"] * 2)
+    assert parse(usual, layer_types=["attention"] * 2) == newer
+    assert parse(usual, layers_block_type=["attention"] * 2) == newer
+
+
 def test_hunyuan_says_how_many_experts_a_row_takes_for_each_layer() -> None:
     sizes = {"model_type": "hunyuan_v1_moe", "num_experts": 8}
     for said in (3, [3, 3]):
@@ -216,6 +224,12 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
             },
             "truncate False",
         ),
+        (
+            CONFIG,
+            {"model_type": "granitemoehybrid", "layer_types": ["attention", "mamba"]},
+            "mamba",
+        ),
+        (CONFIG, {"model_type": "granitemoehybrid"}, "without layer_types all layers are Mamba"),
         (CONFIG, {"model_type": "qwen3_5"}, "text_config is missing"),
         (CONFIG, {"model_type": "qwen2_vl", "text_config": []}, "text_config is missing"),
         (
