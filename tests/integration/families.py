@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from transformers import (
+    ApertusConfig,
+    ArceeConfig,
     AutoModelForCausalLM,
     BailingHybridConfig,
     Cohere2Config,
@@ -351,6 +353,8 @@ CONFIGS: dict[str, Any] = {
     "internlm3": InternLM3Config(**SHAPE, pad_token_id=0, bos_token_id=None),
     "iquest-coder": IQuestCoderConfig(**SHAPE, attention_bias=True, bos_token_id=None),
     "helium": HeliumConfig(**(SHAPE | {"hidden_size": 96}), attention_bias=True),
+    "arcee": ArceeConfig(**SHAPE, attention_bias=True, mlp_bias=True, rope_parameters=YARN_ROPE),
+    "apertus": ApertusConfig(**SHAPE, attention_bias=True, rope_parameters=LLAMA3_ROPE),
     "cwm": CwmConfig(**SHAPE, layer_types=HYBRID, sliding_window=40, bos_token_id=0),
     "ministral": MinistralConfig(**SHAPE, layer_types=HYBRID, sliding_window=40),
     # Most prompts are several times as long as queries stay the same.

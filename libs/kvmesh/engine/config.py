@@ -176,6 +176,8 @@ class ModelConfig:
         logit_scale: factor of logits.
         attention_cap, logit_cap: scores and logits are bent to stay within; 0 for not.
         query_growth: of all layers, where a family has it.
+        gated_mlp: dense MLPs have a gate.
+        mlp_bias: of MLPs without one.
     """
 
     family: str
@@ -214,6 +216,8 @@ class ModelConfig:
     attention_cap: float = 0.0
     logit_cap: float = 0.0
     query_growth: QueryGrowth | None = None
+    gated_mlp: bool = True
+    mlp_bias: bool = False
 
     def for_length(self, length: int) -> ModelConfig:
         """The config with the rotary embeddings of sequences of up to `length` positions."""
@@ -245,7 +249,7 @@ class ModelConfig:
 
     @property
     def _mlp_parameters(self) -> int:
-        one_dense = 3 * self.hidden_size * self.intermediate_size
+        one_dense = (3 if self.gated_mlp else 2) * self.hidden_size * self.intermediate_size
         if self.moe is None:
             return self.num_layers * one_dense
         expert = 3 * self.hidden_size * self.moe.intermediate_size

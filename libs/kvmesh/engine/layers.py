@@ -122,6 +122,17 @@ class Mlp(Protocol):
 _CACHED_ROWS = 512
 
 
+def by_cached_rows(compute: Callable[[Tensor], Tensor], h: Tensor) -> Tensor:
+    """What an MLP makes of [rows, hidden], on the CPU for some rows after the other."""
+    if h.is_cuda or len(h) <= _CACHED_ROWS:
+        return compute(h)
+    out = torch.empty_like(h)
+    for first in range(0, len(h), _CACHED_ROWS):
+        rows = slice(first, first + _CACHED_ROWS)
+        out[rows] = compute(h[rows])
+    return out
+
+
 @dataclass(frozen=True, slots=True)
 class GatedMlp:
     """Two projections, the product of an activated one and the other, and one back.
@@ -145,13 +156,7 @@ class GatedMlp:
         """See `Mlp.run`."""
         if self.call is not None and takes(h):
             return self.call.run(h)
-        if h.is_cuda or len(h) <= _CACHED_ROWS:
-            return self.down(self.activation(self.gate_up(h)))
-        out = torch.empty_like(h)
-        for first in range(0, len(h), _CACHED_ROWS):
-            rows = slice(first, first + _CACHED_ROWS)
-            out[rows] = self.down(self.activation(self.gate_up(h[rows])))
-        return out
+        return by_cached_rows(lambda rows: self.down(self.activation(self.gate_up(rows))), h)
 
 
 def load_gated_mlp(

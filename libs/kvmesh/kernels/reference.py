@@ -67,6 +67,28 @@ def gelu_and_mul(gate_up: Tensor) -> Tensor:
     return functional.gelu(gate, approximate="tanh").mul_(up)
 
 
+def squared_relu(x: Tensor) -> Tensor:
+    """The square of what is positive.
+
+    Source: Primer, arXiv 2109.08668 §4.
+    """
+    return functional.relu(x).square_()
+
+
+def xielu(x: Tensor, rise: float, fall: float, slope: float, edge: float) -> Tensor:
+    """A parabola above zero and an integrated ELU below, both with a slope at zero.
+
+    Args:
+        rise, fall: how fast it bends above and below.
+        edge: below zero, of the largest value whose exponential is taken.
+
+    Source: arXiv 2411.13010 §3.
+    """
+    exact = x.float()
+    below = (torch.expm1(exact.clamp(max=edge)) - exact) * fall
+    return (torch.where(exact > 0, rise * exact.square(), below) + slope * exact).to(x.dtype)
+
+
 def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
     """gpt-oss's product: sigmoid-weighted gate times one plus the other half, both bounded.
 

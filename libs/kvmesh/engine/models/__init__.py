@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from kvmesh.engine.models import (
+    apertus,
+    arcee,
     bailing_hybrid,
     cohere,
     cwm,
@@ -51,6 +53,8 @@ FAMILIES: dict[str, Family] = {
     "internlm3": llama.INTERNLM3,
     "iquestcoder": llama.IQUEST,
     "helium": helium.FAMILY,
+    "arcee": arcee.FAMILY,
+    "apertus": apertus.FAMILY,
     "cwm": cwm.FAMILY,
     "mistral": mistral.FAMILY,
     "mistral3": mistral.SEEING,
