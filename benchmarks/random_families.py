@@ -57,6 +57,7 @@ _GRANITE: dict[str, Any] = {
 }
 # The classes' own are those of vocabularies that are larger.
 _IDS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": None}
+_CONVOLUTIONS_THEN_FULL = ["conv"] * (LAYERS - 1) + ["full_attention"]
 _LINEAR_THEN_FULL = ["linear_attention"] * (LAYERS - 1) + ["full_attention"]
 _WINDOWS_THEN_FULL = ["sliding_attention"] * (LAYERS - 1) + ["full_attention"]
 
@@ -189,6 +190,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_local_experts": 8,
             "num_experts_per_tok": 2,
         },
+    ),
+    "lfm2": (
+        "Lfm2Config",
+        _HEADS | {"layer_types": _CONVOLUTIONS_THEN_FULL, "block_auto_adjust_ff_dim": False},
+    ),
+    "lfm2-moe": (
+        "Lfm2MoeConfig",
+        _HEADS
+        | _EXPERTS
+        | {"layer_types": _CONVOLUTIONS_THEN_FULL, "num_dense_layers": 1, "num_experts": 16},
     ),
     "granite": ("GraniteConfig", _HEADS | _GRANITE),
     "granite-moe": (

@@ -40,6 +40,8 @@ from transformers import (
     InternLM3Config,
     IQuestCoderConfig,
     KimiLinearConfig,
+    Lfm2Config,
+    Lfm2MoeConfig,
     LlamaConfig,
     MellumConfig,
     MiniMaxConfig,
@@ -137,6 +139,7 @@ DELTA: dict[str, Any] = {
     "linear_value_head_dim": 24,
 }
 LINEAR_FIRST = ["linear_attention", "linear_attention", "full_attention"]
+CONVOLUTIONS = ["conv", "full_attention", "conv"]
 HYBRID = ["sliding_attention", "full_attention", "sliding_attention"]
 # The epsilon is large enough to matter: the family keeps its stream in another scale.
 GRANITE: dict[str, Any] = SHAPE | {
@@ -291,6 +294,18 @@ CONFIGS: dict[str, Any] = {
         mlp_beta_factor=2.0,
         block_size=32,
     ),
+    "lfm2": Lfm2Config(
+        **SHAPE, layer_types=CONVOLUTIONS, block_multiple_of=16, block_ffn_dim_multiplier=0.8
+    ),
+    "lfm2-moe": Lfm2MoeConfig(
+        **SHAPE,
+        layer_types=CONVOLUTIONS,
+        num_dense_layers=1,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        routed_scaling_factor=1.5,
+    ),
     "granite": GraniteConfig(**GRANITE, attention_bias=True),
     "granite-moe": GraniteMoeConfig(**GRANITE, num_local_experts=5, num_experts_per_tok=2),
     "granite4": GraniteMoeHybridConfig(
@@ -428,7 +443,7 @@ def random_model(config: Any) -> Any:
             # These are not filled by every class of models, and then hold what memory held.
             torch.nn.init.normal_(parameter, 0.0, 0.25)
     for name, bias in (*model.named_parameters(), *model.named_buffers()):
-        if name.endswith("correction_bias"):
+        if name.endswith(("correction_bias", "expert_bias")):
             torch.nn.init.normal_(bias, 0.0, 0.2)
     return model
 

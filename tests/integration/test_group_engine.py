@@ -32,6 +32,7 @@ FAMILIES = [
     "kimi-linear",
     "bailing-hybrid",
     "minimax",
+    "lfm2",
     "olmo3",
     "exaone4",
 ]

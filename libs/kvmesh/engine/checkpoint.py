@@ -106,16 +106,18 @@ def _refuse_uncomputed(fields: Fields, config: ModelConfig) -> None:
     """Refuses what the file asks for and the family does not compute."""
     origin, name = fields.origin, config.family
     types = fields.layer_types(config.num_layers) or ()
+    linear = config.linear
     computed = dict.fromkeys(types, False) | {
         "full_attention": True,
         "sliding_attention": any(config.windows),
-        "linear_attention": config.linear is not None,
+        "linear_attention": linear is not None and not linear.is_convolution,
+        "conv": linear is not None and linear.is_convolution,
     }
     for kind, is_computed in computed.items():
         if kind in types and not is_computed:
             text = f"{origin}: layer type {kind} is not supported in {name}; {SUPPORTED}"
             raise CheckpointError(text)
-    if config.linear is not None and len(config.linear.layers) == config.num_layers:
+    if linear is not None and len(linear.layers) == config.num_layers:
         raise CheckpointError(f"{origin}: layer_types without an attention layer are not supported")
     if rotary_dim(fields, config.head_dim) != config.head_dim and not config.rotary_dim:
         text = f"{origin}: partial_rotary_factor is not supported in {name}; {SUPPORTED}"

@@ -127,6 +127,7 @@ class LinearConfig:
     Attributes:
         layers: which they are.
         conv_kernel: inputs that the convolution before the recurrence spans; 1 for none.
+        key_dim: of queries and keys; 0 where there is a convolution and no recurrence.
     """
 
     layers: frozenset[int]
@@ -135,6 +136,11 @@ class LinearConfig:
     key_dim: int
     value_dim: int
     conv_kernel: int
+
+    @property
+    def is_convolution(self) -> bool:
+        """Whether a state is what a convolution saw last, and nothing else."""
+        return not self.key_dim
 
     @property
     def conv_channels(self) -> int:
@@ -234,7 +240,9 @@ class ModelConfig:
     def _mixer_parameters(self, layer: int) -> int:
         if self.linear is not None and self.is_linear(layer):
             values = self.linear.num_value_heads * self.linear.value_dim
-            return self.hidden_size * (self.linear.conv_channels + 2 * values)
+            # A convolution alone has a gate on either side.
+            others = 3 if self.linear.is_convolution else 2
+            return self.hidden_size * (self.linear.conv_channels + others * values)
         latent = self.latent
         if latent is None:
             heads = self.num_heads + self.num_kv_heads

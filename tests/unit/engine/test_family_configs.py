@@ -158,6 +158,22 @@ def test_older_files_of_granite_4_call_layers_otherwise() -> None:
     assert parse(usual, layers_block_type=["attention"] * 2) == newer
 
 
+def test_older_names_of_lfm2() -> None:
+    newer = parse(
+        CONFIG,
+        model_type="lfm2",
+        intermediate_size=600,
+        layer_types=["conv", "full_attention"],
+        tie_word_embeddings=False,
+    )
+    older = {"block_ff_dim": 600, "full_attn_idxs": [1], "tie_embedding": False}
+    assert parse(CONFIG | older, model_type="lfm2") == newer
+    # Two thirds, and then the next multiple of 256.
+    assert newer.intermediate_size == 512
+    assert newer.linear == LinearConfig(frozenset({0}), 0, 1, 0, 32, 3)
+    assert newer.state_values == 2 * 32
+
+
 def test_hunyuan_says_how_many_experts_a_row_takes_for_each_layer() -> None:
     sizes = {"model_type": "hunyuan_v1_moe", "num_experts": 8}
     for said in (3, [3, 3]):
