@@ -260,6 +260,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "internlm3": ("InternLM3Config", _HEADS | _IDS),
     "iquest-coder": ("IQuestCoderConfig", _HEADS | _IDS),
     "helium": ("HeliumConfig", _HEADS | _IDS),
+    "nemotron": ("NemotronConfig", _HEADS | _IDS),
+    "starcoder2": ("Starcoder2Config", _HEADS | _IDS),
     "arcee": ("ArceeConfig", _HEADS | _IDS),
     "apertus": ("ApertusConfig", _HEADS | _IDS),
     "cwm": (

@@ -18,6 +18,7 @@ DTYPES = list(layer_cases.TOLERANCE)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows(dtype: torch.dtype) -> None:
     layer_cases.check_add_rms_norm(layer_ops.add_rms_norm, 70, True, dtype, "cuda")
+    layer_cases.check_add_layer_norm(layer_ops.add_layer_norm, 70, True, dtype, "cuda")
     layer_cases.check_silu_and_mul(layer_ops.silu_and_mul, 70, dtype, "cuda")
 
 

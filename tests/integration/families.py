@@ -50,6 +50,7 @@ from transformers import (
     MinistralConfig,
     MistralConfig,
     MixtralConfig,
+    NemotronConfig,
     Olmo2Config,
     Olmo3Config,
     OlmoeConfig,
@@ -64,6 +65,7 @@ from transformers import (
     SeedOssConfig,
     SmolLM3Config,
     SolarOpenConfig,
+    Starcoder2Config,
 )
 
 from kvmesh.core.types import SamplingParams
@@ -368,6 +370,8 @@ CONFIGS: dict[str, Any] = {
     "internlm3": InternLM3Config(**SHAPE, pad_token_id=0, bos_token_id=None),
     "iquest-coder": IQuestCoderConfig(**SHAPE, attention_bias=True, bos_token_id=None),
     "helium": HeliumConfig(**(SHAPE | {"hidden_size": 96}), attention_bias=True),
+    "nemotron": NemotronConfig(**SHAPE, attention_bias=True, mlp_bias=True),
+    "starcoder2": Starcoder2Config(**SHAPE, sliding_window=40, bos_token_id=None),
     "arcee": ArceeConfig(**SHAPE, attention_bias=True, mlp_bias=True, rope_parameters=YARN_ROPE),
     "apertus": ApertusConfig(**SHAPE, attention_bias=True, rope_parameters=LLAMA3_ROPE),
     "cwm": CwmConfig(**SHAPE, layer_types=HYBRID, sliding_window=40, bos_token_id=0),

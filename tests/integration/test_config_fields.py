@@ -87,6 +87,7 @@ ODD: dict[str, tuple[Any, ...]] = {
     "n_shared_experts": (1,),
     "no_rope_layer_interval": (3,),
     "norm_eps": (0.3,),
+    "norm_epsilon": (0.3,),
     "no_rope_layers": ([0, 1, 1], [0]),
     "num_dense_layers": (0, 2),
     "num_experts_per_tok": (1, 100),

@@ -37,6 +37,7 @@ class DecoderModel:
         embedding: [vocab, hidden].
         embedding_scale: factor of looked-up embeddings.
         norm: [hidden], with the factor of logits in it.
+        norm_bias: [hidden] of the last norm where it takes the mean out, else None.
         head: to [vocab].
         ropes: those that the layers have.
         query_factors: [positions, 1], see `Step`; None for 1.
@@ -51,6 +52,7 @@ class DecoderModel:
     head: Linear
     ropes: Mapping[Rotation, RopeTable]
     query_factors: Tensor | None = None
+    norm_bias: Tensor | None = None
     stacks: tuple[Layer, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -89,7 +91,10 @@ class DecoderModel:
             if after_layer is not None:
                 after_layer(number)
         x, delta = layers[-1].run(x, delta, step, keep)
-        return layer_ops.add_rms_norm(x, delta, self.norm, self.config.rms_norm_eps)
+        eps = self.config.rms_norm_eps
+        if self.norm_bias is None:
+            return layer_ops.add_rms_norm(x, delta, self.norm, eps)
+        return layer_ops.add_layer_norm(x, delta, self.norm, self.norm_bias, eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token.
@@ -148,6 +153,9 @@ def load_model(
     # As transformers does it: a head that the files have wins over what config.json says.
     is_tied = config.tie_word_embeddings and not files.has(_HEAD)
     norm = files.read(f"{prefix}.norm.weight", (hidden,)).float() + family.norm_offset
+    norm_bias = None
+    if config.layer_norm:
+        norm_bias = files.read(f"{prefix}.norm.bias", (hidden,)).to(device, dtype)
     scale = config.embedding_scale
     if family.rounds_embedding_scale:
         scale = float(torch.tensor(scale, dtype=dtype))
@@ -167,6 +175,7 @@ def load_model(
         head=make_linear(embedding if is_tied else matrix(_HEAD)),
         ropes={kind: table(kind) for kind in kinds},
         query_factors=factors,
+        norm_bias=norm_bias,
     )
 
 

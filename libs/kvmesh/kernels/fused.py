@@ -43,6 +43,37 @@ def _add_rms_norm_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _add_layer_norm_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device signature
+    x_ptr,
+    delta_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    dim,
+    eps,
+    TILE: tl.constexpr,
+    HAS_DELTA: tl.constexpr,
+):
+    # One program: one row.
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, TILE)
+    mask = column < dim
+    x = tl.load(x_ptr + row * dim + column, mask=mask, other=0.0)
+    if HAS_DELTA:
+        delta = tl.load(delta_ptr + row * dim + column, mask=mask, other=0.0)
+        x = (x.to(tl.float32) + delta.to(tl.float32)).to(x.dtype)
+        tl.store(x_ptr + row * dim + column, x, mask=mask)
+    x = x.to(tl.float32)
+    # Columns that are not there are no part of the spread, whatever the mean is.
+    centred = tl.where(mask, x - tl.sum(x, 0) / dim, 0.0)
+    factor = 1.0 / tl.sqrt(tl.sum(centred * centred, 0) / dim + eps)
+    weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
+    bias = tl.load(bias_ptr + column, mask=mask, other=0.0).to(tl.float32)
+    normed = (centred * factor * weight + bias).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * dim + column, normed, mask=mask)
+
+
+@triton.jit
 def _silu_and_mul_kernel(  # type: ignore[no-untyped-def]
     gate_up_ptr,
     out_ptr,
@@ -122,6 +153,27 @@ def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) ->
         x,
         x if delta is None else delta,
         weight,
+        out,
+        dim,
+        eps,
+        TILE=triton.next_power_of_2(dim),
+        HAS_DELTA=delta is not None,
+        num_warps=8 if dim > 2048 else 4,
+    )
+    return out
+
+
+def add_layer_norm(
+    x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor, eps: float
+) -> Tensor:
+    """See `reference.add_layer_norm`; tensors are contiguous, `x` is changed in place."""
+    out = torch.empty_like(x)
+    rows, dim = x.shape
+    _add_layer_norm_kernel[(rows,)](
+        x,
+        x if delta is None else delta,
+        weight,
+        bias,
         out,
         dim,
         eps,

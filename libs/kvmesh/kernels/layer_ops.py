@@ -43,6 +43,16 @@ def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) ->
     return reference.add_rms_norm(x, delta, weight, eps)
 
 
+def add_layer_norm(
+    x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor, eps: float
+) -> Tensor:
+    """See `reference.add_layer_norm`; `x` is changed in place."""
+    if x.is_cuda:
+        normed: Tensor = _triton().add_layer_norm(x, delta, weight, bias, eps)
+        return normed
+    return reference.add_layer_norm(x, delta, weight, bias, eps)
+
+
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """See `reference.silu_and_mul`."""
     if gate_up.is_cuda:

@@ -41,6 +41,21 @@ def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) ->
     return rms_norm(x, weight, eps)
 
 
+def add_layer_norm(
+    x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor, eps: float
+) -> Tensor:
+    """As `add_rms_norm`, but the mean is taken out first and a bias added last.
+
+    Args:
+        weight, bias: [dim].
+
+    Source: Ba et al., arXiv 1607.06450.
+    """
+    if delta is not None:
+        x += delta
+    return functional.layer_norm(x, weight.shape, weight, bias, eps)
+
+
 def apply_rope(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
     """Rotates pairs (i, i + head_dim / 2) of each head by the angle of the row's position.
 

@@ -18,7 +18,9 @@ def test_the_steps_of_a_layer_compile(dtype: torch.dtype) -> None:
     with device(90) as launches:
         x, angles = empty(5, 4096, dtype=dtype), empty(5, 1, 128, dtype=dtype)
         for delta in (None, x):
-            layer_ops.add_rms_norm(x, delta, empty(4096, dtype=dtype), 1e-6)
+            weight = empty(4096, dtype=dtype)
+            layer_ops.add_rms_norm(x, delta, weight, 1e-6)
+            layer_ops.add_layer_norm(x, delta, weight, weight, 1e-6)
         layer_ops.silu_and_mul(empty(5, 2 * 14_336, dtype=dtype))
         for qk_norm in (None, empty(40, 128, dtype=dtype)):
             layer_ops.rope_and_write(
@@ -31,7 +33,7 @@ def test_the_steps_of_a_layer_compile(dtype: torch.dtype) -> None:
                 3,
                 empty(5, dtype=torch.int64),
             )
-    assert len(launches) == 5
+    assert len(launches) == 7
 
 
 def test_the_draw_compiles() -> None:

@@ -19,6 +19,12 @@ def test_add_rms_norm(has_delta: bool, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("has_delta", [False, True])
+def test_add_layer_norm(has_delta: bool, dtype: torch.dtype) -> None:
+    layer_cases.check_add_layer_norm(fused.add_layer_norm, 3, has_delta, dtype, "cpu")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_silu_and_mul(dtype: torch.dtype) -> None:
     layer_cases.check_silu_and_mul(fused.silu_and_mul, 3, dtype, "cpu")
 

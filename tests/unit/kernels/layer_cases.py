@@ -37,6 +37,19 @@ def check_add_rms_norm(
     assert torch.equal(x, expected_x), "the stream is the rounded sum"
 
 
+def check_add_layer_norm(
+    op: Callable[..., Tensor], rows: int, has_delta: bool, dtype: torch.dtype, device: str
+) -> None:
+    # A mean far from zero, and a size that fills no tile.
+    x = random(rows, 48, dtype=dtype, device=device) + 2
+    delta = random(rows, 48, dtype=dtype, device=device, seed=1) if has_delta else None
+    weight, bias = (random(48, dtype=dtype, device=device, seed=seed) for seed in (2, 3))
+    expected_x = x.clone()
+    expected = reference.add_layer_norm(expected_x, delta, weight, bias, EPS)
+    assert_close(op(x, delta, weight, bias, EPS), expected)
+    assert torch.equal(x, expected_x), "the stream is the rounded sum"
+
+
 def check_silu_and_mul(
     op: Callable[[Tensor], Tensor], rows: int, dtype: torch.dtype, device: str
 ) -> None:

@@ -86,6 +86,7 @@ def _lightning(rows: int, is_scan: bool, heads: int = 64, dim: int = 128) -> Non
 def _between_products(hidden: int, inner: int, heads: int, kv_heads: int) -> None:
     x, angles = empty(5, hidden), empty(5, 1, 128)
     layer_ops.add_rms_norm(x, x, empty(hidden), 1e-6)
+    layer_ops.add_layer_norm(x, x, empty(hidden), empty(hidden), 1e-6)
     layer_ops.silu_and_mul(empty(5, 2 * inner))
     total = heads + kv_heads
     layer_ops.rope_and_write(

@@ -16,7 +16,7 @@ INTERPRETED = {
     "interpreted_bench.py": 22,
     "interpreted_blocks.py": 16,
     "interpreted_draw.py": 7,
-    "interpreted_fused.py": 10,
+    "interpreted_fused.py": 14,
     "interpreted_hybrid.py": 28,
     "interpreted_large.py": 6,
 }

@@ -34,6 +34,7 @@ from kvmesh.engine.models import (
     minimax_m2,
     mistral,
     mixtral,
+    nemotron,
     olmo,
     olmoe,
     phi3,
@@ -46,6 +47,7 @@ from kvmesh.engine.models import (
     qwen3_next,
     seed_oss,
     smollm3,
+    starcoder2,
 )
 from kvmesh.engine.models.family import Family
 
@@ -54,6 +56,8 @@ FAMILIES: dict[str, Family] = {
     "internlm3": llama.INTERNLM3,
     "iquestcoder": llama.IQUEST,
     "helium": helium.FAMILY,
+    "nemotron": nemotron.FAMILY,
+    "starcoder2": starcoder2.FAMILY,
     "arcee": arcee.FAMILY,
     "apertus": apertus.FAMILY,
     "cwm": cwm.FAMILY,
