@@ -260,6 +260,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "internlm3": ("InternLM3Config", _HEADS | _IDS),
     "iquest-coder": ("IQuestCoderConfig", _HEADS | _IDS),
     "helium": ("HeliumConfig", _HEADS | _IDS),
+    "gpt-neox": ("GPTNeoXConfig", _without(_COMMON, "num_key_value_heads") | _IDS),
+    "stablelm": ("StableLmConfig", _COMMON | _IDS),
     "nemotron": ("NemotronConfig", _HEADS | _IDS),
     "starcoder2": ("Starcoder2Config", _HEADS | _IDS),
     "arcee": ("ArceeConfig", _HEADS | _IDS),

@@ -28,6 +28,7 @@ from transformers import (
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
     GlmConfig,
+    GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
@@ -65,6 +66,7 @@ from transformers import (
     SeedOssConfig,
     SmolLM3Config,
     SolarOpenConfig,
+    StableLmConfig,
     Starcoder2Config,
 )
 
@@ -141,6 +143,10 @@ DELTA: dict[str, Any] = {
     "linear_value_head_dim": 24,
 }
 LINEAR_FIRST = ["linear_attention", "linear_attention", "full_attention"]
+# Heads are what the hidden size leaves for each.
+WITHOUT_HEADS: dict[str, Any] = {
+    key: value for key, value in SHAPE.items() if key not in {"head_dim", "num_key_value_heads"}
+} | {"hidden_size": 96}
 CONVOLUTIONS = ["conv", "full_attention", "conv"]
 HYBRID = ["sliding_attention", "full_attention", "sliding_attention"]
 # The epsilon is large enough to matter: the family keeps its stream in another scale.
@@ -370,6 +376,8 @@ CONFIGS: dict[str, Any] = {
     "internlm3": InternLM3Config(**SHAPE, pad_token_id=0, bos_token_id=None),
     "iquest-coder": IQuestCoderConfig(**SHAPE, attention_bias=True, bos_token_id=None),
     "helium": HeliumConfig(**(SHAPE | {"hidden_size": 96}), attention_bias=True),
+    "gpt-neox": GPTNeoXConfig(**WITHOUT_HEADS),
+    "stablelm": StableLmConfig(**WITHOUT_HEADS, num_key_value_heads=2, use_qkv_bias=True),
     "nemotron": NemotronConfig(**SHAPE, attention_bias=True, mlp_bias=True),
     "starcoder2": Starcoder2Config(**SHAPE, sliding_window=40, bos_token_id=None),
     "arcee": ArceeConfig(**SHAPE, attention_bias=True, mlp_bias=True, rope_parameters=YARN_ROPE),

@@ -39,7 +39,10 @@ FLIPPED = (
     "use_bias",
     "use_bidirectional_attention",
     "use_expert_bias",
+    "qk_layernorm",
+    "use_parallel_residual",
     "use_qk_norm",
+    "use_qkv_bias",
     "use_sliding_window",
 )
 STRETCHED = {"factor": 4.0, "original_max_position_embeddings": 32}

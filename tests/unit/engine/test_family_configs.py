@@ -174,6 +174,15 @@ def test_older_names_of_lfm2() -> None:
     assert newer.state_values == 2 * 32
 
 
+def test_older_names_of_the_rope_of_gpt_neox() -> None:
+    usual = {key: value for key, value in CONFIG.items() if key != "rope_theta"}
+    usual |= {"model_type": "gpt_neox", "num_key_value_heads": None, "hidden_act": "gelu"}
+    newer = parse(usual, rope_parameters={"rope_theta": 500.0, "partial_rotary_factor": 0.5})
+    assert parse(usual, rotary_emb_base=500.0, rotary_pct=0.5) == newer
+    assert (newer.rotary_dim, newer.rope.theta) == (4, 500.0)
+    assert parse(usual).rotary_dim == 2
+
+
 def test_hunyuan_says_how_many_experts_a_row_takes_for_each_layer() -> None:
     sizes = {"model_type": "hunyuan_v1_moe", "num_experts": 8}
     for said in (3, [3, 3]):

@@ -19,6 +19,7 @@ from kvmesh.engine.models import (
     glm,
     glm4_moe,
     glm4_moe_lite,
+    gpt_neox,
     gpt_oss,
     granite,
     granitemoe,
@@ -47,6 +48,7 @@ from kvmesh.engine.models import (
     qwen3_next,
     seed_oss,
     smollm3,
+    stablelm,
     starcoder2,
 )
 from kvmesh.engine.models.family import Family
@@ -56,6 +58,8 @@ FAMILIES: dict[str, Family] = {
     "internlm3": llama.INTERNLM3,
     "iquestcoder": llama.IQUEST,
     "helium": helium.FAMILY,
+    "gpt_neox": gpt_neox.FAMILY,
+    "stablelm": stablelm.FAMILY,
     "nemotron": nemotron.FAMILY,
     "starcoder2": starcoder2.FAMILY,
     "arcee": arcee.FAMILY,
