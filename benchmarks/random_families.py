@@ -220,6 +220,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "shared_intermediate_size": 2304,
         },
     ),
+    "granite4-hybrid": (
+        "GraniteMoeHybridConfig",
+        _HEADS
+        | _GRANITE
+        | {
+            "layer_types": _LINEAR_THEN_FULL,
+            "mamba_n_heads": 24,
+            "mamba_d_state": 128,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 2304,
+        },
+    ),
     "smollm3": ("SmolLM3Config", _HEADS | _IDS),
     "olmo2": ("Olmo2Config", _HEADS | _IDS),
     "olmo3": (

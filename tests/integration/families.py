@@ -326,6 +326,16 @@ CONFIGS: dict[str, Any] = {
     "granite4-moe": GraniteMoeHybridConfig(
         **GRANITE4, num_local_experts=5, num_experts_per_tok=2, shared_intermediate_size=48
     ),
+    "granite4-hybrid": GraniteMoeHybridConfig(
+        **GRANITE,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        mamba_n_heads=6,
+        mamba_n_groups=2,
+        mamba_d_state=24,
+        num_local_experts=5,
+        num_experts_per_tok=2,
+        shared_intermediate_size=48,
+    ),
     "granite-moe-shared": GraniteMoeSharedConfig(
         **GRANITE, num_local_experts=5, num_experts_per_tok=2, shared_intermediate_size=48
     ),

@@ -33,6 +33,7 @@ FAMILIES = [
     "bailing-hybrid",
     "minimax",
     "lfm2",
+    "granite4-hybrid",
     "olmo3",
     "exaone4",
 ]

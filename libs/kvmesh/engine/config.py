@@ -182,6 +182,7 @@ class ModelConfig:
         logit_scale: factor of logits.
         attention_cap, logit_cap: scores and logits are bent to stay within; 0 for not.
         query_growth: of all layers, where a family has it.
+        state_norm_eps: of norms within Mamba layers.
         layer_norm: norms take the mean out and add a bias.
         parallel: attention and MLP read the same stream.
         gated_mlp: dense MLPs have a gate.
@@ -224,6 +225,7 @@ class ModelConfig:
     attention_cap: float = 0.0
     logit_cap: float = 0.0
     query_growth: QueryGrowth | None = None
+    state_norm_eps: float = 0.0
     layer_norm: bool = False
     parallel: bool = False
     gated_mlp: bool = True

@@ -17,7 +17,7 @@ from kvmesh.core.types import DTYPE_BYTES
 
 NumberT = TypeVar("NumberT", int, float)
 _NUMBERS_END = 1 << 63
-_OLDER_TYPES = {"attention": "full_attention"}
+_OLDER_TYPES = {"attention": "full_attention", "mamba": "linear_attention"}
 """Of layers, as older files call them."""
 
 

@@ -152,10 +152,11 @@ def test_the_original_length_of_phi3_lies_beside_its_rope(said: dict[str, int]) 
 
 def test_older_files_of_granite_4_call_layers_otherwise() -> None:
     none = {"num_local_experts": 0, "num_experts_per_tok": 0}
-    usual = CONFIG | none | {"model_type": "granitemoehybrid"}
-    newer = parse(usual, layer_types=["full_attention"] * 2)
-    assert parse(usual, layer_types=["attention"] * 2) == newer
-    assert parse(usual, layers_block_type=["attention"] * 2) == newer
+    usual = CONFIG | none | {"model_type": "granitemoehybrid", "mamba_n_heads": 4}
+    newer = parse(usual, layer_types=["full_attention", "linear_attention"])
+    assert parse(usual, layer_types=["attention", "mamba"]) == newer
+    assert parse(usual, layers_block_type=["attention", "mamba"]) == newer
+    assert newer.linear == LinearConfig(frozenset({1}), 1, 4, 256, 16, 4)
 
 
 def test_older_names_of_lfm2() -> None:
@@ -249,12 +250,12 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
             },
             "truncate False",
         ),
+        (CONFIG, {"model_type": "granitemoehybrid"}, "mamba_d_head 0 do not fit"),
         (
             CONFIG,
-            {"model_type": "granitemoehybrid", "layer_types": ["attention", "mamba"]},
-            "mamba",
+            {"model_type": "granitemoehybrid", "mamba_n_heads": 4},
+            "without an attention layer",
         ),
-        (CONFIG, {"model_type": "granitemoehybrid"}, "without layer_types all layers are Mamba"),
         (CONFIG, {"model_type": "qwen3_5"}, "text_config is missing"),
         (CONFIG, {"model_type": "qwen2_vl", "text_config": []}, "text_config is missing"),
         (

@@ -7,6 +7,7 @@ from torch.nn import functional
 
 from kvmesh.kernels.lightning_reference import lightning_scan, lightning_step
 from kvmesh.kernels.linear_reference import causal_conv, delta_scan, delta_step, l2_normalize
+from kvmesh.kernels.mamba_reference import mamba_scan, mamba_step
 from kvmesh.kernels.states import SequenceState, StepStates
 from tests.unit.kernels.no_copies import no_copies
 
@@ -52,6 +53,28 @@ def test_a_lightning_scan_equals_its_steps(positions: int) -> None:
     for position in range(positions):
         row = slice(position, position + 1)
         out, after = lightning_step(q[row], k[row], v[row], slopes, after)
+        torch.testing.assert_close(found[position], out[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(last, after[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("strength", [1.0, 200.0])
+@pytest.mark.parametrize("positions", [1, 63, 65, 150])
+def test_a_scan_of_mamba_equals_its_steps(positions: int, strength: float) -> None:
+    torch.manual_seed(positions)
+    q, k = torch.randn(2, positions, 2, 8)
+    v, state = torch.randn(positions, 6, 5), torch.randn(6, 8, 5)
+    decay = -strength * torch.rand(positions, 6)
+    found, last = mamba_scan(q, k, v, decay, state)
+    after = state[None]
+    for position in range(positions):
+        row = slice(position, position + 1)
+        # Each group of queries and keys is that of three heads in a row.
+        own_q, own_k = (x[position].repeat_interleave(3, dim=0) for x in (q, k))
+        wanted = after[0] * decay[position].exp()[:, None, None]
+        wanted = wanted + torch.einsum("hk,hv->hkv", own_k, v[position])
+        out, after = mamba_step(q[row], k[row], v[row], decay[row], after)
+        torch.testing.assert_close(after[0], wanted)
+        torch.testing.assert_close(out[0], torch.einsum("hk,hkv->hv", own_q, wanted))
         torch.testing.assert_close(found[position], out[0], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(last, after[0], rtol=1e-4, atol=1e-4)
 

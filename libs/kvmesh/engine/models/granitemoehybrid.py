@@ -1,18 +1,20 @@
-"""Granite 4 without Mamba layers (350M, 1B, Micro): Granite 3 with another name for the MLP, which
-all rows take beside experts where there are some; rotated only where the file says so.
-Granite 3 with experts and a shared one is the same, always rotated.
+"""Granite 4: Granite 3 with Mamba-2 in most layers of those named H, and another name for the MLP,
+which all rows take beside experts where there are some; rotated only where the file says so.
+Granite 3 with experts and a shared one is the same without Mamba, always rotated.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from kvmesh.core.errors import CheckpointError
-from kvmesh.engine.attention import load_pre_norm_layer
-from kvmesh.engine.config import ModelConfig
+from kvmesh.engine.attention import load_attention
+from kvmesh.engine.config import LinearConfig, ModelConfig
 from kvmesh.engine.experts import SharedMlp, load_softmax_routed
 from kvmesh.engine.json_fields import Fields
-from kvmesh.engine.layers import MixerLayer, load_joined_mlp
+from kvmesh.engine.layers import Mixer, MixerLayer, Mlp, load_joined_mlp, load_mixer_layer
+from kvmesh.engine.mamba import load_mamba
 from kvmesh.engine.models.family import Family
 from kvmesh.engine.models.granite import scaled
 from kvmesh.engine.models.granitemoe import EXPERT_NAMES, with_experts
@@ -20,10 +22,8 @@ from kvmesh.engine.weights import LayerWeights
 
 
 def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
-    if fields.layer_types(config.num_layers) is None:
-        raise CheckpointError(
-            f"{fields.origin}: without layer_types all layers are Mamba's, which are not supported"
-        )
+    # The factors change the epsilon of norms of the stream alone.
+    config = replace(config, linear=_mamba(fields, config), state_norm_eps=config.rms_norm_eps)
     size = fields.number("shared_intermediate_size", int, default=1024)
     if fields.count("num_local_experts", default=8):
         config = with_experts(fields, config, shared_size=size)
@@ -34,20 +34,60 @@ def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
     return replace(config, unrotated=frozenset(range(config.num_layers)))
 
 
+def _mamba(fields: Fields, config: ModelConfig) -> LinearConfig | None:
+    """The shape of Mamba layers, None where there are none."""
+    types = fields.layer_types(config.num_layers) or ("linear_attention",) * config.num_layers
+    layers = frozenset(layer for layer, kind in enumerate(types) if kind == "linear_attention")
+    if not layers:
+        return None
+    fields.only("mamba_conv_bias", True)
+    fields.only("mamba_proj_bias", False)
+    # The last is how transformers writes what JSON has no number for.
+    no_limits = [0.0, math.inf], (0.0, math.inf), [0.0, {"__float__": "Infinity"}]
+    fields.only("time_step_limit", *no_limits)
+    values = fields.number("mamba_expand", int, default=2) * config.hidden_size
+    heads = fields.number("mamba_n_heads", int, default=128)
+    groups = fields.number("mamba_n_groups", int, default=1)
+    is_said = fields.raw.get("mamba_d_head") not in (None, "auto")
+    size = fields.number("mamba_d_head", int) if is_said else values // heads
+    if heads * size != values or heads % groups:
+        raise CheckpointError(
+            f"{fields.origin}: mamba_n_heads {heads}, mamba_n_groups {groups} and mamba_d_head "
+            f"{size} do not fit together, or not mamba_expand"
+        )
+    return LinearConfig(
+        layers=layers,
+        num_key_heads=groups,
+        num_value_heads=heads,
+        key_dim=fields.number("mamba_d_state", int, default=256),
+        value_dim=size,
+        conv_kernel=fields.number("mamba_d_conv", int, default=4),
+    )
+
+
 def _configure_shared(fields: Fields, config: ModelConfig) -> ModelConfig:
     size = fields.count("shared_intermediate_size", default=0)
     return with_experts(fields, config, shared_size=size)
 
 
 def _load_layer(weights: LayerWeights, config: ModelConfig) -> MixerLayer:
+    mixer: Mixer
+    if config.is_linear(weights.layer):
+        mixer = load_mamba(weights, config)
+    else:
+        mixer = load_attention(weights, config)
+    return load_mixer_layer(weights, config, mixer, _load_mlp(weights, config))
+
+
+def _load_mlp(weights: LayerWeights, config: ModelConfig) -> Mlp:
     moe = config.moe
     if moe is None:
-        return load_pre_norm_layer(weights, config, load_joined_mlp(weights, config))
+        return load_joined_mlp(weights, config)
     chosen = load_softmax_routed(weights, config)
     if not moe.shared_size:
-        return load_pre_norm_layer(weights, config, chosen)
+        return chosen
     common = load_joined_mlp(weights, replace(config, intermediate_size=moe.shared_size))
-    return load_pre_norm_layer(weights, config, SharedMlp(chosen, common))
+    return SharedMlp(chosen, common)
 
 
 FAMILY = Family(
