@@ -17,7 +17,9 @@ from kvmesh.core.compiled import CompileError, load_compiled
 from kvmesh.telemetry.logs import event_logger
 
 _SOURCE = Path(__file__).with_name("host.cpp")
-_FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-std=c++17", "-fno-math-errno")
+_FLAGS: tuple[str, ...] = (
+    *("-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-std=c++17", "-fno-math-errno"),
+)
 
 log = event_logger(__name__)
 
