@@ -35,6 +35,8 @@ POOL_BYTES = 120 << 30
 # Of a thread, that do not fit in its registers, by release of Triton; none under 3.6.
 MOST_STACK_BYTES = {"3.7": 8, "3.8": 272, "3.9": 40}.get(triton.__version__.rpartition(".")[0], 0)
 MAX_BATCH = 64
+LINEAR_BY_TORCH = ("granitemoehybrid", "lfm2")
+"""Families whose linear layers have no kernel of their own."""
 PARAMS = (
     SamplingParams(temperature=0.0),
     SamplingParams(seed=1),
@@ -142,11 +144,13 @@ def test_steps(name: str) -> None:
     new = {each.kernel for each in launches if each.variant not in known}
     assert new == set(), "compiled while requests wait"
     kernels = {each.kernel for each in launches}
-    assert {"_add_rms_norm_kernel", "_draw_kernel"} <= kernels
+    norm = "_add_layer_norm_kernel" if config.layer_norm else "_add_rms_norm_kernel"
+    assert {norm, "_draw_kernel"} <= kernels
     assert ("_latent_decode_kernel" in kernels) == (config.latent is not None)
     assert ("_prefill_kernel" in kernels) == (config.latent is None)
     assert ("_grouped_kernel" in kernels) == (config.moe is not None)
-    assert ({"_scan_kernel", "_step_kernel"} <= kernels) == (config.linear is not None)
+    has_kernels = config.linear is not None and name not in LINEAR_BY_TORCH
+    assert ({"_scan_kernel", "_step_kernel"} <= kernels) == has_kernels
     assert {each.kernel for each in launches if each.stack_bytes > MOST_STACK_BYTES} == set()
 
 

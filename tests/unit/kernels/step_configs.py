@@ -140,5 +140,27 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_local_experts": 32,
         "num_experts_per_tok": 8,
     },
+    "ministral3": COMMON
+    | {
+        "model_type": "ministral3",
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 16.0,
+            "original_max_position_embeddings": 16_384,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
+    "starcoder2": COMMON | {"model_type": "starcoder2", "hidden_act": "gelu_pytorch_tanh"},
+    "granitemoehybrid": COMMON
+    | {
+        "model_type": "granitemoehybrid",
+        "layer_types": ["mamba", "attention"],
+        "mamba_n_heads": 32,
+        "mamba_d_state": 128,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 2816,
+    },
+    "lfm2": COMMON
+    | {"model_type": "lfm2", "head_dim": 64, "layer_types": ["conv", "full_attention"]},
 }
 """The sizes of published models but for their number of layers and vocabulary, by `model_type`."""
