@@ -264,6 +264,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Exaone4Config",
         _HEADS | {"layer_types": _WINDOWS_THEN_FULL, "sliding_window": _WINDOW},
     ),
+    "exaone-moe": (
+        "ExaoneMoeConfig",
+        _HEADS
+        | _EXPERTS
+        | {"num_experts": 16, "layer_types": _WINDOWS_THEN_FULL, "sliding_window": _WINDOW},
+    ),
     "cohere": ("CohereConfig", _HEADS | _IDS),
     "cohere2": (
         "Cohere2Config",

@@ -13,6 +13,7 @@ from kvmesh.engine.models import (
     ernie4_5,
     ernie4_5_moe,
     exaone4,
+    exaone_moe,
     gemma,
     gemma2,
     gemma3,
@@ -119,6 +120,7 @@ FAMILIES: dict[str, Family] = {
     "ernie4_5": ernie4_5.FAMILY,
     "ernie4_5_moe": ernie4_5_moe.FAMILY,
     "exaone4": exaone4.FAMILY,
+    "exaone_moe": exaone_moe.FAMILY,
     "cohere": cohere.V1,
     "cohere2": cohere.V2,
 }
