@@ -97,30 +97,33 @@ def _delta_chunk(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     """As `delta_scan` for one chunk, heads first; `beta` is [heads, positions, 1]."""
-    total = decay.cumsum(1)
+    # Exact: what a head forgets in a chunk may be thousands of times what lies between neighbours.
+    total = decay.double().cumsum(1)
     products, reads = _decayed_products(q, k, total)
     # Each change depends on those before it: a triangular system, solved for all at once.
     system = beta * products.tril(-1)
     system = system + torch.eye(system.shape[-1], device=system.device)
-    grown = total.exp()
+    grown = total.float().exp()
     wanted = beta * (v - (k * grown) @ state)
     change = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
     out = (q * grown) @ state + reads.tril() @ change
     last = total[:, -1:]
-    state = state * last.exp().transpose(1, 2) + (k * (last - total).exp()).transpose(1, 2) @ change
+    left = (last - total).float().exp()
+    state = state * last.float().exp().transpose(1, 2) + (k * left).transpose(1, 2) @ change
     return out, state
 
 
 def _decayed_products(q: Tensor, k: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
     """`k_i · k_j` and `q_i · k_j`, each decayed from j to i; upper triangles mean nothing.
 
+    `total` is fp64, [heads, positions, 1 or key_dim], the logarithms' sums up to each position.
     Differences are taken before the exponential: the decays alone would overflow.
     """
     if total.shape[-1] == 1:
-        gaps = (total - total.transpose(1, 2)).tril().exp()
+        gaps = (total - total.transpose(1, 2)).tril().float().exp()
         keys = k.transpose(1, 2)
         return k @ keys * gaps, q @ keys * gaps
     lower = torch.ones(k.shape[1], k.shape[1], device=k.device).tril()[..., None]
-    gaps = ((total.unsqueeze(2) - total.unsqueeze(1)) * lower).exp()
+    gaps = ((total.unsqueeze(2) - total.unsqueeze(1)).float() * lower).exp()
     decayed = k.unsqueeze(1) * gaps
     return (k.unsqueeze(2) * decayed).sum(-1), (q.unsqueeze(2) * decayed).sum(-1)

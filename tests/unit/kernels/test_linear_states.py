@@ -37,6 +37,21 @@ def test_a_scan_equals_its_steps(positions: int, channels: int) -> None:
 
 
 @pytest.mark.parametrize("channels", [1, 8])
+def test_a_scan_is_as_exact_as_its_steps_where_some_positions_forget_all(channels: int) -> None:
+    """Sums of decays are large then, and what lies between two neighbours is small."""
+    (q, k, v, decay, beta), state = inputs(128, channels)
+    forgets = torch.rand(decay.shape) < 0.5
+    decay = torch.where(forgets, 400.0 * decay, 0.02 * decay)
+    found, last = delta_scan(q, k, v, decay, beta, state)
+    after = state[None]
+    for position in range(128):
+        row = slice(position, position + 1)
+        out, after = delta_step(q[row], k[row], v[row], decay[row], beta[row], after)
+        torch.testing.assert_close(found[position], out[0], rtol=1e-5, atol=5e-6)
+    torch.testing.assert_close(last, after[0], rtol=1e-5, atol=5e-6)
+
+
+@pytest.mark.parametrize("channels", [1, 8])
 def test_a_state_that_is_forgotten_at_once_stays_finite(channels: int) -> None:
     rows, state = inputs(130, channels, strength=200.0)
     out, last = delta_scan(*rows, state)
