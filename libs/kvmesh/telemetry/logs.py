@@ -14,6 +14,8 @@ import time
 from functools import lru_cache
 from typing import Any
 
+from kvmesh.core.errors import ConfigError
+
 _LEVELS = {
     "debug": logging.DEBUG,
     "info": logging.INFO,
@@ -165,14 +167,21 @@ def configure_logging(service: str, level: str = "info", fmt: str = "json") -> N
         service: name that goes into every line.
         level: debug, info, warning or error.
         fmt: json or text.
+
+    Raises:
+        ConfigError: another word.
     """
+    if level not in _LEVELS:
+        raise ConfigError(f"telemetry.log.level must be one of {', '.join(_LEVELS)}, got {level!r}")
+    if fmt not in {"json", "text"}:
+        raise ConfigError(f"telemetry.log.format must be json or text, got {fmt!r}")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(service) if fmt == "json" else TextFormatter(service))
     # No format shows them, and every record would carry them.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    root.setLevel(_LEVELS.get(level, logging.INFO))
+    root.setLevel(_LEVELS[level])
     logging.getLogger("grpc._cython.cygrpc").addFilter(unsent_is_detail)
     logging.getLogger("aiohttp.server").addFilter(unreadable_is_detail)
 

@@ -26,6 +26,8 @@ from opentelemetry.sdk.trace.export import (
 )
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from kvmesh.core.errors import ConfigError
+
 _PROPAGATOR = TraceContextTextMapPropagator()
 
 AttributeValue = str | int | float | bool
@@ -183,10 +185,17 @@ def configure_tracing(
         exporter: none, otlp or jsonl.
         target: collector endpoint (otlp) or file (jsonl).
         ratio: share of traces that start here and are recorded.
+
+    Raises:
+        ConfigError: another exporter or share, or a file that cannot be written.
     """
     if exporter == "none":
         yield
         return
+    if exporter not in {"otlp", "jsonl"}:
+        raise ConfigError(f"telemetry.trace.exporter must be none, otlp or jsonl, got {exporter!r}")
+    if not 0 <= ratio <= 1:
+        raise ConfigError(f"telemetry.trace.ratio must be 0 to 1, got {ratio:g}")
     from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased  # noqa: PLC0415
 
     provider = TracerProvider(
@@ -195,7 +204,11 @@ def configure_tracing(
         shutdown_on_exit=False,
     )
     if exporter == "jsonl":
-        provider.add_span_processor(SimpleSpanProcessor(JsonLinesExporter(Path(target))))
+        try:
+            lines = JsonLinesExporter(Path(target))
+        except OSError as error:
+            raise ConfigError(f"telemetry.trace.target {target}: {error.strerror}") from error
+        provider.add_span_processor(SimpleSpanProcessor(lines))
     else:
         # Imported late: it costs 0.2 s that a service without a collector need not pay.
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import (  # noqa: PLC0415

@@ -8,10 +8,12 @@ import pytest
 from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage
 
+from kvmesh.core.errors import ConfigError
 from kvmesh.telemetry.logs import (
     EventLogger,
     JsonFormatter,
     TextFormatter,
+    configure_logging,
     unreadable_is_detail,
     unsent_is_detail,
 )
@@ -116,3 +118,11 @@ def test_requests_that_cannot_be_read_are_details_without_their_bytes(
         line = JsonFormatter("gateway").format(caplog.records[-1])
         assert json.loads(line)["error"] == "BadHttpMessage"
         assert "key" not in line
+
+
+@pytest.mark.parametrize(
+    ("words", "option"), [(("loud", "json"), "level"), (("info", "yaml"), "format")]
+)
+def test_words_that_no_log_knows_are_named(words: tuple[str, str], option: str) -> None:
+    with pytest.raises(ConfigError, match=rf"telemetry\.log\.{option} must be"):
+        configure_logging("test", *words)

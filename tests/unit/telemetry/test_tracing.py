@@ -7,6 +7,7 @@ import pytest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 
+from kvmesh.core.errors import ConfigError
 from kvmesh.telemetry.tracing import JsonLinesExporter, configure_tracing, start_span
 
 
@@ -58,3 +59,19 @@ def test_a_caller_says_whether_its_request_is_traced(
     kept = [(line["name"], line["trace_id"]) for line in lines]
     assert [name for name, _ in kept] == ["begun here", "asked"]
     assert kept[1][1] == ids[0.0]
+
+
+@pytest.mark.parametrize(
+    ("exporter", "target", "ratio", "option"),
+    [
+        ("otel", "", 1.0, "exporter"),
+        ("jsonl", "spans.jsonl", 1.5, "ratio"),
+        ("jsonl", "/nowhere/spans.jsonl", 1.0, "target"),
+    ],
+)
+def test_what_cannot_trace_is_named(exporter: str, target: str, ratio: float, option: str) -> None:
+    with (
+        pytest.raises(ConfigError, match=rf"telemetry\.trace\.{option} "),
+        configure_tracing("test", exporter, target, ratio),
+    ):
+        pass
