@@ -328,7 +328,7 @@ class Fleet:
 
 
 def _worker_of(member: _Member) -> FleetWorker:
-    return FleetWorker(member.info, member.load, member.detail, member.reported)
+    return FleetWorker(member.info, member.load, member.detail, member.reported, member.reported_at)
 
 
 def _view_of(member: _Member) -> WorkerView:

@@ -21,6 +21,7 @@ from kvmesh.policy.prefix_source import FetchPace
 from kvmesh.policy.prfaas import Hardware, ServingProfile
 from kvmesh.policy.reallocation import choose_giver
 from kvmesh.policy.role_loop import RoleCycle, RoleLoop, read_worker
+from kvmesh.policy.sending import Life, SendingMeter, SendingTotal
 from kvmesh.policy.threshold_loop import ThresholdLoop, ThresholdReading
 from kvmesh.policy.waiting import Waiting, split_waiting
 from services.scheduler.config import PlanningConfig
@@ -71,7 +72,8 @@ class ModelLoops:
         self._expected = expected
         self._allocation = AllocationLoop()
         self._roles: dict[str, RoleLoop] = {}
-        self._sent: dict[WorkerId, int] = {}
+        self._sent: dict[Life, int] = {}
+        self._sending = SendingMeter()
         self._read: dict[tuple[WorkerId, int, WorkerId, str], int] = {}
         self._groups = GroupLoops()
         self._paths = PathMeter()
@@ -138,19 +140,26 @@ class ModelLoops:
         read, reading = self._take_read(workers, far)
         sent = read + self._take_sent(far)
         waiting = reading + sum(each.load.sending_bytes for each in far)
+        sending = self._sending.observe(
+            {
+                _life(each): SendingTotal(each.reported_at, each.load.sending_s_total)
+                for each in far
+                if each.reported
+            }
+        )
         if self._policy.offload is not Offload.ADAPTIVE or not far or not self._egress:
             return False
-        measured = ThresholdReading(sent, waiting, demand.remote, demand.local, len(far), len(near))
+        measured = ThresholdReading(
+            sent, waiting, demand.remote, demand.local, len(far), len(near), sending
+        )
         return self._offload.cycle(measured, elapsed_s)
 
     def _take_sent(self, far: Sequence[FleetWorker]) -> int:
         before, sent = self._sent, 0
-        # Workers that left are forgotten.
-        self._sent = {
-            each.info.worker_id: each.load.sent_bytes_total for each in far if each.reported
-        }
-        for name, total in self._sent.items():
-            sent += max(total - before.get(name, total), 0)  # it restarted and counts anew
+        # Workers that left are forgotten; those that restarted count anew.
+        self._sent = {_life(each): each.load.sent_bytes_total for each in far if each.reported}
+        for life, total in self._sent.items():
+            sent += total - before.get(life, total)
         return sent
 
     def _take_read(
@@ -237,6 +246,10 @@ class ModelLoops:
         if moved:
             num_prefill += 1 if found.move.to_role is Role.PREFILL else -1
         self._offload.threshold = found.threshold(self.threshold, num_prefill)
+
+
+def _life(worker: FleetWorker) -> Life:
+    return worker.info.worker_id, worker.info.incarnation
 
 
 def _start(policy: Composition, configured: int) -> Threshold:

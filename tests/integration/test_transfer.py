@@ -92,10 +92,13 @@ async def test_what_arrived_of_a_slow_transfer_counts_before_all_has() -> None:
         assert pool.sent_bytes + pool.sending_bytes == total
         await under_way
         assert (pool.sent_bytes, pool.sending_bytes) == (total, 0)
+        sending_s = pool.sending_s
+        assert 0 < sending_s <= pair.sent.busy_s
         under_way = asyncio.create_task(pool.put(pair.reservation, whole(100)))
         await until(lambda: pool.sent_bytes > total or under_way.done())
         seen = pool.sent_bytes
         assert seen > total
+        assert pool.sending_s > sending_s
         under_way.cancel()
         await asyncio.wait([under_way])
         assert under_way.cancelled()

@@ -84,9 +84,11 @@ class FleetWorker:
     Attributes:
         reported: False until it reports: its load is a guess, its totals are not known. A worker
             that serves for long is new to a scheduler that was restarted.
+        reported_at: when its load came, by the scheduler's clock.
     """
 
     info: WorkerInfo
     load: WorkerLoad
     detail: WorkerDetail = WorkerDetail()
     reported: bool = field(default=True, compare=False)  # not told to watchers
+    reported_at: float = field(default=0.0, compare=False)  # neither

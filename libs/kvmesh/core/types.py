@@ -346,6 +346,7 @@ class WorkerLoad:
         memory_bandwidth_used: share spent in pure decode steps, which are bound by memory.
         sent_bytes_total: KV that left this worker since its start.
         sending_bytes: KV asked to leave that has not arrived.
+        sending_s_total: time since its start with KV on its way over TCP.
     """
 
     prefill_active: int = 0
@@ -363,6 +364,7 @@ class WorkerLoad:
     memory_bandwidth_used: float = 0.0
     sent_bytes_total: int = 0
     sending_bytes: int = 0
+    sending_s_total: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

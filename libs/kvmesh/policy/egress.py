@@ -1,7 +1,8 @@
 """How full the way out of a cluster is, from what its workers sent and what they have yet to send.
 
 A configured bandwidth says what the way can carry on a good day. When it carries less, what leaves
-is little and the way is full all the same; only what waits to leave tells.
+is little and the way is full all the same; only what waits to leave tells, and that some of it is
+on its way all the time.
 Source: PrfaaS 3.4.3 point 2 (congestion is to be seen, not assumed).
 Tests: tests/unit/policy/test_egress.py.
 """
@@ -24,6 +25,26 @@ JAM_CYCLES = 4
 enough to see a way that carries more again before all that waits is gone.
 """
 
+IN_USE = 0.9
+"""Share of some cycles with KV on its way that is as good as all of them: a way that workers share
+is left alone now and then while they compute.
+"""
+
+LONG_S = 0.25
+"""On its way for as long on average, KV waits for the way, and not just for its turn at a sender:
+many workers, each slower than the way, may have KV on it all the time and never fill it.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Cycle:
+    """What `observe` takes."""
+
+    sent: int
+    waiting: int
+    elapsed_s: float
+    sending: float
+
 
 @dataclass(slots=True)
 class EgressMeter:
@@ -37,6 +58,7 @@ class EgressMeter:
     _capacity: float = 0.0
     _waiting: int = 0
     _jam: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=JAM_CYCLES))
+    _last: deque[_Cycle] = field(default_factory=lambda: deque(maxlen=JAM_CYCLES))
 
     def __post_init__(self) -> None:
         self._capacity = self.configured
@@ -46,15 +68,17 @@ class EgressMeter:
         """Bytes per second that it carries now, as far as can be told."""
         return self._capacity
 
-    def observe(self, sent: int, waiting: int, elapsed_s: float) -> float:
+    def observe(self, sent: int, waiting: int, elapsed_s: float, sending: float = 0.0) -> float:
         """Takes a cycle, and says which share of the way was in use, 0..1.
 
         Args:
             sent: bytes that left in it.
             waiting: bytes that are to leave and have not, at its end.
             elapsed_s: its length, above 0.
+            sending: share of it with KV on its way, 0..1, as far as is told.
         """
         before, self._waiting = self._waiting, waiting
+        self._last.append(_Cycle(sent, waiting, elapsed_s, sending))
         if before > sent or (self._jam and waiting and before == sent > 0):
             # What waited when the cycle began did not all leave: the way was in use throughout. In
             # a jam that goes for just what waited as well: pieces are counted when they arrive, and
@@ -76,7 +100,22 @@ class EgressMeter:
         self._jam.clear()
         recovered = self._capacity * RECOVER**elapsed_s
         self._capacity = min(max(recovered, least), self.configured)
-        return min(rate / self._capacity, 1.0)
+        # In use, but all that waited left: how much more it could carry is not known.
+        return 1.0 if self._is_in_use() else min(rate / self._capacity, 1.0)
+
+    def _is_in_use(self) -> bool:
+        """Whether KV was on its way as good as throughout the last cycles, all of it for long.
+
+        Workers that begin to send when they have sent leave less than a cycle's worth waiting.
+        """
+        if len(self._last) < JAM_CYCLES:
+            return False
+        elapsed_s = sum(each.elapsed_s for each in self._last)
+        sending_s = sum(each.sending * each.elapsed_s for each in self._last)
+        # Little's law: what is there on average, over what passes, is how long it takes.
+        waited = sum(each.waiting * each.elapsed_s for each in self._last)
+        sent = sum(each.sent for each in self._last)
+        return sending_s > IN_USE * elapsed_s and waited > LONG_S * sent
 
     def _jam_rate(self) -> float:
         """Bytes per second in the last cycles of the jam."""

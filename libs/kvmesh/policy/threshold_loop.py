@@ -22,6 +22,7 @@ class ThresholdReading:
         leaving_bytes: that are to leave it and have not, at its end.
         remote_waiting, local_waiting: requests that wait for prefill there.
         num_remote, num_local: instances that prefill.
+        sending: share of it with KV on its way out of the offload cluster, 0..1.
     """
 
     sent_bytes: int
@@ -30,6 +31,7 @@ class ThresholdReading:
     local_waiting: float
     num_remote: int
     num_local: int
+    sending: float = 0.0
 
 
 class ThresholdLoop:
@@ -60,7 +62,9 @@ class ThresholdLoop:
         Args:
             elapsed_s: since the last cycle, above 0.
         """
-        utilisation = self._way_out.observe(reading.sent_bytes, reading.leaving_bytes, elapsed_s)
+        utilisation = self._way_out.observe(
+            reading.sent_bytes, reading.leaving_bytes, elapsed_s, reading.sending
+        )
         self._capacity_sum += self._way_out.capacity
         self._num_cycles += 1
         before = self.threshold

@@ -99,6 +99,7 @@ def worker_load_to_proto(load: WorkerLoad) -> types_pb2.WorkerLoad:
         memory_bandwidth_used=load.memory_bandwidth_used,
         sent_bytes_total=load.sent_bytes_total,
         sending_bytes=load.sending_bytes,
+        sending_s_total=load.sending_s_total,
     )
 
 
@@ -120,6 +121,7 @@ def worker_load_from_proto(message: types_pb2.WorkerLoad) -> WorkerLoad:
         memory_bandwidth_used=message.memory_bandwidth_used,
         sent_bytes_total=message.sent_bytes_total,
         sending_bytes=message.sending_bytes,
+        sending_s_total=message.sending_s_total,
     )
 
 

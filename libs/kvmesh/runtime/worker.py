@@ -359,6 +359,7 @@ class Worker:
             memory_bandwidth_used=self._steps.memory_bandwidth_used(at),
             sent_bytes_total=self.channels.sent_bytes + asked_bytes,
             sending_bytes=self.channels.sending_bytes,
+            sending_s_total=self.channels.sending_s,
         )
 
     def detail(self) -> WorkerDetail:

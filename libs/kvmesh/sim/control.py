@@ -18,6 +18,7 @@ from kvmesh.policy.prfaas import Hardware, ServingProfile, optimum, search, thre
 from kvmesh.policy.ratio_monitor import WINDOW_S, RatioMonitor, StageCounts
 from kvmesh.policy.reallocation import choose_giver
 from kvmesh.policy.role_loop import CYCLE_S, RoleLoop, WorkerReading, room_used
+from kvmesh.policy.sending import SendingMeter, SendingTotal
 from kvmesh.policy.threshold_loop import ThresholdLoop, ThresholdReading
 from kvmesh.policy.waiting import Waiting, split_waiting
 from kvmesh.sim.events import EventQueue
@@ -55,6 +56,7 @@ class Control:
         self._monitor = RatioMonitor()
         self._num_new = 0
         self._carried = 0.0
+        self._sending = SendingMeter()
         # Bandwidth that a failure takes away is found out as it is in a service: by what leaves.
         self._offload = ThresholdLoop(self._start_threshold(), fleet.between.bytes_per_s)
 
@@ -108,6 +110,13 @@ class Control:
 
     def _adjust(self) -> None:
         carried, _ = self._fleet.between.use_until_now()
+        now = self._events.now()
+        told = {
+            (each.info.worker_id, each.info.incarnation): SendingTotal(
+                now, each.sending.seconds(now)
+            )
+            for each in self._remote()
+        }
         # Who holds a reservation waits for prefill; the others wait for decode, wherever they go.
         waiting = Counter(
             request.remote for request, each in self._desk.searching.items() if each.has_reservation
@@ -119,6 +128,7 @@ class Control:
             local_waiting=waiting[False],
             num_remote=len(self._remote()),
             num_local=sum(worker.info.role is not Role.DECODE for worker in self._local()),
+            sending=self._sending.observe(told),
         )
         self._carried = carried
         self._fleet.openings += self._offload.cycle(reading, CYCLE_S)

@@ -241,9 +241,11 @@ class Simulation:
         handoff.sent_blocks = end
         size = self._kv_bytes(begin, end) * self._stretch()
         link = self.fleet.link(worker, placed.decode_worker)
-        link.send(size, partial(self._left, handoff))
+        worker.sending.begin(self.events.now())
+        link.send(size, partial(self._left, worker, handoff))
 
-    def _left(self, handoff: _Handoff) -> None:
+    def _left(self, worker: SimWorker, handoff: _Handoff) -> None:
+        worker.sending.end(self.events.now())
         self.events.after(self.fleet.message_s, partial(self._arrived, handoff))
 
     def _stretch(self) -> float:

@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Protocol
 
+from kvmesh.core.busy_time import BusyTime
 from kvmesh.core.types import BlockHash, Refusal, RefusalReason, Role, WorkerInfo, WorkerLoad
 from kvmesh.kv.block_pool import BlockPool
 from kvmesh.kv.handoff import HandoffTable
@@ -61,6 +62,7 @@ class SimWorker:
 
     Attributes:
         cached_tokens: prompt tokens found in the prefix cache of a prefill, since the start.
+        sending: time with KV on its way to other workers.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class SimWorker:
         self.handoff = HandoffTable(info.incarnation, LEASE_S)
         self.alive = True
         self.cached_tokens = 0
+        self.sending = BusyTime()
         self._events = events
         self._listener = listener
         self._queue_offers = queue_offers

@@ -284,6 +284,11 @@ class ChannelPool:
         links = self._meters.links.values()
         return sum(meter.queued_bytes - meter.arrived_bytes for meter in links)
 
+    @property
+    def sending_s(self) -> float:
+        """Time since start with KV on its way over TCP. Never falls."""
+        return self._meters.leaving.seconds(SystemClock().now())
+
     def link_view(self, reservation: Reservation) -> LinkView | None:
         """The link that a transfer would take now; None before the first one."""
         for address, slot in self._slots.items():

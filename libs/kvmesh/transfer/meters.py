@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
+from kvmesh.core.busy_time import BusyTime
 from kvmesh.core.types import WorkerId
 from kvmesh.policy.link import LinkView
 
@@ -73,6 +74,7 @@ class LinkMeter:
         rtt_s: smallest smoothed round trip of the connections that are up; of answers, that of a
             question, in one layer, without its attention.
         pair_s: of answers: attention for each query token and token of the prefix, in all layers.
+        leaving: time with pieces given to a network; the links of one sender share it.
     """
 
     bytes: int = 0
@@ -92,6 +94,7 @@ class LinkMeter:
     cut_off_bytes: int = 0
     rtt_s: float = 0.0
     pair_s: float = 0.0
+    leaving: BusyTime = field(default_factory=BusyTime, repr=False)
     _under_way: int = field(default=0, repr=False)
     _busy_since: float = field(default=0.0, repr=False)
 
@@ -137,6 +140,7 @@ class LinkMeters:
 
     Attributes:
         links: the live meters; not to be written.
+        leaving: time with pieces given to a network, over any link.
     """
 
     def __init__(self, peers: Callable[[], Collection[WorkerId]] | None = None) -> None:
@@ -149,6 +153,7 @@ class LinkMeters:
         self._peers = peers
         self._links: OrderedDict[LinkKey, LinkMeter] = OrderedDict()
         self._dropped_bytes = 0
+        self.leaving = BusyTime()
         self.links: Mapping[LinkKey, LinkMeter] = MappingProxyType(self._links)
 
     def of(self, key: LinkKey) -> LinkMeter:
@@ -156,7 +161,7 @@ class LinkMeters:
         meter = self._links.get(key)
         if meter is None:
             self._drop_gone()
-            meter = self._links[key] = LinkMeter()
+            meter = self._links[key] = LinkMeter(leaving=self.leaving)
         self._links.move_to_end(key)
         return meter
 

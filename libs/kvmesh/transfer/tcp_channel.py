@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvmesh.core.clock import SystemClock
 from kvmesh.core.errors import LostError, RefusedError
 from kvmesh.core.types import Endpoint, RefusalReason, Reservation
 from kvmesh.transfer.alignment import Run, split_runs
@@ -36,6 +37,7 @@ _DEPTH = 2
 """Pieces of one transfer on a lane at once: one is sent while the other's answer comes."""
 _MAX_TRIES = 4
 _BUSY_RETRY_S = 0.005
+_CLOCK = SystemClock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,13 +185,21 @@ class TcpChannel:
         if after is None and isinstance(memory, StagingRing):
             after = memory.moment()
 
+        async def send(piece: Sequence[Run], views: Sequence[memoryview]) -> None:
+            # What a device has yet to compute, or to copy, is not on its way.
+            self._meter.leaving.begin(_CLOCK.now())
+            try:
+                await self._send(reservation, piece, views, part, progress, width)
+            finally:
+                self._meter.leaving.end(_CLOCK.now())
+
         async def carry(piece: Sequence[Run]) -> None:
             if isinstance(memory, StagingRing):
                 async with memory.views(piece, part, after, self) as views:
-                    await self._send(reservation, piece, views, part, progress, width)
+                    await send(piece, views)
             else:
-                views = run_views(memory, piece, self._link.identity.layout.block_bytes, part)
-                await self._send(reservation, piece, views, part, progress, width)
+                whole = self._link.identity.layout.block_bytes
+                await send(piece, run_views(memory, piece, whole, part))
             piece_bytes = num_blocks_of(piece) * block_bytes
             progress.rest.num_bytes -= piece_bytes
             self._meter.arrived_bytes += piece_bytes

@@ -778,6 +778,7 @@ class WorkerLoad(_message.Message):
     MEMORY_BANDWIDTH_USED_FIELD_NUMBER: _builtins.int
     SENT_BYTES_TOTAL_FIELD_NUMBER: _builtins.int
     SENDING_BYTES_FIELD_NUMBER: _builtins.int
+    SENDING_S_TOTAL_FIELD_NUMBER: _builtins.int
     prefill_active: _builtins.int
     """Prefill slots in use."""
     decode_running: _builtins.int
@@ -808,6 +809,8 @@ class WorkerLoad(_message.Message):
     """KV bytes that left the worker since start."""
     sending_bytes: _builtins.int
     """KV bytes asked to leave that have not arrived."""
+    sending_s_total: _builtins.float
+    """Seconds since start with KV on its way over TCP."""
     def __init__(
         self,
         *,
@@ -826,10 +829,11 @@ class WorkerLoad(_message.Message):
         memory_bandwidth_used: _builtins.float = ...,
         sent_bytes_total: _builtins.int = ...,
         sending_bytes: _builtins.int = ...,
+        sending_s_total: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_free", b"blocks_free", "budget_used", b"budget_used", "compute_used", b"compute_used", "decode_preempted", b"decode_preempted", "decode_reserved", b"decode_reserved", "decode_running", b"decode_running", "decode_tokens_total", b"decode_tokens_total", "draining", b"draining", "memory_bandwidth_used", b"memory_bandwidth_used", "pending_tokens", b"pending_tokens", "prefill_active", b"prefill_active", "prefill_sending", b"prefill_sending", "prefill_tokens_total", b"prefill_tokens_total", "sending_bytes", b"sending_bytes", "sent_bytes_total", b"sent_bytes_total"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_free", b"blocks_free", "budget_used", b"budget_used", "compute_used", b"compute_used", "decode_preempted", b"decode_preempted", "decode_reserved", b"decode_reserved", "decode_running", b"decode_running", "decode_tokens_total", b"decode_tokens_total", "draining", b"draining", "memory_bandwidth_used", b"memory_bandwidth_used", "pending_tokens", b"pending_tokens", "prefill_active", b"prefill_active", "prefill_sending", b"prefill_sending", "prefill_tokens_total", b"prefill_tokens_total", "sending_bytes", b"sending_bytes", "sending_s_total", b"sending_s_total", "sent_bytes_total", b"sent_bytes_total"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -115,3 +115,32 @@ def test_what_left_and_leaves_nothing_behind_does_not_fill_a_way_that_was_slow()
     meter.observe(60, 0, 1.0)
     used = [meter.observe(sent, 0, 1.0) for sent in (45, 60, 75)]
     assert used == [pytest.approx(0.8)] * 3
+
+
+def test_a_low_way_that_is_never_left_alone_is_full_though_all_that_waits_leaves_in_a_cycle() -> (
+    None
+):
+    meter = EgressMeter(300.0)
+    used = [meter.observe(95, 50, 1.0, 0.95) for _ in range(7)]
+    assert used[:3] == [pytest.approx(95 / 300)] * 3, "one long transfer is no congestion"
+    assert used[3:] == [1.0] * 4
+    assert meter.capacity == 300.0, "all that waited left"
+
+
+@pytest.mark.parametrize(("waiting", "sending"), [(50, 0.85), (20, 1.0)])
+def test_a_way_that_is_left_alone_now_and_then_or_quick_is_not_full(
+    waiting: int, sending: float
+) -> None:
+    meter = EgressMeter(300.0)
+    used = [meter.observe(95, waiting, 1.0, sending) for _ in range(8)]
+    assert used == [pytest.approx(95 / 300)] * 8
+
+
+def test_what_was_never_left_alone_and_is_now_has_room_at_once() -> None:
+    meter = EgressMeter(300.0)
+    for _ in range(8):
+        meter.observe(95, 50, 1.0, 0.95)
+    assert meter.observe(95, 10, 1.0, 0.3) < 1.0
+    used = [meter.observe(95, 10, 1.0, 0.3) for _ in range(3)]
+    assert used == sorted(used, reverse=True)
+    assert used[-1] < 0.7

@@ -61,7 +61,7 @@ INFO = WorkerInfo(
     8,
     64,
 )
-LOAD = WorkerLoad(1, 2, 3, 4, 5, True, 6, 7)
+LOAD = WorkerLoad(1, 2, 3, 4, 5, True, 6, 7, 8, 9, 0.5, 0.25, 0.125, 10, 11, 12.5)
 SOURCE = PrefixSource(WorkerId("s"), 4, Endpoint("s", 2), 7)
 CANDIDATE = Candidate(WorkerId("w"), 9, Endpoint("h", 1), 32, SOURCE)
 

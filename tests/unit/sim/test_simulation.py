@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvmesh.core.types import RefusalReason
+from kvmesh.core.types import RefusalReason, WorkerId
 from kvmesh.policy.pdserve import TimeoutTier
 from kvmesh.sim.requests import Outcome
 from kvmesh.sim.scenario import Objectives, Scenario, parse_failures
@@ -145,6 +145,17 @@ class TestClusters:
         assert {each.prefill_on for each in result.requests if each.remote} == {"remote-prefill-0"}
         sizes = sum(9 * TRACE_BLOCK * 1000 for each in result.requests if each.remote)
         assert result.link_bytes == pytest.approx(sizes)
+
+    def test_who_has_the_link_alone_sends_for_as_long_as_it_is_busy(self) -> None:
+        requests = [trace(0.3 * n, 1 + n % 3, first_id=100 * n) for n in range(6)]
+        simulation = Simulation(scenario(*requests, fleet=TWO_CLUSTERS, system="all_remote"))
+        simulation.run()
+        sender = simulation.fleet.workers[WorkerId("remote-prefill-0")]
+        busy_s = simulation.fleet.between.use_until_now()[1]
+        assert busy_s > 0.3
+        for later_s in (0, 60):
+            now = simulation.events.now() + later_s
+            assert sender.sending.seconds(now) == pytest.approx(busy_s)
 
     @pytest.mark.parametrize(("system", "remote"), [("all_remote", True), ("all_local", False)])
     def test_ends_of_the_scale(self, system: str, remote: bool) -> None:
