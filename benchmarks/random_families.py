@@ -71,6 +71,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral, window": ("MistralConfig", _HEADS | {"sliding_window": _WINDOW}),
     "qwen2": ("Qwen2Config", _COMMON),
     "qwen3": ("Qwen3Config", _HEADS),
+    "phi": ("PhiConfig", _HEADS | _IDS),
     "phi3": ("Phi3Config", _COMMON | _IDS),
     "phi3, longrope": (
         "Phi3Config",

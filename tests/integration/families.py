@@ -57,6 +57,7 @@ from transformers import (
     Olmo3Config,
     OlmoeConfig,
     Phi3Config,
+    PhiConfig,
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3_5MoeTextConfig,
@@ -169,6 +170,7 @@ CONFIGS: dict[str, Any] = {
     "qwen2-tied": Qwen2Config(**SHAPE, tie_word_embeddings=True),
     "qwen3-untied": Qwen3Config(**(SHAPE | {"head_dim": 24}), tie_word_embeddings=False),
     "mistral-window": MistralConfig(**SHAPE, sliding_window=40),
+    "phi": PhiConfig(**(SHAPE | {"hidden_size": 96})),
     # Its heads are what the hidden size leaves for each.
     "phi3": Phi3Config(
         **(SHAPE | {"hidden_size": 96}), sliding_window=40, pad_token_id=0, bos_token_id=None

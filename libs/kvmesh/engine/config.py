@@ -187,6 +187,7 @@ class ModelConfig:
         parallel: attention and MLP read the same stream.
         gated_mlp: dense MLPs have a gate.
         mlp_bias: of MLPs without one.
+        head_bias: logits have one.
     """
 
     family: str
@@ -230,6 +231,7 @@ class ModelConfig:
     parallel: bool = False
     gated_mlp: bool = True
     mlp_bias: bool = False
+    head_bias: bool = False
 
     def for_length(self, length: int) -> ModelConfig:
         """The config with the rotary embeddings of sequences of up to `length` positions."""

@@ -156,6 +156,9 @@ def load_model(
     norm_bias = None
     if config.layer_norm:
         norm_bias = files.read(f"{prefix}.norm.bias", (hidden,)).to(device, dtype)
+    head_bias = None
+    if config.head_bias:
+        head_bias = files.read("lm_head.bias", (config.vocab_size,)).to(device, dtype)
     scale = config.embedding_scale
     if family.rounds_embedding_scale:
         scale = float(torch.tensor(scale, dtype=dtype))
@@ -172,7 +175,7 @@ def load_model(
             for layer, place in enumerate(plan.places)
         ),
         norm=(norm * config.logit_scale).to(device, dtype),
-        head=make_linear(embedding if is_tied else matrix(_HEAD)),
+        head=make_linear(embedding if is_tied else matrix(_HEAD), head_bias),
         ropes={kind: table(kind) for kind in kinds},
         query_factors=factors,
         norm_bias=norm_bias,
