@@ -17,8 +17,9 @@ from kvmesh.core.errors import CheckpointError
 from kvmesh.engine.checkpoint import load_model_config, parse_model_config
 from kvmesh.engine.models import FAMILIES
 from kvmesh.engine.runner import TorchRunner
-from tests.integration.families import BLOCK_SIZE, CONFIGS, NUM_BLOCKS, VOCAB_SIZE, random_model
+from tests.integration.families import BLOCK_SIZE, NUM_BLOCKS, random_model
 from tests.integration.families import prompt_logprobs as transformers_logprobs
+from tests.integration.family_configs import CONFIGS, VOCAB_SIZE
 from tests.integration.test_transformers_equality import prompt_logprobs
 
 PROMPT = [(37 * position * position + 11) % VOCAB_SIZE for position in range(64)]

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.integration import long_prompt_child
-from tests.integration.families import CONFIGS
+from tests.integration.family_configs import CONFIGS
 
 NUM_TOKENS = 32_768
 # Scores of all positions over all others would be 24 GiB for the six heads. Those of one step and

@@ -8,8 +8,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, Phi3Config
 
-from tests.integration import families
-from tests.integration.families import LONG_ROPE, SHAPE, Checkpoint
+from tests.integration import family_configs
+from tests.integration.families import Checkpoint
+from tests.integration.family_configs import LONG_ROPE, SHAPE
 from tests.integration.test_transformers_equality import Homes, Stream, prompt_logprobs, run
 
 ORIGINAL = 200
@@ -30,7 +31,7 @@ CONFIGS: dict[str, Any] = {
 @pytest.fixture(scope="module", params=list(CONFIGS))
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(families.CONFIGS, "longrope", CONFIGS[request.param])
+        patch.setitem(family_configs.CONFIGS, "longrope", CONFIGS[request.param])
         return Checkpoint("longrope", tmp_path_factory.mktemp("checkpoint"))
 
 

@@ -13,7 +13,8 @@ import torch
 from kvmesh.core.types import SamplingParams, SequenceSpec
 from kvmesh.engine.runner import TorchRunner
 from kvmesh.kv.hashing import root_hash
-from tests.integration.families import CONFIGS, random_model
+from tests.integration.families import random_model
+from tests.integration.family_configs import CONFIGS
 from tests.remote_prefix import BLOCK, TinyEngine, generated
 from tests.unit.engine.tiny_checkpoint import write_checkpoint
 

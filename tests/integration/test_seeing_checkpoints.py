@@ -29,7 +29,8 @@ from transformers import (
 )
 
 from kvmesh.engine.runner import TorchRunner
-from tests.integration.families import BLOCK_SIZE, CONFIGS, NEW_TOKENS
+from tests.integration.families import BLOCK_SIZE, NEW_TOKENS
+from tests.integration.family_configs import CONFIGS
 from tests.integration.test_transformers_equality import Homes, Stream, run
 
 SIGHT: dict[str, Any] = {

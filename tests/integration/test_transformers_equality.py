@@ -16,13 +16,13 @@ from kvmesh.engine import layers
 from kvmesh.engine.protocol import ModelRunner, SampledToken, SequenceChunk, StateChunk
 from kvmesh.kernels import host, linear
 from tests.integration.families import (
-    CONFIGS,
     GREEDY,
     NEW_TOKENS,
     NUM_BLOCKS,
     PROMPT_LENGTHS,
     Checkpoint,
 )
+from tests.integration.family_configs import CONFIGS
 from tests.unit.kernels.no_copies import no_copies
 
 

@@ -137,17 +137,6 @@ def load_model(
     def matrix(name: str) -> Tensor:
         return files.read_rows([(name, config.vocab_size)], hidden, dtype, device)
 
-    def table(kind: Rotation) -> RopeTable:
-        if kind is Rotation.NONE:
-            return resting_table(config.head_dim, dtype, device)
-        local = config.local_rope if kind is Rotation.LOCAL else None
-        rope = local or config.rope
-        if rope.kind == "longrope":
-            original = rope.original_max_positions
-            factors = "long" if num_positions > original else "short"
-            log.info("rope_chosen", factors=factors, original=original, longest=num_positions)
-        return rope_table(rope, config.head_dim, num_positions, dtype, device, config.rotary_dim)
-
     prefix = _decoder_prefix(files, family)
     embedding = matrix(f"{prefix}.{_EMBEDDING}")
     # As transformers does it: a head that the files have wins over what config.json says.
@@ -165,7 +154,6 @@ def load_model(
     factors = None
     if config.query_growth is not None:
         factors = query_factors(config.query_growth, num_positions, dtype, device)
-    kinds = {config.rotation(layer) for layer in range(config.num_layers)}
     return DecoderModel(
         config=config,
         embedding=embedding,
@@ -176,10 +164,30 @@ def load_model(
         ),
         norm=(norm * config.logit_scale).to(device, dtype),
         head=make_linear(embedding if is_tied else matrix(_HEAD), head_bias),
-        ropes={kind: table(kind) for kind in kinds},
+        ropes=_rope_tables(config, num_positions, dtype, device),
         query_factors=factors,
         norm_bias=norm_bias,
     )
+
+
+def _rope_tables(
+    config: ModelConfig, num_positions: int, dtype: torch.dtype, device: str
+) -> dict[Rotation, RopeTable]:
+    """Those that the layers have."""
+
+    def table(kind: Rotation) -> RopeTable:
+        if kind is Rotation.NONE:
+            return resting_table(config.head_dim, dtype, device)
+        local = config.local_rope if kind is Rotation.LOCAL else None
+        rope = local or config.rope
+        if rope.kind == "longrope":
+            original = rope.original_max_positions
+            factors = "long" if num_positions > original else "short"
+            log.info("rope_chosen", factors=factors, original=original, longest=num_positions)
+        return rope_table(rope, config.head_dim, num_positions, dtype, device, config.rotary_dim)
+
+    kinds = {config.rotation(layer) for layer in range(config.num_layers)}
+    return {kind: table(kind) for kind in kinds}
 
 
 def _decoder_prefix(files: WeightFiles, family: Family) -> str:

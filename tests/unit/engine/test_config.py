@@ -129,7 +129,7 @@ def test_eos_ids_of_both_files(own: int | None, generation: dict[str, Any], ids:
 def test_the_unsupported_is_named_with_what_is_supported(
     changes: dict[str, Any], named: str
 ) -> None:
-    with pytest.raises(CheckpointError, match=rf"{named}.*supported are bailing_hybrid, .*, llama"):
+    with pytest.raises(CheckpointError, match=rf"{named}.*supported are apertus, .*, llama"):
         parse(**changes)
 
 
