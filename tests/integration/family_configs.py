@@ -397,9 +397,11 @@ CONFIGS: dict[str, Any] = {
     "apertus": ApertusConfig(**SHAPE, attention_bias=True, rope_parameters=LLAMA3_ROPE),
     "cwm": CwmConfig(**SHAPE, layer_types=HYBRID, sliding_window=40, bos_token_id=0),
     "ministral": MinistralConfig(**SHAPE, layer_types=HYBRID, sliding_window=40),
-    # Most prompts are several times as long as queries stay the same.
+    # Most prompts are many times as long as queries stay the same.
     "ministral3": Ministral3Config(
-        **SHAPE, rope_parameters=YARN_ROPE | {"llama_4_scaling_beta": 0.5}
+        **SHAPE,
+        rope_parameters=YARN_ROPE
+        | {"factor": 128.0, "original_max_position_embeddings": 32, "llama_4_scaling_beta": 0.5},
     ),
     "hyperclovax": HyperCLOVAXConfig(
         **(GRANITE | {"hidden_size": 96, "logits_scaling": 0.25}), attention_bias=True

@@ -24,6 +24,9 @@ from tests.worker_driver import Driver, Key, make_spec, running_worker, until_id
         ("kimi-linear", "tcp"),
         ("minimax", "tcp"),
         ("exaone4", "tcp"),
+        ("lfm2", "tcp"),
+        ("granite4-hybrid", "tcp"),
+        ("ministral3", "tcp"),
     ],
 )
 async def test_tokens_over_the_handoff_equal_those_of_transformers(

@@ -163,7 +163,16 @@ def test_a_preempted_sequence_computes_its_prefix(folder: Path) -> None:
     asker.close()
 
 
-PARTED = ["qwen3-untied", "smollm3", "olmo2", "glm4", "cohere"]
+PARTED = [
+    "qwen3-untied",
+    "smollm3",
+    "olmo2",
+    "glm4",
+    "cohere",
+    "ministral3",
+    "gpt-neox",
+    "nemotron",
+]
 
 
 @pytest.mark.parametrize("family", PARTED)
@@ -179,7 +188,7 @@ def test_families_whose_attention_is_parted(family: str, tmp_path: Path) -> None
     asker.close()
 
 
-@pytest.mark.parametrize("family", ["mistral-window", "deepseek-v3", "exaone4", "minimax"])
+@pytest.mark.parametrize("family", ["mistral-window", "deepseek-v3", "exaone4", "minimax", "lfm2"])
 def test_families_whose_attention_cannot_be_parted(family: str, tmp_path: Path) -> None:
     random_model(CONFIGS[family]).save_pretrained(tmp_path)
     runner = TorchRunner.load(tmp_path, served_name="m", num_blocks=4)
