@@ -3,7 +3,6 @@ back, nothing is computed again, no place is kept; or it is computed again. The 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +20,7 @@ from kvmesh.kv.hashing import root_hash
 from kvmesh.policy.batching import BatchLimits
 from tests.device_twin import TwinPool
 from tests.integration.families import BLOCK_SIZE, Checkpoint
+from tests.late_copier import LateCopier
 
 CHUNK = 40
 NEW_TOKENS = 24
@@ -36,22 +36,6 @@ KINDS = {
     "deepseek-v3": KvGroups(),
     "qwen3-next": KvGroups((0,), state_blocks=2),
 }
-
-
-class LateCopier:
-    """Copies when it is told to, so that steps go on meanwhile."""
-
-    def __init__(self) -> None:
-        self._waiting: list[tuple[Callable[[], None], Callable[[], None]]] = []
-
-    def start(self, copy: Callable[[], None], done: Callable[[], None]) -> None:
-        self._waiting.append((copy, done))
-
-    def catch_up(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for copy, done in waiting:
-            copy()
-            done()
 
 
 class DeviceWorker:

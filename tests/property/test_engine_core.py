@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
-
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -21,6 +18,7 @@ from kvmesh.engine.sequence import Sequence, SequenceState
 from kvmesh.engine.swap_space import SwapSpace
 from kvmesh.kv.groups import KvGroups
 from kvmesh.policy.batching import BatchLimits
+from tests.late_copier import LateCopier
 from tests.worker_driver import make_spec, reference_tokens
 
 
@@ -176,21 +174,6 @@ class SwapGroupsMachine(SwapMachine):
     groups = KvGroups((0, 6), state_blocks=2)
     num_blocks = 24
     swap_places = 16
-
-
-class LateCopier:
-    """Copies when it is told to."""
-
-    def __init__(self) -> None:
-        self.jobs: deque[tuple[Callable[[], None], Callable[[], None]]] = deque()
-
-    def start(self, copy: Callable[[], None], done: Callable[[], None]) -> None:
-        self.jobs.append((copy, done))
-
-    def run_one(self) -> None:
-        copy, done = self.jobs.popleft()
-        copy()
-        done()
 
 
 class LateSwapMachine(SwapMachine):
