@@ -16,6 +16,17 @@ _ACTIVATION_TILE = 1024
 
 
 @triton.jit
+def _add_to_stream(x, delta, mask, HAS_DELTA: tl.constexpr):  # type: ignore[no-untyped-def]
+    # What the stream holds then, in fp32: rounded as it is stored.
+    value = tl.load(x, mask=mask, other=0.0)
+    if HAS_DELTA:
+        added = tl.load(delta, mask=mask, other=0.0)
+        value = (value.to(tl.float32) + added.to(tl.float32)).to(value.dtype)
+        tl.store(x, value, mask=mask)
+    return value.to(tl.float32)
+
+
+@triton.jit
 def _add_rms_norm_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     delta_ptr,
@@ -30,12 +41,7 @@ def _add_rms_norm_kernel(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, TILE)
     mask = column < dim
-    x = tl.load(x_ptr + row * dim + column, mask=mask, other=0.0)
-    if HAS_DELTA:
-        delta = tl.load(delta_ptr + row * dim + column, mask=mask, other=0.0)
-        x = (x.to(tl.float32) + delta.to(tl.float32)).to(x.dtype)
-        tl.store(x_ptr + row * dim + column, x, mask=mask)
-    x = x.to(tl.float32)
+    x = _add_to_stream(x_ptr + row * dim + column, delta_ptr + row * dim + column, mask, HAS_DELTA)
     factor = 1.0 / tl.sqrt(tl.sum(x * x, 0) / dim + eps)
     weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
     normed = (x * factor * weight).to(out_ptr.dtype.element_ty)
@@ -58,12 +64,7 @@ def _add_layer_norm_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, TILE)
     mask = column < dim
-    x = tl.load(x_ptr + row * dim + column, mask=mask, other=0.0)
-    if HAS_DELTA:
-        delta = tl.load(delta_ptr + row * dim + column, mask=mask, other=0.0)
-        x = (x.to(tl.float32) + delta.to(tl.float32)).to(x.dtype)
-        tl.store(x_ptr + row * dim + column, x, mask=mask)
-    x = x.to(tl.float32)
+    x = _add_to_stream(x_ptr + row * dim + column, delta_ptr + row * dim + column, mask, HAS_DELTA)
     # Columns that are not there are no part of the spread, whatever the mean is.
     centred = tl.where(mask, x - tl.sum(x, 0) / dim, 0.0)
     factor = 1.0 / tl.sqrt(tl.sum(centred * centred, 0) / dim + eps)
