@@ -146,8 +146,11 @@ def _refuse_impossible_experts(fields: Fields, moe: MoeConfig | None) -> None:
 
 def _refuse_unsupported(raw: Mapping[str, Any], family: Family, origin: str) -> None:
     names = ("hidden_act", "hidden_activation")
+    known = " or ".join(map(repr, family.activations))
     found = [
-        f"{key} {raw[key]!r}" for key in names if raw.get(key) not in (None, *family.activations)
+        f"{key} {raw[key]!r} (only {known} here)"
+        for key in names
+        if raw.get(key) not in (None, *family.activations)
     ]
     refused = set(_UNSUPPORTED_KEYS) - family.computed_keys
     found += [key for key in _UNSUPPORTED_KEYS if key in refused and raw.get(key)]

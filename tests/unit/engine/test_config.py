@@ -118,7 +118,7 @@ def test_eos_ids_of_both_files(own: int | None, generation: dict[str, Any], ids:
     ("changes", "named"),
     [
         ({"model_type": "mamba2"}, "mamba2"),
-        ({"hidden_act": "gelu"}, "gelu"),
+        ({"hidden_act": "gelu"}, r"'gelu' \(only 'silu'.* here\)"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
