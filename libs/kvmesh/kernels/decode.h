@@ -2,8 +2,9 @@
 //
 // For every 64 positions and each KV head, the scores of its queries, their weights and the sums of
 // values follow one another while keys and values are in the first cache; those of the next head
-// are asked for meanwhile. Fewer sequences than threads are cut into parts that are joined at the
-// end, as in Flash-Decoding. Twin: attention_reference.py.
+// are asked for meanwhile. Of fewer sequences than threads the KV heads are shared out, and where
+// that does not come out even contexts are cut into parts that are joined at the end, as in
+// Flash-Decoding. Twin: attention_reference.py.
 
 #pragma once
 
@@ -13,6 +14,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <numeric>
 #include <utility>
 
 #include "prefill.h"
@@ -201,10 +203,10 @@ void attend(const Decode& call, const T* q, const Positions<T>& here, int64_t at
                                 v == 0 ? ahead : Ahead<T>{}, values);
 }
 
-// All heads of one sequence over a part of its context.
+// The queries of some KV heads of one sequence over a part of its context.
 template <typename T, int V>
-void attend_part(const Decode& call, const T* q, const T* kv, const int64_t* table, int64_t first,
-                 int64_t last, Softmax own) {
+void attend_part(const Decode& call, const T* q, const T* kv, const int64_t* table, KvHeads those,
+                 int64_t first, int64_t last, Softmax own) {
   constexpr int kDim = V * kWidth;
   const int64_t kv_heads = call.pool.kv_heads, group = call.heads / kv_heads;
   Positions<T> both[2];
@@ -213,9 +215,9 @@ void attend_part(const Decode& call, const T* q, const T* kv, const int64_t* tab
   for (int64_t at = first; at < last; at += kTile) {
     const bool is_last = at + kTile >= last;
     if (!is_last) next->find(call, kv, table, kv_heads * kDim, at + kTile, last);
-    for (int64_t kv_head = 0; kv_head < kv_heads; ++kv_head) {
+    for (int64_t kv_head = those.first; kv_head < those.last; ++kv_head) {
       Ahead<T> ahead{here, (kv_head + 1) * kDim};
-      if (kv_head + 1 == kv_heads) ahead = {is_last ? nullptr : next, 0};
+      if (kv_head + 1 == those.last) ahead = {is_last ? nullptr : next, those.first * kDim};
       for (int64_t done = 0; done < group; done += kQueries) {
         const int64_t head = kv_head * group + done;
         const auto run = [&](auto attend) {
@@ -234,12 +236,13 @@ void attend_part(const Decode& call, const T* q, const T* kv, const int64_t* tab
   }
 }
 
-// Joins what the parts of one sequence hold and writes its row.
+// Joins what the parts of one sequence hold of some KV heads and writes their part of its row.
 template <typename T, int V>
-void join_parts(const Decode& call, float* memory, int64_t splits, int64_t size, T* out) {
+void join_parts(const Decode& call, float* memory, KvHeads those, int64_t splits, int64_t size,
+                T* out) {
   constexpr int kDim = V * kWidth;
-  const int64_t heads = call.heads;
-  for (int64_t head = 0; head < heads; ++head) {
+  const int64_t heads = call.heads, group = heads / call.pool.kv_heads;
+  for (int64_t head = those.first * group; head < those.last * group; ++head) {
     const float sink = call.sinks == nullptr ? 2 * kNothing : call.sinks[head] * kLog2E;
     float peak = sink;
     for (int64_t part = 0; part < splits; ++part)
@@ -257,57 +260,79 @@ void join_parts(const Decode& call, float* memory, int64_t splits, int64_t size,
   }
 }
 
-// Fewer sequences than threads are cut into parts, so that every thread has one; what the parts
-// hold, of at most so many heads, is the calling thread's.
+// How fewer sequences than threads are cut, so that every thread has a part: KV heads are shared out
+// as far as that comes out even, and contexts are split for the rest. What the parts hold, of at most
+// so many heads, is the calling thread's.
 struct Parts {
-  int64_t splits, size;
+  int64_t shares, splits, size;
   float* memory;
 
-  Parts(int64_t sequences, int64_t heads, int64_t dim, int threads)
-      : splits(sequences >= threads ? 1 : (threads - 1) / sequences + 1),
+  Parts(int64_t sequences, int64_t heads, int64_t kv_heads, int64_t dim, int threads)
+      : shares(std::gcd(each(sequences, threads), kv_heads)),
+        splits(each(sequences, threads) / shares),
         size(Softmax::size(heads, dim)),
-        memory(splits > 1 ? scratch<float, Use::kSoftmax>(sequences * splits * size) : nullptr) {}
+        memory(splits > 1 ? scratch<float, Use::kSoftmax>(sequences * shares * splits * size)
+                          : nullptr) {}
+
+ private:
+  static int64_t each(int64_t sequences, int threads) {
+    return sequences >= threads ? 1 : (threads - 1) / sequences + 1;
+  }
 };
 
-// Attention of all sequences, by all threads of the region that calls it.
-template <typename T, int V>
+// Attention of all sequences, by all threads of the region that calls it. `before` is called for
+// every sequence and KV head, in runs, before anything is attended with them.
+template <typename T, int V, typename Before>
 void decode(const Decode& call, const T* q, int64_t q_stride, const T* kv, T* out,
-            const Parts& parts) {
+            const Parts& parts, const Before& before) {
   constexpr int kDim = V * kWidth;
-  const int64_t splits = parts.splits, width = call.heads * kDim;
+  const int64_t splits = parts.splits, width = call.heads * kDim, shares = parts.shares;
+  const int64_t kv_heads = call.pool.kv_heads;
+  if (splits > 1) {
+#pragma omp for schedule(static)
+    for (int64_t sequence = 0; sequence < call.sequences; ++sequence)
+      before(sequence, KvHeads{0, kv_heads});
+  }
 #pragma omp for schedule(dynamic)
-  for (int64_t item = 0; item < call.sequences * splits; ++item) {
-    const int64_t sequence = item / splits, part = item % splits, len = call.lens[sequence];
+  for (int64_t item = 0; item < call.sequences * shares * splits; ++item) {
+    const int64_t sequence = item / (shares * splits), share = item / splits % shares;
+    const KvHeads own{share * kv_heads / shares, (share + 1) * kv_heads / shares};
+    const int64_t len = call.lens[sequence];
     const int64_t begin = call.window > 0 && len > call.window ? len - call.window : 0;
-    const int64_t each = (len - begin + splits - 1) / splits, first = begin + part * each;
+    const int64_t each = (len - begin + splits - 1) / splits, first = begin + item % splits * each;
+    if (splits == 1) before(sequence, own);
     float* const memory = splits > 1 ? parts.memory + item * parts.size
                                      : scratch<float, Use::kSoftmax>(parts.size);
-    const Softmax own = Softmax::in(memory, call.heads);
-    own.reset(call.heads, kDim);
+    const Softmax softmax = Softmax::in(memory, call.heads);
+    const int64_t group = call.heads / kv_heads;
+    softmax.from(own.first * group, kDim).reset((own.last - own.first) * group, kDim);
     attend_part<T, V>(call, q + sequence * q_stride, kv, call.tables + sequence * call.table_stride,
-                      first, std::min(first + each, len), own);
-    if (splits == 1) join_parts<T, V>(call, memory, 1, parts.size, out + sequence * width);
+                      own, first, std::min(first + each, len), softmax);
+    if (splits == 1) join_parts<T, V>(call, memory, own, 1, parts.size, out + sequence * width);
   }
   if (splits == 1) return;
 #pragma omp for schedule(static)
-  for (int64_t sequence = 0; sequence < call.sequences; ++sequence)
-    join_parts<T, V>(call, parts.memory + sequence * splits * parts.size, splits, parts.size,
-                     out + sequence * width);
+  for (int64_t item = 0; item < call.sequences * shares; ++item) {
+    const int64_t share = item % shares;
+    const KvHeads own{share * kv_heads / shares, (share + 1) * kv_heads / shares};
+    join_parts<T, V>(call, parts.memory + item * splits * parts.size, own, splits, parts.size,
+                     out + item / shares * width);
+  }
 }
 
 inline bool has_decode(int64_t dim) {
   return dim == 16 || dim == 32 || dim == 64 || dim == 128 || dim == 256;
 }
 
-template <typename T>
+template <typename T, typename Before>
 void decode_rows(const Decode& call, int64_t dim, const T* q, int64_t q_stride, const T* kv, T* out,
-                 const Parts& parts) {
+                 const Parts& parts, const Before& before) {
   switch (dim) {
-    case 16: decode<T, 1>(call, q, q_stride, kv, out, parts); break;
-    case 32: decode<T, 2>(call, q, q_stride, kv, out, parts); break;
-    case 64: decode<T, 4>(call, q, q_stride, kv, out, parts); break;
-    case 128: decode<T, 8>(call, q, q_stride, kv, out, parts); break;
-    default: decode<T, 16>(call, q, q_stride, kv, out, parts);
+    case 16: decode<T, 1>(call, q, q_stride, kv, out, parts, before); break;
+    case 32: decode<T, 2>(call, q, q_stride, kv, out, parts, before); break;
+    case 64: decode<T, 4>(call, q, q_stride, kv, out, parts, before); break;
+    case 128: decode<T, 8>(call, q, q_stride, kv, out, parts, before); break;
+    default: decode<T, 16>(call, q, q_stride, kv, out, parts, before);
   }
 }
 

@@ -38,7 +38,8 @@ template <typename T>
 void rope_and_write(const Rope<T>& rope, T* qkv, int64_t rows, int threads) {
   const int64_t width = (rope.heads + 2 * rope.pool.kv_heads) * rope.dim;
 #pragma omp parallel for num_threads(threads) if (threads > 1 && rows >= 8)
-  for (int64_t row = 0; row < rows; ++row) rope_and_write_row(rope, qkv + row * width, row);
+  for (int64_t row = 0; row < rows; ++row)
+    rope_and_write_row(rope, qkv + row * width, row, {0, rope.pool.kv_heads});
 }
 
 template <typename T>
@@ -54,9 +55,9 @@ template <typename T>
 int decode_attention(const Decode& call, int64_t dim, const T* q, int64_t q_stride, const T* kv,
                      T* out, int threads) {
   if (!has_decode(dim)) return 1;
-  const Parts parts(call.sequences, call.heads, dim, threads);
+  const Parts parts(call.sequences, call.heads, call.pool.kv_heads, dim, threads);
 #pragma omp parallel num_threads(threads) if (threads > 1)
-  decode_rows(call, dim, q, q_stride, kv, out, parts);
+  decode_rows(call, dim, q, q_stride, kv, out, parts, [](int64_t, KvHeads) {});
   return 0;
 }
 

@@ -67,8 +67,9 @@ struct Mlp {
 #pragma omp for schedule(guided)
     for (int64_t panel = 0; panel < pairs; ++panel) {
       T gates[kMostRows<T> * kPanel], ups[kMostRows<T> * kPanel];
-      multiply_panel(x, gate_up, panel, gates, rows, kPanel, gate_up.panel(pairs + panel));
-      multiply_panel(x, gate_up, pairs + panel, ups, rows, kPanel, gate_up.panel(panel + 1));
+      const int64_t up = pairs + panel;
+      multiply_panels(x, {gate_up.panel(panel, gates, panel + 1), gate_up.panel(up, ups, up + 1)},
+                      rows, kPanel, gate_up.inputs);
       for (int64_t row = 0; row < rows; ++row)
         silu_and_mul_row(gates + row * kPanel, ups + row * kPanel,
                          active + row * inner + panel * kPanel, kPanel);
@@ -108,9 +109,10 @@ struct Attention {
   void run(const T* x, T* out) const {
     const int64_t rows = call.sequences, width = qkv.outputs;
     multiply_rows(x, qkv, heads, rows);
-#pragma omp for schedule(static)
-    for (int64_t row = 0; row < rows; ++row) rope_and_write_row(rope, heads + row * width, row);
-    decode_rows(call, rope.dim, heads, width, rope.kv, attended, parts);
+    const auto turn = [&](int64_t row, KvHeads own) {
+      rope_and_write_row(rope, heads + row * width, row, own);
+    };
+    decode_rows(call, rope.dim, heads, width, rope.kv, attended, parts, turn);
     multiply_rows(attended, output, out, rows);
   }
 
@@ -140,7 +142,7 @@ int attention_layer(const AttentionParts& own, const DecodeRows& step, const T* 
                     const T* signed_sin, T* kv, T* out, int threads) {
   if (step.rows > kMostRows<T> || !has_decode(step.dim)) return 1;
   T* const memory = scratch<T, Use::kRows>(Attention<T>::size(own, step));
-  const Parts parts(step.rows, own.heads, step.dim, threads);
+  const Parts parts(step.rows, own.heads, step.kv_heads, step.dim, threads);
   const Attention<T> attention(own, step, cos, signed_sin, kv, memory, parts);
 #pragma omp parallel num_threads(threads) if (threads > 1)
   attention.run(x, out);
@@ -163,7 +165,7 @@ int decoder_layers(const LayerParts* layers, int64_t count, const DecodeRows& st
   }
   T* const normed = scratch<T, Use::kRows>(2 * stream + between);
   T* const mixed = normed + stream;
-  const Parts parts(rows, heads, step.dim, threads);
+  const Parts parts(rows, heads, step.kv_heads, step.dim, threads);
 #pragma omp parallel num_threads(threads) if (threads > 1)
   for (int64_t number = 0; number < count; ++number) {
     const LayerParts& layer = layers[number];

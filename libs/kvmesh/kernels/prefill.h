@@ -27,6 +27,11 @@ struct Pool {
   int64_t block_stride, value_offset, block_size, kv_heads;
 };
 
+// KV heads from one on, and before which one.
+struct KvHeads {
+  int64_t first, last;
+};
+
 struct Prefill {
   // Per sequence: block ids, first row (one more closes the last), positions with its own rows.
   const int64_t *tables, *starts, *lens;

@@ -56,10 +56,10 @@ inline void multiply_add(const Bf16* weights, const Bf16* x, int64_t x_stride, i
   }
 }
 
-// Weights are asked for so many values before `multiply_add` reads them: a core's own prefetcher has
-// fewer reads under way than memory would answer.
-template <typename T>
-constexpr int64_t kAhead = 2048 / sizeof(T);
+// Weights are asked for so many values before `multiply_add` reads them, of so many panels side by
+// side: a core's own prefetcher has fewer reads under way than memory would answer.
+template <typename T, int PANELS>
+constexpr int64_t kAhead = (PANELS == 1 ? 2048 : 1536) / sizeof(T);
 
 // Asks for a lane of inputs of a panel. It is used once, and drives nothing out of the caches.
 template <typename T>
@@ -104,36 +104,50 @@ void panel_block(const T* x, const T* panel, int64_t rows, int64_t inputs, int64
   }
 }
 
-// Product of at most a block of rows with one panel: their sums never leave the registers.
-template <typename T, int R>
-void few_rows_panel(const T* x, const T* panel, const T* bias, T* out, int64_t outputs,
-                    int64_t inputs, const T* next) {
-  Floats sums[kPanel / kWidth][kRowBlock] = {};
+// A panel, its bias or null, where its columns of the product go, and the panel that this thread
+// multiplies with afterwards.
+template <typename T>
+struct Panel {
+  const T *weights, *bias;
+  T* out;
+  const T* next;
+};
+
+// Product of at most a block of rows with one or two panels: their sums never leave the registers.
+template <typename T, int R, int PANELS>
+void few_rows_panels(const T* x, const Panel<T> (&panels)[PANELS], int64_t stride, int64_t inputs) {
+  Floats sums[PANELS][kPanel / kWidth][kRowBlock] = {};
   const int64_t size = inputs * kPanel;
   for (int64_t i = 0; i < inputs; i += kLane<T>) {
-    const int64_t ahead = i * kPanel + kAhead<T>;
-    fetch_lane(ahead < size ? panel + ahead : next + (ahead - size));
-    multiply_add(panel + i * kPanel, x + i, inputs, R, sums);
+    const int64_t ahead = i * kPanel + kAhead<T, PANELS>;
+    for (int p = 0; p < PANELS; ++p) {
+      const Panel<T>& panel = panels[p];
+      fetch_lane(ahead < size ? panel.weights + ahead : panel.next + (ahead - size));
+      multiply_add(panel.weights + i * kPanel, x + i, inputs, R, sums[p]);
+    }
   }
-  for (int v = 0; v < kPanel / kWidth; ++v) {
-    const Floats added = bias == nullptr ? Floats{} : load(bias + v * kWidth);
-    for (int row = 0; row < R; ++row) store(out + row * outputs + v * kWidth, sums[v][row] + added);
-  }
+  for (int p = 0; p < PANELS; ++p)
+    for (int v = 0; v < kPanel / kWidth; ++v) {
+      const T* const bias = panels[p].bias;
+      const Floats added = bias == nullptr ? Floats{} : load(bias + v * kWidth);
+      for (int row = 0; row < R; ++row)
+        store(panels[p].out + row * stride + v * kWidth, sums[p][v][row] + added);
+    }
 }
 
 // Product of more rows with one panel. Weights come from memory while those before them are
 // multiplied: each of the first two blocks of rows asks for a half of what comes next, or each of
 // the first four for a quarter.
 template <typename T>
-void more_rows_panel(const T* x, const T* panel, const T* bias, T* out, int64_t rows,
-                     int64_t outputs, int64_t inputs, const T* next) {
+void more_rows_panel(const T* x, const Panel<T>& panel, int64_t rows, int64_t stride,
+                     int64_t inputs) {
   float sums[kMostRows<T>][kPanel];
   std::fill_n(sums[0], rows * kPanel, 0.0f);
   const int64_t blocks = (rows + kRowBlock - 1) / kRowBlock, sharers = blocks > 3 ? 4 : 2;
   for (int64_t first = 0; first < inputs; first += kDepth<T>) {
     const int64_t count = std::min(kDepth<T>, inputs - first);
-    const T* const part = panel + first * kPanel;
-    const T* const following = first + count < inputs ? part + count * kPanel : next;
+    const T* const part = panel.weights + first * kPanel;
+    const T* const following = first + count < inputs ? part + count * kPanel : panel.next;
     for (int64_t block = 0, row = 0; block < blocks; ++block) {
       const int64_t size = (rows - row + blocks - block - 1) / (blocks - block);
       const T* const later = following + block * (count * kPanel / sharers);
@@ -146,8 +160,8 @@ void more_rows_panel(const T* x, const T* panel, const T* bias, T* out, int64_t 
   }
   for (int64_t row = 0; row < rows; ++row)
     for (int v = 0; v < kPanel; v += kWidth) {
-      const Floats added = bias == nullptr ? Floats{} : load(bias + v);
-      store(out + row * outputs + v, load(sums[row] + v) + added);
+      const Floats added = panel.bias == nullptr ? Floats{} : load(panel.bias + v);
+      store(panel.out + row * stride + v, load(sums[row] + v) + added);
     }
 }
 
@@ -157,25 +171,49 @@ struct Weight {
   const T *panels, *bias;
   int64_t outputs, inputs;
 
-  const T* panel(int64_t number) const { return panels + number * kPanel * inputs; }
+  // The panel of that number, whose columns go to `out`.
+  Panel<T> panel(int64_t number, T* out, int64_t next) const {
+    return {weights_of(number), bias == nullptr ? nullptr : bias + number * kPanel, out,
+            weights_of(next)};
+  }
+
+ private:
+  const T* weights_of(int64_t number) const { return panels + number * kPanel * inputs; }
 };
 
 // Columns of one panel of the product, at most `kMostRows` rows; `stride` leads to the next row of
-// `out`, and `next` is the panel that this thread multiplies with afterwards. A row's sums are taken
-// in the same order whatever the number of rows.
+// what comes out. A row's sums are taken in the same order whatever the number of rows.
 template <typename T>
-void multiply_panel(const T* x, const Weight<T>& weight, int64_t panel, T* out, int64_t rows,
-                    int64_t stride, const T* next) {
-  const T* const own = weight.panel(panel);
-  const T* const bias = weight.bias == nullptr ? nullptr : weight.bias + panel * kPanel;
+void multiply_panel(const T* x, const Panel<T>& panel, int64_t rows, int64_t stride,
+                    int64_t inputs) {
+  const Panel<T> alone[1] = {panel};
   switch (rows) {
-    case 1: few_rows_panel<T, 1>(x, own, bias, out, stride, weight.inputs, next); break;
-    case 2: few_rows_panel<T, 2>(x, own, bias, out, stride, weight.inputs, next); break;
-    case 3: few_rows_panel<T, 3>(x, own, bias, out, stride, weight.inputs, next); break;
-    case 4: few_rows_panel<T, 4>(x, own, bias, out, stride, weight.inputs, next); break;
-    case 5: few_rows_panel<T, 5>(x, own, bias, out, stride, weight.inputs, next); break;
-    case 6: few_rows_panel<T, 6>(x, own, bias, out, stride, weight.inputs, next); break;
-    default: more_rows_panel(x, own, bias, out, rows, stride, weight.inputs, next);
+    case 1: few_rows_panels<T, 1>(x, alone, stride, inputs); break;
+    case 2: few_rows_panels<T, 2>(x, alone, stride, inputs); break;
+    case 3: few_rows_panels<T, 3>(x, alone, stride, inputs); break;
+    case 4: few_rows_panels<T, 4>(x, alone, stride, inputs); break;
+    case 5: few_rows_panels<T, 5>(x, alone, stride, inputs); break;
+    case 6: few_rows_panels<T, 6>(x, alone, stride, inputs); break;
+    default: more_rows_panel(x, panel, rows, stride, inputs);
+  }
+}
+
+// As `multiply_panel` of one after the other. Two streams of weights keep more of a core's reads
+// under way than one; sums of more rows with both would not fit the registers.
+template <typename T>
+void multiply_panels(const T* x, const Panel<T> (&panels)[2], int64_t rows, int64_t stride,
+                     int64_t inputs) {
+  switch (rows) {
+    case 1: few_rows_panels<T, 1>(x, panels, stride, inputs); break;
+    case 2: few_rows_panels<T, 2>(x, panels, stride, inputs); break;
+    case 3: few_rows_panels<T, 3>(x, panels, stride, inputs); break;
+    default: {
+      const auto& [first, second] = panels;
+      const Panel<T> one{first.weights, first.bias, first.out, second.weights};
+      const Panel<T> other{second.weights, second.bias, second.out, first.next};
+      multiply_panel(x, one, rows, stride, inputs);
+      multiply_panel(x, other, rows, stride, inputs);
+    }
   }
 }
 
@@ -184,9 +222,9 @@ void multiply_panel(const T* x, const Weight<T>& weight, int64_t panel, T* out, 
 template <typename T>
 void multiply_rows(const T* x, const Weight<T>& weight, T* out, int64_t rows) {
 #pragma omp for schedule(guided)
-  for (int64_t panel = 0; panel < weight.outputs / kPanel; ++panel)
-    multiply_panel(x, weight, panel, out + panel * kPanel, rows, weight.outputs,
-                   weight.panel(panel + 1));
+  for (int64_t number = 0; number < weight.outputs / kPanel; ++number)
+    multiply_panel(x, weight.panel(number, out + number * kPanel, number + 1), rows, weight.outputs,
+                   weight.inputs);
 }
 
 }  // namespace

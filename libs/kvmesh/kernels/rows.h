@@ -79,21 +79,25 @@ struct Rope {
   Pool pool;
 };
 
-// `own` is the row's queries, keys and values.
+// `own` is the row's queries, keys and values, of which those of some KV heads are turned and written.
 template <typename T>
-inline void rope_and_write_row(const Rope<T>& rope, T* own, int64_t row) {
+inline void rope_and_write_row(const Rope<T>& rope, T* own, int64_t row, KvHeads those) {
   const Pool& pool = rope.pool;
   const int64_t turned = rope.heads + pool.kv_heads;
   const int dim = rope.dim;
-  for (int64_t head = 0; head < turned; ++head)
-    norm_rope_head(own + head * dim, rope.qk_norm == nullptr ? nullptr : rope.qk_norm + head * dim,
-                   rope.eps, rope.cos + row * dim, rope.signed_sin + row * dim, dim);
+  const auto turn = [&](int64_t first, int64_t last) {
+    for (int64_t head = first; head < last; ++head)
+      norm_rope_head(own + head * dim, rope.qk_norm == nullptr ? nullptr : rope.qk_norm + head * dim,
+                     rope.eps, rope.cos + row * dim, rope.signed_sin + row * dim, dim);
+  };
+  turn(those.first * rope.heads / pool.kv_heads, those.last * rope.heads / pool.kv_heads);
+  turn(rope.heads + those.first, rope.heads + those.last);
   const int64_t slot = rope.slots[row];
   const int64_t block = slot / pool.block_size, offset = slot % pool.block_size;
-  const size_t bytes = static_cast<size_t>(pool.kv_heads * dim) * sizeof(T);
-  T* const key = rope.kv + block * pool.block_stride + offset * pool.kv_heads * dim;
-  std::memcpy(key, own + rope.heads * dim, bytes);
-  std::memcpy(key + pool.value_offset, own + turned * dim, bytes);
+  const size_t bytes = static_cast<size_t>((those.last - those.first) * dim) * sizeof(T);
+  T* const key = rope.kv + block * pool.block_stride + (offset * pool.kv_heads + those.first) * dim;
+  std::memcpy(key, own + (rope.heads + those.first) * dim, bytes);
+  std::memcpy(key + pool.value_offset, own + (turned + those.first) * dim, bytes);
 }
 
 }  // namespace

@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(params=[1, 2], ids="threads {}".format)
+@pytest.fixture(params=[1, 2, 3], ids="threads {}".format)
 def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
