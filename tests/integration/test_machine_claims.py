@@ -8,6 +8,7 @@ import asyncio
 import os
 import stat
 import sys
+import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -36,23 +37,26 @@ else:
 
 
 @pytest.fixture
-async def pair() -> AsyncIterator[Pair]:
+async def pair(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
     """A receiver on this host, of a user who hides nothing."""
     before = os.umask(0)
     try:
-        async with running_pair(SendOptions(kinds=("shm",))) as running:
-            yield running
+        with tempfile.TemporaryDirectory() as place:
+            os.chmod(place, 0o755)
+            monkeypatch.setattr(tempfile, "tempdir", place)
+            async with running_pair(SendOptions(kinds=("shm",))) as running:
+                yield running
     finally:
         os.umask(before)
 
 
-def folder_of(pair: Pair) -> Path:
+def socket_of(pair: Pair) -> Path:
     assert pair.reservation.host_route is not None
-    return Path(pair.reservation.host_route.socket_path).parent
+    return Path(pair.reservation.host_route.socket_path)
 
 
 async def test_the_socket_of_shared_memory_lies_in_a_folder_of_its_users_own(pair: Pair) -> None:
-    facts = folder_of(pair).stat()
+    facts = socket_of(pair).parent.stat()
     assert stat.S_IMODE(facts.st_mode) == 0o700
     assert facts.st_uid == os.getuid()
     await pair.pool.put(pair.reservation, whole(1))
@@ -60,9 +64,8 @@ async def test_the_socket_of_shared_memory_lies_in_a_folder_of_its_users_own(pai
 
 async def as_nobody(pair: Pair) -> str:
     """How another user fares who knows the path."""
-    path = str(folder_of(pair) / "data")
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", _CONNECT, path, stdout=asyncio.subprocess.PIPE
+        sys.executable, "-c", _CONNECT, str(socket_of(pair)), stdout=asyncio.subprocess.PIPE
     )
     said, _ = await process.communicate()
     return said.decode().strip()
@@ -71,7 +74,7 @@ async def as_nobody(pair: Pair) -> str:
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
 async def test_another_user_does_not_reach_the_socket(pair: Pair) -> None:
     assert await as_nobody(pair) == "kept out"
-    folder_of(pair).chmod(0o755)
+    socket_of(pair).parent.chmod(0o755)
     assert await as_nobody(pair) == "let in", "nothing but the folder keeps others out"
 
 

@@ -8,10 +8,9 @@ Tests: tests/contract/test_channels.py, tests/integration/test_transfer.py.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
-import shutil
 import socket
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +26,7 @@ from kvmesh.transfer.device import DevicePool
 from kvmesh.transfer.frame_socket import FrameSocket
 from kvmesh.transfer.frames import Checksum, LinkTerms
 from kvmesh.transfer.host import host_id
+from kvmesh.transfer.host_socket import listen_on_host
 from kvmesh.transfer.ipc_channel import ENGINE
 from kvmesh.transfer.local_channel import PROCESS_HUB, LocalEnd, LocalHub
 from kvmesh.transfer.memory import PoolMemory
@@ -45,7 +45,7 @@ from kvmesh.transfer.protocol import ChannelIdentity, ReceiverMachine
 from kvmesh.transfer.query_ops import QueryOps
 from kvmesh.transfer.server_channel import ServerChannel
 from kvmesh.transfer.server_state import ServerState
-from kvmesh.transfer.sockets import listen, listen_local, local_endpoint
+from kvmesh.transfer.sockets import listen, local_endpoint
 from kvmesh.transfer.staging import DEFAULT_STAGING_BYTES, StagingRing
 from kvmesh.transfer.target import NothingToRead, ReadSource, WriteTarget
 from kvmesh.transfer.tls import DataTls, WrongPeerError, accept_tls
@@ -59,7 +59,6 @@ ACCEPT_PAUSE_S = 0.1
 """After a connection that could not be taken in."""
 
 _MAX_THREADS = 32
-_SOCKET_NAME = "data"
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +143,7 @@ class DataServer:
         self._senders = ThreadPoolExecutor(_MAX_THREADS, "kv-serve")
         self._answering: ThreadPoolExecutor | None = None
         self._listeners: list[socket.socket] = []
-        self._folder: Path | None = None
+        self._host_path: Path | None = None
         self._local: LocalEnd | None = None
         self._serving: set[asyncio.Task[None]] = set()
         self._newcomers = Newcomers[asyncio.Task[None]](asyncio.Task.cancel)
@@ -193,6 +192,9 @@ class DataServer:
             asyncio.get_running_loop().remove_reader(listener.fileno())
             listener.close()
         self._listeners.clear()
+        if self._host_path is not None:
+            with contextlib.suppress(OSError):
+                self._host_path.unlink(missing_ok=True)
         serving = [*self._serving]
         for task in serving:
             task.cancel()
@@ -205,8 +207,6 @@ class DataServer:
             self._answering.shutdown(wait=False)
         if self._state.staging is not None:
             await self._state.staging.close()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
 
     def statistics(self) -> TransferStatistics:
         """What was received over sockets."""
@@ -215,14 +215,13 @@ class DataServer:
     def _listen_here(self, here: str) -> HostRoute | None:
         """The way for peers on this host; without one they come over the network."""
         try:
-            # A folder that only this user may enter: its peers are let into each other's memory.
-            self._folder = Path(tempfile.mkdtemp(prefix="kvmesh-"))
-            route = HostRoute(here, str(self._folder / _SOCKET_NAME))
-            self._listen(listen_local(route.socket_path), self._serve_unix)
+            listener, path = listen_on_host(here)
         except OSError as error:  # full, read-only, or a path that is too long for a socket
             log.warning("host_route_failed", error=str(error))
             return None
-        return route
+        self._host_path = path
+        self._listen(listener, self._serve_unix)
+        return HostRoute(here, str(path))
 
     def _listen(self, listener: socket.socket, serve: Serve) -> None:
         self._listeners.append(listener)
