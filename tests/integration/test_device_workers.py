@@ -57,13 +57,13 @@ def check_nothing_is_held(worker: Worker) -> None:
 def parts_written(worker: Worker) -> list[BlockPart | None]:
     """What of their blocks the writes of a worker were of, in their order, as they end."""
     parts: list[BlockPart | None] = []
-    plain = worker.decode.end_write
+    plain = worker.decode.arriving.end_write
 
     def end_write(grant: WriteGrant, ok: bool) -> None:
         plain(grant, ok)
         parts.append(grant.put.part)
 
-    worker.decode.end_write = end_write  # type: ignore[method-assign]
+    worker.decode.arriving.end_write = end_write  # type: ignore[method-assign]
     return parts
 
 

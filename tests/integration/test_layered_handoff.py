@@ -55,7 +55,7 @@ class Arrivals:
     came: threading.Event = field(default_factory=threading.Event)
 
     def watch(self, worker: Worker) -> None:
-        plain = worker.decode.end_write
+        plain = worker.decode.arriving.end_write
 
         def end_write(grant: WriteGrant, ok: bool) -> None:
             plain(grant, ok)
@@ -63,7 +63,7 @@ class Arrivals:
             if grant.put.part is not None:
                 self.came.set()
 
-        worker.decode.end_write = end_write  # type: ignore[method-assign]
+        worker.decode.arriving.end_write = end_write  # type: ignore[method-assign]
 
 
 @pytest.fixture
@@ -121,12 +121,12 @@ async def test_a_receiver_that_takes_blocks_whole_gets_them_whole(
 ) -> None:
     arrivals = Arrivals()
     arrivals.watch(decode)
-    plain = decode.decode.begin_write
+    plain = decode.decode.arriving.begin_write
 
     def whole_only(put: PutFrame) -> WriteGrant | Refusal:
         return plain(put) if put.part is None else Refusal(RefusalReason.INVALID, "whole blocks")
 
-    decode.decode.begin_write = whole_only  # type: ignore[method-assign]
+    decode.decode.arriving.begin_write = whole_only  # type: ignore[method-assign]
     section = WorkerSection(id="p1", role="prefill", transfer_mode="layered", channels="tcp")
     async with running_worker(section, engine(checkpoint.folder)) as prefill:
         driver = Driver()

@@ -84,7 +84,7 @@ async def _closed(writer: asyncio.StreamWriter) -> None:
 
 
 def _endpoint(worker: Worker) -> Endpoint:
-    endpoint = worker.decode.data_endpoint
+    endpoint = worker.decode.arriving.data_endpoint
     assert endpoint is not None, "listening"
     return endpoint
 

@@ -279,7 +279,8 @@ async def test_leases_that_end_at_the_same_moment_all_end() -> None:
         keys = [Key(f"r{number}") for number in range(3)]
         for key in keys:
             await driver.reserve(decode, key, make_spec(prompt(40)))
-        decode.decode._clock = ManualClock(decode.decode._clock.now() + 61.0)
+        arriving = decode.decode.arriving
+        arriving._clock = ManualClock(arriving._clock.now() + 61.0)
         decode.decode.expire_leases()
         for key in keys:
             assert (

@@ -174,14 +174,14 @@ class Worker:
         self.answers = answer_queries(
             self._runner,
             self.core,
-            self.decode,
+            self.decode.arriving,
             self.pool,
             self.query_metrics,
             self._config.fetch.max_queries,
         )
         server = DataServer(
             self._channel_identity(),
-            self.decode,
+            self.decode.arriving,
             dataclasses.replace(receive_options(self._config), egress=self.channels.egress),
             source=self.pool,
             queries=self.answers,
@@ -200,10 +200,10 @@ class Worker:
         self._metrics.watch_links(
             self.channels.statistics, server.statistics, self.fetcher.statistics, *asking
         )
-        self.decode.data_endpoint = Endpoint(self._context.host, bound.endpoint.port)
-        self.decode.host_route = self.pool.host_route = bound.route
-        self.pool.data_endpoint = self.decode.data_endpoint
-        return self.decode.data_endpoint
+        endpoint = Endpoint(self._context.host, bound.endpoint.port)
+        self.decode.arriving.data_endpoint = self.pool.data_endpoint = endpoint
+        self.decode.arriving.host_route = self.pool.host_route = bound.route
+        return endpoint
 
     def _channel_identity(self) -> ChannelIdentity:
         return ChannelIdentity(self.worker_id, self.incarnation, self._runner.spec.layout)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from kvmesh.engine.core import EngineCore
 from kvmesh.engine.protocol import ModelRunner
 from kvmesh.runtime.app import ServiceContext
-from kvmesh.runtime.decode_role import DecodeRole
+from kvmesh.runtime.arriving_kv import ArrivingKv
 from kvmesh.runtime.kv_pool import KvPool
 from kvmesh.runtime.prefix_queries import PrefixQueries, QueryMode, parse_query_mode
 from kvmesh.runtime.query_answers import GivesBlocks, QueryAnswers
@@ -61,7 +61,7 @@ def start_queries(
 def answer_queries(
     runner: ModelRunner,
     core: EngineCore,
-    decode: DecodeRole,
+    arriving: ArrivingKv,
     pool: KvPool,
     metrics: QueryMetrics,
     max_open: int,
@@ -71,7 +71,7 @@ def answer_queries(
     if partial is None:
         return None
     givers: dict[ClaimKind, GivesBlocks] = {
-        ClaimKind.RESERVATION: decode,
+        ClaimKind.RESERVATION: arriving,
         ClaimKind.LEASE: pool,
     }
     return QueryAnswers(runner.spec.layout, core.pool, partial, givers, metrics, max_open)

@@ -1,0 +1,254 @@
+"""KV that arrives at a decode worker: its open reservations, and who writes into their blocks.
+
+The handoff's rules are in `kv/handoff.py`; this gives them a clock, memory and peers.
+Tests: tests/integration/test_worker.py, tests/integration/test_layered_handoff.py.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+
+from kvmesh.core.types import (
+    Endpoint,
+    HostRoute,
+    Refusal,
+    RefusalReason,
+    Reservation,
+    WorkerId,
+)
+from kvmesh.engine.sequence import Sequence
+from kvmesh.kv.block_parts import Part
+from kvmesh.kv.handoff import HandoffTable
+from kvmesh.kv.handoff_types import WriteClaim
+from kvmesh.kv.runs import consecutive_runs
+from kvmesh.runtime.decode_task import DecodeTask
+from kvmesh.runtime.worker_parts import WorkerParts
+from kvmesh.telemetry.logs import event_logger
+from kvmesh.transfer.device import DevicePool, pieces_of
+from kvmesh.transfer.frames import CommitFrame, PutFrame
+from kvmesh.transfer.lane import claim_of
+from kvmesh.transfer.memory import write_views
+from kvmesh.transfer.target import WriteGrant
+
+log = event_logger(__name__)
+
+
+class ArrivingKv:
+    """Receives KV (`transfer.target.WriteTarget`) into the blocks of reservations.
+
+    Attributes:
+        data_endpoint: where reservations are written to; set when the data server listens.
+        host_route: the way there for senders on this host.
+    """
+
+    def __init__(
+        self, parts: WorkerParts, lease_s: float, on_taken: Callable[[DecodeTask], None]
+    ) -> None:
+        """Nothing is open.
+
+        Args:
+            lease_s: a reservation without progress or renewal ends after this.
+            on_taken: a handoff is complete and the blocks are the task's; called before it decodes.
+        """
+        self._identity = parts.identity
+        self._core = parts.core
+        self._memory = parts.memory
+        self._clock = parts.clock
+        self._wake_engine = parts.wake_engine
+        self._lease_s = lease_s
+        self._on_taken = on_taken
+        self._block_bytes = parts.core.spec.layout.block_bytes
+        self._handoff = HandoffTable(parts.identity.incarnation, lease_s, self._block_bytes)
+        self._by_reservation: dict[int, DecodeTask] = {}
+        # Ended by us, but a writer may still be in the blocks.
+        self._fenced: dict[int, Sequence] = {}
+        self._grants: dict[WriteGrant, list[int]] = {}
+        self.data_endpoint: Endpoint | None = None
+        self.host_route: HostRoute | None = None
+
+    @property
+    def num_open(self) -> int:
+        """Requests that wait for their KV."""
+        return len(self._by_reservation)
+
+    @property
+    def is_idle(self) -> bool:
+        """No reservation and no write is left."""
+        return not (self._fenced or self._grants) and self._handoff.is_idle
+
+    # --- reservations ------------------------------------------------------------------------
+
+    def reserve(self, task: DecodeTask) -> Reservation:
+        """Opens the task's blocks to whoever is told of the reservation."""
+        capability = secrets.token_bytes(16)
+        assert self.data_endpoint is not None, "the data server is not up"
+        reservation_id = self._handoff.reserve(
+            task.request_id,
+            task.arriving,
+            0,  # what is cached is not among them
+            capability,
+            task.attempt,
+            self._clock.now(),
+        )
+        task.reservation_id = reservation_id
+        self._by_reservation[reservation_id] = task
+        return Reservation(
+            reservation_id=reservation_id,
+            worker_id=self._identity.worker_id,
+            incarnation=self._identity.incarnation,
+            generation=task.attempt,
+            capability=capability,
+            data_endpoint=self.data_endpoint,
+            num_cached_blocks=task.sequence.num_cached // self._core.block_size,
+            num_blocks=len(task.arriving),
+            lease_ms=int(self._lease_s * 1000),
+            host_route=self.host_route,
+            run_lengths=tuple(count for _, count in consecutive_runs(task.arriving)),
+        )
+
+    def renew(self, task: DecodeTask) -> None:
+        """Lets the task's lease begin anew, if its KV has yet to come."""
+        if task.reservation_id is not None:
+            self._handoff.renew(task.reservation_id, self._clock.now())
+
+    def cancel(self, task: DecodeTask) -> None:
+        """Ends the task's reservation; its blocks are free when their writers are gone."""
+        assert task.reservation_id is not None, "decode has taken the blocks over"
+        self._fence(task.reservation_id)
+        self._handoff.cancel(task.reservation_id)
+        if task.local_write is not None:
+            if task.stop_prefill is not None:
+                task.stop_prefill()
+            # The engine is this writer: it is out of the blocks when `release` frees them.
+            self._core.release(task.sequence)
+            self._handoff.end_write(task.local_write, ok=False)
+            task.sequence.on_progress()  # the prefill side waits for a first token
+        self._release_quiet()
+
+    def expire(self) -> list[DecodeTask]:
+        """Fences the reservations whose lease ran out; the caller ends their tasks."""
+        before = list(self._by_reservation.items())
+        if not self._handoff.expire(self._clock.now()):
+            return []
+        ended = [(number, task) for number, task in before if not self._handoff.is_open(number)]
+        # All of them first: the end of each releases what is quiet, whoever's it is.
+        for reservation_id, _ in ended:
+            self._fence(reservation_id)
+        return [task for _, task in ended]
+
+    def _fence(self, reservation_id: int) -> None:
+        task = self._by_reservation.pop(reservation_id, None)
+        if task is not None:
+            self._fenced[reservation_id] = task.sequence
+
+    def _release_quiet(self) -> None:
+        """Frees the blocks of ended reservations whose writers are gone."""
+        for released in self._handoff.drain_released():
+            self._core.release(self._fenced.pop(released.reservation_id))
+
+    def _take(self, task: DecodeTask) -> None:
+        assert task.reservation_id is not None
+        taken = self._handoff.take(task.reservation_id)
+        assert not isinstance(taken, Refusal), taken
+        del self._by_reservation[task.reservation_id]
+        task.reservation_id = None
+        self._on_taken(task)
+
+    # --- KV from other workers (WriteTarget) -------------------------------------------------
+
+    def begin_write(self, put: PutFrame) -> WriteGrant | Refusal:
+        """Memory for the runs of a PUT, if the handoff table lets it in."""
+        write_ids: list[int] = []
+        granted_runs: list[tuple[int, int]] = []
+        part = None if put.part is None else Part(*put.part)
+        for run in put.runs:
+            granted = self._handoff.begin_write(
+                put.claim,
+                run.first,
+                run.count,
+                self._clock.now(),
+                part,
+            )
+            if isinstance(granted, Refusal):
+                for write_id in write_ids:
+                    self._handoff.end_write(write_id, ok=False)
+                self._release_quiet()
+                return granted
+            write_ids.append(granted.write_id)
+            granted_runs += consecutive_runs(granted.blocks)
+        if isinstance(self._memory, DevicePool):
+            grant = WriteGrant(put, (), pieces_of(granted_runs, self._block_bytes, put.part))
+        else:
+            views = write_views(self._memory, granted_runs, self._block_bytes, put.part)
+            grant = WriteGrant(put, views)
+        self._grants[grant] = write_ids
+        return grant
+
+    def end_write(self, grant: WriteGrant, ok: bool) -> None:
+        """The channel left the memory."""
+        task = self._by_reservation.get(grant.put.claim.reservation_id)
+        if ok and task is not None and grant.pieces is None:
+            for run in grant.put.runs:
+                blocks = task.arriving[run.first : run.first + run.count]
+                for first, count in consecutive_runs(blocks):
+                    self._memory.written(first, count)
+        for write_id in self._grants.pop(grant):
+            self._handoff.end_write(write_id, ok)
+        self._release_quiet()
+
+    def commit(self, frame: CommitFrame) -> Refusal | None:
+        """Starts decode on a complete handoff; a repeated commit gets the same answer."""
+        task = self._by_reservation.get(frame.claim.reservation_id)
+        if task is not None and not 0 <= frame.first_token_id < self._core.spec.vocab_size:
+            text = f"first token {frame.first_token_id} is outside the vocabulary"
+            return Refusal(RefusalReason.INVALID, text)
+        outcome = self._handoff.commit(frame.claim, self._clock.now())
+        if isinstance(outcome, Refusal):
+            return outcome
+        if task is not None:
+            self._take(task)
+            self._core.start_decode(task.sequence, frame.first_token_id)
+            self._wake_engine()
+        return None
+
+    def claimed_blocks(self, claim: WriteClaim) -> list[int] | Refusal:
+        """The blocks that a reservation found cached here, for queries about them."""
+        refusal = self._handoff.check_claim(claim, self._clock.now())
+        if refusal is not None:
+            return refusal
+        task = self._by_reservation.get(claim.reservation_id)
+        if task is None:
+            return Refusal(RefusalReason.STALE, "decode has taken the blocks over")
+        return task.sequence.blocks[: task.sequence.num_cached // self._core.block_size]
+
+    def peer_lost(self, worker_id: WorkerId) -> None:
+        """Nothing to undo: unfinished writes were ended, and leases end what is left."""
+        log.info("data_peer_lost", peer=worker_id)
+
+    # --- KV that this worker computes --------------------------------------------------------
+
+    def begin_local(self, reservation: Reservation) -> DecodeTask | Refusal:
+        """Lets this worker's own engine write all blocks of a reservation; gives its task."""
+        task = self._by_reservation.get(reservation.reservation_id)
+        now = self._clock.now()
+        granted = self._handoff.begin_write(claim_of(reservation), 0, reservation.num_blocks, now)
+        if isinstance(granted, Refusal):
+            return granted
+        assert task is not None
+        task.local_write = granted.write_id
+        return task
+
+    def end_local(self, task: DecodeTask) -> None:
+        """The engine has written all of them."""
+        assert task.local_write is not None
+        self._handoff.end_write(task.local_write, ok=True)
+        task.local_write = None
+
+    def commit_local(self, task: DecodeTask, reservation: Reservation) -> Refusal | None:
+        """Takes the blocks over for decode; refused if the lease ended meanwhile."""
+        outcome = self._handoff.commit(claim_of(reservation), self._clock.now())
+        if isinstance(outcome, Refusal):
+            return outcome
+        self._take(task)
+        return None
