@@ -29,8 +29,8 @@ MODULES = tuple(
         "policy": "allocation_loop batching composition connections fetch_route fleet_index "
         "forwarding group_route holders joint load_score offload offload_route prefix_source "
         "ranking reasons recent_reads role_loop routing seats view waiting",
-        "sim": "control events fetch fleet link placing prefix_index profile requests router "
-        "scenario simulation steps systems trace worker",
+        "sim": "control decoding events fetch fleet link placing prefix_index profile requests "
+        "router scenario simulation steps systems trace worker",
     }.items()
     for name in names.split()
 )

@@ -7,7 +7,6 @@ Tests: tests/unit/sim/test_worker.py.
 
 from __future__ import annotations
 
-import heapq
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +15,7 @@ from typing import Protocol
 from kvmesh.core.errors import OutOfBlocksError
 from kvmesh.kv.block_pool import BlockPool
 from kvmesh.policy.batching import BatchLimits, plan_batch
+from kvmesh.sim.decoding import DecodingSet
 from kvmesh.sim.events import EventQueue, Timer
 from kvmesh.sim.host import Host
 from kvmesh.sim.profile import Device
@@ -84,10 +84,6 @@ def take_blocks(pool: BlockPool, request: SimRequest, growth: int) -> tuple[list
 class StepLoop:
     """Sequences that compute on one worker, oldest first.
 
-    Every decoding sequence takes part in every step, so one count of steps stands for all of them:
-    a sequence's own numbers are brought up to it (`_settle`) when it ends, needs a block or leaves.
-    A join or an end thus costs O(log n), not a walk over the batch.
-
     Attributes:
         computed_tokens: since the start, without decode steps.
         busy_s: seconds spent in steps.
@@ -113,12 +109,7 @@ class StepLoop:
         self._running: list[SimSequence] = []
         self._prompts: list[SimSequence] = []
         self._preempted: list[SimSequence] = []
-        # Decoding sequences: how many, their tokens at step 0, and the step at which each is due.
-        self._num_decoding = 0
-        self._base_context = 0
-        self._steps = 0
-        self._due: list[tuple[int, int, int, SimSequence]] = []
-        self._num_due = 0
+        self._decoding = DecodingSet()
         self._run: _Run | None = None
         self._timer: Timer | None = None
         self._in_step = False
@@ -172,15 +163,15 @@ class StepLoop:
         run, self._run = self._run, None
         if run is not None:
             done = int((self._events.now() - run.started_at) / run.step_s)
-            self._steps += max(done, 0)
+            self._decoding.steps += max(done, 0)
         for sequence in self._running:
             if sequence.settled_at is not None:
-                self._settle(sequence)
+                self._decoding.settle(sequence)
                 sequence.left = max(sequence.left, 0)
         self._running.clear()
         self._prompts.clear()
         self._preempted.clear()
-        self._due.clear()
+        self._decoding.clear()
 
     def _interrupt(self) -> None:
         """Ends a run of decode steps at the end of the step in progress."""
@@ -195,56 +186,12 @@ class StepLoop:
             self._timer.cancel()
             self._timer = self._events.at(run.started_at + done * run.step_s, self._end_run)
 
-    # --- the decoding sequences --------------------------------------------------------------
-
-    def _start_decoding(self, sequence: SimSequence) -> None:
-        """The sequence has one token without KV, in every step from now on."""
-        sequence.settled_at = self._steps
-        self._num_decoding += 1
-        self._base_context += sequence.num_tokens - self._steps
-        self._await_due(sequence)
-
-    def _await_due(self, sequence: SimSequence) -> None:
-        room = len(sequence.blocks) * TRACE_BLOCK - sequence.num_computed
-        self._put_due(sequence, self._steps + min(room, sequence.left))
-
-    def _put_due(self, sequence: SimSequence, step: int) -> None:
-        sequence.due_at = step
-        self._num_due += 1
-        heapq.heappush(self._due, (step, sequence.order, self._num_due, sequence))
-
-    def _settle(self, sequence: SimSequence) -> None:
-        """Brings a decoding sequence's numbers up to the steps that are done."""
-        assert sequence.settled_at is not None, "it does not decode"
-        done = self._steps - sequence.settled_at
-        sequence.settled_at = self._steps
-        sequence.num_computed += done
-        sequence.num_tokens += done
-        sequence.left -= done
-
-    def _stop_decoding(self, sequence: SimSequence) -> None:
-        self._settle(sequence)
-        self._num_decoding -= 1
-        self._base_context -= sequence.num_tokens - self._steps
-        sequence.settled_at = sequence.due_at = None
-
     def _drop(self, sequence: SimSequence) -> None:
         self._running.remove(sequence)
         if sequence.settled_at is not None:
-            self._stop_decoding(sequence)
+            self._decoding.stop(sequence)
         else:
             self._prompts.remove(sequence)
-
-    def _take_due(self) -> list[SimSequence]:
-        """Sequences that end or need a block now, in order of step, then age."""
-        found: list[SimSequence] = []
-        while self._due and self._due[0][0] <= self._steps:
-            due, _, _, sequence = heapq.heappop(self._due)
-            # An entry of a sequence that has left, or is due at another step, counts no more.
-            if sequence.due_at == due:
-                sequence.due_at = None
-                found.append(sequence)
-        return found
 
     # --- starting ----------------------------------------------------------------------------
 
@@ -253,11 +200,11 @@ class StepLoop:
             self._readmit()
         for sequence in [each for each in self._prompts if each.has_first and each.remaining == 1]:
             self._prompts.remove(sequence)
-            self._start_decoding(sequence)
-        for sequence in self._take_due():
+            self._decoding.start(sequence)
+        for sequence in self._decoding.take_due():
             # One that was preempted for an older one is no longer running.
             if sequence.settled_at is not None and self._grow(sequence):
-                self._await_due(sequence)
+                self._decoding.await_due(sequence)
         self._in_step = bool(self._running)
         if not self._in_step:
             self._other_work_s = 0.0
@@ -265,16 +212,15 @@ class StepLoop:
             self._host.note(self, is_busy=self._in_step)
         if self._prompts:
             self._start_mixed()
-        elif self._num_decoding:
+        elif self._decoding.count:
             self._start_run()
 
     def _start_run(self) -> None:
-        while self._due[0][3].due_at != self._due[0][0]:
-            heapq.heappop(self._due)
-        num_steps = self._due[0][0] - self._steps
+        decoding = self._decoding
+        num_steps = decoding.steps_to_next()
         # The context of the middle step stands for all of them.
-        context = self._context + self._num_decoding * (num_steps - 1) / 2
-        step_s = self._step_s(self._num_decoding, context)
+        context = decoding.context + decoding.count * (num_steps - 1) / 2
+        step_s = self._step_s(decoding.count, context)
         begin = self._events.now() + self._take_other_work_s()
         self._run = _Run(begin, step_s, num_steps)
         self._timer = self._events.at(begin + num_steps * step_s, self._end_run)
@@ -283,20 +229,15 @@ class StepLoop:
         seconds, self._other_work_s = self._other_work_s, 0.0
         return seconds
 
-    @property
-    def _context(self) -> int:
-        """Tokens of all decoding sequences."""
-        return self._base_context + self._num_decoding * self._steps
-
     def _start_mixed(self) -> None:
-        count = self._num_decoding
+        count = self._decoding.count
         remaining = [1] * count + [each.remaining for each in self._prompts]
         chunks = [
             (self._prompts[plan.index - count], plan.num_tokens)
             for plan in plan_batch(remaining, self._limits)
             if plan.index >= count
         ]
-        duration, context = 0.0, self._context
+        duration, context = 0.0, self._decoding.context
         for sequence, tokens in chunks:
             if tokens > 1:
                 duration += self._chunk_s(sequence, tokens)
@@ -331,14 +272,14 @@ class StepLoop:
         run, self._run = self._run, None
         assert run is not None, "a run that ends was started"
         self.busy_s += run.num_steps * run.step_s
-        self._steps += run.num_steps
+        self._decoding.steps += run.num_steps
         if self._host is not None:
-            self._host.note_tokens(run.num_steps * self._num_decoding)
+            self._host.note_tokens(run.num_steps * self._decoding.count)
         self._finish_due()
         self._next_step()
 
     def _end_mixed(self, chunks: list[tuple[SimSequence, int]]) -> None:
-        self._steps += 1
+        self._decoding.steps += 1
         for sequence, count in chunks:
             if not sequence.gone:
                 self._advance(sequence, count)
@@ -346,12 +287,12 @@ class StepLoop:
         self._next_step()
 
     def _finish_due(self) -> None:
-        for sequence in self._take_due():
-            self._settle(sequence)
+        for sequence in self._decoding.take_due():
+            self._decoding.settle(sequence)
             if sequence.left <= 0:
                 self._listener.finished(sequence)
             else:
-                self._put_due(sequence, self._steps)
+                self._decoding.put_due(sequence)
 
     def _advance(self, sequence: SimSequence, count: int) -> None:
         if count > 1:
@@ -385,7 +326,7 @@ class StepLoop:
 
     def _grow(self, sequence: SimSequence) -> bool:
         """Room for the next token; False if the sequence itself had to make room."""
-        self._settle(sequence)
+        self._decoding.settle(sequence)
         while (missing := blocks_for(sequence.num_tokens) - len(sequence.blocks)) > 0:
             try:
                 sequence.blocks += self._pool.allocate(missing, after=sequence.blocks[-1])
