@@ -21,6 +21,7 @@ from kvmesh.engine.models.family import Family
 from kvmesh.engine.rope import RopeTable, query_factors, resting_table, rope_table
 from kvmesh.engine.weights import LayerWeights, WeightFiles
 from kvmesh.kernels import layer_ops, reference
+from kvmesh.kernels.host_layer import HeadCall, takes
 from kvmesh.kernels.linear import Linear, make_linear
 from kvmesh.telemetry.logs import event_logger
 
@@ -42,6 +43,7 @@ class DecoderModel:
         ropes: those that the layers have.
         query_factors: [positions, 1], see `Step`; None for 1.
         stacks: the layers, those together that one call can compute.
+        head_call: norm and head together; None where one call cannot compute them.
     """
 
     config: ModelConfig
@@ -54,9 +56,14 @@ class DecoderModel:
     query_factors: Tensor | None = None
     norm_bias: Tensor | None = None
     stacks: tuple[Layer, ...] = field(init=False)
+    head_call: HeadCall | None = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stacks", stacked(self.layers))
+        call = None
+        if self.norm_bias is None:
+            call = HeadCall.of(self.norm, self.config.rms_norm_eps, self.head)
+        object.__setattr__(self, "head_call", call)
 
     def forward(
         self,
@@ -65,7 +72,7 @@ class DecoderModel:
         memory: StepMemory,
         keep: Tensor | None = None,
         after_layer: Callable[[int], None] | None = None,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         """Runs the rows of a step and writes their KV.
 
         Args:
@@ -76,7 +83,8 @@ class DecoderModel:
             after_layer: told after each layer but the last how many have run.
 
         Returns:
-            [rows or kept, hidden], normalised, for `logits`.
+            The residual stream and what the last layer adds to it, both [rows or kept, hidden];
+            `normed` and `logits` take rows of them.
         """
         x = functional.embedding(token_ids, self.embedding)
         if self.embedding_scale != 1:
@@ -90,22 +98,27 @@ class DecoderModel:
             x, delta = layer.run(x, delta, step, None)
             if after_layer is not None:
                 after_layer(number)
-        x, delta = layers[-1].run(x, delta, step, keep)
+        return layers[-1].run(x, delta, step, keep)
+
+    def normed(self, x: Tensor, delta: Tensor) -> Tensor:
+        """What the head reads: [rows, hidden], from rows of `forward`; `x` is changed in place."""
         eps = self.config.rms_norm_eps
         if self.norm_bias is None:
             return layer_ops.add_rms_norm(x, delta, self.norm, eps)
         return layer_ops.add_layer_norm(x, delta, self.norm, self.norm_bias, eps)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, x: Tensor, delta: Tensor) -> Tensor:
         """Scores of the next token.
 
         Args:
-            hidden: [rows, hidden] from `forward`.
+            x, delta: [rows, hidden] from `forward`; `x` is changed in place.
 
         Returns:
             [rows, vocab] fp32, a tensor of its own.
         """
-        return self.bent(self.head(hidden).float())
+        if self.head_call is not None and takes(x):
+            return self.bent(self.head_call.run(x, delta))
+        return self.bent(self.head(self.normed(x, delta)).float())
 
     def bent(self, logits: Tensor) -> Tensor:
         """Logits, fp32, within the model's bound, where it has one."""

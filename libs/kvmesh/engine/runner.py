@@ -191,7 +191,7 @@ class TorchRunner:
         all_rows = rows == list(range(len(batch.token_ids)))
         device = torch.device(self._device)
         keep = sent(rows, torch.int64, device)
-        hidden = model.forward(
+        x, delta = model.forward(
             sent(batch.token_ids, torch.int64, device),
             sent(batch.positions, torch.int64, device),
             self._memory_of(batch, remote),
@@ -200,13 +200,14 @@ class TorchRunner:
         )
         self._pool.computed()
         if batch.sample_rows:
-            logits = model.logits(hidden[:num_sampled])
+            logits = model.logits(x[:num_sampled], delta[:num_sampled])
             tokens = sample(logits, [chunks[index] for index in batch.sample_chunks])
             for index, token in zip(batch.sample_chunks, tokens, strict=True):
                 result[index] = token
         failed = zip(batch.remote_chunks, remote, strict=True)
         lost = frozenset(index for index, part in failed if part.failure is not None)
-        return StepResult(result, self._score(chunks, batch, hidden[num_sampled:]), lost)
+        scores = self._score(chunks, batch, x[num_sampled:], delta[num_sampled:])
+        return StepResult(result, scores, lost)
 
     def _after_layer(self, chunks: Sequence[SequenceChunk]) -> Callable[[int], None] | None:
         """Tells the chunks that listen.
@@ -225,12 +226,16 @@ class TorchRunner:
         return tell
 
     def _score(
-        self, chunks: Sequence[SequenceChunk], batch: StepBatch, hidden: torch.Tensor
+        self,
+        chunks: Sequence[SequenceChunk],
+        batch: StepBatch,
+        x: torch.Tensor,
+        delta: torch.Tensor,
     ) -> dict[int, list[TokenLogprobs]]:
         """Log-probabilities of prompt tokens.
 
         Args:
-            hidden: [rows to score, hidden], chunk after chunk.
+            x, delta: [rows to score, hidden], chunk after chunk, from the model.
         """
         assert self._model is not None
         found: dict[int, list[TokenLogprobs]] = {}
@@ -243,7 +248,8 @@ class TorchRunner:
             # Rows of logits are long: all of a prompt at once would not fit.
             for begin in range(0, len(after), _SCORED_ROWS):
                 ids = after[begin : begin + _SCORED_ROWS]
-                logits = self._model.logits(hidden[first + begin : first + begin + len(ids)])
+                rows = slice(first + begin, first + begin + len(ids))
+                logits = self._model.logits(x[rows], delta[rows])
                 entries += score_tokens(logits, ids, num_top)
             found[index] = entries
             first += len(after)

@@ -100,10 +100,10 @@ class StaticStep:
     def compute(self, bucket: int) -> None:
         """One step over the input buffers; waits for nothing, and every shape is the bucket's."""
         inputs = self._inputs
-        hidden = self._model.forward(
+        x, delta = self._model.forward(
             inputs.token_ids(bucket), inputs.positions(bucket), self._memory(bucket)
         )
-        logits = self._model.head(hidden)
+        logits = self._model.head(self._model.normed(x, delta))
         self._logits[:bucket] = logits
         bent = self._model.bent(logits.float())
         temperature, low, high, is_random = inputs.sampling(bucket)

@@ -120,6 +120,10 @@ int decode_attention(const Decode& call, int64_t dim, const T* q, int64_t q_stri
       const T* cos, const T* signed_sin, T* kv, T* out, int threads) {                             \
     return decoder_layers(layers, count, *step, x, delta, cos, signed_sin, kv, out, threads);      \
   }                                                                                                \
+  extern "C" int head_logits_##NAME(const HeadParts* own, T* x, const T* delta, float* logits,       \
+                                    int64_t rows, int threads) {                                   \
+    return head_logits(*own, x, delta, logits, rows, threads);                                     \
+  }                                                                                                \
   extern "C" int most_rows_##NAME() { return kMostRows<T>; }                                        \
   extern "C" void latent_decode_##NAME(                                                            \
       const T* q, const T* kv, T* out, const int64_t* tables, const int64_t* lens,                 \

@@ -31,6 +31,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "gated_mlp": (_P, _P, _P, _I, _THREADS),
     "attention_layer": (_P, _P, _P, _P, _P, _P, _P, _THREADS),
     "decoder_layers": (_P, _I, _P, _P, _P, _P, _P, _P, _P, _THREADS),
+    "head_logits": (_P, _P, _P, _P, _I, _THREADS),
     "decode_attention": (
         *(_P, _I, _P, _P, _P, _P, _P, _I, _I, _I, _I, _I, _F),
         *_POOL,
@@ -50,7 +51,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
 _WITH_STATUS = frozenset(
     {
         *("decode_attention", "prefill_pays", "few_rows", "most_rows"),
-        *("gated_mlp", "attention_layer", "decoder_layers"),
+        *("gated_mlp", "attention_layer", "decoder_layers", "head_logits"),
     }
 )
 PANEL = 64

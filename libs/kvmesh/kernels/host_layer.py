@@ -1,4 +1,4 @@
-"""`layer.h` on torch tensors: decoder layers, or half of one, in one call for a few rows.
+"""`layer.h` on torch tensors: decoder layers, half of one, or the head, in one call for a few rows.
 
 What is computed is what the parts compute when they are called one by one, to the bit; a step of
 one row has hundreds of them, and each costs as much to call as to run. What a layer keeps is handed
@@ -53,6 +53,14 @@ class _LayerParts(ctypes.Structure):
         *((name, _P) for name in ("input_norm", "post_norm")),
         ("eps", _F),
         ("place", _I),
+    ]
+
+
+class _HeadParts(ctypes.Structure):
+    _fields_: ClassVar[Sequence[tuple[str, type]]] = [
+        *((name, _P) for name in ("norm", "head", "head_bias")),
+        *((name, _I) for name in ("hidden", "vocab")),
+        ("eps", _F),
     ]
 
 
@@ -232,6 +240,52 @@ class LayersCall:
         )
         assert status == 0, "takes was not asked"
         return out
+
+
+class HeadCall:
+    """The last norm and the head in one call.
+
+    Args:
+        norm: [hidden], contiguous.
+        head: to [vocab], in panels.
+    """
+
+    def __init__(self, norm: Tensor, eps: float, head: Linear) -> None:
+        self._kept = (norm, head)
+        self._vocab = head.weight.shape[0]
+        self._parts = _HeadParts(
+            *(norm.data_ptr(), head.panels, _address(head.bias)), len(norm), self._vocab, eps
+        )
+        self._address = ctypes.addressof(self._parts)
+
+    @classmethod
+    def of(cls, norm: Tensor, eps: float, head: Linear) -> Self | None:
+        """None where the head has no such form."""
+        return cls(norm, eps, head) if head.panels else None
+
+    def run(self, x: Tensor, delta: Tensor) -> Tensor:
+        """Adds `delta` to the stream and scores its norm.
+
+        Args:
+            x: [rows, hidden], contiguous, changed in place; `takes` was asked.
+            delta: as large, contiguous.
+
+        Returns:
+            [rows, vocab] fp32, with the precision of `x`.
+        """
+        assert x.is_contiguous()
+        assert delta.is_contiguous()
+        logits = x.new_empty(len(x), self._vocab, dtype=torch.float32)
+        status = host.function_of("head_logits", x.dtype)(
+            self._address,
+            x.data_ptr(),
+            delta.data_ptr(),
+            logits.data_ptr(),
+            len(x),
+            torch.get_num_threads(),
+        )
+        assert status == 0, "takes was not asked"
+        return logits
 
 
 def _address(tensor: Tensor | None) -> int | None:

@@ -1,5 +1,5 @@
 // Decoder layers, or one half of one, in one call for steps of a few rows: attention with its
-// projections, an MLP, and the norms before them. One region of threads serves all that happens in
+// projections, an MLP, and the norms before them; and the last norm with the head. One region of threads serves all that happens in
 // between, and nothing returns to Python. The parts are those of rows.h, products.h and decode.h, so
 // that results are the same to the bit as by calls of their own.
 
@@ -35,6 +35,12 @@ struct LayerParts {
   const void *input_norm, *post_norm;
   float eps;
   int64_t place;
+};
+
+struct HeadParts {
+  const void *norm, *head, *head_bias;
+  int64_t hidden, vocab;
+  float eps;
 };
 
 struct DecodeRows {
@@ -126,7 +132,7 @@ struct Attention {
   }
 };
 
-// These return 1 for too many rows or a head size that is not compiled.
+// These, and `head_logits`, return 1 for too many rows or a head size that is not compiled.
 
 template <typename T>
 int gated_mlp(const MlpParts& own, const T* x, T* out, int64_t rows, int threads) {
@@ -178,6 +184,28 @@ int decoder_layers(const LayerParts* layers, int64_t count, const DecodeRows& st
     add_rms_norm_rows(x, mixed, static_cast<const T*>(layer.post_norm), normed, rows, hidden,
                       layer.eps);
     mlp.run(normed, out, rows);
+  }
+  return 0;
+}
+
+// Adds `delta` to the stream `x` and scores what its norm gives; scores are of T's precision.
+template <typename T>
+int head_logits(const HeadParts& own, T* x, const T* delta, float* logits, int64_t rows,
+                int threads) {
+  if (rows > kMostRows<T>) return 1;
+  const Weight<T> head = weight_of<T>(own.head, own.head_bias, own.vocab, own.hidden);
+  T* const normed = scratch<T, Use::kRows>(rows * own.hidden);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    add_rms_norm_rows(x, delta, static_cast<const T*>(own.norm), normed, rows, own.hidden, own.eps);
+#pragma omp for schedule(guided)
+    for (int64_t number = 0; number < own.vocab / kPanel; ++number) {
+      T scores[kMostRows<T> * kPanel];
+      multiply_panel(normed, head.panel(number, scores, number + 1), rows, kPanel, own.hidden);
+      for (int64_t row = 0; row < rows; ++row)
+        for (int64_t i = 0; i < kPanel; i += kWidth)
+          store(logits + row * own.vocab + number * kPanel + i, load(scores + row * kPanel + i));
+    }
   }
   return 0;
 }

@@ -227,6 +227,25 @@ def test_layers(has_delta: bool, dtype: torch.dtype) -> None:
             assert torch.equal(*shared.kvs)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.usefixtures("threads")
+def test_norm_and_head(has_bias: bool, dtype: torch.dtype) -> None:
+    head = made_linear(5 * 64, HIDDEN, dtype, has_bias=has_bias)
+    norm = torch.rand(HIDDEN).to(dtype)
+    call = host_layer.HeadCall.of(norm, 1e-5, head)
+    assert call is not None
+    for rows in row_counts(dtype):
+        x, delta = (torch.randn(rows, HIDDEN).to(dtype) for _ in range(2))
+        expected = head(layer_ops.add_rms_norm(x.clone(), delta, norm, 1e-5)).float()
+        assert torch.equal(call.run(x, delta), expected)
+
+
+def test_a_plain_head_has_no_call() -> None:
+    head = Linear(torch.randn(320, HIDDEN), None, packed=False)
+    assert host_layer.HeadCall.of(torch.rand(HIDDEN), 1e-5, head) is None
+
+
 def test_chunks_of_prompts_go_part_by_part() -> None:
     kv = torch.zeros(2, 2, 2, BLOCK_SIZE, 2, 64)
     assert HostAttention(rows_of([5, 9], chunk=3), kv).decode_rows is None
