@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import psutil
 
 from benchmarks.stack_client import StackClient
+from kvmesh.core.cores import usable_cores
 from kvmesh.sim.profile import Front, Loop
 
 PREFILL, DECODE, FRONT = "services.prefill", "services.decode", "front"
@@ -137,7 +138,7 @@ async def measure_front(client: StackClient) -> tuple[Front, Loop]:
     lone = await _span(client, one_by_one(), LONE_TOKENS)
     streams = await _span(client, batch(), STREAM_TOKENS)
     crowded = await _span(client, crowd(), LONE_TOKENS)
-    cores = float(os.cpu_count() or 1)
+    cores = float(usable_cores())
     costs = {
         name: fit_front(idle[name], lone[name], streams[name], crowded[name], cores)
         for name in idle

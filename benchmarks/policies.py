@@ -21,6 +21,7 @@ from benchmarks.policies_joint import joint_dispatch
 from benchmarks.policies_scale import million, scale
 from benchmarks.policies_traces import composition_and_pool
 from benchmarks.result import RESULTS, Row, Target, document, markdown, save
+from kvmesh.core.cores import usable_cores
 from kvmesh.core.errors import KvMeshError
 from kvmesh.sim.plots import write_html
 
@@ -99,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
     parser.add_argument("--trace", type=Path, nargs="*", default=[], help="trace files to add")
     parser.add_argument("--size", type=float, default=1.0, help="factor on the requests per run")
-    parser.add_argument("--processes", type=int, default=multiprocessing.cpu_count())
+    parser.add_argument("--processes", type=int, default=usable_cores())
     parser.add_argument("--only", default="", help="experiments whose name contains this")
     parser.add_argument(
         "--million", action="store_true", help="only the scale, all million requests of it"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import platform
 import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from kvmesh.core.cores import usable_cores
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -25,7 +26,7 @@ def machine() -> dict[str, Any]:
     return {
         "system": f"{platform.system()} {platform.release()}",
         "processor": _processor(),
-        "cores": os.cpu_count() or 1,
+        "cores": usable_cores(),
     }
 
 

@@ -29,9 +29,9 @@ from kvmesh.cli.stack_state import (
     gateway_url,
     read_description,
 )
-from kvmesh.cli.up import usable_cores
 from kvmesh.core.compiled import find_compiler
 from kvmesh.core.config import environment
+from kvmesh.core.cores import usable_cores
 from kvmesh.metadata.server_binary import find_redis_binary
 
 _STYLES = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}

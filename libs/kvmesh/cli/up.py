@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -46,6 +45,7 @@ from kvmesh.cli.stack_state import (
 )
 from kvmesh.core.clock import SystemClock
 from kvmesh.core.config import child_environment, environment
+from kvmesh.core.cores import usable_cores
 from kvmesh.core.errors import ConfigError
 from kvmesh.metadata.server_binary import find_redis_binary
 
@@ -142,11 +142,6 @@ def stack_options(arguments: argparse.Namespace, cores: int) -> StackOptions:
         if arguments.remote
         else None,
     )
-
-
-def usable_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def _next_port(options: StackOptions) -> Callable[[], int]:
