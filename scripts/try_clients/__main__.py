@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -60,15 +61,17 @@ def try_program(program: Program, folder: Path, url: str, state: Path) -> Progra
         python = python_of(program, folder)
         command = [str(python), "-m", f"scripts.clients.{program.script}", *target]
     paths = f"{ROOT / 'libs'}:{ROOT}" if not program.distribution else str(ROOT)
-    # One thread: many of them bring numerical libraries that would take all cores.
-    env = child_environment({"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"})
     log = folder / f"{program.folder}.log"
-    with log.open("w") as errors:
+    # What programs leave among temporary files goes with theirs.
+    scratch = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+    with log.open("w") as errors, scratch as temporary:
+        # One thread: many of them bring numerical libraries that would take all cores.
+        own = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TMPDIR": temporary}
         try:
             done = subprocess.run(
                 command,
                 cwd=folder,
-                env=env,
+                env=child_environment(own),
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,

@@ -130,11 +130,13 @@ def test_nothing_is_run_where_nothing_installs(
 def test_a_program_is_run_and_read(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     python = state / "python"
     case = json.dumps({"name": "chat", "problem": ""})
-    python.write_text(f"#!/bin/sh\necho noise\necho 'case: {case}'\n")
+    leaves = 'touch "$TMPDIR/left" && echo "$TMPDIR" > where'
+    python.write_text(f"#!/bin/sh\n{leaves}\necho noise\necho 'case: {case}'\n")
     python.chmod(0o755)
     monkeypatch.setattr(try_clients, "python_of", lambda *_: python)
     program = PROGRAMS["kvmesh bench serve"]
     result = try_clients.try_program(program, state, "http://127.0.0.1:1", state)
+    assert not Path((state / "where").read_text().strip()).exists()
     assert result.cases == (CaseResult("chat", ""),)
     assert not result.has_failed
     python.write_text("#!/bin/sh\nexit 3\n")
