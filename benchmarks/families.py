@@ -25,14 +25,8 @@ from torch import Tensor
 
 from benchmarks.engine_peers import BLOCK_SIZE, Run, next_tokens, prompt, static_cache
 from benchmarks.peer_versions import own_versions
-from benchmarks.random_families import (
-    FAMILIES,
-    VOCAB,
-    WITHOUT_STATIC_CACHE,
-    convert,
-    random_model,
-    write_checkpoint,
-)
+from benchmarks.random_checkpoints import convert, random_model, write_checkpoint
+from benchmarks.random_families import FAMILIES, VOCAB, WITHOUT_STATIC_CACHE
 from benchmarks.result import RESULTS, Row, Target, document, save
 from kvmesh.core.types import SamplingParams
 from kvmesh.engine.protocol import SequenceChunk, StateChunk

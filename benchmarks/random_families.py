@@ -1,12 +1,8 @@
-"""Random checkpoints of every family, small but with the parts and proportions of real ones."""
+"""A config of every family, small but with the parts and proportions of real ones."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
-
-import torch
-from torch import nn
 
 LAYERS = 4
 VOCAB = 16000
@@ -57,6 +53,17 @@ _GRANITE: dict[str, Any] = {
 }
 # The classes' own are those of vocabularies that are larger.
 _IDS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": None}
+_GPT: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "n_embd": 768,
+    "n_layer": LAYERS,
+    "n_head": 12,
+    "n_positions": 4096,
+    "initializer_range": 0.02,
+    "tie_word_embeddings": True,
+    "eos_token_id": None,
+    "bos_token_id": None,
+}
 _CONVOLUTIONS_THEN_FULL = ["conv"] * (LAYERS - 1) + ["full_attention"]
 _LINEAR_THEN_FULL = ["linear_attention"] * (LAYERS - 1) + ["full_attention"]
 _WINDOWS_THEN_FULL = ["sliding_attention"] * (LAYERS - 1) + ["full_attention"]
@@ -101,6 +108,43 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "head_dim": 256,
             "layer_types": _WINDOWS_THEN_FULL,
             "sliding_window": _WINDOW,
+        },
+    ),
+    # The proportions of E2B: heads of 512 in layers without a window, inputs of each layer, and
+    # half of the layers without keys and values of their own.
+    "gemma4": (
+        "Gemma4TextConfig",
+        _HEADS
+        | {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "head_dim": 256,
+            "global_head_dim": 512,
+            "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2),
+            "sliding_window": _WINDOW,
+            "num_kv_shared_layers": LAYERS // 2,
+            "hidden_size_per_layer_input": 64,
+            "vocab_size_per_layer_input": VOCAB,
+        },
+    ),
+    "gemma4, experts": (
+        "Gemma4TextConfig",
+        _HEADS
+        | {
+            "intermediate_size": 384,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "global_head_dim": 256,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 2,
+            "layer_types": _WINDOWS_THEN_FULL,
+            "sliding_window": _WINDOW,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 16,
+            "top_k_experts": 4,
+            "moe_intermediate_size": 384,
         },
     ),
     "gemma2": (
@@ -351,38 +395,3 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # Transformers has only a growing cache for these.
 WITHOUT_STATIC_CACHE = frozenset({"minimax"})
-
-
-def random_model(label: str, seed: int) -> Any:
-    """A model of transformers with random weights, in fp32."""
-    import transformers  # noqa: PLC0415 - slow, and only a peer
-
-    kind, values = FAMILIES[label]
-    factory: Any = transformers.AutoModelForCausalLM
-    torch.manual_seed(seed)
-    model = factory.from_config(getattr(transformers, kind)(**values)).eval()
-    for name, parameter in model.named_parameters():
-        # Not every class fills its experts, which then hold what memory held.
-        if parameter.dim() > 1 and "experts" in name:
-            nn.init.normal_(parameter, 0.0, 0.02)
-    return model
-
-
-def write_checkpoint(model: Any, folder: Path) -> Path:
-    """Writes config and bf16 weights; returns the folder."""
-    from transformers.utils import logging  # noqa: PLC0415 - slow, and only a peer
-
-    bars: Any = logging
-    bars.disable_progress_bar()
-    convert(model, torch.bfloat16).save_pretrained(folder)
-    return folder
-
-
-def convert(model: Any, dtype: torch.dtype) -> Any:
-    """Changes the dtype of all but the angles of rotation, as transformers does on loading."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
-    for name, buffer in model.named_buffers():
-        if "inv_freq" not in name and buffer.is_floating_point():
-            buffer.data = buffer.data.to(dtype)
-    return model

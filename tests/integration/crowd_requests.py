@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvmesh.core.types import SamplingParams
-from tests.integration.family_configs import VOCAB_SIZE
+from tests.integration.family_shapes import VOCAB_SIZE
 
 LONGEST = 208
 """Tokens of a request with its answer, at most."""

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from kvmesh.core.types import SamplingParams
 from kvmesh.engine.runner import TorchRunner
-from tests.integration.family_configs import CONFIGS, VOCAB_SIZE
+from tests.integration.family_configs import CONFIGS
+from tests.integration.family_shapes import VOCAB_SIZE
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 1024
@@ -37,6 +38,8 @@ def random_model(config: Any) -> Any:
     for name, bias in (*model.named_parameters(), *model.named_buffers()):
         if name.endswith(("correction_bias", "expert_bias")):
             torch.nn.init.normal_(bias, 0.0, 0.2)
+        if name.endswith("layer_scalar"):
+            torch.nn.init.uniform_(bias, 0.5, 1.5)
     return model
 
 

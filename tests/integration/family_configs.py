@@ -7,7 +7,6 @@ from typing import Any
 from transformers import (
     ApertusConfig,
     ArceeConfig,
-    BailingHybridConfig,
     Cohere2Config,
     CohereConfig,
     CwmConfig,
@@ -20,6 +19,8 @@ from transformers import (
     ExaoneMoeConfig,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
+    Gemma4UnifiedTextConfig,
     GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
@@ -37,12 +38,8 @@ from transformers import (
     HyperCLOVAXConfig,
     InternLM3Config,
     IQuestCoderConfig,
-    KimiLinearConfig,
-    Lfm2Config,
-    Lfm2MoeConfig,
     LlamaConfig,
     MellumConfig,
-    MiniMaxConfig,
     MiniMaxM2Config,
     Ministral3Config,
     MinistralConfig,
@@ -56,11 +53,8 @@ from transformers import (
     PhiConfig,
     Qwen2Config,
     Qwen2MoeConfig,
-    Qwen3_5MoeTextConfig,
-    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
-    Qwen3NextConfig,
     SeedOssConfig,
     SmolLM3Config,
     SolarOpenConfig,
@@ -68,88 +62,22 @@ from transformers import (
     Starcoder2Config,
 )
 
-VOCAB_SIZE = 320
+from tests.integration.family_shapes import (
+    COHERE,
+    DEEPSEEK_SCALES,
+    GRANITE,
+    GRANITE4,
+    HYBRID,
+    LATENT,
+    LLAMA3_ROPE,
+    LONG_ROPE,
+    SHAPE,
+    VOCAB_SIZE,
+    WITHOUT_HEADS,
+    YARN_ROPE,
+)
+from tests.integration.hybrid_configs import HYBRIDS
 
-# Wide initial weights spread the logits, so that rounding never decides.
-SHAPE: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 60,
-    "intermediate_size": 112,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 4096,
-    "initializer_range": 0.25,
-    "eos_token_id": None,
-}
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 256,
-}
-YARN_ROPE = {
-    "rope_type": "yarn",
-    "rope_theta": 1000.0,
-    "factor": 16.0,
-    "original_max_position_embeddings": 256,
-    "truncate": False,
-}
-# Of heads of 16, of which 12 are rotated.
-LONG_ROPE: dict[str, Any] = {
-    "rope_type": "longrope",
-    "rope_theta": 1000.0,
-    "factor": 8.0,
-    "short_factor": [1.0, 1.1, 1.3, 1.7, 2.0, 2.5],
-    "long_factor": [1.0, 1.5, 3.0, 9.0, 20.0, 31.0],
-    "original_max_position_embeddings": 4096,
-}
-DEEPSEEK_SCALES = {"mscale": 0.7, "mscale_all_dim": 1.0}
-LATENT: dict[str, Any] = {
-    **{key: value for key, value in SHAPE.items() if key != "head_dim"},
-    "num_key_value_heads": 6,
-    "q_lora_rank": 40,
-    "kv_lora_rank": 32,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 20,
-    "n_routed_experts": 8,
-    "n_group": 4,
-    "topk_group": 2,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 48,
-    "n_shared_experts": 2,
-    "first_k_dense_replace": 1,
-}
-BAILING_OTHER_KEYS = ("q_lora_rank", "n_routed_experts")
-KIMI_KEYS = LATENT.keys() - {"q_lora_rank", "n_group", "topk_group", "first_k_dense_replace"}
-DELTA: dict[str, Any] = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 24,
-}
-LINEAR_FIRST = ["linear_attention", "linear_attention", "full_attention"]
-# Heads are what the hidden size leaves for each.
-WITHOUT_HEADS: dict[str, Any] = {
-    key: value for key, value in SHAPE.items() if key not in {"head_dim", "num_key_value_heads"}
-} | {"hidden_size": 96}
-CONVOLUTIONS = ["conv", "full_attention", "conv"]
-HYBRID = ["sliding_attention", "full_attention", "sliding_attention"]
-# The epsilon is large enough to matter: the family keeps its stream in another scale.
-GRANITE: dict[str, Any] = SHAPE | {
-    "embedding_multiplier": 12.0,
-    "attention_multiplier": 0.1,
-    "residual_multiplier": 0.22,
-    "logits_scaling": 6.0,
-    "rms_norm_eps": 0.1,
-}
-# transformers wants heads of Mamba that fit, whether there are such layers or not.
-GRANITE4: dict[str, Any] = GRANITE | {"layer_types": ["full_attention"] * 3, "mamba_n_heads": 4}
-COHERE: dict[str, Any] = SHAPE | {"hidden_size": 96, "bos_token_id": None, "logit_scale": 0.25}
 CONFIGS: dict[str, Any] = {
     "llama-untied-sharded": LlamaConfig(**SHAPE, tie_word_embeddings=False),
     "llama3-rope-biased": LlamaConfig(
@@ -207,6 +135,34 @@ CONFIGS: dict[str, Any] = {
     "gemma3": Gemma3TextConfig(
         **SHAPE, layer_types=HYBRID, sliding_window=40, query_pre_attn_scalar=20
     ),
+    # The last two read keys and values of the second and the third.
+    "gemma4": Gemma4TextConfig(
+        **(SHAPE | {"num_hidden_layers": 5, "global_head_dim": 32}),
+        layer_types=[*HYBRID, "sliding_attention", "full_attention"],
+        sliding_window=40,
+        num_kv_shared_layers=2,
+        use_double_wide_mlp=True,
+        hidden_size_per_layer_input=12,
+        vocab_size_per_layer_input=VOCAB_SIZE + 4,
+        final_logit_softcapping=8.0,
+    ),
+    "gemma4-moe": Gemma4TextConfig(
+        **(SHAPE | {"global_head_dim": 64, "num_global_key_value_heads": 1}),
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        sliding_window=40,
+        attention_k_eq_v=True,
+        hidden_size_per_layer_input=0,
+        enable_moe_block=True,
+        num_experts=6,
+        top_k_experts=2,
+        moe_intermediate_size=48,
+    ),
+    "gemma4-unified": Gemma4UnifiedTextConfig(
+        **(SHAPE | {"global_head_dim": 32, "num_global_key_value_heads": 1}),
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        sliding_window=40,
+        attention_k_eq_v=True,
+    ),
     "gpt-oss": GptOssConfig(
         **(SHAPE | {"head_dim": 32}),
         layer_types=HYBRID,
@@ -228,83 +184,6 @@ CONFIGS: dict[str, Any] = {
     "deepseek-v3-halves": DeepseekV3Config(
         **(LATENT | {"qk_rope_head_dim": 16}), rope_interleave=False
     ),
-    "qwen3-next": Qwen3NextConfig(
-        **(SHAPE | DELTA | {"head_dim": 32, "num_hidden_layers": 5}),
-        layer_types=[
-            "linear_attention",
-            "linear_attention",
-            "full_attention",
-            "linear_attention",
-            "full_attention",
-        ],
-        rope_parameters={
-            "rope_type": "default",
-            "rope_theta": 1000.0,
-            "partial_rotary_factor": 0.25,
-        },
-        linear_conv_kernel_dim=4,
-        num_experts=6,
-        num_experts_per_tok=2,
-        moe_intermediate_size=48,
-        shared_expert_intermediate_size=32,
-        mlp_only_layers=[1],
-    ),
-    "qwen3.5": Qwen3_5TextConfig(
-        # Values of a multiple of what the compiled library reads at once; the other two have none.
-        **(SHAPE | DELTA | {"head_dim": 32, "linear_value_head_dim": 32}),
-        layer_types=LINEAR_FIRST,
-        tie_word_embeddings=True,
-    ),
-    "qwen3.5-moe": Qwen3_5MoeTextConfig(
-        **({key: value for key, value in SHAPE.items() if key != "intermediate_size"} | DELTA),
-        layer_types=LINEAR_FIRST,
-        num_experts=6,
-        num_experts_per_tok=2,
-        moe_intermediate_size=48,
-        shared_expert_intermediate_size=32,
-    ),
-    "kimi-linear": KimiLinearConfig(
-        **({key: value for key, value in LATENT.items() if key in KIMI_KEYS} | {"pad_token_id": 0}),
-        num_local_experts=8,
-        layer_types=["linear_attention", "full_attention", "linear_attention"],
-        linear_num_heads=3,
-        linear_head_dim=16,
-        linear_conv_kernel_dim=3,
-        tie_word_embeddings=True,  # it has no effect
-    ),
-    "bailing-hybrid": BailingHybridConfig(
-        **{key: value for key, value in LATENT.items() if key not in BAILING_OTHER_KEYS},
-        pad_token_id=0,
-        head_dim=LATENT["qk_rope_head_dim"],
-        num_local_experts=8,
-        layer_types=["linear_attention", "full_attention", "linear_attention"],
-        num_mtp_layers=0,
-        tie_word_embeddings=True,  # as above
-    ),
-    "minimax": MiniMaxConfig(
-        **SHAPE,
-        layer_types=["linear_attention", "full_attention", "linear_attention"],
-        num_local_experts=5,
-        num_experts_per_tok=2,
-        linear_attn_alpha_factor=1.5,
-        linear_attn_beta_factor=0.5,
-        full_attn_alpha_factor=0.75,
-        mlp_alpha_factor=1.25,
-        mlp_beta_factor=2.0,
-        block_size=32,
-    ),
-    "lfm2": Lfm2Config(
-        **SHAPE, layer_types=CONVOLUTIONS, block_multiple_of=16, block_ffn_dim_multiplier=0.8
-    ),
-    "lfm2-moe": Lfm2MoeConfig(
-        **SHAPE,
-        layer_types=CONVOLUTIONS,
-        num_dense_layers=1,
-        num_experts=6,
-        num_experts_per_tok=2,
-        moe_intermediate_size=48,
-        routed_scaling_factor=1.5,
-    ),
     "granite": GraniteConfig(**GRANITE, attention_bias=True),
     "granite-moe": GraniteMoeConfig(**GRANITE, num_local_experts=5, num_experts_per_tok=2),
     "granite4": GraniteMoeHybridConfig(
@@ -316,16 +195,6 @@ CONFIGS: dict[str, Any] = {
     ),
     "granite4-moe": GraniteMoeHybridConfig(
         **GRANITE4, num_local_experts=5, num_experts_per_tok=2, shared_intermediate_size=48
-    ),
-    "granite4-hybrid": GraniteMoeHybridConfig(
-        **GRANITE,
-        layer_types=["linear_attention", "full_attention", "linear_attention"],
-        mamba_n_heads=6,
-        mamba_n_groups=2,
-        mamba_d_state=24,
-        num_local_experts=5,
-        num_experts_per_tok=2,
-        shared_intermediate_size=48,
     ),
     "granite-moe-shared": GraniteMoeSharedConfig(
         **GRANITE, num_local_experts=5, num_experts_per_tok=2, shared_intermediate_size=48
@@ -452,4 +321,5 @@ CONFIGS: dict[str, Any] = {
             "partial_rotary_factor": 0.5,
         },
     ),
+    **HYBRIDS,
 }

@@ -24,6 +24,8 @@ from tests.integration.families import BLOCK_SIZE, GREEDY, NEW_TOKENS, Checkpoin
 FAMILIES = [
     "gemma2",
     "gemma3",
+    "gemma4",
+    "gemma4-moe",
     "gpt-oss",
     "mistral-window",
     "deepseek-v3",

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, Phi3Config
 
 from tests.integration import family_configs
 from tests.integration.families import Checkpoint
-from tests.integration.family_configs import LONG_ROPE, SHAPE
+from tests.integration.family_shapes import LONG_ROPE, SHAPE
 from tests.integration.test_transformers_equality import Homes, Stream, prompt_logprobs, run
 
 ORIGINAL = 200

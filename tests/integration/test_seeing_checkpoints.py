@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
     Qwen2_5_VLConfig,
@@ -134,6 +136,12 @@ CASES = {
             "mm_tokens_per_image": 4,
         },
     ),
+    "gemma4": Case(
+        Gemma4Config, Gemma4ForConditionalGeneration, ("gemma4", {}), {"tie_word_embeddings": True}
+    ),
+    "gemma4-published": Case(
+        Gemma4Config, Gemma4ForConditionalGeneration, ("gemma4", {}), {"tie_word_embeddings": True}
+    ),
     "mistral3": Case(
         Mistral3Config,
         Mistral3ForConditionalGeneration,
@@ -202,7 +210,19 @@ def forget_that_the_head_is_its_own(folder: Path) -> None:
     path.write_text(json.dumps(whole))
 
 
+def say_heads_of_full_attention_by_their_older_keys(folder: Path) -> None:
+    """What newer files say of each layer, older ones say once."""
+    path = folder / "config.json"
+    whole = json.loads(path.read_text())
+    inner = whole["text_config"]
+    (said,) = {tuple(each.items()) for each in inner.pop("per_layer_config").values()}
+    assert said == (("head_dim", 32),)
+    inner |= {"global_head_dim": 32, "num_global_key_value_heads": None}
+    path.write_text(json.dumps(whole))
+
+
 PUBLISHED = {
+    "gemma4-published": say_heads_of_full_attention_by_their_older_keys,
     "qwen3.5-moe": stack_experts,
     "mistral3": forget_that_the_head_is_its_own,
     "qwen3-vl-moe-published": transpose_experts,

@@ -58,7 +58,7 @@ class SelfAttention:
         qkv: to [(heads + 2 * kv_heads) * head_dim], q, then k, then v.
         place: in the KV pool.
         rotation: which of those of `Step`.
-        gate: to one factor per value of the heads' output, before its sigmoid; or None.
+        gate: to one factor per head, or per value of its output, before its sigmoid; or None.
         wide_norm: of queries and keys before they are heads, or None.
         has_factors: queries are multiplied by those of `Step`.
         call: computes decode rows on the CPU; None where that takes several calls.
@@ -115,10 +115,10 @@ class SelfAttention:
         out = attention.run(heads, self.place.slot, self.spec, rope)
         if keep is not None:
             out, h = out[keep], h[keep]
-        flat = out.flatten(1)
         if self.gate is not None:
-            flat = flat * torch.sigmoid(self.gate(h))
-        return self.output(flat)
+            factors, count = torch.sigmoid(self.gate(h)), out.shape[1]
+            out = out * factors.view(len(out), count, factors.shape[1] // count)
+        return self.output(out.flatten(1))
 
 
 def load_attention(

@@ -112,13 +112,17 @@ def _refuse_uncomputed(fields: Fields, config: ModelConfig) -> None:
         "sliding_attention": any(config.windows),
         "linear_attention": linear is not None and not linear.is_convolution,
         "conv": linear is not None and linear.is_convolution,
+        "mlp": bool(config.mlp_only),
+        "moe": bool(config.mlp_only) and config.moe is not None,
     }
     for kind, is_computed in computed.items():
         if kind in types and not is_computed:
             text = f"{origin}: layer type {kind} is not supported in {name}; {SUPPORTED}"
             raise CheckpointError(text)
-    if linear is not None and len(linear.layers) == config.num_layers:
+    if not any(map(config.has_attention, range(config.num_layers))):
         raise CheckpointError(f"{origin}: layer_types without an attention layer are not supported")
+    if config.rope.kind == "proportional" and config.local_rope is None:
+        raise CheckpointError(f"{origin}: rope_type {config.rope.kind} is not supported in {name}")
     if rotary_dim(fields, config.head_dim) != config.head_dim and not config.rotary_dim:
         text = f"{origin}: partial_rotary_factor is not supported in {name}; {SUPPORTED}"
         raise CheckpointError(text)
@@ -145,7 +149,7 @@ def _refuse_impossible_experts(fields: Fields, moe: MoeConfig | None) -> None:
 
 
 def _refuse_unsupported(raw: Mapping[str, Any], family: Family, origin: str) -> None:
-    names = ("hidden_act", "hidden_activation")
+    names = ("hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act")
     known = " or ".join(map(repr, family.activations))
     found = [
         f"{key} {raw[key]!r} (only {known} here)"

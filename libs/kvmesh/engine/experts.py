@@ -132,11 +132,13 @@ def load_experts(
     config: ModelConfig,
     prefix: str = "mlp.experts",
     names: tuple[str, str, str] = GATE_UP_DOWN,
+    activation: Callable[[Tensor], Tensor] = layer_ops.silu_and_mul,
 ) -> tuple[GatedMlp, ...]:
     """Reads all experts of a layer, one by one or as the two tensors that some files stack them in.
 
     Args:
         names: of an expert's gate, up and down projection.
+        activation: of an expert, see `GatedMlp`.
 
     Raises:
         CheckpointError: a tensor is missing or of the wrong shape.
@@ -149,11 +151,11 @@ def load_experts(
         gate_up = read(f"{prefix}.gate_up_proj", (number, 2 * size, hidden))
         down = read(f"{prefix}.down_proj", (number, hidden, size))
         return tuple(
-            GatedMlp(make_linear(inner), make_linear(outer), layer_ops.silu_and_mul)
+            GatedMlp(make_linear(inner), make_linear(outer), activation)
             for inner, outer in zip(gate_up, down, strict=True)
         )
     return tuple(
-        load_mlp(weights, f"{prefix}.{expert}", hidden, size, names)
+        load_mlp(weights, f"{prefix}.{expert}", hidden, size, names, activation)
         for expert in range(moe.num_experts)
     )
 
@@ -164,17 +166,19 @@ def load_mlp(
     hidden: int,
     size: int,
     names: tuple[str, str, str] = GATE_UP_DOWN,
+    activation: Callable[[Tensor], Tensor] = layer_ops.silu_and_mul,
 ) -> GatedMlp:
     """Reads one gated MLP.
 
     Args:
         names: of its gate, up and down projection.
+        activation: see `GatedMlp`.
 
     Raises:
         CheckpointError: a tensor is missing or of the wrong shape.
     """
     gate, up, down = (f"{prefix}.{name}.weight" for name in names)
-    return load_gated_mlp(weights, (gate, up, down), hidden, size)
+    return load_gated_mlp(weights, (gate, up, down), hidden, size, activation)
 
 
 def load_softmax_routed(

@@ -52,6 +52,7 @@ class _Projection:
         rates: to the share and the time step of each value head.
         rate: [value heads] fp32, how fast a state decays.
         bias: [value heads] fp32, of the time step.
+        largest_share: of a state that a position may take back.
     """
 
     main: Linear
@@ -59,6 +60,7 @@ class _Projection:
     rate: Tensor
     bias: Tensor
     shape: LinearConfig
+    largest_share: float
 
     def __call__(self, h: Tensor) -> DeltaInputs:
         shape = self.shape
@@ -69,19 +71,29 @@ class _Projection:
         return DeltaInputs(
             mixed=mixed,
             decay=decay.unsqueeze(-1),
-            beta=torch.sigmoid(share),
+            beta=torch.sigmoid(share) * self.largest_share,
             gate=gate.view(len(h), shape.num_value_heads, shape.value_dim),
         )
 
 
 def load_gated_delta(
-    weights: LayerWeights, config: ModelConfig, main: Tensor, rates: Tensor
+    weights: LayerWeights,
+    config: ModelConfig,
+    main: Tensor,
+    rates: Tensor,
+    *,
+    taps: Tensor | None = None,
+    eps: float | None = None,
+    largest_share: float = 1.0,
 ) -> DeltaAttention:
     """Reads one layer, but for the input projections.
 
     Args:
         main: [queries + keys + values + gates, hidden], all heads of a kind together.
         rates: [2 * value heads, hidden], shares and then time steps.
+        taps: [channels, 1, kernel] of the convolution; None for those of the usual name.
+        eps: of the output's norm; None for that of all norms.
+        largest_share: see `_Projection`.
 
     Raises:
         CheckpointError: a tensor is missing or of the wrong shape.
@@ -89,6 +101,9 @@ def load_gated_delta(
     shape = config.linear
     assert shape is not None
     heads = shape.num_value_heads
+    if taps is None:
+        sizes = (shape.conv_channels, 1, shape.conv_kernel)
+        taps = weights.tensor("linear_attn.conv1d.weight", sizes)
     return DeltaAttention(
         project=_Projection(
             make_linear(main),
@@ -96,10 +111,9 @@ def load_gated_delta(
             weights.exact("linear_attn.A_log", (heads,)).exp(),
             weights.exact("linear_attn.dt_bias", (heads,)),
             shape,
+            largest_share,
         ),
-        taps=load_taps(
-            weights.tensor("linear_attn.conv1d.weight", (shape.conv_channels, 1, shape.conv_kernel))
-        ),
+        taps=load_taps(taps),
         norm=weights.vector("linear_attn.norm.weight", shape.value_dim),
         activate=functional.silu,
         output=weights.linear(
@@ -107,5 +121,5 @@ def load_gated_delta(
         ),
         place=weights.place,
         shape=shape,
-        eps=config.rms_norm_eps,
+        eps=config.rms_norm_eps if eps is None else eps,
     )

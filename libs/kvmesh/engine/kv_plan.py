@@ -1,17 +1,21 @@
 """Where each layer keeps its KV: which group, which place in the group's blocks.
 
 Every block of the pool has the same bytes, whatever group it serves. Token groups have equally
-many layers, as many as the rarest kind of layer has; states of linear layers are packed as many
-per block as fit, and blocks get more positions until one does.
+many layers, as many as the rarest kind of layer has, where layers keep equally much; where they do
+not, as many more as they keep less. States of linear layers are packed as many per block as fit,
+and blocks get more positions until one does. A layer that reads another's keys and values is where
+that one is.
 Tests: tests/unit/engine/test_kv_plan.py.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvmesh.core.types import DTYPE_BYTES, KvLayout
-from kvmesh.engine.config import ModelConfig
+from kvmesh.engine.config import HeadShape, ModelConfig
 from kvmesh.kv.groups import KvGroups, num_blocks_of
 
 _STATE_VALUE_BYTES = 4
@@ -35,15 +39,19 @@ class KvPlan:
     """Groups of a model and the shape of their blocks.
 
     Attributes:
-        places: per layer.
-        block_layers: layers in a block of a token group.
+        places: per layer, of keys and values where it keeps them, else of its state.
+        state_places: of the layers that carry a state.
+        block_layers: layers in a block of a token group, those of `ModelConfig.full_heads` apart.
+        heads: of keys and values, per token group.
         states_per_block: layers whose states one block holds.
         block_size: positions in a block of a token group.
     """
 
     groups: KvGroups
     places: tuple[KvPlace, ...]
+    state_places: Mapping[int, KvPlace]
     block_layers: int
+    heads: tuple[HeadShape, ...]
     states_per_block: int
     block_size: int
 
@@ -58,33 +66,55 @@ def plan_kv(config: ModelConfig, dtype: str, block_size: int) -> KvPlan:
     linear = [layer for layer in range(config.num_layers) if config.is_linear(layer)]
     kinds: dict[int, list[int]] = {}
     for layer in range(config.num_layers):
-        if not config.is_linear(layer):
+        if config.has_attention(layer) and config.kv_source(layer) == layer:
             kinds.setdefault(config.windows[layer], []).append(layer)
     assert kinds, "a model has a layer with attention"
-    block_layers = min(len(layers) for layers in kinds.values())
-    position_bytes = block_layers * config.kv_values * DTYPE_BYTES[dtype]
+    values = _values_of_a_block(config, kinds)
+    position_bytes = values * DTYPE_BYTES[dtype]
     state_bytes = config.state_values * _STATE_VALUE_BYTES
     if linear:
         fitting = num_blocks_of(state_bytes, position_bytes * block_size)
         block_size *= fitting
     places: dict[int, KvPlace] = {}
     windows: list[int] = []
+    heads: list[HeadShape] = []
     # Layers that keep everything first: the first group is the one that others are told about.
     for window in sorted(kinds):
+        per_layer = _values_of(config, kinds[window][0])
         for index, layer in enumerate(kinds[window]):
-            if index % block_layers == 0:
+            slot = index % (values // per_layer)
+            if slot == 0:
                 windows.append(window)
-            places[layer] = KvPlace(len(windows) - 1, index % block_layers)
+                heads.append(config.head_shape(layer))
+            places[layer] = KvPlace(len(windows) - 1, slot)
     per_block = position_bytes * block_size // state_bytes if linear else 0
-    for index, layer in enumerate(linear):
-        places[layer] = KvPlace(index // per_block, index % per_block)
+    states = {
+        layer: KvPlace(index // per_block, index % per_block) for index, layer in enumerate(linear)
+    }
+    known = states | places
+    # A layer that mixes no positions keeps nothing, and has no use for its place.
+    sources = (config.kv_source(layer) for layer in range(config.num_layers))
     return KvPlan(
         groups=KvGroups(tuple(windows), num_blocks_of(len(linear), per_block) if linear else 0),
-        places=tuple(places[layer] for layer in range(config.num_layers)),
-        block_layers=block_layers,
+        places=tuple(known.get(layer, KvPlace(0, 0)) for layer in sources),
+        state_places=states,
+        block_layers=values // config.kv_values,
+        heads=tuple(heads),
         states_per_block=per_block,
         block_size=block_size,
     )
+
+
+def _values_of(config: ModelConfig, layer: int) -> int:
+    """Values that a layer with attention keeps of a position."""
+    return config.head_shape(layer).values if config.latent is None else config.kv_values
+
+
+def _values_of_a_block(config: ModelConfig, kinds: Mapping[int, list[int]]) -> int:
+    """Values of one position in a block of a token group: whole layers of each kind."""
+    kept = {window: _values_of(config, layers[0]) for window, layers in kinds.items()}
+    unit = math.lcm(*kept.values())
+    return unit * min(-(-len(layers) * kept[each] // unit) for each, layers in kinds.items())
 
 
 def kv_layout(config: ModelConfig, plan: KvPlan, *, dtype: str, fingerprint: str) -> KvLayout:

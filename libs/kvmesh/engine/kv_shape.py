@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kvmesh.core.types import KvLayout
+from kvmesh.engine.config import HeadShape
 
 TORCH_DTYPES = {
     "float32": torch.float32,
@@ -27,6 +28,11 @@ def pool_shape(layout: KvLayout, num_blocks: int) -> tuple[int, ...]:
         layout.num_kv_heads,
         layout.head_dim,
     )
+
+
+def group_view(kv: Tensor, heads: HeadShape) -> Tensor:
+    """A pool as a token group sees it whose layers have these heads; no value is moved."""
+    return kv.view(len(kv), -1, 2, kv.shape[3], heads.num_kv_heads, heads.head_dim)
 
 
 class PoolTensor:

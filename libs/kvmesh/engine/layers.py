@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvmesh.engine.config import ModelConfig, Rotation
+from kvmesh.engine.kv_plan import KvPlace
 from kvmesh.engine.weights import LayerWeights
 from kvmesh.kernels import layer_ops, reference
 from kvmesh.kernels.dispatch import StepAttention
@@ -49,11 +50,15 @@ class Step:
         memory: KV of all groups.
         ropes: rotations of the rows, those that the model's layers have.
         query_factors: [rows, 1], of the rows' queries; None for 1.
+        layer_inputs: [rows, layers, size], see `LayerInputs`; None without them.
+        lent: keys and values of the rows that later layers read too, by their place.
     """
 
     memory: StepMemory
     ropes: Mapping[Rotation, RopeRows]
     query_factors: Tensor | None = None
+    layer_inputs: Tensor | None = None
+    lent: dict[KvPlace, Tensor] = field(default_factory=dict)
 
 
 class Layer(Protocol):
@@ -138,8 +143,8 @@ class GatedMlp:
     """Two projections, the product of an activated one and the other, and one back.
 
     Attributes:
-        gate_up: to [2 * intermediate], gates first.
-        activation: [rows, 2 * intermediate] to [rows, intermediate].
+        gate_up: to [2 * intermediate], gates first; of an expert without a gate, [intermediate].
+        activation: of [rows, what `gate_up` gives] to [rows, intermediate].
         call: computes a few rows on the CPU; None where that takes several calls.
     """
 
@@ -288,8 +293,21 @@ class SparseMlp:
     stacked: StackedExperts | None = None
 
     def run(self, h: Tensor) -> Tensor:
-        """See `Mlp.run`. Rows of one expert are one product; experts without rows cost nothing."""
-        weights, chosen = self.route(self.router(h))
+        """See `Mlp.run`."""
+        return self.mix(h, *self.route(self.router(h)))
+
+    def mix(self, h: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """What the chosen experts make of rows.
+
+        Rows of one expert are one product; experts without rows cost nothing.
+
+        Args:
+            h: [rows, inputs of an expert].
+            weights, chosen: [rows, top_k], the second int64.
+
+        Returns:
+            [rows, outputs of an expert].
+        """
         if self.stacked is not None:
             return self.stacked.run(h, weights, chosen)
         # Rows in the order of their experts, so that each expert's are one run.

@@ -101,13 +101,13 @@ class Mamba:
     Attributes:
         project: to the gate, what is convolved, and the duration of each head.
         duration_bias: [heads] fp32.
-        norm: [groups, values of a group] fp32, of the gated output.
+        norm: [groups, values of a group] fp32, of the gated output; None for none.
     """
 
     project: Linear
     duration_bias: Tensor
     heads: _Heads
-    norm: Tensor
+    norm: Tensor | None
     output: Linear
     place: KvPlace
     shape: LinearConfig
@@ -127,8 +127,10 @@ class Mamba:
         if keep is not None:
             out, gate = out[keep], gate[keep]
         gated = out.flatten(1) * functional.silu(gate.float())
-        normed = reference.rms_norm(gated.view(len(out), *self.norm.shape), self.norm, self.eps)
-        return self.output(normed.flatten(1).to(h.dtype))
+        if self.norm is not None:
+            of_groups = gated.view(len(out), *self.norm.shape)
+            gated = reference.rms_norm(of_groups, self.norm, self.eps).flatten(1)
+        return self.output(gated.to(h.dtype))
 
 
 def load_mamba(weights: LayerWeights, config: ModelConfig) -> Mamba:
@@ -142,6 +144,9 @@ def load_mamba(weights: LayerWeights, config: ModelConfig) -> Mamba:
     heads, channels = shape.num_value_heads, shape.conv_channels
     values = heads * shape.value_dim
     taps = weights.tensor("mamba.conv1d.weight", (channels, 1, shape.conv_kernel))
+    norm = None
+    if config.state_norm_eps:
+        norm = weights.exact("mamba.norm.weight", (values,)).view(shape.num_key_heads, -1)
     return Mamba(
         project=weights.linear("mamba.in_proj.weight", values + channels + heads, hidden),
         duration_bias=weights.exact("mamba.dt_bias", (heads,)),
@@ -151,7 +156,7 @@ def load_mamba(weights: LayerWeights, config: ModelConfig) -> Mamba:
             rate=-weights.exact("mamba.A_log", (heads,)).exp(),
             skip=weights.exact("mamba.D", (heads,)),
         ),
-        norm=weights.exact("mamba.norm.weight", (values,)).view(shape.num_key_heads, -1),
+        norm=norm,
         output=weights.linear("mamba.out_proj.weight", hidden, values),
         place=weights.place,
         shape=shape,

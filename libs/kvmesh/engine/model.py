@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvmesh.engine.config import ModelConfig, Rotation
-from kvmesh.engine.kv_plan import KvPlan
+from kvmesh.engine.kv_plan import KvPlace, KvPlan
+from kvmesh.engine.layer_inputs import LayerInputs, load_layer_inputs
 from kvmesh.engine.layer_stack import stacked
 from kvmesh.engine.layers import Layer, Step, StepMemory
 from kvmesh.engine.models import FAMILIES
@@ -39,6 +40,8 @@ class DecoderModel:
         embedding_scale: factor of looked-up embeddings.
         norm: [hidden], with the factor of logits in it.
         norm_bias: [hidden] of the last norm where it takes the mean out, else None.
+        positions: [positions, hidden], learned, added to embeddings; None without them.
+        layer_inputs: what layers are told besides the stream; None for nothing.
         head: to [vocab].
         ropes: those that the layers have.
         query_factors: [positions, 1], see `Step`; None for 1.
@@ -55,6 +58,8 @@ class DecoderModel:
     ropes: Mapping[Rotation, RopeTable]
     query_factors: Tensor | None = None
     norm_bias: Tensor | None = None
+    positions: Tensor | None = None
+    layer_inputs: LayerInputs | None = None
     stacks: tuple[Layer, ...] = field(init=False)
     head_call: HeadCall | None = field(init=False)
 
@@ -89,9 +94,14 @@ class DecoderModel:
         x = functional.embedding(token_ids, self.embedding)
         if self.embedding_scale != 1:
             x *= self.embedding_scale
+        if self.positions is not None:
+            x += self.positions.index_select(0, positions)
+        told = None if self.layer_inputs is None else self.layer_inputs.of(token_ids, x)
         ropes = {kind: rope.rows(positions) for kind, rope in self.ropes.items()}
         factors = self.query_factors
-        step = Step(memory, ropes, None if factors is None else factors.index_select(0, positions))
+        if factors is not None:
+            factors = factors.index_select(0, positions)
+        step = Step(memory, ropes, factors, told)
         delta: Tensor | None = None
         layers = self.stacks if after_layer is None else self.layers
         for number, layer in enumerate(layers[:-1], start=1):
@@ -151,6 +161,11 @@ def load_model(
         return files.read_rows([(name, config.vocab_size)], hidden, dtype, device)
 
     prefix = _decoder_prefix(files, family)
+
+    def weights(layer: int, place: KvPlace) -> LayerWeights:
+        state, factors = plan.state_places.get(layer), config.weight_factors
+        return LayerWeights(files, layer, dtype, device, place, prefix, state, factors)
+
     embedding = matrix(f"{prefix}.{_EMBEDDING}")
     # As transformers does it: a head that the files have wins over what config.json says.
     is_tied = config.tie_word_embeddings and not files.has(_HEAD)
@@ -164,23 +179,47 @@ def load_model(
     scale = config.embedding_scale
     if family.rounds_embedding_scale:
         scale = float(torch.tensor(scale, dtype=dtype))
-    factors = None
-    if config.query_growth is not None:
-        factors = query_factors(config.query_growth, num_positions, dtype, device)
     return DecoderModel(
         config=config,
         embedding=embedding,
         embedding_scale=scale,
         layers=tuple(
-            family.load_layer(LayerWeights(files, layer, dtype, device, place, prefix), config)
+            family.load_layer(weights(layer, place), config)
             for layer, place in enumerate(plan.places)
         ),
         norm=(norm * config.logit_scale).to(device, dtype),
         head=make_linear(embedding if is_tied else matrix(_HEAD), head_bias),
         ropes=_rope_tables(config, num_positions, dtype, device),
-        query_factors=factors,
+        query_factors=_query_factors(config, num_positions, dtype, device),
         norm_bias=norm_bias,
+        positions=_learned_positions(files, config, prefix, num_positions, dtype, device),
+        layer_inputs=load_layer_inputs(files, config, prefix, dtype, device),
     )
+
+
+def _query_factors(
+    config: ModelConfig, num_positions: int, dtype: torch.dtype, device: str
+) -> Tensor | None:
+    """[positions, 1], None for 1."""
+    growth = config.query_growth
+    return None if growth is None else query_factors(growth, num_positions, dtype, device)
+
+
+def _learned_positions(
+    files: WeightFiles,
+    config: ModelConfig,
+    prefix: str,
+    num_positions: int,
+    dtype: torch.dtype,
+    device: str,
+) -> Tensor | None:
+    """[positions, hidden], None where the model has none."""
+    first = config.positions_before
+    if first is None:
+        return None
+    table = [(f"{prefix}.embed_positions.weight", first + config.max_position_embeddings)]
+    rows = files.read_rows(table, config.hidden_size, dtype, device)
+    return rows[first : first + num_positions]
 
 
 def _rope_tables(
@@ -188,19 +227,22 @@ def _rope_tables(
 ) -> dict[Rotation, RopeTable]:
     """Those that the layers have."""
 
-    def table(kind: Rotation) -> RopeTable:
+    def table(kind: Rotation, head_dim: int) -> RopeTable:
         if kind is Rotation.NONE:
-            return resting_table(config.head_dim, dtype, device)
+            return resting_table(head_dim, dtype, device)
         local = config.local_rope if kind is Rotation.LOCAL else None
         rope = local or config.rope
         if rope.kind == "longrope":
             original = rope.original_max_positions
             factors = "long" if num_positions > original else "short"
             log.info("rope_chosen", factors=factors, original=original, longest=num_positions)
-        return rope_table(rope, config.head_dim, num_positions, dtype, device, config.rotary_dim)
+        return rope_table(rope, head_dim, num_positions, dtype, device, config.rotary_dim)
 
-    kinds = {config.rotation(layer) for layer in range(config.num_layers)}
-    return {kind: table(kind) for kind in kinds}
+    kinds = {
+        config.rotation(layer): config.head_shape(layer).head_dim
+        for layer in range(config.num_layers)
+    }
+    return {kind: table(kind, head_dim) for kind, head_dim in kinds.items()}
 
 
 def _decoder_prefix(files: WeightFiles, family: Family) -> str:

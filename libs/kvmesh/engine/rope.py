@@ -37,7 +37,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
         [head_dim / 2] fp32, descending.
 
     Source: arXiv 2104.09864 §3.2; "llama3" as published with the Llama 3.1 weights; YaRN, arXiv
-        2309.00071 §3.2; LongRoPE, arXiv 2402.13753 §3.
+        2309.00071 §3.2; LongRoPE, arXiv 2402.13753 §3; "proportional" as published with the Gemma 4
+        weights.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     frequencies = 1.0 / (rope.theta**exponents)
@@ -45,6 +46,9 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     if rope.kind in ("default", "dynamic"):
         return frequencies
     if rope.kind == "linear":
+        return frequencies / rope.factor
+    if rope.kind == "proportional":
+        frequencies[int(rope.share * head_dim // 2) :] = 0
         return frequencies / rope.factor
     if rope.kind == "longrope":
         return 1.0 / (torch.tensor(rope.pair_factors) * rope.theta**exponents)

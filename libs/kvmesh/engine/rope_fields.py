@@ -14,7 +14,17 @@ from kvmesh.core.errors import CheckpointError
 from kvmesh.engine.config import ModelConfig, RopeConfig
 from kvmesh.engine.json_fields import Fields
 
-_KINDS = ("default", "dynamic", "linear", "llama3", "longrope", "mrope", "su", "yarn")
+_KINDS = (
+    "default",
+    "dynamic",
+    "linear",
+    "llama3",
+    "longrope",
+    "mrope",
+    "proportional",
+    "su",
+    "yarn",
+)
 _ORIGINAL = "original_max_position_embeddings"
 
 
@@ -45,7 +55,12 @@ def rotary_dim(fields: Fields, head_dim: int, default: float = 1.0) -> int:
     key = "partial_rotary_factor"
     parameters = rope_parameters(fields)
     of_types = [table for table in parameters.values() if isinstance(table, Mapping)]
-    tables = (fields.raw, parameters, *of_types)
+    # There it is the share of pairs that turn; all elements are of a pair.
+    tables = [
+        table
+        for table in (fields.raw, parameters, *of_types)
+        if table.get("rope_type") != "proportional"
+    ]
     said = [table[key] for table in tables if table.get(key) is not None]
     value = said[-1] if said else None
     share = Fields({key: value}, fields.origin).number(key, float, default=default)
@@ -100,7 +115,7 @@ def _rope_of_kind(table: Fields, default_theta: float, max_positions: int) -> Ro
     if kind not in _KINDS:
         raise CheckpointError(
             f"{table.origin}: rope_type {kind!r} is not supported; supported are default, "
-            "dynamic, linear, llama3, longrope and yarn"
+            "dynamic, linear, llama3, longrope, yarn and in some families proportional"
         )
     theta = table.number("rope_theta", float, default=default_theta)
     if kind in ("default", "dynamic", "mrope"):
@@ -109,6 +124,9 @@ def _rope_of_kind(table: Fields, default_theta: float, max_positions: int) -> Ro
     original = table.number(_ORIGINAL, int, default=max_positions)
     if kind in ("longrope", "su"):
         return _long_rope(table, theta, original, max_positions)
+    if kind == "proportional":
+        share = table.number("partial_rotary_factor", float, default=1.0)
+        return RopeConfig(theta, kind, table.number("factor", float, default=1.0), share=share)
     factor = table.number("factor", float)
     if kind == "linear":
         return RopeConfig(theta, kind, factor)

@@ -20,6 +20,7 @@ from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.device_check import require_device, require_room_for_latents
 from kvmesh.engine.kv_cache import TORCH_DTYPES, KvPool, allocate_pool
 from kvmesh.engine.kv_plan import KvPlan, kv_layout, plan_kv
+from kvmesh.engine.kv_shape import group_view
 from kvmesh.engine.layers import StepMemory
 from kvmesh.engine.memory import available_bytes, memory_needed, require_memory, resolve_dtype
 from kvmesh.engine.model import DecoderModel, load_model
@@ -138,8 +139,7 @@ class TorchRunner:
             ),
             self._device,
         )
-        latent_layers = plan.block_layers if self._keeps_latents else 0
-        step = StaticStep(self._model, inputs, self._pool.with_spare, latent_layers)
+        step = StaticStep(self._model, inputs, self._pool.with_spare, plan)
         if self._device == "cpu":
             self._static = step
             return
@@ -270,7 +270,10 @@ class TorchRunner:
             (group,) = batch.groups
             return StepMemory(attention=(SplitAttention(group, pool, remote),))
         if not self._keeps_latents:
-            attention = tuple(plan_attention(group, pool) for group in batch.groups)
+            attention = tuple(
+                plan_attention(group, group_view(pool, heads))
+                for group, heads in zip(batch.groups, plan.heads, strict=True)
+            )
             return StepMemory(attention=attention, states=states)
         vectors = pool.view(len(pool), plan.block_layers, shape.block_size, -1)
         latent = tuple(StepLatent(group, vectors) for group in batch.groups)

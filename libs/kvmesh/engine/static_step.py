@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from kvmesh.engine.kv_plan import KvPlan
+from kvmesh.engine.kv_shape import group_view
 from kvmesh.engine.layers import StepMemory
 from kvmesh.engine.model import DecoderModel
 from kvmesh.engine.noise import draw_rows
@@ -37,16 +39,14 @@ class StaticStep:
 
     Args:
         kv: the pool, the spare block included.
-        latent_layers: layers in a block where it keeps latents, else 0.
+        plan: of its blocks.
     """
 
-    def __init__(
-        self, model: DecoderModel, inputs: StaticInputs, kv: Tensor, latent_layers: int
-    ) -> None:
+    def __init__(self, model: DecoderModel, inputs: StaticInputs, kv: Tensor, plan: KvPlan) -> None:
         self._model = model
         self._inputs = inputs
         self._kv = kv
-        self._latent_layers = latent_layers
+        self._plan = plan
         shape = inputs.shape
         self.buckets = bucket_sizes(shape.max_batch)
         self._run: Callable[[int], None] = self.compute
@@ -110,17 +110,20 @@ class StaticStep:
         self._drawn[:bucket] = draw_rows(bent / temperature, low, high, is_random)
 
     def _memory(self, bucket: int) -> StepMemory:
-        inputs, kv = self._inputs, self._kv
+        inputs, kv, plan = self._inputs, self._kv, self._plan
         groups = inputs.shape.groups
         rows = [inputs.group(group, bucket) for group in range(len(groups.windows))]
         states = None
         if groups.state_blocks:
             live, source, fresh = inputs.states(bucket)
             states = StaticStates(live, source, fresh, kv.view(len(kv), -1).view(torch.float32))
-        if not self._latent_layers:
-            attention = tuple(StaticAttention(each, kv) for each in rows)
+        if self._model.config.latent is None:
+            attention = tuple(
+                StaticAttention(each, group_view(kv, heads))
+                for each, heads in zip(rows, plan.heads, strict=True)
+            )
             return StepMemory(attention=attention, states=states)
-        vectors = kv.view(len(kv), self._latent_layers, inputs.shape.block_size, -1)
+        vectors = kv.view(len(kv), plan.block_layers, inputs.shape.block_size, -1)
         latent = tuple(StaticLatent(each, vectors) for each in rows)
         return StepMemory(latent=latent, states=states)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvmesh.core.errors import CheckpointError
-from kvmesh.engine.config import ModelConfig
+from kvmesh.engine.config import ModelConfig, RowFactors
 from kvmesh.engine.kv_plan import KvPlace
 from kvmesh.kernels.linear import Linear, make_linear
 
@@ -26,6 +26,8 @@ _INDEX = "model.safetensors.index.json"
 _OLDER_NAMES = (
     ("language_model.model.", "model.language_model."),
     ("language_model.lm_head.", "lm_head."),
+    *((f"{name}.", f"transformer.{name}.") for name in ("wte", "wpe", "h", "ln_f")),
+    ("decoder.", "model.decoder."),
 )
 _SAMPLE_BYTES = 4096
 _SAMPLES_PER_FILE = 16
@@ -132,7 +134,7 @@ class WeightFiles:
 
 
 def _newer_name(name: str) -> str:
-    """What a tensor of an older file is called now, where it is in a model that sees pictures."""
+    """What a tensor of an older file is called now."""
     for older, newer in _OLDER_NAMES:
         if name.startswith(older):
             return newer + name.removeprefix(older)
@@ -146,6 +148,8 @@ class LayerWeights:
     Attributes:
         place: of the layer's KV.
         prefix: of the decoder's tensors.
+        state_place: of its state, where it carries one.
+        factors: see `RowFactors`.
 
     All methods raise CheckpointError when a tensor is missing or of another shape.
     """
@@ -156,15 +160,35 @@ class LayerWeights:
     device: str
     place: KvPlace
     prefix: str = "model"
+    state_place: KvPlace | None = None
+    factors: RowFactors = ()
 
     def has(self, name: str) -> bool:
         """Whether the layer has a tensor of this name."""
         return self.files.has(self._full(name))
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of one tensor as the files have it."""
+        return self.files.shape(self._full(name))
+
     def stacked(self, parts: list[tuple[str, int]], columns: int | None = None) -> Tensor:
         """See `WeightFiles.read_rows`."""
         named = [(self._full(name), count) for name, count in parts]
-        return self.files.read_rows(named, columns, self.dtype, self.device)
+        rows = self.files.read_rows(named, columns, self.dtype, self.device)
+        if self.factors:
+            first = 0
+            for name, count in parts:
+                self._multiply(name, rows[first : first + count])
+                first += count
+        return rows
+
+    def _multiply(self, name: str, rows: Tensor) -> None:
+        """Multiplies what was read of a tensor, in place."""
+        first = 0
+        for count, factor in dict(self.factors).get(name, ()):
+            run = rows[first : first + count] if count else rows
+            run.copy_(run.float() * factor)
+            first += count
 
     def vector(self, name: str, size: int, offset: float = 0.0) -> Tensor:
         """[size], with an offset added before it is rounded."""

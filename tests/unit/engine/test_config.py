@@ -129,14 +129,15 @@ def test_eos_ids_of_both_files(own: int | None, generation: dict[str, Any], ids:
 def test_the_unsupported_is_named_with_what_is_supported(
     changes: dict[str, Any], named: str
 ) -> None:
-    with pytest.raises(CheckpointError, match=rf"{named}.*supported are apertus, .*, llama"):
+    with pytest.raises(CheckpointError, match=rf"{named}.*supported are .*apertus, .*, llama"):
         parse(**changes)
 
 
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"rope_scaling": {"type": "proportional"}}, "proportional.*supported are.*longrope"),
+        ({"rope_scaling": {"type": "axial"}}, "axial.*supported are.*longrope"),
+        ({"rope_scaling": {"type": "proportional"}}, "proportional is not supported in llama"),
         ({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "long_factor must be"),
         ({"rope_scaling": LONG_ROPE | {"long_factor": [1.0, 0.0]}}, "long_factor must be positive"),
         ({"rope_scaling": LONG_ROPE | {"long_factor": [2.0] * 3}}, "4 numbers in .* 4 and 3"),

@@ -9,7 +9,13 @@ import torch
 
 from kvmesh.core.errors import CheckpointError
 from kvmesh.engine.checkpoint import parse_model_config
-from kvmesh.engine.config import LatentConfig, LinearConfig, ModelConfig
+from kvmesh.engine.config import (
+    HeadShape,
+    LatentConfig,
+    LinearConfig,
+    ModelConfig,
+    RopeConfig,
+)
 from kvmesh.engine.models.bailing_hybrid import _Projection
 from kvmesh.kernels.linear import Linear
 from tests.unit.engine.tiny_checkpoint import CONFIG
@@ -209,6 +215,48 @@ def test_older_names_of_gemmas_activation(names: dict[str, str | None]) -> None:
     assert parse(CONFIG | usual, **names) == parse(CONFIG | usual)
 
 
+GEMMA4: dict[str, Any] = CONFIG | {
+    "model_type": "gemma4_text",
+    "hidden_act": None,
+    "num_hidden_layers": 7,
+    "head_dim": 16,
+    "rope_theta": None,
+    "hidden_size_per_layer_input": 0,
+    "attention_k_eq_v": True,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+}
+
+
+def test_gemma4() -> None:
+    config = parse(GEMMA4)
+    assert config.windows == (512,) * 5 + (0, 0)
+    assert (config.full_heads, config.full_keys_as_values) == (HeadShape(1, 32), True)
+    assert (config.rope.kind, config.rope.share, config.rope.theta) == ("proportional", 0.25, 1e6)
+    assert config.local_rope == RopeConfig(10000.0)
+    assert (config.attention_scale, config.kv_sources) == (1.0, ())
+
+
+@pytest.mark.parametrize("said", [None, 1])
+def test_heads_of_gemma4_that_are_one_key_for_all(said: int | None) -> None:
+    # Those of E2B and E4B have this key and no use for it.
+    config = parse(GEMMA4, num_global_key_value_heads=said, attention_k_eq_v=False)
+    assert config.full_heads == HeadShape(config.num_kv_heads, 32)
+
+
+def test_newer_files_of_gemma4_say_heads_layer_by_layer() -> None:
+    own = {"head_dim": 32, "num_key_value_heads": 1}
+    older = {"global_head_dim": None, "num_global_key_value_heads": None}
+    newer = parse(GEMMA4 | older, per_layer_config={"5": own, "6": own})
+    assert newer == parse(GEMMA4)
+
+
+def test_the_last_layers_of_gemma4_read_those_of_the_last_of_their_kind() -> None:
+    types = ["sliding_attention", "full_attention"] * 3 + ["full_attention"]
+    config = parse(GEMMA4, layer_types=types, num_kv_shared_layers=3)
+    assert config.kv_sources == (0, 1, 2, 3, 2, 3, 3)
+
+
 DEEPSEEK = CONFIG | {
     "model_type": "deepseek_v2",
     "num_key_value_heads": 4,
@@ -269,6 +317,31 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
             "model_type of text_config 'mistral4'",
         ),
         (CONFIG, {"model_type": "qwen3_5_text", "attn_output_gate": False}, "attn_output_gate"),
+        (
+            CONFIG,
+            {
+                "model_type": "llama",
+                "rope_scaling": {"rope_type": "proportional", "partial_rotary_factor": 0.5},
+            },
+            "rope_type proportional is not supported in llama",
+        ),
+        (GEMMA4, {"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
+        (GEMMA4, {"layer_types": ["full_attention"] * 7}, "layer_types without sliding"),
+        (GEMMA4, {"num_kv_shared_layers": 6}, "num_kv_shared_layers 6 of 7"),
+        (GEMMA4, {"num_global_key_value_heads": 3}, "num_global_key_value_heads 3 of 4 heads"),
+        (
+            GEMMA4,
+            {"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 9},
+            "is 9, below",
+        ),
+        (GEMMA4, {"rope_parameters": {"full_attention": {}}}, "rope_parameters without sliding"),
+        (
+            GEMMA4,
+            {"per_layer_config": {str(layer): {"head_dim": 8} for layer in range(5)}},
+            "layer_types has as sliding",
+        ),
+        (GEMMA4, {"per_layer_config": {"5": {"head_dim": 8}}}, "must be the same"),
+        (GEMMA4, {"per_layer_config": {"a": {}}}, "must be objects by layer"),
     ],
 )
 def test_the_unsupported_is_named(raw: dict[str, Any], changes: dict[str, Any], named: str) -> None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvmesh.engine.config import LatentConfig, LinearConfig, ModelConfig, RopeConfig
+from kvmesh.engine.config import HeadShape, LatentConfig, LinearConfig, ModelConfig, RopeConfig
 from kvmesh.engine.kv_plan import KvPlace, kv_layout, plan_kv
 from kvmesh.kv.groups import KvGroups
 
@@ -87,3 +87,57 @@ def test_a_latent_block_has_the_bytes_of_its_positions() -> None:
     plan = plan_kv(config, "bfloat16", 16)
     layout = kv_layout(config, plan, dtype="bfloat16", fingerprint="f")
     assert layout.block_bytes == 6 * 16 * 40 * 2
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "heads", "kv_heads", "full", "windowed_layers", "full_layers", "groups"),
+    [
+        # Those of Gemma 4 E2B behind whose last layers are readers, of 31B, and of 26B.
+        (15, 256, 1, HeadShape(1, 512), 6, 3, (0, 8, 8)),
+        (60, 256, 16, HeadShape(4, 512), 5, 10, (0,) + (8,) * 10),
+        (30, 256, 8, HeadShape(2, 512), 3, 6, (0,) + (8,) * 9),
+    ],
+)
+def test_blocks_have_more_of_the_layers_that_keep_less(
+    num_layers: int,
+    heads: int,
+    kv_heads: int,
+    full: HeadShape,
+    windowed_layers: int,
+    full_layers: int,
+    groups: tuple[int, ...],
+) -> None:
+    each = 5 if num_layers == 15 else 6
+    config = replace(
+        DENSE,
+        num_layers=num_layers,
+        head_dim=heads,
+        num_kv_heads=kv_heads,
+        windows=tuple(8 if (layer + 1) % each else 0 for layer in range(num_layers)),
+        full_heads=full,
+    )
+    plan = plan_kv(config, "bfloat16", 16)
+    assert plan.groups == KvGroups(groups)
+    assert plan.block_layers == windowed_layers
+    assert plan.heads == (full,) + (HeadShape(kv_heads, heads),) * (len(groups) - 1)
+    layout = kv_layout(config, plan, dtype="bfloat16", fingerprint="f")
+    assert layout.block_bytes == full_layers * full.values * 16 * 2
+    places = {(place.group, place.slot) for place in plan.places}
+    assert len(places) == num_layers
+    slots = {group: full_layers if group == 0 else windowed_layers for group in range(len(groups))}
+    assert all(slot < slots[group] for group, slot in places)
+
+
+def test_a_layer_that_reads_anothers_is_where_that_one_is() -> None:
+    config = replace(DENSE, windows=(8, 0) * 3, kv_sources=(0, 1, 2, 3, 2, 3))
+    plan = plan_kv(config, "float32", 16)
+    assert plan.block_layers == 2
+    assert plan.places[4:] == plan.places[2:4]
+    assert len(set(plan.places)) == 4
+
+
+def test_a_layer_that_mixes_nothing_keeps_nothing() -> None:
+    config = replace(DENSE, linear=LINEAR, mlp_only=frozenset({3}))
+    plan = plan_kv(config, "float32", 16)
+    assert (plan.groups.windows, plan.block_layers) == ((0,), 1)
+    assert plan.places[5] == KvPlace(0, 0)

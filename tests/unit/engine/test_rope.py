@@ -32,6 +32,14 @@ def test_linear_divides_all() -> None:
     )
 
 
+def test_proportional_turns_the_fastest_pairs_of_a_whole_head() -> None:
+    plain = inverse_frequencies(RopeConfig(10000.0), 16)
+    found = inverse_frequencies(RopeConfig(10000.0, "proportional", 2.0, share=0.3), 16)
+    # 0.3 * 16 // 2
+    torch.testing.assert_close(found[:2], plain[:2] / 2)
+    assert found[2:].tolist() == [0.0] * 6
+
+
 def test_table_holds_angles_of_positions() -> None:
     table = rope_table(RopeConfig(100.0), 4, 50, torch.float32, "cpu")
     assert table.cos.shape == (50, 1, 4)

@@ -37,9 +37,12 @@ def test_tensors_of_shards_are_stacked(tmp_path: Path) -> None:
         ("language_model.model.norm.weight", "model.language_model.norm.weight"),
         ("model.language_model.norm.weight", "model.language_model.norm.weight"),
         ("language_model.lm_head.weight", "lm_head.weight"),
+        ("h.0.ln_1.weight", "transformer.h.0.ln_1.weight"),
+        ("wte.weight", "transformer.wte.weight"),
+        ("decoder.embed_tokens.weight", "model.decoder.embed_tokens.weight"),
     ],
 )
-def test_older_names_of_a_seeing_models_decoder(tmp_path: Path, stored: str, name: str) -> None:
+def test_older_names_of_a_decoders_tensors(tmp_path: Path, stored: str, name: str) -> None:
     save_file({stored: torch.ones(2)}, tmp_path / "model.safetensors")
     with WeightFiles(tmp_path) as files:
         assert files.has(name)

@@ -82,8 +82,7 @@ def _runner(config: ModelConfig) -> tuple[TorchRunner, StaticStep]:
     pool: Any = _Pool(layout, blocks, memory)
     shape = InputShape(MAX_BATCH, 32_768, plan.block_size, plan.groups, blocks)
     inputs = StaticInputs(shape, "meta")
-    latent_layers = plan.block_layers if config.latent is not None else 0
-    step = StaticStep(model, inputs, pool.with_spare, latent_layers)
+    step = StaticStep(model, inputs, pool.with_spare, plan)
     return TorchRunner(spec, model, plan, pool, "meta"), step
 
 

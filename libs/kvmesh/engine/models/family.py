@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,6 +37,7 @@ class Family:
         older_lie_open: older files have the decoder's keys beside the others.
         weight_prefix: of the decoder's tensors.
         tensor_names: parts of tensors' usual names and the family's own, replaced in this order.
+        derived: of a file's keys, those that follow from others and win over what it says.
     """
 
     configure: Callable[[Fields, ModelConfig], ModelConfig]
@@ -52,6 +53,7 @@ class Family:
     older_lie_open: bool = False
     weight_prefix: str = "model"
     tensor_names: tuple[tuple[str, str], ...] = ()
+    derived: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
 
     def usual_keys(self, raw: Mapping[str, Any], origin: str) -> Mapping[str, Any]:
         """A config.json's keys as other families name them.
@@ -69,7 +71,8 @@ class Family:
                 raise CheckpointError(f"{origin}: text_config is missing")
         _refuse_two_ropes(Fields(raw, origin))
         own_names = {usual: raw[own] for own, usual in self.aliases if own in raw}
-        return {**defaults, **own_names, **raw}
+        usual = {**defaults, **own_names, **raw}
+        return usual if self.derived is None else {**usual, **self.derived(usual)}
 
     def _decoder_defaults(self, inner: Mapping[str, Any], origin: str) -> Mapping[str, Any]:
         key = "model_type of text_config"
@@ -249,3 +252,21 @@ def rope_of_windows(fields: Fields, theta: float, older: RopeConfig) -> RopeConf
     if not parameters.keys() & {"full_attention", "sliding_attention"}:
         raise CheckpointError(f"{fields.origin}: rope_parameters must be those of each layer type")
     return rope_of(fields, theta, "sliding_attention")
+
+
+def with_ropes(
+    fields: Fields, usual: Mapping[str, Mapping[str, Any]], types: Iterable[str]
+) -> Fields:
+    """A file's keys with a rope for each of these types of layers.
+
+    Args:
+        usual: where the file has none at all.
+
+    Raises:
+        CheckpointError: one of them has none.
+    """
+    table = fields.table("rope_parameters") or usual
+    missing = [kind for kind in types if not isinstance(table.get(kind), Mapping)]
+    if missing:
+        raise CheckpointError(f"{fields.origin}: rope_parameters without {' and '.join(missing)}")
+    return Fields({**fields.raw, "rope_parameters": table}, fields.origin)

@@ -5,10 +5,8 @@ Granite 3 with experts and a shared one is the same without Mamba, always rotate
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
-from kvmesh.core.errors import CheckpointError
 from kvmesh.engine.attention import load_attention
 from kvmesh.engine.config import LinearConfig, ModelConfig
 from kvmesh.engine.experts import SharedMlp, load_softmax_routed
@@ -18,6 +16,7 @@ from kvmesh.engine.mamba import load_mamba
 from kvmesh.engine.models.family import Family
 from kvmesh.engine.models.granite import scaled
 from kvmesh.engine.models.granitemoe import EXPERT_NAMES, with_experts
+from kvmesh.engine.models.mamba_fields import mamba_shape
 from kvmesh.engine.weights import LayerWeights
 
 
@@ -40,29 +39,8 @@ def _mamba(fields: Fields, config: ModelConfig) -> LinearConfig | None:
     layers = frozenset(layer for layer, kind in enumerate(types) if kind == "linear_attention")
     if not layers:
         return None
-    fields.only("mamba_conv_bias", True)
-    fields.only("mamba_proj_bias", False)
-    # The last is how transformers writes what JSON has no number for.
-    no_limits = [0.0, math.inf], (0.0, math.inf), [0.0, {"__float__": "Infinity"}]
-    fields.only("time_step_limit", *no_limits)
     values = fields.number("mamba_expand", int, default=2) * config.hidden_size
-    heads = fields.number("mamba_n_heads", int, default=128)
-    groups = fields.number("mamba_n_groups", int, default=1)
-    is_said = fields.raw.get("mamba_d_head") not in (None, "auto")
-    size = fields.number("mamba_d_head", int) if is_said else values // heads
-    if heads * size != values or heads % groups:
-        raise CheckpointError(
-            f"{fields.origin}: mamba_n_heads {heads}, mamba_n_groups {groups} and mamba_d_head "
-            f"{size} do not fit together, or not mamba_expand"
-        )
-    return LinearConfig(
-        layers=layers,
-        num_key_heads=groups,
-        num_value_heads=heads,
-        key_dim=fields.number("mamba_d_state", int, default=256),
-        value_dim=size,
-        conv_kernel=fields.number("mamba_d_conv", int, default=4),
-    )
+    return mamba_shape(fields, layers, values)
 
 
 def _configure_shared(fields: Fields, config: ModelConfig) -> ModelConfig:

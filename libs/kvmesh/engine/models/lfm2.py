@@ -27,7 +27,7 @@ def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
         types = tuple(
             "full_attention" if layer in attention else "conv" for layer in range(config.num_layers)
         )
-    return replace(_with_convolutions(fields, config, types or ()), intermediate_size=size)
+    return replace(_as_in_version_2(fields, config, types or ()), intermediate_size=size)
 
 
 def _adjusted(fields: Fields, size: int) -> int:
@@ -48,24 +48,40 @@ def _configure_sparse(fields: Fields, config: ModelConfig) -> ModelConfig:
         biased_choice=fields.flag("use_expert_bias", default=True),
     )
     types = fields.layer_types(config.num_layers) or ()
-    return replace(_with_convolutions(fields, config, types), moe=moe)
+    return replace(_as_in_version_2(fields, config, types), moe=moe)
 
 
-def _with_convolutions(fields: Fields, config: ModelConfig, types: tuple[str, ...]) -> ModelConfig:
+def with_convolutions(
+    fields: Fields, config: ModelConfig, types: tuple[str, ...], *, usual_kernel: int = 3
+) -> ModelConfig:
+    """A config with norms of heads, and convolutions in the layers of that type.
+
+    Args:
+        usual_kernel: inputs that they span where the file does not say.
+
+    Raises:
+        CheckpointError: a value is malformed or not supported.
+    """
     fields.only("conv_bias", False)
     layers = frozenset(layer for layer, kind in enumerate(types) if kind == "conv")
-    kernel = fields.number("conv_L_cache", int, default=3)
+    kernel = fields.number("conv_L_cache", int, default=usual_kernel)
     if kernel == 1:
         raise CheckpointError(f"{fields.origin}: conv_L_cache 1 is not supported")
     shape = conv_shape(layers, config.hidden_size, kernel)
     return replace(
         config,
         qk_norm=True,
+        linear=shape if layers else None,
+    )
+
+
+def _as_in_version_2(fields: Fields, config: ModelConfig, types: tuple[str, ...]) -> ModelConfig:
+    return replace(
+        with_convolutions(fields, config, types),
         qkv_bias=False,
         output_bias=False,
         # The older name wins.
         tie_word_embeddings=fields.flag("tie_embedding", default=config.tie_word_embeddings),
-        linear=shape if layers else None,
     )
 
 
