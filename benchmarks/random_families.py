@@ -323,6 +323,41 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "internlm3": ("InternLM3Config", _HEADS | _IDS),
     "iquest-coder": ("IQuestCoderConfig", _HEADS | _IDS),
     "helium": ("HeliumConfig", _HEADS | _IDS),
+    "falcon-h1": (
+        "FalconH1Config",
+        _HEADS
+        | _IDS
+        | {
+            "intermediate_size": 1536,
+            "mamba_d_ssm": 768,
+            "mamba_n_heads": 24,
+            "mamba_d_state": 128,
+        },
+    ),
+    "bamba": (
+        "BambaConfig",
+        _HEADS
+        | _IDS
+        | {"attn_layer_indices": [LAYERS - 1], "mamba_n_heads": 24, "mamba_d_state": 128},
+    ),
+    "nemotron-h": (
+        "NemotronHConfig",
+        _without(_HEADS, "num_hidden_layers")
+        | _IDS
+        | _EXPERTS
+        | {
+            "layers_block_type": [
+                *("linear_attention", "moe") * 3,
+                *("linear_attention", "full_attention"),
+            ],
+            "mamba_num_heads": 24,
+            "n_groups": 4,
+            "n_routed_experts": 16,
+            "moe_shared_expert_intermediate_size": 768,
+            # As above.
+            "tie_word_embeddings": False,
+        },
+    ),
     "gpt-neox": ("GPTNeoXConfig", _without(_COMMON, "num_key_value_heads") | _IDS),
     "stablelm": ("StableLmConfig", _COMMON | _IDS),
     "nemotron": ("NemotronConfig", _HEADS | _IDS),

@@ -36,6 +36,8 @@ FAMILIES = [
     "minimax",
     "lfm2",
     "granite4-hybrid",
+    "falcon-h1",
+    "nemotron-h",
     "olmo3",
     "exaone4",
 ]

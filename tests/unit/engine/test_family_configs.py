@@ -257,6 +257,54 @@ def test_the_last_layers_of_gemma4_read_those_of_the_last_of_their_kind() -> Non
     assert config.kv_sources == (0, 1, 2, 3, 2, 3, 3)
 
 
+NEMOTRON_H = {key: value for key, value in CONFIG.items() if key != "hidden_act"} | {
+    "model_type": "nemotron_h",
+    "hybrid_override_pattern": "MEM*EM-",
+    "num_hidden_layers": 7,
+    "n_groups": 2,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 12,
+    "ssm_state_size": 8,
+    "mlp_hidden_act": "relu2",
+    "rope_theta": 10000,
+    "time_step_limit": [0.0, float("inf")],
+}
+
+
+def test_layers_of_nemotron_h_by_letters() -> None:
+    config = parse(NEMOTRON_H)
+    assert config.mlp_only == frozenset({1, 4, 6})
+    assert config.linear == LinearConfig(frozenset({0, 2, 5}), 2, 4, 8, 12, 4)
+    assert config.moe is not None
+    assert config.moe.sparse_layers == frozenset({1, 4})
+    assert [config.has_attention(layer) for layer in range(7)] == [False] * 3 + [True] + [False] * 3
+    types = ["mamba", "moe", "mamba", "attention", "moe", "mamba", "mlp"]
+    named = {"hybrid_override_pattern": None, "num_hidden_layers": None}
+    assert parse(NEMOTRON_H | named, layers_block_type=types) == config
+
+
+def test_a_list_of_layers_of_nemotron_h_wins_over_letters() -> None:
+    config = parse(NEMOTRON_H, layers_block_type=["full_attention", "mlp"])
+    assert (config.num_layers, config.linear, config.moe) == (2, None, None)
+
+
+def test_factors_of_falcon_h1_are_those_of_rows() -> None:
+    sizes = {"mamba_d_ssm": 16, "mamba_n_heads": 2, "mamba_n_groups": 1, "mamba_d_state": 4}
+    factors = {
+        "ssm_in_multiplier": 2.0,
+        "ssm_multipliers": [1.0, 2.0, 3.0, 4.0, 5.0],
+        "attention_in_multiplier": 3.0,
+        "key_multiplier": 0.5,
+    }
+    config = parse(CONFIG | sizes | factors, model_type="falcon_h1")
+    found = dict(config.weight_factors)
+    assert found["mamba.in_proj.weight"] == ((16, 2.0), (16, 4.0), (4, 6.0), (4, 8.0), (2, 10.0))
+    assert found["self_attn.q_proj.weight"] == ((0, 3.0),)
+    assert found["self_attn.k_proj.weight"] == ((0, 1.5),)
+    assert config.has_attention(0)
+    assert config.is_linear(0)
+
+
 DEEPSEEK = CONFIG | {
     "model_type": "deepseek_v2",
     "num_key_value_heads": 4,
@@ -342,6 +390,10 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ),
         (GEMMA4, {"per_layer_config": {"5": {"head_dim": 8}}}, "must be the same"),
         (GEMMA4, {"per_layer_config": {"a": {}}}, "must be objects by layer"),
+        (NEMOTRON_H, {"hybrid_override_pattern": "MX*"}, "layer type X is not supported"),
+        (NEMOTRON_H, {"hybrid_override_pattern": "MEM"}, "without an attention layer"),
+        (NEMOTRON_H, {"n_groups": 3}, "mamba_num_heads 4 and n_groups 3"),
+        (NEMOTRON_H, {"mlp_hidden_act": "silu"}, "mlp_hidden_act 'silu'"),
     ],
 )
 def test_the_unsupported_is_named(raw: dict[str, Any], changes: dict[str, Any], named: str) -> None:
