@@ -323,6 +323,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "internlm3": ("InternLM3Config", _HEADS | _IDS),
     "iquest-coder": ("IQuestCoderConfig", _HEADS | _IDS),
     "helium": ("HeliumConfig", _HEADS | _IDS),
+    "gpt2": ("GPT2Config", _GPT),
+    "gptj": ("GPTJConfig", _GPT | {"rotary_dim": 32}),
+    "opt": (
+        "OPTConfig",
+        _without(_COMMON, "intermediate_size", "num_key_value_heads", "initializer_range")
+        | _IDS
+        | {"ffn_dim": 3072},
+    ),
+    "falcon": (
+        "FalconConfig",
+        _without(_COMMON, "intermediate_size", "num_key_value_heads")
+        | _IDS
+        | {"new_decoder_architecture": True, "num_kv_heads": 4},
+    ),
     "falcon-h1": (
         "FalconH1Config",
         _HEADS

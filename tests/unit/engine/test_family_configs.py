@@ -305,6 +305,14 @@ def test_factors_of_falcon_h1_are_those_of_rows() -> None:
     assert config.is_linear(0)
 
 
+def test_older_falcon_has_one_key_and_newer_falcon_a_norm_for_each_part() -> None:
+    usual = CONFIG | {"model_type": "falcon", "num_key_value_heads": None, "num_kv_heads": 4}
+    older, newer = parse(usual), parse(usual, new_decoder_architecture=True)
+    assert (older.num_kv_heads, older.norm_each) == (1, False)
+    assert (newer.num_kv_heads, newer.norm_each) == (4, True)
+    assert not parse(usual, new_decoder_architecture=True, num_ln_in_parallel_attn=1).norm_each
+
+
 DEEPSEEK = CONFIG | {
     "model_type": "deepseek_v2",
     "num_key_value_heads": 4,
@@ -394,6 +402,12 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         (NEMOTRON_H, {"hybrid_override_pattern": "MEM"}, "without an attention layer"),
         (NEMOTRON_H, {"n_groups": 3}, "mamba_num_heads 4 and n_groups 3"),
         (NEMOTRON_H, {"mlp_hidden_act": "silu"}, "mlp_hidden_act 'silu'"),
+        (CONFIG, {"model_type": "opt", "do_layer_norm_before": False}, "do_layer_norm_before"),
+        (
+            CONFIG,
+            {"model_type": "gptj", "num_key_value_heads": None, "rope_scaling": YARN},
+            "rope_parameters are not supported",
+        ),
     ],
 )
 def test_the_unsupported_is_named(raw: dict[str, Any], changes: dict[str, Any], named: str) -> None:
