@@ -167,6 +167,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "HunYuanMoEV1Config",
         _HEADS | _IDS | {"intermediate_size": 384, "num_experts": 16, "moe_topk": 4},
     ),
+    "hy-v3": ("HYV3Config", _HEADS | _EXPERTS | {"num_experts": 16}),
     "gpt-oss": (
         "GptOssConfig",
         _HEADS
@@ -246,6 +247,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | _EXPERTS
         | {"layer_types": _CONVOLUTIONS_THEN_FULL, "num_dense_layers": 1, "num_experts": 16},
     ),
+    "lfm3": (
+        "Lfm3Config",
+        _HEADS
+        | _IDS
+        | {
+            "layer_types": ["conv", "sliding_attention", "conv", "full_attention"],
+            "sliding_window": _WINDOW,
+        },
+    ),
     "granite": ("GraniteConfig", _HEADS | _GRANITE),
     "granite-moe": (
         "GraniteMoeConfig",
@@ -282,6 +292,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo3": (
         "Olmo3Config",
         _HEADS | _IDS | {"layer_types": _WINDOWS_THEN_FULL, "sliding_window": _WINDOW},
+    ),
+    "olmo-hybrid": (
+        "OlmoHybridConfig",
+        _COMMON | _DELTA | _IDS | {"layer_types": _LINEAR_THEN_FULL},
     ),
     "olmoe": (
         "OlmoeConfig",
@@ -370,6 +384,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_shared_expert_intermediate_size": 768,
             # As above.
             "tie_word_embeddings": False,
+        },
+    ),
+    "afmoe": (
+        "AfmoeConfig",
+        _HEADS
+        | _EXPERTS
+        | {
+            "num_experts": 16,
+            "num_shared_experts": 1,
+            "layer_types": _WINDOWS_THEN_FULL,
+            "sliding_window": _WINDOW,
         },
     ),
     "gpt-neox": ("GPTNeoXConfig", _without(_COMMON, "num_key_value_heads") | _IDS),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from transformers import (
+    AfmoeConfig,
     ApertusConfig,
     ArceeConfig,
     Cohere2Config,
@@ -39,6 +40,7 @@ from transformers import (
     HunYuanDenseV1Config,
     HunYuanMoEV1Config,
     HyperCLOVAXConfig,
+    HYV3Config,
     InternLM3Config,
     IQuestCoderConfig,
     LlamaConfig,
@@ -138,6 +140,14 @@ CONFIGS: dict[str, Any] = {
         rope_parameters={"rope_type": "dynamic", "rope_theta": 500.0, "factor": 1.0, "alpha": 50.0},
     ),
     "hunyuan-moe": HunYuanMoEV1Config(**SHAPE, num_experts=6, moe_topk=2),
+    "hy-v3": HYV3Config(
+        **SHAPE,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=48,
+        num_shared_experts=2,
+        router_scaling_factor=1.5,
+    ),
     "gemma3": Gemma3TextConfig(
         **SHAPE, layer_types=HYBRID, sliding_window=40, query_pre_attn_scalar=20
     ),
@@ -285,6 +295,17 @@ CONFIGS: dict[str, Any] = {
         num_kv_heads=2,
         bias=True,
         tie_word_embeddings=False,
+    ),
+    "afmoe": AfmoeConfig(
+        **SHAPE,
+        layer_types=HYBRID,
+        sliding_window=40,
+        attention_bias=True,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=48,
+        route_scale=1.5,
+        mup_enabled=True,
     ),
     "cwm": CwmConfig(**SHAPE, layer_types=HYBRID, sliding_window=40, bos_token_id=0),
     "ministral": MinistralConfig(**SHAPE, layer_types=HYBRID, sliding_window=40),

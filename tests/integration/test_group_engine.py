@@ -35,10 +35,12 @@ FAMILIES = [
     "bailing-hybrid",
     "minimax",
     "lfm2",
+    "lfm3",
     "granite4-hybrid",
     "falcon-h1",
     "nemotron-h",
     "olmo3",
+    "olmo-hybrid",
     "exaone4",
 ]
 CHUNK = 40
