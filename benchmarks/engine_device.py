@@ -11,7 +11,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.engine_floor import Limits, best_seconds, floor_tokens_per_s
+from benchmarks.engine_floor import (
+    Limits,
+    best_seconds,
+    floor_bound,
+    floor_tokens_per_s,
+)
 from benchmarks.engine_peers import BLOCK_SIZE, Ours, Run
 from benchmarks.random_llama import Shape
 
@@ -42,7 +47,9 @@ def device_rows(
         numbers = ", ".join(f"{engine} {value:.0f}" for engine, value in cell.items())
         sys.stdout.write(f"{shape.name} {dtype} {name}: {numbers} tokens/s\n")
         sys.stdout.flush()
-        rows.append({"model": shape.name, "dtype": dtype, "cell": name, "tokens_per_s": cell})
+        bound = floor_bound(shape, limits, 1, batch, options.context)
+        row = {"model": shape.name, "dtype": dtype, "cell": name, "tokens_per_s": cell}
+        rows.append(row | {"floor_by": bound})
     ours.runner.close()
     return rows
 

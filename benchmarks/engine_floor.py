@@ -87,14 +87,26 @@ def floor_tokens_per_s(shape: Shape, limits: Limits, rows: int, batch: int, cont
         rows: tokens of each sequence that a step computes.
         context: positions before them.
     """
+    return rows * batch / max(_floor_seconds(shape, limits, rows, batch, context))
+
+
+def floor_bound(shape: Shape, limits: Limits, rows: int, batch: int, context: int) -> str:
+    """Which of the two is the floor."""
+    products, reading = _floor_seconds(shape, limits, rows, batch, context)
+    return "products" if products > reading else "reading"
+
+
+def _floor_seconds(
+    shape: Shape, limits: Limits, rows: int, batch: int, context: int
+) -> tuple[float, float]:
+    """Of products, and of reading."""
     tokens = rows * batch
     attended = context + (rows + 1) / 2
     attention = 4 * shape.layers * shape.heads * shape.head_dim * attended * tokens
     flops = 2 * shape.layer_weights * tokens + 2 * shape.head_weights * batch + attention
     weights = shape.layer_weights + shape.head_weights
     values = weights + shape.kv_values * context * batch
-    seconds = max(flops / limits.flops, values * limits.value_bytes / limits.read_bytes_per_s)
-    return tokens / seconds
+    return flops / limits.flops, values * limits.value_bytes / limits.read_bytes_per_s
 
 
 def weight_bytes(shape: Shape, limits: Limits) -> int:

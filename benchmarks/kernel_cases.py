@@ -1,131 +1,61 @@
 """The kernels of a step with inputs of a real model's size, their twins and what they move.
 
 Shapes are those of an 8B Llama (32 heads, 8 KV heads of 128), MLA's of DeepSeek-V3, experts' of
-Qwen3-30B-A3B, states' of Qwen3-Next. Tests run the same cases small, in the interpreter.
+Qwen3-30B-A3B, states' of Qwen3-Next and Granite 4 Small. Tests run the same cases small, in the
+interpreter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.kernel_case import BLOCK_SIZE, Compute, KernelCase, Sizes
+from benchmarks.kernel_state_cases import state_case_makers
 from kvmesh.engine import noise
 from kvmesh.kernels import (
     attention,
+    attention_merge,
     attention_reference,
     block_copy,
     block_ops,
-    delta_rule,
     draw,
+    expert_tiles,
     fused,
     grouped_gemm,
     latent,
     latent_attention,
-    lightning,
-    lightning_reference,
-    linear_reference,
+    prompt_attention,
     reference,
 )
 from kvmesh.kernels.attention_sizes import num_decode_splits
 
-BLOCK_SIZE = 16
-Compute = Callable[[], Any]
 
+def case_makers(
+    sizes: Sizes, dtype: torch.dtype, device: torch.device
+) -> list[Callable[[], KernelCase]]:
+    """What makes each case, with inputs from the seed of the device's generator.
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """How large the cases are; `SMALL` has every case within the interpreter's reach.
-
-    Attributes:
-        decode: (sequences, positions of each context).
-        prefill: (chunks, cached positions of each, positions of each chunk).
-        rows: rows of the steps between the matrix products.
-        positions: positions of a prompt for the delta rule.
+    One by one, so that one that fails, or does not fit beside the others, is missing alone.
     """
-
-    decode: tuple[tuple[int, int], ...]
-    prefill: tuple[tuple[int, int, int], ...]
-    rows: int
-    positions: int
-    layers: int = 32
-    heads: int = 32
-    kv_heads: int = 8
-    head_dim: int = 128
-    hidden: int = 4096
-    activation: int = 14_336
-    vocab: int = 128_256
-    experts: tuple[int, int, int, int] = (128, 8, 2048, 768)
-    latent: tuple[int, int, int] = (128, 512, 64)
-    state: tuple[int, int] = (32, 128)
-
-
-LARGE = Sizes(
-    decode=((1, 32_768), (32, 8192), (128, 2048)),
-    prefill=((1, 0, 4096), (8, 0, 1024), (1, 7168, 1024)),
-    rows=4096,
-    positions=4096,
-)
-SMALL = Sizes(
-    decode=((2, 80),),
-    prefill=((2, 0, 9), (1, 20, 5)),
-    rows=3,
-    positions=20,
-    layers=2,
-    heads=4,
-    kv_heads=2,
-    head_dim=16,
-    hidden=48,
-    activation=64,
-    vocab=300,
-    experts=(4, 2, 32, 24),
-    latent=(3, 24, 8),
-    state=(2, 16),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class KernelCase:
-    """One kernel on one set of inputs.
-
-    Attributes:
-        shape: for the table.
-        ours, twin: the same result, up to rounding.
-        num_bytes: that have to be read and written at least.
-        flops: multiplications and additions, 0 where memory alone counts.
-        tensors: inputs of rivals, by name.
-        can_be_captured: nothing in it comes from the host.
-    """
-
-    name: str
-    shape: str
-    ours: Compute
-    twin: Compute
-    num_bytes: int
-    flops: int = 0
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    can_be_captured: bool = True
-
-
-def kernel_cases(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> list[KernelCase]:
-    """All cases; inputs come from the seed of the device's generator."""
     return [
-        *(_decode(sizes, *each, dtype, device) for each in sizes.decode),
-        *(_prefill(sizes, *each, dtype, device) for each in sizes.prefill),
-        *(_latent(sizes, *each, dtype, device) for each in sizes.decode),
-        _rope_and_write(sizes, dtype, device),
-        _add_rms_norm(sizes, dtype, device),
-        _silu_and_mul(sizes, dtype, device),
-        *(_experts(sizes, rows, dtype, device) for rows in (min(32, sizes.rows), sizes.rows)),
-        *(_delta_step(sizes, device, per_channel=each) for each in (False, True)),
-        *(_delta_scan(sizes, device, per_channel=each) for each in (False, True)),
-        _lightning_step(sizes, device),
-        _lightning_scan(sizes, device),
-        _draw(sizes, device),
-        *(_block_copy(sizes, dtype, device, scatters=each) for each in (False, True)),
+        *(partial(_decode, sizes, *each, dtype, device) for each in sizes.decode),
+        *(partial(_prefill, sizes, *each, dtype, device) for each in sizes.prefill),
+        *(partial(_latent, sizes, *each, dtype, device) for each in sizes.decode),
+        partial(_merge, sizes, dtype, device),
+        partial(_rope_and_write, sizes, dtype, device),
+        partial(_add_rms_norm, sizes, dtype, device),
+        partial(_add_layer_norm, sizes, dtype, device),
+        partial(_silu_and_mul, sizes, dtype, device),
+        *(partial(_experts, sizes, rows, dtype, device) for rows in sizes.expert_rows),
+        partial(_expert_tiles, sizes, device),
+        *state_case_makers(sizes, device),
+        partial(_draw, sizes, device),
+        *(partial(_block_copy, sizes, dtype, device, scatters=each) for each in (False, True)),
     ]
 
 
@@ -189,7 +119,7 @@ def _prefill(
     return KernelCase(
         "paged prefill",
         f"{count} chunks of {new}, {cached} cached",
-        lambda: attention.paged_prefill_attention(
+        lambda: prompt_attention.paged_prefill_attention(
             q, kv, 0, tables, starts, lens, max_query_len=new, scale=scale
         ),
         lambda: torch.cat(
@@ -225,6 +155,20 @@ def _latent(
         lambda: latent.latent_decode_attention(q, kv, 0, tables, lens, scale=scale, rank=rank),
         num_bytes=kv.nbytes + 2 * q.nbytes,
         flops=2 * count * context * heads * (2 * rank + rope),
+    )
+
+
+def _merge(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> KernelCase:
+    """Parts of attention as a decode step of few sequences leaves them."""
+    count, splits = 4, 8
+    lse = torch.randn(count, sizes.heads, splits, device=device)
+    parts = torch.randn(*lse.shape, sizes.head_dim, device=device)
+    return KernelCase(
+        "merge of parts",
+        f"batch {count}, {splits} parts",
+        lambda: attention_merge.merged(parts, lse, dtype),
+        lambda: attention_reference.merge_partials(parts, lse).to(dtype),
+        num_bytes=parts.nbytes + lse.nbytes + parts[:, :, 0].numel() * dtype.itemsize,
     )
 
 
@@ -266,6 +210,19 @@ def _add_rms_norm(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Ker
     )
 
 
+def _add_layer_norm(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> KernelCase:
+    like: dict[str, Any] = {"dtype": dtype, "device": device}
+    x, delta = (torch.randn(sizes.rows, sizes.hidden, **like) for _ in range(2))
+    weight, bias = (torch.randn(sizes.hidden, **like) for _ in range(2))
+    return KernelCase(
+        "add and LayerNorm",
+        f"{sizes.rows} x {sizes.hidden}",
+        lambda: fused.add_layer_norm(x.clone(), delta, weight, bias, 1e-5),
+        lambda: reference.add_layer_norm(x.clone(), delta, weight, bias, 1e-5),
+        num_bytes=6 * x.nbytes,
+    )
+
+
 def _silu_and_mul(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> KernelCase:
     x = torch.randn(sizes.rows, 2 * sizes.activation, dtype=dtype, device=device)
     return KernelCase(
@@ -283,88 +240,31 @@ def _experts(sizes: Sizes, rows: int, dtype: torch.dtype, device: torch.device) 
     x = torch.randn(rows, depth, **like)
     weights = torch.randn(experts, columns, depth, **like)
     chosen = torch.rand(rows, experts, device=device).topk(top_k, dim=-1).indices
-    tiles = grouped_gemm.plan_tiles(chosen, experts)
+    shape = expert_tiles.shape_for(chosen, experts)
+    tiles = expert_tiles.plan_many(chosen.flatten(), experts, shape)
     places, ordered = tiles.order // top_k, chosen.flatten()[tiles.order]
     used = len(torch.unique(chosen))
     return KernelCase(
         "grouped GEMM",
         f"{rows} rows, {top_k} of {experts} experts",
-        lambda: grouped_gemm.grouped_gemm(x, weights, places, tiles),
+        lambda: grouped_gemm.grouped_gemm(x, weights, tiles, top_k=top_k),
         lambda: grouped_gemm.grouped_product(x, weights, places, ordered),
         num_bytes=used * weights[0].nbytes + x.nbytes + rows * top_k * columns * dtype.itemsize,
         flops=2 * rows * top_k * depth * columns,
     )
 
 
-def _rule(
-    sizes: Sizes, count: int, device: torch.device, *, per_channel: bool = False
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    heads, dim = sizes.state
-    q, k = (
-        linear_reference.l2_normalize(torch.randn(count, heads, dim, device=device))
-        for _ in range(2)
-    )
-    v, beta = torch.randn(count, heads, dim, device=device), torch.rand(count, heads, device=device)
-    return q, k, v, -torch.rand(count, heads, dim if per_channel else 1, device=device), beta
-
-
-def _rule_name(per_channel: bool) -> str:
-    return "KDA" if per_channel else "gated delta rule"
-
-
-def _delta_step(sizes: Sizes, device: torch.device, *, per_channel: bool) -> KernelCase:
-    count, (heads, dim) = min(32, sizes.rows), sizes.state
-    inputs = _rule(sizes, count, device, per_channel=per_channel)
-    state = torch.randn(count, heads, dim, dim, device=device)
+def _expert_tiles(sizes: Sizes, device: torch.device) -> KernelCase:
+    experts, top_k, _, _ = sizes.experts
+    rows = sizes.expert_rows[0]
+    flat = torch.rand(rows, experts, device=device).topk(top_k, dim=-1).indices.flatten()
+    shape = expert_tiles.shape_for(flat, experts)
     return KernelCase(
-        f"{_rule_name(per_channel)}, step",
-        f"batch {count}, {heads} heads of {dim} x {dim}",
-        lambda: delta_rule.delta_step(*inputs, state),
-        lambda: linear_reference.delta_step(*inputs, state),
-        num_bytes=2 * state.nbytes,
-    )
-
-
-def _delta_scan(sizes: Sizes, device: torch.device, *, per_channel: bool) -> KernelCase:
-    heads, dim = sizes.state
-    inputs = _rule(sizes, sizes.positions, device, per_channel=per_channel)
-    state = torch.zeros(heads, dim, dim, device=device)
-    return KernelCase(
-        f"{_rule_name(per_channel)}, prefill",
-        f"{sizes.positions} positions, {heads} heads of {dim} x {dim}",
-        lambda: delta_rule.delta_scan(*inputs, state),
-        lambda: linear_reference.delta_scan(*inputs, state),
-        num_bytes=4 * inputs[0].nbytes,
-        flops=8 * sizes.positions * heads * dim * dim,
-    )
-
-
-def _lightning_step(sizes: Sizes, device: torch.device) -> KernelCase:
-    count, (heads, dim) = min(32, sizes.rows), sizes.state
-    q, k, v, _, _ = _rule(sizes, count, device)
-    slopes = torch.rand(heads, device=device)
-    state = torch.randn(count, heads, dim, dim, device=device)
-    return KernelCase(
-        "lightning attention, step",
-        f"batch {count}, {heads} heads of {dim} x {dim}",
-        lambda: lightning.lightning_step(q, k, v, slopes, state),
-        lambda: lightning_reference.lightning_step(q, k, v, slopes, state),
-        num_bytes=2 * state.nbytes,
-    )
-
-
-def _lightning_scan(sizes: Sizes, device: torch.device) -> KernelCase:
-    heads, dim = sizes.state
-    q, k, v, _, _ = _rule(sizes, sizes.positions, device)
-    slopes = torch.rand(heads, device=device)
-    state = torch.zeros(heads, dim, dim, device=device)
-    return KernelCase(
-        "lightning attention, prefill",
-        f"{sizes.positions} positions, {heads} heads of {dim} x {dim}",
-        lambda: lightning.lightning_scan(q, k, v, slopes, state),
-        lambda: lightning_reference.lightning_scan(q, k, v, slopes, state),
-        num_bytes=4 * q.nbytes,
-        flops=4 * sizes.positions * heads * dim * dim,
+        "sorting of choices",
+        f"{rows} rows, {top_k} of {experts} experts",
+        lambda: expert_tiles.plan_few(flat, experts, shape).order,
+        lambda: expert_tiles.plan_many(flat, experts, shape).order,
+        num_bytes=2 * flat.nbytes,
     )
 
 

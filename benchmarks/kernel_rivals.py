@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.kernel_cases import BLOCK_SIZE, Compute, KernelCase
+from benchmarks.kernel_case import BLOCK_SIZE, Compute, KernelCase
 
 SDPA = "SDPA"
 _WORKSPACE_BYTES = 256 << 20

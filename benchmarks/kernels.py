@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,16 @@ import torch
 from triton.errors import TritonError
 from triton.testing import do_bench, do_bench_cudagraph
 
-from benchmarks.kernel_cases import LARGE, Compute, KernelCase, kernel_cases
+from benchmarks.kernel_case import LARGE, Compute, KernelCase
+from benchmarks.kernel_cases import case_makers
 from benchmarks.kernel_rivals import SDPA, is_same, largest_difference, rivals
 from benchmarks.peer_versions import own_versions
 from benchmarks.result import RESULTS, Row, Target, document, save
 
 _COPY_BYTES = 2 << 30
 _MATMUL = 8192
+_LARGEST_DIFFERENCE = 0.02
+"""From the twin, of its largest value: sums in half precision differ by less."""
 DEVICE_LOST = 3
 """Exit code: the rows so far are written, and a new process can go on with `--resume`."""
 # What torch, Triton and rivals raise for what they cannot compute or compile.
@@ -39,25 +43,55 @@ def main() -> None:
     torch.manual_seed(options.seed)
     device, dtype = torch.device("cuda"), _DTYPES[options.dtype]
     ceilings = {"tb_s": _copy_tb_s(device), "tflop_s": _matmul_tflop_s(dtype, device)}
-    cases = kernel_cases(LARGE, dtype, device)
+    peers = own_versions("flashinfer")
+    makers = case_makers(LARGE, dtype, device)
     rows: list[Row] = _earlier(options.save) if options.resume else []
-    done = {(row["kernel"], row["shape"]) for row in rows}
-    for number, case in enumerate(cases, 1):
-        if (case.name, case.shape) in done:
-            continue
-        sys.stderr.write(f"\r{number}/{len(cases)} {case.name}, {case.shape}\x1b[K")
-        rows.append(_measured(case, ceilings))
-        _write(rows, options, ceilings)
-        if not _still_works():
-            sys.exit(DEVICE_LOST)
-    for case, row in _by_row(cases, rows):
-        sys.stderr.write(f"\rslow rivals: {case.name}, {case.shape}\x1b[K")
-        _add_slow_rivals(case, row)
-        _write(rows, options, ceilings)
-        if not _still_works():
-            sys.exit(DEVICE_LOST)
+    for take in (take_case, take_slow_rivals):
+        for number, make in enumerate(makers, 1):
+            sys.stderr.write(f"\r{take.__name__}: {number}/{len(makers)}\x1b[K")
+            take(number, make, rows, ceilings)
+            _write(rows, options, ceilings, peers)
+            if not _still_works():
+                sys.exit(DEVICE_LOST)
     sys.stderr.write("\n")
     sys.stdout.write(f"{options.save}\n")
+
+
+def take_case(
+    number: int, make: Callable[[], KernelCase], rows: list[Row], ceilings: dict[str, float]
+) -> None:
+    """Adds the row of a case that has none, also of one whose inputs cannot be made."""
+    case = _made(number, make)
+    if not isinstance(case, KernelCase):
+        if case["kernel"] not in {row["kernel"] for row in rows}:
+            rows.append(case)
+    elif _row_of(case, rows) is None:
+        rows.append(_measured(case, ceilings))
+
+
+def take_slow_rivals(
+    number: int, make: Callable[[], KernelCase], rows: list[Row], _ceilings: dict[str, float]
+) -> None:
+    """Holds slow rivals against a case that has a time of its own, unless they were already."""
+    case = _made(number, make)
+    row = _row_of(case, rows) if isinstance(case, KernelCase) else None
+    if row is None or not isinstance(case, KernelCase) or "ms" not in row:
+        return
+    if row["slow rivals"] is None and any(rivals(case, slow=True)):
+        _add_slow_rivals(case, row)
+
+
+def _made(number: int, make: Callable[[], KernelCase]) -> KernelCase | Row:
+    """A case, or the row of one whose inputs cannot be made."""
+    try:
+        return make()
+    except _FAILURES as error:
+        return {"kernel": f"case {number}", "shape": "its inputs", "failed": _said(error)}
+
+
+def _row_of(case: KernelCase, rows: list[Row]) -> Row | None:
+    found = (row for row in rows if (row["kernel"], row["shape"]) == (case.name, case.shape))
+    return next(found, None)
 
 
 def _measured(case: KernelCase, ceilings: dict[str, float]) -> Row:
@@ -86,21 +120,13 @@ def _earlier(path: Path) -> list[Row]:
     return rows
 
 
-def _by_row(cases: list[KernelCase], rows: list[Row]) -> list[tuple[KernelCase, Row]]:
-    """Cases with slow rivals and a time of their own that were not held against them yet."""
-    found = {(row["kernel"], row["shape"]): row for row in rows if "ms" in row}
-    pairs = [(case, found.get((case.name, case.shape))) for case in cases]
-    return [
-        (case, row)
-        for case, row in pairs
-        if row is not None and row["slow rivals"] is None and any(rivals(case, slow=True))
-    ]
-
-
-def _write(rows: list[Row], options: argparse.Namespace, ceilings: dict[str, float]) -> None:
-    result = document(
-        rows, targets(rows), options.seed, _notes(ceilings), own_versions("flashinfer")
-    )
+def _write(
+    rows: list[Row],
+    options: argparse.Namespace,
+    ceilings: dict[str, float],
+    peers: dict[str, str],
+) -> None:
+    result = document(rows, targets(rows), options.seed, _notes(ceilings), peers)
     result["machine"] |= {
         "device": torch.cuda.get_device_name(),
         "cuda": torch.version.cuda,
@@ -217,6 +243,15 @@ def targets(rows: list[Row]) -> list[Target]:
         ),
         *(
             Target(f"{row['kernel']}, {row['shape']}, x twin", _times_twin(row), 1.0)
+            for row in rows
+        ),
+        *(
+            Target(
+                f"{row['kernel']}, {row['shape']}, difference",
+                row.get("difference"),
+                _LARGEST_DIFFERENCE,
+                at_most=True,
+            )
             for row in rows
         ),
     ]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -221,31 +220,35 @@ class StackedExperts:
 
     def run(self, h: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """[rows, hidden] with weights and ids of the chosen, [rows, top_k], to [rows, hidden]."""
-        order, product = self._sort(chosen)
-        experts, rows = chosen.flatten()[order], order // chosen.shape[1]
-        inner = product(h, self.gate_up, rows)
-        if self.gate_up_bias is not None:
-            inner = inner + self.gate_up_bias[experts]
-        out = product(self.activation(inner), self.down, torch.arange(len(rows), device=h.device))
-        if self.down_bias is not None:
-            out = out + self.down_bias[experts]
-        parts = (out * weights.flatten()[order][:, None]).to(h.dtype)
-        # Back in the order of the choices: rows added where they are would be rounded one by one,
-        # on a device in an order that differs from run to run.
-        by_choice = torch.empty_like(parts).index_copy_(0, order, parts)
+        compute = self.by_kernels if h.is_cuda else self._by_torch
+        # In the order of the choices: rows added where they are would be rounded one by one, on a
+        # device in an order that differs from run to run.
+        by_choice = compute(h, weights, chosen)
         return by_choice.view(*chosen.shape, h.shape[1]).sum(dim=1)
 
-    def _sort(self, chosen: Tensor) -> tuple[Tensor, Callable[[Tensor, Tensor, Tensor], Tensor]]:
-        """Choices in the order of their experts, and the product of rows in that order."""
-        if not chosen.is_cuda:
-            order = torch.argsort(chosen.flatten(), stable=True)
-            experts = chosen.flatten()[order]
-            return order, partial(reference.chosen_product, experts=experts)
+    def _by_torch(self, h: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """The twin of `by_kernels`."""
+        experts = chosen.flatten()
+        places = torch.arange(len(experts), device=h.device)
+        inner = reference.chosen_product(h, self.gate_up, places // chosen.shape[1], experts)
+        if self.gate_up_bias is not None:
+            inner = inner + self.gate_up_bias[experts]
+        out = reference.chosen_product(self.activation(inner), self.down, places, experts)
+        if self.down_bias is not None:
+            out = out + self.down_bias[experts]
+        return (out * weights.flatten()[:, None]).to(h.dtype)
+
+    def by_kernels(self, h: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """What each choice gives its row, times its weight: [rows * top_k, hidden]."""
         # Triton costs half a second to import and is only needed where there is a device.
-        from kvmesh.kernels.grouped_gemm import grouped_gemm, plan_tiles  # noqa: PLC0415
+        from kvmesh.kernels.expert_tiles import plan_tiles  # noqa: PLC0415
+        from kvmesh.kernels.grouped_gemm import grouped_gemm  # noqa: PLC0415
 
         tiles = plan_tiles(chosen, len(self.gate_up))
-        return tiles.order, partial(grouped_gemm, tiles=tiles)
+        top_k = chosen.shape[1]
+        inner = grouped_gemm(h, self.gate_up, tiles, top_k=top_k, bias=self.gate_up_bias)
+        active = self.activation(inner)
+        return grouped_gemm(active, self.down, tiles, shares=weights, bias=self.down_bias)
 
 
 def stacks_experts(weight: Tensor) -> bool:

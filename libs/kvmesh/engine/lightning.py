@@ -14,8 +14,9 @@ from torch.nn import functional
 from kvmesh.engine.config import LinearConfig
 from kvmesh.engine.kv_plan import KvPlace
 from kvmesh.engine.layers import Step
-from kvmesh.kernels import host_linear, layer_ops, reference
+from kvmesh.kernels import host_linear, layer_ops, lightning_reference, reference
 from kvmesh.kernels.linear import Linear
+from kvmesh.kernels.states import StatePlaces
 
 # Of the norm of the output, whatever config.json says of the others.
 _NORM_EPS = 1e-6
@@ -39,8 +40,13 @@ class _Recurrence:
             return self._carry(rows, states)
         q, k, v = self.heads[rows].chunk(3, dim=-1)
         matrices = states.view(len(states), q.shape[1], q.shape[2], v.shape[2])
-        out, after = layer_ops.lightning_step(q, k, v, self.slopes, matrices)
+        out, after = lightning_reference.lightning_step(q, k, v, self.slopes, matrices)
         return out, after.flatten(1)
+
+    def step_in_place(self, rows: slice, places: StatePlaces) -> Tensor:
+        """See `PlacedRecurrence.step_in_place`."""
+        q, k, v = self.heads[rows].chunk(3, dim=-1)
+        return layer_ops.lightning_step_in_place(q, k, v, self.slopes, places)
 
     def scan(self, rows: slice, state: Tensor) -> tuple[Tensor, Tensor]:
         """See `Recurrence.scan`."""

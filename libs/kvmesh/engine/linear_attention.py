@@ -19,6 +19,7 @@ from kvmesh.engine.kv_plan import KvPlace
 from kvmesh.engine.layers import Step
 from kvmesh.kernels import host_linear, layer_ops, linear_reference, reference
 from kvmesh.kernels.linear import Linear
+from kvmesh.kernels.states import StatePlaces
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +56,20 @@ class _Recurrence:
         mixed, before = linear_reference.causal_conv(x, before, self.taps)
         q, k, v = self._heads(mixed.squeeze(1))
         decay, beta = self.inputs.decay[rows], self.inputs.beta[rows]
-        out, matrix = layer_ops.delta_step(q, k, v, decay, beta, matrix)
+        out, matrix = linear_reference.delta_step(q, k, v, decay, beta, matrix)
         return out, torch.cat([matrix.flatten(1), before.flatten(1)], dim=1)
+
+    def step_in_place(self, rows: slice, places: StatePlaces) -> Tensor:
+        """See `PlacedRecurrence.step_in_place`."""
+        shape = self.shape
+        size = shape.num_value_heads * shape.key_dim * shape.value_dim
+        before = places.read(size).view(-1, shape.conv_kernel - 1, shape.conv_channels)
+        x = self.inputs.mixed[rows].float().unsqueeze(1)
+        mixed, before = linear_reference.causal_conv(x, before, self.taps)
+        places.write(before.flatten(1), size)
+        q, k, v = self._heads(mixed.squeeze(1))
+        decay, beta = self.inputs.decay[rows], self.inputs.beta[rows]
+        return layer_ops.delta_step_in_place(q, k, v, decay, beta, places)
 
     def scan(self, rows: slice, state: Tensor) -> tuple[Tensor, Tensor]:
         """See `Recurrence.scan`."""

@@ -1,6 +1,5 @@
 """Mamba-2 layers, as hybrids have them between attention layers.
 
-On a device they are computed by the torch twins.
 Source: Mamba-2, arXiv 2405.21060. Tests: tests/integration/test_transformers_equality.py.
 """
 
@@ -17,8 +16,9 @@ from kvmesh.engine.kv_plan import KvPlace
 from kvmesh.engine.layers import Step
 from kvmesh.engine.linear_attention import load_taps
 from kvmesh.engine.weights import LayerWeights
-from kvmesh.kernels import linear_reference, mamba_reference, reference
+from kvmesh.kernels import layer_ops, linear_reference, mamba_reference, reference
 from kvmesh.kernels.linear import Linear
+from kvmesh.kernels.states import StatePlaces
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +61,24 @@ class _Recurrence:
         out, matrix = mamba_reference.mamba_step(q, k, v, decay, matrix)
         return out + skipped, torch.cat([matrix.flatten(1), before.flatten(1)], dim=1)
 
+    def step_in_place(self, rows: slice, places: StatePlaces) -> Tensor:
+        """See `PlacedRecurrence.step_in_place`."""
+        shape = self.shape
+        size = shape.num_value_heads * shape.key_dim * shape.value_dim
+        before = places.read(size).view(-1, shape.conv_kernel - 1, shape.conv_channels)
+        x, taps = self.mixed[rows].unsqueeze(1), self.heads.taps
+        mixed, before = linear_reference.causal_conv(x, before, taps)
+        places.write(before.flatten(1), size)
+        q, k, v, decay, skipped = self._inputs(mixed.squeeze(1), self.durations[rows])
+        return layer_ops.mamba_step_in_place(q, k, v, decay, places) + skipped
+
     def scan(self, rows: slice, state: Tensor) -> tuple[Tensor, Tensor]:
         """See `Recurrence.scan`."""
         matrix, before = self._split(state[None])
         taps = self.heads.taps
         mixed, after = linear_reference.causal_conv(self.mixed[rows], before[0], taps)
         q, k, v, decay, skipped = self._inputs(mixed, self.durations[rows])
-        out, last = mamba_reference.mamba_scan(q, k, v, decay, matrix[0])
+        out, last = layer_ops.mamba_scan(q, k, v, decay, matrix[0])
         return out + skipped, torch.cat([last.flatten(), after.flatten()])
 
     def _split(self, states: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,17 +13,21 @@ from kvmesh.engine.protocol import ModelRunner
 def warm_up(runner: ModelRunner, max_tokens: int) -> None:
     """Computes steps after which no other step launches a kernel for the first time.
 
-    The longest prompt, a short one and a decode row: experts have other kernels for many rows than
-    for few. They write to blocks, so nobody may have been given one.
+    Prompts of all sizes, as attention and experts have other kernels for many rows than for few,
+    and decode rows with a short context, which is one part, and a long one. They write to blocks,
+    so nobody may have been given one.
 
     Args:
         max_tokens: that a step computes at most.
     """
     spec, groups = runner.spec, runner.spec.groups
     blocks = (runner.kv.num_blocks - groups.state_blocks) // len(groups.windows)
-    longest = min(max_tokens, spec.max_model_len, blocks * spec.layout.block_size)
+    context = min(spec.max_model_len, blocks * spec.layout.block_size)
+    longest = min(max_tokens, context)
     if longest < 1:  # a pool without room for one block; every request is refused
         return
+    halves = [longest >> power for power in range(longest.bit_length())]
+    prompts = [(0, end) for end in halves if end > 1 or end == longest]
     short = min(2, longest)
-    for start, end in ((0, longest), (0, short), (short - 1, short)):
+    for start, end in (*prompts, (short - 1, short), (context - 1, context)):
         Stage(runner, [end]).run([start], [end])

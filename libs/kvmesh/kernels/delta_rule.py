@@ -15,12 +15,16 @@ from torch import Tensor
 
 from kvmesh.kernels.state_tiles import (
     cells_of,
+    decays_between,
     load_row,
+    place_arguments,
     places_of,
     rows_of,
     scan_launch,
+    state_pointers,
     state_tiles,
 )
+from kvmesh.kernels.states import StatePlaces
 
 _CHUNK = 16
 # Prompts differ in length: one kernel serves all.
@@ -34,9 +38,14 @@ def _step_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device si
     v_ptr,
     decay_ptr,
     beta_ptr,
-    state_ptr,
+    field_ptr,
+    source_ptr,
+    live_ptr,
+    fresh_ptr,
+    stride_block,
+    stride_source,
+    stride_live,
     out_ptr,
-    new_state_ptr,
     num_heads,
     KEY_DIM: tl.constexpr,
     KEY_TILE: tl.constexpr,
@@ -45,12 +54,18 @@ def _step_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device si
     PER_CHANNEL: tl.constexpr,
 ):
     # One program: one sequence, one head, VALUE_TILE columns of the state.
-    row = tl.program_id(0).to(tl.int64) * num_heads + tl.program_id(1)
+    sequence = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    row = sequence * num_heads + head
     key, value, is_key, is_value, cell = cells_of(
-        row, tl.program_id(2), KEY_DIM, KEY_TILE, VALUE_DIM, VALUE_TILE
+        head, tl.program_id(2), KEY_DIM, KEY_TILE, VALUE_DIM, VALUE_TILE
     )
     mask = is_key[:, None] & is_value[None, :]
-    state = tl.load(state_ptr + cell, mask=mask, other=0.0)
+    before, after = state_pointers(
+        field_ptr, source_ptr, live_ptr, sequence, stride_block, stride_source, stride_live
+    )
+    state = tl.load(before + cell, mask=mask, other=0.0)
+    state = tl.where(tl.load(fresh_ptr + sequence), 0.0, state)
     q, k, v = load_row(q_ptr, k_ptr, v_ptr, row, key, value, KEY_DIM, VALUE_DIM)
     if PER_CHANNEL:
         decay = tl.load(decay_ptr + row * KEY_DIM + key, mask=is_key, other=0.0)
@@ -61,25 +76,33 @@ def _step_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device si
     change = (v - known) * tl.load(beta_ptr + row)
     state += k[:, None] * change[None, :]
     tl.store(out_ptr + row * VALUE_DIM + value, tl.sum(state * q[:, None], 0), mask=is_value)
-    tl.store(new_state_ptr + cell, state, mask=mask)
+    tl.store(after + cell, state, mask=mask)
 
 
 @triton.jit
-def _channel_products(q, k, total, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
-    # `k_i · k_j` and `q_i · k_j`, every channel decayed from j to i; column by column, because
-    # decays must be subtracted before the exponential. Above the diagonal they mean nothing.
+def _channel_products(q, k, decay, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+    # `k_i · k_j` and `q_i · k_j`, every channel decayed from j to i, and what channels lose after
+    # each position. Column by column from the last: what lies between two positions is summed by
+    # itself, as a difference of two totals that are large beside it would have few digits. Above
+    # the diagonal the products mean nothing.
     one = tl.arange(0, CHUNK)
     products = tl.zeros((CHUNK, CHUNK), tl.float32)
     reads = tl.zeros((CHUNK, CHUNK), tl.float32)
-    for column in range(CHUNK):
+    gap = tl.zeros_like(k)
+    after = tl.zeros_like(k)
+    following = tl.sum(gap, 0)
+    for step in range(CHUNK):
+        column = CHUNK - 1 - step
         here = one[:, None] == column
+        gap = tl.where(one[:, None] > column, gap + following[None, :], 0.0)
+        after = tl.where(one[:, None] <= column, after + following[None, :], after)
         key = tl.sum(tl.where(here, k, 0.0), 0)
-        before = tl.sum(tl.where(here, total, 0.0), 0)
-        decayed = key[None, :] * tl.exp(tl.minimum(total - before[None, :], 0.0))
+        decayed = key[None, :] * tl.exp(gap)
         place = one[None, :] == column
         products = tl.where(place, tl.sum(k * decayed, 1)[:, None], products)
         reads = tl.where(place, tl.sum(q * decayed, 1)[:, None], reads)
-    return products, reads
+        following = tl.sum(tl.where(here, decay, 0.0), 0)
+    return products, reads, after
 
 
 @triton.jit(do_not_specialize=_COUNTS)
@@ -119,25 +142,20 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device
     place = chunk * num_heads + head
     if PER_CHANNEL:
         decay = tl.load(decay_ptr + keys, mask=key_mask, other=0.0)
-        total = tl.cumsum(decay, 0)
-        grown = tl.exp(total)
+        grown = tl.exp(tl.cumsum(decay, 0))
         last = tl.sum(decay, 0)
-        left = tl.exp(last[None, :] - total)
         tl.store(kept_ptr + place * KEY_DIM + key, tl.exp(last), mask=key < KEY_DIM)
-        products, reads = _channel_products(q, k, total, CHUNK)
+        products, reads, after = _channel_products(q, k, decay, CHUNK)
+        tl.store(late_k_ptr + keys, k * tl.exp(after), mask=key_mask)
     else:
         decay = tl.load(decay_ptr + row, mask=valid, other=0.0)
-        total = tl.cumsum(decay, 0)
-        grown = tl.exp(total)[:, None]
-        last = tl.sum(decay, 0)
-        left = tl.exp(last - total)[:, None]
-        tl.store(kept_ptr + place, tl.exp(last))
-        gap = tl.where(one[:, None] >= one[None, :], total[:, None] - total[None, :], 0.0)
-        gaps = tl.exp(gap)
+        grown = tl.exp(tl.cumsum(decay, 0))[:, None]
+        tl.store(kept_ptr + place, tl.exp(tl.sum(decay, 0)))
+        gaps, left = decays_between(decay, CHUNK)
+        tl.store(late_k_ptr + keys, k * left, mask=key_mask)
         products = tl.dot(k, tl.trans(k), input_precision="tf32x3") * gaps
         reads = tl.dot(q, tl.trans(k), input_precision="tf32x3") * gaps
     tl.store(late_q_ptr + keys, q * grown, mask=key_mask)
-    tl.store(late_k_ptr + keys, k * left, mask=key_mask)
     reads = tl.where(one[:, None] >= one[None, :], reads, 0.0)
     tl.store(reads_ptr + row[:, None] * CHUNK + one[None, :], reads, mask=valid[:, None])
     system = tl.where(one[:, None] > one[None, :], products * beta[:, None], 0.0)
@@ -208,25 +226,28 @@ def _scan_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device si
 
 
 def delta_step(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """See `linear_reference.delta_step`; takes either kind of decay."""
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, places: StatePlaces
+) -> Tensor:
+    """See `linear_reference.delta_step`; takes either kind of decay, states where they lie.
+
+    Returns:
+        [sequences, heads, value_dim].
+    """
     sequences, heads, key_dim = q.shape
     value_dim = v.shape[-1]
     # Contiguous whatever the strides of `v` are: the kernel writes it so.
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    new_state = torch.empty(state.shape, dtype=state.dtype, device=state.device)
     tiles = state_tiles(key_dim, value_dim)
     _step_kernel[(sequences, heads, triton.cdiv(value_dim, tiles["VALUE_TILE"]))](
-        *(each.contiguous() for each in (q, k, v, decay, beta, state)),
+        *(each.contiguous() for each in (q, k, v, decay, beta)),
+        *place_arguments(places),
         out,
-        new_state,
         heads,
         **tiles,
         PER_CHANNEL=decay.shape[-1] > 1,
         num_warps=4,
     )
-    return out, new_state
+    return out
 
 
 def delta_scan(

@@ -13,6 +13,8 @@ import torch
 # by the first number of those that are alike. The rest, such as 8.6, 8.9 and 12.0, has the least.
 _SHARED_KIB = {(8, 0): 163, (8, 7): 163, 9: 227, 10: 227, 11: 227}
 _LEAST_SHARED_KIB = 99
+MOST_SHARED_BYTES = 227 << 10
+"""Of any device."""
 
 
 @cache

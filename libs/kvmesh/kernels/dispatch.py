@@ -223,10 +223,11 @@ class TritonAttention:
 
     def __init__(self, batch: RaggedBatch, kv: Tensor) -> None:
         # Triton costs half a second to import and is only needed where there is a device.
-        from kvmesh.kernels import attention, fused  # noqa: PLC0415
+        from kvmesh.kernels import attention, fused, prompt_attention  # noqa: PLC0415
 
-        self._kernels = attention
-        self._fused = fused
+        self._decode = attention.paged_decode_attention
+        self._prefill = prompt_attention.paged_prefill_attention
+        self._rope_and_write = fused.rope_and_write
         self._kv = kv
         self._num_decode = batch.num_decode
         self._num_prefill = batch.num_sequences - batch.num_decode
@@ -244,7 +245,7 @@ class TritonAttention:
 
     def run(self, qkv: Tensor, layer: int, spec: HeadSpec, rope: RopeRows) -> Tensor:
         """See `StepAttention.run`."""
-        self._fused.rope_and_write(
+        self._rope_and_write(
             qkv,
             spec.qk_norm,
             spec.norm_eps,
@@ -259,7 +260,7 @@ class TritonAttention:
         parts = []
         if cut:
             parts.append(
-                self._kernels.paged_decode_attention(
+                self._decode(
                     q[:cut],
                     self._kv,
                     layer,
@@ -275,7 +276,7 @@ class TritonAttention:
             )
         if self._num_prefill:
             parts.append(
-                self._kernels.paged_prefill_attention(
+                self._prefill(
                     q[cut:],
                     self._kv,
                     layer,

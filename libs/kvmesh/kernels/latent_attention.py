@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvmesh.kernels.attention_merge import merged
 from kvmesh.kernels.attention_parts import LOG2_E, end_of_part, part_of, slots_of, weights_of
-from kvmesh.kernels.attention_reference import merge_partials
 from kvmesh.kernels.attention_sizes import num_decode_splits
 
 _TILE = 32
@@ -91,7 +91,8 @@ def _latent_decode_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a 
     total, lse = end_of_part(highest, total)
     part = (sequence * num_heads + head) * num_splits + split
     out = out_ptr + part[:, None] * RANK + rank[None, :]
-    tl.store(out, acc / total[:, None], mask=is_head & (rank[None, :] < RANK))
+    mixed = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out, mixed, mask=is_head & (rank[None, :] < RANK))
     tl.store(lse_ptr + part, lse, mask=head < num_heads)
 
 
@@ -119,8 +120,9 @@ def latent_decode_attention(
     span = tables.shape[1] * kv.shape[2]
     num_splits = num_splits or num_decode_splits(sequences * head_tiles, span, _TILE)
     split_len = 0 if by_length else triton.cdiv(triton.cdiv(span, num_splits), _TILE) * _TILE
-    parts = torch.empty((sequences, heads, num_splits, rank), dtype=torch.float32, device=q.device)
     lse = torch.empty((sequences, heads, num_splits), dtype=torch.float32, device=q.device)
+    dtype = q.dtype if num_splits == 1 else lse.dtype
+    parts = torch.empty((*lse.shape, rank), dtype=dtype, device=q.device)
     _latent_decode_kernel[(sequences, head_tiles, num_splits)](
         q,
         pool,
@@ -147,5 +149,4 @@ def latent_decode_attention(
         UPCAST=not kv.is_cuda,
         num_warps=8,
     )
-    out = parts[:, :, 0] if num_splits == 1 else merge_partials(parts, lse)
-    return out.to(q.dtype)
+    return parts[:, :, 0] if num_splits == 1 else merged(parts, lse, q.dtype)

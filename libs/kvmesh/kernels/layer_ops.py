@@ -11,7 +11,14 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from kvmesh.kernels import host, lightning_reference, linear_reference, reference
+from kvmesh.kernels import (
+    host,
+    lightning_reference,
+    linear_reference,
+    mamba_reference,
+    reference,
+)
+from kvmesh.kernels.states import StatePlaces
 
 
 def _triton() -> ModuleType:
@@ -31,6 +38,12 @@ def _triton_lightning() -> ModuleType:
     from kvmesh.kernels import lightning  # noqa: PLC0415 - as above
 
     return lightning
+
+
+def _triton_mamba() -> ModuleType:
+    from kvmesh.kernels import mamba  # noqa: PLC0415 - as above
+
+    return mamba
 
 
 def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -83,15 +96,12 @@ def rope_and_write(
         reference.rope_and_write(*arguments)
 
 
-def delta_step(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """See `linear_reference.delta_step`."""
-    arguments = (q, k, v, decay, beta, state)
-    if q.is_cuda:
-        stepped: tuple[Tensor, Tensor] = _triton_delta().delta_step(*arguments)
-        return stepped
-    return linear_reference.delta_step(*arguments)
+def delta_step_in_place(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, places: StatePlaces
+) -> Tensor:
+    """See `linear_reference.delta_step`; on a device, states stay where they lie."""
+    out: Tensor = _triton_delta().delta_step(q, k, v, decay, beta, places)
+    return out
 
 
 def delta_scan(
@@ -105,14 +115,12 @@ def delta_scan(
     return linear_reference.delta_scan(*arguments)
 
 
-def lightning_step(
-    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """See `lightning_reference.lightning_step`."""
-    if q.is_cuda:
-        stepped: tuple[Tensor, Tensor] = _triton_lightning().lightning_step(q, k, v, slopes, state)
-        return stepped
-    return lightning_reference.lightning_step(q, k, v, slopes, state)
+def lightning_step_in_place(
+    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, places: StatePlaces
+) -> Tensor:
+    """See `lightning_reference.lightning_step`; on a device, states stay where they lie."""
+    out: Tensor = _triton_lightning().lightning_step(q, k, v, slopes, places)
+    return out
 
 
 def lightning_scan(
@@ -123,6 +131,24 @@ def lightning_scan(
         scanned: tuple[Tensor, Tensor] = _triton_lightning().lightning_scan(q, k, v, slopes, state)
         return scanned
     return lightning_reference.lightning_scan(q, k, v, slopes, state)
+
+
+def mamba_step_in_place(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, places: StatePlaces
+) -> Tensor:
+    """See `mamba_reference.mamba_step`; on a device, states stay where they lie."""
+    out: Tensor = _triton_mamba().mamba_step(q, k, v, decay, places)
+    return out
+
+
+def mamba_scan(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """See `mamba_reference.mamba_scan`."""
+    if q.is_cuda:
+        scanned: tuple[Tensor, Tensor] = _triton_mamba().mamba_scan(q, k, v, decay, state)
+        return scanned
+    return mamba_reference.mamba_scan(q, k, v, decay, state)
 
 
 def route(logits: Tensor, top_k: int, *, normalize: bool) -> tuple[Tensor, Tensor]:

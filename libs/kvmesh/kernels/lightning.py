@@ -13,11 +13,14 @@ from torch import Tensor
 from kvmesh.kernels.state_tiles import (
     cells_of,
     load_row,
+    place_arguments,
     places_of,
     rows_of,
     scan_launch,
+    state_pointers,
     state_tiles,
 )
+from kvmesh.kernels.states import StatePlaces
 
 _CHUNK = 16
 # Prompts differ in length: one kernel serves all.
@@ -30,9 +33,14 @@ def _step_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device si
     k_ptr,
     v_ptr,
     slopes_ptr,
-    state_ptr,
+    field_ptr,
+    source_ptr,
+    live_ptr,
+    fresh_ptr,
+    stride_block,
+    stride_source,
+    stride_live,
     out_ptr,
-    new_state_ptr,
     num_heads,
     KEY_DIM: tl.constexpr,
     KEY_TILE: tl.constexpr,
@@ -40,17 +48,23 @@ def _step_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device si
     VALUE_TILE: tl.constexpr,
 ):
     # One program: one sequence, one head, VALUE_TILE columns of the state.
-    row = tl.program_id(0).to(tl.int64) * num_heads + tl.program_id(1)
+    sequence = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    row = sequence * num_heads + head
     key, value, is_key, is_value, cell = cells_of(
-        row, tl.program_id(2), KEY_DIM, KEY_TILE, VALUE_DIM, VALUE_TILE
+        head, tl.program_id(2), KEY_DIM, KEY_TILE, VALUE_DIM, VALUE_TILE
     )
     mask = is_key[:, None] & is_value[None, :]
-    state = tl.load(state_ptr + cell, mask=mask, other=0.0)
+    before, after = state_pointers(
+        field_ptr, source_ptr, live_ptr, sequence, stride_block, stride_source, stride_live
+    )
+    state = tl.load(before + cell, mask=mask, other=0.0)
+    state = tl.where(tl.load(fresh_ptr + sequence), 0.0, state)
     q, k, v = load_row(q_ptr, k_ptr, v_ptr, row, key, value, KEY_DIM, VALUE_DIM)
-    slope = tl.load(slopes_ptr + tl.program_id(1))
+    slope = tl.load(slopes_ptr + head)
     state = state * tl.exp(-slope) + k[:, None] * v[None, :]
     tl.store(out_ptr + row * VALUE_DIM + value, tl.sum(state * q[:, None], 0), mask=is_value)
-    tl.store(new_state_ptr + cell, state, mask=mask)
+    tl.store(after + cell, state, mask=mask)
 
 
 @triton.jit(do_not_specialize=_COUNTS)
@@ -102,24 +116,25 @@ def _scan_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device si
     tl.store(new_state_ptr + cell, state, mask=mask)
 
 
-def lightning_step(
-    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """See `lightning_reference.lightning_step`."""
+def lightning_step(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, places: StatePlaces) -> Tensor:
+    """See `lightning_reference.lightning_step`; takes states where they lie.
+
+    Returns:
+        [sequences, heads, value_dim].
+    """
     sequences, heads, key_dim = q.shape
     value_dim = v.shape[-1]
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    new_state = torch.empty(state.shape, dtype=state.dtype, device=state.device)
     tiles = state_tiles(key_dim, value_dim)
     _step_kernel[(sequences, heads, triton.cdiv(value_dim, tiles["VALUE_TILE"]))](
-        *(each.contiguous() for each in (q, k, v, slopes, state)),
+        *(each.contiguous() for each in (q, k, v, slopes)),
+        *place_arguments(places),
         out,
-        new_state,
         heads,
         **tiles,
         num_warps=4,
     )
-    return out, new_state
+    return out
 
 
 def lightning_scan(

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvmesh.kernels.states import StatePlaces
+
 _MOST_COLUMNS = 32
 # Capabilities, by their first number, whose tensor cores read an operand from shared memory.
 _WIDE = (9, 10)
@@ -57,6 +59,25 @@ def cells_of(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def state_pointers(  # type: ignore[no-untyped-def]
+    field_ptr, source_ptr, live_ptr, sequence, stride_block, stride_source, stride_live
+):
+    """Where a sequence's state was, and where it will be."""
+    # int64 by their type: block strides times block ids pass 2^31 in a large pool.
+    source = tl.load(source_ptr + sequence * stride_source)
+    live = tl.load(live_ptr + sequence * stride_live)
+    return field_ptr + source * stride_block, field_ptr + live * stride_block
+
+
+def place_arguments(places: StatePlaces) -> tuple[Tensor | int, ...]:
+    """Of a kernel that reads and writes states where they are, in its order."""
+    field, source, live = places.field, places.source, places.live
+    assert field.stride(1) == 1, "a state's values follow one another"
+    strides = (field.stride(0), source.stride(0), live.stride(0))
+    return field, source, live, places.fresh, *strides
+
+
+@triton.jit
 def load_row(  # type: ignore[no-untyped-def]
     q_ptr,
     k_ptr,
@@ -78,6 +99,21 @@ def load_row(  # type: ignore[no-untyped-def]
 def rows_of(position, num_positions, num_heads, head):  # type: ignore[no-untyped-def]
     """Rows of a head's positions, and which of them there are."""
     return position.to(tl.int64) * num_heads + head, position < num_positions
+
+
+@triton.jit
+def decays_between(decay, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What is left at position i of what came at j, [i, j], and at the end of it, [j, 1].
+
+    What lies between two positions is summed by itself: a difference of two totals that are large
+    beside it would have few digits. Above the diagonal it is 1.
+
+    Args:
+        decay: [CHUNK] logarithms.
+    """
+    one = tl.arange(0, CHUNK)
+    later = tl.where(one[:, None] > one[None, :], decay[:, None], 0.0)
+    return tl.exp(tl.cumsum(later, 0)), tl.exp(tl.sum(later, 0))[:, None]
 
 
 @triton.jit

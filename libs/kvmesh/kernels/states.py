@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -54,6 +54,50 @@ class Recurrence(Protocol):
             [rows, ...] and the state after the last.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class StatePlaces:
+    """Where one layer's states of several sequences lie.
+
+    Attributes:
+        field: [blocks, values] fp32, the layer's part of the pool's blocks; changed in place.
+        source, live: [rows] int64, blocks that hold the states before and after; nobody's source is
+            somebody else's live block.
+        fresh: [rows] bool, rows whose state before is zero, whatever the source holds.
+    """
+
+    field: Tensor
+    source: Tensor
+    live: Tensor
+    fresh: Tensor
+
+    def read(self, first: int = 0) -> Tensor:
+        """The states before, from one value on: a copy."""
+        states = self.field[:, first:][self.source]
+        return states.masked_fill_(self.fresh[:, None], 0)
+
+    def write(self, states: Tensor, first: int = 0) -> None:
+        """Writes the states after, from one value on."""
+        self.field[:, first:][self.live] = states
+
+
+@runtime_checkable
+class PlacedRecurrence(Protocol):
+    """A recurrence that reads and writes states where they are, on a device."""
+
+    def step_in_place(self, rows: slice, places: StatePlaces) -> Tensor:
+        """As `Recurrence.step`; gives [rows, ...]."""
+        ...
+
+
+def carried(recurrence: Recurrence, rows: slice, places: StatePlaces) -> Tensor:
+    """One row of each of several sequences, [rows, ...]; their states are written back."""
+    if places.field.is_cuda and isinstance(recurrence, PlacedRecurrence):
+        return recurrence.step_in_place(rows, places)
+    out, states = recurrence.step(rows, places.read())
+    places.write(states)
+    return out
 
 
 class States(Protocol):
@@ -104,8 +148,7 @@ class StepStates:
             self._live = on_device([each.live for each in decoding])
             # A state that nothing was written to yet is read and then emptied.
             self._source = on_device([each.source or each.live for each in decoding])
-            fresh = [not each.source for each in decoding]
-            self._fresh = sent(fresh, torch.bool, pool.device)[:, None] if any(fresh) else None
+            self._fresh = sent([not each.source for each in decoding], torch.bool, pool.device)
             saves = [(i, blocks) for i, each in enumerate(decoding) for _, blocks in each.saves]
             self._save_rows = on_device([row for row, _ in saves])
             self._save_blocks = on_device([blocks for _, blocks in saves]) if saves else None
@@ -115,14 +158,11 @@ class StepStates:
         field = self._pool[:, slot * values : (slot + 1) * values]
         outs = []
         if self._num_decode:
-            states = field[self._source[:, part]]
-            if self._fresh is not None:
-                states.masked_fill_(self._fresh, 0)
-            out, states = recurrence.step(slice(0, self._num_decode), states)
-            outs.append(out)
-            field[self._live[:, part]] = states
+            live = self._live[:, part]
+            places = StatePlaces(field, self._source[:, part], live, self._fresh)
+            outs.append(carried(recurrence, slice(0, self._num_decode), places))
             if self._save_blocks is not None:
-                field[self._save_blocks[:, part]] = states[self._save_rows]
+                field[self._save_blocks[:, part]] = field[live[self._save_rows]]
         for index in range(self._num_decode, len(self._sequences)):
             outs += self._scan(index, part, field, recurrence)
         return outs[0] if len(outs) == 1 else torch.cat(outs)

@@ -21,7 +21,7 @@ from kvmesh.kernels import attention_reference, host, layer_ops
 from kvmesh.kernels.attention_sizes import num_decode_splits
 from kvmesh.kernels.heads import HeadSpec, RopeRows
 from kvmesh.kernels.latent import decode_on_cpu
-from kvmesh.kernels.states import Recurrence
+from kvmesh.kernels.states import Recurrence, StatePlaces, carried
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +202,5 @@ class StaticStates:
     def run(self, part: int, slot: int, values: int, recurrence: Recurrence) -> Tensor:
         """See `States.run`."""
         field = self.pool[:, slot * values : (slot + 1) * values]
-        states = field[self.source[:, part]].masked_fill(self.fresh[:, None], 0)
-        out, states = recurrence.step(slice(0, len(self.live)), states)
-        field[self.live[:, part]] = states
-        return out
+        places = StatePlaces(field, self.source[:, part], self.live[:, part], self.fresh)
+        return carried(recurrence, slice(0, len(self.live)), places)

@@ -61,8 +61,10 @@ def test_kernels_and_decode_need_little_more_than_torch() -> None:
 
 def test_a_row_tells_the_share_of_the_floor_and_what_graphs_gain() -> None:
     cell = {"kvmesh without graphs": 50.0, "kvmesh": 100.0, "floor": 125.0}
-    row = as_row({"model": "m", "dtype": "bfloat16", "cell": "cuda decode 1", "tokens_per_s": cell})
+    found = {"model": "m", "dtype": "bfloat16", "cell": "cuda decode 1", "tokens_per_s": cell}
+    row = as_row(found | {"floor_by": "reading"})
     assert (row["share of floor"], row["graphs gain"]) == (0.8, 2.0)
+    assert row["floor by"] == "reading"
 
 
 def test_what_it_writes_is_out_of_sight_for_git() -> None:

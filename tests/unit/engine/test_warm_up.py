@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from tests.unit.engine.tiny_checkpoint import write_checkpoint
     # With two token groups and a state in two blocks, four are left for each group of ten.
     [(500, 512, 512), (10, 512, 64), (500, 1, 1), (2000, 1 << 30, 8192)],
 )
-def test_a_long_prompt_a_short_one_and_a_decode_row(
+def test_prompts_of_all_sizes_and_decode_rows(
     monkeypatch: pytest.MonkeyPatch, num_blocks: int, max_tokens: int, longest: int
 ) -> None:
     runner = FakeRunner(num_blocks=num_blocks, groups=KvGroups((0, 32), state_blocks=2))
@@ -33,8 +34,14 @@ def test_a_long_prompt_a_short_one_and_a_decode_row(
 
     monkeypatch.setattr(runner, "execute", watched)
     warm_up(runner, max_tokens)
-    short = min(2, longest)
-    assert seen == [[(0, longest)], [(0, short)], [(short - 1, short)]]
+    spans = [span for (span,) in seen]
+    *prompts, short, far = spans
+    context = min(8192, (num_blocks - 2) // 2 * 16)
+    assert prompts[0] == (0, longest)
+    assert all(here[1] // 2 == after[1] for here, after in itertools.pairwise(prompts))
+    assert prompts[-1] == (0, min(2, longest))
+    assert short == (prompts[-1][1] - 1, prompts[-1][1])
+    assert far == (context - 1, context)
 
 
 def test_requests_get_the_same_tokens_after_it(tmp_path: Path) -> None:

@@ -21,7 +21,8 @@ def run_apart(modules: Iterable[str], cache: Path, interpret: bool) -> int:
     environment["TRITON_DEFAULT_FP_FUSION"] = "1"
     if interpret:
         environment["TRITON_INTERPRET"] = "1"
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    # The time of all of them is limited where they are started from.
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--timeout=0"]
     done = subprocess.run(
         [*command, *(str(HERE / module) for module in modules)],
         cwd=ROOT,

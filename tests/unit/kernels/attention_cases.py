@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvmesh.kernels.attention import paged_decode_attention, paged_prefill_attention
+from kvmesh.kernels.attention import paged_decode_attention
 from kvmesh.kernels.dispatch import StepAttention
 from kvmesh.kernels.heads import HeadSpec, RopeRows
 from kvmesh.kernels.plan import RaggedBatch, padded_tables, slots_of
+from kvmesh.kernels.prompt_attention import paged_prefill_attention
 from kvmesh.kernels.static_decode import GroupRows, StaticAttention
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -44,6 +45,8 @@ DECODE_CASES = (
     Case("no groups, odd block size", ((12, 1), (70, 1)), group=1, block_size=5),
     Case("group of three, odd head size", ((64, 1), (65, 1)), kv_heads=1, group=3, head_dim=24),
     Case("splits, some of them empty", ((150, 1), (3, 1)), kv_heads=1, num_splits=3),
+    Case("splits before the window", ((250, 1), (3, 1)), kv_heads=1, num_splits=4, window=20),
+    Case("one part and sinks", ((70, 1), (3, 1)), has_sinks=True),
     Case("a window within a tile", ((150, 1), (3, 1)), num_splits=2, window=40),
     Case("sinks", ((70, 1), (3, 1)), num_splits=2, has_sinks=True),
     Case("long heads", ((40, 1),), kv_heads=1, head_dim=256),
@@ -54,6 +57,8 @@ PREFILL_CASES = (
     Case("longer than a tile", ((10, 67),), kv_heads=1, group=1),
     Case("group of three, odd sizes", ((7, 9),), kv_heads=1, group=3, head_dim=24, block_size=6),
     Case("a window, some tiles before it", ((140, 70),), kv_heads=1, group=1, window=50),
+    Case("several tiles of queries", ((70, 150),), kv_heads=1, group=1),
+    Case("a window over whole tiles", ((250, 140),), kv_heads=1, group=1, window=290),
     Case("sinks and a window", ((5, 9), (0, 3)), kv_heads=1, window=4, has_sinks=True),
     Case("long heads", ((3, 34),), kv_heads=1, group=1, head_dim=256),
 )

@@ -7,7 +7,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvmesh.kernels.attention import paged_decode_attention, paged_prefill_attention
+from kvmesh.kernels.attention import paged_decode_attention
+from kvmesh.kernels.prompt_attention import paged_prefill_attention
 from tests.unit.kernels.no_device import device, empty
 
 HEADS, KV_HEADS = 32, 8
@@ -62,4 +63,4 @@ def test_a_decode_step(
             scale=0.1,
             cap=cap,
         )
-    assert [each.kernel for each in launches] == ["_decode_kernel"]
+    assert [each.kernel for each in launches] == ["_decode_kernel", "_merge_kernel"]

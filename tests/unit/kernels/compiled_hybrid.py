@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvmesh.kernels.grouped_gemm import grouped_gemm, plan_tiles
+from kvmesh.kernels.expert_tiles import plan_tiles
+from kvmesh.kernels.grouped_gemm import grouped_gemm
 from kvmesh.kernels.latent_attention import latent_decode_attention
 from tests.unit.kernels.no_device import device, empty
 
@@ -31,14 +32,15 @@ def test_latents_in_fp32() -> None:
             scale=0.1,
             rank=rank,
         )
-    assert len(launches) == 1
+    assert [each.kernel for each in launches] == ["_latent_decode_kernel", "_merge_kernel"]
 
 
-@pytest.mark.parametrize("rows", [4, 4096])
-def test_experts_in_fp32(rows: int) -> None:
-    """Few rows for each, and many: two shapes of tiles."""
-    with device(90) as launches:
+@pytest.mark.parametrize(("rows", "arch"), [(4, 86), (512, 86), (4096, 90)])
+def test_experts_in_fp32(rows: int, arch: int) -> None:
+    """Few rows for each, many and most: three shapes of tiles."""
+    with device(arch) as launches:
         tiles = plan_tiles(empty(rows, 8, dtype=torch.int64), 128)
         x, weights = values(rows, 2048), values(128, 768, 2048)
-        grouped_gemm(x, weights, tiles.order // 8, tiles)
-    assert len(launches) == 1
+        grouped_gemm(x, weights, tiles, top_k=8)
+    planned = ["_plan_kernel"] if rows * 8 <= 4096 else []
+    assert [each.kernel for each in launches] == [*planned, "_grouped_kernel"]

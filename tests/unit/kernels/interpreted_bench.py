@@ -7,14 +7,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.kernel_cases import SMALL, KernelCase, kernel_cases
+from benchmarks.kernel_case import SMALL, KernelCase
+from benchmarks.kernel_cases import case_makers
 from benchmarks.kernel_rivals import SDPA, is_same, largest_difference, rivals
 
 # The interpreter's own handling of loop bounds, under the numpy that it needs.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 
 torch.manual_seed(0)
-CASES = kernel_cases(SMALL, torch.float32, torch.device("cpu"))
+CASES = [make() for make in case_makers(SMALL, torch.float32, torch.device("cpu"))]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.name}, {case.shape}")

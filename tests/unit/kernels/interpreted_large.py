@@ -12,11 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvmesh.kernels.attention import paged_decode_attention, paged_prefill_attention
+from kvmesh.kernels.attention import paged_decode_attention
 from kvmesh.kernels.block_copy import copy_pieces
+from kvmesh.kernels.expert_tiles import plan_tiles
 from kvmesh.kernels.fused import rope_and_write
-from kvmesh.kernels.grouped_gemm import grouped_gemm, plan_tiles
+from kvmesh.kernels.grouped_gemm import grouped_gemm
 from kvmesh.kernels.latent_attention import latent_decode_attention
+from kvmesh.kernels.prompt_attention import paged_prefill_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 
@@ -94,13 +96,12 @@ def test_blocks_are_copied(tmp_path: Path) -> None:
 def test_experts(tmp_path: Path) -> None:
     near, far, first = pools(tmp_path, 16, DIM)
     x = torch.randn(5, DIM, generator=torch.Generator().manual_seed(2)).half()
-    rows = torch.arange(5)
     found = []
     for weights, moved in ((near, 0), (far, first)):
         chosen = torch.tensor([2, 0, 2, 1, 0])[:, None]
         tiles = plan_tiles(chosen, 3)
         # Only the last experts of the large ones have rows.
         tiles = replace(tiles, expert=torch.where(tiles.first < tiles.end, tiles.expert + moved, 0))
-        found.append(grouped_gemm(x, weights, tiles.order[rows], tiles))
+        found.append(grouped_gemm(x, weights, tiles))
     assert torch.equal(*found)
     assert found[0].abs().amin() > 0
