@@ -35,6 +35,11 @@ WAITING = 0.25
 """Requests that come at random wait for a while even where nothing is short; this much of the time
 that they take otherwise is no reason to change."""
 
+NEARLY_ALL = 0.9
+"""Of the waiting: more of it for one role is all for that one. A stage that takes next to no time
+else has its share kept by a wait of a tenth of a second, whatever requests wait for the other one.
+"""
+
 SETTLE_WINDOWS = 1
 """After a change: the instance drains, and what had queued up is still served."""
 
@@ -76,9 +81,14 @@ class _Sums:
 
     def window(self) -> LatencyWindow:
         """Mean times, waiting included."""
-        prefill = self.wait_prefill + self.prefill
-        total = prefill + self.wait_decode + self.decode
-        return LatencyWindow(prefill / self.count, total / self.count)
+        waited = self.wait_prefill + self.wait_decode
+        for_prefill = self.wait_prefill
+        if for_prefill > NEARLY_ALL * waited:
+            for_prefill = waited
+        elif self.wait_decode > NEARLY_ALL * waited:
+            for_prefill = 0.0
+        total = waited + self.prefill + self.decode
+        return LatencyWindow((for_prefill + self.prefill) / self.count, total / self.count)
 
     def quiet_window(self) -> LatencyWindow:
         """Mean times had nobody waited."""

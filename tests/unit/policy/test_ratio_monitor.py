@@ -68,6 +68,8 @@ def test_who_waits_in_the_first_window_shows_which_role_is_short(
     [
         (1.0, 3.0, (0.5, 0.0), RatioReason.STEADY),  # as random arrivals make some wait
         (1.0, 3.0, (1.5, 4.5), RatioReason.UNCLEAR),  # both are short
+        (0.1, 16.0, (0.09, 14.4), RatioReason.DECODE_GREW),  # nobody waits for prefill to speak of
+        (16.0, 0.1, (14.4, 0.09), RatioReason.PREFILL_GREW),
         (2.5, 3.0, (0.0, 0.0), RatioReason.PREFILL_GREW),  # nobody waits, prompts are slower
         (1.0, 5.0, (0.0, 0.0), RatioReason.DECODE_GREW),  # nobody waits, steps are slower
         (1.5, 4.5, (0.0, 0.0), RatioReason.UNCLEAR),
