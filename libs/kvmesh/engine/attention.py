@@ -77,7 +77,7 @@ class SelfAttention:
 
     def __post_init__(self) -> None:
         is_plain = self.gate is None and self.wide_norm is None
-        if is_plain and not self.has_factors and not self.spec.cap:
+        if is_plain and not self.has_factors:
             made = AttentionCall.of(
                 self.qkv, self.output, self.spec, self.head_dim, self.place.slot
             )

@@ -26,8 +26,7 @@ namespace {
 struct Decode {
   const int64_t *tables, *lens;
   int64_t table_stride, sequences, heads, window;
-  // Of scores, times log2(e): powers of two are cheaper.
-  float scale;
+  Scale scale;
   const float* sinks;
   Pool pool;
 };
@@ -189,7 +188,10 @@ void attend(const Decode& call, const T* q, const Positions<T>& here, int64_t at
   const int vectors = (here.count + kWidth - 1) / kWidth;
   Floats scores[H][kVectors];
   for (int v = 0; v < vectors; ++v)
-    score<T, V, H>(q, here, v * kWidth, at, call.scale, ahead, &scores[0][v]);
+    score<T, V, H>(q, here, v * kWidth, at, call.scale.factor, ahead, &scores[0][v]);
+  if (call.scale.bound > 0)
+    for (auto& own_scores : scores)
+      for (int v = 0; v < vectors; ++v) own_scores[v] = call.scale.bend(own_scores[v]);
   const Ints seen = kCount < here.count - (vectors - 1) * kWidth;
   float weights[H * kTile];
   for (int h = 0; h < H; ++h) {

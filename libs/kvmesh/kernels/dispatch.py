@@ -156,10 +156,7 @@ class _Chunks:
 
 
 class HostAttention(ReferenceAttention):
-    """As the twins, but blocks are read where they lie, and rotation is fused.
-
-    Layers whose scores are bent are left to the twins.
-    """
+    """As the twins, but blocks are read where they lie, and rotation is fused."""
 
     def __init__(self, batch: RaggedBatch, kv: Tensor) -> None:
         super().__init__(batch, kv)
@@ -187,8 +184,6 @@ class HostAttention(ReferenceAttention):
         )
 
     def _decode(self, q: Tensor, layer: int, spec: HeadSpec) -> Tensor:
-        if spec.cap:
-            return super()._decode(q, layer, spec)
         return host.decode_attention(
             q,
             self._kv,
@@ -198,11 +193,12 @@ class HostAttention(ReferenceAttention):
             scale=spec.scale,
             window=spec.window,
             sinks=spec.sinks,
+            cap=spec.cap,
         )
 
     def _prefill(self, q: Tensor, k: Tensor, v: Tensor, layer: int, spec: HeadSpec) -> list[Tensor]:
         chunks = self._chunks
-        if spec.cap or chunks is None:
+        if chunks is None:
             return super()._prefill(q, k, v, layer, spec)
         attended = host.prefill_attention(
             q[self._batch.num_decode :],
@@ -214,6 +210,7 @@ class HostAttention(ReferenceAttention):
             scale=spec.scale,
             window=spec.window,
             sinks=spec.sinks,
+            cap=spec.cap,
         )
         return [attended]
 

@@ -83,22 +83,22 @@ int decode_attention(const Decode& call, int64_t dim, const T* q, int64_t q_stri
   extern "C" int decode_attention_##NAME(                                                          \
       const T* q, int64_t q_stride, const T* kv, T* out, const int64_t* tables,                    \
       const int64_t* lens, const float* sinks, int64_t table_stride, int64_t sequences,            \
-      int64_t heads, int64_t dim, int64_t window, float scale, int64_t block_stride,               \
+      int64_t heads, int64_t dim, int64_t window, float scale, float cap, int64_t block_stride,    \
       int64_t value_offset, int64_t block_size, int64_t kv_heads, int threads) {                   \
     const Pool pool{block_stride, value_offset, block_size, kv_heads};                             \
-    const Decode call{tables, lens, table_stride, sequences, heads, window, scale * kLog2E, sinks, \
-                      pool};                                                                       \
+    const Decode call{tables, lens,  table_stride, sequences, heads, window, Scale::of(scale, cap), \
+                      sinks,  pool};                                                               \
     return decode_attention(call, dim, q, q_stride, kv, out, threads);                             \
   }                                                                                                \
   extern "C" void prefill_attention_##NAME(                                                        \
       const T* q, int64_t q_stride, const T* kv, T* out, const int64_t* tables,                    \
       const int64_t* starts, const int64_t* lens, const float* sinks, int64_t table_stride,        \
-      int64_t sequences, int64_t heads, int64_t dim, int64_t window, float scale,                  \
+      int64_t sequences, int64_t heads, int64_t dim, int64_t window, float scale, float cap,       \
       int64_t block_stride, int64_t value_offset, int64_t block_size, int64_t kv_heads,            \
       int causal, float* lse, int threads) {                                                       \
     const Pool pool{block_stride, value_offset, block_size, kv_heads};                             \
     const Prefill call{tables, starts, lens,     table_stride,   sequences, heads,                 \
-                       window, q_stride, scale * kLog2E, sinks, pool, causal != 0, lse};           \
+                       window, q_stride, Scale::of(scale, cap), sinks, pool, causal != 0, lse};    \
     prefill(call, q, kv, out, dim, threads);                                                       \
   }                                                                                                \
   extern "C" int prefill_pays_##NAME() { return kPrefillPays<T>; }                                  \

@@ -33,13 +33,13 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "decoder_layers": (_P, _I, _P, _P, _P, _P, _P, _P, _P, _THREADS),
     "head_logits": (_P, _P, _P, _P, _I, _THREADS),
     "decode_attention": (
-        *(_P, _I, _P, _P, _P, _P, _P, _I, _I, _I, _I, _I, _F),
+        *(_P, _I, _P, _P, _P, _P, _P, _I, _I, _I, _I, _I, _F, _F),
         *_POOL,
         _THREADS,
     ),
     "prefill_pays": (),
     "prefill_attention": (
-        *(_P, _I, _P, _P, _P, _P, _P, _P, _I, _I, _I, _I, _I, _F),
+        *(_P, _I, _P, _P, _P, _P, _P, _P, _I, _I, _I, _I, _I, _F, _F),
         *_POOL,
         *(_THREADS, _P),
         _THREADS,
@@ -180,6 +180,7 @@ def decode_attention(
     scale: float,
     window: int,
     sinks: Tensor | None,
+    cap: float = 0.0,
 ) -> Tensor:
     """Attention of one query per sequence over its blocks, read where they lie.
 
@@ -189,6 +190,7 @@ def decode_attention(
         lens: [sequences] int64, at least 1.
         window: positions that a query sees, its own among them; 0 for all.
         sinks: [heads] fp32 or None, see `attention_reference.decode_attention`.
+        cap: see `reference.capped`; 0 for none.
 
     Returns:
         [sequences, heads, head_dim].
@@ -210,6 +212,7 @@ def decode_attention(
         head_dim,
         window,
         scale,
+        cap,
         *pool_shape(kv),
         torch.get_num_threads(),
     )
@@ -228,6 +231,7 @@ def prefill_attention(
     scale: float,
     window: int,
     sinks: Tensor | None,
+    cap: float = 0.0,
 ) -> Tensor:
     """Causal attention of chunks over their cached prefixes and themselves, read where they lie.
 
@@ -240,12 +244,14 @@ def prefill_attention(
         lens: [sequences] int64, cached positions and the chunk's own.
         window: positions that a query sees, its own among them; 0 for all.
         sinks: [heads] fp32 or None, see `attention_reference.decode_attention`.
+        cap: see `reference.capped`; 0 for none.
 
     Returns:
         [rows, heads, head_dim].
     """
     out = q.new_empty(q.shape)
-    _prefill(q, kv, layer, (tables, starts, lens), out, None, scale, window=window, sinks=sinks)
+    spans = (tables, starts, lens)
+    _prefill(q, kv, layer, spans, out, None, scale, window=window, sinks=sinks, cap=cap)
     return out
 
 
@@ -288,6 +294,7 @@ def _prefill(
     *,
     window: int = 0,
     sinks: Tensor | None = None,
+    cap: float = 0.0,
     causal: bool = True,
 ) -> None:
     """`spans` are tables, starts and lens of `prefill_attention`."""
@@ -310,6 +317,7 @@ def _prefill(
         head_dim,
         window,
         scale,
+        cap,
         *pool_shape(kv),
         causal,
         None if lse is None else lse.data_ptr(),

@@ -27,7 +27,7 @@ class _AttentionParts(ctypes.Structure):
     _fields_: ClassVar[Sequence[tuple[str, type]]] = [
         *((name, _P) for name in ("qkv", "qkv_bias", "output", "output_bias", "qk_norm", "sinks")),
         *((name, _I) for name in ("hidden", "heads", "window")),
-        *((name, _F) for name in ("norm_eps", "scale")),
+        *((name, _F) for name in ("norm_eps", "scale", "cap")),
     ]
 
 
@@ -138,7 +138,7 @@ class AttentionCall:
             *(qkv.panels, _address(qkv.bias), output.panels, _address(output.bias)),
             *(_address(spec.qk_norm), _address(spec.sinks)),
             *(output.weight.shape[0], heads, spec.window),
-            *(spec.norm_eps, spec.scale),
+            *(spec.norm_eps, spec.scale, spec.cap),
         )
         self._address = ctypes.addressof(self.parts)
         self.layer = layer

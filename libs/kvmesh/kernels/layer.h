@@ -20,7 +20,7 @@ struct AttentionParts {
   const void *qkv, *qkv_bias, *output, *output_bias, *qk_norm;
   const float* sinks;
   int64_t hidden, heads, window;
-  float norm_eps, scale;
+  float norm_eps, scale, cap;
 };
 
 struct MlpParts {
@@ -99,7 +99,7 @@ struct Attention {
       : rope{static_cast<const T*>(own.qk_norm), own.norm_eps, cos, signed_sin, kv, step.slots,
              own.heads, static_cast<int>(step.dim), pool_of(step)},
         call{step.tables, step.lens, step.table_stride, step.rows, own.heads, own.window,
-             own.scale * kLog2E, own.sinks, pool_of(step)},
+             Scale::of(own.scale, own.cap), own.sinks, pool_of(step)},
         qkv(weight_of<T>(own.qkv, own.qkv_bias, width(own, step), own.hidden)),
         output(weight_of<T>(own.output, own.output_bias, own.hidden, own.heads * step.dim)),
         parts(all_parts),

@@ -32,12 +32,27 @@ struct KvHeads {
   int64_t first, last;
 };
 
+constexpr float kLog2E = 1.44269504f;
+
+// How products of queries and keys become scores times log2(e), as powers of two are cheaper: by a
+// factor, and then bent to stay between -bound and bound where that is not 0.
+struct Scale {
+  float factor, bound;
+
+  // `cap` as in reference.capped.
+  static Scale of(float scale, float cap) {
+    return cap > 0 ? Scale{scale / cap, cap * kLog2E} : Scale{scale * kLog2E, 0.0f};
+  }
+
+  // Scores of what is multiplied with the factor already.
+  Floats bend(Floats scores) const { return hyperbolic_tangent(scores) * bound; }
+};
+
 struct Prefill {
   // Per sequence: block ids, first row (one more closes the last), positions with its own rows.
   const int64_t *tables, *starts, *lens;
   int64_t table_stride, sequences, heads, window, q_stride;
-  // Of scores, times log2(e): powers of two are cheaper.
-  float scale;
+  Scale scale;
   const float* sinks;
   Pool pool;
   // Without it every query sees all positions of its sequence; then there is no window.
@@ -46,7 +61,6 @@ struct Prefill {
   float* lse;
 };
 
-constexpr float kLog2E = 1.44269504f;
 // Positions that are turned at once.
 constexpr int kTile = 64;
 constexpr int kVectors = kTile / kWidth;
@@ -312,14 +326,19 @@ struct Sight {
 // `kRows` rows over the first V vectors of a tile of positions.
 template <typename C, int V>
 void attend_rows(Rows<C>& rows, int64_t row, const C* keys, const C* values, const Sight& sight,
-                 float scale) {
+                 Scale scale) {
   Floats scores[kRows][V] = {};
   const int64_t dim = rows.dim;
   multiply<C, V>(&rows.q[row * dim], dim, keys, kTile, static_cast<int>(dim / kLane<C>), scores);
+  if (scale.bound > 0) {
+    for (auto& row_scores : scores)
+      for (Floats& some : row_scores) some = scale.bend(some * scale.factor);
+    scale.factor = 1.0f;
+  }
   C weights[kRows * kTile];
   for (int i = 0; i < kRows; ++i) {
     const int64_t query = (row + i) / sight.group * sight.slope;
-    weigh<C, V>(rows, row + i, scores[i], scale, sight.from + query, sight.to + query,
+    weigh<C, V>(rows, row + i, scores[i], scale.factor, sight.from + query, sight.to + query,
                 weights + i * kTile);
   }
   constexpr int kSteps = V * kWidth / kLane<C>;
@@ -337,7 +356,7 @@ void attend_rows(Rows<C>& rows, int64_t row, const C* keys, const C* values, con
 // All rows of a tile over the positions of another.
 template <typename C>
 void attend_tile(Rows<C>& rows, int64_t count, const C* keys, const C* values, const Sight& sight,
-                 float scale) {
+                 const Scale& scale) {
   for (int64_t row = 0; row < count; row += kRows) {
     const int64_t last = std::min(row + kRows, count) - 1;
     const int64_t to = sight.to + last / sight.group * sight.slope;

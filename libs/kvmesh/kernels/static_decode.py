@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -68,9 +67,7 @@ class StaticAttention:
         q = qkv[:, : qkv.shape[1] - 2 * kv.shape[4]]
         if self._by_kernel:
             return self._on_device(q, layer, spec)
-        by_host = self._on_host and not spec.cap
-        twin = partial(static_decode_attention, cap=spec.cap)
-        attend = host.decode_attention if by_host else twin
+        attend = host.decode_attention if self._on_host else static_decode_attention
         return attend(
             q,
             kv,
@@ -80,6 +77,7 @@ class StaticAttention:
             scale=spec.scale,
             window=spec.window,
             sinks=spec.sinks,
+            cap=spec.cap,
         )
 
     def _on_device(self, q: Tensor, layer: int, spec: HeadSpec) -> Tensor:

@@ -93,4 +93,10 @@ inline Floats exponential(Floats x) {
   return p * bits_as<Floats>((power + 127) << 23);
 }
 
+// Absolute error about 1e-7.
+inline Floats hyperbolic_tangent(Floats x) {
+  const Floats squared = exponential(x + x);
+  return (squared - 1.0f) / (squared + 1.0f);
+}
+
 }  // namespace

@@ -37,15 +37,16 @@ def linear(outputs: int, inputs: int) -> Linear:
 
 
 def layer(
-    slot: int, *, group: int = 0, rotation: Rotation = Rotation.USUAL, cap: float = 0.0
+    slot: int, *, group: int = 0, rotation: Rotation = Rotation.USUAL, scaled: bool = False
 ) -> MixerLayer:
     mixer = SelfAttention(
         linear((HEADS + 2 * KV_HEADS) * DIM, HIDDEN),
         linear(HIDDEN, HEADS * DIM),
-        HeadSpec(DIM**-0.5, cap=cap),
+        HeadSpec(DIM**-0.5),
         KvPlace(group, slot),
         DIM,
         rotation,
+        has_factors=scaled,
     )
     mlp = GatedMlp(linear(2 * INNER, HIDDEN), linear(HIDDEN, INNER), silu_and_mul)
     return MixerLayer(torch.rand(HIDDEN), mixer, torch.rand(HIDDEN), mlp, 1e-5)
@@ -78,12 +79,12 @@ def run_all(
 
 def test_neighbours_that_read_the_same_are_one() -> None:
     local = layer(1, rotation=Rotation.LOCAL)
-    capped = layer(0, cap=30.0)
-    layers: list[Layer] = [layer(0), layer(1), local, layer(2), capped, layer(3, group=1)]
+    scaled = layer(0, scaled=True)
+    layers: list[Layer] = [layer(0), layer(1), local, layer(2), scaled, layer(3, group=1)]
     found = stacked(layers)
     sizes = [len(each.layers) if isinstance(each, LayerStack) else 0 for each in found]
     assert sizes == [2, 1, 1, 0, 1]
-    assert found[3] is capped
+    assert found[3] is scaled
     flat = [each.layers if isinstance(each, LayerStack) else (each,) for each in found]
     assert [one for each in flat for one in each] == layers
 

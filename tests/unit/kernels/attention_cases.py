@@ -50,6 +50,8 @@ DECODE_CASES = (
     Case("a window within a tile", ((150, 1), (3, 1)), num_splits=2, window=40),
     Case("sinks", ((70, 1), (3, 1)), num_splits=2, has_sinks=True),
     Case("long heads", ((40, 1),), kv_heads=1, head_dim=256),
+    Case("bent", ((70, 1), (3, 1)), num_splits=2, cap=0.7),
+    Case("bent, window and sinks", ((70, 1), (3, 1)), window=20, has_sinks=True, cap=0.7),
 )
 PREFILL_CASES = (
     Case("one chunk, nothing cached", ((0, 37),), kv_heads=1),
@@ -61,15 +63,6 @@ PREFILL_CASES = (
     Case("a window over whole tiles", ((250, 140),), kv_heads=1, group=1, window=290),
     Case("sinks and a window", ((5, 9), (0, 3)), kv_heads=1, window=4, has_sinks=True),
     Case("long heads", ((3, 34),), kv_heads=1, group=1, head_dim=256),
-)
-
-
-# What the compiled library does not compute.
-BENT_DECODE_CASES = (
-    Case("bent", ((70, 1), (3, 1)), num_splits=2, cap=0.7),
-    Case("bent, window and sinks", ((70, 1), (3, 1)), window=20, has_sinks=True, cap=0.7),
-)
-BENT_PREFILL_CASES = (
     Case("bent", ((5, 9), (0, 3)), kv_heads=1, cap=0.7),
     Case("bent, a window", ((70, 40),), kv_heads=1, window=50, cap=0.7),
 )

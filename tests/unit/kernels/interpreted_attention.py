@@ -18,7 +18,7 @@ DTYPES = [torch.float32, torch.float16]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", cases.DECODE_CASES + cases.BENT_DECODE_CASES, ids=str)
+@pytest.mark.parametrize("case", cases.DECODE_CASES, ids=str)
 def test_decode(case: cases.Case, dtype: torch.dtype) -> None:
     cases.check_decode(case, dtype, "cpu")
 
@@ -29,7 +29,7 @@ def test_contexts_cut_by_their_own_length() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", cases.PREFILL_CASES + cases.BENT_PREFILL_CASES, ids=str)
+@pytest.mark.parametrize("case", cases.PREFILL_CASES, ids=str)
 def test_prefill(case: cases.Case, dtype: torch.dtype) -> None:
     cases.check_prefill(case, dtype, "cpu")
 

@@ -29,7 +29,7 @@ def test_step_writes_then_attends(chunks: tuple[tuple[int, int], ...], num_decod
 @pytest.mark.parametrize(
     ("chunks", "num_decode"), [(MIXED, 3), (MIXED[:3], 3), (MIXED[3:], 0)], ids=str
 )
-def test_bent_scores_are_left_to_the_twins(
+def test_a_step_whose_scores_are_bent(
     chunks: tuple[tuple[int, int], ...], num_decode: int, window: int
 ) -> None:
     case = Case("mixed", chunks, block_size=8, head_dim=64, window=window, cap=0.7)

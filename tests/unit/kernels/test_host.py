@@ -82,6 +82,7 @@ def test_decode_attention(case: Case, dtype: torch.dtype) -> None:
         scale=scale,
         window=case.window,
         sinks=inputs.sinks,
+        cap=inputs.cap,
     )
     assert_close(out, inputs, scale, dtype, case.window)
 
@@ -106,6 +107,7 @@ def attend_prompts(inputs: Inputs, scale: float, window: int) -> torch.Tensor:
         scale=scale,
         window=window,
         sinks=inputs.sinks,
+        cap=inputs.cap,
     )
 
 

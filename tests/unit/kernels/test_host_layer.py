@@ -86,6 +86,7 @@ class Heads:
     has_sinks: bool = False
     has_norm: bool = False
     has_bias: bool = False
+    cap: float = 0.0
 
 
 def rows_of(lens: list[int], chunk: int = 1) -> RaggedBatch:
@@ -139,7 +140,7 @@ def both_ways(heads: Heads, lens: list[int], dtype: torch.dtype) -> Both:
     return Both(
         made_linear(width, HIDDEN, dtype, has_bias=heads.has_bias),
         made_linear(HIDDEN, num_heads * dim, dtype, has_bias=heads.has_bias),
-        HeadSpec(dim**-0.5, heads.window, sinks, norm),
+        HeadSpec(dim**-0.5, heads.window, sinks, norm, cap=heads.cap),
         RopeRows(cos, sin),
         torch.randn(len(lens), HIDDEN).to(dtype),
         (HostAttention(batch, one), HostAttention(batch, other)),
@@ -158,6 +159,7 @@ def seeded() -> torch.Generator:
     [
         Heads(),
         Heads(group=5, has_bias=True),
+        Heads(cap=0.7),
         Heads(head_dim=128, window=30, has_norm=True),
         Heads(kv_heads=1, group=4, head_dim=32, has_sinks=True),
     ],

@@ -5,8 +5,6 @@ import torch
 
 from kvmesh.kernels import attention_reference, reference
 from tests.unit.kernels.attention_cases import (
-    BENT_DECODE_CASES,
-    BENT_PREFILL_CASES,
     DECODE_CASES,
     LAYER,
     PREFILL_CASES,
@@ -69,7 +67,7 @@ def test_write_kv_touches_its_slots_and_no_others() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", DECODE_CASES + BENT_DECODE_CASES, ids=str)
+@pytest.mark.parametrize("case", DECODE_CASES, ids=str)
 def test_decode_attention(case: Case, dtype: torch.dtype) -> None:
     inputs, scale = make_inputs(case, dtype, "cpu"), case.head_dim**-0.5
     plan = attention_reference.plan_decode(inputs.tables, inputs.lens, inputs.kv, case.window)
@@ -80,7 +78,7 @@ def test_decode_attention(case: Case, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", PREFILL_CASES + BENT_PREFILL_CASES, ids=str)
+@pytest.mark.parametrize("case", PREFILL_CASES, ids=str)
 def test_prefill_attention(case: Case, dtype: torch.dtype) -> None:
     inputs, scale = make_inputs(case, dtype, "cpu"), case.head_dim**-0.5
     parts = []
