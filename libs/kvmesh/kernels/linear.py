@@ -59,11 +59,23 @@ def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     if weight.device.type != "cpu" or not can_pack(weight.dtype):
         return Linear(weight, bias, packed=False)
     plain = weight.contiguous()
-    packed = torch.ops.mkldnn._reorder_linear_weight(plain, _TYPICAL_ROWS)
+    packed = _packed(plain)
     address, size = _memory_of(packed)
     if size:
         huge_memory.gather(address, size)
     return Linear(packed, bias, packed=True, panels=_address_of_panels(address, size, plain))
+
+
+def _packed(plain: Tensor) -> Tensor:
+    threads = torch.get_num_threads()
+    # Where threads outnumber panels oneDNN makes these narrower, which `host.cpp` does not read.
+    fewer = max(1, min(threads, len(plain) // host.PANEL))
+    torch.set_num_threads(fewer)
+    try:
+        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(plain, _TYPICAL_ROWS)
+    finally:
+        torch.set_num_threads(threads)
+    return packed
 
 
 def _memory_of(packed: Tensor) -> tuple[int, int]:

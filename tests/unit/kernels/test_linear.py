@@ -42,6 +42,25 @@ def test_a_few_rows_give_what_each_gives_alone(inputs: int, dtype: torch.dtype) 
         assert torch.equal(product(x[:rows]), torch.cat(alone[:rows]))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_panels_do_not_depend_on_the_threads(dtype: torch.dtype) -> None:
+    weight = torch.randn(128, 96).to(dtype)
+    x, before = torch.randn(40, 96).to(dtype), torch.get_num_threads()
+    made = []
+    try:
+        for threads in (1, 24):
+            torch.set_num_threads(threads)
+            product = make_linear(weight)
+            assert torch.get_num_threads() == threads
+            made.append((bool(product.panels), product(x), product(x[:1])))
+    finally:
+        torch.set_num_threads(before)
+    (one, *by_one), (many, *by_many) = made
+    assert one == many
+    for out, other in zip(by_one, by_many, strict=True):
+        torch.testing.assert_close(out, other)
+
+
 def test_a_packed_weight_is_a_copy() -> None:
     weight, x = torch.ones(32, 16), torch.ones(2, 16)
     product = make_linear(weight)
