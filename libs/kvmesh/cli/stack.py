@@ -294,10 +294,5 @@ def engine_threads(cores: int, num_engines: int) -> int:
 
 
 def engine_environment(num_threads: int) -> dict[str, str]:
-    """Variables that keep OpenMP threads from spinning while they wait."""
-    return {
-        "OMP_NUM_THREADS": str(num_threads),
-        "GOMP_SPINCOUNT": "0",
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "PYTHONUNBUFFERED": "1",
-    }
+    """Variables of all processes; how an engine's threads wait is the worker's own affair."""
+    return {"OMP_NUM_THREADS": str(num_threads), "PYTHONUNBUFFERED": "1"}

@@ -288,6 +288,12 @@ def environment(name: str, default: str = "") -> str:
     return os.environ.get(name, default)
 
 
+def default_environment(values: Mapping[str, str]) -> None:
+    """Sets variables that nobody has set, for a library that reads them when it is loaded."""
+    for name, value in values.items():
+        os.environ.setdefault(name, value)
+
+
 def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
     """This process's environment with additions, for a child process."""
     return {**os.environ, **extra}

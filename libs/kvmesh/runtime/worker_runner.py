@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+from kvmesh.core.config import default_environment
 from kvmesh.core.errors import ConfigError
 from kvmesh.engine.fake import FakeDevice, FakeRunner
 from kvmesh.engine.protocol import ModelRunner
@@ -15,6 +16,10 @@ from kvmesh.engine.step_times import load_step_times
 from kvmesh.engine.warm_up import warm_up
 from kvmesh.runtime.worker_config import EngineSection
 from kvmesh.runtime.worker_static import static_batch_of
+
+WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
+"""How threads of OpenMP wait for each other: asleep. It reads this when torch is loaded. By itself
+it looks for the others for milliseconds, and has the core meanwhile that one of them may need."""
 
 
 def load_runner(config: EngineSection) -> ModelRunner:
@@ -31,6 +36,7 @@ def load_runner(config: EngineSection) -> ModelRunner:
         raise ConfigError(f"engine.kind must be torch or fake, got {config.kind!r}")
     if not config.model:
         raise ConfigError("engine.model is empty: name a checkpoint folder with --engine.model")
+    default_environment(WAITING)
     # Only a worker with the real engine pays for importing torch.
     from kvmesh.engine.runner import TorchRunner  # noqa: PLC0415
 

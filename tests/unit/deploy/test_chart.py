@@ -17,10 +17,7 @@ from tests.unit.deploy.metric_names import known_metrics
 from tests.unit.packaging.compose_file import CONFIGS, ROOT
 
 KUBERNETES = ("1.31", "1.37")
-FOREIGN_VARIABLES = {
-    *("POD_NAME", "POD_IP", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"),
-    "GRPC_VERBOSITY",
-}
+FOREIGN_VARIABLES = {"POD_NAME", "POD_IP", "OMP_NUM_THREADS", "GRPC_VERBOSITY"}
 AUTOSCALED: dict[str, Any] = {
     name: {"autoscaling": {"enabled": True}} for name in ("gateway", "prefill", "decode")
 }
