@@ -120,6 +120,7 @@ def _chosen(logits: Tensor, chunks: list[SequenceChunk]) -> list[SampledToken]:
     return [SampledToken(0)] * len(chunks)
 
 
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", list(CONFIGS))
 def test_steps(name: str) -> None:
     config = parse_model_config(CONFIGS[name], {}, origin=name)

@@ -110,6 +110,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "hidden_act": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": 256,
     },
+    # Layers of E4B's sizes; the last two read keys and values of the first two.
+    "gemma4_text": COMMON
+    | {
+        "model_type": "gemma4_text",
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 512,
+        "hidden_act": "gelu_pytorch_tanh",
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 32_000,
+        "final_logit_softcapping": 30.0,
+    },
     "gpt_oss": COMMON
     | {
         "model_type": "gpt_oss",
@@ -159,6 +176,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "mamba_d_state": 128,
         "num_local_experts": 0,
         "shared_intermediate_size": 2816,
+    },
+    "nemotron_h": COMMON
+    | {
+        "model_type": "nemotron_h",
+        "hidden_act": None,
+        "hybrid_override_pattern": "ME*-",
+        "mamba_num_heads": 32,
+        "mamba_head_dim": 64,
+        "n_groups": 8,
+        "ssm_state_size": 128,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 512,
+        "moe_shared_expert_intermediate_size": 1024,
     },
     "lfm2": COMMON
     | {"model_type": "lfm2", "head_dim": 64, "layer_types": ["conv", "full_attention"]},

@@ -25,7 +25,7 @@ from kvmesh.engine.models.mamba_fields import only_free_durations
 from kvmesh.engine.plain_mlp import PlainMlp, load_plain_mlp
 from kvmesh.engine.weights import LayerWeights
 from kvmesh.kernels import layer_ops, reference
-from kvmesh.kernels.linear import Linear, make_linear
+from kvmesh.kernels.linear import Linear
 
 _BY_LETTER = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
 
@@ -197,23 +197,20 @@ def _load_experts(weights: LayerWeights, config: ModelConfig, moe: MoeConfig) ->
 
 
 def _load_chosen(weights: LayerWeights, moe: MoeConfig, width: int) -> list[GatedMlp]:
-    """Experts without a gate, one by one or as the two tensors that some files stack them in."""
-    number, size = moe.num_experts, moe.intermediate_size
-    if weights.has("mlp.experts.up_proj"):
-        up = weights.tensor("mlp.experts.up_proj", (number, size, width))
-        down = weights.tensor("mlp.experts.down_proj", (number, width, size))
-        pairs = [
-            (make_linear(inner), make_linear(outer)) for inner, outer in zip(up, down, strict=True)
-        ]
-    else:
-        pairs = [
-            (
-                weights.linear(f"mlp.experts.{expert}.up_proj.weight", size, width),
-                weights.linear(f"mlp.experts.{expert}.down_proj.weight", width, size),
-            )
-            for expert in range(number)
-        ]
-    return [GatedMlp(inner, outer, reference.squared_relu) for inner, outer in pairs]
+    """Experts without a gate.
+
+    Args:
+        width: of what they read and give.
+    """
+    size = moe.intermediate_size
+    return [
+        GatedMlp(
+            weights.linear(f"mlp.experts.{expert}.up_proj.weight", size, width),
+            weights.linear(f"mlp.experts.{expert}.down_proj.weight", width, size),
+            reference.squared_relu,
+        )
+        for expert in range(moe.num_experts)
+    ]
 
 
 FAMILY = Family(
