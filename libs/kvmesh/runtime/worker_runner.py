@@ -1,6 +1,7 @@
 """A worker's engine, as its config says: a checkpoint that torch runs, or the fake.
 
-Tests: tests/unit/runtime/test_worker_static.py, tests/unit/engine/test_step_times.py.
+Tests: tests/unit/runtime/test_worker_runner.py, tests/unit/runtime/test_worker_static.py,
+tests/unit/engine/test_step_times.py.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from kvmesh.core.config import default_environment
+from kvmesh.core.cores import usable_cores
 from kvmesh.core.errors import ConfigError
 from kvmesh.engine.fake import FakeDevice, FakeRunner
 from kvmesh.engine.protocol import ModelRunner
@@ -16,6 +18,9 @@ from kvmesh.engine.step_times import load_step_times
 from kvmesh.engine.warm_up import warm_up
 from kvmesh.runtime.worker_config import EngineSection
 from kvmesh.runtime.worker_static import static_batch_of
+from kvmesh.telemetry.logs import event_logger
+
+log = event_logger(__name__)
 
 WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
 """How threads of OpenMP wait for each other: asleep. It reads this when torch is loaded. By itself
@@ -36,6 +41,8 @@ def load_runner(config: EngineSection) -> ModelRunner:
         raise ConfigError(f"engine.kind must be torch or fake, got {config.kind!r}")
     if not config.model:
         raise ConfigError("engine.model is empty: name a checkpoint folder with --engine.model")
+    if config.num_threads > (cores := usable_cores()):
+        log.warning("more_threads_than_cores", threads=config.num_threads, cores=cores)
     default_environment(WAITING)
     # Only a worker with the real engine pays for importing torch.
     from kvmesh.engine.runner import TorchRunner  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""How an engine's threads wait, in processes of their own: OpenMP is told when it is loaded."""
+"""An engine's threads: how many, and how they wait, of which OpenMP is told when it is loaded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from kvmesh.runtime.worker_runner import WAITING
+from kvmesh.core.errors import CheckpointError
+from kvmesh.runtime import worker_runner
+from kvmesh.runtime.worker_config import EngineSection
+from kvmesh.runtime.worker_runner import WAITING, load_runner
 from tests.unit.engine.tiny_checkpoint import write_checkpoint
 
 _LOAD = """
@@ -37,3 +40,17 @@ def test_threads_wait_asleep_unless_the_environment_says_otherwise(
     )
     assert done.returncode == 0, done.stderr
     assert f"GOMP_SPINCOUNT = '{spins}'" in done.stderr
+
+
+@pytest.mark.parametrize(("threads", "warnings"), [(2, 0), (3, 1)])
+def test_more_threads_than_cores_are_told(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    threads: int,
+    warnings: int,
+) -> None:
+    monkeypatch.setattr(worker_runner, "usable_cores", lambda: 2)
+    with caplog.at_level("WARNING"), pytest.raises(CheckpointError):
+        load_runner(EngineSection(model=str(tmp_path), num_threads=threads))
+    assert caplog.text.count("more_threads_than_cores") == warnings
