@@ -23,7 +23,8 @@ from kvmesh.kernels.attention_parts import (
     slots_of,
     weights_of,
 )
-from kvmesh.kernels.attention_sizes import DECODE_TILE, NO_WINDOW, tile_of
+from kvmesh.kernels.attention_sizes import DECODE_TILE, NO_WINDOW, stages_of, tile_of
+from kvmesh.kernels.device_limits import shared_memory_bytes
 
 
 @triton.jit(do_not_specialize=["stride_table"])
@@ -185,6 +186,7 @@ def _decode_parts(
     num_sequences, num_heads, head_dim = q.shape
     pool = kv[:, layer]
     kv_heads = kv.shape[4]
+    shared_bytes = shared_memory_bytes(kv.device) if kv.is_cuda else 0
     # Whole tiles, so that no part ends within one and the launch is specialised once.
     split_len = triton.cdiv(triton.cdiv(max_context_len, num_splits), DECODE_TILE) * DECODE_TILE
     lse = torch.empty((num_sequences, num_heads, num_splits), dtype=torch.float32, device=q.device)
@@ -217,5 +219,6 @@ def _decode_parts(
         UPCAST=not kv.is_cuda,
         HAS_CAP=cap > 0,
         num_warps=4,
+        num_stages=stages_of(head_dim, kv.element_size(), shared_bytes),
     )
     return parts, lse

@@ -35,6 +35,21 @@ def tile_of(head_dim: int, element_size: int) -> int:
     return max(_LEAST_TILE, min(DECODE_TILE, DECODE_TILE * _TILE_ROW_BYTES // needed))
 
 
+# Loops whose loads need a block table first: with three stages one tile is on its way while
+# another is computed, with five two are. Read off what the compiler makes of them.
+_STAGES, _MORE_STAGES = 3, 5
+
+
+def stages_of(head_dim: int, element_size: int, shared_bytes: int) -> int:
+    """Stages of a loop over tiles of positions: more where another tile fits beside.
+
+    Args:
+        shared_bytes: that a program may have.
+    """
+    is_short = head_dim <= 128 and element_size < torch.float32.itemsize
+    return _MORE_STAGES if is_short and shared_bytes >= _LARGE_TILES_BYTES else _STAGES
+
+
 @dataclass(frozen=True, slots=True)
 class PromptTiles:
     """What one program of a prompt's attention takes at once."""

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvmesh.kernels.attention_parts import LOG2_E, slots_of, weights_of
-from kvmesh.kernels.attention_sizes import NO_WINDOW, prompt_tiles_of
+from kvmesh.kernels.attention_sizes import NO_WINDOW, prompt_tiles_of, stages_of
 from kvmesh.kernels.device_limits import MOST_SHARED_BYTES, shared_memory_bytes
 
 # Prompts follow the decode rows of a step, as many as there are: aligned or not, one kernel is
@@ -305,5 +305,6 @@ def paged_prefill_attention(
         # Products of fp32 take ptxas so long that they are compiled once.
         HAS_WHOLE=kv.element_size() < torch.float32.itemsize or not kv.is_cuda,
         num_warps=tiles.warps,
+        num_stages=stages_of(head_dim, kv.element_size(), shared_bytes),
     )
     return out
