@@ -30,12 +30,12 @@ COMPILED = {
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_numbers_in_the_interpreter(tmp_path: Path) -> None:
     assert run_apart(INTERPRETED, tmp_path, interpret=True) == sum(INTERPRETED.values())
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_compilation_without_a_device(tmp_path: Path) -> None:
     assert run_apart(COMPILED, tmp_path, interpret=False) == sum(COMPILED.values())
