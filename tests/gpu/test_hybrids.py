@@ -1,4 +1,4 @@
-"""Hybrids on a device against transformers on the host, and blocks in host memory."""
+"""Hybrids and experts on a device against transformers on the host, and blocks in host memory."""
 
 from __future__ import annotations
 
@@ -20,9 +20,19 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(
-    "name", ["qwen3-next", "qwen3.5", "kimi-linear", "bailing-hybrid", "minimax", "deepseek-v3"]
-)
+NAMES = [
+    "qwen3-next",
+    "qwen3.5",
+    "kimi-linear",
+    "bailing-hybrid",
+    "minimax",
+    "granite4",
+    "deepseek-v3",
+    "gpt-oss",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_tokens_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     checkpoint = Checkpoint(name, tmp_path)
     runner = TorchRunner.load(
