@@ -323,7 +323,7 @@ void decode(const Decode& call, const T* q, int64_t q_stride, const T* kv, T* ou
 }
 
 inline bool has_decode(int64_t dim) {
-  return dim == 16 || dim == 32 || dim == 64 || dim == 128 || dim == 256;
+  return dim == 16 || dim == 32 || dim == 64 || dim == 128 || dim == 256 || dim == 512;
 }
 
 template <typename T, typename Before>
@@ -334,7 +334,8 @@ void decode_rows(const Decode& call, int64_t dim, const T* q, int64_t q_stride, 
     case 32: decode<T, 2>(call, q, q_stride, kv, out, parts, before); break;
     case 64: decode<T, 4>(call, q, q_stride, kv, out, parts, before); break;
     case 128: decode<T, 8>(call, q, q_stride, kv, out, parts, before); break;
-    default: decode<T, 16>(call, q, q_stride, kv, out, parts, before);
+    case 256: decode<T, 16>(call, q, q_stride, kv, out, parts, before); break;
+    default: decode<T, 32>(call, q, q_stride, kv, out, parts, before);
   }
 }
 

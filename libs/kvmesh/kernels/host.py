@@ -18,7 +18,7 @@ from kvmesh.kernels.host_library import load_host_library
 
 _NAMES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _VECTOR = 16
-_HEAD_DIMS = frozenset({16, 32, 64, 128, 256})
+_HEAD_DIMS = frozenset({16, 32, 64, 128, 256, 512})
 
 _P, _I, _F, _THREADS = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _POOL = (_I, _I, _I, _I)

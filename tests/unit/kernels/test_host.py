@@ -61,7 +61,7 @@ def test_rope_and_write(has_norm: bool, dtype: torch.dtype) -> None:
 
 HEAD_DIM_CASES = tuple(
     Case(f"head size {head_dim}, group of {group}", ((40, 1), (2, 1)), 2, group, head_dim)
-    for head_dim, group in ((16, 1), (32, 7), (64, 3), (128, 4), (256, 2))
+    for head_dim, group in ((16, 1), (32, 7), (64, 3), (128, 4), (256, 2), (512, 8))
 )
 
 
