@@ -135,7 +135,6 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device
     one = tl.arange(0, CHUNK)
     row, valid = rows_of(chunk * CHUNK + one, num_positions, num_heads, head)
     keys, key_mask = places_of(row, valid, key, KEY_DIM)
-    q = tl.load(q_ptr + keys, mask=key_mask, other=0.0)
     k = tl.load(k_ptr + keys, mask=key_mask, other=0.0)
     # Positions past the end keep the state: they forget nothing and take no share.
     beta = tl.load(beta_ptr + row, mask=valid, other=0.0)
@@ -145,6 +144,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device
         grown = tl.exp(tl.cumsum(decay, 0))
         last = tl.sum(decay, 0)
         tl.store(kept_ptr + place * KEY_DIM + key, tl.exp(last), mask=key < KEY_DIM)
+        q = tl.load(q_ptr + keys, mask=key_mask, other=0.0)
         products, reads, after = _channel_products(q, k, decay, CHUNK)
         tl.store(late_k_ptr + keys, k * tl.exp(after), mask=key_mask)
     else:
@@ -154,6 +154,8 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a device
         gaps, left = decays_between(decay, CHUNK)
         tl.store(late_k_ptr + keys, k * left, mask=key_mask)
         products = tl.dot(k, tl.trans(k), input_precision="tf32x3") * gaps
+        # Not before: there are no registers for it.
+        q = tl.load(q_ptr + keys, mask=key_mask, other=0.0)
         reads = tl.dot(q, tl.trans(k), input_precision="tf32x3") * gaps
     tl.store(late_q_ptr + keys, q * grown, mask=key_mask)
     reads = tl.where(one[:, None] >= one[None, :], reads, 0.0)
