@@ -7,6 +7,7 @@ handed to another process. Tests: tests/unit/engine/test_kv_cache.py.
 from __future__ import annotations
 
 import os
+import weakref
 from typing import Protocol
 
 import torch
@@ -75,6 +76,8 @@ class HostKvPool(PoolTensor):
         self._block_bytes = layout.block_bytes
         size = (num_blocks + SPARE_BLOCKS) * layout.block_bytes
         self.fd, memory = create_shared("kvmesh-kv", size)
+        # A pool that is forgotten instead of closed keeps no descriptor either.
+        self._close_fd = weakref.finalize(self, os.close, self.fd)
         self._bytes: memoryview | None = memoryview(memory)
         flat = torch.frombuffer(memory, dtype=TORCH_DTYPES[layout.dtype])
         super().__init__(layout, num_blocks, flat)
@@ -102,7 +105,7 @@ class HostKvPool(PoolTensor):
             return
         self._bytes = None
         self._tensor = None
-        os.close(self.fd)
+        self._close_fd()
 
 
 def allocate_pool(layout: KvLayout, num_blocks: int, device: str) -> KvPool:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import mmap
 import os
 
@@ -59,6 +60,15 @@ def test_close_is_repeatable_and_leaves_views_alone() -> None:
     assert bytes(view) == before
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(pool.fd)
+
+
+def test_a_pool_that_is_forgotten_keeps_no_descriptor() -> None:
+    pool = HostKvPool(layout(), 3)
+    place = f"/proc/self/fd/{pool.fd}"
+    assert "kvmesh-kv" in os.readlink(place)
+    del pool
+    gc.collect()
+    assert not os.path.lexists(place) or "kvmesh-kv" not in os.readlink(place)
 
 
 @pytest.mark.parametrize(("first", "count"), [(-1, 1), (1, 2), (2, 1)])
