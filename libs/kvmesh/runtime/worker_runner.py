@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from kvmesh.core.config import default_environment
+from kvmesh.core.config import default_environment, environment
 from kvmesh.core.cores import usable_cores
 from kvmesh.core.errors import ConfigError
 from kvmesh.engine.fake import FakeDevice, FakeRunner
@@ -22,9 +22,10 @@ from kvmesh.telemetry.logs import event_logger
 
 log = event_logger(__name__)
 
-WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
-"""How threads of OpenMP wait for each other: asleep. It reads this when torch is loaded. By itself
-it looks for the others for milliseconds, and has the core meanwhile that one of them may need."""
+_LOOKS = "300"
+"""How often a thread of OpenMP looks for the others before it sleeps, for some 10 us in all; read
+when torch is loaded. Whoever sleeps at once is woken a hundred times a step; OpenMP's own 300000
+looks take the core from those that are waited for, where they share it."""
 
 
 def load_runner(config: EngineSection) -> ModelRunner:
@@ -43,7 +44,8 @@ def load_runner(config: EngineSection) -> ModelRunner:
         raise ConfigError("engine.model is empty: name a checkpoint folder with --engine.model")
     if config.num_threads > (cores := usable_cores()):
         log.warning("more_threads_than_cores", threads=config.num_threads, cores=cores)
-    default_environment(WAITING)
+    if not environment("OMP_WAIT_POLICY"):
+        default_environment({"GOMP_SPINCOUNT": _LOOKS})
     # Only a worker with the real engine pays for importing torch.
     from kvmesh.engine.runner import TorchRunner  # noqa: PLC0415
 

@@ -12,9 +12,10 @@ import pytest
 from kvmesh.core.errors import CheckpointError
 from kvmesh.runtime import worker_runner
 from kvmesh.runtime.worker_config import EngineSection
-from kvmesh.runtime.worker_runner import WAITING, load_runner
+from kvmesh.runtime.worker_runner import load_runner
 from tests.unit.engine.tiny_checkpoint import write_checkpoint
 
+_WAITING = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}
 _LOAD = """
 import sys
 import kvmesh.runtime.worker
@@ -26,11 +27,15 @@ load_runner(EngineSection(model=sys.argv[1], num_blocks=8)).close()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="torch has another OpenMP elsewhere")
-@pytest.mark.parametrize(("given", "spins"), [({}, "0"), ({"GOMP_SPINCOUNT": "500"}, "500")])
-def test_threads_wait_asleep_unless_the_environment_says_otherwise(
-    tmp_path: Path, given: dict[str, str], spins: str
+@pytest.mark.parametrize(
+    ("given", "looks"),
+    [({}, "300"), ({"GOMP_SPINCOUNT": "500"}, "500"), ({"OMP_WAIT_POLICY": "PASSIVE"}, "0")],
+    ids=str,
+)
+def test_threads_look_briefly_unless_the_environment_says_otherwise(
+    tmp_path: Path, given: dict[str, str], looks: str
 ) -> None:
-    rest = {name: value for name, value in os.environ.items() if name not in WAITING}
+    rest = {name: value for name, value in os.environ.items() if name not in _WAITING}
     done = subprocess.run(
         [sys.executable, "-c", _LOAD, str(write_checkpoint(tmp_path))],
         env=rest | given | {"OMP_DISPLAY_ENV": "VERBOSE"},
@@ -39,7 +44,7 @@ def test_threads_wait_asleep_unless_the_environment_says_otherwise(
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert f"GOMP_SPINCOUNT = '{spins}'" in done.stderr
+    assert f"GOMP_SPINCOUNT = '{looks}'" in done.stderr
 
 
 @pytest.mark.parametrize(("threads", "warnings"), [(2, 0), (3, 1)])
