@@ -61,7 +61,8 @@ async def test_a_receiver_without_a_descriptor_takes_the_connection_later(
             with no_descriptor_left():
                 with contextlib.suppress(BlockingIOError):
                     client.connect((endpoint.host, endpoint.port))
-                await until(lambda: caplog.messages == ["data_accept_failed"])
+                # Said again at every try, of which there are several where cores are busy.
+                await until(lambda: "data_accept_failed" in caplog.messages)
             assert len(pair.server._serving) == 1
             await pair.pool.put(pair.reservation, whole(2, 1))
             assert pair.target.content(1, 2) == pair.source.read_view(1, 2)
