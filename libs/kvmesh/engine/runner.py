@@ -190,12 +190,11 @@ class TorchRunner:
         num_sampled = len(batch.sample_rows)
         all_rows = rows == list(range(len(batch.token_ids)))
         device = torch.device(self._device)
-        keep = sent(rows, torch.int64, device)
         x, delta = model.forward(
             sent(batch.token_ids, torch.int64, device),
             sent(batch.positions, torch.int64, device),
             self._memory_of(batch, remote),
-            None if all_rows else keep,
+            None if all_rows else sent(rows, torch.int64, device),
             self._after_layer(chunks),
         )
         self._pool.computed()

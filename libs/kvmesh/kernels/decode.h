@@ -276,6 +276,11 @@ struct Parts {
         memory(splits > 1 ? scratch<float, Use::kSoftmax>(sequences * shares * splits * size)
                           : nullptr) {}
 
+  // Those of a share.
+  KvHeads heads(int64_t share, int64_t kv_heads) const {
+    return {share * kv_heads / shares, (share + 1) * kv_heads / shares};
+  }
+
  private:
   static int64_t each(int64_t sequences, int threads) {
     return sequences >= threads ? 1 : (threads - 1) / sequences + 1;
@@ -298,7 +303,7 @@ void decode(const Decode& call, const T* q, int64_t q_stride, const T* kv, T* ou
 #pragma omp for schedule(dynamic)
   for (int64_t item = 0; item < call.sequences * shares * splits; ++item) {
     const int64_t sequence = item / (shares * splits), share = item / splits % shares;
-    const KvHeads own{share * kv_heads / shares, (share + 1) * kv_heads / shares};
+    const KvHeads own = parts.heads(share, kv_heads);
     const int64_t len = call.lens[sequence];
     const int64_t begin = call.window > 0 && len > call.window ? len - call.window : 0;
     const int64_t each = (len - begin + splits - 1) / splits, first = begin + item % splits * each;
@@ -316,7 +321,7 @@ void decode(const Decode& call, const T* q, int64_t q_stride, const T* kv, T* ou
 #pragma omp for schedule(static)
   for (int64_t item = 0; item < call.sequences * shares; ++item) {
     const int64_t share = item % shares;
-    const KvHeads own{share * kv_heads / shares, (share + 1) * kv_heads / shares};
+    const KvHeads own = parts.heads(share, kv_heads);
     join_parts<T, V>(call, parts.memory + item * splits * parts.size, own, splits, parts.size,
                      out + item / shares * width);
   }

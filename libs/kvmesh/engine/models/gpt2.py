@@ -60,18 +60,21 @@ def _load_layer(weights: LayerWeights, config: ModelConfig) -> SerialLayer:
     return load_serial_layer(weights, config, attention, mlp)
 
 
+FIELD_NAMES = (
+    ("layer_norm_epsilon", "rms_norm_eps"),
+    ("n_embd", "hidden_size"),
+    ("n_head", "num_attention_heads"),
+    ("n_layer", "num_hidden_layers"),
+    ("n_positions", "max_position_embeddings"),
+)
+"""Of fields in config.json, GPT-J's too, and what they are called elsewhere."""
+
 FAMILY = Family(
     _configure,
     _load_layer,
     {"max_position_embeddings": 1024, "rms_norm_eps": 1e-5, "tie_word_embeddings": True},
     activations=("gelu_new", "gelu_pytorch_tanh"),
-    aliases=(
-        ("layer_norm_epsilon", "rms_norm_eps"),
-        ("n_embd", "hidden_size"),
-        ("n_head", "num_attention_heads"),
-        ("n_layer", "num_hidden_layers"),
-        ("n_positions", "max_position_embeddings"),
-    ),
+    aliases=FIELD_NAMES,
     weight_prefix="transformer",
     tensor_names=(
         (".layers.", ".h."),

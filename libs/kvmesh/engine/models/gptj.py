@@ -15,6 +15,7 @@ from kvmesh.engine.config import ModelConfig, RopeConfig
 from kvmesh.engine.json_fields import Fields
 from kvmesh.engine.layer_norms import ParallelLayer, load_layer_norm
 from kvmesh.engine.models.family import Family
+from kvmesh.engine.models.gpt2 import FIELD_NAMES
 from kvmesh.engine.plain_mlp import load_plain_mlp
 from kvmesh.engine.weights import LayerWeights
 
@@ -54,13 +55,7 @@ FAMILY = Family(
     _load_layer,
     {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rotary_dim": 64},
     activations=("gelu_new", "gelu_pytorch_tanh"),
-    aliases=(
-        ("layer_norm_epsilon", "rms_norm_eps"),
-        ("n_embd", "hidden_size"),
-        ("n_head", "num_attention_heads"),
-        ("n_layer", "num_hidden_layers"),
-        ("n_positions", "max_position_embeddings"),
-    ),
+    aliases=FIELD_NAMES,
     weight_prefix="transformer",
     tensor_names=(
         (".layers.", ".h."),
