@@ -22,16 +22,19 @@ class RpcNames:
 
     Attributes:
         names: without their service.
+        services: full names of the services.
     """
 
     def __init__(self) -> None:
         self.names: set[str] = set()
+        self.services: set[str] = set()
 
     def add_generic_rpc_handlers(self, handlers: object) -> None:
         """What gRPC's generated code calls first; the names come with the other call."""
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, object]) -> None:
-        """Notes the rpcs of a service."""
+        """Notes a service and its rpcs."""
+        self.services.add(service)
         self.names.update(handlers)
 
 

@@ -21,12 +21,14 @@ import grpc
 import prometheus_client
 import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.reflection_pb2_grpc import add_ServerReflectionServicer_to_server
 
 from kvmesh.core.config import load_config, option
 from kvmesh.core.errors import ConfigError, KvMeshError
 from kvmesh.rpc.callers import RpcNames, check_callers
 from kvmesh.rpc.channels import TlsConfig, bind_server, make_server
 from kvmesh.rpc.direct import DirectListener
+from kvmesh.rpc.reflection import SERVICE_NAME, ReflectionServicer
 from kvmesh.runtime.admin import AdminConfig, AdminPort
 from kvmesh.runtime.admin_routes import add_common_routes
 from kvmesh.telemetry.config import TelemetryConfig
@@ -126,12 +128,14 @@ class ServiceContext:
         add(servicer, self.server)
         add(servicer, self._rpcs)
 
-    def check_callers(self) -> None:
-        """Once all servicers are there.
+    def complete_server(self) -> None:
+        """Once all servicers are there: lets reflection list them, and checks who may call what.
 
         Raises:
             ConfigError: a caller may call what none of them has.
         """
+        names = (*self._rpcs.services, health.SERVICE_NAME, SERVICE_NAME)
+        self.add_servicer(add_ServerReflectionServicer_to_server, ReflectionServicer(names))
         check_callers(self._callers, self._rpcs.names)
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
@@ -208,7 +212,7 @@ async def serving(
         stack.push_async_callback(context.close)  # if build fails
         await context.set_serving(False)
         await build(config, context)
-        context.check_callers()
+        context.complete_server()
         add_common_routes(context.admin, name, config, context.stop.set)
         stack.push_async_callback(context.admin.close)
         await context.admin.start()

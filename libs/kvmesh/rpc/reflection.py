@@ -1,0 +1,43 @@
+"""gRPC server reflection: tools such as grpcurl call a service without its protos.
+
+Tests: tests/integration/test_reflection.py, tests/integration/test_grpc_fuzz.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
+
+import grpc
+from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha.reflection_pb2 import (
+    ServerReflectionRequest,
+    ServerReflectionResponse,
+)
+
+from kvmesh.core.errors import ProtocolError
+from kvmesh.rpc.stream import incoming
+
+SERVICE_NAME = reflection.SERVICE_NAME
+
+
+class ReflectionServicer:
+    """gRPC's own reflection service, which answers a damaged question with INVALID_ARGUMENT.
+
+    Args:
+        service_names: full names of the services that it lists.
+    """
+
+    def __init__(self, service_names: Iterable[str]) -> None:
+        # Its stub says that the method is a coroutine; it is an async generator.
+        self._answers: Any = reflection.aio.ReflectionServicer(service_names)
+
+    async def ServerReflectionInfo(
+        self, questions: AsyncIterator[ServerReflectionRequest], context: Any
+    ) -> AsyncIterator[ServerReflectionResponse]:
+        """See grpc_reflection."""
+        try:
+            async for answer in self._answers.ServerReflectionInfo(incoming(questions), context):
+                yield answer
+        except ProtocolError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
