@@ -12,6 +12,7 @@ import socket
 import ssl
 import urllib.error
 import urllib.request
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,6 +20,8 @@ from kvmesh.cli.health import SERVING, check_health
 from kvmesh.core.types import Endpoint
 
 _TIMEOUT_S = 1.0
+_PORTS_TRIED = 100
+_LAST_PORT = 65_535
 
 # Local services are asked directly, whatever proxy the environment names.
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -110,16 +113,16 @@ def is_free(endpoint: Endpoint) -> bool:
         return True
 
 
-def port_after(port: int) -> int:
-    """The next port of this host, if it is free now; else 0, as after port 0."""
-    if not 0 < port < 65535:
-        return 0
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        try:
-            probe.bind(("127.0.0.1", port + 1))
-        except OSError:
-            return 0
-    return port + 1
+def next_free_port(host: str, port: int, besides: Collection[int] = ()) -> int:
+    """The first port from `port` on that is free now; 0 if there is none within a hundred.
+
+    Args:
+        besides: ports that are spoken for.
+    """
+    for candidate in range(port, min(port + _PORTS_TRIED, _LAST_PORT + 1)):
+        if candidate not in besides and is_free(Endpoint(host, candidate)):
+            return candidate
+    return 0
 
 
 def free_ports(host: str, num_ports: int) -> list[int]:

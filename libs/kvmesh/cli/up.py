@@ -25,7 +25,7 @@ from kvmesh.cli.flags import (
 from kvmesh.cli.launcher import FAILED, PORT_TAKEN, Launcher, LaunchSettings
 from kvmesh.cli.model_folder import embedded_models, read_model_folder
 from kvmesh.cli.preflight import problems
-from kvmesh.cli.probes import free_ports, port_after
+from kvmesh.cli.probes import free_ports
 from kvmesh.cli.processes import Supervisor
 from kvmesh.cli.ready_command import command_problems, command_words
 from kvmesh.cli.stack import (
@@ -36,6 +36,7 @@ from kvmesh.cli.stack import (
     engine_threads,
     plan_stack,
 )
+from kvmesh.cli.stack_ports import ApiPorts, api_ports
 from kvmesh.cli.stack_state import (
     CHECKOUT,
     DEFAULT_STATE,
@@ -79,9 +80,10 @@ def _parser() -> argparse.ArgumentParser:
     add_flag(parser, "--threshold", 512, text, kind=positive_int)
     add_flag(parser, "--host", "127.0.0.1", "address of the HTTP API")
     add_flag(parser, "--port", 8000, "port of the HTTP API; 0: a free one", kind=port_number)
-    text = "port of the gRPC API; 0: the one after --port, if it is free"
+    text = "port of the gRPC API; 0: the one after --port, or the next free one"
     add_flag(parser, "--grpc-port", 0, text, kind=port_number)
-    add_flag(parser, "--console-port", 0, "port of the console; 0: a free one", kind=port_number)
+    text = "port of the console; 0: the second after --port, or the next free one"
+    add_flag(parser, "--console-port", 0, text, kind=port_number)
     add_flag(parser, "--engine", "torch", "what computes", choices=("torch", "fake"))
     dtypes = ("auto", "float32", "float16", "bfloat16")
     add_flag(parser, "--dtype", "", "default: float32 for the embedded model", choices=dtypes)
@@ -111,7 +113,7 @@ def _default_model() -> Path:
     return found[0]
 
 
-def stack_options(arguments: argparse.Namespace, cores: int) -> StackOptions:
+def stack_options(arguments: argparse.Namespace, ports: ApiPorts, cores: int) -> StackOptions:
     """What to start, with all defaults filled in.
 
     Raises:
@@ -136,8 +138,8 @@ def stack_options(arguments: argparse.Namespace, cores: int) -> StackOptions:
         num_threads=engine_threads(cores, arguments.prefill + arguments.decode + arguments.remote),
         redis_url=arguments.redis_url,
         drain_s=_DRAIN_S,
-        console_port=arguments.console_port,
-        grpc_port=arguments.grpc_port or port_after(arguments.port),
+        console_port=ports.console,
+        grpc_port=ports.grpc,
         remote=RemoteOptions(arguments.remote, arguments.link_mbit, arguments.threshold)
         if arguments.remote
         else None,
@@ -189,7 +191,8 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     if arguments.run and arguments.restart:
         parser.error("--run and --restart exclude each other")
-    options = stack_options(arguments, usable_cores())
+    ports = api_ports(arguments.port, arguments.grpc_port, arguments.console_port)
+    options = stack_options(arguments, ports, usable_cores())
     state = Path(arguments.state_dir).resolve() if arguments.state_dir else DEFAULT_STATE
     paths = StackPaths(CHECKOUT, state, Path(sys.executable), find_redis_binary())
     if is_held(state):
@@ -200,6 +203,8 @@ def main(argv: Sequence[str]) -> int:
         print(f"kvmesh up: {problem}", file=sys.stderr)
     if found:
         return 1
+    for note in ports.notes:
+        print(f"kvmesh up: {note}", file=sys.stderr)
     if not options.max_model_len:
         fits = options.num_blocks * options.block_size
         longest = min(read_model_folder(options.model).max_model_len, fits)

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from kvmesh.cli.probes import Probe, accepts, free_ports, http_get, is_free, is_ready, port_after
+from kvmesh.cli.probes import Probe, accepts, free_ports, http_get, is_free, is_ready
 from kvmesh.core.types import Endpoint
 
 
@@ -64,15 +64,6 @@ def test_a_port_in_use_is_not_free() -> None:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
         assert not is_free(Endpoint("127.0.0.1", listening.getsockname()[1]))
-
-
-def test_the_port_after_one_is_taken_only_if_it_is_free() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
-        assert port_after(port - 1) == 0
-    assert port_after(port - 1) == port
-    assert port_after(0) == port_after(65535) == 0
 
 
 def test_free_ports_differ_and_are_free() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvmesh.cli.stack import RemoteOptions
+from kvmesh.cli.stack_ports import ApiPorts
 from kvmesh.cli.stack_state import CHECKOUT, hold_state
 from kvmesh.cli.up import main, stack_options
 from kvmesh.core.errors import ConfigError
@@ -25,32 +26,32 @@ DEFAULTS: dict[str, Any] = {
     "block_size": 16,
     "max_model_len": 0,
     "redis_url": "",
-    "console_port": 0,
-    "grpc_port": 0,
     "remote": 0,
     "link_mbit": 200,
     "threshold": 512,
 }
+PORTS = ApiPorts(8001, 8002)
 
 
 def test_the_embedded_model_runs_in_float32() -> None:
-    options = stack_options(argparse.Namespace(**DEFAULTS), cores=8)
+    options = stack_options(argparse.Namespace(**DEFAULTS), PORTS, cores=8)
     assert options.model.parent == CHECKOUT / "models"
     assert options.model_name == options.model.name
     assert options.dtype == "float32"
     assert options.num_threads == 4
+    assert (options.grpc_port, options.console_port) == (8001, 8002)
 
 
 def test_a_named_model_runs_in_its_own_dtype(tmp_path: Path) -> None:
     named = {**DEFAULTS, "model": str(tmp_path), "prefill": 3}
-    options = stack_options(argparse.Namespace(**named), cores=2)
+    options = stack_options(argparse.Namespace(**named), PORTS, cores=2)
     assert (options.model, options.model_name) == (tmp_path, tmp_path.name)
     assert options.dtype == "auto"
     assert options.num_threads == 1
 
 
 def test_engines_of_the_second_cluster_take_their_share_of_the_cores() -> None:
-    options = stack_options(argparse.Namespace(**{**DEFAULTS, "remote": 2}), cores=8)
+    options = stack_options(argparse.Namespace(**{**DEFAULTS, "remote": 2}), PORTS, cores=8)
     assert options.remote == RemoteOptions(2, 200, 512)
     assert (options.num_workers, options.num_threads) == (4, 2)
 
