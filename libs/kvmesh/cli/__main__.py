@@ -15,7 +15,6 @@ from kvmesh.core.interrupts import ended_when_interrupted
 with ended_when_interrupted():
     import difflib
     import importlib
-    import importlib.metadata
 
     from kvmesh.core.errors import KvMeshError
 
@@ -34,6 +33,9 @@ COMMANDS = {
     "plan": "search the routing threshold and the split of prefill and decode instances",
     "simulate": "replay a trace against the policies, with modelled engines and links",
 }
+
+OWN_PARSERS = ("up", "chat", "top")
+"""Commands with a module of their flags, `<name>_flags`: help and wrong usage load nothing else."""
 
 EXTRAS = {"plan": "sim", "simulate": "sim"}
 """Extra of the distribution that a command needs; `local` for all others."""
@@ -76,9 +78,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _version() -> str:
+    metadata = importlib.import_module("importlib.metadata")  # half of all that `--help` loads
     try:
-        return importlib.metadata.version("kvmesh")
-    except importlib.metadata.PackageNotFoundError:
+        return str(metadata.version("kvmesh"))
+    except metadata.PackageNotFoundError:
         return "of a checkout that is not installed"
 
 
@@ -91,7 +94,11 @@ def _advice(name: str) -> str:
 def _run(name: str, rest: Sequence[str]) -> int:
     try:
         with ended_when_interrupted():
+            if name in OWN_PARSERS:
+                importlib.import_module(f"kvmesh.cli.{name}_flags").parser().parse_args(rest)
             command = importlib.import_module(f"kvmesh.cli.{name}")
+        code: int = command.main(rest)
+        sys.stdout.flush()
     except ModuleNotFoundError as error:
         if (error.name or "kvmesh").split(".")[0] == "kvmesh":
             raise
@@ -102,9 +109,6 @@ def _run(name: str, rest: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return USAGE_ERROR
-    try:
-        code: int = command.main(rest)
-        sys.stdout.flush()
     except BrokenPipeError:
         # Who read it has left, as `head` does. What is left of it is for nobody, and the
         # interpreter would complain when it closes.

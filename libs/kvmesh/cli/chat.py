@@ -18,54 +18,16 @@ from typing import Any, TextIO
 import aiohttp
 
 from kvmesh.cli.chat_api import Answer, ChatApi, ChatError, Conversation
-from kvmesh.cli.flags import add_flag, add_switch, count, new_parser, not_negative
-from kvmesh.cli.https import add_ca_flag, trust
-from kvmesh.cli.stack_state import add_state_flag, add_url_flag, gateway_url
+from kvmesh.cli.chat_flags import LINE_COMMANDS, parser
+from kvmesh.cli.https import trust
+from kvmesh.cli.stack_state import gateway_url
 
 MAX_SILENCE_S = 120.0
-
-_HELP = """\
-/undo     take the last question and its answer back
-/reset    forget the conversation
-/system   set the system message: /system You answer in one sentence.
-/stats    tokens and times of the last answer
-/help     this
-/exit     leave (so does Ctrl-D); Ctrl-C stops an answer
-"""
-_EPILOG = f"""\
-On a terminal it asks for your lines until Ctrl-D; Ctrl-C stops an answer; what a model thinks
-before it answers is shown dimmed there, and only there. From a pipe it takes
-one question per line. With --prompt it asks once. Lines that begin with a slash are commands:
-
-{_HELP}
-examples:
-  kvmesh chat
-  kvmesh chat --prompt 'What does os.path.join do?' --temperature 0
-  kvmesh chat --url http://gateway:8000 --system 'Be brief.' < questions.txt
-
-exit code: 0; 1 if an answer failed (on a terminal: only if no server was found); 2 wrong usage;
-130 if Ctrl-C cut off the answer to --prompt
-"""
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = new_parser("kvmesh chat", "A conversation with the model, as it streams.", _EPILOG)
-    add_url_flag(parser)
-    add_ca_flag(parser)
-    add_state_flag(parser)
-    add_flag(parser, "--model", "", "name of the model; default: the first one served")
-    add_flag(parser, "--system", "", "system message", metavar="TEXT")
-    add_flag(parser, "--prompt", "", "ask this and leave", metavar="TEXT")
-    add_flag(parser, "--temperature", 0.7, "0 is greedy", kind=not_negative)
-    add_flag(parser, "--max-tokens", 512, "longest answer", kind=count)
-    add_flag(parser, "--api-key", "", "bearer key; better by environment than on the command line")
-    add_switch(parser, "--json", "print one JSON object per answer, when it is complete")
-    return parser
 
 
 def main(argv: Sequence[str]) -> int:
     """Talks until the input ends; exit code 1 if an answer failed."""
-    arguments = _parser().parse_args(argv)
+    arguments = parser().parse_args(argv)
     arguments.url = gateway_url(arguments)
     try:
         with asyncio.Runner() as runner:
@@ -178,7 +140,7 @@ class Chat:
             case "/stats":
                 return described(self._last)
             case "/help":
-                return _HELP.rstrip()
+                return LINE_COMMANDS.rstrip()
             case _:
                 return f"no command {name}; /help lists them"
 

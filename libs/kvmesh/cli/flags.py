@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -192,3 +193,11 @@ def _finite(raw: str) -> float:
     if not math.isfinite(value):
         raise argparse.ArgumentTypeError(f"{raw!r} is not a number")
     return value
+
+
+def command_words(raw: str) -> tuple[str, ...]:
+    """A command line as a shell cuts it; nothing of an empty one."""
+    try:
+        return tuple(shlex.split(raw))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{raw!r}: {error}") from error

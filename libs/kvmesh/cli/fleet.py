@@ -19,10 +19,10 @@ from kvmesh.cli.scheduler_access import (
     LiveFleet,
     NoAnswerError,
     SchedulerAccess,
-    add_scheduler_flags,
     live_fleet,
     scheduler_access,
 )
+from kvmesh.cli.scheduler_flags import add_scheduler_flags
 from kvmesh.cli.screen import terminal
 from kvmesh.core.config import OneLineParser
 from kvmesh.core.details import FleetWorker

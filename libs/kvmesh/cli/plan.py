@@ -21,7 +21,7 @@ from kvmesh.cli.flags import (
 )
 from kvmesh.policy.lengths import LengthDistribution
 from kvmesh.policy.prfaas import Hardware
-from kvmesh.sim.plan import make_plan, plan_record, plan_text, plot_plan
+from kvmesh.sim.plan import make_plan, plan_record, plan_text
 from kvmesh.sim.profile import Profile, gbps
 from kvmesh.sim.profile_file import load_profile, shipped_profiles
 from kvmesh.sim.trace import read_trace, uncached_lengths
@@ -40,6 +40,8 @@ def main(argv: Sequence[str]) -> int:
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(plan_record(plan), indent=2) + "\n")
     if arguments.plot:
+        from kvmesh.sim.plan_plot import plot_plan  # noqa: PLC0415 - matplotlib takes a second
+
         plot_plan(plan, Path(arguments.plot))
     return 0
 

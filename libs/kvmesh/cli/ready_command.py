@@ -5,11 +5,9 @@ Tests: tests/unit/cli/test_ready_command.py.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import os
-import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,14 +15,6 @@ from pathlib import Path
 
 from kvmesh.core.config import child_environment, environment
 from kvmesh.core.errors import ConfigError
-
-
-def command_words(raw: str) -> tuple[str, ...]:
-    """A command line as a shell cuts it; nothing of an empty one."""
-    try:
-        return tuple(shlex.split(raw))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{raw!r}: {error}") from error
 
 
 def search_path() -> str:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import grpc
 
-from kvmesh.cli.flags import add_flag, positive
-from kvmesh.cli.stack_state import add_state_flag, local_stack
+from kvmesh.cli.scheduler_flags import DEFAULT_TARGET
+from kvmesh.cli.stack_state import local_stack
 from kvmesh.core.details import FleetWorker
 from kvmesh.core.errors import KvMeshError
 from kvmesh.rpc.channels import TlsConfig, open_channel
@@ -24,7 +24,6 @@ from kvmesh.rpc.tls import client_context
 from kvmesh.v1.scheduler_service_pb2 import OrderWorkerRequest
 from kvmesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 
-DEFAULT_TARGET = "127.0.0.1:7001"
 FIRST_ANSWER_S = 10.0
 """A scheduler that is there answers sooner, whatever is waited for afterwards."""
 
@@ -40,22 +39,6 @@ class SchedulerAccess:
 
 class NoAnswerError(KvMeshError):
     """No scheduler answered, or what was waited for did not come."""
-
-
-def add_scheduler_flags(parser: argparse.ArgumentParser, timeout_s: float) -> None:
-    """Adds the flags that `scheduler_access` reads."""
-    add_flag(
-        parser,
-        "--scheduler",
-        "",
-        f"schedulers, comma-separated; default: those of `kvmesh up`, else {DEFAULT_TARGET}",
-        metavar="HOST:PORT",
-    )
-    add_state_flag(parser)
-    add_flag(parser, "--timeout", timeout_s, "seconds to wait", kind=positive)
-    add_flag(parser, "--tls-ca", "", "CA (PEM) of schedulers that use TLS")
-    add_flag(parser, "--tls-cert", "", "client certificate (PEM), where they ask for one")
-    add_flag(parser, "--tls-key", "", "private key (PEM) of the certificate")
 
 
 def scheduler_access(arguments: argparse.Namespace) -> SchedulerAccess:

@@ -27,7 +27,6 @@ from kvmesh.cli.flags import (
 )
 from kvmesh.core.errors import ConfigError
 from kvmesh.sim.fleet import parse_fleet
-from kvmesh.sim.plots import Series, png, write_html
 from kvmesh.sim.profile import Profile
 from kvmesh.sim.profile_file import load_profile, shipped_profiles
 from kvmesh.sim.report import summarize, summary_record, table
@@ -149,6 +148,10 @@ def _save(arguments: argparse.Namespace, runs: list[tuple[str, Result]]) -> None
     if arguments.json:
         record = {name: summary_record(result) for name, result in runs}
         Path(arguments.json).write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
+    if not arguments.png and not arguments.html:
+        return
+    from kvmesh.sim.plots import Series, png, write_html  # noqa: PLC0415 - matplotlib: a second
+
     series = [Series.of(name, result) for name, result in runs]
     if arguments.png:
         Path(arguments.png).write_bytes(png(series))

@@ -5,31 +5,31 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import ssl
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from kvmesh.cli.flags import add_flag, add_switch, new_parser, positive
 from kvmesh.cli.fleet import described, state_of
 from kvmesh.cli.https import trust
+from kvmesh.cli.probes import http_get
 from kvmesh.cli.scheduler_access import (
     LiveFleet,
     NoAnswerError,
-    add_scheduler_flags,
     live_fleet,
     scheduler_access,
 )
 from kvmesh.cli.screen import terminal
-from kvmesh.cli.stack_state import add_url_flag, gateway_url
+from kvmesh.cli.stack_state import gateway_url
+from kvmesh.cli.top_flags import parser
 from kvmesh.console.sampler import Sampler, WorkerRates, per_second
 from kvmesh.console.share import Share
 from kvmesh.core.details import FleetWorker
@@ -40,18 +40,6 @@ _WIDE = 104
 """Columns that the table needs with its bars."""
 _SCRAPE_S = 2.0
 _ROLE_STYLES = {"prefill": "blue", "decode": "yellow", "hybrid": "green"}
-
-_EPILOG = """\
-Workers come from the scheduler; requests, refusals and times to first token from the gateway's
-/metrics.
-
-examples:
-  kvmesh top
-  kvmesh top --once --json
-  kvmesh top --scheduler sched:7001 --url http://gateway:8000 --interval 2
-
-exit code: 0; 1 if no scheduler answers; 2 wrong usage
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +90,7 @@ class Frame:
 
 def main(argv: Sequence[str]) -> int:
     """Shows the mesh until Ctrl-C; exit code 1 if no scheduler answers."""
-    parser = new_parser("kvmesh top", "Workers and requests, live. Ctrl-C leaves.", _EPILOG)
-    add_scheduler_flags(parser, 5.0)
-    add_url_flag(parser)
-    add_flag(parser, "--interval", 1.0, "seconds between two pictures", kind=positive)
-    add_switch(parser, "--once", "one picture, then leave")
-    add_switch(parser, "--json", "print JSON, one object per picture")
-    arguments = parser.parse_args(argv)
+    arguments = parser().parse_args(argv)
     try:
         return asyncio.run(_run(arguments))
     except NoAnswerError as error:
@@ -122,17 +104,14 @@ async def _run(arguments: argparse.Namespace) -> int:
     url = gateway_url(arguments)
     console = terminal()
     live = None if arguments.once or arguments.json else Live(console=console, screen=True)
-    timeout = aiohttp.ClientTimeout(_SCRAPE_S)
     # One CA for the schedulers and the gateway, where one is named.
-    connector = aiohttp.TCPConnector(ssl=trust(arguments.tls_ca))
-    async with (
-        live_fleet(scheduler_access(arguments), "kvmesh top") as view,
-        aiohttp.ClientSession(connector=connector, timeout=timeout) as session,
-    ):
-        camera = Camera(view, session, url)
-        await camera.frame()  # rates need two
+    tls = trust(arguments.tls_ca)
+    async with live_fleet(scheduler_access(arguments), "kvmesh top") as view:
+        camera = Camera(view, url, tls)
+        first = await camera.frame()  # rates need two
         if live is not None:
             live.start()
+            live.update(picture(first, console.width), refresh=True)
         try:
             while True:
                 await asyncio.sleep(arguments.interval)
@@ -153,10 +132,10 @@ async def _run(arguments: argparse.Namespace) -> int:
 class Camera:
     """Makes frames from the live fleet and the gateway's metrics."""
 
-    def __init__(self, view: LiveFleet, session: aiohttp.ClientSession, url: str) -> None:
+    def __init__(self, view: LiveFleet, url: str, tls: ssl.SSLContext) -> None:
         self._view = view
-        self._session = session
         self._url = url
+        self._tls = tls
         self._sampler = Sampler()
         self._before: tuple[float, GatewayTotals] | None = None
 
@@ -179,11 +158,9 @@ class Camera:
         return Frame(workers, rates, gateway, view.fresh, view.kvmanager_connected)
 
     async def _scrape(self) -> str | None:
-        try:
-            async with self._session.get(f"{self._url}/metrics") as response:
-                return await response.text() if response.status == 200 else None
-        except (aiohttp.ClientError, OSError, TimeoutError):
-            return None
+        metrics = f"{self._url}/metrics"
+        status, body = await asyncio.to_thread(http_get, metrics, _SCRAPE_S, self._tls)
+        return body if status == 200 else None
 
 
 def gateway_totals(exposition: str) -> GatewayTotals:

@@ -13,21 +13,12 @@ from pathlib import Path
 import psutil
 from rich.console import Console
 
-from kvmesh.cli.flags import (
-    add_flag,
-    add_switch,
-    count,
-    new_parser,
-    port_number,
-    positive,
-    positive_int,
-)
 from kvmesh.cli.launcher import FAILED, PORT_TAKEN, Launcher, LaunchSettings
 from kvmesh.cli.model_folder import embedded_models, read_model_folder
 from kvmesh.cli.preflight import problems
 from kvmesh.cli.probes import free_ports
 from kvmesh.cli.processes import Supervisor
-from kvmesh.cli.ready_command import command_problems, command_words
+from kvmesh.cli.ready_command import command_problems
 from kvmesh.cli.stack import (
     RemoteOptions,
     StackOptions,
@@ -44,6 +35,7 @@ from kvmesh.cli.stack_state import (
     hold_state,
     is_held,
 )
+from kvmesh.cli.up_flags import parser as flags_parser
 from kvmesh.core.clock import SystemClock
 from kvmesh.core.config import child_environment, environment
 from kvmesh.core.cores import usable_cores
@@ -54,56 +46,6 @@ _PORTS_PER_MEMBER = 2
 _ADMIN_PORTS = 2
 _DRAIN_S = 5.0
 _GRACE_S = 10.0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = new_parser(
-        "kvmesh up",
-        "Starts Redis, kvmanager, scheduler, prefill and decode workers and a gateway on this\n"
-        "machine, waits until they are ready, and stops them all on Ctrl-C.",
-        "examples:\n"
-        "  kvmesh up --prefill 2 --decode 2\n"
-        "  kvmesh up --remote 1 --link-mbit 200\n"
-        "  kvmesh up --engine fake --port 0 --run 'kvmesh bench serve --requests 20'\n\n"
-        "exit code: 0 after Ctrl-C, or that of --run; 1 if something failed; 130 if it was\n"
-        "stopped before it was ready, or before --run had ended; 2 wrong usage",
-    )
-    add_flag(parser, "--model", "", "model folder; default: the embedded model", metavar="DIR")
-    add_flag(parser, "--model-name", "", "name that clients use; default: name of the folder")
-    add_flag(parser, "--prefill", 2, "prefill workers", kind=positive_int)
-    add_flag(parser, "--decode", 2, "decode workers", kind=positive_int)
-    text = "prefill workers of a second cluster behind a paced link; 0: one cluster"
-    add_flag(parser, "--remote", 0, text, kind=count)
-    text = "megabits per second that leave the second cluster"
-    add_flag(parser, "--link-mbit", 200, text, kind=positive_int)
-    text = "uncached tokens above which prompts go to the second cluster at first"
-    add_flag(parser, "--threshold", 512, text, kind=positive_int)
-    add_flag(parser, "--host", "127.0.0.1", "address of the HTTP API")
-    add_flag(parser, "--port", 8000, "port of the HTTP API; 0: a free one", kind=port_number)
-    text = "port of the gRPC API; 0: the one after --port, or the next free one"
-    add_flag(parser, "--grpc-port", 0, text, kind=port_number)
-    text = "port of the console; 0: the second after --port, or the next free one"
-    add_flag(parser, "--console-port", 0, text, kind=port_number)
-    add_flag(parser, "--engine", "torch", "what computes", choices=("torch", "fake"))
-    dtypes = ("auto", "float32", "float16", "bfloat16")
-    add_flag(parser, "--dtype", "", "default: float32 for the embedded model", choices=dtypes)
-    add_flag(parser, "--device", "cpu", "cpu, cuda or cuda:N")
-    add_flag(parser, "--num-blocks", 1024, "KV blocks per engine", kind=positive_int)
-    add_flag(parser, "--block-size", 16, "token positions per block", kind=positive_int)
-    add_flag(
-        parser,
-        "--max-model-len",
-        0,
-        "longest sequence in tokens; 0: what model and blocks allow",
-        kind=count,
-    )
-    add_flag(parser, "--redis-url", "", "a running Redis; default: start one", metavar="URL")
-    add_flag(parser, "--state-dir", "", "logs and traces; default: .kvmesh", metavar="DIR")
-    add_flag(parser, "--start-timeout", 120.0, "seconds until all must be ready", kind=positive)
-    text = "run this when ready, then stop"
-    add_flag(parser, "--run", "", text, kind=command_words, metavar="COMMAND")
-    add_switch(parser, "--restart", "start processes again that end by themselves")
-    return parser
 
 
 def _default_model() -> Path:
@@ -187,7 +129,7 @@ def main(argv: Sequence[str]) -> int:
     Exit code 0 after Ctrl-C, 130 if that came before the stack was ready or its command had ended,
     1 if it could not start or a process failed; with `--run` else that of the command.
     """
-    parser = _parser()
+    parser = flags_parser()
     arguments = parser.parse_args(argv)
     if arguments.run and arguments.restart:
         parser.error("--run and --restart exclude each other")

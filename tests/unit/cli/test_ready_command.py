@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvmesh.cli.ready_command import command_problems, command_words, run_command, search_path
+from kvmesh.cli.flags import command_words
+from kvmesh.cli.ready_command import command_problems, run_command, search_path
 from kvmesh.core.errors import ConfigError
 from tests.waiting import until
 

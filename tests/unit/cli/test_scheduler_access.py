@@ -10,12 +10,12 @@ from kvmesh.cli.probes import free_ports
 from kvmesh.cli.scheduler_access import (
     NoAnswerError,
     SchedulerAccess,
-    add_scheduler_flags,
     live_fleet,
 )
 from kvmesh.cli.scheduler_access import (
     scheduler_access as read_flags,
 )
+from kvmesh.cli.scheduler_flags import add_scheduler_flags
 from kvmesh.core.errors import ConfigError
 from kvmesh.rpc.channels import TlsConfig
 

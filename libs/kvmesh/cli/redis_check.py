@@ -1,0 +1,45 @@
+"""What `kvmesh doctor` asks a running Redis. Tests: tests/unit/cli/test_stack_checks.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import redis.asyncio
+from redis.exceptions import AuthenticationError, RedisError
+
+from kvmesh.cli.findings import Finding
+from kvmesh.cli.machine_checks import version_numbers
+from kvmesh.core.config import environment, without_password
+
+_OLDEST_REDIS = (6, 2)
+_KEEPS_ALL = "noeviction"
+
+
+async def check_redis_server(url: str) -> Finding:
+    """Whether the server answers, and is one that services can use."""
+    shown, password = without_password(url), environment("KVMESH_REDIS__PASSWORD") or None
+    try:
+        async with redis.asyncio.Redis.from_url(url, password=password, socket_timeout=2) as client:
+            info: Mapping[str, Any] = await client.info()
+    except AuthenticationError as error:
+        remedy = "set KVMESH_REDIS__PASSWORD, here as for the services"
+        return Finding.fail("redis", f"{shown}: {error}", remedy)
+    except (RedisError, OSError, ValueError) as error:
+        return Finding.fail("redis", f"{shown}: {error}", "start it, or correct the URL")
+    return _judged(shown, info)
+
+
+def _judged(shown: str, info: Mapping[str, Any]) -> Finding:
+    """What a Redis says about itself, against what the services need of one."""
+    version = str(info.get("redis_version", "0"))
+    if version_numbers(version) < _OLDEST_REDIS:
+        return Finding.fail("redis", f"version {version}", "use 6.2 or newer")
+    if info.get("redis_mode") == "cluster":
+        remedy = "use a single server: the keys of one change would lie on several nodes"
+        return Finding.fail("redis", f"{shown} is a cluster", remedy)
+    policy = info.get("maxmemory_policy", _KEEPS_ALL)
+    if info.get("maxmemory") and policy != _KEEPS_ALL:
+        remedy = f"set maxmemory-policy {_KEEPS_ALL}: keys that vanish cost cache hits and quotas"
+        return Finding.warn("redis", f"{shown}: version {version}, {policy}", remedy)
+    return Finding.ok("redis", f"{shown}: version {version}")

@@ -1,0 +1,26 @@
+"""Flags of commands that ask the schedulers. Tests: tests/unit/cli/test_scheduler_access.py."""
+
+from __future__ import annotations
+
+import argparse
+
+from kvmesh.cli.flags import add_flag, positive
+from kvmesh.cli.stack_state import add_state_flag
+
+DEFAULT_TARGET = "127.0.0.1:7001"
+
+
+def add_scheduler_flags(parser: argparse.ArgumentParser, timeout_s: float) -> None:
+    """Adds the flags that `scheduler_access.scheduler_access` reads."""
+    add_flag(
+        parser,
+        "--scheduler",
+        "",
+        f"schedulers, comma-separated; default: those of `kvmesh up`, else {DEFAULT_TARGET}",
+        metavar="HOST:PORT",
+    )
+    add_state_flag(parser)
+    add_flag(parser, "--timeout", timeout_s, "seconds to wait", kind=positive)
+    add_flag(parser, "--tls-ca", "", "CA (PEM) of schedulers that use TLS")
+    add_flag(parser, "--tls-cert", "", "client certificate (PEM), where they ask for one")
+    add_flag(parser, "--tls-key", "", "private key (PEM) of the certificate")

@@ -1,0 +1,67 @@
+"""Flags of `kvmesh up`. Tests: tests/unit/cli/test_up.py."""
+
+from __future__ import annotations
+
+import argparse
+
+from kvmesh.cli.flags import (
+    add_flag,
+    add_switch,
+    command_words,
+    count,
+    new_parser,
+    port_number,
+    positive,
+    positive_int,
+)
+
+
+def parser() -> argparse.ArgumentParser:
+    """All flags; `up.main` says what a value means that depends on others."""
+    made = new_parser(
+        "kvmesh up",
+        "Starts Redis, kvmanager, scheduler, prefill and decode workers and a gateway on this\n"
+        "machine, waits until they are ready, and stops them all on Ctrl-C.",
+        "examples:\n"
+        "  kvmesh up --prefill 2 --decode 2\n"
+        "  kvmesh up --remote 1 --link-mbit 200\n"
+        "  kvmesh up --engine fake --port 0 --run 'kvmesh bench serve --requests 20'\n\n"
+        "exit code: 0 after Ctrl-C, or that of --run; 1 if something failed; 130 if it was\n"
+        "stopped before it was ready, or before --run had ended; 2 wrong usage",
+    )
+    add_flag(made, "--model", "", "model folder; default: the embedded model", metavar="DIR")
+    add_flag(made, "--model-name", "", "name that clients use; default: name of the folder")
+    add_flag(made, "--prefill", 2, "prefill workers", kind=positive_int)
+    add_flag(made, "--decode", 2, "decode workers", kind=positive_int)
+    text = "prefill workers of a second cluster behind a paced link; 0: one cluster"
+    add_flag(made, "--remote", 0, text, kind=count)
+    text = "megabits per second that leave the second cluster"
+    add_flag(made, "--link-mbit", 200, text, kind=positive_int)
+    text = "uncached tokens above which prompts go to the second cluster at first"
+    add_flag(made, "--threshold", 512, text, kind=positive_int)
+    add_flag(made, "--host", "127.0.0.1", "address of the HTTP API")
+    add_flag(made, "--port", 8000, "port of the HTTP API; 0: a free one", kind=port_number)
+    text = "port of the gRPC API; 0: the one after --port, or the next free one"
+    add_flag(made, "--grpc-port", 0, text, kind=port_number)
+    text = "port of the console; 0: the second after --port, or the next free one"
+    add_flag(made, "--console-port", 0, text, kind=port_number)
+    add_flag(made, "--engine", "torch", "what computes", choices=("torch", "fake"))
+    dtypes = ("auto", "float32", "float16", "bfloat16")
+    add_flag(made, "--dtype", "", "default: float32 for the embedded model", choices=dtypes)
+    add_flag(made, "--device", "cpu", "cpu, cuda or cuda:N")
+    add_flag(made, "--num-blocks", 1024, "KV blocks per engine", kind=positive_int)
+    add_flag(made, "--block-size", 16, "token positions per block", kind=positive_int)
+    add_flag(
+        made,
+        "--max-model-len",
+        0,
+        "longest sequence in tokens; 0: what model and blocks allow",
+        kind=count,
+    )
+    add_flag(made, "--redis-url", "", "a running Redis; default: start one", metavar="URL")
+    add_flag(made, "--state-dir", "", "logs and traces; default: .kvmesh", metavar="DIR")
+    add_flag(made, "--start-timeout", 120.0, "seconds until all must be ready", kind=positive)
+    text = "run this when ready, then stop"
+    add_flag(made, "--run", "", text, kind=command_words, metavar="COMMAND")
+    add_switch(made, "--restart", "start processes again that end by themselves")
+    return made
