@@ -112,7 +112,12 @@ class Frontend:
     @property
     def not_ready(self) -> str:
         """Why requests cannot be served now; empty if they can."""
-        return "draining" if self._admission.draining else self._mesh.router.not_ready
+        return "draining" if self.is_draining else self._mesh.router.not_ready
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether nothing new is admitted."""
+        return self._admission.draining
 
     @property
     def max_model_len(self) -> int:

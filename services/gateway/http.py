@@ -69,7 +69,7 @@ class HttpFront:
         app = web.Application(
             client_max_size=self._config.max_body_bytes, middlewares=[self._errors]
         )
-        app.on_response_prepare.append(_add_request_id)
+        app.on_response_prepare.append(self._add_headers)
         app.add_routes(
             [
                 *(web.post(path, self.completions) for path in PATHS),
@@ -87,6 +87,17 @@ class HttpFront:
             ]
         )
         return app
+
+    def is_draining(self) -> bool:
+        """Whether connections end with their next answer."""
+        return self._frontend.is_draining
+
+    async def _add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
+        response.headers["x-request-id"] = request.get(_REQUEST_ID, "")
+        response.headers["Server"] = "kvmesh"  # not the versions of what it is built with
+        if self._frontend.is_draining:
+            response.headers["Connection"] = "close"
+            response.force_close()
 
     # --- the OpenAI API ---
 
@@ -256,14 +267,12 @@ def http_refusal(status: int, message: str) -> web.Response:
     return _error_response(plain_http_error(status, message))
 
 
-async def _add_request_id(request: web.Request, response: web.StreamResponse) -> None:
-    response.headers["x-request-id"] = request.get(_REQUEST_ID, "")
-    response.headers["Server"] = "kvmesh"  # not the versions of what it is built with
-
-
 async def _body(request: web.Request, timeout_s: float) -> bytes:
     if request.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise web.HTTPUnsupportedMediaType
+    if (request.content_length or 0) > request.client_max_size:
+        # Said at once: aiohttp reads on for some seconds, so the client sees the answer.
+        raise web.HTTPRequestEntityTooLarge(request.client_max_size, request.content_length or 0)
     try:
         # Most bodies are short and here already: nothing to be patient about.
         async with asyncio.timeout(None if request.content.is_eof() else timeout_s):

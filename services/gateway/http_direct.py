@@ -11,19 +11,27 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from email.utils import formatdate
 from functools import lru_cache
 from http import HTTPStatus
 from typing import cast
 
 from kvmesh.core.errors import KvMeshError
-from kvmesh.runtime.http_connection import INTERNAL_ERROR
+from kvmesh.core.types import Refusal, RefusalReason
+from kvmesh.runtime.half_closed import INTERIM, HalfClosedProbe, can_half_close
+from kvmesh.runtime.http_connection import INTERNAL_ERROR, HttpProtocol
 from kvmesh.telemetry.logs import event_logger
 from services.gateway.answers import dumps
 from services.gateway.calls import Calls, Headers, given_request_id
 from services.gateway.config import HttpConfig
-from services.gateway.errors import ErrorAnswer, answer_for, plain_http_error
+from services.gateway.errors import (
+    ErrorAnswer,
+    Stage,
+    StageRefusedError,
+    answer_for,
+    plain_http_error,
+)
 from services.gateway.frontend import clean_request_id
 from services.gateway.http_guard import Factory
 from services.gateway.http_head import PlainHead, plain_head
@@ -38,15 +46,24 @@ MAX_DIRECT_BYTES = 256 * 1024
 BODY_PATIENCE_S = 1.0
 """A body that is not here so long after its head is slow, and slow is for aiohttp."""
 
+_SSE_COMMENT = b":\n\n"
+_STOPPED = Refusal(
+    RefusalReason.DRAINING, "this gateway stopped before the answer was complete; ask again"
+)
 _JSON = {"Content-Type": "application/json; charset=utf-8"}
 
 
 class DirectHttp:
-    """All connections of an HTTP port."""
+    """All connections of an HTTP port.
 
-    def __init__(self, calls: Calls, config: HttpConfig) -> None:
+    Args:
+        is_draining: whether connections are to end with their next answer.
+    """
+
+    def __init__(self, calls: Calls, config: HttpConfig, is_draining: Callable[[], bool]) -> None:
         self.calls = calls
         self.config = config
+        self.is_draining = is_draining
         self._open: set[_Connection] = set()
         self.turn = Turn()
 
@@ -72,13 +89,13 @@ class DirectHttp:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class _Connection(asyncio.Protocol):
+class _Connection(HttpProtocol):
     """One connection, as long as all its requests are plain."""
 
     def __init__(self, front: DirectHttp, factory: Factory) -> None:
         self._front = front
         self._factory = factory
-        self._inner: asyncio.Protocol | None = None  # has taken over
+        self._inner: HttpProtocol | None = None  # has taken over
         self._transport: asyncio.Transport | None = None
         self._writer: JoinedWriter | None = None
         self._buffer = bytearray()
@@ -89,6 +106,7 @@ class _Connection(asyncio.Protocol):
         self._idle: asyncio.TimerHandle | None = None
         self._idle_since = 0.0
         self._is_reading = True
+        self._probe: HalfClosedProbe | None = None  # its client has sent all that it will send
         self._loop = asyncio.get_running_loop()  # looked up once: that is a system call
         self.drained: asyncio.Future[None] | None = None
 
@@ -115,8 +133,23 @@ class _Connection(asyncio.Protocol):
             self._transport.pause_reading()
             self._is_reading = False
 
+    @property
+    def is_busy(self) -> bool:
+        return self._task is not None if self._inner is None else self._inner.is_busy
+
     def eof_received(self) -> bool | None:
-        return None if self._inner is None else self._inner.eof_received()
+        if self._inner is not None:
+            return self._inner.eof_received()
+        transport, exchange = self._transport, self._exchange
+        if transport is None or exchange is None or not can_half_close(transport):
+            return None
+        self._look_for_client(transport, exchange)
+        return True
+
+    def _look_for_client(self, transport: asyncio.Transport, exchange: _DirectExchange) -> None:
+        """Has a client that sends no more noticed when it has gone."""
+        self._probe = HalfClosedProbe(transport, exchange.probe)
+        self._probe.start()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timers()
@@ -163,7 +196,8 @@ class _Connection(asyncio.Protocol):
         body = bytes(memoryview(self._buffer)[head.num_bytes : end])
         del self._buffer[:end]
         assert self._writer is not None, "connected"
-        self._exchange = _DirectExchange(self, self._writer, head, body)
+        is_draining = self._front.is_draining
+        self._exchange = _DirectExchange(self, self._writer, head, body, is_draining)
         self._task = self._loop.create_task(self._answer(self._exchange, head))
         self._task.add_done_callback(self._ended)
 
@@ -188,6 +222,13 @@ class _Connection(asyncio.Protocol):
             return
         if task.cancelled() or transport is None or transport.is_closing():
             return
+        if exchange is not None and exchange.is_last:
+            transport.close()
+            return
+        if self._probe is not None:
+            self._probe.close()
+            self._finish(transport)
+            return
         loop = self._loop
         self._idle_since = loop.time()
         if self._idle is None:
@@ -197,6 +238,18 @@ class _Connection(asyncio.Protocol):
         if not self._is_reading:
             self._is_reading = True
             transport.resume_reading()
+
+    def _finish(self, transport: asyncio.Transport) -> None:
+        """Answers what a client has sent before its FIN; then closes the connection."""
+        if self._buffer:
+            self._next()
+        if self._inner is not None:
+            if not self._inner.eof_received():
+                transport.close()
+        elif self._exchange is not None:
+            self._look_for_client(transport, self._exchange)
+        else:
+            transport.close()
 
     def _hand_over(self) -> None:
         """The connection is aiohttp's from here on."""
@@ -227,9 +280,13 @@ class _Connection(asyncio.Protocol):
             if timer is not None:
                 timer.cancel()
         self._patience = self._idle = None
+        if self._probe is not None:
+            self._probe.close()
 
     def close(self) -> asyncio.Task[None] | None:
-        """Closes the connection; its request is cancelled, and returned to be waited for."""
+        """Closes the connection; refuses its request, cancels it and returns its task."""
+        if self._exchange is not None and self._transport is not None:
+            self._exchange.give_up(answer_for(StageRefusedError(_STOPPED, Stage.GATEWAY)))
         if self._transport is not None:
             self._transport.close()
         if self._task is not None:
@@ -241,14 +298,22 @@ class _DirectExchange:
     """One request and its answer, as `Calls` sees it."""
 
     def __init__(
-        self, connection: _Connection, writer: JoinedWriter, head: PlainHead, body: bytes
+        self,
+        connection: _Connection,
+        writer: JoinedWriter,
+        head: PlainHead,
+        body: bytes,
+        is_draining: Callable[[], bool],
     ) -> None:
         self._connection = connection
         self._writer = writer
         self._head = head
         self._body = body
         self.request_id = clean_request_id(given_request_id(head.headers))
+        self._is_draining = is_draining
         self.has_begun = False
+        self._is_stream = False
+        self.is_last = False  # the client was told that the connection ends with this answer
 
     @property
     def headers(self) -> Headers:
@@ -268,7 +333,7 @@ class _DirectExchange:
         head = self._head_bytes(HTTPStatus.OK, headers, {"Transfer-Encoding": "chunked"})
 
         def send(data: bytes) -> None:
-            self.has_begun = True
+            self.has_begun = self._is_stream = True
             self._writer.write_now(head + _chunk(data))
 
         return send
@@ -280,6 +345,7 @@ class _DirectExchange:
             await drained
 
     async def end(self, data: bytes) -> None:
+        self._is_stream = False
         self._writer.write_now(_chunk(data) + b"0\r\n\r\n")
 
     def respond(self, status: HTTPStatus, headers: Mapping[str, str], content: bytes) -> None:
@@ -292,12 +358,29 @@ class _DirectExchange:
         """An error as the answer."""
         self.respond(HTTPStatus(answer.status), answer.headers, dumps(answer.body).encode())
 
+    def probe(self) -> bytes:
+        """What the client skips now; see `HalfClosedProbe`."""
+        if not self.has_begun:
+            return INTERIM
+        return _chunk(_SSE_COMMENT) if self._is_stream else b""
+
+    def give_up(self, answer: ErrorAnswer) -> None:
+        """Ends the answer where it is: as a refusal, or with an error as the last event."""
+        if not self.has_begun:
+            self.refuse(answer)
+        elif self._is_stream:
+            event = f"data: {dumps(answer.body)}\n\n".encode()
+            self._writer.write_now(_chunk(event) + b"0\r\n\r\n")
+
     def _head_bytes(
         self, status: HTTPStatus, headers: Mapping[str, str], more: Mapping[str, str]
     ) -> bytes:
         lines = [f"HTTP/1.1 {status:d} {status.phrase}"]
         lines += [f"{name}: {value}" for part in (headers, more) for name, value in part.items()]
         lines += (f"x-request-id: {self.request_id}", "Server: kvmesh", f"Date: {_date()}")
+        if self._is_draining():
+            self.is_last = True
+            lines.append("Connection: close")
         head = "\r\n".join(lines)
         assert head.count("\n") == len(lines) - 1, "a header with a line end in it"
         return head.encode() + b"\r\n\r\n"

@@ -1,7 +1,9 @@
 """Keeps slow and greedy clients of the HTTP port from holding up others.
 
-Stands between a connection and aiohttp: counts connections, in all and per address; cuts one whose
-first request line and headers do not come in time, or that does not take what is sent to it.
+Stands between a connection and the HTTP server. It counts connections, in all and per address. It
+cuts a connection whose first request line and headers do not come in time, and one that does not
+take what is sent to it. When the port is full, a silent connection gives way to a new one: the
+oldest that has not sent a request yet, else the one that has been idle for longest.
 Tests: tests/integration/test_http_guard.py.
 """
 
@@ -13,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Protocol
 
+from kvmesh.runtime.http_connection import HttpProtocol
 from kvmesh.runtime.timed_connection import TimedConnection, abort
 from services.gateway.config import HttpConfig
 from services.gateway.metrics import GatewayMetrics
@@ -21,7 +24,7 @@ from services.gateway.metrics import GatewayMetrics
 class Factory(Protocol):
     """Makes the protocol of a connection."""
 
-    def __call__(self) -> asyncio.Protocol:
+    def __call__(self) -> HttpProtocol:
         """A protocol for one more connection."""
         ...
 
@@ -33,6 +36,9 @@ class ConnectionGuard:
         self._config = config
         self._metrics = metrics
         self._per_address: Counter[str] = Counter()
+        # In the order of their last byte; the silent ones first.
+        self._unasked: dict[_Guarded, None] = {}
+        self._asked: dict[_Guarded, None] = {}
 
     @property
     def num_open(self) -> int:
@@ -66,15 +72,44 @@ class ConnectionGuard:
     def enter(self, address: str) -> bool:
         """Counts a connection; False if it must not come in."""
         config = self._config
-        if 0 < config.max_connections <= self.num_open:
-            self.cut("full")
-            return False
         if 0 < config.max_connections_per_address <= self._per_address[address]:
             self.cut("address")
+            return False
+        if 0 < config.max_connections <= self.num_open and not self._make_room():
+            self.cut("full")
             return False
         self._per_address[address] += 1
         self._metrics.connections.set(self.num_open)
         return True
+
+    def _make_room(self) -> bool:
+        """Cuts the connection that is missed least; False if all of them have open requests."""
+        silent = next(iter(self._unasked), None)
+        if silent is None:
+            silent = next((each for each in self._asked if not each.is_busy), None)
+        if silent is None:
+            return False
+        self.cut("gave_way")
+        silent.give_way()
+        return True
+
+    def heard(self, connection: _Guarded, *, has_asked: bool) -> None:
+        """Notes that a connection sent something.
+
+        Args:
+            has_asked: it has sent the head of a request, now or earlier.
+        """
+        if has_asked:
+            self._unasked.pop(connection, None)
+            self._asked.pop(connection, None)
+            self._asked[connection] = None
+        else:
+            self._unasked.setdefault(connection)
+
+    def forget(self, connection: _Guarded) -> None:
+        """A connection cannot give way any more. May be called again."""
+        self._unasked.pop(connection, None)
+        self._asked.pop(connection, None)
 
     def leave(self, address: str) -> None:
         """A connection that came in is closed."""
@@ -94,16 +129,23 @@ class _Guarded(TimedConnection):
     def __init__(
         self,
         guard: ConnectionGuard,
-        inner: asyncio.Protocol,
+        inner: HttpProtocol,
         config: HttpConfig,
         counted: str | None = None,
     ) -> None:
         """`counted` is the address of one that has come in already."""
         super().__init__(inner, config.header_timeout_s)
         self._guard = guard
+        self._http = inner
         self._counted = counted
         self._stall_timeout_s = config.stall_timeout_s
         self._address: str | None = None  # None: not let in
+        self._transport: asyncio.BaseTransport | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request is under way."""
+        return self._http.is_busy
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         address = self._counted
@@ -114,6 +156,8 @@ class _Guarded(TimedConnection):
                 abort(transport)
                 return
         self._address = address
+        self._transport = transport
+        self._guard.heard(self, has_asked=False)
         _limit_stalls(transport, self._stall_timeout_s)
         super().connection_made(transport)
 
@@ -124,14 +168,22 @@ class _Guarded(TimedConnection):
     def data_received(self, data: bytes) -> None:
         if self._address is not None:
             super().data_received(data)
+            self._guard.heard(self, has_asked=self.has_asked)
 
     def eof_received(self) -> bool | None:
         return None if self._address is None else super().eof_received()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._address is not None:
+            self._guard.forget(self)
             self._guard.leave(self._address)
             super().connection_lost(exc)
+
+    def give_way(self) -> None:
+        """Ends the connection in favour of a new one."""
+        assert self._transport is not None, "let in"
+        self._guard.forget(self)
+        abort(self._transport)
 
     def _too_slow(self, transport: asyncio.BaseTransport) -> None:
         self._guard.cut("slow_headers")

@@ -16,6 +16,8 @@ from services.gateway.calls import PATHS
 from services.gateway.openai import Endpoint
 
 MAX_HEAD_BYTES = 8192
+MAX_HEADERS = 64
+"""Fewer than aiohttp takes: it refuses a request with too many of them."""
 
 _REQUEST_LINES = {f"POST {path} HTTP/1.1".encode(): end for path, end in PATHS.items()}
 _HEADER = re.compile(r"([!#-'*+\-.^_`|~0-9A-Za-z]+):([\t -~]*)\r\n")
@@ -61,6 +63,7 @@ def plain_head(data: bytes | bytearray) -> PlainHead | None:
     length = headers.get("content-length", "")
     if (
         len(headers) != len(found)
+        or len(found) > MAX_HEADERS
         or not _NOT_PLAIN.isdisjoint(headers)
         or headers.get("connection", "keep-alive").lower() != "keep-alive"
         or "host" not in headers

@@ -166,7 +166,7 @@ async def _serve_http(
     await runner.setup()
     context.stack.push_async_callback(runner.cleanup)
     assert runner.server is not None, "set up"
-    direct = DirectHttp(front.calls, config)
+    direct = DirectHttp(front.calls, config, front.is_draining)
     context.stack.push_async_callback(direct.close)
     loop = asyncio.get_running_loop()
     connection = partial(HttpConnection, runner.server, loop, config.idle_timeout_s, http_refusal)
@@ -209,7 +209,8 @@ async def _listen_tls(
         gateway.http.header_timeout_s,
         guard.wrap_counted(factory),
         guard.turned_away,
-        limit=sys.maxsize,
+        # Silent handshakes leave half of the port to others; the guard counts the rest.
+        limit=gateway.http.max_connections // 2 or sys.maxsize,
     )
     context.stack.callback(server.close)
     return await server.start(

@@ -13,10 +13,13 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from kvmesh.cli.certs import main as make_certs
 from kvmesh.rpc.channels import TlsConfig
+from kvmesh.runtime.http_connection import HttpProtocol
 from services.gateway.config import HttpConfig
+from services.gateway.http import HttpFront
 from services.gateway.http_guard import ConnectionGuard
 from services.gateway.metrics import GatewayMetrics
 from tests.integration.gateway_fake_worker import MODEL
@@ -170,16 +173,85 @@ async def test_connections_of_one_address_are_bounded(tmp_path: Path) -> None:
         )
 
 
-async def test_connections_are_bounded_in_all(tmp_path: Path) -> None:
+@pytest.mark.parametrize("raw", [HEAD + LENGTH + BODY, b"GET /x HTTP/1.1\r\nHost: x\r\n\r\n"])
+async def test_connections_with_requests_are_bounded_in_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raw: bytes
+) -> None:
+    held = asyncio.Event()
+    wait_for_it(monkeypatch, held)
     async with guarded(tmp_path, max_connections=1) as stack:
+        stack.mesh.go.clear()
         reader, writer = await connect(stack)
-        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert b"200 OK" in await reader.readline()
+        writer.write(raw)
+        await stack.mesh.until(lambda: held.is_set() or bool(stack.mesh.workers["d1"].running))
         refused, other = await connect(stack)
         assert await is_cut(refused)
         assert num_cut(stack, "full") == 1
+        stack.mesh.go.set()
+        held.clear()
+        assert b"HTTP/1.1 " in await reader.readline(), "the one that is served goes on"
         other.close()
         writer.close()
+
+
+def wait_for_it(monkeypatch: pytest.MonkeyPatch, held: asyncio.Event) -> None:
+    """Makes aiohttp's answer to an unknown path wait; sets the event when one waits."""
+    errors = HttpFront._errors
+
+    async def waiting(self: HttpFront, request: Any, handler: Any) -> Any:
+        if request.path == "/x":
+            held.set()
+            while held.is_set():
+                await asyncio.sleep(0.01)
+        return await errors(self, request, handler)
+
+    monkeypatch.setattr(HttpFront, "_errors", web.middleware(waiting))
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"", b"GET /health HTTP/1.1\r\nX: ", HEAD + b"Content-Length: 9\r\n\r\n{"],
+    ids=["nothing", "half a head", "half a body"],
+)
+async def test_a_full_port_takes_new_clients_in_place_of_the_oldest_silent_one(
+    tmp_path: Path, sent: bytes
+) -> None:
+    async with guarded(tmp_path, max_connections=4) as stack:
+        silent = []
+        for _ in range(4):
+            silent.append(await connect(stack))
+            silent[-1][1].write(sent)
+            count = float(len(silent))
+            metrics = stack.gateway.metrics
+            await stack.mesh.until(lambda: metrics.value("kvmesh_gateway_connections") == count)  # noqa: B023
+        for already in range(3):
+            assert await ask(stack) == 200
+            assert num_cut(stack, "gave_way") == 1, "one connection makes room for all that follow"
+            assert already <= 3
+        assert await is_cut(silent[0][0]), "the oldest"
+        for _, writer in silent:
+            writer.close()
+        await all_closed(stack)
+
+
+async def test_an_idle_connection_gives_way_when_none_is_silent(tmp_path: Path) -> None:
+    async with guarded(tmp_path, max_connections=2) as stack:
+        idle = []
+        for _ in range(2):
+            reader, writer = await connect(stack)
+            writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            await reader.readuntil(b"}")
+            idle.append((reader, writer))
+        # The first one asks again: the second one is idle for longest now.
+        idle[0][1].write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        await idle[0][0].readuntil(b"}")
+        assert await ask(stack) == 200
+        assert await is_cut(idle[1][0])
+        assert not idle[0][0].at_eof()
+        assert num_cut(stack, "gave_way") == 1
+        for _, writer in idle:
+            writer.close()
+        await all_closed(stack)
 
 
 @pytest.mark.parametrize("takes", [0, 1500])
@@ -187,7 +259,7 @@ async def test_a_client_that_takes_hardly_anything_is_cut(takes: int) -> None:
     loop = asyncio.get_running_loop()
     lost: asyncio.Future[BaseException | None] = loop.create_future()
 
-    class Sender(asyncio.Protocol):
+    class Sender(HttpProtocol):
         """Sends more than sockets hold."""
 
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -279,3 +351,31 @@ async def test_connections_count_while_tls_is_not_through(tmp_path: Path) -> Non
             assert codes == [200] * 4
         assert num_cut(stack, "address") == 1
         await all_closed(stack)
+
+
+@pytest.mark.parametrize("more", [b"", b"Expect: 100-continue\r\n"])
+@pytest.mark.parametrize("path", [b"/v1/completions", b"/v1/responses", b"/tokenize"])
+async def test_a_body_that_is_too_long_is_refused_before_it_is_sent(
+    tmp_path: Path, path: bytes, more: bytes
+) -> None:
+    async with guarded(tmp_path) as stack:
+        reader, writer = await connect(stack)
+        head = HEAD.replace(b"/v1/completions", path)
+        writer.write(head + more + b"Content-Length: %d\r\n\r\n" % ((1 << 16) + 1))
+        answer = await reader.readuntil(b"}}")
+        assert b"HTTP/1.1 413 " in answer
+        assert b"the body is longer than 65536 bytes" in answer
+        writer.close()
+        await all_closed(stack)
+
+
+async def test_both_ways_to_the_api_refuse_too_many_headers(tmp_path: Path) -> None:
+    """Plain requests and others are read by different readers."""
+    async with guarded(tmp_path) as stack:
+        for odd in (b"", b"Connection: close\r\n"):
+            for count, status in ((60, b"200"), (200, b"400")):
+                reader, writer = await connect(stack)
+                headers = b"".join(b"X-%d: y\r\n" % number for number in range(count))
+                writer.write(HEAD + odd + headers + LENGTH + BODY)
+                assert (await reader.readline()).split()[1] == status, (odd, count)
+                writer.close()

@@ -8,6 +8,7 @@ from typing import Any
 
 import uvloop
 
+from kvmesh.runtime.http_connection import HttpProtocol
 from services.gateway.config import HttpConfig
 from services.gateway.http_guard import ConnectionGuard
 from services.gateway.metrics import GatewayMetrics
@@ -22,7 +23,7 @@ def test_a_slow_and_a_surplus_client_are_cut() -> None:
         metrics = GatewayMetrics("m")
         config = HttpConfig(max_connections=1, header_timeout_s=0.2)
         guard = ConnectionGuard(config, metrics)
-        server = await loop.create_server(guard.wrap(asyncio.Protocol), "127.0.0.1", 0)
+        server = await loop.create_server(guard.wrap(HttpProtocol), "127.0.0.1", 0)
         address = server.sockets[0].getsockname()
         ends = [await asyncio.open_connection(*address) for _ in range(2)]
         for reader, writer in ends:
@@ -32,7 +33,7 @@ def test_a_slow_and_a_surplus_client_are_cut() -> None:
         server.close()
         await server.wait_closed()
         cut = "kvmesh_gateway_connections_cut_total"
-        return metrics.value(cut, reason="full"), metrics.value(cut, reason="slow_headers")
+        return metrics.value(cut, reason="gave_way"), metrics.value(cut, reason="slow_headers")
 
     assert uvloop.run(run()) == (1.0, 1.0)
     assert errors == []

@@ -5,11 +5,15 @@ Gateways check with it what workers will compile. Tests: tests/unit/engine/test_
 
 from __future__ import annotations
 
-from llguidance import LLMatcher
+from functools import cache
+
+from llguidance import LLMatcher, LLTokenizer
 
 from kvmesh.core.types import Structure, StructureKind
 from kvmesh.engine.grammar_cost import divisor_problem
 from kvmesh.engine.pattern_cost import pattern_problem
+
+NO_TEXT = "no text satisfies it; does a $ref in it lead back to itself?"
 
 _JSON_SPACE = r"[ \n]{0,24}"
 """White space between JSON tokens: enough for deep indents, no endless run of blanks."""
@@ -36,7 +40,22 @@ def grammar_text(structure: Structure) -> str:
 def structure_problem(structure: Structure) -> str:
     """Why the structure cannot be compiled; empty if it can. May take a second: use a thread."""
     try:
-        found, messages = LLMatcher.validate_grammar_with_warnings(grammar_text(structure))
+        grammar = grammar_text(structure)
+        found, messages = LLMatcher.validate_grammar_with_warnings(grammar)
     except ValueError as error:
         return str(error)
-    return messages[0] if found else ""
+    if found:
+        return str(messages[0])
+    return "" if _allows_text(grammar) else NO_TEXT
+
+
+def _allows_text(grammar: str) -> bool:
+    """Whether any text can begin. The compiler accepts schemas that refer only to themselves."""
+    matcher = LLMatcher(_byte_tokenizer(), grammar, log_level=0)
+    matcher.compute_bitmask()
+    return not matcher.is_error()
+
+
+@cache
+def _byte_tokenizer() -> LLTokenizer:
+    return LLTokenizer("byte")

@@ -18,13 +18,17 @@ from numpy.typing import NDArray
 
 from kvmesh.core.errors import CheckpointError, StructureError
 from kvmesh.core.types import Structure
-from kvmesh.engine.grammar import grammar_text
+from kvmesh.engine.grammar import NO_TEXT, grammar_text
 
 _CACHED_STRUCTURES = 128
 
 
 def _nothing() -> None:
     return
+
+
+_NO_TOKEN = "NoExtensionBias"
+"""What the matcher says when no token can follow."""
 
 
 class StructureCompiler:
@@ -128,5 +132,6 @@ class GrammarConstraint:
 
 
 def _reason(matcher: LLMatcher) -> str:
-    """The first line of the matcher's error; its state follows."""
-    return str(matcher.get_error()).partition("\n")[0]
+    """The first line of the matcher's error, in words; its state follows."""
+    first = str(matcher.get_error()).partition("\n")[0]
+    return NO_TEXT if first == _NO_TOKEN else first

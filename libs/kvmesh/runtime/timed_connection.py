@@ -26,6 +26,11 @@ class TimedConnection(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
         self._tail = b""
 
+    @property
+    def has_asked(self) -> bool:
+        """Whether the head of its first request is here."""
+        return self._timer is None
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See asyncio.Protocol."""
         loop = asyncio.get_running_loop()

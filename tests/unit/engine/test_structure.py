@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from kvmesh.core.errors import CheckpointError, StructureError
 from kvmesh.core.types import Structure, StructureKind
-from kvmesh.engine.grammar import structure_problem
+from kvmesh.engine.grammar import NO_TEXT, structure_problem
 from kvmesh.engine.structure import GrammarConstraint, StructureCompiler
 from tests.unit.gateway.tiny_model import EOS, make_tokenizer
 
@@ -117,6 +117,20 @@ def test_what_cannot_be_compiled_is_an_error_at_each_sequence(compiler: Structur
             compiler.constraint(broken).allowed([])
 
 
+def test_a_place_where_nothing_can_follow_is_told_in_words(
+    compiler: StructureCompiler, tokenizer: Tokenizer
+) -> None:
+    endless: dict[str, object] = {
+        "$defs": {"x": {"$ref": "#/$defs/x"}},
+        "type": "array",
+        "prefixItems": [{"$ref": "#/$defs/x"}],
+        "minItems": 1,
+    }
+    constraint = compiler.constraint(Structure(StructureKind.JSON_SCHEMA, json.dumps(endless)))
+    with pytest.raises(StructureError, match=re.escape(NO_TEXT)):
+        constraint.allowed(tokenizer.encode("[").ids)
+
+
 def test_a_tokenizer_that_cannot_be_read_says_so(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text("{}")
@@ -134,6 +148,10 @@ def test_a_tokenizer_that_cannot_be_read_says_so(tmp_path: Path) -> None:
         (Structure(StructureKind.LARK, "start: foo"), "unknown name"),
         (Structure(StructureKind.JSON_SCHEMA, '{"type": "foo"}'), "Invalid type"),
         (Structure(StructureKind.JSON_SCHEMA, "{bad"), "key must be a string"),
+        (Structure(StructureKind.JSON_SCHEMA, '{"$ref":"#"}'), NO_TEXT),
+        (Structure(StructureKind.JSON_SCHEMA, '{"anyOf":[{"$ref":"#"}]}'), NO_TEXT),
+        (Structure(StructureKind.JSON_SCHEMA, '{"anyOf":[{"$ref":"#"},{"type":"null"}]}'), ""),
+        (Structure(StructureKind.JSON_SCHEMA, '{"type":"array","items":{"$ref":"#"}}'), ""),
     ],
 )
 def test_problems_are_known_before_anything_runs(structure: Structure, problem: str) -> None:
