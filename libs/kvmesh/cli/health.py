@@ -20,7 +20,8 @@ from kvmesh.cli.https import trust
 SERVING = "SERVING"
 _ADDRESS = re.compile(r"\S+:\d{1,5}")
 
-_CHECK = "/grpc.health.v1.Health/Check"
+CHECK = "/grpc.health.v1.Health/Check"
+"""The method; no bytes at all ask for the state of the whole server."""
 # HealthCheckResponse with `status` (field 1, varint) as the only field; 0 is left out on the wire.
 _ANSWERS = {b"": "UNKNOWN", b"\x08\x01": SERVING, b"\x08\x02": "NOT_SERVING"}
 
@@ -52,7 +53,7 @@ def check_health(target: str, timeout_s: float, tls: HealthTls | None = None) ->
     """
     with _open(target, tls or HealthTls()) as channel:
         # No serializers: an empty HealthCheckRequest (the whole server) is no bytes at all.
-        check: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(_CHECK)
+        check: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(CHECK)
         try:
             return _ANSWERS.get(check(b"", timeout=timeout_s), "UNKNOWN")
         except grpc.RpcError as error:

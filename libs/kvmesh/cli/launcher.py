@@ -1,28 +1,27 @@
-"""Runs a planned stack: start in order, watch, restart or give up, stop in order.
+"""Runs a planned stack: starts all processes, keeps them alive or gives up, stops them in order.
 
-Tests: tests/unit/cli/test_launcher.py.
+Each process has a `Keeper`. This module decides what the ends of processes mean for the stack and
+says what happens. Tests: tests/unit/cli/test_launcher.py.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import math
-from collections.abc import Coroutine
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from rich.console import Console
 
-from kvmesh.cli.probes import is_ready
-from kvmesh.cli.processes import Exit, Supervisor, log_tail
+from kvmesh.cli.descendants import reap_orphans
+from kvmesh.cli.keeper import TAIL_LINES, Death, Keeper, says_port_taken
+from kvmesh.cli.processes import Supervisor, log_tail
 from kvmesh.cli.ready_command import run_command
-from kvmesh.cli.stack import Member, StackPaths, StackPlan
+from kvmesh.cli.stack import StackPaths, StackPlan
 from kvmesh.cli.stack_display import StackDisplay, State
+from kvmesh.cli.stack_greeting import greeting
 from kvmesh.cli.stack_state import remove_description, write_description
 from kvmesh.core.clock import Clock
-
-ResultT = TypeVar("ResultT")
 
 FAILED = 1
 PORT_TAKEN = 75
@@ -31,12 +30,14 @@ PORT_TAKEN = 75
 INTERRUPTED = 130
 """Stopped from outside before it was ready, or before its command had ended."""
 
-API_KEY = "KVMESH_API_KEY"
-"""Where the commands of the SDK take their key from."""
+SAY_AGAIN_S = 60.0
+"""A process that ends over and over is reported at its first end, then this seldom."""
 
-_POLL_S = 0.25
-_TAIL_LINES = 15
-_STEADY_S = 60.0
+PROGRESS_S = 10.0
+"""Without a terminal, a line this often says what the stack waits for."""
+
+_POLL_S = 0.1
+_EVENT_COLUMN = 3  # of a line of log: time, level, service, event
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,30 +45,21 @@ class LaunchSettings:
     """How to run a stack.
 
     Attributes:
-        restart: start processes again that end by themselves.
-        start_timeout_s: longest time until all processes are ready.
+        restart: start processes again that end or hang.
+        start_timeout_s: longest time until all processes are ready, and until a process that was
+            started again serves.
         command: run when the stack is ready; its end ends the stack. Empty: none.
         has_keys: the gateway asks its callers for a key.
     """
 
-    restart: bool = False
+    restart: bool = True
     start_timeout_s: float = 120.0
     command: tuple[str, ...] = ()
     has_keys: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Stopped:
-    """Somebody asked the stack to stop."""
-
-
-def restart_delay_s(num_restarts: int) -> float:
-    """Seconds to wait before a process is started again."""
-    return float(min(30.0, 0.5 * 2**num_restarts))
-
-
 class Launcher:
-    """One stack from start to stop."""
+    """One stack from start to stop; the observer of its keepers."""
 
     def __init__(
         self,
@@ -88,96 +80,121 @@ class Launcher:
         self._display = StackDisplay(
             console, {name: member.probe.endpoint for name, member in self._members.items()}
         )
-        self._started_s: dict[str, float] = {}
-        self._num_restarts: dict[str, int] = {}
-        self._restarted: dict[str, Member] = {}
+        self._keepers = {
+            name: Keeper(
+                member,
+                supervisor,
+                self,
+                clock,
+                restart=settings.restart,
+                start_limit_s=settings.start_timeout_s,
+            )
+            for name, member in self._members.items()
+        }
+        self._said_at: dict[str, float] = {}
+        self._untold: set[str] = set()
+        self._given_up: set[str] = set()
 
     async def run(self, stop: asyncio.Event) -> int:
-        """Runs until `stop` is set, a process fails or the command ends; returns the exit code."""
+        """Runs until `stop` is set, a process is given up or the command ends; the exit code."""
+        stopping = asyncio.ensure_future(stop.wait())
+        keeping = [asyncio.ensure_future(keeper.run()) for keeper in self._keepers.values()]
         try:
-            code = await self._bring_up(stop)
+            code = await self._bring_up(stopping, keeping)
             if code is None:
-                self._greet()
-                code = await self._keep_up(stop)
+                for line in greeting(self._plan, self._paths, has_keys=self._settings.has_keys):
+                    self._say(line)
+                code = await self._keep_up(stopping, keeping)
             return code
         finally:
+            for task in (stopping, *keeping):
+                task.cancel()
+            await asyncio.gather(stopping, *keeping, return_exceptions=True)
             if self._supervisor.pids:
-                self._console.print("stopping", highlight=False)
+                self._say("stopping")
             await self._supervisor.stop()
             remove_description(self._paths.state)
 
-    async def _bring_up(self, stop: asyncio.Event) -> int | None:
-        """Starts everything; None if it is ready, else the exit code."""
+    async def _bring_up(
+        self, stopping: asyncio.Future[Any], keeping: Sequence[asyncio.Future[Death]]
+    ) -> int | None:
+        """Waits until everything is ready; None if it is, else the exit code."""
+        began = told = self._clock.now()
         with self._display:
-            outcome = await self._race(self._start_all(), stop)
-        if isinstance(outcome, Exit):
-            return self._failed_start(outcome)
-        if isinstance(outcome, _Stopped):
-            self._console.print("stopped before it was ready", highlight=False)
+            while not all(keeper.is_ready for keeper in self._keepers.values()):
+                now = self._clock.now()
+                if stopping.done() or any(task.done() for task in keeping):
+                    break
+                if now >= began + self._settings.start_timeout_s:
+                    return self._too_late()
+                for name, keeper in self._keepers.items():
+                    self._display.set_detail(name, "" if keeper.is_ready else self._doing(name))
+                self._display.refresh(now)
+                if not self._console.is_terminal and now >= told + PROGRESS_S:
+                    told = now
+                    self._say(f"still starting after {now - began:.0f} s: {self._not_ready()}")
+                await _first_of((stopping, *keeping), _POLL_S)
+        for task in keeping:
+            if task.done():
+                return self._failed_start(task.result())
+        if stopping.done():
+            self._say("stopped before it was ready")
             return INTERRUPTED
-        if outcome:
-            names = ", ".join(outcome)
-            self._console.print(f"not ready in time: {names}", style="bold red", highlight=False)
-            for name in outcome:
-                self._show_log(name)
-            return FAILED
         return None
 
-    async def _start_all(self) -> list[str]:
-        """Starts all members and waits for them; returns those that were not ready in time."""
-        deadline = self._clock.now() + self._settings.start_timeout_s
-        waiting: dict[str, Member] = {}
-        for member in self._plan.members:
-            await self._start(member)
-            waiting[member.spec.name] = member
-            if member.probe.kind == "redis":  # everybody else asks for it at once
-                await self._wait_for(waiting, deadline)
-        self._describe()
-        await self._wait_for(waiting, deadline)
-        return list(waiting)
+    def _failed_start(self, death: Death) -> int:
+        self._say("the stack ends, because its first start failed")
+        taken = says_port_taken(self._members[death.ended.name])
+        return PORT_TAKEN if taken else FAILED
 
-    async def _start(self, member: Member) -> None:
-        name = member.spec.name
-        self._started_s[name] = self._clock.now()
-        self._display.set_state(name, State.STARTING, self._clock.now())
-        await self._supervisor.start(member.spec)
+    def _too_late(self) -> int:
+        limit_s = self._settings.start_timeout_s
+        text = f"not ready in time ({limit_s:g} s; --start-timeout): {self._not_ready()}"
+        self._say(text, style="bold red")
+        for name, keeper in self._keepers.items():
+            if not keeper.is_ready:
+                self._show_log(name)
+        return FAILED
 
-    async def _wait_for(self, waiting: dict[str, Member], deadline: float) -> None:
-        """Removes members from `waiting` as they become ready, until the deadline."""
-        while waiting and self._clock.now() < deadline:
-            names = list(waiting)
-            answers = await asyncio.gather(*(is_ready(waiting[name].probe) for name in names))
-            for name, ready in zip(names, answers, strict=True):
-                if ready:
-                    del waiting[name]
-                    self._display.set_state(name, State.READY, self._clock.now())
-            self._display.refresh(self._clock.now())
-            if waiting:
-                await asyncio.sleep(_POLL_S)
+    def _not_ready(self) -> str:
+        """The processes that are not ready, each with what it is doing."""
+        waiting = [name for name, keeper in self._keepers.items() if not keeper.is_ready]
+        return ", ".join(f"{name} ({self._doing(name)})" for name in waiting)
 
-    async def _keep_up(self, stop: asyncio.Event) -> int:
-        down: list[str] = []
-        while True:
-            work: Coroutine[Any, Any, int | None]
-            work = self._restart(down) if down else self._serve()
-            outcome = await self._race(work, stop)
-            if isinstance(outcome, _Stopped):
-                return INTERRUPTED if self._settings.command else 0
-            if isinstance(outcome, Exit):
-                self._report(outcome)
-                if not self._settings.restart:
-                    text = "the stack ends with it; with --restart it would be started again"
-                    self._console.print(text, highlight=False)
-                    return FAILED
-                down.append(outcome.name)
-            elif outcome is not None:
-                return outcome
+    def _doing(self, name: str) -> str:
+        """What a process says that it lacks, else the last line of its log."""
+        if reason := self._keepers[name].reason:
+            return reason
+        lines = log_tail(self._members[name].spec.log_path, 1)
+        if not lines:
+            return "loading modules"
+        words = lines[0].split(None, _EVENT_COLUMN)
+        return words[-1] if len(words) > _EVENT_COLUMN else lines[0]
 
-    async def _serve(self) -> int:
-        """Runs the command, or waits without end and tells who is back."""
-        if not self._settings.command:
-            await self._wait_for(self._restarted, math.inf)
-            await asyncio.Event().wait()
+    async def _keep_up(
+        self, stopping: asyncio.Future[Any], keeping: Sequence[asyncio.Future[Death]]
+    ) -> int:
+        command = self._settings.command
+        running = asyncio.ensure_future(self._run_command()) if command else None
+        waiting = {stopping, *keeping, *([running] if running is not None else [])}
+        try:
+            while True:
+                await _first_of(waiting)
+                if stopping.done():
+                    return INTERRUPTED if command else 0
+                for task in keeping:
+                    if task.done() and task in waiting:
+                        waiting.discard(task)
+                        if self._ends_with(task.result()):
+                            return FAILED
+                if running is not None and running.done():
+                    return running.result()
+        finally:
+            if running is not None:
+                running.cancel()
+                await asyncio.gather(running, return_exceptions=True)
+
+    async def _run_command(self) -> int:
         return await run_command(
             self._settings.command,
             {
@@ -188,55 +205,70 @@ class Launcher:
             },
         )
 
-    async def _restart(self, down: list[str]) -> None:
-        """Starts ended members again, each after its delay."""
-        while down:
-            name = down[0]
-            if self._clock.now() - self._started_s[name] > _STEADY_S:
-                self._num_restarts[name] = 0
-            num_restarts = self._num_restarts.get(name, 0)
-            await asyncio.sleep(restart_delay_s(num_restarts))
-            self._num_restarts[name] = num_restarts + 1
-            await self._start(self._members[down.pop(0)])
-            self._restarted[name] = self._members[name]
+    def _ends_with(self, death: Death) -> bool:
+        """Says what follows from a process that is not started again; whether the stack ends."""
+        name = death.ended.name
+        self._given_up.add(name)
+        if not self._settings.restart:
+            why = "--run" if self._settings.command else "--no-restart"
+            self._say(f"the stack ends with it: nothing is restarted with {why}")
+            return True
+        workers = {name for name, member in self._members.items() if member.is_worker}
+        if name in workers and workers - self._given_up:
+            self._say(f"{name} is not restarted: its configuration is wrong; the others go on")
+            return False
+        self._say(f"the stack ends with {name}: its configuration is wrong")
+        return True
+
+    def started(self, name: str) -> None:
+        """See `Observer`."""
+        self._display.set_state(name, State.STARTING, self._clock.now())
+        if len(self._supervisor.pids) == len(self._members) or name in self._said_at:
             self._describe()
 
-    async def _race(
-        self, work: Coroutine[Any, Any, ResultT], stop: asyncio.Event
-    ) -> Exit | _Stopped | ResultT:
-        """Result of `work`, unless a process ends or somebody asks to stop before."""
-        ended = asyncio.create_task(self._supervisor.next_exit())
-        stopping = asyncio.create_task(stop.wait())
-        working = asyncio.create_task(work)
-        tasks = (ended, stopping, working)
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if stopping.done():
-                return _Stopped()
-            return ended.result() if ended.done() else working.result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+    def ready(self, name: str) -> None:
+        """See `Observer`."""
+        if name not in self._untold:
+            self._display.set_state(name, State.READY, self._clock.now())
 
-    def _failed_start(self, ended: Exit) -> int:
-        self._report(ended)
-        lines = log_tail(self._members[ended.name].spec.log_path, _TAIL_LINES)
-        return PORT_TAKEN if any("is taken" in line for line in lines) else FAILED
+    def steady(self, name: str) -> None:
+        """See `Observer`."""
+        if name in self._untold:
+            self._untold.discard(name)
+            self._display.set_state(name, State.READY, self._clock.now())
 
-    def _report(self, ended: Exit) -> None:
-        self._display.set_state(ended.name, State.FAILED, self._clock.now())
-        self._console.print(str(ended), style="bold red", highlight=False)
-        self._show_log(ended.name)
+    def died(self, name: str, death: Death) -> None:
+        """See `Observer`."""
+        now = self._clock.now()
+        reap_orphans(self._supervisor.pids.values())
+        self._display.set_state(name, State.FAILED, now)
+        text = death.text
+        if death.pause_s is not None:
+            if death.num_in_a_row > 1:
+                if now < self._said_at.get(name, now) + SAY_AGAIN_S:
+                    self._untold.add(name)
+                    return
+                text += f", {death.num_in_a_row} times in a row; restarting it every"
+                text += f" {death.pause_s:.2g} s"
+            else:
+                text += "; restarting it"
+        self._said_at[name] = now
+        self._untold.discard(name)
+        self._say(text, style="bold red")
+        if death.ended.code >= 0 or death.pause_s is None:
+            self._show_log(name)
 
     def _show_log(self, name: str) -> None:
         path = self._members[name].spec.log_path
-        self._console.print(f"last lines of {path}:", markup=False, highlight=False, soft_wrap=True)
-        for line in log_tail(path, _TAIL_LINES):
-            self._console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+        self._say(f"last lines of {path}:")
+        for line in log_tail(path, TAIL_LINES):
+            self._say(f"  {line}")
+
+    def _say(self, text: str, style: str | None = None) -> None:
+        self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
     def _describe(self) -> None:
-        """Tells other commands what runs where."""
+        """Writes down for other commands what runs where."""
         pids = self._supervisor.pids
         stack = {
             "http": str(self._plan.http),
@@ -258,34 +290,8 @@ class Launcher:
             write_description(self._paths.state, stack)
         except OSError as error:  # a full disk: no reason to stop what serves
             text = f"{self._paths.state}: {error.strerror}; other commands do not find this stack"
-            self._console.print(text, style="yellow", highlight=False, soft_wrap=True)
+            self._say(text, style="yellow")
 
-    def _greet(self) -> None:
-        url = f"http://{self._plan.http}"
-        body: dict[str, object] = {"model": self._plan.model_name}
-        if self._plan.has_chat:
-            path = "chat/completions"
-            question = "What does os.path.join do?"
-            body |= {"messages": [{"role": "user", "content": question}], "temperature": 0}
-        else:
-            path = "completions"
-            body["prompt"] = "The module"
-        body |= {"max_tokens": 80, "stream": True}
-        curl = f"curl -N {url}/v1/{path} -H 'content-type: application/json'"
-        hint = ""
-        if self._settings.has_keys:
-            curl += f' -H "authorization: Bearer ${API_KEY}"'
-            hint = f"key: export {API_KEY}=one of yours first; kvmesh chat and bench read it too"
-        lines = (
-            "",
-            f"ready: {url}  (OpenAI API; gRPC {self._plan.grpc})",
-            "",
-            f"  {curl} -d '{json.dumps(body)}'",
-            "",
-            *([hint] if hint else []),
-            *([f"console: http://{self._plan.console}/console"] if self._plan.console else []),
-            f"logs: {self._paths.logs}/<process>.log",
-            "stop: Ctrl-C",
-        )
-        for line in lines:
-            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+async def _first_of(waiting: Iterable[asyncio.Future[Any]], limit_s: float | None = None) -> None:
+    await asyncio.wait(waiting, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""Is it there yet? One question to a port, answered within a second.
+"""Questions to a port: is it ready, does it live, is it free.
 
 Tests: tests/unit/cli/test_probes.py.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http.client
+import json
 import socket
 import ssl
 import urllib.error
@@ -16,7 +17,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
-from kvmesh.cli.health import SERVING, check_health
+import grpc
+
+from kvmesh.cli.health import CHECK, SERVING, check_health
 from kvmesh.core.types import Endpoint
 
 _TIMEOUT_S = 1.0
@@ -35,17 +38,95 @@ class Probe:
     endpoint: Endpoint
 
 
-async def is_ready(probe: Probe) -> bool:
-    """Whether the service behind the probe answers and is ready for work."""
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    """What a service answers, within a second.
+
+    Attributes:
+        ready: it is ready for work.
+        reason: why it is not, where it says so; else empty.
+    """
+
+    ready: bool
+    reason: str = ""
+
+
+async def readiness(probe: Probe) -> Readiness:
+    """Asks the service behind the probe whether it is ready."""
     if probe.kind == "redis":
-        return await answers_ping(probe.endpoint)
+        return Readiness(await answers_ping(probe.endpoint))
     # A refused connection is the usual answer while a process starts, and costs next to nothing.
     if not await accepts(probe.endpoint):
-        return False
+        return Readiness(False)
     if probe.kind == "grpc":
-        return await asyncio.to_thread(check_health, str(probe.endpoint), _TIMEOUT_S) == SERVING
-    status, _ = await asyncio.to_thread(http_get, f"http://{probe.endpoint}/ready")
-    return status == 200
+        state = await asyncio.to_thread(check_health, str(probe.endpoint), _TIMEOUT_S)
+        return Readiness(state == SERVING)
+    status, body = await asyncio.to_thread(http_get, f"http://{probe.endpoint}/ready")
+    return Readiness(status == 200, "" if status == 200 else _reason(status, body))
+
+
+def _reason(status: int, body: str) -> str:
+    try:
+        said = json.loads(body)
+    except ValueError:
+        return body.strip() if status == 0 else f"HTTP status {status}"
+    error = said.get("error") if isinstance(said, dict) else None
+    message = error.get("message") if isinstance(error, dict) else None
+    return message if isinstance(message, str) else f"HTTP status {status}"
+
+
+async def is_ready(probe: Probe) -> bool:
+    """Whether the service behind the probe answers and is ready for work."""
+    return (await readiness(probe)).ready
+
+
+class Pulse:
+    """Asks one life of a process over and over whether it lives, over one connection.
+
+    Args:
+        probe: gRPC health or Redis PING.
+    """
+
+    def __init__(self, probe: Probe) -> None:
+        assert probe.kind in ("grpc", "redis"), probe.kind
+        self._probe = probe
+        self._channel: grpc.aio.Channel | None = None
+
+    async def beat(self) -> bool:
+        """Waits, without limit, for an answer; False if the port is closed.
+
+        Any answer counts: a service that drains, or one that knows no health checks, lives.
+        """
+        if self._probe.kind == "redis":
+            return await _redis_answers(self._probe.endpoint)
+        if self._channel is None:
+            # A pool of its own: a later life at the same port begins without this one's backoff.
+            options = (("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1))
+            self._channel = grpc.aio.insecure_channel(str(self._probe.endpoint), options=options)
+        check: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(CHECK)
+        try:
+            await check(b"")
+        except grpc.aio.AioRpcError as error:
+            return error.code() is not grpc.StatusCode.UNAVAILABLE
+        return True
+
+    async def close(self) -> None:
+        """Closes the connection."""
+        if self._channel is not None:
+            await self._channel.close()
+            self._channel = None
+
+
+async def _redis_answers(endpoint: Endpoint) -> bool:
+    try:
+        reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
+        try:
+            writer.write(b"PING\r\n")
+            return bool(await reader.readline())  # also a refusal: it lives
+        finally:
+            await _close(writer)
+    except OSError:
+        return False
 
 
 async def accepts(endpoint: Endpoint) -> bool:

@@ -1,7 +1,9 @@
 """Child processes that live and die with this one.
 
-Knows nothing of what it runs. Linux kills the children with SIGKILL if this process dies without
-stopping them. Tests: tests/unit/cli/test_processes.py.
+Knows nothing of the programs that it runs. Each child leads a session and a process group of its
+own; what is left of the group when the child has ended is killed. On Linux the kernel kills the
+children with SIGKILL if this process dies without stopping them.
+Tests: tests/unit/cli/test_processes.py.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ class ProcessSpec:
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """A child that ended without being asked to.
+    """The end of a child.
 
     Attributes:
         code: exit code, negative for a signal.
@@ -57,12 +59,11 @@ class Exit:
         return f"{self.name} was killed by {signal.Signals(-self.code).name}"
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Child:
     spec: ProcessSpec
     process: asyncio.subprocess.Process
-    watch: asyncio.Task[None]
-    stopping: bool = False
+    watch: asyncio.Task[Exit]
 
 
 def die_with_parent() -> Callable[[], None] | None:
@@ -93,14 +94,14 @@ def _ask_kernel(libc: ctypes.CDLL, parent: int) -> None:
 
 
 class Supervisor:
-    """Starts children, reports those that end by themselves, stops all of them in order."""
+    """Starts children, tells when one ends, stops all of them in order."""
 
     def __init__(self, grace_s: float) -> None:
         """`grace_s`: time between SIGTERM and SIGKILL for the children of one rank."""
         self._grace_s = grace_s
         self._children: dict[str, _Child] = {}
         self._started: set[str] = set()
-        self._exits: asyncio.Queue[Exit] = asyncio.Queue()
+        self._stopping = False
         self._killing = False
 
     @property
@@ -112,8 +113,10 @@ class Supervisor:
             if child.process.returncode is None
         }
 
-    async def start(self, spec: ProcessSpec) -> None:
-        """Starts a child; a name whose child has ended may be started again.
+    async def start(self, spec: ProcessSpec) -> int:
+        """Starts a child and returns its process id.
+
+        A name whose child has ended may be started again.
 
         Raises:
             OSError: the program or its folder does not exist.
@@ -135,51 +138,67 @@ class Supervisor:
                 preexec_fn=die_with_parent(),
             )
         self._started.add(spec.name)
-        watch = asyncio.create_task(self._watch(spec.name), name=f"watch {spec.name}")
+        watch = asyncio.create_task(_watch(spec.name, process), name=f"watch {spec.name}")
         self._children[spec.name] = _Child(spec, process, watch)
+        return process.pid
 
-    async def _watch(self, name: str) -> None:
-        child = self._children[name]
-        code = await child.process.wait()
-        if not child.stopping:
-            self._exits.put_nowait(Exit(name, code))
+    async def ended(self, name: str) -> Exit:
+        """Waits until the child of this name has ended."""
+        return await asyncio.shield(self._children[name].watch)
 
-    async def next_exit(self) -> Exit:
-        """Waits for the next child that ends without being asked to."""
-        return await self._exits.get()
+    def kill(self, name: str) -> None:
+        """Kills a child and its process group with SIGKILL."""
+        _kill_group(self._children[name].process.pid)
 
     async def stop(self) -> None:
         """Stops all children, rank by rank: SIGTERM, the grace, SIGKILL."""
-        for child in self._children.values():
-            child.stopping = True
+        self._stopping = True
         for rank in sorted({child.spec.stop_rank for child in self._children.values()}):
             await self._stop_rank(rank)
 
     async def _stop_rank(self, rank: int) -> None:
-        watches = []
-        for child in self._children.values():
-            if child.spec.stop_rank != rank:
-                continue
-            watches.append(child.watch)
-            _signal(child, signal.SIGKILL if self._killing else signal.SIGTERM)
+        children = [child for child in self._children.values() if child.spec.stop_rank == rank]
+        for child in children:
+            _ask_to_end(child)
+            if self._killing:
+                _kill(child)
+        watches = [child.watch for child in children]
         _, pending = await asyncio.wait(watches, timeout=self._grace_s)
-        for child in self._children.values():
+        for child in children:
             if child.watch in pending:
-                _signal(child, signal.SIGKILL)
+                _kill(child)
         await asyncio.gather(*watches)
 
-    def kill(self) -> None:
+    def hurry(self) -> None:
         """Makes a running or later `stop` use SIGKILL at once."""
         self._killing = True
-        for child in self._children.values():
-            if child.stopping:
-                _signal(child, signal.SIGKILL)
+        if self._stopping:
+            for child in self._children.values():
+                _kill(child)
 
 
-def _signal(child: _Child, number: signal.Signals) -> None:
+async def _watch(name: str, process: asyncio.subprocess.Process) -> Exit:
+    code = await process.wait()
+    _kill_group(process.pid)  # a compiler, say, that a worker had started
+    return Exit(name, code)
+
+
+def _ask_to_end(child: _Child) -> None:
     if child.process.returncode is None:
-        with contextlib.suppress(ProcessLookupError):
-            child.process.send_signal(number)
+        for number in (signal.SIGTERM, signal.SIGCONT):  # one that is stopped hears nothing
+            with contextlib.suppress(ProcessLookupError):
+                child.process.send_signal(number)
+
+
+def _kill(child: _Child) -> None:
+    if child.process.returncode is None:
+        _kill_group(child.process.pid)
+
+
+def _kill_group(leader: int) -> None:
+    # PermissionError is macOS's word for a group of which only a zombie is left.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
 
 
 def log_tail(path: Path, num_lines: int) -> list[str]:

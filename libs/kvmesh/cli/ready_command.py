@@ -1,4 +1,4 @@
-"""The command of `kvmesh up --run`: its words, where its program is looked for, its run.
+"""The command of `kvmesh up --run`: splits its words, finds its program, runs and ends it.
 
 Tests: tests/unit/cli/test_ready_command.py.
 """
@@ -13,8 +13,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import psutil
+
+from kvmesh.cli.processes import die_with_parent
 from kvmesh.core.config import child_environment, environment
 from kvmesh.core.errors import ConfigError
+
+GRACE_S = 5.0
 
 
 def search_path() -> str:
@@ -30,7 +35,10 @@ def command_problems(words: Sequence[str]) -> list[str]:
 
 
 async def run_command(words: Sequence[str], extra: Mapping[str, str]) -> int:
-    """Runs the command to its end; ends it when cancelled.
+    """Runs the command to its end. When cancelled, ends it and what it has started.
+
+    The command stays in the foreground process group, so that one like `kvmesh chat` can read from
+    the terminal. On Linux it ends when this process dies.
 
     Args:
         extra: environment beside that of this process.
@@ -43,7 +51,9 @@ async def run_command(words: Sequence[str], extra: Mapping[str, str]) -> int:
     """
     env = child_environment({**extra, "PATH": search_path()})
     try:
-        process = await asyncio.create_subprocess_exec(*words, env=env)
+        process = await asyncio.create_subprocess_exec(
+            *words, env=env, preexec_fn=die_with_parent()
+        )
     except OSError as error:
         raise ConfigError(f"--run: {words[0]} cannot be run: {error.strerror}") from error
     try:
@@ -51,6 +61,24 @@ async def run_command(words: Sequence[str], extra: Mapping[str, str]) -> int:
         return code if code >= 0 else 128 - code
     finally:
         if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.terminate()
+            await _end(process)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Asks the command and its descendants to end, and kills them after `GRACE_S`."""
+    everyone = [psutil.Process(process.pid)]
+    with contextlib.suppress(psutil.NoSuchProcess):
+        everyone += everyone[0].children(recursive=True)
+    for each in everyone:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.terminate()
+    try:
+        async with asyncio.timeout(GRACE_S):
             await process.wait()
+    except TimeoutError:
+        pass
+    finally:
+        for each in everyone:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+        await process.wait()

@@ -16,6 +16,7 @@ from kvmesh.core.types import Endpoint
 
 # Clients first, then those who hold their work, then those who know about it.
 _STOP_RANK = {"gateway": 0, "prefill": 1, "decode": 1, "scheduler": 2, "kvmanager": 3, "redis": 4}
+_WORKERS = ("prefill", "decode")
 _LOCAL = "127.0.0.1"
 _CLUSTER = "local"
 REMOTE = "remote"
@@ -106,13 +107,17 @@ class Member:
     """One process of the stack.
 
     Attributes:
-        probe: answers when the process is ready.
+        probe: answers when the process is ready for work.
+        liveness: answers as long as the process lives, whatever becomes of its peers.
         metrics_port: 0 if it has none.
+        is_worker: others do its work while it is away.
     """
 
     spec: ProcessSpec
     probe: Probe
+    liveness: Probe
     metrics_port: int = 0
+    is_worker: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +153,8 @@ class _Planner:
             *("--bind", endpoint.host, "--port", str(endpoint.port)),
             *("--save", "", "--appendonly", "no", "--dir", str(self.paths.state)),
         )
-        return Member(self._spec("redis", "redis", argv), Probe("redis", endpoint))
+        probe = Probe("redis", endpoint)
+        return Member(self._spec("redis", "redis", argv), probe, probe)
 
     def service(
         self,
@@ -175,7 +181,9 @@ class _Planner:
         for flag, value in {**common, **flags}.items():
             argv += [f"--{flag}", str(value)]
         spec = self._spec(name, kind, tuple(argv))
-        return Member(spec, probe or Probe("grpc", endpoint), metrics_port), endpoint
+        health = Probe("grpc", endpoint)
+        is_worker = kind in _WORKERS
+        return Member(spec, probe or health, health, metrics_port, is_worker), endpoint
 
     def _spec(self, name: str, kind: str, argv: tuple[str, ...]) -> ProcessSpec:
         return ProcessSpec(

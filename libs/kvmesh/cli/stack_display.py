@@ -1,5 +1,5 @@
-"""How a starting stack looks: a live table on a terminal, one line per change elsewhere
-and later.
+"""How a starting stack looks: a live table on a terminal, elsewhere and later one line for each
+process that starts or is ready.
 
 Tests: tests/unit/cli/test_stack_display.py.
 """
@@ -14,6 +14,7 @@ from typing import Self
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from kvmesh.core.types import Endpoint
 
@@ -25,7 +26,6 @@ class State(enum.Enum):
     STARTING = "starting"
     READY = "ready"
     FAILED = "failed"
-    STOPPING = "stopping"
 
 
 _STYLES = {
@@ -33,7 +33,6 @@ _STYLES = {
     State.STARTING: "yellow",
     State.READY: "green",
     State.FAILED: "bold red",
-    State.STOPPING: "dim",
 }
 
 
@@ -41,6 +40,8 @@ _STYLES = {
 class _Row:
     endpoint: Endpoint
     state: State = State.WAITING
+    detail: str = ""
+    num_starts: int = 0
     since_s: float = 0.0
     took_s: float | None = None
 
@@ -61,13 +62,26 @@ class StackDisplay:
             return
         if state is State.STARTING:
             row.since_s, row.took_s = now_s, None
+            row.num_starts += 1
         elif row.took_s is None or state is State.FAILED:  # it may have been ready for long
             row.took_s = now_s - row.since_s
         row.state = state
         if self._live is None:
-            took = "" if state is State.STARTING else f" after {row.took_s or 0.0:.1f} s"
-            self._console.print(f"{name:12} {state.value}{took}", highlight=False)
+            self._print(name, row)
         self.refresh(now_s)
+
+    def _print(self, name: str, row: _Row) -> None:
+        """A failure is told by its reason, and a start after it belongs to that."""
+        if row.state is State.STARTING and row.num_starts == 1:
+            self._console.print(f"{name:12} starting", highlight=False)
+        if row.state is State.READY:
+            again = "again " if row.num_starts > 1 else ""
+            text = f"{name:12} ready {again}after {row.took_s or 0.0:.1f} s"
+            self._console.print(text, highlight=False)
+
+    def set_detail(self, name: str, detail: str) -> None:
+        """Sets what the table says of a process beside its state; shown with the next refresh."""
+        self._rows[name].detail = detail
 
     def refresh(self, now_s: float) -> None:
         """Lets the seconds of starting processes run on."""
@@ -78,13 +92,11 @@ class StackDisplay:
     def table(self) -> Table:
         """The rows as a table."""
         table = Table(box=None, pad_edge=False, header_style="bold")
-        for heading, justify in (
-            ("process", "left"),
-            ("state", "left"),
-            ("seconds", "right"),
-            ("address", "left"),
-        ):
-            table.add_column(heading, justify="right" if justify == "right" else "left")
+        table.add_column("process")
+        table.add_column("state")
+        table.add_column("seconds", justify="right")
+        table.add_column("address")
+        table.add_column("doing", no_wrap=True, overflow="ellipsis")
         for name, row in self._rows.items():
             seconds = row.took_s
             if row.state is State.STARTING:
@@ -94,6 +106,7 @@ class StackDisplay:
                 f"[{_STYLES[row.state]}]{row.state.value}[/]",
                 "" if seconds is None else f"{seconds:.1f}",
                 f"[dim]{row.endpoint}[/]",
+                Text(row.detail, style="dim"),
             )
         return table
 

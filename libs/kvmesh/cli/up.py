@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import psutil
 from rich.console import Console
 
+from kvmesh.cli.descendants import adopt_orphans, kill_descendants
 from kvmesh.cli.launcher import FAILED, PORT_TAKEN, Launcher, LaunchSettings
 from kvmesh.cli.model_folder import embedded_models, read_model_folder
 from kvmesh.cli.preflight import problems
@@ -35,9 +35,10 @@ from kvmesh.cli.stack_state import (
     hold_state,
     is_held,
 )
+from kvmesh.cli.stop_signals import StopSignals
 from kvmesh.cli.up_flags import parser as flags_parser
 from kvmesh.core.clock import SystemClock
-from kvmesh.core.config import child_environment, environment
+from kvmesh.core.config import child_environment, default_environment, environment
 from kvmesh.core.cores import usable_cores
 from kvmesh.core.errors import ConfigError
 from kvmesh.metadata.server_binary import find_redis_binary
@@ -96,43 +97,32 @@ def _next_port(options: StackOptions) -> Callable[[], int]:
 
 
 async def _run(
-    options: StackOptions, paths: StackPaths, settings: LaunchSettings, console: Console
+    options: StackOptions,
+    paths: StackPaths,
+    settings: LaunchSettings,
+    console: Console,
+    signals: StopSignals,
 ) -> int:
-    stop = asyncio.Event()
     env = child_environment(engine_environment(options.num_threads))
     code = PORT_TAKEN
     for _ in range(2):  # another program may take a port between planning and starting
         plan = plan_stack(options, paths, _next_port(options), env)
         supervisor = Supervisor(_GRACE_S)
-        _install_signals(stop, supervisor)
+        signals.attach(supervisor.hurry)
         launcher = Launcher(plan, paths, supervisor, console, settings, SystemClock())
-        code = await launcher.run(stop)
+        code = await launcher.run(signals.asked)
         if code != PORT_TAKEN:
             return code
     return FAILED
-
-
-def _install_signals(stop: asyncio.Event, supervisor: Supervisor) -> None:
-    def ask() -> None:
-        if stop.is_set():  # asked twice: no more patience
-            supervisor.kill()
-        stop.set()
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, ask)
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs a stack.
 
     Exit code 0 after Ctrl-C, 130 if that came before the stack was ready or its command had ended,
-    1 if it could not start or a process failed; with `--run` else that of the command.
+    1 if it could not start or a process was given up; with `--run` else that of the command.
     """
-    parser = flags_parser()
-    arguments = parser.parse_args(argv)
-    if arguments.run and arguments.restart:
-        parser.error("--run and --restart exclude each other")
+    arguments = flags_parser().parse_args(argv)
     ports = api_ports(arguments.port, arguments.grpc_port, arguments.console_port)
     options = stack_options(arguments, ports, usable_cores())
     state = Path(arguments.state_dir).resolve() if arguments.state_dir else DEFAULT_STATE
@@ -152,11 +142,22 @@ def main(argv: Sequence[str]) -> int:
         longest = min(read_model_folder(options.model).max_model_len, fits)
         options = dataclasses.replace(options, max_model_len=longest)
     settings = LaunchSettings(
-        arguments.restart, arguments.start_timeout, arguments.run, _has_keys()
+        # What a command measures or tests must not hide that a process died.
+        restart=not (arguments.no_restart or arguments.run),
+        start_timeout_s=arguments.start_timeout,
+        command=arguments.run,
+        has_keys=_has_keys(),
     )
     with hold_state(state):
         _prepare(state)
-        return asyncio.run(_run(options, paths, settings, Console()))
+        signals = StopSignals()
+        # Its handlers say on stderr that they do nothing, each time a process is started.
+        default_environment({"GRPC_ENABLE_FORK_SUPPORT": "0"})
+        adopt_orphans()
+        try:
+            return asyncio.run(_run(options, paths, settings, Console(), signals))
+        finally:
+            kill_descendants()
 
 
 def _has_keys() -> bool:

@@ -21,7 +21,8 @@ def parser() -> argparse.ArgumentParser:
     made = new_parser(
         "kvmesh up",
         "Starts Redis, kvmanager, scheduler, prefill and decode workers and a gateway on this\n"
-        "machine, waits until they are ready, and stops them all on Ctrl-C.",
+        "machine, waits until they are ready, replaces those that end or hang, and stops them all\n"
+        "on Ctrl-C.",
         "examples:\n"
         "  kvmesh up --prefill 2 --decode 2\n"
         "  kvmesh up --remote 1 --link-mbit 200\n"
@@ -63,5 +64,6 @@ def parser() -> argparse.ArgumentParser:
     add_flag(made, "--start-timeout", 120.0, "seconds until all must be ready", kind=positive)
     text = "run this when ready, then stop"
     add_flag(made, "--run", "", text, kind=command_words, metavar="COMMAND")
-    add_switch(made, "--restart", "start processes again that end by themselves")
+    text = "end with the first process that ends or hangs; implied by --run"
+    add_switch(made, "--no-restart", text)
     return made

@@ -395,6 +395,7 @@ async def build_worker(
     config: WorkerConfig, context: ServiceContext, metrics: WorkerMetrics | None = None
 ) -> Worker:
     """Loads the model and puts a worker together; the services' `build`."""
+    log.info("loading_model", model=config.engine.model, device=config.engine.device)
     runner = await asyncio.to_thread(load_runner, config.engine)
     context.stack.callback(runner.close)
     structures = await asyncio.to_thread(load_structures, config.engine.model, runner.spec)

@@ -20,7 +20,6 @@ from kvmesh.cli.launcher import (
     PORT_TAKEN,
     Launcher,
     LaunchSettings,
-    restart_delay_s,
 )
 from kvmesh.cli.probes import Probe, free_ports
 from kvmesh.cli.processes import ProcessSpec, Supervisor
@@ -29,18 +28,30 @@ from kvmesh.core.clock import SystemClock
 from kvmesh.core.types import Endpoint
 from tests.waiting import until
 
-# A service that is ready as soon as it listens, and writes a line for each life.
+# A service that answers PING as Redis does, and writes a line for each life. `begin` and `serve`
+# are what it does first and for each question.
 SERVICE = """
-import http.server, sys
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-    def log_message(self, *arguments):
-        pass
+import os, pathlib, socketserver, sys
+marks = pathlib.Path("marks-" + sys.argv[1])
+lives = len(marks.read_text()) if marks.exists() else 0
+marks.write_text("x" * (lives + 1))
 print("a life", flush=True)
-http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+{begin}
+class Handler(socketserver.StreamRequestHandler):
+    def handle(self):
+        if self.rfile.readline():
+            {serve}
+            self.wfile.write(b"+PONG\\r\\n")
+class Server(socketserver.TCPServer):
+    allow_reuse_address = True
+Server(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
+
+
+def service(begin: str = "", serve: str = "pass") -> str:
+    return SERVICE.format(begin=begin, serve=serve)
+
+
 NEVER_READY = "import signal; signal.pause()"
 PORT_IS_TAKEN = "import sys; print('metrics port 5 is taken; choose another'); sys.exit(2)"
 
@@ -75,7 +86,8 @@ class Stack:
             log_path=self.folder / "logs" / f"{name}.log",
             env=dict(os.environ),
         )
-        return Member(spec, Probe("http", endpoint))
+        probe = Probe("redis", endpoint)
+        return Member(spec, probe, probe, is_worker=name.startswith("worker"))
 
     async def until_said(self, text: str) -> None:
         await until(lambda: text in self.output.getvalue(), f"it says {text!r}")
@@ -89,12 +101,12 @@ class Stack:
 async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
     stack = Stack(tmp_path)
     yield stack
-    stack.supervisor.kill()
+    stack.supervisor.hurry()
     await stack.supervisor.stop()
 
 
 async def test_up_and_down(stack: Stack) -> None:
-    running = stack.launch(a=SERVICE, b=SERVICE)
+    running = stack.launch(a=service(), b=service())
     await stack.until_said("stop: Ctrl-C")
     said = stack.output.getvalue()
     described = stack.description()
@@ -109,7 +121,7 @@ async def test_up_and_down(stack: Stack) -> None:
 
 
 async def test_a_stop_while_starting(stack: Stack) -> None:
-    running = stack.launch(a=SERVICE, b=NEVER_READY)
+    running = stack.launch(a=service(), b=NEVER_READY)
     await stack.until_said("a            ready")
     stack.stop.set()
     assert await running == INTERRUPTED
@@ -119,7 +131,7 @@ async def test_a_stop_while_starting(stack: Stack) -> None:
 
 async def test_the_line_to_try_has_a_key_where_keys_are_asked_for(stack: Stack) -> None:
     stack.settings = LaunchSettings(has_keys=True)
-    running = stack.launch(a=SERVICE)
+    running = stack.launch(a=service())
     await stack.until_said("stop: Ctrl-C")
     said = stack.output.getvalue()
     assert '-H "authorization: Bearer $KVMESH_API_KEY"' in said
@@ -130,7 +142,7 @@ async def test_the_line_to_try_has_a_key_where_keys_are_asked_for(stack: Stack) 
 
 async def test_a_stack_serves_where_its_description_cannot_be_written(stack: Stack) -> None:
     (stack.folder / "stack.json").symlink_to("/dev/full")  # as a full disk
-    running = stack.launch(a=SERVICE)
+    running = stack.launch(a=service())
     await stack.until_said("stop: Ctrl-C")
     assert "No space left" in stack.output.getvalue()
     stack.stop.set()
@@ -138,7 +150,7 @@ async def test_a_stack_serves_where_its_description_cannot_be_written(stack: Sta
 
 
 async def test_a_process_that_cannot_start(stack: Stack) -> None:
-    code = await stack.launch(a=SERVICE, b="raise SystemExit('no such thing')")
+    code = await stack.launch(a=service(), b="raise SystemExit('no such thing')")
     assert code == FAILED
     said = stack.output.getvalue()
     assert "b ended with exit code 1" in said
@@ -147,38 +159,139 @@ async def test_a_process_that_cannot_start(stack: Stack) -> None:
 
 
 async def test_a_port_that_was_taken_meanwhile(stack: Stack) -> None:
-    assert await stack.launch(a=SERVICE, b=PORT_IS_TAKEN) == PORT_TAKEN
+    assert await stack.launch(a=service(), b=PORT_IS_TAKEN) == PORT_TAKEN
 
 
 async def test_not_ready_in_time(stack: Stack) -> None:
     stack.settings = LaunchSettings(start_timeout_s=0.1)
-    assert await stack.launch(a=NEVER_READY) == FAILED
-    assert "not ready in time: a" in stack.output.getvalue()
+    said = "import signal; print('12:00:00 INFO a reading 7 files', flush=True); signal.pause()"
+    assert await stack.launch(a=said) == FAILED
+    assert "not ready in time (0.1 s; --start-timeout): a (" in stack.output.getvalue()
     assert stack.supervisor.pids == {}
 
 
-async def test_a_death_ends_the_stack(stack: Stack) -> None:
-    running = stack.launch(a=SERVICE, b=SERVICE)
+async def test_a_starting_process_is_shown_with_the_end_of_its_log(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvmesh.cli.launcher.PROGRESS_S", 0.1)
+    code = "import signal; print('12:00:00 INFO a reading 7 files', flush=True); signal.pause()"
+    running = stack.launch(a=code, b="import signal; signal.pause()")
+    await stack.until_said("a (reading 7 files), b (loading modules)")
+    stack.stop.set()
+    assert await running == INTERRUPTED
+
+
+async def test_a_death_ends_a_stack_without_restarts(stack: Stack) -> None:
+    stack.settings = LaunchSettings(restart=False)
+    running = stack.launch(a=service(), b=service())
     await stack.until_said("stop: Ctrl-C")
     os.kill(stack.supervisor.pids["a"], signal.SIGKILL)
     assert await running == FAILED
     assert "a was killed by SIGKILL" in stack.output.getvalue()
-    assert "--restart" in stack.output.getvalue()
+    assert "nothing is restarted with --no-restart" in stack.output.getvalue()
     assert "  a life" in stack.output.getvalue()
 
 
-async def test_a_death_with_restart(stack: Stack) -> None:
-    stack.settings = LaunchSettings(restart=True)
-    running = stack.launch(a=SERVICE, b=SERVICE)
+async def test_what_dies_is_started_again(stack: Stack) -> None:
+    running = stack.launch(a=service(), b=service())
     await stack.until_said("stop: Ctrl-C")
     before = stack.supervisor.pids
     os.kill(before["a"], signal.SIGKILL)
-    await stack.until_said("a was killed by SIGKILL")
-    await until(lambda: stack.output.getvalue().count("a            ready") == 2)
-    assert stack.supervisor.pids["a"] != before["a"]
+    await stack.until_said("a was killed by SIGKILL; restarting it")
+    await stack.until_said("a            ready again")
+    after = stack.supervisor.pids
+    assert after["a"] != before["a"]
+    assert after["b"] == before["b"]
+    assert stack.description()["members"][0]["pid"] == after["a"]
+    stack.stop.set()
+    assert await running == 0
+
+
+async def test_nobody_waits_for_one_that_backs_off(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvmesh.cli.keeper.FIRST_PAUSE_S", 1000.0)
+    monkeypatch.setattr("kvmesh.cli.keeper.MAX_WORKER_PAUSE_S", 1000.0)
+    ends_later = service(begin="if lives: sys.exit(1)")
+    running = stack.launch(worker=ends_later, a=service(), b=service())
+    await stack.until_said("stop: Ctrl-C")
+    before = stack.supervisor.pids
+    os.kill(before["worker"], signal.SIGKILL)
+    await until(lambda: _lives(stack, "worker") == 2 and "worker" not in stack.supervisor.pids)
+    for name in ("a", "b"):
+        os.kill(before[name], signal.SIGKILL)
+    await stack.until_said("a            ready again")
+    await stack.until_said("b            ready again")
+    assert "worker" not in stack.supervisor.pids
+    stack.stop.set()
+    assert await running == 0
+
+
+async def test_one_that_ends_over_and_over_is_reported_once_a_minute(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvmesh.cli.keeper.MAX_PAUSE_S", 0.01)
+    running = stack.launch(a=service(begin="if 0 < lives < 6: sys.exit('oh no')"))
+    await stack.until_said("stop: Ctrl-C")
+    os.kill(stack.supervisor.pids["a"], signal.SIGKILL)
+    await until(lambda: _lives(stack, "a") == 7)
+    assert stack.output.getvalue().count("restarting it") == 1
+    monkeypatch.setattr("kvmesh.cli.launcher.SAY_AGAIN_S", 0.0)
+    await until(lambda: "a" in stack.supervisor.pids)
+    os.kill(stack.supervisor.pids["a"], signal.SIGKILL)
+    await stack.until_said("a was killed by SIGKILL, 7 times in a row; restarting it every 0.01 s")
+    stack.stop.set()
+    assert await running == 0
+
+
+async def test_a_wrong_configuration_is_not_tried_again(stack: Stack) -> None:
+    wrong_later = service(begin="if lives: print('no such model'); sys.exit(2)")
+    running = stack.launch(worker0=wrong_later, worker1=wrong_later, a=service())
+    await stack.until_said("stop: Ctrl-C")
+    pids = stack.supervisor.pids
+    os.kill(pids["worker0"], signal.SIGKILL)
+    await stack.until_said("worker0 is not restarted: its configuration is wrong; the others go on")
+    assert "  no such model" in stack.output.getvalue()
+    os.kill(pids["worker1"], signal.SIGKILL)
+    assert await running == FAILED
+    assert "the stack ends with worker1" in stack.output.getvalue()
+
+
+async def test_a_port_that_is_taken_is_tried_again(stack: Stack) -> None:
+    taken = "if lives == 1: print('port 5 is taken; choose another', flush=True); sys.exit(2)"
+    running = stack.launch(a=service(begin=taken))
+    await stack.until_said("stop: Ctrl-C")
+    os.kill(stack.supervisor.pids["a"], signal.SIGKILL)
+    await until(lambda: _lives(stack, "a") == 3)
+    stack.stop.set()
+    assert await running == 0
+
+
+async def test_a_process_that_hangs_is_replaced(stack: Stack) -> None:
+    running = stack.launch(a=service(), b=service())
+    await stack.until_said("stop: Ctrl-C")
+    before = stack.supervisor.pids
+    os.kill(before["a"], signal.SIGSTOP)
+    await stack.until_said("a gave no answer for 3 s and was killed; restarting it")
+    await stack.until_said("a            ready again")
     assert stack.supervisor.pids["b"] == before["b"]
     stack.stop.set()
     assert await running == 0
+
+
+async def test_a_restarted_process_has_a_limit_to_serve(stack: Stack) -> None:
+    stack.settings = LaunchSettings(start_timeout_s=5.0)
+    running = stack.launch(a=service(begin="if lives == 1: import signal; signal.pause()"))
+    await stack.until_said("stop: Ctrl-C")
+    os.kill(stack.supervisor.pids["a"], signal.SIGKILL)
+    await until(lambda: _lives(stack, "a") == 3)
+    stack.stop.set()
+    assert await running == 0
+
+
+def _lives(stack: Stack, name: str) -> int:
+    path = stack.folder / "logs" / f"{name}.log"
+    return path.read_text().count("a life")
 
 
 async def test_a_command_that_runs_when_all_is_ready(stack: Stack) -> None:
@@ -188,7 +301,7 @@ async def test_a_command_that_runs_when_all_is_ready(stack: Stack) -> None:
     )
     seen = stack.folder / "seen"
     stack.settings = LaunchSettings(command=(sys.executable, "-c", code, str(seen)))
-    assert await stack.launch(a=SERVICE) == 7
+    assert await stack.launch(a=service()) == 7
     url, state = seen.read_text().split()
     assert url.startswith("http://127.0.0.1:")
     assert state == str(stack.folder)  # other commands find the stack by it
@@ -198,13 +311,7 @@ async def test_a_stop_ends_the_command(stack: Stack) -> None:
     marker = stack.folder / "marker"
     code = f"import signal, pathlib; pathlib.Path('{marker}').touch(); signal.pause()"
     stack.settings = LaunchSettings(command=(sys.executable, "-c", code))
-    running = stack.launch(a=SERVICE)
+    running = stack.launch(a=service())
     await until(marker.exists)
     stack.stop.set()
     assert await running == INTERRUPTED
-
-
-def test_restarts_become_rarer() -> None:
-    delays = [restart_delay_s(number) for number in range(10)]
-    assert delays[:3] == [0.5, 1.0, 2.0]
-    assert delays[-1] == 30.0

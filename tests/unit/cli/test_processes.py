@@ -9,6 +9,7 @@ import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from kvmesh.cli.processes import Exit, ProcessSpec, Supervisor, log_tail
@@ -51,19 +52,18 @@ async def _until_up(spec: ProcessSpec) -> None:
 
 
 def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
     # A zombie still has its id; it is dead all the same.
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @pytest.fixture
 async def supervisor() -> AsyncIterator[Supervisor]:
     supervisor = Supervisor(grace_s=30)
     yield supervisor
-    supervisor.kill()
+    supervisor.hurry()
     await supervisor.stop()
 
 
@@ -93,14 +93,14 @@ async def test_a_child_that_ignores_sigterm_is_killed_after_the_grace(tmp_path: 
     assert (tmp_path / "order").read_text() == "a\n"
 
 
-async def test_kill_cuts_the_grace_short(supervisor: Supervisor, tmp_path: Path) -> None:
+async def test_hurry_cuts_the_grace_short(supervisor: Supervisor, tmp_path: Path) -> None:
     spec = _child(tmp_path, "a", stubborn=True)
     await supervisor.start(spec)
     await _until_up(spec)
     stopping = asyncio.create_task(supervisor.stop())
     async with asyncio.timeout(20):  # less than the grace
         await until((tmp_path / "order").exists)
-        supervisor.kill()
+        supervisor.hurry()
         await stopping
 
 
@@ -108,7 +108,7 @@ async def test_an_exit_is_reported(supervisor: Supervisor, tmp_path: Path) -> No
     spec = _spec(tmp_path, "a", "import sys; print('oh no'); sys.exit(3)")
     await supervisor.start(spec)
     async with asyncio.timeout(30):
-        assert await supervisor.next_exit() == Exit("a", 3)
+        assert await supervisor.ended("a") == Exit("a", 3)
     assert log_tail(spec.log_path, 5) == ["oh no"]
     assert supervisor.pids == {}
 
@@ -118,17 +118,49 @@ async def test_a_signal_is_reported_by_its_name(supervisor: Supervisor, tmp_path
     await supervisor.start(spec)
     os.kill(supervisor.pids["a"], signal.SIGKILL)
     async with asyncio.timeout(30):
-        assert str(await supervisor.next_exit()) == "a was killed by SIGKILL"
+        assert str(await supervisor.ended("a")) == "a was killed by SIGKILL"
 
 
-async def test_a_stopped_child_is_not_reported(supervisor: Supervisor, tmp_path: Path) -> None:
+async def test_hurry_before_a_stop_waits_for_it(supervisor: Supervisor, tmp_path: Path) -> None:
+    spec = _child(tmp_path, "a", stubborn=True)
+    await supervisor.start(spec)
+    await _until_up(spec)
+    supervisor.hurry()
+    assert supervisor.pids, "only a stop ends children"
+    async with asyncio.timeout(20):  # less than the grace
+        await supervisor.stop()
+
+
+async def test_a_child_that_is_stopped_by_a_signal_can_end(
+    supervisor: Supervisor, tmp_path: Path
+) -> None:
     spec = _child(tmp_path, "a")
     await supervisor.start(spec)
     await _until_up(spec)
-    waiting = asyncio.create_task(supervisor.next_exit())
-    await supervisor.stop()
-    assert not waiting.done()
-    waiting.cancel()
+    os.kill(supervisor.pids["a"], signal.SIGSTOP)
+    async with asyncio.timeout(20):  # less than the grace
+        await supervisor.stop()
+    assert (tmp_path / "order").read_text() == "a\n"
+
+
+@pytest.mark.parametrize("how", ["ends", "is killed"])
+async def test_what_a_child_started_ends_with_it(
+    supervisor: Supervisor, tmp_path: Path, how: str
+) -> None:
+    started = tmp_path / "started"
+    code = (
+        "import pathlib, subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "pathlib.Path(sys.argv[1]).write_text(str(child.pid))\n"
+        "time.sleep(600 if sys.argv[2] == 'is killed' else 0)\n"
+    )
+    await supervisor.start(_spec(tmp_path, "a", code, str(started), how))
+    await until(lambda: started.exists() and started.read_text())
+    if how == "is killed":
+        supervisor.kill("a")
+    async with asyncio.timeout(30):
+        await supervisor.ended("a")
+    await until(lambda: not _is_alive(int(started.read_text())), "nothing is left of its group")
 
 
 async def test_a_restarted_child_goes_on_with_its_log(
@@ -140,7 +172,7 @@ async def test_a_restarted_child_goes_on_with_its_log(
     for _ in range(2):
         await supervisor.start(spec)
         async with asyncio.timeout(30):
-            await supervisor.next_exit()
+            await supervisor.ended("a")
     assert log_tail(spec.log_path, 9) == ["life", "life"]
 
 

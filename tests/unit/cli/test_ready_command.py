@@ -5,6 +5,7 @@ import asyncio
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from kvmesh.cli.flags import command_words
@@ -50,6 +51,30 @@ async def test_a_cancelled_command_has_ended(tmp_path: Path) -> None:
     with pytest.raises(asyncio.CancelledError):
         await running
     assert ended.exists()
+
+
+async def test_what_a_cancelled_command_had_started_ends_too(tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    words = ("sh", "-c", f"sleep 600 & echo $! > {started}; wait; echo not the last command")
+    running = asyncio.create_task(run_command(words, {}))
+    await until(lambda: started.exists() and started.read_text())
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    await until(lambda: not psutil.pid_exists(int(started.read_text())))
+
+
+async def test_a_command_that_does_not_end_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvmesh.cli.ready_command.GRACE_S", 0.05)
+    started = tmp_path / "started"
+    script = f"trap '' TERM; touch {started}; while :; do sleep 0.05; done"
+    running = asyncio.create_task(run_command(("sh", "-c", script), {}))
+    await until(started.exists)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
 
 
 async def test_a_file_that_is_no_program(tmp_path: Path) -> None:

@@ -75,9 +75,3 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
 def test_a_second_stack_is_told_of_the_first(tmp_path: Path) -> None:
     with hold_state(tmp_path), pytest.raises(ConfigError, match="a stack runs already"):
         main(["--state-dir", str(tmp_path)])
-
-
-def test_run_and_restart_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--run", "true", "--restart"])
-    assert "exclude" in capsys.readouterr().err

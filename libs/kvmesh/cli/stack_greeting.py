@@ -1,0 +1,44 @@
+"""What `kvmesh up` prints when its stack is ready. Tests: tests/unit/cli/test_launcher.py."""
+
+from __future__ import annotations
+
+import json
+
+from kvmesh.cli.stack import StackPaths, StackPlan
+
+API_KEY = "KVMESH_API_KEY"
+"""Where the commands of the SDK take their key from."""
+
+
+def greeting(plan: StackPlan, paths: StackPaths, *, has_keys: bool) -> list[str]:
+    """The lines: the URL, a request to try, where console and logs are, how to stop.
+
+    Args:
+        has_keys: the gateway asks its callers for a key.
+    """
+    url = f"http://{plan.http}"
+    body: dict[str, object] = {"model": plan.model_name}
+    if plan.has_chat:
+        path = "chat/completions"
+        question = "What does os.path.join do?"
+        body |= {"messages": [{"role": "user", "content": question}], "temperature": 0}
+    else:
+        path = "completions"
+        body["prompt"] = "The module"
+    body |= {"max_tokens": 80, "stream": True}
+    curl = f"curl -N {url}/v1/{path} -H 'content-type: application/json'"
+    hint = ""
+    if has_keys:
+        curl += f' -H "authorization: Bearer ${API_KEY}"'
+        hint = f"key: export {API_KEY}=one of yours first; kvmesh chat and bench read it too"
+    return [
+        "",
+        f"ready: {url}  (OpenAI API; gRPC {plan.grpc})",
+        "",
+        f"  {curl} -d '{json.dumps(body)}'",
+        "",
+        *([hint] if hint else []),
+        *([f"console: http://{plan.console}/console"] if plan.console else []),
+        f"logs: {paths.logs}/<process>.log",
+        "stop: Ctrl-C",
+    ]

@@ -1,0 +1,156 @@
+"""Tells a process that hangs from one that answers late because it waits for a core.
+
+A parent asks its child a question, such as a gRPC health check, and counts the seconds until the
+answer. Not every second counts:
+
+- While a thread of the child waits in the run queue of a core, the child cannot answer. The kernel
+  counts that time per thread (`/proc/PID/task/TID/schedstat`); the share of a second that the
+  thread that waited longest spent there does not count. A thread that is runnable and has neither
+  run nor been counted as waiting has waited all the time: the kernel counts when the wait ends.
+- While the main thread waits for a disk (state D), or a debugger holds it (state t), nothing
+  counts.
+- If the parent itself looks late, only `LOOK_S` counts for that look: its own core was taken, or
+  the machine slept.
+
+So a stopped process (state T), a dead lock and an event loop that spins or computes all count in
+full on a machine with a free core, and a healthy process beside busy ones is given the time that
+it did not have. A process hangs when `SILENT_S` have been counted for one question. Where the
+kernel tells nothing of threads, ten times as many seconds must pass.
+Tests: tests/unit/core/test_silence.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+SILENT_S = 3.0
+"""Seconds without an answer, counted as above, after which a process hangs."""
+
+LOOK_S = 0.25
+"""How often a parent looks at a child that owes an answer."""
+
+PULSE_S = 1.0
+"""Pause between an answer and the next question."""
+
+_UNKNOWN_FACTOR = 10
+_PROC = Path("/proc")
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadTimes:
+    """What the kernel tells of one thread.
+
+    Attributes:
+        state: letter of proc(5), such as R, S, D, T, t.
+        run_s: seconds on a core.
+        wait_s: seconds in a run queue, counted when each wait ends.
+    """
+
+    state: str
+    run_s: float
+    wait_s: float
+
+
+Threads = Mapping[int, ThreadTimes]
+
+
+def read_threads(pid: int) -> Threads:
+    """Threads of a process by id; empty if it has ended or the kernel does not tell."""
+    found = {}
+    try:
+        tasks = list((_PROC / str(pid) / "task").iterdir())
+    except OSError:
+        return {}
+    for task in tasks:
+        try:
+            # The name, in brackets, may hold blanks and brackets.
+            state = (task / "stat").read_text().rpartition(")")[2].split()[0]
+            run_ns, wait_ns, _ = (task / "schedstat").read_text().split()
+        except (OSError, ValueError, IndexError):  # this thread has ended, or there is no schedstat
+            continue
+        found[int(task.name)] = ThreadTimes(state, int(run_ns) / 1e9, int(wait_ns) / 1e9)
+    return found
+
+
+def counted_share(pid: int, before: Threads, after: Threads, seconds: float) -> float:
+    """The share of the time between two looks in which the process could have answered, 0 to 1."""
+    main = after.get(pid)
+    if main is not None and main.state in ("D", "t"):
+        return 0.0
+    waited = 0.0
+    for thread, now in after.items():
+        then = before.get(thread)
+        if then is None:
+            continue
+        ran, queued = now.run_s - then.run_s, now.wait_s - then.wait_s
+        if now.state == "R" and ran == 0 and queued == 0:
+            return 0.0
+        waited = max(waited, queued)
+    return max(0.0, 1.0 - waited / seconds)
+
+
+class Silence:
+    """How long one process has owed an answer.
+
+    Args:
+        pid: the process.
+        read: what the kernel tells of its threads.
+    """
+
+    def __init__(self, pid: int, read: Callable[[int], Threads] = read_threads) -> None:
+        self._pid = pid
+        self._read = read
+        self._looked_s: float | None = None
+        self._threads: Threads = {}
+        self.counted_s = 0.0
+
+    def broken(self) -> None:
+        """Notes an answer: nothing is owed any more."""
+        self._looked_s = None
+        self.counted_s = 0.0
+
+    def look(self, now_s: float) -> bool:
+        """Counts the time since the last look; whether the process hangs.
+
+        To be called every `LOOK_S` while an answer is owed.
+        """
+        threads = self._read(self._pid)
+        if self._looked_s is not None:
+            passed_s = now_s - self._looked_s
+            counts_s = min(passed_s, 2 * LOOK_S)
+            if threads and passed_s > 0:
+                counts_s *= counted_share(self._pid, self._threads, threads, passed_s)
+            self.counted_s += counts_s if threads else counts_s / _UNKNOWN_FACTOR
+        self._looked_s, self._threads = now_s, threads
+        return self.counted_s >= SILENT_S
+
+
+async def until_silent(pid: int, ask: Callable[[], Awaitable[bool]]) -> None:
+    """Asks a process again and again; returns when it hangs.
+
+    Args:
+        pid: the process, which answers questions by now.
+        ask: puts one question and waits, without limit, for any answer; False if nobody listens,
+            which is no answer.
+    """
+    now = asyncio.get_running_loop().time
+    silence = Silence(pid)
+    while True:
+        asking = asyncio.ensure_future(ask())
+        try:
+            while not (asking.done() and asking.result()):
+                if asking.done():
+                    await asyncio.sleep(LOOK_S)
+                    asking = asyncio.ensure_future(ask())
+                await asyncio.wait((asking,), timeout=LOOK_S)
+                answered = asking.done() and asking.result()
+                if not answered and silence.look(now()):
+                    return
+        finally:
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+        silence.broken()
+        await asyncio.sleep(PULSE_S)
