@@ -9,10 +9,12 @@ from pathlib import Path
 
 import aiohttp
 
+from kvmesh.core.mesh_secret import load_secret, new_secret
 from kvmesh.core.types import SamplingParams, SequenceSpec
 from kvmesh.engine.fake import FakeRunner
 from kvmesh.kv.hashing import root_hash
 from kvmesh.metadata.server_binary import RedisProcess
+from kvmesh.rpc.channels import MeshAccess
 from scripts.try_clients.stack import HELD_NOWHERE
 from tests.mesh_child import ROOT, Child, scrape
 from tests.one_engine import tokens_of
@@ -31,7 +33,7 @@ class Mesh:
     """The processes of one mesh, by name: kvmanager, scheduler, prefill-0, decode-0, gateway, ...
 
     Args:
-        folder: for logs and traces.
+        folder: for logs, traces and the mesh's secret.
         engine: fake or torch.
         flags: extra flags by service, or by name for one process.
         is_forked: as in `Child`.
@@ -46,6 +48,9 @@ class Mesh:
         is_forked: bool = False,
     ) -> None:
         self.folder = folder
+        self.secret_file = folder / "mesh.secret"
+        self.secret_file.write_text(new_secret())
+        self.access = MeshAccess(secret=load_secret(str(self.secret_file)))
         self.redis: RedisProcess | None = None
         self.children: dict[str, Child] = {}
         self._engine = engine
@@ -81,7 +86,8 @@ class Mesh:
         prefix: tuple[str, ...] = (),
     ) -> Child:
         """Starts a process; `prefix` as in `Child`."""
-        everywhere = {
+        everywhere: dict[str, object] = {
+            "server.secret-file": self.secret_file,
             "telemetry.metrics-port": 0,
             "telemetry.trace.exporter": "jsonl",
             "telemetry.trace.target": self.folder / f"{name}.jsonl",

@@ -16,7 +16,7 @@ from kvmesh.console.page import INTERVAL_S, ConsolePage, Requests
 from kvmesh.console.sampler import Sampler
 from kvmesh.console.share import Share
 from kvmesh.console.snapshot import ConsoleView
-from kvmesh.rpc.channels import TlsConfig
+from kvmesh.rpc.channels import MeshAccess
 from kvmesh.rpc.fleet import FleetWatch
 from kvmesh.runtime.admin import AdminPort
 
@@ -27,14 +27,14 @@ class ConsoleSources:
 
     model: str
     schedulers: Sequence[str]
-    tls: TlsConfig
+    access: MeshAccess
     requests: Requests
 
 
 def add_console(admin: AdminPort, sources: ConsoleSources) -> dict[str, Coroutine[Any, Any, None]]:
     """Adds the routes; returns the work, by name, that must run while they are served."""
     # Not the gateway's own view of the fleet: details are many bytes that no request needs.
-    fleet = FleetWatch(sources.schedulers, sources.tls, "console", with_detail=True)
+    fleet = FleetWatch(sources.schedulers, sources.access, "console", with_detail=True)
     sampler = Sampler()
 
     def view(share: Share) -> ConsoleView:

@@ -22,6 +22,7 @@ from kvmesh.console.rows import Json
 from kvmesh.console.share import Share, added, share_from_json
 from kvmesh.runtime.admin import AdminPort, json_body
 from kvmesh.runtime.admin_routes import add_service_routes, metrics_answer, set_log_level
+from kvmesh.runtime.app import mesh_access
 from kvmesh.telemetry.exposition import shared_registry
 from services.gateway.config import GatewayConfig
 from services.gateway.console import ConsoleSources, add_console
@@ -157,6 +158,5 @@ def process_admin(
     admin.route("GET", "/debug/tasks", tasks)
     admin.route("POST", "/admin/log-level", log_level)
     targets = [each.strip() for each in config.scheduler.targets.split(",") if each.strip()]
-    return admin, add_console(
-        admin, ConsoleSources(config.model.name, targets, config.server.tls, requests)
-    )
+    access = mesh_access(config.server)
+    return admin, add_console(admin, ConsoleSources(config.model.name, targets, access, requests))

@@ -90,12 +90,12 @@ async def start_gateway(config: GatewayConfig, context: ServiceContext) -> Gatew
         reasoning_parser=config.model.reasoning_parser,
     )
     targets = _schedulers(config)
-    tls = config.server.tls
-    sessions = WorkerSessions(tls)
+    access = context.access
+    sessions = WorkerSessions(access)
     context.stack.push_async_callback(sessions.close)
-    fleet = FleetWatch(targets, tls)
+    fleet = FleetWatch(targets, access)
     fleet.on_change(lambda workers: _connect(sessions, workers, served_name))
-    routes = RouteClient(targets, tls)
+    routes = RouteClient(targets, access)
     context.spawn(fleet.run(), "fleet watch")
     context.spawn(routes.run(), "route streams")
 
@@ -119,7 +119,7 @@ async def start_gateway(config: GatewayConfig, context: ServiceContext) -> Gatew
     context.spawn(_watch_lag(mesh.crowd), "lag watch")
     requests = LocalRequests(shown, metrics.refusals, asyncio.get_running_loop().time)
     if config.server.admin.port >= 0:
-        console = ConsoleSources(served_name, targets, tls, requests)
+        console = ConsoleSources(served_name, targets, access, requests)
         for name, work in add_console(context.admin, console).items():
             context.spawn(work, name)
     elif context.admin.is_wanted:  # one of several processes: another one has the console
@@ -128,7 +128,8 @@ async def start_gateway(config: GatewayConfig, context: ServiceContext) -> Gatew
     frontend = Frontend(mesh, tokenizer, served_name, keys, admission)
     context.on_drain(admission.drain)
 
-    context.add_servicer(add_InferenceServiceServicer_to_server, InferenceServicer(frontend))
+    servicer = InferenceServicer(frontend)
+    context.add_servicer(add_InferenceServiceServicer_to_server, servicer, public=True)
     front = HttpFront(frontend, config.http, int(time.time()))
     guard = ConnectionGuard(config.http, metrics)
     http_port = await _serve_http(front, config, guard, context)

@@ -15,7 +15,7 @@ import grpc
 
 from kvmesh.core.errors import LostError, ProtocolError
 from kvmesh.core.types import Candidate, Endpoint, Refusal, RefusalReason, RequestId, WorkerId
-from kvmesh.rpc.channels import TlsConfig, open_channel
+from kvmesh.rpc.channels import NO_ACCESS, MeshAccess, open_channel
 from kvmesh.rpc.direct import DirectClient
 from kvmesh.rpc.stream import PeerStream
 from kvmesh.telemetry.logs import event_logger
@@ -150,7 +150,7 @@ class WorkerSession:
         worker_id: WorkerId,
         endpoint: Endpoint,
         channel: grpc.aio.Channel,
-        tls: TlsConfig | None = None,
+        access: MeshAccess = NO_ACCESS,
     ) -> None:
         self.worker_id = worker_id
         self.endpoint = endpoint
@@ -159,14 +159,14 @@ class WorkerSession:
             f"{worker_id} (prefill)",
             PrefillServiceStub(channel).Prefill,
             prefill_event,
-            direct=DirectClient(endpoint.host, PrefillResponse, tls),
+            direct=DirectClient(endpoint.host, PrefillResponse, access.tls),
         )
         self.decode = Link(
             f"{worker_id} (decode)",
             DecodeServiceStub(channel).Decode,
             decode_event,
             has_tokens=True,
-            direct=DirectClient(endpoint.host, DecodeResponse, tls),
+            direct=DirectClient(endpoint.host, DecodeResponse, access.tls),
         )
         self._channel = channel
         self._held: dict[AttemptKey, float] = {}
@@ -257,8 +257,8 @@ class WorkerSession:
 class WorkerSessions:
     """All sessions, by worker."""
 
-    def __init__(self, tls: TlsConfig | None = None) -> None:
-        self._tls = tls
+    def __init__(self, access: MeshAccess = NO_ACCESS) -> None:
+        self._access = access
         self._sessions: dict[WorkerId, WorkerSession] = {}
         self._retiring: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -277,8 +277,8 @@ class WorkerSessions:
         if known is not None:
             self._retire(known)
         endpoint = candidate.control_endpoint
-        channel = open_channel(str(endpoint), self._tls)
-        session = WorkerSession(candidate.worker_id, endpoint, channel, self._tls)
+        channel = open_channel(str(endpoint), self._access)
+        session = WorkerSession(candidate.worker_id, endpoint, channel, self._access)
         self._sessions[candidate.worker_id] = session
         return session
 

@@ -223,7 +223,7 @@ async def start_scheduler(config: SchedulerConfig, context: ServiceContext) -> S
     feed = FleetFeed(fleet)
     prefixes = None
     if config.kvmanager.target:
-        prefixes = PrefixLookup(config.kvmanager.target, config.server.tls)
+        prefixes = PrefixLookup(config.kvmanager.target, context.access)
         context.spawn(prefixes.run(), "prefix_lookup")
     decisions = DecisionLog(clock, config.routing.decisions)
     context.admin.route("GET", "/debug/decisions", decisions.serve)

@@ -296,6 +296,22 @@ def test_a_segment_that_makes_no_sense_is_a_bad_body(head: bytes) -> None:
     assert _reason(head) == "bad_body"
 
 
+PROOF = bytes(range(32))
+
+
+def test_a_hello_with_a_proof_is_the_plain_one_behind_it() -> None:
+    plain, proved = encode_frame(HELLO), encode_frame(replace(HELLO, proof=PROOF))
+    body = PROOF + plain[28:]
+
+    assert proved == _head(kind=FrameType.HELLO, flags=8, body=body)
+    assert _feed(FrameDecoder(BLOCK_BYTES), proved) == [replace(HELLO, proof=PROOF)]
+
+
+def test_a_proof_that_is_cut_is_a_bad_body_and_no_other_frame_has_one() -> None:
+    assert _reason(_head(kind=FrameType.HELLO, flags=8, body=PROOF[:31])) == "bad_body"
+    assert _reason(_head(kind=FrameType.HELLO_OK, flags=8, body=PROOF)) == "bad_flags"
+
+
 def test_a_flipped_payload_bit_is_told_at_its_end() -> None:
     wire = bytearray(_wire(*GOLDEN[2]))
     wire[-10] ^= 4

@@ -117,7 +117,8 @@ async def test_top_sees_the_mesh_at_work(
     fake_mesh: Mesh, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ("--once", "--json", "--interval", "0.5", "--url", fake_mesh.url)
-    scheduler = ("--scheduler", fake_mesh["scheduler"].address)
+    secret = ("--secret-file", str(fake_mesh.secret_file))
+    scheduler = ("--scheduler", fake_mesh["scheduler"].address, *secret)
     talk = asyncio.create_task(
         kvmesh("chat", "--url", fake_mesh.url, "--max-tokens", "1500", "--prompt", "talk on")
     )

@@ -43,7 +43,8 @@ async def client(mesh: Mesh) -> AsyncIterator[ApiClient]:
 
 async def fleet(mesh: Mesh, *arguments: str) -> int:
     """Runs the command as a user does; it has an event loop of its own."""
-    scheduler = ("--scheduler", mesh["scheduler"].address)
+    secret = ("--secret-file", str(mesh.secret_file))
+    scheduler = ("--scheduler", mesh["scheduler"].address, *secret)
     return await asyncio.to_thread(main, ["fleet", *arguments, *scheduler])
 
 

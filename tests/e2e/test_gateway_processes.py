@@ -142,7 +142,8 @@ async def test_operators_reach_all_processes(mesh: Mesh) -> None:
 async def test_top_shows_all(mesh: Mesh, capsys: pytest.CaptureFixture[str]) -> None:
     before = await _num_served(mesh)
     flags = ("--scheduler", mesh["scheduler"].address, "--url", mesh.url, "--once", "--json")
-    top = asyncio.create_task(asyncio.to_thread(main, ["top", *flags]))
+    secret = ("--secret-file", str(mesh.secret_file))
+    top = asyncio.create_task(asyncio.to_thread(main, ["top", *flags, *secret]))
     async with aiohttp.ClientSession() as session:
         while not top.done():
             await asyncio.gather(*(_ask(session, mesh) for _ in range(4)))

@@ -16,7 +16,7 @@ from kvmesh.cli.certs import main as make_certs
 from kvmesh.cli.health import SERVING, HealthTls, check_health
 from kvmesh.metadata.tenants import digest_of
 from kvmesh.policy.quota import TenantLimits
-from kvmesh.rpc.channels import TlsConfig
+from kvmesh.rpc.channels import MeshAccess, TlsConfig
 from kvmesh.rpc.fleet import FleetWatch
 from kvmesh.rpc.tls import client_context
 from tests.integration.test_gateway_tenants import write_tenants
@@ -166,7 +166,8 @@ async def check_strangers(mesh: Mesh, folder: Path) -> None:
 
 
 async def data_ports(mesh: Mesh, tls: TlsConfig) -> list[int]:
-    watch = FleetWatch([mesh["scheduler"].address], tls)  # as the gateway, which may call it
+    access = MeshAccess(tls, mesh.access.secret)  # as the gateway, which may call it
+    watch = FleetWatch([mesh["scheduler"].address], access)
     task = asyncio.create_task(watch.run())
     await until(lambda: len(watch.workers) == 2, "two workers are seen over mTLS")
     task.cancel()

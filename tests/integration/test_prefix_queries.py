@@ -24,7 +24,6 @@ from kvmesh.core.types import (
     SequenceSpec,
 )
 from kvmesh.kv.hashing import HashChain, join_hashes, root_hash
-from kvmesh.rpc.channels import TlsConfig
 from kvmesh.rpc.convert import kv_layout_to_proto, reservation_from_proto
 from kvmesh.rpc.pool_client import PoolClient
 from kvmesh.runtime.prefix_queries import PrefixQueries
@@ -306,7 +305,7 @@ async def test_a_read_lease_is_a_right_to_ask_while_it_lasts(folder: Path) -> No
         spec = spec_of(prompt(30))
         await driver.generate(d0, d0, Key("first"), spec)
         hashes = HashChain(spec.root_hash, BLOCK, spec.token_ids).hashes
-        client = PoolClient(TlsConfig())
+        client = PoolClient()
         port = d0._context.port
         request = LeaseBlocksRequest(
             incarnation=d0.incarnation,

@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 )
 
 from kvmesh.cli.certs import main as make_certs
-from kvmesh.rpc.channels import TlsConfig, open_channel
+from kvmesh.rpc.channels import MeshAccess, TlsConfig, open_channel
 from kvmesh.runtime.app import ServerConfig, serving
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.service import build as build_scheduler
@@ -87,7 +87,8 @@ async def test_only_callers_that_are_named_may_ask(tmp_path: Path) -> None:
     async with serving("scheduler", SchedulerConfig(server=server), build_scheduler) as service:
 
         async def ask(name: str) -> grpc.StatusCode:
-            async with open_channel(f"127.0.0.1:{service.port}", files(name)) as channel:
+            access = MeshAccess(files(name))
+            async with open_channel(f"127.0.0.1:{service.port}", access) as channel:
                 list_services = b"\x3a\x00"  # field 7, empty
                 stream: Any = channel.stream_stream(path)
                 call = stream(iter([list_services]), timeout=10)

@@ -17,7 +17,7 @@ from kvmesh.cli.certs import main as make_certs
 from kvmesh.cli.health import SERVING, HealthTls, check_health
 from kvmesh.core.errors import ConfigError
 from kvmesh.core.types import Refusal, RefusalReason, RequestId, RouteQuery
-from kvmesh.rpc.channels import TlsConfig, open_channel
+from kvmesh.rpc.channels import MeshAccess, TlsConfig, open_channel
 from kvmesh.rpc.direct import DirectClient
 from kvmesh.rpc.fleet import FleetWatch, RouteClient
 from kvmesh.runtime.app import ServerConfig, ServiceContext, serving
@@ -70,7 +70,7 @@ async def test_a_worker_joins_over_mtls_and_strangers_stay_out(tls: TlsConfig) -
             engine=EngineSection(kind="fake"),
         )
         async with serving("worker", config, build) as worker:
-            watch = FleetWatch([target], tls)
+            watch = FleetWatch([target], MeshAccess(tls))
             scheduler.spawn(watch.run(), "watch")
             await _until_one_worker(watch)
             own = HealthTls(tls.ca, tls.cert, tls.key)
@@ -84,7 +84,7 @@ async def test_a_worker_joins_over_mtls_and_strangers_stay_out(tls: TlsConfig) -
 async def test_routes_travel_encrypted_on_a_socket_of_their_own(tls: TlsConfig) -> None:
     config = SchedulerConfig(server=ServerConfig(tls=tls))
     async with serving("scheduler", config, build_scheduler) as scheduler:
-        client = RouteClient([f"127.0.0.1:{scheduler.port}"], tls)
+        client = RouteClient([f"127.0.0.1:{scheduler.port}"], MeshAccess(tls))
         scheduler.spawn(client.run(), "routes")
         assert await client.wait_connected(10)
         assert scheduler.direct.num_open == 1
@@ -121,7 +121,7 @@ async def test_only_named_services_may_call(tmp_path: Path) -> None:
         address = f"127.0.0.1:{scheduler.port}"
 
         async def call(name: str) -> grpc.StatusCode:
-            async with open_channel(address, _files(tmp_path, name)) as channel:
+            async with open_channel(address, MeshAccess(_files(tmp_path, name))) as channel:
                 stub: Any = SchedulerServiceStub(channel)
                 try:
                     async for _ in stub.WatchFleet(WatchFleetRequest(), timeout=10):
@@ -132,7 +132,7 @@ async def test_only_named_services_may_call(tmp_path: Path) -> None:
 
         assert await call("gateway") is grpc.StatusCode.OK
         assert await call("decode") is grpc.StatusCode.PERMISSION_DENIED
-        async with open_channel(address, _files(tmp_path, "decode")) as channel:
+        async with open_channel(address, MeshAccess(_files(tmp_path, "decode"))) as channel:
             stub: Any = SchedulerServiceStub(channel)
             with pytest.raises(grpc.aio.AioRpcError, match="decode may not call"):
                 await stub.OrderWorker(OrderWorkerRequest(worker_id="w"), timeout=10)
@@ -150,7 +150,7 @@ async def test_a_name_may_be_given_one_rpc_and_no_other(tmp_path: Path) -> None:
 
         async def answer(name: str, rpc: str, request: Any) -> grpc.StatusCode:
             async with open_channel(
-                f"127.0.0.1:{scheduler.port}", _files(tmp_path, name)
+                f"127.0.0.1:{scheduler.port}", MeshAccess(_files(tmp_path, name))
             ) as channel:
                 stub: Any = SchedulerServiceStub(channel)
                 call = getattr(stub, rpc)(request, timeout=10)

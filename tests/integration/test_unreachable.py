@@ -39,7 +39,7 @@ async def test_a_worker_says_that_no_scheduler_is_there(
     target: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stream, "UNREACHABLE_AFTER", 2)
-    async with open_channel(target, None) as channel:
+    async with open_channel(target) as channel:
         open_call = SchedulerServiceStub(channel).RegisterWorker
         peer: PeerStream[RegisterWorkerRequest, RegisterWorkerResponse]
         peer = PeerStream("scheduler@nowhere", open_call, lambda _: None)

@@ -56,10 +56,11 @@ offers = st.builds(LinkOffer, u64, lanes, checksums, u32) | st.builds(
     LinkOffer, u64, lanes, checksums, st.integers(1, 2**32 - 1), segments
 )
 terms = st.builds(LinkTerms, checksums, u64)
+proofs = st.just(b"") | st.binary(min_size=32, max_size=32)
 parts = st.builds(BlockPart, u32, st.integers(1, 2**32 - 1))
 pull_runs = st.builds(PullRun, u32, u32, st.integers(1, 2**32 - 1))
 plain_frames: st.SearchStrategy[Frame] = st.one_of(
-    st.builds(HelloFrame, worker_ids, u64, worker_ids, u64, layouts, st.none() | offers),
+    st.builds(HelloFrame, worker_ids, u64, worker_ids, u64, layouts, st.none() | offers, proofs),
     st.builds(HelloOkFrame, worker_ids, u64, st.none() | terms),
     st.builds(
         PullFrame,

@@ -47,7 +47,7 @@ orders:
             do both. Lasts until a restart, or until the planner gives it another role
 
 options of every action (`kvmesh fleet list --help` explains them):
-  --scheduler HOST:PORT[,...]  --state-dir DIR  --timeout SECONDS
+  --scheduler HOST:PORT[,...]  --state-dir DIR  --timeout SECONDS  --secret-file FILE
   --tls-ca FILE  --tls-cert FILE  --tls-key FILE
 
 Each order returns when the fleet shows its effect.

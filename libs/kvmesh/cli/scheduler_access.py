@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import grpc
 
 from kvmesh.cli.scheduler_flags import DEFAULT_TARGET
-from kvmesh.cli.stack_state import local_stack
+from kvmesh.cli.stack_state import find_secret, local_stack
 from kvmesh.core.details import FleetWorker
 from kvmesh.core.errors import KvMeshError
-from kvmesh.rpc.channels import TlsConfig, open_channel
+from kvmesh.rpc.channels import MeshAccess, TlsConfig, open_channel
 from kvmesh.rpc.fleet import FleetWatch
 from kvmesh.rpc.tls import client_context
 from kvmesh.v1.scheduler_service_pb2 import OrderWorkerRequest
@@ -33,7 +33,7 @@ class SchedulerAccess:
     """Where the schedulers are and how long to wait for them."""
 
     targets: tuple[str, ...]
-    tls: TlsConfig
+    mesh: MeshAccess
     timeout_s: float
 
 
@@ -45,14 +45,14 @@ def scheduler_access(arguments: argparse.Namespace) -> SchedulerAccess:
     """Reads the flags.
 
     Raises:
-        ConfigError: a file of TLS cannot be used.
+        ConfigError: a file of TLS or the secret's file cannot be used.
     """
     named = [each.strip() for each in arguments.scheduler.split(",") if each.strip()]
     tls = TlsConfig(arguments.tls_cert, arguments.tls_key, arguments.tls_ca)
     client_context(tls, "--tls")  # says which file is wrong; gRPC only that nobody answers
     return SchedulerAccess(
         tuple(named) or _local_schedulers(arguments.state_dir) or (DEFAULT_TARGET,),
-        tls,
+        MeshAccess(tls, find_secret(arguments.secret_file, arguments.state_dir)),
         arguments.timeout,
     )
 
@@ -71,6 +71,7 @@ class LiveFleet:
         self._access = access
         self._changed = asyncio.Event()
         watch.on_change(lambda _workers: self._changed.set())
+        watch.on_refusal(self._changed.set)
 
     @property
     def workers(self) -> tuple[FleetWorker, ...]:
@@ -112,22 +113,29 @@ class LiveFleet:
         """Waits for a fact about the fleet; False if it did not become true in time.
 
         Raises:
-            NoAnswerError: no scheduler is connected.
+            NoAnswerError: no scheduler is connected, or it refuses this process.
         """
         try:
             async with asyncio.timeout(timeout_s):
                 while not (self.fresh and is_true(self.workers)):
+                    if self._watch.refusal:  # waiting longer does not help
+                        raise NoAnswerError(self._no_answer())
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError as error:
-            where = ", ".join(self._access.targets)
             if not self.fresh:
-                raise NoAnswerError(
-                    f"no scheduler answers at {where}; start a stack with `kvmesh up`, or name "
-                    f"one with --scheduler{_tls_hint(self._access.tls)}"
-                ) from error
+                raise NoAnswerError(self._no_answer()) from error
             return False
         return True
+
+    def _no_answer(self) -> str:
+        where = ", ".join(self._access.targets)
+        if self._watch.refusal:
+            return f"{where} refuses this command: {self._watch.refusal}"
+        return (
+            f"no scheduler answers at {where}; start a stack with `kvmesh up`, or name one with "
+            f"--scheduler{_tls_hint(self._access.mesh.tls)}"
+        )
 
     async def order(self, request: OrderWorkerRequest) -> None:
         """Gives an order to every scheduler; one that passes it on suffices.
@@ -138,7 +146,7 @@ class LiveFleet:
         failure = ""
         passed_on = False
         for target in self._access.targets:
-            async with open_channel(target, self._access.tls) as channel:
+            async with open_channel(target, self._access.mesh) as channel:
                 try:
                     await SchedulerServiceStub(channel).OrderWorker(
                         request, timeout=self._access.timeout_s
@@ -164,7 +172,7 @@ async def live_fleet(access: SchedulerAccess, watcher: str) -> AsyncIterator[Liv
     Raises:
         NoAnswerError: no scheduler answered in time.
     """
-    watch = FleetWatch(access.targets, access.tls, watcher, with_detail=True)
+    watch = FleetWatch(access.targets, access.mesh, watcher, with_detail=True)
     view = LiveFleet(watch, access)
     task = asyncio.create_task(watch.run(), name="fleet watch")
     try:

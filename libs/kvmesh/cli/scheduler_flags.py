@@ -21,6 +21,8 @@ def add_scheduler_flags(parser: argparse.ArgumentParser, timeout_s: float) -> No
     )
     add_state_flag(parser)
     add_flag(parser, "--timeout", timeout_s, "seconds to wait", kind=positive)
+    text = "the mesh's secret; default: that of the stack of `kvmesh up`"
+    add_flag(parser, "--secret-file", "", text, metavar="FILE")
     add_flag(parser, "--tls-ca", "", "CA (PEM) of schedulers that use TLS")
     add_flag(parser, "--tls-cert", "", "client certificate (PEM), where they ask for one")
     add_flag(parser, "--tls-key", "", "private key (PEM) of the certificate")

@@ -6,15 +6,18 @@ Tests: tests/integration/test_rpc.py.
 from __future__ import annotations
 
 import ssl
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
 
 from kvmesh.core.config import option
 from kvmesh.core.errors import ConfigError
+from kvmesh.core.mesh_secret import MeshSecret
 from kvmesh.rpc.callers import KnownCallers
 from kvmesh.rpc.damaged import DamagedRequests
+from kvmesh.rpc.membership import MemberChannel, MembersOnly
 
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
 """A prompt of a million tokens fits; KV never travels here."""
@@ -47,6 +50,23 @@ class TlsConfig:
     verify_callers: bool = option(True, "with a CA: callers must show a certificate of it, too")
 
 
+@dataclass(frozen=True, slots=True)
+class MeshAccess:
+    """What a process shows to the services of its mesh.
+
+    Attributes:
+        tls: certificates; plain text without a CA.
+        secret: proves that the caller belongs to the mesh; None in a mesh without one.
+    """
+
+    tls: TlsConfig = field(default_factory=TlsConfig)
+    secret: MeshSecret | None = None
+
+
+NO_ACCESS = MeshAccess()
+"""Plain text, and nothing to show."""
+
+
 def _read(path: str) -> bytes | None:
     if not path:
         return None
@@ -75,27 +95,40 @@ def load_tls_files(context: ssl.SSLContext, tls: TlsConfig, section: str) -> Non
         raise ConfigError(f"{section}: {files}: {error.strerror or error}") from error
 
 
-def open_channel(target: str, tls: TlsConfig | None = None) -> grpc.aio.Channel:
+def open_channel(target: str, access: MeshAccess = NO_ACCESS) -> grpc.aio.Channel:
     """A channel to `host:port`."""
-    if tls is None or not tls.ca:
+    channel = _open(target, access.tls)
+    return channel if access.secret is None else MemberChannel(channel, access.secret)
+
+
+def _open(target: str, tls: TlsConfig) -> grpc.aio.Channel:
+    if not tls.ca:
         return grpc.aio.insecure_channel(target, options=_OPTIONS)
     credentials = grpc.ssl_channel_credentials(_read(tls.ca), _read(tls.key), _read(tls.cert))
     return grpc.aio.secure_channel(target, credentials, options=_OPTIONS)
 
 
 def make_server(
-    *, share_port: bool = False, callers: frozenset[str] = frozenset()
+    *,
+    share_port: bool = False,
+    callers: frozenset[str] = frozenset(),
+    secret: MeshSecret | None = None,
+    public: Collection[str] = (),
 ) -> grpc.aio.Server:
     """A server without ports or servicers.
 
     Args:
         share_port: another process that says so too may listen on the same port.
         callers: names in certificates that may call; empty lets everyone in.
+        secret: callers must prove that they hold it; None lets everyone in.
+        public: full names of services that need no proof; read at each call.
     """
     options = [*_OPTIONS, ("grpc.so_reuseport", int(share_port))]
     interceptors: list[grpc.aio.ServerInterceptor] = [DamagedRequests()]
     if callers:
         interceptors.insert(0, KnownCallers(callers))
+    if secret is not None:
+        interceptors.insert(0, MembersOnly(secret, public))
     return grpc.aio.server(options=options, interceptors=interceptors)
 
 

@@ -18,7 +18,7 @@ from kvmesh.core.details import FleetWorker, ModelDetail
 from kvmesh.core.errors import LostError, ProtocolError
 from kvmesh.core.types import Refusal, RoutePlan, RouteQuery
 from kvmesh.policy.plans_ahead import PlansAhead, Wish
-from kvmesh.rpc.channels import TlsConfig, open_channel
+from kvmesh.rpc.channels import NO_ACCESS, MeshAccess, open_channel
 from kvmesh.rpc.convert import refusal_from_proto
 from kvmesh.rpc.convert_detail import model_detail_from_proto
 from kvmesh.rpc.convert_route import (
@@ -37,6 +37,7 @@ from kvmesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 
 FIRST_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 1.0
+_CLOSED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 
 log = event_logger(__name__)
 
@@ -54,6 +55,7 @@ class FleetWatch:
 
     Attributes:
         workers: the last view; kept while no scheduler can be reached.
+        refusal: why a scheduler did not let this watcher in at the last try; empty if one did.
         fresh: whether a scheduler is connected and `workers` is its view.
         models: what its planner says; empty unless details are asked for.
         kvmanager_connected: whether it reaches its kvmanager; None if it has none, or does not say.
@@ -62,25 +64,31 @@ class FleetWatch:
     def __init__(
         self,
         targets: Sequence[str],
-        tls: TlsConfig | None = None,
+        access: MeshAccess = NO_ACCESS,
         watcher: str = "gateway",
         *,
         with_detail: bool = False,
     ) -> None:
         self._targets = tuple(targets)
-        self._tls = tls
+        self._access = access
         self._watcher = watcher
         self._with_detail = with_detail
         self._callbacks: list[FleetCallback] = []
+        self._refusal_callbacks: list[Callable[[], None]] = []
         self.workers: tuple[FleetWorker, ...] = ()
         self.models: tuple[ModelDetail, ...] = ()
         self.kvmanager_connected: bool | None = None
+        self.refusal = ""
         self.fresh = False
         self._num_failed = 0
 
     def on_change(self, callback: FleetCallback) -> None:
         """Adds a callback that gets each new view, on the event loop; it must not block."""
         self._callbacks.append(callback)
+
+    def on_refusal(self, callback: Callable[[], None]) -> None:
+        """Adds a callback for each time that a scheduler does not let this watcher in."""
+        self._refusal_callbacks.append(callback)
 
     async def run(self) -> None:
         """Watches until cancelled, going on to the next scheduler when one is lost."""
@@ -93,7 +101,7 @@ class FleetWatch:
 
     async def _watch(self, target: str) -> bool:
         reason = "closed by peer"
-        async with open_channel(target, self._tls) as channel:
+        async with open_channel(target, self._access) as channel:
             call = SchedulerServiceStub(channel).WatchFleet(
                 WatchFleetRequest(
                     watcher=self._watcher, with_detail=self._with_detail, accepts_changes=True
@@ -112,6 +120,8 @@ class FleetWatch:
                     self._take(mirror.workers)
             except grpc.aio.AioRpcError as error:
                 reason = f"{error.code().name}: {error.details()}"
+                if error.code() in _CLOSED:
+                    self._refused(error.details() or error.code().name)
             except ProtocolError as error:
                 reason = str(error)
             finally:
@@ -123,8 +133,14 @@ class FleetWatch:
             log.warning("scheduler_unreachable", scheduler=target, reason=reason)
         return was_fresh
 
+    def _refused(self, reason: str) -> None:
+        self.refusal = reason
+        for callback in self._refusal_callbacks:
+            callback()
+
     def _take(self, workers: tuple[FleetWorker, ...]) -> None:
         self.workers = workers
+        self.refusal = ""
         self.fresh = True
         for callback in self._callbacks:
             callback(workers)
@@ -140,9 +156,9 @@ class RouteClient:
         on_ahead: called with plans that were wished for, on the event loop; must not block.
     """
 
-    def __init__(self, targets: Sequence[str], tls: TlsConfig | None = None) -> None:
+    def __init__(self, targets: Sequence[str], access: MeshAccess = NO_ACCESS) -> None:
         self.on_ahead: AheadCallback = lambda _: None
-        self._lines = [_RouteLine(target, tls, self._take_ahead) for target in targets]
+        self._lines = [_RouteLine(target, access, self._take_ahead) for target in targets]
 
     @property
     def connected(self) -> bool:
@@ -198,9 +214,9 @@ class RouteClient:
 class _RouteLine:
     """The route stream to one scheduler."""
 
-    def __init__(self, target: str, tls: TlsConfig | None, on_ahead: AheadCallback) -> None:
+    def __init__(self, target: str, access: MeshAccess, on_ahead: AheadCallback) -> None:
         self._target = target
-        self._tls = tls
+        self._access = access
         self._on_ahead = on_ahead
         self._answers: Correlator[RouteRequest, RouteResponse] = Correlator(
             lambda response: response.correlation_id
@@ -209,7 +225,7 @@ class _RouteLine:
         self.up = asyncio.Event()
 
     async def run(self) -> None:
-        async with open_channel(self._target, self._tls) as channel:
+        async with open_channel(self._target, self._access) as channel:
             self._stream = PeerStream(
                 f"scheduler@{self._target}",
                 SchedulerServiceStub(channel).Route,
@@ -217,7 +233,7 @@ class _RouteLine:
                 on_up=self.up.set,
                 on_down=self._on_down,
                 joins=True,
-                direct=DirectClient.of(self._target, RouteResponse, self._tls),
+                direct=DirectClient.of(self._target, RouteResponse, self._access.tls),
             )
             await self._stream.run()
 

@@ -16,7 +16,7 @@ import grpc
 
 from kvmesh.core.errors import LostError, RefusedError
 from kvmesh.core.types import Endpoint
-from kvmesh.rpc.channels import TlsConfig, open_channel
+from kvmesh.rpc.channels import NO_ACCESS, MeshAccess, open_channel
 from kvmesh.rpc.convert import refusal_from_proto
 from kvmesh.v1 import kv_pool_service_pb2 as pb
 from kvmesh.v1.kv_pool_service_pb2_grpc import KvPoolServiceStub
@@ -38,8 +38,8 @@ class _Peer:
 class PoolClient:
     """Calls other workers, keeping connections to a few of them."""
 
-    def __init__(self, tls: TlsConfig | None = None) -> None:
-        self._tls = tls
+    def __init__(self, access: MeshAccess = NO_ACCESS) -> None:
+        self._access = access
         self._peers: OrderedDict[Endpoint, _Peer] = OrderedDict()
 
     async def lease(
@@ -86,7 +86,7 @@ class PoolClient:
     def _calling(self, holder: Endpoint) -> Iterator[KvPoolServiceAsyncStub]:
         peer = self._peers.get(holder)
         if peer is None:
-            channel = open_channel(str(holder), self._tls)
+            channel = open_channel(str(holder), self._access)
             peer = self._peers[holder] = _Peer(channel, KvPoolServiceStub(channel))
         self._peers.move_to_end(holder)
         peer.num_calls += 1

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvmesh.core.errors import LostError
 from kvmesh.core.types import BlockHash, PrefixMatch
-from kvmesh.rpc.channels import TlsConfig, open_channel
+from kvmesh.rpc.channels import NO_ACCESS, MeshAccess, open_channel
 from kvmesh.rpc.convert import prefix_match_from_proto
 from kvmesh.rpc.correlator import Correlator
 from kvmesh.rpc.direct import DirectClient
@@ -43,9 +43,9 @@ class PrefixLookup:
         target: the kvmanager's `host:port`.
     """
 
-    def __init__(self, target: str, tls: TlsConfig | None = None) -> None:
+    def __init__(self, target: str, access: MeshAccess = NO_ACCESS) -> None:
         self._target = target
-        self._tls = tls
+        self._access = access
         self._answers: Correlator[pb.MatchPrefixRequest, pb.MatchPrefixResponse] = Correlator(
             lambda answer: answer.correlation_id
         )
@@ -63,7 +63,7 @@ class PrefixLookup:
 
     async def run(self) -> None:
         """Connects and reconnects until cancelled."""
-        async with open_channel(self._target, self._tls) as channel:
+        async with open_channel(self._target, self._access) as channel:
             stub = pb_grpc.KvManagerServiceStub(channel)
             self._stream = PeerStream(
                 f"kvmanager@{self._target}",
@@ -71,7 +71,7 @@ class PrefixLookup:
                 self._answers.receive_joined,
                 on_down=self._answers.fail_all,
                 joins=True,
-                direct=DirectClient.of(self._target, pb.MatchPrefixResponse, self._tls),
+                direct=DirectClient.of(self._target, pb.MatchPrefixResponse, self._access.tls),
             )
             await self._stream.run()
 

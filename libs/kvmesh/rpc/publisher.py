@@ -16,7 +16,7 @@ from typing import Protocol
 from kvmesh.core.errors import ProtocolError
 from kvmesh.core.pool import CopyResult, PoolOrder, PoolReport
 from kvmesh.core.types import BlockHash, WorkerId
-from kvmesh.rpc.channels import TlsConfig, open_channel
+from kvmesh.rpc.channels import NO_ACCESS, MeshAccess, open_channel
 from kvmesh.rpc.convert_pool import (
     copy_result_to_proto,
     pool_order_from_proto,
@@ -104,14 +104,14 @@ class BlockPublisher:
         take_events: Callable[[], BlockEvents],
         held_hashes: Callable[[], Sequence[BlockHash]],
         interval_s: float = 2.0,
-        tls: TlsConfig | None = None,
+        access: MeshAccess = NO_ACCESS,
         pool: PoolEnd | None = None,
     ) -> None:
         self._pool = pool
         self._reported: PoolReport | None = None
         self._target = target
         self._facts = facts
-        self._tls = tls
+        self._access = access
         self._take_events = take_events
         self._held_hashes = held_hashes
         self._interval_s = interval_s
@@ -143,7 +143,7 @@ class BlockPublisher:
 
     async def run(self) -> None:
         """Connects, publishes and reconnects until cancelled."""
-        async with open_channel(self._target, self._tls) as channel:
+        async with open_channel(self._target, self._access) as channel:
             stub = pb_grpc.KvManagerServiceStub(channel)
             self._stream = PeerStream(
                 f"kvmanager@{self._target}", stub.Publish, self._receive, on_up=self._greet

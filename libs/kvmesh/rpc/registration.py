@@ -14,7 +14,7 @@ import grpc
 
 from kvmesh.core.details import WorkerDetail
 from kvmesh.core.types import Role, WorkerInfo, WorkerLoad
-from kvmesh.rpc.channels import TlsConfig, open_channel
+from kvmesh.rpc.channels import NO_ACCESS, MeshAccess, open_channel
 from kvmesh.rpc.convert_detail import worker_detail_to_proto
 from kvmesh.rpc.convert_worker import role_from_proto, worker_info_to_proto, worker_load_to_proto
 from kvmesh.rpc.stream import PeerStream
@@ -81,11 +81,11 @@ class SchedulerRegistration:
         info: WorkerInfo,
         load: Callable[[], WorkerLoad],
         on_drain: Callable[[str], None],
-        tls: TlsConfig | None = None,
+        access: MeshAccess = NO_ACCESS,
         *,
         operator: OperatorHooks | None = None,
     ) -> None:
-        self._links = [_Link(target, info, load, on_drain, tls, operator) for target in targets]
+        self._links = [_Link(target, info, load, on_drain, access, operator) for target in targets]
 
     @property
     def num_registered(self) -> int:
@@ -134,7 +134,7 @@ class _Link:
         info: WorkerInfo,
         load: Callable[[], WorkerLoad],
         on_drain: Callable[[str], None],
-        tls: TlsConfig | None,
+        access: MeshAccess,
         operator: OperatorHooks | None,
     ) -> None:
         self.registered = asyncio.Event()
@@ -142,7 +142,7 @@ class _Link:
         self._info = worker_info_to_proto(info)
         self._load = load
         self._on_drain = on_drain
-        self._tls = tls
+        self._access = access
         self._operator = operator
         self._detail_due_at = 0.0
         self._interval_s = FIRST_INTERVAL_S
@@ -165,7 +165,7 @@ class _Link:
             self._stream.send(self._load_report())
 
     async def run(self) -> None:
-        async with open_channel(self._target, self._tls) as channel:
+        async with open_channel(self._target, self._access) as channel:
             stub = SchedulerServiceStub(channel)
             while not self._over:
                 self._refused = False

@@ -23,10 +23,11 @@ import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.reflection_pb2_grpc import add_ServerReflectionServicer_to_server
 
-from kvmesh.core.config import load_config, option
+from kvmesh.core.config import load_config, option, secret
 from kvmesh.core.errors import ConfigError, KvMeshError
+from kvmesh.core.mesh_secret import load_secret
 from kvmesh.rpc.callers import RpcNames, check_callers
-from kvmesh.rpc.channels import TlsConfig, bind_server, make_server
+from kvmesh.rpc.channels import MeshAccess, TlsConfig, bind_server, make_server
 from kvmesh.rpc.direct import DirectListener
 from kvmesh.rpc.reflection import SERVICE_NAME, ReflectionServicer
 from kvmesh.runtime.admin import AdminConfig, AdminPort
@@ -60,7 +61,18 @@ class ServerConfig:
     callers: str = option(
         "", "names in certificates that may call, or `name:Rpc`, comma-separated; empty: all"
     )
+    secret: str = secret("the mesh's secret; callers without it are refused, this service shows it")
+    secret_file: str = option("", "file that holds the mesh's secret, the same for all services")
     admin: AdminConfig = option(AdminConfig, "")
+
+
+def mesh_access(config: ServerConfig) -> MeshAccess:
+    """What a service shows to the others of its mesh.
+
+    Raises:
+        ConfigError: the secret's file cannot be read, or the secret is too short.
+    """
+    return MeshAccess(config.tls, load_secret(config.secret_file, config.secret))
 
 
 class ServiceConfig(Protocol):
@@ -92,6 +104,7 @@ class ServiceContext:
         stack: enter every resource here; closed in reverse order.
         admin: add routes for operators before `build` returns.
         direct: for servicers with long-lived streams; `build` starts it.
+        access: for calls to other services of the mesh.
         stop: when it is set, the service drains and ends.
     """
 
@@ -102,10 +115,15 @@ class ServiceContext:
         self.stack = stack
         self.stop = stop
         self.admin = AdminPort(config.admin)
+        self.access = mesh_access(config)
         self._callers = _known_callers(config)
         self._rpcs = RpcNames()
+        self._public = RpcNames()
         self.server: grpc.aio.Server = make_server(
-            share_port=config.share_port, callers=self._callers
+            share_port=config.share_port,
+            callers=self._callers,
+            secret=self.access.secret,
+            public=self._public.services,
         )
         self.port = bind_server(self.server, config.host, config.port, config.tls)
         self.host = config.advertise_host or config.host
@@ -119,13 +137,18 @@ class ServiceContext:
         self._tasks: set[asyncio.Task[None]] = set()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
 
-    def add_servicer(self, add: Callable[[ServicerT, Any], None], servicer: ServicerT) -> None:
+    def add_servicer(
+        self, add: Callable[[ServicerT, Any], None], servicer: ServicerT, *, public: bool = False
+    ) -> None:
         """Serves a servicer from the start on; call before `build` returns.
 
         Args:
             add: what gRPC generates, such as `add_SchedulerServiceServicer_to_server`.
+            public: callers need not hold the mesh's secret.
         """
         add(servicer, self.server)
+        if public:
+            add(servicer, self._public)
         add(servicer, self._rpcs)
 
     def complete_server(self) -> None:
@@ -135,7 +158,10 @@ class ServiceContext:
             ConfigError: a caller may call what none of them has.
         """
         names = (*self._rpcs.services, health.SERVICE_NAME, SERVICE_NAME)
-        self.add_servicer(add_ServerReflectionServicer_to_server, ReflectionServicer(names))
+        reflection = ReflectionServicer(names)
+        # As open as the rest of this server: behind the secret wherever nothing is public.
+        is_public = bool(self._public.services)
+        self.add_servicer(add_ServerReflectionServicer_to_server, reflection, public=is_public)
         check_callers(self._callers, self._rpcs.names)
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:

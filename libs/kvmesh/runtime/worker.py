@@ -206,7 +206,8 @@ class Worker:
         return endpoint
 
     def _channel_identity(self) -> ChannelIdentity:
-        return ChannelIdentity(self.worker_id, self.incarnation, self._runner.spec.layout)
+        layout, secret = self._runner.spec.layout, self._context.access.secret
+        return ChannelIdentity(self.worker_id, self.incarnation, layout, secret)
 
     def _join_mesh(self, data_endpoint: Endpoint) -> None:
         section, spec = self._config.worker, self._runner.spec
@@ -232,7 +233,7 @@ class Worker:
             self._info,
             self.load,
             self._ordered_to_drain,
-            self._config.server.tls,
+            self._context.access,
             operator=OperatorHooks(self.detail, self._ordered_to_cordon, self._ordered_to_be),
         )
         self._context.spawn(self._registration.run(), "registration")
@@ -258,7 +259,7 @@ class Worker:
                 ),
                 take_events=self.core.pool.take_events,
                 held_hashes=self.core.pool.held_hashes,
-                tls=self._config.server.tls,
+                access=self._context.access,
                 pool=self.copies,
             )
             self.copies.on_result = self._publisher.report_copy

@@ -57,7 +57,7 @@ def start_fetcher(
     stall_s = min(config.fetch.stall_s, sending.stall_timeout_s)
     reader = BlockReader(identity, replace(sending, stall_timeout_s=stall_s))
     context.stack.push_async_callback(reader.close)
-    client = PoolClient(config.server.tls)
+    client = PoolClient(context.access)
     context.stack.push_async_callback(client.close)
     fetcher = PrefixFetcher(parts, reader, client, options, metrics, on_stored, staging)
     context.stack.push_async_callback(fetcher.close)

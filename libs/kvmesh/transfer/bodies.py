@@ -1,7 +1,8 @@
 """Bodies of frames: what stands between a header and a payload, by type. Pure.
 
-HELLO and HELLO_OK may end with an offer and its terms, the offer with a segment; with FLAG_PART,
-PUT and PULL end with the part of each block. `codec.py` puts headers before them.
+HELLO and HELLO_OK may end with an offer and its terms, the offer with a segment. With FLAG_PROOF
+HELLO begins with a proof; with FLAG_PART PUT and PULL end with the part of each block. `codec.py`
+puts headers before them.
 Tests: tests/contract/test_frames_golden.py, tests/property/test_frames_property.py.
 """
 
@@ -11,6 +12,7 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from kvmesh.core.mesh_secret import PROOF_BYTES
 from kvmesh.core.types import KvLayout
 from kvmesh.transfer.body_shapes import (
     COUNTS,
@@ -32,6 +34,7 @@ from kvmesh.transfer.frames import (
     FLAG_CHECKSUM,
     FLAG_LAST,
     FLAG_PART,
+    FLAG_PROOF,
     MAX_ARGUMENT_BYTES,
     MAX_MESSAGE_BYTES,
     MAX_METADATA_BYTES,
@@ -73,6 +76,7 @@ class Kind(NamedTuple):
 KINDS: dict[int, Kind] = {int(kind): Kind(kind) for kind in FrameType} | {
     int(kind.type): kind
     for kind in (
+        Kind(FrameType.HELLO, FLAG_PROOF),
         Kind(FrameType.PUT, FLAG_CHECKSUM | FLAG_LAST | FLAG_PART, has_payload=True),
         Kind(FrameType.PULL, FLAG_PART),
         Kind(FrameType.QUERY, FLAG_CHECKSUM, has_payload=True),
@@ -89,7 +93,8 @@ def encode_body(frame: Frame) -> bytes:
 def _encode_hello(frame: HelloFrame) -> bytes:
     me = _pack_text(frame.worker_id) + U64.pack(frame.incarnation)
     peer = _pack_text(frame.peer_worker_id) + U64.pack(frame.peer_incarnation)
-    return me + peer + _pack_layout(frame.layout) + _pack_offer(frame.link)
+    assert len(frame.proof) in (0, PROOF_BYTES), f"{len(frame.proof)} bytes of proof"
+    return frame.proof + me + peer + _pack_layout(frame.layout) + _pack_offer(frame.link)
 
 
 def _encode_hello_ok(frame: HelloOkFrame) -> bytes:

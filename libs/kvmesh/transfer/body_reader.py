@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvmesh.core.errors import ProtocolError
+from kvmesh.core.mesh_secret import PROOF_BYTES
 from kvmesh.core.types import KvLayout, WorkerId
 from kvmesh.kv.handoff_types import WriteClaim
 from kvmesh.transfer.body_shapes import (
@@ -34,6 +35,7 @@ from kvmesh.transfer.frames import (
     FLAG_CHECKSUM,
     FLAG_LAST,
     FLAG_PART,
+    FLAG_PROOF,
     MAX_ARGUMENT_BYTES,
     MAX_MESSAGE_BYTES,
     MAX_METADATA_BYTES,
@@ -196,8 +198,9 @@ class _BodyReader:
 
 
 def _read_hello(body: _BodyReader, flags: int, payload_bytes: int) -> Frame:
+    proof = body.take(PROOF_BYTES) if flags & FLAG_PROOF else b""
     me, peer = (WorkerId(body.text()), body.u64()), (WorkerId(body.text()), body.u64())
-    return HelloFrame(*me, *peer, body.layout(), body.offer())
+    return HelloFrame(*me, *peer, body.layout(), body.offer(), proof)
 
 
 def _read_hello_ok(body: _BodyReader, flags: int, payload_bytes: int) -> Frame:

@@ -24,12 +24,14 @@ from kvmesh.transfer.frames import (
     FLAG_CHECKSUM,
     FLAG_LAST,
     FLAG_PART,
+    FLAG_PROOF,
     MAGIC,
     MAX_BODY_BYTES,
     VERSION,
     DataFrame,
     Frame,
     FrameType,
+    HelloFrame,
     PullFrame,
     PutFrame,
     QueryFrame,
@@ -114,4 +116,6 @@ def _flags(frame: Frame) -> int:
         flags |= FLAG_LAST
     if isinstance(frame, _WITH_PART) and frame.part is not None:
         flags |= FLAG_PART
+    if isinstance(frame, HelloFrame) and frame.proof:
+        flags |= FLAG_PROOF
     return flags

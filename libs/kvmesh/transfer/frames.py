@@ -34,6 +34,8 @@ FLAG_LAST = 2
 """PUT: no more frames of this transfer follow."""
 FLAG_PART = 4
 """PUT, PULL: only a part of each block is written."""
+FLAG_PROOF = 8
+"""HELLO: the body begins with a proof that the sender holds the mesh's secret."""
 
 
 class Checksum(enum.IntEnum):
@@ -143,6 +145,7 @@ class HelloFrame:
         worker_id, incarnation: who speaks.
         peer_worker_id, peer_incarnation: who the speaker believes to have reached.
         layout: KV memory of the speaker; must equal the receiver's.
+        proof: HMAC of the rest of the body; empty in a mesh without a secret.
     """
 
     worker_id: WorkerId
@@ -151,6 +154,7 @@ class HelloFrame:
     peer_incarnation: int
     layout: KvLayout
     link: LinkOffer | None = None
+    proof: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,12 @@ Tests: tests/unit/transfer/test_protocol.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from kvmesh.core.errors import ProtocolError
+from kvmesh.core.mesh_secret import MeshSecret
 from kvmesh.core.types import KvLayout, Refusal, RefusalReason, WorkerId
+from kvmesh.transfer.bodies import encode_body
 from kvmesh.transfer.checksums import agree_checksum
 from kvmesh.transfer.frames import (
     CancelFrame,
@@ -43,12 +45,16 @@ CHANNEL = 0
 
 MAX_OPEN_TRANSFERS = 1024
 
+PROOF_PURPOSE = "data hello"
+"""Of the proof in a greeting. It names the receiver's incarnation, so no other life accepts it."""
+
 PLAIN_TERMS = LinkTerms(Checksum.CRC32, window_bytes=0)
 """Of a connection whose greeting carried no offer."""
 
 CHANNEL_REASONS = {
     "layout": RefusalReason.INVALID,
     "identity": RefusalReason.STALE,
+    "secret": RefusalReason.INVALID,
     "unsupported": RefusalReason.INVALID,
     "checksum": RefusalReason.LOST,
     "mapping": RefusalReason.INVALID,
@@ -59,11 +65,16 @@ CHANNEL_REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class ChannelIdentity:
-    """One end of a channel: a life of a worker and the shape of its KV memory."""
+    """One end of a channel: a life of a worker and the shape of its KV memory.
+
+    Attributes:
+        secret: of the mesh; shown by who opens a channel, and demanded of who opens one to here.
+    """
 
     worker_id: WorkerId
     incarnation: int
     layout: KvLayout
+    secret: MeshSecret | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +258,10 @@ class ReceiverMachine:
         me = self._identity
         if not isinstance(frame, HelloFrame):
             raise ProtocolError("unexpected_frame", f"{type(frame).__name__} before HELLO")
+        # First, so that strangers do not learn which worker this is.
+        if not self._is_member(frame):
+            message = "the greeting does not prove that its sender holds this mesh's secret"
+            return Reply(ErrorFrame(CHANNEL, "secret", message), close=True)
         if (frame.peer_worker_id, frame.peer_incarnation) != (me.worker_id, me.incarnation):
             asked = f"{frame.peer_worker_id}/{frame.peer_incarnation}"
             message = f"this is {me.worker_id}/{me.incarnation}, not {asked}"
@@ -260,6 +275,13 @@ class ReceiverMachine:
         checksum = agree_checksum(frame.link.checksum, self._wishes.checksum)
         self.terms = LinkTerms(checksum, self._wishes.window_bytes)
         return Reply(HelloOkFrame(me.worker_id, me.incarnation, self.terms))
+
+    def _is_member(self, hello: HelloFrame) -> bool:
+        secret = self._identity.secret
+        if secret is None:
+            return True
+        body = encode_body(replace(hello, proof=b""))
+        return secret.accepts(hello.proof, PROOF_PURPOSE, body)
 
     def _pull(self, pull: PullFrame) -> Copy | Reply:
         self._open(pull.transfer_id)

@@ -5,10 +5,11 @@ Tests: tests/unit/transfer/test_protocol.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvmesh.core.errors import ProtocolError
 from kvmesh.core.types import Refusal, WorkerId
+from kvmesh.transfer.bodies import encode_body
 from kvmesh.transfer.frames import (
     CommitOkFrame,
     DataFrame,
@@ -23,6 +24,7 @@ from kvmesh.transfer.protocol import (
     CHANNEL,
     CHANNEL_REASONS,
     PLAIN_TERMS,
+    PROOF_PURPOSE,
     ChannelIdentity,
     refusal_of,
 )
@@ -102,7 +104,10 @@ class SenderMachine:
     def hello(self) -> HelloFrame:
         """The first frame to send."""
         me = self._identity
-        return HelloFrame(me.worker_id, me.incarnation, *self._peer, me.layout, self._offer)
+        hello = HelloFrame(me.worker_id, me.incarnation, *self._peer, me.layout, self._offer)
+        if me.secret is None:
+            return hello
+        return replace(hello, proof=me.secret.proof(PROOF_PURPOSE, encode_body(hello)))
 
     def open_put(self, num_bytes: int) -> int:
         """Id of a transfer of so many payload bytes."""

@@ -17,7 +17,7 @@ from kvmesh.cli.scheduler_access import (
 )
 from kvmesh.cli.scheduler_flags import add_scheduler_flags
 from kvmesh.core.errors import ConfigError
-from kvmesh.rpc.channels import TlsConfig
+from kvmesh.rpc.channels import MeshAccess
 
 
 async def test_a_scheduler_that_is_not_there_is_not_waited_for_as_long_as_an_order(
@@ -25,7 +25,7 @@ async def test_a_scheduler_that_is_not_there_is_not_waited_for_as_long_as_an_ord
 ) -> None:
     [port] = free_ports("127.0.0.1", 1)
     monkeypatch.setattr(scheduler_access, "FIRST_ANSWER_S", 0.2)
-    access = SchedulerAccess((f"127.0.0.1:{port}",), TlsConfig(), timeout_s=3600.0)
+    access = SchedulerAccess((f"127.0.0.1:{port}",), MeshAccess(), timeout_s=3600.0)
     with pytest.raises(NoAnswerError, match=f"no scheduler answers at 127.0.0.1:{port}"):
         async with live_fleet(access, "test"):
             pass
