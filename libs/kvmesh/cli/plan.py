@@ -19,9 +19,10 @@ from kvmesh.cli.flags import (
     picture_file,
     positive_int,
 )
+from kvmesh.cli.progress import Stages
 from kvmesh.policy.lengths import LengthDistribution
 from kvmesh.policy.prfaas import Hardware
-from kvmesh.sim.plan import make_plan, plan_record, plan_text
+from kvmesh.sim.plan import make_plan, plan_record, plan_text, splits
 from kvmesh.sim.profile import Profile, gbps
 from kvmesh.sim.profile_file import load_profile, shipped_profiles
 from kvmesh.sim.trace import read_trace, uncached_lengths
@@ -35,7 +36,12 @@ def main(argv: Sequence[str]) -> int:
     """Prints a plan."""
     arguments = _parser().parse_args(argv)
     profile = load_profile(arguments.profile)
-    plan = make_plan(profile.serving, _lengths(arguments, profile), _hardware(arguments, profile))
+    hardware = _hardware(arguments, profile)
+    stages = Stages("splits")
+    with stages.stage("search", len(splits(hardware))) as advance:
+        plan = make_plan(
+            profile.serving, _lengths(arguments, profile), hardware, lambda _split: advance("")
+        )
     print(f"profile {profile.name}: {profile.description}\n\n{plan_text(plan)}", end="")
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(plan_record(plan), indent=2) + "\n")

@@ -9,11 +9,7 @@ import argparse
 import json
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvmesh.cli.flags import (
     add_flag,
@@ -25,6 +21,7 @@ from kvmesh.cli.flags import (
     positive,
     positive_int,
 )
+from kvmesh.cli.progress import Advance, Stages
 from kvmesh.core.errors import ConfigError
 from kvmesh.sim.fleet import parse_fleet
 from kvmesh.sim.profile import Profile
@@ -55,12 +52,13 @@ def main(argv: Sequence[str]) -> int:
     scenarios = [(name, _scenario(arguments, profile, name, requests)) for name in names]
     runs: list[tuple[str, Result]] = []
     num_events, started = 0, time.perf_counter()
-    with _progress() as progress:
-        for name, scenario in scenarios:
-            task = progress.add_task(name, total=len(requests))
-            result = simulate(scenario, partial(progress.advance, task))
-            num_events += result.num_events
-            runs.append((name, result))
+    stages = Stages("requests", "kvmesh simulate")
+    last_s = max((request.arrival_s for request in requests), default=0.0)
+    for name, scenario in scenarios:
+        with stages.stage(name, len(requests), f"{last_s:,.0f} s to simulate") as advance:
+            result = _simulated(scenario, last_s, advance)
+        num_events += result.num_events
+        runs.append((name, result))
     elapsed = time.perf_counter() - started
     print(table([(name, summarize(result)) for name, result in runs]), end="")
     print(f"\n{num_events:,} events in {elapsed:.1f} s, {num_events / elapsed:,.0f} per second")
@@ -68,11 +66,14 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _progress() -> Progress:
-    """A bar per system on the terminal; nothing where there is none."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    return Progress(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal)
+def _simulated(scenario: Scenario, last_s: float, advance: Advance) -> Result:
+    """Runs a scenario whose last request arrives at `last_s`."""
+
+    def ended(now_s: float) -> None:
+        # The last answers end some time after the last request has come.
+        advance(f"{now_s:,.0f} of {max(now_s, last_s):,.0f} s simulated")
+
+    return simulate(scenario, ended)
 
 
 def _parser() -> argparse.ArgumentParser:

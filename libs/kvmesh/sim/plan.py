@@ -6,12 +6,20 @@ Tests: tests/unit/sim/test_plan.py.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from kvmesh.core.errors import ConfigError
 from kvmesh.policy.lengths import LengthDistribution
-from kvmesh.policy.prfaas import Hardware, OperatingPoint, ServingProfile, optimum, search
+from kvmesh.policy.prfaas import (
+    Hardware,
+    OperatingPoint,
+    ServingProfile,
+    optimum,
+    search,
+    threshold_grid,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +38,31 @@ class Plan:
     lengths: LengthDistribution
 
 
-def make_plan(profile: ServingProfile, lengths: LengthDistribution, hardware: Hardware) -> Plan:
+def splits(hardware: Hardware) -> range:
+    """Numbers of local prefill instances that a plan may have."""
+    return range(hardware.num_local + 1)
+
+
+def make_plan(
+    profile: ServingProfile,
+    lengths: LengthDistribution,
+    hardware: Hardware,
+    searched: Callable[[int], object] | None = None,
+) -> Plan:
     """Searches the grid.
+
+    Args:
+        searched: called with each number of local prefill instances, after its part of the grid.
 
     Raises:
         ConfigError: no point serves any request.
     """
-    points = search(profile, lengths, hardware)
+    thresholds = threshold_grid(lengths)
+    points: list[OperatingPoint] = []
+    for split in splits(hardware):
+        points += search(profile, lengths, hardware, thresholds, [split])
+        if searched is not None:
+            searched(split)
     best = optimum(points)
     if best.rate <= 0:
         raise ConfigError("no split of these instances serves a request: too few of them")

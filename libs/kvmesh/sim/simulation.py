@@ -81,11 +81,11 @@ class Result:
     link_bytes: float = 0.0
 
 
-def simulate(scenario: Scenario, ended: Callable[[], object] | None = None) -> Result:
+def simulate(scenario: Scenario, ended: Callable[[float], object] | None = None) -> Result:
     """Runs a scenario to the end of its last request; equal scenarios give equal results.
 
     Args:
-        ended: called for each request that has an outcome.
+        ended: called with the virtual time for each request that has an outcome.
 
     Raises:
         ConfigError: the fleet does not fit the profile.
@@ -109,7 +109,7 @@ class Simulation:
     def __init__(
         self,
         scenario: Scenario,
-        ended: Callable[[], object] | None = None,
+        ended: Callable[[float], object] | None = None,
         around: Callable[[Decide], RoutePlan | Refusal] | None = None,
     ) -> None:
         self.scenario = scenario
@@ -314,7 +314,7 @@ class Simulation:
         request.outcome = outcome
         self._num_open -= 1
         if self._ended is not None:
-            self._ended()
+            self._ended(self.events.now())
         turns = self._sessions.get(request.trace.session)
         if turns:
             trace = turns.popleft()

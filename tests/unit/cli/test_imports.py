@@ -48,7 +48,7 @@ def test_wrong_usage_loads_nothing_heavy() -> None:
         ("doctor", {"grpc", "psutil", "rich"}),
         ("fleet", {"google.protobuf", "grpc", "rich"}),
         ("health", {"grpc"}),
-        ("plan", set()),
+        ("plan", {"rich"}),
         ("simulate", {"rich"}),
     ],
 )
