@@ -9,6 +9,7 @@ import random
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import aiohttp
 import pytest
@@ -50,6 +51,12 @@ FLAGS: dict[str, Flags] = {
 }
 
 
+def own_prompt(length: int, seed: int) -> list[int]:
+    """A prompt that shares no block with those of other seeds."""
+    draw = random.Random(seed)
+    return [draw.randrange(3, VOCAB_SIZE) for _ in range(length)]
+
+
 @dataclass
 class Clusters:
     """A mesh with a worker in a second cluster.
@@ -69,11 +76,20 @@ class Clusters:
 
     async def ask(self, length: int, seed: int) -> Answer:
         """Asks with a prompt of its own; the tokens are those of any cluster."""
-        draw = random.Random(seed)
-        prompt = [draw.randrange(3, VOCAB_SIZE) for _ in range(length)]
+        return await self.complete(own_prompt(length, seed))
+
+    async def complete(self, prompt: list[int]) -> Answer:
+        """Asks with this prompt."""
         answer = await self.client.complete(prompt, max_tokens=6)
         assert answer.token_ids == fake_tokens(prompt, 6)
         return answer
+
+    async def newest_decision(self) -> dict[str, Any]:
+        """What the scheduler tells of its last route."""
+        url = f"http://{self.mesh['scheduler'].address_of('admin_serving')}/debug/decisions"
+        async with aiohttp.ClientSession() as session, session.get(url) as response:
+            decision: dict[str, Any] = (await response.json())["routes"][0]
+            return decision
 
     async def in_transfer(self) -> None:
         """Waits until KV is on its way home."""
@@ -146,19 +162,38 @@ needs_link = pytest.mark.skipif(bool(NO_LINK), reason=f"a link of the kernel's: 
 async def test_the_length_chooses_the_cluster(clusters: Clusters) -> None:
     long = await clusters.ask(LONG, 1)
     assert long.headers["x-kvmesh-decision"] == f"long_prompt; prefill={FAR}; decode=decode-0"
+    decision = await clusters.newest_decision()
+    assert (decision["reason"], decision["threshold_tokens"]) == ("long_prompt", THRESHOLD)
+    assert decision["compared_tokens"] == LONG
     short = await clusters.ask(SHORT, 2)
     assert short.headers["x-kvmesh-decision"] == "load; prefill=prefill-0; decode=decode-0"
-    url = f"http://{clusters.mesh['scheduler'].address_of('admin_serving')}/debug/decisions"
-    async with aiohttp.ClientSession() as session, session.get(url) as response:
-        newest, oldest = (await response.json())["routes"]
-    assert (oldest["reason"], oldest["threshold_tokens"]) == ("long_prompt", THRESHOLD)
-    assert (oldest["compared_tokens"], newest["compared_tokens"]) == (LONG, SHORT)
+    assert (await clusters.newest_decision())["compared_tokens"] == SHORT
 
     async def sent() -> bool:
         metrics = await clusters.far.metrics()
         return metrics.value("kvmesh_link_bytes_total", direction="sent") >= LONG * TOKEN_BYTES
 
     await until(sent, "the prompt's KV came over the link")
+    await clusters.mesh.idle()
+
+
+async def test_the_next_turn_of_a_conversation_stays_at_home(clusters: Clusters) -> None:
+    """Its KV came home with the first answer and lies on the decode worker."""
+    prompt = own_prompt(LONG, 20)
+    first = await clusters.complete(prompt)
+    assert first.prefill_worker == FAR
+    turn = [*prompt, *first.token_ids, *own_prompt(34, 21)]
+
+    async def is_known() -> bool:
+        answer = await clusters.complete(turn[:LONG])
+        return bool(answer.usage["prompt_tokens_details"]["cached_tokens"] >= LONG - 2 * 16)
+
+    await until(is_known, "the prefix is used where it lies")
+    second = await clusters.complete(turn)
+    assert FAR not in second.headers["x-kvmesh-decision"]
+    decision = await clusters.newest_decision()
+    assert decision["reason"] != "long_prompt"
+    assert decision["compared_tokens"] <= len(turn) - LONG + 16
     await clusters.mesh.idle()
 
 

@@ -115,7 +115,7 @@ def describe_decision(
         prefill=(),
         decode=(),
         threshold_tokens=offload.threshold_tokens if is_finite else None,
-        compared_tokens=decision.choice.uncached_tokens if decision.choice else 0,
+        compared_tokens=decision.choice.compared_tokens if decision.choice else 0,
         cache_known=False,
         num_seen=len(view.workers),
         scenario=query.scenario,

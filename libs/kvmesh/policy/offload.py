@@ -24,11 +24,13 @@ class OffloadChoice:
     """Where to prefill.
 
     Attributes:
-        uncached_tokens: what is left to compute there.
+        compared_tokens: uncached tokens that were compared with the threshold.
+        uncached_tokens: what is left to compute in the chosen cluster.
         moved_tokens: prefix to bring from the other cluster first.
     """
 
     remote: bool
+    compared_tokens: int
     uncached_tokens: int
     moved_tokens: int
     reason: OffloadReason
@@ -61,7 +63,7 @@ def choose_cluster(
     abundant bandwidth the longer prefix counts, wherever it is, and is moved if need be.
 
     Args:
-        remote_cached, local_cached: leading tokens cached in each cluster.
+        remote_cached, local_cached: leading tokens cached in each cluster, by workers of any role.
     """
     assert reach.remote or reach.local, "no cluster is left"
     best = max(remote_cached, local_cached)
@@ -74,7 +76,7 @@ def choose_cluster(
         remote, reason = True, OffloadReason.LOCAL_DOWN
     own = remote_cached if remote else local_cached
     moved = best - own if reach.bandwidth_abundant else 0
-    return OffloadChoice(remote, total_tokens - own - moved, moved, reason)
+    return OffloadChoice(remote, compared, total_tokens - own - moved, moved, reason)
 
 
 # --- the threshold in the short term (3.4.3 point 2) ----------------------------------------------

@@ -22,8 +22,12 @@ from kvmesh.policy.view import FleetView, WorkerView
 
 @dataclass(frozen=True, slots=True)
 class OffloadPlan:
-    """A route, and the choices of cluster and group behind it, and what it has to do with requests
-    that came at the same time; None when there was none.
+    """A route and the choices behind it; a choice that was not made is None.
+
+    Attributes:
+        choice: of the cluster that prefills.
+        group: of the P/D group.
+        joint: among requests that were decided together with this one.
     """
 
     route: RoutePlan | Refusal
@@ -61,7 +65,8 @@ def plan_offload(
     choice = choose_cluster(
         query.num_tokens,
         _longest_match(far, query, matches),
-        _longest_match(near_prefill, query, matches),
+        # The KV of a conversation lies on the decode worker that generated the last answer.
+        _longest_match(near, query, matches),
         threshold_tokens,
         reach,
     )

@@ -63,6 +63,23 @@ def test_only_the_uncached_part_counts() -> None:
     assert route(plan).prefill[0].cached_tokens == 160
 
 
+def test_what_a_decode_worker_at_home_holds_counts() -> None:
+    """The second turn of a conversation, whose first answer was generated there."""
+    plan = decide(FAR, *NEAR, asked=query(1540), matches={"d": 94})
+    assert plan.choice is not None
+    assert plan.choice.reason is OffloadReason.SHORT
+    assert (plan.choice.compared_tokens, plan.choice.uncached_tokens) == (36, 36)
+    workers = [each.worker_id for each in (*route(plan).prefill, *route(plan).decode)]
+    assert "far" not in workers
+
+
+def test_the_comparison_is_told_apart_from_what_is_left_to_compute() -> None:
+    plan = decide(FAR, *NEAR, asked=query(1000), matches={"far": 50, "d": 10})
+    assert plan.choice is not None
+    assert plan.choice.remote
+    assert (plan.choice.compared_tokens, plan.choice.uncached_tokens) == (840, 200)
+
+
 def test_a_far_cache_does_not_keep_a_prompt_at_home() -> None:
     plan = decide(FAR, *NEAR, asked=query(500), matches={"far": 10})
     assert plan.choice is not None
