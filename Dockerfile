@@ -14,7 +14,7 @@ RUN groupadd --gid 10001 kvmesh \
  && python3 -m venv /opt/venv
 ENV PATH=/opt/venv/bin:$PATH
 WORKDIR /app
-COPY pyproject.toml constraints.txt README.md ./
+COPY pyproject.toml constraints.txt README.md LICENSE NOTICE ./
 # An empty package for the editable installs below; `COPY libs` fills it.
 RUN mkdir -p libs/kvmesh && touch libs/kvmesh/__init__.py
 
