@@ -29,7 +29,7 @@ from kvmesh.sim.scenario import Objectives, Scenario, parse_failures
 from kvmesh.sim.simulation import simulate
 from kvmesh.sim.steps import ChunkTokens
 from kvmesh.sim.systems import SYSTEMS
-from kvmesh.sim.trace import TRACE_BLOCK, TraceRequest
+from kvmesh.sim.trace_request import TRACE_BLOCK, TraceRequest
 from tests.mesh_processes import MODEL
 
 CHUNK_TOKENS = 512

@@ -27,7 +27,7 @@ from kvmesh.sim.report import summarize
 from kvmesh.sim.scenario import Scenario
 from kvmesh.sim.simulation import Simulation
 from kvmesh.sim.systems import SYSTEMS
-from kvmesh.sim.trace import TraceRequest
+from kvmesh.sim.trace_request import TraceRequest
 from kvmesh.sim.workload import Workload, make_requests
 
 ONE_BY_ONE = "kvmesh"

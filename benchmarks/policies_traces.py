@@ -18,7 +18,8 @@ from kvmesh.sim.pool_service import ServiceSettings, goodput_rate, serve
 from kvmesh.sim.profile_file import load_profile
 from kvmesh.sim.scenario import Scenario
 from kvmesh.sim.systems import SYSTEMS
-from kvmesh.sim.trace import TraceRequest, read_trace
+from kvmesh.sim.trace import read_trace
+from kvmesh.sim.trace_request import TraceRequest
 from kvmesh.sim.workload import Workload, make_requests, scale_rate, spread_ticks
 
 FIXED = {"all_remote", "all_local", "prfaas", "least_loaded", "joint", "tokenlake"}

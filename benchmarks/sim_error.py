@@ -35,7 +35,7 @@ from kvmesh.sim.scenario import Scenario
 from kvmesh.sim.simulation import simulate
 from kvmesh.sim.steps import ChunkTokens
 from kvmesh.sim.systems import SYSTEMS
-from kvmesh.sim.trace import TRACE_BLOCK, TraceRequest
+from kvmesh.sim.trace_request import TRACE_BLOCK, TraceRequest
 
 LENGTHS = (64, 128, 320, 640)
 OUTPUT_TOKENS = 32

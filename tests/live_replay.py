@@ -33,7 +33,7 @@ from kvmesh.runtime.worker_config import (
     WorkerSection,
 )
 from kvmesh.runtime.worker_metrics import WorkerMetrics
-from kvmesh.sim.trace import TRACE_BLOCK, TraceRequest
+from kvmesh.sim.trace_request import TRACE_BLOCK, TraceRequest
 from services.gateway.config import (
     GatewayConfig,
     HttpConfig,

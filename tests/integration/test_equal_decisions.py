@@ -30,7 +30,8 @@ from kvmesh.sim.profile_file import load_profile
 from kvmesh.sim.scenario import Objectives, Scenario
 from kvmesh.sim.simulation import Simulation
 from kvmesh.sim.systems import SYSTEMS
-from kvmesh.sim.trace import TRACE_BLOCK, TraceRequest, read_trace
+from kvmesh.sim.trace import read_trace
+from kvmesh.sim.trace_request import TRACE_BLOCK, TraceRequest
 from services.scheduler import router
 from tests.live_replay import NUM_BLOCKS, Round, WorkerPlan, live_mesh
 from tests.redis_server import redis_url

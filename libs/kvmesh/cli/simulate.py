@@ -6,6 +6,7 @@ Tests: tests/unit/sim/test_report.py.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import time
 from collections.abc import Sequence
@@ -23,14 +24,16 @@ from kvmesh.cli.flags import (
 )
 from kvmesh.cli.progress import Advance, Stages
 from kvmesh.core.errors import ConfigError
+from kvmesh.policy.pdserve import TimeoutTier
 from kvmesh.sim.fleet import parse_fleet
 from kvmesh.sim.profile import Profile
 from kvmesh.sim.profile_file import load_profile, shipped_profiles
-from kvmesh.sim.report import summarize, summary_record, table
-from kvmesh.sim.scenario import Scenario, parse_failures
+from kvmesh.sim.report import csv_table, summarize, summary_record, table
+from kvmesh.sim.scenario import Objectives, Scenario, parse_failures
 from kvmesh.sim.simulation import Result, simulate
 from kvmesh.sim.systems import SYSTEMS
-from kvmesh.sim.trace import TraceRequest, read_trace
+from kvmesh.sim.trace import read_trace
+from kvmesh.sim.trace_request import TraceRequest
 from kvmesh.sim.workload import Workload, make_requests, scale_rate, spread_ticks
 
 DESCRIPTION = """\
@@ -83,7 +86,8 @@ def _parser() -> argparse.ArgumentParser:
     add_flag(parser, "--system", "kvmesh", f"systems to compare: {', '.join(SYSTEMS)}")
     fleet = "home:a100:prefill:4,home:a100:decode:4"
     add_flag(parser, "--fleet", fleet, "CLUSTER:DEVICE:ROLE:COUNT,...; `remote` prefills only")
-    add_flag(parser, "--trace", "", "trace file; without one a workload is made")
+    text = "trace file: Mooncake's, Azure's, BurstGPT's or this project's; default: made requests"
+    add_flag(parser, "--trace", "", text)
     add_flag(parser, "--requests", 1000, "requests to make, or to read", kind=positive_int)
     add_flag(parser, "--load", 1.0, "factor on the arrival rate of a trace", kind=positive)
     add_flag(parser, "--rate", 1.0, "requests per second to make", kind=positive)
@@ -94,7 +98,14 @@ def _parser() -> argparse.ArgumentParser:
     add_flag(parser, "--failures", "", "SECONDS:kill|restart|link:VALUE,...")
     add_flag(parser, "--jitter", 0.1, "transfers take up to this share longer", kind=not_negative)
     add_flag(parser, "--seed", 0, "of arrivals, ties and jitter", kind=count)
+    text = "longest time to the first token; 0: 5 s, 30 s for prompts over 8,192 tokens"
+    add_flag(parser, "--ttft-ms", 0.0, text, kind=not_negative)
+    text = "longest mean time per token of an answer"
+    add_flag(parser, "--tpot-ms", 100.0, text, kind=positive)
     add_flag(parser, "--json", "", "file for all numbers", kind=output_file)
+    add_flag(
+        parser, "--csv", "", "file for the table's numbers, a row per system", kind=output_file
+    )
     add_flag(parser, "--png", "", "file for the plots", kind=output_file)
     add_flag(parser, "--html", "", "file for table and plots in one page", kind=output_file)
     return parser
@@ -140,15 +151,32 @@ def _scenario(
         requests=requests,
         closed_loop=arguments.closed_loop,
         failures=failures,
+        objectives=objectives(arguments.ttft_ms, arguments.tpot_ms),
         seed=arguments.seed,
         jitter=arguments.jitter,
     )
+
+
+def objectives(ttft_ms: float, tpot_ms: float) -> Objectives:
+    """The limits of goodput.
+
+    Args:
+        ttft_ms: 0 keeps the limits by prompt length.
+    """
+    limits = Objectives(tpot_s=tpot_ms / 1000)
+    if not ttft_ms:
+        return limits
+    every_length = TimeoutTier(limits.timeouts[-1].max_tokens, ttft_ms / 1000)
+    return dataclasses.replace(limits, timeouts=(every_length,))
 
 
 def _save(arguments: argparse.Namespace, runs: list[tuple[str, Result]]) -> None:
     if arguments.json:
         record = {name: summary_record(result) for name, result in runs}
         Path(arguments.json).write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
+    if arguments.csv:
+        rows = [(name, summarize(result)) for name, result in runs]
+        Path(arguments.csv).write_text(csv_table(rows))
     if not arguments.png and not arguments.html:
         return
     from kvmesh.sim.plots import Series, png, write_html  # noqa: PLC0415 - matplotlib: a second

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 
 from kvmesh.sim.requests import SimSequence
-from kvmesh.sim.trace import TRACE_BLOCK
+from kvmesh.sim.trace_request import TRACE_BLOCK
 
 
 class DecodingSet:

@@ -13,7 +13,7 @@ from kvmesh.sim.events import EventQueue
 from kvmesh.sim.fleet import SimFleet
 from kvmesh.sim.profile import Profile
 from kvmesh.sim.requests import SimSequence
-from kvmesh.sim.trace import TRACE_BLOCK
+from kvmesh.sim.trace_request import TRACE_BLOCK
 from kvmesh.sim.worker import SimWorker
 
 _MESSAGES = 3

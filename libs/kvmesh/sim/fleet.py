@@ -31,7 +31,7 @@ from kvmesh.sim.link import SharedLink
 from kvmesh.sim.prefix_index import PrefixIndex
 from kvmesh.sim.profile import Device, Profile
 from kvmesh.sim.steps import ChunkTokens
-from kvmesh.sim.trace import TRACE_BLOCK
+from kvmesh.sim.trace_request import TRACE_BLOCK
 from kvmesh.sim.worker import SimWorker, WorkerListener
 
 MODEL = "simulated"

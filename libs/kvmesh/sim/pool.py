@@ -19,7 +19,7 @@ from kvmesh.policy.replication import choose_copy, plan_copies
 from kvmesh.policy.segment_tree import Segment, SegmentTree
 from kvmesh.policy.segments import segment_hashes, striped_homes
 from kvmesh.sim.requests import block_hash
-from kvmesh.sim.trace import TraceRequest
+from kvmesh.sim.trace_request import TraceRequest
 
 WINDOW_S = 30.0
 """Loads are compared, and copies planned, over windows of this length."""

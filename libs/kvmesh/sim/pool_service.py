@@ -22,7 +22,7 @@ from kvmesh.policy.urgency import most_urgent, num_usable
 from kvmesh.sim.events import EventQueue
 from kvmesh.sim.pool import PoolSettings, Read, SegmentPool
 from kvmesh.sim.profile import Profile
-from kvmesh.sim.trace import TRACE_BLOCK, TraceRequest
+from kvmesh.sim.trace_request import TRACE_BLOCK, TraceRequest
 
 SLO_FACTOR = 10.0
 """A first token within so many times that of an idle device without a cache (TokenLake 7)."""

@@ -5,10 +5,12 @@ Tests: tests/unit/sim/test_report.py.
 
 from __future__ import annotations
 
+import csv
+import io
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from kvmesh.core.summary_statistics import coefficient_of_variation, mean, percentile
@@ -141,3 +143,15 @@ def table(rows: Sequence[tuple[str, Summary]]) -> str:
         + " |\n"
         for line in (lines[0], rule, *lines[1:])
     )
+
+
+def csv_table(rows: Sequence[tuple[str, Summary]]) -> str:
+    """One line per run with every number of its summary; units are in the names."""
+    out = io.StringIO()
+    names = [each.name for each in fields(Summary) if each.name not in ("system", "refusals")]
+    lines = csv.writer(out, lineterminator="\n")
+    lines.writerow(["run", *names, "refused"])
+    for label, summary in rows:
+        values = [_finite(getattr(summary, name)) for name in names]
+        lines.writerow([label, *values, sum(summary.refusals.values())])
+    return out.getvalue()

@@ -9,7 +9,7 @@ import enum
 from dataclasses import dataclass, field
 
 from kvmesh.core.types import BlockHash, RefusalReason, RequestId, WorkerId
-from kvmesh.sim.trace import TRACE_BLOCK, TraceRequest
+from kvmesh.sim.trace_request import TRACE_BLOCK, TraceRequest
 
 
 class Outcome(enum.Enum):

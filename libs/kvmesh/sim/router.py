@@ -23,7 +23,7 @@ from kvmesh.sim.joint import JointDecisions, Waiting
 from kvmesh.sim.placing import Answer
 from kvmesh.sim.requests import SimRequest
 from kvmesh.sim.scenario import Scenario
-from kvmesh.sim.trace import TRACE_BLOCK
+from kvmesh.sim.trace_request import TRACE_BLOCK
 
 Decide = Callable[[], RoutePlan | Refusal]
 """A decision that is to be made now."""

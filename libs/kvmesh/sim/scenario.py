@@ -14,7 +14,7 @@ from kvmesh.sim.fleet import WorkerGroup
 from kvmesh.sim.profile import Profile
 from kvmesh.sim.steps import ChunkTokens
 from kvmesh.sim.systems import System
-from kvmesh.sim.trace import TraceRequest
+from kvmesh.sim.trace_request import TraceRequest
 
 
 class FailureKind(enum.Enum):

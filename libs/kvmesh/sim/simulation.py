@@ -26,7 +26,7 @@ from kvmesh.sim.requests import Outcome, SimRequest, SimSequence, blocks_for
 from kvmesh.sim.router import Decide, SimRouter
 from kvmesh.sim.scenario import Failure, FailureKind, Scenario
 from kvmesh.sim.systems import System
-from kvmesh.sim.trace import TRACE_BLOCK, TraceRequest
+from kvmesh.sim.trace_request import TRACE_BLOCK, TraceRequest
 from kvmesh.sim.worker import SimWorker
 
 

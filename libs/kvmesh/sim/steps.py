@@ -20,7 +20,7 @@ from kvmesh.sim.events import EventQueue, Timer
 from kvmesh.sim.host import Host
 from kvmesh.sim.profile import Device
 from kvmesh.sim.requests import SimRequest, SimSequence, blocks_for
-from kvmesh.sim.trace import TRACE_BLOCK
+from kvmesh.sim.trace_request import TRACE_BLOCK
 
 
 class StepListener(Protocol):

@@ -1,80 +1,65 @@
 """Request traces: who arrives when, how long, and which prefixes are shared.
 
-One JSON object per line, gzip or plain: `t_ms`, `input_len`, `output_len`, `hash_ids` (one chained
+Published CSV files are read by `csv_trace`. All others have one JSON object per line, gzip or plain: `t_ms`, `input_len`, `output_len`, `hash_ids` (one chained
 id per block of 512 prompt tokens), and for sessions `session`, `turn`, `think_ms`; a `scenario`
-where groups serve one each. Mooncake's published traces name the first three otherwise; both are
-read.
+where groups serve one each. Mooncake's published traces have other names for the first three; both
+are read.
 Tests: tests/unit/sim/test_trace.py.
 """
 
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 from kvmesh.core.errors import ConfigError
 from kvmesh.policy.lengths import LengthDistribution
+from kvmesh.sim.csv_trace import read_csv
 from kvmesh.sim.fields import Fields
-
-TRACE_BLOCK = 512
-"""Prompt tokens per hash id."""
+from kvmesh.sim.trace_request import TRACE_BLOCK, TraceRequest, num_blocks
 
 _MOONCAKE = {"timestamp": "t_ms", "input_length": "input_len", "output_length": "output_len"}
-
-
-@dataclass(frozen=True, slots=True)
-class TraceRequest:
-    """One request.
-
-    Attributes:
-        arrival_s: from the start.
-        hash_ids: equal id means equal block and equal prefix; the last one may be partial.
-        session: empty if the request stands alone.
-        scenario: whose request it is, where that matters.
-        think_s: pause of the client after the answer before, for closed-loop replay.
-    """
-
-    arrival_s: float
-    input_tokens: int
-    output_tokens: int
-    hash_ids: tuple[int, ...]
-    session: str = ""
-    turn: int = 0
-    think_s: float = 0.0
-    scenario: str = ""
-
-    @property
-    def full_ids(self) -> tuple[int, ...]:
-        """Ids of full blocks; only these can be shared."""
-        return self.hash_ids[: self.input_tokens // TRACE_BLOCK]
 
 
 def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
     """Reads a trace, ordered by arrival.
 
     Args:
-        limit: read only so many lines.
+        limit: read only this many requests.
 
     Raises:
         ConfigError: the file cannot be read or a line is wrong.
     """
-    requests: list[TraceRequest] = []
     try:
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rt") as lines:
-            for number, line in enumerate(lines, 1):
-                if limit is not None and number > limit:
-                    break
-                requests.append(_parse(line, f"{path}:{number}"))
+        with (gzip.open if path.suffix == ".gz" else open)(
+            path, "rt", encoding="utf-8-sig"
+        ) as file:
+            first = file.readline()
+            lines = itertools.chain([first] if first else [], file)
+            is_json = first.lstrip().startswith(("{", "[")) or not first
+            read = _read_json if is_json else read_csv
+            requests = list(itertools.islice(read(lines, str(path)), limit))
     except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:  # cut off, or no text
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{path}: cannot be read: {reason}") from error
     if not requests:
         raise ConfigError(f"{path}: no request")
-    return sorted(requests, key=lambda request: request.arrival_s)
+    requests.sort(key=lambda request: request.arrival_s)
+    if is_json:
+        return requests
+    # CSV traces have dates, or seconds since a moment of their own.
+    start_s = requests[0].arrival_s
+    return [replace(each, arrival_s=each.arrival_s - start_s) for each in requests]
+
+
+def _read_json(lines: Iterable[str], where: str) -> Iterator[TraceRequest]:
+    for number, line in enumerate(lines, 1):
+        yield _parse(line, f"{where}:{number}")
 
 
 def _parse(line: str, where: str) -> TraceRequest:
@@ -87,7 +72,7 @@ def _parse(line: str, where: str) -> TraceRequest:
     fields = Fields({_our_name(key): value for key, value in data.items()}, where)
     ids = fields.array("hash_ids")
     tokens = fields.count("input_len", 1)
-    if len(ids) != -(-tokens // TRACE_BLOCK) or not all(isinstance(each, int) for each in ids):
+    if len(ids) != num_blocks(tokens) or not all(isinstance(each, int) for each in ids):
         raise ConfigError(f"{where}: {len(ids)} hash_ids for {tokens} tokens")
     return TraceRequest(
         arrival_s=fields.number("t_ms") / 1000,

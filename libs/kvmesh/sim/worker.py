@@ -19,7 +19,7 @@ from kvmesh.sim.host import Host
 from kvmesh.sim.profile import Device
 from kvmesh.sim.requests import SimRequest, SimSequence, blocks_for
 from kvmesh.sim.steps import ChunkTokens, StepLoop, take_blocks
-from kvmesh.sim.trace import TRACE_BLOCK
+from kvmesh.sim.trace_request import TRACE_BLOCK
 
 CAPABILITY, GENERATION = b"simulated", 1
 LEASE_S = 1e9

@@ -14,7 +14,7 @@ from itertools import count
 
 from kvmesh.core.errors import ConfigError
 from kvmesh.policy.lengths import LengthDistribution
-from kvmesh.sim.trace import TRACE_BLOCK, TraceRequest
+from kvmesh.sim.trace_request import TRACE_BLOCK, TraceRequest
 
 TICK_S = 3.0
 """To which traces round their arrivals."""

@@ -12,7 +12,7 @@ from kvmesh.sim.profile_file import load_profile
 from kvmesh.sim.requests import SimRequest
 from kvmesh.sim.scenario import Scenario
 from kvmesh.sim.systems import SYSTEMS
-from kvmesh.sim.trace import TRACE_BLOCK, TraceRequest
+from kvmesh.sim.trace_request import TRACE_BLOCK, TraceRequest
 
 DEVICE = Device("d", Quadratic(0.0, 0.001), DecodeCost(0.01, 0.0, 0.0), 64, 2, 4)
 """1 ms per prompt token, 10 ms per decode step, 64 blocks."""

@@ -15,7 +15,7 @@ from kvmesh.sim.requests import Outcome
 from kvmesh.sim.scenario import Failure, FailureKind, Objectives, Scenario
 from kvmesh.sim.simulation import Simulation
 from kvmesh.sim.systems import SYSTEMS
-from kvmesh.sim.trace import TRACE_BLOCK, TraceRequest
+from kvmesh.sim.trace_request import TRACE_BLOCK, TraceRequest
 
 DEVICE = Device("d", Quadratic(0.0, 0.001), DecodeCost(0.01, 0.0, 0.0), 400, 1, 4)
 """A token takes a millisecond."""

@@ -17,7 +17,7 @@ from kvmesh.sim.scenario import Scenario
 from kvmesh.sim.simulation import simulate
 from kvmesh.sim.steps import ChunkTokens
 from kvmesh.sim.systems import SYSTEMS
-from kvmesh.sim.trace import TraceRequest
+from kvmesh.sim.trace_request import TraceRequest
 from kvmesh.sim.worker import SimWorker
 from tests.unit.sim.examples import profile
 from tests.unit.sim.test_worker import Log, finish, run_local

@@ -9,7 +9,7 @@ import pytest
 from kvmesh.sim.requests import Outcome
 from kvmesh.sim.simulation import Result, Simulation
 from kvmesh.sim.systems import SYSTEMS
-from kvmesh.sim.trace import TRACE_BLOCK, TraceRequest
+from kvmesh.sim.trace_request import TRACE_BLOCK, TraceRequest
 from tests.unit.sim.test_fetch import LENGTH, PREFIX, run
 
 OTHER = tuple(range(900, 910))

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from kvmesh.sim.pool import PoolSettings, run_pool
-from kvmesh.sim.trace import TRACE_BLOCK, TraceRequest
+from kvmesh.sim.trace_request import TRACE_BLOCK, TraceRequest
 
 
 def skewed(own_blocks: int, num: int = 6000, rate: float = 20.0) -> list[TraceRequest]:

@@ -6,7 +6,7 @@ import pytest
 
 from kvmesh.sim.pool_service import ServiceSettings, goodput_rate, serve
 from kvmesh.sim.profile_file import load_profile
-from kvmesh.sim.trace import TRACE_BLOCK, TraceRequest
+from kvmesh.sim.trace_request import TRACE_BLOCK, TraceRequest
 
 PROFILE = load_profile("tokenlake")
 PREFILL_S = PROFILE.devices["a100"].prefill_s

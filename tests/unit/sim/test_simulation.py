@@ -9,7 +9,7 @@ from kvmesh.sim.scenario import Objectives, Scenario, parse_failures
 from kvmesh.sim.simulation import Result, Simulation
 from kvmesh.sim.steps import ChunkTokens
 from kvmesh.sim.systems import SYSTEMS
-from kvmesh.sim.trace import TRACE_BLOCK, TraceRequest
+from kvmesh.sim.trace_request import TRACE_BLOCK, TraceRequest
 from tests.unit.sim.examples import request, scenario, trace
 
 QUICK = Objectives((TimeoutTier(1 << 62, 2.0),))

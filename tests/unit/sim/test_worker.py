@@ -10,7 +10,7 @@ from kvmesh.sim.events import EventQueue
 from kvmesh.sim.fleet import SimFleet, WorkerGroup
 from kvmesh.sim.requests import SimSequence
 from kvmesh.sim.steps import ChunkTokens
-from kvmesh.sim.trace import TRACE_BLOCK
+from kvmesh.sim.trace_request import TRACE_BLOCK
 from kvmesh.sim.worker import SimWorker
 from tests.unit.sim.examples import profile, request
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvmesh.core.errors import ConfigError
 from kvmesh.policy.lengths import LengthDistribution
-from kvmesh.sim.trace import TRACE_BLOCK, TraceRequest
+from kvmesh.sim.trace_request import TRACE_BLOCK, TraceRequest
 from kvmesh.sim.workload import Workload, closed_loop, make_requests, scale_rate, spread_ticks
 
 LENGTHS = LengthDistribution([100, 1000, 5000])
