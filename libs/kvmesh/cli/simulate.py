@@ -175,8 +175,8 @@ def _save(arguments: argparse.Namespace, runs: list[tuple[str, Result]]) -> None
         record = {name: summary_record(result) for name, result in runs}
         Path(arguments.json).write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
     if arguments.csv:
-        rows = [(name, summarize(result)) for name, result in runs]
-        Path(arguments.csv).write_text(csv_table(rows))
+        summaries = [(name, summarize(result)) for name, result in runs]
+        Path(arguments.csv).write_text(csv_table(summaries))
     if not arguments.png and not arguments.html:
         return
     from kvmesh.sim.plots import Series, png, write_html  # noqa: PLC0415 - matplotlib: a second
