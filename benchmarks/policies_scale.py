@@ -64,7 +64,7 @@ class _Progress:
     def __init__(self) -> None:
         self._count = 0
 
-    def __call__(self) -> None:
+    def __call__(self, _now_s: float) -> None:
         self._count += 1
         if self._count % NOTIFY_EVERY == 0:
             used = time.process_time()
@@ -88,7 +88,7 @@ def scenario_of(num_requests: int, num_workers: int, seed: int) -> Scenario:
 
 
 def _scaled(
-    num_requests: int, num_workers: int, seed: int, ended: Callable[[], object] | None = None
+    num_requests: int, num_workers: int, seed: int, ended: Callable[[float], object] | None = None
 ) -> Outcome:
     began, began_wall = time.process_time(), time.perf_counter()
     scenario = scenario_of(num_requests, num_workers, seed)

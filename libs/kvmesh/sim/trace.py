@@ -1,7 +1,7 @@
 """Request traces: who arrives when, how long, and which prefixes are shared.
 
-Published CSV files are read by `csv_trace`. All others have one JSON object per line, gzip or plain:
-`t_ms`, `input_len`, `output_len`, `hash_ids` (one chained id per block of 512 prompt tokens), and
+Published CSV files are read by `csv_trace`. All others have one JSON object per line, gzip or
+plain: `t_ms`, `input_len`, `output_len`, `hash_ids` (one chained id per block of 512 tokens), and
 for sessions `session`, `turn`, `think_ms`; a `scenario` where groups serve one each. Mooncake's
 traces have other names for the first three; both are read.
 Tests: tests/unit/sim/test_trace.py.
