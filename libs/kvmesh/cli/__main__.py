@@ -94,6 +94,10 @@ def _advice(name: str) -> str:
 def _run(name: str, rest: Sequence[str]) -> int:
     try:
         with ended_when_interrupted():
+            # Read when grpc is loaded. With its fork handlers, each start of a process prints on
+            # stderr that they did nothing.
+            config = importlib.import_module("kvmesh.core.config")
+            config.default_environment({"GRPC_ENABLE_FORK_SUPPORT": "0"})
             if name in OWN_PARSERS:
                 importlib.import_module(f"kvmesh.cli.{name}_flags").parser().parse_args(rest)
             command = importlib.import_module(f"kvmesh.cli.{name}")

@@ -38,7 +38,7 @@ from kvmesh.cli.stack_state import (
 from kvmesh.cli.stop_signals import StopSignals
 from kvmesh.cli.up_flags import parser as flags_parser
 from kvmesh.core.clock import SystemClock
-from kvmesh.core.config import child_environment, default_environment, environment
+from kvmesh.core.config import child_environment, environment
 from kvmesh.core.cores import usable_cores
 from kvmesh.core.errors import ConfigError
 from kvmesh.metadata.server_binary import find_redis_binary
@@ -151,8 +151,6 @@ def main(argv: Sequence[str]) -> int:
     with hold_state(state):
         _prepare(state)
         signals = StopSignals()
-        # Its handlers say on stderr that they do nothing, each time a process is started.
-        default_environment({"GRPC_ENABLE_FORK_SUPPORT": "0"})
         adopt_orphans()
         try:
             return asyncio.run(_run(options, paths, settings, Console(), signals))
