@@ -1,8 +1,10 @@
 """A gateway of several processes on one port: started, watched, replaced and stopped together.
 
-The kernel deals connections out to them (SO_REUSEPORT). This process serves no client: it holds
-the ports, so that they stay the gateway's while processes come and go, and it has the metrics port
-and the admin port of all of them.
+The kernel deals connections out to the processes (SO_REUSEPORT). Their parent serves no client: it
+holds the ports, so that they stay the gateway's while processes come and go, and serves the metrics
+port and the admin port of all of them. It replaces a process that ends, and one that hangs by the
+rule of `kvmesh.core.silence`; the question is `GET /health` at the process's admin socket. The
+kernel kills the processes when their parent dies (`kvmesh.cli.processes.end_with`).
 Tests: tests/e2e/test_gateway_processes.py, tests/unit/gateway/test_processes.py.
 """
 
@@ -15,14 +17,16 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from prometheus_client.multiprocess import mark_process_dead
 
 from kvmesh.core.config import child_environment
 from kvmesh.core.errors import ConfigError
+from kvmesh.core.silence import until_silent
 from kvmesh.runtime.app import metrics_server
 from kvmesh.telemetry.exposition import SHARED_FOLDER_VARIABLE, shared_registry
 from kvmesh.telemetry.logs import event_logger
@@ -40,8 +44,12 @@ MAX_PAUSE_S = 10.0
 YOUNG_S = 10.0
 STOP_GRACE_S = 5.0
 """Time beyond its drain that a process has to end."""
+START_S = 120.0
+"""Time that a process has to answer for the first time, as `kvmesh up` gives to a whole stack."""
 
 _BAD_CONFIG = 2
+_POLL_S = 0.25
+_HEALTH = b"GET /health HTTP/1.1\r\nHost: process\r\nConnection: close\r\n\r\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +137,7 @@ class GatewayProcesses:
         """Drains all processes; again: without patience."""
         self._stopping.set()
         for process in self._running.values():
-            process.send_signal(signal.SIGTERM)
+            _ask_to_end(process)
 
     def pids(self) -> dict[int, int]:
         """The processes that run now, by number."""
@@ -170,12 +178,22 @@ class GatewayProcesses:
             start_new_session=True,
         )
         self._running[number] = process
+        if self._stopping.is_set():  # while it was being started
+            _ask_to_end(process)
         log.info("gateway_process_started", number=number, pid=process.pid)
-        kill = asyncio.create_task(self._kill_late(process))
+        watching = (
+            asyncio.create_task(self._kill_late(process)),
+            asyncio.create_task(self._kill_hung(number, process)),
+        )
         try:
-            return await process.wait()
+            code = await process.wait()
+            if code == -signal.SIGTERM and self._stopping.is_set():
+                return 0  # it was still starting, and had nothing to drain
+            return code
         finally:
-            kill.cancel()
+            for task in watching:
+                task.cancel()
+            await asyncio.gather(*watching, return_exceptions=True)
             del self._running[number]
             # Its counters stay, its gauges go.
             mark_process_dead(process.pid, str(self._folder))  # type: ignore[no-untyped-call]
@@ -184,14 +202,68 @@ class GatewayProcesses:
         await self._stopping.wait()
         await asyncio.sleep(self._stop_s)
         log.warning("gateway_process_killed", pid=process.pid)
+        _kill(process)
+
+    async def _kill_hung(self, number: int, process: asyncio.subprocess.Process) -> None:
+        ask = partial(answers_health, admin_socket(self._folder, number))
+        reason = "no answer"
+        try:
+            async with asyncio.timeout(START_S):
+                await _until_answered(ask)
+        except TimeoutError:
+            reason = f"did not serve within {START_S:g} s"
+        else:
+            await until_silent(process.pid, ask)
+        log.warning("gateway_process_hung", number=number, pid=process.pid, reason=reason)
+        _kill(process)
+
+
+async def _until_answered(ask: Callable[[], Awaitable[bool]]) -> None:
+    while True:
+        if await ask():
+            return
+        await asyncio.sleep(_POLL_S)
+
+
+async def answers_health(admin: Path) -> bool:
+    """Waits, without limit, for an answer of the process with this admin socket.
+
+    Returns:
+        False if nobody listens there.
+    """
+    try:
+        reader, writer = await asyncio.open_unix_connection(str(admin))
+    except OSError:
+        return False
+    try:
+        writer.write(_HEALTH)
+        return bool(await reader.readline())
+    except OSError:
+        return False
+    finally:
+        writer.close()
+
+
+def _ask_to_end(process: asyncio.subprocess.Process) -> None:
+    for number in (signal.SIGTERM, signal.SIGCONT):  # a process that is stopped hears nothing
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(number)
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
         process.kill()
 
 
 def run_processes(config: GatewayConfig, argv: Sequence[str]) -> int:
-    """Runs the gateway as `http.processes` processes; returns the exit code.
+    """Runs the gateway as `http.processes` processes.
 
     Args:
         argv: the command line that `config` was read from.
+
+    Returns:
+        0 if all processes drained well, else the exit code of one that did not, for a signal as
+        shells say it.
 
     Raises:
         ConfigError: a port is taken.
@@ -208,7 +280,8 @@ def run_processes(config: GatewayConfig, argv: Sequence[str]) -> int:
             for number in range(config.http.processes)
         ]
         stop_s = config.server.drain_s + STOP_GRACE_S
-        return asyncio.run(_main(config, GatewayProcesses(commands, folder, stop_s), folder))
+        code = asyncio.run(_main(config, GatewayProcesses(commands, folder, stop_s), folder))
+        return code if code >= 0 else 128 - code
 
 
 async def _main(config: GatewayConfig, processes: GatewayProcesses, folder: Path) -> int:

@@ -173,6 +173,26 @@ async def test_one_that_dies_is_replaced_and_nothing_is_forgotten(mesh: Mesh) ->
     await mesh.idle()
 
 
+async def test_one_that_hangs_is_replaced(mesh: Mesh) -> None:
+    num_serving = len(_serving(mesh))
+    psutil.Process(_started(mesh)[-1]).suspend()
+    await until(lambda: len(_serving(mesh)) > num_serving, "its successor serves")
+    events = mesh["gateway"].events()
+    assert [event for event in events if event["event"] == "gateway_process_hung"]
+    for _ in range(8):
+        async with aiohttp.ClientSession() as session:
+            await _ask(session, mesh)
+    await mesh.idle()
+
+
+async def test_the_death_of_their_parent_is_theirs(tmp_path: Path) -> None:
+    async with _two_processes(tmp_path) as mesh:
+        pids = _started(mesh)
+        psutil.Process(pids[0]).suspend()  # also where one cannot do anything any more
+        mesh["gateway"].kill()
+        await until(lambda: not any(psutil.pid_exists(pid) for pid in pids), "nobody is left")
+
+
 async def test_a_drain_is_of_all(tmp_path: Path) -> None:
     async with _two_processes(tmp_path) as mesh, _admin(mesh) as admin:
         async with admin.post("/admin/drain") as response:

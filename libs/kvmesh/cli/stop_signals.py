@@ -1,4 +1,7 @@
-"""Ctrl-C and its kin for a program with an event loop. Tests: tests/e2e/test_interrupted_up.py."""
+"""Ctrl-C and other stop signals for a program with an event loop.
+
+Tests: tests/e2e/test_interrupted_up.py.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import socket
 import sys
 from dataclasses import replace
@@ -107,3 +109,66 @@ async def test_a_process_that_does_not_stop_is_killed(tmp_path: Path) -> None:
     await until(ready.exists)
     processes.stop()
     assert await running == -9
+
+
+async def test_a_process_that_is_stopped_before_it_serves_ends_well(tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    starting = "import pathlib, signal, sys; pathlib.Path(sys.argv[1]).touch(); signal.pause()"
+    command = [sys.executable, "-c", starting, str(ready)]
+    processes = GatewayProcesses([command], tmp_path, stop_s=30)
+    running = asyncio.create_task(processes.run())
+    await until(ready.exists)
+    processes.stop()
+    assert await running == 0
+
+
+async def test_a_stop_reaches_a_process_that_is_being_started(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import signal; signal.pause()"]
+    processes = GatewayProcesses([command], tmp_path, stop_s=1000)
+    running = asyncio.create_task(processes.run())
+    await asyncio.sleep(0)  # its start has begun
+    assert not processes.pids()
+    processes.stop()
+    async with asyncio.timeout(30):
+        assert await running == 0
+
+
+# Answers its admin socket until it is stopped.
+SERVING = """
+import os, pathlib, socketserver, sys
+folder = pathlib.Path(sys.argv[1])
+path = folder / "admin-0.sock"
+path.unlink(missing_ok=True)
+class Handler(socketserver.StreamRequestHandler):
+    def handle(self):
+        if self.rfile.readline():
+            self.wfile.write(b"HTTP/1.1 200 OK\\r\\n")
+            with open(folder / "answers", "a") as file:
+                print(os.getpid(), file=file)
+socketserver.UnixStreamServer(str(path), Handler).serve_forever()
+"""
+
+
+async def test_a_process_that_hangs_is_replaced(tmp_path: Path) -> None:
+    processes = GatewayProcesses([[sys.executable, "-c", SERVING, str(tmp_path)]], tmp_path, 30)
+    running = asyncio.create_task(processes.run())
+    answers = tmp_path / "answers"
+    await until(answers.exists)
+    hung = processes.pids()[0]
+    os.kill(hung, signal.SIGSTOP)
+    await until(lambda: answers.read_text().split()[-1] != str(hung), "its successor answers")
+    processes.stop()
+    assert await running == 0
+
+
+async def test_a_process_that_never_serves_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.gateway.processes.START_S", 0.5)
+    marks = tmp_path / "marks"
+    command = [sys.executable, "-c", f"{APPEND}; import signal; signal.pause()", str(marks)]
+    processes = GatewayProcesses([command], tmp_path, stop_s=30)
+    running = asyncio.create_task(processes.run())
+    await until(lambda: marks.exists() and len(marks.read_text()) >= 2, "it was started again")
+    processes.stop()
+    assert await running == 0
