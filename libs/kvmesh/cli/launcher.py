@@ -275,6 +275,7 @@ class Launcher:
             "grpc": str(self._plan.grpc),
             "console": "" if self._plan.console is None else str(self._plan.console),
             "pool": "" if self._plan.pool is None else str(self._plan.pool),
+            "secret_file": self._plan.secret_file,
             "members": [
                 {
                     "name": name,

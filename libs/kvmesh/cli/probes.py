@@ -14,7 +14,7 @@ import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import grpc
@@ -32,10 +32,15 @@ _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """How to ask: gRPC health, `GET /ready`, or Redis PING."""
+    """How to ask: gRPC health, `GET /ready`, or Redis PING.
+
+    Attributes:
+        password: of Redis; empty if it has none.
+    """
 
     kind: Literal["grpc", "http", "redis"]
     endpoint: Endpoint
+    password: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +59,7 @@ class Readiness:
 async def readiness(probe: Probe) -> Readiness:
     """Asks the service behind the probe whether it is ready."""
     if probe.kind == "redis":
-        return Readiness(await answers_ping(probe.endpoint))
+        return Readiness(await answers_ping(probe.endpoint, probe.password))
     # A refused connection is the usual answer while a process starts, and costs next to nothing.
     if not await accepts(probe.endpoint):
         return Readiness(False)
@@ -140,18 +145,32 @@ async def accepts(endpoint: Endpoint) -> bool:
     return True
 
 
-async def answers_ping(endpoint: Endpoint) -> bool:
-    """Whether a Redis without a password answers PING."""
+async def answers_ping(endpoint: Endpoint, password: str = "") -> bool:
+    """Whether a Redis with this password, or without one, answers PING."""
+    return (await _ping(endpoint, password)).startswith(b"+PONG")
+
+
+async def speaks_redis(endpoint: Endpoint) -> bool:
+    """Whether a Redis listens there, with or without a password."""
+    return (await _ping(endpoint, "")).startswith((b"+PONG", b"-NOAUTH"))
+
+
+async def _ping(endpoint: Endpoint, password: str) -> bytes:
+    """The answer to PING, or to the password if that is refused; empty without one."""
     try:
         async with asyncio.timeout(_TIMEOUT_S):
             reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
             try:
+                if password:
+                    writer.write(f"AUTH {password}\r\n".encode())
+                    if not (answer := await reader.readline()).startswith(b"+OK"):
+                        return answer
                 writer.write(b"PING\r\n")
-                return (await reader.readline()).startswith(b"+PONG")
+                return await reader.readline()
             finally:
                 await _close(writer)
     except OSError:
-        return False
+        return b""
 
 
 async def _close(writer: asyncio.StreamWriter) -> None:

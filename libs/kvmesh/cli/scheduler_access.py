@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import grpc
 
 from kvmesh.cli.scheduler_flags import DEFAULT_TARGET
-from kvmesh.cli.stack_state import find_secret, local_stack
+from kvmesh.cli.stack_secrets import find_secret
+from kvmesh.cli.stack_state import local_stack
 from kvmesh.core.details import FleetWorker
 from kvmesh.core.errors import KvMeshError
 from kvmesh.rpc.channels import MeshAccess, TlsConfig, open_channel

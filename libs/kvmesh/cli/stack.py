@@ -6,12 +6,13 @@ Tests: tests/unit/cli/test_stack.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvmesh.cli.model_folder import has_chat_template
 from kvmesh.cli.probes import Probe
 from kvmesh.cli.processes import ProcessSpec
+from kvmesh.cli.stack_secrets import StackSecrets
 from kvmesh.core.types import Endpoint
 
 # Clients first, then those who hold their work, then those who know about it.
@@ -19,6 +20,8 @@ _STOP_RANK = {"gateway": 0, "prefill": 1, "decode": 1, "scheduler": 2, "kvmanage
 _WORKERS = ("prefill", "decode")
 _LOCAL = "127.0.0.1"
 _CLUSTER = "local"
+_USES_REDIS = ("kvmanager", "scheduler")
+_REDIS_URL, _REDIS_PASSWORD = "KVMESH_REDIS__URL", "KVMESH_REDIS__PASSWORD"
 REMOTE = "remote"
 """Name of the second cluster, and what the names of its workers begin with."""
 
@@ -128,6 +131,7 @@ class StackPlan:
         has_chat: the model has a chat template.
         console: where the gateway's admin port is; None without one.
         pool: where the kvmanager's admin port is; None without one.
+        secret_file: holds the mesh's secret.
     """
 
     members: tuple[Member, ...]
@@ -137,6 +141,7 @@ class StackPlan:
     has_chat: bool = False
     console: Endpoint | None = None
     pool: Endpoint | None = None
+    secret_file: str = ""
 
 
 @dataclass(slots=True)
@@ -145,15 +150,28 @@ class _Planner:
     paths: StackPaths
     next_port: Callable[[], int]
     env: Mapping[str, str]
+    secrets: StackSecrets
+    # In the environment and not in flags, which every user of the machine can read.
+    store: Mapping[str, str] = field(default_factory=dict)
 
-    def redis(self, endpoint: Endpoint) -> Member:
+    def stores(self) -> list[Member]:
+        """The Redis of this stack, if it does not use another one; those who use it are told."""
+        if self.options.redis_url:
+            self.store = {_REDIS_URL: self.options.redis_url}
+            return []
+        endpoint = Endpoint(_LOCAL, self.next_port())
+        password = self.secrets.redis_password
+        self.store = {_REDIS_URL: f"redis://{endpoint}/0", _REDIS_PASSWORD: password}
+        return [self._redis(endpoint)]
+
+    def _redis(self, endpoint: Endpoint) -> Member:
         assert self.paths.redis_binary is not None
         argv = (
-            str(self.paths.redis_binary),
+            *(str(self.paths.redis_binary), str(self.secrets.redis_file)),
             *("--bind", endpoint.host, "--port", str(endpoint.port)),
             *("--save", "", "--appendonly", "no", "--dir", str(self.paths.state)),
         )
-        probe = Probe("redis", endpoint)
+        probe = Probe("redis", endpoint, self.secrets.redis_password)
         return Member(self._spec("redis", "redis", argv), probe, probe)
 
     def service(
@@ -171,6 +189,7 @@ class _Planner:
         common = {
             "server.host": endpoint.host,
             "server.port": endpoint.port,
+            "server.secret-file": self.secrets.mesh_file,
             "server.drain-s": self.options.drain_s,
             "telemetry.log.format": "text",
             "telemetry.trace.exporter": "jsonl",
@@ -192,7 +211,7 @@ class _Planner:
             cwd=self.paths.root,
             log_path=self.paths.logs / f"{name}.log",
             stop_rank=_STOP_RANK[kind],
-            env=self.env,
+            env={**self.env, **self.store} if kind in _USES_REDIS else self.env,
         )
 
     def worker_flags(
@@ -248,6 +267,7 @@ def plan_stack(
     paths: StackPaths,
     next_port: Callable[[], int],
     env: Mapping[str, str],
+    secrets: StackSecrets,
 ) -> StackPlan:
     """The processes of a stack.
 
@@ -256,19 +276,15 @@ def plan_stack(
         paths: where things are.
         next_port: gives a free port, another one each time.
         env: environment of all processes.
+        secrets: of the stack.
     """
-    planner = _Planner(options, paths, next_port, env)
-    members = []
-    redis_url = options.redis_url
-    if not redis_url:
-        redis = Endpoint(_LOCAL, next_port())
-        members.append(planner.redis(redis))
-        redis_url = f"redis://{redis}/0"
+    planner = _Planner(options, paths, next_port, env, secrets)
+    members = planner.stores()
     pool = Endpoint(_LOCAL, next_port())
-    flags: dict[str, object] = {"redis.url": redis_url, "server.admin.port": pool.port}
+    flags: dict[str, object] = {"server.admin.port": pool.port}
     member, kvmanager = planner.service("kvmanager", flags)
     members.append(member)
-    flags = {"kvmanager.target": kvmanager, "redis.url": redis_url, **planner.offload_flags()}
+    flags = {"kvmanager.target": kvmanager, **planner.offload_flags()}
     member, scheduler = planner.service("scheduler", flags)
     members.append(member)
     for role, number in (("prefill", options.num_prefill), ("decode", options.num_decode)):
@@ -293,7 +309,8 @@ def plan_stack(
     )
     members.append(member)
     has_chat = has_chat_template(options.model)
-    return StackPlan(tuple(members), asked, grpc, options.model_name, has_chat, console, pool)
+    secret, name = str(secrets.mesh_file), options.model_name
+    return StackPlan(tuple(members), asked, grpc, name, has_chat, console, pool, secret)
 
 
 def engine_threads(cores: int, num_engines: int) -> int:

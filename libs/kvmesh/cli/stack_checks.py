@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from kvmesh.cli.findings import Finding
 from kvmesh.cli.health import SERVING, check_health
 from kvmesh.cli.https import ca_hint
-from kvmesh.cli.probes import answers_ping, http_get, is_free
+from kvmesh.cli.probes import http_get, is_free, speaks_redis
 from kvmesh.core.types import Endpoint
 
 _CAUSES = {
@@ -79,7 +79,7 @@ async def _free_port(endpoint: Endpoint, must_run: bool) -> Finding:
             detail = f"nothing listens at port {endpoint.port}"
             return Finding.fail("gateway", detail, "start it, or correct --url")
         return Finding.ok("gateway", f"nothing runs, port {endpoint.port} is free for `kvmesh up`")
-    who = "a Redis" if await answers_ping(endpoint) else "a program that does not speak HTTP"
+    who = "a Redis" if await speaks_redis(endpoint) else "a program that does not speak HTTP"
     remedy = "stop it or use `kvmesh up --port`; if it is a gateway with TLS, say https:// in --url"
     return Finding.fail("gateway", f"port {endpoint.port} is held by {who}", remedy)
 

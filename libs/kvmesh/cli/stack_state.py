@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import fcntl
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,9 +16,7 @@ from typing import Any, TextIO
 
 from kvmesh.cli.flags import add_flag
 from kvmesh.cli.https import ca_hint
-from kvmesh.core.config import environment
 from kvmesh.core.errors import ConfigError
-from kvmesh.core.mesh_secret import MeshSecret, load_secret, new_secret
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 
@@ -30,8 +27,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 
 _LOCK = "lock"
 _DESCRIPTION = "stack.json"
-_SECRET = "mesh.secret"
-_OWN_FOLDER, _OWN_FILE = 0o700, 0o600
+_OWN_FOLDER = 0o700
 
 
 @contextmanager
@@ -79,45 +75,6 @@ def is_held(state: Path) -> bool:
     except OSError:  # no stack ever ran with it
         return False
     return False
-
-
-def write_private(path: Path, text: str) -> None:
-    """Writes a file that only this user may read, from its first moment on."""
-    path.unlink(missing_ok=True)
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _OWN_FILE), "w") as file:
-        file.write(text)
-
-
-@contextmanager
-def stack_secret(state: Path) -> Iterator[Path]:
-    """A new secret for one stack, in a file that goes when the stack ends."""
-    path = state / _SECRET
-    write_private(path, new_secret())
-    try:
-        yield path
-    finally:
-        path.unlink(missing_ok=True)
-
-
-def find_secret(secret_file: str, state_dir: str) -> MeshSecret | None:
-    """The secret that a command shows to services.
-
-    Args:
-        secret_file: of `--secret-file`; empty takes that of the stack which runs on this machine,
-            else the one that the environment has for services, as in their containers.
-        state_dir: of `--state-dir`.
-
-    Raises:
-        ConfigError: the file cannot be read, or the secret is too short.
-    """
-    if secret_file:
-        return load_secret(secret_file, name="--secret-file")
-    stack_file = local_stack(state_dir).get("secret_file", "")
-    if stack_file:
-        return load_secret(stack_file)
-    return load_secret(
-        environment("KVMESH_SERVER__SECRET_FILE"), environment("KVMESH_SERVER__SECRET")
-    )
 
 
 def write_description(state: Path, stack: dict[str, Any]) -> None:

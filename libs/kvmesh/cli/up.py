@@ -28,6 +28,7 @@ from kvmesh.cli.stack import (
     plan_stack,
 )
 from kvmesh.cli.stack_ports import ApiPorts, api_ports
+from kvmesh.cli.stack_secrets import StackSecrets, stack_secrets
 from kvmesh.cli.stack_state import (
     CHECKOUT,
     DEFAULT_STATE,
@@ -99,14 +100,15 @@ def _next_port(options: StackOptions) -> Callable[[], int]:
 async def _run(
     options: StackOptions,
     paths: StackPaths,
+    secrets: StackSecrets,
     settings: LaunchSettings,
-    console: Console,
     signals: StopSignals,
 ) -> int:
+    console = Console()
     env = child_environment(engine_environment(options.num_threads))
     code = PORT_TAKEN
     for _ in range(2):  # another program may take a port between planning and starting
-        plan = plan_stack(options, paths, _next_port(options), env)
+        plan = plan_stack(options, paths, _next_port(options), env, secrets)
         supervisor = Supervisor(_GRACE_S)
         signals.attach(supervisor.hurry)
         launcher = Launcher(plan, paths, supervisor, console, settings, SystemClock())
@@ -148,12 +150,12 @@ def main(argv: Sequence[str]) -> int:
         command=arguments.run,
         has_keys=_has_keys(),
     )
-    with hold_state(state):
+    with hold_state(state), stack_secrets(state, arguments.secret_file) as secrets:
         _prepare(state)
         signals = StopSignals()
         adopt_orphans()
         try:
-            return asyncio.run(_run(options, paths, settings, Console(), signals))
+            return asyncio.run(_run(options, paths, secrets, settings, signals))
         finally:
             kill_descendants()
 

@@ -60,6 +60,8 @@ def parser() -> argparse.ArgumentParser:
         kind=count,
     )
     add_flag(made, "--redis-url", "", "a running Redis; default: start one", metavar="URL")
+    text = "the mesh's secret, shared with services elsewhere; default: a new one"
+    add_flag(made, "--secret-file", "", text, metavar="FILE")
     add_flag(made, "--state-dir", "", "logs and traces; default: .kvmesh", metavar="DIR")
     add_flag(made, "--start-timeout", 120.0, "seconds until all must be ready", kind=positive)
     text = "run this when ready, then stop"

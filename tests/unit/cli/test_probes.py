@@ -4,11 +4,22 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
+import redis.asyncio
 
-from kvmesh.cli.probes import Probe, accepts, free_ports, http_get, is_free, is_ready
+from kvmesh.cli.probes import (
+    Probe,
+    accepts,
+    free_ports,
+    http_get,
+    is_free,
+    is_ready,
+    speaks_redis,
+)
 from kvmesh.core.types import Endpoint
+from kvmesh.metadata.server_binary import RedisProcess, find_redis_binary
 
 
 @asynccontextmanager
@@ -48,6 +59,23 @@ async def test_something_that_speaks_no_http() -> None:
 async def test_redis(answer: bytes, ready: bool) -> None:
     async with _answering(lambda _: answer) as endpoint:
         assert await is_ready(Probe("redis", endpoint)) is ready
+
+
+async def test_a_redis_with_a_password(tmp_path: Path) -> None:
+    binary = find_redis_binary()
+    assert binary is not None
+    with RedisProcess(binary, folder=tmp_path) as server:
+        endpoint = Endpoint("127.0.0.1", server.port)
+        assert await speaks_redis(endpoint)
+        async with redis.asyncio.Redis(port=server.port) as client:
+            await client.config_set("requirepass", "pass-word")
+        assert [
+            await is_ready(Probe("redis", endpoint, password))
+            for password in ("", "wrong", "pass-word")
+        ] == [False, False, True]
+        assert await speaks_redis(endpoint)
+        async with redis.asyncio.Redis(port=server.port, password="pass-word") as client:
+            await client.config_set("requirepass", "")  # for the stop of the process
 
 
 @pytest.mark.parametrize("kind", ["grpc", "http", "redis"])

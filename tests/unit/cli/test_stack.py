@@ -18,6 +18,7 @@ from kvmesh.cli.stack import (
     engine_threads,
     plan_stack,
 )
+from kvmesh.cli.stack_secrets import StackSecrets
 from kvmesh.core.config import load_config
 from kvmesh.core.types import Endpoint
 from services.prefill.config import PrefillConfig
@@ -41,10 +42,11 @@ OPTIONS = StackOptions(
     drain_s=5.0,
 )
 PATHS = StackPaths(Path("/root"), Path("/state"), Path("/bin/python"), Path("/bin/redis"))
+SECRETS = StackSecrets(Path("/state/mesh.secret"), Path("/state/redis-password.conf"), "pass-word")
 
 
 def _plan(options: StackOptions = OPTIONS) -> StackPlan:
-    return plan_stack(options, PATHS, itertools.count(1000).__next__, {"A": "1"})
+    return plan_stack(options, PATHS, itertools.count(1000).__next__, {"A": "1"}, SECRETS)
 
 
 def _member(plan: StackPlan, name: str) -> Member:
@@ -92,7 +94,9 @@ def test_everybody_knows_everybody() -> None:
         _member(plan, name) for name in ("redis", "kvmanager", "scheduler", "prefill-1", "gateway")
     )
     url = f"redis://{redis.probe.endpoint}/0"
-    assert _flags(kvmanager)["--redis.url"] == _flags(scheduler)["--redis.url"] == url
+    for member in (kvmanager, scheduler):
+        assert member.spec.env["KVMESH_REDIS__URL"] == url
+        assert member.spec.env["KVMESH_REDIS__PASSWORD"] == redis.probe.password == "pass-word"
     assert _flags(scheduler)["--kvmanager.target"] == str(kvmanager.probe.endpoint)
     assert _flags(prefill)["--worker.scheduler-targets"] == str(scheduler.probe.endpoint)
     assert _flags(prefill)["--worker.kvmanager-target"] == str(kvmanager.probe.endpoint)
@@ -105,7 +109,23 @@ def test_everybody_knows_everybody() -> None:
 def test_a_running_redis_is_used_and_not_started() -> None:
     plan = _plan(replace(OPTIONS, redis_url="redis://db:6379/1"))
     assert "redis" not in [member.spec.name for member in plan.members]
-    assert _flags(_member(plan, "kvmanager"))["--redis.url"] == "redis://db:6379/1"
+    env = _member(plan, "kvmanager").spec.env
+    assert env["KVMESH_REDIS__URL"] == "redis://db:6379/1"
+    assert "KVMESH_REDIS__PASSWORD" not in env  # that of this process's environment counts
+
+
+def test_secrets_are_files_and_no_words_of_a_command_line() -> None:
+    url = "redis://:a-pass-word@db:6379/1"
+    for options in (OPTIONS, replace(OPTIONS, redis_url=url)):
+        plan = _plan(options)
+        assert plan.secret_file == "/state/mesh.secret"
+        for member in plan.members:
+            assert "pass-word" not in f"{member} {member.spec.argv}"
+            if member.spec.name != "redis":
+                assert _flags(member)["--server.secret-file"] == "/state/mesh.secret"
+            if member.spec.name not in ("kvmanager", "scheduler"):
+                assert member.spec.env == {"A": "1"}
+    assert _member(_plan(), "redis").spec.argv[:2] == ("/bin/redis", "/state/redis-password.conf")
 
 
 def test_port_zero_and_all_addresses() -> None:
