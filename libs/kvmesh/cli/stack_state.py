@@ -18,7 +18,21 @@ from kvmesh.cli.flags import add_flag
 from kvmesh.cli.https import ca_hint
 from kvmesh.core.errors import ConfigError
 
-CHECKOUT = Path(__file__).resolve().parents[3]
+
+def is_checkout(folder: Path) -> bool:
+    """Whether a folder is the root of the repository, which holds the services."""
+    return (folder / "services" / "__init__.py").is_file() and (folder / "libs/kvmesh").is_dir()
+
+
+def find_checkout(source: Path) -> Path:
+    """Where services are run from: the root of the sources, if they are those of a checkout.
+
+    A wheel lies elsewhere: then it is the working folder.
+    """
+    return source if is_checkout(source) else Path.cwd()
+
+
+CHECKOUT = find_checkout(Path(__file__).resolve().parents[3])
 
 DEFAULT_STATE = CHECKOUT / ".kvmesh"
 """Folder of a stack that was not given another one."""

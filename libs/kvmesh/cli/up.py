@@ -34,6 +34,7 @@ from kvmesh.cli.stack_state import (
     DEFAULT_STATE,
     held_by_another,
     hold_state,
+    is_checkout,
     is_held,
 )
 from kvmesh.cli.stop_signals import StopSignals
@@ -125,6 +126,11 @@ def main(argv: Sequence[str]) -> int:
     1 if it could not start or a process was given up; with `--run` else that of the command.
     """
     arguments = flags_parser().parse_args(argv)
+    if not is_checkout(CHECKOUT):
+        raise ConfigError(
+            f"{CHECKOUT} is no checkout of the repository, and the services run from one; "
+            "clone it, and start this in its root"
+        )
     ports = api_ports(arguments.port, arguments.grpc_port, arguments.console_port)
     options = stack_options(arguments, ports, usable_cores())
     state = Path(arguments.state_dir).resolve() if arguments.state_dir else DEFAULT_STATE

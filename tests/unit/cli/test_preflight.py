@@ -79,11 +79,6 @@ def test_a_host_that_is_another_machine(options: StackOptions, paths: StackPaths
     assert "--host" in _only(problems(elsewhere, paths, 8 * GIB))
 
 
-def test_no_checkout(options: StackOptions, paths: StackPaths, tmp_path: Path) -> None:
-    elsewhere = replace(paths, root=tmp_path / "elsewhere")
-    assert "checkout" in _only(problems(options, elsewhere, 8 * GIB))
-
-
 def test_no_redis(options: StackOptions, paths: StackPaths) -> None:
     without = replace(paths, redis_binary=None)
     assert "--redis-url" in _only(problems(options, without, 8 * GIB))

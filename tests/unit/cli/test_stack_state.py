@@ -9,8 +9,11 @@ import aiohttp
 import pytest
 
 from kvmesh.cli.stack_state import (
+    CHECKOUT,
+    find_checkout,
     gateway_url,
     hold_state,
+    is_checkout,
     is_held,
     no_gateway,
     read_description,
@@ -18,6 +21,16 @@ from kvmesh.cli.stack_state import (
     write_description,
 )
 from kvmesh.core.errors import ConfigError
+
+
+def test_a_wheel_works_with_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert is_checkout(CHECKOUT)
+    assert find_checkout(CHECKOUT) == CHECKOUT
+    monkeypatch.chdir(tmp_path)
+    assert find_checkout(tmp_path / "lib" / "python3.11") == tmp_path
+    assert not is_checkout(tmp_path)
 
 
 def test_one_stack_per_folder(tmp_path: Path) -> None:
