@@ -49,18 +49,27 @@ USER 10001:10001
 EXPOSE 7000
 ENTRYPOINT ["python", "-m", "services.kvmanager"]
 
-FROM base AS worker
+# The C++ libraries, for every CPU of this kind of machine; no other image holds a compiler.
+FROM base AS native
 RUN apt-get update \
  && apt-get install --yes --no-install-recommends g++ \
+ && rm -rf /var/lib/apt/lists/*
+COPY scripts/build_native.py scripts/build_native.py
+COPY libs libs
+RUN python scripts/build_native.py --levels all
+
+FROM base AS worker
+# Some builds of torch bring an OpenMP of another name than the libraries look for.
+RUN apt-get update \
+ && apt-get install --yes --no-install-recommends libgomp1 \
  && rm -rf /var/lib/apt/lists/*
 RUN --mount=type=secret,id=pip.conf \
     PIP_CONFIG_FILE=/run/secrets/pip.conf pip install -c constraints.txt -e ".[worker,events]"
 COPY models models
 COPY libs libs
 COPY services/__init__.py services/__init__.py
-# C++ libraries, built for the CPU of this machine. On another kind of CPU a worker builds its own, in
-# /tmp where nothing else can be written, or goes on without.
-RUN HOME=/app python -m kvmesh.kernels.prebuild && chown --recursive 10001:10001 /app/.cache
+COPY --from=native /app/libs/kvmesh/kernels/*.so libs/kvmesh/kernels/
+COPY --from=native /app/libs/kvmesh/transfer/*.so libs/kvmesh/transfer/
 # On a device kernels are compiled at run time, when /tmp alone can be written.
 ENV TRITON_CACHE_DIR=/tmp/triton
 

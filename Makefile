@@ -6,6 +6,8 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+NATIVE := build/native/.built
+NATIVE_SOURCES := $(wildcard libs/kvmesh/*/*.cpp libs/kvmesh/*/*.h) scripts/build_native.py libs/kvmesh/core/native_libraries.py
 # Where there is an NVIDIA device torch comes with CUDA, and names the triton that it wants itself.
 UNPINNED := $(if $(wildcard /dev/nvidiactl),^triton==,^$$)
 MODEL ?=
@@ -35,11 +37,18 @@ test test-fast: export GRPC_VERBOSITY := ERROR
 help: ## list the verbs
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
-setup: $(STAMP) ## make .venv with everything; again only when pyproject.toml or constraints.txt change
+setup: $(STAMP) $(NATIVE) ## make .venv with everything, and the C++ libraries; again only what has changed
+
+$(VENV)/.made:
+	@scripts/make_venv.sh $(PYTHON) $(VENV)
+	@touch $@
+
+# Without a compiler, or if it refuses, that is said and workers are slower; the next `make` tries again.
+$(NATIVE): $(NATIVE_SOURCES) | $(VENV)/.made
+	@$(PY) scripts/build_native.py && touch $@ || [ $$? = 3 ]
 
 # Most modules of what is installed are never imported: Python compiles those that are.
-$(STAMP): pyproject.toml constraints.txt
-	@scripts/make_venv.sh $(PYTHON) $(VENV)
+$(STAMP): pyproject.toml constraints.txt setup.py | $(VENV)/.made $(NATIVE)
 	@grep -v '$(UNPINNED)' constraints.txt > $(VENV)/constraints.txt
 	@$(PY) -m pip install --no-compile --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[dev]' | scripts/show_pip.sh
 	@touch $@
@@ -180,4 +189,5 @@ train-model: setup ## train the embedded model again from the standard library's
 	$(PY) -m models.train_pydoc
 
 clean: ## remove what was built, and nothing else
+	rm -rf libs/kvmesh/*/_*.so libs/*.egg-info
 	rm -rf $(VENV) .kvmesh .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist

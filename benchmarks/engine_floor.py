@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,9 +14,9 @@ from pathlib import Path
 import torch
 
 from benchmarks.random_llama import Shape
-from kvmesh.core.compiled import load_compiled
 from kvmesh.kernels import huge_memory
 from kvmesh.kernels.linear import make_linear
+from scripts.build_native import find_compiler
 
 _SOURCE = Path(__file__).with_name("stream.cpp")
 _FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-std=c++17")
@@ -55,13 +58,18 @@ def measure_limits(dtype: str, repeats: int) -> Limits:
     return Limits(flops, read, kind.itemsize)
 
 
+@functools.cache
 def load_stream() -> Callable[[int, int, int, int], int]:
-    """The compiled reader: address, bytes, way and threads to the exclusive or of all it read.
+    """The reader, compiled now: address, bytes, way and threads to the exclusive or of all it read.
 
     Raises:
-        CompileError: there is no compiler.
+        FileNotFoundError: there is no compiler.
     """
-    function = load_compiled(_SOURCE, _FLAGS).stream
+    with tempfile.TemporaryDirectory() as folder:
+        made = f"{folder}/stream.so"
+        command = [find_compiler() or "c++", *_FLAGS, str(_SOURCE), "-o", made]
+        subprocess.run(command, check=True)
+        function = ctypes.CDLL(made).stream
     function.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int)
     function.restype = ctypes.c_int64
     reader: Callable[[int, int, int, int], int] = function

@@ -7,14 +7,12 @@ import contextlib
 import random
 import socket
 
-import pytest
-
 from kvmesh.core.types import Endpoint
 from kvmesh.transfer.channel_pool import ChannelPool, SendOptions
 from kvmesh.transfer.codec import encode_frame
 from kvmesh.transfer.frames import Checksum, HelloOkFrame, LinkTerms
-from kvmesh.transfer.native import load_native
 from tests.device_twin import TwinPool
+from tests.native import needs_transfer_library
 from tests.transfer_pair import (
     BLOCK,
     DECODE,
@@ -29,9 +27,8 @@ NUM_BLOCKS = 16
 STAGING = 64 * BLOCK  # a piece is an eighth of it
 
 
+@needs_transfer_library
 async def test_staging_that_is_used_again_is_not_what_the_peer_reads() -> None:
-    if load_native() is None:
-        pytest.skip("needs a C++ compiler")
     loop = asyncio.get_running_loop()
     content = random.Random(2).randbytes(NUM_BLOCKS * BLOCK)
     device = TwinPool(LAYOUT, NUM_BLOCKS, content)

@@ -29,7 +29,6 @@ from kvmesh.cli.stack_state import (
     gateway_url,
     read_description,
 )
-from kvmesh.core.compiled import find_compiler
 from kvmesh.core.config import environment
 from kvmesh.core.cores import usable_cores
 from kvmesh.metadata.server_binary import find_redis_binary
@@ -70,7 +69,7 @@ def _machine(model: Path | None) -> list[Finding]:
         *machine_checks.check_packages(),
         machine_checks.check_cores(usable_cores(), environment("OMP_NUM_THREADS")),
         machine_checks.check_memory(psutil.virtual_memory().available),
-        machine_checks.check_compiler(find_compiler()),
+        machine_checks.check_native(),
         machine_checks.check_congestion_control(),
         machine_checks.check_model(model),
     ]

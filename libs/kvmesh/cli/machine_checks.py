@@ -15,6 +15,13 @@ from pathlib import Path
 from kvmesh.cli.findings import Finding
 from kvmesh.cli.model_folder import read_model_folder
 from kvmesh.core.errors import CheckpointError
+from kvmesh.core.native_libraries import (
+    LIBRARIES,
+    NativeError,
+    NativeLibrary,
+    find_library,
+    usable_levels,
+)
 
 _GIB = 1024**3
 _NEEDED_PYTHON = (3, 11)
@@ -99,12 +106,19 @@ def version_numbers(version: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def check_compiler(path: str | None) -> Finding:
-    """The C++ compiler that builds what engines on the CPU and data channels run fastest with."""
-    if path is None:
-        remedy = "install g++ (Debian, Ubuntu: apt-get install g++); it is used once per version"
-        return Finding.warn("compiler", "no C++ compiler, so workers are slower", remedy)
-    return Finding.ok("compiler", path)
+def check_native(find: Callable[[NativeLibrary], tuple[Path, str]] = find_library) -> Finding:
+    """The C++ libraries with which engines on the CPU and data channels run fastest.
+
+    Args:
+        find: gives the path and the level of one; `NativeError` if it is not to be had.
+    """
+    try:
+        levels = [f"{library.folder} {find(library)[1]}" for library in LIBRARIES]
+    except NativeError as error:
+        remedy = "workers compute by torch and copy by Python, slower; `make setup` in a checkout"
+        return Finding.warn("native code", str(error), remedy)
+    best = usable_levels()[0].name
+    return Finding.ok("native code", f"{', '.join(levels)}; the best of this CPU is {best}")
 
 
 def check_cores(cores: int, omp_num_threads: str) -> Finding:

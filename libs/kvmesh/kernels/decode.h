@@ -143,7 +143,7 @@ inline void score(const T* q, const Positions<T>& here, int first, int64_t at, f
 template <int V>
 inline void weigh(const Floats* scores, int vectors, Softmax own, float* weights) {
   Floats peak = scores[0];
-  for (int v = 1; v < vectors; ++v) peak = scores[v] > peak ? scores[v] : peak;
+  for (int v = 1; v < vectors; ++v) peak = higher(scores[v], peak);
   Floats total = load(own.totals);
   if (any_above(peak, *own.peaks + kSlack)) {
     const float risen = highest_of(peak), rescale = power_of_two(*own.peaks - risen);
@@ -184,19 +184,18 @@ void attend(const Decode& call, const T* q, const Positions<T>& here, int64_t at
             const Ahead<T>& ahead, Softmax own) {
   constexpr int kDim = V * kWidth;
   constexpr int kSlice = V % 4 == 0 ? 4 : V % 3 == 0 ? 3 : V;
-  constexpr Ints kCount{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const int vectors = (here.count + kWidth - 1) / kWidth;
-  Floats scores[H][kVectors];
+  Floats scores[H][kVectors] = {};
   for (int v = 0; v < vectors; ++v)
     score<T, V, H>(q, here, v * kWidth, at, call.scale.factor, ahead, &scores[0][v]);
   if (call.scale.bound > 0)
     for (auto& own_scores : scores)
       for (int v = 0; v < vectors; ++v) own_scores[v] = call.scale.bend(own_scores[v]);
-  const Ints seen = kCount < here.count - (vectors - 1) * kWidth;
+  const Ints seen = lanes() < here.count - (vectors - 1) * kWidth;
   float weights[H * kTile];
   for (int h = 0; h < H; ++h) {
     Floats& last = scores[h][vectors - 1];
-    last = seen ? last : splat(2 * kNothing);
+    last = select(seen, last, splat(2 * kNothing));
     weigh<V>(scores[h], vectors, own.from(h, kDim), weights + h * kTile);
   }
   const int64_t values = call.pool.value_offset;

@@ -1,5 +1,5 @@
 """Attention of a step, planned once and run per layer: Triton on CUDA, blocks read in place by
-`host.cpp` on the CPU, the torch twins elsewhere.
+`host.h` on the CPU, the torch twins elsewhere.
 
 Tests: tests/unit/kernels/test_dispatch.py.
 """

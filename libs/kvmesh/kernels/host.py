@@ -1,4 +1,4 @@
-"""`host.cpp` and `prefill.h` on torch tensors. The twins are in reference.py and
+"""`host.h` on torch tensors. The twins are in reference.py and
 attention_reference.py; layer_ops.py and dispatch.py choose.
 
 Tests: tests/unit/kernels/test_host.py.
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvmesh.kernels.host_library import load_host_library
+from kvmesh.kernels.host_library import has_bf16_tiles, load_host_library
 
 _NAMES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _VECTOR = 16
@@ -55,14 +55,15 @@ _WITH_STATUS = frozenset(
     }
 )
 PANEL = 64
+_MOST_BESIDE_TILES = 4
 
 
 @functools.cache
 def function_of(name: str, dtype: torch.dtype) -> Callable[..., int]:
     """A function of the library, which is there."""
-    library = load_host_library()
-    assert library is not None
-    function = getattr(library, f"{name}_{_NAMES[dtype]}")
+    loaded = load_host_library()
+    assert loaded is not None
+    function = getattr(loaded.library, f"{name}_{_NAMES[dtype]}")
     function.argtypes = _ARGUMENTS[name]
     function.restype = ctypes.c_int if name in _WITH_STATUS else None
     found: Callable[..., int] = function
@@ -94,7 +95,9 @@ def has_prefill(kv: Tensor) -> bool:
 
     That wants vectors of 512 bits; and torch multiplies bf16 in AMX tiles where there are any.
     """
-    return has_decode(kv) and bool(function_of("prefill_pays", kv.dtype)())
+    if not has_decode(kv) or (kv.dtype == torch.bfloat16 and has_bf16_tiles()):
+        return False
+    return bool(function_of("prefill_pays", kv.dtype)())
 
 
 def prefill_head_dim(x: Tensor, dim: int) -> int | None:
@@ -327,8 +330,10 @@ def _prefill(
 
 @functools.cache
 def most_rows(dtype: torch.dtype) -> int:
-    """Rows that `few_rows` takes at most on this CPU; the library is there."""
-    return function_of("most_rows", dtype)()
+    """Rows that `few_rows` should be given at most on this CPU; the library is there."""
+    most = function_of("most_rows", dtype)()
+    # With tiles oneDNN is soon ahead.
+    return min(most, _MOST_BESIDE_TILES) if dtype == torch.bfloat16 and has_bf16_tiles() else most
 
 
 def in_panels(weight: Tensor) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Steps of a layer between its matrix products: Triton on CUDA, `host.cpp` on the CPU where it
+"""Steps of a layer between its matrix products: Triton on CUDA, `host.h` on the CPU where it
 could be built, the torch twins everywhere else.
 
 Tests: tests/unit/kernels/test_host.py, tests/unit/kernels/test_triton_kernels.py.

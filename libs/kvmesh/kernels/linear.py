@@ -1,9 +1,9 @@
 """Matrix products with weights that do not change, packed once where that pays.
 
 oneDNN's own layout of a weight is read 1.4 to 2.4 times as fast as a plain one on the CPU, fp32
-above all; for a few rows `host.cpp` reads the same memory half as fast again. The operators are
+above all; for a few rows `host.h` reads the same memory half as fast again. The operators are
 private to torch, so a weight stays plain when they are not there or refuse, and the layout is
-compared with what `host.cpp` expects. Tests: tests/unit/kernels/test_linear.py.
+compared with what `host.h` expects. Tests: tests/unit/kernels/test_linear.py.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
 
 def _packed(plain: Tensor) -> Tensor:
     threads = torch.get_num_threads()
-    # Where threads outnumber panels oneDNN makes these narrower, which `host.cpp` does not read.
+    # Where threads outnumber panels oneDNN makes these narrower, which `host.h` does not read.
     fewer = max(1, min(threads, len(plain) // host.PANEL))
     torch.set_num_threads(fewer)
     try:

@@ -78,15 +78,11 @@ constexpr float kNothing = -1e30f;
 // Before all positions, still an int32 when a few are added.
 constexpr int64_t kFar = -(int64_t{1} << 30);
 
-// Whether torch is slower: this wants vectors of the full width, and knows no AMX tiles of bf16.
-#if defined(__AVX512F__) && defined(__AMX_BF16__)
-template <typename T>
-constexpr bool kPrefillPays = sizeof(T) == sizeof(float);
-#elif defined(__AVX512F__)
-template <typename T>
+// Whether torch is slower, tiles for bf16 aside, of which host.py knows: this wants vectors of the
+// full width.
+#ifdef __AVX512F__
 constexpr bool kPrefillPays = true;
 #else
-template <typename T>
 constexpr bool kPrefillPays = false;
 #endif
 
@@ -135,19 +131,26 @@ inline void multiply(const C* x, int64_t x_stride, const C* weights, int64_t wid
   }
 }
 
+#ifdef __AVX512F__
+// Without a mask GCC 12 takes the operand that nothing reads for one that was forgotten.
+constexpr __mmask16 kAllLanes = 0xffff;
+#endif
+
 // 2^x of each lane, relative error about 2e-7; below -126 the result is at most about 1e-38.
 inline Floats power_of_two(Floats x) {
 #ifdef __AVX512DQ__
   // What is over the next lower integer, which `scalef` then takes as the power.
-  const auto r = bits_as<Floats>(_mm512_reduce_ps(bits_as<__m512>(x), _MM_FROUND_TO_NEG_INF));
+  const auto r = bits_as<Floats>(
+      _mm512_maskz_reduce_ps(kAllLanes, bits_as<__m512>(x), _MM_FROUND_TO_NEG_INF));
   Floats p = r * 1.87757658e-3f + 8.98934063e-3f;
   p = p * r + 5.58263175e-2f;
   p = p * r + 2.40153611e-1f;
   p = p * r + 6.93153083e-1f;
   p = p * r + 9.99999940e-1f;
-  return bits_as<Floats>(_mm512_scalef_ps(bits_as<__m512>(p), bits_as<__m512>(x)));
+  return bits_as<Floats>(
+      _mm512_maskz_scalef_ps(kAllLanes, bits_as<__m512>(p), bits_as<__m512>(x)));
 #else
-  x = x < -126.0f ? splat(-126.0f) : x;
+  x = select(x < -126.0f, splat(-126.0f), x);
   // Adding 1.5 * 2^23 rounds to an integer, which is then in the low mantissa bits.
   const Floats shifted = x + 12582912.0f;
   const Floats r = x - (shifted - 12582912.0f);
@@ -160,33 +163,24 @@ inline Floats power_of_two(Floats x) {
 #endif
 }
 
-inline float power_of_two(float x) { return power_of_two(splat(x))[0]; }
+inline float power_of_two(float x) { return first_of(power_of_two(splat(x))); }
 
 inline bool any_above(Floats x, float bound) {
 #ifdef __AVX512F__
   return _mm512_cmp_ps_mask(bits_as<__m512>(x), _mm512_set1_ps(bound), _CMP_GT_OQ) != 0;
 #else
-  bool above = false;
-  for (int i = 0; i < kWidth; ++i) above |= x[i] > bound;
-  return above;
+  return any_set(x > bound);
 #endif
-}
-
-inline float highest_of(Floats x) {
-  float peak = x[0];
-  for (int i = 1; i < kWidth; ++i) peak = x[i] > peak ? x[i] : peak;
-  return peak;
 }
 
 // Turns sixteen vectors of sixteen 32-bit values: what was a row becomes a column.
 inline void turn(Words (&rows)[kWidth]) {
-  constexpr Words kLow{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
   // Four rounds that interleave rows i and i + 8 transpose, as a shuffled deck returns.
   for (int round = 0; round < 4; ++round) {
     Words next[kWidth];
     for (int i = 0; i < kWidth / 2; ++i) {
-      next[2 * i] = __builtin_shuffle(rows[i], rows[i + kWidth / 2], kLow);
-      next[2 * i + 1] = __builtin_shuffle(rows[i], rows[i + kWidth / 2], kLow + 8);
+      next[2 * i] = Interleaved<Words>::low(rows[i], rows[i + kWidth / 2]);
+      next[2 * i + 1] = Interleaved<Words>::high(rows[i], rows[i + kWidth / 2]);
     }
     std::memcpy(rows, next, sizeof next);
   }
@@ -194,11 +188,7 @@ inline void turn(Words (&rows)[kWidth]) {
 
 inline Words load_words(const float* from, float) { return bits_as<Words>(load(from)); }
 inline Words load_words(const Bf16* from, float) { return bits_as<Words>(load(from)); }
-inline Words load_words(const Bf16* from, Bf16) {
-  Words words;
-  std::memcpy(&words, from, sizeof words);
-  return words;
-}
+inline Words load_words(const Bf16* from, Bf16) { return Whole<Words>::load(from); }
 
 // Keys and values of 64 positions, as `multiply` wants them; positions not there are zeros.
 template <typename T, typename C>
@@ -230,7 +220,7 @@ struct Tile {
     }
     turn(words);
     for (int i = 0; i < kWidth && at + i * kLane<C> < dim; ++i)
-      std::memcpy(&keys[(at + i * kLane<C>) * kTile + first * kLane<C>], &words[i], sizeof words[i]);
+      Whole<Words>::store(&keys[(at + i * kLane<C>) * kTile + first * kLane<C>], words[i]);
   }
 
   void fill_values(const T* const* rows, int first, int64_t offset) {
@@ -243,8 +233,7 @@ struct Tile {
         if (rows[0] != nullptr) words = bits_as<Words>(load(rows[0] + offset + at)) >> 16;
         if (rows[1] != nullptr) words |= bits_as<Words>(load(rows[1] + offset + at));
       }
-      std::memcpy(&values[(first / kLane<C>)*dim * kLane<C> + at * kLane<C>], &words,
-                  sizeof words);
+      Whole<Words>::store(&values[(first / kLane<C>)*dim * kLane<C> + at * kLane<C>], words);
     }
   }
 };
@@ -276,12 +265,11 @@ inline void weigh(Rows<C>& rows, int64_t row, Floats (&scores)[V], float scale, 
   Floats peak = splat(kNothing);
   for (int v = 0; v < V; ++v) {
     if (!whole) {
-      constexpr Ints kCount{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-      const Ints at = kCount + v * kWidth;
+      const Ints at = lanes() + v * kWidth;
       const Ints seen = (at >= static_cast<int32_t>(from)) & (at < static_cast<int32_t>(to));
-      scores[v] = seen ? scores[v] : splat(2 * kNothing);
+      scores[v] = select(seen, scores[v], splat(2 * kNothing));
     }
-    peak = scores[v] > peak ? scores[v] : peak;
+    peak = higher(scores[v], peak);
   }
   Floats total = load(&rows.totals[row * kWidth]);
   if (any_above(peak * scale, rows.peaks[row] + kSlack)) {
@@ -297,7 +285,7 @@ inline void weigh(Rows<C>& rows, int64_t row, Floats (&scores)[V], float scale, 
   const float highest = rows.peaks[row];
   for (int v = 0; v < V; ++v) {
     Floats weight = power_of_two(scores[v] * scale - highest);
-    if (!whole) weight = scores[v] > kNothing ? weight : Floats{};
+    if (!whole) weight = select(scores[v] > kNothing, weight, Floats{});
     total += weight;
     store(weights + v * kWidth, weight);
   }

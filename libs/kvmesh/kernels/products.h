@@ -14,14 +14,14 @@ namespace {
 
 // Rows that `few_rows` takes at most: so many are computed faster than by oneDNN, as measured on Zen 5
 // (96 still are, by little). Without vectors of 512 bits that is while memory delivers weights no
-// faster; with tiles for bf16 oneDNN is soon ahead.
+// faster; host.py asks for fewer where oneDNN has tiles for bf16.
 template <typename T>
 constexpr int kMostRows = 4;
 #ifdef __AVX512F__
 template <>
 constexpr int kMostRows<float> = 64;
 #endif
-#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+#ifdef __AVX512BF16__
 template <>
 constexpr int kMostRows<Bf16> = 64;
 #endif
@@ -47,8 +47,7 @@ inline void multiply_add(const Bf16* weights, const Bf16* x, int64_t x_stride, i
       sums[v][row] = multiply_add(sums[v][row], weights + v * 2 * kWidth, x + row * x_stride);
 #else
     // Weights of two inputs lie side by side in each lane.
-    Words pairs;
-    std::memcpy(&pairs, weights + v * 2 * kWidth, sizeof pairs);
+    const Words pairs = Whole<Words>::load(weights + v * 2 * kWidth);
     const Floats even = bits_as<Floats>(pairs << 16), odd = bits_as<Floats>(pairs & 0xffff0000u);
     for (int row = 0; row < rows; ++row)
       sums[v][row] += even * widened(x[row * x_stride]) + odd * widened(x[row * x_stride + 1]);
@@ -192,9 +191,13 @@ void multiply_panel(const T* x, const Panel<T>& panel, int64_t rows, int64_t str
     case 2: few_rows_panels<T, 2>(x, alone, stride, inputs); break;
     case 3: few_rows_panels<T, 3>(x, alone, stride, inputs); break;
     case 4: few_rows_panels<T, 4>(x, alone, stride, inputs); break;
-    case 5: few_rows_panels<T, 5>(x, alone, stride, inputs); break;
-    case 6: few_rows_panels<T, 6>(x, alone, stride, inputs); break;
-    default: more_rows_panel(x, panel, rows, stride, inputs);
+    default:
+      // Where fewer rows are taken there are none of these sums.
+      if constexpr (kMostRows<T> > kRowBlock) {
+        if (rows == 5) few_rows_panels<T, 5>(x, alone, stride, inputs);
+        else if (rows == 6) few_rows_panels<T, 6>(x, alone, stride, inputs);
+        else more_rows_panel(x, panel, rows, stride, inputs);
+      }
   }
 }
 

@@ -1,84 +1,71 @@
-// Vectors of sixteen floats for the kernels of host.cpp: GCC's own, so that what the CPU lacks the
-// compiler splits. bf16 is widened when loaded and rounded once when stored.
+// Vectors of sixteen floats. A CPU with vectors of 512 bits has them; elsewhere they are halves
+// (256 bits) or quarters (128 bits) that go side by side (pairs.h). bf16 is widened when loaded and
+// rounded once when stored.
 
 #pragma once
 
-#ifdef __AVX512F__
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
 #include <cstdint>
 #include <cstring>
 
+#include "pairs.h"
+
 namespace {
 
 constexpr int kWidth = 16;
+using Bf16 = uint16_t;
+
+#if defined(__AVX512F__)
 using Floats = float __attribute__((vector_size(64)));
 using Ints = int32_t __attribute__((vector_size(64)));
 using Words = uint32_t __attribute__((vector_size(64)));
-using Halves = uint16_t __attribute__((vector_size(32)));
-using Bf16 = uint16_t;
+#elif defined(__AVX2__)
+using Floats = Pair<float __attribute__((vector_size(32)))>;
+using Ints = Pair<int32_t __attribute__((vector_size(32)))>;
+using Words = Pair<uint32_t __attribute__((vector_size(32)))>;
+#else
+using Floats = Pair<Pair<float __attribute__((vector_size(16)))>>;
+using Ints = Pair<Pair<int32_t __attribute__((vector_size(16)))>>;
+using Words = Pair<Pair<uint32_t __attribute__((vector_size(16)))>>;
+#endif
 
 // The same bits as another type.
 template <typename To, typename From>
-inline To bits_as(From from) {
-  static_assert(sizeof(To) == sizeof(From));
-  To to;
-  std::memcpy(&to, &from, sizeof to);
-  return to;
+inline To bits_as(const From& from) {
+  return Bits<To, From>::as(from);
 }
 
 inline Floats splat(float value) { return Floats{} + value; }
 
-inline Floats load(const float* from) {
-  Floats out;
-  std::memcpy(&out, from, sizeof out);
-  return out;
-}
+// The numbers of the lanes.
+inline Ints lanes() { return Counted<Ints>::from(0); }
 
-inline Floats load(const Bf16* from) {
-  Halves halves;
-  std::memcpy(&halves, from, sizeof halves);
-  return bits_as<Floats>(__builtin_convertvector(halves, Words) << 16);
-}
+inline Floats load(const float* from) { return Whole<Floats>::load(from); }
 
-inline void store(float* to, Floats value) { std::memcpy(to, &value, sizeof value); }
+inline Floats load(const Bf16* from) { return bits_as<Floats>(Widened<Words>::load(from) << 16); }
+
+inline void store(float* to, const Floats& value) { Whole<Floats>::store(to, value); }
 
 // Rounds to nearest, ties to even.
-inline void store(Bf16* to, Floats value) {
+inline void store(Bf16* to, const Floats& value) {
 #ifdef __AVX512BF16__
-  const auto halves = bits_as<Halves>(_mm512_cvtneps_pbh(bits_as<__m512>(value)));
+  const __m256bh halves = _mm512_cvtneps_pbh(bits_as<__m512>(value));
   std::memcpy(to, &halves, sizeof halves);
 #else
   const Words bits = bits_as<Words>(value);
-  const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  const Halves halves = __builtin_convertvector(rounded, Halves);
-  std::memcpy(to, &halves, sizeof halves);
+  Widened<Words>::store(to, (bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 #endif
 }
 
-inline float sum(Floats value) {
-  value += __builtin_shuffle(value, Ints{8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7});
-  value += __builtin_shuffle(value, Ints{4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11});
-  value += __builtin_shuffle(value, Ints{2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13});
-  value += __builtin_shuffle(value, Ints{1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14});
-  return value[0];
-}
-
-// Adds neighbours of two vectors whose lanes are `kBit` apart: those of `a` to lanes without the bit,
-// those of `b` to the others. Four rounds add up sixteen vectors, one in each lane, by a quarter of
-// the shuffles that sixteen single sums take.
-template <int kBit>
-inline Floats add_neighbours(Floats a, Floats b) {
-  constexpr Ints kLane{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  constexpr Ints kFromB = (kLane & kBit) / kBit * kWidth;
-  return __builtin_shuffle(a, b, kLane + kFromB) + __builtin_shuffle(a, b, (kLane ^ kBit) + kFromB);
-}
+inline Floats higher(const Floats& a, const Floats& b) { return select(a > b, a, b); }
 
 // exp of each lane, relative error about 2e-7; below -87 the result is about 1e-38.
 inline Floats exponential(Floats x) {
-  x = x < -87.0f ? splat(-87.0f) : x;
-  x = x > 88.0f ? splat(88.0f) : x;
+  x = select(x < -87.0f, splat(-87.0f), x);
+  x = select(x > 88.0f, splat(88.0f), x);
   // Adding 1.5 * 2^23 rounds to an integer, which is then in the low mantissa bits.
   const Floats shifted = x * 1.44269504f + 12582912.0f;
   const Ints power = bits_as<Ints>(shifted) - 0x4b400000;
@@ -94,7 +81,7 @@ inline Floats exponential(Floats x) {
 }
 
 // Absolute error about 1e-7.
-inline Floats hyperbolic_tangent(Floats x) {
+inline Floats hyperbolic_tangent(const Floats& x) {
   const Floats squared = exponential(x + x);
   return (squared - 1.0f) / (squared + 1.0f);
 }

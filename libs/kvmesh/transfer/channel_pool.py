@@ -156,7 +156,7 @@ class ChannelPool:
         if NIXL in self._options.kinds and is_installed() and isinstance(memory, MappablePool):
             self._nixl = NixlOwner(memory)
         self._barren: set[tuple[PeerKey, str]] = set()
-        load_native()  # compiled at the first start on a machine, and not in the first transfer
+        load_native()  # now, and not in the first transfer
         self._threads = ThreadPoolExecutor(_MAX_THREADS, "kv-send")
         self._closed = False
 

@@ -137,7 +137,7 @@ class DataServer:
         self._options = options or ReceiveOptions()
         self._hub = hub
         self._observer = observer
-        load_native()  # compiled at the first start on a machine, and not in the first transfer
+        load_native()  # now, and not in the first transfer
         self._threads = ThreadPoolExecutor(_MAX_THREADS, "kv-receive")
         # Of their own: readers that are slow, or paced, must not keep KV from arriving.
         self._senders = ThreadPoolExecutor(_MAX_THREADS, "kv-serve")

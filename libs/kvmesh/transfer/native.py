@@ -1,6 +1,6 @@
 """`native.cpp` for Python: copies and socket transfers that leave the interpreter lock alone.
 
-Without a C++ compiler there is none of it, and its callers use Python.
+`make setup` or a wheel has built it; where it is missing its callers use Python.
 Tests: tests/unit/transfer/test_native.py.
 """
 
@@ -10,17 +10,13 @@ import ctypes
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TypeAlias, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvmesh.core.compiled import CompileError, load_compiled
+from kvmesh.core.native_libraries import TRANSFER, NativeError, load_library
 from kvmesh.telemetry.logs import event_logger
-
-_SOURCE = Path(__file__).with_name("native.cpp")
-_FLAGS = ("-O3", "-march=native", "-fPIC", "-shared", "-std=c++17", "-pthread")
 
 log = event_logger(__name__)
 
@@ -43,9 +39,14 @@ class NativeState(ctypes.Structure):
 
 
 class NativeIo:
-    """The functions of the library."""
+    """The functions of the library.
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    Attributes:
+        level: of the instructions that it uses.
+    """
+
+    def __init__(self, library: ctypes.CDLL, level: str) -> None:
+        self.level = level
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         flag = ctypes.c_int
         self._send, self._receive = library.kvmesh_send, library.kvmesh_receive
@@ -125,10 +126,11 @@ def _moved(
 def load_native() -> NativeIo | None:
     """The compiled functions, or None when they cannot be had; says so once, as a warning."""
     try:
-        return NativeIo(load_compiled(_SOURCE, _FLAGS))
-    except CompileError as error:
-        log.warning("native_not_built", error=str(error), instead="data moves through Python")
+        loaded = load_library(TRANSFER)
+    except NativeError as error:
+        log.warning("native_missing", error=str(error), instead="data moves through Python")
         return None
+    return NativeIo(loaded.library, loaded.level)
 
 
 class PlacedViews(Sequence[memoryview]):

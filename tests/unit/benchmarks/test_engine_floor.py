@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import functools
 import operator
-import shutil
 
 import pytest
 import torch
 
 from benchmarks.engine_floor import load_stream
-
-needs_compiler = pytest.mark.skipif(
-    shutil.which("c++") is None and shutil.which("g++") is None, reason="no C++ compiler"
-)
+from tests.native import needs_compiler
 
 
 @needs_compiler

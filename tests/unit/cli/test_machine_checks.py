@@ -7,6 +7,7 @@ import pytest
 
 from kvmesh.cli import machine_checks as checks
 from kvmesh.cli.findings import Finding, Level
+from kvmesh.core.native_libraries import NativeError, NativeLibrary, usable_levels
 
 GIB = 1024**3
 
@@ -104,6 +105,16 @@ def test_versions_compare_as_numbers() -> None:
     assert checks.version_numbers("unknown") == ()
 
 
-def test_compiler() -> None:
-    assert _level(checks.check_compiler(None)) is Level.WARN
-    assert _level(checks.check_compiler("/usr/bin/c++")) is Level.OK
+def test_native_code() -> None:
+    def missing(library: NativeLibrary) -> tuple[Path, str]:
+        raise NativeError(f"_{library.name}_avx2.so is missing")
+
+    found = checks.check_native(missing)
+    assert (found.level, found.detail) == (Level.WARN, "_host_avx2.so is missing")
+
+
+@pytest.mark.skipif(not usable_levels(), reason="no library is made for this CPU")
+def test_native_code_that_is_there() -> None:
+    found = checks.check_native(lambda library: (Path(library.name), "avx2"))
+    assert found.level is Level.OK
+    assert found.detail.startswith("kernels avx2, transfer avx2; the best of this CPU is ")

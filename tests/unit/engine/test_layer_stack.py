@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 import torch
 from torch import Tensor
@@ -20,13 +18,10 @@ from kvmesh.kernels.host_layer import LayersCall
 from kvmesh.kernels.layer_ops import silu_and_mul
 from kvmesh.kernels.linear import Linear, make_linear
 from kvmesh.kernels.plan import RaggedBatch
+from tests.native import needs_host_library
 
 HIDDEN, INNER, HEADS, KV_HEADS, DIM, BLOCK_SIZE = 128, 192, 4, 2, 32, 16
-pytestmark = [
-    pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler"),
-    # The first test compiles: seconds alone, and a minute on a machine that is busy.
-    pytest.mark.timeout(240),
-]
+pytestmark = needs_host_library
 
 
 def linear(outputs: int, inputs: int) -> Linear:

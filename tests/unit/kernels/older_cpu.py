@@ -1,9 +1,9 @@
-"""A pytest plugin: the host's kernels compiled as for a CPU with vectors of 256 bits."""
+"""A pytest plugin: the host's kernels as on a CPU with vectors of 256 bits."""
 
 from __future__ import annotations
 
-from kvmesh.kernels import host_library
+from kvmesh.core import native_libraries
+from kvmesh.core.native_libraries import usable_levels
 
-host_library._FLAGS = tuple(
-    "-march=x86-64-v3" if flag.startswith("-march=") else flag for flag in host_library._FLAGS
-)
+_LEVELS = tuple(level for level in usable_levels() if level.name == "avx2")
+native_libraries.usable_levels = lambda flags=None: _LEVELS

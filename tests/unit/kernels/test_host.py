@@ -1,20 +1,18 @@
 from __future__ import annotations
 
+import functools
 import logging
-import os
-import shutil
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from kvmesh.kernels import host, layer_ops
+from kvmesh.core.native_libraries import load_library
+from kvmesh.kernels import host, host_library, layer_ops
 from kvmesh.kernels.dispatch import HostAttention
 from kvmesh.kernels.host_library import load_host_library
 from kvmesh.kernels.plan import padded_tables
+from tests.native import needs_host_library
 from tests.unit.kernels import layer_cases
 from tests.unit.kernels.attention_cases import (
     DECODE_CASES,
@@ -27,12 +25,7 @@ from tests.unit.kernels.attention_cases import (
     make_inputs,
 )
 
-needs_compiler = pytest.mark.skipif(
-    shutil.which("c++") is None and shutil.which("g++") is None, reason="no C++ compiler"
-)
 DTYPES = [torch.float32, torch.bfloat16]
-# A compiler takes seconds alone, and a minute on a machine that is busy.
-pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +36,7 @@ def _one_thread() -> object:
     torch.set_num_threads(before)
 
 
-@needs_compiler
+@needs_host_library
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [0, 1, 9])
 def test_rows_equal_the_twins(rows: int, dtype: torch.dtype) -> None:
@@ -52,7 +45,7 @@ def test_rows_equal_the_twins(rows: int, dtype: torch.dtype) -> None:
     layer_cases.check_silu_and_mul(host.silu_and_mul, rows, dtype, "cpu")
 
 
-@needs_compiler
+@needs_host_library
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("has_norm", [False, True])
 def test_rope_and_write(has_norm: bool, dtype: torch.dtype) -> None:
@@ -65,7 +58,7 @@ HEAD_DIM_CASES = tuple(
 )
 
 
-@needs_compiler
+@needs_host_library
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", DECODE_CASES + HEAD_DIM_CASES, ids=str)
 def test_decode_attention(case: Case, dtype: torch.dtype) -> None:
@@ -111,7 +104,7 @@ def attend_prompts(inputs: Inputs, scale: float, window: int) -> torch.Tensor:
     )
 
 
-@needs_compiler
+@needs_host_library
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", PREFILL_CASES + PROMPT_CASES, ids=str)
 def test_prefill_attention(case: Case, dtype: torch.dtype) -> None:
@@ -122,7 +115,7 @@ def test_prefill_attention(case: Case, dtype: torch.dtype) -> None:
     assert_close(attend_prompts(inputs, scale, case.window), inputs, scale, dtype, case.window)
 
 
-@needs_compiler
+@needs_host_library
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sink", [100.0, -100.0])
 def test_scores_may_rise_and_fall_far(sink: float, dtype: torch.dtype) -> None:
@@ -133,7 +126,7 @@ def test_scores_may_rise_and_fall_far(sink: float, dtype: torch.dtype) -> None:
     assert_close(attend_prompts(steep, 0.2, 0), steep, 0.2, dtype, 0)
 
 
-@needs_compiler
+@needs_host_library
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_is_the_same_however_its_prompt_is_cut(dtype: torch.dtype) -> None:
     inputs = make_inputs(Case("whole", ((0, 150),), group=3, head_dim=64), dtype, "cpu")
@@ -145,7 +138,7 @@ def test_a_row_is_the_same_however_its_prompt_is_cut(dtype: torch.dtype) -> None
         assert torch.equal(attend_prompts(cut, 0.1, 0), whole[first:last])
 
 
-@needs_compiler
+@needs_host_library
 def test_more_threads_give_what_one_gives() -> None:
     inputs = make_inputs(Case("one long sequence", ((200, 1),), head_dim=32), torch.float32, "cpu")
     tables, lens = torch.from_numpy(padded_tables(inputs.tables)), torch.tensor(inputs.lens)
@@ -174,7 +167,7 @@ def test_more_threads_give_what_one_gives() -> None:
 MIXED = ((700, 1), (3, 1), (16, 5), (0, 9))
 
 
-@needs_compiler
+@needs_host_library
 @pytest.mark.parametrize("reads_prompts", [False, True])
 @pytest.mark.parametrize(
     ("chunks", "num_decode"), [(MIXED, 2), (MIXED[:2], 2), (MIXED[2:], 0)], ids=str
@@ -197,22 +190,12 @@ def _fresh_library() -> object:
     load_host_library.cache_clear()
 
 
-def no_compiler(name: str) -> str | None:
-    return None
-
-
-def broken_compiler(name: str) -> str | None:
-    return "/bin/false"
-
-
 @pytest.mark.usefixtures("_fresh_library")
-@pytest.mark.parametrize("found", [no_compiler, broken_compiler])
 def test_without_a_library_the_twins_serve(
-    found: Callable[[str], str | None],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(shutil, "which", found)
+    nowhere = functools.partial(load_library, package=tmp_path)
+    monkeypatch.setattr(host_library, "load_library", nowhere)
     with caplog.at_level(logging.WARNING):
         assert not host.has_vectors(torch.zeros(2, 64))
         assert not host.has_decode(torch.zeros(1, 1, 2, 4, 1, 64))
@@ -223,15 +206,16 @@ def test_without_a_library_the_twins_serve(
     layer_cases.check_rope_and_write(layer_ops.rope_and_write, True, 64, torch.float32, "cpu")
 
 
-@needs_compiler
-def test_both_libraries_are_built_ahead(tmp_path: Path) -> None:
-    environment = {**os.environ, "HOME": str(tmp_path)}
-    command = [sys.executable, "-m", "kvmesh.kernels.prebuild"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    built = {path.name.split("-")[0] for path in (tmp_path / ".cache" / "kvmesh").iterdir()}
-    assert built == {"host", "native"}
-    without = {**environment, "HOME": str(tmp_path / "other"), "PATH": ""}
-    done = subprocess.run(command, env=without, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "no C++ compiler" in done.stderr
+@needs_host_library
+def test_beside_tiles_for_bf16_torch_multiplies_most_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def limits() -> tuple[int, int, bool]:
+        host.most_rows.cache_clear()
+        pool = torch.zeros(1, 1, 2, 4, 1, 64, dtype=torch.bfloat16)
+        most = host.most_rows(torch.float32), host.most_rows(torch.bfloat16)
+        return *most, host.has_prefill(pool)
+
+    monkeypatch.setattr(host, "has_bf16_tiles", lambda: False)
+    plain = limits()
+    monkeypatch.setattr(host, "has_bf16_tiles", lambda: True)
+    assert limits() == (plain[0], 4, False)
+    host.most_rows.cache_clear()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,14 +14,11 @@ from kvmesh.kernels.dispatch import HostAttention
 from kvmesh.kernels.heads import HeadSpec, RopeRows
 from kvmesh.kernels.linear import Linear, make_linear
 from kvmesh.kernels.plan import RaggedBatch
+from tests.native import needs_host_library
 
 HIDDEN, BLOCK_SIZE, LAYER = 128, 16, 1
 DTYPES = [torch.float32, torch.bfloat16]
-pytestmark = [
-    pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler"),
-    # The first test compiles: seconds alone, and a minute on a machine that is busy.
-    pytest.mark.timeout(240),
-]
+pytestmark = needs_host_library
 
 
 @pytest.fixture(params=[1, 2, 3], ids="threads {}".format)

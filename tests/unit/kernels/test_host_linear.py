@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 import torch
 from torch import Tensor
@@ -13,14 +11,9 @@ from kvmesh.kernels import host_linear
 from kvmesh.kernels.host_linear import LinearShape
 from kvmesh.kernels.lightning_reference import lightning_step
 from kvmesh.kernels.linear_reference import causal_conv, delta_step, l2_normalize
+from tests.native import needs_host_library
 
-# A compiler takes seconds alone, and a minute on a machine that is busy.
-pytestmark = [
-    pytest.mark.timeout(240),
-    pytest.mark.skipif(
-        shutil.which("c++") is None and shutil.which("g++") is None, reason="no C++ compiler"
-    ),
-]
+pytestmark = needs_host_library
 # Strips of 64 columns, of 16, and both.
 SHAPES = [LinearShape(2, 4, 16, 64), LinearShape(3, 3, 32, 16), LinearShape(1, 2, 16, 80)]
 KERNEL = 4

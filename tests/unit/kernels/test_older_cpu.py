@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import os
-import platform
 import subprocess
 import sys
 
 import pytest
 
-from kvmesh.core.compiled import find_compiler
+from kvmesh.core.native_libraries import HOST, NativeError, load_library
 from tests.unit.kernels.apart import HERE, ROOT
 
 TESTED = ("test_host.py", "test_host_layer.py")
 
 
+def _has_it() -> bool:
+    try:
+        return bool(load_library(HOST, level="avx2"))
+    except NativeError:
+        return False
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.skipif(
-    platform.machine() != "x86_64" or find_compiler() is None,
-    reason="needs a C++ compiler for x86-64",
-)
+@pytest.mark.skipif(not _has_it(), reason="no library for AVX2: install g++, then `make setup`")
 def test_kernels_give_the_same_on_a_cpu_with_vectors_of_256_bits() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
     done = subprocess.run(

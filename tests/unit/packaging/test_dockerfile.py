@@ -6,6 +6,7 @@ import re
 import pytest
 import yaml
 
+from kvmesh.core.native_libraries import LIBRARIES
 from tests.unit.packaging.compose_file import (
     COMPOSE_FILE,
     CONFIGS,
@@ -91,10 +92,25 @@ def test_the_build_context_holds_what_is_copied_and_exists() -> None:
     copied: set[str] = set()
     for each in dockerfile_stages().values():
         for value in each.values("COPY"):
-            copied |= {source.partition("/")[0] for source in value.split()[:-1]}
+            if not value.startswith("--from="):
+                copied |= set(value.split()[:-1])
+    copied -= {name for name in copied if name.startswith("services/")} - {"services"}
     assert "*" in rules
-    assert copied == allowed
+    assert copied | {"services"} == allowed
     assert all((ROOT / name).exists() for name in copied)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_no_service_has_a_compiler(name: str) -> None:
+    assert not [run for run in stage(name).values("RUN") if "g++" in run]
+
+
+@pytest.mark.parametrize("name", ["prefill", "decode"])
+def test_workers_have_the_libraries_of_every_cpu(name: str) -> None:
+    assert "python scripts/build_native.py --levels all" in stage("native").values("RUN")
+    copied = {value for value in stage(name).values("COPY") if value.startswith("--from=native ")}
+    folders = [f"libs/kvmesh/{library.folder}" for library in LIBRARIES]
+    assert copied == {f"--from=native /app/{folder}/*.so {folder}/" for folder in folders}
 
 
 @pytest.mark.parametrize("name", ["prefill", "decode"])

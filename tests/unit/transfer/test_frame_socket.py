@@ -13,13 +13,13 @@ from kvmesh.transfer.codec import encode_frame
 from kvmesh.transfer.decoder import FrameEvent
 from kvmesh.transfer.frame_socket import FrameSocket
 from kvmesh.transfer.frames import CommitOkFrame, DataFrame, Frame, PutOkFrame
-from kvmesh.transfer.native import NativeIo, load_native
+from kvmesh.transfer.native import NativeIo
 from kvmesh.transfer.pacing import Pacer
+from tests.native import needs_transfer_library
 
 
+@needs_transfer_library
 async def test_answers_are_taken_without_the_loop() -> None:
-    if load_native() is None:
-        pytest.skip("needs a C++ compiler")
     taken, ended = list[FrameEvent](), list[str]()
     left, right = socket.socketpair()
     with right, ThreadPoolExecutor(1) as threads:
@@ -42,10 +42,9 @@ async def test_answers_are_taken_without_the_loop() -> None:
         frames.close()
 
 
+@needs_transfer_library
 async def test_each_kind_of_frame_has_looks_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that nothing follows does not end the looks after one that another follows."""
-    if load_native() is None:
-        pytest.skip("needs a C++ compiler")
     left, right = socket.socketpair()
     newest: list[Frame] = []
     looks: list[type[Frame]] = []
@@ -87,11 +86,10 @@ async def test_a_payload_that_waits_for_its_budget_ends_with_the_socket() -> Non
         frames.close()
 
 
+@needs_transfer_library
 async def test_a_peer_that_never_rests_leaves_the_loop_a_turn_each_millisecond(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if load_native() is None:
-        pytest.skip("needs a C++ compiler")
     loop, clock, turns = asyncio.get_running_loop(), ManualClock(100.0), 0
 
     def poll(native: NativeIo, fd: int, wait_s: float) -> bool:

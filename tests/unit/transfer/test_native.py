@@ -15,13 +15,15 @@ import pytest
 from kvmesh.transfer.memory import copy_in_python
 from kvmesh.transfer.native import NativeIo, NativeState, address_of, load_native, ranges_of
 from tests.descriptors import no_descriptor_left
+from tests.native import needs_transfer_library
+
+pytestmark = needs_transfer_library
 
 
 @pytest.fixture
 def native() -> NativeIo:
     found = load_native()
-    if found is None:
-        pytest.skip("needs a C++ compiler")
+    assert found is not None
     return found
 
 

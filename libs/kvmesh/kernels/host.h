@@ -1,10 +1,13 @@
 // Steps of a decoder layer on the CPU that cost more in calls and passes over memory than in
 // arithmetic. Twins: reference.py, attention_reference.py. Loaded by host_library.py through a C ABI.
+// Each dtype is compiled by itself (host_f32.cpp, host_bf16.cpp), for several levels of instructions.
 //
 // Sums are fp32 whatever the tensors hold, and bf16 results are rounded once (vectors.h). What is
 // done row by row is in rows.h, products of a few rows in products.h, attention of prompts in
 // prefill.h, of decode steps in decode.h and over latents in latent.h, linear attention in
 // recurrence.h, and what runs several of them in one call in layer.h.
+
+#pragma once
 
 #include <cmath>
 #include <cstdint>
@@ -101,7 +104,7 @@ int decode_attention(const Decode& call, int64_t dim, const T* q, int64_t q_stri
                        window, q_stride, Scale::of(scale, cap), sinks, pool, causal != 0, lse};    \
     prefill(call, q, kv, out, dim, threads);                                                       \
   }                                                                                                \
-  extern "C" int prefill_pays_##NAME() { return kPrefillPays<T>; }                                  \
+  extern "C" int prefill_pays_##NAME() { return kPrefillPays; }                                    \
   extern "C" int few_rows_##NAME(const T* x, const T* weights, const T* bias, T* out,              \
                                  int64_t rows, int64_t outputs, int64_t inputs, int threads) {     \
     return few_rows(x, {weights, bias, outputs, inputs}, out, rows, threads);                      \
@@ -142,14 +145,3 @@ int decode_attention(const Decode& call, int64_t dim, const T* q, int64_t q_stri
     delta_rule(call, mixed, mixed_stride, taps, kernel, decay, decay_width, share, states, active, \
                out, threads);                                                                      \
   }
-
-KVMESH_HOST_OPS(float, f32)
-KVMESH_HOST_OPS(Bf16, bf16)
-
-extern "C" void lightning_f32(const float* heads, const float* decay, float* states, float* out,
-                              int64_t sequences, int64_t positions, int64_t num_heads,
-                              int64_t key_dim, int64_t value_dim, int64_t state_stride,
-                              int threads) {
-  const Linear call{sequences, positions, num_heads, num_heads, key_dim, value_dim, state_stride};
-  lightning(call, heads, decay, states, out, threads);
-}
