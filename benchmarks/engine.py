@@ -212,7 +212,7 @@ def _start_peers(
     for name, python in options.peers:
         if dtype not in ENGINES[name].dtypes:
             continue
-        if available_bytes("cpu") < _COPIES * weights + _SPARE_BYTES:
+        if available_bytes() < _COPIES * weights + _SPARE_BYTES:
             sys.stdout.write(
                 f"{label}: {name} is left out, there is not the memory for it as well\n"
             )

@@ -22,9 +22,9 @@ import jinja2.sandbox
 import tokenizers
 from jinja2.runtime import new_context
 
-from kvmesh.core.decoder_keys import decoder_keys
 from kvmesh.core.errors import CheckpointError, InvalidRequestError
 from kvmesh.core.text_files import UNREADABLE, why_unreadable
+from kvmesh.engine.checkpoint import load_model_config
 from services.gateway.detokenizer import WholeTokens
 from services.gateway.reasoning import ReasoningFamily, reasoning_named
 from services.gateway.tool_parsers import ToolFamily, family_named
@@ -259,7 +259,8 @@ def load_tokenizer(
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; model.path must be a folder with a tokenizer")
     settings = _read_json(folder / "tokenizer_config.json")
-    model = decoder_keys(_read_json(folder / "config.json"))
+    has_config = (folder / "config.json").is_file()
+    max_model_len = load_model_config(folder).max_position_embeddings if has_config else 0
     generation = _read_json(folder / "generation_config.json") if use_generation_config else {}
     template_file = folder / "chat_template.jinja"
     source = (
@@ -275,7 +276,7 @@ def load_tokenizer(
             family_named(tool_calls, source),
             reasoning_named(reasoning_parser, source),
         ),
-        max_model_len=int(model.get("max_position_embeddings", 0)),
+        max_model_len=max_model_len,
         sampling_defaults={
             name: generation[name]
             for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

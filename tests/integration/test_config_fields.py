@@ -15,7 +15,7 @@ from huggingface_hub.errors import StrictDataclassClassValidationError
 
 from kvmesh.core.errors import CheckpointError
 from kvmesh.engine.checkpoint import load_model_config, parse_model_config
-from kvmesh.engine.models import FAMILIES
+from kvmesh.engine.families import FAMILIES
 from kvmesh.engine.runner import TorchRunner
 from tests.integration.families import BLOCK_SIZE, NUM_BLOCKS, random_model
 from tests.integration.families import prompt_logprobs as transformers_logprobs

@@ -168,4 +168,4 @@ def check_model(path: Path | None) -> Finding:
     except CheckpointError as error:
         return Finding.fail("model", str(error), "copy the whole folder, or name another")
     size = folder.weight_bytes / 1024**2
-    return Finding.ok("model", f"{path.name}: {folder.dtype}, {size:.0f} MiB of weights")
+    return Finding.ok("model", f"{path.name}: {folder.config.dtype}, {size:.0f} MiB of weights")

@@ -14,11 +14,13 @@ from kvmesh.cli.stack import StackOptions, StackPaths
 from kvmesh.core.config import ENV_PREFIX, environment
 from kvmesh.core.errors import CheckpointError
 from kvmesh.core.types import Endpoint
+from kvmesh.engine.memory import memory_needed
 
 ENGINE_BASE_BYTES = 400 * 1024**2
 """A Python process with torch loaded, before any weights."""
 
 FAKE_ENGINE_BYTES = 100 * 1024**2
+_FAKE_TOKEN_BYTES = 8
 SERVICE_BYTES = 100 * 1024**2
 _NUM_SERVICES = 4
 _LOCAL = "127.0.0.1"
@@ -48,7 +50,7 @@ def problems(options: StackOptions, paths: StackPaths, available_bytes: int) -> 
     if options.redis_url:
         found += _redis_problems(options.redis_url)
     try:
-        folder = read_model_folder(options.model)
+        folder = read_model_folder(options.model, has_weights=options.engine != "fake")
     except CheckpointError as error:
         found.append(str(error))
     else:
@@ -118,13 +120,7 @@ def _shown(url: SplitResult) -> str:
 
 def _memory_problems(options: StackOptions, folder: ModelFolder, available_bytes: int) -> list[str]:
     engines = options.num_workers
-    if options.engine == "fake":
-        kv_bytes = options.num_blocks * folder.block_bytes("float32", options.block_size)
-        engine = FAKE_ENGINE_BYTES + kv_bytes
-    else:
-        size = folder.engine_bytes(options.dtype, options.num_blocks, options.block_size)
-        engine = ENGINE_BASE_BYTES + (size if options.device == "cpu" else 0)
-    needed = engines * engine + _NUM_SERVICES * SERVICE_BYTES
+    needed = engines * _engine_bytes(options, folder) + _NUM_SERVICES * SERVICE_BYTES
     if needed <= available_bytes:
         return []
     problem = (
@@ -132,3 +128,18 @@ def _memory_problems(options: StackOptions, folder: ModelFolder, available_bytes
         "are available; lower --num-blocks, --prefill or --decode, or choose a smaller model"
     )
     return [problem]
+
+
+def _engine_bytes(options: StackOptions, folder: ModelFolder) -> int:
+    """Memory of the host that one engine takes."""
+    if options.engine == "fake":
+        return FAKE_ENGINE_BYTES + options.num_blocks * options.block_size * _FAKE_TOKEN_BYTES
+    if options.device != "cpu":
+        return ENGINE_BASE_BYTES
+    need = memory_needed(
+        folder.config,
+        dtype=options.dtype,
+        num_blocks=options.num_blocks,
+        block_size=options.block_size,
+    )
+    return ENGINE_BASE_BYTES + need.total_bytes

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kvmesh.cli.flags import add_flag, new_parser, output_file, picture_file, positive_int
 from kvmesh.cli.link_speed import loopback_bytes_per_s, read_bytes_per_s
-from kvmesh.cli.model_folder import check_model_folder
+from kvmesh.cli.model_folder import read_model_folder
 from kvmesh.core.errors import ConfigError
 from kvmesh.engine.measure import blocks_of, decode_seconds, handoff_bytes, prefill_seconds
 from kvmesh.engine.protocol import ModelRunner
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     if not arguments.model:
         raise ConfigError("name a model folder with --model")
-    check_model_folder(Path(arguments.model), has_text=False)
+    read_model_folder(Path(arguments.model), has_text=False)
     _check_samples("--lengths and --cached", arguments.lengths, arguments.cached)
     _check_samples("--batches and --contexts", arguments.batches, arguments.contexts)
     runner = TorchRunner.load(

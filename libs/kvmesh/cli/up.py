@@ -14,7 +14,7 @@ from rich.console import Console
 
 from kvmesh.cli.descendants import adopt_orphans, kill_descendants
 from kvmesh.cli.launcher import FAILED, PORT_TAKEN, Launcher, LaunchSettings
-from kvmesh.cli.model_folder import embedded_models, read_model_folder
+from kvmesh.cli.model_folder import embedded_models
 from kvmesh.cli.preflight import problems
 from kvmesh.cli.probes import free_ports
 from kvmesh.cli.processes import Supervisor
@@ -43,6 +43,7 @@ from kvmesh.core.clock import SystemClock
 from kvmesh.core.config import child_environment, environment
 from kvmesh.core.cores import usable_cores
 from kvmesh.core.errors import ConfigError
+from kvmesh.engine.checkpoint import load_model_config
 from kvmesh.metadata.server_binary import find_redis_binary
 
 _PORTS_PER_MEMBER = 2
@@ -147,7 +148,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"kvmesh up: {note}", file=sys.stderr)
     if not options.max_model_len:
         fits = options.num_blocks * options.block_size
-        longest = min(read_model_folder(options.model).max_model_len, fits)
+        longest = min(load_model_config(options.model).max_position_embeddings, fits)
         options = dataclasses.replace(options, max_model_len=longest)
     settings = LaunchSettings(
         # What a command measures or tests must not hide that a process died.

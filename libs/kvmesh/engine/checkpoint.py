@@ -1,24 +1,23 @@
 """Reads the architecture of a checkpoint from the files that Hugging Face folders hold.
 
-What a family makes of its keys is in models/. Tests: tests/unit/engine/test_config.py.
+What a family makes of its keys is in families/. Tests: tests/unit/engine/test_config.py.
 """
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from kvmesh.core.errors import CheckpointError
 from kvmesh.engine.config import ModelConfig, MoeConfig
+from kvmesh.engine.families import FAMILIES
+from kvmesh.engine.families.family import Family
 from kvmesh.engine.json_fields import Fields, read_json
-from kvmesh.engine.models import FAMILIES
-from kvmesh.engine.models.family import Family
 from kvmesh.engine.rope_fields import refuse_wrong_factors, rope_of, rotary_dim
 
-SUPPORTED = (
-    f"supported are {', '.join(sorted(FAMILIES))} checkpoints in safetensors without quantization"
-)
+SUPPORTED = "docs/adding-a-model.md lists what is"
 _UNSUPPORTED_KEYS = (
     "quantization_config",
     "mlp_bias",
@@ -58,7 +57,7 @@ def parse_model_config(
     name = raw.get("model_type")
     family = FAMILIES.get(name) if isinstance(name, str) else None
     if family is None:
-        raise CheckpointError(f"{origin}: model_type {name!r} is not supported; {SUPPORTED}")
+        raise CheckpointError(f"{origin}: {_unsupported(name)}")
     raw = family.usual_keys(raw, origin)
     _refuse_unsupported(raw, family, origin)
     fields = Fields(raw, origin)
@@ -100,6 +99,18 @@ def parse_model_config(
     refuse_wrong_factors(configured, origin)
     _refuse_impossible_experts(fields, configured.moe)
     return configured
+
+
+def _unsupported(name: object) -> str:
+    """One line about a family that is none of the 80 and more, which no line could list."""
+    if not isinstance(name, str):
+        return f"model_type is {name!r} and names no family of models; take another copy of it"
+    near = difflib.get_close_matches(name, FAMILIES, n=3)
+    others = f"{' and '.join(near)} would be; " if near else ""
+    return (
+        f"model_type {name!r} is not supported; {others}docs/adding-a-model.md lists the "
+        f"{len(FAMILIES)} that are"
+    )
 
 
 def _refuse_uncomputed(fields: Fields, config: ModelConfig) -> None:

@@ -5,19 +5,17 @@ Tests: tests/unit/engine/test_device_check.py.
 
 from __future__ import annotations
 
-import re
-
 import torch
 
 from kvmesh.core.errors import ConfigError
 from kvmesh.engine.config import ModelConfig
+from kvmesh.engine.device_names import device_index
 from kvmesh.kernels.device_limits import shared_memory_bytes
 
 # Ampere: matrix units with bf16, and asynchronous copies to shared memory.
 _LEAST_CAPABILITY = (8, 0)
 # Shared memory of `latent_attention` per value of a vector in fp32, and what does not grow with it.
 _FP32_LATENT_BYTES, _LATENT_BYTES = 256, 512
-_CUDA = re.compile(r"cuda(?::(0|[1-9][0-9]*))?")
 
 
 def require_device(device: str) -> None:
@@ -29,16 +27,14 @@ def require_device(device: str) -> None:
     Raises:
         ConfigError: there is no such device, or it is not an NVIDIA GPU of Ampere or later.
     """
-    if device == "cpu":
+    index = device_index(device)
+    if index is None:
         return
-    named = _CUDA.fullmatch(device)
-    if named is None:
-        raise ConfigError(f"{device!r} is no device that the engine runs on: cpu, cuda or cuda:N")
     if not torch.cuda.is_available():
         raise ConfigError(f"device {device!r} was asked for and there is no CUDA device")
     if torch.version.hip is not None:
         raise ConfigError(f"device {device!r}: AMD GPUs are not supported; use cpu")
-    index, count = int(named[1] or 0), torch.cuda.device_count()
+    count = torch.cuda.device_count()
     if index >= count:
         raise ConfigError(f"device {device!r} was asked for and there are {count} CUDA devices")
     capability = torch.cuda.get_device_capability(device)

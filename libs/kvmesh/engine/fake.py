@@ -10,7 +10,6 @@ Tests: tests/contract/test_runner_contract.py.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import struct
 import time
@@ -19,9 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvmesh.core.decoder_keys import decoder_keys
-from kvmesh.core.errors import CheckpointError, StructureError
+from kvmesh.core.errors import StructureError
 from kvmesh.core.types import KvLayout, TokenLogprobs
+from kvmesh.engine.checkpoint import load_model_config
 from kvmesh.engine.mixing import split_mix
 from kvmesh.engine.protocol import ModelSpec, SampledToken, SequenceChunk, StateChunk, StepResult
 from kvmesh.engine.step_times import StepTimes
@@ -129,15 +128,16 @@ class FakeRunner:
         block_size: int,
         device: FakeDevice | None = None,
     ) -> FakeRunner:
-        """A fake with the vocabulary of a checkpoint, so that a real tokenizer fits it."""
-        try:
-            config = decoder_keys(json.loads((folder / "config.json").read_text()))
-        except OSError as error:
-            raise CheckpointError(f"{folder}/config.json: {error.strerror}") from error
+        """A fake with the vocabulary of a checkpoint, so that a real tokenizer fits it.
+
+        Raises:
+            CheckpointError: config.json cannot be read, or its family is not supported.
+        """
+        config = load_model_config(folder)
         return cls(
             name=name,
-            vocab_size=int(config["vocab_size"]),
-            max_model_len=int(config["max_position_embeddings"]),
+            vocab_size=config.vocab_size,
+            max_model_len=config.max_position_embeddings,
             num_blocks=num_blocks,
             block_size=block_size,
             eos_token_ids=frozenset(),

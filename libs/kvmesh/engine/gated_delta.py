@@ -14,33 +14,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvmesh.engine.config import LinearConfig, ModelConfig
-from kvmesh.engine.json_fields import Fields
 from kvmesh.engine.linear_attention import DeltaAttention, DeltaInputs, load_taps
 from kvmesh.engine.weights import LayerWeights
 from kvmesh.kernels.linear import Linear, make_linear
-
-
-def gated_delta_shape(fields: Fields, num_layers: int) -> LinearConfig:
-    """Which layers are linear, and their heads.
-
-    Raises:
-        CheckpointError: a value is malformed.
-    """
-    types = fields.layer_types(num_layers)
-    if types is None:
-        every = fields.number("full_attention_interval", int, default=4)
-        types = tuple(
-            "linear_attention" if (layer + 1) % every else "full_attention"
-            for layer in range(num_layers)
-        )
-    return LinearConfig(
-        layers=frozenset(i for i, kind in enumerate(types) if kind == "linear_attention"),
-        num_key_heads=fields.number("linear_num_key_heads", int, default=16),
-        num_value_heads=fields.number("linear_num_value_heads", int, default=32),
-        key_dim=fields.number("linear_key_head_dim", int, default=128),
-        value_dim=fields.number("linear_value_head_dim", int, default=128),
-        conv_kernel=fields.number("linear_conv_kernel_dim", int, default=4),
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""How much memory a model needs and a device has, known before anything is loaded.
+"""How much memory a model needs and the host has, known before anything is loaded. Torch-free.
 
 Tests: tests/unit/engine/test_memory.py.
 """
@@ -8,11 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from kvmesh.core.errors import ConfigError
 from kvmesh.core.types import DTYPE_BYTES
-from kvmesh.engine.checkpoint import load_model_config
 from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.kv_plan import kv_layout, plan_kv
 
@@ -50,20 +47,8 @@ def resolve_dtype(config: ModelConfig, dtype: str) -> str:
     return dtype
 
 
-def memory_needed(folder: Path, *, dtype: str, num_blocks: int, block_size: int) -> MemoryNeed:
-    """What `TorchRunner.load` with these arguments will take.
-
-    Raises:
-        CheckpointError: the checkpoint's config cannot be read or is not supported.
-        ConfigError: the dtype is unknown.
-    """
-    return _needed(load_model_config(folder), dtype, num_blocks, block_size)
-
-
-def available_bytes(device: str) -> int:
-    """Free memory of the host ("cpu") or of the CUDA device."""
-    if device != "cpu":
-        return torch.cuda.mem_get_info(device)[0]
+def available_bytes() -> int:
+    """Free memory of the host."""
     for line in _MEMINFO.read_text(encoding="ascii").splitlines():
         name, _, value = line.partition(":")
         if name == "MemAvailable":
@@ -87,7 +72,14 @@ def require_memory(need: MemoryNeed, available: int) -> None:
     )
 
 
-def _needed(config: ModelConfig, dtype: str, num_blocks: int, block_size: int) -> MemoryNeed:
+def memory_needed(
+    config: ModelConfig, *, dtype: str, num_blocks: int, block_size: int
+) -> MemoryNeed:
+    """What `TorchRunner.load` with these arguments will take.
+
+    Raises:
+        ConfigError: the dtype is unknown.
+    """
     resolved = resolve_dtype(config, dtype)
     plan = plan_kv(config, resolved, block_size)
     layout = kv_layout(config, plan, dtype=resolved, fingerprint="")

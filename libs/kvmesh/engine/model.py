@@ -13,12 +13,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvmesh.engine.config import ModelConfig, Rotation
+from kvmesh.engine.families import FAMILIES
+from kvmesh.engine.families.family import Family
 from kvmesh.engine.kv_plan import KvPlace, KvPlan
 from kvmesh.engine.layer_inputs import LayerInputs, load_layer_inputs
 from kvmesh.engine.layer_stack import stacked
 from kvmesh.engine.layers import Layer, Step, StepMemory
-from kvmesh.engine.models import FAMILIES
-from kvmesh.engine.models.family import Family
+from kvmesh.engine.models import LAYER_LOADERS
 from kvmesh.engine.rope import RopeTable, query_factors, resting_table, rope_table
 from kvmesh.engine.weights import LayerWeights, WeightFiles
 from kvmesh.kernels import layer_ops, reference
@@ -154,7 +155,7 @@ def load_model(
     Raises:
         CheckpointError: a tensor is missing or of the wrong shape.
     """
-    family = FAMILIES[config.family]
+    family, load_layer = FAMILIES[config.family], LAYER_LOADERS[config.family]
     hidden = config.hidden_size
 
     def matrix(name: str) -> Tensor:
@@ -184,8 +185,7 @@ def load_model(
         embedding=embedding,
         embedding_scale=scale,
         layers=tuple(
-            family.load_layer(weights(layer, place), config)
-            for layer, place in enumerate(plan.places)
+            load_layer(weights(layer, place), config) for layer, place in enumerate(plan.places)
         ),
         norm=(norm * config.logit_scale).to(device, dtype),
         head=make_linear(embedding if is_tied else matrix(_HEAD), head_bias),

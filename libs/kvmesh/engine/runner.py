@@ -18,13 +18,13 @@ from kvmesh.engine.batch import StepBatch, build_batch
 from kvmesh.engine.checkpoint import load_model_config
 from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.device_check import require_device, require_room_for_latents
+from kvmesh.engine.families import FAMILIES
 from kvmesh.engine.kv_cache import TORCH_DTYPES, KvPool, allocate_pool
 from kvmesh.engine.kv_plan import KvPlan, kv_layout, plan_kv
 from kvmesh.engine.kv_shape import group_view
 from kvmesh.engine.layers import StepMemory
 from kvmesh.engine.memory import available_bytes, memory_needed, require_memory, resolve_dtype
 from kvmesh.engine.model import DecoderModel, load_model
-from kvmesh.engine.models import FAMILIES
 from kvmesh.engine.partial import PoolAttention, can_be_parted
 from kvmesh.engine.protocol import ModelSpec, SampledToken, SequenceChunk, StepResult
 from kvmesh.engine.sampler import sample, score_tokens
@@ -92,8 +92,9 @@ class TorchRunner:
         length = _model_len(config, max_model_len)
         config = config.for_length(length)
         files = WeightFiles(folder, FAMILIES[config.family].tensor_names)
-        need = memory_needed(folder, dtype=dtype, num_blocks=num_blocks, block_size=block_size)
-        require_memory(need, available_bytes(device))
+        need = memory_needed(config, dtype=dtype, num_blocks=num_blocks, block_size=block_size)
+        free = available_bytes() if device == "cpu" else torch.cuda.mem_get_info(device)[0]
+        require_memory(need, free)
         torch.set_num_threads(num_threads)
         plan = plan_kv(config, resolved, block_size)
         identity = fingerprint(config, files.paths, resolved)

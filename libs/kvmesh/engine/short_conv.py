@@ -72,22 +72,6 @@ class ShortConv:
         return self.output(behind * out.to(h.dtype))
 
 
-def conv_shape(layers: frozenset[int], channels: int, kernel: int) -> LinearConfig:
-    """The shape of such layers.
-
-    Args:
-        kernel: inputs that the convolution spans.
-    """
-    return LinearConfig(
-        layers=layers,
-        num_key_heads=0,
-        num_value_heads=1,
-        key_dim=0,
-        value_dim=channels,
-        conv_kernel=kernel,
-    )
-
-
 def load_short_conv(weights: LayerWeights, config: ModelConfig) -> ShortConv:
     """Reads one layer.
 

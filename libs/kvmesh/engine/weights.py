@@ -6,7 +6,6 @@ Tests: tests/unit/engine/test_weights.py.
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -19,10 +18,9 @@ from torch import Tensor
 from kvmesh.core.errors import CheckpointError
 from kvmesh.engine.config import ModelConfig, RowFactors
 from kvmesh.engine.kv_plan import KvPlace
+from kvmesh.engine.weight_files import find_weight_files, open_weights
 from kvmesh.kernels.linear import Linear, make_linear
 
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
 _OLDER_NAMES = (
     ("language_model.model.", "model.language_model."),
     ("language_model.lm_head.", "lm_head."),
@@ -52,12 +50,7 @@ class WeightFiles:
 
     def __enter__(self) -> WeightFiles:
         for path in self.paths:
-            try:
-                handle: Any = safetensors.safe_open(path, framework="pt")
-            except (OSError, safetensors.SafetensorError) as error:
-                raise CheckpointError(
-                    f"{path}: not a readable safetensors file: {error}"
-                ) from error
+            handle = open_weights(path, "pt")
             self._handles.append(handle)
             names = handle.keys()
             self._owner |= {_newer_name(name): (handle, name) for name in names}
@@ -217,39 +210,6 @@ class LayerWeights:
 
     def _full(self, name: str) -> str:
         return f"{self.prefix}.layers.{self.layer}.{name}"
-
-
-def find_weight_files(folder: Path) -> tuple[Path, ...]:
-    """The safetensors files that make up the model, sorted by name.
-
-    Raises:
-        CheckpointError: naming the file that is missing or malformed.
-    """
-    index = folder / _INDEX
-    if index.is_file():
-        try:
-            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-            raise CheckpointError(f"{index}: not a valid weight index") from error
-        outside = [name for name in names if not _is_file_name(name)]
-        if outside or not names:
-            # Links are followed, as caches of models are made of them; an index leads nowhere else.
-            raise CheckpointError(f"{index}: not names of files beside it: {outside!r}")
-    elif (folder / _SINGLE).is_file():
-        names = {_SINGLE}
-    else:
-        raise CheckpointError(
-            f"{folder}: neither {_SINGLE} nor {_INDEX} is there; weights must be safetensors"
-        )
-    paths = tuple(folder / name for name in sorted(names))
-    missing = [path.name for path in paths if not path.is_file()]
-    if missing:
-        raise CheckpointError(f"{folder}: missing weight files: {', '.join(missing)}")
-    return paths
-
-
-def _is_file_name(name: object) -> bool:
-    return isinstance(name, str) and name not in {"", "..", "."} and not set(name) & set("/\\\0")
 
 
 def fingerprint(config: ModelConfig, paths: tuple[Path, ...], dtype: str) -> str:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import socket
 import sys
 from dataclasses import replace
@@ -10,6 +9,7 @@ import pytest
 
 from kvmesh.cli.preflight import problems
 from kvmesh.cli.stack import StackOptions, StackPaths
+from tests.unit.cli.tiny_folder import write_folder
 
 GIB = 1024**3
 
@@ -24,20 +24,8 @@ def paths(tmp_path: Path) -> StackPaths:
 
 @pytest.fixture
 def options(tmp_path: Path) -> StackOptions:
-    model = tmp_path / "model"
-    model.mkdir()
-    config = {
-        "dtype": "bfloat16",
-        "hidden_size": 64,
-        "max_position_embeddings": 128,
-        "num_attention_heads": 4,
-        "num_hidden_layers": 2,
-    }
-    (model / "config.json").write_text(json.dumps(config))
-    (model / "tokenizer.json").write_text("{}")
-    (model / "model.safetensors").write_bytes(bytes(100))
     return StackOptions(
-        model=model,
+        model=write_folder(tmp_path / "model"),
         model_name="m",
         num_prefill=1,
         num_decode=1,
@@ -112,7 +100,7 @@ def test_too_little_memory(options: StackOptions, paths: StackPaths) -> None:
 
 
 def test_memory_counts_kv(options: StackOptions, paths: StackPaths) -> None:
-    block_bytes = 2 * 2 * 16 * 4 * 16 * 2
+    block_bytes = 2 * 2 * 16 * 2 * 8 * 4
     large = replace(options, num_blocks=8 * GIB // block_bytes)
     assert "GiB" in _only(problems(large, paths, 8 * GIB))
     assert problems(replace(large, device="cuda"), paths, 8 * GIB) == []

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvmesh.core.config import Option, options_of
-from kvmesh.engine.models import FAMILIES
+from kvmesh.engine.families import FAMILIES
 from scripts.gen_config_docs import SERVICES
 from tests.unit.docs.documents import ROOT, code_spans, documents, prose
 

@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 
 from kvmesh.core.errors import CheckpointError
 from kvmesh.engine.checkpoint import load_model_config
-from kvmesh.engine.weights import WeightFiles, find_weight_files
+from kvmesh.engine.weight_files import find_weight_files
+from kvmesh.engine.weights import WeightFiles
 
 PAYLOAD = bytes(24)
 

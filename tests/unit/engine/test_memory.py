@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from kvmesh.core.errors import ConfigError
+from kvmesh.engine.checkpoint import load_model_config
 from kvmesh.engine.memory import (
     MemoryNeed,
     available_bytes,
@@ -15,20 +16,20 @@ from tests.unit.engine.tiny_checkpoint import tensors, write_checkpoint
 
 
 def test_need_is_what_the_tensors_take(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path)
-    need = memory_needed(tmp_path, dtype="auto", num_blocks=10, block_size=16)
+    config = load_model_config(write_checkpoint(tmp_path))
+    need = memory_needed(config, dtype="auto", num_blocks=10, block_size=16)
     matrices = sum(tensor.numel() for tensor in tensors().values() if tensor.dim() == 2)
     # The head shares the embedding's values, but has a copy of its own.
     assert need.weights_bytes == (matrices + 64 * 32) * 4
     assert need.kv_bytes == 10 * (2 * 2 * 16 * 2 * 8) * 4
-    half = memory_needed(tmp_path, dtype="bfloat16", num_blocks=10, block_size=16)
+    half = memory_needed(config, dtype="bfloat16", num_blocks=10, block_size=16)
     assert (half.weights_bytes, half.kv_bytes) == (need.weights_bytes // 2, need.kv_bytes // 2)
 
 
 def test_untied_embeddings_take_as_much_as_tied_ones(tmp_path: Path) -> None:
     tied, untied = (
         memory_needed(
-            write_checkpoint(tmp_path / str(tie), tie_word_embeddings=tie),
+            load_model_config(write_checkpoint(tmp_path / str(tie), tie_word_embeddings=tie)),
             dtype="float32",
             num_blocks=1,
             block_size=16,
@@ -48,10 +49,10 @@ def test_refusal_is_one_line_with_the_numbers() -> None:
 
 
 def test_unknown_dtype(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path)
+    config = load_model_config(write_checkpoint(tmp_path))
     with pytest.raises(ConfigError, match="dtype 'int8' is unknown"):
-        memory_needed(tmp_path, dtype="int8", num_blocks=1, block_size=16)
+        memory_needed(config, dtype="int8", num_blocks=1, block_size=16)
 
 
 def test_the_host_has_memory() -> None:
-    assert available_bytes("cpu") > 1 << 20
+    assert available_bytes() > 1 << 20

@@ -10,7 +10,8 @@ from safetensors.torch import save_file
 
 from kvmesh.core.errors import CheckpointError
 from kvmesh.engine.checkpoint import load_model_config
-from kvmesh.engine.weights import WeightFiles, find_weight_files, fingerprint
+from kvmesh.engine.weight_files import find_weight_files
+from kvmesh.engine.weights import WeightFiles, fingerprint
 from tests.unit.engine.tiny_checkpoint import tensors, write_checkpoint
 
 

@@ -30,6 +30,17 @@ TOOL_TEMPLATE = (
 )
 
 
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 512,
+}
+
+
 def make_tokenizer() -> Tokenizer:
     """All 256 bytes are tokens, so any text can be said, also in parts of characters."""
     tokenizer = Tokenizer(models.BPE())
@@ -52,7 +63,7 @@ def write_model(folder: Path) -> Tokenizer:
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
-    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 512}))
+    (folder / "config.json").write_text(json.dumps(CONFIG))
     (folder / "generation_config.json").write_text(
         json.dumps({"temperature": 0.25, "top_k": 7, "eos_token_id": EOS})
     )

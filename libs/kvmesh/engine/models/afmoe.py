@@ -1,6 +1,4 @@
-"""Trinity (AFMoE): norms on both sides of attention and MLP and of heads, a gate of attention,
-experts chosen by biased sigmoid scores beside shared ones; layers without a window are not rotated.
-"""
+"""Layers of Trinity (AFMoE); see families/afmoe.py."""
 
 from __future__ import annotations
 
@@ -9,49 +7,14 @@ from dataclasses import replace
 from torch import Tensor
 
 from kvmesh.engine.attention import load_attention
-from kvmesh.engine.config import ModelConfig, MoeConfig
+from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.experts import experts_or_dense, load_group_routed
-from kvmesh.engine.json_fields import Fields
-from kvmesh.engine.models.family import (
-    Family,
-    types_or_each_nth,
-    unrotated_without_window,
-    windows_of_types,
-)
 from kvmesh.engine.norm_orders import SandwichLayer
 from kvmesh.engine.weights import LayerWeights
 
 
-def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
-    windows = windows_of_types(fields, types_or_each_nth(fields, config.num_layers, 4))
-    return replace(
-        unrotated_without_window(replace(config, windows=windows)),
-        qk_norm=True,
-        embedding_scale=config.hidden_size**0.5 if fields.flag("mup_enabled") else 1.0,
-        moe=_experts(fields, config.num_layers),
-    )
-
-
-def _experts(fields: Fields, num_layers: int) -> MoeConfig:
-    # What published files say of their experts and transformers does not read.
-    fields.only("n_group", 1)
-    fields.only("route_norm", True)
-    fields.only("score_func", "sigmoid")
-    fields.only("topk_group", 1)
-    size = fields.number("moe_intermediate_size", int, default=1408)
-    return MoeConfig(
-        num_experts=fields.number("num_experts", int, default=64),
-        top_k=fields.number("num_experts_per_tok", int, default=6),
-        intermediate_size=size,
-        normalize=True,
-        sparse_layers=frozenset(range(fields.count("num_dense_layers", 1), num_layers)),
-        shared_size=size * fields.number("num_shared_experts", int, default=2),
-        scale=fields.number("route_scale", float, default=1.0),
-        biased_choice=True,
-    )
-
-
-def _load_layer(weights: LayerWeights, config: ModelConfig) -> SandwichLayer:
+def load_layer(weights: LayerWeights, config: ModelConfig) -> SandwichLayer:
+    """See `LoadLayer`."""
     hidden = config.hidden_size
 
     def norm(name: str) -> Tensor:
@@ -68,21 +31,3 @@ def _load_layer(weights: LayerWeights, config: ModelConfig) -> SandwichLayer:
         post_mlp_norm=norm("post_mlp"),
         eps=config.rms_norm_eps,
     )
-
-
-FAMILY = Family(
-    _configure,
-    _load_layer,
-    {
-        "head_dim": 128,
-        "intermediate_size": 6144,
-        "max_position_embeddings": 16384,
-        "rms_norm_eps": 1e-5,
-        "sliding_window": 1024,
-    },
-    aliases=(("global_attn_every_n_layers", "sliding_window_pattern"),),
-    tensor_names=(
-        (".mlp.gate.e_score_correction_bias", ".mlp.expert_bias"),
-        (".mlp.gate.weight", ".mlp.router.gate.weight"),
-    ),
-)

@@ -1,64 +1,18 @@
-"""Falcon 7B, 40B, 180B and Falcon 2: norms that take the mean out, attention and an MLP without a
-gate side by side behind one of them or one each; queries, keys and values are one in the files.
-Not those with ALiBi (Falcon-RW).
-"""
+"""Layers of Falcon; see families/falcon.py."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvmesh.core.errors import CheckpointError
 from kvmesh.engine.attention import SelfAttention
 from kvmesh.engine.config import ModelConfig
-from kvmesh.engine.json_fields import Fields
-from kvmesh.engine.layer_norms import (
-    ParallelLayer,
-    SerialLayer,
-    load_layer_norm,
-    load_serial_layer,
-)
-from kvmesh.engine.models.family import Family
+from kvmesh.engine.layer_norms import ParallelLayer, SerialLayer, load_layer_norm, load_serial_layer
 from kvmesh.engine.plain_mlp import load_plain_mlp
 from kvmesh.engine.weights import LayerWeights
 from kvmesh.kernels.heads import HeadSpec
 from kvmesh.kernels.linear import make_linear
-
-
-def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
-    fields.only("activation", "gelu")
-    fields.only("alibi", False)
-    fields.only("head_dim", config.hidden_size // config.num_heads)
-    bias, is_newer = fields.flag("bias"), fields.flag("new_decoder_architecture")
-    if is_newer:
-        fields.only("parallel_attn", True)
-    fields.only("num_ln_in_parallel_attn", *((1, 2) if is_newer else (1,)))
-    norms = fields.number("num_ln_in_parallel_attn", int, default=2 if is_newer else 1)
-    return replace(
-        config,
-        intermediate_size=fields.number("ffn_hidden_size", int, default=4 * config.hidden_size),
-        num_kv_heads=_kv_heads(fields, config, is_newer=is_newer),
-        layer_norm=True,
-        parallel=fields.flag("parallel_attn", default=True),
-        norm_each=norms == 2,
-        gated_mlp=False,
-        mlp_bias=bias,
-        qkv_bias=bias,
-        output_bias=bias,
-    )
-
-
-def _kv_heads(fields: Fields, config: ModelConfig, *, is_newer: bool) -> int:
-    heads = config.num_heads
-    if not is_newer and fields.flag("multi_query", default=True):
-        return 1
-    kv_heads = fields.number("num_kv_heads", int, default=heads)
-    if heads % kv_heads or (not is_newer and kv_heads != heads):
-        raise CheckpointError(f"{fields.origin}: num_kv_heads {kv_heads} of {heads} heads")
-    return kv_heads
 
 
 def _by_kind(rows: Tensor, config: ModelConfig) -> Tensor:
@@ -88,7 +42,8 @@ def _load_attention(weights: LayerWeights, config: ModelConfig) -> SelfAttention
     )
 
 
-def _load_layer(weights: LayerWeights, config: ModelConfig) -> SerialLayer | ParallelLayer:
+def load_layer(weights: LayerWeights, config: ModelConfig) -> SerialLayer | ParallelLayer:
+    """See `LoadLayer`."""
     attention = _load_attention(weights, config)
     mlp = load_plain_mlp(weights, config, functional.gelu)
     if not config.parallel:
@@ -98,19 +53,3 @@ def _load_layer(weights: LayerWeights, config: ModelConfig) -> SerialLayer | Par
     )
     mlp_norm = load_layer_norm(weights, config, "ln_mlp") if config.norm_each else None
     return ParallelLayer(input_norm, attention, mlp_norm, mlp)
-
-
-FAMILY = Family(
-    _configure,
-    _load_layer,
-    {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "tie_word_embeddings": True},
-    aliases=(("layer_norm_epsilon", "rms_norm_eps"), ("n_embed", "hidden_size")),
-    weight_prefix="transformer",
-    tensor_names=(
-        (".layers.", ".h."),
-        ("transformer.embed_tokens.", "transformer.word_embeddings."),
-        ("transformer.norm.", "transformer.ln_f."),
-        (".mlp.up_proj.", ".mlp.dense_h_to_4h."),
-        (".mlp.down_proj.", ".mlp.dense_4h_to_h."),
-    ),
-)

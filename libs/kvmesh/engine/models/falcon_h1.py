@@ -1,6 +1,4 @@
-"""Falcon-H1: attention and Mamba-2 side by side in every layer, and factors of most of what is
-computed, which weights take up as they are read.
-"""
+"""Layers of Falcon-H1; see families/falcon_h1.py."""
 
 from __future__ import annotations
 
@@ -8,75 +6,11 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from kvmesh.core.errors import CheckpointError
 from kvmesh.engine.attention import SelfAttention, load_attention
-from kvmesh.engine.config import LinearConfig, ModelConfig, RowFactors
-from kvmesh.engine.json_fields import Fields
+from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.layers import DENSE_MLP, MixerLayer, Step, load_gated_mlp, load_mixer_layer
 from kvmesh.engine.mamba import Mamba, load_mamba
-from kvmesh.engine.models.family import Family
-from kvmesh.engine.models.mamba_fields import mamba_shape
 from kvmesh.engine.weights import LayerWeights
-
-
-def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
-    fields.only("attention_bias", False)
-    fields.only("projectors_bias", False)
-    is_normed = fields.flag("mamba_rms_norm")
-    if is_normed and fields.flag("mamba_norm_before_gate", default=True):
-        raise CheckpointError(f"{fields.origin}: mamba_norm_before_gate is not supported")
-    values = fields.number("mamba_expand", int, default=2) * config.hidden_size
-    if fields.raw["mamba_d_ssm"] is not None:
-        values = fields.number("mamba_d_ssm", int)
-    shape = mamba_shape(fields, frozenset(range(config.num_layers)), values)
-    return replace(
-        config,
-        linear=shape,
-        states_beside=True,
-        state_norm_eps=config.rms_norm_eps if is_normed else 0.0,
-        embedding_scale=fields.number("embedding_multiplier", float, default=1.0),
-        logit_scale=fields.number("lm_head_multiplier", float, default=1.0),
-        weight_factors=_factors(fields, shape),
-    )
-
-
-def _factors(fields: Fields, shape: LinearConfig) -> RowFactors:
-    """What rows of weights are multiplied by."""
-
-    def factor(name: str) -> float:
-        return fields.number(name, float, default=1.0)
-
-    def several(name: str, count: int) -> tuple[float, ...]:
-        if fields.raw.get(name) is None:
-            return (1.0,) * count
-        found = fields.reals(name)
-        if len(found) != count:
-            raise CheckpointError(f"{fields.origin}: {name} must be {count} numbers")
-        return found
-
-    values = shape.num_value_heads * shape.value_dim
-    of_groups = shape.num_key_heads * shape.key_dim
-    # The gate; what is convolved: values, keys and queries; durations.
-    runs = (values, values, of_groups, of_groups, shape.num_value_heads)
-    before = factor("ssm_in_multiplier")
-    read = factor("attention_in_multiplier")
-    gate, down = several("mlp_multipliers", 2)
-    return (
-        (
-            "mamba.in_proj.weight",
-            tuple(
-                (rows, before * each)
-                for rows, each in zip(runs, several("ssm_multipliers", 5), strict=True)
-            ),
-        ),
-        ("mamba.out_proj.weight", ((0, factor("ssm_out_multiplier")),)),
-        ("self_attn.q_proj.weight", ((0, read),)),
-        ("self_attn.k_proj.weight", ((0, read * factor("key_multiplier")),)),
-        ("self_attn.v_proj.weight", ((0, read),)),
-        ("self_attn.o_proj.weight", ((0, factor("attention_out_multiplier")),)),
-        ("mlp.gate_proj.weight", ((0, gate),)),
-        ("mlp.down_proj.weight", ((0, down),)),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +25,8 @@ class _Both:
         return self.mamba.run(h, step, keep) + self.attention.run(h, step, keep)
 
 
-def _load_layer(weights: LayerWeights, config: ModelConfig) -> MixerLayer:
+def load_layer(weights: LayerWeights, config: ModelConfig) -> MixerLayer:
+    """See `LoadLayer`."""
     assert weights.state_place is not None
     mixer = _Both(
         load_attention(weights, config),
@@ -99,21 +34,3 @@ def _load_layer(weights: LayerWeights, config: ModelConfig) -> MixerLayer:
     )
     mlp = load_gated_mlp(weights, DENSE_MLP, config.hidden_size, config.intermediate_size)
     return load_mixer_layer(weights, config, mixer, mlp)
-
-
-FAMILY = Family(
-    _configure,
-    _load_layer,
-    {
-        "intermediate_size": 14336,
-        "mamba_d_ssm": 1024,
-        "max_position_embeddings": 8192,
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-5,
-    },
-    tensor_names=(
-        ("model.norm.", "model.final_layernorm."),
-        (".post_attention_layernorm.", ".pre_ff_layernorm."),
-        (".mlp.", ".feed_forward."),
-    ),
-)

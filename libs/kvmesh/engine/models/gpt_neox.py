@@ -1,10 +1,6 @@
-"""GPT-NeoX and Pythia: norms that take the mean out, attention and MLP side by side behind one
-each, rotation of a quarter of a head; queries, keys and values of a head are one in the files.
-"""
+"""Layers of GPT-NeoX and Pythia; see families/gpt_neox.py."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,32 +8,11 @@ from torch.nn import functional
 
 from kvmesh.engine.attention import SelfAttention, rotated_halves
 from kvmesh.engine.config import ModelConfig
-from kvmesh.engine.json_fields import Fields
-from kvmesh.engine.layer_norms import (
-    ParallelLayer,
-    SerialLayer,
-    load_layer_norm,
-    load_serial_layer,
-)
-from kvmesh.engine.models.family import Family
+from kvmesh.engine.layer_norms import ParallelLayer, SerialLayer, load_layer_norm, load_serial_layer
 from kvmesh.engine.plain_mlp import load_plain_mlp
-from kvmesh.engine.rope_fields import rotary_dim
 from kvmesh.engine.weights import LayerWeights
 from kvmesh.kernels.heads import HeadSpec
 from kvmesh.kernels.linear import make_linear
-
-
-def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
-    fields.only("head_dim", config.hidden_size // config.num_heads)
-    fields.only("num_key_value_heads", config.num_heads)
-    return replace(
-        config,
-        layer_norm=True,
-        parallel=fields.flag("use_parallel_residual", default=True),
-        gated_mlp=False,
-        mlp_bias=True,
-        rotary_dim=rotary_dim(fields, config.head_dim, default=0.25),
-    )
 
 
 def _load_attention(weights: LayerWeights, config: ModelConfig) -> SelfAttention:
@@ -64,7 +39,8 @@ def _load_attention(weights: LayerWeights, config: ModelConfig) -> SelfAttention
     )
 
 
-def _load_layer(weights: LayerWeights, config: ModelConfig) -> SerialLayer | ParallelLayer:
+def load_layer(weights: LayerWeights, config: ModelConfig) -> SerialLayer | ParallelLayer:
+    """See `LoadLayer`."""
     attention = _load_attention(weights, config)
     mlp = load_plain_mlp(weights, config, functional.gelu)
     if not config.parallel:
@@ -72,25 +48,3 @@ def _load_layer(weights: LayerWeights, config: ModelConfig) -> SerialLayer | Par
     input_norm = load_layer_norm(weights, config, "input_layernorm")
     mlp_norm = load_layer_norm(weights, config, "post_attention_layernorm")
     return ParallelLayer(input_norm, attention, mlp_norm, mlp)
-
-
-FAMILY = Family(
-    _configure,
-    _load_layer,
-    {"attention_bias": True, "rms_norm_eps": 1e-5},
-    activations=("gelu",),
-    aliases=(
-        ("layer_norm_eps", "rms_norm_eps"),
-        ("rotary_emb_base", "rope_theta"),
-        ("rotary_pct", "partial_rotary_factor"),
-    ),
-    weight_prefix="gpt_neox",
-    tensor_names=(
-        ("lm_head.", "embed_out."),
-        ("gpt_neox.embed_tokens.", "gpt_neox.embed_in."),
-        ("gpt_neox.norm.", "gpt_neox.final_layer_norm."),
-        (".self_attn.o_proj.", ".attention.dense."),
-        (".mlp.up_proj.", ".mlp.dense_h_to_4h."),
-        (".mlp.down_proj.", ".mlp.dense_4h_to_h."),
-    ),
-)

@@ -1,8 +1,7 @@
-"""gpt-oss: windows in every other layer, sinks, biases, and experts with a bounded activation."""
+"""Layers of gpt-oss; see families/gpt_oss.py."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -10,35 +9,10 @@ from torch import Tensor
 
 from kvmesh.engine.attention import load_pre_norm_layer
 from kvmesh.engine.config import ModelConfig, MoeConfig
-from kvmesh.engine.json_fields import Fields
 from kvmesh.engine.layers import GatedMlp, MixerLayer, make_sparse_mlp
-from kvmesh.engine.models.family import Family, windows_of_types
 from kvmesh.engine.weights import LayerWeights
 from kvmesh.kernels import reference
 from kvmesh.kernels.linear import make_linear
-
-
-def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
-    types = fields.layer_types(config.num_layers)
-    if types is None:
-        types = tuple(
-            "full_attention" if layer % 2 else "sliding_attention"
-            for layer in range(config.num_layers)
-        )
-    moe = MoeConfig(
-        num_experts=fields.number("num_local_experts", int),
-        top_k=fields.number("num_experts_per_tok", int, default=4),
-        intermediate_size=config.intermediate_size,
-        normalize=True,
-        sparse_layers=frozenset(range(config.num_layers)),
-    )
-    return replace(
-        config,
-        windows=windows_of_types(fields, types),
-        moe=moe,
-        swiglu_alpha=fields.number("swiglu_alpha", float, default=1.702),
-        swiglu_limit=fields.number("swiglu_limit", float, default=7.0),
-    )
 
 
 def route_among_best(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
@@ -71,7 +45,8 @@ def _load_experts(weights: LayerWeights, config: ModelConfig, moe: MoeConfig) ->
     ]
 
 
-def _load_layer(weights: LayerWeights, config: ModelConfig) -> MixerLayer:
+def load_layer(weights: LayerWeights, config: ModelConfig) -> MixerLayer:
+    """See `LoadLayer`."""
     moe = config.moe
     assert moe is not None
     router_bias = weights.vector("mlp.router.bias", moe.num_experts)
@@ -82,18 +57,3 @@ def _load_layer(weights: LayerWeights, config: ModelConfig) -> MixerLayer:
     )
     sinks = weights.vector("self_attn.sinks", config.num_heads).float()
     return load_pre_norm_layer(weights, config, mlp, sinks)
-
-
-FAMILY = Family(
-    _configure,
-    _load_layer,
-    {
-        "attention_bias": True,
-        "head_dim": 64,
-        "rms_norm_eps": 1e-5,
-        "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "truncate": False}
-        | {"original_max_position_embeddings": 4096},
-        "sliding_window": 128,
-    },
-    rope_theta=150000.0,
-)

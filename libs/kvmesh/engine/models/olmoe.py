@@ -1,33 +1,14 @@
-"""OLMoE: experts in all layers, norms of queries and keys over all heads."""
+"""Layers of OLMoE; see families/olmoe.py."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from kvmesh.engine.attention import load_pre_norm_layer
-from kvmesh.engine.config import ModelConfig, MoeConfig
+from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.experts import load_softmax_routed
-from kvmesh.engine.json_fields import Fields
 from kvmesh.engine.layers import MixerLayer
-from kvmesh.engine.models.family import Family
 from kvmesh.engine.weights import LayerWeights
 
 
-def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
-    # Its norms are as wide as the stream.
-    fields.only("head_dim", config.hidden_size // config.num_heads)
-    moe = MoeConfig(
-        num_experts=fields.number("num_experts", int, default=64),
-        top_k=fields.number("num_experts_per_tok", int, default=8),
-        intermediate_size=config.intermediate_size,
-        normalize=fields.flag("norm_topk_prob"),
-        sparse_layers=frozenset(range(config.num_layers)),
-    )
-    return replace(config, wide_qk_norm=True, moe=moe)
-
-
-def _load_layer(weights: LayerWeights, config: ModelConfig) -> MixerLayer:
+def load_layer(weights: LayerWeights, config: ModelConfig) -> MixerLayer:
+    """See `LoadLayer`."""
     return load_pre_norm_layer(weights, config, load_softmax_routed(weights, config))
-
-
-FAMILY = Family(_configure, _load_layer, {"rms_norm_eps": 1e-5})

@@ -1,62 +1,17 @@
-"""OPT: norms that take the mean out, learned positions instead of rotation, an MLP without a gate;
-not its 350M, whose norms are behind its parts and whose embeddings are smaller than its stream.
-"""
+"""Layers of OPT; see families/opt.py."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 from torch.nn import functional
 
 from kvmesh.engine.attention import load_attention
 from kvmesh.engine.config import ModelConfig
-from kvmesh.engine.json_fields import Fields
 from kvmesh.engine.layer_norms import SerialLayer, load_serial_layer
-from kvmesh.engine.models.family import Family
 from kvmesh.engine.plain_mlp import load_plain_mlp
 from kvmesh.engine.weights import LayerWeights
 
 
-def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
-    fields.only("_remove_final_layer_norm", False)
-    fields.only("do_layer_norm_before", True)
-    fields.only("head_dim", config.hidden_size // config.num_heads)
-    fields.only("layer_norm_elementwise_affine", True)
-    fields.only("num_key_value_heads", config.num_heads)
-    fields.only("word_embed_proj_dim", config.hidden_size)
-    bias = fields.flag("enable_bias", default=True)
-    return replace(
-        config,
-        rms_norm_eps=1e-5,
-        layer_norm=True,
-        gated_mlp=False,
-        mlp_bias=bias,
-        qkv_bias=bias,
-        output_bias=bias,
-        # In front of the first position are two that padding had in training.
-        positions_before=2,
-        unrotated=frozenset(range(config.num_layers)),
-    )
-
-
-def _load_layer(weights: LayerWeights, config: ModelConfig) -> SerialLayer:
+def load_layer(weights: LayerWeights, config: ModelConfig) -> SerialLayer:
+    """See `LoadLayer`."""
     mlp = load_plain_mlp(weights, config, functional.relu)
     return load_serial_layer(weights, config, load_attention(weights, config), mlp)
-
-
-FAMILY = Family(
-    _configure,
-    _load_layer,
-    {"intermediate_size": 3072, "max_position_embeddings": 2048, "tie_word_embeddings": True},
-    activations=("relu",),
-    aliases=(("ffn_dim", "intermediate_size"),),
-    weight_prefix="model.decoder",
-    tensor_names=(
-        ("model.decoder.norm.", "model.decoder.final_layer_norm."),
-        (".input_layernorm.", ".self_attn_layer_norm."),
-        (".post_attention_layernorm.", ".final_layer_norm."),
-        (".self_attn.o_proj.", ".self_attn.out_proj."),
-        (".mlp.up_proj.", ".fc1."),
-        (".mlp.down_proj.", ".fc2."),
-    ),
-)

@@ -1,55 +1,20 @@
-"""Phi-1, 1.5 and 2: norms that take the mean out, attention and an MLP without a gate side by side
-behind one of them, rotation of half a head or less, biases everywhere, of the head too.
-"""
+"""Layers of Phi-1, Phi-1.5 and Phi-2; see families/phi.py."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 from torch.nn import functional
 
 from kvmesh.engine.attention import load_attention
 from kvmesh.engine.config import ModelConfig
-from kvmesh.engine.json_fields import Fields
 from kvmesh.engine.layer_norms import ParallelLayer, load_layer_norm
-from kvmesh.engine.models.family import Family
 from kvmesh.engine.plain_mlp import load_plain_mlp
-from kvmesh.engine.rope_fields import rotary_dim
 from kvmesh.engine.weights import LayerWeights
 
 
-def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
-    fields.only("qk_layernorm", False)
-    return replace(
-        config,
-        layer_norm=True,
-        parallel=True,
-        gated_mlp=False,
-        mlp_bias=True,
-        qkv_bias=True,
-        output_bias=True,
-        head_bias=True,
-        rotary_dim=rotary_dim(fields, config.head_dim, default=0.5),
-    )
-
-
-def _load_layer(weights: LayerWeights, config: ModelConfig) -> ParallelLayer:
+def load_layer(weights: LayerWeights, config: ModelConfig) -> ParallelLayer:
+    """See `LoadLayer`."""
     norm = load_layer_norm(weights, config, "input_layernorm")
     mlp = load_plain_mlp(weights, config, partial(functional.gelu, approximate="tanh"))
     return ParallelLayer(norm, load_attention(weights, config), None, mlp)
-
-
-FAMILY = Family(
-    _configure,
-    _load_layer,
-    {"rms_norm_eps": 1e-5},
-    activations=("gelu_new",),
-    aliases=(("layer_norm_eps", "rms_norm_eps"),),
-    tensor_names=(
-        ("model.norm.", "model.final_layernorm."),
-        (".self_attn.o_proj.", ".self_attn.dense."),
-        (".mlp.up_proj.", ".mlp.fc1."),
-        (".mlp.down_proj.", ".mlp.fc2."),
-    ),
-)

@@ -1,36 +1,15 @@
-"""Qwen1.5-MoE and Qwen2-MoE: Qwen2 with experts in most layers, one of them shared and gated."""
+"""Layers of Qwen1.5-MoE and Qwen2-MoE; see families/qwen2_moe.py."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from kvmesh.engine.attention import load_pre_norm_layer
-from kvmesh.engine.config import ModelConfig, MoeConfig
+from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.experts import experts_or_dense, load_gate_shared
-from kvmesh.engine.json_fields import Fields
 from kvmesh.engine.layers import MixerLayer
-from kvmesh.engine.models.family import Family, qwen_sparse_layers
 from kvmesh.engine.weights import LayerWeights
 
 
-def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
-    fields.only("use_sliding_window", False)
-    moe = MoeConfig(
-        num_experts=fields.number("num_experts", int, default=60),
-        top_k=fields.number("num_experts_per_tok", int, default=4),
-        intermediate_size=fields.number("moe_intermediate_size", int, default=1408),
-        normalize=fields.flag("norm_topk_prob"),
-        sparse_layers=qwen_sparse_layers(fields, config),
-        shared_size=fields.number("shared_expert_intermediate_size", int, default=5632),
-    )
-    return replace(
-        config, qkv_bias=fields.flag("qkv_bias", default=True), output_bias=False, moe=moe
-    )
-
-
-def _load_layer(weights: LayerWeights, config: ModelConfig) -> MixerLayer:
+def load_layer(weights: LayerWeights, config: ModelConfig) -> MixerLayer:
+    """See `LoadLayer`."""
     mlp = experts_or_dense(weights, config, load_gate_shared)
     return load_pre_norm_layer(weights, config, mlp)
-
-
-FAMILY = Family(_configure, _load_layer)

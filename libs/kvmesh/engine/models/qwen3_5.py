@@ -1,45 +1,13 @@
-"""Qwen3.5, dense and with experts: Qwen3-Next's layers with plainly laid out projections.
-
-Checkpoints that also see pictures hold the decoder as `language_model` and its keys in
-`text_config`; they are read for text only, where their rope of three axes is the usual one.
-"""
+"""Layers of Qwen3.5; see families/qwen3_5.py."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
-
-from kvmesh.engine.config import ModelConfig, MoeConfig
-from kvmesh.engine.gated_delta import gated_delta_shape, load_gated_delta
-from kvmesh.engine.json_fields import Fields
+from kvmesh.engine.config import ModelConfig
+from kvmesh.engine.gated_delta import load_gated_delta
+from kvmesh.engine.layers import MixerLayer
 from kvmesh.engine.linear_attention import DeltaAttention
-from kvmesh.engine.models.family import SEEING_PREFIX, Family
-from kvmesh.engine.models.qwen3_next import NORM_OFFSET, load_hybrid_layer
-from kvmesh.engine.rope_fields import rotary_dim
+from kvmesh.engine.models.qwen3_next import load_hybrid_layer
 from kvmesh.engine.weights import LayerWeights
-
-
-def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
-    fields.only("attn_output_gate", True)
-    fields.only("attention_bias", False)
-    return replace(
-        config,
-        qk_norm=True,
-        rotary_dim=rotary_dim(fields, config.head_dim, default=0.25),
-        linear=gated_delta_shape(fields, config.num_layers),
-    )
-
-
-def _configure_moe(fields: Fields, config: ModelConfig) -> ModelConfig:
-    moe = MoeConfig(
-        num_experts=fields.number("num_experts", int, default=256),
-        top_k=fields.number("num_experts_per_tok", int, default=8),
-        intermediate_size=fields.number("moe_intermediate_size", int, default=512),
-        normalize=True,
-        sparse_layers=frozenset(range(config.num_layers)),
-        shared_size=fields.number("shared_expert_intermediate_size", int, default=512),
-    )
-    return replace(_configure(fields, config), moe=moe)
 
 
 def _load_delta(weights: LayerWeights, config: ModelConfig) -> DeltaAttention:
@@ -56,8 +24,6 @@ def _load_delta(weights: LayerWeights, config: ModelConfig) -> DeltaAttention:
     )
 
 
-_load_layer = partial(load_hybrid_layer, load_delta=_load_delta)
-DENSE = Family(_configure, _load_layer, {"head_dim": 256}, norm_offset=NORM_OFFSET)
-SPARSE = Family(_configure_moe, _load_layer, {"head_dim": 256}, norm_offset=NORM_OFFSET)
-SEEING_DENSE = replace(DENSE, weight_prefix=SEEING_PREFIX, decoders={"qwen3_5_text": {}})
-SEEING_SPARSE = replace(SPARSE, weight_prefix=SEEING_PREFIX, decoders={"qwen3_5_moe_text": {}})
+def load_layer(weights: LayerWeights, config: ModelConfig) -> MixerLayer:
+    """See `LoadLayer`."""
+    return load_hybrid_layer(weights, config, _load_delta)

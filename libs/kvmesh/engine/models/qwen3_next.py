@@ -1,46 +1,20 @@
-"""Qwen3-Next: gated delta rule in most layers, gated attention in the others, shared experts."""
+"""Layers of Qwen3-Next; see families/qwen3_next.py."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from kvmesh.engine.attention import load_attention
-from kvmesh.engine.config import ModelConfig, MoeConfig
+from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.experts import experts_or_dense, load_gate_shared
-from kvmesh.engine.gated_delta import gated_delta_shape, load_gated_delta
-from kvmesh.engine.json_fields import Fields
+from kvmesh.engine.families.qwen3_next import NORM_OFFSET
+from kvmesh.engine.gated_delta import load_gated_delta
 from kvmesh.engine.layers import Mixer, MixerLayer, load_mixer_layer
 from kvmesh.engine.linear_attention import DeltaAttention
-from kvmesh.engine.models.family import Family, qwen_sparse_layers
-from kvmesh.engine.rope_fields import rotary_dim
 from kvmesh.engine.weights import LayerWeights
-
-# Weights of norms are stored as their difference from one, but for that of the delta rule.
-NORM_OFFSET = 1.0
-
-
-def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
-    fields.only("attention_bias", False)
-    moe = MoeConfig(
-        num_experts=fields.number("num_experts", int, default=512),
-        top_k=fields.number("num_experts_per_tok", int, default=10),
-        intermediate_size=fields.number("moe_intermediate_size", int, default=512),
-        normalize=fields.flag("norm_topk_prob", default=True),
-        sparse_layers=qwen_sparse_layers(fields, config),
-        shared_size=fields.number("shared_expert_intermediate_size", int, default=512),
-    )
-    return replace(
-        config,
-        qk_norm=True,
-        rotary_dim=rotary_dim(fields, config.head_dim, default=0.25),
-        linear=gated_delta_shape(fields, config.num_layers),
-        moe=moe,
-    )
 
 
 def _by_kind(rows: Tensor, sizes: list[int]) -> Tensor:
@@ -86,9 +60,6 @@ def load_hybrid_layer(
     return load_mixer_layer(weights, config, mixer, mlp, norm_offset=NORM_OFFSET)
 
 
-FAMILY = Family(
-    _configure,
-    partial(load_hybrid_layer, load_delta=_load_delta),
-    {"head_dim": 256},
-    norm_offset=NORM_OFFSET,
-)
+def load_layer(weights: LayerWeights, config: ModelConfig) -> MixerLayer:
+    """See `LoadLayer`."""
+    return load_hybrid_layer(weights, config, _load_delta)

@@ -1,52 +1,19 @@
-"""StableLM: norms that take the mean out, rotation of a quarter of a head; attention and MLP are
-side by side where the file says so. Not its 12B, which has norms of queries and keys.
-"""
+"""Layers of StableLM; see families/stablelm.py."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from kvmesh.engine.attention import load_attention
 from kvmesh.engine.config import ModelConfig
-from kvmesh.engine.json_fields import Fields
-from kvmesh.engine.layer_norms import (
-    ParallelLayer,
-    SerialLayer,
-    load_layer_norm,
-    load_serial_layer,
-)
+from kvmesh.engine.layer_norms import ParallelLayer, SerialLayer, load_layer_norm, load_serial_layer
 from kvmesh.engine.layers import DENSE_MLP, load_gated_mlp
-from kvmesh.engine.models.family import Family
-from kvmesh.engine.rope_fields import rotary_dim
 from kvmesh.engine.weights import LayerWeights
 
 
-def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
-    fields.only("head_dim", config.hidden_size // config.num_heads)
-    fields.only("qk_layernorm", False)
-    return replace(
-        config,
-        layer_norm=True,
-        parallel=fields.flag("use_parallel_residual"),
-        qkv_bias=fields.flag("use_qkv_bias"),
-        output_bias=False,
-        rotary_dim=rotary_dim(fields, config.head_dim, default=0.25),
-    )
-
-
-def _load_layer(weights: LayerWeights, config: ModelConfig) -> SerialLayer | ParallelLayer:
+def load_layer(weights: LayerWeights, config: ModelConfig) -> SerialLayer | ParallelLayer:
+    """See `LoadLayer`."""
     attention = load_attention(weights, config)
     mlp = load_gated_mlp(weights, DENSE_MLP, config.hidden_size, config.intermediate_size)
     if not config.parallel:
         return load_serial_layer(weights, config, attention, mlp)
     norm = load_layer_norm(weights, config, "input_layernorm")
     return ParallelLayer(norm, attention, None, mlp)
-
-
-FAMILY = Family(
-    _configure,
-    _load_layer,
-    {"num_key_value_heads": 32, "rms_norm_eps": 1e-5},
-    computed_keys=frozenset({"use_qkv_bias"}),
-    aliases=(("layer_norm_eps", "rms_norm_eps"),),
-)

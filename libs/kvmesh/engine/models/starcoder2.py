@@ -1,47 +1,19 @@
-"""StarCoder2: norms that take the mean out, an MLP without a gate, biases, a window in all layers
-where the file has one.
-"""
+"""Layers of StarCoder2; see families/starcoder2.py."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 from torch.nn import functional
 
 from kvmesh.engine.attention import load_attention
 from kvmesh.engine.config import ModelConfig
-from kvmesh.engine.json_fields import Fields
 from kvmesh.engine.layer_norms import SerialLayer, load_serial_layer
-from kvmesh.engine.models.family import Family, uniform_window
 from kvmesh.engine.plain_mlp import load_plain_mlp
 from kvmesh.engine.weights import LayerWeights
 
 
-def _configure(fields: Fields, config: ModelConfig) -> ModelConfig:
-    bias = fields.flag("use_bias", default=True)
-    return replace(
-        config,
-        layer_norm=True,
-        gated_mlp=False,
-        mlp_bias=bias,
-        qkv_bias=bias,
-        output_bias=bias,
-        windows=uniform_window(fields, config),
-    )
-
-
-def _load_layer(weights: LayerWeights, config: ModelConfig) -> SerialLayer:
+def load_layer(weights: LayerWeights, config: ModelConfig) -> SerialLayer:
+    """See `LoadLayer`."""
     mlp = load_plain_mlp(weights, config, partial(functional.gelu, approximate="tanh"))
     return load_serial_layer(weights, config, load_attention(weights, config), mlp)
-
-
-FAMILY = Family(
-    _configure,
-    _load_layer,
-    {"num_key_value_heads": 2, "rms_norm_eps": 1e-5, "tie_word_embeddings": True},
-    activations=("gelu_pytorch_tanh",),
-    computed_keys=frozenset({"use_bias"}),
-    aliases=(("norm_epsilon", "rms_norm_eps"),),
-    tensor_names=((".mlp.up_proj.", ".mlp.c_fc."), (".mlp.down_proj.", ".mlp.c_proj.")),
-)

@@ -1,0 +1,87 @@
+"""Which CUDA devices there are, asked of the driver alone. Torch-free.
+
+Tests: tests/unit/engine/test_device_names.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import re
+from collections.abc import Callable
+
+from kvmesh.core.errors import ConfigError
+
+_CUDA = re.compile(r"cuda(?::(0|[1-9][0-9]*))?")
+
+
+def device_index(device: str) -> int | None:
+    """Number of a CUDA device; None for "cpu".
+
+    Args:
+        device: "cpu", "cuda" or "cuda:N".
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    if device == "cpu":
+        return None
+    named = _CUDA.fullmatch(device)
+    if named is None:
+        raise ConfigError(f"{device!r} is no device that the engine runs on: cpu, cuda or cuda:N")
+    return int(named[1] or 0)
+
+
+def num_devices(driver: str = "libcuda.so.1") -> int:
+    """CUDA devices that this process may use; 0 without a driver.
+
+    Args:
+        driver: library of the driver.
+    """
+    try:
+        cuda = ctypes.CDLL(driver)
+        count = ctypes.c_int(0)
+        failed = cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count))
+    except (OSError, AttributeError):
+        return 0
+    return 0 if failed else count.value
+
+
+def require_named_device(device: str, *, count_devices: Callable[[], int] = num_devices) -> None:
+    """Refuses in one line a device that is not there, without loading what would compute on it.
+
+    Whether its kind will do is said by `require_device`, once torch is loaded.
+
+    Args:
+        count_devices: how many there are.
+
+    Raises:
+        ConfigError: there is no such device, or the torch that is installed knows of none.
+    """
+    index = device_index(device)
+    if index is None:
+        return
+    count = count_devices()
+    if index >= count:
+        raise ConfigError(
+            f"device {device!r} was asked for and there {_counted(count)}; use cpu, or see what "
+            "`nvidia-smi` lists"
+        )
+    if _torch_version().endswith("+cpu"):
+        raise ConfigError(
+            f"device {device!r} was asked for and the installed torch, {_torch_version()}, is the "
+            "build for CPUs alone; install torch from the default index of PyPI"
+        )
+
+
+def _counted(count: int) -> str:
+    if count == 1:
+        return "is 1 CUDA device, cuda:0"
+    return f"are {count} CUDA devices" if count else "is no CUDA device"
+
+
+def _torch_version() -> str:
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
